@@ -8,7 +8,7 @@ CLIENTS2 := .venv-clients-2
 BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 
-.PHONY: demo serve test coverage proof clients check format browser clean
+.PHONY: demo serve test coverage proof clients check format browser page clean
 
 demo: $(VENV)/.ready
 	$(BIN)/foretoken demo
@@ -19,8 +19,9 @@ serve: $(VENV)/.ready
 
 # Two processes, each with a half of the files in order; who is done first takes from the other half.
 # Each keeps whole files as long as it can, so that what fixtures of a module make is mostly made once.
+# What repeats the same lines thousands of times is left to `make proof`.
 test: check
-	$(BIN)/pytest -n 2 --dist worksteal
+	$(BIN)/pytest -n 2 --dist worksteal -m "not repeated"
 
 # Lines and branches that the tests reach, gated in pyproject.toml. Tracing makes Python about 2.4 times as slow, so this
 # is a run of its own, without the tests that repeat the same lines thousands of times.
@@ -30,8 +31,9 @@ coverage: $(VENV)/.ready
 	$(BIN)/coverage combine -q
 	$(BIN)/coverage report
 
-# Long proofs, minutes each: -vv names the one that runs.
+# Tests that repeat, and long proofs, minutes each: -vv names the one that runs.
 proof: $(VENV)/.ready
+	$(BIN)/pytest -n 2 --dist worksteal -m repeated
 	$(BIN)/pytest proof -vv -n 2 --dist worksteal
 
 # Real clients, unmodified, against a running server; they have environments of their own, Node its folder.
@@ -53,6 +55,10 @@ format: $(VENV)/.ready
 browser: $(VENV)/.ready
 	$(BIN)/python -m pip install -q playwright==1.65.2
 	scripts/get_browser.sh
+
+# The server's page in that browser.
+page: browser
+	$(BIN)/pytest -q tests/server/test_page_browser.py
 
 # torch goes first and pinned: left to a range, pip would take the newest build with its CUDA libraries.
 $(VENV)/.ready: requirements.txt pyproject.toml

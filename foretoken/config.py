@@ -48,10 +48,11 @@ class SpecConfig:
 
     `drafter=None`, or "none", is plain decoding, which takes nothing else (plain decoding under a rule of your choice
     is any drafter with `num_draft=0`). `draft` is the draft model's folder or hub id, maybe the target's own;
-    `draft_dtype` the format of its weights: "auto" takes the target's option; "int8" and "int4" (CPU) read a half and a
-    quarter of the bytes. `num_draft="auto"` leaves the number to the engine. `rule="auto"` is greedy at
-    temperature 0, coupled when the request has a seed, otherwise block for sampled chains and tree for trees. Three
-    ways to draft less, each exact because the mass of the draft accounts for it:
+    `draft_dtype` the format of its weights, or of a trained head's: "auto" takes the target's option and number of
+    bits; "int8" and "int4" (CPU) read a half and a quarter of the bytes. `num_draft="auto"`
+    leaves the number to the engine. `rule="auto"` is greedy at temperature 0, coupled when the request has a seed,
+    otherwise block for sampled chains and tree for trees. Three ways to draft less, each exact because the mass of the
+    draft accounts for it:
 
     - `draft_probability` a: at each position draft only with probability a (mass a * q, also where nothing was
       drafted); "auto" lets the engine choose among 0.25, 0.5, 0.75 and 1 in each round.
@@ -59,7 +60,8 @@ class SpecConfig:
     - `draft_top_k` k: draft from the k likeliest tokens of the draft only (0: from all).
 
     `head` is the folder or hub id of a trained head, which reads the target's hidden states: drafters `eagle` (EAGLE-1,
-    -2, -3), `medusa` and `block`; `auto` and `mix` take the drafter that runs it as a part.
+    -2, -3), `medusa` and `block`; `auto` and `mix` take the drafter that runs it as a part. For `early_exit` it is an
+    adapter, which also decides on the exit.
 
     `draft_vocabulary` says how a draft model whose tokenizer is not the target's is used: not at all ("same"), in text
     that is encoded again ("strings"), in the tokens that both have ("intersection"), or by "auto": where the tokenizers
@@ -119,7 +121,7 @@ class SpecConfig:
     draft_top_k: int = field(default=0, metadata=_help("Guess from the draft's k likeliest tokens; 0 = all."))
     draft_dtype: str = field(
         default="auto",
-        metadata=_help(f"Format of the draft model's weights: {', '.join(DRAFT_DTYPES)}; auto is what --dtype says."),
+        metadata=_help(f"Format of a draft's or head's weights: {', '.join(DRAFT_DTYPES)}; auto follows the target."),
     )
     draft_vocabulary: str = field(
         default="auto",
@@ -221,11 +223,11 @@ class SpecConfig:
         spec = self
         if prediction is not None and not self.parts and self.drafter in ("mix", "auto"):
             names = list(self._usual_parts())
-            models = [place for place, name in enumerate(names) if name in ("draft_model", *HEADS)]
+            models = [place for place, name in enumerate(names) if name in ("draft_model", "early_exit", *HEADS)]
             names.insert(min(models, default=len(names)), "predicted")
             spec = replace(self, parts=tuple(names))
         if prediction is not None and "predicted" not in spec.leaves:
-            raise self._only_for("prediction", prediction, "predicted")
+            raise self._only_for("prediction", prediction, ["predicted"])
         if prediction is None and "predicted" in spec.leaves:
             raise ConfigError(
                 "prediction", None, "drafter='predicted' needs the text that you expect: set SamplingParams.prediction"
@@ -269,17 +271,19 @@ class SpecConfig:
         """Refuse a field that none of the drafters at work reads."""
         if any(name in traits_of(leaf).fields for leaf in self.leaves):
             return
-        taker = next(one for one, traits in DRAFTERS.items() if name in traits.fields and not traits.composite)
-        raise self._only_for(name, getattr(self, name), taker)
+        takers = [one for one, traits in DRAFTERS.items() if name in traits.fields and not traits.composite]
+        raise self._only_for(name, getattr(self, name), takers)
 
-    def _only_for(self, field: str, value: object, drafter: str) -> ConfigError:
-        """The error for an option that only `drafter` takes, which is not at work here."""
+    def _only_for(self, field: str, value: object, takers: Sequence[str]) -> ConfigError:
+        """The error for an option that only the drafters `takers` read, none of which is at work here."""
         others = ", ".join(str(part.drafter) for part in self.configs)
-        remedy = f" (parts: {others}): name {drafter} among the parts" if others else f": name {drafter} as the drafter"
+        named = takers[0] if len(takers) == 1 else "one of them"
+        remedy = f" (parts: {others}): name {named} among the parts" if others else f": name {named} as the drafter"
+        either = " or ".join(filter(None, (", ".join(map(repr, takers[:-1])), repr(takers[-1]))))
         return ConfigError(
             field,
             value,
-            f"only drafter={drafter!r} takes it, not drafter={self.drafter!r}{remedy}, or leave it out",
+            f"only drafter={either} takes it, not drafter={self.drafter!r}{remedy}, or leave it out",
         )
 
     def _check_given_parts(self) -> None:
@@ -304,7 +308,10 @@ class SpecConfig:
     def _part(self, name: str) -> SpecConfig:
         """The part called `name`, which takes over the fields that its drafter reads."""
         taken = traits_of(name).fields if name in known_drafters() else ()
-        return SpecConfig(name, **{one: getattr(self, one) for one in taken})
+        values = {one: getattr(self, one) for one in taken}
+        if name == "early_exit" and self.head is not None and head_drafter(self.head) != name:
+            del values["head"]  # another part's; this one also runs without
+        return SpecConfig(name, **values)
 
     def _usual_parts(self) -> tuple[str, ...]:
         """What a composite drafter works with unless told otherwise; nothing for a simple one."""
@@ -401,6 +408,11 @@ class SpecConfig:
         if self.exit_layer != "auto":
             check_whole("exit_layer", self.exit_layer, low=1)
             self._needs("exit_layer")
+        if self.drafter == "early_exit" and self.head is not None:
+            for name, unset in (("exit_layer", "auto"), ("skip_layers", None)):
+                if getattr(self, name) != unset:
+                    remedy = "an adapter drafts from the layer it was trained for: leave it out beside `head`"
+                    raise ConfigError(name, getattr(self, name), remedy)
         if self.skip_layers is None:
             return
         self._needs("skip_layers")

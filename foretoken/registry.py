@@ -49,12 +49,21 @@ DRAFTERS: dict[str, Traits] = {
     "recycling": Traits("foretoken.draft.recycling:RecyclingDrafter"),
     "predicted": Traits("foretoken.draft.predicted:PredictedDrafter"),
     "early_exit": Traits(
-        "foretoken.draft.early_exit:EarlyExitDrafter", samples=True, fields=("exit_layer", "skip_layers", *_SAMPLING)
+        "foretoken.draft.early_exit:EarlyExitDrafter",
+        samples=True,
+        fields=("head", "exit_layer", "skip_layers", *_SAMPLING),
     ),
     **{
-        name: Traits(f"foretoken.draft.{name}:{kind}", samples=True, fields=("head", *_SAMPLING, "tree", "branching"))
+        name: Traits(
+            f"foretoken.draft.{name}:{kind}",
+            samples=True,
+            fields=("head", "draft_dtype", *_SAMPLING, "tree", "branching"),
+        )
         for name, kind in (("eagle", "EagleDrafter"), ("medusa", "MedusaDrafter"), ("block", "BlockDrafter"))
     },
+    "mtp": Traits(
+        "foretoken.draft.mtp:MtpDrafter", samples=True, fields=("draft_dtype", *_SAMPLING, "tree", "branching")
+    ),
     "lookahead": Traits("foretoken.draft.lookahead:LookaheadDrafter", fields=("lookahead_window", "lookahead_ngram")),
     "cascade": Traits(
         "foretoken.draft.cascade:CascadeDrafter", composite=True, fields=("draft", "draft_dtype", *_SAMPLING)
@@ -63,6 +72,7 @@ DRAFTERS: dict[str, Traits] = {
     "auto": Traits(None, composite=True),
 }
 HEADS = ("eagle", "medusa", "block")  # drafters of trained heads
+MTP = "mtp"  # the drafter of a layer that only some targets bring
 _HEAD_KIND = "foretoken.heads.kind:kind_of_head"
 ADDED: dict[str, Traits] = {}  # by `add_drafter`, in the order in which they came
 

@@ -47,14 +47,45 @@ this table says; what does not pass is refused.
 | format | families | how | types |
 |---|---|---|---|
 | safetensors folder | all below | as stored, or in another `dtype` | F32, F16, BF16 (F64 natively) |
-| GGUF file | Llama, Mistral, Qwen2, Qwen3 | native; quantised matrices are dequantised when loaded | F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K (so Q4_K_M, Q5_K_M, Q6_K ...) |
+| GGUF file | Llama, Mistral, Qwen2, Qwen3 | native; quantised matrices are multiplied by their codes | F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K (so Q4_K_M, Q5_K_M, Q6_K ...) |
 | GGUF file | all others | refused | Q2_K, Q3_K, IQ*, TQ*, MXFP4, NVFP4 |
-| GPTQ, AWQ, compressed-tensors, FP8 | native families | refused | |
+| GPTQ | native families | native, by codes | 4 and 8 bits, groups of a multiple of 32 or one scale per output, symmetric or not, `gptq` and `gptq_v2` |
+| AWQ | native families | native, by codes | 4 bits, version `gemm`, groups as for GPTQ |
+| compressed-tensors | native families | native, by codes | `pack-quantized` (int4, int8), `int-quantized`, `naive-quantized` (int8), per matrix, output or group, with zero points |
+| GPTQ or compressed-tensors with act-order, other groups | native families | native, dequantised when loaded | as above, with `g_idx`, groups that 32 does not divide |
+| FP8 | native families | native, dequantised when loaded | e4m3 of `fp8` and `float-quantized`: blocks (`weight_scale_inv`), per output, per matrix |
+| GPTQ and AWQ of other bits or layouts, FP4, 2:4 sparsity, bitsandbytes ... | native families | through transformers, if it can with the packages that are installed; otherwise refused | |
+| GPTQ, AWQ, compressed-tensors, FP8 | families of transformers | through transformers, if it can with the packages that are installed; otherwise refused | |
 
 `LLM("file.gguf")` and `--target file.gguf` take tokenizer, chat template and end tokens from the file. Its numbers are bit for bit what
 llama.cpp's `gguf` package makes of them, in float32; `dtype="bfloat16"` rounds them once more and halves the memory. Text is split as
 llama.cpp does it: Unicode normalisation of a Qwen tokenizer is not in the file. Experts, sliding windows, longrope and files in parts
-are refused. `foretoken models inspect FILE` lists the types of a checkpoint.
+are refused. `foretoken models inspect FILE` lists the types of a checkpoint, and what becomes of each.
+
+Packed safetensors stand for scale * (code - zero), which float32 holds exactly; rounded to the format of the scales these are bit for bit
+the numbers that AutoGPTQ, AutoAWQ and compressed-tensors compute. FP8 numbers are multiplied by their scales in float32, then rounded to
+`dtype`. Activations and the cache keep `dtype`, whatever the checkpoint says of theirs. Codes are multiplied on a CPU as [quantised targets](quantised.md)
+are, and take 4.5 bits a weight for 4 bits and 8.5 for 8; with zero points that differ between groups 4.75 and 10. Elsewhere, and where codes do not fit the kernel,
+matrices are dequantised when loaded, with one warning that says how many and why.
+
+How fast each is: milliseconds of a pass of the 1.0 B target over 1 to 16 rows behind 128 tokens, and what it reads, on two cores of an AMD EPYC (AVX-512 with bf16
+and VNNI), medians of 20 passes that take turns ([raw](../benchmarks/2026-11-23-step-cost-1b.json); on an Intel Xeon, beside llama.cpp: [quantised targets](quantised.md)):
+
+    python -m studies.step_cost --rows 1,2,4,8,16 --context 128 --repeats 20 --models out/wide/target,out/wide/target@float32,out/wide/target@int8,out/wide/target@int4,gguf/target-Q8_0.gguf,gguf/target-Q6_K.gguf,gguf/target-Q5_K_M.gguf,gguf/target-Q4_K_M.gguf,gguf/target-Q4_0.gguf
+
+| weights | MB | 1 row | 2 | 4 | 8 | 16 |
+|---|---|---|---|---|---|---|
+| bf16 (`dtype="bfloat16"`) | 2005 | 130 | 136 | 111 | 126 | 165 |
+| float32 | 4010 | 304 | 559 | 711 | 712 | 848 |
+| `weights="int8"` | 1065 | 55 | 55 | 56 | 62 | 99 |
+| `weights="int4"` | 568 | 33 | 33 | 36 | 53 | 92 |
+| Q8_0 file | 1065 | 56 | 57 | 58 | 63 | 104 |
+| Q6_K file | 887 | 45 | 46 | 53 | 73 | 130 |
+| Q5_K_M file | 762 | 42 | 40 | 49 | 66 | 120 |
+| Q4_K_M file | 664 | 39 | 38 | 45 | 64 | 112 |
+| Q4_0 file | 566 | 33 | 34 | 38 | 59 | 102 |
+
+GPTQ, AWQ and compressed-tensors run through the same kernel as the files above; what is dequantised at load runs as bf16 or float32.
 
 ## Families
 

@@ -1,4 +1,4 @@
-"""Ten thousand random requests through one engine; the tests send two thousand."""
+"""Ten thousand random requests through one engine; the tests send a thousand."""
 
 from __future__ import annotations
 

@@ -9,10 +9,10 @@ import pytest
 
 from foretoken import LLM, SpecConfig
 from tests.draft import test_contract as contract
-from tests.draft.test_contract import name, plain, spec, watched
+from tests.draft.test_contract import llm, name, pair, plain, spec, watched
 from tests.helpers.watch import Watched
 
-__all__ = ["name", "plain", "spec", "watched"]  # fixtures
+__all__ = ["llm", "name", "pair", "plain", "spec", "watched"]  # fixtures
 
 
 @pytest.mark.parametrize("batch", [1, 4, 16])
@@ -34,3 +34,10 @@ def test_chains_under_the_other_chain_rule(
     llm: LLM, watched: Watched, spec: functools.partial[SpecConfig], name: str, plain: contract.Outputs, rule: str
 ) -> None:
     contract.test_trees_where_the_rule_takes_them_and_chains_elsewhere(llm, watched, spec, name, plain, rule)
+
+
+@pytest.mark.parametrize("temperature", [0.3])
+def test_sampled_drafts_keep_the_contract_at_another_temperature(
+    llm: LLM, watched: Watched, spec: functools.partial[SpecConfig], plain: contract.Outputs, temperature: float
+) -> None:
+    contract.check_sampled_drafts(llm, watched, spec, plain, temperature)

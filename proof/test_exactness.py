@@ -23,4 +23,4 @@ def test_greedy_equals_transformers(llm: LLM, pair: SimpleNamespace, reference: 
 
 @pytest.mark.parametrize("temperature", coupled.TEMPERATURES)
 def test_the_text_of_a_seed_is_the_text_without_drafts(llm: LLM, pair: SimpleNamespace, temperature: float) -> None:
-    coupled.test_the_text_of_a_seed_is_the_text_without_drafts(llm, pair, temperature)
+    coupled.check_texts(llm, pair, temperature, first_turn=0, stride=1)

@@ -48,7 +48,7 @@ def test_every_verb_prints_a_megabyte(
     check(played, done, MEGABYTE, width, "utf-8")
 
 
-@pytest.mark.parametrize("name", ["C", "C.UTF-8"])
+@pytest.mark.parametrize("name", ["C", "C.UTF-8", "latin-1"])
 def test_real_processes(name: str, tmp_path: Path) -> None:
-    """In the locales that a container and a desktop have; the others are in `tests/`."""
+    """In the locales that a container and a desktop have, and in an 8-bit encoding; ASCII is in `tests/`."""
     check_real_process(name, tmp_path)

@@ -1,14 +1,29 @@
-"""Sampled answers follow the exact distribution when every drafter, rule and sampling parameter shares each batch."""
+"""Sampled answers follow the exact distribution: every drafter, rule and sampling parameter by itself, and all of them
+sharing each batch; and broken ones are seen.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from tests.draft import test_other_vocabulary as other_vocabulary
 from tests.engine.test_law import (
     BASE,
+    BREAKAGES,
+    GROUPS_HERE,
+    PARAMETERS,
+    PARAMETERS_HERE,
+    check_a_cascade_that_does_not_verify_is_seen,
+    check_a_stale_penalty_is_seen,
+    check_breakage_is_seen,
+    check_group,
+    check_parameter,
+    check_trees_of_another_mass_are_seen,
+    groups,
     groups_answers,
     head_answers,
     narrow,
@@ -41,3 +56,38 @@ def test_every_trained_head_has_the_law_at_other_temperatures(narrow: SimpleName
     distribution = exact_law(narrow, replace(BASE, temperature=temperature))
     for name, answers in head_answers(narrow, temperature, NUM_REQUESTS).items():
         assert min(p_values(answers, distribution)) > ALARM, name
+
+
+@pytest.mark.parametrize("name", [name for name in groups(0) if name not in GROUPS_HERE])
+def test_every_drafter_has_the_law(narrow: SimpleNamespace, name: str) -> None:
+    check_group(narrow, name)
+
+
+@pytest.mark.parametrize("name", [name for name in PARAMETERS if name not in PARAMETERS_HERE])
+def test_every_sampling_parameter_has_the_law(narrow: SimpleNamespace, name: str) -> None:
+    check_parameter(narrow, name)
+
+
+@pytest.mark.parametrize("name", ["_residual_is_target", "_test_with_q"])
+def test_a_broken_rule_is_seen(narrow: SimpleNamespace, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_breakage_is_seen(narrow, BREAKAGES[name], monkeypatch)
+
+
+def test_trees_of_another_mass_than_they_were_drawn_from_are_seen(
+    narrow: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_trees_of_another_mass_are_seen(narrow, monkeypatch)
+
+
+def test_a_cascade_that_does_not_verify_is_seen(narrow: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_a_cascade_that_does_not_verify_is_seen(narrow, monkeypatch)
+
+
+def test_a_stale_penalty_is_seen(narrow: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_a_stale_penalty_is_seen(narrow, {"presence_penalty": 2.0}, monkeypatch)
+
+
+def test_drafts_of_another_vocabulary_have_the_law(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failed_drafters: list[str]
+) -> None:
+    other_vocabulary.check_laws(tmp_path, monkeypatch, failed_drafters, other_vocabulary.LAWS)

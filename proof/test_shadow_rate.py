@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from foretoken import LLM, SamplingParams, SpecConfig
 from foretoken.engine import runner as runner_module
 from foretoken.engine.shadow.shadow import Shadow
 from foretoken.model.sampling import target_probs
+from foretoken.verify.block import BlockRule
+from tests.engine.test_shadow_live import check_alarm
 
 DTYPES = ("bfloat16", "float16", "float32")
 PROMPTS = ["def main():\n", "class Parser:\n    ", "import os\n", "The quick brown fox", "x = [1,"] * 4
@@ -117,3 +120,7 @@ def test_w2_another_temperature_is_found_behind_filters(dtype: str, monkeypatch:
         found = followed(llm, {"temperature": 0.8, "top_k": 20}, first_seed=0, turns=4).stats
     assert found.alarm
     assert math.isfinite(found.e_value)
+
+
+def test_a_broken_block_rule_raises_the_alarm(pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_alarm(pair, BlockRule, monkeypatch)

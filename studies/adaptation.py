@@ -29,11 +29,10 @@ from foretoken import LLM, SamplingParams, SpecConfig
 from foretoken.bench.progress import Tell, progress
 from foretoken.bench.workload import Prompt, slices
 from foretoken.control.adaptation import AdaptConfig
-from foretoken.errors import ForetokenError
 from foretoken.files import to_json
 from foretoken.printing.console import Console
 from foretoken.train.corpus import Corpus, standard_library
-from studies.command import arguments, record, setting_of
+from studies.command import arguments, exit_code_of, record, setting_of
 
 _PLAIN_EVERY = 4  # one plain request of so many
 _BIN_S = 30.0
@@ -74,11 +73,11 @@ def main() -> int:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    try:
-        found = study(options)
-    except ForetokenError as error:
-        Console(stderr=True).message(f"error: {error}", style="red")
-        return error.exit_code
+    return exit_code_of(lambda: _run(options))
+
+
+def _run(options: argparse.Namespace) -> int:
+    found = study(options)
     out: Path | None = options.out
     result = record("adaptation", {"setting": setting_of(options), **found}, out)
     if options.json:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from foretoken.files import check_folder, to_json
 from foretoken.printing.console import Console
 
 INTERRUPTED = 130
+_END_S = 60.0
 
 
 def arguments(study: str, text: str | None, name: str, drafts: bool = True) -> argparse.ArgumentParser:
@@ -54,6 +56,25 @@ def run(study: Callable[[argparse.Namespace], Report], options: argparse.Namespa
     else:
         print_report(report)
     return INTERRUPTED if report.interrupted else 0
+
+
+def exit_code_of(study: Callable[[], int]) -> int:
+    """What a study returns; its error is printed and becomes its exit code."""
+    try:
+        return study()
+    except ForetokenError as error:
+        Console(stderr=True).message(f"error: {error}", style="red")
+        return error.exit_code
+
+
+def end(process: subprocess.Popen[Any]) -> None:
+    """Terminate a process that a study started; kill it if it does not end."""
+    process.terminate()
+    try:
+        process.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def record(study: str, results: Mapping[str, Any], out: Path | None) -> dict[str, Any]:

@@ -1,15 +1,21 @@
 """Decoding alone and beside a process that loops, with threads that spin or sleep while they wait for each other.
 
-    python -m studies.neighbour --target T --draft D --keep lines.jsonl --out neighbour.json
+    python -m studies.neighbour --target T --draft D --peers transformers,llama.cpp,llama.cpp-ngram-mod-8 \\
+        --keep lines.jsonl --out neighbour.json
 
 One worker per way of waiting is kept, since OpenMP reads it when torch is imported. Turns are interleaved: in each,
-every drafter answers one prompt in every worker, alone and beside the loop. Every answer is written to `--keep` at
-once; a run that was stopped goes on from there. The record holds all answers, the table their medians.
+every drafter answers one prompt in every worker, alone and beside the loop. Drafters are made anew before each answer,
+so that none meets its own earlier one. Every answer is written to `--keep` at once; a run that was stopped goes on from
+there. The record holds all answers, the table their medians.
+
+`--peers` names settings of other engines as `foretoken bench speed --peers` prints them. llama.cpp is a program of its
+own, which each answer starts with the variables of its worker: built with OpenMP, its threads wait as they say.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -22,9 +28,16 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.bench.kept_lines import KeptLines
+from foretoken.bench.measure import Contender
+from foretoken.bench.peer_kinds import KINDS
+from foretoken.bench.peers import contenders
+from foretoken.bench.renewal import renew_drafters
+from foretoken.bench.workload import Prompt
+from foretoken.errors import InputError
 from foretoken.machine.neighbours import OtherLoad
 from foretoken.machine.threads import sleeping
-from studies.command import record, words
+from foretoken.model.open import model_folder
+from studies.command import exit_code_of, record, words
 
 PLAIN = "plain"
 DRAFTERS = (PLAIN, "ngram", "draft_model", "auto")
@@ -46,7 +59,12 @@ def main() -> int:
     if options.worker:
         work(options)
         return 0
-    about = {name: getattr(options, name) for name in ("target", "draft", "threads", "max_tokens", "drafters")}
+    return exit_code_of(lambda: _run(options))
+
+
+def _run(options: argparse.Namespace) -> int:
+    peers_of(options)  # names that are not here, and files that have to be converted first
+    about = {name: getattr(options, name) for name in ("target", "draft", "threads", "max_tokens", "drafters", "peers")}
     kept = KeptLines(options.keep, about | {"waiting": options.waiting})
     try:
         measure(options, kept)
@@ -74,6 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompts", type=int, default=len(PROMPTS))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--drafters", type=words, default=DRAFTERS)
+    parser.add_argument("--peers", type=words, default=(), help="settings of other engines")
     parser.add_argument("--waiting", type=words, default=tuple(WAITING), help=f"some of {', '.join(WAITING)}")
     parser.add_argument("--keep", type=Path, default=Path("neighbour.jsonl"), help="every answer, as it is measured")
     parser.add_argument("--out", type=Path, help="a JSON file for the record")
@@ -87,7 +106,7 @@ def measure(options: argparse.Namespace, kept: KeptLines) -> None:
     jobs = [
         {"repeat": repeat, "prompt": prompt, "drafter": drafter, "waiting": waiting, "beside": beside}
         for repeat, prompt in product(range(options.repeats), range(options.prompts))
-        for beside, drafter, waiting in product((False, True), options.drafters, options.waiting)
+        for beside, drafter, waiting in product((False, True), (*options.drafters, *options.peers), options.waiting)
     ]
     left = [job for job in jobs if _key(job) not in done]
     workers = {name: _start(name, options) for name in options.waiting} if left else {}
@@ -128,7 +147,8 @@ def _start(waiting: str, options: argparse.Namespace) -> subprocess.Popen[str]:
     environment |= {**WAITING[waiting], "OMP_NUM_THREADS": str(options.threads)}
     command = [sys.executable, "-m", "studies.neighbour", "--worker", "--target", options.target]
     command += ["--draft", options.draft, "--max-tokens", str(options.max_tokens)]
-    command += ["--drafters", ",".join(options.drafters)]
+    command += ["--drafters", ",".join(options.drafters), "--peers", ",".join(options.peers)]
+    command += ["--threads", str(options.threads)]
     process = subprocess.Popen(
         command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
     )
@@ -141,6 +161,27 @@ def _ask(worker: subprocess.Popen[str], job: Mapping[str, Any]) -> dict[str, Any
     worker.stdin.write(json.dumps(job) + "\n")
     worker.stdin.flush()
     return _line_of(worker)
+
+
+def peers_of(options: argparse.Namespace) -> dict[str, Contender]:
+    """The settings of other engines that `--peers` names.
+
+    Raises:
+        InputError: one of them is not to be had here.
+        ForetokenError: a checkpoint cannot be converted for llama.cpp.
+    """
+    if not options.peers:
+        return {}
+    kinds = [kind for kind in KINDS if any(f"-{kind}" in name for name in options.peers)]
+    ends = {name.rpartition("-")[2] for name in options.peers}
+    numbers = sorted(int(end) for end in ends if end.isdigit())
+    target, draft = model_folder(options.target), model_folder(options.draft)
+    found, notes = contenders(target, draft, "auto", "cpu", options.threads, numbers, numbers, kinds)
+    by_name = {one.setting.name: one for one in found}
+    for name in options.peers:
+        if name not in by_name:
+            raise InputError("peers", name, f"choose from {', '.join(by_name)}. {' '.join(notes)}")
+    return {name: by_name[name] for name in options.peers}
 
 
 def _line_of(worker: subprocess.Popen[str]) -> dict[str, Any]:
@@ -162,33 +203,45 @@ def work(options: argparse.Namespace) -> None:
         return SpecConfig(drafter, draft=options.draft if drafter in ("draft_model", "auto") else None)
 
     llm = LLM(options.target, spec=spec("auto"), profile="off")
-    params = SamplingParams(max_tokens=options.max_tokens, temperature=0.0, ignore_eos=True)
-    for drafter in options.drafters:
-        llm.generate(PROMPTS[0], params, spec(drafter))
+    peers, number = peers_of(options), itertools.count()
+
+    def answered(drafter: str, text: str) -> dict[str, Any]:
+        """Tokens behind the first pass, per second, and what was counted."""
+        params = SamplingParams(
+            max_tokens=options.max_tokens, temperature=0.0, ignore_eos=True, tenant=f"answer {next(number)}"
+        )
+        if drafter in peers:
+            answer = peers[drafter].answer(Prompt("neighbour", "code", text), params)
+            counted: Any = answer
+            speed = answer.decode_tokens / answer.decode_s
+        else:
+            renew_drafters(llm, spec(drafter))
+            counted = llm.generate(text, params, spec(drafter))[0].stats
+            speed = counted.tokens_per_s
+        counts = ("num_emitted", "num_drafted", "draft_s", "verify_s")
+        return {"tokens_per_s": speed} | {name: getattr(counted, name) for name in counts}
+
+    for drafter in (*options.drafters, *options.peers):
+        answered(drafter, PROMPTS[0])
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
         job = json.loads(line)
         load = OtherLoad()
-        (out,) = llm.generate(PROMPTS[job["prompt"] % len(PROMPTS)], params, spec(job["drafter"]))
-        found = {
-            "tokens_per_s": out.stats.tokens_per_s,
-            "num_emitted": out.stats.num_emitted,
-            "num_drafted": out.stats.num_drafted,
-            "draft_s": out.stats.draft_s,
-            "verify_s": out.stats.verify_s,
-            "others_cores": load.cores(),
-        }
-        print(json.dumps(found), flush=True)
+        found = answered(job["drafter"], PROMPTS[job["prompt"] % len(PROMPTS)])
+        print(json.dumps(found | {"others_cores": load.cores()}), flush=True)
 
 
 def summary(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Median tokens per second by drafter, way of waiting and neighbour, and over plain decoding of the same turn."""
+    """Median tokens per second by drafter, way of waiting and neighbour, and over two others of the same turn: our
+    plain decoding, and the same drafter alone.
+    """
+    alone = {_key(line): line for line in lines if not line["beside"]}
     plain = {_key({**line, "drafter": PLAIN}): line for line in lines if line["drafter"] == PLAIN}
     rows = []
     for drafter, waiting, beside in dict.fromkeys((one["drafter"], one["waiting"], one["beside"]) for one in lines):
         own = [one for one in lines if (one["drafter"], one["waiting"], one["beside"]) == (drafter, waiting, beside)]
-        pairs = [(one, plain.get(_key({**one, "drafter": PLAIN}))) for one in own]
-        ratios = [one["tokens_per_s"] / base["tokens_per_s"] for one, base in pairs if base is not None]
+        ratios = _over(own, [plain.get(_key({**one, "drafter": PLAIN})) for one in own])
+        kept = _over(own, [alone.get(_key({**one, "beside": False})) for one in own])
         speeds = [one["tokens_per_s"] for one in own]
         rows.append(
             {
@@ -199,20 +252,31 @@ def summary(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 "tokens_per_s": statistics.median(speeds),
                 "least": min(speeds),
                 "most": max(speeds),
-                "over_plain": statistics.median(ratios) if ratios else None,
+                "over_plain": ratios,
+                "over_alone": kept,
             }
         )
     return rows
 
 
+def _over(own: Sequence[Mapping[str, Any]], bases: Sequence[Mapping[str, Any] | None]) -> float | None:
+    """The median ratio of speeds, over the answers whose base was measured."""
+    pairs = zip(own, bases, strict=True)
+    ratios = [one["tokens_per_s"] / base["tokens_per_s"] for one, base in pairs if base is not None]
+    return statistics.median(ratios) if ratios else None
+
+
 def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
     """One line for each drafter, way of waiting and neighbour."""
-    print(f"{'drafter':<12} {'waiting':<8} {'neighbour':<10} {'tokens/s':>9} {'from':>8} {'to':>8} {'over plain':>11}")
+    wide = max([12, *(len(row["drafter"]) for row in rows)])
+    heads = f"{'tokens/s':>9} {'from':>8} {'to':>8} {'over plain':>11} {'over alone':>11}"
+    print(f"{'drafter':<{wide}} {'waiting':<8} {'neighbour':<10} {heads}")
     for row in rows:
-        ratio = "" if row["over_plain"] is None else f"{row['over_plain']:.2f}"
+        ratios = ("" if row[name] is None else f"{row[name]:.2f}" for name in ("over_plain", "over_alone"))
         print(
-            f"{row['drafter']:<12} {row['waiting']:<8} {'loop' if row['beside'] else 'none':<10} "
-            f"{row['tokens_per_s']:9.2f} {row['least']:8.2f} {row['most']:8.2f} {ratio:>11}"
+            f"{row['drafter']:<{wide}} {row['waiting']:<8} {'loop' if row['beside'] else 'none':<10} "
+            f"{row['tokens_per_s']:9.2f} {row['least']:8.2f} {row['most']:8.2f} "
+            + " ".join(f"{ratio:>11}" for ratio in ratios)
         )
 
 

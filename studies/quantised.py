@@ -15,19 +15,19 @@ import json
 import random
 import statistics
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from foretoken.kernels.build import built
-from foretoken.model.grouped import GroupedCodes
+from foretoken.model.grouped import SUPER, GroupedCodes, WholeScales
 from foretoken.model.grouped_kernel import SOURCE, GroupedWeight, instructions
 from foretoken.model.layers import Linear, PackedWeight
-from foretoken.model.quant import Quantiser
 from studies.command import record
 
-# bits, code of zero, group, whether there are minimums, whether float16 holds the scales
+# bits, code of zero, group, whether there are minimums, whether float16 holds the scales (else they are whole numbers)
 GROUPED = {
     "q8_0": (8, 128, 32, False, True),
     "q4_0": (4, 8, 32, False, True),
@@ -36,7 +36,8 @@ GROUPED = {
     "q5_k": (5, 0, 32, True, False),
     "q6_k": (6, 32, 16, False, False),
 }
-FORMATS = ("bf16", "torch-int8", "torch-int4", *GROUPED)
+ZERO_POINTS = "gptq"  # 4 bits, a float16 scale and a zero point for 128 inputs
+FORMATS = ("bf16", "torch-int8", "torch-int4", *GROUPED, ZERO_POINTS)
 Times = dict[str, dict[int, list[float]]]
 
 
@@ -44,7 +45,7 @@ def main() -> None:
     """Measure, print a table and one JSON object, and with `--out` write that object into a file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--outputs", type=int, default=8192)
-    parser.add_argument("--inputs", type=int, default=4096, help="a multiple of 64")
+    parser.add_argument("--inputs", type=int, default=4096, help="a multiple of 256")
     parser.add_argument("--rows", default="1,2,4,8,16,32", help="rows of activations, bfloat16")
     parser.add_argument("--formats", default=",".join(FORMATS), help=f"some of {', '.join(FORMATS)}")
     parser.add_argument("--copies", type=int, default=2, help="matrices of each format")
@@ -85,20 +86,63 @@ def matrix(name: str, outputs: int, inputs: int) -> PackedWeight:
     """A random matrix [outputs, inputs] in one format."""
     if name in GROUPED:
         bits, zero, group, has_minimums, is_half = GROUPED[name]
-        scales = torch.rand(outputs, inputs // group) * 0.01
-        scales = scales.half().float() if is_half else scales
         codes = torch.randint(2**bits, (outputs, inputs), dtype=torch.uint8)
-        grouped = GroupedCodes(codes, scales, scales.clone() if has_minimums else None, zero, bits, group)
+        scales, whole = (torch.rand(outputs, inputs // group) * 0.01).half().float(), None
+        if not is_half:
+            own = torch.randint(1, 64, (outputs, inputs // group), dtype=torch.int8)
+            shared = (torch.rand(outputs, inputs // SUPER) * 0.001).half()
+            scales = shared.float().repeat_interleave(SUPER // group, 1) * own
+            whole = WholeScales(own, shared, *((own, shared) if has_minimums else ()))
+        grouped = GroupedCodes(codes, scales, scales if has_minimums else None, zero, bits, group, whole)
         return GroupedWeight.of(grouped, torch.bfloat16)
+    if name == ZERO_POINTS:
+        codes = torch.randint(16, (outputs, inputs), dtype=torch.uint8)
+        scales = (torch.rand(outputs, inputs // 128) * 0.01).half().float()
+        below = -torch.randint(16, scales.shape, dtype=torch.int8)
+        return GroupedWeight.of(GroupedCodes(codes, scales, scales * below, 0, 4, 128, multiples=below), torch.bfloat16)
     full = torch.randn(outputs, inputs).bfloat16()
     if name.startswith("torch-"):
-        return Quantiser(name.removeprefix("torch-"), torch.bfloat16).matrix([full])
+        return torch_weight(name.removeprefix("torch-"), outputs, inputs)
     linear = Linear(inputs, outputs)
     linear.weight = nn.Parameter(full, requires_grad=False)
     linear.pack()
     if linear.packed is None:
         raise SystemExit("this processor has no bf16 product; leave bf16 out of --formats")
     return linear.packed
+
+
+@dataclass(frozen=True)
+class TorchWeight:
+    """Random codes in the layout of torch's weight-only kernels: int8 with a scale per output, or int4 with a scale and
+    a zero point per 64 inputs.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    group: int | None  # inputs that share a scale; None: int8
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """`x` [T, K] times the transpose, [T, N]."""
+        if self.group is None:
+            out: Tensor = torch._weight_int8pack_mm(x, self.codes, self.scales)
+        else:
+            out = torch.ops.aten._weight_int4pack_mm_for_cpu(x, self.codes, self.group, self.scales)
+        return out if bias is None else out + bias
+
+    @property
+    def nbytes(self) -> int:
+        """Memory it takes."""
+        return self.codes.nbytes + self.scales.nbytes
+
+
+def torch_weight(kind: str, outputs: int, inputs: int) -> TorchWeight:
+    """A random matrix [outputs, inputs] for torch's kernels."""
+    if kind == "int8":
+        codes = torch.randint(-127, 128, (outputs, inputs), dtype=torch.int8)
+        return TorchWeight(codes, torch.rand(outputs).bfloat16() * 0.01, None)
+    stored = torch.randint(16, (outputs, inputs), dtype=torch.int32)
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(stored, 1)
+    return TorchWeight(packed, torch.rand(inputs // 64, outputs, 2).bfloat16() * 0.01, 64)
 
 
 @torch.inference_mode()

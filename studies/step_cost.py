@@ -1,72 +1,121 @@
 """What one pass of a model costs by number of rows: the table that decides how far ahead it pays to guess.
 
-python -m studies.step_cost --model DIR --rows 1,2,4,8,16 --context 300
+    python -m studies.step_cost --models DIR,DIR@int4,FILE.gguf --rows 1,2,4,8,16 --context 300
+
+A model is a folder, a hub id, a reference model or a GGUF file; `@int8` and `@int4` are its quantised `weights`,
+another format behind the `@` is its `dtype`. Models and row counts take turns, so that drift hits all alike.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
+import sys
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from foretoken.model.interface import LanguageModel, Segment
+from foretoken.config import QUANTISED
+from foretoken.model.interface import LanguageModel, OpenModel, Segment
 from foretoken.model.open import model_folder, open_model
-from studies.command import record
+from foretoken.model.paged_cache import DEFAULT_BLOCK_SIZE
+from foretoken.printing.console import Console
+from studies.command import exit_code_of, record, whole_numbers, words
+
+_WARM_UP_TURNS = 3
 
 
-def main() -> None:
-    """Measure and print one JSON object; row counts take turns, so that drift hits all alike."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--rows", default="1,2,4,8,16")
+def main() -> int:
+    """Measure, print the table, and with `--out` write the record."""
+    parser = argparse.ArgumentParser(
+        prog="python -m studies.step_cost",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--models", type=words, required=True, help="MODEL or MODEL@FORMAT, separated by commas")
+    parser.add_argument("--rows", type=whole_numbers, default=(1, 2, 4, 8, 16))
     parser.add_argument("--context", type=int, default=300)
     parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="a JSON file for the record")
     options = parser.parse_args()
-    model = open_model(model_folder(options.model), options.dtype, options.device)
-    counts = [int(word) for word in options.rows.split(",")]
-    times_ms: dict[int, list[float]] = {count: [] for count in counts}
-    for count, elapsed_ms in measure(model, counts, options.context, options.repeats):
-        times_ms[count].append(elapsed_ms)
-    medians = {count: statistics.median(values) for count, values in times_ms.items()}
+    return exit_code_of(lambda: _run(options))
+
+
+def _run(options: argparse.Namespace) -> int:
+    console, models = Console(stderr=True), {}
+    for name in options.models:
+        console.line(f"loading {name}")
+        models[name] = opened(name, options.device, options.context + max(options.rows))
+    times_ms: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for name, count, elapsed_ms in measure(models, options.rows, options.context, options.repeats):
+        times_ms[name, count].append(elapsed_ms)
+    found = [summary(name, models[name], options.rows, times_ms) for name in options.models]
+    about = {"context": options.context, "repeats": options.repeats, "threads": torch.get_num_threads()}
+    record("step_cost", {**about, "models": found}, options.out)
+    for one in found:
+        cells = " | ".join(f"{row['median_ms']:.1f}" for row in one["rows"])
+        Console().line(f"| {one['model']} | {one['step_bytes'] / 1e6:.0f} MB | {cells} |")
+    return 0
+
+
+def opened(name: str, device: str, num_tokens: int) -> OpenModel:
+    """The model that `name` names, with room for `num_tokens`.
+
+    Raises:
+        ForetokenError: see `open_model`.
+    """
+    place, _, kind = name.partition("@")
+    weights, dtype = (kind, "auto") if kind in QUANTISED else ("auto", kind or "auto")
+    return open_model(model_folder(place), dtype, device, 2 * num_tokens + DEFAULT_BLOCK_SIZE, weights=weights)
+
+
+def summary(
+    name: str, model: OpenModel, counts: Sequence[int], times_ms: dict[tuple[str, int], list[float]]
+) -> dict[str, Any]:
+    """Medians of one model by rows, and over one row."""
+    medians = {count: statistics.median(times_ms[name, count]) for count in counts}
     rows = [
         {
             "rows": count,
             "median_ms": medians[count],
-            "min_ms": min(values),
-            "max_ms": max(values),
-            "ratio_to_one": medians[count] / medians[counts[0]],
+            "min_ms": min(times_ms[name, count]),
+            "max_ms": max(times_ms[name, count]),
+            "over_first": medians[count] / medians[counts[0]],
         }
-        for count, values in times_ms.items()
+        for count in counts
     ]
-    results = {"model": options.model, "num_parameters": model.num_parameters, "context": options.context, "rows": rows}
-    print(json.dumps(record("step_cost", results, options.out)))
+    return {"model": name, "num_parameters": model.num_parameters, "step_bytes": model.step_bytes, "rows": rows}
 
 
-def measure(model: LanguageModel, counts: list[int], context: int, repeats: int) -> Iterator[tuple[int, float]]:
-    """(rows, milliseconds) of single passes over a sequence of `context` tokens; the first three rounds warm up."""
+def measure(
+    models: dict[str, OpenModel], counts: Sequence[int], context: int, repeats: int
+) -> Iterator[tuple[str, int, float]]:
+    """(model, rows, milliseconds) of single passes over a sequence of `context` tokens; the first turns warm up."""
     generator = torch.Generator().manual_seed(0)
-    model.open(0)
-    prompt = torch.randint(model.vocab_size, (context,), generator=generator).to(model.device)
-    model.forward(prompt, [Segment(0, context)])
-    model.commit(0, context)
-    for turn in range(repeats + 3):
-        for count in counts:
-            tokens = torch.randint(model.vocab_size, (count,), generator=generator).to(model.device)
+    for model in models.values():
+        model.open(0)
+        _pass(model, torch.randint(model.vocab_size, (context,), generator=generator), Segment(0, context))
+        model.commit(0, context)
+    for turn in range(repeats + _WARM_UP_TURNS):
+        for (name, model), count in product(models.items(), counts):
+            tokens = torch.randint(model.vocab_size, (count,), generator=generator)
             began = time.perf_counter()
-            logits = model.forward(tokens, [Segment(0, 1, tuple(range(-1, count - 2)), count)]).logits
-            logits.argmax(-1).tolist()  # waits for the device
+            _pass(model, tokens, Segment(0, 1, tuple(range(-1, count - 2)), count))
             elapsed_ms = (time.perf_counter() - began) * 1e3
-            if turn >= 3:
-                yield count, elapsed_ms
+            if turn >= _WARM_UP_TURNS:
+                yield name, count, elapsed_ms
+
+
+def _pass(model: LanguageModel, tokens: torch.Tensor, segment: Segment) -> None:
+    logits = model.forward(tokens.to(model.device), [segment]).logits
+    logits.argmax(-1).tolist()  # waits for the device
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

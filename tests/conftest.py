@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
+import shutil
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -19,9 +21,12 @@ from foretoken.engine import admission
 from tests.helpers import audit
 from tests.helpers.checkpoints import tiny_checkpoint, tiny_tokenizer
 from tests.helpers.faults import Injected
+from tests.helpers.interrupts import heed_interrupts
+from tests.helpers.mtp_checkpoints import add_mtp
 
 torch.set_num_threads(1)  # tiny matrices: a second thread costs more than it brings
 audit.watch()
+heed_interrupts()
 settings.register_profile(
     "the same everywhere", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -31,6 +36,7 @@ settings.load_profile("the same everywhere")
 def pytest_configure(config: pytest.Config) -> None:
     """Advice is for users; tiny models earn it in nearly every test. Tests of advice ask for it."""
     config.addinivalue_line("filterwarnings", "ignore::foretoken.errors.SpeculationWarning")
+    config.addinivalue_line("filterwarnings", "ignore::foretoken.machine.features.PrecisionWarning")  # of this machine
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -39,6 +45,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests stay until the end: the garbage collector need not go through them again and again, nor start
+    every 700 objects.
+    """
+    gc.freeze()
+    gc.set_threshold(5_000, 10, 10)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -55,8 +69,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Profiles of this run stay out of the user's cache folder, also in processes that tests start."""
-    os.environ["FORETOKEN_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    """Profiles of this run stay out of the user's cache folder, also in processes that tests start; kernels are
+    compiled once for all processes of a run.
+    """
+    cache = tmp_path_factory.mktemp("cache")
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        kernels = tmp_path_factory.getbasetemp().parent / "kernels"
+        kernels.mkdir(exist_ok=True)
+        (cache / "kernels").symlink_to(kernels)
+    os.environ["FORETOKEN_CACHE"] = str(cache)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -100,7 +121,7 @@ def sound_drafters(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+def usual_pair(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """Folders of a tiny `target` and a `draft` that guesses about half of its tokens: the target without its second
     layer.
     """
@@ -117,6 +138,28 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     draft.load_state_dict({name: w for name, w in target.state_dict().items() if ".layers.1." not in name})
     draft.save_pretrained(folder / "draft")
     return SimpleNamespace(target=folder / "target", draft=folder / "draft")
+
+
+@pytest.fixture(scope="session")
+def pair(usual_pair: SimpleNamespace) -> SimpleNamespace:
+    """`usual_pair`, which a module may replace."""
+    return usual_pair
+
+
+@pytest.fixture(scope="session")
+def mtp_pair(usual_pair: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """The same pair, whose target brings an MTP layer: every drafter runs for it."""
+    folder = tmp_path_factory.mktemp("mtp_pair")
+    for name in ("target", "draft"):
+        shutil.copytree(getattr(usual_pair, name), folder / name)
+    add_mtp(folder / "target")
+    return SimpleNamespace(target=folder / "target", draft=folder / "draft")
+
+
+@pytest.fixture(scope="session")
+def mtp_llm(mtp_pair: SimpleNamespace) -> LLM:
+    """One engine for the target with an MTP layer."""
+    return LLM(mtp_pair.target, SpecConfig(), dtype="float32", cache_tokens=8192)
 
 
 @pytest.fixture(scope="session")

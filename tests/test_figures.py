@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.helpers.figure_claims import CLAIMS
-from tests.helpers.raw_files import ROOT, grid, raw, speed_row
+from tests.helpers.raw_files import ROOT, STRICT, grid, raw, speed_row
 
 PAGES = ("README.md", *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").glob("**/*.md"))))
 # Reasons of past decisions, and what was withdrawn: no claims (docs/goals.md says so).
@@ -95,6 +95,18 @@ def test_the_table_of_the_readme() -> None:
         assert row["answers that differ from plain"] == f"{counts['num_differing']} of {counts['num_compared']}"
 
 
+def test_the_strict_columns_of_the_readme() -> None:
+    found = table_with("README.md", "drafter", "code", "answers that differ from plain")
+    measured = [row for row in found if row['all, with `numerics="strict"`'] != "not measured"]
+    assert [row["drafter"] for row in measured] == ["`auto`"]
+    source = speed_row("auto-auto strict", "all", STRICT)
+    plain = speed_row("plain strict", "all", STRICT)["tokens_per_s"]
+    printed = re.findall(r"\d+\.\d+", measured[0]['all, with `numerics="strict"`'])
+    values = (source["tokens_per_s"] / plain, source["speedup_low"], source["speedup_high"])
+    assert all(map(is_printed_of, printed, values))
+    assert measured[0]["of these differ"] == f"{source['num_differing']} of {source['num_compared']}" == "0 of 30"
+
+
 def test_the_tables_of_the_drafters_page() -> None:
     found = [table for table in tables("docs/drafters.md") if table and "against plain" in table[0]]
     assert len(found) == len(SLICES)
@@ -115,6 +127,135 @@ def test_tokens_per_step_of_the_other_drafters() -> None:
             if row[heading]:
                 source = rows[f"{row['drafter'].strip('`')}-auto", heading]
                 assert is_printed_of(row[heading], source["num_emitted"] / source["num_steps"])
+
+
+def test_the_table_of_the_server_under_load() -> None:
+    (found,) = [table for table in tables("docs/serving/operations.md") if "figure" in table[0]]
+    printed = [[float(number) for number in re.findall(r"\d+(?:\.\d+)?", row["figure"])] for row in found]
+    soak, slow, cost = (raw("2026-11-23-serving-load")[part] for part in ("soak", "slow", "cost"))
+    expected = [
+        [round(soak["rate"] / 0.8, 1)],
+        [soak["num_requests"], soak["num_left"]],
+        [soak["files_after"] - soak["files_before"], soak["threads_after"] - soak["threads_before"], len(soak["kept"])],
+        [100 * soak["loop_lag_share_over_50_ms"]],
+        [round(1000 * soak["itl_p99_first_s"]), round(1000 * soak["itl_p99_last_s"])],
+        [round(100 * cost["cost_median"], 1)],
+        [round(1000 * slow["itl_p99_beside_slow_s"]), round(1000 * slow["itl_p99_beside_quick_s"])],
+    ]
+    assert printed == expected
+    assert not soak["errors"]
+
+
+def test_the_table_of_the_quantised_kernel() -> None:
+    (found,) = [table for table in tables("docs/quantised.md") if "GB/s at 1 row" in table[0]]
+    for row, source in zip(found, raw("2026-11-23-quantised-kernel")["formats"], strict=True):
+        printed = list(row.values())[1:]
+        values = [*source["median_ms"].values(), source["bytes"] / 1e6, source["bandwidth_gb_s"]]
+        assert all(map(is_printed_of, printed, values))
+
+
+def test_the_table_of_formats() -> None:
+    (found,) = [table for table in tables("docs/models.md") if "1 row" in table[0]]
+    for row, source in zip(found, raw("2026-11-23-step-cost-1b")["models"], strict=True):
+        format_name = source["model"].removesuffix(".gguf").replace("out/wide/target@", "").removeprefix("gguf/target-")
+        assert format_name.replace("out/wide/target", "bf16") in row["weights"]
+        values = [source["step_bytes"] / 1e6, *(one["median_ms"] for one in source["rows"])]
+        assert all(map(is_printed_of, list(row.values())[1:], values))
+
+
+def test_the_speeds_beside_llama_cpp() -> None:
+    (found,) = [table for table in tables("docs/quantised.md") if "edits" in table[0] and "chat" not in table[0]]
+    settings = ("plain", "auto-auto", "llama.cpp", "llama.cpp-lookup", "llama.cpp-ngram-mod")
+    for row, setting in zip(found, settings, strict=True):
+        for heading, name in (("code", "code"), ("edits", "edit")):
+            source = speed_row(setting, name, "2026-11-23-gguf-Q4_K_M")
+            assert source["num_prompts"] == 10
+            assert is_printed_of(row[heading], source["tokens_per_s"])
+
+
+def test_the_speeds_beside_llama_cpp_on_amd() -> None:
+    (found,) = [table for table in tables("docs/quantised.md") if "tokens/s on AMD" in table[0]]
+    settings = ("plain", "auto-auto", "llama.cpp", "llama.cpp-lookup", "llama.cpp-ngram-mod")
+    for row, setting in zip(found, settings, strict=True):
+        for heading in ("code", "edits", "JSON", "chat"):
+            source = speed_row(setting, SLICES.get(heading, heading), "2026-11-23-gguf-Q4_K_M-amd")
+            assert source["num_prompts"] == 10
+            assert is_printed_of(row[heading], source["tokens_per_s"])
+
+
+def test_the_table_beside_a_loop() -> None:
+    (found,) = [table for table in tables("docs/command-line.md") if "beside a loop" in table[0]]
+    rows = raw("2026-11-23-neighbour-1b")["rows"]
+    names = list(dict.fromkeys(row["drafter"] for row in rows))
+    for printed, name in zip(found, names, strict=True):
+        alone, beside = (
+            next(row for row in rows if (row["drafter"], row["beside"]) == (name, is_)) for is_ in (False, True)
+        )
+        values = [one[key] for one in (alone, beside) for key in ("tokens_per_s", "over_plain")]
+        cells = [cell.removesuffix("x") for cell in list(printed.values())[1:]]
+        assert all(map(is_printed_of, cells, values))
+
+
+def test_the_table_of_8_b() -> None:
+    (found,) = [table for table in tables("docs/quantised.md") if "over plain" in table[0]]
+    head = "head=out/wide/eagle8b"
+    settings = ("plain", "ngram-auto", f"eagle({head})-auto", "auto-auto", f"auto({head})-auto")
+    for row, setting in zip(found, (*settings, "llama.cpp", "llama.cpp-lookup"), strict=True):
+        source = speed_row(setting, "code", "2026-11-23-gguf-8b-Q4_0")
+        ratio = [source[name] for name in ("speedup", "speedup_low", "speedup_high")]
+        assert all(map(is_printed_of, re.findall(r"\d+\.\d+", row["over plain"]), ratio))
+        assert is_printed_of(row["tokens/s"], source["tokens_per_s"])
+        assert is_printed_of(row["tokens a step"], source["emitted_per_step"])
+        assert not row["first token, s"] or is_printed_of(row["first token, s"], source["ttft_s"])
+
+
+def test_the_table_of_heads_in_4_bits() -> None:
+    (found,) = [table for table in tables("docs/heads.md") if "setting" in table[0]]
+    eagle, block = "head=out/wide/eagle", "head=out/wide/block"
+    ours = (
+        "plain",
+        f"eagle({eagle})-auto",
+        f"block({block})-auto",
+        "draft_model-auto",
+        "auto-auto",
+        f"auto({eagle})-auto",
+    )
+    theirs = ("llama.cpp", "llama.cpp-ngram-mod", "llama.cpp-lookup-16")
+    for row, setting in zip(found, (*ours, *theirs), strict=True):
+        source = speed_row(setting, "code", "2026-11-23-heads-1b-Q4_0")
+        assert source["num_prompts"] == 10
+        ratio = [source[name] for name in ("speedup", "speedup_low", "speedup_high")]
+        assert all(map(is_printed_of, re.findall(r"\d+\.\d+", row["over plain"]), ratio))
+        assert is_printed_of(row["tokens/s"], source["tokens_per_s"])
+        assert is_printed_of(row["tokens a step"], source["emitted_per_step"])
+
+
+def test_the_table_beside_llama_cpp() -> None:
+    (found,) = [table for table in tables("docs/quantised.md") if "engine" in table[0]]
+    source = raw("2026-11-23-gguf-rivals")["files"]
+    assert len(found) == 3 * len(source)
+    for row in found:
+        own = source[f"target-{row['file']}.gguf"]
+        name = {"foretoken": "ours", "llama.cpp": "theirs"}.get(row["engine"])
+        if name is not None:
+            assert is_printed_of(row["bits per byte"], own["bits"][name])
+        for cell, measured in zip(list(row.values())[2:8], own["rows"], strict=True):
+            if name is not None:
+                assert is_printed_of(cell, measured[f"{name}_ms"])
+            else:
+                values = (measured["theirs_over_ours"], *measured["theirs_over_ours_interval"])
+                assert all(map(is_printed_of, re.findall(r"\d+\.\d+", cell), values))
+
+
+def test_the_table_of_the_servers() -> None:
+    (found,) = [table for table in tables("docs/serving/operations.md") if "server" in table[0]]
+    servers = raw("2026-11-23-serving-rivals")["servers"]
+    measured = [(server["server"], row) for server in servers for row in server["rows"]]
+    for row, (name, source) in zip(found, measured, strict=True):
+        assert row["server"] == f"`{name}`"
+        assert f"{row['requests/s offered']}/s" == source["setting"]
+        assert is_printed_of(row["tokens/s"], source["tokens_per_s"]["value"])
+        assert is_printed_of(row["95th percentile of a request, s"], source["e2e_s"]["p95"]["value"])
 
 
 # ---- grids of the controller
@@ -206,6 +347,8 @@ def test_no_ratio_stands_without_a_raw_file() -> None:
 def _without_tables(name: str, line: str) -> str:
     """A line, unless a test above reads it; a missed goal without what was asked, and without what `LOG.md` has."""
     if line.startswith("| `") and name in ("README.md", "docs/drafters.md"):
+        return ""
+    if line.startswith("|") and name in ("docs/command-line.md", "docs/heads.md", "docs/quantised.md"):
         return ""
     if name == "docs/goals.md" and line.startswith("|"):
         return "" if "`LOG.md`" in line else line.split("|", 2)[2]

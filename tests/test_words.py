@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 import io
 import re
 import tokenize
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -101,14 +99,3 @@ def test_the_glossary_is_alphabetical() -> None:
 def test_every_term_of_the_glossary_is_used(term: str) -> None:
     ending = r"(?:s|es|ed)?" if term[-1].isalpha() else ""
     assert re.search(rf"(?<!\w){re.escape(term)}{ending}(?!\w)", all_prose()), term
-
-
-def test_class_names_are_unique() -> None:
-    """Public ones: a name that two modules define differently says too little in one of them."""
-    places = defaultdict(list)
-    for path in modules():
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                places[node.name].append(str(path.relative_to(ROOT)))
-    repeated = {name: where for name, where in places.items() if len(where) > 1}
-    assert not repeated

@@ -14,10 +14,10 @@ from foretoken.adapt.buffer import Window
 from foretoken.control.adaptation import emitted_per_step
 from foretoken.heads.base import Head, HeadBatch
 from foretoken.heads.losses import LossConfig, compare, same_argmax, target_logits, weighted_loss
-from foretoken.heads.weights import plain_copy, weights_of
+from foretoken.heads.weights import HeadWeight, held_in, in_format, numbers, plain_copy, weights_of
 from foretoken.model.interface import SharedWeights, SharesWeights
 
-Weights = Mapping[str, Tensor]  # of a head's `state_dict`, those that are learnt
+Weights = Mapping[str, HeadWeight]  # of a head's `state_dict`, those that are learnt, in the formats in use
 
 NUM_PLACES = 4  # deeper places of a draft are reached rarely, and each costs another pass of the head
 _LEARNING_RATE = 5e-4  # a few hundred updates should show: a fifth of what training from nothing bears is too slow
@@ -35,7 +35,7 @@ class Learner(Protocol):
         """Tokens that a step would emit along a window under `weights`."""
 
     def weights(self) -> Weights:
-        """What was learnt so far: a copy, in the format of the weights in use."""
+        """What was learnt so far: a copy, in the formats of the weights in use."""
 
     def restart(self, weights: Weights) -> None:
         """Go on from these weights."""
@@ -43,7 +43,7 @@ class Learner(Protocol):
 
 class HeadLearner:
     """Updates a float32 copy of `head` by AdamW with a loss of training; parameters whose names begin with one of
-    `fixed` stay as they are.
+    `fixed` stay as they are. What is judged and handed out of a quantised matrix is quantised.
 
     `target` is only read: its embedding, final norm and output matrix.
     """
@@ -54,7 +54,8 @@ class HeadLearner:
         dtype = target.embed(torch.zeros(1, dtype=torch.int64, device=target.device)).dtype
         self._config, self._target = config or LossConfig(), _FrozenTarget(target, dtype)
         self._last_layer, self._num_windows = head.config.target_num_layers, 0
-        self._formats = {name: own.dtype for name, own in weights_of(head).items() if not name.startswith(tuple(fixed))}
+        in_use = {name: own for name, own in weights_of(head).items() if not name.startswith(tuple(fixed))}
+        self._formats = {name: held_in(own) for name, own in in_use.items()}
         self._head = plain_copy(head).requires_grad_(False)
         self._judge = plain_copy(head).requires_grad_(False)  # holds the weights that are scored
         self._learnt = {name: own.requires_grad_(True) for name, own in self._parameters(self._head)}
@@ -83,7 +84,7 @@ class HeadLearner:
     def score(self, weights: Weights, window: Window) -> float:
         """See `Learner`: by equal likeliest tokens for greedy requests, else by sum min(p, q) at temperature 1."""
         for name, own in self._parameters(self._judge):
-            own.copy_(weights[name])
+            own.copy_(numbers(weights[name]))
         batch = self._batch(window)
         logits, vocabulary = target_logits(batch, self._target), self._judge.vocabulary
         accepted = [
@@ -97,13 +98,13 @@ class HeadLearner:
 
     def weights(self) -> Weights:
         """See `Learner`."""
-        return {name: own.detach().to(self._formats[name], copy=True) for name, own in self._learnt.items()}
+        return {name: in_format(own.detach(), self._formats[name]) for name, own in self._learnt.items()}
 
     @torch.no_grad()
     def restart(self, weights: Weights) -> None:
         """See `Learner`; what the optimizer knew of the old ones is forgotten."""
         for name, own in self._learnt.items():
-            own.copy_(weights[name])
+            own.copy_(numbers(weights[name]))
             own.grad = None
         self._optimizer = self._new_optimizer()
 

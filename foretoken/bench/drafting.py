@@ -12,7 +12,7 @@ from typing import Any
 from foretoken.config import SpecConfig, check_option
 from foretoken.errors import ConfigError
 from foretoken.field_text import parse_field
-from foretoken.registry import HEADS, FrozenOptions, known_drafters, options_class, traits_of
+from foretoken.registry import HEADS, MTP, FrozenOptions, known_drafters, options_class, traits_of
 
 EVERY = "all"
 # Every drafter at each of these numbers of draft tokens, and the trees of a draft model: what is called the best fixed
@@ -142,8 +142,8 @@ def parse_drafters(texts: Sequence[str]) -> tuple[DrafterChoice, ...]:
 
 
 def _without_files() -> list[str]:
-    """Drafters that need no trained head."""
-    return [name for name in known_drafters() if name not in HEADS]
+    """Drafters that need no trained head, nor a layer that few targets bring."""
+    return [name for name in known_drafters() if name not in (*HEADS, MTP)]
 
 
 def swept_drafters() -> tuple[DrafterChoice, ...]:

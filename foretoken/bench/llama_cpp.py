@@ -1,36 +1,24 @@
-"""llama.cpp beside us: its programs run on a converted copy of the same checkpoint.
+"""llama.cpp beside us: its programs run on the same GGUF file, or on a converted copy of the same checkpoint.
 
-It is found through two settings of the environment:
-
-    FORETOKEN_LLAMA_CPP          folder with the programs llama-bench and llama-speculative-simple
-    FORETOKEN_LLAMA_CPP_CONVERT  convert_hf_to_gguf.py; not needed where it lies in a folder above the programs
-
-The copies (GGUF files) are made once and kept next to the checkpoints. llama-lookup and llama-lookahead take part where
-they were built, and each `--spec-type` where the programs know it.
+A GGUF file is read as it is. Copies of folders are made once and kept next to the checkpoints (`llama_programs`).
+llama-lookup and llama-lookahead take part where they were built, and each `--spec-type` where the programs know it.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any
 
+from foretoken.bench.llama_programs import LLAMA_CPP, LlamaCpp, parsed, run_program
 from foretoken.bench.measure import Answer, Contender, SpeedSetting
 from foretoken.bench.workload import Prompt
 from foretoken.config import SamplingParams
-from foretoken.errors import ForetokenError, StorageError
+from foretoken.errors import ForetokenError, InputError, StorageError
 
-LLAMA_CPP = "llama.cpp"
-_TIMEOUT_S = 1800
-_GGUF_TYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 _DEFAULT_BATCH = 2048
 
 _COLOUR = re.compile(r"\033\[[0-9;]*m")  # lookahead prints accepted tokens in colour, asked or not
@@ -98,6 +86,19 @@ _KINDS = {
 KINDS = tuple(_KINDS)
 
 
+def speculation(kind: str, num_draft: int | None) -> tuple[str, ...]:
+    """Arguments of llama.cpp's programs for a way to speculate that is a `--spec-type`, at `num_draft` drafted tokens
+    (None: as the program comes); the server takes the same.
+
+    Raises:
+        InputError: no such way.
+    """
+    arguments = _KINDS[kind].arguments(num_draft) if kind in _KINDS else ()
+    if "--spec-type" not in arguments:
+        raise InputError("kind", kind, f"choose from {', '.join(KINDS)}, but none with a program of its own")
+    return arguments
+
+
 def contenders(
     programs_at: Path,
     target: Path,
@@ -116,17 +117,16 @@ def contenders(
         ForetokenError: a checkpoint cannot be converted.
     """
     programs = LlamaCpp.find(programs_at)
-    outtype = _GGUF_TYPES.get(_dtype_of(target) if dtype == "auto" else dtype, "bf16")
     count = _token_count(target)
-    target_gguf = programs.convert(target, outtype)
+    target_gguf = programs.as_gguf(target, dtype)
     found: list[Contender] = [LlamaBench(SpeedSetting(LLAMA_CPP, LLAMA_CPP), programs, target_gguf, count, threads)]
     missing: list[str] = []
     wanted = [_KINDS[name] for name in KINDS if name in kinds and (name != _DRAFT or draft is not None)]
     for kind in wanted:
-        if not programs.has(kind):
+        if not _knows(programs, kind):
             missing.append(kind.name)
             continue
-        draft_gguf = programs.convert(draft, outtype) if kind.name == _DRAFT and draft is not None else None
+        draft_gguf = programs.as_gguf(draft, dtype) if kind.name == _DRAFT and draft is not None else None
         numbers = num_drafts if kind.name == _DRAFT else lookup_num_drafts
         for n in (None, *numbers) if kind.swept else (None,):
             setting = SpeedSetting(
@@ -146,123 +146,12 @@ def contenders(
     return found, notes
 
 
-class LlamaCpp:
-    """Where llama.cpp's programs are, and its converter."""
-
-    def __init__(self, bench: Path, speculative: Path, converter: Path | None) -> None:
-        self.bench = bench
-        self.speculative = speculative
-        self.converter = converter
-
-    @classmethod
-    def find(cls, folder: Path) -> LlamaCpp:
-        """Look for the programs in `folder`, its `bin` and its `build/bin`.
-
-        Raises:
-            StorageError: a program is missing.
-        """
-        for place in (folder, folder / "bin", folder / "build" / "bin"):
-            bench, speculative = place / "llama-bench", place / "llama-speculative-simple"
-            if bench.is_file() and speculative.is_file():
-                break
-        else:
-            raise StorageError(
-                f"FORETOKEN_LLAMA_CPP={folder}: no llama-bench and llama-speculative-simple there, in "
-                "bin/ or in build/bin/"
-            )
-        named = os.environ.get("FORETOKEN_LLAMA_CPP_CONVERT")
-        near = (
-            [Path(named)]
-            if named
-            else [above / "convert_hf_to_gguf.py" for above in (place, *place.resolve().parents[:4])]
-        )
-        return cls(bench, speculative, next((path for path in near if path.is_file()), None))
-
-    def program(self, name: str) -> Path:
-        """Where a program lies, or would."""
-        return self.speculative.with_name(name)
-
-    def has(self, kind: Kind) -> bool:
-        """Whether the kind's program was built, and knows its `--spec-type`."""
-        if not self.program(kind.program).is_file():
-            return False
-        arguments = kind.arguments(None)
-        return not arguments or arguments[1] in self.spec_types
-
-    @cached_property
-    def spec_types(self) -> frozenset[str]:
-        """The kinds of speculation that the program names in its help."""
-        listed = re.search(r"--spec-type\s+(\S+)", "\n".join(_run([str(self.speculative), "--help"])))
-        return frozenset(listed.group(1).split(",")) if listed else frozenset()
-
-    def version(self) -> str:
-        """What the program says about itself."""
-        found = re.search(r"version:\s*(.+)", "\n".join(_run([str(self.speculative), "--version"])))
-        return found.group(1).strip() if found else "unknown"
-
-    def convert(self, checkpoint: Path, outtype: str) -> Path:
-        """The checkpoint as a GGUF file next to it, made again when the checkpoint is newer.
-
-        Raises:
-            StorageError: no converter.
-            ForetokenError: the converter failed.
-        """
-        gguf = checkpoint.resolve().with_name(f"{checkpoint.resolve().name}-{outtype}.gguf")
-        sources = [*checkpoint.glob("*.safetensors"), *checkpoint.glob("*.json")]
-        if gguf.is_file() and all(gguf.stat().st_mtime >= source.stat().st_mtime for source in sources):
-            return gguf
-        if self.converter is None:
-            raise StorageError("convert_hf_to_gguf.py was not found; name it in FORETOKEN_LLAMA_CPP_CONVERT")
-        part = gguf.with_suffix(".part")
-        wrapper = ["-c", _CONVERT] if _is_gpt2_style(checkpoint) else []
-        _run(
-            [
-                sys.executable,
-                *wrapper,
-                str(self.converter),
-                str(checkpoint),
-                "--outtype",
-                outtype,
-                "--outfile",
-                str(part),
-            ]
-        )
-        part.replace(gguf)
-        return gguf
-
-
-# The converter knows a byte-level BPE by a hash of what it makes of a sample text, so any newly trained one is unknown
-# to it. `_is_gpt2_style` has made sure that such a one splits text as GPT-2's does. The second change spares the
-# sentencepiece package, which the converter imports only to find that the checkpoint has no such model.
-_CONVERT = """
-import runpy, sys
-from pathlib import Path
-del sys.argv[0]
-folder = Path(sys.argv[0]).resolve().parent
-sys.path[:0] = [str(folder), str(folder / "gguf-py")]
-from conversion.base import TextModel
-known = TextModel.get_vocab_base_pre
-def pre(self, tokenizer):
-    try:
-        return known(self, tokenizer)
-    except RuntimeError:  # the kind of it that the converter raises for a tokenizer it does not know
-        return "gpt-2"
-def no_sentencepiece(self):
-    raise FileNotFoundError("tokenizer.model")
-TextModel.get_vocab_base_pre = pre
-TextModel._set_vocab_sentencepiece = no_sentencepiece
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
-def _is_gpt2_style(checkpoint: Path) -> bool:
-    """Whether the tokenizer is a byte-level BPE that splits text by GPT-2's own expression and nothing else."""
-    tokenizer = _read_json(checkpoint / "tokenizer.json")
-    before = tokenizer.get("pre_tokenizer") or {}
-    plain = (
-        before.get("type") == "ByteLevel" and before.get("use_regex", True) and not before.get("add_prefix_space", True)
-    )
-    return bool(plain) and tokenizer.get("model", {}).get("type") == "BPE" and tokenizer.get("normalizer") is None
+def _knows(programs: LlamaCpp, kind: Kind) -> bool:
+    """Whether the kind's program was built, and knows its `--spec-type`."""
+    if not programs.program(kind.program).is_file():
+        return False
+    arguments = kind.arguments(None)
+    return not arguments or arguments[1] in programs.spec_types
 
 
 class LlamaBench:
@@ -297,7 +186,7 @@ class LlamaBench:
             "-r",
             "1",
         ]
-        return parse_bench(_run([*command, "-t", str(self.threads), "-o", "json"])[0])
+        return parse_bench(run_program([*command, "-t", str(self.threads), "-o", "json"])[0])
 
 
 def parse_bench(output: str) -> Answer:
@@ -343,10 +232,10 @@ class LlamaSpeculative:
         with tempfile.NamedTemporaryFile("wb", suffix=".txt") as file:
             file.write(prompt.text.encode())
             file.flush()
-            output, log = _run(
-                [str(self.programs.program(self.kind.program)), *self._arguments(file.name, prompt, params)]
+            command = [str(self.programs.program(self.kind.program)), *self._arguments(file.name, prompt, params)]
+            return parsed(
+                command, lambda output, log: parse_speculative(output, log, prompt.text, self.kind.emits_first)
             )
-        return parse_speculative(output, log, prompt.text, self.kind.emits_first)
 
     def _arguments(self, file: str, prompt: Prompt, params: SamplingParams) -> list[str]:
         # The last draft may run past the limit.
@@ -399,36 +288,10 @@ def _text_of(output: str, prompt: str) -> str:
     return answer.rstrip("\n") if echo else ""
 
 
-def _run(command: list[str]) -> tuple[str, str]:
-    """Standard output and error stream of a program that ended well."""
-    try:
-        done = subprocess.run(command, capture_output=True, timeout=_TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise ForetokenError(f"{Path(command[0]).name}: {error}") from error
-    out, err = done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
-    if done.returncode != 0:
-        raise ForetokenError(
-            f"{Path(command[0]).name} ended with code {done.returncode}: {' | '.join(err.strip().splitlines()[-3:])}"
-        )
-    return out, err
-
-
 def _token_count(checkpoint: Path) -> TokenCount:
-    from tokenizers import Tokenizer
+    from foretoken.model.tokenizer import load_tokenizer  # not needed for the names of the kinds, which `--help` shows
 
-    _read_json(checkpoint / "tokenizer.json")  # a missing or broken file gets the better message
-    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
-    return lambda text: len(tokenizer.encode(text).ids)
-
-
-def _dtype_of(checkpoint: Path) -> str:
-    config = _read_json(checkpoint / "config.json")
-    return str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise StorageError(f"cannot read {path}: {error}") from error
-    return content if isinstance(content, dict) else {}
+    tokenizer = load_tokenizer(checkpoint)
+    if tokenizer is None:
+        raise StorageError(f"{checkpoint} has no tokenizer, and llama.cpp's programs take texts")
+    return lambda text: len(tokenizer.encode(text))

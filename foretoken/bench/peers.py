@@ -15,11 +15,13 @@ from typing import Any, Protocol
 import torch
 
 from foretoken.bench import llama_cpp
+from foretoken.bench.llama_programs import LLAMA_CPP, LlamaCpp
 from foretoken.bench.measure import Answer, Contender, SpeedSetting
 from foretoken.bench.peer_kinds import EVERY, KINDS, TRANSFORMERS_KINDS
 from foretoken.bench.workload import Prompt
 from foretoken.config import SamplingParams
 from foretoken.errors import ForetokenError
+from foretoken.model.gguf.header import is_gguf
 
 TRANSFORMERS = "transformers"
 _COUNTERPARTS = {"assisted": "draft_model", "lookup": "ngram", "early_exit": "early_exit"}
@@ -50,11 +52,15 @@ def contenders(
         ForetokenError: llama.cpp is asked for but incomplete, or a checkpoint cannot be converted for it.
     """
     kinds = KINDS if EVERY in kinds else kinds
-    found: list[Contender] = [
-        *_transformers(HuggingFace(target, draft, dtype, device), num_drafts, lookup_num_drafts, kinds)
-    ]
+    found: list[Contender] = []
+    missing: list[str] = []
+    if is_gguf(target) or (draft is not None and is_gguf(draft)):
+        missing.append("transformers was not measured: it dequantises GGUF files when it loads them.")
+    else:
+        found += _transformers(HuggingFace(target, draft, dtype, device), num_drafts, lookup_num_drafts, kinds)
     if not os.environ.get("FORETOKEN_LLAMA_CPP"):
-        return found, ["llama.cpp was not measured: FORETOKEN_LLAMA_CPP does not name the folder of its programs."]
+        missing.append("llama.cpp was not measured: FORETOKEN_LLAMA_CPP does not name the folder of its programs.")
+        return found, missing
     programs = Path(os.environ["FORETOKEN_LLAMA_CPP"])
     others, notes = llama_cpp.contenders(programs, target, draft, dtype, threads, num_drafts, lookup_num_drafts, kinds)
     notes.append(
@@ -63,7 +69,7 @@ def contenders(
         "time the prompt's pass and one average step; it may run past the token limit by the end of a "
         "draft, and what it emitted is what counts."
     )
-    return [*found, *others], notes
+    return [*found, *others], [*missing, *notes]
 
 
 def _transformers(
@@ -272,5 +278,5 @@ def versions() -> dict[str, str]:
     found = {TRANSFORMERS: str(transformers.__version__)}
     folder = os.environ.get("FORETOKEN_LLAMA_CPP")
     if folder:
-        found[llama_cpp.LLAMA_CPP] = llama_cpp.LlamaCpp.find(Path(folder)).version()
+        found[LLAMA_CPP] = LlamaCpp.find(Path(folder)).version()
     return found

@@ -23,7 +23,7 @@ from foretoken.bench.widen_plan import WidenPlan, plan
 from foretoken.errors import ConfigError
 from foretoken.heads.base import Head
 from foretoken.heads.checkpoint import head_state, head_tensors, load_head, make_head, save_head
-from foretoken.heads.config import EagleConfig, HeadConfig, MedusaConfig
+from foretoken.heads.config import BlockConfig, EagleConfig, ExitAdapterConfig, HeadConfig, MedusaConfig
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.loader import read_config
 
@@ -69,6 +69,14 @@ def _wide_config(config: HeadConfig, layout: WidenPlan) -> HeadConfig:
     if isinstance(config, MedusaConfig):
         return replace(config, hidden_size=big.hidden_size, target_num_layers=big.num_layers)
     copies = big.hidden_size // layout.source.hidden_size
+    if isinstance(config, ExitAdapterConfig):
+        return replace(
+            config,
+            hidden_size=big.hidden_size,
+            target_num_layers=big.num_layers,
+            exit_layer=_wide_tap(config.exit_layer, layout),
+            intermediate_size=config.intermediate_size * copies,
+        )
     layer = _wide_layer(config.layer, layout, copies)
     taps = tuple(_wide_tap(tap, layout) for tap in config.taps)
     if isinstance(config, EagleConfig):
@@ -108,7 +116,9 @@ class _HeadMaker:
         self.first = torch.cat((live, torch.full((self.small * (self.copies - 1),), -1)))
         self.is_version_1 = isinstance(config, EagleConfig) and config.version == 1
         self.stream = self.first if self.is_version_1 else self.written
-        if not isinstance(config, MedusaConfig) and not isinstance(wide, MedusaConfig):
+        if isinstance(config, ExitAdapterConfig) and isinstance(wide, ExitAdapterConfig):
+            self.neurons = _padded(config.intermediate_size, wide.intermediate_size)
+        elif isinstance(config, EagleConfig | BlockConfig) and isinstance(wide, EagleConfig | BlockConfig):
             old, new = config.layer, wide.layer
             self.q = _padded(old.num_heads * old.head_dim, new.num_heads * new.head_dim)
             self.kv = _padded(old.num_kv_heads * old.head_dim, new.num_kv_heads * new.head_dim)
@@ -116,6 +126,8 @@ class _HeadMaker:
 
     def make(self, name: str, small: Tensor) -> Tensor:
         """The tensor called `name` from the small head's."""
+        if isinstance(self.config, ExitAdapterConfig):
+            return self._adapter_part(name, small)
         if _MEDUSA_BLOCK.fullmatch(name):
             return self._copied(small, self.first, self._segments(small))
         if _MEDUSA_OUTPUT.fullmatch(name) or name in ("lm_head.weight", "confidence_head.proj.weight"):
@@ -134,6 +146,13 @@ class _HeadMaker:
             return self.stream, self.q if kind == "o_proj" else self.neurons
         rows = {"q_proj": self.q, "k_proj": self.kv, "v_proj": self.kv}.get(kind, self.neurons)
         return rows, self._segments(small)
+
+    def _adapter_part(self, name: str, small: Tensor) -> Tensor:
+        if name == "norm.weight":
+            return small.repeat(self.copies)
+        if name == "mlp.down_proj.weight":
+            return self._copied(small, self.written, self.neurons)
+        return torch.cat([self._copied(half, self.neurons, self.first) for half in small.chunk(2)])  # gate, up
 
     def _segments(self, small: Tensor) -> Tensor | None:
         """Columns that read the first copy of each of the vectors that are joined."""

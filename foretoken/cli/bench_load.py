@@ -49,63 +49,67 @@ _OF_BATCHES = (
     "warmup",
 )  # options without effect on a changing load
 _OF_LOAD = ("phase_s",)
+_BATCHES, _SETTINGS, _SLICES = (
+    ",".join(map(str, values)) for values in (LoadOptions.batches, DEFAULT_SETTINGS, LoadOptions.slices)
+)
+
+_BatchesOption = Annotated[str, typer.Option(help="Batch sizes, separated by commas; each is measured on every slice.")]
+_LoadOption = Annotated[
+    str | None,
+    typer.Option(
+        help=(
+            "A load that changes, in place of batches: BATCH:SLICE,... in sequence, such as 1:code,16:random; or mixed."
+        )
+    ),
+]
+_SettingsOption = Annotated[
+    str, typer.Option(help="Settings with commas: plain, DRAFTER-N, DRAFTER-auto, auto, auto-slices, sweep.")
+]
+_SlicesOption = Annotated[str, typer.Option(help="Kinds of text of the batches, or those of --prompts; or all.")]
+_PromptsPerSliceOption = Annotated[int, typer.Option(help="Prompts of each slice; at least a batch.")]
+_PhaseOption = Annotated[float, typer.Option(help="Seconds that plain decoding takes for each phase of --load.")]
+_CacheTokensOption = Annotated[
+    int | None,
+    typer.Option(help="Tokens that the key/value cache holds; without it, enough for the largest batch."),
+]
+_MaxBatchSizeOption = Annotated[
+    int | None, typer.Option(help="Requests that run at once; without it, the largest batch.")
+]
+_ResumeOption = Annotated[
+    Path | None,
+    typer.Option(help="File that keeps each turn; a run that was stopped goes on from it with the same options."),
+]
 
 
 def load(
     context: typer.Context,
     target: TargetOption = "reference:target",
     draft: DraftOption = None,
-    batches: Annotated[
-        str, typer.Option(help="Batch sizes, separated by commas; each is measured on every slice.")
-    ] = ",".join(map(str, LoadOptions.batches)),
-    load: Annotated[
-        str | None,
-        typer.Option(
-            help=(
-                "A load that changes, in place of batches: BATCH:SLICE,... in sequence, such as 1:code,16:random; or "
-                "mixed."
-            )
-        ),
-    ] = None,
-    settings: Annotated[
-        str, typer.Option(help="Settings with commas: plain, DRAFTER-N, DRAFTER-auto, auto, auto-slices, sweep.")
-    ] = ",".join(DEFAULT_SETTINGS),
-    slices: Annotated[
-        str, typer.Option(help="Kinds of text of the batches, or those of --prompts; or all.")
-    ] = ",".join(LoadOptions.slices),
+    batches: _BatchesOption = _BATCHES,
+    load: _LoadOption = None,
+    settings: _SettingsOption = _SETTINGS,
+    slices: _SlicesOption = _SLICES,
     prompts: PromptsOption = None,
     prompt_tokens: Annotated[int, typer.Option(help="Tokens that prompts are cut to.")] = LoadOptions.prompt_tokens,
-    prompts_per_slice: Annotated[
-        int, typer.Option(help="Prompts of each slice; at least a batch.")
-    ] = LoadOptions.prompts_per_slice,
+    prompts_per_slice: _PromptsPerSliceOption = LoadOptions.prompts_per_slice,
     max_tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = LoadOptions.max_tokens,
     repeats: RepeatsOption = LoadOptions.repeats,
     warmup: Annotated[int, typer.Option(help="Warm-up turns of each setting and batch size.")] = LoadOptions.warmup,
-    phase_s: Annotated[
-        float, typer.Option(help="Seconds that plain decoding takes for each phase of --load.")
-    ] = LoadOptions.phase_s,
+    phase_s: _PhaseOption = LoadOptions.phase_s,
     numerics: NumericsOption = LoadOptions.numerics,
     weights: WeightsOption = "auto",
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     threads: ThreadsOption = None,
-    cache_tokens: Annotated[
-        int | None,
-        typer.Option(help="Tokens that the key/value cache holds; without it, enough for the largest batch."),
-    ] = LoadOptions.cache_tokens,
+    cache_tokens: _CacheTokensOption = LoadOptions.cache_tokens,
     cache_reserve: CacheReserveOption = LoadOptions.cache_reserve,
-    max_batch_size: Annotated[
-        int | None, typer.Option(help="Requests that run at once; without it, the largest batch.")
-    ] = LoadOptions.max_batch_size,
+    max_batch_size: _MaxBatchSizeOption = LoadOptions.max_batch_size,
     max_prompt_tokens: MaxPromptTokensOption = LoadOptions.max_prompt_tokens,
     max_step_tokens: MaxStepTokensOption = LoadOptions.max_step_tokens,
     min_tokens_to_speculate: MinTokensToSpeculateOption = LoadOptions.min_tokens_to_speculate,
     max_speculating_requests: MaxSpeculatingOption = LoadOptions.max_speculating_requests,
     out: OutOption = None,
-    resume: Annotated[
-        Path | None,
-        typer.Option(help="File that keeps each turn; a run that was stopped goes on from it with the same options."),
-    ] = None,
+    resume: _ResumeOption = None,
     name: Annotated[str | None, typer.Option(help="End of the result's file name; batches or load.")] = None,
     seed: SeedOption = 0,
     as_json: JsonOption = False,

@@ -19,7 +19,7 @@ from foretoken.errors import ConfigError, InputError, StorageError
 from foretoken.files import read_stream, read_text, to_json
 from foretoken.params import check_whole
 from foretoken.printing.console import Console, Spinner
-from foretoken.registry import HEADS
+from foretoken.registry import HEADS, MTP
 
 _MOST_THREADS = 1024  # a pool of threads that no machine has would be made all the same, until memory ends
 
@@ -152,7 +152,8 @@ def engine_config(
     """
     if given.get("adapt") and not _learns(spec):
         remedy = (
-            "nobody would learn: name a trained head with --head, for its own drafter or for auto; mix does not learn"
+            "nobody would learn: name a trained head with --head, for its own drafter or for auto, or --drafter mtp; "
+            "mix does not learn"
         )
         raise ConfigError("adapt", True, remedy)
     options = {name: given[name] for name in EngineOptions.__annotations__ if name in given}
@@ -161,7 +162,7 @@ def engine_config(
 
 def _learns(spec: SpecConfig | None) -> bool:
     """Whether a drafter of `spec` has a trained head of its own, see `adapt.adapter`."""
-    return spec is not None and any(one.drafter in HEADS for one in spec.drafter_options)
+    return spec is not None and any(one.drafter in (*HEADS, MTP) for one in spec.drafter_options)
 
 
 def progress(message: str) -> AbstractContextManager[Spinner | None]:

@@ -16,7 +16,7 @@ from foretoken.cli.common import JsonOption, print_json, progress
 from foretoken.config import DRAFTERS, SamplingParams, SpecConfig
 from foretoken.errors import ConfigError
 from foretoken.printing.console import Console
-from foretoken.registry import HEADS
+from foretoken.registry import HEADS, MTP
 from foretoken.train.corpus import edit_prompt
 
 if TYPE_CHECKING:
@@ -64,8 +64,8 @@ PROMPTS = {
     def __lt__(self, other):''',
 }
 _STOP = ("\n\n",)
-_FREE_STANDING = tuple(  # "predicted" needs the answer beforehand, heads are part of --all
-    name for name in DRAFTERS if name != "predicted" and name not in HEADS
+_FREE_STANDING = tuple(  # "predicted" needs the answer beforehand, heads are part of --all, the target has no MTP
+    name for name in DRAFTERS if name != "predicted" and name not in (*HEADS, MTP)
 )
 _DRAFTER = "draft_model"
 _WITH_DRAFT = ("draft_model", "cascade")

@@ -13,7 +13,7 @@ from foretoken.config import DRAFTERS, PLAIN, SamplingParams, SpecConfig
 from foretoken.errors import CheckpointError
 from foretoken.heads.kind import head_folder
 from foretoken.printing.console import Console
-from foretoken.registry import HEADS, traits_of
+from foretoken.registry import HEADS, MTP, traits_of
 
 if TYPE_CHECKING:
     from foretoken.engine.llm import LLM
@@ -65,6 +65,8 @@ def every_drafter(
     for name in DRAFTERS:
         if name == "predicted":
             left_out[name] = "it needs the answer beforehand"
+        elif name == MTP:
+            left_out[name] = "the target brings no MTP layer"
         elif name in heads:
             specs[name] = SpecConfig(name, head=str(heads[name]), num_draft=num_draft)
         elif name in HEADS:

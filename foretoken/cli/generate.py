@@ -53,46 +53,57 @@ if TYPE_CHECKING:
 _TEXTS = ("prompt", "prompt_ids", "messages", "prediction", "json_schema", "grammar")
 _ROUTING = ("min_tokens_to_speculate", "min_tokens_for_draft_model", "max_speculating_requests")
 
+_PromptOption = Annotated[
+    str | None, typer.Option("--prompt", "-p", help="The text to continue; @FILE, - (standard input), @@ for an @.")
+]
+_PromptIdsOption = Annotated[
+    str | None, typer.Option(help="Token ids to continue (for a folder without a tokenizer): 1,2,3, @FILE, or -.")
+]
+_ChatOption = Annotated[
+    bool, typer.Option("--chat", help="The prompt is a user's message, for the model's chat template.")
+]
+_MessagesOption = Annotated[
+    str | None, typer.Option(help="A conversation to continue, a JSON list of messages: the text, @FILE, or -.")
+]
+_PredictionOption = Annotated[
+    str | None, typer.Option(help="The answer you expect, for --drafter predicted: the text, @FILE, or -.")
+]
+_LogprobsOption = Annotated[
+    int | None, typer.Option(help="Report log-probabilities: of each token and of this many likeliest.")
+]
+_PromptLogprobsOption = Annotated[
+    int | None, typer.Option(help="The same for the prompt's tokens, under the model's own distribution.")
+]
+_JsonSchemaOption = Annotated[
+    str | None, typer.Option(help="Hold the answer to this JSON schema: the text, @FILE, or -.")
+]
+_GrammarOption = Annotated[
+    str | None, typer.Option(help="Hold the answer to this Lark grammar: the text, @FILE, or -.")
+]
+_DeadlineOption = Annotated[
+    float | None, typer.Option("--deadline", help="Seconds after which the answer is wanted: orders service.")
+]
+
 
 @with_spec_flags
 @with_sampling_flags
 def generate(
     context: typer.Context,
     target: TargetOption = "reference:target",
-    prompt: Annotated[
-        str | None, typer.Option("--prompt", "-p", help="The text to continue; @FILE, - (standard input), @@ for an @.")
-    ] = None,
-    prompt_ids: Annotated[
-        str | None, typer.Option(help="Token ids to continue (for a folder without a tokenizer): 1,2,3, @FILE, or -.")
-    ] = None,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="The prompt is a user's message, for the model's chat template.")
-    ] = False,
-    messages: Annotated[
-        str | None, typer.Option(help="A conversation to continue, a JSON list of messages: the text, @FILE, or -.")
-    ] = None,
-    prediction: Annotated[
-        str | None, typer.Option(help="The answer you expect, for --drafter predicted: the text, @FILE, or -.")
-    ] = None,
+    prompt: _PromptOption = None,
+    prompt_ids: _PromptIdsOption = None,
+    chat: _ChatOption = False,
+    messages: _MessagesOption = None,
+    prediction: _PredictionOption = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
     n: Annotated[int, typer.Option(help="Answers to draw.")] = 1,
-    logprobs: Annotated[
-        int | None, typer.Option(help="Report log-probabilities: of each token and of this many likeliest.")
-    ] = None,
-    prompt_logprobs: Annotated[
-        int | None, typer.Option(help="The same for the prompt's tokens, under the model's own distribution.")
-    ] = None,
-    json_schema: Annotated[
-        str | None, typer.Option(help="Hold the answer to this JSON schema: the text, @FILE, or -.")
-    ] = None,
+    logprobs: _LogprobsOption = None,
+    prompt_logprobs: _PromptLogprobsOption = None,
+    json_schema: _JsonSchemaOption = None,
     regex: Annotated[str | None, typer.Option(help="Hold the answer to this regular expression.")] = None,
-    grammar: Annotated[
-        str | None, typer.Option(help="Hold the answer to this Lark grammar: the text, @FILE, or -.")
-    ] = None,
+    grammar: _GrammarOption = None,
     priority: Annotated[int, typer.Option(help="Smaller is served earlier.")] = 0,
-    deadline_s: Annotated[
-        float | None, typer.Option("--deadline", help="Seconds after which the answer is wanted: orders service.")
-    ] = None,
+    deadline_s: _DeadlineOption = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     cache_tokens: CacheOption = None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,6 +15,9 @@ from foretoken.heads.kind import kind_of, reference_heads
 from foretoken.model.architecture import check_causal
 from foretoken.model.fields import Fields
 from foretoken.printing.console import Console
+
+if TYPE_CHECKING:
+    from foretoken.model.architecture import ModelConfig
 
 
 class _ModelsGroup(DefaultGroup):
@@ -114,5 +117,12 @@ def _describe(name: str, folder: Path) -> dict[str, object]:
         "parameters": millions,
         "layers": config.num_layers,
         "context": config.max_context_tokens,
-        "runs_on": "native decoder",
+        "runs_on": "native decoder" + _mtp_note(folder, config),
     }
+
+
+def _mtp_note(folder: Path, config: ModelConfig) -> str:
+    from foretoken.heads.mtp import num_mtp_layers
+
+    count = num_mtp_layers(folder, config)
+    return f", {count} MTP layer{'s' if count > 1 else ''} (--drafter mtp)" if count else ""

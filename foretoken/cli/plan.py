@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,6 +17,7 @@ from foretoken.cli.common import (
     JsonOption,
     NumDraftOption,
     TargetOption,
+    WeightsOption,
     print_json,
 )
 from foretoken.config import DRAFT_DTYPES, QUANTISED
@@ -58,6 +60,9 @@ def plan(
     draft: Annotated[
         list[str] | None, typer.Option(help="A draft model; give it several times to see which ones fit.")
     ] = None,
+    head: Annotated[
+        list[str] | None, typer.Option(help="A trained head; give it several times to see which ones fit.")
+    ] = None,
     memory: Annotated[
         str | None, typer.Option(help="Memory to plan with, such as 24GiB; without it, what this machine has free now.")
     ] = None,
@@ -69,6 +74,7 @@ def plan(
     ] = None,
     num_draft: NumDraftOption = "auto",
     max_prompt_tokens: Annotated[int, typer.Option(help="Prompt tokens per step.")] = 512,
+    weights: WeightsOption = "auto",
     dtype: DtypeOption = "auto",
     draft_dtype: DraftDtypeOption = "auto",
     device: DeviceOption = "auto",
@@ -77,17 +83,21 @@ def plan(
     """Print the memory of weights, caches and a step, and which batch and context fit; exit code 1 if the requested
     ones do not.
 
-    Reads config.json and the headers of the safetensors files, no weights.
+    Reads config.json and the headers of the files; of quantised matrices the scales too.
     """
     from foretoken.model.footprint import shape_of
     from foretoken.model.open import model_folder, open_device
 
-    if draft_dtype != "auto" and not draft:
-        raise ConfigError("draft_dtype", draft_dtype, "there is no draft model: name one with --draft, or leave it out")
+    if draft_dtype != "auto" and not draft and not head:
+        reason = "there is no draft model and no head: name one with --draft or --head, or leave it out"
+        raise ConfigError("draft_dtype", draft_dtype, reason)
+    if draft_dtype not in DRAFT_DTYPES:
+        raise ConfigError("draft_dtype", draft_dtype, f"choose one of {', '.join(DRAFT_DTYPES)}")
     place = open_device(device)
     budget = Budget(available_bytes(place) if memory is None else parse_bytes(memory), _share(reserve))
-    shape = shape_of(model_folder(target), target, dtype, place.type)
-    drafts = [_draft_shape(name, dtype, draft_dtype, place.type) for name in draft or []]
+    shape = shape_of(model_folder(target), target, dtype, place.type, weights)
+    drafts = [_draft_shape(name, dtype, shape.weight_format, draft_dtype, place.type) for name in draft or []]
+    drafts += [_head_shape(name, target, shape, draft_dtype, place.type) for name in head or []]
     load = Load(
         batch=_at_least_one("batch", batch),
         context_tokens=_context(context, shape),
@@ -101,6 +111,7 @@ def plan(
     grid = fitting(shape, best, load, budget, _BATCHES, contexts)
     report = {
         "target": target,
+        "weights": weights,
         "device": str(place),
         "memory_bytes": budget.memory_bytes,
         "usable_bytes": budget.usable_bytes,
@@ -114,27 +125,54 @@ def plan(
         print_json(report)
     else:
         _print(report, grid, rows)
-    if not any(row["fits"] for row in rows):
-        row = min(rows, key=lambda row: int(str(row["missing_bytes"])))
-        with_draft = "" if row["draft"] is None else f" with draft {row['draft']}"
-        raise CapacityError(
-            f"{load.batch} x {load.context_tokens} tokens of {target}{with_draft} need "
-            f"{row['total_bytes']} bytes, and of {budget.memory_bytes} "
-            f"{budget.usable_bytes} may be used: {row['missing_bytes']} bytes are missing; at this length "
-            f"{row['largest_batch']} requests fit"
-        )
+    _check_fits(target, load, budget, rows)
 
 
-def _draft_shape(name: str, dtype: str, draft_dtype: str, device: str) -> ModelShape:
+def _check_fits(target: str, load: Load, budget: Budget, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse a load that fits with none of the drafts.
+
+    Raises:
+        CapacityError: says what is missing.
+    """
+    if any(row["fits"] for row in rows):
+        return
+    row = min(rows, key=lambda row: int(str(row["missing_bytes"])))
+    with_draft = "" if row["draft"] is None else f" with draft {row['draft']}"
+    raise CapacityError(
+        f"{load.batch} x {load.context_tokens} tokens of {target}{with_draft} need "
+        f"{row['total_bytes']} bytes, and of {budget.memory_bytes} "
+        f"{budget.usable_bytes} may be used: {row['missing_bytes']} bytes are missing; at this length "
+        f"{row['largest_batch']} requests fit"
+    )
+
+
+def _draft_shape(name: str, dtype: str, target_format: str, draft_dtype: str, device: str) -> ModelShape:
     """A draft model as the engine loads it: in the target's format unless it has its own."""
+    from foretoken.model.draft_weights import draft_weights
     from foretoken.model.footprint import shape_of
     from foretoken.model.open import model_folder
 
-    if draft_dtype not in DRAFT_DTYPES:
-        raise ConfigError("draft_dtype", draft_dtype, f"choose one of {', '.join(DRAFT_DTYPES)}")
-    quantised = draft_dtype in QUANTISED
-    own = dtype if quantised or draft_dtype == "auto" else draft_dtype
-    return shape_of(model_folder(name), name, own, device, draft_dtype if quantised else "auto")
+    folder = model_folder(name)
+    own = dtype if draft_dtype in (*QUANTISED, "auto") else draft_dtype
+    return shape_of(folder, name, own, device, draft_weights(folder, draft_dtype, target_format))
+
+
+def _head_shape(name: str, target: str, shape: ModelShape, draft_dtype: str, device: str) -> ModelShape:
+    """A trained head as the engine loads it: in the target's number format or, as its matrices are, quantised."""
+    import torch
+
+    from foretoken.heads.footprint import head_shape
+    from foretoken.heads.kind import head_folder
+    from foretoken.model.loader import parse_dtype, read_config
+    from foretoken.model.open import model_folder
+    from foretoken.model.quant import check_quant
+
+    if draft_dtype in QUANTISED:
+        check_quant(draft_dtype, torch.bfloat16, torch.device(device), field="draft_dtype")
+    elif draft_dtype != "auto" and parse_dtype(draft_dtype).itemsize != shape.itemsize:
+        raise ConfigError("draft_dtype", draft_dtype, "a head runs in its target's number format: take auto")
+    held = shape.weight_format if draft_dtype == "auto" else draft_dtype
+    return head_shape(head_folder(name), name, read_config(model_folder(target)), shape, held)
 
 
 def parse_bytes(text: str) -> int:

@@ -94,7 +94,7 @@ _OBSERVATION = {
     "history_max_age_days": "Days that a request stays in it.",
     "history_max_bytes": "Largest size of it.",
     "request_log": f"One line per request on standard error: {', '.join(LOG_FORMATS)}.",
-    "tracing": "Send OpenTelemetry traces, as the OTEL_* variables say.",
+    "tracing": "Send OpenTelemetry traces and metrics, as the OTEL_* variables say.",
 }
 PANELS: Mapping[str, tuple[type, Mapping[str, str]]] = {
     "Access and connections": (GuardConfig, _ACCESS),

@@ -10,7 +10,7 @@ import typer
 
 from foretoken.cli.common import JsonOption, print_json
 from foretoken.cli.train_answers import answers
-from foretoken.cli.train_heads import block, draft, eagle, medusa
+from foretoken.cli.train_heads import adapter, block, draft, eagle, medusa
 from foretoken.cli.usage import Group
 from foretoken.cli.verb import EngineVerb
 from foretoken.errors import ConfigError
@@ -81,8 +81,8 @@ def lm(
         )
 
 
-for _name, _verb in (("answers", answers), ("eagle", eagle), ("medusa", medusa), ("block", block), ("draft", draft)):
-    app.command(_name, cls=EngineVerb)(_verb)
+for _verb in (answers, eagle, medusa, block, adapter, draft):
+    app.command(_verb.__name__, cls=EngineVerb)(_verb)
 
 
 def _shape(text: str) -> ModelSize:

@@ -1,4 +1,4 @@
-"""`foretoken train eagle|medusa|block|draft`: heads and draft models for the user's own target, from its answers."""
+"""`foretoken train eagle|medusa|block|adapter|draft`: heads and draft models for the user's own target."""
 
 # ruff: noqa: ARG001 - most options are read from the context
 
@@ -35,6 +35,13 @@ CorpusOption = Annotated[
     Path | None, typer.Option(help="Folder of another run whose tokens of the standard library to use.")
 ]
 TokensOption = Annotated[int | None, typer.Option(help="Tokens to see in the whole run (train.tokens).")]
+StateCacheOption = Annotated[
+    int | None,
+    typer.Option(
+        "--state-cache-bytes",
+        help="Keep up to so many bytes of the target's hidden states on disk (train.state_cache_bytes); 0: none.",
+    ),
+]
 ConfigOption = Annotated[Path | None, typer.Option(help="File of settings, JSON or TOML.")]
 SetOption = Annotated[
     list[str] | None,
@@ -49,6 +56,7 @@ _RUN_FLAGS = (
     flag("answers", None, AnswersOption),
     flag("corpus", None, CorpusOption),
     flag("tokens", None, TokensOption),
+    flag("state_cache_bytes", None, StateCacheOption),
     flag("config", None, ConfigOption),
     flag("settings", None, SetOption),
     flag("device", "auto", DeviceOption),
@@ -84,6 +92,14 @@ def block(context: typer.Context, target: TargetOption, out: OutOption, dry_run:
     from foretoken.train.head_recipes import BlockShape
 
     _train(context.params, BlockShape())
+
+
+@_with_run_flags
+def adapter(context: typer.Context, target: TargetOption, out: OutOption, dry_run: DryRunOption = False) -> None:
+    """Train an early-exit adapter: a small MLP behind the target's first layers, whose output matrix then guesses."""
+    from foretoken.train.head_recipes import AdapterShape
+
+    _train(context.params, AdapterShape())
 
 
 @_with_run_flags
@@ -136,11 +152,12 @@ def _job_of(given: Mapping[str, Any], usual: RunSettings) -> dict[str, Any]:
 
 
 def _settings(settings: RunSettings, given: Mapping[str, Any]) -> RunSettings:
-    """The file's settings, then --tokens, then --set."""
+    """The file's settings, then --tokens and --state-cache-bytes, then --set."""
     if given["config"] is not None:
         settings = with_settings(settings, read_settings(given["config"]))
-    if given["tokens"] is not None:
-        settings = with_settings(settings, {"train": {"tokens": given["tokens"]}})
+    flags = {name: given[name] for name in ("tokens", "state_cache_bytes") if given[name] is not None}
+    if flags:
+        settings = with_settings(settings, {"train": flags})
     return with_overrides(settings, given["settings"] or ())
 
 
@@ -166,6 +183,7 @@ def _show_plan(plan: HeadPlan, as_json: bool) -> None:
             ("steps, tokens", f"{plan.num_steps:,}, {plan.tokens:,}"),
             ("memory", f"{plan.memory_bytes / 2**20:,.0f} MiB"),
             ("disk", f"{plan.disk_bytes / 2**20:,.0f} MiB"),
+            ("hidden states on disk, at most", f"{plan.states_bytes / 2**20:,.0f} MiB"),
             ("time (two steps measured)", f"{plan.train_s / 60:,.1f} min"),
             ("share of the text in the head's vocabulary", f"{plan.coverage:.2%}"),
         ],

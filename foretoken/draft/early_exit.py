@@ -5,6 +5,9 @@ keys, values and residual stream, is what the verify pass would compute, so it r
 `exit_layer="auto"` every candidate exit is a variant (`base.Variants`), and the engine chooses. Skip mode (SWIFT, Xia
 et al. 2410.06916): some layers are left out; what ran before the first gap is reused, the rest is run again.
 
+A trained adapter (`heads.adapter`, `SpecConfig.head`) changes what the final norm reads at the exit that it was trained
+for, and nothing of what the verify pass takes up.
+
 Nothing is kept of a request between rounds except, while a set of layers is searched for, the end of its text. The set
 that was found holds for all requests of the target.
 """
@@ -23,7 +26,9 @@ from foretoken.draft.base import Factory, Feedback, product_of
 from foretoken.draft.chain import PROBABILITIES, Chain, assemble, extend
 from foretoken.draft.layer_choice import SkipSearch, kept_layers
 from foretoken.draft.layers import exit_candidates
+from foretoken.draft.open_head import open_head
 from foretoken.errors import ConfigError
+from foretoken.heads.adapter import ExitAdapter
 from foretoken.model.architecture import NATIVE_MODEL_TYPES
 from foretoken.model.interface import EarlyExitModel, EarlySegment, LanguageModel
 from foretoken.verify import first_max
@@ -39,9 +44,9 @@ class EarlyExitDrafter:
 
     name = "early_exit"
 
-    def __init__(self, target: EarlyExitModel) -> None:
-        self.target = target
-        self.exits = exit_candidates(target.num_layers)
+    def __init__(self, target: EarlyExitModel, adapter: ExitAdapter | None = None) -> None:
+        self.target, self.adapter = target, adapter
+        self.exits = exit_candidates(target.num_layers) if adapter is None else (adapter.config.exit_layer,)
         self.skips = SkipSearch(target.num_layers, target.head_cost())
         self._recent: dict[int, list[int]] = {}  # last emitted tokens of requests for which layers are searched
 
@@ -50,7 +55,8 @@ class EarlyExitDrafter:
         """See `base.Factory`.
 
         Raises:
-            ConfigError: the target cannot stop between two layers.
+            ConfigError: the target cannot stop between two layers, or see `open_head`.
+            CheckpointError, MismatchError, UnsupportedModelError: see `open_head`.
         """
         if not isinstance(factory.target, EarlyExitModel):
             reason = f"{factory.folder} runs through transformers, which cannot stop between two layers"
@@ -59,7 +65,11 @@ class EarlyExitDrafter:
                 spec.drafter,
                 f"{reason}; choose another drafter, or a checkpoint of {', '.join(NATIVE_MODEL_TYPES)}",
             )
-        return cls(factory.target)
+        if spec.head is None:
+            return cls(factory.target)
+        adapter, _ = open_head(factory, spec, cls.name)
+        assert isinstance(adapter, ExitAdapter)
+        return cls(factory.target, adapter)
 
     def models(self) -> Sequence[LanguageModel]:
         """See `base.ModelDrafter`: none beside the target."""
@@ -69,12 +79,12 @@ class EarlyExitDrafter:
         """See `base.ModelDrafter`."""
         target = twin(self.target)
         assert isinstance(target, EarlyExitModel)
-        return type(self)(target)
+        return type(self)(target, self.adapter)
 
     def variants(self, spec: SpecConfig) -> tuple[SpecConfig, ...]:
         """See `base.Variants`: the exit layer, and the chance that a position is drafted."""
         choices: dict[str, Sequence[Any]] = {}
-        if spec.exit_layer == "auto" and spec.skip_layers is None:
+        if spec.exit_layer == "auto" and spec.skip_layers is None and self.adapter is None:
             choices["exit_layer"] = self.exits
         if spec.draft_probability == "auto":
             choices |= PROBABILITIES
@@ -140,7 +150,7 @@ class EarlyExitDrafter:
             else:
                 pieces.append(torch.tensor(pending, dtype=torch.int64, device=device))
                 segments.append(EarlySegment(sequence, 0, len(pending)))
-        return self.target.forward_early(torch.cat(pieces), segments, layers)
+        return self.target.forward_early(torch.cat(pieces), segments, layers, self.adapter)
 
     def _try_skips(self, batch: Batch) -> None:
         """A trial on the end of the first text that is long enough, when one is due and there is room for a copy of its

@@ -17,6 +17,11 @@ class HeadDrafter:
 
     keeps_answers = False  # see `base.FollowsText`
 
+    @property
+    def cache_bytes(self) -> int:
+        """Memory of the head's own keys and values when they are full: it has none."""
+        return 0
+
     def models(self) -> Sequence[LanguageModel]:
         """See `base.ModelDrafter`: none beside the target."""
         return ()
@@ -36,6 +41,12 @@ class StatesDrafter(HeadDrafter):
     """A head with keys and values of its own, made from the states that `HeadStates` keeps."""
 
     _states: HeadStates
+
+    @property
+    def cache_bytes(self) -> int:
+        """Memory of the head's own keys and values when they are full."""
+        cache = self._states.cache
+        return cache.capacity_tokens * cache.kv_bytes_per_token
 
     def release(self, request_id: int) -> None:
         """See `base.Releases`: the states come again."""

@@ -5,24 +5,30 @@ from __future__ import annotations
 import torch
 
 from foretoken.composite_checks import A_HEAD
-from foretoken.config import SpecConfig
+from foretoken.config import QUANTISED, SpecConfig
 from foretoken.draft.base import Factory
 from foretoken.errors import ConfigError
 from foretoken.heads.base import Head
 from foretoken.heads.checkpoint import load_head
 from foretoken.heads.kind import head_folder, head_kind
+from foretoken.heads.mtp import MtpHead, load_mtp
 from foretoken.heads.probe import probe_at_load
 from foretoken.heads.weights import pack
 from foretoken.model.architecture import ModelConfig
-from foretoken.model.interface import LanguageModel, SharesWeights
+from foretoken.model.interface import LanguageModel, QuantisedModel, SharesWeights
 from foretoken.model.open import native_config
+from foretoken.model.quant import drafts_at_speed
 
 
 def open_head(factory: Factory, spec: SpecConfig, kind: str) -> tuple[Head, SharesWeights]:
     """The head of `spec.head` for drafter `kind`, in the target's number format and place, and the target.
 
+    Its matrices are quantised as `spec.draft_dtype` says; "auto" is to as many bits as the target's own.
+
     Raises:
-        ConfigError: no head is named, it is of another kind, or the target has no parts that a head can use.
+        ConfigError: no head is named, it is of another kind, the target has no parts that a head can use, or a
+            `draft_dtype` that is not the target's number format.
+        InputError: a quantised format that does not run where the target does.
         CheckpointError, MismatchError, UnsupportedModelError: see `load_head`.
     """
     if spec.head is None:
@@ -35,12 +41,56 @@ def open_head(factory: Factory, spec: SpecConfig, kind: str) -> tuple[Head, Shar
         reason = "this target does not hand out its embedding and output matrix"
         raise ConfigError("head", spec.head, f"{reason}; choose a drafter without a head")
     width, dtype = _embedding_of(target, spec.head)
+    weight_format = _weight_format(spec, target, dtype)
     config = native_config(factory.folder) or _described(target, width)
     head = load_head(folder, config, dtype, target.device, factory.folder).requires_grad_(False)
     with factory.between_steps():
         probe_at_load(head, target)
-    pack(head)
+    pack(head, weight_format)
     return head, target
+
+
+def open_mtp(factory: Factory, spec: SpecConfig) -> tuple[MtpHead, SharesWeights]:
+    """The MTP layer in the target's checkpoint, in the target's number format and place, and the target.
+
+    Its matrices are quantised as those of a head: see `open_head`.
+
+    Raises:
+        ConfigError: the target runs through transformers, or hands out no parts that a head can use.
+        CheckpointError, UnsupportedModelError: see `load_mtp`.
+    """
+    config, target = native_config(factory.folder), factory.target
+    if config is None or not isinstance(target, SharesWeights):
+        reason = f"no MTP layer is read of {factory.folder}, which does not run in our own decoder"
+        raise ConfigError("drafter", spec.drafter, f"{reason}; choose another drafter")
+    _, dtype = _embedding_of(target, "mtp")
+    weight_format = _weight_format(spec, target, dtype)
+    head = load_mtp(factory.folder, config, dtype, target.device).requires_grad_(False)
+    with factory.between_steps():
+        probe_at_load(head, target)
+    pack(head, weight_format)
+    return head, target
+
+
+def _weight_format(spec: SpecConfig, target: SharesWeights, dtype: torch.dtype) -> str:
+    """What the head's matrices are held in beside a target whose rows are `dtype`: "auto" is that, else "int8" or
+    "int4".
+
+    Raises:
+        ConfigError, InputError: see `open_head`.
+    """
+    wanted, own = spec.draft_dtype, str(dtype).removeprefix("torch.")
+    if wanted == "auto" and isinstance(target, QuantisedModel):
+        wanted = target.weight_format
+    if wanted in QUANTISED:
+        return wanted if drafts_at_speed(wanted, dtype, target.device) else "auto"
+    if wanted not in ("auto", own):
+        raise ConfigError(
+            "draft_dtype",
+            wanted,
+            f"a head runs in the number format of its target, {own}: take that, auto, int8 or int4",
+        )
+    return "auto"
 
 
 @torch.inference_mode()

@@ -116,15 +116,21 @@ class SuffixDrafter:
         self._indexes[request_id].extend(tokens)
 
     def finish(self, request_id: int) -> None:
-        """Move the answer, with the words before it, into the store of its tenant."""
-        index, request = self._indexes.pop(request_id), self._requests.pop(request_id)
+        """Move the answer, with the words before it, into the store of its tenant. An interrupted call can be repeated:
+        it drops what is left.
+        """
+        index, request = self._indexes.pop(request_id, None), self._requests.pop(request_id, None)
+        if index is None or request is None:
+            return
         num_answer = index.num_tokens - len(request.prompt_ids)
         if not num_answer:
             return
         store = self._stores.setdefault(request.params.tenant, SharedStore(self._store_tokens))
-        self._num_counted -= self._counted(store)
-        store.add(index.end(num_answer + min(MATCH_LIMIT, len(request.prompt_ids))))
-        self._num_counted += self._counted(store)
+        counted = self._counted(store)
+        try:
+            store.add(index.end(num_answer + min(MATCH_LIMIT, len(request.prompt_ids))))
+        finally:
+            self._num_counted += self._counted(store) - counted
         self._stores.move_to_end(request.params.tenant)
         while self._num_counted > self._most_tokens:
             self._num_counted -= self._counted(self._stores.popitem(last=False)[1])

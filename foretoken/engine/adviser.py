@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 
 from foretoken.config import SpecConfig
+from foretoken.draft.base import DrafterKey
+from foretoken.draft.group import drafter_key
 from foretoken.engine.advice import (
     Advice,
     LoadFacts,
@@ -46,7 +48,10 @@ class Adviser:
         self._step_bytes, self._device, self._tokenizer = target.step_bytes, target.device, tokenizer
         self._told: set[Topic] = set()
         self._drafts: set[tuple[str, str]] = set()  # those that were looked at: name and format
-        self._used_bytes = target.weight_bytes + _cache_bytes(target)
+        self._weight_bytes, self._cache_bytes = target.weight_bytes, _cache_bytes(target)
+        self._drafter_bytes: dict[
+            DrafterKey | None, int
+        ] = {}  # heads and full caches; one that is made anew counts once
         self._num_steps = self._num_rounds = 0  # of finished requests the rounds
         self._drafted: dict[str, list[int]] = {}  # by drafter: drafted and accepted tokens of finished requests
         self._num_accepted = 0
@@ -59,13 +64,15 @@ class Adviser:
 
     # ---- models
 
-    def loaded(self, spec: SpecConfig, models: Sequence[LanguageModel]) -> None:
-        """A drafter of `spec` was loaded, which runs `models` of its own."""
-        self._used_bytes += sum(_cache_bytes(model) for model in models)
+    def loaded(self, spec: SpecConfig, models: Sequence[LanguageModel], head_bytes: int) -> None:
+        """A drafter of `spec` was loaded, which runs `models` of its own; its trained heads take `head_bytes`, their
+        full caches included.
+        """
+        self._drafter_bytes[drafter_key(spec)] = head_bytes + sum(_cache_bytes(model) for model in models)
         name = spec.draft or next((part.draft for part in spec.configs if part.draft), None)
         if name is not None and models and (name, spec.draft_dtype) not in self._drafts:
             self._drafts.add((name, spec.draft_dtype))
-            self._used_bytes += models[0].weight_bytes
+            self._weight_bytes += models[0].weight_bytes
             self._tell(of_draft_size(name, self._step_bytes, models[0].step_bytes))
             self._compare_text(name)
         self.look_at_memory()
@@ -79,7 +86,8 @@ class Adviser:
             return
         limit = largest_cache_bytes(device)
         if limit:
-            self._tell(of_memory(self._used_bytes, limit, "memory"))
+            used = self._weight_bytes + self._cache_bytes + sum(self._drafter_bytes.values())
+            self._tell(of_memory(used, limit, "memory"))
 
     def _compare_text(self, name: str) -> None:
         other = load_tokenizer(Path(model_folder(name)))

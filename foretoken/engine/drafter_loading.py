@@ -6,18 +6,20 @@ import threading
 from collections.abc import Callable, Sequence
 
 from foretoken.config import SpecConfig
-from foretoken.draft.base import ModelDrafter, parts_of
+from foretoken.draft.base import AdaptableDrafter, Drafter, ModelDrafter, parts_of
 from foretoken.draft.group import DrafterGroup, own_drafters
+from foretoken.draft.head_drafter import HeadDrafter
 from foretoken.engine.drafters import DrafterFactory, limit_of
 from foretoken.engine.turns import Turns
+from foretoken.heads.weights import head_bytes
 from foretoken.model.interface import LanguageModel
 
 
 class DrafterLoader:
     """Makes drafters in the thread that asks and adds them to `group` between two steps.
 
-    `check_open` raises when the engine was closed meanwhile; `on_load` is called with a drafter's configuration and the
-    models of its own that it runs.
+    `check_open` raises when the engine was closed meanwhile; `on_load` is called with a drafter's configuration, the
+    models of its own that it runs, and the memory of its trained heads.
     """
 
     def __init__(
@@ -26,7 +28,7 @@ class DrafterLoader:
         group: DrafterGroup,
         turns: Turns,
         check_open: Callable[[], object],
-        on_load: Callable[[SpecConfig, Sequence[LanguageModel]], object],
+        on_load: Callable[[SpecConfig, Sequence[LanguageModel], int], object],
     ) -> None:
         self.factory, self._group, self._turns = factory, group, turns
         factory.between_steps = lambda: turns.lock
@@ -52,5 +54,13 @@ class DrafterLoader:
                     with self._turns.lock:  # a step goes through all drafters
                         self._check_open()
                         self._group.add(key, made, limit_of(own))
-                    members = [part for _, part in parts_of(own, made) if isinstance(part, ModelDrafter)]
-                    self._on_load(own, [model for part in members for model in part.models()])
+                    parts = [part for _, part in parts_of(own, made)]
+                    models = [model for part in parts if isinstance(part, ModelDrafter) for model in part.models()]
+                    self._on_load(own, models, sum(map(_head_bytes, parts)))
+
+
+def _head_bytes(drafter: Drafter) -> int:
+    """Memory of a drafter's trained head and its full cache; 0 without a head."""
+    if not isinstance(drafter, HeadDrafter) or not isinstance(drafter, AdaptableDrafter):
+        return 0
+    return head_bytes(drafter.head) + drafter.cache_bytes

@@ -13,9 +13,11 @@ from foretoken.draft.base import Drafter, ModelDrafter, parts_of
 from foretoken.draft.hidden_states import reads_hidden_states
 from foretoken.errors import ConfigError, InputError
 from foretoken.files import read_text
-from foretoken.model.interface import LanguageModel, OpenModel
+from foretoken.model.draft_weights import draft_weights
+from foretoken.model.interface import LanguageModel, OpenModel, QuantisedModel
 from foretoken.model.loader import dtype_of
-from foretoken.model.open import native_config, open_model
+from foretoken.model.open import native_config, open_device, open_model
+from foretoken.model.quant import drafts_at_speed
 from foretoken.model.tokenizer import Tokenizer
 from foretoken.params import check_number
 from foretoken.registry import Traits, add_traits, load_source, traits_of
@@ -74,22 +76,27 @@ class DrafterFactory:
 
     def open_draft(self, folder: Path, draft_dtype: str = "auto") -> LanguageModel:
         """The draft model in `folder` with a cache of its own; weights that another drafter has in use are not loaded
-        again.
+        again. `draft_dtype` "auto" takes the target's number format and, where that is quantised, its bits.
 
         Raises:
             CheckpointError, UnsupportedModelError, ConfigError, InputError: see `open_model`.
         """
         self._num_opened += 1
-        options, quantised = self.options, draft_dtype in QUANTISED
-        dtype = options.dtype if quantised or draft_dtype == "auto" else draft_dtype
-        named: Hashable = dtype_of(folder, dtype) if native_config(folder) is not None else dtype
-        in_use = self._drafts.setdefault((folder.resolve(), named, draft_dtype if quantised else None), WeakSet())
+        options = self.options
+        dtype = options.dtype if draft_dtype in (*QUANTISED, "auto") else draft_dtype
+        target_format = self.target.weight_format if isinstance(self.target, QuantisedModel) else "auto"
+        weights = draft_weights(folder, draft_dtype, target_format)
+        named: Hashable = dtype
+        if native_config(folder) is not None:
+            named = own = dtype_of(folder, dtype)
+            if weights != "auto" and not drafts_at_speed(weights, own, open_device(options.device)):
+                weights = "auto"
+        in_use = self._drafts.setdefault((folder.resolve(), named, weights), WeakSet())
         known = next(iter(in_use), None)
         if known is not None:
             model = known.fresh()
         else:
-            weights = draft_dtype if quantised else "auto"
-            model = open_model(folder, dtype, options.device, options.cache_tokens, weights=weights, as_draft=True)
+            model = open_model(folder, dtype, options.device, options.cache_tokens, weights=weights)
         in_use.add(model)
         return model
 

@@ -23,6 +23,9 @@ from foretoken.evaluate.rows import at_position, num_positions, overall
 
 Outcome = Literal["lost", "undecided", "kept"]
 LEAST_PROMPTS = 5  # with fewer the bootstrap says nothing about another sample of prompts
+# What the models ran in, with the values of files that do not say it: acceptance may be compared across them, and then
+# they are named as what changed.
+_RUN_OPTIONS = {"weights": "auto", "dtype": "auto", "numerics": "default"}
 _ROUNDING = 1e-9  # a loss of exactly the bound is kept
 
 
@@ -165,7 +168,9 @@ def _worst_position(before: Sequence[EvalSample], after: Sequence[EvalSample]) -
 
 
 def _changed(before: EvalResult, after: EvalResult) -> list[str]:
-    """What differs between the identities: `target: weights (... -> ...)`."""
+    """What differs between the identities, `target: weights (... -> ...)`, and in what the models ran in,
+    `weights ('auto' -> 'int8')`.
+    """
     pairs = [("target", before.identity.get("target"), after.identity.get("target"))]
     old_drafts, new_drafts = before.identity.get("drafts", {}), after.identity.get("drafts", {})
     for name in new_drafts:
@@ -178,4 +183,8 @@ def _changed(before: EvalResult, after: EvalResult) -> list[str]:
         for name, version in after.versions.items()
         if before.versions.get(name) != version
     ]
+    for name, default in _RUN_OPTIONS.items():
+        old, new = before.options.get(name, default), after.options.get(name, default)
+        if old != new:
+            found.append(f"{name} ({old!r} -> {new!r})")
     return found + ([f"versions: {', '.join(versions)}"] if versions else [])

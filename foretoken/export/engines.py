@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from foretoken.errors import ConfigError
-from foretoken.heads.config import BlockConfig, EagleConfig, HeadConfig, MedusaConfig
+from foretoken.heads.config import BlockConfig, EagleConfig, ExitAdapterConfig, HeadConfig, MedusaConfig
 
 # The newest versions whose options were compared (tests/export/options).
 NEWEST = {
@@ -60,11 +60,13 @@ def engine_of(name: str, version: str | None) -> OtherEngine:
 
 
 def method_of(config: HeadConfig) -> str:
-    """What the literature calls a head: eagle, eagle3, medusa, hydra, dflash or dspark."""
+    """What the literature calls a head: eagle, eagle3, medusa, hydra, dflash, dspark or adapter."""
     if isinstance(config, MedusaConfig):
         return "hydra" if config.is_sequential else "medusa"
     if isinstance(config, EagleConfig):
         return "eagle3" if config.version == 3 else "eagle"
+    if isinstance(config, ExitAdapterConfig):
+        return "adapter"
     return "dspark" if config.markov_rank or config.has_confidence else "dflash"
 
 
@@ -74,6 +76,7 @@ _RUNS = {
     "eagle3": ("vllm", "sglang", "trtllm", "llamacpp"),
     "medusa": ("vllm", "tgi"),
     "hydra": (),
+    "adapter": (),
     "dflash": ("vllm", "sglang", "trtllm", "llamacpp"),
     "dspark": ("vllm", "sglang", "trtllm", "llamacpp"),
 }
@@ -89,7 +92,10 @@ def refusal_reason(config: HeadConfig, engine: OtherEngine) -> str | None:
         return "the configuration of vLLM before 0.20 is not written here; give a later --engine-version"
     if isinstance(config, EagleConfig):
         return _eagle_reason(config, engine)
-    return _block_reason(config, engine) if isinstance(config, BlockConfig) else _medusa_reason(config, engine)
+    if isinstance(config, MedusaConfig):
+        return _medusa_reason(config, engine)
+    assert isinstance(config, BlockConfig), "no engine runs another kind"
+    return _block_reason(config, engine)
 
 
 def _eagle_reason(config: EagleConfig, engine: OtherEngine) -> str | None:

@@ -7,7 +7,7 @@ import shlex
 from dataclasses import dataclass, field
 
 from foretoken.export.engines import OtherEngine, method_of
-from foretoken.heads.config import BlockConfig, EagleConfig, HeadConfig, MedusaConfig
+from foretoken.heads.config import BlockConfig, EagleConfig, ExitAdapterConfig, HeadConfig, MedusaConfig
 from foretoken.heads.formats.layer_ids import are_default_taps, taps_to_outputs
 
 _OLD_TRTLLM = (1, 1)  # up to here the option is written with its older name, which later releases know too
@@ -37,7 +37,7 @@ def launch_of(config: HeadConfig, engine: OtherEngine, target: str, head: str, n
 
 def most_draft(config: HeadConfig) -> int | None:
     """The most tokens that a head guesses in one round; None for a head that goes on from itself."""
-    if isinstance(config, EagleConfig):
+    if isinstance(config, EagleConfig | ExitAdapterConfig):
         return None
     return config.num_heads if isinstance(config, MedusaConfig) else config.num_places
 

@@ -1,8 +1,8 @@
 """Directories of trained heads: read one for a target, write one.
 
-Read are the portable EAGLE-3 directory, EAGLE-1/2, Medusa, DFlash and DSpark, and speculators' form of them
-(`formats`). The names and shapes that `config.json` asks for are compared with the headers of the file before a weight
-is read: engines load a head with a tensor too few, or too many, without a word.
+Read are the portable EAGLE-3 directory, EAGLE-1/2, Medusa, DFlash and DSpark, speculators' form of them, and early-exit
+adapters (`formats`). The names and shapes that `config.json` asks for are compared with the headers of the file before
+a weight is read: engines load a head with a tensor too few, or too many, without a word.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from foretoken.errors import CheckpointError, ConfigError, ModelError, StorageError
+from foretoken.heads.adapter import ExitAdapter
 from foretoken.heads.base import Head
 from foretoken.heads.block import BlockHead
-from foretoken.heads.config import BlockConfig, EagleConfig, HeadConfig, MedusaConfig
+from foretoken.heads.config import BlockConfig, EagleConfig, ExitAdapterConfig, HeadConfig, MedusaConfig
 from foretoken.heads.eagle import EagleHead
+from foretoken.heads.formats.adapter import adapter_from_json, adapter_json, adapter_tensors
 from foretoken.heads.formats.block import block_from_json, block_json, block_tensors
 from foretoken.heads.formats.eagle import eagle_from_json, eagle_json, eagle_tensors, network_name
 from foretoken.heads.formats.layers import Shape
@@ -70,8 +72,7 @@ def load_head(
     """
     kind, place = head_kind(folder), torch.device(device)
     check_note(folder, target, target_folder)
-    fields = read_fields(folder)
-    weights = Weights(folder, MEDUSA_WEIGHTS if (folder / MEDUSA_WEIGHTS).exists() else WEIGHTS)
+    fields, weights = open_head_files(folder)
     config = read_head_config(fields, kind, target, frozenset(weights.own_names))
     stored = _stored_names(weights, config)
     vocabulary = _read_vocabulary(weights, config, fields)
@@ -122,8 +123,8 @@ def save_speculators(
         StorageError, ModelError: see `save_head`.
         ConfigError: a kind of head that the form has no words for.
     """
-    if isinstance(head.config, MedusaConfig):
-        raise ConfigError("head", "medusa", "the speculators form is written for EAGLE-3 and block drafters")
+    if isinstance(head.config, MedusaConfig | ExitAdapterConfig):
+        raise ConfigError("head", head.name, "the speculators form is written for EAGLE-3 and block drafters")
     state = head_state(head)
     dtype = str(next(iter(state.values())).dtype).removeprefix("torch.")
     raw = speculators_json(head.config, dtype, num_draft, target_name, target_architecture)
@@ -155,6 +156,15 @@ def write_head(
         raise StorageError(f"cannot write the head to {folder}: {error}") from error
 
 
+def open_head_files(folder: Path) -> tuple[Fields, Weights]:
+    """`config.json` of a head, see `read_fields`, and its tensors, of which only headers are read.
+
+    Raises:
+        CheckpointError: missing or malformed.
+    """
+    return read_fields(folder), Weights(folder, MEDUSA_WEIGHTS if (folder / MEDUSA_WEIGHTS).exists() else WEIGHTS)
+
+
 def read_fields(folder: Path) -> Fields:
     """`config.json` of a head; speculators' form is rewritten into that of its kind.
 
@@ -175,6 +185,8 @@ def read_head_config(fields: Fields, kind: str, target: ModelConfig, names: froz
         return medusa_from_json(fields, target, names)
     if kind == "block":
         return block_from_json(fields, target)
+    if kind == "early_exit":
+        return adapter_from_json(fields, target)
     return eagle_from_json(fields, target, names)
 
 
@@ -186,6 +198,8 @@ def head_json(config: HeadConfig, dtype: str, draft_vocab_size: int, target_name
     """
     if isinstance(config, MedusaConfig):
         return medusa_json(config, dtype, draft_vocab_size, target_name)
+    if isinstance(config, ExitAdapterConfig):
+        return adapter_json(config, dtype)
     return block_json(config, dtype) if isinstance(config, BlockConfig) else eagle_json(config, dtype)
 
 
@@ -193,6 +207,8 @@ def head_tensors(config: HeadConfig, draft_vocab_size: int) -> dict[str, Shape]:
     """Name and shape of every tensor of a head's network: `state_dict()` of the head."""
     if isinstance(config, MedusaConfig):
         return dict(medusa_tensors(config, draft_vocab_size))
+    if isinstance(config, ExitAdapterConfig):
+        return dict(adapter_tensors(config))
     return dict(block_tensors(config) if isinstance(config, BlockConfig) else eagle_tensors(config))
 
 
@@ -204,6 +220,8 @@ def make_head(config: HeadConfig, vocabulary: DraftVocabulary) -> Head:
     """
     if isinstance(config, MedusaConfig):
         return MedusaHead(config, vocabulary)
+    if isinstance(config, ExitAdapterConfig):
+        return ExitAdapter(config, vocabulary)
     return BlockHead(config, vocabulary) if isinstance(config, BlockConfig) else EagleHead(config, vocabulary)
 
 
@@ -262,7 +280,7 @@ def _stored_names(weights: Weights, config: HeadConfig) -> dict[str, str]:
     for name in weights.own_names:
         if name in (_OFFSETS, _MASK, TOKEN_MAP):
             continue
-        if name == _EMBEDDING and not isinstance(config, MedusaConfig):
+        if name == _EMBEDDING and isinstance(config, EagleConfig | BlockConfig):
             _check_embedding(weights, config)
             continue
         own = network_name(config, name) if isinstance(config, EagleConfig) else name
@@ -282,16 +300,26 @@ def _check_embedding(weights: Weights, config: EagleConfig | BlockConfig) -> Non
         )
 
 
+def draft_vocab_size(config: HeadConfig, fields: Fields) -> int:
+    """Tokens among which a head guesses."""
+    if isinstance(config, ExitAdapterConfig):
+        return config.vocab_size
+    return medusa_vocab_size(fields) if isinstance(config, MedusaConfig) else config.draft_vocab_size
+
+
 def _read_vocabulary(weights: Weights, config: HeadConfig, fields: Fields) -> DraftVocabulary:
     """The head's tokens from its tables.
 
     Raises:
         CheckpointError: a table is missing, or is no list of the target's tokens, each once.
     """
+    size = draft_vocab_size(config, fields)
+    if isinstance(config, ExitAdapterConfig):
+        return DraftVocabulary.whole(config.vocab_size)
     if isinstance(config, MedusaConfig):
-        whole, size, table = config.vocab_size, medusa_vocab_size(fields), TOKEN_MAP
+        whole, table = config.vocab_size, TOKEN_MAP
     else:
-        whole, size, table = config.layer.vocab_size, config.draft_vocab_size, _OFFSETS
+        whole, table = config.layer.vocab_size, _OFFSETS
     if table not in weights and size == whole:
         return DraftVocabulary.whole(whole)
     ids = weights.read_table(table, (size,), "I64")

@@ -1,4 +1,4 @@
-"""Shapes and options of the three kinds of trained heads. Layers are counted as taps are: `l` is the residual stream
+"""Shapes and options of the kinds of trained heads. Layers are counted as taps are: `l` is the residual stream
 after `l` layers of the target (transformers' `hidden_states[l]`, the "enter" convention of vLLM and llama.cpp).
 """
 
@@ -88,7 +88,26 @@ class BlockConfig:
         return self.block_size - (not self.predicts_at_anchor)
 
 
-HeadConfig = EagleConfig | MedusaConfig | BlockConfig
+@dataclass(frozen=True)
+class ExitAdapterConfig:
+    """An early-exit adapter: a gated MLP of `intermediate_size` over the residual stream after `exit_layer` layers."""
+
+    hidden_size: int
+    vocab_size: int
+    target_num_layers: int
+    exit_layer: int
+    intermediate_size: int
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.exit_layer < self.target_num_layers:
+            most = self.target_num_layers - 1
+            raise ConfigError("exit_layer", self.exit_layer, f"must be a layer of the target from 1 to {most}")
+        if self.intermediate_size < 1:
+            raise ConfigError("intermediate_size", self.intermediate_size, "must be at least 1")
+
+
+HeadConfig = EagleConfig | MedusaConfig | BlockConfig | ExitAdapterConfig
 
 
 def default_taps(num_layers: int) -> tuple[int, int, int]:

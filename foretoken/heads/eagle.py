@@ -130,14 +130,19 @@ class EagleHead(Head):
         fused: Tensor = self.fc(wide if self.input_norm is None else self.input_norm(wide))
         return fused
 
+    def joined(self, embedded: Tensor, features: Tensor) -> Tensor:
+        """What the layers read of the embeddings and features, each [T, D]: [T, D]."""
+        if self.config.version == 3:
+            return features  # the first layer reads the embedding
+        out: Tensor = self.fc(torch.cat((embedded, features), dim=-1))
+        return out
+
     def run(
         self, tokens: Tensor, features: Tensor, positions: Tensor, attention: Attention, target: SharedWeights
     ) -> EagleRows:
         """One pass over `tokens` [T] with the features [T, D] of the positions before them, `positions` [T]."""
         embedded = target.embed(tokens)  # [T, D]
-        x = features
-        if self.config.version == 1:
-            x = self.fc(torch.cat((embedded, features), dim=-1))
+        x = self.joined(embedded, features)
         rotary = self.rotary.at(positions)
         for number, layer in enumerate(self._layers):
             x = layer(x, embedded, rotary, attention, number)
@@ -210,7 +215,7 @@ def _check(config: EagleConfig, vocabulary: DraftVocabulary) -> None:
     if config.version == 1 and not vocabulary.is_whole:
         raise ConfigError("draft_vocab_size", config.draft_vocab_size, "an EAGLE-1 head has the target's vocabulary")
     only_3 = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "has_own_output")
-    if config.version == 1:
+    if type(config) is EagleConfig and config.version == 1:  # an MTP layer has some of them
         for name in only_3:
             if getattr(config, name):
                 raise ConfigError(name, True, "EAGLE-1 heads have neither norms around fc nor an output matrix")

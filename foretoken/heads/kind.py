@@ -19,6 +19,7 @@ _REFUSED = {
     "domino": "Domino, which only SGLang runs; train a block drafter (foretoken train block)",
 }
 _SPECULATORS = {"eagle3": "eagle", "dflash": "block", "dspark": "block"}
+EXIT_ADAPTER = "early_exit_adapter"  # model_type of an adapter, a form of our own
 _REFERENCE_PREFIX = "reference:"
 _REFERENCE_FOLDER = Path(__file__).resolve().parent.parent / "reference"
 
@@ -59,7 +60,7 @@ def kind_of_head(name: str) -> str:
 
 
 def head_kind(folder: Path) -> str:
-    """The drafter that runs the head in `folder`: "eagle", "medusa" or "block".
+    """The drafter that runs the head in `folder`: "eagle", "medusa", "block" or "early_exit".
 
     Raises:
         CheckpointError: no directory of a head.
@@ -77,7 +78,7 @@ def head_kind(folder: Path) -> str:
     raise CheckpointError(
         f"{folder} is no head that is known here (model_type={shown(fields.text('model_type'))}, "
         f"architectures={shown(fields.raw.get('architectures'))}); give the directory of an EAGLE, Medusa, DFlash or "
-        "DSpark head, or of a speculators export"
+        "DSpark head, of an early-exit adapter, or of a speculators export"
     )
 
 
@@ -100,6 +101,8 @@ def kind_of(fields: Fields) -> str | None:
                 f"{fields.where}: speculators_model_type={shown(speculators)} is not run here; known: {known}"
             )
         return _SPECULATORS[speculators]
+    if model_type == EXIT_ADAPTER:
+        return "early_exit"
     if model_type == "medusa" or fields.has("medusa_num_heads"):
         return "medusa"
     if "dflash" in names or "dspark" in names:

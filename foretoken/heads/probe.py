@@ -20,7 +20,7 @@ from torch import Tensor
 from foretoken.errors import ConfigError, SpeculationWarning
 from foretoken.heads.base import Head, HeadBatch
 from foretoken.heads.checkpoint import make_head
-from foretoken.heads.config import BlockConfig, EagleConfig, HeadConfig, MedusaConfig
+from foretoken.heads.config import BlockConfig, EagleConfig, ExitAdapterConfig, HeadConfig, MedusaConfig
 from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.model.interface import Segment, SharesWeights
 
@@ -131,7 +131,7 @@ def _scores(head: Head, batch: HeadBatch, target: SharesWeights) -> _Scores:
     """What `head` makes of the text's tokens, by place and row."""
     found: _Scores = {}
     # A block drafter has anchors at some of the rows, an EAGLE head goes on from some: other ones for each seed.
-    for seed in range(1 if isinstance(head.config, MedusaConfig) else _NUM_SEEDS):
+    for seed in range(1 if isinstance(head.config, MedusaConfig | ExitAdapterConfig) else _NUM_SEEDS):
         for place in head.places(batch, target, _MOST_PLACES, seed):
             wanted = batch.tokens[0, place.rows + 1]
             hits = head.vocabulary.to_target(place.logits.argmax(-1)) == wanted
@@ -176,6 +176,11 @@ def _neighbours(head: Head) -> Iterator[tuple[str, Head]]:
 
 def _other_configs(config: HeadConfig) -> Iterator[tuple[str, HeadConfig]]:
     if isinstance(config, MedusaConfig):
+        return
+    if isinstance(config, ExitAdapterConfig):
+        for layer in (config.exit_layer - 1, config.exit_layer + 1):
+            if 1 <= layer < config.target_num_layers:
+                yield f"exit_layer={layer} in place of {config.exit_layer}", replace(config, exit_layer=layer)
         return
     if isinstance(config, BlockConfig) or config.version == 3:
         for step in (-1, 1):

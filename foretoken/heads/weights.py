@@ -1,36 +1,89 @@
-"""The weights of a head that is in use: read into a copy that can be trained, and replaced.
+"""The weights of a head that is in use: packed or quantised for its kernels, read into a copy that can be trained, and
+replaced.
 
-Matrices of a head in use may be packed for their kernels (`model.layers`); a copy has plain ones.
+Matrices of a head in use are held as their kernels want them (`model.layers`); a copy has plain ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from foretoken.heads.base import Head
-from foretoken.model.layers import Linear
+from foretoken.model.grouped_kernel import GroupedWeight
+from foretoken.model.grouped_layout import BLOCK_ROWS
+from foretoken.model.grouped_quant import GroupQuantiser
+from foretoken.model.layers import Embedding, Linear
+from foretoken.model.weight_format import format_of
+
+HeadWeight: TypeAlias = Tensor | GroupedWeight  # numbers, or the codes of a quantised matrix
+WeightFormat: TypeAlias = torch.dtype | str  # of numbers, or "int8" or "int4"
+_ROWS_AT_A_TIME = 1024  # of a matrix that is turned back into numbers: they take eight times the codes on the way
 
 
 @torch.no_grad()
-def weights_of(head: Head) -> dict[str, Tensor]:
-    """The parameters of a head by their names in its checkpoint, each a copy in its own format; packed ones too."""
-    found = {name: own.detach().clone() for name, own in head.named_parameters()}
+def weights_of(head: Head) -> dict[str, HeadWeight]:
+    """The parameters of a head by their names in its checkpoint, each in its own format; numbers are copies, quantised
+    matrices never change.
+    """
+    found: dict[str, HeadWeight] = {name: own.detach().clone() for name, own in head.named_parameters()}
     for name, linear in _packed(head):
         assert linear.packed is not None
+        if isinstance(linear.packed, GroupedWeight):
+            found[f"{name}.weight"] = linear.packed
+            continue
         dtype, device = _format(head)
         identity = torch.eye(linear.in_features, dtype=dtype, device=device)
         found[f"{name}.weight"] = linear.packed.multiply(identity, None).t().contiguous()
     return found
 
 
-def pack(head: Head) -> None:
-    """Pack the matrices of a head for the kernels of the processor that it runs on."""
+def numbers(weight: HeadWeight) -> Tensor:
+    """A weight as numbers, those of a quantised matrix in float32."""
+    if not isinstance(weight, GroupedWeight):
+        return weight
+    starts = range(0, weight.num_rows, _ROWS_AT_A_TIME)
+    pieces = [torch.arange(start, min(start + _ROWS_AT_A_TIME, weight.num_rows)) for start in starts]
+    return torch.cat([weight.rows(rows) for rows in pieces])
+
+
+def held_in(weight: HeadWeight) -> WeightFormat:
+    """In what a weight is held."""
+    return format_of(weight) if isinstance(weight, GroupedWeight) else weight.dtype
+
+
+def in_format(value: Tensor, kind: WeightFormat) -> HeadWeight:
+    """A copy of the numbers `value` in the format `kind`."""
+    if isinstance(kind, str):
+        return GroupQuantiser(kind, torch.float32).matrix([value])
+    return value.to(kind, copy=True)
+
+
+@torch.no_grad()
+def pack(head: Head, weight_format: str = "auto") -> None:
+    """Lay the matrices of a head out for the kernels of the processor that it runs on: in its own number format
+    ("auto"), or quantised to "int8" or "int4".
+
+    Tables, of which a row is read at a time, and matrices with fewer outputs than a block of the kernel stay numbers.
+    """
+    quantiser = None if weight_format == "auto" else GroupQuantiser(weight_format, torch.float32)
     for module in head.modules():
-        if isinstance(module, Linear):
+        if not isinstance(module, Linear):
+            continue
+        if quantiser is not None and module.weight is not None and module.out_features >= BLOCK_ROWS:
+            module.hold(quantiser.matrix([module.weight]))
+        else:
             module.pack()
+
+
+def head_bytes(head: Head) -> int:
+    """Memory that the weights of a head take; the target's own, which it uses too, are not among them."""
+    modules = [module for module in head.modules() if isinstance(module, Linear | Embedding)]
+    packed = sum(module.packed.nbytes for module in modules if module.packed is not None)
+    return packed + sum(own.nbytes for own in head.parameters())
 
 
 @torch.no_grad()
@@ -39,15 +92,20 @@ def plain_copy(head: Head) -> Head:
     found = weights_of(head)
     copied = type(head)(head.config, head.vocabulary).to(_format(head)[1], torch.float32)
     for name, own in copied.named_parameters():
-        own.copy_(found[name])
+        own.copy_(numbers(found[name]))
     return copied
 
 
 @torch.no_grad()
-def replace_weights(head: Head, weights: Mapping[str, Tensor]) -> None:
-    """Give the named parameters of a head in use new values; what was packed is packed again."""
+def replace_weights(head: Head, weights: Mapping[str, HeadWeight]) -> None:
+    """Give the named parameters of a head in use new values, in the formats of `weights_of`; what was packed is packed
+    again.
+    """
     parameters, packed = dict(head.named_parameters()), dict(_packed(head))
     for name, value in weights.items():
+        if isinstance(value, GroupedWeight):
+            packed[name.removesuffix(".weight")].hold(value)
+            continue
         if name in parameters:
             parameters[name].copy_(value)
             continue

@@ -23,7 +23,7 @@ from foretoken.files import CACHE_VARIABLE, cache_folder
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC")
 COMPILERS = ("g++", "c++", "clang++")  # looked for in this order where CXX names none
 _DIGEST_BYTES = 32
-_MOST_S = 120.0  # it takes about two seconds; a compiler that hangs must not hang us
+_MOST_S = 120.0  # it takes a few seconds; a compiler that hangs must not hang us
 _MOST_WORDS = 300  # characters of a compiler's complaint
 
 

@@ -9,7 +9,6 @@
 // multiplication would round once where the twin rounds twice.
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
@@ -29,24 +28,59 @@ namespace {
 constexpr int LANES = 16;      // outputs of a block
 constexpr int SPAN = 32;       // inputs that share a scale of activations
 constexpr int CHUNK = 4;       // inputs of one output that stand together: what one lane of vpdpbusd multiplies
+constexpr int LINE = 64;       // bytes: 16 outputs of a chunk
+constexpr int SUPER = 256;     // inputs that share a float16 where scales are whole numbers
+constexpr int MOST_ROWS = 8;   // rows of a tile, for which codes are loaded once
 constexpr int FEW_ROWS = 32;   // up to here one thread codes the activations: waking others would take longer
 
-struct Weights {
-    const uint8_t* codes;     // [blocks, groups, GROUP / 4, 16, 4]; 4 bits: the second half of a group in the high nibbles
-    const void* scales;       // [blocks, groups, 16], float32 or float16
-    const void* minimums;     // the same, or null
-    int64_t num_outputs, num_spans;
-    bool is_half;             // scales and minimums are float16
+// Of scales and minimums; MULTIPLE: scales are HALF, minimums whole numbers by which they are multiplied.
+enum Form : int32_t { FLOAT = 0, HALF = 1, WHOLE = 2, MULTIPLE = 3 };
+
+}  // namespace
+
+// One matrix, as Python fills it in. The groups of a block follow one another, and so do the blocks.
+struct foretoken_matrix {
+    const uint8_t* codes;     // [blocks, groups, GROUP * BITS / 32, 16, 4], see `codes_of`
+    const void* scales;       // [blocks, groups, 16] of `form`
+    const void* minimums;     // the same, int8 for MULTIPLE, or null
+    const uint16_t* super_scales;    // WHOLE: [blocks, ceil(width / 256), 16] float16, by which scales are multiplied
+    const uint16_t* super_minimums;  // the same of the minimums
+    int64_t num_outputs;
+    int32_t bits, group, zero, form;
 };
 
-struct Activations {
-    const int8_t* codes;      // [rows, spans * 32]
-    const float* scales;      // [rows, spans]
-    const int32_t* offsets;   // [rows, groups]: -zero * sum of the codes of a group
-    const float* sums;        // [rows, groups]
+namespace {
+
+using Matrix = foretoken_matrix;
+
+// The rows of a tile stand together, so that a block reads them as one stream.
+struct Tile {
+    const int8_t* codes;      // [spans, rows, 32]
+    const float* scales;      // [spans, rows]
+    const int32_t* offsets;   // [groups, rows]: what a sum of products begins with, -zero * sum of the group's codes
+    const float* sums;        // [groups, rows]
+    int64_t spans;
 };
 
-// ---- float16, for processors without an instruction for it
+// Which lines of the next block a pass over this one fetches ahead: those of every `stride`th group from `first` on.
+struct Ahead {
+    int64_t codes, scales;    // bytes and scales from a group to the same group of the next block; 0: there is none
+    int64_t first, stride;
+};
+
+// ---- numbers of 16 bits, for processors without an instruction for them
+
+inline float of_bits(uint32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+inline uint32_t bits_of(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
 
 inline float from_half(uint16_t half) {
     const uint32_t sign = uint32_t(half & 0x8000u) << 16, exponent = (half >> 10) & 31u, fraction = half & 1023u;
@@ -54,83 +88,149 @@ inline float from_half(uint16_t half) {
         const float small = float(fraction) * 5.9604644775390625e-8f;  // 2^-24
         return sign ? -small : small;
     }
-    const uint32_t bits = sign | (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | fraction << 13;
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
+    return of_bits(sign | (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | fraction << 13);
+}
+
+inline float wide(float value) { return value; }
+inline float wide(uint16_t bf16) { return of_bits(uint32_t(bf16) << 16); }
+inline void narrow(float value, float& to) { to = value; }
+inline void narrow(float value, uint16_t& to) {  // to bfloat16, ties to even
+    const uint32_t bits = bits_of(value);
+    to = value != value ? 0x7fc0 : uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+// ---- one block of 16 outputs
+
+inline int64_t scale_bytes(int32_t form) { return form == FLOAT ? 4 : form == WHOLE ? 1 : 2; }
+inline int64_t minimum_bytes(int32_t form) { return form == MULTIPLE ? 1 : scale_bytes(form); }
+
+inline void fetch(const void* at) {
+#ifdef __GNUC__
+    __builtin_prefetch(at, 0, 2);
+#endif
+}
+
+inline void fetch_numbers(const Matrix& w, int64_t at) {
+    fetch(static_cast<const char*>(w.scales) + at * scale_bytes(w.form));
+    if (w.minimums != nullptr) fetch(static_cast<const char*>(w.minimums) + at * minimum_bytes(w.form));
 }
 
 #ifdef FORETOKEN_VNNI
 
-inline __m512 numbers_at(const void* from, int64_t index, bool is_half) {
-    if (is_half) {
-        const auto* at = static_cast<const uint16_t*>(from) + index;
-        return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
+inline __m512 halves_at(const uint16_t* at) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
+}
+
+// A float's bits are added up like whole numbers as long as its exponent stays: the bits of SHIFTED plus a sum n are
+// those of SHIFTED + n. Then scale * (SHIFTED + n) - scale * SHIFTED is scale * n, rounded once, in one instruction,
+// where scale * SHIFTED is exact: scales of 11 or 18 bits. They are finite, see `GroupedWeight.of`.
+constexpr float SHIFTED = 12582912.0f;  // 1.5 * 2^23; sums are below 2^21
+constexpr int32_t SHIFTED_BITS = 0x4b400000;
+
+inline int32_t sums_begin_with(const Matrix& w) { return w.form == FLOAT ? 0 : SHIFTED_BITS; }
+
+inline __m512 wholes_at(const void* from, int64_t index) {
+    const auto* at = reinterpret_cast<const __m128i*>(static_cast<const int8_t*>(from) + index);
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(at)));
+}
+
+// 16 scales or minimums: those at `index`, which are multiplied by those at `super` if they are whole numbers.
+inline __m512 numbers_at(const void* from, const uint16_t* supers, int32_t form, int64_t index, int64_t super) {
+    if (form == FLOAT) return _mm512_loadu_ps(static_cast<const float*>(from) + index);
+    if (form == WHOLE) return _mm512_mul_ps(halves_at(supers + super), wholes_at(from, index));
+    return halves_at(static_cast<const uint16_t*>(from) + index);
+}
+
+inline __m512 minimums_at(const Matrix& w, __m512 scale, int64_t index, int64_t super) {
+    if (w.form == MULTIPLE) return _mm512_mul_ps(scale, wholes_at(w.minimums, index));
+    return numbers_at(w.minimums, w.super_minimums, w.form, index, super);
+}
+
+// The codes of chunk C of a group. Below 8 bits, the first half of the chunks lies in low nibbles, the second in high
+// ones; one more line holds the bits above those, of chunk C from bit (BITS - 4) * C on.
+template <int BITS, int GROUP, int C>
+inline __m512i codes_of(const uint8_t* codes) {
+    if constexpr (BITS == 8) {
+        return _mm512_loadu_si512(codes + LINE * C);
+    } else {
+        constexpr int LINES = GROUP / CHUNK / 2;
+        __m512i nibbles = _mm512_loadu_si512(codes + LINE * (C % LINES));
+        if constexpr (C >= LINES) nibbles = _mm512_srli_epi16(nibbles, 4);
+        nibbles = _mm512_and_si512(nibbles, _mm512_set1_epi8(15));
+        if constexpr (BITS == 4) {
+            return nibbles;
+        } else {
+            constexpr int SHIFT = (BITS - 4) * C - 4;
+            __m512i above = _mm512_loadu_si512(codes + LINE * LINES);
+            if constexpr (SHIFT > 0) above = _mm512_srli_epi16(above, SHIFT);
+            if constexpr (SHIFT < 0) above = _mm512_slli_epi16(above, -SHIFT);
+            const __m512i mask = _mm512_set1_epi8(BITS == 5 ? 16 : 48);
+            return _mm512_ternarylogic_epi64(nibbles, above, mask, 0xf8);  // a | (b & c)
+        }
     }
-    return _mm512_loadu_ps(static_cast<const float*>(from) + index);
 }
 
-inline __m512i four_inputs(const int8_t* at) {
-    int32_t four;
-    std::memcpy(&four, at, sizeof four);
-    return _mm512_set1_epi32(four);
+template <int ROWS, int BITS, int GROUP, int C = 0>
+inline void add_chunks(__m512i* dots, const uint8_t* codes, const int8_t* inputs) {
+    if constexpr (C < GROUP / CHUNK) {
+        const __m512i code = codes_of<BITS, GROUP, C>(codes);
+        for (int r = 0; r < ROWS; ++r) {
+            int32_t four;
+            std::memcpy(&four, inputs + r * SPAN + CHUNK * C, sizeof four);
+            dots[r] = _mm512_dpbusd_epi32(dots[r], code, _mm512_set1_epi32(four));
+        }
+        add_chunks<ROWS, BITS, GROUP, C + 1>(dots, codes, inputs);
+    }
 }
 
-// ROWS rows against the 16 outputs of one block: the codes are loaded once for all rows.
 template <int ROWS, int BITS, int GROUP>
-void multiply_block(const Weights& w, const Activations& x, int64_t block, int64_t first_row, float* out, int64_t stride) {
-    const int64_t groups = w.num_spans * (SPAN / GROUP), width = w.num_spans * SPAN;
-    const uint8_t* codes = w.codes + block * groups * (LANES * GROUP * BITS / 8);
-    const int8_t* inputs = x.codes + first_row * width;
-    const __m512i nibble = _mm512_set1_epi8(15);
+void multiply_block(const Matrix& w, const Tile& x, int64_t block, const Ahead& ahead, float (*out)[LANES]) {
+    constexpr int GROUPS = SPAN / GROUP, LINES = GROUP * BITS / 32;
+    const int64_t groups = x.spans * GROUPS, supers = (x.spans * SPAN + SUPER - 1) / SUPER;
+    const uint8_t* codes = w.codes + block * groups * LINES * LINE;
+    int64_t next = ahead.first;
     __m512 total[ROWS];
     for (int r = 0; r < ROWS; ++r) total[r] = _mm512_setzero_ps();
-    for (int64_t g = 0; g < groups; ++g, inputs += GROUP) {
+    for (int64_t g = 0; g < groups; ++g, codes += LINES * LINE) {
+        const int64_t span = g / GROUPS, place = (block * groups + g) * LANES;
+        const int64_t super = (block * supers + g * GROUP / SUPER) * LANES;
+        if (g == next) {
+            next += ahead.stride;
+            for (int i = 0; i < LINES; ++i) fetch(codes + ahead.codes + i * LINE);
+            fetch_numbers(w, place + ahead.scales);
+        }
         __m512i dots[ROWS];
-        for (int r = 0; r < ROWS; ++r) dots[r] = _mm512_set1_epi32(x.offsets[(first_row + r) * groups + g]);
-        if (BITS == 8) {
-            for (int j = 0; j < GROUP / CHUNK; ++j, codes += 64) {
-                const __m512i code = _mm512_loadu_si512(codes);
-                for (int r = 0; r < ROWS; ++r)
-                    dots[r] = _mm512_dpbusd_epi32(dots[r], code, four_inputs(inputs + r * width + CHUNK * j));
-            }
-        } else {
-            for (int j = 0; j < GROUP / CHUNK / 2; ++j, codes += 64) {
-                const __m512i both = _mm512_loadu_si512(codes);
-                const __m512i low = _mm512_and_si512(both, nibble);
-                const __m512i high = _mm512_and_si512(_mm512_srli_epi16(both, 4), nibble);
+        for (int r = 0; r < ROWS; ++r) dots[r] = _mm512_set1_epi32(x.offsets[g * ROWS + r]);
+        add_chunks<ROWS, BITS, GROUP>(dots, codes, x.codes + span * ROWS * SPAN + g % GROUPS * GROUP);
+        const __m512 scale = numbers_at(w.scales, w.super_scales, w.form, place, super);
+        const auto add_group = [&](auto part_of) {
+            if (w.minimums == nullptr) {
                 for (int r = 0; r < ROWS; ++r) {
-                    const int8_t* at = inputs + r * width + CHUNK * j;
-                    dots[r] = _mm512_dpbusd_epi32(dots[r], low, four_inputs(at));
-                    dots[r] = _mm512_dpbusd_epi32(dots[r], high, four_inputs(at + GROUP / 2));
+                    const __m512 x_scale = _mm512_set1_ps(x.scales[span * ROWS + r]);
+                    total[r] = _mm512_add_ps(total[r], _mm512_mul_ps(part_of(dots[r]), x_scale));
+                }
+            } else {
+                const __m512 minimum = minimums_at(w, scale, place, super);
+                for (int r = 0; r < ROWS; ++r) {
+                    const __m512 x_scale = _mm512_set1_ps(x.scales[span * ROWS + r]);
+                    const __m512 lower = _mm512_mul_ps(minimum, _mm512_set1_ps(x.sums[g * ROWS + r]));
+                    total[r] = _mm512_add_ps(total[r], _mm512_mul_ps(_mm512_add_ps(part_of(dots[r]), lower), x_scale));
                 }
             }
-        }
-        const int64_t place = (block * groups + g) * LANES, span = g * GROUP / SPAN;
-        const __m512 scale = numbers_at(w.scales, place, w.is_half);
-        if (w.minimums == nullptr) {
-            for (int r = 0; r < ROWS; ++r) {
-                const __m512 x_scale = _mm512_set1_ps(x.scales[(first_row + r) * w.num_spans + span]);
-                const __m512 part = _mm512_mul_ps(scale, _mm512_cvtepi32_ps(dots[r]));
-                total[r] = _mm512_add_ps(total[r], _mm512_mul_ps(part, x_scale));
-            }
+        };
+        if (w.form == FLOAT) {
+            add_group([&](__m512i dot) { return _mm512_mul_ps(scale, _mm512_cvtepi32_ps(dot)); });
         } else {
-            const __m512 minimum = numbers_at(w.minimums, place, w.is_half);
-            for (int r = 0; r < ROWS; ++r) {
-                const __m512 x_scale = _mm512_set1_ps(x.scales[(first_row + r) * w.num_spans + span]);
-                const __m512 sum = _mm512_set1_ps(x.sums[(first_row + r) * groups + g]);
-                const __m512 part = _mm512_mul_ps(scale, _mm512_cvtepi32_ps(dots[r]));
-                const __m512 full = _mm512_add_ps(part, _mm512_mul_ps(minimum, sum));
-                total[r] = _mm512_add_ps(total[r], _mm512_mul_ps(full, x_scale));
-            }
+            const __m512 shift = _mm512_mul_ps(scale, _mm512_set1_ps(-SHIFTED));
+            add_group([&](__m512i dot) { return _mm512_fmadd_ps(scale, _mm512_castsi512_ps(dot), shift); });
         }
     }
-    const int64_t left = w.num_outputs - block * LANES;
-    const __mmask16 mask = left >= LANES ? 0xffff : (__mmask16)((1u << left) - 1);
-    for (int r = 0; r < ROWS; ++r) _mm512_mask_storeu_ps(out + (first_row + r) * stride + block * LANES, mask, total[r]);
+    for (int r = 0; r < ROWS; ++r) _mm512_storeu_ps(out[r], total[r]);
 }
 
 #else
+
+inline int32_t sums_begin_with(const Matrix&) { return 0; }
 
 // Adds the products of 16 outputs with four inputs to `dots`; `code` is 64 bytes, [16, 4].
 inline void add_products(int32_t* dots, const uint8_t* code, const int8_t* inputs) {
@@ -153,94 +253,197 @@ inline void add_products(int32_t* dots, const uint8_t* code, const int8_t* input
 #endif
 }
 
-inline float number_at(const void* from, int64_t index, bool is_half) {
-    return is_half ? from_half(static_cast<const uint16_t*>(from)[index]) : static_cast<const float*>(from)[index];
+inline float number_at(const void* from, const uint16_t* supers, int32_t form, int64_t index, int64_t super) {
+    if (form == FLOAT) return static_cast<const float*>(from)[index];
+    if (form == WHOLE) return from_half(supers[super]) * float(static_cast<const int8_t*>(from)[index]);
+    return from_half(static_cast<const uint16_t*>(from)[index]);
+}
+
+inline float minimum_at(const Matrix& w, float scale, int64_t index, int64_t super) {
+    if (w.minimums == nullptr) return 0.0f;
+    if (w.form == MULTIPLE) return scale * float(static_cast<const int8_t*>(w.minimums)[index]);
+    return number_at(w.minimums, w.super_minimums, w.form, index, super);
+}
+
+// The codes of chunk `chunk` of a group, 64 bytes. Below 8 bits, the first half of the chunks lies in low nibbles, the
+// second in high ones; one more line holds the bits above those, of chunk C from bit (BITS - 4) * C on.
+template <int BITS, int GROUP>
+inline void codes_of(const uint8_t* codes, int chunk, uint8_t* to) {
+    constexpr int LINES = GROUP / CHUNK / 2, ABOVE = BITS - 4;
+    if (BITS == 8) {
+        std::copy_n(codes + LINE * chunk, LINE, to);
+        return;
+    }
+    const int shift = chunk < LINES ? 0 : 4;
+    for (int i = 0; i < LINE; ++i) to[i] = (codes[LINE * (chunk % LINES) + i] >> shift) & 15;
+    if (ABOVE == 0) return;
+    const int mask = (1 << ABOVE) - 1;
+    for (int i = 0; i < LINE; ++i) to[i] |= ((codes[LINE * LINES + i] >> (ABOVE * chunk)) & mask) << 4;
 }
 
 template <int ROWS, int BITS, int GROUP>
-void multiply_block(const Weights& w, const Activations& x, int64_t block, int64_t first_row, float* out, int64_t stride) {
-    const int64_t groups = w.num_spans * (SPAN / GROUP), width = w.num_spans * SPAN;
-    const uint8_t* codes = w.codes + block * groups * (LANES * GROUP * BITS / 8);
-    float total[ROWS][LANES] = {};
-    for (int64_t g = 0; g < groups; ++g) {
+void multiply_block(const Matrix& w, const Tile& x, int64_t block, const Ahead& ahead, float (*out)[LANES]) {
+    constexpr int GROUPS = SPAN / GROUP, LINES = GROUP * BITS / 32;
+    const int64_t groups = x.spans * GROUPS, supers = (x.spans * SPAN + SUPER - 1) / SUPER;
+    const uint8_t* codes = w.codes + block * groups * LINES * LINE;
+    int64_t next = ahead.first;
+    for (int r = 0; r < ROWS; ++r) std::fill_n(out[r], LANES, 0.0f);
+    for (int64_t g = 0; g < groups; ++g, codes += LINES * LINE) {
+        const int64_t span = g / GROUPS;
+        if (g == next) {
+            next += ahead.stride;
+            for (int i = 0; i < LINES; ++i) fetch(codes + ahead.codes + i * LINE);
+            fetch_numbers(w, (block * groups + g) * LANES + ahead.scales);
+        }
+        const int8_t* inputs = x.codes + span * ROWS * SPAN + g % GROUPS * GROUP;
         int32_t dots[ROWS][LANES];
-        for (int r = 0; r < ROWS; ++r) std::fill_n(dots[r], LANES, x.offsets[(first_row + r) * groups + g]);
-        for (int j = 0; j < GROUP * BITS / 8 / CHUNK; ++j, codes += 64) {
-            uint8_t low[64], high[64];
-            if (BITS == 4)
-                for (int i = 0; i < 64; ++i) low[i] = codes[i] & 15, high[i] = codes[i] >> 4;
-            for (int r = 0; r < ROWS; ++r) {
-                const int8_t* at = x.codes + (first_row + r) * width + g * GROUP + CHUNK * j;
-                add_products(dots[r], BITS == 8 ? codes : low, at);
-                if (BITS == 4) add_products(dots[r], high, at + GROUP / 2);
-            }
+        for (int r = 0; r < ROWS; ++r) std::fill_n(dots[r], LANES, x.offsets[g * ROWS + r]);
+        for (int chunk = 0; chunk < GROUP / CHUNK; ++chunk) {
+            uint8_t code[LINE];
+            codes_of<BITS, GROUP>(codes, chunk, code);
+            for (int r = 0; r < ROWS; ++r) add_products(dots[r], code, inputs + r * SPAN + CHUNK * chunk);
         }
         float scale[LANES], minimum[LANES];
         for (int n = 0; n < LANES; ++n) {
             const int64_t place = (block * groups + g) * LANES + n;
-            scale[n] = number_at(w.scales, place, w.is_half);
-            minimum[n] = w.minimums == nullptr ? 0.0f : number_at(w.minimums, place, w.is_half);
+            const int64_t super = (block * supers + g * GROUP / SUPER) * LANES + n;
+            scale[n] = number_at(w.scales, w.super_scales, w.form, place, super);
+            minimum[n] = minimum_at(w, scale[n], place, super);
         }
         for (int r = 0; r < ROWS; ++r) {
-            const float x_scale = x.scales[(first_row + r) * w.num_spans + g * GROUP / SPAN];
-            const float sum = x.sums[(first_row + r) * groups + g];
+            const float x_scale = x.scales[span * ROWS + r], sum = x.sums[g * ROWS + r];
             for (int n = 0; n < LANES; ++n) {
                 const float part = scale[n] * float(dots[r][n]);
-                total[r][n] += (w.minimums == nullptr ? part : part + minimum[n] * sum) * x_scale;
+                out[r][n] += (w.minimums == nullptr ? part : part + minimum[n] * sum) * x_scale;
             }
         }
     }
-    const int64_t count = std::min<int64_t>(LANES, w.num_outputs - block * LANES);
-    for (int r = 0; r < ROWS; ++r)
-        std::copy_n(total[r], count, out + (first_row + r) * stride + block * LANES);
 }
 
 #endif
 
+using Block = void (*)(const Matrix&, const Tile&, int64_t, const Ahead&, float (*)[LANES]);
+
 template <int BITS, int GROUP>
-void multiply_rows(const Weights& w, const Activations& x, int64_t block, int64_t rows, float* out, int64_t stride) {
-    int64_t row = 0;
-    for (; row + 8 <= rows; row += 8) multiply_block<8, BITS, GROUP>(w, x, block, row, out, stride);
-    switch (rows - row) {
-        case 7: return multiply_block<7, BITS, GROUP>(w, x, block, row, out, stride);
-        case 6: return multiply_block<6, BITS, GROUP>(w, x, block, row, out, stride);
-        case 5: return multiply_block<5, BITS, GROUP>(w, x, block, row, out, stride);
-        case 4: return multiply_block<4, BITS, GROUP>(w, x, block, row, out, stride);
-        case 3: return multiply_block<3, BITS, GROUP>(w, x, block, row, out, stride);
-        case 2: return multiply_block<2, BITS, GROUP>(w, x, block, row, out, stride);
-        case 1: return multiply_block<1, BITS, GROUP>(w, x, block, row, out, stride);
-        default: return;
+Block block_of(int64_t rows) {
+    static const Block blocks[MOST_ROWS] = {
+        multiply_block<1, BITS, GROUP>, multiply_block<2, BITS, GROUP>, multiply_block<3, BITS, GROUP>,
+        multiply_block<4, BITS, GROUP>, multiply_block<5, BITS, GROUP>, multiply_block<6, BITS, GROUP>,
+        multiply_block<7, BITS, GROUP>, multiply_block<8, BITS, GROUP>,
+    };
+    return blocks[rows - 1];
+}
+
+Block block_of(const Matrix& w, int64_t rows) {
+    if (w.bits == 8) return w.group == 32 ? block_of<8, 32>(rows) : block_of<8, 16>(rows);
+    if (w.bits == 6) return block_of<6, 16>(rows);
+    if (w.bits == 5) return block_of<5, 32>(rows);
+    return w.group == 32 ? block_of<4, 32>(rows) : block_of<4, 16>(rows);
+}
+
+// ---- activations
+
+// 32 inputs of one row: scale = max|x| / 127, code = the nearest of x / scale, ties to even. A span that holds NaN or
+// infinity gets the scale NaN and codes 0, which makes every output of the row NaN.
+template <class T>
+void code_span(const T* x, int64_t count, int8_t* codes, float* scale, int32_t* half_sums) {
+    float values[SPAN] = {};
+    for (int64_t i = 0; i < count; ++i) values[i] = wide(x[i]);
+    uint32_t largest = 0;  // the bits of a number without its sign are in its order, and NaN is above all
+    for (float value : values) largest = std::max(largest, bits_of(value) & 0x7fffffffu);
+    const bool is_finite = largest < 0x7f800000u;
+    *scale = is_finite ? of_bits(largest) / 127.0f : std::numeric_limits<float>::quiet_NaN();
+    half_sums[0] = half_sums[1] = 0;
+    if (!is_finite || *scale == 0.0f) {  // a denormal maximum may leave a scale of 0
+        std::fill_n(codes, SPAN, int8_t(0));
+        return;
+    }
+    constexpr float NEAREST = 12582912.0f;  // 1.5 * 2^23: what is added to it is rounded to a whole number
+    int32_t nearest[SPAN];
+    for (int i = 0; i < SPAN; ++i)
+        nearest[i] = std::min(127, std::max(-127, int32_t((values[i] / *scale + NEAREST) - NEAREST)));
+    for (int i = 0; i < SPAN; ++i) codes[i] = int8_t(nearest[i]);
+    for (int i = 0; i < SPAN / 2; ++i) half_sums[0] += nearest[i], half_sums[1] += nearest[SPAN / 2 + i];
+}
+
+// The rows of one call, coded once for all matrices.
+struct Activations {
+    int64_t rows, width, spans;
+    std::vector<int8_t> codes;       // by tile as in `Tile`
+    std::vector<float> scales;
+    std::vector<int32_t> half_sums;  // [spans, rows, 2] of a tile
+    std::vector<int32_t> offsets;
+    std::vector<float> sums;
+
+    Activations(int64_t num_rows, int64_t num_inputs)
+        : rows(num_rows), width(num_inputs), spans((num_inputs + SPAN - 1) / SPAN), codes(rows * spans * SPAN),
+          scales(rows * spans), half_sums(rows * spans * 2), offsets(rows * spans * 2), sums(rows * spans * 2) {}
+
+    int64_t tiles() const { return (rows + MOST_ROWS - 1) / MOST_ROWS; }
+    int64_t rows_of(int64_t tile) const { return std::min<int64_t>(MOST_ROWS, rows - tile * MOST_ROWS); }
+
+    template <class T>
+    void code_row(const T* x, int64_t row) {
+        const int64_t tile = row / MOST_ROWS, first = tile * MOST_ROWS * spans + row % MOST_ROWS;
+        for (int64_t s = 0; s < spans; ++s) {
+            const int64_t at = first + s * rows_of(tile);
+            code_span(x + row * width + s * SPAN, std::min<int64_t>(SPAN, width - s * SPAN), &codes[at * SPAN],
+                      &scales[at], &half_sums[at * 2]);
+        }
+    }
+
+    // What a matrix needs of the rows beside their codes.
+    void sum_groups(const Matrix& w) {
+        const int64_t halves = w.group == SPAN ? 1 : 2;
+        for (int64_t tile = 0; tile < tiles(); ++tile) {
+            const int64_t first = tile * MOST_ROWS * spans, count = rows_of(tile);
+            for (int64_t s = 0; s < spans; ++s)
+                for (int64_t half = 0; half < halves; ++half)
+                    for (int64_t r = 0; r < count; ++r) {
+                        const int32_t* own = &half_sums[(first + s * count + r) * 2];
+                        const int32_t sum = halves == 1 ? own[0] + own[1] : own[half];
+                        const int64_t at = first * halves + (s * halves + half) * count + r;
+                        offsets[at] = sums_begin_with(w) - w.zero * sum;
+                        sums[at] = float(sum);
+                    }
+        }
+    }
+
+    Tile at(int64_t tile, int group) const {
+        const int64_t first = tile * MOST_ROWS * spans, group_first = first * (SPAN / group);
+        return {&codes[first * SPAN], &scales[first], &offsets[group_first], &sums[group_first], spans};
+    }
+};
+
+// All rows against the 16 outputs of one block, into the columns of `out` [rows, stride].
+template <class T>
+void multiply_rows(const Matrix& w, const Activations& x, int64_t block, bool is_last, T* out, int64_t stride) {
+    const int64_t tiles = x.tiles(), count = std::min<int64_t>(LANES, w.num_outputs - block * LANES);
+    const int64_t codes = is_last ? 0 : x.spans * w.bits * LINE;
+    const int64_t scales = is_last ? 0 : x.spans * (SPAN / w.group) * LANES;
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+        const int64_t rows = x.rows_of(tile);
+        float totals[MOST_ROWS][LANES];
+        block_of(w, rows)(w, x.at(tile, w.group), block, {codes, scales, tile, tiles}, totals);
+        for (int64_t r = 0; r < rows; ++r)
+            for (int64_t n = 0; n < count; ++n)
+                narrow(totals[r][n], out[(tile * MOST_ROWS + r) * stride + block * LANES + n]);
     }
 }
 
-// One row of activations, 32 inputs at a time: scale = max|x| / 127, code = the nearest of x / scale, ties to even. A
-// span that holds NaN or infinity gets the scale NaN and codes 0, which makes every output of the row NaN.
-void code_row(const float* x, int64_t width, int64_t spans, int group, int zero, int8_t* codes, float* scales,
-              int32_t* offsets, float* sums) {
-    for (int64_t s = 0; s < spans; ++s) {
-        float values[SPAN] = {};
-        std::copy_n(x + s * SPAN, std::min<int64_t>(SPAN, width - s * SPAN), values);
-        float largest = 0.0f;
-        bool is_finite = true;
-        for (float value : values) {
-            const float size = std::fabs(value);
-            is_finite &= size <= std::numeric_limits<float>::max();
-            largest = size > largest ? size : largest;
-        }
-        const float scale = is_finite ? largest / 127.0f : std::numeric_limits<float>::quiet_NaN();
-        scales[s] = scale;
-        const bool has_codes = is_finite && scale > 0.0f;  // a denormal maximum may leave a scale of 0
-        for (int i = 0; i < SPAN; ++i) {
-            const float code = has_codes ? std::nearbyintf(values[i] / scale) : 0.0f;
-            codes[s * SPAN + i] = int8_t(std::min(127.0f, std::max(-127.0f, code)));
-        }
-        for (int first = 0; first < SPAN; first += group) {
-            int32_t sum = 0;
-            for (int i = first; i < first + group; ++i) sum += codes[s * SPAN + i];
-            const int64_t g = (s * SPAN + first) / group;
-            offsets[g] = -zero * sum;
-            sums[g] = float(sum);
-        }
+template <class T>
+void multiply(const T* x, int64_t rows, int64_t width, const Matrix* parts, int num_parts, T* out, int64_t stride,
+              int threads) {
+    Activations a(rows, width);
+#pragma omp parallel for num_threads(threads) schedule(static) if (rows > FEW_ROWS)
+    for (int64_t row = 0; row < rows; ++row) a.code_row(x, row);
+    for (int part = 0; part < num_parts; ++part) {
+        const Matrix& w = parts[part];
+        a.sum_groups(w);
+        const int64_t blocks = (w.num_outputs + LANES - 1) / LANES;
+#pragma omp parallel for num_threads(threads) schedule(static)
+        for (int64_t block = 0; block < blocks; ++block) multiply_rows(w, a, block, block + 1 == blocks, out, stride);
+        out += w.num_outputs;
     }
 }
 
@@ -249,7 +452,7 @@ void code_row(const float* x, int64_t width, int64_t spans, int group, int zero,
 extern "C" {
 
 // What the numbers below mean; a library of another interface is not used.
-int foretoken_grouped_interface() { return 1; }
+int foretoken_grouped_interface() { return 3; }
 
 // 2: AVX-512 VNNI, 1: AVX2, 0: plain C++.
 int foretoken_grouped_instructions() {
@@ -262,30 +465,20 @@ int foretoken_grouped_instructions() {
 #endif
 }
 
-// `x` [rows, width] float32; the result goes to `out` [rows, stride], of which the first `num_outputs` columns are
-// written. `bits` is 4 or 8, `group` 16 or 32. False: no memory for the activations' codes.
-bool foretoken_grouped_multiply(const float* x, int64_t rows, int64_t width, const uint8_t* codes, const void* scales,
-                                const void* minimums, int64_t num_outputs, int bits, int group, int zero, int is_half,
-                                float* out, int64_t stride, int threads) {
-    const int64_t spans = (width + SPAN - 1) / SPAN, groups = spans * (SPAN / group);
-    const int64_t blocks = (num_outputs + LANES - 1) / LANES;
+// `x` [rows, width] times the transpose of the matrices `parts`, whose outputs follow one another in `out`
+// [rows, stride]; both are bfloat16 or both float32. `bits` and `group` of a matrix: 4 or 8 with 32 or 16, 5 with 32,
+// 6 with 16. False: no memory for the activations' codes.
+bool foretoken_grouped_multiply(const void* x, int64_t rows, int64_t width, const foretoken_matrix* parts,
+                                int num_parts, void* out, int64_t stride, int is_bf16, int threads) {
+    const auto run = [&](auto number) {
+        using T = decltype(number);
+        multiply(static_cast<const T*>(x), rows, width, parts, num_parts, static_cast<T*>(out), stride, threads);
+    };
     try {
-        std::vector<int8_t> x_codes(rows * spans * SPAN);
-        std::vector<float> x_scales(rows * spans), sums(rows * groups);
-        std::vector<int32_t> offsets(rows * groups);
-#pragma omp parallel for num_threads(threads) schedule(static) if (rows > FEW_ROWS)
-        for (int64_t t = 0; t < rows; ++t)
-            code_row(x + t * width, width, spans, group, zero, &x_codes[t * spans * SPAN], &x_scales[t * spans],
-                     &offsets[t * groups], &sums[t * groups]);
-        const Weights w{codes, scales, minimums, num_outputs, spans, is_half != 0};
-        const Activations a{x_codes.data(), x_scales.data(), offsets.data(), sums.data()};
-#pragma omp parallel for num_threads(threads) schedule(static)
-        for (int64_t block = 0; block < blocks; ++block) {
-            if (bits == 8 && group == 32) multiply_rows<8, 32>(w, a, block, rows, out, stride);
-            if (bits == 8 && group == 16) multiply_rows<8, 16>(w, a, block, rows, out, stride);
-            if (bits == 4 && group == 32) multiply_rows<4, 32>(w, a, block, rows, out, stride);
-            if (bits == 4 && group == 16) multiply_rows<4, 16>(w, a, block, rows, out, stride);
-        }
+        if (is_bf16)
+            run(uint16_t{});
+        else
+            run(float{});
     } catch (const std::bad_alloc&) {
         return false;
     }

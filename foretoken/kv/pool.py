@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import mmap
 from collections.abc import Sequence
 
 import numpy as np
@@ -64,15 +66,27 @@ class KVPool:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that, on a CPU, take memory only where something is written: numpy's come untouched from the system,
-    torch's do not.
+    """Zeros that, on a CPU, take memory only where something is written, in small pages: a token is written for every
+    head of every layer, and a large page of 2 MB for each of those would be a GB for the first token of some models.
+
+    Raises:
+        MemoryError: the system does not give so much address space.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     size = math.prod(shape) * dtype.itemsize
-    raw = torch.from_numpy(np.zeros(size + _CACHE_LINE, dtype=np.uint8))
-    start = -raw.data_ptr() % _CACHE_LINE
-    return raw[start : start + size].view(dtype).view(shape)
+    if not hasattr(mmap, "MAP_PRIVATE"):  # Windows: numpy's zeros come untouched from the system, torch's do not
+        raw = torch.from_numpy(np.zeros(size + _CACHE_LINE, dtype=np.uint8))
+        start = -raw.data_ptr() % _CACHE_LINE
+        return raw[start : start + size].view(dtype).view(shape)
+    try:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(str(error)) from error
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        with contextlib.suppress(OSError):  # a system without large pages
+            memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)  # keeps the mapping
 
 
 def bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

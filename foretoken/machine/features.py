@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import platform
 import re
+import warnings
 from pathlib import Path
 
 _INFO = Path("/proc/cpuinfo")
@@ -40,6 +42,28 @@ def processor(info: Path = _INFO) -> str:
         text = ""
     found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
     return found.group(1).strip() if found else platform.processor() or platform.machine() or "unknown"
+
+
+class PrecisionWarning(UserWarning):
+    """Weights are in a format for which this processor has no arithmetic; the message ends with a remedy."""
+
+
+def has_slow_bf16(found: dict[str, bool] | None) -> bool:
+    """Whether products in bfloat16 are emulated, as far as the system says which instructions there are."""
+    return found is not None and not found["bf16"]
+
+
+@functools.cache
+def warn_of_slow_bf16(info: Path = _INFO) -> None:
+    """Warn, once in a process, where a model is in bfloat16 and the processor has no arithmetic for it."""
+    if has_slow_bf16(features(info)):
+        warnings.warn(
+            PrecisionWarning(
+                f"{processor(info)} has no bfloat16 arithmetic, so a bfloat16 model runs slowly: take dtype='float32', "
+                "or weights='int8'"
+            ),
+            stacklevel=3,
+        )
 
 
 def precision_advice(found: dict[str, bool] | None) -> str:

@@ -145,12 +145,6 @@ def config_from_hf(raw: Mapping[str, Any], where: str = "config.json") -> ModelC
             f"model_type={shown(model_type)} has no native decoder (native: {', '.join(NATIVE_MODEL_TYPES)})"
         )
     fields = Fields(_DEFAULTS[model_type] | dict(raw), where)
-    quantised = fields.fields("quantization_config")
-    if quantised is not None and quantised.raw:
-        method = quantised.text("quant_method", "unknown")
-        raise UnsupportedModelError(
-            f"quantization_config (quant_method={shown(method)}): take the checkpoint's float16 or bfloat16 version"
-        )
     part = next((key for key in ("per_layer_config", "text_config") if fields.has(key)), None)
     if part is not None:
         raise UnsupportedModelError(f"{part} has no native implementation")

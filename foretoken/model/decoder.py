@@ -20,6 +20,7 @@ from foretoken.model.architecture import ModelConfig
 from foretoken.model.layers import Embedding, GatedMLP, Linear, RMSNorm
 from foretoken.model.rope import RotaryTable, rotate
 from foretoken.model.sharding import Collective, Shard, SingleRank
+from foretoken.model.weight_format import usual_format
 
 
 class Attention(Protocol):
@@ -170,6 +171,11 @@ class Decoder(nn.Module):
         """
         table, head = (module.packed or module.weight for module in (self.embedding, self.lm_head))
         return self.weight_bytes - (0 if table is head else self._weights()[id(table)])
+
+    @property
+    def weight_format(self) -> str:
+        """See `interface.QuantisedModel`."""
+        return usual_format(self.layers)
 
     def _weights(self) -> dict[int, int]:
         """Bytes of every parameter and packed matrix, by identity."""

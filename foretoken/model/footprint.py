@@ -15,14 +15,13 @@ from foretoken.errors import InputError, UnsupportedModelError
 from foretoken.kv.pool import bytes_per_token
 from foretoken.model.architecture import ModelConfig, rope_context_cap
 from foretoken.model.fields import Fields, shown
-from foretoken.model.gguf.weights import GgufWeights
-from foretoken.model.layers import can_pack
+from foretoken.model.held import MatrixMemory
 from foretoken.model.loader import open_weights, parse_dtype, read_raw_config, stored_dtype
 from foretoken.model.open import native_config
 from foretoken.model.paged_cache import DEFAULT_BLOCK_SIZE
-from foretoken.model.quant import check_quant, matrix_bytes, table_bytes
+from foretoken.model.quant import check_quant
 from foretoken.model.rope import TABLE_BLOCK
-from foretoken.model.weights import HEAD, Weights
+from foretoken.model.weights import TensorSource, hf_tensors
 from foretoken.plan.memory import ModelShape
 
 _UNBOUNDED_CONTEXT_TOKENS = 131_072  # of families that name none
@@ -36,10 +35,16 @@ _NAMES = {
 }
 
 
-def shape_of(folder: Path, name: str, dtype: str = "auto", device: str = "cpu", weights: str = "auto") -> ModelShape:
+def shape_of(
+    folder: Path,
+    name: str,
+    dtype: str = "auto",
+    device: str = "cpu",
+    weights: str = "auto",
+) -> ModelShape:
     """The memory of the checkpoint in `folder` when it runs in `dtype` on `device`; `name` is what the user calls it.
 
-    `weights` "int8" or "int4": its matrices are kept in that format, see `quant`.
+    `weights` "int8" or "int4": its matrices are kept in that format, see `open_model`.
 
     Raises:
         CheckpointError: a file is missing or broken.
@@ -59,24 +64,15 @@ def shape_of(folder: Path, name: str, dtype: str = "auto", device: str = "cpu", 
             )
     if config is None:
         return _foreign_shape(name, raw, stored, kind)
-    packs = device == "cpu" and kind == torch.bfloat16 and can_pack() and weights == "auto"
-    numbers = sum(
-        math.prod(stored.shape(tensor)) for tensor in stored.own_names if not (config.tie_embeddings and tensor == HEAD)
-    )
-    if config.tie_embeddings and packs:
-        numbers += config.vocab_size * config.hidden_size  # the packed head is a second copy of the table
-    quantised_bytes = 0
-    if weights != "auto":
-        matrices = _matrices(config)
-        numbers -= sum(rows * width for rows, width in matrices) + config.vocab_size * config.hidden_size
-        quantised_bytes = sum(matrix_bytes(weights, rows, width, kind.itemsize) for rows, width in matrices)
-        quantised_bytes += table_bytes(config.vocab_size, config.hidden_size, kind.itemsize)
-    numbers += 2 * min(config.max_context_tokens, TABLE_BLOCK) * config.head_dim  # cos and sin of short sequences
+    matrices = MatrixMemory(stored, config, kind, device, weights)
+    # cos and sin of short sequences
+    tables_bytes = 2 * min(config.max_context_tokens, TABLE_BLOCK) * config.head_dim * kind.itemsize
     return ModelShape(
         name=name,
-        weight_bytes=numbers * kind.itemsize + quantised_bytes,
+        weight_format=matrices.weight_format,
+        weight_bytes=matrices.total_bytes + _other_numbers(config) * kind.itemsize + tables_bytes,
         kv_bytes_per_token=bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, kind),
-        row_bytes=_row_numbers(config) * kind.itemsize,
+        row_bytes=_row_numbers(config) * kind.itemsize + (matrices.row_bytes if matrices.in_codes else 0),
         mask_bytes=config.num_heads // config.num_kv_heads * kind.itemsize + 2 * kind.itemsize + 2,
         # Tables of cos and sin grow with the longest sequence.
         gather_bytes=bytes_per_token(1, config.num_kv_heads, config.head_dim, kind)
@@ -88,11 +84,9 @@ def shape_of(folder: Path, name: str, dtype: str = "auto", device: str = "cpu", 
     )
 
 
-def _matrices(config: ModelConfig) -> list[tuple[int, int]]:
-    """(rows, width) of every matrix as the decoder merges them, the embedding table and a head tied to it left out."""
-    hidden, wide, q = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
-    layer = [(q + 2 * config.num_kv_heads * config.head_dim, hidden), (hidden, q), (2 * wide, hidden), (hidden, wide)]
-    return layer * config.num_layers + ([] if config.tie_embeddings else [(config.vocab_size, hidden)])
+def _other_numbers(config: ModelConfig) -> int:
+    """Numbers of norms and biases."""
+    return sum(shape[0] for _, shape in hf_tensors(config) if len(shape) == 1)
 
 
 def _row_numbers(config: ModelConfig) -> int:
@@ -102,7 +96,7 @@ def _row_numbers(config: ModelConfig) -> int:
     return 4 * config.hidden_size + max(attention, 5 * config.intermediate_size)
 
 
-def _foreign_shape(name: str, raw: Mapping[str, Any], weights: Weights | GgufWeights, kind: torch.dtype) -> ModelShape:
+def _foreign_shape(name: str, raw: Mapping[str, Any], weights: TensorSource, kind: torch.dtype) -> ModelShape:
     """Of a model that runs through transformers: the usual cache of keys and values, nothing rounded to blocks."""
     whole = Fields(raw, f"{name}: config.json")
     text = whole.fields("text_config") or whole

@@ -7,9 +7,7 @@ equals single-row decoding bit for bit. `kernels/grouped.cpp` has the formula an
 computes the same bits with torch's own operations, and stands in where nothing can be compiled.
 
 A row of activations that holds NaN or infinity gives NaN for every output; the other rows are not touched by it.
-
-Layout: blocks of 16 outputs, in which four inputs of one output stand together, as one lane of the processor's 8-bit
-product reads them. 5 and 6 bits take a byte, 4 bits a half.
+`grouped_layout` says where a code lies.
 """
 
 from __future__ import annotations
@@ -20,28 +18,51 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from foretoken.kernels.build import BuildError, built
-from foretoken.model.grouped import GroupedCodes
-from foretoken.model.grouped_twin import BLOCK_ROWS, SPAN, products
+from foretoken.model.grouped import SUPER, GroupedCodes
+from foretoken.model.grouped_layout import BLOCK_ROWS, laid_out, stored_bits, unpacked
+from foretoken.model.grouped_twin import SPAN, products
+from foretoken.model.large_pages import large_page_tensor
 
 SOURCE = Path(__file__).resolve().parent.parent / "kernels" / "grouped.cpp"
 INSTRUCTIONS = ("plain C++", "AVX2", "AVX-512 VNNI")
-_INTERFACE = 1  # of the compiled library: what its function takes
-_CHUNK = 4  # inputs of one output that stand together
+_INTERFACE = 3  # of the compiled library: what its function takes
+_FORMS = {torch.float32: 0, torch.float16: 1, torch.int8: 2}  # of scales, and of minimums if those are the same
+_MULTIPLE = 3  # minimums in int8 beside scales in float16
 
-# x [T, K], num_rows, width, codes, scales, minimums, num_outputs, bits, group, zero, is_half, out, stride, threads
+
+class _Matrix(ctypes.Structure):
+    """`foretoken_matrix` of the kernel."""
+
+    _fields_ = (
+        ("codes", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("minimums", ctypes.c_void_p),
+        ("super_scales", ctypes.c_void_p),
+        ("super_minimums", ctypes.c_void_p),
+        ("num_outputs", ctypes.c_int64),
+        ("bits", ctypes.c_int32),
+        ("group", ctypes.c_int32),
+        ("zero", ctypes.c_int32),
+        ("form", ctypes.c_int32),
+    )
+
+
+# x [T, K], num_rows, width, matrices, their number, out [T, N], N, whether both are bfloat16, threads
 _ARGUMENTS = (
-    *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64),
-    *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64),
-    *(ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int),
-    *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_int),
+    *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int),
+    *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_int),
 )
+
+
 Multiply = Callable[..., bool]
+_Index: TypeAlias = slice | tuple[Tensor, slice, Tensor]
 
 
 class KernelWarning(UserWarning):
@@ -52,10 +73,11 @@ class KernelWarning(UserWarning):
 class GroupedWeight:
     """A matrix [N, K], or a table of rows, in the kernel's layout.
 
-    `codes` [blocks, groups, group / 4, 16, 4] uint8, or with 4 bits [blocks, groups, group / 8, 16, 4]: the first half
-    of a group in the low nibbles, the second in the high ones. `scales` and `minimums` [blocks, groups, 16]: float16
-    where that holds every one of them exactly, otherwise float32. K is filled up to whole spans, N to whole blocks.
-    `dtype` is that of `rows`.
+    `codes` [blocks, groups, group * bits / 32, 16, 4] uint8, see `grouped_layout`. `scales` and `minimums` [blocks,
+    groups, 16]: int8 where they are multiplied by `super_scales` and `super_minimums` [blocks, supers, 16] float16 of
+    256 inputs, else float16 where that holds every one of them exactly, otherwise float32. Beside scales in float16,
+    minimums in int8 are multiples of the scales. K is filled up to whole spans, N to whole blocks. `dtype` is that of
+    `rows`.
     """
 
     codes: Tensor
@@ -67,6 +89,8 @@ class GroupedWeight:
     bits: int
     group: int
     dtype: torch.dtype
+    super_scales: Tensor | None = None
+    super_minimums: Tensor | None = None
 
     @classmethod
     def of(cls, grouped: GroupedCodes, dtype: torch.dtype, width: int | None = None) -> GroupedWeight:
@@ -78,25 +102,34 @@ class GroupedWeight:
         codes = grouped.codes
         if missing or spare:
             codes = F.pad(codes, (0, missing, 0, spare), value=grouped.zero)
-        bits = 4 if grouped.bits <= 4 else 8
-        numbers = [
-            F.pad(own.repeat_interleave(repeats, 1) if repeats > 1 else own, (0, missing // group, 0, spare))
-            for own in (grouped.scales, grouped.minimums)
-            if own is not None
-        ]
-        if all(torch.equal(own.half().to(own.dtype), own) for own in numbers):
-            numbers = [own.half() for own in numbers]
-        laid_out = [own.view(-1, BLOCK_ROWS, own.shape[1]).transpose(1, 2).contiguous() for own in numbers]
+        bits = stored_bits(grouped.bits, group)
+        supers: tuple[Tensor | None, Tensor | None] = (None, None)
+        if grouped.whole is not None and bool(torch.isfinite(grouped.scales).all()):
+            assert full % SUPER == 0, "whole blocks of 256 inputs"
+            assert repeats == 1, "groups of 16 or 32"
+            numbers = [grouped.whole.scales, grouped.whole.minimums]
+            supers = (grouped.whole.super_scales, grouped.whole.super_minimums)
+        else:
+            numbers = [
+                own if own is None or repeats == 1 else own.repeat_interleave(repeats, 1) for own in _smallest(grouped)
+            ]
+        scales, minimums, super_scales, super_minimums = (
+            None if own is None else _in_blocks(F.pad(own, (0, extra, 0, spare)))
+            for own, extra in zip((*numbers, *supers), (missing // group, missing // group, 0, 0), strict=True)
+        )
+        assert scales is not None
         return cls(
-            codes=_laid_out(codes, bits, group),
-            scales=laid_out[0],
-            minimums=laid_out[1] if grouped.minimums is not None else None,
+            codes=laid_out(codes, bits, group),
+            scales=scales,
+            minimums=minimums,
             num_rows=num_rows,
             width=full if width is None else width,
             zero=grouped.zero,
             bits=bits,
             group=group,
             dtype=dtype,
+            super_scales=super_scales,
+            super_minimums=super_minimums,
         )
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -106,13 +139,11 @@ class GroupedWeight:
     def rows(self, index: Tensor) -> Tensor:
         """The rows `index` [T] as numbers, [T, K]."""
         block, place = index // BLOCK_ROWS, index % BLOCK_ROWS
-        minimums = None if self.minimums is None else self.minimums[block, :, place].float()
-        codes = self.codes[block, :, :, place]  # [T, groups, group / 4, 4], or half as many bytes
-        if self.bits == 4:
-            codes = torch.cat((codes & 15, codes >> 4), dim=2)
+        codes = unpacked(self.codes[block, :, :, place], self.bits, self.group)  # [T, groups, group / 4, 4]
+        scales, minimums = self.numbers((block, slice(None), place))
         grouped = GroupedCodes(
             codes.reshape(len(index), self.scales.shape[1] * self.group),
-            self.scales[block, :, place].float(),
+            scales,
             minimums,
             self.zero,
             self.bits,
@@ -120,11 +151,33 @@ class GroupedWeight:
         )
         return grouped.dequantised()[:, : self.width].to(self.dtype)
 
+    def numbers(self, at: _Index) -> tuple[Tensor, Tensor | None]:
+        """Scales and minimums of some outputs `at` in float32; groups are the second dimension of what comes back."""
+
+        def full(own: Tensor, shared: Tensor | None) -> Tensor:
+            if shared is None:
+                return own[at].float()
+            groups = shared[at].float().repeat_interleave(SUPER // self.group, dim=1)
+            return groups * own[at].float()
+
+        scales = full(self.scales, self.super_scales)
+        if self.minimums is None:
+            return scales, None
+        minimums = full(self.minimums, self.super_minimums)
+        return scales, scales * minimums if self.form == _MULTIPLE else minimums
+
+    @property
+    def form(self) -> int:
+        """Which numbers scales and minimums are: `Form` of the kernel."""
+        if self.minimums is not None and self.minimums.dtype != self.scales.dtype:
+            return _MULTIPLE
+        return _FORMS[self.scales.dtype]
+
     @property
     def nbytes(self) -> int:
         """Memory it takes."""
-        minimums = 0 if self.minimums is None else self.minimums.nbytes
-        return self.codes.nbytes + self.scales.nbytes + minimums
+        own = (self.codes, self.scales, self.minimums, self.super_scales, self.super_minimums)
+        return sum(tensor.nbytes for tensor in own if tensor is not None)
 
 
 @dataclass(frozen=True)
@@ -148,38 +201,52 @@ def merged(parts: Sequence[GroupedWeight]) -> GroupedWeight | MergedWeight:
     return parts[0] if len(parts) == 1 else MergedWeight(tuple(parts))
 
 
-def _laid_out(codes: Tensor, bits: int, group: int) -> Tensor:
-    """`codes` [16 B, K] in the layout of `GroupedWeight.codes`."""
-    split = codes.view(-1, BLOCK_ROWS, codes.shape[1] // group, group // _CHUNK, _CHUNK).permute(0, 2, 3, 1, 4)
-    if bits == 8:
-        return split.contiguous()
-    half = group // _CHUNK // 2
-    return (split[:, :, :half] | split[:, :, half:] << 4).contiguous()
+def _smallest(grouped: GroupedCodes) -> tuple[Tensor, Tensor | None]:
+    """Scales and minimums in the smallest formats that hold them exactly, see `GroupedWeight`."""
+    scales, minimums = grouped.scales, grouped.minimums
+    if not _fits_half(scales):
+        return scales, minimums
+    if grouped.multiples is not None:
+        return scales.half(), grouped.multiples
+    if minimums is None:
+        return scales.half(), None
+    return (scales.half(), minimums.half()) if _fits_half(minimums) else (scales, minimums)
+
+
+def _fits_half(numbers: Tensor) -> bool:
+    """Whether float16 holds them all; it is for finite numbers only that the kernel takes what it holds."""
+    return bool((torch.isfinite(numbers) & (numbers.half().to(numbers.dtype) == numbers)).all())
+
+
+def _in_blocks(numbers: Tensor) -> Tensor:
+    """`[16 B, G]` as `[B, G, 16]`."""
+    split = numbers.view(-1, BLOCK_ROWS, numbers.shape[1]).transpose(1, 2)
+    return large_page_tensor(split.shape, split.dtype).copy_(split)
 
 
 def _multiply(parts: Sequence[GroupedWeight], x: Tensor, bias: Tensor | None) -> Tensor:
     function, num_rows = kernel(), sum(part.num_rows for part in parts)
-    full = x.to(torch.float32).contiguous()
-    out = torch.empty(len(x), num_rows)
-    start = 0
-    for part in parts if len(x) else ():
-        if function is None:
-            out[:, start : start + part.num_rows] = products(part, full)
-        elif not function(
-            *(full.data_ptr(), len(x), part.width),
-            *(
-                part.codes.data_ptr(),
-                part.scales.data_ptr(),
-                part.minimums.data_ptr() if part.minimums is not None else 0,
-            ),
-            *(part.num_rows, part.bits, part.group, part.zero, part.scales.dtype == torch.float16),
-            *(out.data_ptr() + start * out.itemsize, num_rows, torch.get_num_threads()),
-        ):
-            raise MemoryError(f"no memory for the codes of {len(x)} rows of activations; run fewer rows at a time")
-        start += part.num_rows
+    is_bf16 = function is not None and bias is None and x.dtype == torch.bfloat16  # it reads and writes those itself
+    full = (x if is_bf16 else x.to(torch.float32)).contiguous()
+    out = full.new_empty(len(x), num_rows)
+    if function is None:
+        torch.cat([products(part, full) for part in parts], dim=1, out=out)
+    elif len(x) and not function(
+        *(full.data_ptr(), len(x), parts[0].width, (_Matrix * len(parts))(*map(_matrix, parts)), len(parts)),
+        *(out.data_ptr(), num_rows, is_bf16, torch.get_num_threads()),
+    ):
+        raise MemoryError(f"no memory for the codes of {len(x)} rows of activations; run fewer rows at a time")
     if bias is not None:
         out += bias
     return out.to(x.dtype)
+
+
+def _matrix(weight: GroupedWeight) -> _Matrix:
+    tensors = (weight.codes, weight.scales, weight.minimums, weight.super_scales, weight.super_minimums)
+    return _Matrix(
+        *(None if tensor is None else tensor.data_ptr() for tensor in tensors),
+        *(weight.num_rows, weight.bits, weight.group, weight.zero, weight.form),
+    )
 
 
 @functools.cache

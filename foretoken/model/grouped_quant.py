@@ -19,7 +19,9 @@ from torch import Tensor
 from foretoken.config import QUANTISED
 from foretoken.model.grouped import GroupedCodes
 from foretoken.model.grouped_kernel import GroupedWeight, kernel
-from foretoken.model.grouped_twin import BLOCK_ROWS, SPAN
+from foretoken.model.grouped_layout import BLOCK_ROWS, codes_shape
+from foretoken.model.grouped_twin import SPAN
+from foretoken.model.large_pages import large_page_tensor
 from foretoken.model.quant import RowBlocks, group_codes, row_codes
 
 _ZERO = {"int8": 128, "int4": 8}
@@ -49,8 +51,8 @@ class GroupQuantiser:
     def _weight(self, pieces: Sequence[Tensor], kind: str) -> GroupedWeight:
         num_rows, width = sum(map(len, pieces)), pieces[0].shape[1]
         blocks, groups, bits = -(-num_rows // BLOCK_ROWS), -(-width // SPAN), _BITS[kind]
-        codes = torch.empty(blocks, groups, bits, BLOCK_ROWS, 4, dtype=torch.uint8)  # bits: 4 to a byte, 32 inputs
-        scales = torch.empty(blocks, groups, BLOCK_ROWS, dtype=torch.float16)
+        codes = large_page_tensor(codes_shape(blocks, groups, bits, SPAN), torch.uint8)
+        scales = large_page_tensor((blocks, groups, BLOCK_ROWS), torch.float16)
         for start, rows in self._blocks.of(pieces):
             part = GroupedWeight.of(grouped_codes(rows, kind), self.dtype)
             place = slice(start // BLOCK_ROWS, start // BLOCK_ROWS + len(part.codes))

@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from foretoken.model.grouped_layout import BLOCK_ROWS, unpacked
+
 if TYPE_CHECKING:
     from foretoken.model.grouped_kernel import GroupedWeight
 
-BLOCK_ROWS = 16  # outputs of a block
 SPAN = 32  # inputs that share a scale of activations
 _CHUNK_BLOCKS = 64  # 1,024 outputs are turned into float32 at a time
 
@@ -46,16 +47,14 @@ def code_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 def _of_blocks(weight: GroupedWeight, blocks: slice, codes: Tensor, x_scales: Tensor) -> Tensor:
     """The outputs of some blocks, [T, N']."""
     group = weight.group
-    stored = weight.codes[blocks]  # [B, groups, group / 4, 16, 4]
-    if weight.bits == 4:
-        stored = torch.cat((stored & 15, stored >> 4), dim=2)
+    stored = unpacked(weight.codes[blocks], weight.bits, group)  # [B, groups, group / 4, 16, 4]
     numbers = (
         stored.permute(1, 2, 4, 0, 3).reshape(stored.shape[1], group, -1).float() - weight.zero
     )  # [groups, group, N']
     inputs = codes.view(len(codes), -1, group).transpose(0, 1)  # [groups, T, group]
     dots, sums = torch.bmm(inputs, numbers), inputs.sum(2)  # [groups, T, N'], [groups, T]
-    scales = _by_group(weight.scales[blocks])
-    minimums = None if weight.minimums is None else _by_group(weight.minimums[blocks])
+    scales, minimums = (None if own is None else _by_group(own) for own in weight.numbers(blocks))
+    assert scales is not None
     total = torch.zeros(len(codes), scales.shape[1])
     for index in range(len(scales)):
         part = scales[index] * dots[index]
@@ -66,5 +65,5 @@ def _of_blocks(weight: GroupedWeight, blocks: slice, codes: Tensor, x_scales: Te
 
 
 def _by_group(numbers: Tensor) -> Tensor:
-    """`[B, groups, 16]` as `[groups, 16 B]` float32."""
-    return numbers.transpose(0, 1).reshape(numbers.shape[1], len(numbers) * BLOCK_ROWS).float()
+    """`[B, groups, 16]` as `[groups, 16 B]`."""
+    return numbers.transpose(0, 1).reshape(numbers.shape[1], len(numbers) * BLOCK_ROWS)

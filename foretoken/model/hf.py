@@ -101,6 +101,12 @@ class TransformersModel:
         return self._findings.num_layers or int(self._text.num_hidden_layers)
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The format of its weights."""
+        dtype: torch.dtype = next(iter(self._model.parameters())).dtype
+        return dtype
+
+    @property
     def num_parameters(self) -> int:
         """Number of weights, tied ones counted once."""
         return sum(parameter.numel() for parameter in self._model.parameters())

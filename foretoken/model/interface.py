@@ -4,12 +4,12 @@ sequence that can be cut back.
 Two implementations: `paged.PagedModel` (our decoder over a block-table cache) and `hf.TransformersModel` (any other
 causal model of transformers). Code outside `model/` depends on these protocols only, never on a class that implements
 them. A sequence is identified by a number that the caller chooses. Optional capabilities are protocols of their own
-(`PrefixModel`, `TwinModel`, `SharesWeights`, `EarlyExitModel`), tested with `isinstance`.
+(`PrefixModel`, `TwinModel`, `SharesWeights`, `QuantisedModel`, `EarlyExitModel`), tested with `isinstance`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -241,6 +241,17 @@ class SharesWeights(LanguageModel, SharedWeights, Protocol):
 
 
 @runtime_checkable
+class QuantisedModel(Protocol):
+    """A language model that tells how its weights are held."""
+
+    @property
+    def weight_format(self) -> str:
+        """ "int8" or "int4" where most weights of its layers are quantised to so many bits or fewer, otherwise
+        "auto".
+        """
+
+
+@runtime_checkable
 class EarlyExitModel(LanguageModel, Protocol):
     """A language model that can draft for itself: it runs some of its layers over rows that its next `forward` will
     verify.
@@ -250,9 +261,16 @@ class EarlyExitModel(LanguageModel, Protocol):
     full.
     """
 
-    def forward_early(self, tokens: Tensor, segments: Sequence[EarlySegment], layers: Sequence[int]) -> Tensor:
+    def forward_early(
+        self,
+        tokens: Tensor,
+        segments: Sequence[EarlySegment],
+        layers: Sequence[int],
+        adapter: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
         """Run `layers` (ascending, not all of them), final norm and head over `tokens` [T]: logits `[R, V]` of the rows
-        wanted.
+        wanted. An `adapter` changes their residual stream [R, D] before the norm; it is not part of what `forward`
+        takes up.
 
         Nothing is committed. The next `forward`, `commit`, `rollback` or `close` of a sequence forgets its early rows.
 

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from foretoken.errors import CheckpointError, InputError, ModelError, StorageError
-from foretoken.model.architecture import ModelConfig, config_from_hf, config_to_hf
+from foretoken.model.architecture import NATIVE_MODEL_TYPES, ModelConfig, config_from_hf, config_to_hf
 from foretoken.model.decoder import Decoder, DecoderLayer
 from foretoken.model.fields import Fields, check_links, read_json
 from foretoken.model.gguf.header import is_gguf, read_header
@@ -31,9 +32,13 @@ from foretoken.model.gguf.weights import GgufWeights
 from foretoken.model.grouped_kernel import GroupedWeight, merged
 from foretoken.model.grouped_quant import GroupQuantiser
 from foretoken.model.layers import Embedding, Linear, RMSNorm
-from foretoken.model.quant import ACTIVATIONS, Quantiser, check_quant
+from foretoken.model.mtp_tensors import mtp_tensors
+from foretoken.model.packed.assembly import assembled
+from foretoken.model.packed.scheme import packed_format
+from foretoken.model.packed.weights import PackedWeights
+from foretoken.model.quant import ACTIVATIONS, check_quant
 from foretoken.model.sharding import Collective, Shard
-from foretoken.model.weights import EMBEDDING, HEAD, INDEX, WEIGHTS, Weights
+from foretoken.model.weights import EMBEDDING, HEAD, INDEX, WEIGHTS, TensorSource, Weights
 from foretoken.model.writing import writing_folder
 
 TOKENIZER_FILES = (
@@ -114,17 +119,22 @@ def read_raw_config(folder: Path) -> dict[str, Any]:
     return raw
 
 
-def open_weights(folder: Path) -> Weights | GgufWeights:
-    """The tensors of a checkpoint folder or GGUF file.
+def open_weights(folder: Path) -> TensorSource:
+    """The tensors of a checkpoint folder or GGUF file; packed matrices of a family with a native decoder unpacked.
 
     Raises:
         CheckpointError: a file is missing or malformed.
-        UnsupportedModelError: a GGUF file of a family that does not run.
+        UnsupportedModelError: a GGUF file of a family that does not run, or matrices packed in a way that is not read.
     """
-    return GgufWeights(folder) if is_gguf(folder) else Weights(folder)
+    if is_gguf(folder):
+        return GgufWeights(folder)
+    file = folder / "config.json"
+    raw = read_json(file) if file.exists() else {}
+    form = packed_format(Fields(raw, str(file))) if raw.get("model_type") in NATIVE_MODEL_TYPES else None
+    return Weights(folder) if form is None else PackedWeights(folder, form)
 
 
-def read_checkpoint(folder: Path) -> tuple[ModelConfig, Weights | GgufWeights]:
+def read_checkpoint(folder: Path) -> tuple[ModelConfig, TensorSource]:
     """The configuration of a checkpoint that the native decoder can run, and its tensors, compared with each other.
 
     A head of its own beside `tie_word_embeddings` is used, as transformers does, unless it equals the embedding bit for
@@ -135,14 +145,16 @@ def read_checkpoint(folder: Path) -> tuple[ModelConfig, Weights | GgufWeights]:
         describes.
         UnsupportedModelError: not a causal decoder, or none that the native decoder knows.
     """
-    weights: Weights | GgufWeights
+    weights: TensorSource
     if is_gguf(folder):
-        weights = GgufWeights(folder)
-        config = weights.config()
+        weights = gguf = GgufWeights(folder)
+        config = gguf.config()
+        weights.check(config)
     else:  # the configuration first: a folder without one is no checkpoint
-        config = config_from_hf(read_raw_config(folder), str(folder / "config.json"))
-        weights = Weights(folder)
-    weights.check(config)
+        raw, where = read_raw_config(folder), str(folder / "config.json")
+        config = config_from_hf(raw, where)
+        weights = open_weights(folder)
+        weights.check(config, mtp_tensors(weights.own_names, raw, config.num_layers, where).names)
     if config.tie_embeddings and HEAD in weights and not weights.equal(HEAD, EMBEDDING):
         config = replace(config, tie_embeddings=False)
     return config, weights
@@ -175,17 +187,15 @@ def load_decoder(
     device: str | torch.device = "cpu",
     pack: bool = True,
     quant: str | None = None,
-    grouped: bool = False,
     rank: int = 0,
     world: int = 1,
     collective: Collective | None = None,
 ) -> Decoder:
     """Return the checkpoint's decoder, ready for inference (no gradients), its matrices packed for the CPU if `pack`.
 
-    `quant` "int8" or "int4" keeps the matrices in that format, on the CPU only: for torch's kernels (see `quant`), or,
-    if `grouped`, for that of `grouped_kernel`; `dtype` is then that of the rest. Without it, codes of a GGUF file are
-    multiplied as they are where matrices may be packed (`pack`). With `world` ranks it is the part of `rank` (see
-    `sharding`), which talks to the others by `collective`.
+    `quant` "int8" or "int4" keeps the matrices in that format, on the CPU only (`grouped_kernel`); `dtype` is then that
+    of the rest. Without it, codes of a GGUF file are multiplied as they are where matrices may be packed (`pack`). With
+    `world` ranks it is the part of `rank` (see `sharding`), which talks to the others by `collective`.
 
     Raises:
         CheckpointError: a file, shard or tensor is missing, broken or of another shape than `config.json` says.
@@ -197,10 +207,10 @@ def load_decoder(
     config, weights = read_checkpoint(folder)
     shard = Shard(config, rank, world)
     target, place = dtype_of(folder, dtype), torch.device(device)
-    quantiser: Quantiser | GroupQuantiser | None = None
+    quantiser: GroupQuantiser | None = None
     if quant is not None:
         check_quant(quant, target, place)
-        quantiser = GroupQuantiser(quant, target) if grouped else Quantiser(quant, target)
+        quantiser = GroupQuantiser(quant, target)
     with torch.device("meta"):
         decoder = Decoder(config, shard, collective)
     filler = _Filler(weights, shard, dtype=target, device=place, pack=pack, quantiser=quantiser)
@@ -217,7 +227,22 @@ def load_decoder(
             decoder.lm_head.pack()
     else:
         filler.linear(decoder.lm_head, {"lm_head": config.vocab_size}, config.hidden_size)
+    if pack and filler.dequantised:
+        warnings.warn(DequantisedWarning(_dequantised_words(folder, target, filler.dequantised)), stacklevel=2)
     return decoder.eval()
+
+
+def _dequantised_words(folder: Path, dtype: torch.dtype, reasons: Mapping[str, int]) -> str:
+    """What happened to quantised matrices and why, with a remedy."""
+    why = "; ".join(f"{count} ({reason})" for reason, count in reasons.items())
+    return (
+        f"{folder}: quantised matrices were dequantised to {_name_of(dtype)} when loaded, with more memory and time: "
+        f"{why}. On a CPU weights='int8' quantises them anew, with another rounding"
+    )
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def dtype_of(folder: Path, dtype: str | torch.dtype = "auto") -> torch.dtype:
@@ -230,7 +255,7 @@ def dtype_of(folder: Path, dtype: str | torch.dtype = "auto") -> torch.dtype:
     return parse_dtype(dtype, stored_dtype(read_raw_config(folder), open_weights(folder), str(folder / "config.json")))
 
 
-def stored_dtype(raw: Mapping[str, Any], weights: Weights | GgufWeights, where: str = "config.json") -> torch.dtype:
+def stored_dtype(raw: Mapping[str, Any], weights: TensorSource, where: str = "config.json") -> torch.dtype:
     """What config.json says, or else how the embedding is stored, or the first tensor where nothing has its name.
 
     Raises:
@@ -246,6 +271,10 @@ def stored_dtype(raw: Mapping[str, Any], weights: Weights | GgufWeights, where: 
     return _FLOATS[named]
 
 
+class DequantisedWarning(UserWarning):
+    """Quantised matrices run as numbers of 16 or 32 bits; the message says why, and a remedy."""
+
+
 class _Filler:
     """Fills the modules of a decoder on the meta device with this rank's weights, one matrix at a time.
 
@@ -254,33 +283,46 @@ class _Filler:
 
     def __init__(
         self,
-        weights: Weights | GgufWeights,
+        weights: TensorSource,
         shard: Shard,
         dtype: torch.dtype,
         device: torch.device,
         pack: bool,
-        quantiser: Quantiser | GroupQuantiser | None,
+        quantiser: GroupQuantiser | None,
     ) -> None:
         self.weights, self.shard, self.dtype, self.device = weights, shard, dtype, device
         self.pack, self.quantiser = pack, quantiser
+        self.dequantised: dict[str, int] = {}  # by reason: matrices that the file has in codes and that run as numbers
 
     def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """This rank's part of a tensor of the checkpoint, as stored."""
         return self.shard.slice(name, self.weights.read(name, shape))
 
+    @property
+    def _fits(self) -> bool:
+        """Whether the kernel for codes runs here."""
+        return self.pack and self.device.type == "cpu" and self.dtype in ACTIVATIONS and self.shard.world == 1
+
     def _grouped(self, names: Sequence[str]) -> list[GroupedWeight]:
         """Matrices in the codes that the file holds, if it has those of all and the kernel takes them here."""
         weights = self.weights
-        fits = self.pack and self.device.type == "cpu" and self.dtype in ACTIVATIONS and self.shard.world == 1
-        if not fits or not isinstance(weights, GgufWeights):
+        if not self._fits:
             return []
-        parts: list[GroupedWeight] = []
+        found = [(weights.shape(name)[0], weights.grouped_rows(name)) for name in names]
+        parts = [(num_rows, codes) for num_rows, codes in found if codes is not None]
+        if len(parts) < len(found):
+            return []
+        return [assembled(codes, num_rows, self.dtype) for num_rows, codes in parts]
+
+    def _note(self, names: Sequence[str]) -> None:
+        """Count quantised matrices among those that are kept as numbers."""
         for name in names:
-            codes = weights.grouped(name)
-            if codes is None:
-                return []
-            parts.append(GroupedWeight.of(codes, self.dtype))
-        return parts
+            reason = self.weights.why_numbers(name)
+            if reason is None and self.weights.sample(name) is not None:
+                other = f"no kernel for codes on {self.device.type} in {_name_of(self.dtype)}"
+                reason = "beside a matrix without codes" if self._fits else other
+            if reason is not None:
+                self.dequantised[reason] = self.dequantised.get(reason, 0) + 1
 
     def _merged(self, shapes: Mapping[str, tuple[int, ...]], like: nn.Parameter) -> nn.Parameter:
         """Read tensors one after the other into the rows of one parameter, of the shape of `like`."""
@@ -305,6 +347,7 @@ class _Filler:
         if parts:
             module.hold(merged(parts))
             return
+        self._note(list(shapes))
         assert module.weight is not None
         module.weight = self._merged(shapes, module.weight)
         if self.pack:
@@ -320,6 +363,7 @@ class _Filler:
         if parts:
             module.hold(parts[0])
             return
+        self._note([name])
         assert module.weight is not None
         module.weight = self._merged({name: shape}, module.weight)
 

@@ -12,10 +12,12 @@ from foretoken.config import NUMERICS
 from foretoken.errors import CheckpointError, ConfigError, UnsupportedModelError
 from foretoken.kv.limit import largest_cache_bytes
 from foretoken.kv.pool import bytes_per_token
+from foretoken.machine.features import warn_of_slow_bf16
 from foretoken.model.architecture import NATIVE_MODEL_TYPES, ModelConfig, check_causal
 from foretoken.model.fields import HEAD_NOTE, shown
 from foretoken.model.gguf.header import is_gguf
 from foretoken.model.interface import OpenModel
+from foretoken.model.layers import Linear
 from foretoken.model.loader import load_decoder, read_config, read_raw_config, resolve_folder
 from foretoken.model.paged import PagedModel
 from foretoken.model.paged_cache import DEFAULT_BLOCK_SIZE
@@ -59,28 +61,24 @@ def open_model(
     cache_tokens: int | None = None,
     numerics: str = "default",
     weights: str = "auto",
-    as_draft: bool = False,
 ) -> OpenModel:
     """Load the checkpoint in `folder` with a cache of `cache_tokens` tokens (None: 512 MB, or up to 4 GB to hold one
     whole context).
 
     `numerics` "strict" makes the logits of a position bitwise the same however its rows are batched, see `strict`.
     `weights` "int8" or "int4" quantises the matrices at load; everything else runs in `dtype`. They are multiplied in
-    integers, which gives a row the same bits in any batch (`grouped_kernel`), or `as_draft` by torch's weight-only
-    kernels (`quant`), which need no compiler.
+    integers, which gives a row the same bits in any batch (`grouped_kernel`).
 
     Raises:
         CheckpointError, UnsupportedModelError: see `loader`.
-        ConfigError: an option that does not exist, strict numerics of a quantised draft, or strict numerics or
-        quantised weights of a model that runs through transformers.
+        ConfigError: an option that does not exist, or strict numerics or quantised weights of a model that runs through
+        transformers.
         InputError: quantised weights with a dtype or device that has no kernel for them.
     """
     if numerics not in NUMERICS:
         raise ConfigError("numerics", numerics, f"choose one of {', '.join(NUMERICS)}")
     place = open_device(device)
     config = native_config(folder)
-    if numerics == "strict" and weights != "auto" and as_draft:
-        raise ConfigError("weights", weights, "a quantised draft has no strict numerics; use numerics='default'")
     if config is None:
         if weights != "auto":
             remedy = (
@@ -95,11 +93,21 @@ def open_model(
             TransformersModel,  # imports transformers: seconds that a native model need not pay
         )
 
-        return TransformersModel(folder, dtype, place, cache_tokens)
+        foreign = TransformersModel(folder, dtype, place, cache_tokens)
+        _check_precision(foreign.dtype, place)
+        return foreign
     quant = None if weights == "auto" else weights
-    decoder = load_decoder(folder, dtype=dtype, device=place, quant=quant, grouped=not as_draft)
+    decoder = load_decoder(folder, dtype=dtype, device=place, quant=quant)
+    if any(isinstance(module, Linear) and module.weight is not None for module in decoder.layers.modules()):
+        _check_precision(decoder.norm.weight.dtype, place)
     kind = StrictModel if numerics == "strict" else PagedModel
     return kind(decoder, _cache_tokens(decoder.local, decoder.norm.weight, cache_tokens))
+
+
+def _check_precision(dtype: torch.dtype, device: torch.device) -> None:
+    """Warn of matrices in bfloat16 on a processor without arithmetic for them."""
+    if dtype == torch.bfloat16 and device.type == "cpu":
+        warn_of_slow_bf16()
 
 
 def native_config(folder: Path) -> ModelConfig | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
@@ -62,6 +62,11 @@ class PagedModel(PagedCache):
         return self.decoder.step_bytes
 
     @property
+    def weight_format(self) -> str:
+        """See `interface.QuantisedModel`."""
+        return self.decoder.weight_format
+
+    @property
     def numerics(self) -> str:
         """See `interface.LanguageModel`."""
         return "default"
@@ -97,7 +102,13 @@ class PagedModel(PagedCache):
         return ForwardOutput(logits, {layer: tap[tapped] for layer, tap in hidden.taps.items()})
 
     @torch.inference_mode()
-    def forward_early(self, tokens: Tensor, segments: Sequence[EarlySegment], layers: Sequence[int]) -> Tensor:
+    def forward_early(
+        self,
+        tokens: Tensor,
+        segments: Sequence[EarlySegment],
+        layers: Sequence[int],
+        adapter: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
         """See `interface.EarlyExitModel`."""
         depth = first_missing(layers)
         assert depth < self.num_layers
@@ -115,8 +126,8 @@ class PagedModel(PagedCache):
             self._early[early.sequence] = EarlyRows.following(
                 before, early.offset, depth, tokens[reader.rows], shared[reader.rows]
             )
-        last = self.decoder.run(shared, positions, attention, layers[depth:]).last
-        return self.decoder.logits(last[self._rows(inputs, inputs.wanted)])
+        last = self.decoder.run(shared, positions, attention, layers[depth:]).last[self._rows(inputs, inputs.wanted)]
+        return self.decoder.logits(last if adapter is None else adapter(last))
 
     def head_cost(self) -> float:
         """See `interface.EarlyExitModel`."""

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,9 +22,11 @@ from torch import Tensor
 from foretoken.errors import CheckpointError, ModelError
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.fields import Fields, check_links, checkpoint_file, read_json
+from foretoken.model.grouped import GroupedCodes
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+AS_CODES = "multiplied by its codes on a CPU, elsewhere dequantised when loaded"  # what becomes of a quantised type
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 # Tables that old checkpoints carry and every implementation computes afresh.
 _HARMLESS = re.compile(r"(rotary_emb\.inv_freq|attn\.masked_bias|attn\.bias|position_ids)$")
@@ -50,6 +52,70 @@ def stored_kinds(tensors: Iterable[tuple[str, int]], read: Callable[[str], str])
         found[name] = count + 1, size + num_bytes
     kinds = [StoredKind(name, count, size, read(name)) for name, (count, size) in found.items()]
     return sorted(kinds, key=lambda kind: -kind.num_bytes)
+
+
+def stored_bytes(shape: Sequence[int], stored: str) -> int:
+    """Bytes of a tensor whose type its file calls `stored`."""
+    bits = _BITS.search(stored)
+    return math.prod(shape) * (int(bits[0]) if bits else 8) // 8
+
+
+class TensorSource(Protocol):
+    """The tensors of a checkpoint under their Hugging Face names, whatever kind of file holds them."""
+
+    folder: Path
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all tensors."""
+        ...
+
+    @property
+    def own_names(self) -> list[str]:
+        """Names of the tensors that become weights of the decoder."""
+        ...
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of one tensor, as numbers."""
+        ...
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Dtype of the numbers of one tensor."""
+        ...
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The numbers of one tensor, on the CPU."""
+        ...
+
+    def grouped_rows(self, name: str) -> Iterator[GroupedCodes] | None:
+        """One matrix as codes and scales, whole blocks of the kernel's rows at a time; None if it has none."""
+        ...
+
+    def sample(self, name: str) -> GroupedCodes | None:
+        """The first rows of what `grouped_rows` gives."""
+        ...
+
+    def why_numbers(self, name: str) -> str | None:
+        """Why a quantised matrix has to be dequantised wherever it runs; None for others."""
+        ...
+
+    def read_table(self, name: str, shape: tuple[int, ...], stored: str) -> Tensor:
+        """A tensor of exactly this type."""
+        ...
+
+    def check(self, config: ModelConfig, beside: frozenset[str] = frozenset()) -> None:
+        """Compare names, shapes and types with those of a model; tensors `beside` it are somebody else's."""
+        ...
+
+    def kinds(self) -> list[StoredKind]:
+        """The types in which the tensors are stored."""
+        ...
+
+    def equal(self, name: str, other: str) -> bool:
+        """Whether two tensors of one shape hold the same numbers."""
+        ...
 
 
 class Weights:
@@ -123,6 +189,15 @@ class Weights:
         self._require(name)
         return self._about[name][0]
 
+    def stored(self, name: str) -> str:
+        """The type of one tensor as its file calls it, such as "BF16".
+
+        Raises:
+            CheckpointError: missing.
+        """
+        self._require(name)
+        return self._about[name][1]
+
     def dtype(self, name: str) -> torch.dtype:
         """Stored dtype of one tensor.
 
@@ -144,7 +219,7 @@ class Weights:
         Raises:
             CheckpointError: missing, of another shape, or of a dtype that is not read.
         """
-        self._check_shape(name, shape)
+        self.check_shape(name, shape)
         # Opened anew for each tensor: pages of a mapped file count as our memory until it is closed.
         with opened(self._file_of[name]) as tensors:
             tensor: Tensor = tensors.get_tensor(name)
@@ -166,19 +241,58 @@ class Weights:
             tensor: Tensor = tensors.get_tensor(name)
         return tensor
 
-    def check(self, config: ModelConfig) -> None:
-        """Compare the headers with the tensors of `config`, before anything is allocated.
+    def check_part(self, name: str, shapes: Sequence[tuple[int, ...]], types: Sequence[str]) -> None:
+        """Refuse a tensor of codes or scales that has none of these shapes or types.
+
+        Raises:
+            CheckpointError: missing, or of another shape or type.
+        """
+        self._require(name)
+        shape, stored = self._about[name]
+        if shape not in shapes or stored not in types:
+            wanted = " or ".join(dict.fromkeys(str(list(one)) for one in shapes))
+            raise CheckpointError(
+                f"tensor {name} in {self._file_of[name]} is {stored} {list(shape)}; quantization_config asks for "
+                f"{' or '.join(types)} {wanted}"
+            )
+
+    def part(self, name: str) -> Tensor:
+        """A tensor of codes or scales in its own type, which may be a view of the mapped file: see `check_part`.
+
+        Raises:
+            CheckpointError: missing, or a broken file.
+        """
+        self._require(name)
+        with opened(self._file_of[name]) as tensors:
+            tensor: Tensor = tensors.get_tensor(name)
+        return tensor
+
+    def grouped_rows(self, name: str) -> Iterator[GroupedCodes] | None:  # noqa: ARG002 - see TensorSource
+        """Plain numbers have no codes: None."""
+        return None
+
+    def sample(self, name: str) -> GroupedCodes | None:  # noqa: ARG002 - see TensorSource
+        """Plain numbers have no codes: None."""
+        return None
+
+    def why_numbers(self, name: str) -> str | None:  # noqa: ARG002 - see TensorSource
+        """Nothing is dequantised: None."""
+        return None
+
+    def check(self, config: ModelConfig, beside: frozenset[str] = frozenset()) -> None:
+        """Compare the headers with the tensors of `config`, before anything is allocated; those of the names `beside`
+        are somebody else's.
 
         Raises:
             CheckpointError: a tensor is missing, superfluous, of another shape, or of a dtype that is not read.
         """
         expected = {HEAD} if config.tie_embeddings else set()
         for name, shape in hf_tensors(config):
-            self._check_shape(name, shape)
+            self.check_shape(name, shape)
             expected.add(name)
         if config.tie_embeddings and HEAD in self:
-            self._check_shape(HEAD, (config.vocab_size, config.hidden_size))
-        extra = [name for name in self.own_names if name not in expected]
+            self.check_shape(HEAD, (config.vocab_size, config.hidden_size))
+        extra = [name for name in self.own_names if name not in expected and name not in beside]
         if extra:
             more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
             raise CheckpointError(
@@ -187,8 +301,7 @@ class Weights:
 
     def kinds(self) -> list[StoredKind]:
         """The types in which the tensors are stored."""
-        bits = {stored: int(found[0]) if (found := _BITS.search(stored)) else 8 for _, stored in self._about.values()}
-        tensors = [(stored, math.prod(shape) * bits[stored] // 8) for shape, stored in self._about.values()]
+        tensors = [(stored, stored_bytes(shape, stored)) for shape, stored in self._about.values()]
         return stored_kinds(tensors, lambda stored: "as stored" if stored in _STORED else "not as weights")
 
     def equal(self, name: str, other: str) -> bool:
@@ -196,7 +309,12 @@ class Weights:
         with opened(self._file_of[name]) as tensors, opened(self._file_of[other]) as others:
             return torch.equal(tensors.get_tensor(name), others.get_tensor(other).to(self.dtype(name)))
 
-    def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
+    def check_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        """Refuse a tensor of numbers that is not of this shape.
+
+        Raises:
+            CheckpointError: missing, of another shape, or of a dtype that is not read.
+        """
         self.dtype(name)
         if self.shape(name) != shape:
             raise CheckpointError(

@@ -21,6 +21,7 @@ class ModelShape:
     `row_bytes` is the maximum that one row of the flat run needs at a time, `mask_bytes` what a row adds for every
     token it can attend to, `gather_bytes` what a token of the longest sequence adds: one layer's keys and values
     (gathered when a sequence's blocks are not contiguous) and its entry in the tables of rotary embeddings.
+    `weight_format` is "int8" or "int4" where most matrices are held in codes.
     """
 
     name: str
@@ -33,6 +34,7 @@ class ModelShape:
     itemsize: int
     max_context_tokens: int
     block_tokens: int
+    weight_format: str = "auto"
 
     def cache_tokens(self, num_tokens: int) -> int:
         """Maximum cache of a request of `num_tokens`, prompt and answer together, in whole blocks."""

@@ -22,7 +22,7 @@ from foretoken.train.draft_student import DraftStudent
 from foretoken.train.head_trainer import HeadResult, HeadTrainer
 from foretoken.train.parallel import Ranks
 from foretoken.train.recipes import DRAFT_SHAPE, ModelSize
-from foretoken.train.run_job import RunJob, RunSettings, open_target, open_text, write_manifest
+from foretoken.train.run_job import RunJob, RunSettings, open_states, open_target, open_text, write_manifest
 
 MODEL = "model"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
@@ -68,7 +68,9 @@ def train_draft(job: DraftJob, ranks: Ranks | None = None) -> HeadResult:
     def keep() -> None:
         _save(decoder, job.out / MODEL, target.folder)
 
-    trainer = HeadTrainer(DraftStudent(decoder), target.frozen, data, job.settings.train, job.out, keep, ranks)
+    student = DraftStudent(decoder)
+    states = open_states(job, target, student.hidden_layers(), ranks)
+    trainer = HeadTrainer(student, target.frozen, data, job.settings.train, job.out, keep, ranks, states)
     if ranks.is_first:
         write_manifest(job, target, data, what, None)
     result = trainer.run()

@@ -1,4 +1,4 @@
-"""The three kinds of heads for a target: shapes that follow the target's unless they are given."""
+"""The kinds of heads for a target: shapes that follow the target's unless they are given."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from foretoken.errors import ConfigError
+from foretoken.heads.adapter import ExitAdapter
 from foretoken.heads.base import Head
 from foretoken.heads.block import BlockHead
-from foretoken.heads.config import BlockConfig, EagleConfig, MedusaConfig, default_taps
+from foretoken.heads.config import BlockConfig, EagleConfig, ExitAdapterConfig, MedusaConfig, default_taps
 from foretoken.heads.eagle import EagleHead
 from foretoken.heads.medusa import MedusaHead
 from foretoken.model.architecture import ModelConfig
@@ -64,7 +65,17 @@ class BlockShape:
     taps: tuple[int, ...] | None = None
 
 
-HeadShape = EagleShape | MedusaShape | BlockShape
+@dataclass(frozen=True)
+class AdapterShape:
+    """An early-exit adapter; None is a quarter of the target's layers, and as many neurons as the target is wide: about
+    a third of a layer.
+    """
+
+    exit_layer: int | None = None
+    intermediate_size: int | None = None
+
+
+HeadShape = EagleShape | MedusaShape | BlockShape | AdapterShape
 
 
 def usual_training(shape: HeadShape) -> HeadTrainConfig:
@@ -94,13 +105,16 @@ def new_head(shape: HeadShape, target: FrozenTarget, counts: Tensor, always: Ite
     Raises:
         ConfigError: a shape that the target cannot have.
     """
-    counted = most_frequent(counts, shape.draft_vocab_size, always)
+    size = None if isinstance(shape, AdapterShape) else shape.draft_vocab_size
+    counted = most_frequent(counts, size, always)
     vocabulary, own = counted.vocabulary, target.decoder.config
     head: Head
     if isinstance(shape, EagleShape):
         head = EagleHead(_eagle_config(shape, own, len(vocabulary.ids)), vocabulary)
     elif isinstance(shape, BlockShape):
         head = BlockHead(_block_config(shape, own, len(vocabulary.ids)), vocabulary)
+    elif isinstance(shape, AdapterShape):
+        head = ExitAdapter(_adapter_config(shape, own), vocabulary)
     else:
         options = {
             name: getattr(shape, name) for name in ("num_heads", "num_blocks", "is_sequential", "has_own_output")
@@ -139,6 +153,17 @@ def _block_config(shape: BlockShape, target: ModelConfig, draft_vocab_size: int)
         markov_rank=shape.markov_rank,
         is_causal=shape.is_causal,
         has_confidence=shape.has_confidence,
+    )
+
+
+def _adapter_config(shape: AdapterShape, target: ModelConfig) -> ExitAdapterConfig:
+    return ExitAdapterConfig(
+        hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
+        target_num_layers=target.num_layers,
+        exit_layer=max(1, target.num_layers // 4) if shape.exit_layer is None else shape.exit_layer,
+        intermediate_size=target.hidden_size if shape.intermediate_size is None else shape.intermediate_size,
+        norm_eps=target.norm_eps,
     )
 
 

@@ -1,4 +1,4 @@
-"""A whole run of `foretoken train eagle|medusa|block`: text, head, training, the finished directory, a manifest."""
+"""A whole run of `foretoken train eagle|medusa|block|adapter`: text, training, the finished directory, a manifest."""
 
 from __future__ import annotations
 
@@ -8,13 +8,23 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 
+from foretoken.heads.adapter import ExitAdapter
 from foretoken.heads.checkpoint import save_head
 from foretoken.model.tokenizer import load_tokenizer
 from foretoken.train.head_data import HeadData
 from foretoken.train.head_recipes import EagleShape, HeadShape, NewHead, new_head
 from foretoken.train.head_trainer import HeadResult, HeadTrainConfig, HeadTrainer
 from foretoken.train.parallel import Ranks
-from foretoken.train.run_job import JobTarget, RunJob, RunSettings, open_target, open_text, write_manifest
+from foretoken.train.run_job import (
+    JobTarget,
+    RunJob,
+    RunSettings,
+    open_states,
+    open_target,
+    open_text,
+    states_bytes,
+    write_manifest,
+)
 
 HEAD = "head"
 
@@ -36,7 +46,7 @@ class HeadJob(RunJob):
 @dataclass(frozen=True)
 class HeadPlan:
     """What a run would take. `step_s` was measured by two steps on this machine; `disk_bytes` is the state, twice while
-    it is written, and the finished head.
+    it is written, and the finished head; `states_bytes` are the hidden states that the run may keep on disk beside it.
     """
 
     num_parameters: int
@@ -46,6 +56,7 @@ class HeadPlan:
     train_s: float
     memory_bytes: int
     disk_bytes: int
+    states_bytes: int
     coverage: float
 
 
@@ -95,12 +106,16 @@ def train_head(job: HeadJob, ranks: Ranks | None = None) -> HeadResult:
         "taps": {"layers": head.hidden_layers(), "convention": "enter: the residual stream after that many layers"},
         "draft_vocabulary": {"size": len(head.vocabulary.ids), "coverage": run.new.coverage},
     }
+    if isinstance(head, ExitAdapter):
+        # A new adapter changes nothing: this is the plain exit.
+        what |= {"without_adapter": asdict(_passing_trainer(run, job, job.settings.train).measure())}
 
     def keep() -> None:
         config = target.frozen.decoder.config
         save_head(head, job.out / HEAD, config, target.folder, job.target, dtype="bfloat16")
 
-    trainer = HeadTrainer(head, target.frozen, run.data, job.settings.train, job.out, keep, ranks)
+    states = open_states(job, target, head.hidden_layers(), ranks)
+    trainer = HeadTrainer(head, target.frozen, run.data, job.settings.train, job.out, keep, ranks, states)
     if ranks.is_first:
         write_manifest(job, target, run.data, what, None)
     result = trainer.run()
@@ -109,11 +124,16 @@ def train_head(job: HeadJob, ranks: Ranks | None = None) -> HeadResult:
     return result
 
 
+def _passing_trainer(run: PreparedRun, job: HeadJob, config: HeadTrainConfig) -> HeadTrainer:
+    """A trainer of the new head that keeps nothing and resumes nothing."""
+    return HeadTrainer(run.new.head, run.target.frozen, run.data, config, job.out / "dry-run", lambda: None)
+
+
 def plan_head(job: HeadJob) -> HeadPlan:
     """What `train_head` would take, from the sizes and two measured steps; trains nothing that stays."""
     run = prepare_run(job)
     config = dataclasses.replace(job.settings.train, report_every_steps=1 << 30)
-    trainer = HeadTrainer(run.new.head, run.target.frozen, run.data, config, job.out / "dry-run", lambda: None)
+    trainer = _passing_trainer(run, job, config)
     trainer.train_step()  # the first one fills memory
     started = time.perf_counter()
     trainer.train_step()
@@ -135,6 +155,10 @@ def plan_head(job: HeadJob) -> HeadPlan:
         train_s=step_s * config.num_steps,
         memory_bytes=weight_bytes + 8 * parameters + state_bytes + _batch_bytes(run, config),
         disk_bytes=2 * (4 * parameters + state_bytes) + 2 * parameters,
+        states_bytes=min(
+            config.state_cache_bytes,
+            states_bytes(config, run.target.frozen, len(run.new.head.hidden_layers())),
+        ),
         coverage=run.new.coverage,
     )
 

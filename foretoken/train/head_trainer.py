@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from foretoken.errors import ConfigError, NumericsError, StorageError
+from foretoken.heads.base import HeadBatch
 from foretoken.heads.losses import LossConfig, compare, target_logits, weighted_loss
 from foretoken.printing.console import Console
 from foretoken.train.draft_student import Student
@@ -31,6 +32,7 @@ from foretoken.train.parallel import Ranks
 from foretoken.train.progress import training_progress
 from foretoken.train.run_state import check_same, read_meta, restore_state, save_state
 from foretoken.train.schedule import rate_share
+from foretoken.train.state_cache import StateCache
 
 CURVE = "curve.jsonl"
 _SAME = (
@@ -50,6 +52,7 @@ class HeadTrainConfig:
     A step is `accumulate` batches of `batch_windows` windows of `length` tokens. `num_places` guesses are learnt at
     each position, from a random `row_share` of the positions: in a small head the output matrix costs most, and
     neighbours teach much the same. The run ends early after `patience` validations without a better head (0: never).
+    Up to `state_cache_bytes` of hidden states are kept on disk (0: none), see `state_cache`.
     """
 
     tokens: int = 3_000_000
@@ -67,6 +70,7 @@ class HeadTrainConfig:
     validate_every_steps: int = 100
     validate_windows: int = 16
     patience: int = 0
+    state_cache_bytes: int = 0
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
@@ -74,6 +78,8 @@ class HeadTrainConfig:
         for name in ("tokens", "batch_windows", "accumulate", "num_places", "validate_windows", "report_every_steps"):
             if getattr(self, name) < 1:
                 raise ConfigError(name, getattr(self, name), "must be at least 1")
+        if self.state_cache_bytes < 0:
+            raise ConfigError("state_cache_bytes", self.state_cache_bytes, "must be at least 0 (none is kept)")
         if self.validate_every_steps < 1:
             raise ConfigError("validate_every_steps", self.validate_every_steps, "must be at least 1")
         if self.length < 2 * self.num_places:
@@ -111,6 +117,8 @@ class HeadResult:
 class HeadTrainer:
     """Trains `head` for `target` on `data` with its state in `folder`; `keep` stores the head, best so far.
 
+    `states` are what the target computed in earlier steps and runs.
+
     With several `ranks` each computes its part of the `accumulate` batches of a step; the first one writes.
     """
 
@@ -123,6 +131,7 @@ class HeadTrainer:
         folder: Path,
         keep: Callable[[], None],
         ranks: Ranks | None = None,
+        states: StateCache | None = None,
     ) -> None:
         self.head, self.target, self.data, self.config, self.folder, self.keep = (
             head,
@@ -132,7 +141,7 @@ class HeadTrainer:
             folder,
             keep,
         )
-        self.ranks = ranks or Ranks()
+        self.ranks, self.states = ranks or Ranks(), states
         self._parameters = [p for p in head.parameters() if p.requires_grad]
         self.optimizers = make_optimizers(head, config.optimizer)
         self.step, self.seconds = 0, 0.0
@@ -210,7 +219,7 @@ class HeadTrainer:
         if config.row_share < 1:
             generator = torch.Generator().manual_seed(config.seed + piece)
             wanted &= torch.rand(wanted.shape, generator=generator) < config.row_share
-        batch = self.target.read(tokens, wanted, self.head.hidden_layers())
+        batch = self._read(tokens, wanted)
         loss = torch.zeros((), device=self.target.device)
         with self.target.autocast():
             logits = target_logits(batch, self.target.decoder)
@@ -226,10 +235,15 @@ class HeadTrainer:
         """Acceptance of the head as it is, along held-out windows that are the same in every call."""
         config = self.config
         batches = (
-            self.target.read(*self.data.held_out.batch([number], config.length, seed=0), self.head.hidden_layers())
+            self._read(*self.data.held_out.batch([number], config.length, seed=0))
             for number in range(config.validate_windows)
         )
         return measure_head(self.head, self.target, batches, config.num_places)
+
+    def _read(self, tokens: Tensor, wanted: Tensor) -> HeadBatch:
+        if self.states is not None:
+            return self.states.read(tokens, wanted)
+        return self.target.read(tokens, wanted, self.head.hidden_layers())
 
     def _validate(self) -> None:
         found = self.measure()  # every rank, with the same weights: the same figures

@@ -15,13 +15,16 @@ from foretoken.errors import ConfigError, MismatchError, StorageError
 from foretoken.files import check_folder, to_json
 from foretoken.model.open import model_folder, open_device
 from foretoken.model.tokenizer import load_tokenizer
+from foretoken.printing.console import Console
 from foretoken.train.answers import answered_data, folder_fingerprint
 from foretoken.train.frozen_target import FrozenTarget, Precision, fast_precision
 from foretoken.train.head_data import HeadData, TokenText
 from foretoken.train.head_trainer import HeadResult, HeadTrainConfig
+from foretoken.train.parallel import Ranks
 from foretoken.train.recipes import prepare
+from foretoken.train.state_cache import StateCache, entry_bytes
 
-MANIFEST = "run.json"
+MANIFEST, STATES = "run.json", "states"
 _PRECISIONS: Mapping[str, Precision | None] = {"auto": None, "bfloat16": "bfloat16", "float32": "float32"}
 
 
@@ -85,6 +88,33 @@ def open_target(job: RunJob) -> JobTarget:
     if length > most:
         raise ConfigError("length", length, f"must be at most the target's context of {most}")
     return target
+
+
+def open_states(job: RunJob, target: JobTarget, layers: Sequence[int], ranks: Ranks) -> StateCache | None:
+    """The cache of hidden states of a run, in `job.out/states`, each rank's by itself; None if the run has none.
+
+    Raises:
+        ConfigError, StorageError: see `StateCache`.
+    """
+    bound, frozen = job.settings.train.state_cache_bytes // ranks.world, target.frozen
+    if not bound:
+        return None
+    console = Console(stderr=True)
+    origin = {
+        "target": folder_fingerprint(target.folder),
+        "device": str(frozen.device.type),
+        "torch": torch.__version__,
+    }
+    folder = job.out / STATES / f"rank{ranks.rank}"
+    wanted = states_bytes(job.settings.train, frozen, len(layers)) // ranks.world
+    return StateCache(folder, frozen, layers, origin, bound, wanted, console.line if ranks.is_first else lambda _: None)
+
+
+def states_bytes(config: HeadTrainConfig, target: FrozenTarget, num_layers: int) -> int:
+    """Disk that the hidden states of a whole run take where no window comes twice, validations apart."""
+    steps = config.num_steps * config.accumulate
+    trained = steps * entry_bytes(target, config.batch_windows, config.length, num_layers)
+    return trained + config.validate_windows * entry_bytes(target, 1, config.length, num_layers)
 
 
 def open_text(job: RunJob, target: JobTarget, writer: Path) -> HeadData:

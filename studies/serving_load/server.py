@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.errors import UnavailableError
+from studies.command import end
 from studies.serving_load.client import get
 
 KEY = "studies-admin-key"
@@ -89,12 +90,7 @@ def loaded_server(options: Sequence[str]) -> Iterator[LoadedServer]:
         port = int(re.search(r":(\d+)", facts["url"].removeprefix("http://"))[1])  # type: ignore[index]
         yield LoadedServer(port, process.pid, facts["model"])
     finally:
-        process.terminate()
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        end(process)
         if process.stdout is not None:
             process.stdout.close()
 

@@ -76,6 +76,7 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     return narrow_models(tmp_path_factory.mktemp("narrow"))
 
 
+@pytest.mark.repeated
 @pytest.mark.parametrize("kind", ["block", "eagle"])  # those that keep what the weights computed
 def test_samples_follow_the_distribution_while_weights_change_between_every_two_steps(
     narrow: SimpleNamespace, kind: str

@@ -9,7 +9,7 @@ from foretoken.bench.drafting import DrafterChoice, parse_drafters
 from foretoken.config import DRAFTERS, SpecConfig, known_drafters
 from foretoken.errors import ConfigError
 
-FREE = [name for name in DRAFTERS if name not in registry.HEADS]
+FREE = [name for name in DRAFTERS if name not in (*registry.HEADS, registry.MTP)]
 
 
 def test_all_is_the_registry(monkeypatch):
@@ -118,7 +118,7 @@ def test_bad_drafters_and_options_are_refused_by_name(text, named):
 def test_a_sweep_is_every_drafter_at_every_fixed_number_and_trees() -> None:
     found = parse_drafters(("sweep",))
     labels = {(choice.label, choice.own("num_draft")) for choice in found}
-    names = set(known_drafters()) - {"auto", *registry.HEADS}
+    names = set(known_drafters()) - {"auto", *registry.HEADS, registry.MTP}
     assert labels == {
         (label, number)
         for label in (*names, "draft_model(tree=static)", "draft_model(tree=best_first)")

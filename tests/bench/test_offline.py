@@ -16,7 +16,7 @@ from foretoken.bench.speed_options import SpeedOptions
 from foretoken.bench.workload import Prompt
 from foretoken.config import DRAFTERS, SamplingParams, SpecConfig
 from foretoken.errors import ConfigError, ForetokenError, InputError, MismatchError
-from foretoken.registry import HEADS
+from foretoken.registry import HEADS, MTP
 from tests.bench.fakes import PROMPTS, FakeLLM
 
 PARAMS = SamplingParams(max_tokens=12)
@@ -134,12 +134,14 @@ def test_predicted_runs_where_every_prompt_has_a_prediction():
 def test_all_drafters_are_those_of_the_registry():
     """What lacks something is left out with a note."""
     contenders, notes = own_contenders(options(drafters=("all",), num_drafts=(2,)), FakeLLM(), PROMPTS)
-    assert {"ngram", "suffix", "recycling"} <= {c.setting.drafter for c in contenders} < {*DRAFTERS, None} - set(HEADS)
+    assert (
+        {"ngram", "suffix", "recycling"} <= {c.setting.drafter for c in contenders} < {*DRAFTERS, None} - {*HEADS, MTP}
+    )
     assert any("draft_model was not measured: it needs a draft" in note for note in notes)
     assert any("predicted was not measured" in note for note in notes)
     prompts = [Prompt("a", "edit", "x", prediction="y")]
     contenders, notes = own_contenders(options(drafters=("all",), num_drafts=(2,), draft="d"), FakeLLM(), prompts)
-    assert {c.setting.drafter for c in contenders} == {*DRAFTERS, None} - set(HEADS)
+    assert {c.setting.drafter for c in contenders} == {*DRAFTERS, None} - {*HEADS, MTP}
     assert not notes
 
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from foretoken.bench import llama_cpp, peers
-from foretoken.bench.llama_cpp import LlamaCpp, parse_bench, parse_speculative
+from foretoken.bench.llama_cpp import parse_bench, parse_speculative
+from foretoken.bench.llama_programs import LlamaCpp, parsed, run_program
 from foretoken.bench.measure import SpeedSetting
 from foretoken.bench.offline import run_speed
 from foretoken.bench.speed_options import SpeedOptions
@@ -22,6 +23,7 @@ from foretoken.config import SamplingParams
 from foretoken.errors import ForetokenError, StorageError
 from foretoken.train.tokens import tokenizer_config, train_tokenizer
 from tests.bench.fakes import FakeLLM
+from tests.helpers.gguf_files import write_gguf
 
 PROMPT = Prompt("p", "code", "def f(x):\n    '''Add\\n two'''\n")
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -305,6 +307,49 @@ def test_a_whole_run_with_llama_cpp(llama, checkpoints, tmp_path, monkeypatch):
     assert "'--ignore-eos'" in calls
 
 
+def test_a_gguf_file_is_given_to_llama_cpp_as_it_is(llama, checkpoints, tmp_path, monkeypatch):
+    target, draft = (write_gguf(tmp_path / f"{folder.name}.gguf", folder, tokenizer=True) for folder in checkpoints)
+    monkeypatch.setenv("FORETOKEN_LLAMA_CPP", str(llama))
+    found, notes = peers.contenders(target, draft, "auto", "cpu", 1, (2,), (2,), kinds=("draft-simple", "lookup"))
+    assert notes[0].startswith("transformers was not measured")
+    assert {contender.setting.engine for contender in found} == {"llama.cpp"}
+    for contender in found:
+        contender.answer(PROMPT, PARAMS)
+    calls = (tmp_path / "calls").read_text(encoding="utf-8")
+    assert "--outfile" not in calls
+    depth = llama_cpp._token_count(checkpoints[0])(PROMPT.text)
+    assert f"'-m', '{target}', '-p', '0', '-n', '12', '-d', '{depth}'" in calls
+    assert f"'-md', '{draft}'" in calls
+
+
+def test_a_run_whose_log_was_cut_is_repeated(llama, tmp_path):
+    """llama.cpp's programs may end before their log is written."""
+    body = f"open({str(tmp_path / 'runs')!r}, 'a').write('x')\n"
+    body += f"print(len(open({str(tmp_path / 'runs')!r}).read()))"
+    program(llama / "build/bin/llama-flaky", body)
+
+    def parse(least: int):
+        def parse(output: str, log: str) -> int:
+            if int(output) < least:
+                raise ForetokenError("gave no result")
+            return int(output)
+
+        return parse
+
+    command = [str(llama / "build/bin/llama-flaky")]
+    assert parsed(command, parse(3)) == 3
+    with pytest.raises(ForetokenError, match="gave no result"):
+        parsed(command, parse(99))
+    assert (tmp_path / "runs").read_text() == "x" * 6
+
+
+def test_arguments_of_the_server_are_those_of_a_spec_type():
+    assert llama_cpp.speculation("draft-simple", 8)[:4] == ("--spec-type", "draft-simple", "--spec-draft-n-max", "8")
+    for kind in ("lookup", "nothing"):
+        with pytest.raises(ForetokenError, match=f"kind='{kind}'"):
+            llama_cpp.speculation(kind, None)
+
+
 def test_conversion_is_kept_and_made_again_when_the_checkpoint_changes(llama, checkpoints, tmp_path):
     programs, target = LlamaCpp.find(llama), checkpoints[0]
     gguf = programs.convert(target, "f16")
@@ -361,4 +406,4 @@ def test_a_program_that_hangs_is_given_up(monkeypatch, llama):
 
     monkeypatch.setattr(subprocess, "run", hang)
     with pytest.raises(ForetokenError, match="timed out"):
-        llama_cpp._run(["llama-bench"])
+        run_program(["llama-bench"])

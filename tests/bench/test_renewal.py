@@ -19,7 +19,7 @@ from foretoken.bench.workload import Prompt
 from foretoken.config import known_drafters
 from foretoken.draft.lookup_tree import EMPTY, LookupTree, assemble
 from foretoken.engine.drafters import add_drafter
-from foretoken.registry import ADDED, HEADS
+from foretoken.registry import ADDED, HEADS, MTP
 from studies.layouts.layouts import RAGGED, LayoutOptions, Layouts
 from tests.helpers.audit import KEPT_BY_DRAFTER
 
@@ -109,7 +109,7 @@ def test_no_drafter_of_the_registry_serves_two_answers_of_a_speed_run(
     )
     contenders, notes = own_contenders(options, model, [PROMPT])
     assert not notes
-    assert {c.setting.drafter for c in contenders} == {None, *known_drafters()} - set(HEADS)
+    assert {c.setting.drafter for c in contenders} == {None, *known_drafters()} - {*HEADS, MTP}
     assert memory in known_drafters()
     plan = SpeedPlan((PROMPT,), max_tokens=10, temperatures=(0.0,), repeats=2, warmup=1, seed=0)
     with instances_of(model) as seen:
@@ -146,7 +146,7 @@ def test_a_warm_setting_remembers_other_prompts_and_never_the_same_one(model: LL
 def test_no_drafter_of_the_registry_serves_two_turns_under_load(
     text_pair: SimpleNamespace, model: LLM, memory: str
 ) -> None:
-    fixed = [name for name in known_drafters() if name not in ("predicted", "auto", *HEADS)]
+    fixed = [name for name in known_drafters() if name not in ("predicted", "auto", *HEADS, MTP)]
     names = [*(f"{name}-3" for name in fixed), "auto"]
     settings, _ = parse_batch_settings(names, str(text_pair.draft))
     stage = Stage(model, str(text_pair.draft), {}, seed=0)

@@ -21,7 +21,15 @@ from foretoken.model.architecture import ModelConfig
 from foretoken.model.loader import read_config
 from foretoken.model.open import open_model
 from tests.helpers.checkpoints import tiny_checkpoint
-from tests.helpers.stored_heads import CUT, TARGET, block_config, eagle_config, medusa_config, stored_head
+from tests.helpers.stored_heads import (
+    CUT,
+    TARGET,
+    adapter_config,
+    block_config,
+    eagle_config,
+    medusa_config,
+    stored_head,
+)
 
 SIZE = "hidden=144,intermediate=224,layers=12,heads=12,kv_heads=6"  # three copies
 
@@ -65,6 +73,7 @@ def configs(target: ModelConfig) -> dict[str, HeadConfig]:
         "hydra": medusa_config(target=target, is_sequential=True),
         "dspark": block_config(target=target, has_confidence=True),
         "dspark-cut": block_config(target=target, draft_vocab_size=CUT),
+        "adapter": adapter_config(target=target),
         "dflash": block_config(target=target, markov_rank=0, is_causal=False, predicts_at_anchor=False),
     }
 
@@ -79,7 +88,7 @@ def test_the_same_guesses_with_the_same_probabilities(pair: Pair, name: str, tmp
     heads, found = (head, wide), []
     for one, model in zip(heads, pair.models, strict=True):
         batch = _own_text(model, 0, 12, sorted({*one.hidden_layers(), model.num_layers}))
-        found.append((batch.tokens, list(one.places(batch, model, 3, seed=0))))
+        found.append((batch.tokens, list(one.eval().places(batch, model, 3, seed=0))))
     (tokens, small), (wide_tokens, large) = found
     assert torch.equal(tokens, wide_tokens)
     assert len(small) == len(large) > 1

@@ -247,7 +247,7 @@ def test_exit_codes_of_bad_input(
         (
             2,
             [*good, "--drafter", "ngram", "--draft-dtype", "int8"],
-            "draft_dtype='int8': only drafter='draft_model' takes it",
+            "draft_dtype='int8': only drafter='draft_model', 'eagle', 'medusa', 'block' or 'mtp' takes it",
         ),
         (2, [*good, "--rule", "lucky"], "rule='lucky': choose one of"),
         (2, [*good, "--parts", "ngram,oracle"], "drafter='oracle': choose one of"),
@@ -357,7 +357,7 @@ def test_models_inspect_says_how_numbers_are_stored(foretoken: Run, pair: Simple
     found = json.loads(foretoken("models", "inspect", path, "--json").lines[-1])
     assert (found["family"], found["runs_on"]) == ("qwen2", "native decoder")
     assert [(kind["type"], kind["read"]) for kind in found["types"]] == [
-        ("Q4_0", "dequantised when loaded"),
+        ("Q4_0", "multiplied by its codes on a CPU, elsewhere dequantised when loaded"),
         ("F32", "as stored"),
     ]
     assert found["bytes"] == sum(kind["bytes"] for kind in found["types"])

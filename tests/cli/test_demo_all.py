@@ -83,7 +83,7 @@ def test_heads_are_as_wide_as_their_target(heads_in_the_package: Path, tmp_path:
     assert packaged_heads(None, tmp_path) == {name: heads_in_the_package / name for name in HEADS}
     specs, left_out = every_drafter(Path("draft"), widened, 4)
     assert specs["block"].head == str(tmp_path / "wide" / "block")
-    assert set(left_out) == {"predicted"}
+    assert set(left_out) == {"mtp", "predicted"}
 
 
 def test_heads_that_are_not_in_the_package_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ for words in {lines!r}:
 """
 NESTED = [
     *(["bench", name] for name in ("speed", "load", "profile", "url")),
-    *(["train", name] for name in ("lm", "answers", "eagle", "medusa", "block", "draft")),
+    *(["train", name] for name in ("lm", "answers", "eagle", "medusa", "block", "adapter", "draft")),
     ["models", "list"],
     ["models", "inspect"],
     ["config", "show"],

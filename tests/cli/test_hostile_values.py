@@ -48,7 +48,7 @@ NEEDED = {
     "train answers": ["--target", "reference:target", "--prompts", "prompts.jsonl", "--out", "answers.jsonl"],
     **{
         f"train {kind}": ["--target", "reference:target", "--out", "run"]
-        for kind in ("eagle", "medusa", "block", "draft")
+        for kind in ("eagle", "medusa", "block", "adapter", "draft")
     },
     "export": ["--head", "head", "--to", "vllm", "--out", "out"],
     "simulate": ["--profile", "profile.json", "--arrivals", "poisson:1", "--requests", "2"],

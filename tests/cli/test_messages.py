@@ -49,7 +49,7 @@ A_DRAFT = "the folder or hub id of a draft model (reference:draft goes with refe
         ),
         (
             ("--drafter", "auto", "--min-confidence", "0.5"),
-            "(draft_model, early_exit, eagle, medusa, block), and drafter='auto' has none; choose one, or leave it out",
+            "eagle, medusa, block, mtp), and drafter='auto' has none; choose one, or leave it out",
         ),
         (
             ("--drafter", "none", "--num-draft", "3"),

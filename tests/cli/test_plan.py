@@ -68,6 +68,24 @@ def test_for_the_eye(foretoken: Run, pair: SimpleNamespace) -> None:
     assert done.lines[-1].strip() == "to run it: --cache-tokens 256"
 
 
+def test_heads_in_few_bits_beside_a_draft(foretoken: Run) -> None:
+    """A row for each; bytes by format; nothing is kept of a position for Medusa heads."""
+    common = ["plan", "--head", "reference:eagle", "--head", "reference:medusa", "--memory", "1GiB", "--json"]
+
+    def rows(*more: str) -> dict[str, dict[str, int]]:
+        return {row["draft"]: row for row in json.loads(foretoken(*common, *more).lines[-1])["rows"]}
+
+    found = rows("--draft", "reference:draft")
+    assert set(found) == {"reference:draft", "reference:eagle", "reference:medusa"}
+    assert found["reference:eagle"]["draft_kv_bytes"] > found["reference:medusa"]["draft_kv_bytes"] == 0
+    sizes = [rows("--draft-dtype", kind)["reference:eagle"]["draft_weight_bytes"] for kind in ("auto", "int8", "int4")]
+    assert sizes[0] > sizes[1] > sizes[2] > 0
+    assert rows("--weights", "int4")["reference:eagle"]["draft_weight_bytes"] == sizes[2]  # as many bits as the target
+    assert foretoken("plan", "--head", "reference:draft").code == 3
+    refused = foretoken("plan", "--head", "reference:eagle", "--draft-dtype", "float32")
+    assert (refused.code, "a head runs in its target's number format" in refused.err) == (2, True)
+
+
 def test_drafts_in_another_format(foretoken: Run, pair: SimpleNamespace) -> None:
     def weights(*more: str) -> tuple[int, int]:
         row = json.loads(foretoken("plan", "-t", pair.target, "--draft", pair.draft, *more, "--json").lines[-1])[
@@ -80,6 +98,17 @@ def test_drafts_in_another_format(foretoken: Run, pair: SimpleNamespace) -> None
     assert weights("--dtype", "bfloat16") == (target // 2, draft // 2)
     assert weights("--dtype", "bfloat16", "--draft-dtype", "float32") == (target // 2, draft)
     assert weights("--draft-dtype", "int4")[1] < weights("--draft-dtype", "int8")[1] < draft // 2
+    assert weights("--weights", "int4")[1] == weights("--draft-dtype", "int4")[1]
+    assert weights("--weights", "int4", "--draft-dtype", "float32")[1] == draft
+
+
+def test_a_quantised_target(foretoken: Run) -> None:
+    def weights(*more: str) -> int:
+        found = json.loads(foretoken("plan", "-t", "reference:target", "--json", *more).lines[-1])
+        assert found["weights"] == (more[-1] if more else "auto")
+        return int(found["rows"][0]["weight_bytes"])
+
+    assert weights("--weights", "int4") < weights("--weights", "int8") < weights()
 
 
 def test_nothing_is_loaded(foretoken: Run, pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,6 +128,7 @@ def test_bad_input(foretoken: Run, pair: SimpleNamespace) -> None:
         (2, ["--num-draft", "-3"], "num_draft='-3'"),
         (2, ["--draft-dtype", "bfloat16"], "there is no draft"),
         (2, ["--draft", "reference:draft", "--draft-dtype", "int3"], "draft_dtype='int3'"),
+        (2, ["--head", "reference:eagle", "--draft-dtype", "int3"], "draft_dtype='int3'"),
         (2, ["--dtype", "int3"], "dtype='int3'"),
         (3, ["--draft", "nowhere"], "nowhere"),
     ]

@@ -20,6 +20,7 @@ from foretoken.cli.app import run
 from foretoken.engine.llm import LLM
 from tests.cli.conftest import Run
 from tests.helpers.faults import expect
+from tests.helpers.interrupts import heed_interrupts
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -60,11 +61,26 @@ def test_c3_an_ignored_ctrl_c_stays_ignored(tmp_path: Path) -> None:
     assert process("-c", code, "models", first=tmp_path).returncode == 7
 
 
+def test_ctrl_c_reaches_what_tests_start_in_a_background_job() -> None:
+    """The other tests of Ctrl-C rest on it: pytest heeds SIGINT again, and so does its child."""
+    code, before = "import os, signal; os.kill(os.getpid(), signal.SIGINT)", signal.getsignal(signal.SIGINT)
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+        heed_interrupts()
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+        assert done.returncode == -signal.SIGINT
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGHUP", 129)])
 def test_l3_a_signal_leaves_nothing_behind(tmp_path: Path, name: str, code: int) -> None:
     """The signal comes while `widen` (SIGTERM) or `demo` (SIGHUP) writes a model."""
     script = (
         "import os, signal, foretoken.bench.widen as widen\n"
+        f"signal.signal(signal.{name}, signal.SIG_DFL)\n"  # nohup ignores SIGHUP, and children inherit it
         "widen._write = lambda weights, plan, folder, *_: (open(folder / 'half', 'w').close(), "
         f"os.kill(os.getpid(), signal.{name}))\n"
         "from foretoken.cli import main; main()"
@@ -104,7 +120,12 @@ def test_c4_a_full_disk_is_4() -> None:
 )
 @pytest.mark.parametrize(
     "arguments",
-    [("models",), ("models", "--json"), ("config", "show"), ("generate", "--prompt", "x", "--max-tokens", "2")],
+    [
+        ("models",),
+        ("models", "--json"),
+        ("config", "show"),
+        ("generate", "--cost-profile", "off", "-p", "x", "--max-tokens", "2"),
+    ],
 )
 def test_c4_whoever_prints(
     monkeypatch: pytest.MonkeyPatch,

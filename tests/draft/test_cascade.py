@@ -111,6 +111,7 @@ def law_p_value(drafter: CascadeDrafter, spec: SpecConfig, count: int = 2500) ->
     return float(stats.chisquare(counts, expected * counts.sum() / expected.sum()).pvalue)
 
 
+@pytest.mark.repeated
 def test_drafted_tokens_follow_the_last_level() -> None:
     assert law_p_value(CascadeDrafter([tables(2)], NgramDrafter()), ONE) > 1e-4
     assert law_p_value(CascadeDrafter([tables(1), tables(2)]), TWO) > 1e-4

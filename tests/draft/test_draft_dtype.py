@@ -22,6 +22,7 @@ from foretoken.model.attention.packed import PackedAttention
 from foretoken.model.loader import load_decoder
 from foretoken.model.paged import PagedModel
 from tests.helpers.checkpoints import tiny_checkpoint, token_ids
+from tests.helpers.gguf_files import write_gguf
 
 SAMPLED = SamplingParams(max_tokens=16, temperature=0.9, ignore_eos=True, seed=5)
 
@@ -43,6 +44,23 @@ def law_after(folder: Path, ids: list[int], quant: str | None) -> Tensor:
     with torch.no_grad():
         hidden = decoder(torch.tensor(ids), torch.arange(len(ids)), PackedAttention(decoder.config, 1, len(ids)))
         return (decoder.logits(hidden.last[-1:]) / SAMPLED.temperature).softmax(-1)[0]
+
+
+@pytest.mark.filterwarnings("ignore:.*drafting costs as much:UserWarning")
+def test_a_draft_follows_the_bits_of_its_target(pair: SimpleNamespace, tmp_path: Path) -> None:
+    """As a head does. One that is named another format takes that; one whose file holds codes keeps them."""
+    coded = write_gguf(tmp_path / "draft.gguf", pair.draft, "Q8_0")
+    with LLM(pair.target, SpecConfig(), dtype="float32", cache_tokens=512, weights="int4") as llm:
+
+        def held(draft: Path, dtype: str) -> str:
+            (model,) = drafter_of(llm, spec_of(draft, dtype)).models()
+            assert isinstance(model, PagedModel)
+            return model.weight_format
+
+        assert [held(pair.draft, dtype) for dtype in ("auto", "int8", "float32")] == ["int4", "int8", "auto"]
+        assert held(coded, "auto") == "int8"
+    with LLM(pair.target, SpecConfig(), dtype="float32", cache_tokens=512) as llm:
+        assert held(pair.draft, "auto") == "auto"
 
 
 @pytest.mark.parametrize("kind", QUANTISED)
@@ -112,9 +130,12 @@ def test_the_targets_own_copy_in_fewer_bits_guesses_well_and_is_not_warned_about
         ({"drafter": "draft_model", "draft_dtype": 4}, "draft_dtype=4: choose one of auto"),
         (
             {"drafter": "ngram", "draft_dtype": "int8"},
-            "draft_dtype='int8': only drafter='draft_model' takes it, not drafter='ngram'",
+            "only drafter='draft_model', 'eagle', 'medusa', 'block' or 'mtp' takes it, not drafter='ngram'",
         ),
-        ({"draft_dtype": "int8"}, "draft_dtype='int8': only drafter='draft_model' takes it"),
+        (
+            {"draft_dtype": "int8"},
+            "draft_dtype='int8': only drafter='draft_model', 'eagle', 'medusa', 'block' or 'mtp' takes it",
+        ),
     ],
     ids=str,
 )

@@ -82,6 +82,7 @@ def test_seeded_answers_are_those_without_it(llm: LLM, toy: SpecConfig) -> None:
     assert [out.token_ids for out in llm.generate(PROMPTS, params, toy)] == plain
 
 
+@pytest.mark.repeated
 def test_sampled_answers_have_the_distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     narrow = distribution.narrow_models(tmp_path)
     params = SamplingParams(max_tokens=distribution.LENGTH + 3, temperature=1.0, ignore_eos=True)
@@ -207,8 +208,9 @@ def test_a_drafter_from_outside_has_the_same_abilities(llm: LLM, pair: SimpleNam
 
 @pytest.mark.parametrize("name", [name for name, traits in DRAFTERS.items() if traits.source is not None])
 def test_every_drafter_that_runs_a_model_is_profiled(
-    name: str, llm: LLM, pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    name: str, mtp_llm: LLM, mtp_pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    llm, pair = mtp_llm, mtp_pair
     opened: list[Path] = []
     factory = DrafterFactory(llm.folder, llm.target, llm.tokenizer, ModelOptions("float32", cache_tokens=1024))
     open_draft = factory.open_draft

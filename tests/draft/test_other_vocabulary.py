@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -111,8 +112,8 @@ def watched(foreign: LLM, folders: dict[str, Path], monkeypatch: pytest.MonkeyPa
 pytestmark = pytest.mark.filterwarnings("ignore:draft .* has another tokenizer", "ignore:the draft has")
 
 
-@pytest.mark.parametrize("batch", [1, 4, 16])
-@pytest.mark.parametrize("num_draft", [0, 1, 3, 8])
+# Each number in each batch: proof/test_other_vocabulary.py.
+@pytest.mark.parametrize(("num_draft", "batch"), [(0, 4), (1, 16), (3, 4), (8, 1)])
 def test_greedy_equals_plain(
     foreign: LLM, folders: dict[str, Path], watched: list[Watched], num_draft: int, batch: int
 ) -> None:
@@ -312,12 +313,30 @@ def test_moved_laws_are_the_drafts_own_over_the_shared_tokens(tmp_path: Path) ->
         assert processors.error is None
 
 
+# By chi-square, for half of these: the others in proof/test_law.py.
+LAWS = [
+    (how, values)
+    for values in ({"frequency_penalty": 0.6, "logit_bias": {2: 0.5}, "top_p": 0.9}, {})
+    for how in ("strings", "intersection")
+]
+
+
 @pytest.mark.repeated
 def test_sampled_answers_have_the_law(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failed_drafters: list[str]
 ) -> None:
-    """By chi-square through the engine: both ways, all rules, mixed batches; and the test sees a distribution that was
-    not moved rightly.
+    """Both ways, with and without processors."""
+    check_laws(tmp_path, monkeypatch, failed_drafters, [LAWS[0], LAWS[3]])
+
+
+def check_laws(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    failed_drafters: list[str],
+    groups: Sequence[tuple[str, dict[str, Any]]],
+) -> None:
+    """By chi-square through the engine: all rules, mixed batches; and the test sees a distribution that was not moved
+    rightly.
     """
     narrow = distribution.narrow_models(tmp_path / "target")
     shape = {
@@ -342,8 +361,6 @@ def test_sampled_answers_have_the_law(
     monkeypatch.setattr(distribution, "narrow_engine", engine)
     base, count = SamplingParams(max_tokens=distribution.LENGTH + 3, temperature=1.0, ignore_eos=True), 800
     rules = ("block", "rejection", "tree", "traversal", "coupled")
-    penal = {"frequency_penalty": 0.6, "logit_bias": {2: 0.5}, "top_p": 0.9}
-    groups = [(how, values) for how in ("intersection", "strings") for values in ({}, penal)]
     asked = []
     for how, values in groups:
         specs = [

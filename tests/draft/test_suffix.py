@@ -137,6 +137,29 @@ def test_all_stores_together_stay_small_and_the_tenant_unused_longest_goes() -> 
     assert list(drafter._stores) == ["t19", "t0"]
 
 
+@pytest.mark.parametrize("is_kept", [False, True], ids=["before", "after"])
+def test_an_interrupted_finish_can_be_repeated(monkeypatch: pytest.MonkeyPatch, is_kept: bool) -> None:
+    """Ctrl-C before or after the answer is kept: nothing is left of the request, and the store knows its size."""
+    drafter, add = SuffixDrafter(store_tokens=1000), SharedStore.add
+    tell(drafter, (9,), range(300, 700))
+    one = Alone(drafter, (1, 2, 3), 7, tenant=ACME)
+    one.emit(4, 5, 6)
+
+    def interrupted(store: SharedStore, tokens: Sequence[int]) -> None:
+        if is_kept:
+            add(store, tokens)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SharedStore, "add", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            one.finish()
+    one.finish()
+    assert not drafter._indexes
+    assert not drafter._requests
+    assert drafter._num_counted == drafter.num_stored_tokens > 256
+
+
 def test_a_corpus_is_everybodys() -> None:
     drafter = SuffixDrafter(corpus=[1, 2, 3, 4, 5])
     assert Alone(drafter, (9, 1, 2), 0, tenant=ACME).chain(8) == [3, 4, 5]  # and ends where it ends

@@ -12,6 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from foretoken import LLM, AsyncEngine, ConfigError, SamplingParams, SpecConfig
+from foretoken.bench.renewal import renew_drafters
+from foretoken.draft.eagle import EagleDrafter
 from foretoken.engine import adviser
 from foretoken.engine import llm as llm_module
 from foretoken.engine.advice import (
@@ -28,7 +30,9 @@ from foretoken.engine.advice import (
     of_temperature,
 )
 from foretoken.errors import SpeculationWarning
+from foretoken.heads.weights import head_bytes
 from tests.helpers.checkpoints import tiny_checkpoint, tiny_tokenizer
+from tests.helpers.tiny_heads import tiny_head
 
 LOAD = LoadFacts(num_rounds=256, num_drafts=12, mean_requests=4.0, is_open=True, estimated_speedup=None)
 FIXED = replace(LOAD, num_drafts=256, is_open=False, estimated_speedup=0.94)
@@ -189,6 +193,39 @@ def test_memory_counts_weights_and_full_caches(
         limit = int((used + model.weight_bytes + share * cache) / 0.85)
         monkeypatch.setattr(adviser, "largest_cache_bytes", lambda _device, limit=limit: limit)
         with LLM(pair.target, spec, dtype="float32", cache_tokens=512):
+            assert told.about("in reserve") == before + count
+
+
+def test_a_drafter_that_is_made_anew_counts_once(
+    pair: SimpleNamespace, told: _Texts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As measurements do between answers."""
+    spec = SpecConfig("draft_model", str(pair.draft))
+    with LLM(pair.target, spec, dtype="float32", cache_tokens=512) as llm:
+        models = [llm.target, *next(iter(llm.engine.drafters.drafters.values())).models()]
+        used = sum(one.weight_bytes + one.capacity_tokens * one.kv_bytes_per_token for one in models)
+    monkeypatch.setattr(adviser, "largest_cache_bytes", lambda _device: int(used / 0.84))
+    with LLM(pair.target, spec, dtype="float32", cache_tokens=512) as llm:
+        for _ in range(3):
+            renew_drafters(llm, spec)
+    assert told.about("in reserve") == 0
+
+
+def test_memory_counts_a_quantised_head_and_its_cache(
+    pair: SimpleNamespace, told: _Texts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = str(tiny_head(tmp_path / "head", pair.target, "eagle"))
+    spec, sizes = SpecConfig("eagle", head=head, draft_dtype="int8"), {"dtype": "float32", "cache_tokens": 512}
+    with LLM(pair.target, spec, **sizes) as llm:
+        drafter, target = next(iter(llm.engine.drafters.drafters.values())), llm.target
+        assert isinstance(drafter, EagleDrafter)
+        held = target.weight_bytes + target.capacity_tokens * target.kv_bytes_per_token + head_bytes(drafter.head)
+        cache = drafter.cache.capacity_tokens * drafter.cache.kv_bytes_per_token
+    before = told.about("in reserve")
+    for share, count in ((1.01, 0), (0.99, 1)):
+        limit = int((held + share * cache) / 0.85)
+        monkeypatch.setattr(adviser, "largest_cache_bytes", lambda _device, limit=limit: limit)
+        with LLM(pair.target, spec, **sizes):
             assert told.about("in reserve") == before + count
 
 

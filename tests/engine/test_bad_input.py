@@ -109,7 +109,7 @@ def test_stop_in_every_form(stop: Any) -> None:
             {"drafter": "oracle"},
             (
                 "drafter='oracle': choose one of draft_model, ngram, suffix, recycling, predicted, "
-                "early_exit, eagle, medusa, block, lookahead, cascade, mix, auto, or none"
+                "early_exit, eagle, medusa, block, mtp, lookahead, cascade, mix, auto, or none"
             ),
         ),
         ({"rule": "lucky"}, "rule='lucky': choose one of auto, greedy, rejection"),
@@ -122,7 +122,10 @@ def test_stop_in_every_form(stop: Any) -> None:
         ({"draft_probability": 0.5}, "draft_probability=0.5: needs a drafter that samples"),
         ({"min_confidence": 0.5}, "min_confidence=0.5: needs a drafter that samples"),
         ({"draft_top_k": 2}, "draft_top_k=2: needs a drafter that samples"),
-        ({"draft_dtype": "int8"}, "draft_dtype='int8': only drafter='draft_model' takes it, not drafter=None"),
+        (
+            {"draft_dtype": "int8"},
+            "only drafter='draft_model', 'eagle', 'medusa', 'block' or 'mtp' takes it, not drafter=None",
+        ),
         (
             {"draft_vocabulary": "same"},
             "draft_vocabulary='same': only drafter='draft_model' takes it, not drafter=None",
@@ -132,13 +135,19 @@ def test_stop_in_every_form(stop: Any) -> None:
         ({"skip_layers": (1,)}, r"skip_layers=\(1,\): only drafter='early_exit' takes it, not drafter=None"),
         ({"lookahead_window": 5}, "lookahead_window=5: only drafter='lookahead' takes it, not drafter=None"),
         ({"lookahead_ngram": 5}, "lookahead_ngram=5: only drafter='lookahead' takes it, not drafter=None"),
-        ({"tree": "static"}, "tree='static': only drafter='draft_model' takes it, not drafter=None"),
+        (
+            {"tree": "static"},
+            "tree='static': only drafter='draft_model', 'eagle', 'medusa', 'block' or 'mtp' takes it, not drafter=None",
+        ),
         ({"branching": 2}, "branching=2: a chain does not branch"),
         ({"options": {"width": 3}}, "options={'width': 3}: are a drafter's"),
         ({"drafter": "ngram", "options": 3}, "options=3: must be a mapping"),
         ({"parts": ("ngram",)}, "parts=.*: drafter=None has no parts"),
         ({"drafter": "ngram", "corpus": "file"}, "corpus='file': only drafter='suffix' takes it"),
-        ({"drafter": "ngram", "tree": "static"}, "tree='static': only drafter='draft_model' takes it"),
+        (
+            {"drafter": "ngram", "tree": "static"},
+            "tree='static': only drafter='draft_model', 'eagle', 'medusa', 'block' or 'mtp' takes it",
+        ),
         ({"drafter": "ngram", "lookahead_window": 5}, "lookahead_window=5: only drafter='lookahead' takes it"),
         ({"num_draft": -1}, "num_draft=-1: must be at least 0"),
         ({"num_draft": 100_000}, "num_draft=100000: must be at least 0 and at most 1024"),
@@ -402,7 +411,7 @@ def test_things_of_the_wrong_kind(llm: LLM, arguments: tuple[Any, ...], message:
 def test_a_long_bad_value_is_shortened() -> None:
     with pytest.raises(InputError) as caught:
         SpecConfig(drafter="x" * 10_000)
-    assert len(str(caught.value)) < 250
+    assert len(str(caught.value)) < 300
 
 
 def test_a_request_that_can_never_fit_is_refused(pair: SimpleNamespace) -> None:

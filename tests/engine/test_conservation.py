@@ -1,4 +1,4 @@
-"""Thousands of random requests through one engine: no block is lost, nothing is kept of anybody, and no answer depends
+"""A thousand random requests through one engine: no block is lost, nothing is kept of anybody, and no answer depends
 on the crowd. proof/test_conservation.py sends ten thousand.
 """
 
@@ -40,7 +40,7 @@ from tests.helpers.audit import check_idle
 from tests.helpers.checkpoints import PROSE, foreign_tokenizer, tiny_checkpoint, tiny_tokenizer
 from tests.helpers.specs import predicting
 
-NUM_REQUESTS = 2_000
+NUM_REQUESTS = 1_000
 VOCAB = 300
 FIRST_ID = 10**12  # no other number in the engine lies near, so that a request's number is known wherever it is kept
 MOST_IDS = 10**7
@@ -265,7 +265,8 @@ def check_nothing_kept(engine: Engine) -> None:
     assert not [thing for thing in found if isinstance(thing, RequestState)]
 
 
-def test_thousands_of_requests(folders: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.repeated
+def test_a_thousand_requests(folders: dict[str, Path], tmp_path: Path) -> None:
     check_many_requests(folders, tmp_path, NUM_REQUESTS)
 
 

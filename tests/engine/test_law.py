@@ -4,6 +4,7 @@ engine.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,10 +22,11 @@ from foretoken.draft import branches, cascade
 from foretoken.draft.early_exit import EarlyExitDrafter
 from foretoken.model.processors import RequestProcessors
 from foretoken.model.randomness import Purpose, round_uniforms, uniforms
-from foretoken.registry import HEADS
+from foretoken.registry import HEADS, MTP
 from foretoken.verify.base import verdict_at
 from foretoken.verify.rejection import RejectionRule
 from tests.helpers.distribution import (
+    ADAPTED,
     ALARM,
     EAGLE_1,
     LENGTH,
@@ -40,6 +42,10 @@ NUM_REQUESTS, NUM_BROKEN = 800, 1600
 NUM_MIXED = 76  # of each group in a mixed batch; with all groups together more than NUM_BROKEN
 BASE = SamplingParams(max_tokens=LENGTH + 3, temperature=1.0, ignore_eos=True)
 EXACT_RULES = ("rejection", "block", "coupled", "tree", "traversal")
+# Groups and parameters that have a test of their own here; those of the others, and larger ones, are in
+# proof/test_law.py. The mixed batches have all of them.
+GROUPS_HERE = (*EXACT_RULES, "trees", "eagle")
+PARAMETERS_HERE = ("bad_words", "all")
 PARAMETERS = {
     "temperature": {"temperature": 0.6},
     "hot": {"temperature": 1.4},
@@ -103,7 +109,7 @@ def free_specs(name: str, count: int) -> list[SpecConfig]:
     return [SpecConfig(name, num_draft=5, rule=rules[i % 6]) for i in range(count)]
 
 
-HEAD_SPECS = {**{name: SpecConfig(name) for name in HEADS}, "eagle:1": EAGLE_1}
+HEAD_SPECS = {**{name: SpecConfig(name) for name in (*HEADS, MTP)}, "eagle:1": EAGLE_1}
 
 
 def head_specs(name: str, count: int) -> list[SpecConfig]:
@@ -202,6 +208,10 @@ def groups(count: int) -> dict[str, list[SpecConfig]]:
         ],
         **{name: free_specs(name, count) for name in ("suffix", "recycling", "predicted", "lookahead")},
         **{name: head_specs(name, count) for name in HEAD_SPECS},
+        "heads in 4 bits": [
+            replace(specs[i], draft_dtype="int4")
+            for i, specs in zip(range(count), itertools.cycle([head_specs(name, count) for name in HEADS]))
+        ],
         "cascade": cascade_specs(count),
         "mix": mix_specs(count),
         "auto": auto_specs(count),
@@ -218,12 +228,15 @@ def groups_answers(narrow: SimpleNamespace, count: int) -> dict[str, np.ndarray]
     return dict(zip(specs, np.split(shuffled_answers(narrow, asked), len(specs)), strict=True))
 
 
-@pytest.mark.parametrize("name", groups(0))
+@pytest.mark.parametrize("name", GROUPS_HERE)
 @pytest.mark.repeated
 def test_every_rule_has_the_law(narrow: SimpleNamespace, name: str) -> None:
-    """Each rule, each drafter and plain: eight tokens, several rounds each. proof/test_law.py mixes all in each
-    batch.
-    """
+    """Each rule by itself: eight tokens, several rounds each."""
+    check_group(narrow, name)
+
+
+def check_group(narrow: SimpleNamespace, name: str) -> None:
+    """`NUM_REQUESTS` of one of `groups`, in batches of their own."""
     asked = zip(seeded(BASE, NUM_REQUESTS), groups(NUM_REQUESTS)[name], strict=True)
     assert min(p_values(shuffled_answers(narrow, list(asked)), exact_law(narrow, BASE))) > ALARM
 
@@ -244,16 +257,18 @@ def head_answers(narrow: SimpleNamespace, temperature: float, count: int) -> dic
     return dict(zip(HEAD_SPECS, np.split(shuffled_answers(narrow, asked), len(HEAD_SPECS)), strict=True))
 
 
-@pytest.mark.parametrize("temperature", [0.6, 1.3])
-def test_trained_heads_have_the_law_at_other_temperatures(narrow: SimpleNamespace, temperature: float) -> None:
-    """Chains and trees of all heads, counted together; proof/test_law.py counts each head by itself."""
-    answers = np.concatenate(list(head_answers(narrow, temperature, NUM_REQUESTS // len(HEAD_SPECS)).values()))
+@pytest.mark.repeated
+def test_trained_heads_have_the_law_at_another_temperature(narrow: SimpleNamespace) -> None:
+    """Chains and trees of all heads, counted together; proof/test_law.py counts each head by itself, at two."""
+    answers = np.concatenate(list(head_answers(narrow, 0.6, NUM_REQUESTS // len(HEAD_SPECS)).values()))
     assert len(answers) == NUM_REQUESTS
-    assert min(p_values(answers, exact_law(narrow, replace(BASE, temperature=temperature)))) > ALARM
+    assert min(p_values(answers, exact_law(narrow, replace(BASE, temperature=0.6)))) > ALARM
 
 
+@pytest.mark.repeated
 def test_a_target_that_drafts_for_itself_has_the_law(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exits, skipped layers, coins and stops side by side, so that rows of one verify pass begin at different layers.
+    """Exits, one with an adapter, skipped layers, coins and stops side by side: rows of one verify pass begin at
+    different layers.
 
     An open exit changes from round to round.
     """
@@ -270,11 +285,17 @@ def test_a_target_that_drafts_for_itself_has_the_law(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(EarlyExitDrafter, "propose", under_variants)
     deep = narrow_models(tmp_path, num_layers=3)
-    layers = ({"exit_layer": 1}, {"exit_layer": 2}, {"skip_layers": (1,)}, {"skip_layers": (0, 2)})
+    layers = (
+        {"exit_layer": 1},
+        {"exit_layer": 2},
+        {"skip_layers": (1,)},
+        {"skip_layers": (0, 2)},
+        {"head": ADAPTED.head},
+    )
     rules = ("block", "rejection", "tree", "coupled")
     less = ({}, {"draft_probability": 0.6}, {"min_confidence": 0.3}, {"draft_top_k": 3})
     specs = [
-        SpecConfig("early_exit", num_draft=1 + i % 3, rule=rules[i % 4], **layers[i // 4 % 4], **less[i // 16 % 4])
+        SpecConfig("early_exit", num_draft=1 + i % 3, rule=rules[i % 4], **layers[i // 4 % 5], **less[i // 20 % 4])
         for i in range(NUM_REQUESTS)
     ]
     automatic = [
@@ -298,10 +319,7 @@ def _whole_law_as_mass(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(branches, "_draw", drawn)
 
 
-@pytest.mark.repeated
-def test_trees_of_another_mass_than_they_were_drawn_from_are_seen(
-    narrow: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def check_trees_of_another_mass_are_seen(narrow: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     """The draft's whole distribution in place of what the deterministic guesses left of it."""
     _whole_law_as_mass(monkeypatch)
     spec = SpecConfig("draft_model", "reverse", num_draft=8, rule="tree", tree="best_first", branching=(2, 2, 2))
@@ -331,14 +349,20 @@ def parameter_law(narrow: SimpleNamespace, name: str) -> np.ndarray:
     return exact_law(narrow, replace(BASE, **PARAMETERS[name]))
 
 
-@pytest.mark.parametrize("name", PARAMETERS)
+@pytest.mark.parametrize("name", PARAMETERS_HERE)
 @pytest.mark.repeated
 def test_every_sampling_parameter_has_the_law(narrow: SimpleNamespace, name: str) -> None:
-    """Each parameter by itself; proof/test_law.py mixes all in each batch."""
+    """A ban that looks at several tokens, and most parameters together."""
+    check_parameter(narrow, name)
+
+
+def check_parameter(narrow: SimpleNamespace, name: str) -> None:
+    """`NUM_REQUESTS` with one of `PARAMETERS`."""
     answers = shuffled_answers(narrow, parameter_requests(PARAMETERS[name], NUM_REQUESTS))
     assert min(p_values(answers, parameter_law(narrow, name))) > ALARM
 
 
+@pytest.mark.repeated
 def test_mixed_sampling_parameters_have_the_law(narrow: SimpleNamespace) -> None:
     """All parameters in every batch, counted together: the expected distribution is the mean of theirs, and counts
     drawn from several distributions vary less than counts drawn from their mean, so the test errs on the side of
@@ -381,30 +405,42 @@ def _reuse_the_draft_uniform(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("foretoken.engine.engine.round_uniforms", reused)
 
 
-@pytest.mark.parametrize("breakage", [_residual_is_target, _test_with_q, _reuse_the_draft_uniform])
+BREAKAGES = {one.__name__: one for one in (_residual_is_target, _test_with_q, _reuse_the_draft_uniform)}
+
+
 @pytest.mark.repeated
-def test_the_same_test_fails_for_a_broken_rule(
+def test_the_same_test_fails_for_a_broken_rule(narrow: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others of `BREAKAGES`: proof/test_law.py; of rules alone: tests/verify/test_broken_variants.py."""
+    check_breakage_is_seen(narrow, _reuse_the_draft_uniform, monkeypatch)
+
+
+def check_breakage_is_seen(
     narrow: SimpleNamespace, breakage: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A broken rule changes the distribution by more than the tests can miss."""
     breakage(monkeypatch)
     asked = list(zip(seeded(BASE, NUM_BROKEN), model_specs("rejection", NUM_BROKEN), strict=True))
     assert min(p_values(sample_answers(narrow, asked), exact_law(narrow, BASE))) < ALARM / 1000
 
 
-@pytest.mark.repeated
-def test_the_same_test_fails_for_a_cascade_that_does_not_verify(
-    narrow: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def check_a_cascade_that_does_not_verify_is_seen(narrow: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens of the first level under the distribution of the second."""
     _cascade_without_a_middle(monkeypatch)
     specs = [replace(TWO_LEVELS, num_draft=4, rule="rejection")] * NUM_BROKEN
     answers = sample_answers(narrow, list(zip(seeded(BASE, NUM_BROKEN), specs, strict=True)))
     assert min(p_values(answers, exact_law(narrow, BASE))) < ALARM / 1000
 
 
-@pytest.mark.parametrize("values", [{"frequency_penalty": 1.5}, {"presence_penalty": 2.0}], ids=str)
 @pytest.mark.repeated
 def test_a_penalty_that_is_stale_inside_the_block_is_seen(
-    narrow: SimpleNamespace, values: dict, monkeypatch: pytest.MonkeyPatch
+    narrow: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other penalty: proof/test_law.py."""
+    check_a_stale_penalty_is_seen(narrow, {"frequency_penalty": 1.5}, monkeypatch)
+
+
+def check_a_stale_penalty_is_seen(
+    narrow: SimpleNamespace, values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One penalty vector for the whole block: a bug that engines have shipped."""
     adjust = RequestProcessors.adjust

@@ -67,6 +67,14 @@ def test_the_same_counts_are_kept() -> None:
     assert (found.lost, found.changed) == ([], [])
 
 
+def test_what_the_models_ran_in_is_named() -> None:
+    """A file that does not say it is of the defaults; options that acceptance does not depend on are not named."""
+    after = result(answers(USUAL), options={"weights": "int8", "dtype": "auto", "numerics": "default", "seed": 3})
+    assert compare(result(answers(USUAL)), after, 0.0).changed == ["weights ('auto' -> 'int8')"]
+    before = result(answers(USUAL), options={"weights": "int4", "dtype": "float32"})
+    assert compare(before, after, 0.0).changed == ["weights ('int4' -> 'int8')", "dtype ('float32' -> 'auto')"]
+
+
 def test_a_loss_beyond_the_bound_is_named_with_its_position() -> None:
     identity = copy.deepcopy(IDENTITY)
     identity["target"]["template"] = "yyyyyyyyyyyy"  # type: ignore[index]

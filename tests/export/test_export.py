@@ -21,7 +21,7 @@ from foretoken.heads.checkpoint import load_head, save_head
 from foretoken.heads.config import HeadConfig
 from foretoken.model.loader import read_config
 from tests.helpers.checkpoints import tiny_checkpoint
-from tests.helpers.stored_heads import HEADS, block_config, eagle_config, medusa_config, stored_head
+from tests.helpers.stored_heads import HEADS, adapter_config, block_config, eagle_config, medusa_config, stored_head
 
 OPTIONS = Path(__file__).with_name("options")
 DFLASH = block_config(markov_rank=0, is_causal=False, predicts_at_anchor=False)
@@ -64,6 +64,7 @@ def test_every_option_that_is_written_exists(engine: str) -> None:
         (medusa_config(), "vllm", None, "up to 0.32"),
         (medusa_config(), "sglang", None, "does not run medusa"),
         (medusa_config(is_sequential=True), "tgi", None, "does not run hydra"),
+        (adapter_config(), "vllm", None, "does not run adapter"),
         (medusa_config(has_own_output=False, num_blocks=2), "tgi", None, "one block"),
         (eagle_config(1), "trtllm", None, "does not run eagle heads"),
         (eagle_config(1), "llamacpp", None, "does not run eagle heads"),

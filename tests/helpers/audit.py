@@ -14,6 +14,7 @@ from foretoken.draft.early_exit import EarlyExitDrafter
 from foretoken.draft.lookahead import LookaheadDrafter
 from foretoken.draft.medusa import MedusaDrafter
 from foretoken.draft.mix import MixDrafter
+from foretoken.draft.mtp import MtpDrafter
 from foretoken.draft.ngram import NgramDrafter
 from foretoken.draft.other_vocabulary import OtherVocabularyDrafter
 from foretoken.draft.own_cache import OwnCache
@@ -45,9 +46,8 @@ KEPT_BY_DRAFTER: dict[type, Callable[[Any], object]] = {
         or (drafter.lookup is not None and kept_by(drafter.lookup))
     ),
     MixDrafter: lambda drafter: drafter._drawn or any(kept_by(part) for part in drafter.parts),
-    EagleDrafter: lambda drafter: (
-        drafter._texts or drafter._states.requests or drafter.cache.tables or drafter.cache.check()
-    ),
+    EagleDrafter: lambda drafter: drafter._texts or kept_states(drafter),
+    MtpDrafter: lambda drafter: drafter._texts or kept_states(drafter),
     MedusaDrafter: lambda drafter: drafter._requests,
     BlockDrafter: lambda drafter: kept_states(drafter),
 }

@@ -10,32 +10,23 @@ import copy
 import json
 import random
 import re
-import resource
 import shutil
-import signal
 import sys
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 
 from foretoken import LLM, SamplingParams
-from foretoken.errors import ContextLengthError, InputError, ModelError, NumericsError
+from foretoken.errors import ContextLengthError, ModelError, NumericsError
+from tests.helpers.broken_runs import try_cases
 from tests.helpers.checkpoints import tiny_checkpoint, tiny_tokenizer
 
 BASES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "phi3")
 NEW_TOKENS = 5
 GOOD = ("refused", "exact", "not finite", "no room", "not read")
-# Beyond what the interpreter holds already: what a case may map, the files included.
-SPARE_BYTES = 3 << 30
-TOO_LONG_S = 60
-# What one case may add to the most that the process ever held: the libraries of a family that comes for the first time,
-# and a tiny model.
-MOST_GROWN_KIB = 150_000
 
 _DEEP: Any = "x"
 for _ in range(200):
@@ -358,43 +349,13 @@ def _transformers_logits(folder: Path, ids: list[int]) -> torch.Tensor | str:
     return logits
 
 
-def _too_long(_signal: int, _frame: FrameType | None) -> None:
-    raise TimeoutError("the case takes too long")
-
-
 def main(folder: Path, first: int, last: int) -> None:
-    """Try the cases `first` .. `last - 1`; print those that went wrong, and the counts."""
+    """`try_cases` without transformers' messages."""
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    work = folder / f"work-{first}"
-    counts: Counter[str] = Counter()
-    try_case(folder, work, first)  # everything is imported and in memory now
-    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (mapped + SPARE_BYTES, resource.RLIM_INFINITY))
-    signal.signal(signal.SIGALRM, _too_long)
-    most = _peak_kib()
-    for seed in range(first, last):
-        signal.alarm(TOO_LONG_S)
-        try:
-            outcome, what = try_case(folder, work, seed)
-        except InputError as error:
-            outcome, what = "blamed on the user", f"{seed}: {error!r}"
-        except BaseException as error:  # noqa: BLE001 - a panic too
-            outcome, what = "escaped", f"{seed}: {type(error).__name__}: {str(error)[:300]}"
-        signal.alarm(0)
-        peak, most = _peak_kib() - most, max(most, _peak_kib())
-        if peak > MOST_GROWN_KIB:
-            outcome, what = "memory", f"{peak:,} KiB: {what}"
-        counts[outcome] += 1
-        if outcome not in GOOD:
-            print(json.dumps({"outcome": outcome, "what": what}), flush=True)
-    print(json.dumps(dict(counts)), flush=True)
-
-
-def _peak_kib() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    try_cases(try_case, GOOD, folder, first, last)
 
 
 if __name__ == "__main__":

@@ -6,17 +6,13 @@ each that did neither, then how many there were of each outcome.
 
 from __future__ import annotations
 
-import json
 import random
-import resource
-import signal
 import sys
-from collections import Counter
 from pathlib import Path
 
 from foretoken import LLM, SamplingParams
 from foretoken.errors import ContextLengthError, InputError, ModelError, NumericsError
-from tests.helpers.broken_checkpoints import MOST_GROWN_KIB, SPARE_BYTES, TOO_LONG_S
+from tests.helpers.broken_runs import try_cases
 from tests.helpers.checkpoints import tiny_checkpoint, tiny_tokenizer
 from tests.helpers.gguf_files import write_gguf
 
@@ -93,6 +89,7 @@ def try_case(bases: Path, work: Path, seed: int) -> tuple[str, str]:
     name = list(BASES)[seed % len(BASES)]
     raw = bytearray((bases / f"{name}.gguf").read_bytes())
     done = f"{seed} {name} {mutate(raw, rng)}"
+    work.mkdir(exist_ok=True)
     path = work / f"{seed}.gguf"
     path.write_bytes(raw)
     try:
@@ -113,41 +110,5 @@ def try_case(bases: Path, work: Path, seed: int) -> tuple[str, str]:
     return "ran", done
 
 
-def _too_long(_signal: int, _frame: object) -> None:
-    raise TimeoutError(f"took more than {TOO_LONG_S} s")
-
-
-def main(folder: Path, first: int, last: int) -> None:
-    """Try the cases `first` .. `last - 1`; print those that went wrong, and the counts."""
-    counts: Counter[str] = Counter()
-    work = folder / f"work-{first}"
-    work.mkdir(exist_ok=True)
-    try_case(folder, work, first)  # everything is imported and in memory now
-    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (mapped + SPARE_BYTES, resource.RLIM_INFINITY))
-    signal.signal(signal.SIGALRM, _too_long)
-    most = _peak_kib()
-    for seed in range(first, last):
-        signal.alarm(TOO_LONG_S)
-        try:
-            outcome, what = try_case(folder, work, seed)
-        except BaseException as error:  # noqa: BLE001 - a panic of a library too
-            outcome, what = "escaped", f"{seed}: {type(error).__name__}: {str(error)[:300]}"
-        signal.alarm(0)
-        peak, most = _peak_kib() - most, max(most, _peak_kib())
-        if peak > MOST_GROWN_KIB:
-            outcome, what = "memory", f"{peak:,} KiB: {what}"
-        counts[outcome] += 1
-        if outcome not in GOOD:
-            print(json.dumps({"outcome": outcome, "what": what}), flush=True)
-        if (seed + 1 - first) % 500 == 0:
-            print(f"{seed + 1 - first:,} of {last - first:,} files", file=sys.stderr, flush=True)
-    print(json.dumps(dict(counts)), flush=True)
-
-
-def _peak_kib() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    try_cases(try_case, GOOD, Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -135,8 +137,41 @@ def tiny_checkpoint(
 ) -> Path:
     """Write a random checkpoint of `family` (a transformers model_type) into `folder` and return the folder.
 
-    Every weight is random, norms and biases too, so that no mistake can hide behind a one or a zero.
+    Every weight is random, norms and biases too, so that no mistake can hide behind a one or a zero. A process writes
+    the same checkpoint once; from then on the files are copied, and the global generator is left as writing leaves it.
     """
+    key = json.dumps([family, seed, str(dtype), shard_size, overrides], sort_keys=True, default=repr)
+    if key not in _written:
+        folder.mkdir(parents=True, exist_ok=True)
+        before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+        _write_checkpoint(folder, family, seed, dtype, shard_size, overrides)
+        made = [path for path in folder.iterdir() if before.get(path.name) != path.stat().st_mtime_ns]
+        if sum(path.stat().st_size for path in made) > _MOST_KEPT_BYTES:
+            return folder
+        _written[key] = _Written({path.name: path.read_bytes() for path in made}, torch.get_rng_state())
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in _written[key].files.items():
+        (folder / name).write_bytes(content)
+    torch.set_rng_state(_written[key].rng_state)
+    return folder
+
+
+@dataclass(frozen=True)
+class _Written:
+    """The files of a checkpoint, and the state of the global generator after they were made."""
+
+    files: dict[str, bytes]
+    rng_state: torch.Tensor
+
+
+_written: dict[str, _Written] = {}
+_MOST_KEPT_BYTES = 2_000_000  # the tiny ones, of which there are hundreds; a large one is written once anyway
+
+
+def _write_checkpoint(
+    folder: Path, family: str, seed: int, dtype: torch.dtype, shard_size: str, overrides: Mapping[str, Any]
+) -> None:
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -148,7 +183,6 @@ def tiny_checkpoint(
     model = maker.from_config(config).eval()
     randomise(model, seed)
     model.to(dtype).save_pretrained(folder, max_shard_size=shard_size)
-    return folder
 
 
 def variant(folder: Path, name: str, **options: Any) -> Path:
@@ -251,9 +285,19 @@ def token_ids(count: int, vocab_size: int = 97, seed: int = 1) -> list[int]:
 
 def transformers_logits(folder: Path, ids: list[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """What transformers computes for `ids`: logits `[T, V]` of a causal checkpoint."""
+    with torch.no_grad():
+        logits: torch.Tensor = transformers_model(folder, dtype)(torch.tensor([ids])).logits[0]
+    return logits
+
+
+def transformers_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """The checkpoint in `folder` as transformers loads it, kept while its files do not change; not to be altered."""
+    files = tuple(sorted((path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in folder.iterdir()))
+    return _loaded_by_transformers(folder, dtype, files)
+
+
+@functools.lru_cache(maxsize=8)
+def _loaded_by_transformers(folder: Path, dtype: torch.dtype, files: tuple[tuple[str, int, int], ...]) -> Any:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
-    with torch.no_grad():
-        logits: torch.Tensor = model(torch.tensor([ids])).logits[0]
-    return logits
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()

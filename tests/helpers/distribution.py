@@ -18,6 +18,7 @@ from transformers.generation import logits_process as hf
 
 from foretoken import SamplingParams, SpecConfig
 from foretoken.config import QUANTISED
+from foretoken.draft.base import Drafter
 from foretoken.draft.cascade import CascadeDrafter
 from foretoken.draft.draft_model import DraftModelDrafter
 from foretoken.draft.eagle import EagleDrafter
@@ -25,20 +26,27 @@ from foretoken.draft.early_exit import EarlyExitDrafter
 from foretoken.draft.group import DrafterGroup, drafter_key
 from foretoken.draft.lookahead import LookaheadDrafter
 from foretoken.draft.mix import MixDrafter
+from foretoken.draft.mtp import MtpDrafter
 from foretoken.draft.ngram import NgramDrafter
 from foretoken.draft.predicted import PredictedDrafter
 from foretoken.draft.recycling import RecyclingDrafter
 from foretoken.draft.suffix import SuffixDrafter
 from foretoken.engine.engine import Engine
 from foretoken.engine.scheduler import SchedulerConfig
+from foretoken.heads.eagle import EagleHead
 from foretoken.heads.eagle_cache import CachedEagle
+from foretoken.heads.weights import pack
 from foretoken.model.decoder import Decoder
+from foretoken.model.grouped_kernel import GroupedWeight
+from foretoken.model.layers import Linear
 from foretoken.model.loader import load_decoder
 from foretoken.model.paged import PagedModel
+from foretoken.registry import HEADS
 from tests.helpers.checkpoints import tiny_checkpoint
+from tests.helpers.mtp_checkpoints import random_mtp
 from tests.helpers.random_heads import head_drafter, random_head
 from tests.helpers.specs import key_of, predicting
-from tests.helpers.tiny_heads import eagle_head
+from tests.helpers.tiny_heads import eagle_head, exit_adapter
 
 VOCAB, LENGTH = 5, 5
 EOS = 4  # only ever banned (min_tokens): the answers go on after it
@@ -46,6 +54,7 @@ TWO_LEVELS = SpecConfig(
     "cascade", parts=(SpecConfig("draft_model", draft="reverse"), SpecConfig("draft_model", draft="middle"))
 )
 EAGLE_1 = SpecConfig("eagle", head="eagle-1")  # a name that tells its drafter from that of EAGLE-3
+ADAPTED = SpecConfig("early_exit", head="adapter")
 PROMPT = [1, 2, 3, 1, 2]  # repeats, so that the lookup guesses
 WINDOWS = ((1, 2), (2, 3), (3, 4))  # places of neighbouring tokens; place 0 ends the prompt and is never drafted
 ALARM = 1e-5  # p-value below which one test fails
@@ -153,9 +162,23 @@ def narrow_engine(narrow: SimpleNamespace, limits: SchedulerConfig | None = None
             for name, kind in (("medusa", "medusa:hydra"), ("block", "block:cut"))
         },
         key_of("eagle"): EagleDrafter(CachedEagle(eagle_head(narrow.target.config), target)),
+        key_of("mtp"): MtpDrafter(CachedEagle(random_mtp(narrow.target.config), target)),
         drafter_key(EAGLE_1): EagleDrafter(CachedEagle(eagle_head(narrow.target.config, 1), target)),
+        **{drafter_key(SpecConfig(name, draft_dtype="int4")): _low_bit_drafter(name, target) for name in HEADS},
     }
+    if target.num_layers > 1:
+        adapter = exit_adapter(narrow.target.config, target.num_layers - 1)
+        drafters.drafters[drafter_key(ADAPTED)] = EarlyExitDrafter(target, adapter)  # type: ignore[index]
     return Engine(target, drafters, limits=limits or SchedulerConfig(64, 200), eos_token_ids=(EOS,))
+
+
+def _low_bit_drafter(name: str, target: PagedModel) -> Drafter:
+    """The drafter of a head in 4 bits; what has fewer outputs than the kernel's blocks stays as it is."""
+    config = target.config
+    head = eagle_head(config) if name == "eagle" else random_head("block" if name == "block" else "medusa", config)
+    pack(head, "int4")
+    assert any(isinstance(one.packed, GroupedWeight) for one in head.modules() if isinstance(one, Linear))
+    return EagleDrafter(CachedEagle(head, target)) if isinstance(head, EagleHead) else head_drafter(head, target)
 
 
 def sample_answers(narrow: SimpleNamespace, asked: Sequence[tuple[SamplingParams, SpecConfig]]) -> NDArray[np.int64]:

@@ -6,7 +6,7 @@ import functools
 import statistics
 from collections.abc import Callable
 
-from tests.helpers.raw_files import grid, mean, ratios, raw, speed_row, turns
+from tests.helpers.raw_files import SPEED, STRICT, grid, mean, ratios, raw, speed_row, turns
 
 _1B, _SHIPPED = "2026-11-22-before-after-1b", "2026-11-22-before-after-reference"
 _HEADS = "2026-11-23-heads-1b"
@@ -105,6 +105,26 @@ def _head_cells(drafter: str, *names: str) -> list[float]:
     return found
 
 
+def _auto_over_llama_cpp(slice_: str) -> float:
+    """Our `auto` over llama.cpp's best setting on one GGUF file, on AMD."""
+    name = "2026-11-23-gguf-Q4_K_M-amd"
+    rows = [row for row in raw(name)["rows"] if row["slice"] == slice_]
+    best: float = max(row["tokens_per_s"] for row in rows if row["setting"].startswith("llama.cpp"))
+    return speed_row("auto-auto", slice_, name)["tokens_per_s"] / best  # type: ignore[no-any-return]
+
+
+def _eight_rows(name: str) -> list[float]:
+    """A pass over 8 rows against one row, by GGUF file."""
+    files = raw("2026-11-23-gguf-rivals")["files"].values()
+    return [row[f"{name}_over_one_row"] for file in files for row in file["rows"] if row["rows"] == 8]
+
+
+def _beside_llama_cpp(rows: int) -> list[float]:
+    """llama.cpp's pass over so many rows against ours, by GGUF file."""
+    files = raw("2026-11-23-gguf-rivals")["files"].values()
+    return [row["theirs_over_ours"] for file in files for row in file["rows"] if row["rows"] == rows]
+
+
 # Page, words with a gap for each figure (#), what the raw files say.
 CLAIMS: tuple[tuple[str, str, Callable[[], list[float]]], ...] = (
     (
@@ -119,8 +139,15 @@ CLAIMS: tuple[tuple[str, str, Callable[[], list[float]]], ...] = (
     ),
     (
         "README.md",
-        "Strict costs # to # % for steps of 1 to 4 rows and # to # % from 8 rows on",
+        "On an AMD EPYC that costs # to # % for steps of 1 to 4 rows and # to # % from 8 rows on",
         lambda: [_strict(1), _strict(4), _strict(16), _strict(8)],
+    ),
+    (
+        "README.md",
+        "of the table plain decoding falls from # to # tokens/s",
+        lambda: [
+            speed_row(f"plain{kind}", "all", name)["tokens_per_s"] for kind, name in (("", SPEED), (" strict", STRICT))
+        ],
     ),
     ("README.md", '`drafter="auto"` runs at #x to #x of plain decoding', lambda: [min(_many(_1B)), max(_many(_1B))]),
     ("README.md", "#x in the [worst case]", lambda: [min(grid(_SHIPPED).values())]),
@@ -221,5 +248,60 @@ CLAIMS: tuple[tuple[str, str, Callable[[], list[float]]], ...] = (
         "docs/goals.md",
         "`eagle` #x plain, `auto` with it #x",
         lambda: [_head_cells(n, _HEADS)[0] for n in ("eagle", "auto")],
+    ),
+    (
+        "docs/goals.md",
+        "`eagle` #x plain, `auto` without a head #x; llama.cpp's best there #x of our plain decoding",
+        lambda: [
+            speed_row(name, "code", "2026-11-23-heads-1b-Q4_0")["speedup"]
+            for name in ("eagle(head=out/wide/eagle)-auto", "auto-auto", "llama.cpp-ngram-mod")
+        ],
+    ),
+    (
+        "docs/quantised.md",
+        "a pass over 8 rows takes # to # times as long as over one, where llama.cpp's takes # to # times as long",
+        lambda: [bound(_eight_rows(name)) for name in ("ours", "theirs") for bound in (min, max)],
+    ),
+    (
+        "docs/quantised.md",
+        "llama.cpp decodes plainly # times as fast as foretoken (# to #)",
+        lambda: [
+            speed_row("llama.cpp", "all", "2026-11-23-gguf-Q4_K_M-amd")[key]
+            for key in ("speedup", "speedup_low", "speedup_high")
+        ],
+    ),
+    (
+        "docs/goals.md",
+        "plain decoding is # of llama.cpp's, and `auto` # of its best on code, # on edits, # on JSON, # on chat",
+        lambda: [
+            1 / speed_row("llama.cpp", "all", "2026-11-23-gguf-Q4_K_M-amd")["speedup"],
+            *map(_auto_over_llama_cpp, ("code", "edit", "json", "chat")),
+        ],
+    ),
+    (
+        "docs/goals.md",
+        "AMD, 8 rows: Q8_0 #, Q4_K_M #, Q4_0 #; 16 rows: #, #, #",
+        lambda: [
+            next(one["over_first"] for one in model["rows"] if one["rows"] == rows)
+            for rows in (8, 16)
+            for kind in ("Q8_0", "Q4_K_M", "Q4_0")
+            for model in raw("2026-11-23-step-cost-1b")["models"]
+            if model["model"] == f"gguf/target-{kind}.gguf"
+        ],
+    ),
+    (
+        "docs/quantised.md",
+        "best setting: # times on code, # on edits, # on JSON, # on chat",
+        lambda: list(map(_auto_over_llama_cpp, ("code", "edit", "json", "chat"))),
+    ),
+    (
+        "README.md",
+        "#x to #x as long over one row and #x to #x over 8 rows",
+        lambda: [bound(_beside_llama_cpp(rows)) for rows in (1, 8) for bound in (min, max)],
+    ),
+    (
+        "docs/goals.md",
+        "1.3 requests/s, 24 each) # times the tokens/s within it",
+        lambda: [max(row["ratio"]["foretoken-auto"] for row in raw("2026-11-23-serving-rivals")["at_p95_of_plain"])],
     ),
 )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-SPEED = "2026-11-22-drafters-1b"
+SPEED, STRICT = "2026-11-22-drafters-1b", "2026-11-23-strict-1b"
 
 
 @functools.cache
@@ -20,9 +20,9 @@ def raw(name: str) -> Any:
     return json.loads((ROOT / "benchmarks" / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def speed_row(drafter: str, slice_: str) -> Mapping[str, Any]:
-    """A row of the drafter table."""
-    (row,) = (row for row in raw(SPEED)["rows"] if row["slice"] == slice_ and row["setting"] == drafter)
+def speed_row(drafter: str, slice_: str, name: str = SPEED) -> Mapping[str, Any]:
+    """A row of a drafter table."""
+    (row,) = (row for row in raw(name)["rows"] if row["slice"] == slice_ and row["setting"] == drafter)
     return row  # type: ignore[no-any-return]
 
 

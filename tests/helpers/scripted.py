@@ -89,7 +89,13 @@ class ScriptedModel:
         self._rows |= {segment.sequence: own for segment, own in zip(segments, rows, strict=True)}
         return ForwardOutput(torch.stack(logits) if logits else torch.empty(0, self.vocab_size), {})
 
-    def forward_early(self, tokens: Tensor, segments: Sequence[EarlySegment], layers: Sequence[int]) -> Tensor:
+    def forward_early(
+        self,
+        tokens: Tensor,
+        segments: Sequence[EarlySegment],
+        layers: Sequence[int],
+        adapter: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
         """The first layers know the script too."""
         flat, logits = tokens.tolist(), []
         for segment in segments:

@@ -20,7 +20,7 @@ from foretoken.draft.predicted import PredictedDrafter
 from foretoken.draft.recycling import RecyclingDrafter
 from foretoken.draft.suffix import SuffixDrafter
 from foretoken.model.interface import EarlyExitModel, LanguageModel
-from foretoken.registry import HEADS
+from foretoken.registry import HEADS, MTP
 from tests.helpers.tiny_heads import tiny_head
 
 # Tokens that some tests' answers hold and others' do not: a prediction may be wrong.
@@ -36,8 +36,8 @@ def spec_of(name: str, draft: Path | str | None, **options: object) -> SpecConfi
     """`SpecConfig` of a drafter with the options it cannot do without; `early_exit` never gives up guessing.
 
     `draft_model:int4` is a draft model in that format, `draft_model/static` one that drafts static trees, `eagle:1` an
-    EAGLE-1 head, `medusa:hydra` and `block:cut` kinds of those. Random heads are made beside the draft, for the target
-    there.
+    EAGLE-1 head, `medusa:hydra` and `block:cut` kinds of those, `early_exit:adapter` the exit with an adapter. Random
+    heads are made beside the draft, for the target there.
     """
     drafter, dtype, tree = re.fullmatch(r"(\w+)(?::(\w+))?(?:/(\w+))?", name).groups()
     needed = {
@@ -47,6 +47,10 @@ def spec_of(name: str, draft: Path | str | None, **options: object) -> SpecConfi
     }
     if drafter in HEADS:
         needed[drafter] = {"head": head_beside(name.split("/")[0], draft), "tree": tree or "chain"}
+    if drafter == MTP:
+        needed[drafter] = {"tree": tree or "chain"}
+    if name == "early_exit:adapter":
+        needed[drafter] = {"head": head_beside(name, draft)}
     return SpecConfig(drafter, **needed.get(drafter, {}) | options)
 
 
@@ -77,7 +81,7 @@ def bare_drafter(name: str, draft: LanguageModel, vocab_size: int) -> Drafter:
     }
     if name.startswith("draft_model"):
         return DraftModelDrafter(draft)
-    if name == "early_exit":  # `draft` is the target itself
+    if name.startswith("early_exit"):  # `draft` is the target itself
         assert isinstance(draft, EarlyExitModel)
         return EarlyExitDrafter(draft)
     if name == "cascade":

@@ -10,7 +10,14 @@ import torch
 
 from foretoken.heads.base import Head
 from foretoken.heads.checkpoint import make_head
-from foretoken.heads.config import BlockConfig, EagleConfig, HeadConfig, MedusaConfig, default_taps
+from foretoken.heads.config import (
+    BlockConfig,
+    EagleConfig,
+    ExitAdapterConfig,
+    HeadConfig,
+    MedusaConfig,
+    default_taps,
+)
 from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.model.architecture import ModelConfig, config_from_hf
 
@@ -72,6 +79,12 @@ def block_config(target: ModelConfig = TARGET, layers: int = 2, **options: Any) 
     return BlockConfig(**(settings | options))
 
 
+def adapter_config(target: ModelConfig = TARGET, **options: Any) -> ExitAdapterConfig:
+    """An early-exit adapter's configuration."""
+    settings: dict[str, Any] = {"exit_layer": 2, "intermediate_size": 40, "norm_eps": target.norm_eps}
+    return ExitAdapterConfig(target.hidden_size, target.vocab_size, target.num_layers, **(settings | options))
+
+
 def medusa_config(target: ModelConfig = TARGET, **options: Any) -> MedusaConfig:
     """Medusa heads' configuration."""
     return MedusaConfig(target.hidden_size, target.vocab_size, target.num_layers, **options)
@@ -95,13 +108,15 @@ HEADS: Mapping[str, HeadConfig] = {
     "dspark": block_config(has_confidence=True),
     "dspark-cut": block_config(draft_vocab_size=CUT),
     "dflash": block_config(markov_rank=0, is_causal=False, predicts_at_anchor=False),
+    "adapter": adapter_config(),
 }
 
 
 def vocabulary_of(config: HeadConfig, seed: int = 0) -> DraftVocabulary:
     """A random vocabulary of the size that `config` has."""
-    whole = config.vocab_size if isinstance(config, MedusaConfig) else config.layer.vocab_size
-    size = whole if isinstance(config, MedusaConfig) else config.draft_vocab_size
+    if isinstance(config, MedusaConfig | ExitAdapterConfig):
+        return DraftVocabulary.whole(config.vocab_size)
+    whole, size = config.layer.vocab_size, config.draft_vocab_size
     if size == whole:
         return DraftVocabulary.whole(whole)
     ids = torch.randperm(whole, generator=torch.Generator().manual_seed(seed))[:size].sort().values

@@ -21,6 +21,9 @@ ROOT = Path(__file__).resolve().parents[2]
 CTRL_C = "\x03"
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _LONGEST_S = 120.0
+# Between what is shown and what is typed. A prompt is shown before the program reads, and CPython's `input` notices a
+# signal between the two only with the next key: no person types so early, a test would, and wait for ever.
+_TYPING_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,7 @@ def _watch(parent: int, process: subprocess.Popen[bytes], typed: dict[str, str])
         text = plain(shown)
         if typed and (place := text.find(next(iter(typed)), seen)) >= 0:
             seen = place + len(next(iter(typed)))
+            time.sleep(_TYPING_S)
             os.write(parent, typed.pop(next(iter(typed))).encode())
     return plain(shown)
 

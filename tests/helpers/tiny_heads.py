@@ -7,9 +7,10 @@ from pathlib import Path
 
 import torch
 
+from foretoken.heads.adapter import ExitAdapter
 from foretoken.heads.base import Head
 from foretoken.heads.checkpoint import save_head
-from foretoken.heads.config import EagleConfig
+from foretoken.heads.config import EagleConfig, ExitAdapterConfig
 from foretoken.heads.eagle import EagleHead
 from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.model.architecture import ModelConfig
@@ -37,11 +38,21 @@ def eagle_head(target: ModelConfig, version: int = 3, seed: int = 0, **options: 
     return head.requires_grad_(False)
 
 
+def exit_adapter(target: ModelConfig, exit_layer: int = 1, seed: int = 0) -> ExitAdapter:
+    """A random early-exit adapter."""
+    config = ExitAdapterConfig(target.hidden_size, target.vocab_size, target.num_layers, exit_layer, 12)
+    adapter = ExitAdapter(config, DraftVocabulary.whole(target.vocab_size))
+    randomise(adapter, seed)
+    return adapter.requires_grad_(False)
+
+
 def tiny_head(folder: Path, target_folder: Path, kind: str, seed: int = 0) -> Path:
     """Write a random head of `kind` for the target in a folder, and return the head's folder."""
     target = read_config(target_folder)
     head: Head
-    if kind.startswith("eagle"):
+    if kind == "early_exit:adapter":
+        head = exit_adapter(target, seed=seed)
+    elif kind.startswith("eagle"):
         head = eagle_head(target, 1 if kind == "eagle:1" else 3, seed)
     else:
         head = random_head(kind, target, seed)

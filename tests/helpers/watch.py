@@ -18,6 +18,7 @@ from foretoken.draft.hidden_states import reads_hidden_states
 from foretoken.draft.lookahead import MOST_CONTINUATIONS, MOST_TOKENS, LookaheadDrafter
 from foretoken.draft.medusa import MedusaDrafter
 from foretoken.draft.mix import MixDrafter
+from foretoken.draft.mtp import MtpDrafter
 from foretoken.draft.ngram import NgramDrafter
 from foretoken.draft.other_vocabulary import OtherVocabularyDrafter
 from foretoken.draft.predicted import PredictedDrafter
@@ -329,6 +330,7 @@ STATE_CHECKS: dict[type, Callable[[Any, int, list[int], int, int], None]] = {
     MedusaDrafter: check_medusa_state,
     BlockDrafter: check_block_state,
     EagleDrafter: check_eagle_state,
+    MtpDrafter: check_eagle_state,
 }
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
+import os
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -47,10 +49,24 @@ def test_c8_where_the_system_says_nothing_the_size_is_taken(llama: Path, monkeyp
 
 def test_c8_memory_that_runs_out_all_the_same_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
-        raise MemoryError
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    monkeypatch.setattr(np, "zeros", refuse)
+    monkeypatch.setattr(mmap, "mmap", refuse)
     with pytest.raises(
         CapacityError, match=r"no memory for a cache of 1,048,576 tokens \(2\.0 GiB\); give a smaller cache_tokens"
     ):
         KVPool(2, 2, 1 << 20, 64, torch.float32, torch.device("cpu"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from Linux")
+def test_a_token_takes_the_memory_of_its_slots_and_not_of_large_pages() -> None:
+    pool = KVPool(4, 16, 1 << 14, 64, torch.float32, torch.device("cpu"))  # 4 MB for each head of a layer
+    keys = torch.ones(1, 16, 64)
+    before = _resident_bytes()
+    for layer in range(4):
+        pool.write(layer, torch.tensor([5]), keys, keys)
+    assert _resident_bytes() - before < 16 * 2**20  # a large page for each: 256 MB
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE")

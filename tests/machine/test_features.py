@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 
 import pytest
+import torch
 
-from foretoken.machine.features import features, precision_advice, processor
+from foretoken.machine.features import PrecisionWarning, features, precision_advice, processor, warn_of_slow_bf16
 from foretoken.machine.processes import neighbours
+from foretoken.model.open import model_folder, open_model
+from tests.helpers.checkpoints import tiny_checkpoint
 
 
 @pytest.mark.parametrize(
@@ -55,3 +59,28 @@ def test_the_busiest_processes_come_first(tmp_path: Path) -> None:
     found = neighbours(10.0, proc=tmp_path, sleep=sleep)
     assert found is not None
     assert [(one.pid, one.name, one.cores) for one in found] == [(8, "loop", 1.0), (7, "a (b) c", 0.5)]
+
+
+@pytest.mark.parametrize(("flags", "is_slow"), [("avx2 avx512f", True), ("avx512_bf16", False), ("amx_bf16", False)])
+def test_a_bf16_model_on_a_processor_without_bf16_is_warned_of_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str, is_slow: bool
+) -> None:
+    """With the remedy, for a model whose matrices are in bfloat16, and not for the remedies themselves."""
+    info = tmp_path / "cpuinfo"
+    info.write_text(f"model name\t: A Processor\nflags\t\t: {flags}\n")
+    monkeypatch.setattr("foretoken.model.open.warn_of_slow_bf16", lambda: warn_of_slow_bf16(info))
+    gpt2 = tiny_checkpoint(tmp_path / "gpt2", "gpt2", dtype=torch.bfloat16)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        for options in ({"dtype": "float32"}, {"weights": "int8"}):
+            open_model(model_folder("reference:draft"), cache_tokens=64, device="cpu", **options)
+        assert not heard
+        open_model(model_folder("reference:draft"), cache_tokens=64, device="cpu")
+        open_model(gpt2, cache_tokens=64, device="cpu")
+    messages = [str(one.message) for one in heard if one.category is PrecisionWarning]
+    assert len(messages) == is_slow
+    assert all("A Processor" in text and "'float32'" in text and "weights='int8'" in text for text in messages)
+
+
+def test_nobody_is_warned_where_the_system_does_not_say(tmp_path: Path) -> None:
+    warn_of_slow_bf16(tmp_path / "none")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -76,6 +78,14 @@ class _WideRotary(nn.Module):
 
 def wide_oracle(folder: Path, ids: list[int]) -> Tensor:
     """transformers in float64 all the way."""
+    with torch.no_grad():
+        logits: Tensor = wide_model(folder)(torch.tensor([ids])).logits[0]
+    return logits
+
+
+@functools.lru_cache(maxsize=4)
+def wide_model(folder: Path) -> Any:
+    """transformers' model of a folder that no test writes twice, with everything in float64."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
@@ -86,9 +96,7 @@ def wide_oracle(folder: Path, ids: list[int]) -> Tensor:
         for name, child in list(parent.named_children()):
             if type(child).__name__.endswith("RMSNorm"):
                 setattr(parent, name, _WideNorm(child, model.config.rms_norm_eps))
-    with torch.no_grad():
-        logits: Tensor = model(torch.tensor([ids])).logits[0]
-    return logits
+    return model
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,15 +11,23 @@ from torch import Tensor
 
 from foretoken.kernels.build import FLAGS, built
 from foretoken.model import grouped_kernel
+from foretoken.model.grouped import SUPER, GroupedCodes
 from foretoken.model.grouped_kernel import SOURCE, GroupedWeight, instructions, kernel, load, merged
 from foretoken.model.grouped_twin import code_rows, products
+from foretoken.model.large_pages import LARGE_PAGE_BYTES, large_page_tensor
+from foretoken.model.packed.assembly import assembled
 from tests.helpers.grouped import FORMATS, grouped
 
-SHAPES = [(97, 384), (16, 128), (1, 128), (33, 256)]
+SHAPES = [(97, 384), (16, 128), (1, 128), (33, 256), (20, 768)]
 
 
 def weight_of(name: str, num_rows: int, width: int, dtype: torch.dtype = torch.float32) -> GroupedWeight:
     return GroupedWeight.of(grouped(name, num_rows, width), dtype)
+
+
+def width_of(name: str, least: int) -> int:
+    """The first width from `least` on that the format has."""
+    return -(-least // SUPER) * SUPER if FORMATS[name].whole else least
 
 
 @pytest.fixture(params=["native", "haswell", "x86-64"])
@@ -37,7 +46,8 @@ def instruction_set(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_kernel_equals_its_twin_bit_for_bit(name: str, instruction_set: str) -> None:
-    for num_rows, width in SHAPES:
+    for num_rows, least in SHAPES:
+        width = width_of(name, least)
         weight = weight_of(name, num_rows, width)
         for count in (1, 2, 3, 5, 6, 7, 8, 9, 20, 33) if instruction_set == "native" else (1, 11):
             x = torch.randn(count, width) * torch.logspace(-6, 6, count)[:, None]
@@ -58,18 +68,34 @@ def test_products_are_those_of_the_numbers_that_codes_stand_for(name: str) -> No
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_rows_of_a_table_are_bit_for_bit_the_file_s(name: str) -> None:
-    codes, index = grouped(name, 50, 128), torch.tensor([7, 0, 49, 7])
+    codes, index = grouped(name, 50, 256), torch.tensor([7, 0, 49, 7])
     weight = GroupedWeight.of(codes, torch.float32)
     assert torch.equal(weight.rows(index), codes.dequantised()[index])
-    assert weight.rows(index[:0]).shape == (0, 128)
+    assert weight.rows(index[:0]).shape == (0, 256)
     assert GroupedWeight.of(codes, torch.bfloat16).rows(index).dtype == torch.bfloat16
 
 
-def test_scales_take_half_the_memory_where_nothing_is_lost() -> None:
+@pytest.mark.parametrize(
+    ("name", "bits"),
+    [
+        ("Q8_0", 8.5),
+        ("Q4_0", 4.5),
+        ("Q4_1", 5),
+        ("Q5_1", 6),
+        ("Q4_K", 4.625),
+        ("Q5_K", 5.625),
+        ("Q6_K", 6.5625),
+        ("GPTQ", 4.75),
+    ],
+)
+def test_a_matrix_takes_about_the_memory_of_its_file(name: str, bits: float) -> None:
+    """All of it in whole numbers, in float16 or in both; the file has 4.5, 5.5 and 6.5625 bits for the K formats."""
+    assert weight_of(name, 32, 512).nbytes * 8 == 32 * 512 * bits
+
+
+def test_scales_that_float16_does_not_hold_stay_in_float32() -> None:
+    assert weight_of("4 bits of 16", 32, 64).scales.dtype == torch.float32
     assert weight_of("Q4_0", 32, 64).scales.dtype == torch.float16
-    assert weight_of("Q4_K", 32, 64).scales.dtype == torch.float32
-    assert weight_of("Q4_0", 32, 64).nbytes == 32 * 64 // 2 + 32 * 2 * 2
-    assert weight_of("Q8_0", 32, 64).nbytes == 32 * 64 + 32 * 2 * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -102,8 +128,8 @@ def test_no_rows_and_a_bias() -> None:
 
 
 def test_merged_matrices_of_several_formats() -> None:
-    parts = [weight_of(name, count, 128) for name, count in (("Q4_K", 33), ("Q6_K", 7), ("Q8_0", 16))]
-    x, bias = torch.randn(5, 128), torch.randn(56)
+    parts = [weight_of(name, count, 256) for name, count in (("Q4_K", 33), ("Q6_K", 7), ("Q8_0", 16))]
+    x, bias = torch.randn(5, 256), torch.randn(56)
     whole = merged(parts)
     assert torch.equal(whole.multiply(x, None), torch.cat([part.multiply(x, None) for part in parts], dim=1))
     assert torch.equal(whole.multiply(x, bias), whole.multiply(x, None) + bias)
@@ -142,13 +168,47 @@ def test_ties_round_to_even() -> None:
     assert identity.multiply(x, None)[0].tolist() == codes[0].tolist()
 
 
-def _identity() -> grouped_kernel.GroupedCodes:
+def _identity() -> GroupedCodes:
     eye: Tensor = torch.eye(32, dtype=torch.uint8)
-    return grouped_kernel.GroupedCodes(eye + 8, torch.ones(32, 1), None, 8, 4, 32)
+    return GroupedCodes(eye + 8, torch.ones(32, 1), None, 8, 4, 32)
 
 
 def test_the_twin_stands_in_where_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight, x = weight_of("Q5_K", 1100, 96), torch.randn(4, 96)
+    weight, x = weight_of("Q5_K", 1100, 256), torch.randn(4, 256)
     expected = weight.multiply(x, None)
     monkeypatch.setattr(grouped_kernel, "kernel", lambda: None)
     assert torch.equal(weight.multiply(x, None), expected)
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q5_K"])
+def test_bfloat16_is_read_and_written_as_torch_converts_it(name: str, instruction_set: str) -> None:
+    weight, x = weight_of(name, 40, 256), (torch.randn(9, 256) * torch.logspace(-30, 30, 9)[:, None]).bfloat16()
+    found = weight.multiply(x, None)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, products(weight, x.float()).bfloat16())
+
+
+def test_large_matrices_lie_in_large_pages() -> None:
+    tensor = large_page_tensor((3, 2**20), torch.float16)
+    assert tensor.shape == (3, 2**20)
+    assert tensor.is_contiguous()
+    assert tensor.data_ptr() % LARGE_PAGE_BYTES == 0
+    tensor.fill_(1)
+    assert tensor.sum(dtype=torch.float32) == 3 * 2**20
+    assert large_page_tensor((2, 0), torch.uint8).shape == (2, 0)
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_parts_whose_scales_take_other_formats_make_one_matrix(odd: int) -> None:
+    """Scales of one part do not fit float16, beside zero points of another that count in scales."""
+    whole, x = grouped("GPTQ", 48, 256), torch.randn(3, 256)
+    scales = whole.scales.clone()
+    scales[32 * odd : 32 * odd + 16] *= 1 + 2**-15
+    whole = replace(whole, scales=scales, minimums=scales * whole.multiples)
+    parts = [whole.reordered(lambda own, rows=rows: own[rows]) for rows in (slice(0, 32), slice(32, 48))]
+    weight = assembled(parts, 48, torch.float32)
+    assert weight.minimums is not None
+    assert weight.scales.dtype == weight.minimums.dtype == torch.float32
+    assert torch.equal(weight.rows(torch.arange(48)), whole.dequantised())
+    assert torch.equal(weight.multiply(x, None), products(weight, x))
+    assert torch.equal(weight.multiply(x, None), GroupedWeight.of(whole, torch.float32).multiply(x, None))

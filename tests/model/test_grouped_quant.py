@@ -75,7 +75,7 @@ def test_a_quantised_decoder_is_that_of_the_twin(
 ) -> None:
     """Merged matrices, biases, a tied head: the same bits without the compiled kernel."""
     folder, text = variant(tmp_path, name, hidden_size=64), token_ids(12)
-    decoder = load_decoder(folder, quant=kind, grouped=True)
+    decoder = load_decoder(folder, quant=kind)
     assert all(
         isinstance(module.packed, GroupedWeight)
         for module in decoder.modules()

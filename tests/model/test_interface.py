@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 from pathlib import Path
 
@@ -23,14 +24,15 @@ _HOLDS_WEIGHTS = ("model", "heads", "train")
 _MODULES = ("paged", "strict", "hf", "decoder", "early", "layers", "attention")
 
 
-def concrete_classes() -> set[str]:
+@functools.cache
+def concrete_classes() -> frozenset[str]:
     """Names of the classes that implement a language model, or are part of one."""
-    return {
+    return frozenset(
         name
         for module in (paged, strict, hf, resized)
         for name, kind in inspect.getmembers(module, inspect.isclass)
         if hasattr(kind, "forward") and hasattr(kind, "commit") and not getattr(kind, "_is_protocol", False)
-    } | {Decoder.__name__}
+    ) | {Decoder.__name__}
 
 
 def knows_a_concrete_model(tree: ast.Module) -> list[str]:

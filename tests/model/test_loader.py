@@ -401,7 +401,7 @@ def test_what_cannot_continue_text_is_refused_by_name(raw: dict[str, Any], messa
     ("changes", "kind", "message"),
     [
         ({"hidden_act": "gelu"}, UnsupportedModelError, "hidden_act='gelu'"),
-        ({"quantization_config": {"quant_method": "gptq"}}, UnsupportedModelError, "'gptq'"),
+        ({"quantization_config": {"quant_method": "quip"}}, UnsupportedModelError, "'quip'"),
         ({"rope_parameters": {"rope_type": "longrope"}}, UnsupportedModelError, "longrope"),
         ({"partial_rotary_factor": 0.5}, UnsupportedModelError, "partial_rotary_factor"),
         ({"hidden_size": "wide"}, CheckpointError, "hidden_size='wide' must be a whole number"),

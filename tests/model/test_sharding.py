@@ -13,10 +13,10 @@ from torch import Tensor
 
 from foretoken.errors import ConfigError, ModelError
 from foretoken.model.decoder import Decoder
+from foretoken.model.grouped_quant import GroupQuantiser
 from foretoken.model.interface import Segment
 from foretoken.model.loader import load_decoder, read_config, save_checkpoint
 from foretoken.model.paged import PagedModel
-from foretoken.model.quant import Quantiser
 from foretoken.model.sharding import _SPLITS, Shard, SingleRank
 from foretoken.model.strict import StrictModel
 from foretoken.model.weights import Weights, hf_tensors
@@ -165,7 +165,7 @@ def test_quantised_weights_are_cut_before_they_are_quantised(tmp_path: Path) -> 
         for layer, other in zip(quantised.layers, full.layers, strict=True):
             for path in ("o_proj", "qkv_proj", "mlp.down_proj", "mlp.gate_up_proj"):
                 held, weight = layer.get_submodule(path).packed, other.get_submodule(path).weight
-                expected = Quantiser("int8", torch.float32).matrix([weight])
+                expected = GroupQuantiser("int8", torch.float32).matrix([weight])
                 assert torch.equal(held.codes, expected.codes)
                 assert torch.equal(held.scales, expected.scales)
     models = [PagedModel(decoder, 64, 4) for decoder in decoders]

@@ -19,6 +19,8 @@ from foretoken.model.open import open_model
 from foretoken.model.paged import PagedModel
 from foretoken.plan.memory import Account, Budget, Load, ModelShape, account, contexts_to_show, fitting, largest_batch
 from tests.helpers.checkpoints import VARIANTS, tiny_checkpoint, token_ids, variant
+from tests.helpers.gguf_files import TYPES, write_gguf
+from tests.helpers.packed_files import FORMS, write_packed
 
 SHAPE = ModelShape("m", 1000, 10, 2, 0, 0, 5, 4, 256, 32)
 
@@ -51,14 +53,57 @@ def test_weights_and_cache_are_those_of_the_loaded_model(name: str, dtype: str, 
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "llama-biases", "llama-head-dim", "qwen3-tied-biases"])
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_drafts_in_8_or_4_bits(name: str, kind: str, dtype: str, tmp_path: Path) -> None:
-    """Widths that groups of 64, groups of 32, or none divide; rows that are padded: equal to the byte."""
+def test_weights_in_8_or_4_bits(name: str, kind: str, dtype: str, tmp_path: Path) -> None:
+    """Widths that groups of 32 divide or not; rows that are filled up: equal to the byte."""
     folder = variant(tmp_path, name, intermediate_size=96, hidden_size=64)
     shape = shape_of(folder, name, dtype, weights=kind)
-    model = open_model(folder, dtype, "cpu", 320, weights=kind, as_draft=True)
+    model = open_model(folder, dtype, "cpu", 320, weights=kind)
     tables = model.decoder.rotary.cos.nbytes + model.decoder.rotary.sin.nbytes
     assert shape.weight_bytes == model.weight_bytes + tables
     assert shape.kv_bytes_per_token == shape_of(folder, name, dtype).kv_bytes_per_token
+
+
+def coded_bytes(model: PagedModel) -> int:
+    """Weights and tables of a model whose matrices are held by codes: what each really takes."""
+    return model.weight_bytes + model.decoder.rotary.cos.nbytes + model.decoder.rotary.sin.nbytes
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "llama-biases", "llama-head-dim", "qwen3-tied-biases"])
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_targets_in_8_or_4_bits(name: str, kind: str, tmp_path: Path) -> None:
+    folder = variant(tmp_path, name, intermediate_size=96)
+    model = open_model(folder, "bfloat16", "cpu", 320, weights=kind)
+    assert shape_of(folder, name, "bfloat16", weights=kind).weight_bytes == coded_bytes(model)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in TYPES if kind.startswith("Q")])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_gguf_files(kind: str, dtype: str, tmp_path: Path) -> None:
+    """By codes, and in float64, for which no kernel is: as numbers."""
+    folder = variant(tmp_path / "hf", "llama", hidden_size=256, intermediate_size=512, num_hidden_layers=1)
+    path = write_gguf(tmp_path / "model.gguf", folder, kind)
+    shape = shape_of(path, "m", dtype)
+    if dtype == "float64":
+        assert shape.weight_bytes == 2 * shape_of(folder, "m", "float32").weight_bytes
+    else:
+        model = open_model(path, dtype, "cpu", 320)
+        assert shape.weight_bytes == coded_bytes(model)
+        assert shape.weight_format == model.weight_format
+        assert shape.weight_bytes < shape_of(folder, "m", dtype).weight_bytes / 2
+    assert shape_of(path, "m", "bfloat16", device="cuda").weight_bytes > 256 * 512 * 3 * 2
+
+
+@pytest.mark.parametrize("name", ["gptq", "gptq-8", "gptq-act-order", "awq", "gptq-asymmetric", "int8", "fp8-blocks"])
+@pytest.mark.filterwarnings("ignore::foretoken.model.loader.DequantisedWarning")
+def test_packed_checkpoints(name: str, tmp_path: Path) -> None:
+    source = variant(tmp_path / "hf", "llama", hidden_size=64, intermediate_size=96, num_hidden_layers=1)
+    folder = write_packed(tmp_path / "packed", source, FORMS[name])
+    shape = shape_of(folder, "m", "float32")
+    model = open_model(folder, "float32", "cpu", 320)
+    assert shape.weight_bytes == coded_bytes(model)
+    assert shape.weight_format == model.weight_format
+    plain = shape_of(source, "m", "float32").weight_bytes
+    assert (shape.weight_bytes < plain) if FORMS[name].as_codes else (shape.weight_bytes == plain)
 
 
 def test_auto_is_what_the_checkpoint_is_stored_in(tmp_path: Path) -> None:
@@ -87,9 +132,18 @@ def peak_bytes(llm: LLM, path: Path, batch: int, context: int, params: SamplingP
 
 
 @pytest.mark.parametrize(
-    ("batch", "context", "vocab", "hidden"), [(1, 200, 97, 32), (8, 60, 97, 32), (4, 100, 2000, 32), (2, 200, 97, 128)]
+    ("batch", "context", "vocab", "hidden", "weights"),
+    [
+        (1, 200, 97, 32, "auto"),
+        (8, 60, 97, 32, "auto"),
+        (4, 100, 2000, 32, "auto"),
+        (2, 200, 97, 128, "auto"),
+        (2, 200, 97, 128, "int8"),
+    ],
 )
-def test_a_step_stays_within_its_account(tmp_path: Path, batch: int, context: int, vocab: int, hidden: int) -> None:
+def test_a_step_stays_within_its_account(
+    tmp_path: Path, batch: int, context: int, vocab: int, hidden: int, weights: str
+) -> None:
     """Dominated by masks, rows, distributions and width in turn: never more than planned, and not planned many
     times over.
     """
@@ -97,10 +151,11 @@ def test_a_step_stays_within_its_account(tmp_path: Path, batch: int, context: in
     target = tiny_checkpoint(tmp_path / "target", "llama", **shape)
     draft = tiny_checkpoint(tmp_path / "draft", "llama", num_hidden_layers=1, **shape)
     load = Load(batch, context, num_draft=6, max_prompt_tokens=128)
-    planned = account(shape_of(target, "t"), shape_of(draft, "d"), load).workspace_bytes
-    spec = SpecConfig("draft_model", str(draft), num_draft=6, rule="block")
+    draft_shape = shape_of(draft, "d", weights=weights)
+    planned = account(shape_of(target, "t", weights=weights), draft_shape, load).workspace_bytes
+    spec = SpecConfig("draft_model", str(draft), num_draft=6, rule="block", draft_dtype=weights)
     params = SamplingParams(max_tokens=20, temperature=1.0, top_p=0.9, ignore_eos=True)
-    with LLM(target, spec, cache_tokens=1024, max_batch_size=batch, max_prompt_tokens=128) as llm:
+    with LLM(target, spec, cache_tokens=1024, max_batch_size=batch, max_prompt_tokens=128, weights=weights) as llm:
         used = peak_bytes(llm, tmp_path / "trace.json", batch, context, params, spec)
     assert 0.1 * planned < used <= planned
 

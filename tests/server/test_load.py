@@ -18,7 +18,7 @@ from foretoken.server.events import Begun
 from foretoken.server.local import LocalService
 from tests.helpers.fake_service import FakeService, ended, piece
 from tests.helpers.http import Records, client_of, events_of, run, text_of
-from tests.server.drafters import DRAFTERS, config_for
+from tests.server.drafters import DRAFTERS, FEW, config_for
 
 TEXT = "/v1/completions"
 PROMPT = "def read(self, path):\n"
@@ -132,7 +132,7 @@ def coupled(spec: dict[str, Any]) -> dict[str, Any]:
     return {} if spec["drafter"] is None else {"rule": "coupled"}
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("drafter", FEW)
 def test_mixed_sampling_batch(service: LocalService, drafter: str) -> None:
     """Case 32, and 33: alone or in company, drafted or not, cached or not."""
     app = create_app(service, config_for(drafter))
@@ -178,7 +178,7 @@ def small_engine(chat_folder: Path) -> Iterator[AsyncEngine]:
         yield engine
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("drafter", FEW)
 def test_kv_exhaustion_preempt(service: LocalService, small_engine: AsyncEngine, drafter: str) -> None:
     """Case 35: the answers are those of a cache that is large enough."""
     config = config_for(drafter)

@@ -18,7 +18,7 @@ from foretoken.server.local import LocalService
 from tests.helpers.fake_service import FakeService
 from tests.helpers.faults import expect
 from tests.helpers.http import Records, client_of, events_of, run, text_of
-from tests.server.drafters import DRAFTERS, config_for
+from tests.server.drafters import DRAFTERS, FEW, config_for
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPT = "def read(self, path):\n    with open(path) as file:\n        return file.read()\n\ndef read_all("
@@ -131,7 +131,7 @@ def check_trimmed(app: Any, body: dict[str, Any], stop: str) -> str:
     return str(choice["text"])
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("drafter", FEW)
 def test_stop_string_spanning(service: LocalService, drafter: str) -> None:
     """Case 53."""
     app = create_app(service, config_for(drafter))
@@ -217,7 +217,7 @@ def test_a_decoder_that_fails_ends_its_request_alone(service: LocalService, monk
     assert code == "engine_error"
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("drafter", FEW)
 def test_max_tokens_inside_run(service: LocalService, drafter: str) -> None:
     """Case 55."""
     app = create_app(service, config_for(drafter))
@@ -238,7 +238,7 @@ def prediction(content: Any) -> dict[str, Any]:
     return {"type": "content", "content": content}
 
 
-@pytest.mark.parametrize("drafter", ["default", *DRAFTERS])
+@pytest.mark.parametrize("drafter", ["default", *FEW])
 def test_prediction_api(service: LocalService, drafter: str) -> None:
     """Case 57: the answer is the same with it; every token of it is accepted or rejected."""
     app = create_app(service, config_for(drafter))
@@ -438,7 +438,7 @@ def test_settings_of_a_request_reach_the_engine() -> None:
     assert refused["error"]["param"] == "chat_template_kwargs"
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("drafter", FEW)
 def test_padded_chunks_have_one_size(service: LocalService, drafter: str) -> None:
     """Case 59: with bursts and with log-probabilities."""
     app = create_app(service, config_for(drafter, obfuscation=True))

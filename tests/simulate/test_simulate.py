@@ -251,17 +251,18 @@ def test_all_or_nothing_at_one_second_a_step(chance: float, num_draft: int) -> N
     assert all(step.seconds == 1.0 for step in steps)
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize(
-    "setting",
-    [SimSetting(), SimSetting(("ngram",), 1), SimSetting(("ngram",), 6), SimSetting(("ngram",), None)],
-    ids=lambda s: s.name,
-)
-@pytest.mark.parametrize(
-    "limits",
-    [Limits(), Limits(3, 16), Limits(8, 64, cache_tokens=160, block_tokens=1), Limits(4, 24, max_context_tokens=80)],
-    ids=["wide", "narrow", "cache", "context"],
-)
+STEPPED = [SimSetting(), *(SimSetting(("ngram",), count) for count in (1, 6, None))]
+LIMITS = {
+    "wide": Limits(),
+    "narrow": Limits(3, 16),
+    "cache": Limits(8, 64, cache_tokens=160, block_tokens=1),
+    "context": Limits(4, 24, max_context_tokens=80),
+}
+
+
+@pytest.mark.parametrize("seed", range(2))  # more of them: proof/test_simulate.py
+@pytest.mark.parametrize("setting", STEPPED, ids=lambda s: s.name)
+@pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS)
 def test_every_step_is_the_engines(seed: int, setting: SimSetting, limits: Limits) -> None:
     """Mixed lengths and chances, prompts in chunks, full batches and caches, the policy's own choices: no step
     differs.

@@ -61,24 +61,24 @@ def compare(drafter: Lookup, jobs: Sequence[Job], setting: SimSetting, limits: L
     return steps
 
 
-@pytest.mark.parametrize("preview_s", [0.0, 2.0**-6, 2.0**-3], ids=["free", "cheap", "expensive"])
-@pytest.mark.parametrize("setting", [SimSetting(("ngram",), None), SimSetting(("ngram",), 5)], ids=lambda s: s.name)
-@pytest.mark.parametrize(
-    "limits",
-    [
-        Limits(),
-        Limits(3, 16),
-        Limits(8, 64, cache_tokens=120, block_tokens=1, cache_reserve=0.0),
-        Limits(6, 64, max_step_tokens=9),
-    ],
-    ids=["wide", "narrow", "cache", "few_rows"],
-)
+PREVIEWS_S = {"free": 0.0, "cheap": 2.0**-6, "expensive": 2.0**-3}
+STEPPED = [SimSetting(("ngram",), None), SimSetting(("ngram",), 5)]
+LIMITS = {
+    "wide": Limits(),
+    "narrow": Limits(3, 16),
+    "cache": Limits(8, 64, cache_tokens=120, block_tokens=1, cache_reserve=0.0),
+    "few_rows": Limits(6, 64, max_step_tokens=9),
+}
+
+
+@pytest.mark.parametrize("preview_s", PREVIEWS_S.values(), ids=PREVIEWS_S)
+@pytest.mark.parametrize("setting", STEPPED, ids=lambda s: s.name)
+@pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS)
 def test_every_step_is_the_engines(setting: SimSetting, limits: Limits, preview_s: float) -> None:
     """What the engine sees before it chooses the simulator finds in its records: trees of real guesses, judged used or
     not.
     """
-    for seed in range(3):
-        compare(NgramDrafter(), mixed_jobs(14, seed), setting, limits, preview_s)
+    compare(NgramDrafter(), mixed_jobs(14, 0), setting, limits, preview_s)  # other seeds: proof/test_simulate.py
 
 
 def test_previews_decide() -> None:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
+import io
+import json
+import sys
+
 import pytest
 
-from studies.neighbour import PLAIN, summary
+from foretoken.errors import InputError
+from studies.neighbour import PLAIN, peers_of, summary, work
 
 
 def line(drafter: str, waiting: str, beside: bool, repeat: int, speed: float) -> dict[str, object]:
@@ -33,3 +39,31 @@ def test_drafters_are_compared_with_plain_decoding_of_the_same_turn() -> None:
     assert rows["draft_model", "sleep", True]["over_plain"] == pytest.approx(1.5)
     assert rows["draft_model", "sleep", True]["num_answers"] == 2
     assert rows["ngram", "sleep", False]["over_plain"] is None
+    assert rows["draft_model", "sleep", True]["over_alone"] is None
+    alone = summary([*lines, line(PLAIN, "spin", False, 0, 12.0)])
+    row = next(row for row in alone if (row["drafter"], row["waiting"], row["beside"]) == (PLAIN, "spin", True))
+    assert row["over_alone"] == pytest.approx(0.25)
+
+
+def test_a_setting_of_another_engine_that_is_not_here_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FORETOKEN_LLAMA_CPP", raising=False)
+    options = argparse.Namespace(
+        target="reference:target", draft="reference:draft", threads=1, peers=("transformers-lookup-7", "llama.cpp")
+    )
+    with pytest.raises(InputError, match=r"peers='llama.cpp'.*transformers-lookup-7.*FORETOKEN_LLAMA_CPP"):
+        peers_of(options)
+    options.peers = ("transformers-lookup-7",)
+    assert list(peers_of(options)) == ["transformers-lookup-7"]
+
+
+def test_no_answer_is_drafted_from_an_earlier_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = argparse.Namespace(
+        target="reference:target", draft="reference:draft", threads=1, max_tokens=24, drafters=("suffix",), peers=()
+    )
+    job = json.dumps({"drafter": "suffix", "prompt": 0}) + "\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(job * 2))
+    work(options)
+    first, second = [json.loads(line) for line in capsys.readouterr().out.splitlines()[-2:]]
+    assert first["num_drafted"] == second["num_drafted"]

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from foretoken.errors import InputError
 from studies.serving_load.__main__ import failures
 from studies.serving_load.client import StreamAnswer, _events
+from studies.serving_load.rivals import _drafter_of, command_of, compared
 from studies.serving_load.server import kept
 from studies.serving_load.soak import _lag_share
 from studies.serving_load.statistics import quantile_of, theil_sen
@@ -83,3 +85,36 @@ def test_prompts_are_recognised_by_what_differs() -> None:
     streams = [Observed(prompt, (10 * prompt, 20), (0.0, 1.0)) for prompt in range(4) for _ in range(3)]
     assert recognised(streams, "sizes") == 1.0
     assert recognised(streams, "times") < 0.5
+
+
+def row(rate: str, speed: float, p95_s: float, failed: int = 0) -> dict[str, Any]:
+    return {
+        "setting": rate,
+        "num_requests": 10,
+        "num_ok": 10 - failed,
+        "tokens_per_s": {"value": speed},
+        "e2e_s": {"p95": {"value": p95_s}},
+    }
+
+
+def test_servers_are_compared_within_the_percentile_of_plain() -> None:
+    found = {
+        "foretoken": [row("0.1/s", 5.0, 2.0), row("0.2/s", 8.0, 9.0)],
+        "foretoken-auto": [row("0.1/s", 5.0, 1.0), row("0.2/s", 10.0, 1.9), row("0.4/s", 12.0, 8.0)],
+        "llama.cpp": [row("0.1/s", 5.0, 2.5), row("0.2/s", 9.0, 3.0, failed=1)],
+    }
+    slow, fast = compared(found)
+    assert slow["ratio"] == {"foretoken": 1.0, "foretoken-auto": 2.0, "llama.cpp": None}
+    assert fast["ratio"] == {"foretoken": 1.0, "foretoken-auto": 1.5, "llama.cpp": 5.0 / 8.0}
+
+
+def test_names_of_servers_say_engine_drafter_and_number() -> None:
+    assert _drafter_of("") == ("", None)
+    assert _drafter_of("ngram-mod-8") == ("ngram-mod", 8)
+    assert _drafter_of("draft-simple") == ("draft-simple", None)
+    given = {"target": "reference:target", "draft": None, "port": 1, "slots": 4, "context": 64, "threads": 1}
+    options = argparse.Namespace(**given)
+    assert command_of("foretoken", options)[-2:] == ["--drafter", "none"]
+    assert command_of("foretoken-ngram-5", options)[-4:] == ["--drafter", "ngram", "--num-draft", "5"]
+    with pytest.raises(InputError, match="servers='vllm'"):
+        command_of("vllm", options)

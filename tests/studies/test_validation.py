@@ -320,6 +320,7 @@ def test_real_time_is_waited_for() -> None:
     clock.wait_until(0.0)
 
 
+@pytest.mark.repeated
 def test_settings_are_compared_on_traces(text_pair: SimpleNamespace) -> None:
     """The whole way on a tiny checkpoint: calibrated, simulated, run; what both count alike is equal."""
     jobs = [Job(0.002 * i, 8 + i, 6, ("code", "text")[i % 2]) for i in range(8)]

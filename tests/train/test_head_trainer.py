@@ -68,7 +68,7 @@ def test_acceptance_is_the_sum_of_products_by_position(target: FrozenTarget, tmp
     assert found.emitted_sampled == pytest.approx(total / count, abs=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["eagle", "block"])
+@pytest.mark.parametrize("kind", ["eagle", "block", "adapter"])
 def test_a_killed_run_goes_on_to_the_same_curve(kind: str, target: FrozenTarget, tmp_path: Path) -> None:
     """It dies at step 9 without a word, its last state is of step 7, and a save was under way."""
     whole = tiny_trainer(tmp_path / "whole", target, kind)

@@ -89,7 +89,7 @@ def test_lines_that_are_no_prompts_are_named(tmp_path: Path) -> None:
             read_user_prompts(path)
 
 
-@pytest.mark.parametrize("kind", ["eagle", "medusa", "block"])
+@pytest.mark.parametrize("kind", ["eagle", "medusa", "block", "adapter"])
 def test_a_head_is_trained_from_answers_and_read_again(kind: str, folder: Path, answered: Path, tmp_path: Path) -> None:
     words = (kind, "--target", folder / "target", "--answers", answered, "--out", tmp_path, *SMALL)
     plan = run(*words, "--dry-run")
@@ -97,11 +97,13 @@ def test_a_head_is_trained_from_answers_and_read_again(kind: str, folder: Path, 
     assert plan["num_steps"] == result["steps"] == 8
     assert plan["memory_bytes"] > 0  # type: ignore[operator]
     head_folder = tmp_path / "head"
-    assert head_kind(head_folder) == kind
+    drafter = "early_exit" if kind == "adapter" else kind
+    assert head_kind(head_folder) == drafter
     head = load_head(head_folder, read_config(folder / "target"), target_folder=folder / "target")
     assert sum(p.numel() for p in head.parameters()) == plan["num_parameters"]
     manifest = json.loads((tmp_path / "run.json").read_text())
-    assert manifest["kind"] == kind
+    assert manifest["kind"] == drafter
+    assert ("without_adapter" in manifest) == (kind == "adapter")
     assert manifest["result"]["steps"] == 8
     assert manifest["text"]["wanted_tokens"] > 0
     assert run(*words)["steps"] == 8  # finished: nothing is trained again

@@ -12,10 +12,11 @@ from foretoken.model.architecture import ModelConfig
 from foretoken.model.decoder import Decoder
 from foretoken.train.frozen_target import FrozenTarget
 from foretoken.train.head_data import HeadData, TokenText
-from foretoken.train.head_recipes import BlockShape, EagleShape, HeadShape, MedusaShape, new_head
+from foretoken.train.head_recipes import AdapterShape, BlockShape, EagleShape, HeadShape, MedusaShape, new_head
 from foretoken.train.head_trainer import HeadTrainConfig, HeadTrainer
 from foretoken.train.optimizer import OptimizerConfig
 from foretoken.train.parallel import Ranks
+from foretoken.train.state_cache import StateCache
 from tests.helpers.checkpoints import randomise
 
 VOCABULARY = 50
@@ -37,6 +38,7 @@ SHAPES: dict[str, HeadShape] = {
     "eagle1": EagleShape(version=1),
     "medusa": MedusaShape(num_heads=3, has_own_output=True),
     "block": BlockShape(num_layers=1, block_size=3, markov_rank=4),
+    "adapter": AdapterShape(exit_layer=3),
 }
 
 
@@ -61,6 +63,7 @@ def tiny_trainer(
     config: HeadTrainConfig = CONFIG,
     seed: int = 0,
     ranks: Ranks | None = None,
+    states: StateCache | None = None,
 ) -> HeadTrainer:
     """A trainer of a new head; `seed` is that of its weights."""
     data = tiny_text()
@@ -70,6 +73,6 @@ def tiny_trainer(
     def keep() -> None:
         kept.append({name: value.clone() for name, value in new.head.state_dict().items()})
 
-    trainer = HeadTrainer(new.head, target, data, config, folder, keep, ranks)
+    trainer = HeadTrainer(new.head, target, data, config, folder, keep, ranks, states)
     trainer.kept = kept  # type: ignore[attr-defined]
     return trainer

@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 
 from foretoken.model.gguf.kinds import GgmlType
-from foretoken.model.grouped import GroupedCodes
+from foretoken.model.grouped import GroupedCodes, WholeScales
 
 _Bytes: TypeAlias = npt.NDArray[np.uint8]
 _Floats: TypeAlias = npt.NDArray[np.float32]
+# Whole numbers [n, groups] int8 and what they are multiplied by, [n, 1] float32 numbers that float16 holds.
+_Products: TypeAlias = tuple[npt.NDArray[np.int8], _Floats]
 # Codes [n, block], scales [n, groups], minimums likewise or None, zero, bits.
-_Parts: TypeAlias = tuple[_Bytes, _Floats, _Floats | None, int, int]
+_Parts: TypeAlias = tuple[_Bytes, _Floats | _Products, _Floats | _Products | None, int, int]
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _NIBBLES = np.array([0, 4], np.uint8).reshape(1, 1, 2, 1)
@@ -52,19 +54,34 @@ def grouped(raw: _Bytes, kind: GgmlType, shape: tuple[int, int]) -> GroupedCodes
     """The matrix `shape` [N, K] whose blocks are `raw` (bytes, row after row)."""
     rows, columns = shape
     codes, scales, minimums, zero, bits = _READERS[kind.name](raw.reshape(-1, kind.num_bytes))
-    group = kind.block // scales.shape[1]
-
-    def numbers(values: _Floats) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).view(rows, columns // group)
-
+    whole = None
+    if isinstance(scales, tuple):
+        lower = _whole(minimums, rows) if isinstance(minimums, tuple) else (None, None)
+        whole = WholeScales(*_whole(scales, rows), *lower)
+    full = _numbers(scales, rows)
     return GroupedCodes(
         codes=torch.from_numpy(np.ascontiguousarray(codes)).view(rows, columns),
-        scales=numbers(scales),
-        minimums=None if minimums is None else numbers(minimums),
+        scales=full,
+        minimums=None if minimums is None else _numbers(minimums, rows),
         zero=zero,
         bits=bits,
-        group=group,
+        group=columns // full.shape[1],
+        whole=whole,
     )
+
+
+def _numbers(values: _Floats | _Products, rows: int) -> Tensor:
+    """`[N, groups]` float32."""
+    if isinstance(values, tuple):
+        with np.errstate(invalid="ignore", over="ignore"):
+            values = values[1] * values[0].astype(np.float32)
+    return torch.from_numpy(np.ascontiguousarray(values)).view(rows, -1)
+
+
+def _whole(values: _Products, rows: int) -> tuple[Tensor, Tensor]:
+    """`[N, groups]` int8 and `[N, K / 256]` float16."""
+    own, shared = (torch.from_numpy(np.ascontiguousarray(part)).view(rows, -1) for part in values)
+    return own, shared.half()
 
 
 def _half(blocks: _Bytes, at: int) -> _Floats:
@@ -103,15 +120,14 @@ def _q8_0(blocks: _Bytes) -> _Parts:
     return blocks[:, 2:] ^ np.uint8(128), _half(blocks, 0), None, 128, 8  # int8 plus 128
 
 
-def _k_scales(blocks: _Bytes) -> tuple[_Floats, _Floats]:
-    """Scales and minimums of the eight groups of a Q4_K or Q5_K block, [n, 8] each: 6 bits of 12 packed bytes, times
-    the block's two float16 numbers.
+def _k_scales(blocks: _Bytes) -> tuple[_Products, _Products]:
+    """Scales and minimums of the eight groups of a Q4_K or Q5_K block: 6 bits of 12 packed bytes, times the block's
+    two float16 numbers.
     """
     first, second, third = (blocks[:, at : at + 4] for at in (4, 8, 12))
     scales = np.concatenate([first & 63, (third & 15) | ((first >> 2) & 48)], axis=1)
     minimums = np.concatenate([second & 63, (third >> 4) | ((second >> 2) & 48)], axis=1)
-    with np.errstate(invalid="ignore", over="ignore"):
-        return _half(blocks, 0) * scales.astype(np.float32), -(_half(blocks, 2) * minimums.astype(np.float32))
+    return (scales.astype(np.int8), _half(blocks, 0)), (minimums.astype(np.int8), -_half(blocks, 2))
 
 
 def _q4_k(blocks: _Bytes) -> _Parts:
@@ -128,8 +144,7 @@ def _q5_k(blocks: _Bytes) -> _Parts:
 def _q6_k(blocks: _Bytes) -> _Parts:
     low = (blocks[:, :128].reshape(len(blocks), 2, 1, 64) >> _NIBBLES) & np.uint8(15)
     high = ((blocks[:, 128:192].reshape(len(blocks), 2, 1, 32) >> _PAIRS) & np.uint8(3)) << np.uint8(4)
-    with np.errstate(invalid="ignore", over="ignore"):
-        scales = _half(blocks, 208) * np.ascontiguousarray(blocks[:, 192:208]).view(np.int8).astype(np.float32)
+    scales = np.ascontiguousarray(blocks[:, 192:208]).view(np.int8), _half(blocks, 208)
     return low.reshape(len(blocks), 256) | high.reshape(len(blocks), 256), scales, None, 32, 6
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,9 +18,11 @@ from foretoken.model.gguf.header import Header, TensorInfo, read_header
 from foretoken.model.gguf.kinds import GgmlType
 from foretoken.model.gguf.names import ROPE_FACTORS, architecture_of, config_fields, hf_name, interleaved_heads
 from foretoken.model.grouped import GroupedCodes
-from foretoken.model.weights import StoredKind, hf_tensors, stored_kinds
+from foretoken.model.grouped_layout import BLOCK_ROWS
+from foretoken.model.weights import AS_CODES, StoredKind, hf_tensors, stored_kinds
 
 _CHUNK_NUMBERS = 1 << 24  # dequantised at a time: intermediate results take some ten bytes a number
+_CODED_NUMBERS = 1 << 20  # unpacked at a time for the kernel, which takes some five bytes a number
 
 
 class GgufWeights:
@@ -122,13 +125,43 @@ class GgufWeights:
         found = grouped(self._bytes(info), info.kind, (rows, columns))
         if interleaved_heads(name, self._architecture, self._raw) is None:
             return found
-        minimums = None if found.minimums is None else self._in_order(name, found.minimums)
-        return replace(
-            found,
-            codes=self._in_order(name, found.codes),
-            scales=self._in_order(name, found.scales),
-            minimums=minimums,
-        )
+        return found.reordered(lambda rows: self._in_order(name, rows))
+
+    def grouped_rows(self, name: str) -> Iterator[GroupedCodes] | None:
+        """What `grouped` gives, some rows at a time: unpacking takes several bytes a number. An interleaved matrix,
+        which is small, comes whole.
+
+        Raises:
+            CheckpointError: see `grouped`.
+        """
+        self.dtype(name)
+        info = self.info(name)
+        if not is_grouped(info.kind):
+            return None
+        if interleaved_heads(name, self._architecture, self._raw) is not None:
+            whole = self.grouped(name)
+            return None if whole is None else iter((whole,))
+        rows, columns = info.shape
+        step = max(1, _CODED_NUMBERS // columns // BLOCK_ROWS) * BLOCK_ROWS
+        return (self._coded(info, start, min(start + step, rows)) for start in range(0, rows, step))
+
+    def sample(self, name: str) -> GroupedCodes | None:
+        """The first rows of a quantised matrix, in the file's order; None if it is not quantised.
+
+        Raises:
+            CheckpointError: see `grouped`.
+        """
+        self.dtype(name)
+        info = self.info(name)
+        return self._coded(info, 0, min(info.shape[0], BLOCK_ROWS)) if is_grouped(info.kind) else None
+
+    def why_numbers(self, name: str) -> str | None:  # noqa: ARG002 - see TensorSource
+        """The kernel takes every quantised type that is read: None."""
+        return None
+
+    def _coded(self, info: TensorInfo, start: int, stop: int) -> GroupedCodes:
+        """Some rows of a quantised matrix, in the file's order."""
+        return grouped(self._bytes(info, start, stop), info.kind, (stop - start, info.shape[1]))
 
     def read_table(self, name: str, shape: tuple[int, ...], stored: str) -> Tensor:  # noqa: ARG002 - see Weights
         """GGUF files of the families here have no tables of numbers or flags.
@@ -138,8 +171,9 @@ class GgufWeights:
         """
         raise CheckpointError(f"tensor {name} in {self.folder} is a table, which is not read from GGUF files")
 
-    def check(self, config: ModelConfig) -> None:
-        """Compare the header with the tensors of `config`, before anything is allocated.
+    def check(self, config: ModelConfig, beside: frozenset[str] = frozenset()) -> None:
+        """Compare the header with the tensors of `config`, before anything is allocated; those of the names
+        `beside` are somebody else's.
 
         Raises:
             CheckpointError: a tensor is missing, superfluous, of another shape, or of a type that is not read.
@@ -148,7 +182,7 @@ class GgufWeights:
         for name, shape in hf_tensors(config):
             self._check_shape(name, shape)
             expected.add(name)
-        extra = [self._info[name].name for name in self.own_names if name not in expected]
+        extra = [self._info[name].name for name in self.own_names if name not in expected and name not in beside]
         if extra:
             more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
             raise CheckpointError(
@@ -216,5 +250,5 @@ class GgufWeights:
 def _way(kind: GgmlType) -> str:
     """What becomes of numbers of a type, in words."""
     if is_grouped(kind):
-        return "dequantised when loaded"
+        return AS_CODES
     return "as stored" if plain_dtype(kind) is not None else "not read"

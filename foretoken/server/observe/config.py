@@ -24,7 +24,8 @@ class ObserveConfig:
     - `history`: SQLite file of finished requests' figures, never texts (None: not kept); `history_max_age_days` and
       `history_max_bytes`: older requests are deleted.
     - `request_log`: one line per finished request on standard error, "text" or "json"; "none" writes none.
-    - `tracing`: OpenTelemetry spans over OTLP, configured by the usual OTEL_* variables; needs the extra `otel`.
+    - `tracing`: OpenTelemetry spans and metrics over OTLP, configured by the usual OTEL_* variables; needs the extra
+      `otel`.
 
     Raises:
         ConfigError, InputError: a value that cannot be honoured; names the field.

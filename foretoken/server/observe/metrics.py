@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -54,18 +55,19 @@ class ServerMetrics(Collector):
         self._counted = {m.name: _counter(m, self._registry) for m in (*OF_REQUESTS, *OF_SERVER) if _is_own(m)}
         histograms = [metric for metric in (*OF_REQUESTS, *OF_SERVER) if metric.kind == "histogram"]
         self._measured = {metric.name: _histogram(metric, self._registry) for metric in histograms}
-        self._lag = LoopLag(self._measured["event_loop_lag_seconds"].observe)
+        self._told: dict[str, Callable[[float], object]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._lag = LoopLag(partial(self._measure, "event_loop_lag_seconds"))
         self._registry.register(self)
 
     def finished(self, record: RequestRecord) -> None:
         """See `RequestObserver.finished`."""
         if record.ttft_s is not None:
-            self._measured["time_to_first_token_seconds"].observe(record.ttft_s)
-        gap = self._measured["inter_token_latency_seconds"]
+            self._measure("time_to_first_token_seconds", record.ttft_s)
         for gap_s in record.inter_token_s:
-            gap.observe(gap_s)
+            self._measure("inter_token_latency_seconds", gap_s)
         if record.status < 400:
-            self._measured["e2e_request_latency_seconds"].observe(record.duration_s)
+            self._measure("e2e_request_latency_seconds", record.duration_s)
         for reason in record.finish_reasons:
             self._counted["request_success"].labels(_within(reason, FINISH_REASONS)).inc()
         if record.status in _REJECTED:
@@ -80,7 +82,12 @@ class ServerMetrics(Collector):
 
     def watch_loop(self) -> None:
         """Measure the lag of the running event loop from now on."""
+        self._loop = asyncio.get_running_loop()
         self._lag.watch()
+
+    def watch_times(self, name: str, note: Callable[[float], object]) -> None:
+        """Also tell `note` every time, in seconds, that is measured for the metric `name`."""
+        self._told[name] = note
 
     def watch_dropped(self, name: str, count: Callable[[], int]) -> None:
         """Show what a writer has dropped, under the metric `name`."""
@@ -88,11 +95,23 @@ class ServerMetrics(Collector):
 
     async def text(self) -> bytes:
         """The metrics in Prometheus' text format, with the engine's figures of this moment if it answers."""
-        await self._read()
-        families = list(self._registry.collect())
+        families = await self._families()
         if self._config.metrics_alias is not None:
             families += alias_families(families)
         return generate_latest(_Collected(_without_created(families)))
+
+    def families_for_thread(self, patience_s: float) -> list[Family]:
+        """The metrics of this moment, for a thread that is not the loop's. Where no loop serves or it does not answer
+        within `patience_s`, the engine's figures are those of the last reading.
+        """
+        if self._loop is None or not self._loop.is_running() or not patience_s:
+            return list(self._registry.collect())
+        reading = asyncio.run_coroutine_threadsafe(self._families(), self._loop)
+        try:
+            return reading.result(patience_s)
+        except TimeoutError:
+            reading.cancel()
+            return list(self._registry.collect())
 
     def collect(self) -> Iterator[Family]:
         """See `Collector`: what is not counted here."""
@@ -110,6 +129,10 @@ class ServerMetrics(Collector):
         yield GaugeMetricFamily(PREFIX + "scrape_engine_up", OF_SERVER[-1].help, value=float(self._is_up))
 
     # ---- the engine
+
+    async def _families(self) -> list[Family]:
+        await self._read()
+        return list(self._registry.collect())
 
     async def _read(self) -> None:
         """Ask the engine, unless that was just done. An engine that does not answer keeps its counters and has no
@@ -144,9 +167,14 @@ class ServerMetrics(Collector):
 
     # ---- requests
 
+    def _measure(self, name: str, seconds: float) -> None:
+        self._measured[name].observe(seconds)
+        if name in self._told:
+            self._told[name](seconds)
+
     def _count_answers(self, record: RequestRecord) -> None:
         for stats in record.stats:
-            self._measured["request_queue_time_seconds"].observe(stats["queued_s"])
+            self._measure("request_queue_time_seconds", stats["queued_s"])
             for drafter, seconds in _drafting_s(stats, record.drafter):
                 self._counted["draft_seconds"].labels(drafter).inc(seconds)
             for drafter in stats["disabled_drafters"]:

@@ -10,6 +10,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from foretoken.server.observe.config import ObserveConfig
 from foretoken.server.observe.history import History
 from foretoken.server.observe.metrics import ServerMetrics
+from foretoken.server.observe.otel_metrics import OpenTelemetryMetrics, is_wanted
 from foretoken.server.observe.request_log import RequestLog
 from foretoken.server.observe.responses import App, counted
 from foretoken.server.observe.tracing import OpenTelemetrySink, Tracing
@@ -28,6 +29,7 @@ class Observation:
     def __init__(self, service: Service, config: ObserveConfig) -> None:
         self.metrics = ServerMetrics(service, config)
         self.tracing = Tracing(OpenTelemetrySink()) if config.tracing else None
+        self.sent_metrics = OpenTelemetryMetrics(self.metrics) if config.tracing and is_wanted() else None
         self.history = (
             None
             if config.history is None
@@ -57,7 +59,7 @@ class Observation:
 
     def close(self) -> None:
         """Write and send what is left."""
-        for one in (self.tracing, self.history, self.log):
+        for one in (self.tracing, self.sent_metrics, self.history, self.log):
             if one is not None:
                 one.close()
 

@@ -104,9 +104,7 @@ class OpenTelemetrySink:
             from opentelemetry.sdk.trace import TracerProvider  # type: ignore[import-not-found, unused-ignore]
             from opentelemetry.sdk.trace.export import BatchSpanProcessor  # type: ignore[import-not-found, unused-ignore]
         except ImportError as error:
-            raise ConfigError(
-                "tracing", True, f"needs the extra otel: pip install 'foretoken[otel]' ({error})"
-            ) from None
+            raise missing_extra(error) from None
         self._provider: Any = TracerProvider(resource=Resource.create({"service.name": PROVIDER}))
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
         self._tracer = self._provider.get_tracer(PROVIDER)
@@ -138,3 +136,8 @@ class OpenTelemetrySink:
     def close(self) -> None:
         """See `SpanSink.close`."""
         self._provider.shutdown()
+
+
+def missing_extra(error: ImportError) -> ConfigError:
+    """What is said where OpenTelemetry's packages cannot be imported."""
+    return ConfigError("tracing", True, f"needs the extra otel: pip install 'foretoken[otel]' ({error})")

@@ -1,0 +1,111 @@
+"""How a decoder's matrices are held, and the memory they take: as numbers, packed for oneDNN, or in codes.
+
+Follows `loader`: which kernel takes a matrix, which matrices are merged, and when a tied head is a copy of its own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from foretoken.model.architecture import ModelConfig
+from foretoken.model.grouped_kernel import GroupedWeight
+from foretoken.model.grouped_layout import BLOCK_ROWS
+from foretoken.model.grouped_quant import grouped_bytes
+from foretoken.model.grouped_twin import SPAN
+from foretoken.model.layers import can_pack
+from foretoken.model.quant import ACTIVATIONS
+from foretoken.model.weight_format import format_of
+from foretoken.model.weights import EMBEDDING, HEAD, TensorSource
+
+_FLOAT_BYTES = 4  # the kernel for codes takes and gives float32
+
+
+class MatrixMemory:
+    """The matrices of a checkpoint as they will be held; `weights` as in `open_model`.
+
+    Reads the first rows of quantised matrices, and all scales of packed safetensors: what a kernel makes of them
+    depends on the numbers.
+    """
+
+    def __init__(
+        self,
+        stored: TensorSource,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: str,
+        weights: str,
+    ) -> None:
+        self._stored, self._config, self._dtype = stored, config, dtype
+        self._weights = weights
+        self._on_cpu = device == "cpu"
+        self.in_codes = False  # whether any matrix is
+        self._formats: Counter[str] = Counter()  # weights of the layers' matrices by format
+        table = self._bytes([EMBEDDING], is_table=True)
+        head_bytes = 0
+        if not config.tie_embeddings:
+            head_bytes = self._bytes([HEAD])
+        elif not self.in_codes and self._weights == "auto" and self._packs:
+            head_bytes = table  # the packed head is a second copy of the table
+        self._formats.clear()  # the table and the head do not count
+        self.total_bytes = table + head_bytes + sum(self._bytes(names) for names in _layers(config))
+
+    @property
+    def weight_format(self) -> str:
+        """The format of most weights of the layers, as `usual_format` has it of a loaded model."""
+        return self._formats.most_common(1)[0][0]
+
+    @property
+    def row_bytes(self) -> int:
+        """What a row takes beside its activations while a matrix in codes is multiplied: float32 on both sides, and
+        codes.
+        """
+        widest = max(self._config.hidden_size, self._config.intermediate_size)
+        tallest = max(2 * self._config.intermediate_size, self._config.hidden_size, self._query_rows)
+        codes = widest + -(-widest // SPAN) * _FLOAT_BYTES
+        table = 5 * _FLOAT_BYTES * self._config.hidden_size  # a row of the table on its way from codes to numbers
+        return max(_FLOAT_BYTES * (widest + tallest) + codes, table)
+
+    @property
+    def _query_rows(self) -> int:
+        return (self._config.num_heads + 2 * self._config.num_kv_heads) * self._config.head_dim
+
+    @property
+    def _packs(self) -> bool:
+        """Whether plain matrices are packed, in which a tied head differs from the table."""
+        return self._on_cpu and self._dtype == torch.bfloat16 and can_pack()
+
+    def _bytes(self, names: Sequence[str], is_table: bool = False) -> int:
+        """Memory of matrices that are merged into one."""
+        shapes = [self._stored.shape(name) for name in names]
+        rows, width = sum(shape[0] for shape in shapes), shapes[0][1]
+        if self._weights != "auto":
+            self.in_codes = True
+            self._formats[self._weights] += rows * width
+            return grouped_bytes("int8" if is_table else self._weights, rows, width)
+        samples = []
+        if self._on_cpu and self._dtype in ACTIVATIONS:
+            samples = [sample for name in names if (sample := self._stored.sample(name)) is not None]
+        if not samples or len(samples) < len(names):
+            self._formats["auto"] += rows * width
+            return rows * width * self._dtype.itemsize
+        self.in_codes = True
+        held = [GroupedWeight.of(sample, self._dtype) for sample in samples]
+        for weight, shape in zip(held, shapes, strict=True):
+            self._formats[format_of(weight)] += shape[0] * width
+        blocks = [-(-shape[0] // BLOCK_ROWS) for shape in shapes]  # a sample is one block of the kernel's layout
+        return sum(count * weight.nbytes for count, weight in zip(blocks, held, strict=True))
+
+
+def _layers(config: ModelConfig) -> list[list[str]]:
+    """Names of the matrices of all layers, those that the decoder merges together."""
+    merged = (
+        ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        ("self_attn.o_proj",),
+        ("mlp.gate_proj", "mlp.up_proj"),
+        ("mlp.down_proj",),
+    )
+    prefixes = [f"model.layers.{index}" for index in range(config.num_layers)]
+    return [[f"{prefix}.{name}.weight" for name in names] for prefix in prefixes for names in merged]

@@ -1,0 +1,1 @@
+"""Quantised matrices of safetensors checkpoints: GPTQ, AWQ, compressed-tensors and FP8."""

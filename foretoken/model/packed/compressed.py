@@ -1,0 +1,208 @@
+"""Matrices as the `compressed-tensors` package writes them: integers of 4 bits in int32, of 8 bits as they are, FP8.
+
+`weight_packed` [N, K / p] holds p = 32 / bits inputs in an int32, the first in the lowest bits, each code with half of
+2 ** bits added; zero points are packed the same way along the outputs. Activations keep their format here, whatever
+the file says of theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from foretoken.errors import CheckpointError, UnsupportedModelError
+from foretoken.model.fields import Fields, shown
+from foretoken.model.packed.form import NUMBERS, FoundParts, Packed, StoredPart, part, stored_matrix
+from foretoken.model.packed.fp8 import E4M3, block_of, block_words, scaled_matrix, scaled_parts
+from foretoken.model.packed.gptq import checked_order, group_of, group_words
+from foretoken.model.packed.matrix import CodedMatrix, nibbles_or_bytes
+from foretoken.model.weights import Weights
+
+_FORMATS = ("pack-quantized", "int-quantized", "naive-quantized", "float-quantized", "dense", "mixed-precision")
+_STRATEGIES = ("tensor", "channel", "group", "block")
+_SIGN = 128  # added to a code of int8
+
+
+@dataclass(frozen=True)
+class _Scheme:
+    """The weights of one group of modules: a scale for `group` inputs (None: for an output or the matrix)."""
+
+    is_float: bool
+    bits: int
+    group: int | None
+    block: tuple[int, int] | None
+
+    @classmethod
+    def of(cls, fields: Fields) -> _Scheme:
+        strategy, kind, bits = fields.text("strategy"), fields.text("type", "int"), fields.whole_or("num_bits", 8)
+        if kind not in ("int", "float") or (bits not in (4, 8) if kind == "int" else bits != 8):
+            raise UnsupportedModelError(f"{fields.where}: {bits} bits of type {shown(kind)} are not read here")
+        group = group_of(fields, "group_size") if fields.has("group_size") else None
+        if strategy is None:
+            strategy = "channel" if group is None else "group"
+        block = block_of(fields, "block_structure") if strategy == "block" else None
+        if strategy not in _STRATEGIES or (kind == "float" and strategy == "group"):
+            raise UnsupportedModelError(f"{fields.where}: strategy={shown(strategy)} is not read here")
+        if strategy == "group" and group is None:
+            raise fields.refusal("group_size", "a number of inputs")
+        if (strategy == "block") != (block is not None) or (kind == "int" and block is not None):
+            raise UnsupportedModelError(f"{fields.where}: strategy={shown(strategy)} of {kind} is not read here")
+        return cls(kind == "float", bits, group if strategy == "group" else None, block)
+
+
+@dataclass(frozen=True)
+class CompressedFormat:
+    """The schemes of a compressed-tensors checkpoint; a matrix is of the first that its tensors have the form of."""
+
+    schemes: tuple[_Scheme, ...]
+
+    @classmethod
+    def of(cls, fields: Fields) -> CompressedFormat:
+        """What `quantization_config` says.
+
+        Raises:
+            CheckpointError: a value that is missing or out of bounds.
+            UnsupportedModelError: a form without an implementation.
+        """
+        if fields.text("format", "dense") not in _FORMATS:
+            raise UnsupportedModelError(f"{fields.where}: format={shown(fields.raw['format'])} is not read here")
+        sparsity, transform = fields.fields("sparsity_config"), fields.fields("transform_config")
+        if sparsity is not None and sparsity.text("format", "dense") != "dense":
+            raise UnsupportedModelError(f"{fields.where}: sparsity_config is not read here")
+        if transform is not None and transform.raw.get("config_groups"):
+            raise UnsupportedModelError(f"{fields.where}: transform_config is not read here")
+        groups = fields.fields("config_groups")
+        if groups is None or not groups.raw:
+            raise fields.refusal("config_groups", "an object that describes the quantised modules")
+        schemes = []
+        for name in groups.raw:
+            group = groups.fields(name)
+            weights = None if group is None else group.fields("weights")
+            if group is None or weights is None:
+                raise groups.refusal(name, "an object with weights")
+            if group.text("format", "dense") not in _FORMATS:
+                raise UnsupportedModelError(f"{group.where}: format={shown(group.raw['format'])} is not read here")
+            schemes.append(_Scheme.of(weights))
+        return cls(tuple(dict.fromkeys(schemes)))
+
+    def base_of(self, name: str, stored: str) -> str | None:
+        """See `PackedFormat`."""
+        if name.endswith(".weight_packed"):
+            return name.removesuffix(".weight_packed")
+        return name.removesuffix(".weight") if name.endswith(".weight") and stored in (E4M3, "I8") else None
+
+    def shape(self, base: str, files: Weights) -> tuple[int, int]:
+        """See `PackedFormat`."""
+        if f"{base}.weight" in files:
+            return stored_matrix(f"{base}.weight", files)
+        rows, packed = stored_matrix(f"{base}.weight_packed", files)
+        return rows, packed * (32 // self._scheme(base, files).bits)
+
+    def label(self, base: str, files: Weights) -> str:
+        """See `PackedFormat`."""
+        scheme = self._scheme(base, files)
+        if scheme.is_float:
+            return f"compressed-tensors, FP8, {block_words(scheme.block)}"
+        return f"compressed-tensors, int{scheme.bits}, {group_words(scheme.group)}"
+
+    def parts(self, base: str, shape: tuple[int, int], files: Weights) -> list[StoredPart]:
+        """See `PackedFormat`."""
+        rows, width = shape
+        scheme, is_packed = self._scheme(base, files), f"{base}.weight_packed" in files
+        if scheme.is_float:
+            return scaled_parts(shape, scheme.block, "weight_scale")
+        held = 32 // scheme.bits
+        if is_packed and width % held:
+            raise CheckpointError(f"tensor {base}.weight_packed packs {held} codes in an int32, and has {width} inputs")
+        groups = 1 if scheme.group is None else -(-width // scheme.group)
+        whole: tuple[tuple[int, ...], ...] = () if groups > 1 else ((), (1,), (1, 1))  # a scale for the matrix
+        points = ((rows, groups), *whole)
+        found = [StoredPart("weight_scale", points, NUMBERS)]
+        if is_packed:
+            found += [part("weight_packed", (rows, width // held), "I32"), part("weight_shape", (2,), "I64", "I32")]
+        else:
+            found.append(part("weight", shape, "I8"))
+        if f"{base}.weight_zero_point" in files:
+            packed = part("weight_zero_point", (-(-rows // held), groups), "I32")
+            found.append(packed if is_packed else StoredPart("weight_zero_point", points, ("I8",)))
+        if f"{base}.weight_g_idx" in files:
+            found.append(part("weight_g_idx", (width,), "I32", "I64"))
+        return found
+
+    def matrix(self, found: FoundParts) -> Packed:
+        """See `PackedFormat`."""
+        (rows, width), tensors = found.shape, found.tensors
+        scheme, scales = self._scheme(found.base, found.files), tensors["weight_scale"]
+        if scheme.is_float:
+            return scaled_matrix(tensors["weight"], scales, scheme.block)
+        spread = _spread(scales.to(torch.float32), rows)
+        order, group = tensors.get("weight_g_idx"), scheme.group or width
+        if order is not None and bool((order == -1).all()):  # "none", as some writers say it
+            order = None
+        return CodedMatrix(
+            unpack=_unpacker(found, scheme.bits),
+            scales=spread,
+            zeros=_zeros(tensors, scheme.bits, tuple(spread.shape)),
+            width=width,
+            bits=8 if "weight" in tensors else scheme.bits,
+            group=group,
+            order=None if order is None else checked_order(f"{found.base}.weight_g_idx", order, group, spread.shape[1]),
+        )
+
+    def _scheme(self, base: str, files: Weights) -> _Scheme:
+        """The scheme of a matrix: the first whose number of scales goes with the stored shapes, or the first of the
+        stored type.
+
+        Raises:
+            CheckpointError: there is none of its type.
+        """
+        packed, plain = f"{base}.weight_packed", f"{base}.weight"
+        is_float = packed not in files and files.stored(plain) == E4M3
+        own = [scheme for scheme in self.schemes if scheme.is_float == is_float]
+        if not own:
+            name = packed if packed in files else plain
+            raise CheckpointError(
+                f"tensor {name} in {files.folder} is {files.stored(name)}, for which quantization_config has no scheme"
+            )
+        scales = files.shape(f"{base}.weight_scale")
+        for scheme in own:
+            shape = files.shape(packed if packed in files else plain)
+            width = shape[-1] * 32 // scheme.bits if packed in files else shape[-1]
+            groups = 1 if scheme.group is None else -(-width // scheme.group)
+            if not is_float and len(shape) == 2 and (scales[1:] or (1,)) == (groups,):
+                return scheme
+        return own[0]
+
+
+def _spread(scales: Tensor, rows: int) -> Tensor:
+    """Scales or zero points of one of the stored shapes, for every output: [N, G]."""
+    matrix = scales.reshape(-1, scales.shape[-1] if scales.dim() == 2 else 1)
+    return matrix.expand(rows, matrix.shape[1])
+
+
+def _zeros(tensors: Mapping[str, Tensor], bits: int, shape: tuple[int, ...]) -> Tensor:
+    """Zero points as codes, [N, G] uint8; half of the range where the file has none."""
+    stored, rows = tensors.get("weight_zero_point"), shape[0]
+    if stored is None:
+        return torch.tensor(_SIGN if "weight" in tensors else 2 ** (bits - 1), dtype=torch.uint8).expand(shape)
+    if "weight" in tensors:
+        return _spread(stored.view(torch.uint8) ^ _SIGN, rows)
+    return nibbles_or_bytes(stored.t(), bits)[:, :rows].t().contiguous()
+
+
+def _unpacker(found: FoundParts, bits: int) -> Callable[[int, int], Tensor]:
+    """The codes of some rows, [n, K] uint8."""
+    tensors = found.tensors
+    if "weight" in tensors:
+        stored = tensors["weight"]
+        return lambda start, stop: stored[start:stop].contiguous().view(torch.uint8) ^ _SIGN
+    claimed = tuple(tensors["weight_shape"].tolist())
+    if claimed != found.shape:
+        raise CheckpointError(
+            f"tensor {found.base}.weight_shape says {list(claimed)}; config.json asks for {list(found.shape)}"
+        )
+    words = tensors["weight_packed"]
+    return lambda start, stop: nibbles_or_bytes(words[start:stop], bits)

@@ -1,0 +1,188 @@
+"""The tensors of a safetensors folder whose matrices are packed, as the loader reads those of a plain one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from foretoken.errors import CheckpointError
+from foretoken.model.architecture import ModelConfig
+from foretoken.model.grouped import GroupedCodes
+from foretoken.model.grouped_layout import BLOCK_ROWS
+from foretoken.model.packed.form import FoundParts, Packed, PackedFormat
+from foretoken.model.packed.matrix import CodedMatrix
+from foretoken.model.weights import AS_CODES, HEAD, StoredKind, Weights, hf_tensors, stored_bytes, stored_kinds
+
+_CHUNK_NUMBERS = 1 << 20  # converted at a time
+# What a checkpoint has for activations and caches in fewer bits, which keep their format here.
+_UNUSED = re.compile(r"\.(input|activation|output|k|v|q|kv_cache)_(scale|zero_point|global_scale)(_inv)?$")
+
+
+class PackedWeights:
+    """The tensors of a checkpoint folder by name; a packed matrix goes by the name that it would have unpacked.
+
+    Raises:
+        CheckpointError: see `Weights`.
+    """
+
+    def __init__(self, folder: Path, form: PackedFormat) -> None:
+        self.folder, self._files, self._form = folder, Weights(folder), form
+        found = (form.base_of(name, self._files.stored(name)) for name in self._files.names)
+        self._packed = {f"{base}.weight": base for base in found if base is not None}
+        self._shapes = {name: form.shape(base, self._files) for name, base in self._packed.items()}
+        self._parts = {
+            f"{base}.{part.ending}"
+            for name, base in self._packed.items()
+            for part in form.parts(base, self._shapes[name], self._files)
+        }
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all tensors that are no part of a packed matrix, and of the packed matrices."""
+        return [name for name in self._files.names if name not in self._parts] + list(self._packed)
+
+    @property
+    def own_names(self) -> list[str]:
+        """Names of the tensors that become weights of the decoder."""
+        plain = [name for name in self._files.own_names if name not in self._parts and not _UNUSED.search(name)]
+        return plain + list(self._packed)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._packed or name in self._files
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of one tensor, unpacked."""
+        return self._shapes[name] if name in self._packed else self._files.shape(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Dtype of the numbers of one tensor; of a packed one float32, in which it is dequantised.
+
+        Raises:
+            CheckpointError: missing, or not a floating point dtype that is read here.
+        """
+        return torch.float32 if name in self._packed else self._files.dtype(name)
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return one tensor on the CPU: as stored, or the float32 numbers that its codes stand for.
+
+        Raises:
+            CheckpointError: missing, of another shape or dtype, or with contents that are out of bounds.
+        """
+        if name not in self._packed:
+            return self._files.read(name, shape)
+        matrix = self._matrix(name, shape)
+        full = torch.empty(shape, dtype=torch.float32)  # [N, K]
+        for start, stop in _row_blocks(*shape):
+            full[start:stop] = matrix.numbers(start, stop)
+        return full
+
+    def grouped_rows(self, name: str) -> Iterator[GroupedCodes] | None:
+        """One matrix as codes and scales, some rows at a time; None if it is not stored in codes that a kernel takes.
+
+        Raises:
+            CheckpointError: see `read`.
+        """
+        if self.why_numbers(name) is not None or name not in self._packed:
+            return None
+        rows, width = self._shapes[name]
+        matrix = self._matrix(name, (rows, width))
+        assert isinstance(matrix, CodedMatrix)
+        return (matrix.grouped(start, stop) for start, stop in _row_blocks(rows, width))
+
+    def sample(self, name: str) -> GroupedCodes | None:
+        """Some rows of what `grouped_rows` gives, by which its memory is known."""
+        if self.why_numbers(name) is not None or name not in self._packed:
+            return None
+        matrix = self._matrix(name, self._shapes[name])
+        assert isinstance(matrix, CodedMatrix)
+        return matrix.grouped(0, min(BLOCK_ROWS, matrix.num_rows))
+
+    def why_numbers(self, name: str) -> str | None:
+        """Why a packed matrix has to be dequantised wherever it runs; None for others."""
+        return self._matrix(name, self._shapes[name]).why_numbers if name in self._packed else None
+
+    def read_table(self, name: str, shape: tuple[int, ...], stored: str) -> Tensor:
+        """See `Weights.read_table`."""
+        return self._files.read_table(name, shape, stored)
+
+    def check(self, config: ModelConfig, beside: frozenset[str] = frozenset()) -> None:
+        """Compare the headers with the tensors of `config`, before anything is allocated; those of the names
+        `beside` are somebody else's.
+
+        Raises:
+            CheckpointError: a tensor or a part of one is missing, superfluous, of another shape or of a dtype that is
+            not read.
+        """
+        expected = set(beside) | set(self._parts) | ({HEAD} if config.tie_embeddings else set())
+        for name, shape in hf_tensors(config):
+            self._check_shape(name, shape)
+            expected.add(name)
+        if config.tie_embeddings and HEAD in self:
+            self._check_shape(HEAD, (config.vocab_size, config.hidden_size))
+        extra = [name for name in self.own_names if name not in expected and not self._is_zero_bias(name)]
+        if extra:
+            more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
+            raise CheckpointError(
+                f"tensor {extra[0]}{more} in {self.folder} has no place in the model that config.json describes"
+            )
+
+    def kinds(self) -> list[StoredKind]:
+        """The types in which the tensors are stored, packed matrices by their format."""
+        label_of: dict[str, str] = {}
+        ways: dict[str, str] = {}
+        for name, base in self._packed.items():
+            matrix, label = self._matrix(name, self._shapes[name]), self._form.label(base, self._files)
+            if matrix.why_numbers is not None and isinstance(matrix, CodedMatrix):
+                label += f" ({matrix.why_numbers})"
+            ways[label] = AS_CODES if matrix.why_numbers is None else "dequantised when loaded"
+            parts = self._form.parts(base, self._shapes[name], self._files)
+            label_of |= {f"{base}.{part.ending}": label for part in parts}
+        unused = "scales of activations"
+        stored = []
+        for name in self._files.names:
+            label = label_of.get(name) or (unused if _UNUSED.search(name) else self._files.stored(name))
+            stored.append((label, stored_bytes(self._files.shape(name), self._files.stored(name))))
+        plain = {kind.name: kind.read for kind in self._files.kinds()}
+        ways = plain | ways | {unused: "not used: activations keep their format"}
+        return stored_kinds(stored, ways.__getitem__)
+
+    def equal(self, name: str, other: str) -> bool:
+        """Whether two tensors of one shape hold the same numbers."""
+        return torch.equal(self.read(name, self.shape(name)), self.read(other, self.shape(name)).to(self.dtype(name)))
+
+    def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        if name not in self._packed:
+            self._files.check_shape(name, shape)
+            return
+        if len(shape) != 2 or self._shapes[name] != shape:
+            raise CheckpointError(
+                f"tensor {name} in {self.folder} is packed from shape {list(self._shapes[name])}; config.json asks for "
+                f"{list(shape)}"
+            )
+        base = self._packed[name]
+        for part in self._form.parts(base, (shape[0], shape[1]), self._files):
+            self._files.check_part(f"{base}.{part.ending}", part.shapes, part.types)
+
+    def _matrix(self, name: str, shape: tuple[int, ...]) -> Packed:
+        """A packed matrix, its codes not yet unpacked."""
+        self._check_shape(name, shape)
+        base, rows, width = self._packed[name], *shape
+        parts = self._form.parts(base, (rows, width), self._files)
+        tensors = {part.ending: self._files.part(f"{base}.{part.ending}") for part in parts}
+        return self._form.matrix(FoundParts(base, (rows, width), tensors, self._files))
+
+    def _is_zero_bias(self, name: str) -> bool:
+        """Whether a tensor is a bias of zeros beside a packed matrix: older GPTQ writers gave every matrix one."""
+        if not name.endswith(".bias") or f"{name.removesuffix('.bias')}.weight" not in self._packed:
+            return False
+        return not bool(self._files.read(name, self._files.shape(name)).any())
+
+
+def _row_blocks(rows: int, width: int) -> Iterator[tuple[int, int]]:
+    """First and last row of the parts in which a matrix is converted: whole blocks of the kernel's rows."""
+    step = max(1, _CHUNK_NUMBERS // width // BLOCK_ROWS) * BLOCK_ROWS
+    return ((start, min(start + step, rows)) for start in range(0, rows, step))

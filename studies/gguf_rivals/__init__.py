@@ -1,0 +1,1 @@
+"""Two engines on the same GGUF files, ours and llama.cpp: bits per byte of held-out text, and the cost of a step."""

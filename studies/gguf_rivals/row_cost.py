@@ -1,0 +1,107 @@
+"""Milliseconds of one pass over 1 to 32 rows of one sequence, behind a text, by our engine and by llama-bench.
+
+Ours computes the logits of every row, as a verify pass does; llama-bench those of the last row only.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from foretoken.bench.llama_programs import LlamaCpp, run_program
+from foretoken.errors import ForetokenError
+from foretoken.model.interface import LanguageModel, Segment
+
+Times = dict[int, list[float]]  # milliseconds of single passes, by rows
+
+_WARM_UP = 3
+_NUM_DRAWS, _COVERAGE, _SEED = 2000, 0.95, 0
+
+
+@torch.inference_mode()
+def our_times(model: LanguageModel, counts: Sequence[int], depth: int, repeats: int) -> Times:
+    """Passes behind `depth` tokens; row counts take turns, and the first rounds are left out."""
+    generator = torch.Generator().manual_seed(_SEED)
+    times: Times = {count: [] for count in counts}
+    model.open(0)
+    if depth:
+        model.forward(torch.randint(model.vocab_size, (depth,), generator=generator), [Segment(0, depth)])
+        model.commit(0, depth)
+    for turn in range(repeats + _WARM_UP):
+        for count in counts:
+            tokens = torch.randint(model.vocab_size, (count,), generator=generator)
+            began = time.perf_counter()
+            model.forward(tokens, [Segment(0, 1, tuple(range(-1, count - 2)), count)])
+            if turn >= _WARM_UP:
+                times[count].append((time.perf_counter() - began) * 1e3)
+    model.close(0)
+    return times
+
+
+def their_times(llama: LlamaCpp, gguf: Path, counts: Sequence[int], depth: int, repeats: int, threads: int) -> Times:
+    """The same by llama-bench, which takes all repeats of a number of rows in a row, behind a pass that is not timed.
+
+    Raises:
+        ForetokenError: the program failed.
+    """
+    rows = ",".join(map(str, counts))
+    command = [str(llama.bench), "-m", str(gguf), "-n", "0", "-p", rows, "-d", str(depth), "-r", str(repeats)]
+    return parse_rows(run_program([*command, "-t", str(threads), "-o", "json"])[0], counts)
+
+
+def parse_rows(output: str, counts: Sequence[int]) -> Times:
+    """The times that `llama-bench -o json` reports, by rows.
+
+    Raises:
+        ForetokenError: there is no result for a number of rows.
+    """
+    try:
+        results = json.loads(output[output.index("[") :])
+        found = {int(one["n_prompt"]): [ns / 1e6 for ns in one["samples_ns"]] for one in results}
+        return {count: found[count] for count in counts}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ForetokenError(f"llama-bench gave no result: {output[-200:]!r}") from error
+
+
+def compared(ours: Sequence[Times], theirs: Sequence[Times]) -> list[dict[str, Any]]:
+    """By rows: medians over all turns, and the ratio of theirs to ours, above 1 where ours is faster.
+
+    With a 95 % interval by a bootstrap (Efron 1979) that draws turns, then passes within each; None with one turn.
+    """
+    rows = []
+    for count in ours[0]:
+        own, other = ([np.array(turn[count]) for turn in side] for side in (ours, theirs))
+        draws = _draws(own, other)
+        low, high = (100 * (1 - _COVERAGE) / 2, 100 * (1 + _COVERAGE) / 2)
+        bounds = None if draws is None else np.percentile(np.vstack([draws, draws[1] / draws[0]]), [low, high], axis=1)
+        medians = [float(np.median(np.concatenate(side))) for side in (own, other)]
+        row: dict[str, Any] = {"rows": count, "ours_ms": medians[0], "theirs_ms": medians[1]}
+        row["theirs_over_ours"] = medians[1] / medians[0]
+        for place, name in enumerate(("ours_ms", "theirs_ms", "theirs_over_ours")):
+            row[f"{name}_interval"] = None if bounds is None else [float(bound) for bound in bounds[:, place]]
+        rows.append(row)
+    for row in rows:
+        row["ours_over_one_row"], row["theirs_over_one_row"] = (
+            row[name] / rows[0][name] for name in ("ours_ms", "theirs_ms")
+        )
+    return rows
+
+
+def _draws(own: list[NDArray[np.float64]], other: list[NDArray[np.float64]]) -> NDArray[np.float64] | None:
+    """Medians [2, draws] of both sides, the same turns drawn for both; None with one turn."""
+    if len(own) < 2:
+        return None
+    rng = np.random.default_rng(_SEED)
+    found = np.empty((2, _NUM_DRAWS))
+    for draw in range(_NUM_DRAWS):
+        turns = rng.integers(len(own), size=len(own))
+        for place, side in enumerate((own, other)):
+            found[place, draw] = np.median(np.concatenate([rng.choice(side[turn], len(side[turn])) for turn in turns]))
+    return found

@@ -1,0 +1,11 @@
+"""Ctrl-C reaches the tests and the processes that they start, however pytest was started."""
+
+from __future__ import annotations
+
+import signal
+
+
+def heed_interrupts() -> None:
+    """Take SIGINT again where it is ignored: shells start background jobs so, and children inherit it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
