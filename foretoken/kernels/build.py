@@ -31,14 +31,14 @@ class BuildError(Exception):
     """There is no library; the message says why, and what to do about it."""
 
 
-def built(source: Path, flags: tuple[str, ...] = FLAGS) -> Path:
-    """The library made of `source`, from the cache or compiled now.
+def built(source: Path, flags: tuple[str, ...] = FLAGS, headers: tuple[Path, ...] = ()) -> Path:
+    """The library made of `source`, which includes `headers`, from the cache or compiled now.
 
     Raises:
         BuildError: no compiler, one that fails, or a cache folder that cannot be written.
     """
     compiler = _compiler()
-    named = (source.read_text(encoding="utf-8"), *compiler, *flags, _processor())
+    named = (*(file.read_text(encoding="utf-8") for file in (source, *headers)), *compiler, *flags, _processor())
     key = hashlib.sha256("\0".join(named).encode()).hexdigest()[:24]
     path = cache_folder("kernels") / f"{source.stem}-{key}.so"
     try:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import math
 import mmap
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,6 +45,17 @@ class KVPool:
             raise CapacityError(
                 f"no memory for a cache of {num_slots:,} tokens ({size / 2**30:,.1f} GiB); give a smaller cache_tokens"
             ) from error
+
+    @property
+    def num_slots(self) -> int:
+        """S."""
+        return self.keys[0].shape[1]
+
+    @functools.cached_property
+    def addresses(self) -> tuple[Any, Any]:
+        """Where keys and values of each layer begin, as two arrays for compiled code."""
+        keys, values = ([tensor.data_ptr() for tensor in some] for some in (self.keys, self.values))
+        return (ctypes.c_void_p * len(keys))(*keys), (ctypes.c_void_p * len(values))(*values)
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Store `key` and `value` [T, G, K] in `slots` [T]."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from foretoken.model.architecture import ModelConfig
+from foretoken.model.layer_pass import layer_pass
 from foretoken.model.layers import Embedding, GatedMLP, Linear, RMSNorm
 from foretoken.model.rope import RotaryTable, rotate
 from foretoken.model.sharding import Collective, Shard, SingleRank
@@ -77,6 +78,16 @@ class DecoderLayer(nn.Module):
         return query, key, qkv[:, heads + kv_heads :]
 
 
+def between(layers: Sequence[int], taps: Sequence[int]) -> list[list[int]]:
+    """`layers` in runs that begin where a tap is wanted."""
+    runs: list[list[int]] = []
+    for index in layers:
+        if index in taps or not runs:
+            runs.append([])
+        runs[-1].append(index)
+    return runs
+
+
 class Decoder(nn.Module):
     """Embedding, layers, final norm and output head: all of them, or one rank's part.
 
@@ -126,11 +137,16 @@ class Decoder(nn.Module):
         or layer `l - 1` gives.
         """
         cos, sin = self.rotary.at(positions)
+        compiled = layer_pass(self, x, attention, cos, sin)
         kept: dict[int, Tensor] = {}
-        for index in layers:
-            if index in taps:
-                kept[index] = x
-            x = self.layers[index](x, cos, sin, attention, index)
+        for some in between(layers, taps):
+            if some[0] in taps:
+                kept[some[0]] = x
+            if compiled is not None:
+                x = compiled.run(x, some)
+                continue
+            for index in some:
+                x = self.layers[index](x, cos, sin, attention, index)
         if layers and layers[-1] + 1 in taps:
             kept[layers[-1] + 1] = x
         return Hidden(x, kept)

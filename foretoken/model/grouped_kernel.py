@@ -15,7 +15,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -29,6 +29,7 @@ from foretoken.model.grouped import SUPER, GroupedCodes
 from foretoken.model.grouped_layout import BLOCK_ROWS, laid_out, stored_bits, unpacked
 from foretoken.model.grouped_twin import SPAN, products
 from foretoken.model.large_pages import large_page_tensor
+from foretoken.model.product import ARGUMENTS, CompiledWeight, Multiply, Product, array_of
 
 SOURCE = Path(__file__).resolve().parent.parent / "kernels" / "grouped.cpp"
 INSTRUCTIONS = ("plain C++", "AVX2", "AVX-512 VNNI")
@@ -54,14 +55,6 @@ class _Matrix(ctypes.Structure):
     )
 
 
-# x [T, K], num_rows, width, matrices, their number, out [T, N], N, whether both are bfloat16, threads
-_ARGUMENTS = (
-    *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int),
-    *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_int),
-)
-
-
-Multiply = Callable[..., bool]
 _Index: TypeAlias = slice | tuple[Tensor, slice, Tensor]
 
 
@@ -70,7 +63,7 @@ class KernelWarning(UserWarning):
 
 
 @dataclass(frozen=True)
-class GroupedWeight:
+class GroupedWeight(CompiledWeight):
     """A matrix [N, K], or a table of rows, in the kernel's layout.
 
     `codes` [blocks, groups, group * bits / 32, 16, 4] uint8, see `grouped_layout`. `scales` and `minimums` [blocks,
@@ -134,7 +127,7 @@ class GroupedWeight:
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """`x` [T, K] times the transpose, [T, N]."""
-        return _multiply((self,), x, bias)
+        return _multiply((self,), self.product, x, bias)
 
     def rows(self, index: Tensor) -> Tensor:
         """The rows `index` [T] as numbers, [T, K]."""
@@ -173,6 +166,9 @@ class GroupedWeight:
             return _MULTIPLE
         return _FORMS[self.scales.dtype]
 
+    def _compiled(self) -> Product | None:
+        return _product((self,))
+
     @property
     def nbytes(self) -> int:
         """Memory it takes."""
@@ -181,14 +177,17 @@ class GroupedWeight:
 
 
 @dataclass(frozen=True)
-class MergedWeight:
+class MergedWeight(CompiledWeight):
     """Matrices of one input whose outputs follow one another, each in a format of its own: [N1 + N2 + ..., K]."""
 
     parts: tuple[GroupedWeight, ...]
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """`x` [T, K] times the transpose, [T, N1 + N2 + ...]."""
-        return _multiply(self.parts, x, bias)
+        return _multiply(self.parts, self.product, x, bias)
+
+    def _compiled(self) -> Product | None:
+        return _product(self.parts)
 
     @property
     def nbytes(self) -> int:
@@ -224,21 +223,20 @@ def _in_blocks(numbers: Tensor) -> Tensor:
     return large_page_tensor(split.shape, split.dtype).copy_(split)
 
 
-def _multiply(parts: Sequence[GroupedWeight], x: Tensor, bias: Tensor | None) -> Tensor:
-    function, num_rows = kernel(), sum(part.num_rows for part in parts)
-    is_bf16 = function is not None and bias is None and x.dtype == torch.bfloat16  # it reads and writes those itself
-    full = (x if is_bf16 else x.to(torch.float32)).contiguous()
-    out = full.new_empty(len(x), num_rows)
+def _multiply(parts: Sequence[GroupedWeight], product: Product | None, x: Tensor, bias: Tensor | None) -> Tensor:
+    if product is not None:
+        return product(x, bias)
+    full = x.to(torch.float32)
+    out = torch.cat([products(part, full) for part in parts], dim=1)
+    return (out if bias is None else out + bias).to(x.dtype)
+
+
+def _product(parts: Sequence[GroupedWeight]) -> Product | None:
+    function = kernel()
     if function is None:
-        torch.cat([products(part, full) for part in parts], dim=1, out=out)
-    elif len(x) and not function(
-        *(full.data_ptr(), len(x), parts[0].width, (_Matrix * len(parts))(*map(_matrix, parts)), len(parts)),
-        *(out.data_ptr(), num_rows, is_bf16, torch.get_num_threads()),
-    ):
-        raise MemoryError(f"no memory for the codes of {len(x)} rows of activations; run fewer rows at a time")
-    if bias is not None:
-        out += bias
-    return out.to(x.dtype)
+        return None
+    num_outputs = sum(part.num_rows for part in parts)
+    return Product(function, array_of(_Matrix, [_matrix(part) for part in parts]), parts[0].width, num_outputs)
 
 
 def _matrix(weight: GroupedWeight) -> _Matrix:
@@ -275,7 +273,7 @@ def load(path: Path) -> Multiply:
         raise BuildError(f"the compiled library cannot be loaded ({error}); delete {path}") from error
     if interface != _INTERFACE:
         raise BuildError(f"{path} has interface {interface}, not {_INTERFACE}; delete it")
-    function.argtypes, function.restype = _ARGUMENTS, ctypes.c_bool
+    function.argtypes, function.restype = ARGUMENTS, ctypes.c_bool
     return function
 
 

@@ -9,6 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from foretoken.model.dense_kernel import DenseWeight, has_amx
+from foretoken.model.dense_kernel import kernel as dense_kernel
+from foretoken.model.product import Product
+from foretoken.model.row_kernels import kernels_for
+
 # Row count that oneDNN lays packed weights out for. Decode and verify passes hold 1-16 rows; measured flat over 1-8
 # (benchmarks/), and prefill loses nothing against the plain layout.
 _PACK_ROWS = 8
@@ -24,6 +29,11 @@ class PackedWeight(Protocol):
     @property
     def nbytes(self) -> int:
         """Memory it takes."""
+        ...
+
+    @property
+    def product(self) -> Product | None:
+        """What a compiled pass over whole layers multiplies with; None: nothing of ours."""
         ...
 
 
@@ -57,11 +67,11 @@ class Linear(nn.Module):
         weight = self.weight
         if weight is None or weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not can_pack():
             return
-        self.hold(
-            MkldnnWeight(
-                torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _PACK_ROWS), weight.nbytes
-            )
-        )
+        own = weight.detach().contiguous()
+        if not has_amx() and dense_kernel() is not None:
+            self.hold(DenseWeight.of(own))
+        else:
+            self.hold(MkldnnWeight(torch.ops.mkldnn._reorder_linear_weight(own, _PACK_ROWS), weight.nbytes))
 
     def hold(self, packed: PackedWeight) -> None:
         """Replace the weight by `packed`."""
@@ -78,6 +88,11 @@ class MkldnnWeight:
 
     packed: Tensor
     nbytes: int
+
+    @property
+    def product(self) -> None:
+        """See `PackedWeight`."""
+        return
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """See `PackedWeight`."""
@@ -106,7 +121,9 @@ class Embedding(nn.Module):
 
 
 def can_pack() -> bool:
-    """Whether this torch build and processor have the packed bf16 linear."""
+    """Whether there is a kernel for packed bf16 matrices here: ours, or oneDNN's."""
+    if not has_amx() and dense_kernel() is not None:
+        return True
     return bool(torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())  # type: ignore[no-untyped-call]
 
 
@@ -120,6 +137,9 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` [..., size], same shape back."""
+        kernels = kernels_for(x)
+        if kernels is not None and self.weight.dtype == x.dtype:
+            return kernels.rms_norm(x, self.weight, self.eps)
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 
@@ -133,6 +153,14 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` [T, hidden] -> [T, hidden]."""
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        out: Tensor = self.down_proj(F.silu(gate) * up)
+        out: Tensor = self.down_proj(_gated(self.gate_up_proj(x)))
         return out
+
+
+def _gated(x: Tensor) -> Tensor:
+    """`silu` of the first half of each row of `x` [T, 2 I] times the second: [T, I]."""
+    kernels = kernels_for(x)
+    if kernels is not None:
+        return kernels.gate(x)
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up

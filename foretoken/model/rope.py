@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from foretoken.model.architecture import ModelConfig, RopeConfig
+from foretoken.model.row_kernels import kernels_for
 from foretoken.transfer import to_device
 
 TABLE_BLOCK = 4096  # positions that a table grows by: one step for a short context, few for a long one
@@ -128,6 +129,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate `x` `[T, H, head_dim]` by its positions; pairs are channel i and i + head_dim / 2 (the Hugging Face
     order).
     """
+    kernels = kernels_for(x)
+    if kernels is not None and cos.dtype == x.dtype:
+        return kernels.rotate(x, cos, sin)
     half = x.shape[-1] // 2
     turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
     return x * cos + turned * sin

@@ -19,7 +19,11 @@ from foretoken.kv.blocks import is_run
 from foretoken.kv.pool import KVPool
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.interface import Segment
+from foretoken.model.row_kernels import HEAD_DIMS, RowKernels, SegmentRows, kernels_for
 from foretoken.transfer import to_device
+
+# Rows of a segment that the compiled kernel reads; more are a prompt's, for which torch's blocked products are faster.
+_MOST_ROWS = 32
 
 
 @dataclass(frozen=True)
@@ -60,22 +64,52 @@ class Reader:
     masks: dict[int | None, Tensor | None] = field(default_factory=dict)  # by window
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """Who reads what a layer holds: the compiled kernel all `segments` in one call, torch each of `others`."""
+
+    kernels: RowKernels | None
+    segments: Sequence[SegmentRows]
+    held: Sequence[Tensor]  # that the segments point to
+    others: Sequence[Reader]
+
+
 class PagedAttention:
-    """Writes this forward's keys and values into the pool, then reads per segment."""
+    """Writes this forward's keys and values into the pool, then reads per segment; on a CPU, segments of few rows are
+    read by `row_kernels`.
+    """
 
     def __init__(self, config: ModelConfig, pool: KVPool, write_slots: Tensor, readers: Sequence[Reader]) -> None:
         self.config, self.pool, self.write_slots, self.readers = config, pool, write_slots, readers
+        self._plans: dict[int | None, _Plan] = {}  # by window
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """See `decoder.Attention`."""
-        self.pool.write(layer, self.write_slots, key, value)
         window = self.config.window(layer)
-        if len(self.readers) == 1:
-            return self._read(layer, window, self.readers[0], query)
-        parts = query.split_with_sizes([reader.segment.num_rows for reader in self.readers])  # each [n, H, K]
-        return torch.cat(
-            [self._read(layer, window, reader, part) for reader, part in zip(self.readers, parts, strict=True)]
-        )
+        plan = self._plan(window, query)
+        if plan.kernels is None:
+            self.pool.write(layer, self.write_slots, key, value)
+            if len(self.readers) == 1:
+                return self._read(layer, window, self.readers[0], query)
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        if plan.kernels is not None:
+            cache = self.pool.keys[layer], self.pool.values[layer]
+            plan.kernels.attend(cache, self.write_slots, (query, key, value), plan.segments, out)
+        for reader in plan.others:
+            out[reader.rows] = self._read(layer, window, reader, query[reader.rows])
+        return out
+
+    def kernel_segments(self, like: Tensor) -> Sequence[SegmentRows] | None:
+        """What the compiled kernel reads of every layer, if it reads all segments of all layers; `like` is of the kind
+        of the queries.
+        """
+        plans = [self._plan(window, like) for window in {self.config.window(i) for i in range(self.config.num_layers)}]
+        return None if any(plan.others for plan in plans) else plans[0].segments
+
+    def _plan(self, window: int | None, like: Tensor) -> _Plan:
+        if window not in self._plans:
+            self._plans[window] = _plan(self.readers, window, self.config.head_dim, like)
+        return self._plans[window]
 
     def _read(self, layer: int, window: int | None, reader: Reader, query: Tensor) -> Tensor:
         """`query` [n, H, K] over the segment's slots. Query heads of one group become rows: no key is copied."""
@@ -101,6 +135,30 @@ class PagedAttention:
             per_group = self.config.num_heads // self.config.num_kv_heads
             reader.masks[window] = additive_mask(reader.segment, reader.past, window, per_group, query)
         return reader.masks[window]
+
+
+def _plan(readers: Sequence[Reader], window: int | None, head_dim: int, like: Tensor) -> _Plan:
+    """The kernel reads segments of few rows whose window cuts nothing off."""
+    kernels = kernels_for(like) if head_dim in HEAD_DIMS else None
+    segments, held, others = list[SegmentRows](), list[Tensor](), list[Reader]()
+    for reader in readers:
+        if kernels is None or reader.segment.num_rows > _MOST_ROWS or (window or len(reader.slots)) < len(reader.slots):
+            others.append(reader)
+            continue
+        segment, columns = SegmentRows(), reader.slots.index
+        if isinstance(columns, range):
+            segment.first_slot = columns.start
+        else:
+            held.append(columns)
+            segment.slots = columns.data_ptr()
+        if not reader.segment.is_chain:
+            visible = visible_new(reader.segment)[0][reader.segment.num_held :].to(torch.uint8).contiguous()
+            held.append(visible)
+            segment.visible = visible.data_ptr()
+        segment.num_columns, segment.num_rows = len(reader.slots), reader.segment.num_rows
+        segment.shared, segment.first_row = reader.past, reader.rows.start
+        segments.append(segment)
+    return _Plan(kernels if segments else None, segments, held, others)
 
 
 def additive_mask(segment: Segment, past: int, window: int | None, per_group: int, like: Tensor) -> Tensor | None:

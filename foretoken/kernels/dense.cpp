@@ -1,0 +1,185 @@
+// Products of activations with bfloat16 weights; dense_kernel.py has the layout.
+//
+// For row t and output n the products are added in float32 in ascending order of the inputs, two at a time where the
+// processor has an instruction for that. A result therefore depends neither on the other rows, nor on their number, nor
+// on the threads.
+
+#include <cstdint>
+#include <cstring>
+#include <new>
+#include <vector>
+
+#include "numbers.h"
+
+#if defined(__AVX512BF16__) && defined(__AVX512F__)
+#define FORETOKEN_BF16 1
+#include <immintrin.h>
+#endif
+
+// One matrix, as Python fills it in.
+struct foretoken_dense {
+    const uint16_t* weights;  // [blocks, pairs, 16, 2]: 16 outputs of two inputs
+    int64_t num_outputs;
+};
+
+namespace {
+
+constexpr int MOST_ROWS = 8;       // rows of a tile, for which weights are loaded once
+constexpr int MOST_BLOCKS = 3;     // of outputs, for which a row's inputs are loaded once: 24 sums fit into registers
+constexpr int FEW_ROWS = 2;        // up to here memory is the limit, and fewer blocks are read more evenly
+constexpr int64_t FEW_WEIGHTS = 1 << 15;  // up to here one thread works: waking others would take longer
+constexpr int AHEAD = 24;          // lines: what is fetched before it is needed
+
+// The rows of a tile stand together: [pairs, rows] of two bfloat16.
+struct Tile {
+    const uint32_t* pairs;
+    int64_t num_pairs;
+};
+
+inline void fetch(const void* at) { __builtin_prefetch(at, 0, 2); }
+
+// Adds the products of 16 outputs with a pair of inputs.
+#ifdef FORETOKEN_BF16
+using Line = __m512bh;
+inline Line line_at(const uint16_t* at) { return (Line)_mm512_loadu_si512(at); }
+inline void add_products(Lanes& sum, const Line& line, uint32_t pair) {
+    sum = Lanes(_mm512_dpbf16_ps(__m512(sum), line, (__m512bh)_mm512_set1_epi32(int32_t(pair))));
+}
+#else
+struct Line {
+    Lanes first, second;
+};
+inline Line line_at(const uint16_t* at) {
+    Words words;
+    std::memcpy(&words, at, sizeof words);
+    return {Lanes(words << 16), Lanes(words & int32_t(0xffff0000u))};
+}
+inline void add_products(Lanes& sum, const Line& line, uint32_t pair) {
+    sum += line.first * of_bits(pair << 16);
+    sum += line.second * of_bits(pair & 0xffff0000u);
+}
+#endif
+
+// 16 outputs of each of BLOCKS blocks for ROWS rows: a number of the rows that was fetched is used BLOCKS times, a line
+// of weights ROWS times.
+template <int ROWS, int BLOCKS>
+void multiply_blocks(const uint16_t* weights, const Tile& x, Lanes (*out)[MOST_ROWS]) {
+    const int64_t block_size = x.num_pairs * 2 * LANES;
+    Lanes sums[BLOCKS][ROWS];
+    for (int b = 0; b < BLOCKS; ++b)
+        for (int r = 0; r < ROWS; ++r) sums[b][r] = Lanes{};
+    for (int64_t p = 0; p < x.num_pairs; ++p, weights += 2 * LANES) {
+        Line lines[BLOCKS];
+        for (int b = 0; b < BLOCKS; ++b) {
+            fetch(weights + b * block_size + AHEAD * 2 * LANES);
+            lines[b] = line_at(weights + b * block_size);
+        }
+        for (int r = 0; r < ROWS; ++r)
+            for (int b = 0; b < BLOCKS; ++b) add_products(sums[b][r], lines[b], x.pairs[p * ROWS + r]);
+    }
+    for (int b = 0; b < BLOCKS; ++b) std::copy_n(sums[b], ROWS, out[b]);
+}
+
+template <int BLOCKS>
+void multiply_rows(int64_t rows, const uint16_t* weights, const Tile& x, Lanes (*out)[MOST_ROWS]) {
+    switch (rows) {
+        case 1: return multiply_blocks<1, BLOCKS>(weights, x, out);
+        case 2: return multiply_blocks<2, BLOCKS>(weights, x, out);
+        case 3: return multiply_blocks<3, BLOCKS>(weights, x, out);
+        case 4: return multiply_blocks<4, BLOCKS>(weights, x, out);
+        case 5: return multiply_blocks<5, BLOCKS>(weights, x, out);
+        case 6: return multiply_blocks<6, BLOCKS>(weights, x, out);
+        case 7: return multiply_blocks<7, BLOCKS>(weights, x, out);
+        default: return multiply_blocks<8, BLOCKS>(weights, x, out);
+    }
+}
+
+inline uint16_t rounded(uint16_t bf16) { return bf16; }
+inline uint16_t rounded(float value) { return bf16_of(value); }
+
+// The rows of one call, rounded and laid out once for all matrices.
+struct Activations {
+    int64_t rows, num_pairs;
+    std::vector<uint32_t> pairs;  // by tile as in `Tile`
+
+    template <class T>
+    Activations(const T* x, int64_t num_rows, int64_t width)
+        : rows(num_rows), num_pairs((width + 1) / 2), pairs(rows * num_pairs) {
+        for (int64_t row = 0; row < rows; ++row) {
+            const int64_t first = row / MOST_ROWS * MOST_ROWS, count = rows_from(first);
+            uint32_t* own = pairs.data() + first * num_pairs + (row - first);
+            for (int64_t i = 0; i < width; ++i)
+                own[i / 2 * count] |= uint32_t(rounded(x[row * width + i])) << (i % 2 * 16);
+        }
+    }
+
+    int64_t rows_from(int64_t first) const { return std::min<int64_t>(MOST_ROWS, rows - first); }
+    Tile at(int64_t first) const { return {pairs.data() + first * num_pairs, num_pairs}; }
+};
+
+// All rows against some blocks, into the columns of `out` [rows, stride].
+template <class T>
+void multiply_some(const foretoken_dense& w, const Activations& x, int64_t block, int64_t num_blocks, T* out,
+                   int64_t stride) {
+    const uint16_t* weights = w.weights + block * x.num_pairs * 2 * LANES;
+    for (int64_t first = 0; first < x.rows; first += MOST_ROWS) {
+        const int64_t rows = x.rows_from(first);
+        Lanes sums[MOST_BLOCKS][MOST_ROWS];
+        if (num_blocks == 3)
+            multiply_rows<3>(rows, weights, x.at(first), sums);
+        else if (num_blocks == 2)
+            multiply_rows<2>(rows, weights, x.at(first), sums);
+        else
+            multiply_rows<1>(rows, weights, x.at(first), sums);
+        for (int64_t b = 0; b < num_blocks; ++b) {
+            const int64_t column = (block + b) * LANES, count = std::min<int64_t>(LANES, w.num_outputs - column);
+            for (int64_t r = 0; r < rows; ++r) {
+                T* to = out + (first + r) * stride + column;
+                if (count == LANES)
+                    store(sums[b][r], to);
+                else
+                    store_some(sums[b][r], to, count);
+            }
+        }
+    }
+}
+
+template <class T>
+void multiply(const T* x, int64_t rows, int64_t width, const foretoken_dense* parts, int num_parts, T* out,
+              int64_t stride, int threads) {
+    const Activations a(x, rows, width);
+    const int64_t together = rows <= FEW_ROWS ? 2 : MOST_BLOCKS;
+    for (int part = 0; part < num_parts; ++part) {
+        const foretoken_dense& w = parts[part];
+        const int64_t blocks = (w.num_outputs + LANES - 1) / LANES;
+#pragma omp parallel for num_threads(threads) schedule(static) if (w.num_outputs * width > FEW_WEIGHTS)
+        for (int64_t block = 0; block < blocks; block += together)
+            multiply_some(w, a, block, std::min(together, blocks - block), out, stride);
+        out += w.num_outputs;
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+// What the numbers below mean; a library of another interface is not used.
+int foretoken_dense_interface() { return 1; }
+
+// `x` [rows, width] times the transpose of the matrices `parts`, whose outputs follow one another in `out`
+// [rows, stride]; both are bfloat16 or both float32, which is rounded to bfloat16 first. False: no memory.
+bool foretoken_dense_multiply(const void* x, int64_t rows, int64_t width, const foretoken_dense* parts, int num_parts,
+                              void* out, int64_t stride, int is_bf16, int threads) {
+    try {
+        if (is_bf16)
+            multiply(static_cast<const uint16_t*>(x), rows, width, parts, num_parts, static_cast<uint16_t*>(out), stride,
+                     threads);
+        else
+            multiply(static_cast<const float*>(x), rows, width, parts, num_parts, static_cast<float*>(out), stride,
+                     threads);
+    } catch (const std::bad_alloc&) {
+        return false;
+    }
+    return true;
+}
+}

@@ -1,0 +1,112 @@
+// Sixteen numbers at a time, in the vector types that GCC and Clang have for every processor: a cast between two of them
+// keeps the bits. bfloat16 is widened to float32 where it is read and rounded where it is written.
+
+#ifndef FORETOKEN_NUMBERS_H
+#define FORETOKEN_NUMBERS_H
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+constexpr int LANES = 16;
+
+typedef float Lanes __attribute__((vector_size(64)));
+typedef float Eight __attribute__((vector_size(32)));
+typedef float Four __attribute__((vector_size(16)));
+typedef int32_t Words __attribute__((vector_size(64)));
+typedef uint16_t Halves __attribute__((vector_size(32)));
+
+inline float of_bits(uint32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+inline uint16_t bf16_of(float value) {  // ties to even
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    return value != value ? 0x7fc0 : uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+inline float number(float value) { return value; }
+inline float number(uint16_t bf16) { return of_bits(uint32_t(bf16) << 16); }
+
+inline Lanes all(float value) { return value - Lanes{}; }
+
+inline Lanes load(const float* from) {
+    Lanes to;
+    std::memcpy(&to, from, sizeof to);
+    return to;
+}
+
+inline Lanes load(const uint16_t* bf16) {
+    Halves halves;
+    std::memcpy(&halves, bf16, sizeof halves);
+    return Lanes(__builtin_convertvector(halves, Words) << 16);
+}
+
+inline void store(Lanes from, float* to) { std::memcpy(to, &from, sizeof from); }
+
+inline void store(Lanes from, uint16_t* bf16) {  // ties to even
+    const Words bits = Words(from), rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    const Halves halves = __builtin_convertvector(from == from ? rounded : Words{} + 0x7fc0, Halves);
+    std::memcpy(bf16, &halves, sizeof halves);
+}
+
+// The last `count` numbers of a row, zeros behind them.
+template <class T>
+inline Lanes load_some(const T* from, int64_t count) {
+    T all_of[LANES] = {};
+    std::copy_n(from, count, all_of);
+    return load(all_of);
+}
+
+template <class T>
+inline void store_some(Lanes from, T* to, int64_t count) {
+    T all_of[LANES];
+    store(from, all_of);
+    std::copy_n(all_of, count, to);
+}
+
+// Calls `whole(i)` for each 16 numbers of `size`, then `some(i, count)` for those that are left over.
+template <class Whole, class Some>
+inline void by_lanes(int64_t size, Whole whole, Some some) {
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) whole(i);
+    if (i < size) some(i, size - i);
+}
+
+// The sum of 16 numbers, in an order that does not change.
+inline float sum_of(Lanes lanes) {
+    Eight low, high;
+    std::memcpy(&low, &lanes, sizeof low);
+    std::memcpy(&high, reinterpret_cast<const char*>(&lanes) + sizeof low, sizeof high);
+    const Eight eight = low + high;
+    Four first, second;
+    std::memcpy(&first, &eight, sizeof first);
+    std::memcpy(&second, reinterpret_cast<const char*>(&eight) + sizeof first, sizeof second);
+    const Four four = first + second;
+    return (four[0] + four[2]) + (four[1] + four[3]);
+}
+
+// e^x to a few units in the last place, x taken into [-87, 88]; NaN stays NaN (Cody and Waite's reduction, a polynomial
+// of degree 6).
+inline Lanes exp_of(Lanes x) {
+    x = x < -87.0f ? all(-87.0f) : x;
+    x = x > 88.0f ? all(88.0f) : x;
+    constexpr float WHOLE = 12582912.0f;  // 1.5 * 2^23: what is added to it is rounded to a whole number
+    const Lanes shifted = x * 1.44269504f + WHOLE, power = shifted - WHOLE;
+    const Lanes rest = (x - power * 0.693359375f) + power * 2.12194440e-4f;
+    Lanes sum = rest * 1.3981999507e-3f + 8.3334519073e-3f;
+    sum = sum * rest + 4.1665795894e-2f;
+    sum = sum * rest + 1.6666665459e-1f;
+    sum = sum * rest + 5.0000001201e-1f;
+    sum = sum * rest * rest + rest + 1.0f;
+    return sum * Lanes((Words(shifted) - 0x4b400000 + 127) << 23);
+}
+
+}  // namespace
+
+#endif

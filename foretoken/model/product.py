@@ -1,0 +1,87 @@
+"""Matrices that a compiled function multiplies by: what `kernels/grouped.cpp` and `kernels/dense.cpp` have in common."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# x [T, K], num_rows, width, matrices, their number, out [T, N], N, whether both are bfloat16, threads
+ARGUMENTS = (
+    *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int),
+    *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_int),
+)
+Multiply = Callable[..., bool]
+
+
+class ProductFields(ctypes.Structure):
+    """`foretoken_product` of `kernels/decoder.cpp`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("multiply", "parts", "bias")),
+        *((name, ctypes.c_int64) for name in ("width", "num_outputs")),
+        ("num_parts", ctypes.c_int32),
+    )
+
+
+@dataclass(frozen=True)
+class Product:
+    """A function with the matrices it multiplies by, as its library takes them; outputs of `parts` follow one another.
+
+    Holds addresses: it is of use as long as the weights that made it.
+    """
+
+    function: Multiply
+    parts: Any  # a ctypes array
+    width: int
+    num_outputs: int
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """`x` [T, K] times the transpose, plus `bias` [N], rounded once: [T, N].
+
+        Raises:
+            MemoryError: no memory for the rows as the function wants them.
+        """
+        is_bf16 = bias is None and x.dtype == torch.bfloat16  # it reads and writes those itself
+        full = (x if is_bf16 else x.to(torch.float32)).contiguous()
+        out = torch.empty(len(full), self.num_outputs, dtype=full.dtype)
+        if len(full) and not self.function(
+            *(full.data_ptr(), len(full), self.width, self.parts, len(self.parts)),
+            *(out.data_ptr(), self.num_outputs, is_bf16, torch.get_num_threads()),
+        ):
+            raise MemoryError(f"no memory for the codes of {len(full)} rows of activations; run fewer rows at a time")
+        if bias is not None:
+            out += bias
+        return out if out.dtype == x.dtype else out.to(x.dtype)
+
+    def fields(self, bias: Tensor | None) -> ProductFields:
+        """What a compiled pass over whole layers takes."""
+        address = ctypes.cast(self.function, ctypes.c_void_p)  # type: ignore[arg-type]
+        parts = ctypes.addressof(self.parts)
+        at = None if bias is None else bias.data_ptr()
+        return ProductFields(address.value, parts, at, self.width, self.num_outputs, len(self.parts))
+
+
+class CompiledWeight:
+    """A weight that knows its `Product`; a copy makes its own, because a product holds addresses."""
+
+    @functools.cached_property
+    def product(self) -> Product | None:
+        """What multiplies by this weight, None where nothing can be compiled."""
+        return self._compiled()
+
+    def _compiled(self) -> Product | None:
+        raise NotImplementedError
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "product"}
+
+
+def array_of(kind: type[ctypes.Structure], parts: Sequence[ctypes.Structure]) -> Any:
+    """`parts` one behind the other."""
+    return (kind * len(parts))(*parts)

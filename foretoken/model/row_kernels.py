@@ -1,0 +1,180 @@
+"""What a decoder does with each row on its own, and attention, compiled for the CPU: `kernels/decoder.cpp`.
+
+A decode step on a CPU runs hundreds of operations over a row of a few thousand numbers, and torch takes microseconds to
+begin each. These take one call each. A row's result depends neither on the rows beside it nor on the threads: sums run
+in an order of their own, see the source. Where they cannot run (`kernels_for`), torch's operations stand in, equal up
+to rounding.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretoken.kernels.build import BuildError, built
+
+_FOLDER = Path(__file__).resolve().parent.parent / "kernels"
+NUMBERS_HEADER = _FOLDER / "numbers.h"
+SOURCE, HEADERS = _FOLDER / "decoder.cpp", (_FOLDER / "attention.h", _FOLDER / "rows.h", NUMBERS_HEADER)
+# Sums have an order of their own here, so a product may be added without being rounded first.
+FLAGS = (
+    *("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp"),
+    *("-shared", "-fPIC"),
+)
+HEAD_DIMS = frozenset((16, 32, 64, 96, 128, 256))  # that attention was compiled for
+_INTERFACE = 1  # of the compiled library: what its functions take
+_DTYPES = (torch.bfloat16, torch.float32)
+
+
+class SegmentRows(ctypes.Structure):
+    """`foretoken_segment`: columns and rows of a sequence whose attention is read."""
+
+    _fields_ = (
+        ("slots", ctypes.c_void_p),
+        ("visible", ctypes.c_void_p),
+        ("first_slot", ctypes.c_int64),
+        ("num_columns", ctypes.c_int64),
+        ("shared", ctypes.c_int64),
+        ("first_row", ctypes.c_int64),
+        ("num_rows", ctypes.c_int64),
+    )
+
+
+class _Attention(ctypes.Structure):
+    """`foretoken_attention`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("keys", "values", "query", "key", "value", "out", "write_slots")),
+        *((name, ctypes.c_int64) for name in ("query_stride", "key_stride", "value_stride")),
+        *((name, ctypes.c_int64) for name in ("num_rows", "num_heads", "num_groups", "num_slots")),
+    )
+
+
+@dataclass(frozen=True)
+class RowKernels:
+    """The functions of a compiled library; tensors are on the CPU, all of them bfloat16 or all float32."""
+
+    library: Any
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """`x` [..., D] over its last dimension, times `weight` [D]."""
+        size = x.shape[-1]
+        rows, stride = _rows_of(x)
+        out = torch.empty(x.shape, dtype=x.dtype)
+        self.library.foretoken_norm(
+            *(rows.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // size, size, stride, eps), *_about(x)
+        )
+        return out
+
+    def gate(self, x: Tensor) -> Tensor:
+        """`silu(x[:, :I]) * x[:, I:]` of `x` [T, 2 I]: [T, I]."""
+        num_rows, size = len(x), x.shape[1] // 2
+        x, out = x.contiguous(), torch.empty(num_rows, size, dtype=x.dtype)
+        self.library.foretoken_gate(x.data_ptr(), out.data_ptr(), num_rows, size, *_about(x))
+        return out
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """See `rope.rotate`: `x` [T, H, K] by `cos` and `sin` [T, 1, K]."""
+        num_rows, heads, size = x.shape
+        rows, stride = _blocks_of(x)
+        cos, sin, out = cos.contiguous(), sin.contiguous(), torch.empty(x.shape, dtype=x.dtype)
+        self.library.foretoken_rotate(
+            *(rows.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr()),
+            *(num_rows, heads, size, stride),
+            *_about(x),
+        )
+        return out
+
+    def attend(
+        self,
+        cache: tuple[Tensor, Tensor],
+        write_slots: Tensor,
+        rows: tuple[Tensor, Tensor, Tensor],
+        segments: Sequence[SegmentRows],
+        out: Tensor,
+    ) -> None:
+        """Store key and value of all `rows` (query [T, H, K], key and value [T, G, K]) in `write_slots` [T] of the
+        `cache` (keys and values [G, S, K]), then write what the rows of `segments` read into `out` [T, H, K].
+
+        Raises:
+            MemoryError: no memory for the weights of the softmax.
+        """
+        keys, values = cache
+        (query, query_stride), (key, key_stride), (value, value_stride) = map(_blocks_of, rows)
+        call = _Attention(
+            *(tensor.data_ptr() for tensor in (keys, values, query, key, value, out, write_slots)),
+            *(query_stride, key_stride, value_stride, len(query), query.shape[1], keys.shape[0], keys.shape[1]),
+        )
+        if len(query) and not self.library.foretoken_attend(
+            ctypes.byref(call), (SegmentRows * len(segments))(*segments), len(segments), keys.shape[2], *_about(keys)
+        ):
+            raise MemoryError(f"no memory for the attention of {len(query)} rows; run fewer rows at a time")
+
+
+def kernels_for(x: Tensor) -> RowKernels | None:
+    """The kernels, if they can take `x` here: while answering, not while training, on a CPU, in two formats."""
+    if x.dtype not in _DTYPES or x.device.type != "cpu" or not torch.is_inference_mode_enabled():
+        return None
+    return row_kernels()
+
+
+@functools.cache
+def row_kernels() -> RowKernels | None:
+    """The compiled kernels, None where nothing can be compiled."""
+    try:
+        return load(built(SOURCE, FLAGS, HEADERS))
+    except BuildError:  # `doctor` says so; unlike products of quantised weights, torch does this without them too
+        return None
+
+
+def load(path: Path) -> RowKernels:
+    """The kernels of the compiled library `path`.
+
+    Raises:
+        BuildError: it cannot be loaded here, or is none of ours.
+    """
+    pointer, number, small = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    about = (small, small)
+    try:
+        library = ctypes.CDLL(str(path))  # its functions run without the interpreter's lock
+        interface: int = library.foretoken_decoder_interface()
+        library.foretoken_norm.argtypes = (*(pointer,) * 3, *(number,) * 3, ctypes.c_float, *about)
+        library.foretoken_gate.argtypes = (*(pointer,) * 2, *(number,) * 2, *about)
+        library.foretoken_rotate.argtypes = (*(pointer,) * 4, *(number,) * 4, *about)
+        library.foretoken_attend.argtypes = (*(pointer,) * 2, small, number, *about)
+        library.foretoken_run_layers.argtypes = (pointer,)
+        library.foretoken_attend.restype = library.foretoken_run_layers.restype = ctypes.c_bool
+    except (OSError, AttributeError) as error:
+        raise BuildError(f"the compiled library cannot be loaded ({error}); delete {path}") from error
+    for function in (library.foretoken_norm, library.foretoken_gate, library.foretoken_rotate):
+        function.restype = None
+    if interface != _INTERFACE:
+        raise BuildError(f"{path} has interface {interface}, not {_INTERFACE}; delete it")
+    return RowKernels(library)
+
+
+def _about(x: Tensor) -> tuple[bool, int]:
+    """What every function is told last: whether the numbers are bfloat16, and the number of threads."""
+    return x.dtype == torch.bfloat16, torch.get_num_threads()
+
+
+def _blocks_of(x: Tensor) -> tuple[Tensor, int]:
+    """`x` [T, H, K] with each row's numbers together, and the distance of two rows."""
+    if x.stride(2) != 1 or x.stride(1) != x.shape[2]:
+        x = x.contiguous()
+    return x, x.stride(0)
+
+
+def _rows_of(x: Tensor) -> tuple[Tensor, int]:
+    """`x` [..., D] as rows at one distance, and that distance."""
+    if x.dim() == 2 and x.stride(1) == 1:
+        return x, x.stride(0)
+    x = x.contiguous()
+    return x, x.shape[-1]
