@@ -115,6 +115,7 @@ void read_rows(const Segment& segment, const T* keys, const T* values, const Lan
             Lanes total[K / LANES];
             std::copy_n(out[r], K / LANES, total);
             for (int64_t c = 0; c < size; ++c) {
+                if (weight[c] == 0.0f) continue;  // unseen: a guess that overflowed must not reach other rows
                 sums[r] += weight[c];
                 for (int k = 0; k < K / LANES; ++k) total[k] += weight[c] * value[c][k];
             }

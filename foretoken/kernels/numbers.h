@@ -91,11 +91,11 @@ inline float sum_of(Lanes lanes) {
     return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
-// e^x to a few units in the last place, x taken into [-87, 88]; NaN stays NaN (Cody and Waite's reduction, a polynomial
-// of degree 6).
+// e^x to a few units in the last place; above 88 infinity, below -87 what it is there; NaN stays NaN (Cody and Waite's
+// reduction, a polynomial of degree 6).
 inline Lanes exp_of(Lanes x) {
     x = x < -87.0f ? all(-87.0f) : x;
-    x = x > 88.0f ? all(88.0f) : x;
+    x = x > 89.0f ? all(89.0f) : x;
     constexpr float WHOLE = 12582912.0f;  // 1.5 * 2^23: what is added to it is rounded to a whole number
     const Lanes shifted = x * 1.44269504f + WHOLE, power = shifted - WHOLE;
     const Lanes rest = (x - power * 0.693359375f) + power * 2.12194440e-4f;

@@ -21,7 +21,7 @@ from foretoken.model.layers import Linear
 from foretoken.model.loader import load_decoder, read_config, read_raw_config, resolve_folder
 from foretoken.model.paged import PagedModel
 from foretoken.model.paged_cache import DEFAULT_BLOCK_SIZE
-from foretoken.model.strict import StrictModel
+from foretoken.model.strict import strict_kind
 from foretoken.model.weights import Weights
 
 REFERENCE_PREFIX = "reference:"
@@ -100,7 +100,7 @@ def open_model(
     decoder = load_decoder(folder, dtype=dtype, device=place, quant=quant)
     if any(isinstance(module, Linear) and module.weight is not None for module in decoder.layers.modules()):
         _check_precision(decoder.norm.weight.dtype, place)
-    kind = StrictModel if numerics == "strict" else PagedModel
+    kind = strict_kind(decoder) if numerics == "strict" else PagedModel
     return kind(decoder, _cache_tokens(decoder.local, decoder.norm.weight, cache_tokens))
 
 

@@ -4,6 +4,8 @@ Matrix kernels choose their order of summation by the number of rows, and some b
 through the decoder in tiles of row counts that were measured to give equal bits on this machine, with this checkpoint
 and number of threads: `prove` compares them once, and uses only those that agree. If none does, rows run one at a
 time. Attention sums over a number of keys that follows from the position alone (`attention/strict.py`).
+
+Where the compiled kernels run all of a model, none of this is needed (`ExactRowsModel`).
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foretoken.model.architecture import ModelConfig
+from foretoken.model.attention.paged import KernelAttention
 from foretoken.model.attention.strict import (
     KEY_BLOCK,
     StrictAttention,
@@ -28,6 +31,7 @@ from foretoken.model.attention.strict import (
 from foretoken.model.decoder import Decoder
 from foretoken.model.grouped_kernel import GroupedWeight, MergedWeight
 from foretoken.model.interface import ForwardOutput, Segment
+from foretoken.model.layer_pass import has_exact_rows
 from foretoken.model.layers import Linear
 from foretoken.model.paged import PagedModel
 from foretoken.model.paged_cache import DEFAULT_BLOCK_SIZE, ForwardInputs
@@ -50,6 +54,26 @@ class Proven:
 
     sizes: tuple[int, ...]
     positions_per_call: int
+
+
+def strict_kind(decoder: Decoder) -> type[PagedModel]:
+    """What runs `decoder` with strict numerics here."""
+    return ExactRowsModel if has_exact_rows(decoder) else StrictModel
+
+
+class ExactRowsModel(PagedModel):
+    """`PagedModel` with strict numerics from kernels that compute a row the same way whatever is beside it, where
+    `layer_pass.has_exact_rows`: a pass costs what it costs in default numerics.
+    """
+
+    def __init__(self, decoder: Decoder, num_slots: int, block_size: int = DEFAULT_BLOCK_SIZE) -> None:
+        super().__init__(decoder, num_slots, block_size)
+        self.attention = KernelAttention
+
+    @property
+    def numerics(self) -> str:
+        """See `interface.LanguageModel`."""
+        return "strict"
 
 
 class StrictModel(PagedModel):

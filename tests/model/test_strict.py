@@ -8,6 +8,7 @@ import functools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,12 +20,14 @@ from foretoken.model import strict
 from foretoken.model.attention import strict as strict_attention
 from foretoken.model.attention.strict import key_range
 from foretoken.model.decoder import Decoder
+from foretoken.model.dense_kernel import has_amx
 from foretoken.model.interface import LanguageModel, Segment
 from foretoken.model.layers import Linear
 from foretoken.model.loader import load_decoder
 from foretoken.model.open import open_model
 from foretoken.model.paged import PagedModel
-from foretoken.model.strict import Proven, StrictModel, cut, prove
+from foretoken.model.row_kernels import row_kernels
+from foretoken.model.strict import ExactRowsModel, Proven, StrictModel, cut, prove, strict_kind
 from tests.helpers.checkpoints import VARIANTS, tiny_checkpoint, token_ids
 from tests.model.test_paged import LEAF_PATHS, TREE, scatter
 
@@ -41,6 +44,8 @@ CASES = {
     "qwen2-layer-types": {},
     "qwen3": {},
 }
+# Where compiled kernels run all of a model, strict numerics are those of `ExactRowsModel`; they have sizes of their own.
+KERNELS = {"llama-kernels": "llama", "qwen2-kernels": "qwen2", "qwen3-kernels": "qwen3"}
 
 
 class Case:
@@ -48,17 +53,25 @@ class Case:
 
     def __init__(self, folder: Path, dtype: torch.dtype, length: int = LENGTH) -> None:
         self.decoder: Decoder = load_decoder(folder, dtype=dtype)
-        self.proven = prove(self.decoder)
+        self.kind = strict_kind(self.decoder)
+        self.proven = prove(self.decoder) if self.kind is StrictModel else Proven((), 0)
         self.text = token_ids(length)
         self._decoded = self.model()  # holds the text, decoded token by token
         self._decoded.open(0)
         self.expected = torch.cat([extend(self._decoded, 0, [token]) for token in self.text])  # [length, V]
 
-    def model(self, num_slots: int = 1200) -> StrictModel:
+    def model(self, num_slots: int = 1200) -> PagedModel:
         """A strict model with an empty cache; what was proven of the decoder is not proven again."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(strict, "prove", lambda _: self.proven)
-            return StrictModel(self.decoder, num_slots, BLOCK)
+            return self.kind(self.decoder, num_slots, BLOCK)
+
+    def in_tiles(self, *proven: Any) -> PagedModel:
+        """The same in tiles as if `Proven(*proven)`, if it runs in tiles."""
+        model = self.model()
+        if isinstance(model, StrictModel):
+            model._proven[1] = Proven(*proven)
+        return model
 
     def plain(self, text: Sequence[int]) -> Tensor:
         """Logits `[len(text), V]`, one row per forward."""
@@ -102,8 +115,9 @@ def one_thread() -> Iterator[None]:
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     @functools.cache
     def folder(name: str) -> Path:
-        family, overrides = VARIANTS[name]
-        return tiny_checkpoint(tmp_path_factory.mktemp(name), family, **(overrides | CASES[name]))
+        family, overrides = VARIANTS[KERNELS.get(name, name)]
+        own = {"head_dim": 16} if name in KERNELS else CASES[name]
+        return tiny_checkpoint(tmp_path_factory.mktemp(name), family, **(overrides | own))
 
     return folder
 
@@ -113,11 +127,6 @@ def cases(folders: Callable[[str], Path]) -> Callable[[str, str], Case]:
     return functools.cache(lambda name, dtype: Case(folders(name), DTYPES[dtype]))
 
 
-@pytest.fixture(params=list(DTYPES))
-def dtype(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
 # Windows meet every dtype; what else tells families apart are biases, norms and shapes: one dtype each.
 WITH_DTYPES = ("llama", "mistral-sliding", "mistral", "qwen2-layer-types")
 
@@ -125,7 +134,7 @@ WITH_DTYPES = ("llama", "mistral-sliding", "mistral", "qwen2-layer-types")
 @pytest.fixture(
     params=[
         *((name, dtype) for dtype in DTYPES for name in WITH_DTYPES),
-        *((name, "bfloat16") for name in CASES if name not in WITH_DTYPES),
+        *((name, "bfloat16") for name in (*CASES, *KERNELS) if name not in WITH_DTYPES),
     ],
     ids="-".join,
 )
@@ -133,10 +142,13 @@ def case(request: pytest.FixtureRequest, one_thread: None, cases: Callable[[str,
     return cases(*request.param)
 
 
-@pytest.fixture(params=["llama", "mistral"])
-def some(request: pytest.FixtureRequest, one_thread: None, cases: Callable[[str, str], Case], dtype: str) -> Case:
-    """Without and with a window."""
-    return cases(request.param, dtype)
+@pytest.fixture(
+    params=[*((name, dtype) for dtype in DTYPES for name in ("llama", "mistral")), ("llama-kernels", "bfloat16")],
+    ids="-".join,
+)
+def some(request: pytest.FixtureRequest, one_thread: None, cases: Callable[[str, str], Case]) -> Case:
+    """Without and with a window, and by compiled kernels."""
+    return cases(*request.param)
 
 
 def ragged(model: PagedModel, text: Sequence[int], expected: Tensor, seed: int, num_rows: int = 500) -> int:
@@ -188,7 +200,9 @@ def test_random_ragged_batches(case: Case) -> None:
     assert isinstance(slots_of(model.tables[0], 0, model.length(0), BLOCK), list)
 
 
-@pytest.mark.parametrize(("name", "dtype_name"), [("llama", "float32"), ("mistral", "bfloat16")])
+@pytest.mark.parametrize(
+    ("name", "dtype_name"), [("llama", "float32"), ("mistral", "bfloat16"), ("llama-kernels", "bfloat16")]
+)
 def test_random_ragged_batches_with_two_threads(folders: Callable[[str], Path], name: str, dtype_name: str) -> None:
     """Threads share out the work of a kernel, and where a row lands must not matter. Few rows: a busy machine makes
     threads wait.
@@ -272,8 +286,7 @@ def test_close_to_default_numerics(case: Case) -> None:
 
 def test_taps_and_row_choice(some: Case) -> None:
     """Taps are strict too, whichever rows want logits."""
-    layers, model = (0, 1, 3), some.model()
-    model._proven[1] = Proven((8, 64), 1)  # several tiles
+    layers, model = (0, 1, 3), some.in_tiles((8, 64), 1)
     model.open(0)
     model.open(1)
     whole = model.forward(torch.tensor(some.text), [Segment(0, LENGTH, (), 2, num_taps=LENGTH)], layers)
@@ -291,12 +304,11 @@ def test_taps_and_row_choice(some: Case) -> None:
 def test_slots_that_are_not_ours_or_not_written_yet_are_never_read(
     some: Case, monkeypatch: pytest.MonkeyPatch, poison: float
 ) -> None:
-    model = some.model()
-    model._proven[1] = Proven(
-        (8,), some.proven.positions_per_call
-    )  # many tiles: later rows are not written when earlier ones read
-    first_try = model._run
-    monkeypatch.setattr(model, "_run", lambda *args, alone=False: first_try(*args))  # no second one
+    # Many tiles: later rows are not written when earlier ones read.
+    model = some.in_tiles((8,), some.proven.positions_per_call)
+    if isinstance(model, StrictModel):
+        first_try = model._run
+        monkeypatch.setattr(model, "_run", lambda *args, alone=False: first_try(*args))  # no second one
     scatter(model, 60)
     model.open(0)
     for start, stop in ((0, 60), (60, 66), (66, 110)):
@@ -451,6 +463,10 @@ def test_opening_by_name(tmp_path: Path) -> None:
     native, other = tiny_checkpoint(tmp_path / "native", "llama"), tiny_checkpoint(tmp_path / "other", "gpt2")
     opened: LanguageModel = open_model(native, cache_tokens=64, numerics="strict")
     assert isinstance(opened, StrictModel)
+    compiled = tiny_checkpoint(tmp_path / "compiled", "llama", head_dim=16)
+    packed = open_model(compiled, "bfloat16", cache_tokens=64, numerics="strict")
+    assert (type(packed) is ExactRowsModel) == (row_kernels() is not None and not has_amx())
+    assert packed.numerics == "strict"
     assert type(open_model(native, cache_tokens=64)) is PagedModel
     with pytest.raises(
         ConfigError, match=r"numerics='strict': .*other runs through transformers, .*use numerics='default'"

@@ -8,8 +8,10 @@ ancestors.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -21,9 +23,6 @@ from foretoken.model.architecture import ModelConfig
 from foretoken.model.interface import Segment
 from foretoken.model.row_kernels import HEAD_DIMS, RowKernels, SegmentRows, kernels_for
 from foretoken.transfer import to_device
-
-# Rows of a segment that the compiled kernel reads; more are a prompt's, for which torch's blocked products are faster.
-_MOST_ROWS = 32
 
 
 @dataclass(frozen=True)
@@ -79,6 +78,9 @@ class PagedAttention:
     read by `row_kernels`.
     """
 
+    # Of a segment that the kernel reads; more are a prompt's, for which torch's blocked products are faster.
+    most_rows: ClassVar[int] = 32
+
     def __init__(self, config: ModelConfig, pool: KVPool, write_slots: Tensor, readers: Sequence[Reader]) -> None:
         self.config, self.pool, self.write_slots, self.readers = config, pool, write_slots, readers
         self._plans: dict[int | None, _Plan] = {}  # by window
@@ -108,7 +110,8 @@ class PagedAttention:
 
     def _plan(self, window: int | None, like: Tensor) -> _Plan:
         if window not in self._plans:
-            self._plans[window] = _plan(self.readers, window, self.config.head_dim, like)
+            kernels = kernels_for(like) if self.config.head_dim in HEAD_DIMS else None
+            self._plans[window] = _plan(self.readers, window, self.most_rows, kernels)
         return self._plans[window]
 
     def _read(self, layer: int, window: int | None, reader: Reader, query: Tensor) -> Tensor:
@@ -137,12 +140,18 @@ class PagedAttention:
         return reader.masks[window]
 
 
-def _plan(readers: Sequence[Reader], window: int | None, head_dim: int, like: Tensor) -> _Plan:
+class KernelAttention(PagedAttention):
+    """All segments are read by the kernel, so that a row's bits do not depend on how its text was cut into passes."""
+
+    most_rows = sys.maxsize
+
+
+def _plan(readers: Sequence[Reader], window: int | None, most_rows: int, kernels: RowKernels | None) -> _Plan:
     """The kernel reads segments of few rows whose window cuts nothing off."""
-    kernels = kernels_for(like) if head_dim in HEAD_DIMS else None
     segments, held, others = list[SegmentRows](), list[Tensor](), list[Reader]()
     for reader in readers:
-        if kernels is None or reader.segment.num_rows > _MOST_ROWS or (window or len(reader.slots)) < len(reader.slots):
+        is_cut = window is not None and window < len(reader.slots)
+        if kernels is None or reader.segment.num_rows > most_rows or is_cut:
             others.append(reader)
             continue
         segment, columns = SegmentRows(), reader.slots.index

@@ -1,0 +1,237 @@
+"""Compiled norms, gates, rotations and attention: equal to float64 up to rounding, and to the last bit whatever is
+beside a row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from foretoken.kernels.build import built
+from foretoken.kv.pool import KVPool
+from foretoken.model.architecture import ModelConfig
+from foretoken.model.attention.paged import KeySlots, PagedAttention, Reader, visible_slots
+from foretoken.model.interface import Segment
+from foretoken.model.row_kernels import FLAGS, HEAD_DIMS, HEADERS, SOURCE, RowKernels, kernels_for, load, row_kernels
+
+ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8}  # one rounding to the format, or a few units of float32
+
+
+@pytest.fixture(params=["native", "haswell", "x86-64"])
+def kernels(request: pytest.FixtureRequest) -> RowKernels:
+    """The kernels as other processors get them; older instructions run here too."""
+    flags = tuple(flag.replace("native", request.param) for flag in FLAGS)
+    return load(built(SOURCE, flags, HEADERS))
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    found: torch.dtype = request.param
+    return found
+
+
+def close(found: Tensor, expected: Tensor) -> bool:
+    return torch.allclose(found.double(), expected, rtol=ROUNDING[found.dtype], atol=ROUNDING[found.dtype] * 1e-1)
+
+
+@pytest.mark.parametrize("size", [1, 15, 16, 64, 100])
+def test_rows_on_their_own_equal_float64(kernels: RowKernels, dtype: torch.dtype, size: int) -> None:
+    x, weight = torch.randn(5, 2 * size).to(dtype), torch.randn(2 * size).to(dtype)
+    full = x.double()
+    norm = full * torch.rsqrt(full.pow(2).mean(-1, keepdim=True) + 1e-5) * weight.double()
+    assert close(kernels.rms_norm(x, weight, 1e-5), norm)
+    steep = 30 * x
+    gate, up = steep.double().chunk(2, dim=-1)
+    assert close(kernels.gate(steep), F.silu(gate) * up)
+    heads, cos, sin = torch.randn(5, 3, 2 * size).to(dtype), torch.randn(5, 1, 2 * size), torch.randn(5, 1, 2 * size)
+    cos, sin = cos.to(dtype), sin.to(dtype)
+    turned = torch.cat((-heads[..., size:], heads[..., :size]), -1).double()
+    expected = heads.double() * cos.double() + turned * sin.double()
+    found = kernels.rotate(heads, cos, sin).double()
+    assert bool((found - expected).abs().max() <= ROUNDING[dtype] * (heads.double().abs().max() * 8))
+
+
+def test_views_are_read_as_they_lie(dtype: torch.dtype) -> None:
+    kernels = row_kernels()
+    assert kernels is not None
+    wide = torch.randn(4, 6, 32).to(dtype)
+    cos, sin, weight = torch.randn(4, 1, 32).to(dtype), torch.randn(4, 1, 32).to(dtype), torch.randn(32).to(dtype)
+    for view in (wide[:, 1:4], wide.transpose(0, 1)[:4], wide[..., :32][::2].repeat(2, 1, 1)):
+        rows = len(view)
+        assert torch.equal(kernels.rotate(view, cos[:rows], sin[:rows]), kernels.rotate(view.clone(), cos[:rows], sin[:rows]))
+        assert torch.equal(kernels.rms_norm(view, weight, 1e-6), kernels.rms_norm(view.contiguous(), weight, 1e-6))
+    assert torch.equal(kernels.gate(wide.flatten(1).t()), kernels.gate(wide.flatten(1).t().contiguous()))
+
+
+def test_numbers_that_are_none_stay_in_their_row(dtype: torch.dtype) -> None:
+    kernels = row_kernels()
+    assert kernels is not None
+    x = torch.randn(3, 64).to(dtype)
+    expected, weight = x.clone(), torch.ones(64, dtype=dtype)
+    x[1, 3], x[1, 40] = math.nan, math.inf
+    for function in (lambda rows: kernels.rms_norm(rows, weight, 1e-6), kernels.gate):
+        found, clean = function(x), function(expected)
+        assert bool(found[1].isnan().any())
+        assert torch.equal(found[[0, 2]], clean[[0, 2]])
+    large = torch.tensor([-1e30, -100.0, 100.0, 1e30, math.inf]).to(dtype)
+    assert torch.equal(kernels.gate(torch.cat((large, torch.ones_like(large)))[None]), large.clamp(min=0)[None])
+
+
+def test_only_answers_on_a_cpu_in_two_formats_have_kernels() -> None:
+    x = torch.randn(2, 16)
+    assert kernels_for(x) is None  # a graph may be wanted
+    with torch.inference_mode():
+        assert kernels_for(x) is row_kernels()
+        assert kernels_for(x.bfloat16()) is row_kernels()
+        assert kernels_for(x.double()) is None
+        assert kernels_for(x.half()) is None
+        assert kernels_for(x.to("meta")) is None
+
+
+# ---- attention
+
+TREE = (-1, 0, -1, 2, 2, 0)
+
+
+def small_cache(
+    heads: int, groups: int, head_dim: int, dtype: torch.dtype, num_slots: int, window: int | None = None
+) -> tuple[ModelConfig, KVPool]:
+    """One layer's cache, filled at random."""
+    config = ModelConfig("llama", 8, 8, 8, 1, heads, groups, head_dim, 512, sliding_window=(window,))
+    pool = KVPool(1, groups, num_slots, head_dim, dtype, torch.device("cpu"))
+    for own in (*pool.keys, *pool.values):
+        own.normal_()
+    return config, pool
+
+
+def segments_of(num_past: int) -> list[tuple[int, Segment]]:
+    """(committed tokens, segment): a chain, a tree, one row, a tree whose first nodes are held from an earlier pass."""
+    return [
+        (num_past, Segment(0, 3)),
+        (5, Segment(1, 2, TREE)),
+        (0, Segment(2, 1)),
+        (num_past // 2, Segment(3, 0, TREE, num_held=3)),
+    ]
+
+
+def readers_of(some: Sequence[tuple[int, Segment]], block_size: int, scattered: bool) -> list[Reader]:
+    """Each in blocks of its own, which follow one another or not."""
+    readers, first_row, next_block = [], 0, 0
+    for past, segment in some:
+        stop = past + segment.num_held + segment.num_rows
+        count = -(-stop // block_size)
+        blocks = [*range(next_block, next_block + count)]
+        if scattered:
+            blocks.reverse()
+        next_block += count
+        slots = KeySlots(tuple(blocks), block_size, stop, torch.device("cpu"))
+        readers.append(Reader(slice(first_row, first_row + segment.num_rows), slots, past, segment))
+        first_row += segment.num_rows
+    return readers
+
+
+def write_slots(readers: Sequence[Reader]) -> Tensor:
+    found = []
+    for reader in readers:
+        slots = reader.slots.index
+        found += list(slots if isinstance(slots, range) else slots.tolist())[-reader.segment.num_rows :]
+    return torch.tensor(found)
+
+
+def expected_read(attention: PagedAttention, reader: Reader, query: Tensor) -> Tensor:
+    """In float64, from the keys and values as they are stored."""
+    keys, values = (own.double() for own in attention.pool.read(0, reader.slots.index))
+    shared_by = query.shape[1] // len(keys)
+    keys, values = keys.repeat_interleave(shared_by, 0), values.repeat_interleave(shared_by, 0)  # [H, C, K]
+    scores = query.double().transpose(0, 1) @ keys.transpose(1, 2) / math.sqrt(query.shape[2])
+    seen = visible_slots(reader.segment, reader.past, None)
+    weights = scores.masked_fill(~seen, -math.inf).softmax(-1)
+    return (weights @ values).transpose(0, 1)
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+@pytest.mark.parametrize(("heads", "groups", "head_dim"), [(4, 2, 16), (3, 3, 32), (8, 1, 64), (2, 2, 96)])
+def test_attention_equals_float64(
+    kernels: RowKernels,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    heads: int,
+    groups: int,
+    head_dim: int,
+    scattered: bool,
+) -> None:
+    monkeypatch.setattr("foretoken.model.attention.paged.kernels_for", lambda _: kernels)
+    readers = readers_of(segments_of(37), 8, scattered)
+    config, pool = small_cache(heads, groups, head_dim, dtype, num_slots=200)
+    attention = PagedAttention(config, pool, write_slots(readers), readers)
+    query, key, value = (torch.randn(readers[-1].rows.stop, n, head_dim).to(dtype) for n in (heads, groups, groups))
+    found = attention.attend(0, query, key, value)
+    assert torch.equal(pool.read(0, attention.write_slots)[0], key.transpose(0, 1))
+    assert torch.equal(pool.read(0, attention.write_slots)[1], value.transpose(0, 1))
+    for reader in readers:
+        expected = expected_read(attention, reader, query[reader.rows])
+        assert torch.allclose(found[reader.rows].double(), expected, rtol=ROUNDING[dtype], atol=2 * ROUNDING[dtype])
+
+
+def test_every_head_size_was_compiled() -> None:
+    for head_dim in HEAD_DIMS:
+        config, pool = small_cache(2, 1, head_dim, torch.float32, num_slots=32)
+        readers = readers_of([(4, Segment(0, 2))], 8, scattered=False)
+        attention = PagedAttention(config, pool, write_slots(readers), readers)
+        rows = [torch.randn(2, n, head_dim) for n in (2, 1, 1)]
+        with torch.inference_mode():
+            found = attention.attend(0, *rows)
+        assert torch.allclose(found.double(), expected_read(attention, readers[0], rows[0]), atol=1e-5)
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads")
+def test_a_node_of_a_tree_gets_the_bits_of_a_chain_in_any_batch(dtype: torch.dtype) -> None:
+    """Every row of the batch above, computed alone behind its own text."""
+    heads, groups, head_dim = 6, 2, 64
+    readers = readers_of(segments_of(300), 8, scattered=True)
+    config, pool = small_cache(heads, groups, head_dim, dtype, num_slots=700)
+    query, key, value = (torch.randn(readers[-1].rows.stop, n, head_dim).to(dtype) for n in (heads, groups, groups))
+    attention = PagedAttention(config, pool, write_slots(readers), readers)
+    with torch.inference_mode():
+        found = attention.attend(0, query, key, value)
+        for reader in readers:
+            slots = torch.as_tensor(list(reader.slots.index) if isinstance(reader.slots.index, range) else reader.slots.index)
+            seen = visible_slots(reader.segment, reader.past, None)
+            for place, row in enumerate(range(reader.rows.start, reader.rows.stop)):
+                text = slots[seen[place]]
+                alone_config, alone_pool = small_cache(heads, groups, head_dim, dtype, num_slots=320)
+                alone_pool.keys[0][:, : len(text)], alone_pool.values[0][:, : len(text)] = pool.read(0, text)
+                torch.set_num_threads(1 + row % 2)
+                alone = readers_of([(len(text) - 1, Segment(0, 1))], 320, scattered=False)
+                attention = PagedAttention(alone_config, alone_pool, write_slots(alone), alone)
+                own = slice(row, row + 1)
+                assert torch.equal(attention.attend(0, query[own], key[own], value[own]), found[own]), row
+
+
+def test_a_prompt_and_a_window_go_through_torch() -> None:
+    """Their rows stand beside those of a short segment in one forward."""
+    some = [(40, Segment(0, 2)), (0, Segment(1, 50)), (3, Segment(2, 1))]
+    readers = readers_of(some, 8, scattered=True)
+    for window in (None, 16):
+        config, pool = small_cache(4, 2, 16, torch.float32, num_slots=200, window=window)
+        query, key, value = (torch.randn(53, n, 16) for n in (4, 2, 2))
+        with torch.inference_mode():
+            attention = PagedAttention(config, pool, write_slots(readers), readers)
+            assert attention.kernel_segments(query) is None
+            found = attention.attend(0, query, key, value)
+        plain = PagedAttention(config, pool, write_slots(readers), readers).attend(0, query, key, value)
+        assert torch.allclose(found, plain, atol=1e-5)
+        assert torch.equal(found[2:52], plain[2:52])
+        assert torch.equal(found[:2], plain[:2]) == (window is not None)
