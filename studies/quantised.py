@@ -130,6 +130,11 @@ class TorchWeight:
         return out if bias is None else out + bias
 
     @property
+    def product(self) -> None:
+        """Nothing of ours multiplies by it."""
+        return
+
+    @property
     def nbytes(self) -> int:
         """Memory it takes."""
         return self.codes.nbytes + self.scales.nbytes

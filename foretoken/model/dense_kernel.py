@@ -26,7 +26,7 @@ BLOCK_ROWS = 16  # outputs of a block
 _INTERFACE = 1  # of the compiled library: what its function takes
 
 
-class _Matrix(ctypes.Structure):
+class _DenseMatrix(ctypes.Structure):
     """`foretoken_dense` of the kernel."""
 
     _fields_ = (("weights", ctypes.c_void_p), ("num_outputs", ctypes.c_int64))
@@ -46,7 +46,8 @@ class DenseWeight(CompiledWeight):
     def of(cls, weight: Tensor) -> DenseWeight:
         """`weight` [N, K] bfloat16 in this layout."""
         num_rows, width = weight.shape
-        full = F.pad(weight, (0, width % 2, 0, -num_rows % BLOCK_ROWS)) if width % 2 or num_rows % BLOCK_ROWS else weight
+        spare, missing = -num_rows % BLOCK_ROWS, width % 2
+        full = F.pad(weight, (0, missing, 0, spare)) if spare or missing else weight
         split = full.view(-1, BLOCK_ROWS, full.shape[1] // 2, 2).transpose(1, 2)  # [blocks, pairs, 16, 2]
         return cls(large_page_tensor(split.shape, split.dtype).copy_(split), num_rows, width)
 
@@ -65,9 +66,13 @@ class DenseWeight(CompiledWeight):
         function = kernel()
         if function is None:
             return None
-        return Product(
-            function, array_of(_Matrix, [_Matrix(self.weights.data_ptr(), self.num_rows)]), self.width, self.num_rows
-        )
+        matrix = _DenseMatrix(self.weights.data_ptr(), self.num_rows)
+        return Product(function, array_of(_DenseMatrix, [matrix]), self.width, self.num_rows)
+
+
+def dense_bytes(num_rows: int, width: int) -> int:
+    """Memory of a matrix [N, K] in this layout."""
+    return -(-num_rows // BLOCK_ROWS) * BLOCK_ROWS * -(-width // 2) * 2 * torch.bfloat16.itemsize
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from foretoken.model.grouped_kernel import GroupedWeight
 from foretoken.model.grouped_layout import BLOCK_ROWS
 from foretoken.model.grouped_quant import grouped_bytes
 from foretoken.model.grouped_twin import SPAN
-from foretoken.model.layers import can_pack
+from foretoken.model.layers import can_pack, packed_bytes
 from foretoken.model.quant import ACTIVATIONS
 from foretoken.model.weight_format import format_of
 from foretoken.model.weights import EMBEDDING, HEAD, TensorSource
@@ -48,7 +48,7 @@ class MatrixMemory:
         if not config.tie_embeddings:
             head_bytes = self._bytes([HEAD])
         elif not self.in_codes and self._weights == "auto" and self._packs:
-            head_bytes = table  # the packed head is a second copy of the table
+            head_bytes = packed_bytes(config.vocab_size, config.hidden_size)  # a second copy of the table
         self._formats.clear()  # the table and the head do not count
         self.total_bytes = table + head_bytes + sum(self._bytes(names) for names in _layers(config))
 
@@ -90,7 +90,7 @@ class MatrixMemory:
             samples = [sample for name in names if (sample := self._stored.sample(name)) is not None]
         if not samples or len(samples) < len(names):
             self._formats["auto"] += rows * width
-            return rows * width * self._dtype.itemsize
+            return packed_bytes(rows, width) if self._packs and not is_table else rows * width * self._dtype.itemsize
         self.in_codes = True
         held = [GroupedWeight.of(sample, self._dtype) for sample in samples]
         for weight, shape in zip(held, shapes, strict=True):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -52,7 +52,7 @@ class _PassFields(ctypes.Structure):
 class LayerTable:
     """The layers of a decoder as the pass takes them, good as long as their weights are `of`."""
 
-    layers: Any  # a ctypes array of _LayerFields
+    layers: ctypes.Array[_LayerFields]
     of: tuple[object, ...]
 
 
@@ -64,7 +64,7 @@ class LayerPass:
     table: LayerTable
     kernels: RowKernels
     attention: PagedAttention
-    segments: Any  # a ctypes array of SegmentRows
+    segments: ctypes.Array[SegmentRows]
     cos: Tensor  # [T, 1, K]
     sin: Tensor
 
@@ -90,7 +90,7 @@ class LayerPass:
 
 
 def layer_pass(decoder: Decoder, x: Tensor, attention: object, cos: Tensor, sin: Tensor) -> LayerPass | None:
-    """The pass for this forward; None where some part of it has no kernel here, or a prompt's many rows want torch's."""
+    """The pass for this forward; None where a part of it has no kernel here, or a prompt's many rows want torch's."""
     kernels = kernels_for(x)
     if kernels is None or len(x) == 0 or not isinstance(attention, PagedAttention):
         return None
@@ -132,8 +132,13 @@ def _table(decoder: Decoder) -> LayerTable | None:
 
 def _weights_of(decoder: Decoder) -> tuple[object, ...]:
     """What tells that a decoder's weights were replaced: they are all at once."""
-    first, last = decoder.layers[0], decoder.layers[-1]
+    layers = _layers(decoder)
+    first, last = layers[0], layers[-1]
     return first.qkv_proj.packed, last.mlp.down_proj.packed, last.post_norm.weight
+
+
+def _layers(decoder: Decoder) -> list[DecoderLayer]:
+    return cast("list[DecoderLayer]", list(decoder.layers))
 
 
 def _linears(layer: DecoderLayer) -> tuple[Linear, ...]:
@@ -153,13 +158,13 @@ def _has_kernels(decoder: Decoder) -> bool:
         all(linear.packed is not None and linear.packed.product is not None for linear in _linears(layer))
         and all(weight is None or weight.dtype == dtype for weight in _norms(layer))
         and all(linear.bias is None or linear.bias.dtype == dtype for linear in _linears(layer))
-        for layer in decoder.layers
+        for layer in _layers(decoder)
     )
 
 
-def _fields(decoder: Decoder) -> Any:
+def _fields(decoder: Decoder) -> ctypes.Array[_LayerFields]:
     layers = []
-    for layer in decoder.layers:
+    for layer in _layers(decoder):
         products = [
             linear.packed.product.fields(linear.bias)
             for linear in _linears(layer)

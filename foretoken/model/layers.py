@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foretoken.model.dense_kernel import DenseWeight, has_amx
+from foretoken.model.dense_kernel import DenseWeight, dense_bytes, has_amx
 from foretoken.model.dense_kernel import kernel as dense_kernel
 from foretoken.model.product import Product
 from foretoken.model.row_kernels import kernels_for
@@ -125,6 +125,13 @@ def can_pack() -> bool:
     if not has_amx() and dense_kernel() is not None:
         return True
     return bool(torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())  # type: ignore[no-untyped-call]
+
+
+def packed_bytes(num_rows: int, width: int) -> int:
+    """Memory of a bf16 matrix [N, K] that is packed here."""
+    if not has_amx() and dense_kernel() is not None:
+        return dense_bytes(num_rows, width)
+    return num_rows * width * torch.bfloat16.itemsize
 
 
 class RMSNorm(nn.Module):

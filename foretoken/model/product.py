@@ -1,4 +1,4 @@
-"""Matrices that a compiled function multiplies by: what `kernels/grouped.cpp` and `kernels/dense.cpp` have in common."""
+"""Matrices that a compiled function multiplies by: `kernels/grouped.cpp` or `kernels/dense.cpp`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ctypes
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ ARGUMENTS = (
     *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_int),
 )
 Multiply = Callable[..., bool]
+_Fields = TypeVar("_Fields", bound=ctypes.Structure)
 
 
 class ProductFields(ctypes.Structure):
@@ -37,7 +38,7 @@ class Product:
     """
 
     function: Multiply
-    parts: Any  # a ctypes array
+    parts: ctypes.Array[Any]
     width: int
     num_outputs: int
 
@@ -82,6 +83,6 @@ class CompiledWeight:
         return {name: value for name, value in self.__dict__.items() if name != "product"}
 
 
-def array_of(kind: type[ctypes.Structure], parts: Sequence[ctypes.Structure]) -> Any:
+def array_of(kind: type[_Fields], parts: Sequence[_Fields]) -> ctypes.Array[_Fields]:
     """`parts` one behind the other."""
     return (kind * len(parts))(*parts)

@@ -161,7 +161,7 @@ def load(path: Path) -> RowKernels:
 
 
 def _about(x: Tensor) -> tuple[bool, int]:
-    """What every function is told last: whether the numbers are bfloat16, and the number of threads."""
+    """The last arguments of every function: whether the numbers are bfloat16, and the number of threads."""
     return x.dtype == torch.bfloat16, torch.get_num_threads()
 
 

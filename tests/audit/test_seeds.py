@@ -70,7 +70,7 @@ def test_w3_the_number_of_guesses_follows_the_clock_and_no_audit_fails(
     pair: SimpleNamespace, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Answers turn off at near ties, and only there."""
-    jitter(monkeypatch, seed=1)
+    jitter(monkeypatch, seed=6)
     rounds_by_rows(monkeypatch)
     checks = checks_of(pair, draft_of(pair), turns=3, temperatures=(temperature,))
     assert len(checks) == 12

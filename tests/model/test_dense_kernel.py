@@ -60,7 +60,8 @@ def threads() -> Iterator[None]:
 def test_a_row_has_the_same_bits_in_any_batch() -> None:
     """Numbers of very different magnitude, so that any change of order shows."""
     for num_rows, width in ((97, 384), (33, 255), (4100, 300)):
-        weight = DenseWeight.of((torch.randn(num_rows, width) * 2.0 ** torch.randint(-8, 8, (num_rows, width))).bfloat16())
+        steep = torch.randn(num_rows, width) * 2.0 ** torch.randint(-8, 8, (num_rows, width))
+        weight = DenseWeight.of(steep.bfloat16())
         x = torch.randn(37, width).bfloat16()
         torch.set_num_threads(1)
         single = torch.cat([weight.multiply(row[None], None) for row in x])

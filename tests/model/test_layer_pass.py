@@ -148,7 +148,9 @@ def test_weights_that_were_replaced(tmp_path: Path, passes: list[bool]) -> None:
     for layer, source in zip(model.decoder.layers, other.decoder.layers, strict=True):
         for name in ("qkv_proj", "o_proj", "mlp.gate_up_proj", "mlp.down_proj"):
             own, packed = layer.get_submodule(name), source.get_submodule(name).packed
-            own.hold(packed if name != "mlp.down_proj" else type(packed)(-packed.weights, packed.num_rows, packed.width))
+            if name == "mlp.down_proj":
+                packed = type(packed)(-packed.weights, packed.num_rows, packed.width)
+            own.hold(packed)
     after = model.forward(torch.tensor([1, 2]), [Segment(0, 2)]).logits
     assert all(passes)
     assert not torch.equal(before, after)

@@ -62,8 +62,8 @@ def test_views_are_read_as_they_lie(dtype: torch.dtype) -> None:
     wide = torch.randn(4, 6, 32).to(dtype)
     cos, sin, weight = torch.randn(4, 1, 32).to(dtype), torch.randn(4, 1, 32).to(dtype), torch.randn(32).to(dtype)
     for view in (wide[:, 1:4], wide.transpose(0, 1)[:4], wide[..., :32][::2].repeat(2, 1, 1)):
-        rows = len(view)
-        assert torch.equal(kernels.rotate(view, cos[:rows], sin[:rows]), kernels.rotate(view.clone(), cos[:rows], sin[:rows]))
+        turn = cos[: len(view)], sin[: len(view)]
+        assert torch.equal(kernels.rotate(view, *turn), kernels.rotate(view.contiguous(), *turn))
         assert torch.equal(kernels.rms_norm(view, weight, 1e-6), kernels.rms_norm(view.contiguous(), weight, 1e-6))
     assert torch.equal(kernels.gate(wide.flatten(1).t()), kernels.gate(wide.flatten(1).t().contiguous()))
 
@@ -135,12 +135,13 @@ def readers_of(some: Sequence[tuple[int, Segment]], block_size: int, scattered: 
     return readers
 
 
+def all_slots(reader: Reader) -> Tensor:
+    slots = reader.slots.index
+    return torch.arange(slots.start, slots.stop) if isinstance(slots, range) else slots
+
+
 def write_slots(readers: Sequence[Reader]) -> Tensor:
-    found = []
-    for reader in readers:
-        slots = reader.slots.index
-        found += list(slots if isinstance(slots, range) else slots.tolist())[-reader.segment.num_rows :]
-    return torch.tensor(found)
+    return torch.cat([all_slots(reader)[-reader.segment.num_rows :] for reader in readers])
 
 
 def expected_read(attention: PagedAttention, reader: Reader, query: Tensor) -> Tensor:
@@ -207,7 +208,7 @@ def test_a_node_of_a_tree_gets_the_bits_of_a_chain_in_any_batch(dtype: torch.dty
     with torch.inference_mode():
         found = attention.attend(0, query, key, value)
         for reader in readers:
-            slots = torch.as_tensor(list(reader.slots.index) if isinstance(reader.slots.index, range) else reader.slots.index)
+            slots = all_slots(reader)
             seen = visible_slots(reader.segment, reader.past, None)
             for place, row in enumerate(range(reader.rows.start, reader.rows.stop)):
                 text = slots[seen[place]]

@@ -44,7 +44,7 @@ CASES = {
     "qwen2-layer-types": {},
     "qwen3": {},
 }
-# Where compiled kernels run all of a model, strict numerics are those of `ExactRowsModel`; they have sizes of their own.
+# Where compiled kernels run all of a model, strict numerics are those of `ExactRowsModel`: these have its sizes.
 KERNELS = {"llama-kernels": "llama", "qwen2-kernels": "qwen2", "qwen3-kernels": "qwen3"}
 
 

@@ -26,14 +26,10 @@ SHAPE = ModelShape("m", 1000, 10, 2, 0, 0, 5, 4, 256, 32)
 
 
 def held_bytes(model: PagedModel) -> int:
-    """Weights and tables: every tensor once, a packed matrix as large as the plain one it replaces."""
+    """Weights and tables: every tensor once."""
     decoder = model.decoder
     plain = {parameter.data_ptr(): parameter.nbytes for parameter in decoder.parameters()}
-    packed = [
-        m.in_features * m.out_features * model.dtype.itemsize
-        for m in decoder.modules()
-        if isinstance(m, Linear) and m.weight is None
-    ]
+    packed = [m.packed.nbytes for m in decoder.modules() if isinstance(m, Linear) and m.packed is not None]
     return sum(plain.values()) + sum(packed) + decoder.rotary.cos.nbytes + decoder.rotary.sin.nbytes
 
 
@@ -112,7 +108,9 @@ def test_auto_is_what_the_checkpoint_is_stored_in(tmp_path: Path) -> None:
     assert shape_of(tmp_path, "m", "float32").kv_bytes_per_token == 2 * shape_of(tmp_path, "m").kv_bytes_per_token
     if can_pack():  # on a GPU nothing is packed, so that a tied head needs no second copy
         tied = variant(tmp_path / "tied", "llama-tied", dtype=torch.bfloat16)
-        assert shape_of(tied, "m").weight_bytes - shape_of(tied, "m", device="cuda").weight_bytes == 97 * 48 * 2
+        gpu = shape_of(tied, "m", device="cuda").weight_bytes
+        padding = shape_of(tied, "m").weight_bytes - gpu - 97 * 48 * 2
+        assert 0 <= padding <= 16 * 48 * 2 * 13  # of whole blocks of 16 outputs, in the head and twelve matrices
 
 
 def peak_bytes(llm: LLM, path: Path, batch: int, context: int, params: SamplingParams, spec: SpecConfig) -> int:
