@@ -69,21 +69,21 @@ are, and take 4.5 bits a weight for 4 bits and 8.5 for 8; with zero points that 
 matrices are dequantised when loaded, with one warning that says how many and why.
 
 How fast each is: milliseconds of a pass of the 1.0 B target over 1 to 16 rows behind 128 tokens, and what it reads, on two cores of an AMD EPYC (AVX-512 with bf16
-and VNNI), medians of 20 passes that take turns ([raw](../benchmarks/2026-11-23-step-cost-1b.json); on an Intel Xeon, beside llama.cpp: [quantised targets](quantised.md)):
+and VNNI), medians of 20 passes that take turns ([raw](../benchmarks/2026-11-23-step-cost-1b-compiled.json); on an Intel Xeon, beside llama.cpp: [quantised targets](quantised.md)):
 
     python -m studies.step_cost --rows 1,2,4,8,16 --context 128 --repeats 20 --models out/wide/target,out/wide/target@float32,out/wide/target@int8,out/wide/target@int4,gguf/target-Q8_0.gguf,gguf/target-Q6_K.gguf,gguf/target-Q5_K_M.gguf,gguf/target-Q4_K_M.gguf,gguf/target-Q4_0.gguf
 
 | weights | MB | 1 row | 2 | 4 | 8 | 16 |
 |---|---|---|---|---|---|---|
-| bf16 (`dtype="bfloat16"`) | 2005 | 130 | 136 | 111 | 126 | 165 |
-| float32 | 4010 | 304 | 559 | 711 | 712 | 848 |
-| `weights="int8"` | 1065 | 55 | 55 | 56 | 62 | 99 |
-| `weights="int4"` | 568 | 33 | 33 | 36 | 53 | 92 |
-| Q8_0 file | 1065 | 56 | 57 | 58 | 63 | 104 |
-| Q6_K file | 887 | 45 | 46 | 53 | 73 | 130 |
-| Q5_K_M file | 762 | 42 | 40 | 49 | 66 | 120 |
-| Q4_K_M file | 664 | 39 | 38 | 45 | 64 | 112 |
-| Q4_0 file | 566 | 33 | 34 | 38 | 59 | 102 |
+| bf16 (`dtype="bfloat16"`) | 2005 | 63 | 65 | 69 | 72 | 109 |
+| float32 | 4010 | 237 | 475 | 616 | 557 | 664 |
+| `weights="int8"` | 1065 | 39 | 39 | 41 | 44 | 70 |
+| `weights="int4"` | 568 | 22 | 22 | 23 | 37 | 72 |
+| Q8_0 file | 1065 | 40 | 40 | 42 | 45 | 74 |
+| Q6_K file | 887 | 33 | 34 | 36 | 50 | 94 |
+| Q5_K_M file | 762 | 30 | 30 | 34 | 47 | 88 |
+| Q4_K_M file | 664 | 26 | 27 | 29 | 45 | 86 |
+| Q4_0 file | 566 | 23 | 23 | 25 | 37 | 70 |
 
 GPTQ, AWQ and compressed-tensors run through the same kernel as the files above; what is dequantised at load runs as bf16 or float32.
 

@@ -27,10 +27,10 @@ struct foretoken_segment {
 
 // One layer of the cache and what a pass brings; strides are in elements.
 struct foretoken_attention {
-    void *keys, *values;           // [groups, num_slots, head_dim]
+    void *keys, *values;              // [groups, num_slots, head_dim]
     const void *query, *key, *value;  // [rows, heads or groups, head_dim], `*_stride` from row to row
-    void* out;                     // [rows, heads, head_dim]
-    const int64_t* write_slots;    // [rows]
+    void* out;                        // [rows, heads, head_dim]
+    const int64_t* write_slots;       // [rows]
     int64_t query_stride, key_stride, value_stride;
     int64_t num_rows, num_heads, num_groups, num_slots;
 };
@@ -63,7 +63,8 @@ inline int64_t slot_of(const Segment& segment, int64_t column) {
 
 inline bool sees(const Segment& segment, int64_t row, int64_t column) {
     if (segment.visible == nullptr) return column <= segment.num_columns - segment.num_rows + row;
-    return column < segment.shared || segment.visible[row * (segment.num_columns - segment.shared) + column - segment.shared];
+    const int64_t own = segment.num_columns - segment.shared;
+    return column < segment.shared || segment.visible[row * own + column - segment.shared];
 }
 
 // `weights` [count, columns] of the softmax before its division, 0 for what a row does not see; `padded` from one row

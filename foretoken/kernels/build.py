@@ -1,6 +1,6 @@
-"""From one C++ file to a shared library: compiled with this machine's compiler on first use, then kept.
+"""From a C++ file to a shared library: compiled with this machine's compiler on first use, then kept.
 
-A library is `kernels/NAME-HASH.so` in the cache folder, named by the source, the compiler with its flags, and the
+A library is `kernels/NAME-HASH.so` in the cache folder, named by the sources, the compiler with its flags, and the
 processor, because `-march=native` makes code for this one only. Its last 32 bytes are the SHA-256 of the rest: a file
 that was cut short is built anew rather than mapped.
 """
@@ -11,9 +11,11 @@ import functools
 import hashlib
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from foretoken.files import CACHE_VARIABLE, cache_folder
 # No fused multiplications: the twin in torch rounds products and sums on their own.
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC")
 COMPILERS = ("g++", "c++", "clang++")  # looked for in this order where CXX names none
+_INCLUDED = re.compile(r'^#include "(.+)"$', re.MULTILINE)
 _DIGEST_BYTES = 32
 _MOST_S = 120.0  # it takes a few seconds; a compiler that hangs must not hang us
 _MOST_WORDS = 300  # characters of a compiler's complaint
@@ -31,19 +34,20 @@ class BuildError(Exception):
     """There is no library; the message says why, and what to do about it."""
 
 
-def built(source: Path, flags: tuple[str, ...] = FLAGS, headers: tuple[Path, ...] = ()) -> Path:
-    """The library made of `source`, which includes `headers`, from the cache or compiled now.
+def built(source: Path, flags: tuple[str, ...] = FLAGS) -> Path:
+    """The library made of `source`, from the cache or compiled now.
 
     Raises:
         BuildError: no compiler, one that fails, or a cache folder that cannot be written.
     """
     compiler = _compiler()
-    named = (*(file.read_text(encoding="utf-8") for file in (source, *headers)), *compiler, *flags, _processor())
+    named = (*_texts(source), *compiler, *flags, _processor())
     key = hashlib.sha256("\0".join(named).encode()).hexdigest()[:24]
     path = cache_folder("kernels") / f"{source.stem}-{key}.so"
     try:
         if not _is_whole(path):
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            _say_on_a_terminal(f"compiling {source.name} for this processor: once, a few seconds")
             with tempfile.TemporaryDirectory(dir=path.parent, prefix=".building-") as folder:
                 _compile([*compiler, *flags, str(source)], Path(folder) / path.name)
                 os.replace(Path(folder) / path.name, path)
@@ -52,6 +56,12 @@ def built(source: Path, flags: tuple[str, ...] = FLAGS, headers: tuple[Path, ...
             f"cannot keep a library in {path.parent} ({error}); set {CACHE_VARIABLE} to a folder"
         ) from error
     return path
+
+
+def _texts(source: Path) -> list[str]:
+    """The text of `source` and of what it includes from its own folder."""
+    text = source.read_text(encoding="utf-8")
+    return [text, *(other for name in _INCLUDED.findall(text) for other in _texts(source.parent / name))]
 
 
 def _compiler() -> list[str]:
@@ -78,6 +88,12 @@ def _compile(command: list[str], path: Path) -> None:
         raise BuildError(f"the C++ compiler {command[0]} failed ({words}); install g++, or name another one in CXX")
     with path.open("ab") as file:
         file.write(hashlib.sha256(path.read_bytes()).digest())
+
+
+def _say_on_a_terminal(line: str) -> None:
+    """To somebody who waits; logs and pipes stay as they are."""
+    if sys.stderr is not None and sys.stderr.isatty():
+        print(line, file=sys.stderr, flush=True)
 
 
 def _is_whole(path: Path) -> bool:

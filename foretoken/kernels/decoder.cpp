@@ -2,7 +2,7 @@
 //
 // A row's result depends on that row, its past and its ancestors alone, to the last bit: neither on the rows beside it,
 // nor on their number, nor on the threads. Sums run over lanes that follow from the row's own size, and over keys in
-// ascending order; what a row does not see adds 0. So a node of a token tree gets the bits that it would get in a chain.
+// ascending order; what a row does not see adds nothing. So a node of a token tree gets the bits of a chain.
 
 #include "attention.h"
 
@@ -99,19 +99,20 @@ private:
         run(full.data(), sums.data(), false);
         for (int64_t row = 0; row < rows_; ++row)
             for (int64_t n = 0; n < by.num_outputs; ++n)
-                store_some(all(sums[row * by.num_outputs + n] + number(bias[n])), &to[row * by.num_outputs + n], 1);
+                put(sums[row * by.num_outputs + n] + number(bias[n]), to[row * by.num_outputs + n]);
     }
 
     void attend(const Weights& own, int32_t index) {
-        const int64_t heads = pass_.num_heads, groups = pass_.num_groups, size = pass_.head_dim, stride = all_heads_ * size;
+        const int64_t heads = pass_.num_heads, groups = pass_.num_groups, size = pass_.head_dim;
+        const int64_t stride = all_heads_ * size;
         T* qkv = qkv_.data();
         for (int64_t row = 0; row < rows_ && own.q_norm != nullptr; ++row)
             for (int64_t head = 0; head < heads + groups; ++head) {
                 T* at = qkv + row * stride + head * size;
                 norm_row(at, static_cast<const T*>(head < heads ? own.q_norm : own.k_norm), pass_.eps, size, at);
             }
-        rotate_rows(qkv, static_cast<const T*>(pass_.cos), static_cast<const T*>(pass_.sin), rows_, heads + groups, size,
-                    stride, turned_.data(), pass_.threads);
+        rotate_rows(qkv, static_cast<const T*>(pass_.cos), static_cast<const T*>(pass_.sin), rows_, heads + groups,
+                    size, stride, turned_.data(), pass_.threads);
         const int64_t turned_stride = (heads + groups) * size;
         const foretoken_attention call = {pass_.keys[index], pass_.values[index], turned_.data(),
                                           turned_.data() + heads * size, qkv + (heads + groups) * size, read_.data(),
@@ -147,8 +148,8 @@ void foretoken_norm(const void* x, const void* weight, void* out, int64_t rows, 
                     int is_bf16, int threads) {
     typed(is_bf16, [&](auto zero) {
         using T = decltype(zero);
-        norm_rows(static_cast<const T*>(x), static_cast<const T*>(weight), eps, rows, size, stride, static_cast<T*>(out),
-                  threads);
+        norm_rows(static_cast<const T*>(x), static_cast<const T*>(weight), eps, rows, size, stride,
+                  static_cast<T*>(out), threads);
     });
 }
 

@@ -103,13 +103,16 @@ struct Activations {
     std::vector<uint32_t> pairs;  // by tile as in `Tile`
 
     template <class T>
-    Activations(const T* x, int64_t num_rows, int64_t width)
+    Activations(const T* x, int64_t num_rows, int64_t width, int threads)
         : rows(num_rows), num_pairs((width + 1) / 2), pairs(rows * num_pairs) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (rows > MOST_ROWS)
         for (int64_t row = 0; row < rows; ++row) {
             const int64_t first = row / MOST_ROWS * MOST_ROWS, count = rows_from(first);
             uint32_t* own = pairs.data() + first * num_pairs + (row - first);
-            for (int64_t i = 0; i < width; ++i)
-                own[i / 2 * count] |= uint32_t(rounded(x[row * width + i])) << (i % 2 * 16);
+            const T* from = x + row * width;
+            for (int64_t p = 0; p < width / 2; ++p)
+                own[p * count] = rounded(from[2 * p]) | uint32_t(rounded(from[2 * p + 1])) << 16;
+            if (width % 2) own[width / 2 * count] = rounded(from[width - 1]);
         }
     }
 
@@ -147,7 +150,7 @@ void multiply_some(const foretoken_dense& w, const Activations& x, int64_t block
 template <class T>
 void multiply(const T* x, int64_t rows, int64_t width, const foretoken_dense* parts, int num_parts, T* out,
               int64_t stride, int threads) {
-    const Activations a(x, rows, width);
+    const Activations a(x, rows, width, threads);
     const int64_t together = rows <= FEW_ROWS ? 2 : MOST_BLOCKS;
     for (int part = 0; part < num_parts; ++part) {
         const foretoken_dense& w = parts[part];
@@ -172,8 +175,8 @@ bool foretoken_dense_multiply(const void* x, int64_t rows, int64_t width, const 
                               void* out, int64_t stride, int is_bf16, int threads) {
     try {
         if (is_bf16)
-            multiply(static_cast<const uint16_t*>(x), rows, width, parts, num_parts, static_cast<uint16_t*>(out), stride,
-                     threads);
+            multiply(static_cast<const uint16_t*>(x), rows, width, parts, num_parts, static_cast<uint16_t*>(out),
+                     stride, threads);
         else
             multiply(static_cast<const float*>(x), rows, width, parts, num_parts, static_cast<float*>(out), stride,
                      threads);

@@ -15,6 +15,8 @@
 #include <new>
 #include <vector>
 
+#include "numbers.h"
+
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
 #define FORETOKEN_VNNI 1
 #include <immintrin.h>
@@ -25,7 +27,6 @@
 
 namespace {
 
-constexpr int LANES = 16;      // outputs of a block
 constexpr int SPAN = 32;       // inputs that share a scale of activations
 constexpr int CHUNK = 4;       // inputs of one output that stand together: what one lane of vpdpbusd multiplies
 constexpr int LINE = 64;       // bytes: 16 outputs of a chunk
@@ -68,19 +69,7 @@ struct Ahead {
     int64_t first, stride;
 };
 
-// ---- numbers of 16 bits, for processors without an instruction for them
-
-inline float of_bits(uint32_t bits) {
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-inline uint32_t bits_of(float value) {
-    uint32_t bits;
-    std::memcpy(&bits, &value, sizeof bits);
-    return bits;
-}
+// ---- float16, for processors without an instruction for it
 
 inline float from_half(uint16_t half) {
     const uint32_t sign = uint32_t(half & 0x8000u) << 16, exponent = (half >> 10) & 31u, fraction = half & 1023u;
@@ -89,14 +78,6 @@ inline float from_half(uint16_t half) {
         return sign ? -small : small;
     }
     return of_bits(sign | (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | fraction << 13);
-}
-
-inline float wide(float value) { return value; }
-inline float wide(uint16_t bf16) { return of_bits(uint32_t(bf16) << 16); }
-inline void narrow(float value, float& to) { to = value; }
-inline void narrow(float value, uint16_t& to) {  // to bfloat16, ties to even
-    const uint32_t bits = bits_of(value);
-    to = value != value ? 0x7fc0 : uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
 // ---- one block of 16 outputs
@@ -348,7 +329,7 @@ Block block_of(const Matrix& w, int64_t rows) {
 template <class T>
 void code_span(const T* x, int64_t count, int8_t* codes, float* scale, int32_t* half_sums) {
     float values[SPAN] = {};
-    for (int64_t i = 0; i < count; ++i) values[i] = wide(x[i]);
+    for (int64_t i = 0; i < count; ++i) values[i] = number(x[i]);
     uint32_t largest = 0;  // the bits of a number without its sign are in its order, and NaN is above all
     for (float value : values) largest = std::max(largest, bits_of(value) & 0x7fffffffu);
     const bool is_finite = largest < 0x7f800000u;
@@ -427,7 +408,7 @@ void multiply_rows(const Matrix& w, const Activations& x, int64_t block, bool is
         block_of(w, rows)(w, x.at(tile, w.group), block, {codes, scales, tile, tiles}, totals);
         for (int64_t r = 0; r < rows; ++r)
             for (int64_t n = 0; n < count; ++n)
-                narrow(totals[r][n], out[(tile * MOST_ROWS + r) * stride + block * LANES + n]);
+                put(totals[r][n], out[(tile * MOST_ROWS + r) * stride + block * LANES + n]);
     }
 }
 

@@ -1,5 +1,5 @@
-// Sixteen numbers at a time, in the vector types that GCC and Clang have for every processor: a cast between two of them
-// keeps the bits. bfloat16 is widened to float32 where it is read and rounded where it is written.
+// Sixteen numbers at a time, in the vector types that GCC and Clang have for every processor: a cast between two of
+// them keeps the bits. bfloat16 is widened to float32 where it is read and rounded where it is written.
 
 #ifndef FORETOKEN_NUMBERS_H
 #define FORETOKEN_NUMBERS_H
@@ -10,7 +10,7 @@
 
 namespace {
 
-constexpr int LANES = 16;
+constexpr int LANES = 16;  // numbers of a vector, and outputs of a block of weights
 
 typedef float Lanes __attribute__((vector_size(64)));
 typedef float Eight __attribute__((vector_size(32)));
@@ -24,14 +24,21 @@ inline float of_bits(uint32_t bits) {
     return value;
 }
 
-inline uint16_t bf16_of(float value) {  // ties to even
+inline uint32_t bits_of(float value) {
     uint32_t bits;
     std::memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+inline uint16_t bf16_of(float value) {  // ties to even
+    const uint32_t bits = bits_of(value);
     return value != value ? 0x7fc0 : uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
 inline float number(float value) { return value; }
 inline float number(uint16_t bf16) { return of_bits(uint32_t(bf16) << 16); }
+inline void put(float value, float& to) { to = value; }
+inline void put(float value, uint16_t& to) { to = bf16_of(value); }
 
 inline Lanes all(float value) { return value - Lanes{}; }
 

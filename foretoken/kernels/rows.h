@@ -40,18 +40,20 @@ void rotate_row(const T* x, const T* cos, const T* sin, int64_t heads, int64_t s
             put(first * get(cos + i) - second * get(sin + i), out + i);
             put(second * get(cos + i + half) + first * get(sin + i + half), out + i + half);
         };
-        by_lanes(
-            half, [&](int64_t i) { turn([](const T* at) { return load(at); }, [](Lanes own, T* at) { store(own, at); }, i); },
-            [&](int64_t i, int64_t n) {
-                turn([&](const T* at) { return load_some(at, n); }, [&](Lanes own, T* at) { store_some(own, at, n); }, i);
-            });
+        const auto whole = [&](int64_t i) {
+            turn([](const T* at) { return load(at); }, [](Lanes own, T* at) { store(own, at); }, i);
+        };
+        by_lanes(half, whole, [&](int64_t i, int64_t n) {
+            turn([&](const T* at) { return load_some(at, n); }, [&](Lanes own, T* at) { store_some(own, at, n); }, i);
+        });
     }
 }
 
 // `norm_row`, `gate_row` and `rotate_row` of some rows; `stride` is from row to row of the input.
 
 template <class T>
-void norm_rows(const T* x, const T* weight, float eps, int64_t rows, int64_t size, int64_t stride, T* out, int threads) {
+void norm_rows(const T* x, const T* weight, float eps, int64_t rows, int64_t size, int64_t stride, T* out,
+               int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (rows * size > FEW_NUMBERS)
     for (int64_t row = 0; row < rows; ++row) norm_row(x + row * stride, weight, eps, size, out + row * size);
 }

@@ -19,7 +19,7 @@ from torch import Tensor
 from foretoken.kernels.build import BuildError, built
 from foretoken.model.large_pages import large_page_tensor
 from foretoken.model.product import ARGUMENTS, CompiledWeight, Multiply, Product, array_of
-from foretoken.model.row_kernels import FLAGS, NUMBERS_HEADER
+from foretoken.model.row_kernels import FLAGS
 
 SOURCE = Path(__file__).resolve().parent.parent / "kernels" / "dense.cpp"
 BLOCK_ROWS = 16  # outputs of a block
@@ -79,7 +79,7 @@ def dense_bytes(num_rows: int, width: int) -> int:
 def kernel() -> Multiply | None:
     """The compiled product, None where there is none: torch multiplies by plain matrices too."""
     try:
-        return load(built(SOURCE, FLAGS, (NUMBERS_HEADER,)))
+        return load(built(SOURCE, FLAGS))
     except BuildError:
         return None
 

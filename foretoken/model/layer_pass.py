@@ -50,10 +50,10 @@ class _PassFields(ctypes.Structure):
 
 @dataclass(frozen=True)
 class LayerTable:
-    """The layers of a decoder as the pass takes them, good as long as their weights are `of`."""
+    """The layers of a decoder as the pass takes them: addresses in what is `held`."""
 
     layers: ctypes.Array[_LayerFields]
-    of: tuple[object, ...]
+    held: tuple[object, ...]
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def _table(decoder: Decoder) -> LayerTable | None:
     of = _weights_of(decoder)
     kept = _TABLES.get(decoder)
     if kept is None or any(one is not other for one, other in zip(kept[0], of, strict=True)):
-        _TABLES[decoder] = kept = (of, LayerTable(_fields(decoder), of) if _has_kernels(decoder) else None)
+        _TABLES[decoder] = kept = (of, _made(decoder) if _has_kernels(decoder) else None)
     return kept[1]
 
 
@@ -162,14 +162,16 @@ def _has_kernels(decoder: Decoder) -> bool:
     )
 
 
-def _fields(decoder: Decoder) -> ctypes.Array[_LayerFields]:
-    layers = []
+def _made(decoder: Decoder) -> LayerTable:
+    layers, held = [], list[object]()
     for layer in _layers(decoder):
-        products = [
-            linear.packed.product.fields(linear.bias)
-            for linear in _linears(layer)
-            if linear.packed is not None and linear.packed.product is not None
-        ]
-        norms = [None if weight is None else weight.data_ptr() for weight in _norms(layer)]
-        layers.append(_LayerFields(*products, *norms))
-    return array_of(_LayerFields, layers)
+        products = []
+        for linear in _linears(layer):
+            assert linear.packed is not None
+            assert linear.packed.product is not None
+            products.append(linear.packed.product.fields(linear.bias))
+            held += (linear.packed, linear.packed.product, linear.bias)
+        norms = _norms(layer)
+        held += norms
+        layers.append(_LayerFields(*products, *(None if norm is None else norm.data_ptr() for norm in norms)))
+    return LayerTable(array_of(_LayerFields, layers), tuple(held))

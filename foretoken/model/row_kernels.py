@@ -20,9 +20,7 @@ from torch import Tensor
 
 from foretoken.kernels.build import BuildError, built
 
-_FOLDER = Path(__file__).resolve().parent.parent / "kernels"
-NUMBERS_HEADER = _FOLDER / "numbers.h"
-SOURCE, HEADERS = _FOLDER / "decoder.cpp", (_FOLDER / "attention.h", _FOLDER / "rows.h", NUMBERS_HEADER)
+SOURCE = Path(__file__).resolve().parent.parent / "kernels" / "decoder.cpp"
 # Sums have an order of their own here, so a product may be added without being rounded first.
 FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp"),
@@ -129,7 +127,7 @@ def kernels_for(x: Tensor) -> RowKernels | None:
 def row_kernels() -> RowKernels | None:
     """The compiled kernels, None where nothing can be compiled."""
     try:
-        return load(built(SOURCE, FLAGS, HEADERS))
+        return load(built(SOURCE, FLAGS))
     except BuildError:  # `doctor` says so; unlike products of quantised weights, torch does this without them too
         return None
 

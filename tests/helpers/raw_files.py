@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-SPEED, STRICT = "2026-11-22-drafters-1b", "2026-11-23-strict-1b"
+SPEED = "2026-11-23-drafters-1b-amd"
 
 
 @functools.cache

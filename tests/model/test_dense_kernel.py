@@ -14,7 +14,7 @@ from foretoken.kernels.build import built
 from foretoken.model import dense_kernel
 from foretoken.model.dense_kernel import SOURCE, DenseWeight, kernel, load
 from foretoken.model.layers import Linear, MkldnnWeight
-from foretoken.model.row_kernels import FLAGS, NUMBERS_HEADER
+from foretoken.model.row_kernels import FLAGS
 
 SHAPES = [(97, 384), (16, 128), (1, 2), (33, 255), (50, 1), (130, 64)]
 
@@ -24,7 +24,7 @@ def instruction_set(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
     """The kernel as other processors get it; older instructions run here too."""
     if request.param != "native":
         flags = tuple(flag.replace("native", request.param) for flag in FLAGS)
-        function = load(built(SOURCE, flags, (NUMBERS_HEADER,)))
+        function = load(built(SOURCE, flags))
         monkeypatch.setattr(dense_kernel, "kernel", lambda: function)
     found: str = request.param
     return found

@@ -17,7 +17,7 @@ from foretoken.kv.pool import KVPool
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.attention.paged import KeySlots, PagedAttention, Reader, visible_slots
 from foretoken.model.interface import Segment
-from foretoken.model.row_kernels import FLAGS, HEAD_DIMS, HEADERS, SOURCE, RowKernels, kernels_for, load, row_kernels
+from foretoken.model.row_kernels import FLAGS, HEAD_DIMS, SOURCE, RowKernels, kernels_for, load, row_kernels
 
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8}  # one rounding to the format, or a few units of float32
 
@@ -26,7 +26,7 @@ ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8}  # one rounding to the f
 def kernels(request: pytest.FixtureRequest) -> RowKernels:
     """The kernels as other processors get them; older instructions run here too."""
     flags = tuple(flag.replace("native", request.param) for flag in FLAGS)
-    return load(built(SOURCE, flags, HEADERS))
+    return load(built(SOURCE, flags))
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
