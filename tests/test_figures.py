@@ -167,7 +167,7 @@ def test_the_speeds_beside_llama_cpp_on_amd() -> None:
     settings = ("plain", "auto-auto", "llama.cpp", "llama.cpp-lookup", "llama.cpp-ngram-mod")
     for row, setting in zip(found, settings, strict=True):
         for heading in ("code", "edits", "JSON", "chat"):
-            source = speed_row(setting, SLICES.get(heading, heading), "2026-11-23-gguf-Q4_K_M-amd")
+            source = speed_row(setting, SLICES.get(heading, heading), "2026-11-23-gguf-Q4_K_M-compiled")
             assert source["num_prompts"] == 10
             assert is_printed_of(row[heading], source["tokens_per_s"])
 
