@@ -7,6 +7,7 @@ that was cut short is built anew rather than mapped.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import os
@@ -56,6 +57,24 @@ def built(source: Path, flags: tuple[str, ...] = FLAGS) -> Path:
             f"cannot keep a library in {path.parent} ({error}); set {CACHE_VARIABLE} to a folder"
         ) from error
     return path
+
+
+def opened(path: Path, interface: str, number: int) -> ctypes.CDLL:
+    """The compiled library `path`, whose function `interface` must return `number`: what its functions take.
+
+    Its functions run without the interpreter's lock.
+
+    Raises:
+        BuildError: it cannot be loaded here, or is none of ours.
+    """
+    try:
+        library = ctypes.CDLL(str(path))
+        found: int = getattr(library, interface)()
+    except (OSError, AttributeError) as error:
+        raise BuildError(f"the compiled library cannot be loaded ({error}); delete {path}") from error
+    if found != number:
+        raise BuildError(f"{path} has interface {found}, not {number}; delete it")
+    return library
 
 
 def _texts(source: Path) -> list[str]:

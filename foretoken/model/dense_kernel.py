@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foretoken.kernels.build import BuildError, built
+from foretoken.kernels.build import BuildError, built, opened
 from foretoken.model.large_pages import large_page_tensor
 from foretoken.model.product import ARGUMENTS, CompiledWeight, Multiply, Product, array_of
 from foretoken.model.row_kernels import FLAGS
@@ -90,14 +90,7 @@ def load(path: Path) -> Multiply:
     Raises:
         BuildError: it cannot be loaded here, or is none of ours.
     """
-    try:
-        library = ctypes.CDLL(str(path))  # its functions run without the interpreter's lock
-        interface: int = library.foretoken_dense_interface()
-        function = library.foretoken_dense_multiply
-    except (OSError, AttributeError) as error:
-        raise BuildError(f"the compiled library cannot be loaded ({error}); delete {path}") from error
-    if interface != _INTERFACE:
-        raise BuildError(f"{path} has interface {interface}, not {_INTERFACE}; delete it")
+    function = opened(path, "foretoken_dense_interface", _INTERFACE).foretoken_dense_multiply
     function.argtypes, function.restype = ARGUMENTS, ctypes.c_bool
     return function
 

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foretoken.kernels.build import BuildError, built
+from foretoken.kernels.build import BuildError, built, opened
 from foretoken.model.grouped import SUPER, GroupedCodes
 from foretoken.model.grouped_layout import BLOCK_ROWS, laid_out, stored_bits, unpacked
 from foretoken.model.grouped_twin import SPAN, products
@@ -265,14 +265,7 @@ def load(path: Path) -> Multiply:
     Raises:
         BuildError: it cannot be loaded here, or is none of ours.
     """
-    try:
-        library = ctypes.CDLL(str(path))  # its functions run without the interpreter's lock
-        interface: int = library.foretoken_grouped_interface()
-        function = library.foretoken_grouped_multiply
-    except (OSError, AttributeError) as error:
-        raise BuildError(f"the compiled library cannot be loaded ({error}); delete {path}") from error
-    if interface != _INTERFACE:
-        raise BuildError(f"{path} has interface {interface}, not {_INTERFACE}; delete it")
+    function = opened(path, "foretoken_grouped_interface", _INTERFACE).foretoken_grouped_multiply
     function.argtypes, function.restype = ARGUMENTS, ctypes.c_bool
     return function
 

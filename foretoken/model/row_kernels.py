@@ -13,12 +13,11 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from foretoken.kernels.build import BuildError, built
+from foretoken.kernels.build import BuildError, built, opened
 
 SOURCE = Path(__file__).resolve().parent.parent / "kernels" / "decoder.cpp"
 # Sums have an order of their own here, so a product may be added without being rounded first.
@@ -59,7 +58,7 @@ class _Attention(ctypes.Structure):
 class RowKernels:
     """The functions of a compiled library; tensors are on the CPU, all of them bfloat16 or all float32."""
 
-    library: Any
+    library: ctypes.CDLL
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """`x` [..., D] over its last dimension, times `weight` [D]."""
@@ -140,21 +139,15 @@ def load(path: Path) -> RowKernels:
     """
     pointer, number, small = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     about = (small, small)
-    try:
-        library = ctypes.CDLL(str(path))  # its functions run without the interpreter's lock
-        interface: int = library.foretoken_decoder_interface()
-        library.foretoken_norm.argtypes = (*(pointer,) * 3, *(number,) * 3, ctypes.c_float, *about)
-        library.foretoken_gate.argtypes = (*(pointer,) * 2, *(number,) * 2, *about)
-        library.foretoken_rotate.argtypes = (*(pointer,) * 4, *(number,) * 4, *about)
-        library.foretoken_attend.argtypes = (*(pointer,) * 2, small, number, *about)
-        library.foretoken_run_layers.argtypes = (pointer,)
-        library.foretoken_attend.restype = library.foretoken_run_layers.restype = ctypes.c_bool
-    except (OSError, AttributeError) as error:
-        raise BuildError(f"the compiled library cannot be loaded ({error}); delete {path}") from error
+    library = opened(path, "foretoken_decoder_interface", _INTERFACE)
+    library.foretoken_norm.argtypes = (*(pointer,) * 3, *(number,) * 3, ctypes.c_float, *about)
+    library.foretoken_gate.argtypes = (*(pointer,) * 2, *(number,) * 2, *about)
+    library.foretoken_rotate.argtypes = (*(pointer,) * 4, *(number,) * 4, *about)
+    library.foretoken_attend.argtypes = (*(pointer,) * 2, small, number, *about)
+    library.foretoken_run_layers.argtypes = (pointer,)
     for function in (library.foretoken_norm, library.foretoken_gate, library.foretoken_rotate):
         function.restype = None
-    if interface != _INTERFACE:
-        raise BuildError(f"{path} has interface {interface}, not {_INTERFACE}; delete it")
+    library.foretoken_attend.restype = library.foretoken_run_layers.restype = ctypes.c_bool
     return RowKernels(library)
 
 
