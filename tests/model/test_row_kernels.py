@@ -179,6 +179,17 @@ def test_attention_equals_float64(
         assert torch.allclose(found[reader.rows].double(), expected, rtol=ROUNDING[dtype], atol=2 * ROUNDING[dtype])
 
 
+def test_scores_that_differ_by_hundreds() -> None:
+    """The largest decides; nothing overflows on the way."""
+    config, pool = small_cache(2, 1, 32, torch.float32, num_slots=64)
+    readers = readers_of([(40, Segment(0, 1, TREE))], 8, scattered=False)
+    attention = PagedAttention(config, pool, write_slots(readers), readers)
+    rows = [torch.randn(7, n, 32) * scale for n, scale in ((2, 200), (1, 1), (1, 1))]
+    with torch.inference_mode():
+        found = attention.attend(0, *rows)
+    assert torch.allclose(found.double(), expected_read(attention, readers[0], rows[0]), atol=1e-3)
+
+
 def test_every_head_size_was_compiled() -> None:
     for head_dim in HEAD_DIMS:
         config, pool = small_cache(2, 1, head_dim, torch.float32, num_slots=32)
