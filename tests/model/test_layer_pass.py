@@ -22,6 +22,12 @@ LINES = ([0, 1, 2], [0, 3, 4], [0, 3, 5])  # rows from the pending one to each l
 NAMES = sorted(name for name in VARIANTS if name != "llama-head-dim")  # a size that was not compiled
 
 
+@pytest.fixture(autouse=True)
+def own_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of bf16 matrices, also on a processor where oneDNN's are taken."""
+    monkeypatch.setattr("foretoken.model.layers.has_amx", lambda: False)
+
+
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each forward had a compiled pass."""
