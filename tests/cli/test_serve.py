@@ -106,7 +106,8 @@ def test_files_of_deployment_use_flags_that_exist() -> None:
     lines = (ROOT / "tests" / "cli_options.txt").read_text().splitlines()
     known = {line.split()[-1] for line in lines if line.startswith("foretoken serve ")} | {"--help"}
     others = {"--now", "--rm", "--secret", "--build-arg", "--from", "--index-url", "--no-deps", "--no-build-isolation"}
-    others |= {"--system", "--create-home", "--uid", "--start-period", "--interval", "--timeout"}  # of other commands
+    others |= {"--system", "--create-home", "--uid", "--start-period", "--interval", "--timeout", "--yes"}
+    others |= {"--no-install-recommends"}  # of other commands
     study = re.compile(r"python -m studies\.(?:.*\\\n)*.*")  # with the lines that continue it
     for name in ("deploy/foretoken.service", "deploy/Containerfile", "docs/serving/operations.md"):
         flags = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", study.sub("", (ROOT / name).read_text())))
