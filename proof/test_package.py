@@ -64,7 +64,7 @@ def wheel(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def package_files() -> set[str]:
     """What the package must hold: its modules, its marker for type checkers, and the reference family."""
-    kinds = (".py", ".json", ".safetensors", ".md", ".typed", ".html", ".css", ".js", ".cpp")
+    kinds = (".py", ".json", ".safetensors", ".md", ".typed", ".html", ".css", ".js", ".cpp", ".h")
     return {path.relative_to(ROOT).as_posix() for path in (ROOT / "foretoken").rglob("*") if path.suffix in kinds}
 
 
