@@ -16,7 +16,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -48,7 +47,6 @@ def built(source: Path, flags: tuple[str, ...] = FLAGS) -> Path:
     try:
         if not _is_whole(path):
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            _say_on_a_terminal(f"compiling {source.name} for this processor: once, a few seconds")
             with tempfile.TemporaryDirectory(dir=path.parent, prefix=".building-") as folder:
                 _compile([*compiler, *flags, str(source)], Path(folder) / path.name)
                 os.replace(Path(folder) / path.name, path)
@@ -107,12 +105,6 @@ def _compile(command: list[str], path: Path) -> None:
         raise BuildError(f"the C++ compiler {command[0]} failed ({words}); install g++, or name another one in CXX")
     with path.open("ab") as file:
         file.write(hashlib.sha256(path.read_bytes()).digest())
-
-
-def _say_on_a_terminal(line: str) -> None:
-    """To somebody who waits; logs and pipes stay as they are."""
-    if sys.stderr is not None and sys.stderr.isatty():
-        print(line, file=sys.stderr, flush=True)
 
 
 def _is_whole(path: Path) -> bool:

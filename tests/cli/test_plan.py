@@ -93,10 +93,16 @@ def test_drafts_in_another_format(foretoken: Run, pair: SimpleNamespace) -> None
         ][0]
         return row["weight_bytes"], row["draft_weight_bytes"]
 
+    def is_half(found: int, full: int) -> bool:
+        """Packed matrices have whole blocks of 16 outputs, so that 97 take 112."""
+        return full // 2 <= found <= 1.05 * full / 2
+
     target, draft = weights()
-    assert weights("--draft-dtype", "bfloat16") == (target, draft // 2)
-    assert weights("--dtype", "bfloat16") == (target // 2, draft // 2)
-    assert weights("--dtype", "bfloat16", "--draft-dtype", "float32") == (target // 2, draft)
+    target_in_16_bits, draft_in_16_bits = weights("--dtype", "bfloat16")
+    assert is_half(target_in_16_bits, target)
+    assert is_half(draft_in_16_bits, draft)
+    assert weights("--draft-dtype", "bfloat16") == (target, draft_in_16_bits)
+    assert weights("--dtype", "bfloat16", "--draft-dtype", "float32") == (target_in_16_bits, draft)
     assert weights("--draft-dtype", "int4")[1] < weights("--draft-dtype", "int8")[1] < draft // 2
     assert weights("--weights", "int4")[1] == weights("--draft-dtype", "int4")[1]
     assert weights("--weights", "int4", "--draft-dtype", "float32")[1] == draft

@@ -59,19 +59,6 @@ def test_what_is_included_belongs_to_the_source(source: Path) -> None:
     assert built(source) != first
 
 
-def test_who_waits_at_a_terminal_is_told(
-    source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    built(source)
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    built(source)
-    assert capsys.readouterr().err == ""
-    source.write_text(SOURCE + "// changed\n")
-    built(source)
-    assert "compiling small.cpp for this processor: once" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("harm", ["cut", "changed", "empty"])
 def test_a_broken_file_is_built_anew(source: Path, harm: str) -> None:
     path = built(source)
