@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -68,7 +69,7 @@ class Product:
         return ProductFields(address.value, parts, at, self.width, self.num_outputs, len(self.parts))
 
 
-class CompiledWeight:
+class CompiledWeight(ABC):
     """A weight that knows its `Product`; a copy makes its own, because a product holds addresses."""
 
     @functools.cached_property
@@ -76,8 +77,9 @@ class CompiledWeight:
         """What multiplies by this weight, None where nothing can be compiled."""
         return self._compiled()
 
+    @abstractmethod
     def _compiled(self) -> Product | None:
-        raise NotImplementedError
+        """See `product`."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "product"}
