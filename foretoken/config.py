@@ -49,8 +49,8 @@ class SpecConfig:
     `drafter=None`, or "none", is plain decoding, which takes nothing else (plain decoding under a rule of your choice
     is any drafter with `num_draft=0`). `draft` is the draft model's folder or hub id, maybe the target's own;
     `draft_dtype` the format of its weights, or of a trained head's: "auto" takes the target's option and number of
-    bits; "int8" and "int4" (CPU) read a half and a quarter of the bytes. `num_draft="auto"`
-    leaves the number to the engine. `rule="auto"` is greedy at temperature 0, coupled when the request has a seed,
+    bits, for a head beside 16 bits on a CPU "int8"; "int8" and "int4" (CPU) read a half and a quarter of the bytes.
+    `num_draft="auto"` leaves the number to the engine. `rule="auto"` is greedy at temperature 0, coupled when the request has a seed,
     otherwise block for sampled chains and tree for trees. Three ways to draft less, each exact because the mass of the
     draft accounts for it:
 

@@ -165,13 +165,14 @@ def _head_shape(name: str, target: str, shape: ModelShape, draft_dtype: str, dev
     from foretoken.heads.kind import head_folder
     from foretoken.model.loader import parse_dtype, read_config
     from foretoken.model.open import model_folder
-    from foretoken.model.quant import check_quant
+    from foretoken.model.quant import check_quant, head_format
 
     if draft_dtype in QUANTISED:
         check_quant(draft_dtype, torch.bfloat16, torch.device(device), field="draft_dtype")
     elif draft_dtype != "auto" and parse_dtype(draft_dtype).itemsize != shape.itemsize:
         raise ConfigError("draft_dtype", draft_dtype, "a head runs in its target's number format: take auto")
-    held = shape.weight_format if draft_dtype == "auto" else draft_dtype
+    of_target = head_format(shape.weight_format, shape.itemsize, torch.device(device))
+    held = of_target if draft_dtype == "auto" else draft_dtype
     return head_shape(head_folder(name), name, read_config(model_folder(target)), shape, held)
 
 

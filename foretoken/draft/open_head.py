@@ -17,13 +17,13 @@ from foretoken.heads.weights import pack
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.interface import LanguageModel, QuantisedModel, SharesWeights
 from foretoken.model.open import native_config
-from foretoken.model.quant import drafts_at_speed
+from foretoken.model.quant import drafts_at_speed, head_format
 
 
 def open_head(factory: Factory, spec: SpecConfig, kind: str) -> tuple[Head, SharesWeights]:
     """The head of `spec.head` for drafter `kind`, in the target's number format and place, and the target.
 
-    Its matrices are quantised as `spec.draft_dtype` says; "auto" is to as many bits as the target's own.
+    Its matrices are quantised as `spec.draft_dtype` says; "auto" is `quant.head_format`.
 
     Raises:
         ConfigError: no head is named, it is of another kind, the target has no parts that a head can use, or a
@@ -73,15 +73,16 @@ def open_mtp(factory: Factory, spec: SpecConfig) -> tuple[MtpHead, SharesWeights
 
 
 def _weight_format(spec: SpecConfig, target: SharesWeights, dtype: torch.dtype) -> str:
-    """What the head's matrices are held in beside a target whose rows are `dtype`: "auto" is that, else "int8" or
-    "int4".
+    """What the head's matrices are held in beside a target whose rows are `dtype`: "auto" is as they are stored, else
+    "int8" or "int4".
 
     Raises:
         ConfigError, InputError: see `open_head`.
     """
     wanted, own = spec.draft_dtype, str(dtype).removeprefix("torch.")
-    if wanted == "auto" and isinstance(target, QuantisedModel):
-        wanted = target.weight_format
+    if wanted == "auto":
+        of_target = target.weight_format if isinstance(target, QuantisedModel) else "auto"
+        wanted = head_format(of_target, dtype.itemsize, target.device)
     if wanted in QUANTISED:
         return wanted if drafts_at_speed(wanted, dtype, target.device) else "auto"
     if wanted not in ("auto", own):

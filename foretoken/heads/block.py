@@ -16,11 +16,13 @@ from torch import Tensor, nn
 
 from foretoken.errors import ConfigError
 from foretoken.heads.base import FEATURE_WEIGHT, Head, HeadBatch, Place, random_rows
-from foretoken.heads.block_attention import BlockLayer, ContextAttention, WindowAttention
+from foretoken.heads.block_attention import BlockLayer, CachedAttention, ContextAttention, WindowAttention
 from foretoken.heads.config import BlockConfig
-from foretoken.heads.layers import initialise_weights
+from foretoken.heads.layers import initialise_weights, weight_marks
 from foretoken.heads.vocabulary import DraftVocabulary
+from foretoken.model.architecture import ModelConfig
 from foretoken.model.interface import SharedWeights
+from foretoken.model.layer_pass import LayerParts, LayerPass, layer_pass
 from foretoken.model.layers import Embedding, Linear, RMSNorm
 from foretoken.model.rope import RotaryTable
 
@@ -71,7 +73,8 @@ class BlockHead(Head):
         hidden, eps = config.layer.hidden_size, config.layer.norm_eps
         self.fc = Linear(len(config.taps) * config.target_hidden_size, hidden)
         self.hidden_norm = RMSNorm(hidden, eps)
-        self.layers = nn.ModuleList(BlockLayer(config.layer) for _ in range(config.layer.num_layers))
+        self._block_layers = [BlockLayer(config.layer) for _ in range(config.layer.num_layers)]
+        self.layers = nn.ModuleList(self._block_layers)
         self.norm = RMSNorm(hidden, eps)
         self.lm_head = None if vocabulary.is_whole else Linear(hidden, config.draft_vocab_size)
         self.markov_head = MarkovHead(config) if config.markov_rank else None
@@ -111,10 +114,27 @@ class BlockHead(Head):
         """
         x = target.embed(tokens)
         rotary = self.rotary.at(positions)
-        for number, layer in enumerate(self.layers):
-            x = layer(context, x, rotary, attention, number)
+        compiled = self._compiled(context, x, rotary, attention)
+        if compiled is not None:
+            x = compiled.run(x, range(len(self._block_layers)))
+        else:
+            for number, layer in enumerate(self._block_layers):
+                x = layer(context, x, rotary, attention, number)
         out: Tensor = self.norm(x)
         return out
+
+    def _compiled(
+        self, context: Tensor, x: Tensor, rotary: tuple[Tensor, Tensor], attention: ContextAttention
+    ) -> LayerPass | None:
+        """The compiled pass over the slots `x` [T, D], if there is one; the context's keys and values are then kept."""
+        if not isinstance(attention, CachedAttention):
+            return None
+        (cos, sin), first = rotary, len(context)
+        compiled = layer_pass(self, x, attention.of_slots, cos[first:], sin[first:])
+        if compiled is not None and first:
+            for number, layer in enumerate(self._block_layers):
+                attention.keep_context(number, *layer.self_attn.context_rows(context, (cos[:first], sin[:first])))
+        return compiled
 
     def logits(self, hidden: Tensor, target: SharedWeights) -> Tensor:
         """Logits over the head's vocabulary `[R, V_d]` of slots `hidden` [R, D], without the correction."""
@@ -186,6 +206,19 @@ class BlockHead(Head):
             p = target.output_logits(batch.normed.flatten(0, 1)[rows]).float().softmax(-1)
             accepted = self.vocabulary.restrict(p).minimum(logits.float().softmax(-1)).sum(-1)  # [R]
         return F.binary_cross_entropy_with_logits(guessed.float(), accepted.clamp(0, 1))
+
+    @property
+    def layer_shape(self) -> ModelConfig:
+        """See `layer_pass.LayerStack`."""
+        return self.config.layer
+
+    def layer_parts(self) -> list[LayerParts]:
+        """See `layer_pass.LayerStack`."""
+        return [layer.parts() for layer in self._block_layers]
+
+    def weight_marks(self) -> tuple[object, ...]:
+        """See `layer_pass.LayerStack`."""
+        return weight_marks(self.layer_parts())
 
     @property
     def rotary(self) -> RotaryTable:

@@ -10,10 +10,11 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from foretoken.heads.layers import HeadAttention, HeadMLP
+from foretoken.heads.layers import HeadAttention, HeadMLP, layer_parts
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.attention.paged import PagedAttention
 from foretoken.model.interface import Segment
+from foretoken.model.layer_pass import LayerParts
 from foretoken.model.layers import RMSNorm
 from foretoken.model.paged_cache import PagedCache
 from foretoken.model.rope import rotate
@@ -32,6 +33,13 @@ class ContextAttention(Protocol):
 
 class BlockAttention(HeadAttention):
     """Attention whose keys and values come from context rows and slots alike, through the same matrices."""
+
+    def context_rows(self, context: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Key and value [C, G, K] of `context` [C, D] at the places of `rotary`."""
+        key, value = (
+            project(context).view(len(context), -1, self.shape.head_dim) for project in (self.k_proj, self.v_proj)
+        )
+        return rotate(key if self.k_norm is None else self.k_norm(key), *rotary), value
 
     def read(
         self, context: Tensor, x: Tensor, rotary: tuple[Tensor, Tensor], attention: ContextAttention, layer: int
@@ -67,6 +75,10 @@ class BlockLayer(nn.Module):
         x = x + self.self_attn.read(context, self.input_layernorm(x), rotary, attention, layer)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
+
+    def parts(self) -> LayerParts:
+        """What the compiled pass runs over slots."""
+        return layer_parts(self.self_attn, self.mlp, self.input_layernorm, self.post_attention_layernorm)
 
 
 class WindowAttention:
@@ -142,13 +154,19 @@ class CachedAttention:
             for reader in slots.readers:
                 reader.masks[None] = None
         self._attention = kind(cache.local, cache.pool, own, slots.readers)
+        # What a compiled pass over the slots attends with, once the context of its layers is kept.
+        self.of_slots = self._attention if is_causal else None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """See `ContextAttention`."""
         first = self._num_new
-        if first:
-            self._cache.pool.write(layer, self._new_slots, key[:first], value[:first])
+        self.keep_context(layer, key[:first], value[:first])
         return self._attention.attend(layer, query, key[first:], value[first:])
+
+    def keep_context(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Store key and value [C, G, K] of the new context rows."""
+        if self._num_new:
+            self._cache.pool.write(layer, self._new_slots, key, value)
 
     def commit(self) -> None:
         """After the pass: keep the context rows."""

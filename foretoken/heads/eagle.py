@@ -22,11 +22,13 @@ from torch import Tensor, nn
 from foretoken.errors import ConfigError
 from foretoken.heads.base import FEATURE_WEIGHT, Head, HeadBatch, Place, random_rows
 from foretoken.heads.config import EagleConfig
-from foretoken.heads.layers import HeadAttention, HeadMLP, initialise_weights
+from foretoken.heads.layers import HeadAttention, HeadMLP, initialise_weights, layer_parts, weight_marks
 from foretoken.heads.unrolled import UnrolledAttention
 from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.model.decoder import Attention
+from foretoken.model.architecture import ModelConfig
 from foretoken.model.interface import SharedWeights
+from foretoken.model.layer_pass import LayerParts, layer_pass
 from foretoken.model.layers import Linear, RMSNorm
 from foretoken.model.rope import RotaryTable
 
@@ -70,6 +72,13 @@ class EagleLayer(nn.Module):
         x = x + self.self_attn(seen, *rotary, attention, layer)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
+
+    def parts(self) -> LayerParts:
+        """What the compiled pass runs."""
+        if not self.reads_embedding:
+            return layer_parts(self.self_attn, self.mlp, self.input_layernorm, self.post_attention_layernorm)
+        norms = (self.hidden_norm, self.post_attention_layernorm, self.input_layernorm)
+        return layer_parts(self.self_attn, self.mlp, *norms, self.norm_before_residual)
 
 
 class EagleHead(Head):
@@ -144,8 +153,12 @@ class EagleHead(Head):
         embedded = target.embed(tokens)  # [T, D]
         x = self.joined(embedded, features)
         rotary = self.rotary.at(positions)
-        for number, layer in enumerate(self._layers):
-            x = layer(x, embedded, rotary, attention, number)
+        compiled = layer_pass(self, x, attention, *rotary, embedded)
+        if compiled is not None:
+            x = compiled.run(x, range(len(self._layers)))
+        else:
+            for number, layer in enumerate(self._layers):
+                x = layer(x, embedded, rotary, attention, number)
         if self.norm is None:
             return EagleRows(x, x)
         output = self.norm(x)
@@ -185,6 +198,19 @@ class EagleHead(Head):
             extra = None if own is None else FEATURE_WEIGHT * F.smooth_l1_loss(output, own[chosen])
             yield Place(step, self.logits(output, target), chosen, extra)
             features = rows.feedback
+
+    @property
+    def layer_shape(self) -> ModelConfig:
+        """See `layer_pass.LayerStack`."""
+        return self.config.layer
+
+    def layer_parts(self) -> list[LayerParts]:
+        """See `layer_pass.LayerStack`."""
+        return [layer.parts() for layer in self._layers]
+
+    def weight_marks(self) -> tuple[object, ...]:
+        """See `layer_pass.LayerStack`."""
+        return weight_marks(self.layer_parts())
 
     @property
     def norm_dtype(self) -> torch.dtype:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.decoder import Attention
+from foretoken.model.layer_pass import LayerParts
 from foretoken.model.layers import Linear, RMSNorm
 from foretoken.model.rope import rotate
+from foretoken.model.row_kernels import kernels_for
 
 
 class HeadAttention(nn.Module):
@@ -52,8 +56,39 @@ class HeadMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` [T, D], same shape back."""
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        kernels = kernels_for(x)
+        gated = F.silu(gate) * up if kernels is None else kernels.gate(torch.cat((gate, up), dim=-1))
+        out: Tensor = self.down_proj(gated)
         return out
+
+
+def layer_parts(
+    attention: HeadAttention,
+    mlp: HeadMLP,
+    input_norm: RMSNorm | None,
+    post_norm: RMSNorm,
+    beside_norm: RMSNorm | None = None,
+    keeps_normed: bool = False,
+) -> LayerParts:
+    """A layer of these parts, for the compiled pass."""
+    return LayerParts(
+        qkv=(attention.q_proj, attention.k_proj, attention.v_proj),
+        o=(attention.o_proj,),
+        gate_up=(mlp.gate_proj, mlp.up_proj),
+        down=(mlp.down_proj,),
+        input_norm=input_norm,
+        q_norm=attention.q_norm,
+        k_norm=attention.k_norm,
+        post_norm=post_norm,
+        beside_norm=beside_norm,
+        keeps_normed=keeps_normed,
+    )
+
+
+def weight_marks(layers: Iterable[LayerParts]) -> tuple[object, ...]:
+    """Every packed matrix of some layers: on-line adaptation replaces any of them (norms and biases keep their place)."""
+    return tuple(linear.packed for layer in layers for linears in layer.matrices for linear in linears)
 
 
 @torch.no_grad()

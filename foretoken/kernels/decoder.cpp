@@ -15,10 +15,12 @@ struct foretoken_product {
     int32_t num_parts;
 };
 
-// The weights of one layer; `q_norm` and `k_norm` [head_dim] or null.
+// The weights of one layer; norms but the last may be null. `qkv` reads the normed rows of the stream, with
+// `beside_norm` behind the normed rows of `beside` of the pass. `keeps_normed`: the stream goes on from normed rows.
 struct foretoken_decoder_layer {
     foretoken_product qkv, o, gate_up, down;
-    const void *input_norm, *q_norm, *k_norm, *post_norm;
+    const void *beside_norm, *input_norm, *q_norm, *k_norm, *post_norm;
+    int32_t keeps_normed;
 };
 
 // The rows of one forward and what they run through.
@@ -27,6 +29,7 @@ struct foretoken_pass {
     const int32_t* order;               // numbers of the layers to run, `num_layers` of them
     void *const *keys, *const *values;  // by layer, [num_groups, num_slots, head_dim]
     void* x;                            // [num_rows, hidden_size], replaced by the result
+    const void* beside;                 // [num_rows, hidden_size] or null
     const void *cos, *sin;              // [num_rows, head_dim]
     const int64_t* write_slots;
     const foretoken_segment* segments;
@@ -48,6 +51,10 @@ public:
         : pass_(pass), rows_(pass.num_rows), all_heads_(pass.num_heads + 2 * pass.num_groups) {
         const int64_t intermediate = pass.layers[pass.order[0]].down.width;
         normed_.resize(rows_ * pass.hidden_size);
+        int64_t widest = 0;  // the first layer of a head may read more than the others
+        for (int32_t i = 0; i < pass.num_layers; ++i)
+            widest = std::max(widest, pass.layers[pass.order[i]].qkv.width);
+        seen_.resize(rows_ * widest);
         qkv_.resize(rows_ * all_heads_ * pass.head_dim);
         turned_.resize(rows_ * (pass.num_heads + pass.num_groups) * pass.head_dim);
         read_.resize(rows_ * pass.num_heads * pass.head_dim);
@@ -58,12 +65,12 @@ public:
 
     void run(int32_t index) {
         const Weights& own = pass_.layers[index];
-        normed(own.input_norm);
-        multiply(own.qkv, normed_, qkv_);
+        read_input(own);
+        multiply(own.qkv, seen_, qkv_);
         attend(own, index);
         multiply(own.o, read_, change_);
         add_change();
-        normed(own.post_norm);
+        normed(x(), own.post_norm, normed_.data(), pass_.hidden_size);
         multiply(own.gate_up, normed_, wide_);
         gate_rows(wide_.data(), rows_, own.down.width, gated_.data(), pass_.threads);
         multiply(own.down, gated_, change_);
@@ -73,9 +80,22 @@ public:
 private:
     T* x() { return static_cast<T*>(pass_.x); }
 
-    void normed(const void* weight) {
-        norm_rows(x(), static_cast<const T*>(weight), pass_.eps, rows_, pass_.hidden_size, pass_.hidden_size,
-                  normed_.data(), pass_.threads);
+    // What `qkv` reads, into `seen_`.
+    void read_input(const Weights& own) {
+        const int64_t size = pass_.hidden_size, stride = own.qkv.width;
+        T* to = seen_.data() + (stride - size);
+        if (own.beside_norm != nullptr)
+            normed(static_cast<const T*>(pass_.beside), own.beside_norm, seen_.data(), stride);
+        if (own.input_norm != nullptr) normed(x(), own.input_norm, to, stride);
+        for (int64_t row = 0; row < rows_; ++row) {
+            if (own.input_norm == nullptr) std::copy_n(x() + row * size, size, to + row * stride);
+            if (own.keeps_normed) std::copy_n(to + row * stride, size, x() + row * size);
+        }
+    }
+
+    void normed(const T* from, const void* weight, T* to, int64_t to_stride) {
+        norm_rows(from, static_cast<const T*>(weight), pass_.eps, rows_, pass_.hidden_size, pass_.hidden_size, to,
+                  to_stride, pass_.threads);
     }
 
     void add_change() {
@@ -123,7 +143,7 @@ private:
 
     const Pass& pass_;
     const int64_t rows_, all_heads_;
-    std::vector<T> normed_, qkv_, turned_, read_, wide_, gated_, change_;
+    std::vector<T> seen_, normed_, qkv_, turned_, read_, wide_, gated_, change_;
 };
 
 // Calls `function` with a number of the type that all tensors have.
@@ -140,7 +160,7 @@ void typed(int is_bf16, Function function) {
 extern "C" {
 
 // What the numbers below mean; a library of another interface is not used.
-int foretoken_decoder_interface() { return 1; }
+int foretoken_decoder_interface() { return 2; }
 
 // All tensors of a call are bfloat16 or all float32; `stride` is from row to row of the input, in elements.
 
@@ -149,7 +169,7 @@ void foretoken_norm(const void* x, const void* weight, void* out, int64_t rows, 
     typed(is_bf16, [&](auto zero) {
         using T = decltype(zero);
         norm_rows(static_cast<const T*>(x), static_cast<const T*>(weight), eps, rows, size, stride,
-                  static_cast<T*>(out), threads);
+                  static_cast<T*>(out), size, threads);
     });
 }
 

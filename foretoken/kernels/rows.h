@@ -49,13 +49,14 @@ void rotate_row(const T* x, const T* cos, const T* sin, int64_t heads, int64_t s
     }
 }
 
-// `norm_row`, `gate_row` and `rotate_row` of some rows; `stride` is from row to row of the input.
+// `norm_row`, `gate_row` and `rotate_row` of some rows; `stride` is from row to row of the input, `out_stride` of the
+// result where its rows do not follow one another.
 
 template <class T>
 void norm_rows(const T* x, const T* weight, float eps, int64_t rows, int64_t size, int64_t stride, T* out,
-               int threads) {
+               int64_t out_stride, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (rows * size > FEW_NUMBERS)
-    for (int64_t row = 0; row < rows; ++row) norm_row(x + row * stride, weight, eps, size, out + row * size);
+    for (int64_t row = 0; row < rows; ++row) norm_row(x + row * stride, weight, eps, size, out + row * out_stride);
 }
 
 template <class T>

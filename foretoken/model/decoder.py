@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from foretoken.model.architecture import ModelConfig
-from foretoken.model.layer_pass import layer_pass
+from foretoken.model.layer_pass import LayerParts, layer_pass
 from foretoken.model.layers import Embedding, GatedMLP, Linear, RMSNorm
 from foretoken.model.rope import RotaryTable, rotate
 from foretoken.model.sharding import Collective, Shard, SingleRank
@@ -66,6 +66,11 @@ class DecoderLayer(nn.Module):
         x = x + self.collective.all_reduce(self.o_proj(read.reshape(x.shape[0], -1)))
         out: Tensor = x + self.collective.all_reduce(self.mlp(self.post_norm(x)))
         return out
+
+    def parts(self) -> LayerParts:
+        """What the compiled pass runs."""
+        matrices = ((self.qkv_proj,), (self.o_proj,), (self.mlp.gate_up_proj,), (self.mlp.down_proj,))
+        return LayerParts(*matrices, self.input_norm, self.q_norm, self.k_norm, self.post_norm)
 
     def _qkv(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         heads, kv_heads = self.num_heads, self.num_kv_heads
@@ -166,6 +171,23 @@ class Decoder(nn.Module):
         if self.shard.world == 1:
             return logits
         return self.collective.all_gather(logits)[:, : self.config.vocab_size]
+
+    @property
+    def layer_shape(self) -> ModelConfig:
+        """See `layer_pass.LayerStack`."""
+        return self.local
+
+    def layer_parts(self) -> list[LayerParts]:
+        """See `layer_pass.LayerStack`."""
+        return [layer.parts() for layer in self._decoder_layers()] if self.shard.world == 1 else []
+
+    def weight_marks(self) -> tuple[object, ...]:
+        """See `layer_pass.LayerStack`: they are replaced all at once."""
+        layers = self._decoder_layers()
+        return layers[0].qkv_proj.packed, layers[-1].mlp.down_proj.packed, layers[-1].post_norm.weight
+
+    def _decoder_layers(self) -> list[DecoderLayer]:
+        return cast("list[DecoderLayer]", list(self.layers))
 
     @property
     def rotary(self) -> RotaryTable:

@@ -1,4 +1,5 @@
-"""All layers of a decoder over a few rows in one call: `foretoken_run_layers` of `kernels/decoder.cpp`.
+"""All layers of a decoder, or of a trained head, over a few rows in one call: `foretoken_run_layers` of
+`kernels/decoder.cpp`.
 
 A step over one row runs some twenty small operations a layer. Each costs Python and torch microseconds of a cold cache,
 because the weights that were read before it have pushed everything else out: a fifth of a step in 4 bits. The pass
@@ -10,20 +11,64 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from foretoken.model.architecture import ModelConfig
 from foretoken.model.attention.paged import PagedAttention
-from foretoken.model.layers import Linear
-from foretoken.model.product import ProductFields, array_of
+from foretoken.model.layers import Linear, RMSNorm
+from foretoken.model.product import Product, ProductFields, array_of, merged_product
 from foretoken.model.row_kernels import HEAD_DIMS, RowKernels, SegmentRows, kernels_for
-from foretoken.model.sharding import SingleRank
 
 if TYPE_CHECKING:
-    from foretoken.model.decoder import Decoder, DecoderLayer
+    from foretoken.model.decoder import Decoder
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    """One layer: its matrices, those of one input together in the order of their outputs, and the norms that it has.
+
+    `beside_norm` is that of rows which `qkv` reads in front of the stream's. `keeps_normed`: the stream goes on from
+    what `input_norm` makes of it.
+    """
+
+    qkv: Sequence[Linear]
+    o: Sequence[Linear]
+    gate_up: Sequence[Linear]
+    down: Sequence[Linear]
+    input_norm: RMSNorm | None
+    q_norm: RMSNorm | None
+    k_norm: RMSNorm | None
+    post_norm: RMSNorm
+    beside_norm: RMSNorm | None = None
+    keeps_normed: bool = False
+
+    @property
+    def matrices(self) -> tuple[Sequence[Linear], ...]:
+        """By input."""
+        return self.qkv, self.o, self.gate_up, self.down
+
+    @property
+    def norms(self) -> tuple[RMSNorm | None, ...]:
+        """In the order of `_LayerFields`."""
+        return self.beside_norm, self.input_norm, self.q_norm, self.k_norm, self.post_norm
+
+
+class LayerStack(Protocol):
+    """Layers that follow one another, as the pass takes them."""
+
+    @property
+    def layer_shape(self) -> ModelConfig:
+        """Theirs, on this rank."""
+
+    def layer_parts(self) -> Sequence[LayerParts]:
+        """All of them; none where a pass cannot run them, because other ranks hold parts."""
+
+    def weight_marks(self) -> tuple[object, ...]:
+        """Others than before once weights were replaced."""
 
 
 class _LayerFields(ctypes.Structure):
@@ -31,7 +76,8 @@ class _LayerFields(ctypes.Structure):
 
     _fields_ = (
         *((name, ProductFields) for name in ("qkv", "o", "gate_up", "down")),
-        *((name, ctypes.c_void_p) for name in ("input_norm", "q_norm", "k_norm", "post_norm")),
+        *((name, ctypes.c_void_p) for name in ("beside_norm", "input_norm", "q_norm", "k_norm", "post_norm")),
+        ("keeps_normed", ctypes.c_int32),
     )
 
 
@@ -39,7 +85,7 @@ class _PassFields(ctypes.Structure):
     """`foretoken_pass`."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("layers", "order", "keys", "values", "x", "cos", "sin")),
+        *((name, ctypes.c_void_p) for name in ("layers", "order", "keys", "values", "x", "beside", "cos", "sin")),
         *((name, ctypes.c_void_p) for name in ("write_slots", "segments")),
         *((name, ctypes.c_int64) for name in ("num_rows", "hidden_size", "num_heads", "num_groups", "head_dim")),
         ("num_slots", ctypes.c_int64),
@@ -50,7 +96,7 @@ class _PassFields(ctypes.Structure):
 
 @dataclass(frozen=True)
 class LayerTable:
-    """The layers of a decoder as the pass takes them: addresses in what is `held`."""
+    """The layers of a stack as the kernel takes them: addresses in what is `held`."""
 
     layers: ctypes.Array[_LayerFields]
     held: tuple[object, ...]
@@ -60,13 +106,14 @@ class LayerTable:
 class LayerPass:
     """One forward through the compiled layers: what stays the same from one run of layers to the next."""
 
-    decoder: Decoder
+    shape: ModelConfig
     table: LayerTable
     kernels: RowKernels
     attention: PagedAttention
     segments: ctypes.Array[SegmentRows]
     cos: Tensor  # [T, 1, K]
     sin: Tensor
+    beside: Tensor | None  # [T, D]
 
     def run(self, x: Tensor, layers: Sequence[int]) -> Tensor:
         """The residual stream [T, D] behind `layers`, which follow one another in `x` [T, D].
@@ -74,31 +121,39 @@ class LayerPass:
         Raises:
             MemoryError: no memory for what lies between two operations.
         """
-        local, pool = self.decoder.local, self.attention.pool
+        shape, pool = self.shape, self.attention.pool
         x, cos, sin = x.clone(memory_format=torch.contiguous_format), self.cos.contiguous(), self.sin.contiguous()
         order, (keys, values) = (ctypes.c_int32 * len(layers))(*layers), pool.addresses
+        beside = None if self.beside is None else self.beside.contiguous()
         fields = _PassFields(
             *map(ctypes.addressof, (self.table.layers, order, keys, values)),
-            *(x.data_ptr(), cos.data_ptr(), sin.data_ptr(), self.attention.write_slots.data_ptr()),
-            ctypes.addressof(self.segments),
-            *(len(x), local.hidden_size, local.num_heads, local.num_kv_heads, local.head_dim, pool.num_slots),
-            *(len(layers), len(self.segments), x.dtype == torch.bfloat16, torch.get_num_threads(), local.norm_eps),
+            *(x.data_ptr(), None if beside is None else beside.data_ptr(), cos.data_ptr(), sin.data_ptr()),
+            *(self.attention.write_slots.data_ptr(), ctypes.addressof(self.segments)),
+            *(len(x), shape.hidden_size, shape.num_heads, shape.num_kv_heads, shape.head_dim, pool.num_slots),
+            *(len(layers), len(self.segments), x.dtype == torch.bfloat16, torch.get_num_threads(), shape.norm_eps),
         )
         if not self.kernels.library.foretoken_run_layers(ctypes.byref(fields)):
             raise MemoryError(f"no memory for {len(x)} rows; run fewer rows at a time")
         return x
 
 
-def layer_pass(decoder: Decoder, x: Tensor, attention: object, cos: Tensor, sin: Tensor) -> LayerPass | None:
-    """The pass for this forward; None where a part of it has no kernel here, or a prompt's many rows want torch's."""
+def layer_pass(
+    stack: LayerStack, x: Tensor, attention: object, cos: Tensor, sin: Tensor, beside: Tensor | None = None
+) -> LayerPass | None:
+    """The pass for this forward; None where a part of it has no kernel here, or a prompt's many rows want torch's.
+
+    `beside` [T, D] is what layers with a `beside_norm` read in front of the stream `x` [T, D].
+    """
     kernels = kernels_for(x)
     if kernels is None or len(x) == 0 or not isinstance(attention, PagedAttention):
         return None
-    table = _table(decoder)
+    table = _table(stack)
     segments = None if table is None else attention.kernel_segments(x)
     if table is None or segments is None:
         return None
-    return LayerPass(decoder, table, kernels, attention, array_of(SegmentRows, segments), cos, sin)
+    return LayerPass(
+        stack.layer_shape, table, kernels, attention, array_of(SegmentRows, segments), cos, sin, beside
+    )
 
 
 def has_exact_rows(decoder: Decoder) -> bool:
@@ -118,60 +173,40 @@ def has_exact_rows(decoder: Decoder) -> bool:
     )
 
 
-_TABLES: WeakKeyDictionary[Decoder, tuple[tuple[object, ...], LayerTable | None]] = WeakKeyDictionary()
+_TABLES: WeakKeyDictionary[LayerStack, tuple[tuple[object, ...], LayerTable | None]] = WeakKeyDictionary()
 
 
-def _table(decoder: Decoder) -> LayerTable | None:
-    """The table of `decoder`, made once for its weights."""
-    of = _weights_of(decoder)
-    kept = _TABLES.get(decoder)
-    if kept is None or any(one is not other for one, other in zip(kept[0], of, strict=True)):
-        _TABLES[decoder] = kept = (of, _made(decoder) if _has_kernels(decoder) else None)
+def _table(stack: LayerStack) -> LayerTable | None:
+    """The table of `stack`, made once for its weights."""
+    marks = stack.weight_marks()
+    kept = _TABLES.get(stack)
+    if kept is None or any(one is not other for one, other in zip(kept[0], marks, strict=True)):
+        _TABLES[stack] = kept = (marks, _made(stack.layer_parts(), stack.layer_shape.head_dim))
     return kept[1]
 
 
-def _weights_of(decoder: Decoder) -> tuple[object, ...]:
-    """What tells that a decoder's weights were replaced: they are all at once."""
-    layers = _layers(decoder)
-    first, last = layers[0], layers[-1]
-    return first.qkv_proj.packed, last.mlp.down_proj.packed, last.post_norm.weight
+def _made(layers: Sequence[LayerParts], head_dim: int) -> LayerTable | None:
+    """None where a layer has a part without a kernel."""
+    if not layers or head_dim not in HEAD_DIMS:
+        return None
+    dtype = layers[0].post_norm.weight.dtype
+    rows, held = [], list[object]()
+    for layer in layers:
+        products = [_product(linears, dtype) for linears in layer.matrices]
+        norms = [None if norm is None else norm.weight for norm in layer.norms]
+        if None in products or any(norm is not None and norm.dtype != dtype for norm in norms):
+            return None
+        biases = [linears[0].bias for linears in layer.matrices]
+        fields = [one.fields(bias) for one, bias in zip(products, biases, strict=True) if one is not None]
+        addresses = [None if norm is None else norm.data_ptr() for norm in norms]
+        rows.append(_LayerFields(*fields, *addresses, layer.keeps_normed))
+        held += [*products, *norms, *biases, *(linear.packed for linears in layer.matrices for linear in linears)]
+    return LayerTable(array_of(_LayerFields, rows), tuple(held))
 
 
-def _layers(decoder: Decoder) -> list[DecoderLayer]:
-    return cast("list[DecoderLayer]", list(decoder.layers))
-
-
-def _linears(layer: DecoderLayer) -> tuple[Linear, ...]:
-    return layer.qkv_proj, layer.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj
-
-
-def _norms(layer: DecoderLayer) -> tuple[Tensor | None, ...]:
-    norms = (layer.input_norm, layer.q_norm, layer.k_norm, layer.post_norm)
-    return tuple(None if norm is None else norm.weight for norm in norms)
-
-
-def _has_kernels(decoder: Decoder) -> bool:
-    if decoder.local.head_dim not in HEAD_DIMS or not isinstance(decoder.collective, SingleRank):
-        return False
-    dtype = decoder.norm.weight.dtype
-    return all(
-        all(linear.packed is not None and linear.packed.product is not None for linear in _linears(layer))
-        and all(weight is None or weight.dtype == dtype for weight in _norms(layer))
-        and all(linear.bias is None or linear.bias.dtype == dtype for linear in _linears(layer))
-        for layer in _layers(decoder)
-    )
-
-
-def _made(decoder: Decoder) -> LayerTable:
-    layers, held = [], list[object]()
-    for layer in _layers(decoder):
-        products = []
-        for linear in _linears(layer):
-            assert linear.packed is not None
-            assert linear.packed.product is not None
-            products.append(linear.packed.product.fields(linear.bias))
-            held += (linear.packed, linear.packed.product, linear.bias)
-        norms = _norms(layer)
-        held += norms
-        layers.append(_LayerFields(*products, *(None if norm is None else norm.data_ptr() for norm in norms)))
-    return LayerTable(array_of(_LayerFields, layers), tuple(held))
+def _product(linears: Sequence[Linear], dtype: torch.dtype) -> Product | None:
+    """Of matrices of one input; several of them must have no biases, which would have to be one."""
+    biases = [linear.bias for linear in linears if linear.bias is not None]
+    if len(linears) > 1 and biases or any(bias.dtype != dtype for bias in biases):
+        return None
+    return merged_product([None if linear.packed is None else linear.packed.product for linear in linears])

@@ -69,6 +69,23 @@ class Product:
         return ProductFields(address.value, parts, at, self.width, self.num_outputs, len(self.parts))
 
 
+def merged_product(products: Sequence[Product | None]) -> Product | None:
+    """Products of one input as one whose outputs follow one another; None where one is missing, or they are of
+    different functions.
+    """
+    first = products[0]
+    if first is None or len(products) == 1:
+        return first
+    parts = list[Any]()
+    num_outputs = 0
+    for one in products:
+        if one is None or one.function is not first.function or one.width != first.width:
+            return None
+        parts += one.parts
+        num_outputs += one.num_outputs
+    return Product(first.function, array_of(type(parts[0]), parts), first.width, num_outputs)
+
+
 class CompiledWeight(ABC):
     """A weight that knows its `Product`; a copy makes its own, because a product holds addresses."""
 

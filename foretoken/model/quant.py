@@ -49,15 +49,32 @@ def drafts_at_speed(kind: str, dtype: torch.dtype, device: torch.device) -> bool
         InputError: see `check_quant`.
     """
     check_quant(kind, dtype, device, field="draft_dtype")
-    try:
-        load(built(SOURCE))
-    except BuildError as error:
+    error = _build_error()
+    if error is not None:
         warnings.warn(
             KernelWarning(f"a drafter in {kind} runs with its weights as they are stored, not quantised: {error}"),
             stacklevel=3,
         )
-        return False
-    return True
+    return error is None
+
+
+def head_format(target_format: str, itemsize: int, device: torch.device) -> str:
+    """What `draft_dtype="auto"` holds a trained head in, beside a target whose matrices are in `target_format` and whose
+    rows take `itemsize` bytes a number: the target's number of bits; "int8" beside 16 bits on a CPU, where a pass of the
+    head takes as long as reading its weights; otherwise "auto", as they are stored.
+    """
+    if target_format in QUANTISED:
+        return target_format
+    return "int8" if itemsize == 2 and device.type == "cpu" and _build_error() is None else "auto"
+
+
+def _build_error() -> BuildError | None:
+    """Why there is no compiled kernel; None where there is one."""
+    try:
+        load(built(SOURCE))
+    except BuildError as error:
+        return error
+    return None
 
 
 class RowBlocks:

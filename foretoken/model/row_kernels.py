@@ -26,7 +26,7 @@ FLAGS = (
     *("-shared", "-fPIC"),
 )
 HEAD_DIMS = frozenset((16, 32, 64, 96, 128, 256))  # that attention was compiled for
-_INTERFACE = 1  # of the compiled library: what its functions take
+_INTERFACE = 2  # of the compiled library: what its functions take
 _DTYPES = (torch.bfloat16, torch.float32)
 
 
