@@ -50,9 +50,9 @@ class SpecConfig:
     is any drafter with `num_draft=0`). `draft` is the draft model's folder or hub id, maybe the target's own;
     `draft_dtype` the format of its weights, or of a trained head's: "auto" takes the target's option and number of
     bits, for a head beside 16 bits on a CPU "int8"; "int8" and "int4" (CPU) read a half and a quarter of the bytes.
-    `num_draft="auto"` leaves the number to the engine. `rule="auto"` is greedy at temperature 0, coupled when the request has a seed,
-    otherwise block for sampled chains and tree for trees. Three ways to draft less, each exact because the mass of the
-    draft accounts for it:
+    `num_draft="auto"` leaves the number to the engine. `rule="auto"` is greedy at temperature 0, coupled when the
+    request has a seed, otherwise block for sampled chains and tree for trees. Three ways to draft less, each exact
+    because the mass of the draft accounts for it:
 
     - `draft_probability` a: at each position draft only with probability a (mass a * q, also where nothing was
       drafted); "auto" lets the engine choose among 0.25, 0.5, 0.75 and 1 in each round.

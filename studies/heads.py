@@ -93,7 +93,8 @@ def main() -> int:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--temperatures", type=words, default=("0.8", "1.0"), help="of sampled answers")
     parser.add_argument("--tree-temperature", type=float, default=1.0)
-    parser.add_argument("--without-trees", action="store_true")
+    parser.add_argument("--without-chains", action="store_true", help="only the second table")
+    parser.add_argument("--without-trees", action="store_true", help="only the first table")
     parser.add_argument("--seed", type=int, default=0)
     return run(study, parser.parse_args())
 
@@ -120,14 +121,14 @@ def study(given: argparse.Namespace) -> Report:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     temperatures = [_temperature(text) for text in given.temperatures]
-    chains = chain_settings(heads, draft, given.num_draft)
+    chains = [] if given.without_chains else chain_settings(heads, draft, given.num_draft)
     trees = [] if given.without_trees else tree_settings(heads, draft, given.num_nodes)
     num_prompts = len(prompts_of(options)[0])
     total = num_prompts * (len(chains) * (2 + len(temperatures)) + 2 * len(trees))
     walks, pairs, notes, interrupted = list[Walk](), list[TreePair](), list[str](), False
     with LLM(options.target, SpecConfig(), dtype=options.dtype, device=options.device) as llm, progress(total) as tell:
         try:
-            notes += walk_chains(options, llm, chains, temperatures, walks, tell)
+            notes += walk_chains(options, llm, chains, temperatures, walks, tell) if chains else []
             pairs += compare_trees(replace(options, temperature=given.tree_temperature), llm, trees, tell)
         except KeyboardInterrupt:
             interrupted = True

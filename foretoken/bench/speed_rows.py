@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import TypeVar
 
@@ -31,7 +31,8 @@ class SpeedRow:
     Plain is that of the same `numerics`, on the prompts and repeats that the setting has answered. `speedup_low` and
     `speedup_high` are the bootstrap interval of `speedup` over prompts (`paired`), `prompt_speedups` each prompt's own.
     Of `num_compared` greedy outputs `num_differing` differ from plain's. Of `num_answers` answers `num_contended` were
-    measured while other processes took the cores.
+    measured while other processes took the cores. `over_rival` and its interval compare a drafter of ours with `rival`,
+    the fastest setting of other engines that drafts, in whatever way.
     """
 
     setting: str
@@ -79,6 +80,10 @@ class SpeedRow:
     num_differing: int | None
     num_answers: int
     num_contended: int | None
+    rival: str | None = None
+    over_rival: float | None = None
+    over_rival_low: float | None = None
+    over_rival_high: float | None = None
 
 
 def summarise(samples: Sequence[SpeedSample], prompts: Sequence[Prompt]) -> tuple[SpeedRow, ...]:
@@ -93,8 +98,28 @@ def summarise(samples: Sequence[SpeedSample], prompts: Sequence[Prompt]) -> tupl
             for setting in sorted({s.setting for s in chosen}, key=[s.setting for s in samples].index):
                 if name != ALL_SLICES or all(setting.runs_on(prompt) for prompt in prompts):
                     own = [s for s in chosen if s.setting == setting]
-                    rows.append(_row(own, _plain_of(own, chosen), name, prompts))
+                    row = _row(own, _plain_of(own, chosen), name, prompts)
+                    rows.append(_beside_rival(row, own, _fastest_rival(chosen)))
     return tuple(rows)
+
+
+def _fastest_rival(chosen: Sequence[SpeedSample]) -> list[SpeedSample]:
+    """The answers of the fastest setting of other engines that drafts."""
+    by_setting: dict[str, list[SpeedSample]] = {}
+    for sample in chosen:
+        if sample.setting.engine != ENGINE and sample.setting.drafter is not None:
+            by_setting.setdefault(sample.setting.name, []).append(sample)
+    return max(by_setting.values(), key=lambda own: median(_per_repeat(own, _tokens_per_s).values()), default=[])
+
+
+def _beside_rival(row: SpeedRow, own: Sequence[SpeedSample], rival: Sequence[SpeedSample]) -> SpeedRow:
+    if row.engine != ENGINE or row.drafter is None or not rival:
+        return row
+    paired = paired_ratio(_tokens_and_seconds(own), _tokens_and_seconds(rival))
+    if paired is None:
+        return row
+    name = rival[0].setting.name
+    return replace(row, rival=name, over_rival=paired.ratio, over_rival_low=paired.low, over_rival_high=paired.high)
 
 
 def _plain_of(own: Sequence[SpeedSample], chosen: Sequence[SpeedSample]) -> list[SpeedSample]:

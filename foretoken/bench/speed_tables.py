@@ -68,7 +68,7 @@ def speed_tables(rows: Sequence[SpeedRow], found: Mapping[str, Mapping[str, floa
     tables = []
     for (name, temperature), own in _groups(rows).items():
         lines = tuple(_cells(row, own) for row in own)
-        notes = (*_position_notes(own), *_difference_notes(own))
+        notes = (*_position_notes(own), *_difference_notes(own), *_rival_notes(own))
         if temperature == 0.0 and found.get(name):
             notes += ("Ratios: " + ", ".join(f"{key} {value:.2f}x" for key, value in found[name].items()) + ".",)
         tables.append(Table(f"{name}, temperature {temperature:g}", _COLUMNS, lines, notes))
@@ -151,6 +151,17 @@ def _position_notes(rows: Sequence[SpeedRow]) -> tuple[str, ...]:
         if row.acceptance_per_position
     ]
     return (f"Accepted by position: {'; '.join(found)}.",) if found else ()
+
+
+def _rival_notes(rows: Sequence[SpeedRow]) -> tuple[str, ...]:
+    """Each drafter against the fastest drafting setting of other engines."""
+    told = []
+    for row in rows:
+        if row.over_rival is not None:
+            low, high = row.over_rival_low, row.over_rival_high
+            told.append(f"{row.setting} {row.over_rival:.2f}x" + (f" ({low:.2f}-{high:.2f})" if low and high else ""))
+    name = next((row.rival for row in rows if row.rival is not None), None)
+    return (f"Against {name}, the fastest drafting setting of other engines: {', '.join(told)}.",) if told else ()
 
 
 def _difference_notes(rows: Sequence[SpeedRow]) -> tuple[str, ...]:

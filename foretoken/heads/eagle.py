@@ -25,8 +25,8 @@ from foretoken.heads.config import EagleConfig
 from foretoken.heads.layers import HeadAttention, HeadMLP, initialise_weights, layer_parts, weight_marks
 from foretoken.heads.unrolled import UnrolledAttention
 from foretoken.heads.vocabulary import DraftVocabulary
-from foretoken.model.decoder import Attention
 from foretoken.model.architecture import ModelConfig
+from foretoken.model.decoder import Attention
 from foretoken.model.interface import SharedWeights
 from foretoken.model.layer_pass import LayerParts, layer_pass
 from foretoken.model.layers import Linear, RMSNorm

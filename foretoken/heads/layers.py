@@ -87,7 +87,7 @@ def layer_parts(
 
 
 def weight_marks(layers: Iterable[LayerParts]) -> tuple[object, ...]:
-    """Every packed matrix of some layers: on-line adaptation replaces any of them (norms and biases keep their place)."""
+    """Every packed matrix of some layers: adaptation replaces any of them. Norms and biases keep their place."""
     return tuple(linear.packed for layer in layers for linears in layer.matrices for linear in linears)
 
 

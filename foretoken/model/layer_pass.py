@@ -151,9 +151,7 @@ def layer_pass(
     segments = None if table is None else attention.kernel_segments(x)
     if table is None or segments is None:
         return None
-    return LayerPass(
-        stack.layer_shape, table, kernels, attention, array_of(SegmentRows, segments), cos, sin, beside
-    )
+    return LayerPass(stack.layer_shape, table, kernels, attention, array_of(SegmentRows, segments), cos, sin, beside)
 
 
 def has_exact_rows(decoder: Decoder) -> bool:
@@ -207,6 +205,6 @@ def _made(layers: Sequence[LayerParts], head_dim: int) -> LayerTable | None:
 def _product(linears: Sequence[Linear], dtype: torch.dtype) -> Product | None:
     """Of matrices of one input; several of them must have no biases, which would have to be one."""
     biases = [linear.bias for linear in linears if linear.bias is not None]
-    if len(linears) > 1 and biases or any(bias.dtype != dtype for bias in biases):
+    if (len(linears) > 1 and biases) or any(bias.dtype != dtype for bias in biases):
         return None
     return merged_product([None if linear.packed is None else linear.packed.product for linear in linears])

@@ -59,9 +59,9 @@ def drafts_at_speed(kind: str, dtype: torch.dtype, device: torch.device) -> bool
 
 
 def head_format(target_format: str, itemsize: int, device: torch.device) -> str:
-    """What `draft_dtype="auto"` holds a trained head in, beside a target whose matrices are in `target_format` and whose
-    rows take `itemsize` bytes a number: the target's number of bits; "int8" beside 16 bits on a CPU, where a pass of the
-    head takes as long as reading its weights; otherwise "auto", as they are stored.
+    """What `draft_dtype="auto"` holds a trained head in, beside a target whose matrices are in `target_format` and
+    whose rows take `itemsize` bytes a number: the target's number of bits; "int8" beside 16 bits on a CPU, where a pass
+    of the head takes as long as reading its weights; otherwise "auto", as they are stored.
     """
     if target_format in QUANTISED:
         return target_format

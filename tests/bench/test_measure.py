@@ -205,3 +205,18 @@ def test_an_optional_setting_is_left_out_when_what_it_needs_does_not_fit():
             measure([Scripted(replace(optional, optional=False), [error])], PLAN)
     with pytest.raises(NumericsError):
         measure([Scripted(optional, [NumericsError("nan")])], PLAN)
+
+
+def test_a_drafter_is_compared_with_the_fastest_drafting_setting_of_other_engines():
+    """Whatever it drafts with; the other engine's plain decoding, faster here, is none of them."""
+    slow, fast = (SpeedSetting(name, "other", drafter=name, counterpart="draft_model") for name in ("slow", "fast"))
+    seconds = {PLAIN: 2.0, SPEC: 1.0, PEER: 0.1, slow: 4.0, fast: 1.5}
+    samples = [
+        sample(setting, answer(seconds=own * (1 + i)), i)
+        for setting, own in seconds.items()
+        for i in range(len(PROMPTS))
+    ]
+    row = row_of(samples, SPEC.name)
+    assert (row.rival, row.over_rival, row.over_rival_low) == ("fast", pytest.approx(1.5), pytest.approx(1.5))
+    assert row_of(samples).rival is None
+    assert row_of(samples, "fast").rival is None

@@ -78,7 +78,9 @@ def test_heads_in_few_bits_beside_a_draft(foretoken: Run) -> None:
     found = rows("--draft", "reference:draft")
     assert set(found) == {"reference:draft", "reference:eagle", "reference:medusa"}
     assert found["reference:eagle"]["draft_kv_bytes"] > found["reference:medusa"]["draft_kv_bytes"] == 0
-    sizes = [rows("--draft-dtype", kind)["reference:eagle"]["draft_weight_bytes"] for kind in ("bfloat16", "int8", "int4")]
+    sizes = [
+        rows("--draft-dtype", kind)["reference:eagle"]["draft_weight_bytes"] for kind in ("bfloat16", "int8", "int4")
+    ]
     assert sizes[0] > sizes[1] > sizes[2] > 0
     assert rows("--weights", "int4")["reference:eagle"]["draft_weight_bytes"] == sizes[2]  # as many bits as the target
     assert foretoken("plan", "--head", "reference:draft").code == 3

@@ -197,7 +197,8 @@ def test_what_has_no_pass(folder: Path, passes: list[bool]) -> None:
     block_answers(block(bf16, 1, "auto", is_causal=False), bf16)
     eagle_answers(eagle(float32, "1", "auto"), float32)
     config = eagle(bf16, "1", "auto").config
-    biased = EagleHead(replace(config, layer=replace(config.layer, qkv_bias=True)), DraftVocabulary.whole(bf16.vocab_size))
+    config = replace(config, layer=replace(config.layer, qkv_bias=True))
+    biased = EagleHead(config, DraftVocabulary.whole(bf16.vocab_size))
     use(biased, bf16, "auto")
     eagle_answers(biased, bf16)
     assert passes == [False] * 10

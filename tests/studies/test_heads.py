@@ -48,7 +48,7 @@ def test_the_study_runs(text_pair: SimpleNamespace, folders: dict[str, str]) -> 
     given = argparse.Namespace(
         target=str(text_pair.target), draft=None, dtype="float32", device="cpu", threads=None, **folders, num_draft=2,
         num_nodes=3, slices=("code",), prompts_per_slice=2, max_tokens=6, temperatures=("1.0",), tree_temperature=1.0,
-        without_trees=False, seed=0,
+        without_chains=False, without_trees=False, seed=0,
     )  # fmt: skip
     given.block = None
     report = heads.study(given)
@@ -57,3 +57,7 @@ def test_the_study_runs(text_pair: SimpleNamespace, folders: dict[str, str]) -> 
     assert [one.drafter for one in report.results["trees"]] == ["eagle", "medusa"]
     assert any("block was not measured" in caveat for caveat in report.caveats)
     assert len(report.tables) == 2
+    given.without_chains = True
+    report = heads.study(given)
+    assert not report.rows
+    assert [one.drafter for one in report.results["trees"]] == ["eagle", "medusa"]
