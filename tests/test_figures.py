@@ -164,10 +164,11 @@ def test_the_speeds_beside_llama_cpp() -> None:
 
 def test_the_speeds_beside_llama_cpp_on_amd() -> None:
     (found,) = [table for table in tables("docs/quantised.md") if "tokens/s on AMD" in table[0]]
-    settings = ("plain", "auto-auto", "llama.cpp", "llama.cpp-lookup", "llama.cpp-ngram-mod")
+    lookups = (f"llama.cpp-{name}{number}" for name in ("lookup", "ngram-mod") for number in ("", "-16"))
+    settings = ("plain", "auto-auto", "llama.cpp", *lookups)
     for row, setting in zip(found, settings, strict=True):
         for heading in ("code", "edits", "JSON", "chat"):
-            source = speed_row(setting, SLICES.get(heading, heading), "2026-11-23-gguf-Q4_K_M-compiled")
+            source = speed_row(setting, SLICES.get(heading, heading), "2026-11-23-gguf-Q4_K_M-3-repeats")
             assert source["num_prompts"] == 10
             assert is_printed_of(row[heading], source["tokens_per_s"])
 
@@ -196,6 +197,32 @@ def test_the_table_of_8_b() -> None:
         assert is_printed_of(row["tokens/s"], source["tokens_per_s"])
         assert is_printed_of(row["tokens a step"], source["emitted_per_step"])
         assert not row["first token, s"] or is_printed_of(row["first token, s"], source["ttft_s"])
+
+
+def test_the_table_of_compiled_heads() -> None:
+    (found,) = [table for table in tables("docs/heads.md") if "drafter, compiled layers" in table[0]]
+    eagle, block = "head=out/wide/eagle;draft_dtype=int4", "head=out/wide/block;draft_dtype=int4"
+    ours = ("eagle({})", "eagle({};tree=best_first)", "block({})", "draft_model(tree=best_first)", "auto({})")
+    names = (f"{name.format(block if name.startswith('block') else eagle)}-auto" for name in ours)
+    theirs = ("llama.cpp", "llama.cpp-ngram-mod-16", "llama.cpp-lookup-16", "transformers", "transformers-lookup-10")
+    for row, setting in zip(found, ("plain", *names, *theirs), strict=True):
+        source = speed_row(setting, "code", "2026-11-23-heads-1b-compiled")
+        assert (source["num_prompts"], source["repeats"]) == (10, 3)
+        assert is_printed_of(row["tokens/s"], source["tokens_per_s"])
+        assert is_printed_of(row["tokens a step"], source["emitted_per_step"])
+        for heading, name in (("over plain", "speedup"), (list(row)[-1], "over_rival")):
+            values = [source[name + end] for end in ("", "_low", "_high")]
+            assert all(map(is_printed_of, re.findall(r"\d+\.\d+", row[heading]), values))
+
+
+def test_the_table_of_trees_with_a_drawn_child() -> None:
+    (found,) = [table for table in tables("docs/heads.md") if "one drawn child" in table[0]]
+    for row, source in zip(found, raw("2026-11-23-heads-trees")["trees"], strict=True):
+        values = [source[name] for name in ("sampled_child", "deterministic", "ratio", "low", "high")]
+        assert row["drafter"] == f"`{source['drafter']}`"
+        printed = re.findall(r"\d+\.\d+", " ".join(list(row.values())[1:]))
+        assert all(map(is_printed_of, printed, values))
+        assert source["num_prompts"] == 20
 
 
 def test_the_table_of_heads_in_4_bits() -> None:
