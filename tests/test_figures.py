@@ -225,6 +225,14 @@ def test_the_table_of_trees_with_a_drawn_child() -> None:
         assert source["num_prompts"] == 20
 
 
+def test_the_table_of_adaptation() -> None:
+    (found,) = [table for table in tables("docs/adaptation.md") if "before adaptation" in table[0]]
+    rates = raw("2026-11-23-adaptation-code-head")["emitted_per_step"]
+    for row, kind in zip(found, ("code", "json"), strict=True):
+        for printed, name in zip(list(row.values())[1:], ("not_adapted", "adapted"), strict=True):
+            assert is_printed_of(printed, rates[name][kind])
+
+
 def test_the_table_of_heads_in_4_bits() -> None:
     (found,) = [table for table in tables("docs/heads.md") if "setting" in table[0]]
     eagle, block = "head=out/wide/eagle", "head=out/wide/block"

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from foretoken.engine.llm import LLM
     from foretoken.train.head_data import HeadData
 
-_KIND = "foretoken answers"
+ANSWERS_KIND = "foretoken answers"
 _MOST_SEED = 1 << 63
 
 
@@ -116,7 +116,7 @@ def write_answers(
         StorageError: the file cannot be read or written; what is in it is kept.
     """
     encoded = [_encode(llm, prompt, config) for prompt in prompts]
-    header = {"kind": _KIND, "target": _fingerprint(llm), "prompts": _digest(encoded)} | {
+    header = {"kind": ANSWERS_KIND, "target": _fingerprint(llm), "prompts": _digest(encoded)} | {
         name: value for name, value in asdict(config).items() if name != "batch_size"
     }
     done = _resume(path, header)
@@ -159,7 +159,7 @@ def read_answers(path: Path) -> AnswerFile:
     """
     lines = _whole_lines(read_text("answers", path))
     header = parse_json("answers", f"{path}:1", lines[0]) if lines else None
-    if not isinstance(header, dict) or header.get("kind") != _KIND:
+    if not isinstance(header, dict) or header.get("kind") != ANSWERS_KIND:
         raise InputError("answers", str(path), "is no file of answers; make one with `foretoken train answers`")
     rows = [parse_json("answers", f"{path}:{number}", line) for number, line in enumerate(lines[1:], start=2)]
     try:

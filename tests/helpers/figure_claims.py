@@ -11,6 +11,7 @@ from tests.helpers.raw_files import grid, mean, ratios, raw, speed_row, turns
 
 _1B, _SHIPPED = "2026-11-22-before-after-1b", "2026-11-22-before-after-reference"
 _HEADS = "2026-11-23-heads-1b"
+_ADAPTATION = "2026-11-23-adaptation-code-head"
 _COMPILED_HEADS = "2026-11-23-heads-1b-compiled"
 
 
@@ -263,6 +264,28 @@ CLAIMS: tuple[tuple[str, str, Callable[[], list[float]]], ...] = (
         ],
     ),
     (
+        "docs/adaptation.md",
+        "lost # tokens a step; adaptation brought #, with # changes of weights and # s of processor time",
+        lambda: [
+            *(raw(_ADAPTATION)[name] for name in ("lost", "regained")),
+            raw(_ADAPTATION)["adaptations"][0]["num_swaps"],
+            raw(_ADAPTATION)["learning_s"],
+        ],
+    ),
+    (
+        "docs/adaptation.md",
+        "made # tokens a step in the first half minute, # in the third and # in the fifth",
+        lambda: [raw(_ADAPTATION)["by_time"][number]["emitted_per_step"] for number in (0, 2, 4)],
+    ),
+    (
+        "docs/adaptation.md",
+        "in ms a token, rose from # to # (# %)",
+        lambda: [
+            *(raw(_ADAPTATION)["plain_ms_per_token"][f"{name}_learning"]["p95"] for name in ("without", "while")),
+            100 * (raw(_ADAPTATION)["plain_p95_ratio"] - 1),
+        ],
+    ),
+    (
         "docs/goals.md",
         "it reaches #x and `auto` with it #x, # and # times the fastest drafting setting of llama.cpp; "
         "a block takes # ms, a pass of the target #",
@@ -278,7 +301,7 @@ CLAIMS: tuple[tuple[str, str, Callable[[], list[float]]], ...] = (
     ),
     (
         "README.md",
-        "`eagle` reaches #x (#-#) and `auto` with the head #x (#-#), # times (#-#) llama.cpp's fastest drafting setting",
+        "`eagle` reaches #x (#-#) and `auto` with the head #x (#-#), # times (#-#) llama.cpp's fastest drafting",
         lambda: [
             _compiled_head(name)[key + end]
             for name, key in (("eagle", "speedup"), ("auto", "speedup"), ("auto", "over_rival"))
