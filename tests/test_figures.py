@@ -162,13 +162,20 @@ def test_the_speeds_beside_llama_cpp() -> None:
             assert is_printed_of(row[heading], source["tokens_per_s"])
 
 
-def test_the_speeds_beside_llama_cpp_on_amd() -> None:
-    (found,) = [table for table in tables("docs/quantised.md") if "tokens/s on AMD" in table[0]]
-    lookups = (f"llama.cpp-{name}{number}" for name in ("lookup", "ngram-mod") for number in ("", "-16"))
+@pytest.mark.parametrize(
+    ("title", "name"),
+    [
+        ("tokens/s on AMD", "2026-11-23-gguf-Q4_K_M-3-repeats"),
+        ("tokens/s on AMD, Q8_0", "2026-11-23-gguf-Q8_0"),
+    ],
+)
+def test_the_speeds_beside_llama_cpp_on_amd(title: str, name: str) -> None:
+    (found,) = [table for table in tables("docs/quantised.md") if title in table[0]]
+    lookups = (f"llama.cpp-{kind}{number}" for kind in ("lookup", "ngram-mod") for number in ("", "-16"))
     settings = ("plain", "auto-auto", "llama.cpp", *lookups)
     for row, setting in zip(found, settings, strict=True):
         for heading in ("code", "edits", "JSON", "chat"):
-            source = speed_row(setting, SLICES.get(heading, heading), "2026-11-23-gguf-Q4_K_M-3-repeats")
+            source = speed_row(setting, SLICES.get(heading, heading), name)
             assert source["num_prompts"] == 10
             assert is_printed_of(row[heading], source["tokens_per_s"])
 
