@@ -171,8 +171,9 @@ def _head_shape(name: str, target: str, shape: ModelShape, draft_dtype: str, dev
         check_quant(draft_dtype, torch.bfloat16, torch.device(device), field="draft_dtype")
     elif draft_dtype != "auto" and parse_dtype(draft_dtype).itemsize != shape.itemsize:
         raise ConfigError("draft_dtype", draft_dtype, "a head runs in its target's number format: take auto")
-    of_target = head_format(shape.weight_format, shape.itemsize, torch.device(device))
-    held = of_target if draft_dtype == "auto" else draft_dtype
+    held = draft_dtype
+    if held == "auto":
+        held = head_format(shape.weight_format, shape.itemsize, torch.device(device))
     return head_shape(head_folder(name), name, read_config(model_folder(target)), shape, held)
 
 

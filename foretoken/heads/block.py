@@ -15,12 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foretoken.errors import ConfigError
-from foretoken.heads.base import FEATURE_WEIGHT, Head, HeadBatch, Place, random_rows
+from foretoken.heads.base import FEATURE_WEIGHT, HeadBatch, Place, random_rows
 from foretoken.heads.block_attention import BlockLayer, CachedAttention, ContextAttention, WindowAttention
 from foretoken.heads.config import BlockConfig
-from foretoken.heads.layers import initialise_weights, weight_marks
+from foretoken.heads.layers import LayeredHead, initialise_weights
 from foretoken.heads.vocabulary import DraftVocabulary
-from foretoken.model.architecture import ModelConfig
 from foretoken.model.interface import SharedWeights
 from foretoken.model.layer_pass import LayerParts, LayerPass, layer_pass
 from foretoken.model.layers import Embedding, Linear, RMSNorm
@@ -57,7 +56,7 @@ class ConfidenceHead(nn.Module):
         return out
 
 
-class BlockHead(Head):
+class BlockHead(LayeredHead):
     """See the module.
 
     Raises:
@@ -207,18 +206,9 @@ class BlockHead(Head):
             accepted = self.vocabulary.restrict(p).minimum(logits.float().softmax(-1)).sum(-1)  # [R]
         return F.binary_cross_entropy_with_logits(guessed.float(), accepted.clamp(0, 1))
 
-    @property
-    def layer_shape(self) -> ModelConfig:
-        """See `layer_pass.LayerStack`."""
-        return self.config.layer
-
     def layer_parts(self) -> list[LayerParts]:
         """See `layer_pass.LayerStack`."""
         return [layer.parts() for layer in self._block_layers]
-
-    def weight_marks(self) -> tuple[object, ...]:
-        """See `layer_pass.LayerStack`."""
-        return weight_marks(self.layer_parts())
 
     @property
     def rotary(self) -> RotaryTable:

@@ -20,12 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foretoken.errors import ConfigError
-from foretoken.heads.base import FEATURE_WEIGHT, Head, HeadBatch, Place, random_rows
+from foretoken.heads.base import FEATURE_WEIGHT, HeadBatch, Place, random_rows
 from foretoken.heads.config import EagleConfig
-from foretoken.heads.layers import HeadAttention, HeadMLP, initialise_weights, layer_parts, weight_marks
+from foretoken.heads.layers import HeadAttention, HeadMLP, LayeredHead, initialise_weights, layer_parts
 from foretoken.heads.unrolled import UnrolledAttention
 from foretoken.heads.vocabulary import DraftVocabulary
-from foretoken.model.architecture import ModelConfig
 from foretoken.model.decoder import Attention
 from foretoken.model.interface import SharedWeights
 from foretoken.model.layer_pass import LayerParts, layer_pass
@@ -81,7 +80,7 @@ class EagleLayer(nn.Module):
         return layer_parts(self.self_attn, self.mlp, *norms, self.norm_before_residual)
 
 
-class EagleHead(Head):
+class EagleHead(LayeredHead):
     """See the module.
 
     Raises:
@@ -199,18 +198,9 @@ class EagleHead(Head):
             yield Place(step, self.logits(output, target), chosen, extra)
             features = rows.feedback
 
-    @property
-    def layer_shape(self) -> ModelConfig:
-        """See `layer_pass.LayerStack`."""
-        return self.config.layer
-
     def layer_parts(self) -> list[LayerParts]:
         """See `layer_pass.LayerStack`."""
         return [layer.parts() for layer in self._layers]
-
-    def weight_marks(self) -> tuple[object, ...]:
-        """See `layer_pass.LayerStack`."""
-        return weight_marks(self.layer_parts())
 
     @property
     def norm_dtype(self) -> torch.dtype:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from abc import abstractmethod
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from foretoken.heads.base import Head
+from foretoken.heads.config import BlockConfig, EagleConfig
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.decoder import Attention
 from foretoken.model.layer_pass import LayerParts
@@ -86,9 +88,23 @@ def layer_parts(
     )
 
 
-def weight_marks(layers: Iterable[LayerParts]) -> tuple[object, ...]:
-    """Every packed matrix of some layers: adaptation replaces any of them. Norms and biases keep their place."""
-    return tuple(linear.packed for layer in layers for linears in layer.matrices for linear in linears)
+class LayeredHead(Head):
+    """A head with decoder layers, which the compiled pass can run (`layer_pass.LayerStack`)."""
+
+    config: EagleConfig | BlockConfig
+
+    @property
+    def layer_shape(self) -> ModelConfig:
+        """See `layer_pass.LayerStack`."""
+        return self.config.layer
+
+    @abstractmethod
+    def layer_parts(self) -> list[LayerParts]:
+        """See `layer_pass.LayerStack`."""
+
+    def weight_marks(self) -> tuple[object, ...]:
+        """See `layer_pass.LayerStack`: adaptation replaces any packed matrix; norms and biases keep their place."""
+        return tuple(linear.packed for layer in self.layer_parts() for linears in layer.matrices for linear in linears)
 
 
 @torch.no_grad()

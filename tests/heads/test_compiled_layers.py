@@ -23,11 +23,11 @@ from foretoken.heads.eagle_cache import CachedEagle
 from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.heads.weights import pack, replace_weights, weights_of
 from foretoken.model.interface import Segment
-from foretoken.model.layer_pass import layer_pass
 from foretoken.model.open import open_model
 from foretoken.model.paged import PagedModel
 from foretoken.model.paged_cache import cache_beside
 from tests.helpers.checkpoints import randomise, token_ids, variant
+from tests.helpers.compiled_pass import note_passes
 
 TREE = (-1, 0, -1, 2, 2)
 EAGLES: dict[str, dict[str, Any]] = {
@@ -52,16 +52,7 @@ def own_products(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each run of a head had a compiled pass."""
-    seen: list[bool] = []
-
-    def noted(*given: object) -> object:
-        found = layer_pass(*given)  # type: ignore[arg-type]
-        seen.append(found is not None)
-        return found
-
-    for module in (eagle_module, block_module):
-        monkeypatch.setattr(module, "layer_pass", noted)
-    return seen
+    return note_passes(monkeypatch, eagle_module, block_module)
 
 
 def without_pass(monkeypatch: pytest.MonkeyPatch) -> None:

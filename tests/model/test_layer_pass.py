@@ -12,10 +12,10 @@ from torch import Tensor
 from foretoken.model import decoder as decoder_module
 from foretoken.model.attention.batched import BatchedAttention
 from foretoken.model.interface import EarlySegment, ForwardOutput, Segment
-from foretoken.model.layer_pass import layer_pass
 from foretoken.model.open import open_model
 from foretoken.model.paged import PagedModel
 from tests.helpers.checkpoints import VARIANTS, token_ids, variant
+from tests.helpers.compiled_pass import note_passes
 
 TREE = (-1, 0, -1, 2, 2)
 LINES = ([0, 1, 2], [0, 3, 4], [0, 3, 5])  # rows from the pending one to each leaf
@@ -31,15 +31,7 @@ def own_products(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each forward had a compiled pass."""
-    seen: list[bool] = []
-
-    def noted(*given: object) -> object:
-        found = layer_pass(*given)  # type: ignore[arg-type]
-        seen.append(found is not None)
-        return found
-
-    monkeypatch.setattr(decoder_module, "layer_pass", noted)
-    return seen
+    return note_passes(monkeypatch, decoder_module)
 
 
 def opened(folder: Path, name: str, weights: str) -> PagedModel:
