@@ -47,6 +47,10 @@ SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", help="A setting, such as train.loss.kind=tv or head.num_layers=2; may be given often."),
 ]
+InitOption = Annotated[
+    str | None,
+    typer.Option(help="Start from the weights of this head and keep its shape; without it, from new weights."),
+]
 DryRunOption = Annotated[
     bool, typer.Option("--dry-run", help="Say what memory, time and disk the run would take; train nothing.")
 ]
@@ -71,7 +75,9 @@ def _with_run_flags(verb: Callable[..., None]) -> Callable[..., None]:
 
 
 @_with_run_flags
-def eagle(context: typer.Context, target: TargetOption, out: OutOption, dry_run: DryRunOption = False) -> None:
+def eagle(
+    context: typer.Context, target: TargetOption, out: OutOption, init: InitOption = None, dry_run: DryRunOption = False
+) -> None:
     """Train an EAGLE-3 head (head.version=1: EAGLE-1 and 2): a layer that continues the target's hidden states."""
     from foretoken.train.head_recipes import EagleShape
 
@@ -79,7 +85,9 @@ def eagle(context: typer.Context, target: TargetOption, out: OutOption, dry_run:
 
 
 @_with_run_flags
-def medusa(context: typer.Context, target: TargetOption, out: OutOption, dry_run: DryRunOption = False) -> None:
+def medusa(
+    context: typer.Context, target: TargetOption, out: OutOption, init: InitOption = None, dry_run: DryRunOption = False
+) -> None:
     """Train Medusa heads (head.is_sequential=true: Hydra): small heads on the last hidden state."""
     from foretoken.train.head_recipes import MedusaShape
 
@@ -87,7 +95,9 @@ def medusa(context: typer.Context, target: TargetOption, out: OutOption, dry_run
 
 
 @_with_run_flags
-def block(context: typer.Context, target: TargetOption, out: OutOption, dry_run: DryRunOption = False) -> None:
+def block(
+    context: typer.Context, target: TargetOption, out: OutOption, init: InitOption = None, dry_run: DryRunOption = False
+) -> None:
     """Train a block drafter: layers that read the target's states and guess several tokens in one pass."""
     from foretoken.train.head_recipes import BlockShape
 
@@ -95,7 +105,9 @@ def block(context: typer.Context, target: TargetOption, out: OutOption, dry_run:
 
 
 @_with_run_flags
-def adapter(context: typer.Context, target: TargetOption, out: OutOption, dry_run: DryRunOption = False) -> None:
+def adapter(
+    context: typer.Context, target: TargetOption, out: OutOption, init: InitOption = None, dry_run: DryRunOption = False
+) -> None:
     """Train an early-exit adapter: a small MLP behind the target's first layers, whose output matrix then guesses."""
     from foretoken.train.head_recipes import AdapterShape
 
@@ -131,7 +143,7 @@ def _train(given: Mapping[str, Any], shape: HeadShape) -> None:
     from foretoken.train.head_run import HEAD, HeadJob, HeadSettings, plan_head, train_head
     from foretoken.train.parallel import joined_ranks
 
-    job = HeadJob(**_job_of(given, HeadSettings(head=shape, train=usual_training(shape))))
+    job = HeadJob(**_job_of(given, HeadSettings(head=shape, train=usual_training(shape))), init=given["init"])
     if given["dry_run"]:
         _show_plan(plan_head(job), given["as_json"])
         return

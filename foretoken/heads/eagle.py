@@ -194,7 +194,9 @@ class EagleHead(LayeredHead):
             guessed = start + 1 + step  # the target's row that each should equal
             learnt = (guessed < num_rows) & batch.wanted[window, (guessed + 1).clamp(max=num_rows)]
             output, chosen = rows.output[learnt.flatten()], (window * num_rows + guessed)[learnt]  # [R, D], [R]
-            extra = None if own is None else FEATURE_WEIGHT * F.smooth_l1_loss(output, own[chosen])
+            extra = None
+            if own is not None and len(chosen):  # the mean over no row is no number
+                extra = FEATURE_WEIGHT * F.smooth_l1_loss(output, own[chosen])
             yield Place(step, self.logits(output, target), chosen, extra)
             features = rows.feedback
 

@@ -68,7 +68,7 @@ class Linear(nn.Module):
         if weight is None or weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not can_pack():
             return
         own = weight.detach().contiguous()
-        if not has_amx() and dense_kernel() is not None:
+        if packs_with_own_kernel():
             self.hold(DenseWeight.of(own))
         else:
             self.hold(MkldnnWeight(torch.ops.mkldnn._reorder_linear_weight(own, _PACK_ROWS), weight.nbytes))
@@ -122,14 +122,19 @@ class Embedding(nn.Module):
 
 def can_pack() -> bool:
     """Whether there is a kernel for packed bf16 matrices here: ours, or oneDNN's."""
-    if not has_amx() and dense_kernel() is not None:
-        return True
-    return bool(torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())  # type: ignore[no-untyped-call]
+    return packs_with_own_kernel() or bool(
+        torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )  # type: ignore[no-untyped-call]
+
+
+def packs_with_own_kernel() -> bool:
+    """Whether packed bf16 matrices are ours: copies that share no memory with the plain ones."""
+    return not has_amx() and dense_kernel() is not None
 
 
 def packed_bytes(num_rows: int, width: int) -> int:
     """Memory of a bf16 matrix [N, K] that is packed here."""
-    if not has_amx() and dense_kernel() is not None:
+    if packs_with_own_kernel():
         return dense_bytes(num_rows, width)
     return num_rows * width * torch.bfloat16.itemsize
 

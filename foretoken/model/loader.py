@@ -31,7 +31,7 @@ from foretoken.model.gguf.names import config_fields
 from foretoken.model.gguf.weights import GgufWeights
 from foretoken.model.grouped_kernel import GroupedWeight, merged
 from foretoken.model.grouped_quant import GroupQuantiser
-from foretoken.model.layers import Embedding, Linear, RMSNorm
+from foretoken.model.layers import Embedding, Linear, RMSNorm, packs_with_own_kernel
 from foretoken.model.mtp_tensors import mtp_tensors
 from foretoken.model.packed.assembly import assembled
 from foretoken.model.packed.scheme import packed_format
@@ -292,6 +292,7 @@ class _Filler:
     ) -> None:
         self.weights, self.shard, self.dtype, self.device = weights, shard, dtype, device
         self.pack, self.quantiser = pack, quantiser
+        self._scratch = torch.empty(0, dtype=dtype, device=device)
         self.dequantised: dict[str, int] = {}  # by reason: matrices that the file has in codes and that run as numbers
 
     def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -327,6 +328,17 @@ class _Filler:
     def _merged(self, shapes: Mapping[str, tuple[int, ...]], like: nn.Parameter) -> nn.Parameter:
         """Read tensors one after the other into the rows of one parameter, of the shape of `like`."""
         full = torch.empty(like.shape, dtype=self.dtype, device=self.device)
+        return self._filled(full, shapes)
+
+    def _to_pack(self, shapes: Mapping[str, tuple[int, ...]], like: nn.Parameter) -> nn.Parameter:
+        """The same in memory that the next matrix takes again, for packing that copies. Memory that is freed for each
+        matrix is given to smaller ones in part, and the next temporary takes more.
+        """
+        if len(self._scratch) < like.numel():
+            self._scratch = torch.empty(like.numel(), dtype=self.dtype, device=self.device)
+        return self._filled(self._scratch[: like.numel()].view(like.shape), shapes)
+
+    def _filled(self, full: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> nn.Parameter:
         start = 0
         for name, shape in shapes.items():
             part = self._read(name, shape)
@@ -349,9 +361,13 @@ class _Filler:
             return
         self._note(list(shapes))
         assert module.weight is not None
-        module.weight = self._merged(shapes, module.weight)
+        packs_copy = (
+            self.pack and self.device.type == "cpu" and self.dtype == torch.bfloat16 and packs_with_own_kernel()
+        )
+        module.weight = (self._to_pack if packs_copy else self._merged)(shapes, module.weight)
         if self.pack:
             module.pack()
+        assert not packs_copy or module.packed is not None, "the weight would share its memory with the next one"
 
     def embedding(self, module: Embedding, name: str, config: ModelConfig) -> None:
         """The table of embeddings."""

@@ -37,4 +37,10 @@ def most_frequent(counts: Tensor, size: int | None, always: Iterable[int] = ()) 
     rank = counts.double()
     rank[kept] = float("inf")
     ids = torch.argsort(rank, descending=True, stable=True)[:size].sort().values
-    return CountedVocabulary(DraftVocabulary(ids, total), float(counts[ids].sum() / counts.sum().clamp(min=1)))
+    vocabulary = DraftVocabulary(ids, total)
+    return CountedVocabulary(vocabulary, coverage(counts, vocabulary))
+
+
+def coverage(counts: Tensor, vocabulary: DraftVocabulary) -> float:
+    """The share of the counted text [V] that `vocabulary` can write."""
+    return float(counts[vocabulary.ids].sum() / counts.sum().clamp(min=1))

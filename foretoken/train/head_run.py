@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 import torch
 
+from foretoken.errors import ConfigError
 from foretoken.heads.adapter import ExitAdapter
-from foretoken.heads.checkpoint import save_head
+from foretoken.heads.checkpoint import load_head, save_head
+from foretoken.heads.kind import head_folder, head_kind
 from foretoken.model.tokenizer import load_tokenizer
+from foretoken.train.draft_vocabulary import coverage
 from foretoken.train.head_data import HeadData
-from foretoken.train.head_recipes import EagleShape, HeadShape, NewHead, new_head
+from foretoken.train.head_recipes import (
+    AdapterShape,
+    BlockShape,
+    EagleShape,
+    HeadShape,
+    MedusaShape,
+    NewHead,
+    new_head,
+)
 from foretoken.train.head_trainer import HeadResult, HeadTrainConfig, HeadTrainer
 from foretoken.train.parallel import Ranks
 from foretoken.train.run_job import (
@@ -27,6 +40,12 @@ from foretoken.train.run_job import (
 )
 
 HEAD = "head"
+_KINDS: Mapping[type[HeadShape], str] = {
+    EagleShape: "eagle",
+    MedusaShape: "medusa",
+    BlockShape: "block",
+    AdapterShape: "early_exit",
+}
 
 
 @dataclass(frozen=True)
@@ -38,9 +57,10 @@ class HeadSettings(RunSettings):
 
 @dataclass(frozen=True)
 class HeadJob(RunJob):
-    """A run that trains a head."""
+    """A run that trains a head, from the weights and in the shape of `init`; None: from new weights."""
 
     settings: HeadSettings
+    init: str | None = None
 
 
 @dataclass(frozen=True)
@@ -70,17 +90,34 @@ class PreparedRun:
 
 
 def prepare_run(job: HeadJob) -> PreparedRun:
-    """Load the target, read the text, make the head.
+    """Load the target, read the text, make or load the head.
 
     Raises:
+        ConfigError: a shape was asked for beside `init`, or `init` is a head of another kind.
         InputError, ModelError, StorageError: see the parts.
     """
+    started_folder = None if job.init is None else _folder_to_start_from(job.init, job.settings.head)
     target = open_target(job)
     data = open_text(job, target, target.folder)
-    always = {*target.frozen.decoder.config.eos_token_ids, *_special_tokens(target)}
     counts = data.train.counts(target.vocab_size)
+    if started_folder is not None:
+        config, device = target.frozen.decoder.config, target.frozen.device
+        head = load_head(started_folder, config, "float32", device, target.folder)
+        return PreparedRun(target, data, NewHead(head, coverage(counts, head.vocabulary)))
+    always = {*target.frozen.decoder.config.eos_token_ids, *_special_tokens(target)}
     new = new_head(job.settings.head, target.frozen, counts, always, job.settings.train.seed)
     return PreparedRun(target, data, new)
+
+
+def _folder_to_start_from(init: str, shape: HeadShape) -> Path:
+    """The folder of the head that a run starts from, which is of the kind of `shape` and has its own shape."""
+    if shape != type(shape)():
+        raise ConfigError("head", shape, "a run with --init has the shape of that head; leave head.* out, or --init")
+    folder = head_folder(init)
+    found, kind = head_kind(folder), _KINDS[type(shape)]
+    if found != kind:
+        raise ConfigError("init", init, f"is a head of kind {found!r}, not {kind!r}; use the command that trains those")
+    return folder
 
 
 def _special_tokens(target: JobTarget) -> set[int]:
@@ -103,10 +140,11 @@ def train_head(job: HeadJob, ranks: Ranks | None = None) -> HeadResult:
     what = {
         "kind": head.name,
         "head": asdict(head.config),
+        "init": job.init,
         "taps": {"layers": head.hidden_layers(), "convention": "enter: the residual stream after that many layers"},
         "draft_vocabulary": {"size": len(head.vocabulary.ids), "coverage": run.new.coverage},
     }
-    if isinstance(head, ExitAdapter):
+    if isinstance(head, ExitAdapter) and job.init is None:
         # A new adapter changes nothing: this is the plain exit.
         what |= {"without_adapter": asdict(_passing_trainer(run, job, job.settings.train).measure())}
 

@@ -16,6 +16,7 @@ import torch.multiprocessing
 
 from foretoken.errors import CheckpointError, ConfigError, NumericsError, StorageError
 from foretoken.train.frozen_target import FrozenTarget, fast_precision
+from foretoken.train.head_data import TokenText
 from foretoken.train.head_trainer import CURVE, HeadTrainer
 from foretoken.train.parallel import Ranks, joined_ranks
 from tests.train.tiny import CONFIG, SHAPES, tiny_target, tiny_trainer
@@ -111,6 +112,17 @@ def test_an_interrupted_run_saves_its_state(target: FrozenTarget, tmp_path: Path
     with pytest.raises(KeyboardInterrupt):
         trainer.run()
     assert tiny_trainer(tmp_path, target).step == 4
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_a_window_of_which_nothing_is_wanted_teaches_nothing(kind: str, target: FrozenTarget, tmp_path: Path) -> None:
+    """A long prompt may fill a window, and its answer begin behind it."""
+    text = TokenText.answered([([1 + number % 40 for number in range(4000)], [1, 2])])
+    trainer = tiny_trainer(tmp_path, target, kind)
+    trainer.data = dataclasses.replace(trainer.data, train=text)
+    assert not text.batch([0, 1], CONFIG.length, CONFIG.seed)[1].any()
+    assert trainer.train_step() == 0
+    assert all(value.isfinite().all() for value in weights(trainer).values())
 
 
 def test_a_loss_that_is_no_number_ends_the_run_and_the_last_good_state_stays(

@@ -109,6 +109,29 @@ def test_a_head_is_trained_from_answers_and_read_again(kind: str, folder: Path, 
     assert run(*words)["steps"] == 8  # finished: nothing is trained again
 
 
+@pytest.mark.parametrize("kind", ["eagle", "block", "adapter"])
+def test_a_head_is_trained_on_from_another(kind: str, folder: Path, answered: Path, tmp_path: Path) -> None:
+    """Such rates leave it as it was, so that what a run starts from can be seen; the shape is that of the first."""
+    words = (kind, "--target", folder / "target", "--answers", answered, *SMALL)
+    shape = "head.intermediate_size=40"
+    run(*words, "--out", tmp_path / "first", "--set", shape)
+    rest = ("--set", "train.optimizer.matrix_rate=1e-12", "--set", "train.optimizer.vector_rate=1e-12")
+    again = (*words, *rest, "--init", tmp_path / "first" / "head", "--out", tmp_path / "second")
+    with pytest.raises(ConfigError, match=r"leave head\.\* out"):
+        run(*again, "--set", shape)
+    run(*again)
+    config = read_config(folder / "target")
+    first, second = (load_head(tmp_path / name / "head", config).state_dict() for name in ("first", "second"))
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        assert torch.equal(second[name], value), name
+    manifest = json.loads((tmp_path / "second" / "run.json").read_text())
+    assert manifest["init"] == str(tmp_path / "first" / "head")
+    assert "without_adapter" not in manifest
+    with pytest.raises(ConfigError, match="not 'medusa'"):
+        run("medusa", *again[1:])
+
+
 def test_a_draft_model_is_distilled_from_answers(folder: Path, answered: Path, tmp_path: Path) -> None:
     common = ("draft", "--target", folder / "target", *SMALL, "--set", "train.num_places=2")
     result = run(*common, "--answers", answered, "--out", tmp_path / "off", "--set", "model.hidden_size=32")
