@@ -71,6 +71,15 @@ def _draft_simple(n: int | None) -> tuple[str, ...]:
     return ("--spec-type", "draft-simple", *own)
 
 
+def trained_head(spec_type: str) -> Kind:
+    """A trained head by its `--spec-type`; every guess is checked, however unlikely."""
+
+    def arguments(n: int | None) -> tuple[str, ...]:
+        return ("--spec-type", spec_type, *_draft_simple(n)[2:])
+
+    return Kind(spec_type, arguments, counterpart="eagle")
+
+
 _DRAFT = "draft-simple"
 _KINDS = {
     kind.name: kind

@@ -99,22 +99,24 @@ class LlamaCpp:
         sources = [*checkpoint.glob("*.safetensors"), *checkpoint.glob("*.json")]
         if gguf.is_file() and all(gguf.stat().st_mtime >= source.stat().st_mtime for source in sources):
             return gguf
+        return self._converted(checkpoint, outtype, gguf, tokenizer=checkpoint)
+
+    def convert_head(self, head: Path, target: Path, outtype: str, gguf: Path) -> Path:
+        """The exported head in a folder as the GGUF file `gguf`, for the target in the folder `target`.
+
+        Raises:
+            StorageError, ForetokenError: see `convert`.
+        """
+        return self._converted(head, outtype, gguf, target, "--target-model-dir", str(target))
+
+    def _converted(self, checkpoint: Path, outtype: str, gguf: Path, tokenizer: Path, *more: str) -> Path:
+        """What the converter makes of a folder, whose tokenizer is in the folder `tokenizer`."""
         if self.converter is None:
             raise StorageError("convert_hf_to_gguf.py was not found; name it in FORETOKEN_LLAMA_CPP_CONVERT")
         part = gguf.with_suffix(".part")
-        wrapper = ["-c", _CONVERT] if _is_gpt2_style(checkpoint) else []
-        run_program(
-            [
-                sys.executable,
-                *wrapper,
-                str(self.converter),
-                str(checkpoint),
-                "--outtype",
-                outtype,
-                "--outfile",
-                str(part),
-            ]
-        )
+        wrapper = ["-c", _CONVERT] if _is_gpt2_style(tokenizer) else []
+        command = [sys.executable, *wrapper, str(self.converter), str(checkpoint), *more]
+        run_program([*command, "--outtype", outtype, "--outfile", str(part)])
         part.replace(gguf)
         return gguf
 

@@ -122,9 +122,9 @@ class Embedding(nn.Module):
 
 def can_pack() -> bool:
     """Whether there is a kernel for packed bf16 matrices here: ours, or oneDNN's."""
-    return packs_with_own_kernel() or bool(
-        torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    )  # type: ignore[no-untyped-call]
+    if packs_with_own_kernel():
+        return True
+    return bool(torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())  # type: ignore[no-untyped-call]
 
 
 def packs_with_own_kernel() -> bool:

@@ -366,6 +366,20 @@ def test_conversion_is_kept_and_made_again_when_the_checkpoint_changes(llama, ch
     assert conversions() == 2
 
 
+def test_an_exported_head_is_converted_with_its_target(llama, checkpoints, tmp_path):
+    (tmp_path / "head").mkdir()
+    gguf = LlamaCpp.find(llama).convert_head(tmp_path / "head", checkpoints[0], "f32", tmp_path / "head.gguf")
+    assert gguf.read_text(encoding="utf-8") == "gpt-2"  # split as the target's tokenizer splits
+    assert f"'--target-model-dir', '{checkpoints[0]}'" in (tmp_path / "calls").read_text(encoding="utf-8")
+
+
+def test_a_trained_head_checks_every_guess():
+    kind = llama_cpp.trained_head("draft-eagle3")
+    assert kind.arguments(None) == ("--spec-type", "draft-eagle3")
+    assert kind.arguments(4)[2:] == llama_cpp.speculation("draft-simple", 4)[2:]
+    assert "--spec-draft-p-min" in kind.arguments(4)
+
+
 def test_an_unknown_way_to_split_text_is_left_to_the_converter(llama, checkpoints, tmp_path):
     other = tmp_path / "other"
     other.mkdir()
