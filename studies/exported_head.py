@@ -3,9 +3,9 @@
     FORETOKEN_LLAMA_CPP=DIR python -m studies.exported_head --head DIR --num-draft 4 --out benchmarks
 
 The head, an EAGLE-3 one, is written as `foretoken export --to llamacpp` does, then llama.cpp's converter makes GGUF
-files of target and head, and its program answers greedily with `--spec-type draft-eagle3`. An engine that computes a head in
-another way (layers counted otherwise, a norm left out) still answers rightly and accepts less: so accepted guesses are
-compared too, in float32, where both write the same text. Counts only: nothing is timed.
+files of target and head, and its program answers greedily with `--spec-type draft-eagle3`. An engine that computes a
+head in another way (layers counted otherwise, a norm left out) still answers rightly and accepts less: so accepted
+guesses are compared too, in float32, where both write the same text. Counts only: nothing is timed.
 """
 
 from __future__ import annotations
