@@ -23,6 +23,7 @@ from foretoken.model.loader import read_config
 from foretoken.model.weights import WEIGHTS
 from foretoken.model.writing import writing_folder
 
+_CHECKED = {("llamacpp", "eagle3"): "Started with such files by us in build 0c1e570 alone"}
 _DSPARK_KEYS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
 
 
@@ -157,7 +158,8 @@ def _readable(engine: OtherEngine, launch: Launch, method: str, num_draft: int) 
     ]
     lines += [*before, "```", ""]
     lines += [f"- {note}" for note in launch.notes]
-    lines += ["- No engine was started with these files here: compare its acceptance with `foretoken eval` first."]
+    checked = _CHECKED.get((engine.name, method), "Not started with such files by us")
+    lines += [f"- {checked}: compare the engine's acceptance with `foretoken eval` first."]
     for name, text in launch.files.items():
         lines += ["", f"`{name}`:", "", "```", text.rstrip(), "```"]
     return "\n".join(lines) + "\n"
