@@ -19,7 +19,7 @@ serve: $(VENV)/.ready
 
 # Two processes, each with a half of the files in order; who is done first takes from the other half.
 # Each keeps whole files as long as it can, so that what fixtures of a module make is mostly made once.
-# What repeats the same lines thousands of times is left to `make proof`.
+# What repeats the same lines thousands of times, and kernels for older processors, are left to `make proof`.
 test: check
 	$(BIN)/pytest -n 2 --dist worksteal -m "not repeated"
 

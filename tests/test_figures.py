@@ -182,7 +182,7 @@ def test_the_speeds_beside_llama_cpp_on_amd(title: str, name: str) -> None:
 
 def test_the_table_beside_a_loop() -> None:
     (found,) = [table for table in tables("docs/command-line.md") if "beside a loop" in table[0]]
-    rows = raw("2026-11-23-neighbour-1b")["rows"]
+    rows = raw("2026-11-24-neighbour-1b")["rows"]
     names = list(dict.fromkeys(row["drafter"] for row in rows))
     for printed, name in zip(found, names, strict=True):
         alone, beside = (

@@ -65,7 +65,7 @@ def rounds_by_rows(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PagedModel, "forward", uneven)
 
 
-@pytest.mark.parametrize("temperature", [0.8, 0.01])
+@pytest.mark.parametrize("temperature", [pytest.param(0.8, marks=pytest.mark.repeated), 0.01])
 def test_w3_the_number_of_guesses_follows_the_clock_and_no_audit_fails(
     pair: SimpleNamespace, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

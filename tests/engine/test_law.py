@@ -241,6 +241,7 @@ def check_group(narrow: SimpleNamespace, name: str) -> None:
     assert min(p_values(shuffled_answers(narrow, list(asked)), exact_law(narrow, BASE))) > ALARM
 
 
+@pytest.mark.repeated
 def test_mixed_batches_have_the_law(narrow: SimpleNamespace) -> None:
     """All groups in every batch, counted together."""
     answers = np.concatenate(list(groups_answers(narrow, NUM_MIXED).values()))

@@ -15,11 +15,12 @@ from foretoken.model import dense_kernel
 from foretoken.model.dense_kernel import SOURCE, DenseWeight, kernel, load
 from foretoken.model.layers import Linear, MkldnnWeight
 from foretoken.model.row_kernels import FLAGS
+from tests.helpers.instruction_sets import INSTRUCTION_SETS
 
 SHAPES = [(97, 384), (16, 128), (1, 2), (33, 255), (50, 1), (130, 64)]
 
 
-@pytest.fixture(params=["native", "haswell", "x86-64"])
+@pytest.fixture(params=INSTRUCTION_SETS)
 def instruction_set(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The kernel as other processors get it; older instructions run here too."""
     if request.param != "native":

@@ -17,6 +17,7 @@ from foretoken.model.grouped_twin import code_rows, products
 from foretoken.model.large_pages import LARGE_PAGE_BYTES, large_page_tensor
 from foretoken.model.packed.assembly import assembled
 from tests.helpers.grouped import FORMATS, grouped
+from tests.helpers.instruction_sets import INSTRUCTION_SETS
 
 SHAPES = [(97, 384), (16, 128), (1, 128), (33, 256), (20, 768)]
 
@@ -30,7 +31,7 @@ def width_of(name: str, least: int) -> int:
     return -(-least // SUPER) * SUPER if FORMATS[name].whole else least
 
 
-@pytest.fixture(params=["native", "haswell", "x86-64"])
+@pytest.fixture(params=INSTRUCTION_SETS)
 def instruction_set(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The kernel as other processors get it; older instructions run here too."""
     if request.param != "native":

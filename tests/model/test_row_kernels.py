@@ -18,11 +18,12 @@ from foretoken.model.architecture import ModelConfig
 from foretoken.model.attention.paged import KeySlots, PagedAttention, Reader, visible_slots
 from foretoken.model.interface import Segment
 from foretoken.model.row_kernels import FLAGS, HEAD_DIMS, SOURCE, RowKernels, kernels_for, load, row_kernels
+from tests.helpers.instruction_sets import INSTRUCTION_SETS
 
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8}  # one rounding to the format, or a few units of float32
 
 
-@pytest.fixture(params=["native", "haswell", "x86-64"])
+@pytest.fixture(params=INSTRUCTION_SETS)
 def kernels(request: pytest.FixtureRequest) -> RowKernels:
     """The kernels as other processors get them; older instructions run here too."""
     flags = tuple(flag.replace("native", request.param) for flag in FLAGS)

@@ -201,7 +201,12 @@ def test_random_ragged_batches(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype_name"), [("llama", "float32"), ("mistral", "bfloat16"), ("llama-kernels", "bfloat16")]
+    ("name", "dtype_name"),
+    [
+        pytest.param("llama", "float32", marks=pytest.mark.repeated),
+        pytest.param("mistral", "bfloat16", marks=pytest.mark.repeated),
+        ("llama-kernels", "bfloat16"),
+    ],
 )
 def test_random_ragged_batches_with_two_threads(folders: Callable[[str], Path], name: str, dtype_name: str) -> None:
     """Threads share out the work of a kernel, and where a row lands must not matter. Few rows: a busy machine makes
