@@ -16,7 +16,7 @@ from gguf import GGMLQuantizationType
 
 from tests.helpers.gguf_files import finish
 
-HIDDEN, WIDE, LAYERS, VOCAB, HEADS = 1024, 4096, 18, 16_384, 8
+HIDDEN, WIDE, LAYERS, VOCAB, HEADS = 1024, 4096, 36, 16_384, 8  # a file that is large beside what does not grow with it
 MOST = 1.2  # times the file
 BUFFERS_BYTES = 24 * 2**20  # beside that: pieces under way and the allocator's rests, whatever the file's size
 

@@ -36,7 +36,8 @@ def widen_head(source: Path, out: Path, target_folder: Path, to: str) -> Head:
 
     Raises:
         InputError: see `widen`.
-        ConfigError: EAGLE-3.1's feedback behind the norm together with the target's output matrix.
+        ConfigError: EAGLE-3.1's feedback behind the norm together with the target's output matrix; a head of another
+            width than its target.
         CheckpointError, MismatchError, StorageError: the head cannot be read or written.
     """
     small = read_config(target_folder)
@@ -80,6 +81,10 @@ def _wide_config(config: HeadConfig, layout: WidenPlan) -> HeadConfig:
     layer = _wide_layer(config.layer, layout, copies)
     taps = tuple(_wide_tap(tap, layout) for tap in config.taps)
     if isinstance(config, EagleConfig):
+        if config.has_own_embedding:
+            raise ConfigError(
+                "head", config.layer.hidden_size, "a head of another width than its target is not widened"
+            )
         if config.version == 1:
             layer = replace(layer, norm_eps=config.layer.norm_eps / copies)
             taps = (big.num_layers,)

@@ -280,7 +280,7 @@ def _stored_names(weights: Weights, config: HeadConfig) -> dict[str, str]:
     for name in weights.own_names:
         if name in (_OFFSETS, _MASK, TOKEN_MAP):
             continue
-        if name == _EMBEDDING and isinstance(config, EagleConfig | BlockConfig):
+        if name == _EMBEDDING and isinstance(config, EagleConfig | BlockConfig) and not _owns_embedding(config):
             _check_embedding(weights, config)
             continue
         own = network_name(config, name) if isinstance(config, EagleConfig) else name
@@ -289,6 +289,10 @@ def _stored_names(weights: Weights, config: HeadConfig) -> dict[str, str]:
             raise CheckpointError(f"{weights.folder} holds one tensor twice, as {found[own]} and {name}")
         found[own] = name
     return found
+
+
+def _owns_embedding(config: HeadConfig) -> bool:
+    return isinstance(config, EagleConfig) and config.has_own_embedding
 
 
 def _check_embedding(weights: Weights, config: EagleConfig | BlockConfig) -> None:

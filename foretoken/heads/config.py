@@ -32,6 +32,11 @@ class EagleConfig:
     norm_output: bool = False  # EAGLE-3.1: feedback behind the norm
     has_own_output: bool = False  # an `lm_head` also for the whole vocabulary; a cut one always has it
 
+    @property
+    def has_own_embedding(self) -> bool:
+        """A head of another width than its target cannot read the target's embedding."""
+        return self.layer.hidden_size != self.target_hidden_size
+
     def __post_init__(self) -> None:
         _check_taps(self.taps, self.target_num_layers)
         if self.version == 1 and self.taps != (self.target_num_layers,):

@@ -7,7 +7,8 @@ t + 2. Behind the last row of the text the head goes on from its own output.
   token's embedding are joined into the layer's input; the output is the next such state, and the target's output matrix
   reads it.
 - Version 3 (EAGLE-3, Li et al. 2503.01840, and 3.1): states of several layers are fused into one feature; the attention
-  of the first layer reads it beside the embedding, and the residual stream carries it.
+  of the first layer reads it beside the embedding, and the residual stream carries it. A head of another width than its
+  target has an embedding and an output matrix of its own.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.model.decoder import Attention
 from foretoken.model.interface import SharedWeights
 from foretoken.model.layer_pass import LayerParts, layer_pass
-from foretoken.model.layers import Linear, RMSNorm
+from foretoken.model.layers import Embedding, Linear, RMSNorm
 from foretoken.model.rope import RotaryTable
 
 # In training one in so many rows goes on to the steps after the first, which then cost less than it does.
@@ -105,6 +106,7 @@ class EagleHead(LayeredHead):
         else:
             self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(hidden, eps) if config.version == 3 else None
+        self.embed_tokens = Embedding(config.layer.vocab_size, hidden) if config.has_own_embedding else None
         has_output = config.has_own_output or not vocabulary.is_whole
         self.lm_head = Linear(hidden, config.draft_vocab_size) if has_output else None
         self._layers = tuple(layers)
@@ -149,7 +151,7 @@ class EagleHead(LayeredHead):
         self, tokens: Tensor, features: Tensor, positions: Tensor, attention: Attention, target: SharedWeights
     ) -> EagleRows:
         """One pass over `tokens` [T] with the features [T, D] of the positions before them, `positions` [T]."""
-        embedded = target.embed(tokens)  # [T, D]
+        embedded: Tensor = target.embed(tokens) if self.embed_tokens is None else self.embed_tokens(tokens)  # [T, D]
         x = self.joined(embedded, features)
         rotary = self.rotary.at(positions)
         compiled = layer_pass(self, x, attention, *rotary, embedded)
@@ -220,9 +222,15 @@ class EagleHead(LayeredHead):
 
 def _check(config: EagleConfig, vocabulary: DraftVocabulary) -> None:
     hidden, target_hidden = config.layer.hidden_size, config.target_hidden_size
-    if hidden != target_hidden:
+    if config.has_own_embedding and config.version == 1:
         raise ConfigError(
-            "hidden_size", hidden, f"must be the target's, {target_hidden}: the head uses the target's embeddings"
+            "hidden_size", hidden, f"must be the target's, {target_hidden}: an EAGLE-1 head guesses the target's states"
+        )
+    if config.has_own_embedding and not config.has_own_output and vocabulary.is_whole:
+        raise ConfigError(
+            "hidden_size",
+            hidden,
+            f"is not the target's, {target_hidden}: such a head needs an output matrix of its own",
         )
     if config.layer.sliding_window:
         raise ConfigError("sliding_window", config.layer.sliding_window, "EAGLE heads attend to the whole text")

@@ -17,6 +17,8 @@ from foretoken.model.grouped_quant import grouped_bytes
 from foretoken.model.rope import TABLE_BLOCK
 from foretoken.plan.memory import ModelShape
 
+_TABLES = (MARKOV_IN, "embed_tokens.weight")  # a row at a time is read of them: they stay numbers
+
 
 def head_shape(folder: Path, name: str, config: ModelConfig, target: ModelShape, weight_format: str) -> ModelShape:
     """The memory of the head in `folder` beside the target of `config` and shape `target`; `name` is what the user
@@ -42,7 +44,7 @@ def head_shape(folder: Path, name: str, config: ModelConfig, target: ModelShape,
 
 def tensor_bytes(name: str, shape: tuple[int, ...], weight_format: str, itemsize: int) -> int:
     """Memory of one tensor of a head, as `weights.pack` holds it."""
-    if weight_format in QUANTISED and len(shape) == 2 and shape[0] >= BLOCK_ROWS and name != MARKOV_IN:
+    if weight_format in QUANTISED and len(shape) == 2 and shape[0] >= BLOCK_ROWS and name not in _TABLES:
         return grouped_bytes(weight_format, *shape)
     return math.prod(shape) * itemsize
 

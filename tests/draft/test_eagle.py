@@ -40,6 +40,7 @@ KINDS = {
     "3": {},
     "1": {"version": 1},
     "3.1": {"fc_norm": True, "norm_output": True},
+    "narrow": {"hidden_size": 40},
     "norms": {"norm_before_fc": True, "norm_before_residual": True},
 }
 
@@ -105,6 +106,7 @@ WHOLE, TIGHT = (4096, 512), (112, 11)  # slots of the target's cache and tokens 
 FRESH_RUNS = [  # the flags of 3.1 and norms act in the network alone; what else there is: proof/test_eagle.py
     *(("3", tree, *WHOLE) for tree in ("chain", "static", "best_first")),
     *(("1", "chain", *WHOLE), ("3.1", "chain", *WHOLE), ("norms", "best_first", *WHOLE)),
+    ("narrow", "best_first", *WHOLE),
     *(("3", "best_first", *TIGHT), ("1", "chain", *TIGHT)),
 ]
 

@@ -38,6 +38,7 @@ EAGLES: dict[str, dict[str, Any]] = {
     "3-norm-before-residual": {"version": 3, "norm_before_residual": True},
     "3-qk-norm": {"version": 3, "qk_norm": True},
     "3-output-bias": {"version": 3, "o_bias": True},
+    "3-another-width": {"version": 3, "hidden_size": 128, "has_own_output": True},
 }
 BLOCKS = {"one-layer": 1, "two-layers": 2}
 FORMATS = [("bfloat16", "auto"), ("bfloat16", "int4"), ("float32", "int8")]
@@ -74,11 +75,11 @@ def target_of(folder: Path, dtype: str) -> PagedModel:
 def eagle(target: PagedModel, name: str, weights: str) -> EagleHead:
     given = dict(EAGLES[name])
     version = given.pop("version")
-    of_layer = {key: given.pop(key) for key in ("num_layers", "qk_norm", "o_bias") if key in given}
+    of_layer = {key: given.pop(key) for key in ("num_layers", "qk_norm", "o_bias", "hidden_size") if key in given}
     layer = replace(target.config, **{"num_layers": 1, **of_layer})
     taps = (target.num_layers,) if version == 1 else (0, 1, target.num_layers)
     size = layer.vocab_size
-    config = EagleConfig(version, layer, layer.hidden_size, target.num_layers, taps, size, **given)
+    config = EagleConfig(version, layer, target.config.hidden_size, target.num_layers, taps, size, **given)
     head = EagleHead(config, DraftVocabulary.whole(size))
     use(head, target, weights)
     return head

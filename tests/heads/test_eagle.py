@@ -38,6 +38,9 @@ CONFIGS: dict[str, EagleConfig] = {
     "3-qk-norm": replace(VERSION_3, layer=replace(SHAPE, qk_norm=True)),
     "3-five-taps": replace(VERSION_3, taps=(0, 1, 2, 3, 4)),
     **{f"3-{flag}": replace(VERSION_3, **{flag: True}) for flag in FLAGS},
+    "3-narrow": replace(VERSION_3, layer=replace(SHAPE, hidden_size=24)),
+    "3-wide": replace(VERSION_3, layer=replace(SHAPE, hidden_size=40), draft_vocab_size=61, has_own_output=True),
+    "3.1-narrow": replace(VERSION_3, layer=replace(SHAPE, hidden_size=24), fc_norm=True, norm_output=True),
     "3.1": replace(VERSION_3, fc_norm=True, norm_output=True),
 }
 
@@ -95,7 +98,8 @@ class Twin:
 
     def step(self, token: int, feature: Tensor, position: int) -> tuple[Tensor, Tensor]:
         """Logits over the head's vocabulary, and what the next step is fed."""
-        embedded, x = self.decoder.embed(torch.tensor([token]))[0], feature
+        own, x = self.state.get("embed_tokens.weight"), feature
+        embedded = self.decoder.embed(torch.tensor([token]))[0] if own is None else own[token]
         if self.config.version == 1:
             x = self.linear("fc", torch.cat((embedded, x)))
         one = self.config.version == 3 and self.config.layer.num_layers == 1
@@ -231,7 +235,8 @@ def test_output_matrix_begins_as_the_targets() -> None:
 @pytest.mark.parametrize(
     ("config", "field"),
     [
-        (replace(VERSION_3, target_hidden_size=40), "hidden_size"),
+        (replace(VERSION_3, target_hidden_size=40, draft_vocab_size=61), "hidden_size"),
+        (replace(VERSION_1, target_hidden_size=40), "hidden_size"),
         (replace(VERSION_3, draft_vocab_size=20), "draft_vocab_size"),
         (replace(VERSION_3, layer=replace(SHAPE, sliding_window=(8,))), "sliding_window"),
         (replace(VERSION_1, draft_vocab_size=len(IDS)), "draft_vocab_size"),

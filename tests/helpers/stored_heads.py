@@ -99,6 +99,7 @@ HEADS: Mapping[str, HeadConfig] = {
         draft_vocab_size=CUT, norm_before_residual=True, norm_before_fc=True, fc_norm=True, norm_output=True
     ),
     "eagle3-bias-2-layers": eagle_config(layers=2, fc_bias=True, draft_vocab_size=CUT),
+    "eagle3-another-width": eagle_config(layer=replace(eagle_config().layer, hidden_size=32), draft_vocab_size=CUT),
     "eagle1": eagle_config(1),
     "eagle1-bias": eagle_config(1, fc_bias=True, layers=2),
     "medusa": medusa_config(),

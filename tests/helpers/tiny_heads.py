@@ -21,11 +21,13 @@ from tests.helpers.random_heads import random_head
 KINDS = ("eagle", "eagle:1", "medusa", "block")
 
 
-def eagle_head(target: ModelConfig, version: int = 3, seed: int = 0, **options: bool) -> EagleHead:
-    """A random EAGLE head; version 3 knows all tokens but every fifth."""
+def eagle_head(
+    target: ModelConfig, version: int = 3, seed: int = 0, hidden_size: int | None = None, **options: bool
+) -> EagleHead:
+    """A random EAGLE head, as wide as the target unless told; version 3 knows all tokens but every fifth."""
     layer = replace(
         target, model_type="llama", num_layers=1, qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=False,
-        sliding_window=(),
+        sliding_window=(), hidden_size=hidden_size or target.hidden_size,
     )  # fmt: skip
     ids = torch.arange(target.vocab_size)
     taps = (target.num_layers,)
@@ -53,7 +55,7 @@ def tiny_head(folder: Path, target_folder: Path, kind: str, seed: int = 0) -> Pa
     if kind == "early_exit:adapter":
         head = exit_adapter(target, seed=seed)
     elif kind.startswith("eagle"):
-        head = eagle_head(target, 1 if kind == "eagle:1" else 3, seed)
+        head = eagle_head(target, 1 if kind == "eagle:1" else 3, seed, 24 if kind == "eagle:narrow" else None)
     else:
         head = random_head(kind, target, seed)
     save_head(head, folder, target, target_folder)

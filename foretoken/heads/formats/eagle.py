@@ -90,7 +90,7 @@ def eagle_from_json(fields: Fields, target: ModelConfig, names: frozenset[str]) 
         norm_before_fc=fields.flag("norm_before_fc", own.flag("norm_before_fc")),
         fc_norm=fields.flag("fc_norm"),
         norm_output=fields.flag("norm_output"),
-        has_own_output=size == layer.vocab_size and "lm_head.weight" in names,
+        has_own_output=size == layer.vocab_size and ("lm_head.weight" in names or layer.hidden_size != wide),
     )
 
 
@@ -116,6 +116,8 @@ def eagle_tensors(config: EagleConfig) -> Iterator[tuple[str, Shape]]:
     """Name and shape of every tensor of the network, as `EagleHead` names them."""
     layer, hidden, wide = config.layer, config.layer.hidden_size, config.target_hidden_size
     inputs = len(config.taps) * wide if config.version == 3 else hidden + wide
+    if config.has_own_embedding:
+        yield "embed_tokens.weight", (layer.vocab_size, hidden)
     yield "fc.weight", (hidden, inputs)
     if config.fc_bias:
         yield "fc.bias", (hidden,)
