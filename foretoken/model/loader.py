@@ -7,10 +7,12 @@ the weights themselves.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
 import shutil
+import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -218,6 +220,7 @@ def load_decoder(
     for index, layer in enumerate(decoder.layers):
         assert isinstance(layer, DecoderLayer)
         filler.layer(layer, f"model.layers.{index}", config)
+        _give_back_freed_memory()
     filler.norm(decoder.norm, "model.norm")
     if config.tie_embeddings:
         decoder.lm_head.weight = decoder.embedding.weight
@@ -230,6 +233,17 @@ def load_decoder(
     if pack and filler.dequantised:
         warnings.warn(DequantisedWarning(_dequantised_words(folder, target, filler.dequantised)), stacklevel=2)
     return decoder.eval()
+
+
+def _give_back_freed_memory() -> None:
+    """Return the memory of freed temporaries to the system.
+
+    glibc keeps freed blocks of up to 32 MiB. Matrices that stay lie between them, so later and larger temporaries
+    do not fit into the gaps.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:  # another C library has none
+        trim(0)
 
 
 def _dequantised_words(folder: Path, dtype: torch.dtype, reasons: Mapping[str, int]) -> str:
