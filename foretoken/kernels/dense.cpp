@@ -27,7 +27,7 @@ namespace {
 constexpr int MOST_ROWS = 8;       // rows of a tile, for which weights are loaded once
 constexpr int MOST_BLOCKS = 3;     // of outputs, for which a row's inputs are loaded once: 24 sums fit into registers
 constexpr int FEW_ROWS = 2;        // up to here memory is the limit, and fewer blocks are read more evenly
-constexpr int64_t FEW_WEIGHTS = 1 << 15;  // up to here one thread works: waking others would take longer
+constexpr int64_t FEW_PRODUCTS = 1 << 18;  // up to here one thread multiplies: waking others would take longer
 constexpr int AHEAD = 24;          // lines: what is fetched before it is needed
 
 // The rows of a tile stand together: [pairs, rows] of two bfloat16.
@@ -152,13 +152,18 @@ void multiply(const T* x, int64_t rows, int64_t width, const foretoken_dense* pa
               int64_t stride, int threads) {
     const Activations a(x, rows, width, threads);
     const int64_t together = rows <= FEW_ROWS ? 2 : MOST_BLOCKS;
-    for (int part = 0; part < num_parts; ++part) {
-        const foretoken_dense& w = parts[part];
-        const int64_t blocks = (w.num_outputs + LANES - 1) / LANES;
-#pragma omp parallel for num_threads(threads) schedule(static) if (w.num_outputs * width > FEW_WEIGHTS)
-        for (int64_t block = 0; block < blocks; block += together)
-            multiply_some(w, a, block, std::min(together, blocks - block), out, stride);
-        out += w.num_outputs;
+    int64_t num_outputs = 0;
+    for (int part = 0; part < num_parts; ++part) num_outputs += parts[part].num_outputs;
+    // One region for all matrices: threads are woken and waited for once.
+#pragma omp parallel num_threads(threads) if (rows * num_outputs * width > FEW_PRODUCTS)
+    {
+        T* to = out;
+        for (const foretoken_dense* w = parts; w < parts + num_parts; to += w++->num_outputs) {
+            const int64_t blocks = (w->num_outputs + LANES - 1) / LANES;
+#pragma omp for schedule(static) nowait
+            for (int64_t block = 0; block < blocks; block += together)
+                multiply_some(*w, a, block, std::min(together, blocks - block), to, stride);
+        }
     }
 }
 

@@ -33,6 +33,7 @@ constexpr int LINE = 64;       // bytes: 16 outputs of a chunk
 constexpr int SUPER = 256;     // inputs that share a float16 where scales are whole numbers
 constexpr int MOST_ROWS = 8;   // rows of a tile, for which codes are loaded once
 constexpr int FEW_ROWS = 32;   // up to here one thread codes the activations: waking others would take longer
+constexpr int64_t FEW_PRODUCTS = 1 << 19;  // up to here one thread multiplies, for the same reason
 
 // Of scales and minimums; MULTIPLE: scales are HALF, minimums whole numbers by which they are multiplied.
 enum Form : int32_t { FLOAT = 0, HALF = 1, WHOLE = 2, MULTIPLE = 3 };
@@ -412,19 +413,34 @@ void multiply_rows(const Matrix& w, const Activations& x, int64_t block, bool is
     }
 }
 
+// Whether two matrices read the same sums of a row's codes (`sum_groups`).
+bool reads_alike(const Matrix& one, const Matrix& other) {
+    return one.group == other.group && one.zero == other.zero && sums_begin_with(one) == sums_begin_with(other);
+}
+
 template <class T>
 void multiply(const T* x, int64_t rows, int64_t width, const Matrix* parts, int num_parts, T* out, int64_t stride,
               int threads) {
     Activations a(rows, width);
 #pragma omp parallel for num_threads(threads) schedule(static) if (rows > FEW_ROWS)
     for (int64_t row = 0; row < rows; ++row) a.code_row(x, row);
-    for (int part = 0; part < num_parts; ++part) {
-        const Matrix& w = parts[part];
-        a.sum_groups(w);
-        const int64_t blocks = (w.num_outputs + LANES - 1) / LANES;
-#pragma omp parallel for num_threads(threads) schedule(static)
-        for (int64_t block = 0; block < blocks; ++block) multiply_rows(w, a, block, block + 1 == blocks, out, stride);
-        out += w.num_outputs;
+    const Matrix* const end = parts + num_parts;
+    for (const Matrix *first = parts, *last; first < end; first = last) {
+        a.sum_groups(*first);
+        int64_t num_outputs = 0;
+        for (last = first; last < end && reads_alike(*first, *last); ++last) num_outputs += last->num_outputs;
+        // One region for all that read the same sums: threads are woken and waited for once.
+#pragma omp parallel num_threads(threads) if (rows * num_outputs * width > FEW_PRODUCTS)
+        {
+            T* to = out;
+            for (const Matrix* w = first; w < last; to += w++->num_outputs) {
+                const int64_t blocks = (w->num_outputs + LANES - 1) / LANES;
+#pragma omp for schedule(static) nowait
+                for (int64_t block = 0; block < blocks; ++block)
+                    multiply_rows(*w, a, block, block + 1 == blocks, to, stride);
+            }
+        }
+        out += num_outputs;
     }
 }
 

@@ -14,6 +14,7 @@ from foretoken.kernels.build import built
 from foretoken.model import dense_kernel
 from foretoken.model.dense_kernel import SOURCE, DenseWeight, kernel, load
 from foretoken.model.layers import Linear, MkldnnWeight
+from foretoken.model.product import merged_product
 from foretoken.model.row_kernels import FLAGS
 from tests.helpers.instruction_sets import INSTRUCTION_SETS
 
@@ -70,6 +71,19 @@ def test_a_row_has_the_same_bits_in_any_batch() -> None:
             torch.set_num_threads(num_threads)
             for count in (2, 3, 5, 8, 9, 11, 16, 37):
                 assert torch.equal(weight.multiply(x[-count:], None), single[-count:]), (num_threads, count)
+
+
+@pytest.mark.usefixtures("threads")
+def test_several_matrices_in_one_call() -> None:
+    parts = [DenseWeight.of(torch.randn(count, 300).bfloat16()) for count in (33, 7, 300)]
+    whole = merged_product([part.product for part in parts])
+    assert whole is not None
+    x = torch.randn(9, 300).bfloat16()
+    expected = torch.cat([part.multiply(x, None) for part in parts], dim=1)
+    for num_threads in (1, 2, 3):
+        torch.set_num_threads(num_threads)
+        for count in (1, 9):  # one row is left to one thread
+            assert torch.equal(whole(x[:count], None), expected[:count]), (num_threads, count)
 
 
 def test_numbers_that_are_none_stay_in_their_row() -> None:

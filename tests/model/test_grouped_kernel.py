@@ -128,11 +128,22 @@ def test_no_rows_and_a_bias() -> None:
     assert torch.equal(weight.multiply(x, bias), weight.multiply(x, None) + bias)
 
 
-def test_merged_matrices_of_several_formats() -> None:
-    parts = [weight_of(name, count, 256) for name, count in (("Q4_K", 33), ("Q6_K", 7), ("Q8_0", 16))]
-    x, bias = torch.randn(5, 256), torch.randn(56)
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("num_rows", [5, 60])  # one thread multiplies the few rows, two the others
+def test_merged_matrices_of_several_formats(num_rows: int) -> None:
+    formats = (("Q4_K", 33), ("Q4_K", 50), ("Q6_K", 7), ("Q8_0", 16), ("Q8_0", 40))
+    parts = [weight_of(name, count, 256) for name, count in formats]
+    x, bias = torch.randn(num_rows, 256), torch.randn(146)
     whole = merged(parts)
-    assert torch.equal(whole.multiply(x, None), torch.cat([part.multiply(x, None) for part in parts], dim=1))
+    assert torch.equal(whole.multiply(x, None), torch.cat([products(part, x) for part in parts], dim=1))
     assert torch.equal(whole.multiply(x, bias), whole.multiply(x, None) + bias)
     assert whole.nbytes == sum(part.nbytes for part in parts)
     assert merged(parts[:1]) is parts[0]
