@@ -35,7 +35,8 @@ from torch import Tensor
 from foretoken.bench.widen_plan import WidenPlan, plan
 from foretoken.errors import InputError, StorageError
 from foretoken.model.architecture import ModelConfig, config_to_hf
-from foretoken.model.loader import copy_tokenizer, parse_dtype, read_config
+from foretoken.model.loader import parse_dtype, read_config
+from foretoken.model.saving import copy_tokenizer
 from foretoken.model.weights import INDEX, WEIGHTS, Weights
 from foretoken.model.writing import writing_folder
 

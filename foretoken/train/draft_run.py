@@ -16,8 +16,9 @@ from foretoken.errors import ConfigError, MismatchError, StorageError, Unsupport
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.decoder import Decoder
 from foretoken.model.gguf.header import is_gguf
-from foretoken.model.loader import load_decoder, save_checkpoint
+from foretoken.model.loader import load_decoder
 from foretoken.model.open import model_folder
+from foretoken.model.saving import save_checkpoint
 from foretoken.train.draft_student import DraftStudent
 from foretoken.train.head_trainer import HeadResult, HeadTrainer
 from foretoken.train.parallel import Ranks
@@ -25,7 +26,6 @@ from foretoken.train.recipes import DRAFT_SHAPE, ModelSize
 from foretoken.train.run_job import RunJob, RunSettings, open_states, open_target, open_text, write_manifest
 
 MODEL = "model"
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 
 
 @dataclass(frozen=True)
@@ -111,10 +111,7 @@ def _save(decoder: Decoder, folder: Path, target: Path) -> None:
     copy.load_state_dict(decoder.state_dict())
     try:
         shutil.rmtree(beside, ignore_errors=True)
-        save_checkpoint(copy.to(device="cpu", dtype=torch.bfloat16), copy.config, beside)
-        for name in _TOKENIZER_FILES:
-            if (target / name).is_file():
-                shutil.copyfile(target / name, beside / name)
+        save_checkpoint(copy.to(device="cpu", dtype=torch.bfloat16), copy.config, beside, tokenizer_folder=target)
         shutil.rmtree(folder, ignore_errors=True)
         beside.rename(folder)
     except OSError as error:

@@ -15,7 +15,8 @@ from foretoken.errors import ConfigError, MismatchError, StorageError
 from foretoken.files import check_folder
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.decoder import Decoder
-from foretoken.model.loader import load_decoder, save_checkpoint
+from foretoken.model.loader import load_decoder
+from foretoken.model.saving import save_checkpoint
 from foretoken.model.tokenizer import load_tokenizer
 from foretoken.printing.console import Console
 from foretoken.train.corpus import standard_library

@@ -22,9 +22,10 @@ from foretoken.model.architecture import check_causal, config_from_hf, config_to
 from foretoken.model.attention.packed import PackedAttention
 from foretoken.model.decoder import Decoder
 from foretoken.model.footprint import shape_of
-from foretoken.model.loader import hf_state, load_decoder, read_config, resolve_folder, save_checkpoint
+from foretoken.model.loader import load_decoder, read_config, resolve_folder
 from foretoken.model.open import open_model
 from foretoken.model.paged import PagedModel
+from foretoken.model.saving import hf_state, save_checkpoint
 from foretoken.model.weights import Weights
 from tests.helpers.checkpoints import VARIANTS, tiny_checkpoint, tiny_tokenizer, token_ids, transformers_logits, variant
 

@@ -14,9 +14,10 @@ from foretoken.errors import ConfigError, InputError, ModelError
 from foretoken.kernels import build
 from foretoken.model.grouped_kernel import KernelWarning
 from foretoken.model.grouped_quant import grouped_bytes
-from foretoken.model.loader import load_decoder, save_checkpoint
+from foretoken.model.loader import load_decoder
 from foretoken.model.open import open_model
 from foretoken.model.quant import check_quant, drafts_at_speed, group_codes, row_codes
+from foretoken.model.saving import save_checkpoint
 from tests.helpers.checkpoints import tiny_checkpoint
 
 # Relative rounding of a scale, times a few.

@@ -15,8 +15,9 @@ from foretoken.errors import ConfigError, ModelError
 from foretoken.model.decoder import Decoder
 from foretoken.model.grouped_quant import GroupQuantiser
 from foretoken.model.interface import Segment
-from foretoken.model.loader import load_decoder, read_config, save_checkpoint
+from foretoken.model.loader import load_decoder, read_config
 from foretoken.model.paged import PagedModel
+from foretoken.model.saving import save_checkpoint
 from foretoken.model.sharding import _SPLITS, Shard, SingleRank
 from foretoken.model.strict import StrictModel
 from foretoken.model.weights import Weights, hf_tensors
