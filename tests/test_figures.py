@@ -193,17 +193,23 @@ def test_the_table_beside_a_loop() -> None:
         assert all(map(is_printed_of, cells, values))
 
 
-def test_the_table_of_8_b() -> None:
-    (found,) = [table for table in tables("docs/quantised.md") if "over plain" in table[0]]
-    head = "head=out/wide/eagle8b"
-    settings = ("plain", "ngram-auto", f"eagle({head})-auto", "auto-auto", f"auto({head})-auto")
-    for row, setting in zip(found, (*settings, "llama.cpp", "llama.cpp-lookup"), strict=True):
-        source = speed_row(setting, "code", "2026-11-23-gguf-8b-Q4_0")
-        ratio = [source[name] for name in ("speedup", "speedup_low", "speedup_high")]
-        assert all(map(is_printed_of, re.findall(r"\d+\.\d+", row["over plain"]), ratio))
+@pytest.mark.parametrize(("title", "size"), [("3 B", "3b"), ("8 B", "8b")])
+def test_the_tables_of_3_b_and_8_b(title: str, size: str) -> None:
+    (found,) = [table for table in tables("docs/quantised.md") if title in table[0]]
+    head = f"head=out/wide/eagle{size}"
+    ours = ("plain", "ngram-auto", f"eagle({head})-auto", "auto-auto", f"auto({head})-auto")
+    theirs = ("llama.cpp", "llama.cpp-lookup", "llama.cpp-lookup-4")
+    for row, setting in zip(found, (*ours, *theirs), strict=True):
+        source = speed_row(setting, "code", f"2026-11-24-gguf-{size}-Q4_0")
+        assert (source["num_prompts"], source["repeats"]) == (10, 3)
+        assert setting in theirs or source["num_differing"] == 0
         assert is_printed_of(row["tokens/s"], source["tokens_per_s"])
         assert is_printed_of(row["tokens a step"], source["emitted_per_step"])
         assert not row["first token, s"] or is_printed_of(row["first token, s"], source["ttft_s"])
+        for heading, name in (("over plain", "speedup"), ("over llama.cpp's `lookup`", "over_rival")):
+            printed = re.findall(r"\d+\.\d+", row[heading])
+            assert len(printed) in (0, 3)
+            assert all(map(is_printed_of, printed, (source[name + end] for end in ("", "_low", "_high"))))
 
 
 def test_the_table_of_compiled_heads() -> None:
