@@ -207,9 +207,25 @@ def test_the_tables_of_3_b_and_8_b(title: str, size: str) -> None:
         assert is_printed_of(row["tokens a step"], source["emitted_per_step"])
         assert not row["first token, s"] or is_printed_of(row["first token, s"], source["ttft_s"])
         for heading, name in (("over plain", "speedup"), ("over llama.cpp's `lookup`", "over_rival")):
+            values = [source[name + end] for end in ("", "_low", "_high")]
+            is_ratio = setting != "plain" and values[0] is not None
             printed = re.findall(r"\d+\.\d+", row[heading])
-            assert len(printed) in (0, 3)
-            assert all(map(is_printed_of, printed, (source[name + end] for end in ("", "_low", "_high"))))
+            assert len(printed) == (3 if is_ratio else 0)
+            assert all(map(is_printed_of, printed, values))
+
+
+def test_the_sentences_behind_the_tables_of_3_b_and_8_b() -> None:
+    sizes = ("3b", "8b")
+    answers = [row for size in sizes for row in raw(f"2026-11-24-gguf-{size}-Q4_0")["rows"] if row["drafter"]]
+    ours = sum(row["num_compared"] for row in answers if row["engine"] == "foretoken")
+    theirs = [speed_row("llama.cpp-lookup", "code", f"2026-11-24-gguf-{size}-Q4_0")["num_differing"] for size in sizes]
+    assert f"({ours} answers)" in page("docs/quantised.md")
+    assert f"{theirs[0]} of 30 do on 3 B and {theirs[1]} of 30 on 8 B" in page("docs/quantised.md")
+    three, eight = raw("2026-11-24-loading-memory-8b")["rows"]
+    printed = re.findall(r"(\d\.\d+) GB for the . B file of (\d\.\d+) GB", page("docs/quantised.md"))
+    values = [one[name] / 1e9 for one in (three, eight) for name in ("peak_bytes", "file_bytes")]
+    assert len(printed) == 2
+    assert all(map(is_printed_of, [number for pair in printed for number in pair], values))
 
 
 def test_the_table_of_compiled_heads() -> None:
