@@ -48,6 +48,7 @@ SPLITS: dict[str, str | None] = {
     "deepseek-r1-qwen": _QWEN2,
     "megrez": _QWEN2,
     "tekken": _TEKKEN,
+    "smollm": None,
 }
 _LLAMA3_KIND = ("llama-bpe", "llama3", "llama-v3", "falcon3")
 _WHOLE_WORDS = (*_LLAMA3_KIND, "tekken")
@@ -97,7 +98,11 @@ def _byte_level(header: Header, vocabulary: dict[str, int], split: str) -> token
         pairs.append((left, right))
     inner = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=split in _WHOLE_WORDS))
     expression = SPLITS[split]
-    if expression is None:
+    if split == "smollm":
+        inner.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
+    elif expression is None:
         inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     else:
         inner.pre_tokenizer = pre_tokenizers.Sequence(
