@@ -9,8 +9,9 @@ import re
 from typing import Any
 
 from foretoken.errors import CheckpointError, UnsupportedModelError
-from foretoken.model.fields import MOST_SIZE, Fields, shown
+from foretoken.model.fields import Fields, shown
 from foretoken.model.gguf.header import Header
+from foretoken.model.gguf.special_tokens import end_tokens
 
 # Mistral's files are of architecture "llama" too.
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -52,8 +53,6 @@ _NEUTRAL: dict[str, object] = {
     "rope.scaling.yarn_attn_factor": 1.0,
     "rope.scaling.yarn_log_multiplier": 0.0,
 }
-# Texts at which llama.cpp ends an answer, whatever the metadata says, among the families here.
-_ENDS = frozenset({"<|eot_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>"})
 
 
 def hf_name(name: str) -> str:
@@ -145,7 +144,7 @@ def config_fields(header: Header) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "use_sliding_window": False,
         "bos_token_id": bos if bos is None or bos < vocab_size else None,
-        "eos_token_id": _end_tokens(header, vocab_size),
+        "eos_token_id": end_tokens(header, vocab_size),
     }
 
 
@@ -204,14 +203,3 @@ def _rope(fields: Fields, context: int) -> dict[str, Any]:
         "beta_fast": fields.number_or("rope.scaling.yarn_beta_fast", 32.0),
         "beta_slow": fields.number_or("rope.scaling.yarn_beta_slow", 1.0),
     }
-
-
-def _end_tokens(header: Header, vocab_size: int) -> list[int]:
-    """Tokens that end an answer: those the metadata names, and control tokens with a text that llama.cpp knows as an
-    end.
-    """
-    fields = header.fields
-    keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
-    ends = [fields.whole(key, least=0, most=MOST_SIZE * 2 + 1) for key in keys if fields.has(key)]
-    ends += [token_id for token_id, token in enumerate(header.texts("tokenizer.ggml.tokens")) if token in _ENDS]
-    return [token_id for token_id in dict.fromkeys(ends) if token_id < vocab_size]  # 2 ** 32 - 1 means none
