@@ -17,6 +17,8 @@ import torch
 from gguf import GGMLQuantizationType, quants
 from safetensors.torch import load_file
 
+from tests.helpers.gguf_blocks import WRITERS
+
 _NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -34,7 +36,8 @@ _NAMES = {
     "mlp.down_proj": "ffn_down",
 }
 K_TYPES = ("Q4_K", "Q5_K", "Q6_K")
-TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", *K_TYPES)
+QUANTISED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", *K_TYPES, *WRITERS, "MXFP4")
+TYPES = ("F32", "F16", "BF16", *QUANTISED)
 
 
 def write_gguf(path: Path, folder: Path, kind: str = "F32", tokenizer: bool = False, **extra: object) -> Path:
@@ -95,11 +98,13 @@ def add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray, kind: str
     if wanted == GGMLQuantizationType.F16:
         writer.add_tensor(name, values.astype(np.float16))
         return
-    raw = (
-        k_blocks(values, wanted.name)
-        if wanted.name in K_TYPES
-        else quants.quantize(np.ascontiguousarray(values), wanted)
-    )
+    if wanted.name in K_TYPES:
+        raw = k_blocks(values, wanted.name)
+    elif wanted.name in WRITERS:
+        block, write = WRITERS[wanted.name]
+        raw = write(np.ascontiguousarray(values, np.float32).reshape(-1, block)).reshape(len(values), -1)
+    else:
+        raw = quants.quantize(np.ascontiguousarray(values), wanted)
     writer.add_tensor(name, raw, raw_dtype=wanted)
 
 
