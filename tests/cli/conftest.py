@@ -12,17 +12,19 @@ import pytest
 
 from foretoken.cli.app import run
 from foretoken.files import CACHE_VARIABLE
+from foretoken.model.packaged import MODELS_VARIABLE
 
 Run = Callable[..., SimpleNamespace]
 
 
 @pytest.fixture(autouse=True)
 def clean_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty working folder, no settings from outside (but this run's own cache), and the warnings hook back
-    afterwards.
+    """An empty working folder, no settings from outside (but this run's own cache and models), and the warnings hook
+    back afterwards.
     """
     monkeypatch.chdir(tmp_path)
-    for name in [name for name in os.environ if name.startswith("FORETOKEN_") and name != CACHE_VARIABLE]:
+    kept = (CACHE_VARIABLE, MODELS_VARIABLE)
+    for name in [name for name in os.environ if name.startswith("FORETOKEN_") and name not in kept]:
         monkeypatch.delenv(name)
     monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
     monkeypatch.setenv("COLUMNS", "250")
