@@ -47,7 +47,7 @@ def check_common(given: Mapping[str, Any]) -> None:
         InputError: a seed out of range.
         ModelError: no such draft.
     """
-    from foretoken.model.open import model_folder
+    from foretoken.model.names import model_folder
 
     check_whole("seed", given["seed"], low=0, high=2**63)  # each answer adds its number
     if given["draft"] is not None:

@@ -38,7 +38,7 @@ def export(
     The folder holds the head in the engine's variant, launch.json for programs and LAUNCH.md for people.
     """
     from foretoken.export.write import export_head, export_plain, launch_json
-    from foretoken.model.open import model_folder
+    from foretoken.model.names import model_folder
 
     engine = engine_of(to, engine_version)
     if (head is None) == (drafter is None):

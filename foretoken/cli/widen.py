@@ -9,7 +9,7 @@ import typer
 
 from foretoken.cli.common import JsonOption, print_json
 from foretoken.errors import ConfigError
-from foretoken.heads.kind import head_folder
+from foretoken.model.names import model_folder
 from foretoken.printing.console import Console
 
 
@@ -44,7 +44,6 @@ def widen(
     """
     from foretoken.bench.widen import widen as widen_checkpoint
     from foretoken.bench.widen_head import widen_head
-    from foretoken.model.open import model_folder
 
     if (head is None) != (head_out is None):
         raise ConfigError("head", head, "give --head and --head-out together")
@@ -53,7 +52,7 @@ def widen(
             model_folder(source), out, to, seed, lambda done, total: bar.update(completed=done, total=total), dtype
         )
     if head is not None and head_out is not None:
-        widen_head(head_folder(head), head_out, model_folder(source), to)
+        widen_head(model_folder(head), head_out, model_folder(source), to)
     if as_json:
         print_json(
             {

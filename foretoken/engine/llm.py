@@ -42,7 +42,8 @@ from foretoken.engine.turns import Owner, Turns
 from foretoken.engine_config import EngineConfig, EngineOptions, config_of
 from foretoken.errors import ForetokenError, InputError, SpeculationWarning, StorageError
 from foretoken.model.interface import LanguageModel, PrefixModel, SharesWeights
-from foretoken.model.open import model_folder, open_device, open_model
+from foretoken.model.names import model_folder
+from foretoken.model.open import open_device, open_model
 from foretoken.model.tokenizer import load_tokenizer
 
 

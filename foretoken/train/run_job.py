@@ -13,7 +13,8 @@ import torch
 import foretoken
 from foretoken.errors import ConfigError, MismatchError, StorageError
 from foretoken.files import check_folder, to_json
-from foretoken.model.open import model_folder, open_device
+from foretoken.model.names import model_folder
+from foretoken.model.open import open_device
 from foretoken.model.tokenizer import load_tokenizer
 from foretoken.printing.console import Console
 from foretoken.train.answers import answered_data, folder_fingerprint
