@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretoken.cli.common import (
+    DEFAULT_MODEL,
     DeviceOption,
     DraftDtypeOption,
     DtypeOption,
@@ -18,6 +19,7 @@ from foretoken.cli.common import (
     NumDraftOption,
     TargetOption,
     WeightsOption,
+    fetch_models,
     print_json,
 )
 from foretoken.config import DRAFT_DTYPES, QUANTISED
@@ -56,7 +58,7 @@ _PARTS = {
 
 
 def plan(
-    target: TargetOption = "reference:target",
+    target: TargetOption = DEFAULT_MODEL,
     draft: Annotated[
         list[str] | None, typer.Option(help="A draft model; give it several times to see which ones fit.")
     ] = None,
@@ -96,6 +98,7 @@ def plan(
         raise ConfigError("draft_dtype", draft_dtype, f"choose one of {', '.join(DRAFT_DTYPES)}")
     place = open_device(device)
     budget = Budget(available_bytes(place) if memory is None else parse_bytes(memory), _share(reserve))
+    fetch_models(target)
     shape = shape_of(model_folder(target), target, dtype, place.type, weights)
     drafts = [_draft_shape(name, dtype, shape.weight_format, draft_dtype, place.type) for name in draft or []]
     drafts += [_head_shape(name, target, shape, draft_dtype, place.type) for name in head or []]

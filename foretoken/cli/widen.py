@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from foretoken.cli.common import JsonOption, print_json
+from foretoken.cli.common import DEFAULT_MODEL, JsonOption, fetch_models, print_json
 from foretoken.errors import ConfigError
 from foretoken.model.names import model_folder
 from foretoken.printing.console import Console
@@ -25,15 +25,13 @@ def widen(
         ),
     ],
     source: Annotated[
-        str, typer.Option(help="The checkpoint to enlarge: a folder, a hub id, or reference:target.")
-    ] = "reference:target",
+        str, typer.Option(help="The checkpoint to enlarge: a folder, a hub id, or smollm2.")
+    ] = DEFAULT_MODEL,
     dtype: Annotated[str, typer.Option(help="Number format of the result.")] = "bfloat16",
     seed: Annotated[int, typer.Option(help="Seed of the added weights.")] = 0,
     head: Annotated[
         str | None,
-        typer.Option(
-            help="A trained head of the source, to be widened with it: a folder, a hub id, or reference:eagle."
-        ),
+        typer.Option(help="A trained head of the source, to be widened with it: a folder or a hub id."),
     ] = None,
     head_out: Annotated[Path | None, typer.Option(help="Folder to write the widened head to.")] = None,
     as_json: JsonOption = False,
@@ -47,6 +45,7 @@ def widen(
 
     if (head is None) != (head_out is None):
         raise ConfigError("head", head, "give --head and --head-out together")
+    fetch_models(source)
     with Console(stderr=True).bar("writing parameters", None) as bar:
         result = widen_checkpoint(
             model_folder(source), out, to, seed, lambda done, total: bar.update(completed=done, total=total), dtype

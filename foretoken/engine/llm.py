@@ -78,7 +78,8 @@ class LLM:
         open_device(config.device)
         mode = check_mode(config.profile)
         self.spec = SpecConfig("auto") if config.spec is None else config.spec
-        self.folder = model_folder(str(config.model))
+        self.folder = model_folder(config.model)
+        _ = self.spec.configs  # a head that is not there is found before the target is loaded
         self._turns = Turns()
         self._owner: Owner | None = None
         self._trace = None if config.trace is None else Trace(Path(config.trace))

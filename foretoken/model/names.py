@@ -56,6 +56,11 @@ def model_folder(name: str | Path, revision: str | None = None) -> Path:
     return _snapshot(text, revision)
 
 
+def is_own_name(name: str) -> bool:
+    """Whether a name means something to this program alone: no folder, file or hub id."""
+    return name in PACKAGED or name.startswith(REFERENCE_PREFIX)
+
+
 def reference_models() -> list[str]:
     """Names of the reference family's models; none outside a source checkout."""
     folders = [path.parent for path in sorted(_REFERENCE_FOLDER.glob("*/config.json"))]

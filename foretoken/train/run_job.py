@@ -140,7 +140,7 @@ def library_data(corpus: Path, target: Path) -> HeadData:
     words = load_tokenizer(target)
     if words is None or words.vocabulary != tokenizer.get_vocab():
         raise MismatchError(
-            f"the standard library's text has the reference family's tokenizer, {target} another: write answers of "
+            f"the standard library's text has a tokenizer of its own, {target} another: write answers of "
             "your own target with `foretoken train answers` and train on them (--answers)"
         )
     return HeadData(TokenText.running(data.train), TokenText.running(data.held_out), "the standard library")

