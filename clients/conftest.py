@@ -30,7 +30,7 @@ os.environ |= {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The reference target with a chat template that takes tools."""
     copy = tmp_path_factory.mktemp("model") / "reference"
-    shutil.copytree(ROOT / "foretoken/reference/target", copy)
+    shutil.copytree(ROOT / "tests/reference/target", copy)
     shutil.copy(HERE / "chat_template.jinja", copy)
     return copy
 

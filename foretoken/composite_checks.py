@@ -11,10 +11,8 @@ from foretoken.registry import DRAFTERS, HEADS, traits_of
 if TYPE_CHECKING:
     from foretoken.config import SpecConfig
 
-A_DRAFT = "the folder or hub id of a draft model (reference:draft goes with reference:target)"
-
-
-A_HEAD = "the folder or hub id of a trained head (reference:eagle goes with reference:target)"
+A_DRAFT = "the folder or hub id of a draft model"
+A_HEAD = "the folder or hub id of a trained head"
 
 
 def is_lookup(spec: SpecConfig) -> bool:
@@ -24,7 +22,7 @@ def is_lookup(spec: SpecConfig) -> bool:
 
 def check_nesting(spec: SpecConfig) -> None:
     """Only a cascade may be a part."""
-    for part in spec.configs:
+    for part in spec.declared:
         if part.drafter in (spec.drafter, "mix", "auto"):
             nests = spec.drafter == "cascade" and part.drafter != "cascade"
             remedy = f"put the cascade into the {part.drafter}" if nests else "name its parts here"
@@ -33,7 +31,7 @@ def check_nesting(spec: SpecConfig) -> None:
 
 def check_parts(spec: SpecConfig) -> None:
     """What parts may be, and that nothing set here or there is left without effect."""
-    for part in spec.configs:
+    for part in spec.declared:
         if part.rule != "auto":
             raise ConfigError(
                 "rule", part.rule, f"one rule decides for all parts; set it beside drafter={spec.drafter!r}"
@@ -51,7 +49,7 @@ def check_parts(spec: SpecConfig) -> None:
     taken = {name for traits in DRAFTERS.values() for name in traits.fields}
     for one in fields(spec):
         value = getattr(spec, one.name)
-        if one.name in taken and value != one.default and all(getattr(p, one.name) != value for p in spec.configs):
+        if one.name in taken and value != one.default and all(getattr(p, one.name) != value for p in spec.declared):
             raise ConfigError(
                 one.name,
                 value,
@@ -59,7 +57,7 @@ def check_parts(spec: SpecConfig) -> None:
             )
     if spec.drafter == "cascade":
         _check_levels(spec)
-    probing = next((part for part in spec.configs if part.num_probe), None)
+    probing = next((part for part in spec.declared if part.num_probe), None)
     if probing is not None:
         raise ConfigError(
             "parts",
@@ -72,7 +70,7 @@ def check_parts(spec: SpecConfig) -> None:
 
 def _check_merged(spec: SpecConfig) -> None:
     """Only one part may ask a model: tokens drawn from two distributions at one place cannot be merged exactly."""
-    others = [part for part in spec.configs if not is_lookup(part)]
+    others = [part for part in spec.declared if not is_lookup(part)]
     if len(others) > 1:
         names = ", ".join(str(part.drafter) for part in others)
         raise ConfigError(
@@ -87,7 +85,7 @@ def _check_merged(spec: SpecConfig) -> None:
 
 
 def _check_levels(spec: SpecConfig) -> None:
-    names = [part.drafter for part in spec.configs]
+    names = [part.drafter for part in spec.declared]
     if len(names) < 2:
         raise ConfigError(
             "parts", names, "a cascade has two levels at least, cheapest first, such as ('ngram', 'draft_model')"
@@ -97,10 +95,10 @@ def _check_levels(spec: SpecConfig) -> None:
             raise ConfigError(
                 "parts", name, "every level of a cascade above the first verifies, so it must be a draft_model"
             )
-    if names[0] != "draft_model" and not is_lookup(spec.configs[0]):
+    if names[0] != "draft_model" and not is_lookup(spec.declared[0]):
         lookups = ", ".join(name for name, traits in DRAFTERS.items() if traits.is_lookup)
         raise ConfigError("parts", names[0], f"the first level of a cascade must be one of draft_model, {lookups}")
-    for part in spec.configs:
+    for part in spec.declared:
         if part.tree != "chain":
             raise ConfigError("tree", part.tree, "a cascade drafts chains; leave it at 'chain'")
         if part.draft_vocabulary not in ("auto", "same"):

@@ -103,7 +103,7 @@ class SpecConfig:
     drafter: str | None = field(default=None, metadata=_help("Which drafter guesses; none for plain decoding."))
     draft: str | None = field(
         default=None,
-        metadata=_help("The draft model for --drafter draft_model: a folder, a hub id, or reference:draft."),
+        metadata=_help("The draft model for --drafter draft_model: a folder, a GGUF file or a hub id."),
     )
     num_draft: int | Literal["auto"] = field(
         default="auto", metadata=_help("How many tokens to guess per step: a number, or auto.")
@@ -149,7 +149,7 @@ class SpecConfig:
     options: Mapping[str, Any] = FrozenOptions()
     head: str | None = field(
         default=None,
-        metadata=_help("A trained head of the target: a folder, a hub id, or reference:eagle, :medusa, :block."),
+        metadata=_help("A trained head of the target: a folder or a hub id."),
     )
 
     def __post_init__(self) -> None:
@@ -209,10 +209,25 @@ class SpecConfig:
 
     @cached_property
     def configs(self) -> tuple[SpecConfig, ...]:
-        """The parts as configurations: `parts`, or the usual ones of a composite drafter."""
+        """The parts as configurations: `parts`, or the usual ones of a composite drafter. Which drafter runs a `head`
+        is read from its files, when this is first asked: a hub id is downloaded then, not at construction.
+
+        Raises:
+            CheckpointError, UnsupportedModelError: no head that is known here.
+            ConfigError: an option that the head's drafter does not take.
+        """
+        if not self._has_open_head:
+            return self.declared
+        return replace(self, parts=self._usual_parts()).declared  # checks the parts once more
+
+    @cached_property
+    def declared(self) -> tuple[SpecConfig, ...]:
+        """`configs` as far as they are known without reading a file: in place of the drafter of a `head` stands one of
+        those that run heads, which take the same options.
+        """
         if self.parts:
             return tuple(part for part in self.parts if isinstance(part, SpecConfig))
-        return tuple(self._part(name) for name in self._usual_parts())
+        return tuple(self._part(name) for name in self._usual_parts(HEADS[0]))
 
     def for_request(self, prediction: str | Sequence[int] | None) -> SpecConfig:
         """The configuration under which a request with this prediction runs: `predicted` joins the usual parts.
@@ -226,9 +241,10 @@ class SpecConfig:
             models = [place for place, name in enumerate(names) if name in ("draft_model", "early_exit", *HEADS)]
             names.insert(min(models, default=len(names)), "predicted")
             spec = replace(self, parts=tuple(names))
-        if prediction is not None and "predicted" not in spec.leaves:
+        takes_prediction = "predicted" in _leaves(spec, spec.declared)
+        if prediction is not None and not takes_prediction:
             raise self._only_for("prediction", prediction, ["predicted"])
-        if prediction is None and "predicted" in spec.leaves:
+        if prediction is None and takes_prediction:
             raise ConfigError(
                 "prediction", None, "drafter='predicted' needs the text that you expect: set SamplingParams.prediction"
             )
@@ -250,14 +266,12 @@ class SpecConfig:
     @property
     def leaves(self) -> frozenset[str]:
         """Names of the simple drafters at work: the drafter itself, or those that its parts come down to."""
-        if not self.configs:
-            return frozenset() if self.drafter is None else frozenset({self.drafter})
-        return frozenset(name for part in self.configs for name in part.leaves)
+        return _leaves(self, self.configs)
 
     @property
     def samples(self) -> bool:
         """Whether the drafter, or a part of it, draws guesses from a distribution."""
-        return any(traits_of(name).samples for name in self.leaves)
+        return any(traits_of(name).samples for name in _leaves(self, self.declared))
 
     @property
     def num_probe(self) -> int:
@@ -269,14 +283,15 @@ class SpecConfig:
 
     def _needs(self, name: str) -> None:
         """Refuse a field that none of the drafters at work reads."""
-        if any(name in traits_of(leaf).fields for leaf in self.leaves):
+        if any(name in traits_of(leaf).fields for leaf in _leaves(self, self.declared)):
             return
         takers = [one for one, traits in DRAFTERS.items() if name in traits.fields and not traits.composite]
         raise self._only_for(name, getattr(self, name), takers)
 
     def _only_for(self, field: str, value: object, takers: Sequence[str]) -> ConfigError:
         """The error for an option that only the drafters `takers` read, none of which is at work here."""
-        others = ", ".join(str(part.drafter) for part in self.configs)
+        drafts = ["head" if self._has_open_head and part.head else str(part.drafter) for part in self.declared]
+        others = ", ".join(drafts)
         named = takers[0] if len(takers) == 1 else "one of them"
         remedy = f" (parts: {others}): name {named} among the parts" if others else f": name {named} as the drafter"
         either = " or ".join(filter(None, (", ".join(map(repr, takers[:-1])), repr(takers[-1]))))
@@ -309,19 +324,28 @@ class SpecConfig:
         """The part called `name`, which takes over the fields that its drafter reads."""
         taken = traits_of(name).fields if name in known_drafters() else ()
         values = {one: getattr(self, one) for one in taken}
-        if name == "early_exit" and self.head is not None and head_drafter(self.head) != name:
-            del values["head"]  # another part's; this one also runs without
+        if name == "early_exit" and any(part in HEADS for part in self.parts):
+            del values["head"]  # the other part's; this one also runs without
         return SpecConfig(name, **values)
 
-    def _usual_parts(self) -> tuple[str, ...]:
-        """What a composite drafter works with unless told otherwise; nothing for a simple one."""
+    @property
+    def _has_open_head(self) -> bool:
+        """Whether the files of a head say which drafter runs it: one is named, and no parts are."""
+        return self.head is not None and not self.parts and self.drafter in ("auto", "mix")
+
+    def _usual_parts(self, of_head: str | None = None) -> tuple[str, ...]:
+        """What a composite drafter works with unless told otherwise; nothing for a simple one. `of_head` is the drafter
+        of the head, None to read it from the head's files.
+        """
         if self.drafter == "cascade":
             return ("ngram", "draft_model")
         usual = {"auto": ("suffix",), "mix": ("ngram", "suffix", "recycling")}.get(str(self.drafter), ())
         if not usual:
             return ()
         asked = ("draft_model",) if self.draft is not None else ()
-        return (*usual, *asked, head_drafter(self.head)) if self.head is not None else (*usual, *asked)
+        if self.head is None:
+            return (*usual, *asked)
+        return (*usual, *asked, head_drafter(self.head) if of_head is None else of_head)
 
     def _check_texts(self) -> None:
         for name in ("draft", "corpus", "head"):
@@ -431,6 +455,13 @@ class SpecConfig:
         for layer in self.skip_layers:
             check_whole("skip_layers", layer, low=0)
         object.__setattr__(self, "skip_layers", tuple(sorted(set(self.skip_layers))))
+
+
+def _leaves(spec: SpecConfig, parts: Sequence[SpecConfig]) -> frozenset[str]:
+    """Names of the simple drafters that `parts` come down to; without parts the drafter itself."""
+    if not parts:
+        return frozenset() if spec.drafter is None else frozenset({spec.drafter})
+    return frozenset(name for part in parts for name in _leaves(part, part.declared))
 
 
 def from_mapping(kind: type[_Config], values: Mapping[str, Any]) -> _Config:

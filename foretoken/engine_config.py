@@ -45,7 +45,7 @@ class EngineOptions(TypedDict, total=False):
 class EngineConfig:
     """What an engine is built from. `LLM(EngineConfig(model, ...))` and `LLM(model, ...)` are the same.
 
-    - `model`: a folder, a hub id, or `reference:target`.
+    - `model`: a folder, a GGUF file, a hub id, or `smollm2`.
     - `spec`: the drafter of requests that name none (None: `drafter="auto"`, or plain decoding where that is not
       possible, with a warning; `SpecConfig()` is plain decoding). `generate` and `stream` take another one per call or
       per prompt. A draft model is loaded when it is first named.
@@ -124,7 +124,7 @@ class EngineConfig:
 
     def _check_model(self) -> None:
         if not isinstance(self.model, str | Path):
-            raise InputError("model", self.model, "give a folder, a hub id, or reference:target")
+            raise InputError("model", self.model, "give a folder, a GGUF file, a hub id, or smollm2")
         check_text("model", str(self.model))
         if not isinstance(self.dtype, str):
             raise InputError("dtype", self.dtype, "give a name, such as auto, bfloat16 or float32")

@@ -29,8 +29,7 @@ from foretoken.bench.workload import SLICES, Prompt, slices
 from foretoken.errors import ConfigError
 from foretoken.export.engines import engine_of
 from foretoken.export.write import export_head
-from foretoken.heads.kind import head_folder
-from foretoken.model.open import model_folder
+from foretoken.model.names import model_folder
 from studies.command import arguments, command_line, run, words
 
 ENGINE, SPEC_TYPE = "llamacpp", "draft-eagle3"
@@ -106,7 +105,7 @@ def compared(
     """The rows, one for each prompt; `work` holds the exported head and the GGUF files."""
     params = SamplingParams(max_tokens=given.max_tokens, temperature=0, ignore_eos=True)
     folder, head = model_folder(given.target), work / "head"
-    export_head(head_folder(given.head), folder, given.target, engine_of(ENGINE, None), head, given.num_draft)
+    export_head(model_folder(given.head), folder, given.target, engine_of(ENGINE, None), head, given.num_draft)
     target_file = programs.convert(folder, "f32", work / "target.gguf")
     head_file = programs.convert_head(head, folder, "f32", work / "head.gguf")
     spec = SpecConfig("eagle", head=str(head), tree="chain", num_draft=given.num_draft, draft_dtype="float32")

@@ -25,7 +25,8 @@ from foretoken.model.architecture import ModelConfig
 from foretoken.model.decoder import Decoder
 from foretoken.model.interface import Segment
 from foretoken.model.layers import Linear
-from foretoken.model.open import model_folder, open_model
+from foretoken.model.names import model_folder
+from foretoken.model.open import open_model
 from foretoken.model.paged import PagedModel
 from studies.command import record
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.errors import ForetokenError, StorageError
-from foretoken.model.loader import resolve_folder
+from foretoken.model.names import model_folder
 from foretoken.printing.console import Console
 from studies.command import exit_code_of, record, setting_of
 
@@ -55,7 +55,7 @@ def _run(options: argparse.Namespace) -> int:
         raise StorageError("this system does not tell the peak of a process; run the study on Linux")
     rows = []
     for name in options.models:
-        row = measure(resolve_folder(name))
+        row = measure(model_folder(name))
         rows.append(row)
         Console().line(
             f"{row['model']}: {row['file_bytes'] / 2**20:,.0f} MiB on disk, at most {row['peak_bytes'] / 2**20:,.0f} "

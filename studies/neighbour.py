@@ -36,7 +36,7 @@ from foretoken.bench.workload import Prompt
 from foretoken.errors import InputError
 from foretoken.machine.neighbours import OtherLoad
 from foretoken.machine.threads import sleeping
-from foretoken.model.open import model_folder
+from foretoken.model.names import model_folder
 from studies.command import exit_code_of, record, words
 
 PLAIN = "plain"

@@ -22,7 +22,8 @@ import torch
 
 from foretoken.config import QUANTISED
 from foretoken.model.interface import LanguageModel, Segment
-from foretoken.model.open import model_folder, open_model
+from foretoken.model.names import model_folder
+from foretoken.model.open import open_model
 from studies.command import record
 
 FORMATS = ("plain", *QUANTISED)  # plain: the 16 bits (or more) that --dtype says

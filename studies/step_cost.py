@@ -22,7 +22,8 @@ import torch
 
 from foretoken.config import QUANTISED
 from foretoken.model.interface import LanguageModel, OpenModel, Segment
-from foretoken.model.open import model_folder, open_model
+from foretoken.model.names import model_folder
+from foretoken.model.open import open_model
 from foretoken.model.paged_cache import DEFAULT_BLOCK_SIZE
 from foretoken.printing.console import Console
 from studies.command import exit_code_of, record, whole_numbers, words

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from foretoken.model.interface import Segment
 from foretoken.model.loader import load_decoder
-from foretoken.model.open import model_folder
+from foretoken.model.names import model_folder
 from foretoken.model.paged import PagedModel
 from foretoken.model.paged_cache import DEFAULT_BLOCK_SIZE
 from foretoken.model.strict import StrictModel, strict_kind

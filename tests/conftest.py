@@ -23,6 +23,9 @@ from tests.helpers.checkpoints import tiny_checkpoint, tiny_tokenizer
 from tests.helpers.faults import Injected
 from tests.helpers.interrupts import heed_interrupts
 from tests.helpers.mtp_checkpoints import add_mtp
+from tests.helpers.real_model import NO_INDEX, smollm2_file
+
+__all__ = ["smollm2_file"]
 
 torch.set_num_threads(1)  # tiny matrices: a second thread costs more than it brings
 audit.watch()
@@ -70,7 +73,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Profiles of this run stay out of the user's cache folder, also in processes that tests start; kernels are
-    compiled once for all processes of a run.
+    compiled once for all processes of a run. No model is fetched but by `smollm2_file`.
     """
     cache = tmp_path_factory.mktemp("cache")
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -78,6 +81,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
         kernels.mkdir(exist_ok=True)
         (cache / "kernels").symlink_to(kernels)
     os.environ["FORETOKEN_CACHE"] = str(cache)
+    os.environ[NO_INDEX] = "1"
 
 
 @pytest.fixture(scope="session", autouse=True)

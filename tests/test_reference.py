@@ -6,17 +6,16 @@ import warnings
 
 from foretoken import LLM, SamplingParams, SpecConfig
 from foretoken.cli.demo import PROMPTS
-from foretoken.heads.kind import head_folder, reference_heads
-from foretoken.model.open import model_folder, reference_names
+from foretoken.model.names import model_folder, reference_heads, reference_models
 from foretoken.registry import HEADS
 
 LIMIT_BYTES = 40 * 1024 * 1024
 
 
 def test_it_is_small_enough_to_ship() -> None:
-    assert reference_names() == ["reference:draft", "reference:target"]
+    assert reference_models() == ["reference:draft", "reference:target"]
     assert set(reference_heads()) <= {f"reference:{name}" for name in HEADS}
-    folders = [*map(model_folder, reference_names()), *map(head_folder, reference_heads())]
+    folders = [*map(model_folder, reference_models()), *map(model_folder, reference_heads())]
     files = [file for folder in folders for file in folder.iterdir()]
     assert sum(file.stat().st_size for file in files) < LIMIT_BYTES
 

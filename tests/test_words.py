@@ -37,7 +37,7 @@ RETIRED = {
     r"intake": "admission",
 }
 _RETIRED = re.compile(rf"\b({'|'.join(RETIRED)})\b", re.IGNORECASE)
-_PAGES = ("README.md", "CONTRIBUTING.md", "docs/*.md", "foretoken/reference/README.md")
+_PAGES = ("README.md", "CONTRIBUTING.md", "docs/*.md", "tests/reference/README.md")
 
 
 def pages() -> list[Path]:

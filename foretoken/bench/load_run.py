@@ -15,7 +15,7 @@ from foretoken.bench.load_options import LoadOptions
 from foretoken.bench.report import Report, Table, source_caveats, write_report
 from foretoken.engine.llm import LLM
 from foretoken.errors import InputError
-from foretoken.model.open import model_folder
+from foretoken.model.names import model_folder
 from foretoken.model.tokenizer import load_tokenizer
 from foretoken.printing.console import Console
 

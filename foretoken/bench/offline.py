@@ -38,7 +38,7 @@ from foretoken.bench.workload import SLICES, Prompt, slices
 from foretoken.config import SpecConfig
 from foretoken.files import check_file, check_folder
 from foretoken.machine.neighbours import OtherLoad, contention_notes, is_contended
-from foretoken.model.open import model_folder
+from foretoken.model.names import model_folder
 from foretoken.printing.console import Console
 
 SAMPLES_SUFFIX = ".samples.jsonl"

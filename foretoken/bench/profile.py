@@ -33,7 +33,8 @@ from foretoken.engine.startup.profiling import load_profile as load_profile
 from foretoken.engine.startup.start_profile import describe_drafter, describe_target, measure_roofline
 from foretoken.errors import ConfigError
 from foretoken.model.interface import LanguageModel
-from foretoken.model.open import model_folder, open_model
+from foretoken.model.names import model_folder
+from foretoken.model.open import open_model
 from foretoken.model.tokenizer import load_tokenizer
 from foretoken.plan.profile import DrafterCost, Profile
 from foretoken.printing.console import Console

@@ -14,6 +14,7 @@ from foretoken.audit.report import AuditReport, check_out, print_report, write_r
 from foretoken.bench.report import machine, versions
 from foretoken.bench.workload import SLICES, slices
 from foretoken.cli.common import (
+    DEFAULT_MODEL,
     CacheOption,
     DeviceOption,
     DtypeOption,
@@ -21,6 +22,7 @@ from foretoken.cli.common import (
     NumericsOption,
     TargetOption,
     WeightsOption,
+    fetch_models,
     print_json,
     progress,
     was_given,
@@ -29,15 +31,14 @@ from foretoken.cli.lists import number, words
 from foretoken.cli.spec_options import check_sources, named_drafter, spec_from, with_spec_flags
 from foretoken.errors import GateError
 
-_NUM_DRAFT = (
-    "5"  # with nothing named: the controller may decide that the small pair should not draft, and tests nothing
-)
+# With nothing named: the controller may decide not to draft, which tests nothing.
+_DRAFTER, _NUM_DRAFT = "ngram", "5"
 
 
 @with_spec_flags
 def audit(
     context: typer.Context,
-    target: TargetOption = "reference:target",
+    target: TargetOption = DEFAULT_MODEL,
     prompts: Annotated[
         Path | None, typer.Option(help="A prompt per line, or JSON lines with `prompt`, `prompt_ids` or `messages`.")
     ] = None,
@@ -57,8 +58,8 @@ def audit(
     fails.
     """
     given = dict(context.params)
-    if target == "reference:target" and named_drafter(given) is None:
-        given["draft"] = "reference:draft"
+    if named_drafter(given) is None:
+        given["drafter"] = _DRAFTER
         if not was_given(context, "num_draft"):
             given["num_draft"] = _NUM_DRAFT
     spec = spec_from(given)
@@ -75,6 +76,7 @@ def audit(
         device=device,
         cache_tokens=cache_tokens,
     )
+    fetch_models(target)
     check_sources(spec)
     report = _run(options, prompts, out)
     if as_json:

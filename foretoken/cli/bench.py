@@ -7,17 +7,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from foretoken.bench.drafting import parse_drafters
 from foretoken.bench.peer_kinds import EVERY, KINDS
 from foretoken.bench.prompts import ALL
 from foretoken.bench.speed_options import SpeedOptions
 from foretoken.bench.workload import SLICES
 from foretoken.cli.bench_load import load
 from foretoken.cli.bench_options import (
+    DEFAULT_DRAFTERS,
     DraftersOption,
     NameOption,
     OutOption,
@@ -26,12 +26,13 @@ from foretoken.cli.bench_options import (
     SeedOption,
     check_common,
     command_line,
-    default_draft,
+    drafters_of,
     finish,
 )
 from foretoken.cli.bench_profile import profile
 from foretoken.cli.bench_url import url
 from foretoken.cli.common import (
+    DEFAULT_MODEL,
     AllowLossyOption,
     DeviceOption,
     DraftOption,
@@ -68,9 +69,9 @@ app = typer.Typer(
 @app.command("speed", cls=EngineVerb)
 def speed(
     context: typer.Context,
-    target: TargetOption = "reference:target",
+    target: TargetOption = DEFAULT_MODEL,
     draft: DraftOption = None,
-    drafters: DraftersOption = "draft_model,ngram",
+    drafters: DraftersOption = DEFAULT_DRAFTERS,
     num_drafts: Annotated[
         str, typer.Option(help="Numbers of draft tokens to measure, separated by commas; auto is one of them.")
     ] = "3,5",
@@ -131,19 +132,15 @@ def speed(
     from foretoken.bench.offline import run_speed
 
     check_common(context.params)
-    finish(run_speed(_options(context.params), command=command_line()), as_json)
+    finish(run_speed(_options(context), command=command_line()), as_json)
 
 
-def _options(given: Mapping[str, Any]) -> SpeedOptions:
+def _options(context: typer.Context) -> SpeedOptions:
     """`SpeedOptions` from the options by name; lists are written with commas."""
-    drafters = words("drafters", given["drafters"])
-    draft = given["draft"]
-    if any("draft" in choice.needs for choice in parse_drafters(drafters)):
-        draft = default_draft(given)
+    given = context.params
     as_given = {field.name: given[field.name] for field in fields(SpeedOptions) if field.name in given}
     read = {
-        "draft": draft,
-        "drafters": drafters,
+        "drafters": drafters_of(context),
         "num_drafts": tuple(
             "auto" if word == "auto" else whole("num_drafts", word) for word in words("num_drafts", given["num_drafts"])
         ),

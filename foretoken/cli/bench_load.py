@@ -20,10 +20,10 @@ from foretoken.cli.bench_options import (
     SeedOption,
     check_common,
     command_line,
-    default_draft,
     finish,
 )
 from foretoken.cli.common import (
+    DEFAULT_MODEL,
     CacheReserveOption,
     DeviceOption,
     DraftOption,
@@ -37,6 +37,7 @@ from foretoken.cli.common import (
     TargetOption,
     ThreadsOption,
     WeightsOption,
+    is_set,
     was_given,
 )
 from foretoken.cli.lists import whole, words
@@ -83,7 +84,7 @@ _ResumeOption = Annotated[
 
 def load(
     context: typer.Context,
-    target: TargetOption = "reference:target",
+    target: TargetOption = DEFAULT_MODEL,
     draft: DraftOption = None,
     batches: _BatchesOption = _BATCHES,
     load: _LoadOption = None,
@@ -135,12 +136,12 @@ def _options(context: typer.Context) -> LoadOptions:
     """`LoadOptions` from the options by name; without a draft, the default settings are those that need none."""
     given = context.params
     values: dict[str, Any] = {field.name: given[field.name] for field in fields(LoadOptions) if field.name in given}
-    values["draft"] = draft = default_draft(given)
+    draft = given["draft"]
     values["batches"] = tuple(whole("batches", word) for word in words("batches", given["batches"]))
     values["settings"] = words("settings", given["settings"])
-    if draft is None and not _is_set(context, "settings"):
+    if draft is None and not is_set(context, "settings"):
         values["settings"] = tuple(name for name in DEFAULT_SETTINGS if not name.startswith("draft_model"))
-    chosen = words("slices", given["slices"]) if _is_set(context, "slices") or given["prompts"] is None else (ALL,)
+    chosen = words("slices", given["slices"]) if is_set(context, "slices") or given["prompts"] is None else (ALL,)
     values["slices"] = slice_names(chosen, given["prompts"])
     if given["load"] is not None:
         values["phases"] = parse_phases(given["load"])
@@ -158,9 +159,3 @@ def _refuse(context: typer.Context, names: Collection[str], remedy: str) -> None
     for name in names:
         if was_given(context, name):
             raise ConfigError(name, context.params[name], remedy)
-
-
-def _is_set(context: typer.Context, name: str) -> bool:
-    """Whether the command line, the environment or the settings file sets an option."""
-    source = context.get_parameter_source(name)
-    return source is not None and source.name != "DEFAULT"

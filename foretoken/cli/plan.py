@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretoken.cli.common import (
+    DEFAULT_MODEL,
     DeviceOption,
     DraftDtypeOption,
     DtypeOption,
@@ -18,6 +19,7 @@ from foretoken.cli.common import (
     NumDraftOption,
     TargetOption,
     WeightsOption,
+    fetch_models,
     print_json,
 )
 from foretoken.config import DRAFT_DTYPES, QUANTISED
@@ -56,7 +58,7 @@ _PARTS = {
 
 
 def plan(
-    target: TargetOption = "reference:target",
+    target: TargetOption = DEFAULT_MODEL,
     draft: Annotated[
         list[str] | None, typer.Option(help="A draft model; give it several times to see which ones fit.")
     ] = None,
@@ -86,7 +88,8 @@ def plan(
     Reads config.json and the headers of the files; of quantised matrices the scales too.
     """
     from foretoken.model.footprint import shape_of
-    from foretoken.model.open import model_folder, open_device
+    from foretoken.model.names import model_folder
+    from foretoken.model.open import open_device
 
     if draft_dtype != "auto" and not draft and not head:
         reason = "there is no draft model and no head: name one with --draft or --head, or leave it out"
@@ -95,6 +98,7 @@ def plan(
         raise ConfigError("draft_dtype", draft_dtype, f"choose one of {', '.join(DRAFT_DTYPES)}")
     place = open_device(device)
     budget = Budget(available_bytes(place) if memory is None else parse_bytes(memory), _share(reserve))
+    fetch_models(target)
     shape = shape_of(model_folder(target), target, dtype, place.type, weights)
     drafts = [_draft_shape(name, dtype, shape.weight_format, draft_dtype, place.type) for name in draft or []]
     drafts += [_head_shape(name, target, shape, draft_dtype, place.type) for name in head or []]
@@ -150,7 +154,7 @@ def _draft_shape(name: str, dtype: str, target_format: str, draft_dtype: str, de
     """A draft model as the engine loads it: in the target's format unless it has its own."""
     from foretoken.model.draft_weights import draft_weights
     from foretoken.model.footprint import shape_of
-    from foretoken.model.open import model_folder
+    from foretoken.model.names import model_folder
 
     folder = model_folder(name)
     own = dtype if draft_dtype in (*QUANTISED, "auto") else draft_dtype
@@ -162,9 +166,8 @@ def _head_shape(name: str, target: str, shape: ModelShape, draft_dtype: str, dev
     import torch
 
     from foretoken.heads.footprint import head_shape
-    from foretoken.heads.kind import head_folder
     from foretoken.model.loader import parse_dtype, read_config
-    from foretoken.model.open import model_folder
+    from foretoken.model.names import model_folder
     from foretoken.model.quant import check_quant, head_format
 
     if draft_dtype in QUANTISED:
@@ -174,7 +177,7 @@ def _head_shape(name: str, target: str, shape: ModelShape, draft_dtype: str, dev
     held = draft_dtype
     if held == "auto":
         held = head_format(shape.weight_format, shape.itemsize, torch.device(device))
-    return head_shape(head_folder(name), name, read_config(model_folder(target)), shape, held)
+    return head_shape(model_folder(name), name, read_config(model_folder(target)), shape, held)
 
 
 def parse_bytes(text: str) -> int:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretoken.cli.common import (
+    DEFAULT_MODEL,
     DEVICE_HELP,
     DTYPE_HELP,
     AdaptOption,
@@ -25,11 +26,11 @@ from foretoken.cli.common import (
     TargetOption,
     WeightsOption,
     engine_config,
+    fetch_models,
     print_json,
 )
 from foretoken.cli.serve_options import keys_from, pads_streams, server_part, with_server_flags
-from foretoken.cli.spec_options import answering_spec, named_drafter, with_spec_flags
-from foretoken.config import SpecConfig
+from foretoken.cli.spec_options import answering_spec, with_spec_flags
 from foretoken.control.queue import SchedulerConfig
 from foretoken.engine_config import EngineConfig
 from foretoken.errors import ConfigError
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
 @with_server_flags
 def serve(
     context: typer.Context,
-    target: TargetOption = "reference:target",
+    target: TargetOption = DEFAULT_MODEL,
     port: Annotated[int, typer.Option(help="The port to listen on; 0 = a free one.")] = 8000,
     name: Annotated[str | None, typer.Option(help="What clients call the model; without it, its own name.")] = None,
     draft_required: Annotated[
@@ -74,12 +75,13 @@ def serve(
     trace: Annotated[Path | None, typer.Option(help="Append one line per event to this .jsonl file.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Serve a model over HTTP, OpenAI-compatible; with nothing named, the reference model with its draft."""
+    """Serve a model over HTTP, OpenAI-compatible; with nothing named, smollm2."""
     config = server_config(context.params)
     try:  # late: these are in the extra `server`, which other verbs do without
         from foretoken.server.run import run_server
     except ModuleNotFoundError as error:
         raise ConfigError("serve", error.name, "is not installed: pip install 'foretoken[server]'") from error
+    fetch_models(target, None if config.engine.spec is None else config.engine.spec.draft)
     if not as_json:
         Console(stderr=True).line(f"loading {target}")
 
@@ -101,7 +103,7 @@ def server_config(given: Mapping[str, Any]) -> ServerConfig:
         InputError: a value that makes no sense.
         StorageError: a file cannot be read.
     """
-    spec = _spec(given)
+    spec = answering_spec(given)
     if spec is not None:
         spec.for_request(None)
         if spec.corpus is not None:
@@ -126,14 +128,6 @@ def server_config(given: Mapping[str, Any]) -> ServerConfig:
         observe=server_part(ObserveConfig, given),
         life=server_part(LifeConfig, given),
     )
-
-
-def _spec(given: Mapping[str, Any]) -> SpecConfig | None:
-    """How to speculate: as told, and with the reference draft where the reference target has no other."""
-    is_reference = given["target"] == "reference:target" and given["draft"] is None
-    if is_reference and named_drafter(given) in (None, "auto"):
-        given = {**given, "drafter": "auto", "draft": "reference:draft"}
-    return answering_spec(given)
 
 
 def _facts(ready: Readiness, config: ServerConfig) -> dict[str, Any]:

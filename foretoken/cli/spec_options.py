@@ -115,7 +115,7 @@ def check_sources(spec: SpecConfig | None) -> None:
     if spec is None:
         return
     if spec.draft is not None:
-        from foretoken.model.open import model_folder  # imports torch, which `serve` does without
+        from foretoken.model.names import model_folder  # imports torch, which `serve` does without
 
         model_folder(spec.draft)
     if spec.head is not None:

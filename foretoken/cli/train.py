@@ -58,7 +58,7 @@ def lm(
     as_json: JsonOption = False,
 ) -> None:
     """Train a small Llama-style model on the Python standard library that is on this machine."""
-    from foretoken.model.open import model_folder
+    from foretoken.model.names import model_folder
     from foretoken.train.recipes import train_lm
 
     config = dataclasses.replace(

@@ -28,7 +28,7 @@ AnswersOption = Annotated[
     Path | None,
     typer.Option(
         help="Answers of the target (`foretoken train answers`); without them, the standard library's source is the "
-        "text, which only the reference family's tokenizer reads."
+        "text, which only a target with that text's tokenizer reads."
     ),
 ]
 CorpusOption = Annotated[

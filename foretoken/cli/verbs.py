@@ -49,7 +49,7 @@ VERBS: Mapping[str, VerbSource] = {
     "serve": VerbSource(
         "serve",
         "serve",
-        "Serve a model over HTTP, OpenAI-compatible; with nothing named, the reference model with its draft.",
+        "Serve a model over HTTP, OpenAI-compatible; with nothing named, smollm2.",
         has_engine=False,
     ),
     "audit": VerbSource(
@@ -94,7 +94,7 @@ VERBS: Mapping[str, VerbSource] = {
     "models": VerbSource(
         "models",
         "app",
-        ("List the models on this machine: the reference family, the hub's cache, or the folders given."),
+        ("Get, list and remove models: packaged ones, the hub's cache, or the folders given."),
     ),
     "doctor": VerbSource(
         "doctor",

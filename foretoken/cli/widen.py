@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from foretoken.cli.common import JsonOption, print_json
+from foretoken.cli.common import DEFAULT_MODEL, JsonOption, fetch_models, print_json
 from foretoken.errors import ConfigError
-from foretoken.heads.kind import head_folder
+from foretoken.model.names import model_folder
 from foretoken.printing.console import Console
 
 
@@ -25,15 +25,13 @@ def widen(
         ),
     ],
     source: Annotated[
-        str, typer.Option(help="The checkpoint to enlarge: a folder, a hub id, or reference:target.")
-    ] = "reference:target",
+        str, typer.Option(help="The checkpoint to enlarge: a folder, a hub id, or smollm2.")
+    ] = DEFAULT_MODEL,
     dtype: Annotated[str, typer.Option(help="Number format of the result.")] = "bfloat16",
     seed: Annotated[int, typer.Option(help="Seed of the added weights.")] = 0,
     head: Annotated[
         str | None,
-        typer.Option(
-            help="A trained head of the source, to be widened with it: a folder, a hub id, or reference:eagle."
-        ),
+        typer.Option(help="A trained head of the source, to be widened with it: a folder or a hub id."),
     ] = None,
     head_out: Annotated[Path | None, typer.Option(help="Folder to write the widened head to.")] = None,
     as_json: JsonOption = False,
@@ -44,16 +42,16 @@ def widen(
     """
     from foretoken.bench.widen import widen as widen_checkpoint
     from foretoken.bench.widen_head import widen_head
-    from foretoken.model.open import model_folder
 
     if (head is None) != (head_out is None):
         raise ConfigError("head", head, "give --head and --head-out together")
+    fetch_models(source)
     with Console(stderr=True).bar("writing parameters", None) as bar:
         result = widen_checkpoint(
             model_folder(source), out, to, seed, lambda done, total: bar.update(completed=done, total=total), dtype
         )
     if head is not None and head_out is not None:
-        widen_head(head_folder(head), head_out, model_folder(source), to)
+        widen_head(model_folder(head), head_out, model_folder(source), to)
     if as_json:
         print_json(
             {

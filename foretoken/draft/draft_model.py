@@ -26,7 +26,7 @@ from foretoken.draft.own_cache import OwnCache
 from foretoken.draft.tokenizer_match import match_tokenizers, warn_of_text
 from foretoken.errors import ConfigError
 from foretoken.model.interface import LanguageModel, Segment
-from foretoken.model.open import model_folder
+from foretoken.model.names import model_folder
 from foretoken.model.resized import resized
 from foretoken.model.tokenizer import load_tokenizer
 from foretoken.transfer import to_device

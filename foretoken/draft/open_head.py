@@ -10,12 +10,13 @@ from foretoken.draft.base import Factory
 from foretoken.errors import ConfigError
 from foretoken.heads.base import Head
 from foretoken.heads.checkpoint import load_head
-from foretoken.heads.kind import head_folder, head_kind
+from foretoken.heads.kind import head_kind
 from foretoken.heads.mtp import MtpHead, load_mtp
 from foretoken.heads.probe import probe_at_load
 from foretoken.heads.weights import pack
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.interface import LanguageModel, QuantisedModel, SharesWeights
+from foretoken.model.names import model_folder
 from foretoken.model.open import native_config
 from foretoken.model.quant import drafts_at_speed, head_format
 
@@ -33,7 +34,7 @@ def open_head(factory: Factory, spec: SpecConfig, kind: str) -> tuple[Head, Shar
     """
     if spec.head is None:
         raise ConfigError("head", None, f"drafter={kind!r} needs {A_HEAD}")
-    folder, target = head_folder(spec.head), factory.target
+    folder, target = model_folder(spec.head), factory.target
     found = head_kind(folder)
     if found != kind:
         raise ConfigError("head", spec.head, f"is a head of drafter={found!r}, not of {kind!r}; name that drafter")

@@ -33,7 +33,7 @@ from foretoken.kv.limit import largest_cache_bytes
 from foretoken.machine.neighbours import OtherLoad
 from foretoken.machine.threads import waiting_of
 from foretoken.model.interface import LanguageModel
-from foretoken.model.open import model_folder
+from foretoken.model.names import model_folder
 from foretoken.model.tokenizer import Tokenizer, load_tokenizer
 
 

@@ -42,7 +42,8 @@ from foretoken.engine.turns import Owner, Turns
 from foretoken.engine_config import EngineConfig, EngineOptions, config_of
 from foretoken.errors import ForetokenError, InputError, SpeculationWarning, StorageError
 from foretoken.model.interface import LanguageModel, PrefixModel, SharesWeights
-from foretoken.model.open import model_folder, open_device, open_model
+from foretoken.model.names import model_folder
+from foretoken.model.open import open_device, open_model
 from foretoken.model.tokenizer import load_tokenizer
 
 
@@ -77,7 +78,8 @@ class LLM:
         open_device(config.device)
         mode = check_mode(config.profile)
         self.spec = SpecConfig("auto") if config.spec is None else config.spec
-        self.folder = model_folder(str(config.model))
+        self.folder = model_folder(config.model)
+        _ = self.spec.configs  # a head that is not there is found before the target is loaded
         self._turns = Turns()
         self._owner: Owner | None = None
         self._trace = None if config.trace is None else Trace(Path(config.trace))

@@ -13,7 +13,7 @@ from foretoken.evaluate.measure import measure, open_llm, plan
 from foretoken.evaluate.options import EvalOptions
 from foretoken.evaluate.prompts import EvalPrompt
 from foretoken.evaluate.result import EvalResult, EvalSample
-from foretoken.model.open import model_folder
+from foretoken.model.names import model_folder
 
 FEW_PROMPTS = 10
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.errors import CheckpointError, UnsupportedModelError
-from foretoken.model.fields import HEAD_NOTE, Fields, read_json, shown
+from foretoken.model.fields import Fields, read_json, shown
+from foretoken.model.names import model_folder
 
 _MOST_HEADER_BYTES = 1 << 26
 # What other engines run and this one does not, with what to take in its place.
@@ -20,43 +21,15 @@ _REFUSED = {
 }
 _SPECULATORS = {"eagle3": "eagle", "dflash": "block", "dspark": "block"}
 EXIT_ADAPTER = "early_exit_adapter"  # model_type of an adapter, a form of our own
-_REFERENCE_PREFIX = "reference:"
-_REFERENCE_FOLDER = Path(__file__).resolve().parent.parent / "reference"
-
-
-def head_folder(name: str) -> Path:
-    """The folder of a head: a local one, a hub id, or `reference:eagle` and others that ship with the package.
-
-    Raises:
-        CheckpointError: there is no such thing.
-    """
-    if name.startswith(_REFERENCE_PREFIX):
-        folder = _REFERENCE_FOLDER / name.removeprefix(_REFERENCE_PREFIX)
-        if not (folder / "config.json").exists():
-            raise CheckpointError(
-                f"{name!r} is not part of the reference family of this installation; name the folder of a head, such "
-                "as one of `foretoken train eagle --target reference:target`"
-            )
-        return folder
-    if (folder := Path(name)).is_dir():
-        return folder
-    from foretoken.model.loader import resolve_folder  # imports torch, which a local head does without
-
-    return resolve_folder(name)
-
-
-def reference_heads() -> list[str]:
-    """Names of the heads that ship with the package."""
-    return [_REFERENCE_PREFIX + path.parent.name for path in sorted(_REFERENCE_FOLDER.glob(f"*/{HEAD_NOTE}"))]
 
 
 def kind_of_head(name: str) -> str:
-    """`head_kind` of a folder, a hub id, or `reference:eagle` and others that ship with the package.
+    """`head_kind` of the head of this name; a hub id is downloaded.
 
     Raises:
-        CheckpointError, UnsupportedModelError: see `head_folder` and `head_kind`.
+        CheckpointError, UnsupportedModelError: see `model_folder` and `head_kind`.
     """
-    return head_kind(head_folder(name))
+    return head_kind(model_folder(name))
 
 
 def head_kind(folder: Path) -> str:

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: find the folder, read its configuration, stream its weights into a decoder.
+"""Checkpoints on disk: read the configuration, stream the weights into a decoder.
 
 Only safetensors and GGUF files are read and no code from a checkpoint ever runs. Each matrix is read, cut to the rank's
 part (`sharding`), cast and packed (or quantised) before the next one, so that loading needs little more memory than
@@ -8,8 +8,6 @@ the weights themselves.
 from __future__ import annotations
 
 import ctypes
-import os
-import re
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -20,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foretoken.errors import CheckpointError, InputError
+from foretoken.errors import InputError
 from foretoken.model.architecture import NATIVE_MODEL_TYPES, ModelConfig, config_from_hf
 from foretoken.model.decoder import Decoder, DecoderLayer
 from foretoken.model.fields import Fields, check_links, read_json
@@ -38,45 +36,7 @@ from foretoken.model.quant import ACTIVATIONS, check_quant
 from foretoken.model.sharding import Collective, Shard
 from foretoken.model.weights import EMBEDDING, HEAD, TensorSource, Weights
 
-_HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "vocab.txt", "merges.txt"]
-_HUB_SKIPPED = ["consolidated*", "original/*"]  # the same weights once more, in their maker's own layout
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
-
-
-def resolve_folder(path_or_hub_id: str | Path, revision: str | None = None) -> Path:
-    """Return the checkpoint's folder or GGUF file: a local one, or the hub's snapshot, downloaded unless
-    HF_HUB_OFFLINE is set.
-
-    Raises:
-        CheckpointError: neither a local folder nor reachable on the hub.
-    """
-    name = os.fspath(path_or_hub_id)
-    if not name:
-        raise CheckpointError("no model is named; give the folder of a checkpoint, a hub id, or reference:target")
-    path = Path(os.path.expanduser(name))
-    if os.path.isdir(path):  # False for a name that no file can have, where Path.is_dir raises
-        return path
-    if os.path.exists(path):
-        if is_gguf(path):
-            return path
-        raise CheckpointError(f"{path} is a file; give the folder that holds config.json, or a .gguf file")
-    if isinstance(path_or_hub_id, Path) or not _HUB_ID.fullmatch(name) or name[0] == ".":
-        raise CheckpointError(f"folder {path} does not exist; give the folder of a checkpoint, or a hub id")
-    import huggingface_hub
-
-    try:
-        return Path(
-            huggingface_hub.snapshot_download(
-                name, revision=revision, allow_patterns=_HUB_PATTERNS, ignore_patterns=_HUB_SKIPPED
-            )
-        )
-    except Exception as error:  # network, access and cache errors of the hub have no common base
-        offline = " (HF_HUB_OFFLINE is set)" if huggingface_hub.constants.HF_HUB_OFFLINE else ""
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointError(
-            f"{name!r} is neither a local folder nor available from the Hugging Face hub{offline}: {reason}"
-        ) from error
 
 
 def read_raw_config(folder: Path) -> dict[str, Any]:

@@ -1,57 +1,31 @@
-"""From a name to a running model: our decoder where it can, transformers for every other causal family."""
+"""From a checkpoint to a running model: our decoder where it can, transformers for every other causal family."""
 
 from __future__ import annotations
 
-import os
 from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 from foretoken.config import NUMERICS
-from foretoken.errors import CheckpointError, ConfigError, UnsupportedModelError
+from foretoken.errors import ConfigError, UnsupportedModelError
 from foretoken.kv.limit import largest_cache_bytes
 from foretoken.kv.pool import bytes_per_token
 from foretoken.machine.features import warn_of_slow_bf16
 from foretoken.model.architecture import NATIVE_MODEL_TYPES, ModelConfig, check_causal
-from foretoken.model.fields import HEAD_NOTE, shown
+from foretoken.model.fields import shown
 from foretoken.model.gguf.header import is_gguf
 from foretoken.model.interface import OpenModel
 from foretoken.model.layers import Linear
-from foretoken.model.loader import load_decoder, read_config, read_raw_config, resolve_folder
+from foretoken.model.loader import load_decoder, read_config, read_raw_config
 from foretoken.model.paged import PagedModel
 from foretoken.model.paged_cache import DEFAULT_BLOCK_SIZE
 from foretoken.model.strict import strict_kind
 from foretoken.model.weights import Weights
 
-REFERENCE_PREFIX = "reference:"
-_REFERENCE_FOLDER = Path(__file__).resolve().parent.parent / "reference"
 # When the user names no size: room for many short requests, and for one that fills the context if that is affordable.
 _DEFAULT_CACHE_BYTES = 512 * 1024**2
 _LONGEST_CACHE_BYTES = 4 * 1024**3  # address space; a CPU's cache takes memory only as it fills
-
-
-def model_folder(name: str) -> Path:
-    """The folder of a local checkpoint, a GGUF file, a hub id, or `reference:target` / `reference:draft`, which
-    ship with the package.
-
-    Raises:
-        CheckpointError: there is no such thing.
-    """
-    if name.startswith(REFERENCE_PREFIX):
-        folder = _REFERENCE_FOLDER / name.removeprefix(REFERENCE_PREFIX)
-        if not os.path.exists(folder / "config.json"):
-            raise CheckpointError(
-                f"{name!r} is not part of the reference family; known: {', '.join(reference_names())}"
-            )
-        return folder
-    return resolve_folder(name)
-
-
-def reference_names() -> list[str]:
-    """Names of the models that ship with the package; heads are `heads.kind.reference_heads`."""
-    folders = [path.parent for path in sorted(_REFERENCE_FOLDER.glob("*/config.json"))]
-    return [REFERENCE_PREFIX + folder.name for folder in folders if not (folder / HEAD_NOTE).exists()]
 
 
 def open_model(

@@ -1,5 +1,5 @@
-"""A folder in which something is written before it takes its final name, and the removal of those whose writer was
-killed.
+"""A folder in which something is written before it takes its final name, the removal of those whose writer was killed,
+and a lock for what only one process should write.
 """
 
 from __future__ import annotations
@@ -36,6 +36,23 @@ def writing_folder(parent: Path, prefix: str) -> Iterator[Path]:
         finally:
             if lock is not None:
                 os.close(lock)
+
+
+@contextmanager
+def one_at_a_time(path: Path) -> Iterator[None]:
+    """Hold the lock file `path`, waiting while another process does; where files cannot be locked nobody waits.
+
+    Raises:
+        OSError: the file cannot be made.
+    """
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        if fcntl is not None:
+            with suppress(OSError):  # a file system without locks: several write, each under a name of its own
+                fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(file)
 
 
 def _remove_left(parent: Path, prefix: str) -> None:

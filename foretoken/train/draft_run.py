@@ -17,7 +17,7 @@ from foretoken.model.architecture import ModelConfig
 from foretoken.model.decoder import Decoder
 from foretoken.model.gguf.header import is_gguf
 from foretoken.model.loader import load_decoder
-from foretoken.model.open import model_folder
+from foretoken.model.names import model_folder
 from foretoken.model.saving import save_checkpoint
 from foretoken.train.draft_student import DraftStudent
 from foretoken.train.head_trainer import HeadResult, HeadTrainer

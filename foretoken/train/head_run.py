@@ -13,7 +13,8 @@ import torch
 from foretoken.errors import ConfigError
 from foretoken.heads.adapter import ExitAdapter
 from foretoken.heads.checkpoint import load_head, save_head
-from foretoken.heads.kind import head_folder, head_kind
+from foretoken.heads.kind import head_kind
+from foretoken.model.names import model_folder
 from foretoken.model.tokenizer import load_tokenizer
 from foretoken.train.draft_vocabulary import coverage
 from foretoken.train.head_data import HeadData
@@ -113,7 +114,7 @@ def _folder_to_start_from(init: str, shape: HeadShape) -> Path:
     """The folder of the head that a run starts from, which is of the kind of `shape` and has its own shape."""
     if shape != type(shape)():
         raise ConfigError("head", shape, "a run with --init has the shape of that head; leave head.* out, or --init")
-    folder = head_folder(init)
+    folder = model_folder(init)
     found, kind = head_kind(folder), _KINDS[type(shape)]
     if found != kind:
         raise ConfigError("init", init, f"is a head of kind {found!r}, not {kind!r}; use the command that trains those")

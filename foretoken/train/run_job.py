@@ -13,7 +13,8 @@ import torch
 import foretoken
 from foretoken.errors import ConfigError, MismatchError, StorageError
 from foretoken.files import check_folder, to_json
-from foretoken.model.open import model_folder, open_device
+from foretoken.model.names import model_folder
+from foretoken.model.open import open_device
 from foretoken.model.tokenizer import load_tokenizer
 from foretoken.printing.console import Console
 from foretoken.train.answers import answered_data, folder_fingerprint
@@ -139,7 +140,7 @@ def library_data(corpus: Path, target: Path) -> HeadData:
     words = load_tokenizer(target)
     if words is None or words.vocabulary != tokenizer.get_vocab():
         raise MismatchError(
-            f"the standard library's text has the reference family's tokenizer, {target} another: write answers of "
+            f"the standard library's text has a tokenizer of its own, {target} another: write answers of "
             "your own target with `foretoken train answers` and train on them (--answers)"
         )
     return HeadData(TokenText.running(data.train), TokenText.running(data.held_out), "the standard library")

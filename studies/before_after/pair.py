@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.bench.batch_prompts import asks
-from foretoken.model.open import model_folder
+from foretoken.model.names import model_folder
 from foretoken.model.tokenizer import load_tokenizer
 from studies.before_after.checkout import Checkout, CheckoutError
 

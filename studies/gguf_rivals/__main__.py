@@ -27,7 +27,8 @@ from foretoken.errors import InputError
 from foretoken.files import read_text
 from foretoken.machine.neighbours import OtherLoad
 from foretoken.model.interface import LanguageModel
-from foretoken.model.open import model_folder, open_model
+from foretoken.model.names import model_folder
+from foretoken.model.open import open_model
 from foretoken.model.tokenizer import Tokenizer, load_tokenizer
 from studies.command import INTERRUPTED, exit_code_of, record, whole_numbers, words
 from studies.gguf_rivals.files import programs

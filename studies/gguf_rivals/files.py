@@ -16,7 +16,7 @@ from pathlib import Path
 
 from foretoken.bench.llama_programs import LlamaCpp, run_program
 from foretoken.errors import StorageError
-from foretoken.model.open import model_folder
+from foretoken.model.names import model_folder
 from foretoken.printing.console import Console
 from studies.command import exit_code_of, words
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from foretoken.bench.batch_prompts import asks
 from foretoken.errors import InputError
 from foretoken.files import check_file
-from foretoken.model.open import model_folder
+from foretoken.model.names import model_folder
 from foretoken.model.tokenizer import Tokenizer, load_tokenizer
 from studies.command import exit_code_of, words
 

@@ -12,7 +12,8 @@ from foretoken.bench.report import Report, load_average, source_caveats
 from foretoken.bench.workload import slices
 from foretoken.engine.drafters import DrafterFactory, ModelOptions
 from foretoken.errors import ConfigError, InputError
-from foretoken.model.open import model_folder, open_model
+from foretoken.model.names import model_folder
+from foretoken.model.open import open_model
 from foretoken.model.tokenizer import load_tokenizer
 from studies.layouts.layouts import LayoutOptions, Layouts, Tell, measure_layouts, ratios
 from studies.layouts.padded import native

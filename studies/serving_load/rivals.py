@@ -35,7 +35,7 @@ from foretoken.bench.url_options import UrlOptions
 from foretoken.bench.url_run import run_url
 from foretoken.errors import InputError, UnavailableError
 from foretoken.files import check_folder
-from foretoken.model.open import model_folder
+from foretoken.model.names import model_folder
 from foretoken.model.tokenizer import load_tokenizer
 from foretoken.printing.console import Console
 from studies.command import INTERRUPTED, end, exit_code_of, record, words

@@ -16,7 +16,7 @@ from foretoken.control.queue import SchedulerConfig
 from foretoken.engine.drafters import DrafterFactory, ModelOptions
 from foretoken.engine.llm import LLM
 from foretoken.errors import ConfigError
-from foretoken.model.open import model_folder
+from foretoken.model.names import model_folder
 from foretoken.plan.profile import Profile
 from foretoken.simulate.arrivals import Job
 from foretoken.simulate.setting import Limits, SimSetting

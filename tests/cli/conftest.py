@@ -10,22 +10,37 @@ from types import SimpleNamespace
 
 import pytest
 
+from foretoken.cli import common
 from foretoken.cli.app import run
 from foretoken.files import CACHE_VARIABLE
+from foretoken.model import names
+from foretoken.model.packaged import MODELS_VARIABLE
 
 Run = Callable[..., SimpleNamespace]
 
 
 @pytest.fixture(autouse=True)
 def clean_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty working folder, no settings from outside (but this run's own cache), and the warnings hook back
-    afterwards.
+    """An empty working folder, no settings from outside (but this run's own cache and models), and the warnings hook
+    back afterwards.
     """
     monkeypatch.chdir(tmp_path)
-    for name in [name for name in os.environ if name.startswith("FORETOKEN_") and name != CACHE_VARIABLE]:
+    kept = (CACHE_VARIABLE, MODELS_VARIABLE)
+    for name in [name for name in os.environ if name.startswith("FORETOKEN_") and name not in kept]:
         monkeypatch.delenv(name)
     monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
     monkeypatch.setenv("COLUMNS", "250")
+
+
+@pytest.fixture(autouse=True)
+def stand_in(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`smollm2`, which verbs take where nothing is named, is the tiny reference target in this process: the command
+    line is what is tested. Tests that ask for `smollm2_file` get the real one.
+    """
+    if "smollm2_file" not in request.fixturenames:
+        folder = names.model_folder("reference:target")
+        monkeypatch.setattr(names, "fetch_packaged", lambda model, on_bytes=None: folder)
+        monkeypatch.setattr(common, "find_packaged", lambda model: folder)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import pytest
 from foretoken import LLM, SamplingParams, SpecConfig
 from foretoken.cli.show import legend, marks
 from foretoken.core import TokenOrigin
-from foretoken.model.open import model_folder
+from foretoken.model.names import model_folder
 from tests.cli.conftest import Run
 from tests.helpers.checkpoints import tiny_checkpoint
 from tests.helpers.gguf_files import write_gguf

@@ -15,9 +15,9 @@ from foretoken.config import DRAFTERS, PLAIN
 from foretoken.draft import open_head
 from foretoken.errors import CheckpointError
 from foretoken.heads.checkpoint import load_head
-from foretoken.heads.kind import head_folder, head_kind
+from foretoken.heads.kind import head_kind
 from foretoken.model.loader import read_config
-from foretoken.model.open import model_folder, reference_names
+from foretoken.model.names import model_folder, reference_models
 from foretoken.printing.console import Console
 from foretoken.registry import HEADS
 from tests.cli.conftest import Run
@@ -48,7 +48,7 @@ def heads_in_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     folder = tmp_path / "reference"
     for name in HEADS:
         tiny_head(folder / name, model_folder("reference:target"), name)
-    monkeypatch.setattr("foretoken.heads.kind._REFERENCE_FOLDER", folder)
+    monkeypatch.setattr("foretoken.model.names._REFERENCE_FOLDER", folder)
     return folder
 
 
@@ -87,12 +87,12 @@ def test_heads_are_as_wide_as_their_target(heads_in_the_package: Path, tmp_path:
 
 
 def test_heads_that_are_not_in_the_package_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("foretoken.heads.kind._REFERENCE_FOLDER", tmp_path)
+    monkeypatch.setattr("foretoken.model.names._REFERENCE_FOLDER", tmp_path)
     assert packaged_heads(None, tmp_path) == {}
     _, left_out = every_drafter(Path("draft"), {}, 4)
     assert left_out["eagle"] == "reference:eagle is not part of this installation"
     with pytest.raises(CheckpointError, match="name the folder of a head"):
-        head_folder("reference:eagle")
+        model_folder("reference:eagle")
 
 
 def test_heads_are_listed_beside_models(heads_in_the_package: Path, foretoken: Run) -> None:
@@ -104,9 +104,9 @@ def test_heads_are_listed_beside_models(heads_in_the_package: Path, foretoken: R
 def test_heads_of_the_package_are_no_models(
     heads_in_the_package: Path, foretoken: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("foretoken.model.open._REFERENCE_FOLDER", heads_in_the_package)
+    monkeypatch.setattr("foretoken.model.names._REFERENCE_FOLDER", heads_in_the_package)
     monkeypatch.setattr(models, "_cached", list)
-    assert reference_names() == []
+    assert reference_models() == []
     rows = json.loads(foretoken("models", "--json").lines[-1])["models"]
     assert [(row["model"], row["family"]) for row in rows] == [
         (f"reference:{name}", f"{name} head") for name in sorted(HEADS)

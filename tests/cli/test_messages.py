@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from foretoken.model.open import reference_names
+from foretoken.model.names import reference_models
 from tests.cli.conftest import Run
 
 GENERATE = ("generate", "--prompt", "def f(x):", "--max-tokens", "4", "--cost-profile", "off", "--dtype", "float32")
@@ -78,7 +78,7 @@ def test_a_wrong_combination_says_what_to_do(foretoken: Run, arguments: tuple[st
         (("--draft", "/nope"), "folder /nope does not exist; give the folder of a checkpoint, or a hub id"),
         (
             ("--draft", "reference:drafty"),
-            "'reference:drafty' is not part of the reference family; known: " + ", ".join(reference_names()),
+            "'reference:drafty' is not part of the reference family; known: " + ", ".join(reference_models()),
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",

@@ -15,7 +15,7 @@ from foretoken.draft.base import Factory, Feedback
 from foretoken.draft.chain import Chain, assemble, extend
 from foretoken.draft.own_cache import OwnCache
 from foretoken.model.interface import LanguageModel, Segment
-from foretoken.model.open import model_folder
+from foretoken.model.names import model_folder
 from foretoken.params import check_whole
 
 

@@ -295,7 +295,7 @@ def _models(patched: pytest.MonkeyPatch, folder: Path, text: str) -> Scene:
     row = {"model": text, "family": text, "parameters": "", "layers": "", "context": "", "runs_on": text}
     patched.setattr(models, "_cached", lambda: [(text, folder)])
     patched.setattr(models, "_describe", lambda _name, _path: row)
-    patched.setattr("foretoken.model.open.reference_names", list)
+    patched.setattr("foretoken.model.open.reference_models", list)
     patched.setattr(models, "reference_heads", list)
     return Scene(["models"], out=3)
 

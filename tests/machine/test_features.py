@@ -11,7 +11,8 @@ import torch
 
 from foretoken.machine.features import PrecisionWarning, features, precision_advice, processor, warn_of_slow_bf16
 from foretoken.machine.processes import neighbours
-from foretoken.model.open import model_folder, open_model
+from foretoken.model.names import model_folder
+from foretoken.model.open import open_model
 from tests.helpers.checkpoints import tiny_checkpoint
 
 

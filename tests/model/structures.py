@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import foretoken.reference
+
 from foretoken.config import SamplingParams
 from foretoken.model.structure import Structure, StructureCompiler
 from foretoken.model.tokenizer import Tokenizer, load_tokenizer

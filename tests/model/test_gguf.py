@@ -20,7 +20,8 @@ from foretoken.model.footprint import shape_of
 from foretoken.model.gguf.weights import GgufWeights
 from foretoken.model.interface import Segment
 from foretoken.model.loader import load_decoder, read_config
-from foretoken.model.open import model_folder, native_config, open_model
+from foretoken.model.names import model_folder
+from foretoken.model.open import native_config, open_model
 from foretoken.model.tokenizer import load_tokenizer
 from foretoken.model.weights import AS_CODES
 from foretoken.train.answers import folder_fingerprint

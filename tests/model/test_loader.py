@@ -22,7 +22,8 @@ from foretoken.model.architecture import check_causal, config_from_hf, config_to
 from foretoken.model.attention.packed import PackedAttention
 from foretoken.model.decoder import Decoder
 from foretoken.model.footprint import shape_of
-from foretoken.model.loader import load_decoder, read_config, resolve_folder
+from foretoken.model.loader import load_decoder, read_config
+from foretoken.model.names import model_folder
 from foretoken.model.open import open_model
 from foretoken.model.paged import PagedModel
 from foretoken.model.saving import hf_state, save_checkpoint
@@ -181,12 +182,12 @@ def test_peak_memory_is_about_one_copy(tmp_path: Path) -> None:
 
 
 def test_a_missing_folder_and_a_file_are_told_apart(tmp_path: Path, llama: Path) -> None:
-    assert resolve_folder(str(llama)) == llama
+    assert model_folder(str(llama)) == llama
     for name in (str(tmp_path / "nowhere"), "./nowhere", "../no/where", tmp_path / "nowhere"):
         with pytest.raises(CheckpointError, match="does not exist"):
-            resolve_folder(name)
+            model_folder(name)
     with pytest.raises(CheckpointError, match="is a file"):
-        resolve_folder(llama / "config.json")
+        model_folder(llama / "config.json")
 
 
 def test_a_hub_id_is_fetched_without_pickles_and_its_failure_is_ours(
@@ -204,11 +205,11 @@ def test_a_hub_id_is_fetched_without_pickles_and_its_failure_is_ours(
         raise huggingface_hub.errors.LocalEntryNotFoundError("no such snapshot\nlong advice")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
-    assert resolve_folder("some/model", revision="main") == tmp_path
+    assert model_folder("some/model", revision="main") == tmp_path
     assert asked[0][:2] == ("some/model", "main")
     assert not any(pattern.endswith((".bin", ".pt", "*")) for pattern in asked[0][2])
     with pytest.raises(CheckpointError, match=r"'other/model' is neither a local folder nor .*: no such snapshot$"):
-        resolve_folder("other/model")
+        model_folder("other/model")
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])

@@ -19,7 +19,7 @@ import pytest
 
 from foretoken import LLM, SamplingParams, SpecConfig, registry
 from foretoken.engine.async_engine import AsyncEngine
-from foretoken.model.open import model_folder
+from foretoken.model.names import model_folder
 from foretoken.server.local import LocalService
 from tests.helpers.http import Serving
 from tests.server.synthetic import SYNTHETIC

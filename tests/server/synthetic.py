@@ -14,7 +14,7 @@ from foretoken.config import SpecConfig
 from foretoken.draft.base import Factory
 from foretoken.draft.chain import Chain
 from foretoken.model.interface import LanguageModel
-from foretoken.model.open import model_folder
+from foretoken.model.names import model_folder
 from foretoken.params import check_number
 from foretoken.registry import Traits
 from tests.draft.toy_model_drafter import ToyDrafter

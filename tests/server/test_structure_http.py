@@ -17,7 +17,7 @@ import pytest
 from foretoken import LLM, EngineConfig, SamplingParams, SpecConfig, registry
 from foretoken.engine.async_engine import AsyncEngine
 from foretoken.model import chat_template, structure
-from foretoken.model.open import model_folder
+from foretoken.model.names import model_folder
 from foretoken.server.api.app import create_app
 from foretoken.server.api.config import ApiConfig
 from foretoken.server.life.loading import build_engine
@@ -39,7 +39,7 @@ TOOL: dict[str, Any] = {"type": "function", "function": {"name": "switch", "para
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncEngine]:
     folder = tmp_path_factory.mktemp("model") / "reference"
-    shutil.copytree(ROOT / "foretoken/reference/target", folder)
+    shutil.copytree(ROOT / "tests/reference/target", folder)
     shutil.copy(ROOT / "clients/chat_template.jinja", folder)
     with LLM(str(folder), dtype="float32", profile="off") as llm, AsyncEngine(llm) as engine:
         yield engine

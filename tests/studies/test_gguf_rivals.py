@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from foretoken.errors import ForetokenError, InputError
-from foretoken.model.open import model_folder, open_model
+from foretoken.model.names import model_folder
+from foretoken.model.open import open_model
 from foretoken.model.tokenizer import load_tokenizer
 from studies.gguf_rivals.__main__ import BITS, ROWS, summary
 from studies.gguf_rivals.prompts import prompt_lines
