@@ -21,6 +21,9 @@ struct foretoken_decoder_layer {
     foretoken_product qkv, o, gate_up, down;
     const void *beside_norm, *input_norm, *q_norm, *k_norm, *post_norm;
     int32_t keeps_normed;
+    const float* sinks;  // of its attention, see `foretoken_attention`
+    float scale, softcap;
+    int64_t window;
 };
 
 // The rows of one forward and what they run through.
@@ -136,8 +139,8 @@ private:
         const int64_t turned_stride = (heads + groups) * size;
         const foretoken_attention call = {pass_.keys[index], pass_.values[index], turned_.data(),
                                           turned_.data() + heads * size, qkv + (heads + groups) * size, read_.data(),
-                                       pass_.write_slots, turned_stride, turned_stride, stride, rows_, heads, groups,
-                                       pass_.num_slots};
+                                          pass_.write_slots, turned_stride, turned_stride, stride, rows_, heads, groups,
+                                          pass_.num_slots, own.sinks, own.scale, own.softcap, own.window};
         ::attend<T>(call, pass_.segments, pass_.num_segments, size, pass_.threads);
     }
 
@@ -160,7 +163,7 @@ void typed(int is_bf16, Function function) {
 extern "C" {
 
 // What the numbers below mean; a library of another interface is not used.
-int foretoken_decoder_interface() { return 2; }
+int foretoken_decoder_interface() { return 3; }
 
 // All tensors of a call are bfloat16 or all float32; `stride` is from row to row of the input, in elements.
 
