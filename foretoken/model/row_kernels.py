@@ -25,7 +25,6 @@ FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp"),
     *("-shared", "-fPIC"),
 )
-HEAD_DIMS = frozenset((16, 32, 64, 96, 128, 256))  # that attention was compiled for
 _INTERFACE = 3  # of the compiled library: what its functions take
 _DTYPES = (torch.bfloat16, torch.float32)
 
