@@ -21,6 +21,9 @@ struct foretoken_decoder_layer {
     foretoken_product qkv, o, gate_up, down;
     const void *beside_norm, *input_norm, *q_norm, *k_norm, *post_norm;
     int32_t keeps_normed;
+    const float* sinks;  // of its attention, see `foretoken_attention`
+    float scale, softcap;
+    int64_t window;
 };
 
 // The rows of one forward and what they run through.
@@ -136,8 +139,8 @@ private:
         const int64_t turned_stride = (heads + groups) * size;
         const foretoken_attention call = {pass_.keys[index], pass_.values[index], turned_.data(),
                                           turned_.data() + heads * size, qkv + (heads + groups) * size, read_.data(),
-                                       pass_.write_slots, turned_stride, turned_stride, stride, rows_, heads, groups,
-                                       pass_.num_slots};
+                                          pass_.write_slots, turned_stride, turned_stride, stride, rows_, heads, groups,
+                                          pass_.num_slots, own.sinks, own.scale, own.softcap, own.window};
         ::attend<T>(call, pass_.segments, pass_.num_segments, size, pass_.threads);
     }
 
@@ -160,7 +163,7 @@ void typed(int is_bf16, Function function) {
 extern "C" {
 
 // What the numbers below mean; a library of another interface is not used.
-int foretoken_decoder_interface() { return 2; }
+int foretoken_decoder_interface() { return 3; }
 
 // All tensors of a call are bfloat16 or all float32; `stride` is from row to row of the input, in elements.
 
@@ -189,19 +192,16 @@ void foretoken_rotate(const void* x, const void* cos, const void* sin, void* out
     });
 }
 
-// Stores the keys and values of all rows, then reads for the rows of `segments`. False: no memory for the weights, or
-// a `head_dim` that was not compiled.
+// Stores the keys and values of all rows, then reads for the rows of `segments`. False: no memory for what lies between.
 bool foretoken_attend(const foretoken_attention* call, const foretoken_segment* segments, int num_segments,
                       int64_t head_dim, int is_bf16, int threads) {
-    bool is_done = false;
     try {
-        typed(is_bf16, [&](auto zero) {
-            is_done = attend<decltype(zero)>(*call, segments, num_segments, head_dim, threads);
-        });
+        typed(is_bf16,
+              [&](auto zero) { attend<decltype(zero)>(*call, segments, num_segments, head_dim, threads); });
     } catch (const std::bad_alloc&) {
         return false;
     }
-    return is_done;
+    return true;
 }
 
 // Runs the layers of a pass. False: no memory.

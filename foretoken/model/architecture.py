@@ -107,6 +107,8 @@ class ModelConfig:
     qk_norm: bool = False
     tie_embeddings: bool = False
     sliding_window: tuple[int | None, ...] = ()  # one entry per layer; empty = full attention everywhere
+    attention_scale: float | None = None  # of dot products of queries and keys; None: head_dim ** -0.5
+    attention_softcap: float = 0.0  # a score s becomes cap * tanh(s / cap); 0: it stays
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"
@@ -114,6 +116,11 @@ class ModelConfig:
     def window(self, layer: int) -> int | None:
         """Number of positions that `layer` may look back over, itself included; None = all of them."""
         return self.sliding_window[layer] if self.sliding_window else None
+
+    @property
+    def score_scale(self) -> float:
+        """What dot products of queries and keys are multiplied by."""
+        return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
 
     @property
     def num_parameters(self) -> int:

@@ -27,8 +27,11 @@ from foretoken.model.weight_format import usual_format
 class Attention(Protocol):
     """Stores this pass's keys and values and returns what each token's query reads."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """`query` [T, H, K], `key` and `value` [T, G, K] -> [T, H, K]."""
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """`query` [T, H, K], `key` and `value` [T, G, K] -> [T, H, K].
+
+        `sinks` [H] are scores that take part in the softmax and have no value (gpt-oss).
+        """
         ...
 
 
@@ -179,14 +182,15 @@ class Decoder(nn.Module):
 
     def layer_parts(self) -> list[LayerParts]:
         """See `layer_pass.LayerStack`."""
-        return [layer.parts() for layer in self._decoder_layers()] if self.shard.world == 1 else []
+        return [layer.parts() for layer in self.decoder_layers()] if self.shard.world == 1 else []
 
     def weight_marks(self) -> tuple[object, ...]:
         """See `layer_pass.LayerStack`: they are replaced all at once."""
-        layers = self._decoder_layers()
+        layers = self.decoder_layers()
         return layers[0].qkv_proj.packed, layers[-1].mlp.down_proj.packed, layers[-1].post_norm.weight
 
-    def _decoder_layers(self) -> list[DecoderLayer]:
+    def decoder_layers(self) -> list[DecoderLayer]:
+        """`layers`, with their type."""
         return cast("list[DecoderLayer]", list(self.layers))
 
     @property

@@ -21,7 +21,7 @@ from foretoken.model.architecture import ModelConfig
 from foretoken.model.attention.paged import PagedAttention
 from foretoken.model.layers import Linear, RMSNorm
 from foretoken.model.product import Product, ProductFields, array_of, merged_product
-from foretoken.model.row_kernels import HEAD_DIMS, RowKernels, SegmentRows, kernels_for
+from foretoken.model.row_kernels import RowKernels, SegmentRows, kernels_for
 
 if TYPE_CHECKING:
     from foretoken.model.decoder import Decoder
@@ -45,6 +45,7 @@ class LayerParts:
     post_norm: RMSNorm
     beside_norm: RMSNorm | None = None
     keeps_normed: bool = False
+    sinks: Tensor | None = None  # [H], see `decoder.Attention`
 
     @property
     def matrices(self) -> tuple[Sequence[Linear], ...]:
@@ -78,6 +79,8 @@ class _LayerFields(ctypes.Structure):
         *((name, ProductFields) for name in ("qkv", "o", "gate_up", "down")),
         *((name, ctypes.c_void_p) for name in ("beside_norm", "input_norm", "q_norm", "k_norm", "post_norm")),
         ("keeps_normed", ctypes.c_int32),
+        *(("sinks", ctypes.c_void_p), ("scale", ctypes.c_float), ("softcap", ctypes.c_float)),
+        ("window", ctypes.c_int64),
     )
 
 
@@ -179,17 +182,17 @@ def _table(stack: LayerStack) -> LayerTable | None:
     marks = stack.weight_marks()
     kept = _TABLES.get(stack)
     if kept is None or any(one is not other for one, other in zip(kept[0], marks, strict=True)):
-        _TABLES[stack] = kept = (marks, _made(stack.layer_parts(), stack.layer_shape.head_dim))
+        _TABLES[stack] = kept = (marks, _made(stack.layer_parts(), stack.layer_shape))
     return kept[1]
 
 
-def _made(layers: Sequence[LayerParts], head_dim: int) -> LayerTable | None:
+def _made(layers: Sequence[LayerParts], shape: ModelConfig) -> LayerTable | None:
     """None where a layer has a part without a kernel."""
-    if not layers or head_dim not in HEAD_DIMS:
+    if not layers:
         return None
     dtype = layers[0].post_norm.weight.dtype
     rows, held = [], list[object]()
-    for layer in layers:
+    for index, layer in enumerate(layers):
         products = [_product(linears, dtype) for linears in layer.matrices]
         norms = [None if norm is None else norm.weight for norm in layer.norms]
         if None in products or any(norm is not None and norm.dtype != dtype for norm in norms):
@@ -197,8 +200,17 @@ def _made(layers: Sequence[LayerParts], head_dim: int) -> LayerTable | None:
         biases = [linears[0].bias for linears in layer.matrices]
         fields = [one.fields(bias) for one, bias in zip(products, biases, strict=True) if one is not None]
         addresses = [None if norm is None else norm.data_ptr() for norm in norms]
-        rows.append(_LayerFields(*fields, *addresses, layer.keeps_normed))
-        held += [*products, *norms, *biases, *(linear.packed for linears in layer.matrices for linear in linears)]
+        sinks = None if layer.sinks is None else layer.sinks.float().contiguous()
+        at = None if sinks is None else sinks.data_ptr()
+        scoring = (at, shape.score_scale, shape.attention_softcap, shape.window(index) or 0)
+        rows.append(_LayerFields(*fields, *addresses, layer.keeps_normed, *scoring))
+        held += [
+            *products,
+            *norms,
+            *biases,
+            sinks,
+            *(linear.packed for linears in layer.matrices for linear in linears),
+        ]
     return LayerTable(array_of(_LayerFields, rows), tuple(held))
 
 
