@@ -10,7 +10,6 @@ from typing import Any, Literal
 from foretoken.errors import ConfigError, InputError
 
 TEMPERATURES = (0.0, 100.0)
-MAX_TOKENS = 2**63 - 1  # of counts of tokens: a limit beyond the context or the vocabulary is none
 PRIORITIES = (-100, 100)
 DEADLINES_S = (0.0, 1e9)  # the first excluded
 
@@ -94,7 +93,7 @@ class SamplingParams:
         check_number("temperature", self.temperature, *TEMPERATURES)
         check_number("top_p", self.top_p, low=0.0, high=1.0, open_low=True)
         check_number("min_p", self.min_p, low=0.0, high=1.0)
-        check_whole("top_k", self.top_k, low=0, high=MAX_TOKENS)
+        check_whole("top_k", self.top_k, low=0)
         check_number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
         check_number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
         check_number("repetition_penalty", self.repetition_penalty, low=1e-3, high=100.0)
@@ -116,8 +115,8 @@ class SamplingParams:
         object.__setattr__(self, "bad_words", tuple(w if isinstance(w, str) else tuple(w) for w in self.bad_words))
 
     def _check_output(self) -> None:
-        check_whole("max_tokens", self.max_tokens, low=1, high=MAX_TOKENS)
-        check_whole("min_tokens", self.min_tokens, low=0, high=MAX_TOKENS)
+        check_whole("max_tokens", self.max_tokens, low=1)
+        check_whole("min_tokens", self.min_tokens, low=0)
         if self.min_tokens > self.max_tokens:
             raise InputError("min_tokens", self.min_tokens, f"must be at most max_tokens, {self.max_tokens}")
         check_whole("n", self.n, low=1, high=1024)

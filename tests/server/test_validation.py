@@ -214,8 +214,8 @@ def test_c3_a_limit_beyond_the_context_is_cut_to_it(path: str, name: str) -> Non
 
 
 SAME_BOUNDS: dict[str, tuple[float, ...]] = {
-    "max_tokens": (0, 1, 2**31, 99_999_999_999, 2**63 - 1, 2**63),
-    "top_k": (0, 1, 2**31, 99_999_999_999, 2**63 - 1, 2**63),
+    "max_tokens": (0, 1, 2**31, 99_999_999_999, 2**63 - 1),
+    "top_k": (0, 1, 2**31, 99_999_999_999, 2**63 - 1),
     "min_tokens": (-1, 0, 1, 17, 2**63),
     "temperature": (-0.1, 0, 99.9, 100, 100.1),
     "top_p": (0, 1e-9, 1, 1.1),

@@ -7,16 +7,17 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from foretoken.params import MAX_TOKENS, PRIORITIES, TEMPERATURES
+from foretoken.params import PRIORITIES, TEMPERATURES
 from foretoken.server.api.forms import ResponseFormat, StructuredOutputs
 from foretoken.server.api.tools import ToolChoice, ToolList
 
 MAX_WHOLE = 2**31 - 1  # of counts without a limit of their own; each has one that the server's settings say
+_MAX_TOKENS = 2**63 - 1  # a limit beyond the context, or beyond the vocabulary, is cut to it
 _NAME_CHARS = 256
 
 Whole = Annotated[int, Field(ge=0, le=MAX_WHOLE)]
 Count = Annotated[int, Field(ge=1, le=MAX_WHOLE)]
-TokenLimit = Annotated[int, Field(ge=1, le=MAX_TOKENS)]  # cut to the context
+TokenLimit = Annotated[int, Field(ge=1, le=_MAX_TOKENS)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
@@ -185,11 +186,11 @@ class SamplingFields(BaseModel):
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
     user: ShortText | None = None
     # vLLM's
-    top_k: Annotated[int, Field(ge=-1, le=MAX_TOKENS)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=_MAX_TOKENS)] | None = None
     min_p: Share | None = None
     repetition_penalty: Annotated[float, Field(ge=1e-3, le=100, allow_inf_nan=False)] | None = None
     ignore_eos: bool | None = None
-    min_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=_MAX_TOKENS)] | None = None
     bad_words: list[str] | None = None
     stop_token_ids: list[Whole] | None = None
     include_stop_str_in_output: bool | None = None
