@@ -34,8 +34,10 @@ from foretoken.engine.output import GenerateOutput, answer_of, unanswered
 from foretoken.engine.prompts import Conversation, Prompt, as_prompt
 from foretoken.engine.request import PreparedRequest, RequestState
 from foretoken.engine.ticket import Ticket
+from foretoken.engine.uncopied import Uncopied
 from foretoken.engine_config import EngineConfig
 from foretoken.errors import EngineError, InputError, OverloadedError
+from foretoken.machine.forks import check_not_forked
 from foretoken.params import check_limits
 
 _Command = Callable[[Engine], None]
@@ -54,7 +56,7 @@ class _Order:
     state: RequestState | None = None
 
 
-class AsyncEngine:
+class AsyncEngine(Uncopied):
     """Owns an `LLM` while it is open: nobody else may run requests there. At most `max_waiting` requests wait for a
     place in the batch, those included that are being prepared.
 
@@ -64,6 +66,8 @@ class AsyncEngine:
         InputError: `llm` was closed, answers requests, or has an owner already; see also `LLM`.
         StorageError, ModelError: see `LLM`.
     """
+
+    copy_remedy = "give the other process the EngineConfig, AsyncEngine.llm.config, and open one from it there"
 
     def __init__(self, llm: LLM | EngineConfig, max_waiting: int = 256) -> None:
         if not isinstance(llm, LLM | EngineConfig):
@@ -205,12 +209,7 @@ class AsyncEngine:
         Raises:
             InputError: it is such a process.
         """
-        if os.getpid() != self._process:
-            raise InputError(
-                "engine",
-                f"opened in process {self._process}",
-                "has no thread in a forked process; open an AsyncEngine after the fork",
-            )
+        check_not_forked("engine", self._process)
 
     def __enter__(self) -> AsyncEngine:
         return self

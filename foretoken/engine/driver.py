@@ -111,7 +111,9 @@ class Driver:
                 raise
 
     def _leave(self, states: Sequence[RequestState]) -> None:
-        """Free what has not ended."""
+        """Free what has not ended; a forked process leaves that to its parent."""
+        if self._turns.is_forked:
+            return
         with self._turns.lock:
             for state in states:
                 self._inboxes.pop(state.request_id, None)

@@ -39,6 +39,7 @@ from foretoken.engine.startup.known_costs import KnownCosts, check_mode, know_co
 from foretoken.engine.stats import EngineStats
 from foretoken.engine.trace import Trace
 from foretoken.engine.turns import Owner, Turns
+from foretoken.engine.uncopied import Uncopied
 from foretoken.engine_config import EngineConfig, EngineOptions, config_of
 from foretoken.errors import ForetokenError, InputError, SpeculationWarning, StorageError
 from foretoken.model.interface import LanguageModel, PrefixModel, SharesWeights
@@ -47,7 +48,7 @@ from foretoken.model.open import open_device, open_model
 from foretoken.model.tokenizer import load_tokenizer
 
 
-class LLM:
+class LLM(Uncopied):
     """A target with its drafters, built from an `EngineConfig`, or from the same values as arguments.
 
     `spec` of the configuration is the default for every request; without one the engine guesses with what needs no
@@ -56,13 +57,16 @@ class LLM:
 
     Several threads may use one `LLM`: they take turns, a step at a time, and their requests run together. Requests are
     prepared (tokenised, checked, grammars compiled) in the thread that asks. Many callers at once, and coroutines, are
-    what `AsyncEngine` is for; while one is open, nothing else may run requests here.
+    what `AsyncEngine` is for; while one is open, nothing else may run requests here. A forked process cannot use it.
 
     Raises:
-        InputError: an option that cannot be honoured; nothing was loaded.
+        InputError: an option that cannot be honoured, or a fork of a process that had opened a model; nothing was
+        loaded.
         StorageError: the trace cannot be written.
         ModelError: the checkpoint cannot be used.
     """
+
+    copy_remedy = "give the other process the EngineConfig, LLM.config, and open an LLM from it there"
 
     def __init__(
         self,
@@ -309,7 +313,11 @@ class LLM:
         return self._encoder.encode(text)
 
     def close(self) -> None:
-        """Drop every request and the models. The object cannot be used afterwards; closing again does nothing."""
+        """Drop every request and the models. The object cannot be used afterwards; closing again does nothing, and
+        so does closing in a forked process, whose parent may go on.
+        """
+        if self._turns.is_forked:
+            return
         if self._owner is not None:
             self._owner.close()
         with self._turns.lock:
@@ -367,6 +375,7 @@ class LLM:
             InputError, ModelError, StorageError: see `DrafterFactory.make`.
         """
         check_spec(spec)
+        self._turns.check_process()
         loader = self._loader
         if loader is None:
             raise self._was_closed()
@@ -426,7 +435,8 @@ class LLM:
             self._check_open()  # closed half-way: what came is not the whole answer
 
     def _check_open(self) -> Driver:
-        """What runs the engine; refuses when this was closed."""
+        """What runs the engine; refuses when this was closed, and in a forked process."""
+        self._turns.check_process()
         if self._driver is None:
             raise self._was_closed()
         return self._driver

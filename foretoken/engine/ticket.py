@@ -9,6 +9,7 @@ from typing import Protocol
 
 from foretoken.core import StepOutput
 from foretoken.engine.output import GenerateOutput
+from foretoken.engine.uncopied import Uncopied
 
 
 class Office(Protocol):
@@ -21,7 +22,7 @@ class Office(Protocol):
         """Refuse to wait where no engine will ever answer: in a process that was forked from the engine's."""
 
 
-class Ticket:
+class Ticket(Uncopied):
     """One submitted answer: iterate over it for its pieces, `result()` for all of it, `cancel()` to leave it.
 
     Everything that came is kept with the ticket. So every iteration, of any thread or coroutine and at any time, gives
@@ -29,6 +30,8 @@ class Ticket:
     called as often as one likes. Who leaves an iteration or a `wait` before its end leaves the request, unless somebody
     else still reads it.
     """
+
+    copy_remedy = "send the answer, Ticket.result(), when it has ended"
 
     def __init__(self, office: Office) -> None:
         self._office = office

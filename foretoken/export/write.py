@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from foretoken.errors import ConfigError, StorageError
 from foretoken.export.engines import OtherEngine, method_of, refusal_reason
@@ -16,11 +17,13 @@ from foretoken.export.launch import Launch, launch_of, most_draft
 from foretoken.export.plain import plain_launch
 from foretoken.heads.base import Head
 from foretoken.heads.checkpoint import load_head, save_head, save_speculators
-from foretoken.heads.config import BlockConfig, EagleConfig
+from foretoken.heads.config import BlockConfig, EagleConfig, MedusaConfig
 from foretoken.heads.formats.eagle import ARCHITECTURE_1_BIAS
+from foretoken.heads.formats.medusa import MEDUSA_WEIGHTS, SHARED_OUTPUT
 from foretoken.model.fields import read_json
-from foretoken.model.loader import read_config
-from foretoken.model.weights import WEIGHTS
+from foretoken.model.loader import read_checkpoint, read_config
+from foretoken.model.weights import EMBEDDING, WEIGHTS
+from foretoken.model.weights import HEAD as OUTPUT
 from foretoken.model.writing import writing_folder
 
 _CHECKED = {("llamacpp", "eagle3"): "Started with such files by us in build 0c1e570 alone"}
@@ -61,7 +64,7 @@ def export_head(
             save_speculators(head, work, target, num_draft, target_name, architecture)
         else:
             save_head(head, work, target, target_folder, target_name if method_of(head.config) == "medusa" else None)
-            _adapt(work, head, engine)
+            _adapt(work, head, engine, target_folder)
 
     _write(out, engine, launch, method_of(head.config), num_draft, fill)
     return launch
@@ -92,10 +95,34 @@ def _check(head: Head, engine: OtherEngine, num_draft: int, as_speculators: bool
         raise ConfigError("num_draft", num_draft, f"this head guesses at most {most} tokens")
 
 
-def _adapt(folder: Path, head: Head, engine: OtherEngine) -> None:
+def _adapt(folder: Path, head: Head, engine: OtherEngine, target_folder: Path) -> None:
     """Change the directory where an engine reads another variant than the portable one."""
-    if engine.name != "sglang":
+    if engine.name == "vllm":
+        _add_shared_output(folder, head, target_folder)
+    elif engine.name == "sglang":
+        _adapt_to_sglang(folder, head)
+
+
+def _add_shared_output(folder: Path, head: Head, target_folder: Path) -> None:
+    """Put the target's output matrix beside Medusa heads that use it: vLLM never takes it from the target, and would
+    multiply by a matrix of whatever its memory held.
+    """
+    config = head.config
+    if not isinstance(config, MedusaConfig) or config.has_own_output:
         return
+    tensors = load_file(folder / MEDUSA_WEIGHTS)
+    dtype = next(head.parameters()).dtype
+    matrix = _output_matrix(target_folder)[head.vocabulary.ids.cpu()].to(dtype)  # [V_d, D]
+    save_file(tensors | {SHARED_OUTPUT: matrix.contiguous()}, folder / MEDUSA_WEIGHTS, metadata={"format": "pt"})
+
+
+def _output_matrix(target_folder: Path) -> Tensor:
+    """The matrix [V, D] from which a target's logits come: of its own, or its embedding."""
+    config, weights = read_checkpoint(target_folder)
+    return weights.read(EMBEDDING if config.tie_embeddings else OUTPUT, (config.vocab_size, config.hidden_size))
+
+
+def _adapt_to_sglang(folder: Path, head: Head) -> None:
     path = folder / "config.json"
     raw = read_json(path)
     config = head.config

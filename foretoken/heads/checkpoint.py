@@ -30,6 +30,7 @@ from foretoken.heads.formats.eagle import eagle_from_json, eagle_json, eagle_ten
 from foretoken.heads.formats.layers import Shape
 from foretoken.heads.formats.medusa import (
     MEDUSA_WEIGHTS,
+    SHARED_OUTPUT,
     TOKEN_MAP,
     medusa_from_json,
     medusa_json,
@@ -74,8 +75,8 @@ def load_head(
     check_note(folder, target, target_folder)
     fields, weights = open_head_files(folder)
     config = read_head_config(fields, kind, target, frozenset(weights.own_names))
-    stored = _stored_names(weights, config)
     vocabulary = _read_vocabulary(weights, config, fields)
+    stored = _stored_names(weights, config, len(vocabulary.ids))
     expected = head_tensors(config, len(vocabulary.ids))
     problems = tensor_problems(weights, stored, expected)
     if problems:
@@ -242,13 +243,13 @@ def head_state(head: Head) -> dict[str, Tensor]:
 
 
 def vocabulary_tables(config: HeadConfig, vocabulary: DraftVocabulary) -> dict[str, Tensor]:
-    """The tables that tell an engine which tokens a head guesses among.
+    """The tables that tell an engine which tokens a head guesses among; none for the target's whole vocabulary.
 
-    EAGLE-3 always has them; other kinds where the vocabulary is cut.
+    vLLM has a place for the tables only where the draft vocabulary is smaller than the target's, and refuses others.
     """
-    ids = vocabulary.ids.cpu()
-    if vocabulary.is_whole and not (isinstance(config, EagleConfig) and config.version == 3):
+    if vocabulary.is_whole:
         return {}
+    ids = vocabulary.ids.cpu()
     if isinstance(config, MedusaConfig):
         return {TOKEN_MAP: ids}
     mask = torch.zeros(vocabulary.target_vocab_size, dtype=torch.bool)
@@ -270,11 +271,12 @@ def tensor_problems(weights: Weights, stored: Mapping[str, str], expected: Mappi
     return problems
 
 
-def _stored_names(weights: Weights, config: HeadConfig) -> dict[str, str]:
-    """Name in the file of every tensor of the network, by the network's; tables and a copied embedding left out.
+def _stored_names(weights: Weights, config: HeadConfig, vocab_size: int) -> dict[str, str]:
+    """Name in the file of every tensor of the network, by the network's; tables and copies of the target's matrices
+    left out. `vocab_size` is that of the head.
 
     Raises:
-        CheckpointError: one tensor under two names, or an embedding that is not the target's shape.
+        CheckpointError: one tensor under two names, or a copy that has not the shape of the target's matrix.
     """
     found: dict[str, str] = {}
     for name in weights.own_names:
@@ -282,6 +284,9 @@ def _stored_names(weights: Weights, config: HeadConfig) -> dict[str, str]:
             continue
         if name == _EMBEDDING and isinstance(config, EagleConfig | BlockConfig) and not _owns_embedding(config):
             _check_embedding(weights, config)
+            continue
+        if name == SHARED_OUTPUT and isinstance(config, MedusaConfig) and not config.has_own_output:
+            weights.check_shape(name, (vocab_size, config.hidden_size))
             continue
         own = network_name(config, name) if isinstance(config, EagleConfig) else name
         own = medusa_name(name, config.num_blocks) if isinstance(config, MedusaConfig) else own

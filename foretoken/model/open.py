@@ -12,6 +12,7 @@ from foretoken.errors import ConfigError, UnsupportedModelError
 from foretoken.kv.limit import largest_cache_bytes
 from foretoken.kv.pool import bytes_per_token
 from foretoken.machine.features import warn_of_slow_bf16
+from foretoken.machine.forks import note_computing
 from foretoken.model.architecture import NATIVE_MODEL_TYPES, ModelConfig, check_causal
 from foretoken.model.fields import shown
 from foretoken.model.gguf.header import is_gguf
@@ -47,8 +48,9 @@ def open_model(
         CheckpointError, UnsupportedModelError: see `loader`.
         ConfigError: an option that does not exist, or strict numerics or quantised weights of a model that runs through
         transformers.
-        InputError: quantised weights with a dtype or device that has no kernel for them.
+        InputError: quantised weights with a dtype or device that has no kernel for them; a forked process, see `forks`.
     """
+    note_computing(torch.get_num_threads())
     if numerics not in NUMERICS:
         raise ConfigError("numerics", numerics, f"choose one of {', '.join(NUMERICS)}")
     place = open_device(device)

@@ -112,6 +112,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """What is known of the served model once it is loaded.
 
     `tool_style` is how its chat template lets it write calls (`model_files.tool_style`), None where it takes no tools.
+    `template_roles` are the roles of messages that its chat template names.
     `middle_marks` are the tokens before prefix, suffix and middle of a text that is filled in, None without such.
     `missing_draft` is the draft that could not be loaded and is done without, None where nothing is missing.
     """
@@ -129,5 +130,6 @@ class ModelInfo(msgspec.Struct, frozen=True):
     max_waiting: int
     num_parameters: int | None = None
     tool_style: str | None = None
+    template_roles: tuple[str, ...] = ()
     middle_marks: tuple[tuple[int, ...], int, int] | None = None
     missing_draft: str | None = None

@@ -18,7 +18,7 @@ from foretoken.model.tokenizer import Tokenizer
 from foretoken.server.events import AnswerEnded, AnswerFailed, Begun, Event, ModelInfo, Piece, TokenEvent
 from foretoken.server.gauges import gauges
 from foretoken.server.life.plain import plain
-from foretoken.server.model_files import middle_marks, tool_style
+from foretoken.server.model_files import middle_marks, template_roles, tool_style
 from foretoken.server.rounds import RoundLog
 from foretoken.server.service import Call, State
 from foretoken.server.spellings import TokenSpellings
@@ -250,6 +250,7 @@ def _info(engine: AsyncEngine, name: str, missing_draft: str | None) -> ModelInf
         default_spec=plain(llm.spec),
         max_waiting=engine.max_waiting,
         tool_style=None if tokenizer is None else tool_style(tokenizer.chat_template),
+        template_roles=() if tokenizer is None else template_roles(tokenizer.chat_template),
         middle_marks=None if tokenizer is None else middle_marks(tokenizer.vocabulary, tokenizer.opening_ids),
         missing_draft=missing_draft,
     )

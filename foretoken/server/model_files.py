@@ -6,6 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 
 _TAKES_TOOLS = re.compile(r"\btools\b")
+# A role compared with a text, or with a list of texts: message['role'] == 'user', message.role in ["tool", "ipython"].
+_COMPARED_ROLE = re.compile(r"""\brole['"\])\s]*(?:==|!=|(?:not\s+)?in\b)\s*([\[(][^\])]*[\])]|'[^']*'|"[^"]*")""")
+_QUOTED = re.compile(r"""['"]([\w-]{1,64})['"]""")
 _MIDDLE_MARKS = (  # before the prefix, before the suffix, before the middle
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen-Coder, CodeGemma
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
@@ -22,6 +25,12 @@ def tool_style(chat_template: str | None) -> str | None:
     if "<tool_call>" in chat_template:
         return "tags"
     return "json_parameters" if '"parameters":' in chat_template.replace("\\", "") else "json_arguments"
+
+
+def template_roles(chat_template: str | None) -> tuple[str, ...]:
+    """The roles of messages that a chat template names, each once."""
+    compared = _COMPARED_ROLE.findall(chat_template or "")
+    return tuple(dict.fromkeys(role for texts in compared for role in _QUOTED.findall(texts)))
 
 
 def middle_marks(vocabulary: Mapping[str, int], opening_ids: Sequence[int]) -> tuple[tuple[int, ...], int, int] | None:

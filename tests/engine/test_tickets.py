@@ -26,6 +26,7 @@ from foretoken import (
     Ticket,
 )
 from foretoken.core import StepOutput
+from foretoken.machine.forks import REMEDY
 from tests.engine.test_async_engine import Paced, wait_until_idle
 from tests.helpers.audit import check_idle
 from tests.helpers.checkpoints import token_ids
@@ -366,13 +367,13 @@ def test_a_forked_process_is_refused(engine: AsyncEngine) -> None:
             try:
                 ask()
             except InputError as error:
-                said.append(str(error).split(": ")[1])
+                said.append(error.remedy)
         os.write(writing, "|".join(said).encode())
         os._exit(0)
     os.close(writing)
     os.waitpid(child, 0)
     with os.fdopen(reading) as pipe:
-        assert pipe.read() == "|".join(["has no thread in a forked process; open an AsyncEngine after the fork"] * 3)
+        assert pipe.read() == "|".join([REMEDY] * 3)
     ticket.cancel()
 
 

@@ -9,16 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from foretoken.cli.app import run
-from foretoken.errors import ConfigError, StorageError
+from foretoken.errors import CheckpointError, ConfigError, StorageError
 from foretoken.export.engines import NEWEST, engine_of, refusal_reason
 from foretoken.export.launch import Launch, launch_of
 from foretoken.export.plain import _MAKERS, plain_launch
 from foretoken.export.write import export_head
-from foretoken.heads.checkpoint import load_head, save_head
+from foretoken.heads.checkpoint import load_head, make_head, save_head
 from foretoken.heads.config import HeadConfig
+from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.model.loader import read_config
 from tests.helpers.checkpoints import tiny_checkpoint
 from tests.helpers.stored_heads import HEADS, adapter_config, block_config, eagle_config, medusa_config, stored_head
@@ -200,3 +201,53 @@ def test_the_verb(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert run([*common, "--drafter", "ngram", "--out", str(tmp_path / "ngram")]) == 0
     assert run([*common, "--drafter", "suffix", "--out", str(tmp_path / "suffix")]) == 2
     assert run([*common, "--out", str(tmp_path / "none")]) == 2
+
+
+@pytest.mark.parametrize(
+    ("engine", "as_speculators"),
+    [("vllm", False), ("vllm", True), ("sglang", False), ("trtllm", False), ("llamacpp", False)],
+)
+def test_b1_a_whole_vocabulary_has_no_tables(folder: Path, tmp_path: Path, engine: str, as_speculators: bool) -> None:
+    target = read_config(folder)
+    source = stored(folder, eagle_config(target=target, has_own_output=True), tmp_path)
+    export_head(source, folder, "org/t", engine_of(engine, None), tmp_path / "out", 3, as_speculators)
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert not {"d2t", "t2d"} & tensors.keys()
+    again, before = load_head(tmp_path / "out", target), load_head(source, target)
+    assert again.vocabulary.is_whole
+    assert all(torch.equal(again.state_dict()[name], value) for name, value in before.state_dict().items())
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_b2_medusa_for_vllm_holds_the_output_matrix_of_the_target(tmp_path: Path, is_tied: bool) -> None:
+    place = tiny_checkpoint(tmp_path / "target", "llama", num_hidden_layers=8, tie_word_embeddings=is_tied)
+    target = read_config(place)
+    source = stored(place, medusa_config(target=target, num_heads=2, has_own_output=False), tmp_path)
+    export_head(source, place, "org/t", engine_of("vllm", "0.32"), tmp_path / "vllm", 2)
+    written = load_file(tmp_path / "vllm" / "medusa_lm_head.safetensors")
+    own = load_file(place / "model.safetensors")
+    matrix = own["model.embed_tokens.weight" if is_tied else "lm_head.weight"]
+    assert torch.equal(written["lm_head.weight"], matrix.to(written["lm_head.weight"].dtype))
+    assert json.loads((tmp_path / "vllm" / "config.json").read_text())["original_lm_head"] is True
+    again, before = load_head(tmp_path / "vllm", target), load_head(source, target)
+    assert again.config == before.config
+    assert all(torch.equal(again.state_dict()[name], value) for name, value in before.state_dict().items())
+    export_head(source, place, "org/t", engine_of("tgi", None), tmp_path / "tgi", 2)
+    assert "lm_head.weight" not in load_file(tmp_path / "tgi" / "medusa_lm_head.safetensors")
+
+
+def test_b2_the_matrix_beside_medusa_heads_has_the_rows_of_their_vocabulary(folder: Path, tmp_path: Path) -> None:
+    target = read_config(folder)
+    config = medusa_config(target=target, num_heads=2, has_own_output=False)
+    vocabulary = DraftVocabulary(torch.arange(1, target.vocab_size, 3), target.vocab_size)
+    head = make_head(config, vocabulary).to(torch.float32)
+    save_head(head, tmp_path / "head", target)
+    export_head(tmp_path / "head", folder, "org/t", engine_of("vllm", "0.32"), tmp_path / "vllm", 2)
+    written = load_file(tmp_path / "vllm" / "medusa_lm_head.safetensors")
+    matrix = load_file(folder / "model.safetensors")["lm_head.weight"]
+    assert torch.equal(written["lm_head.weight"], matrix[written["token_map"]].float())
+    assert torch.equal(load_head(tmp_path / "vllm", target).vocabulary.ids, vocabulary.ids)
+    written["lm_head.weight"] = written["lm_head.weight"][1:].contiguous()
+    save_file(written, tmp_path / "vllm" / "medusa_lm_head.safetensors")
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight"):
+        load_head(tmp_path / "vllm", target)

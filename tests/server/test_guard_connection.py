@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
+import pytest
 import uvicorn
 
 from foretoken.server.guard.app import guarded
@@ -240,5 +241,71 @@ def test_what_is_not_http_gets_the_envelope() -> None:
         answer = await running.talk(b"HELLO\r\n\r\n")
         assert answer.startswith(b"HTTP/1.1 400 ")
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
+
+    served(GuardConfig(), play)
+
+
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+JSON_BODY = b'{"model": "m", "prompt": "a"}'
+CHUNKED_BODY = b"1d\r\n" + JSON_BODY + b"\r\n0\r\n\r\n"
+BOTH = b"Content-Length: 29\r\nTransfer-Encoding: chunked\r\n\r\n"
+CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n"
+
+
+UNCERTAIN = [
+    (POST + BOTH, JSON_BODY),
+    (POST + BOTH, CHUNKED_BODY),
+    (POST + BOTH, b""),
+    (REQUEST + BOTH, b""),
+    (POST + b"Transfer-Encoding: chunked\r\nContent-Length: 0\r\n\r\n", CHUNKED_BODY),
+    (POST.replace(b"1.1", b"1.0") + CHUNKED, CHUNKED_BODY),
+    (POST + CHUNKED, JSON_BODY),
+    (POST + CHUNKED, b'"a"'),
+    (POST + CHUNKED, b"1\r\na\r\n" + JSON_BODY),
+    (POST + CHUNKED, b"1d\r\n" + JSON_BODY + b"xx"),
+    (POST + CHUNKED, b"zz\r\n"),
+    (POST + CHUNKED, b"-1\r\n"),
+    (POST + b"Transfer-Encoding: gzip, chunked\r\n\r\n", JSON_BODY),
+    (POST + b"Transfer-Encoding: identity\r\n\r\n", JSON_BODY),
+    (POST + b"Content-Length: 29, 30\r\n\r\n", JSON_BODY),
+    (POST + b"Content-Length: 29\r\nContent-Length: 30\r\n\r\n", JSON_BODY),
+    (POST + b"Content-Length: -1\r\n\r\n", JSON_BODY),
+    (POST + b"Content-Length: 0x1d\r\n\r\n", JSON_BODY),
+]
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+def test_h2_a_body_whose_end_is_uncertain_is_400_at_once(is_split: bool) -> None:
+    """No answer waits for bytes that never come: the body's own time is longer than the test would last."""
+
+    async def play(running: Running) -> None:
+        for head, body in UNCERTAIN:
+            reader, writer = await running.connect()
+            for part in (head, body) if is_split else (head + body,):
+                writer.write(part)
+                await writer.drain()
+            async with asyncio.timeout(5.0):
+                line = await reader.readline()
+            assert line.split()[1] == b"400", (head, body, line)
+            writer.close()
+
+    served(GuardConfig(body_timeout_s=600.0), play)
+
+
+def test_h2_a_body_in_chunks_may_come_in_any_pieces() -> None:
+    body = CHUNKED_BODY.replace(b"1d\r\n", b'1D;name="{"\r\n').replace(b"0\r\n", b"0\r\nX-Sum: 1\r\n")
+
+    async def play(running: Running) -> None:
+        for cut in range(1, len(body), 3):
+            reader, writer = await running.connect()
+            writer.write(POST + b"Connection: close\r\n" + CHUNKED)
+            for part in (body[:cut], body[cut : cut + 2], body[cut + 2 :]):
+                writer.write(part)
+                await writer.drain()
+                await asyncio.sleep(0.001)
+            answer = await reader.read()
+            assert answer.startswith(b"HTTP/1.1 200 ")
+            assert answer.endswith(b"29")
+            writer.close()
 
     served(GuardConfig(), play)

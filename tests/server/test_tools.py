@@ -19,7 +19,7 @@ from foretoken.server.api.tools import (
     held_form,
     template_message,
 )
-from foretoken.server.model_files import middle_marks, tool_style
+from foretoken.server.model_files import middle_marks, template_roles, tool_style
 
 NAMES = ("f", "g")
 
@@ -159,3 +159,22 @@ def test_what_model_files_say() -> None:
     assert tool_style("{{ tools }} [TOOL_CALLS]") == "json_arguments"
     assert middle_marks({"<fim_prefix>": 1, "<fim_suffix>": 2, "<fim_middle>": 3}, [9]) == ((9, 1), 2, 3)
     assert middle_marks({"<fim_prefix>": 1}, []) is None
+
+
+@pytest.mark.parametrize(
+    ("template", "roles"),
+    [
+        (None, ()),
+        ("{% for m in messages %}<|im_start|>{{ m['role'] }}{% endfor %}", ()),
+        ("{% if messages[0]['role'] != 'system' %}", ("system",)),
+        ("{%- if message.role == 'tool' or message.role == \"ipython\" %}", ("tool", "ipython")),
+        (
+            "{% if m['role'] in ['user', \"observation\"] %}{% if (m.role) not in ('a', 'b-c') %}",
+            ("user", "observation", "a", "b-c"),
+        ),
+        ("{% if m.role=='user' %}{% if m.content == 'wizard' %}{% set roles = 'x' %}", ("user",)),
+        ("{% if m[\"role\"] == \"user\" and x == 'y' %}{% if m.role == 'user' %}", ("user",)),
+    ],
+)
+def test_c2_roles_that_a_template_names(template: str | None, roles: tuple[str, ...]) -> None:
+    assert template_roles(template) == roles

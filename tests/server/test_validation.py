@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from foretoken.errors import ContextLengthError
+from foretoken.config import SamplingParams
+from foretoken.errors import ContextLengthError, InputError
 from foretoken.server.api.app import create_app
 from foretoken.server.api.body import read_json
 from foretoken.server.api.config import ApiConfig
@@ -23,7 +24,7 @@ from foretoken.server.local import LocalService
 from tests.helpers.fake_service import INFO, FakeService, ended, piece
 from tests.helpers.http import JSON, Records, client_of, run
 
-TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
+TEXT, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 HELLO = [{"role": "user", "content": "hello"}]
 
 
@@ -122,6 +123,9 @@ def test_messages_shapes(trial: Trial) -> None:
         [{"role": "user"}],
         [{"role": "tool", "content": "4"}],
         [{"role": "", "content": "a"}],
+        [{"role": ["user"], "content": "a"}],
+        [ok, {"role": "wizard", "content": "a"}],
+        [{"role": "User", "content": "a"}],
         [{"role": "user", "content": [{"type": "text"}]}],
         [{"role": "user", "content": ["a"]}],
         [{"role": "assistant", "tool_calls": 3}],
@@ -134,6 +138,107 @@ def test_messages_shapes(trial: Trial) -> None:
     parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
     assert [status for status, _ in trial.post(CHAT, {"messages": turns}, {"messages": parts})] == [200, 200]
     assert trial.service.calls[-1].messages == [{"role": "user", "content": "a\nb"}]
+
+
+def test_c2_a_role_that_nobody_knows_is_refused_by_name(trial: Trial) -> None:
+    """Also where the template would write it; roles of the template's own are taken."""
+    wizard = {"role": "wizard", "content": "a"}
+    (error,) = trial.refused(CHAT, {"messages": [*HELLO, wizard]}, param="messages.1.role")
+    assert error["message"] == ("messages.1.role: must be one of system, developer, user, assistant, tool, function")
+    trial.refused(RESPONSES, {"input": [*HELLO, wizard], "instructions": "b"}, param="input.1.role")
+    trial.refused(RESPONSES, {"input": [{"type": "message", "content": "a"}]}, param="input.0.role")
+    assert trial.post("/tokenize", {"messages": [wizard]})[0][0] == 400
+    own = Trial(service=FakeService(info=msgspec.structs.replace(INFO, template_roles=("user", "wizard"))))
+    assert own.post(CHAT, {"messages": [*HELLO, wizard]})[0][0] == 200
+    assert own.post(RESPONSES, {"input": [*HELLO, wizard]})[0][0] == 200
+    assert own.post("/tokenize", {"messages": [wizard]})[0][0] == 200
+    assert own.refused(CHAT, {"messages": [{"role": "x", "content": "a"}]})[0]["message"].endswith("function, wizard")
+    for role in ("system", "developer", "user", "assistant", "function"):
+        assert trial.post(CHAT, {"messages": [{"role": role, "content": "a"}]})[0][0] == 200
+
+
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": TOOLS, "tool_choice": "none"},
+        {"tools": [], "tool_choice": "none"},
+        {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True},
+        {"tool_choice": "auto", "parallel_tool_calls": False},
+        {"functions": [{"name": "f"}], "function_call": "none"},
+        {"functions": [], "function_call": "auto"},
+        {"function_call": "none"},
+    ],
+)
+def test_c1_tools_that_may_not_be_called_are_left_out(fields: dict[str, Any]) -> None:
+    """The scripted model's template takes no tools."""
+    trial = Trial()
+    ((status, answer),) = trial.post(CHAT, {"messages": HELLO, **fields})
+    assert status == 200, answer
+    assert trial.service.calls[-1].tools is None
+    if "functions" not in fields and "function_call" not in fields:
+        flat = [{"type": "function", "name": "f"}] if fields.get("tools") else fields.get("tools")
+        ((status, answer),) = trial.post(RESPONSES, {"input": "a", **fields, "tools": flat})
+        assert status == 200, answer
+        assert trial.service.calls[-1].tools is None
+
+
+def test_c1_tools_that_might_be_called_are_refused(trial: Trial) -> None:
+    for choice in ("auto", "required", None):
+        trial.refused(CHAT, {"messages": HELLO, "tools": TOOLS, "tool_choice": choice}, param="tools")
+    trial.refused(CHAT, {"messages": HELLO, "functions": [{"name": "f"}]}, param="functions")
+    trial.refused(CHAT, {"messages": HELLO, "function_call": {"name": "f"}}, param="function_call")
+    two = {"messages": HELLO, "tools": TOOLS * 2, "tool_choice": "none"}
+    trial.refused(CHAT, two, param="tools")
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        (TEXT, "max_tokens"),
+        (CHAT, "max_tokens"),
+        (CHAT, "max_completion_tokens"),
+        (RESPONSES, "max_output_tokens"),
+        (RESPONSES, "max_tokens"),
+    ],
+)
+def test_c3_a_limit_beyond_the_context_is_cut_to_it(path: str, name: str) -> None:
+    bodies = {TEXT: {"prompt": "a"}, CHAT: {"messages": HELLO}, RESPONSES: {"input": "a"}}
+    for most in (INFO.max_model_len + 1, 2**31, 99_999_999_999, 2**63 - 1):
+        trial = Trial()
+        ((status, answer),) = trial.post(path, {**bodies[path], name: most})
+        assert status == 200, answer
+        assert trial.service.calls[-1].params.max_tokens == INFO.max_model_len
+
+
+SAME_BOUNDS: dict[str, tuple[float, ...]] = {
+    "max_tokens": (0, 1, 2**31, 99_999_999_999, 2**63 - 1),
+    "top_k": (0, 1, 2**31, 99_999_999_999, 2**63 - 1),
+    "min_tokens": (-1, 0, 1, 17, 2**63),
+    "temperature": (-0.1, 0, 99.9, 100, 100.1),
+    "top_p": (0, 1e-9, 1, 1.1),
+    "min_p": (-0.1, 0, 1, 1.1),
+    "presence_penalty": (-2.1, -2, 2, 2.1),
+    "frequency_penalty": (-2.1, -2, 2, 2.1),
+    "repetition_penalty": (0, 1e-3, 100, 101),
+    "seed": (-1, 0, 2**64 - 1, 2**64),
+    "priority": (-101, -100, 100, 101),
+    "n": (0, 1),
+}
+
+
+@pytest.mark.parametrize("name", SAME_BOUNDS)
+def test_c3_bounds_are_those_of_the_command_line(trial: Trial, name: str) -> None:
+    """What `SamplingParams` takes, which the command line fills, requests may say too."""
+    for value in SAME_BOUNDS[name]:
+        try:
+            SamplingParams(**{"max_tokens": 16, name: value})
+            expected = 200
+        except InputError:
+            expected = 400
+        assert trial.post(TEXT, texts(**{name: value}))[0][0] == expected, (name, value)
 
 
 def test_empty_prompt(trial: Trial) -> None:
@@ -164,7 +269,7 @@ def test_numbers_nonfinite(trial: Trial) -> None:
 @pytest.mark.parametrize(
     ("name", "values"),
     [
-        ("temperature", (-1, 100)),
+        ("temperature", (-1, 100.1)),
         ("top_p", (0, 1.1)),
         ("min_p", (-0.1, 1.1)),
         ("presence_penalty", (-2.1, 2.1)),

@@ -14,6 +14,7 @@ from foretoken.model.fields import Fields
 
 MEDUSA_WEIGHTS = "medusa_lm_head.safetensors"
 TOKEN_MAP = "token_map"  # vLLM's name of a cut vocabulary: the target's number of each token
+SHARED_OUTPUT = "lm_head.weight"  # the target's output matrix, which vLLM reads from the heads' file
 _MOST_HEADS = 64
 _NATIVE_BLOCK = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)")
 _NATIVE_OUTPUT = re.compile(r"lm_heads\.(\d+)\.weight")

@@ -51,7 +51,7 @@ def chat_call(body: ChatRequest, terms: Terms) -> Call:
         raise invalid("top_logprobs", "needs logprobs=true", body.top_logprobs)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     most = max((limit for limit in limits if limit is not None), default=terms.config.default_max_tokens)
-    messages = checked_messages(body.messages)
+    messages = checked_messages(body.messages, info.template_roles)
     params = _params(body, terms, most, logprobs, "top_logprobs", num_prompts=1)
     return Call(
         params,
@@ -241,9 +241,13 @@ def _check_prompts(prompts: Sequence[Any], terms: Terms) -> None:
 
 def _refuse_chat_features(body: ChatRequest) -> None:
     """What would change the answer and does not exist here."""
-    for name in ("audio", "functions", "function_call", "web_search_options", "chat_template"):
+    for name in ("audio", "web_search_options", "chat_template"):
         if getattr(body, name):
             raise unsupported(name, "is not supported")
+    if body.functions and body.function_call != "none":
+        raise unsupported("functions", "is not supported; use tools")
+    if body.function_call not in (None, "none", "auto"):
+        raise unsupported("function_call", "is not supported; use tool_choice")
     if body.modalities not in (None, ["text"]):
         raise unsupported("modalities", "this model writes text only")
 

@@ -8,20 +8,32 @@ from typing import Any, Protocol
 from foretoken.server.api.errors import invalid, unsupported
 from foretoken.server.api.tools import template_message
 
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # OpenAI's
 
-def checked_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with their parts of text joined.
+
+def checked_messages(messages: Sequence[dict[str, Any]], template_roles: Sequence[str]) -> list[dict[str, Any]]:
+    """The messages with their parts of text joined; `template_roles` are those that the chat template names.
 
     Raises:
-        ApiError: a message without role or content, or with parts that are not text.
+        ApiError: a message without content, with a role that nobody knows, or with parts that are not text.
     """
-    return [_checked(f"messages.{place}", message) for place, message in enumerate(messages)]
+    return [_checked(f"messages.{place}", message, template_roles) for place, message in enumerate(messages)]
 
 
-def _checked(param: str, message: dict[str, Any]) -> dict[str, Any]:
-    role = message.get("role")
-    if not isinstance(role, str) or not 0 < len(role) <= 64:
-        raise invalid(f"{param}.role", "must be a text such as user")
+def checked_role(param: str, role: object, template_roles: Sequence[str]) -> str:
+    """The role of a message. Most templates write whatever they are given, which a model has never seen.
+
+    Raises:
+        ApiError: neither one of `ROLES` nor one that the template names.
+    """
+    if not isinstance(role, str) or (role not in ROLES and role not in template_roles):
+        more = [name for name in template_roles if name not in ROLES]
+        raise invalid(f"{param}.role", f"must be one of {', '.join((*ROLES, *more))}")
+    return role
+
+
+def _checked(param: str, message: dict[str, Any], template_roles: Sequence[str]) -> dict[str, Any]:
+    role = checked_role(param, message.get("role"), template_roles)
     content = message.get("content")
     if role == "tool" and not isinstance(message.get("tool_call_id"), str):
         raise invalid(f"{param}.tool_call_id", "a message of role tool must name the call that it answers")

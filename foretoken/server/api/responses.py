@@ -48,7 +48,7 @@ def responses_router(api: Api) -> APIRouter:
         name_of(body, request)
         chat: ChatRequest | None = None
         try:
-            chat = as_chat(body)
+            chat = as_chat(body, info.template_roles)
             call = chat_call(chat, Terms(info, api.config, caller_of(request.scope)))
             exchange = Exchange(api, request.scope, call, info, bool(body.stream))
             writer = ResponsesWriter(exchange, body, chat)

@@ -9,7 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from foretoken.server.api.errors import invalid, unsupported
 from foretoken.server.api.forms import JsonSchemaFormat, ResponseFormat
-from foretoken.server.api.schemas import ChatRequest, Count, SamplingFields, ShortText, Whole
+from foretoken.server.api.messages import checked_role
+from foretoken.server.api.schemas import ChatRequest, Count, SamplingFields, ShortText, TokenLimit, Whole
 from foretoken.server.api.tools import (
     MAX_TOOLS,
     AllowedTools,
@@ -81,7 +82,7 @@ class ResponsesRequest(SamplingFields):
 
     input: str | Annotated[list[dict[str, Any]], Field(min_length=1)]
     instructions: str | None = None
-    max_output_tokens: Count | None = None
+    max_output_tokens: TokenLimit | None = None
     tools: Annotated[list[ResponsesTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedResponsesTool | AllowedResponsesTools | None = None
     parallel_tool_calls: bool | None = None
@@ -102,8 +103,9 @@ def wants_logprobs(body: ResponsesRequest) -> bool:
     return _INCLUDES[0] in (body.include or ())
 
 
-def as_chat(body: ResponsesRequest) -> ChatRequest:
+def as_chat(body: ResponsesRequest, template_roles: Sequence[str]) -> ChatRequest:
     """The chat request that a response answers; its fields were checked already, those of `input` are checked here.
+    `template_roles` are those that the chat template names.
 
     Raises:
         ApiError: a field that needs state between requests, or that does not exist here.
@@ -113,7 +115,7 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
     return ChatRequest.model_construct(
         **shared
         | {
-            "messages": _messages(body),
+            "messages": _messages(body, template_roles),
             "max_tokens": None,
             "max_completion_tokens": body.max_output_tokens if body.max_output_tokens is not None else body.max_tokens,
             "logprobs": wants_logprobs(body),
@@ -169,7 +171,7 @@ def _named(tool: NamedResponsesTool) -> NamedToolChoice:
     return NamedToolChoice.model_construct(type="function", function=NamedFunction.model_construct(name=tool.name))
 
 
-def _messages(body: ResponsesRequest) -> list[dict[str, Any]]:
+def _messages(body: ResponsesRequest, template_roles: Sequence[str]) -> list[dict[str, Any]]:
     """Input items as messages of a chat."""
     messages: list[dict[str, Any]] = []
     if body.instructions is not None:
@@ -177,14 +179,16 @@ def _messages(body: ResponsesRequest) -> list[dict[str, Any]]:
     if isinstance(body.input, str):
         return [*messages, {"role": "user", "content": body.input}]
     for place, item in enumerate(body.input):
-        _add_item(messages, f"input.{place}", item)
+        _add_item(messages, f"input.{place}", item, template_roles)
     return messages
 
 
-def _add_item(messages: list[dict[str, Any]], param: str, item: Mapping[str, Any]) -> None:
+def _add_item(
+    messages: list[dict[str, Any]], param: str, item: Mapping[str, Any], template_roles: Sequence[str]
+) -> None:
     kind = item.get("type", "message")
     if kind == "message":
-        role = item.get("role")
+        role = checked_role(param, item.get("role"), template_roles)
         content = _text(f"{param}.content", item.get("content"))
         messages.append({"role": "system" if role == "developer" else role, "content": content})
     elif kind == "function_call":

@@ -12,10 +12,12 @@ from foretoken.server.api.forms import ResponseFormat, StructuredOutputs
 from foretoken.server.api.tools import ToolChoice, ToolList
 
 MAX_WHOLE = 2**31 - 1  # of counts without a limit of their own; each has one that the server's settings say
+_MAX_TOKENS = 2**63 - 1  # a limit beyond the context, or beyond the vocabulary, is cut to it
 _NAME_CHARS = 256
 
 Whole = Annotated[int, Field(ge=0, le=MAX_WHOLE)]
 Count = Annotated[int, Field(ge=1, le=MAX_WHOLE)]
+TokenLimit = Annotated[int, Field(ge=1, le=_MAX_TOKENS)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
@@ -167,7 +169,7 @@ class SamplingFields(BaseModel):
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
     logit_bias: LogitBias = None
-    max_tokens: Count | None = None
+    max_tokens: TokenLimit | None = None
     metadata: dict[str, Any] | None = None
     n: Count | None = None
     prediction: Prediction = None
@@ -180,15 +182,15 @@ class SamplingFields(BaseModel):
     store: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    temperature: Annotated[float, Field(ge=TEMPERATURES[0], lt=TEMPERATURES[1], allow_inf_nan=False)] | None = None
+    temperature: Annotated[float, Field(ge=TEMPERATURES[0], le=TEMPERATURES[1], allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
     user: ShortText | None = None
     # vLLM's
-    top_k: Annotated[int, Field(ge=-1, le=MAX_WHOLE)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=_MAX_TOKENS)] | None = None
     min_p: Share | None = None
     repetition_penalty: Annotated[float, Field(ge=1e-3, le=100, allow_inf_nan=False)] | None = None
     ignore_eos: bool | None = None
-    min_tokens: Whole | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=_MAX_TOKENS)] | None = None
     bad_words: list[str] | None = None
     stop_token_ids: list[Whole] | None = None
     include_stop_str_in_output: bool | None = None
@@ -217,7 +219,7 @@ class ChatRequest(SamplingFields):
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
     logprobs: bool | None = None
     top_logprobs: Whole | None = None
-    max_completion_tokens: Count | None = None
+    max_completion_tokens: TokenLimit | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: ShortText | None = None
     tool_choice: ToolChoice | None = None

@@ -50,7 +50,7 @@ def tokenization_router(api: Api) -> APIRouter:
             raise invalid("prompt", "give either prompt or messages")
         if body.messages is not None and not info.has_chat_template:
             raise unsupported("messages", "the model has no chat template; give a prompt")
-        messages = None if body.messages is None else checked_messages(body.messages)
+        messages = None if body.messages is None else checked_messages(body.messages, info.template_roles)
         try:
             tokens = await api.service.tokenize(body.prompt, messages, body.add_special_tokens)
         except ForetokenError as error:

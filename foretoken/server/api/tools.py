@@ -88,7 +88,7 @@ class Callables:
 
 
 def callables(tools: Sequence[Tool] | None, choice: ToolChoice | None, style: ToolStyle | None) -> Callables:
-    """What `tools` and `tool_choice` come to; none without tools and for `tool_choice` "none".
+    """What `tools` and `tool_choice` come to; none without tools and for `tool_choice` "none", whatever the template.
 
     Raises:
         ApiError: contradictory fields, too long schemas, or a chat template that takes no tools (`style` None).
@@ -101,10 +101,10 @@ def callables(tools: Sequence[Tool] | None, choice: ToolChoice | None, style: To
     if len(functions) < len(tools):
         raise invalid("tools", "two functions have the same name; give each its own")
     check_size("tools", [[tool.function.description or "", tool.function.parameters] for tool in tools])
-    if style is None:
-        raise unsupported("tools", "the model's chat template takes no tools; leave them out")
     if choice == "none":
         return Callables()
+    if style is None:
+        raise unsupported("tools", "the model's chat template takes no tools; leave them out, or send tool_choice none")
     names, is_forced = _chosen(functions, choice)
     if not functions.keys() >= set(names):
         raise invalid("tool_choice", "names a function that is not among the tools")

@@ -18,6 +18,7 @@ from foretoken.server.guard.config import GuardConfig
 from foretoken.server.guard.keys import Identity, key_ring
 from foretoken.server.guard.origins import Headers, Origins, values_of
 from foretoken.server.guard.refusal import (
+    bad_framing,
     bad_host,
     bad_length,
     bad_origin,
@@ -97,6 +98,8 @@ class _Guard:
         sizes = values_of(headers, b"content-length")
         if len(set(sizes)) > 1 or not all(size.isascii() and size.isdigit() and len(size) < 20 for size in sizes):
             return bad_length()
+        if values_of(headers, b"transfer-encoding") and (sizes or scope.get("http_version") == "1.0"):
+            return bad_framing()
         if sizes and int(sizes[0]) > config.max_body_bytes:
             return body_too_large(int(sizes[0]), config.max_body_bytes)
         return None

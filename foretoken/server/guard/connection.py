@@ -7,7 +7,9 @@ protocol. uvicorn's parser based on httptools has no limit for headers: h11 is a
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
+from collections.abc import Sequence
 from typing import Any
 
 import h11
@@ -16,6 +18,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from foretoken.server.api.errors import ApiError
 from foretoken.server.guard.config import GuardConfig
 from foretoken.server.guard.refusal import not_http, raw, too_many_connections
+
+_NO_LINE = re.compile(rb"[^\s!#$%&'*+\-.^_`|~0-9A-Za-z]")  # begins no chunk size and no name of a header
 
 
 def uvicorn_options(config: GuardConfig) -> dict[str, Any]:
@@ -71,10 +75,13 @@ class GuardedProtocol(H11Protocol):
                 kept.cancel()
 
     def handle_events(self) -> None:
-        """Read what has come; headers that are complete stop the time."""
+        """Read what has come; headers that are complete stop the time, a malformed body ends the request."""
         super().handle_events()
         if not self._awaits_headers:
             self._unwatch_headers()
+        if self._is_body_malformed:
+            self.logger.warning("Invalid chunk of a body.")
+            self.send_400_response("Invalid chunk of a body.")
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - uvicorn's text
         """What is not HTTP, or has headers that are too large, in the envelope of all errors."""
@@ -83,6 +90,16 @@ class GuardedProtocol(H11Protocol):
     @property
     def _awaits_headers(self) -> bool:
         return self.conn.their_state is h11.IDLE
+
+    @property
+    def _is_body_malformed(self) -> bool:
+        """Whether what h11 could not read yet of a body in chunks can become neither the size of a chunk nor a trailer.
+
+        h11 looks at a line when its end has come, which a body that is not in chunks may never have.
+        """
+        if self.conn.their_state is not h11.SEND_BODY or not _has_chunks(self.headers):
+            return False
+        return _NO_LINE.match(self.conn.trailing_data[0]) is not None
 
     @property
     def _is_leftover(self) -> bool:
@@ -109,3 +126,7 @@ class GuardedProtocol(H11Protocol):
             for event in (answer, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
+
+
+def _has_chunks(headers: Sequence[tuple[bytes, bytes]]) -> bool:
+    return any(name == b"transfer-encoding" for name, _ in headers)

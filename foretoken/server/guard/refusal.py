@@ -35,6 +35,12 @@ def bad_length() -> ApiError:
     return ApiError(400, "invalid_value", "content-length: must be one whole number of bytes", "content-length")
 
 
+def bad_framing() -> ApiError:
+    """400: a body whose end cannot be told for certain (RFC 9112, section 6.1)."""
+    message = "transfer-encoding: cannot stand beside content-length, nor in HTTP/1.0; send one of the two headers"
+    return ApiError(400, "invalid_value", message, "transfer-encoding")
+
+
 def not_http() -> ApiError:
     """400: bytes that are no request."""
     return ApiError(400, "invalid_value", "these bytes are no HTTP request that can be read")
