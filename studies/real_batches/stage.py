@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import itertools
+import os
 import subprocess
 import sys
 import time
@@ -21,7 +22,7 @@ from foretoken.machine.neighbours import OtherLoad
 
 PLAIN = "plain"
 # Ends with the process that started it, however that ends.
-_LOOP = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n    for _ in range(10**6): pass\n"
+_LOOP = "import os, sys\nwhile os.getppid() == int(sys.argv[1]):\n    for _ in range(10**6): pass\n"
 _LOOP_BEGINS_S = 0.5
 
 
@@ -131,7 +132,7 @@ def looping_process(is_there: bool) -> Iterator[None]:
     if not is_there:
         yield
         return
-    process = subprocess.Popen([sys.executable, "-c", _LOOP])
+    process = subprocess.Popen([sys.executable, "-c", _LOOP, str(os.getpid())])
     try:
         time.sleep(_LOOP_BEGINS_S)
         yield

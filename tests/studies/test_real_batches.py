@@ -78,7 +78,8 @@ def test_seconds_of_a_turn_are_divided_by_attributed_time() -> None:
 
 
 def test_the_looping_process_ends_with_the_process_that_started_it() -> None:
-    starts = f"import subprocess, sys\nprint(subprocess.Popen([sys.executable, '-c', {stage._LOOP!r}]).pid)"
+    loop = f"[sys.executable, '-c', {stage._LOOP!r}, str(os.getpid())]"
+    starts = f"import os, subprocess, sys\nprint(subprocess.Popen({loop}, stdout=subprocess.DEVNULL).pid)"
     with stage.looping_process(False):
         pass
     out = subprocess.run([sys.executable, "-c", starts], capture_output=True, text=True, check=True).stdout
