@@ -44,6 +44,17 @@ def processor(info: Path = _INFO) -> str:
     return found.group(1).strip() if found else platform.processor() or platform.machine() or "unknown"
 
 
+def stepping(info: Path = _INFO) -> str | None:
+    """The processor's family, model and stepping, where the system says them: processors of one name differ."""
+    try:
+        text = info.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    names = ("cpu family", "model", "stepping")
+    found = [re.search(rf"^{name}\s*:\s*(\S+)$", text, re.MULTILINE) for name in names]
+    return ", ".join(f"{name} {one[1]}" for name, one in zip(names, found, strict=True) if one is not None) or None
+
+
 class PrecisionWarning(UserWarning):
     """Weights are in a format for which this processor has no arithmetic; the message ends with a remedy."""
 
