@@ -50,6 +50,7 @@ class LayerParts:
     beside_norm: Norm | None = None
     keeps_normed: bool = False
     rope: int | None = 0
+    sinks: Tensor | None = None  # [H], see `decoder.Attention`
 
     @property
     def matrices(self) -> tuple[Sequence[Linear], ...]:
@@ -89,6 +90,8 @@ class _LayerFields(ctypes.Structure):
         *((name, ProductFields) for name in ("qkv", "o", "gate_up", "down")),
         *((name, NormFields) for name in _NORMS),
         *((name, ctypes.c_int32) for name in ("keeps_normed", "rope")),
+        *(("sinks", ctypes.c_void_p), ("scale", ctypes.c_float), ("softcap", ctypes.c_float)),
+        ("window", ctypes.c_int64),
     )
 
 
@@ -212,17 +215,17 @@ def _table(stack: LayerStack) -> LayerTable | None:
     marks = stack.weight_marks()
     kept = _TABLES.get(stack)
     if kept is None or any(one is not other for one, other in zip(kept[0], marks, strict=True)):
-        _TABLES[stack] = kept = (marks, _made(stack.layer_parts(), stack.layer_shape.head_dim))
+        _TABLES[stack] = kept = (marks, _made(stack.layer_parts(), stack.layer_shape))
     return kept[1]
 
 
-def _made(layers: Sequence[LayerParts], head_dim: int) -> LayerTable | None:
+def _made(layers: Sequence[LayerParts], shape: ModelConfig) -> LayerTable | None:
     """None where a layer has a part without a kernel."""
-    if not layers or head_dim not in HEAD_DIMS:
+    if not layers or shape.head_dim not in HEAD_DIMS:
         return None
     dtype = next(norm.weight.dtype for norm in layers[0].norms if norm is not None)
     rows, held = [], list[object]()
-    for layer in layers:
+    for index, layer in enumerate(layers):
         products = [_product(linears, dtype) for linears in layer.matrices]
         numbers = [tensor for norm in layer.norms if norm is not None for tensor in (norm.weight, norm.bias)]
         if None in products or any(tensor is not None and tensor.dtype != dtype for tensor in numbers):
@@ -230,8 +233,13 @@ def _made(layers: Sequence[LayerParts], head_dim: int) -> LayerTable | None:
         biases = [linears[0].bias for linears in layer.matrices]
         fields = [one.fields(bias) for one, bias in zip(products, biases, strict=True) if one is not None]
         norms = [NormFields() if norm is None else NormFields.of(norm.weight, norm.bias) for norm in layer.norms]
-        rows.append(_LayerFields(*fields, *norms, layer.keeps_normed, -1 if layer.rope is None else layer.rope))
-        held += [*products, *numbers, *biases, *(linear.packed for linears in layer.matrices for linear in linears)]
+        sinks = None if layer.sinks is None else layer.sinks.float().contiguous()
+        at = None if sinks is None else sinks.data_ptr()
+        scoring = (at, shape.score_scale, shape.attention_softcap, shape.window(index) or 0)
+        rope = -1 if layer.rope is None else layer.rope
+        rows.append(_LayerFields(*fields, *norms, layer.keeps_normed, rope, *scoring))
+        held += [*products, *numbers, *biases, sinks]
+        held += [linear.packed for linears in layer.matrices for linear in linears]
     return LayerTable(array_of(_LayerFields, rows), tuple(held))
 
 

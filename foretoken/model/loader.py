@@ -31,7 +31,7 @@ from foretoken.model.gguf.names import config_fields
 from foretoken.model.gguf.weights import GgufWeights
 from foretoken.model.grouped_kernel import GroupedWeight, merged
 from foretoken.model.grouped_quant import GroupQuantiser
-from foretoken.model.layer_tensors import layer_matrices, layer_norms
+from foretoken.model.layer_tensors import layer_matrices, layer_norms, sinks_name
 from foretoken.model.layers import Embedding, Linear, packs_with_own_kernel
 from foretoken.model.mtp_tensors import mtp_tensors
 from foretoken.model.packed.assembly import assembled
@@ -395,3 +395,6 @@ class _Filler:
             self.linear(linear, matrix.rows, matrix.columns)
         for module, (name, _) in layer_norms(config, index).items():
             self.norm(layer.get_submodule(module), name)
+        if config.has_sinks:
+            assert isinstance(layer.sinks, nn.Parameter)
+            layer.sinks = self._merged({sinks_name(config, index): (config.num_heads,)}, layer.sinks)
