@@ -176,8 +176,7 @@ def prove(decoder: Decoder) -> Proven:
     config, weight = decoder.local, decoder.norm.weight
     sizes = _agreeing(decoder, _SIZES[weight.device.type][0]) or _agreeing(decoder, 1)
     assert sizes is not None
-    has_sinks = decoder.decoder_layers()[0].parts().sinks is not None
-    agree = _positions_agree(config, has_sinks, weight.dtype, weight.device)
+    agree = _positions_agree(config, config.has_sinks, weight.dtype, weight.device)
     return Proven(sizes, most_positions(config) if agree else 1)
 
 

@@ -24,14 +24,19 @@ class DenseAttention:
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
         distance = torch.arange(query.shape[0])[:, None] - torch.arange(query.shape[0])
         hidden = (distance < 0) | (distance >= (self.config.window(layer) or query.shape[0]))
+        scale, cap = self.config.attention_scale or self.config.head_dim**-0.5, self.config.attention_softcap
         read = []
         for head in range(self.config.num_heads):
             group = head // (self.config.num_heads // self.config.num_kv_heads)
-            scores = query[:, head] @ key[:, group].T * self.config.head_dim**-0.5
-            read.append(scores.masked_fill(hidden, float("-inf")).softmax(-1) @ value[:, group])
+            scores = query[:, head] @ key[:, group].T * scale
+            scores = cap * torch.tanh(scores / cap) if cap else scores
+            scores = scores.masked_fill(hidden, float("-inf"))
+            if sinks is not None:
+                scores = torch.cat((scores, sinks[head].expand(len(scores), 1)), dim=-1)
+            read.append(scores.softmax(-1)[:, : len(key)] @ value[:, group])
         return torch.stack(read, dim=1)
 
 
