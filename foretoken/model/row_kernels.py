@@ -26,7 +26,7 @@ FLAGS = (
     *("-shared", "-fPIC"),
 )
 HEAD_DIMS = frozenset((16, 32, 64, 96, 128, 256))  # that attention was compiled for
-_INTERFACE = 2  # of the compiled library: what its functions take
+_INTERFACE = 3  # of the compiled library: what its functions take
 _DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -145,9 +145,14 @@ def load(path: Path) -> RowKernels:
     library.foretoken_rotate.argtypes = (*(pointer,) * 4, *(number,) * 4, *about)
     library.foretoken_attend.argtypes = (*(pointer,) * 2, small, number, *about)
     library.foretoken_run_layers.argtypes = (pointer,)
+    library.foretoken_route.argtypes = (*(pointer,) * 4, number, *about)
+    library.foretoken_run_experts.argtypes = (*(pointer,) * 3, number, *about)
     for function in (library.foretoken_norm, library.foretoken_gate, library.foretoken_rotate):
         function.restype = None
-    library.foretoken_attend.restype = library.foretoken_run_layers.restype = ctypes.c_bool
+    for function in (library.foretoken_attend, library.foretoken_run_layers):
+        function.restype = ctypes.c_bool
+    for function in (library.foretoken_route, library.foretoken_run_experts):
+        function.restype = ctypes.c_bool
     return RowKernels(library)
 
 
