@@ -1,8 +1,8 @@
 """A mixture of experts in place of a layer's MLP: a router, gated MLPs, and in some families a shared one.
 
 Where the CPU's kernels run, one call does all of it (`expert_kernel`); the modules here are its twin in torch's own
-operations, which trains, runs on other devices, and says what the call computes. Routing and the sum over experts are in
-float32 everywhere: a row's choice among experts must not hang on the rounding of a score.
+operations, which trains, runs on other devices, and says what the call computes. Routing and the sum over experts are
+in float32 everywhere: a row's choice among experts must not hang on the rounding of a score.
 
 Shapes: T rows, D hidden size, E experts, S slots of a row (its experts, then the shared one), I intermediate size.
 """

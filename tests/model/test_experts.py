@@ -1,4 +1,4 @@
-"""Experts: equal to a loop in float64, the compiled call bit for bit its twin, and a row's bits its own in any batch."""
+"""Experts: equal to a loop in float64, the compiled call bit for bit its twin, a row's bits its own in any batch."""
 
 from __future__ import annotations
 
