@@ -34,7 +34,8 @@ from torch import Tensor
 
 from foretoken.bench.widen_plan import WidenPlan, plan
 from foretoken.errors import InputError, StorageError
-from foretoken.model.architecture import ModelConfig, config_to_hf
+from foretoken.model.architecture import ModelConfig
+from foretoken.model.config_json import config_to_hf
 from foretoken.model.loader import parse_dtype, read_config
 from foretoken.model.saving import copy_tokenizer
 from foretoken.model.weights import INDEX, WEIGHTS, Weights

@@ -12,7 +12,7 @@ from foretoken.cli.usage import DefaultGroup
 from foretoken.cli.verb import EngineVerb
 from foretoken.errors import ModelError
 from foretoken.heads.kind import kind_of, reference_heads
-from foretoken.model.architecture import check_causal
+from foretoken.model.config_json import check_causal
 from foretoken.model.fields import Fields
 from foretoken.printing.console import Console
 

@@ -29,7 +29,7 @@ from foretoken.draft.layers import exit_candidates
 from foretoken.draft.open_head import open_head
 from foretoken.errors import ConfigError
 from foretoken.heads.adapter import ExitAdapter
-from foretoken.model.architecture import NATIVE_MODEL_TYPES
+from foretoken.model.families import NATIVE_MODEL_TYPES
 from foretoken.model.interface import EarlyExitModel, EarlySegment, LanguageModel
 from foretoken.verify import first_max
 

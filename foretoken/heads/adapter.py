@@ -19,7 +19,7 @@ from foretoken.heads.config import ExitAdapterConfig
 from foretoken.heads.layers import initialise_weights
 from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.model.interface import SharedWeights
-from foretoken.model.layers import GatedMLP, RMSNorm
+from foretoken.model.layers import MLP, RMSNorm
 
 
 class ExitAdapter(Head):
@@ -37,7 +37,7 @@ class ExitAdapter(Head):
         if not vocabulary.is_whole or vocabulary.target_vocab_size != config.vocab_size:
             raise ConfigError("vocab_size", config.vocab_size, "an adapter has the target's vocabulary, all of it")
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, bias=False)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size, bias=False)
 
     def hidden_layers(self) -> tuple[int, ...]:
         """See `Head`: the exit."""

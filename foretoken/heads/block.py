@@ -129,7 +129,7 @@ class BlockHead(LayeredHead):
         if not isinstance(attention, CachedAttention):
             return None
         (cos, sin), first = rotary, len(context)
-        compiled = layer_pass(self, x, attention.of_slots, cos[first:], sin[first:])
+        compiled = layer_pass(self, x, attention.of_slots, [(cos[first:], sin[first:])])
         if compiled is not None and first:
             for number, layer in enumerate(self._block_layers):
                 attention.keep_context(number, *layer.self_attn.context_rows(context, (cos[:first], sin[:first])))

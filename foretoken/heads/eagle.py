@@ -154,7 +154,7 @@ class EagleHead(LayeredHead):
         embedded: Tensor = target.embed(tokens) if self.embed_tokens is None else self.embed_tokens(tokens)  # [T, D]
         x = self.joined(embedded, features)
         rotary = self.rotary.at(positions)
-        compiled = layer_pass(self, x, attention, *rotary, embedded)
+        compiled = layer_pass(self, x, attention, [rotary], embedded)
         if compiled is not None:
             x = compiled.run(x, range(len(self._layers)))
         else:

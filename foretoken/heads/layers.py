@@ -68,8 +68,8 @@ class HeadMLP(nn.Module):
 def layer_parts(
     attention: HeadAttention,
     mlp: HeadMLP,
-    input_norm: RMSNorm | None,
-    post_norm: RMSNorm,
+    attention_norm: RMSNorm | None,
+    mlp_norm: RMSNorm,
     beside_norm: RMSNorm | None = None,
     keeps_normed: bool = False,
 ) -> LayerParts:
@@ -79,10 +79,10 @@ def layer_parts(
         o=(attention.o_proj,),
         gate_up=(mlp.gate_proj, mlp.up_proj),
         down=(mlp.down_proj,),
-        input_norm=input_norm,
+        attention_norm=attention_norm,
         q_norm=attention.q_norm,
         k_norm=attention.k_norm,
-        post_norm=post_norm,
+        mlp_norm=mlp_norm,
         beside_norm=beside_norm,
         keeps_normed=keeps_normed,
     )

@@ -8,12 +8,21 @@
 #include "experts.h"
 #include "product.h"
 
-// The weights of one layer; norms but the last may be null. `qkv` reads the normed rows of the stream, with
-// `beside_norm` behind the normed rows of `beside` of the pass. `keeps_normed`: the stream goes on from normed rows.
+// The weights of one layer; any norm may be missing. `qkv` reads the rows of the stream behind `attention_norm`, with
+// those of `beside` of the pass behind `beside_norm` in front of them. `keeps_normed`: the stream goes on from normed
+// rows. `rope`: number of its table of cos and sin, -1 where queries and keys are not rotated.
 struct foretoken_decoder_layer {
     foretoken_product qkv, o, gate_up, down;
-    const void *beside_norm, *input_norm, *q_norm, *k_norm, *post_norm;
-    int32_t keeps_normed;
+    foretoken_norm_weights beside_norm, attention_norm, q_norm, k_norm, attention_out_norm, mlp_norm, mlp_out_norm;
+    int32_t keeps_normed, rope;
+};
+
+// What all layers of a decoder have in common. `norms_projection`: `q_norm` and `k_norm` are over all heads of a row at
+// once. `is_parallel`: the MLP reads what attention reads.
+struct foretoken_layer_kind {
+    foretoken_norm_kind norm;
+    float residual_multiplier;
+    int32_t activation, norms_projection, is_parallel;
 };
 
 // The rows of one forward and what they run through.
@@ -23,12 +32,12 @@ struct foretoken_pass {
     void *const *keys, *const *values;  // by layer, [num_groups, num_slots, head_dim]
     void* x;                            // [num_rows, hidden_size], replaced by the result
     const void* beside;                 // [num_rows, hidden_size] or null
-    const void *cos, *sin;              // [num_rows, head_dim]
+    const void *const *cos, *const *sin;  // by table, [num_rows, head_dim]
     const int64_t* write_slots;
     const foretoken_segment* segments;
     int64_t num_rows, hidden_size, num_heads, num_groups, head_dim, num_slots;
     int32_t num_layers, num_segments, is_bf16, threads;
-    float eps;
+    foretoken_layer_kind kind;
 };
 
 namespace {
@@ -42,16 +51,19 @@ class LayerPass {
 public:
     explicit LayerPass(const Pass& pass)
         : pass_(pass), rows_(pass.num_rows), all_heads_(pass.num_heads + 2 * pass.num_groups) {
-        const int64_t intermediate = pass.layers[pass.order[0]].down.width;
+        int64_t widest = 0, wide = 0, intermediate = 0;  // layers may differ: the first of a head reads more
+        for (int32_t i = 0; i < pass.num_layers; ++i) {
+            const Weights& own = pass.layers[pass.order[i]];
+            widest = std::max(widest, own.qkv.width);
+            wide = std::max(wide, own.gate_up.num_outputs);
+            intermediate = std::max(intermediate, own.down.width);
+        }
         normed_.resize(rows_ * pass.hidden_size);
-        int64_t widest = 0;  // the first layer of a head may read more than the others
-        for (int32_t i = 0; i < pass.num_layers; ++i)
-            widest = std::max(widest, pass.layers[pass.order[i]].qkv.width);
         seen_.resize(rows_ * widest);
         qkv_.resize(rows_ * all_heads_ * pass.head_dim);
         turned_.resize(rows_ * (pass.num_heads + pass.num_groups) * pass.head_dim);
         read_.resize(rows_ * pass.num_heads * pass.head_dim);
-        wide_.resize(rows_ * 2 * intermediate);
+        wide_.resize(rows_ * wide);
         gated_.resize(rows_ * intermediate);
         change_.resize(rows_ * pass.hidden_size);
     }
@@ -62,12 +74,12 @@ public:
         multiply(own.qkv, seen_, qkv_);
         attend(own, index);
         multiply(own.o, read_, change_);
-        add_change();
-        normed(x(), own.post_norm, normed_.data(), pass_.hidden_size);
-        multiply(own.gate_up, normed_, wide_);
-        gate_rows(wide_.data(), rows_, own.down.width, gated_.data(), pass_.threads);
+        add_change(own.attention_out_norm);
+        multiply(own.gate_up, mlp_input(own), wide_);
+        activate_rows(wide_.data(), pass_.kind.activation, rows_, own.down.width, own.gate_up.num_outputs,
+                      gated_.data(), pass_.threads);
         multiply(own.down, gated_, change_);
-        add_change();
+        add_change(own.mlp_out_norm);
     }
 
 private:
@@ -77,24 +89,41 @@ private:
     void read_input(const Weights& own) {
         const int64_t size = pass_.hidden_size, stride = own.qkv.width;
         T* to = seen_.data() + (stride - size);
-        if (own.beside_norm != nullptr)
+        if (own.beside_norm.weight != nullptr)
             normed(static_cast<const T*>(pass_.beside), own.beside_norm, seen_.data(), stride);
-        if (own.input_norm != nullptr) normed(x(), own.input_norm, to, stride);
+        if (own.attention_norm.weight != nullptr) normed(x(), own.attention_norm, to, stride);
         for (int64_t row = 0; row < rows_; ++row) {
-            if (own.input_norm == nullptr) std::copy_n(x() + row * size, size, to + row * stride);
+            if (own.attention_norm.weight == nullptr) std::copy_n(x() + row * size, size, to + row * stride);
             if (own.keeps_normed) std::copy_n(to + row * stride, size, x() + row * size);
         }
     }
 
-    void normed(const T* from, const void* weight, T* to, int64_t to_stride) {
-        norm_rows(from, static_cast<const T*>(weight), pass_.eps, rows_, pass_.hidden_size, pass_.hidden_size, to,
-                  to_stride, pass_.threads);
+    const std::vector<T>& mlp_input(const Weights& own) {
+        if (pass_.kind.is_parallel) return seen_;
+        if (own.mlp_norm.weight == nullptr)
+            std::copy_n(x(), rows_ * pass_.hidden_size, normed_.data());
+        else
+            normed(x(), own.mlp_norm, normed_.data(), pass_.hidden_size);
+        return normed_;
     }
 
-    void add_change() {
-        const T* change = change_.data();
+    void normed(const T* from, const NormWeights& norm, T* to, int64_t to_stride) {
+        norm_rows(from, norm, pass_.kind.norm, rows_, pass_.hidden_size, pass_.hidden_size, to, to_stride,
+                  pass_.threads);
+    }
+
+    // Adds `change_` to the stream, behind a norm if there is one; what is multiplied is rounded before it is added.
+    void add_change(const NormWeights& norm) {
+        const int64_t count = rows_ * pass_.hidden_size;
+        const float multiplier = pass_.kind.residual_multiplier;
+        T* change = change_.data();
+        if (norm.weight != nullptr) normed(change, norm, change, pass_.hidden_size);
+        if (multiplier != 1.0f)
+            by_lanes(
+                count, [&](int64_t i) { store(load(change + i) * multiplier, change + i); },
+                [&](int64_t i, int64_t n) { store_some(load_some(change + i, n) * multiplier, change + i, n); });
         by_lanes(
-            rows_ * pass_.hidden_size, [&](int64_t i) { store(load(x() + i) + load(change + i), x() + i); },
+            count, [&](int64_t i) { store(load(x() + i) + load(change + i), x() + i); },
             [&](int64_t i, int64_t n) { store_some(load_some(x() + i, n) + load_some(change + i, n), x() + i, n); });
     }
 
@@ -117,21 +146,35 @@ private:
 
     void attend(const Weights& own, int32_t index) {
         const int64_t heads = pass_.num_heads, groups = pass_.num_groups, size = pass_.head_dim;
-        const int64_t stride = all_heads_ * size;
+        const int64_t stride = all_heads_ * size, turned_stride = (heads + groups) * size;
         T* qkv = qkv_.data();
-        for (int64_t row = 0; row < rows_ && own.q_norm != nullptr; ++row)
-            for (int64_t head = 0; head < heads + groups; ++head) {
-                T* at = qkv + row * stride + head * size;
-                norm_row(at, static_cast<const T*>(head < heads ? own.q_norm : own.k_norm), pass_.eps, size, at);
-            }
-        rotate_rows(qkv, static_cast<const T*>(pass_.cos), static_cast<const T*>(pass_.sin), rows_, heads + groups,
-                    size, stride, turned_.data(), pass_.threads);
-        const int64_t turned_stride = (heads + groups) * size;
-        const foretoken_attention call = {pass_.keys[index], pass_.values[index], turned_.data(),
-                                          turned_.data() + heads * size, qkv + (heads + groups) * size, read_.data(),
-                                       pass_.write_slots, turned_stride, turned_stride, stride, rows_, heads, groups,
+        if (own.q_norm.weight != nullptr) {
+            norm_heads(own.q_norm, qkv, heads);
+            norm_heads(own.k_norm, qkv + heads * size, groups);
+        }
+        const bool turns = own.rope >= 0;
+        if (turns)
+            rotate_rows(qkv, static_cast<const T*>(pass_.cos[own.rope]), static_cast<const T*>(pass_.sin[own.rope]),
+                        rows_, heads + groups, size, stride, turned_.data(), pass_.threads);
+        const T* query = turns ? turned_.data() : qkv;
+        const int64_t query_stride = turns ? turned_stride : stride;
+        const foretoken_attention call = {pass_.keys[index], pass_.values[index], query,
+                                          query + heads * size, qkv + (heads + groups) * size, read_.data(),
+                                       pass_.write_slots, query_stride, query_stride, stride, rows_, heads, groups,
                                        pass_.num_slots};
         ::attend<T>(call, pass_.segments, pass_.num_segments, size, pass_.threads);
+    }
+
+    // In place: `count` heads of every row, each by itself or all of them at once.
+    void norm_heads(const NormWeights& norm, T* first, int64_t count) {
+        const int64_t size = pass_.head_dim, stride = all_heads_ * size;
+        for (int64_t row = 0; row < rows_; ++row) {
+            T* own = first + row * stride;
+            if (pass_.kind.norms_projection)
+                norm_rows(own, norm, pass_.kind.norm, 1, count * size, 0, own, 0, 1);
+            else
+                norm_rows(own, norm, pass_.kind.norm, count, size, size, own, size, 1);
+        }
     }
 
     const Pass& pass_;
@@ -153,23 +196,31 @@ void typed(int is_bf16, Function function) {
 extern "C" {
 
 // What the numbers below mean; a library of another interface is not used.
-int foretoken_decoder_interface() { return 3; }
+int foretoken_decoder_interface() { return 4; }
 
 // All tensors of a call are bfloat16 or all float32; `stride` is from row to row of the input, in elements.
 
-void foretoken_norm(const void* x, const void* weight, void* out, int64_t rows, int64_t size, int64_t stride, float eps,
-                    int is_bf16, int threads) {
+void foretoken_norm(const void* x, foretoken_norm_weights norm, void* out, int64_t rows, int64_t size, int64_t stride, float eps,
+                    float offset, int is_layer, int is_bf16, int threads) {
     typed(is_bf16, [&](auto zero) {
         using T = decltype(zero);
-        norm_rows(static_cast<const T*>(x), static_cast<const T*>(weight), eps, rows, size, stride,
+        norm_rows(static_cast<const T*>(x), norm, {eps, offset, is_layer}, rows, size, stride,
                   static_cast<T*>(out), size, threads);
     });
 }
 
-void foretoken_gate(const void* x, void* out, int64_t rows, int64_t size, int is_bf16, int threads) {
+void foretoken_activate(const void* x, void* out, int64_t rows, int64_t size, int64_t stride, int activation,
+                        int is_bf16, int threads) {
     typed(is_bf16, [&](auto zero) {
         using T = decltype(zero);
-        gate_rows(static_cast<const T*>(x), rows, size, static_cast<T*>(out), threads);
+        activate_rows(static_cast<const T*>(x), activation, rows, size, stride, static_cast<T*>(out), threads);
+    });
+}
+
+void foretoken_softcap(const void* x, void* out, int64_t rows, int64_t size, float cap, int is_bf16, int threads) {
+    typed(is_bf16, [&](auto zero) {
+        using T = decltype(zero);
+        softcap_rows(static_cast<const T*>(x), cap, rows, size, static_cast<T*>(out), threads);
     });
 }
 

@@ -23,7 +23,7 @@ struct foretoken_experts {
     int64_t num_experts, num_active, hidden_size;
     int32_t has_shared;
     int32_t normalises;  // whether the weights of a row's experts sum to 1, else to their share of all
-    int32_t clamps;      // the gate is `clamped_row` with the two numbers below, else `gate_row`
+    int32_t clamps;      // the gate is `clamped_row` with the two numbers below, else silu
     float limit, alpha;
 };
 
@@ -209,7 +209,7 @@ private:
             if (experts.clamps)
                 clamped_row(wide, wide + width, width, experts.limit, experts.alpha, gated + r * width);
             else
-                gate_row(wide, wide + width, width, gated + r * width);
+                activate_row<SILU>(wide, wide + width, width, gated + r * width);
         }
         return multiply(down, gated, rows, &results_[task.first * size], threads);
     }

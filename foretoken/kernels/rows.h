@@ -1,4 +1,4 @@
-// What a decoder does with each row on its own: norm, gate, rotation.
+// What a decoder does with each row on its own: norm, activation, rotation, soft cap.
 
 #ifndef FORETOKEN_ROWS_H
 #define FORETOKEN_ROWS_H
@@ -7,27 +7,93 @@
 
 #include "numbers.h"
 
+// The weights of a norm, and its bias where it has one: [size], or [num_heads, size] of neighbouring rows. Without a
+// norm `weight` is null.
+struct foretoken_norm_weights {
+    const void *weight, *bias;
+    int64_t num_heads;
+};
+
+// What all norms of a decoder share: `offset` is added to the weights, and a layer norm takes off the mean.
+struct foretoken_norm_kind {
+    float eps, offset;
+    int32_t is_layer;
+};
+
 namespace {
+
+using NormWeights = foretoken_norm_weights;
+using NormKind = foretoken_norm_kind;
 
 constexpr int64_t FEW_NUMBERS = 1 << 16;  // up to here one thread works: waking others would take longer
 
-template <class T>
-void norm_row(const T* x, const T* weight, float eps, int64_t size, T* out) {
-    Lanes squares = {};
-    const auto add = [&](Lanes own) { squares += own * own; };
-    by_lanes(size, [&](int64_t i) { add(load(x + i)); }, [&](int64_t i, int64_t n) { add(load_some(x + i, n)); });
-    const float scale = 1.0f / std::sqrt(sum_of(squares) / float(size) + eps);
-    by_lanes(
-        size, [&](int64_t i) { store(load(x + i) * scale * load(weight + i), out + i); },
-        [&](int64_t i, int64_t n) { store_some(load_some(x + i, n) * scale * load_some(weight + i, n), out + i, n); });
+// The first `count` numbers, zeros behind them.
+inline Lanes only(Lanes from, int64_t count) {
+    float all_of[LANES] = {};
+    store_some(from, all_of, count);
+    return load(all_of);
 }
 
 template <class T>
-void gate_row(const T* gate, const T* up, int64_t size, T* out) {
-    const auto gated = [](Lanes x, Lanes y) { return x / (1.0f + exp_of(-x)) * y; };
+float mean_of(const T* x, int64_t size) {
+    Lanes sums = {};
+    by_lanes(size, [&](int64_t i) { sums += load(x + i); }, [&](int64_t i, int64_t n) { sums += load_some(x + i, n); });
+    return sum_of(sums) / float(size);
+}
+
+template <class T>
+void norm_row(const T* x, const T* weight, const T* bias, const NormKind& kind, int64_t size, T* out) {
+    const float mean = kind.is_layer ? mean_of(x, size) : 0.0f;
+    Lanes squares = {};
+    const auto add = [&](Lanes own) { squares += own * own; };
     by_lanes(
-        size, [&](int64_t i) { store(gated(load(gate + i), load(up + i)), out + i); },
-        [&](int64_t i, int64_t n) { store_some(gated(load_some(gate + i, n), load_some(up + i, n)), out + i, n); });
+        size, [&](int64_t i) { add(load(x + i) - mean); },
+        [&](int64_t i, int64_t n) { add(only(load_some(x + i, n) - mean, n)); });
+    const float scale = 1.0f / std::sqrt(sum_of(squares) / float(size) + kind.eps);
+    const auto normed = [&](auto get, int64_t i) {
+        const Lanes own = (get(x + i) - mean) * scale * (get(weight + i) + kind.offset);
+        return bias == nullptr ? own : own + get(bias + i);
+    };
+    by_lanes(
+        size, [&](int64_t i) { store(normed([](const T* at) { return load(at); }, i), out + i); },
+        [&](int64_t i, int64_t n) {
+            store_some(normed([&](const T* at) { return load_some(at, n); }, i), out + i, n);
+        });
+}
+
+enum Activation { SILU, GELU, GELU_TANH };
+
+// The sigmoid of `x` times `x`, and Gaussian error linear units (Hendrycks & Gimpel 1606.08415): x times the normal
+// distribution function, and its approximation by tanh, which is a sigmoid of twice the argument.
+template <Activation A>
+Lanes activated(Lanes x) {
+    if constexpr (A == SILU) return x / (1.0f + exp_of(-x));
+    if constexpr (A == GELU_TANH) return x / (1.0f + exp_of(-1.5957691216f * (x + 0.044715f * x * x * x)));
+    Lanes out;
+    for (int k = 0; k < LANES; ++k) out[k] = 0.5f * x[k] * std::erfc(-0.70710678118f * x[k]);
+    return out;
+}
+
+// `up` null: no gate.
+template <Activation A, class T>
+void activate_row(const T* x, const T* up, int64_t size, T* out) {
+    const auto whole = [&](auto get, int64_t i) {
+        const Lanes own = activated<A>(get(x + i));
+        return up == nullptr ? own : own * get(up + i);
+    };
+    by_lanes(
+        size, [&](int64_t i) { store(whole([](const T* at) { return load(at); }, i), out + i); },
+        [&](int64_t i, int64_t n) {
+            store_some(whole([&](const T* at) { return load_some(at, n); }, i), out + i, n);
+        });
+}
+
+template <class T>
+void softcap_row(const T* x, float cap, int64_t size, T* out) {
+    const auto capped = [&](Lanes own) { return cap * (1.0f - 2.0f / (exp_of(own * (2.0f / cap)) + 1.0f)); };
+    by_lanes(
+        size, [&](int64_t i) { store(capped(load(x + i)), out + i); },
+        [&](int64_t i, int64_t n) { store_some(capped(load_some(x + i, n)), out + i, n); });
 }
 
 // `heads` heads of one position; pairs are channel i and i + size / 2.
@@ -49,21 +115,43 @@ void rotate_row(const T* x, const T* cos, const T* sin, int64_t heads, int64_t s
     }
 }
 
-// `norm_row`, `gate_row` and `rotate_row` of some rows; `stride` is from row to row of the input, `out_stride` of the
-// result where its rows do not follow one another.
+// The above for some rows; `stride` is from row to row of the input, `out_stride` of the result where its rows do not
+// follow one another.
 
 template <class T>
-void norm_rows(const T* x, const T* weight, float eps, int64_t rows, int64_t size, int64_t stride, T* out,
-               int64_t out_stride, int threads) {
+void norm_rows(const T* x, const NormWeights& norm, const NormKind& kind, int64_t rows, int64_t size, int64_t stride,
+               T* out, int64_t out_stride, int threads) {
+    const T *weight = static_cast<const T*>(norm.weight), *bias = static_cast<const T*>(norm.bias);
 #pragma omp parallel for num_threads(threads) schedule(static) if (rows * size > FEW_NUMBERS)
-    for (int64_t row = 0; row < rows; ++row) norm_row(x + row * stride, weight, eps, size, out + row * out_stride);
+    for (int64_t row = 0; row < rows; ++row) {
+        const int64_t at = row % norm.num_heads * size;
+        norm_row(x + row * stride, weight + at, bias == nullptr ? nullptr : bias + at, kind, size,
+                 out + row * out_stride);
+    }
+}
+
+template <Activation A, class T>
+void activate_rows(const T* x, int64_t rows, int64_t size, int64_t stride, T* out, int threads) {
+    const bool is_gated = stride == 2 * size;
+#pragma omp parallel for num_threads(threads) schedule(static) if (rows * size > FEW_NUMBERS)
+    for (int64_t row = 0; row < rows; ++row) {
+        const T* own = x + row * stride;
+        activate_row<A>(own, is_gated ? own + size : nullptr, size, out + row * size);
+    }
+}
+
+// Rows of `stride` numbers: `size` of them, or twice as many, the second half of which multiplies the activated first.
+template <class T>
+void activate_rows(const T* x, int activation, int64_t rows, int64_t size, int64_t stride, T* out, int threads) {
+    if (activation == SILU) return activate_rows<SILU>(x, rows, size, stride, out, threads);
+    if (activation == GELU) return activate_rows<GELU>(x, rows, size, stride, out, threads);
+    activate_rows<GELU_TANH>(x, rows, size, stride, out, threads);
 }
 
 template <class T>
-void gate_rows(const T* x, int64_t rows, int64_t size, T* out, int threads) {
+void softcap_rows(const T* x, float cap, int64_t rows, int64_t size, T* out, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (rows * size > FEW_NUMBERS)
-    for (int64_t row = 0; row < rows; ++row)
-        gate_row(x + 2 * row * size, x + (2 * row + 1) * size, size, out + row * size);
+    for (int64_t row = 0; row < rows; ++row) softcap_row(x + row * size, cap, size, out + row * size);
 }
 
 template <class T>

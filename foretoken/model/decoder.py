@@ -1,4 +1,4 @@
-"""One decoder for Llama, Mistral, Qwen2 and Qwen3: a flat run of tokens in, hidden states out.
+"""One decoder for every family of `families`: a flat run of tokens in, hidden states out.
 
 The decoder runs `[T]` tokens of any number of sequences. Which token attends to which is decided by the `Attention`
 object given to `forward`: packed causal attention in training, block tables in the engine.
@@ -10,18 +10,21 @@ are those of the rank (`sharding`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
-from foretoken.model.architecture import ModelConfig
+from foretoken.model.architecture import ModelConfig, NormConfig
 from foretoken.model.layer_pass import LayerParts, layer_pass
-from foretoken.model.layers import Embedding, GatedMLP, Linear, RMSNorm
+from foretoken.model.layer_tensors import layer_norms
+from foretoken.model.layers import MLP, Embedding, Linear, Norm, norm_of, softcapped
 from foretoken.model.rope import RotaryTable, rotate
 from foretoken.model.sharding import Collective, Shard, SingleRank
 from foretoken.model.weight_format import usual_format
+
+Rotation = tuple[Tensor, Tensor]  # cos and sin, each [T, 1, K]
 
 
 class Attention(Protocol):
@@ -44,43 +47,84 @@ class Hidden:
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and gated MLP; `config` has the shape of this rank's part."""
+    """Attention and MLP with their norms; `config` has the shape of this rank's part, `layer` is its number."""
 
-    def __init__(self, config: ModelConfig, collective: Collective) -> None:
+    def __init__(self, config: ModelConfig, collective: Collective, layer: int) -> None:
         super().__init__()
         self.collective = collective
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.is_parallel, self.multiplier = config.is_parallel, config.residual_multiplier
+        self.norms_projection = config.qk_norm_over == "projection"
         rows = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-        self.input_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        norms = layer_norms(config, layer)
+
+        def norm(name: str, of: NormConfig = config.norm) -> Norm | None:
+            return norm_of(of, norms[name][1], config.norm_eps) if name in norms else None
+
+        of_heads = replace(config.norm, has_bias=False)
+        self.attention_norm = norm("attention_norm")
         self.qkv_proj = Linear(config.hidden_size, rows, config.qkv_bias)
-        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.q_norm, self.k_norm = norm("q_norm", of_heads), norm("k_norm", of_heads)
         self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size, config.o_bias)
-        self.post_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.mlp_bias)
+        self.attention_out_norm = norm("attention_out_norm")
+        self.mlp_norm = norm("mlp_norm")
+        self.mlp = MLP(
+            config.hidden_size, config.intermediate_size, config.mlp_bias, config.activation, config.is_gated
+        )
+        self.mlp_out_norm = norm("mlp_out_norm")
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention, layer: int) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation | None, attention: Attention, layer: int) -> Tensor:
         """One layer over `x` [T, D]; `layer` is its number, which the cache needs."""
-        query, key, value = self._qkv(self.input_norm(x), cos, sin)
+        normed = _normed(x, self.attention_norm)
+        query, key, value = self._qkv(normed, rotation)
         read = attention.attend(layer, query, key, value)  # [T, H, K]
-        x = x + self.collective.all_reduce(self.o_proj(read.reshape(x.shape[0], -1)))
-        out: Tensor = x + self.collective.all_reduce(self.mlp(self.post_norm(x)))
-        return out
+        x = self._added(x, self.o_proj(read.reshape(x.shape[0], -1)), self.attention_out_norm)
+        if not self.is_parallel:
+            normed = _normed(x, self.mlp_norm)
+        return self._added(x, self.mlp(normed), self.mlp_out_norm)
 
-    def parts(self) -> LayerParts:
-        """What the compiled pass runs."""
-        matrices = ((self.qkv_proj,), (self.o_proj,), (self.mlp.gate_up_proj,), (self.mlp.down_proj,))
-        return LayerParts(*matrices, self.input_norm, self.q_norm, self.k_norm, self.post_norm)
+    def parts(self, rope: int | None) -> LayerParts:
+        """What the compiled pass runs; `rope` is the number of the table that the layer rotates by."""
+        return LayerParts(
+            *((self.qkv_proj,), (self.o_proj,), (self.mlp.gate_up_proj,), (self.mlp.down_proj,)),
+            attention_norm=self.attention_norm,
+            q_norm=self.q_norm,
+            k_norm=self.k_norm,
+            attention_out_norm=self.attention_out_norm,
+            mlp_norm=self.mlp_norm,
+            mlp_out_norm=self.mlp_out_norm,
+            rope=rope,
+        )
 
-    def _qkv(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _added(self, x: Tensor, change: Tensor, norm: Norm | None) -> Tensor:
+        """The residual stream `x` [T, D] with what attention or MLP, behind the `norm`, adds to it."""
+        change = _normed(self.collective.all_reduce(change), norm)
+        return x + (change if self.multiplier == 1.0 else change * self.multiplier)
+
+    def _qkv(self, x: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
         heads, kv_heads = self.num_heads, self.num_kv_heads
         qkv = self.qkv_proj(x).view(x.shape[0], heads + 2 * kv_heads, self.head_dim)  # [T, H + 2G, K]
+        value = qkv[:, heads + kv_heads :]
         if self.q_norm is None or self.k_norm is None:
-            turned = rotate(qkv[:, : heads + kv_heads], cos, sin)
-            return turned[:, :heads], turned[:, heads:], qkv[:, heads + kv_heads :]
-        query = rotate(self.q_norm(qkv[:, :heads]), cos, sin)
-        key = rotate(self.k_norm(qkv[:, heads : heads + kv_heads]), cos, sin)
-        return query, key, qkv[:, heads + kv_heads :]
+            turned = qkv if rotation is None else rotate(qkv[:, : heads + kv_heads], *rotation)
+            return turned[:, :heads], turned[:, heads : heads + kv_heads], value
+        query = self._normed_heads(qkv[:, :heads], self.q_norm)
+        key = self._normed_heads(qkv[:, heads : heads + kv_heads], self.k_norm)
+        if rotation is None:
+            return query, key, value
+        return rotate(query, *rotation), rotate(key, *rotation), value
+
+    def _normed_heads(self, heads: Tensor, norm: Norm) -> Tensor:
+        """`heads` [T, H, K] normed one by one, or those of a row together."""
+        normed: Tensor = norm(heads.flatten(1)).view(heads.shape) if self.norms_projection else norm(heads)
+        return normed
+
+
+def _normed(x: Tensor, norm: Norm | None) -> Tensor:
+    if norm is None:
+        return x
+    normed: Tensor = norm(x)
+    return normed
 
 
 def between(layers: Sequence[int], taps: Sequence[int]) -> list[list[int]]:
@@ -105,12 +149,16 @@ class Decoder(nn.Module):
         self.local = local = self.shard.local
         self.collective = collective or SingleRank()
         self.embedding = Embedding(local.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(local, self.collective) for _ in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.layers = nn.ModuleList(DecoderLayer(local, self.collective, layer) for layer in range(config.num_layers))
+        self.norm = norm_of(config.norm, config.hidden_size, config.norm_eps)
         self.lm_head = Linear(config.hidden_size, local.vocab_size)
         if config.tie_embeddings:
             self.lm_head.weight = self.embedding.weight
-        self._rotary: RotaryTable | None = None
+        ropes = [config.rope_of(layer) for layer in range(config.num_layers)]
+        self._ropes = list(dict.fromkeys(rope for rope in ropes if rope is not None))
+        # By layer, which of them it rotates by.
+        self._rope_numbers = [None if rope is None else self._ropes.index(rope) for rope in ropes]
+        self._rotaries: list[RotaryTable] | None = None
 
     def forward(
         self,
@@ -129,6 +177,12 @@ class Decoder(nn.Module):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """The residual stream [T, D] before the first layer."""
+        multiplier = self.config.embedding_multiplier
+        embedded = self._looked_up(tokens)
+        # The factor is rounded as the weights are, as in transformers.
+        return embedded if multiplier == 1.0 else embedded * torch.tensor(multiplier, dtype=embedded.dtype)
+
+    def _looked_up(self, tokens: Tensor) -> Tensor:
         if self.shard.world == 1:
             embedded: Tensor = self.embedding(tokens)
             return embedded
@@ -141,8 +195,8 @@ class Decoder(nn.Module):
         """Run some `layers`, in ascending order, over the residual stream `x` [T, D]; tap `l` is what layer `l` gets,
         or layer `l - 1` gives.
         """
-        cos, sin = self.rotary.at(positions)
-        compiled = layer_pass(self, x, attention, cos, sin)
+        rotations = [table.at(positions) for table in self.rotaries]
+        compiled = layer_pass(self, x, attention, rotations)
         kept: dict[int, Tensor] = {}
         for some in between(layers, taps):
             if some[0] in taps:
@@ -151,7 +205,8 @@ class Decoder(nn.Module):
                 x = compiled.run(x, some)
                 continue
             for index in some:
-                x = self.layers[index](x, cos, sin, attention, index)
+                number = self._rope_numbers[index]
+                x = self.layers[index](x, None if number is None else rotations[number], attention, index)
         if layers and layers[-1] + 1 in taps:
             kept[layers[-1] + 1] = x
         return Hidden(x, kept)
@@ -168,9 +223,11 @@ class Decoder(nn.Module):
     def output_logits(self, normed: Tensor) -> Tensor:
         """Logits `[R, V]` of rows `normed` [R, D] behind the final norm."""
         logits: Tensor = self.lm_head(normed)
-        if self.shard.world == 1:
-            return logits
-        return self.collective.all_gather(logits)[:, : self.config.vocab_size]
+        if self.shard.world > 1:
+            logits = self.collective.all_gather(logits)[:, : self.config.vocab_size]
+        if self.config.logit_multiplier != 1.0:
+            logits = logits * self.config.logit_multiplier
+        return softcapped(logits, self.config.logit_softcap) if self.config.logit_softcap else logits
 
     @property
     def layer_shape(self) -> ModelConfig:
@@ -179,23 +236,28 @@ class Decoder(nn.Module):
 
     def layer_parts(self) -> list[LayerParts]:
         """See `layer_pass.LayerStack`."""
-        return [layer.parts() for layer in self._decoder_layers()] if self.shard.world == 1 else []
+        if self.shard.world > 1:
+            return []
+        layers = zip(self._decoder_layers(), self._rope_numbers, strict=True)
+        return [layer.parts(rope) for layer, rope in layers]
 
     def weight_marks(self) -> tuple[object, ...]:
         """See `layer_pass.LayerStack`: they are replaced all at once."""
         layers = self._decoder_layers()
-        return layers[0].qkv_proj.packed, layers[-1].mlp.down_proj.packed, layers[-1].post_norm.weight
+        return layers[0].qkv_proj.packed, layers[-1].mlp.down_proj.packed, self.norm.weight
 
     def _decoder_layers(self) -> list[DecoderLayer]:
         return cast("list[DecoderLayer]", list(self.layers))
 
     @property
-    def rotary(self) -> RotaryTable:
-        """cos and sin table in the weights' own dtype and device; it grows with the positions that are used."""
-        if self._rotary is None:
+    def rotaries(self) -> Sequence[RotaryTable]:
+        """Tables of cos and sin that layers rotate by, in the weights' own dtype and device; they grow with the
+        positions that are used.
+        """
+        if self._rotaries is None:
             weight = self.norm.weight
-            self._rotary = RotaryTable(self.config, weight.device, weight.dtype)
-        return self._rotary
+            self._rotaries = [RotaryTable(self.config, weight.device, weight.dtype, rope) for rope in self._ropes]
+        return self._rotaries
 
     @property
     def weight_bytes(self) -> int:

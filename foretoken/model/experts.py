@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from foretoken.model.expert_config import ClampedGate, ExpertsConfig
 from foretoken.model.expert_kernel import ExpertParts, run_experts
-from foretoken.model.layers import Linear
+from foretoken.model.layers import Linear, activated
 from foretoken.model.row_kernels import kernels_for
 
 
@@ -130,11 +130,8 @@ class Experts(nn.Module):
 
 def _gated(wide: Tensor, clamped: ClampedGate | None) -> Tensor:
     """`wide` [T, 2 I], gates before ups: [T, I]."""
-    kernels = kernels_for(wide)
-    if kernels is not None and clamped is None:
-        return kernels.gate(wide)
-    gate, up = wide.chunk(2, dim=-1)
     if clamped is None:
-        return F.silu(gate) * up
+        return activated(wide, "silu", is_gated=True)
+    gate, up = wide.chunk(2, dim=-1)
     gate, up = gate.clamp(max=clamped.limit), up.clamp(-clamped.limit, clamped.limit)
     return gate * torch.sigmoid(gate * clamped.alpha) * (up + 1)

@@ -166,6 +166,13 @@ class Fields:
         """The same, or `default`."""
         return self.number(key, above, zero) if self.has(key) else default
 
+    def numbers(self, key: str, count: int) -> tuple[float, ...]:
+        """A list of `count` finite numbers greater than 0 that has to be there."""
+        value = self.raw.get(key)
+        if not isinstance(value, list) or len(value) != count or not all(_is_positive(item) for item in value):
+            raise self.refusal(key, f"a list of {count:,} numbers greater than 0")
+        return tuple(float(item) for item in value)
+
     def flag(self, key: str, default: bool = False) -> bool:
         """True or false."""
         value = self.raw.get(key)
@@ -214,3 +221,7 @@ class Fields:
 
 def _are_ids(values: Iterable[Any], below: int) -> bool:
     return all(isinstance(value, int) and not isinstance(value, bool) and 0 <= value < below for value in values)
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0.0 < value <= _MOST_NUMBER

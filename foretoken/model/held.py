@@ -15,6 +15,7 @@ from foretoken.model.grouped_kernel import GroupedWeight
 from foretoken.model.grouped_layout import BLOCK_ROWS
 from foretoken.model.grouped_quant import grouped_bytes
 from foretoken.model.grouped_twin import SPAN
+from foretoken.model.layer_tensors import layer_matrices
 from foretoken.model.layers import can_pack, packed_bytes
 from foretoken.model.quant import ACTIVATIONS
 from foretoken.model.weight_format import format_of
@@ -101,11 +102,5 @@ class MatrixMemory:
 
 def _layers(config: ModelConfig) -> list[list[str]]:
     """Names of the matrices of all layers, those that the decoder merges together."""
-    merged = (
-        ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        ("self_attn.o_proj",),
-        ("mlp.gate_proj", "mlp.up_proj"),
-        ("mlp.down_proj",),
-    )
-    prefixes = [f"model.layers.{index}" for index in range(config.num_layers)]
-    return [[f"{prefix}.{name}.weight" for name in names] for prefix in prefixes for names in merged]
+    layers = (layer_matrices(config, layer) for layer in range(config.num_layers))
+    return [[f"{name}.weight" for name in matrix.rows] for matrices in layers for matrix in matrices.values()]

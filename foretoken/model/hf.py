@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from foretoken.errors import CapacityError, CheckpointError, ModelError, UnsupportedModelError
-from foretoken.model.architecture import check_causal, rope_context_cap
+from foretoken.model.config_json import check_causal
 from foretoken.model.hf_size import check_counts, check_size
 from foretoken.model.interface import ForwardOutput, Segment
 from foretoken.model.loader import parse_dtype, read_raw_config
 from foretoken.model.quiet import quiet_transformers
+from foretoken.model.rope_json import rope_context_cap
 from foretoken.model.trial import Findings, try_out
 from foretoken.model.weights import WEIGHTS, Weights
 

@@ -19,12 +19,14 @@ from torch import Tensor
 
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.attention.paged import PagedAttention
-from foretoken.model.layers import Linear, RMSNorm
+from foretoken.model.layers import Linear, Norm
 from foretoken.model.product import Product, ProductFields, array_of, merged_product
-from foretoken.model.row_kernels import HEAD_DIMS, RowKernels, SegmentRows, kernels_for
+from foretoken.model.row_kernels import ACTIVATIONS, HEAD_DIMS, NormFields, RowKernels, SegmentRows, kernels_for
 
 if TYPE_CHECKING:
     from foretoken.model.decoder import Decoder
+
+Rotations = Sequence[tuple[Tensor, Tensor]]  # by table
 
 
 @dataclass(frozen=True)
@@ -32,19 +34,22 @@ class LayerParts:
     """One layer: its matrices, those of one input together in the order of their outputs, and the norms that it has.
 
     `beside_norm` is that of rows which `qkv` reads in front of the stream's. `keeps_normed`: the stream goes on from
-    what `input_norm` makes of it.
+    what `attention_norm` makes of it. `rope`: number of the layer's table of cos and sin; None: it does not rotate.
     """
 
     qkv: Sequence[Linear]
     o: Sequence[Linear]
     gate_up: Sequence[Linear]
     down: Sequence[Linear]
-    input_norm: RMSNorm | None
-    q_norm: RMSNorm | None
-    k_norm: RMSNorm | None
-    post_norm: RMSNorm
-    beside_norm: RMSNorm | None = None
+    attention_norm: Norm | None = None
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+    attention_out_norm: Norm | None = None
+    mlp_norm: Norm | None = None
+    mlp_out_norm: Norm | None = None
+    beside_norm: Norm | None = None
     keeps_normed: bool = False
+    rope: int | None = 0
 
     @property
     def matrices(self) -> tuple[Sequence[Linear], ...]:
@@ -52,9 +57,15 @@ class LayerParts:
         return self.qkv, self.o, self.gate_up, self.down
 
     @property
-    def norms(self) -> tuple[RMSNorm | None, ...]:
+    def norms(self) -> tuple[Norm | None, ...]:
         """In the order of `_LayerFields`."""
-        return self.beside_norm, self.input_norm, self.q_norm, self.k_norm, self.post_norm
+        return tuple(getattr(self, name) for name in _NORMS)
+
+
+_NORMS = (
+    *("beside_norm", "attention_norm", "q_norm", "k_norm"),
+    *("attention_out_norm", "mlp_norm", "mlp_out_norm"),
+)
 
 
 class LayerStack(Protocol):
@@ -76,9 +87,28 @@ class _LayerFields(ctypes.Structure):
 
     _fields_ = (
         *((name, ProductFields) for name in ("qkv", "o", "gate_up", "down")),
-        *((name, ctypes.c_void_p) for name in ("beside_norm", "input_norm", "q_norm", "k_norm", "post_norm")),
-        ("keeps_normed", ctypes.c_int32),
+        *((name, NormFields) for name in _NORMS),
+        *((name, ctypes.c_int32) for name in ("keeps_normed", "rope")),
     )
+
+
+class _KindFields(ctypes.Structure):
+    """`foretoken_layer_kind`."""
+
+    _fields_ = (
+        *((name, ctypes.c_float) for name in ("eps", "offset")),
+        ("is_layer", ctypes.c_int32),
+        ("residual_multiplier", ctypes.c_float),
+        *((name, ctypes.c_int32) for name in ("activation", "norms_projection", "is_parallel")),
+    )
+
+    @classmethod
+    def of(cls, shape: ModelConfig) -> _KindFields:
+        """What the layers of `shape` have in common."""
+        return cls(
+            *(shape.norm_eps, shape.norm.offset, shape.norm.kind == "layer", shape.residual_multiplier),
+            *(ACTIVATIONS.index(shape.activation), shape.qk_norm_over == "projection", shape.is_parallel),
+        )
 
 
 class _PassFields(ctypes.Structure):
@@ -90,7 +120,7 @@ class _PassFields(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("num_rows", "hidden_size", "num_heads", "num_groups", "head_dim")),
         ("num_slots", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("num_layers", "num_segments", "is_bf16", "threads")),
-        ("eps", ctypes.c_float),
+        ("kind", _KindFields),
     )
 
 
@@ -111,8 +141,7 @@ class LayerPass:
     kernels: RowKernels
     attention: PagedAttention
     segments: ctypes.Array[SegmentRows]
-    cos: Tensor  # [T, 1, K]
-    sin: Tensor
+    rotations: Rotations
     beside: Tensor | None  # [T, D]
 
     def run(self, x: Tensor, layers: Sequence[int]) -> Tensor:
@@ -122,15 +151,18 @@ class LayerPass:
             MemoryError: no memory for what lies between two operations.
         """
         shape, pool = self.shape, self.attention.pool
-        x, cos, sin = x.clone(memory_format=torch.contiguous_format), self.cos.contiguous(), self.sin.contiguous()
+        x = x.clone(memory_format=torch.contiguous_format)
+        tables = [(cos.contiguous(), sin.contiguous()) for cos, sin in self.rotations]
+        cos, sin = ((ctypes.c_void_p * len(tables))(*(pair[i].data_ptr() for pair in tables)) for i in range(2))
         order, (keys, values) = (ctypes.c_int32 * len(layers))(*layers), pool.addresses
         beside = None if self.beside is None else self.beside.contiguous()
         fields = _PassFields(
             *map(ctypes.addressof, (self.table.layers, order, keys, values)),
-            *(x.data_ptr(), None if beside is None else beside.data_ptr(), cos.data_ptr(), sin.data_ptr()),
+            *(x.data_ptr(), None if beside is None else beside.data_ptr(), *map(ctypes.addressof, (cos, sin))),
             *(self.attention.write_slots.data_ptr(), ctypes.addressof(self.segments)),
             *(len(x), shape.hidden_size, shape.num_heads, shape.num_kv_heads, shape.head_dim, pool.num_slots),
-            *(len(layers), len(self.segments), x.dtype == torch.bfloat16, torch.get_num_threads(), shape.norm_eps),
+            *(len(layers), len(self.segments), x.dtype == torch.bfloat16, torch.get_num_threads()),
+            _KindFields.of(shape),
         )
         if not self.kernels.library.foretoken_run_layers(ctypes.byref(fields)):
             raise MemoryError(f"no memory for {len(x)} rows; run fewer rows at a time")
@@ -138,11 +170,12 @@ class LayerPass:
 
 
 def layer_pass(
-    stack: LayerStack, x: Tensor, attention: object, cos: Tensor, sin: Tensor, beside: Tensor | None = None
+    stack: LayerStack, x: Tensor, attention: object, rotations: Rotations, beside: Tensor | None = None
 ) -> LayerPass | None:
     """The pass for this forward; None where a part of it has no kernel here, or a prompt's many rows want torch's.
 
-    `beside` [T, D] is what layers with a `beside_norm` read in front of the stream `x` [T, D].
+    `rotations` are the tables that layers turn queries and keys by, each cos and sin [T, 1, K]. `beside` [T, D] is what
+    layers with a `beside_norm` read in front of the stream `x` [T, D].
     """
     kernels = kernels_for(x)
     if kernels is None or len(x) == 0 or not isinstance(attention, PagedAttention):
@@ -151,7 +184,7 @@ def layer_pass(
     segments = None if table is None else attention.kernel_segments(x)
     if table is None or segments is None:
         return None
-    return LayerPass(stack.layer_shape, table, kernels, attention, array_of(SegmentRows, segments), cos, sin, beside)
+    return LayerPass(stack.layer_shape, table, kernels, attention, array_of(SegmentRows, segments), rotations, beside)
 
 
 def has_exact_rows(decoder: Decoder) -> bool:
@@ -187,18 +220,18 @@ def _made(layers: Sequence[LayerParts], head_dim: int) -> LayerTable | None:
     """None where a layer has a part without a kernel."""
     if not layers or head_dim not in HEAD_DIMS:
         return None
-    dtype = layers[0].post_norm.weight.dtype
+    dtype = next(norm.weight.dtype for norm in layers[0].norms if norm is not None)
     rows, held = [], list[object]()
     for layer in layers:
         products = [_product(linears, dtype) for linears in layer.matrices]
-        norms = [None if norm is None else norm.weight for norm in layer.norms]
-        if None in products or any(norm is not None and norm.dtype != dtype for norm in norms):
+        numbers = [tensor for norm in layer.norms if norm is not None for tensor in (norm.weight, norm.bias)]
+        if None in products or any(tensor is not None and tensor.dtype != dtype for tensor in numbers):
             return None
         biases = [linears[0].bias for linears in layer.matrices]
         fields = [one.fields(bias) for one, bias in zip(products, biases, strict=True) if one is not None]
-        addresses = [None if norm is None else norm.data_ptr() for norm in norms]
-        rows.append(_LayerFields(*fields, *addresses, layer.keeps_normed))
-        held += [*products, *norms, *biases, *(linear.packed for linears in layer.matrices for linear in linears)]
+        norms = [NormFields() if norm is None else NormFields.of(norm.weight, norm.bias) for norm in layer.norms]
+        rows.append(_LayerFields(*fields, *norms, layer.keeps_normed, -1 if layer.rope is None else layer.rope))
+        held += [*products, *numbers, *biases, *(linear.packed for linears in layer.matrices for linear in linears)]
     return LayerTable(array_of(_LayerFields, rows), tuple(held))
 
 

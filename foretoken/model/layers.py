@@ -1,7 +1,9 @@
-"""The parts of a decoder layer that know nothing about sequences: linear, norm, gated MLP."""
+"""The parts of a decoder layer that know nothing about sequences: linear, norm, MLP."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from foretoken.model.architecture import Activation, NormConfig
 from foretoken.model.dense_kernel import DenseWeight, dense_bytes, has_amx
 from foretoken.model.dense_kernel import kernel as dense_kernel
 from foretoken.model.product import Product
@@ -140,39 +143,107 @@ def packed_bytes(num_rows: int, width: int) -> int:
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm (Zhang & Sennrich 1910.07467) over the last dimension, computed in float32 or wider."""
+    """Root mean square norm (Zhang & Sennrich 1910.07467) over the last dimension, computed in float32 or wider.
 
-    def __init__(self, size: int, eps: float) -> None:
+    `offset` is added to the weights (Gemma keeps them around 0).
+    """
+
+    bias: nn.Parameter | None = None
+
+    def __init__(self, shape: int | tuple[int, ...], eps: float, offset: float = 0.0) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
+        self.weight = nn.Parameter(torch.full((shape,) if isinstance(shape, int) else shape, 1.0 - offset))
+        self.eps, self.offset = eps, offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` [..., size], same shape back; weights [heads, size] are those of its last two dimensions."""
+        kernels = kernels_for(x)
+        if kernels is not None and self.weight.dtype == x.dtype:
+            return kernels.rms_norm(x, self.weight, self.eps, self.offset)
+        if not self.offset and self.weight.dim() == 1:
+            return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+        wide = _widened(x)
+        normed = F.rms_norm(wide, (x.shape[-1],), None, self.eps) * (self.offset + self.weight.to(wide.dtype))
+        return normed.to(x.dtype)
+
+
+class LayerNorm(nn.Module):
+    """Layer norm (Ba et al. 1607.06450) over the last dimension, computed in float32 or wider."""
+
+    def __init__(self, shape: int | tuple[int, ...], eps: float, has_bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(shape))
+        self.bias = nn.Parameter(torch.zeros(shape)) if has_bias else None
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` [..., size], same shape back."""
+        """See `RMSNorm`."""
         kernels = kernels_for(x)
         if kernels is not None and self.weight.dtype == x.dtype:
-            return kernels.rms_norm(x, self.weight, self.eps)
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+            return kernels.layer_norm(x, self.weight, self.bias, self.eps)
+        wide = _widened(x)
+        normed = F.layer_norm(wide, (x.shape[-1],), None, None, self.eps) * self.weight.to(wide.dtype)
+        return (normed if self.bias is None else normed + self.bias.to(wide.dtype)).to(x.dtype)
 
 
-class GatedMLP(nn.Module):
-    """SwiGLU (Shazeer 2002.05202); gate and up share one matrix, so a decode step makes two calls instead of three."""
+Norm = RMSNorm | LayerNorm
 
-    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool) -> None:
+
+def norm_of(config: NormConfig, shape: int | tuple[int, ...], eps: float) -> Norm:
+    """A norm with weights of `shape`."""
+    return LayerNorm(shape, eps, config.has_bias) if config.kind == "layer" else RMSNorm(shape, eps, config.offset)
+
+
+def _widened(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+class MLP(nn.Module):
+    """SwiGLU and its relatives (Shazeer 2002.05202), or two matrices with an activation between them.
+
+    Gate and up share one matrix, so that a decode step makes two calls instead of three.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        bias: bool,
+        activation: Activation = "silu",
+        is_gated: bool = True,
+    ) -> None:
         super().__init__()
-        self.gate_up_proj = Linear(hidden_size, 2 * intermediate_size, bias)
+        self.activation, self.is_gated = activation, is_gated
+        self.gate_up_proj = Linear(hidden_size, intermediate_size * (2 if is_gated else 1), bias)
         self.down_proj = Linear(intermediate_size, hidden_size, bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` [T, hidden] -> [T, hidden]."""
-        out: Tensor = self.down_proj(_gated(self.gate_up_proj(x)))
+        out: Tensor = self.down_proj(activated(self.gate_up_proj(x), self.activation, self.is_gated))
         return out
 
 
-def _gated(x: Tensor) -> Tensor:
-    """`silu` of the first half of each row of `x` [T, 2 I] times the second: [T, I]."""
+def activated(x: Tensor, activation: Activation, is_gated: bool) -> Tensor:
+    """The activation of each row of `x` [T, I]; where `is_gated`, that of the first half of `x` [T, 2 I] times the
+    second: [T, I].
+    """
     kernels = kernels_for(x)
     if kernels is not None:
-        return kernels.gate(x)
+        return kernels.gate(x, activation) if is_gated else kernels.activate(x, activation)
+    if not is_gated:
+        return _ACTIVATIONS[activation](x)
     gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return _ACTIVATIONS[activation](gate) * up
+
+
+_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+}
+
+
+def softcapped(x: Tensor, cap: float) -> Tensor:
+    """`cap * tanh(x / cap)`; may overwrite `x`."""
+    kernels = kernels_for(x)
+    return kernels.softcap(x, cap) if kernels is not None else cap * torch.tanh(x / cap)

@@ -21,15 +21,18 @@ import torch
 from torch import Tensor, nn
 
 from foretoken.errors import CheckpointError, InputError
-from foretoken.model.architecture import NATIVE_MODEL_TYPES, ModelConfig, config_from_hf
-from foretoken.model.decoder import Decoder, DecoderLayer
+from foretoken.model.architecture import ModelConfig
+from foretoken.model.config_json import config_from_hf
+from foretoken.model.decoder import Decoder
+from foretoken.model.families import NATIVE_MODEL_TYPES
 from foretoken.model.fields import Fields, check_links, read_json
 from foretoken.model.gguf.header import is_gguf, read_header
 from foretoken.model.gguf.names import config_fields
 from foretoken.model.gguf.weights import GgufWeights
 from foretoken.model.grouped_kernel import GroupedWeight, merged
 from foretoken.model.grouped_quant import GroupQuantiser
-from foretoken.model.layers import Embedding, Linear, RMSNorm, packs_with_own_kernel
+from foretoken.model.layer_tensors import layer_matrices, layer_norms
+from foretoken.model.layers import Embedding, Linear, packs_with_own_kernel
 from foretoken.model.mtp_tensors import mtp_tensors
 from foretoken.model.packed.assembly import assembled
 from foretoken.model.packed.scheme import packed_format
@@ -200,8 +203,7 @@ def load_decoder(
     filler = _Filler(weights, shard, dtype=target, device=place, pack=pack, quantiser=quantiser)
     filler.embedding(decoder.embedding, "model.embed_tokens", config)
     for index, layer in enumerate(decoder.layers):
-        assert isinstance(layer, DecoderLayer)
-        filler.layer(layer, f"model.layers.{index}", config)
+        filler.layer(layer, index, config)
         _give_back_freed_memory()
     filler.norm(decoder.norm, "model.norm")
     if config.tie_embeddings:
@@ -379,22 +381,17 @@ class _Filler:
         assert module.weight is not None
         module.weight = self._merged({name: shape}, module.weight)
 
-    def norm(self, module: RMSNorm, name: str) -> None:
-        """The weights of one norm."""
-        module.weight = self._merged({f"{name}.weight": tuple(module.weight.shape)}, module.weight)
+    def norm(self, module: nn.Module, name: str) -> None:
+        """The weights of one norm, and its bias if it has one."""
+        for kind, parameter in list(module.named_parameters()):
+            tensor = f"{name}.{kind}"
+            setattr(module, kind, self._merged({tensor: self.weights.shape(tensor)}, parameter))
 
-    def layer(self, layer: DecoderLayer, prefix: str, config: ModelConfig) -> None:
+    def layer(self, layer: nn.Module, index: int, config: ModelConfig) -> None:
         """All weights of one layer."""
-        q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        attention, mlp, wide = f"{prefix}.self_attn", f"{prefix}.mlp", config.intermediate_size
-        qkv = {f"{attention}.q_proj": q, f"{attention}.k_proj": kv, f"{attention}.v_proj": kv}
-        self.norm(layer.input_norm, f"{prefix}.input_layernorm")
-        self.linear(layer.qkv_proj, qkv, config.hidden_size)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            self.norm(layer.q_norm, f"{attention}.q_norm")
-            self.norm(layer.k_norm, f"{attention}.k_norm")
-        self.linear(layer.o_proj, {f"{attention}.o_proj": config.hidden_size}, q)
-        self.norm(layer.post_norm, f"{prefix}.post_attention_layernorm")
-        gate_up = {f"{mlp}.gate_proj": wide, f"{mlp}.up_proj": wide}
-        self.linear(layer.mlp.gate_up_proj, gate_up, config.hidden_size)
-        self.linear(layer.mlp.down_proj, {f"{mlp}.down_proj": config.hidden_size}, wide)
+        for module, matrix in layer_matrices(config, index).items():
+            linear = layer.get_submodule(module)
+            assert isinstance(linear, Linear)
+            self.linear(linear, matrix.rows, matrix.columns)
+        for module, (name, _) in layer_norms(config, index).items():
+            self.norm(layer.get_submodule(module), name)

@@ -13,7 +13,9 @@ from foretoken.errors import CheckpointError, ConfigError, UnsupportedModelError
 from foretoken.kv.limit import largest_cache_bytes
 from foretoken.kv.pool import bytes_per_token
 from foretoken.machine.features import warn_of_slow_bf16
-from foretoken.model.architecture import NATIVE_MODEL_TYPES, ModelConfig, check_causal
+from foretoken.model.architecture import ModelConfig
+from foretoken.model.config_json import check_causal
+from foretoken.model.families import NATIVE_MODEL_TYPES
 from foretoken.model.fields import HEAD_NOTE, shown
 from foretoken.model.gguf.header import is_gguf
 from foretoken.model.interface import OpenModel

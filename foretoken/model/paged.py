@@ -172,7 +172,8 @@ class PagedModel(PagedCache):
     def admit(self, segments: Sequence[Segment], offsets: Sequence[int] | None = None) -> ForwardInputs:
         """See `PagedCache.admit`; the rotary table grows with the positions."""
         inputs = super().admit(segments, offsets)
-        self.decoder.rotary.cover(max(inputs.positions, default=-1) + 1)
+        for table in self.decoder.rotaries:
+            table.cover(max(inputs.positions, default=-1) + 1)
         return inputs
 
     def close(self, sequence: int) -> None:

@@ -1,5 +1,5 @@
-"""Rotary position embeddings (Su et al. 2104.09864) and the scalings in use: linear, dynamic, YaRN, Llama 3, and
-factors for each channel.
+"""Rotary position embeddings (Su et al. 2104.09864) and the scalings in use: linear, dynamic, YaRN, Llama 3,
+LongRoPE within its original length, and factors for each channel.
 
 `dynamic` equals the unscaled form up to the trained length; the context is capped there, because beyond it the
 rotation of a cached key would depend on the length of the sequence that wrote it.
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from foretoken.model.architecture import ModelConfig, RopeConfig
@@ -19,10 +20,37 @@ from foretoken.transfer import to_device
 TABLE_BLOCK = 4096  # positions that a table grows by: one step for a short context, few for a long one
 
 
+def rotated_channels(rope: RopeConfig, head_dim: int) -> int:
+    """How many channels of a head are rotated."""
+    return int(head_dim * rope.partial_factor)
+
+
+def channel_order(rope: RopeConfig, head_dim: int) -> Tensor | None:
+    """Which channel of a checkpoint's head each of ours is, `[head_dim]`; None: they lie as they do there.
+
+    Ours pairs channel i with i + head_dim / 2. A checkpoint may pair neighbours, or rotate the first channels alone:
+    with the rows of q and k in this order the products of queries and keys are the same, and one rotation serves all.
+    """
+    rotated = rotated_channels(rope, head_dim)
+    if rotated == head_dim and not rope.is_interleaved:
+        return None
+    half, rest = rotated // 2, torch.arange(rotated, head_dim)
+    pairs = torch.arange(rotated).view(half, 2).T if rope.is_interleaved else torch.arange(rotated).view(2, half)
+    firsts, seconds = rest.chunk(2) if len(rest) else (rest, rest)  # of what is not rotated
+    return torch.cat((pairs[0], firsts, pairs[1], seconds))
+
+
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
-    """Angle per position of each pair of channels, `[head_dim / 2]` float32, and the factor on cos and sin."""
+    """Angle per position of each pair of the rotated channels, `[head_dim / 2]` float32 where all are, and the factor
+    on cos and sin.
+    """
+    head_dim = rotated_channels(rope, head_dim)
     exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
     frequency = 1.0 / (rope.theta**exponent)  # [head_dim / 2]
+    if rope.kind == "longrope":  # in transformers' order of operations
+        factors = torch.tensor(rope.factors, dtype=torch.float32)
+        assert rope.attention_factor is not None
+        return 1.0 / (factors * rope.theta**exponent), rope.attention_factor
     if rope.kind == "linear":
         return frequency / rope.factor, 1.0
     if rope.kind == "factors":
@@ -84,8 +112,11 @@ class RotaryTable:
     block was made.
     """
 
-    def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
-        self._frequency, self._scale = inverse_frequencies(config.rope, config.head_dim)
+    def __init__(
+        self, config: ModelConfig, device: torch.device, dtype: torch.dtype, rope: RopeConfig | None = None
+    ) -> None:
+        self._frequency, self._scale = inverse_frequencies(rope or config.rope, config.head_dim)
+        self._fixed = config.head_dim // 2 - len(self._frequency)  # pairs of channels that are not rotated
         self._most, self._device, self._dtype = config.max_context_tokens, device, dtype
         self.cos = self.sin = torch.empty(
             0, config.head_dim, device=device, dtype=dtype
@@ -119,9 +150,10 @@ class RotaryTable:
         wide = torch.float64 if self._dtype == torch.float64 else torch.float32
         angles = torch.outer(torch.arange(start, stop, dtype=torch.float32), self._frequency).to(
             wide
-        )  # [P, head_dim / 2]
-        angles = torch.cat((angles, angles), dim=-1)  # [P, head_dim]
-        cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
+        )  # [P, rotated / 2]
+        cos = F.pad(angles.cos() * self._scale, (0, self._fixed), value=1.0)  # [P, head_dim / 2]
+        sin = F.pad(angles.sin() * self._scale, (0, self._fixed))
+        cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
         return to_device(cos, self._device, self._dtype), to_device(sin, self._device, self._dtype)
 
 

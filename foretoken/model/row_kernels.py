@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from foretoken.kernels.build import BuildError, built, opened
+from foretoken.model.architecture import Activation
 
 SOURCE = Path(__file__).resolve().parent.parent / "kernels" / "decoder.cpp"
 # Sums have an order of their own here, so a product may be added without being rounded first.
@@ -26,7 +27,8 @@ FLAGS = (
     *("-shared", "-fPIC"),
 )
 HEAD_DIMS = frozenset((16, 32, 64, 96, 128, 256))  # that attention was compiled for
-_INTERFACE = 3  # of the compiled library: what its functions take
+_INTERFACE = 4  # of the compiled library: what its functions take
+ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh")  # in the order of `foretoken_activation`
 _DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -42,6 +44,21 @@ class SegmentRows(ctypes.Structure):
         ("first_row", ctypes.c_int64),
         ("num_rows", ctypes.c_int64),
     )
+
+
+class NormFields(ctypes.Structure):
+    """`foretoken_norm_weights`: null pointers where there is no norm, or no bias."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weight", "bias")),
+        ("num_heads", ctypes.c_int64),
+    )
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None) -> NormFields:
+        """Of weights [D], or [H, D]; both live on."""
+        heads = len(weight) if weight.dim() == 2 else 1
+        return cls(weight.data_ptr(), None if bias is None else bias.data_ptr(), heads)
 
 
 class _Attention(ctypes.Structure):
@@ -60,21 +77,44 @@ class RowKernels:
 
     library: ctypes.CDLL
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """`x` [..., D] over its last dimension, times `weight` [D]."""
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+        """`x` [..., D] over its last dimension, times `offset + weight`: [D], or [H, D] of its last two dimensions."""
+        return self._norm(x, weight, None, (eps, offset, False))
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        """The same with the mean taken off, times `weight`, plus `bias` of its shape."""
+        return self._norm(x, weight, bias, (eps, 0.0, True))
+
+    def _norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, options: tuple[float, float, bool]) -> Tensor:
         size = x.shape[-1]
         rows, stride = _rows_of(x)
         out = torch.empty(x.shape, dtype=x.dtype)
+        norm = NormFields.of(weight, bias)
         self.library.foretoken_norm(
-            *(rows.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // size, size, stride, eps), *_about(x)
+            *(rows.data_ptr(), norm, out.data_ptr(), x.numel() // size, size, stride), *options, *_about(x)
         )
         return out
 
-    def gate(self, x: Tensor) -> Tensor:
-        """`silu(x[:, :I]) * x[:, I:]` of `x` [T, 2 I]: [T, I]."""
-        num_rows, size = len(x), x.shape[1] // 2
+    def gate(self, x: Tensor, activation: Activation = "silu") -> Tensor:
+        """The activation of `x[:, :I]` times `x[:, I:]`, of `x` [T, 2 I]: [T, I]."""
+        return self._activated(x, x.shape[1] // 2, activation)
+
+    def activate(self, x: Tensor, activation: Activation) -> Tensor:
+        """The activation of `x` [T, I], same shape back."""
+        return self._activated(x, x.shape[1], activation)
+
+    def _activated(self, x: Tensor, size: int, activation: Activation) -> Tensor:
+        num_rows = len(x)
         x, out = x.contiguous(), torch.empty(num_rows, size, dtype=x.dtype)
-        self.library.foretoken_gate(x.data_ptr(), out.data_ptr(), num_rows, size, *_about(x))
+        self.library.foretoken_activate(
+            *(x.data_ptr(), out.data_ptr(), num_rows, size, x.shape[1]), ACTIVATIONS.index(activation), *_about(x)
+        )
+        return out
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        """`cap * tanh(x / cap)` of `x` [R, V]."""
+        x, out = x.contiguous(), torch.empty(x.shape, dtype=x.dtype)
+        self.library.foretoken_softcap(x.data_ptr(), out.data_ptr(), len(x), x.shape[1], cap, *_about(x))
         return out
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -140,19 +180,19 @@ def load(path: Path) -> RowKernels:
     pointer, number, small = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     about = (small, small)
     library = opened(path, "foretoken_decoder_interface", _INTERFACE)
-    library.foretoken_norm.argtypes = (*(pointer,) * 3, *(number,) * 3, ctypes.c_float, *about)
-    library.foretoken_gate.argtypes = (*(pointer,) * 2, *(number,) * 2, *about)
+    norm = (*(ctypes.c_float,) * 2, small)
+    library.foretoken_norm.argtypes = (pointer, NormFields, pointer, *(number,) * 3, *norm, *about)
+    library.foretoken_activate.argtypes = (*(pointer,) * 2, *(number,) * 3, small, *about)
+    library.foretoken_softcap.argtypes = (*(pointer,) * 2, *(number,) * 2, ctypes.c_float, *about)
     library.foretoken_rotate.argtypes = (*(pointer,) * 4, *(number,) * 4, *about)
     library.foretoken_attend.argtypes = (*(pointer,) * 2, small, number, *about)
     library.foretoken_run_layers.argtypes = (pointer,)
     library.foretoken_route.argtypes = (*(pointer,) * 4, number, *about)
     library.foretoken_run_experts.argtypes = (*(pointer,) * 3, number, *about)
-    for function in (library.foretoken_norm, library.foretoken_gate, library.foretoken_rotate):
-        function.restype = None
-    for function in (library.foretoken_attend, library.foretoken_run_layers):
-        function.restype = ctypes.c_bool
-    for function in (library.foretoken_route, library.foretoken_run_experts):
-        function.restype = ctypes.c_bool
+    for name in ("norm", "activate", "softcap", "rotate"):
+        getattr(library, f"foretoken_{name}").restype = None
+    for name in ("attend", "run_layers", "route", "run_experts"):
+        getattr(library, f"foretoken_{name}").restype = ctypes.c_bool
     return RowKernels(library)
 
 

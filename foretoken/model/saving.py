@@ -11,11 +11,13 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from foretoken.errors import ModelError, StorageError
-from foretoken.model.architecture import ModelConfig, config_to_hf
-from foretoken.model.decoder import Decoder, DecoderLayer
+from foretoken.model.architecture import ModelConfig
+from foretoken.model.config_json import config_to_hf
+from foretoken.model.decoder import Decoder
+from foretoken.model.layer_tensors import layer_matrices, layer_norms
 from foretoken.model.layers import Linear
 from foretoken.model.loader import parse_dtype
 from foretoken.model.weights import EMBEDDING, INDEX, WEIGHTS
@@ -45,30 +47,26 @@ def hf_state(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
     config = decoder.config
     if decoder.shard.world > 1:
         raise ModelError("one rank's part of a decoder is no checkpoint; load it with world=1")
-    q, kv, wide = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim, config.intermediate_size
     if decoder.embedding.weight is None:
         raise ModelError("a quantised decoder has no plain weights left to write; load it without quant")
     yield EMBEDDING, decoder.embedding.weight.detach()
     for index, layer in enumerate(decoder.layers):
-        assert isinstance(layer, DecoderLayer)
-        attention, mlp = f"model.layers.{index}.self_attn", f"model.layers.{index}.mlp"
-        yield f"model.layers.{index}.input_layernorm.weight", layer.input_norm.weight.detach()
-        yield from _split(
-            layer.qkv_proj, [f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj"], [q, kv, kv]
-        )
-        if layer.q_norm is not None and layer.k_norm is not None:
-            yield f"{attention}.q_norm.weight", layer.q_norm.weight.detach()
-            yield f"{attention}.k_norm.weight", layer.k_norm.weight.detach()
-        yield from _split(layer.o_proj, [f"{attention}.o_proj"], [config.hidden_size])
-        yield f"model.layers.{index}.post_attention_layernorm.weight", layer.post_norm.weight.detach()
-        yield from _split(layer.mlp.gate_up_proj, [f"{mlp}.gate_proj", f"{mlp}.up_proj"], [wide, wide])
-        yield from _split(layer.mlp.down_proj, [f"{mlp}.down_proj"], [config.hidden_size])
-    yield "model.norm.weight", decoder.norm.weight.detach()
+        for module, matrix in layer_matrices(config, index).items():
+            yield from _split(layer.get_submodule(module), list(matrix.rows), list(matrix.rows.values()))
+        for module, (name, _) in layer_norms(config, index).items():
+            yield from _of_norm(layer.get_submodule(module), name)
+    yield from _of_norm(decoder.norm, "model.norm")
     if not config.tie_embeddings:
         yield from _split(decoder.lm_head, ["lm_head"], [config.vocab_size])
 
 
-def _split(module: Linear, names: list[str], rows: list[int]) -> Iterator[tuple[str, Tensor]]:
+def _of_norm(module: nn.Module, name: str) -> Iterator[tuple[str, Tensor]]:
+    for kind, parameter in module.named_parameters():
+        yield f"{name}.{kind}", parameter.detach()
+
+
+def _split(module: nn.Module, names: list[str], rows: list[int]) -> Iterator[tuple[str, Tensor]]:
+    assert isinstance(module, Linear)
     if module.weight is None:
         raise ModelError("a packed decoder has no plain weights left to write; load it with pack=False")
     for kind, full in (("weight", module.weight), ("bias", module.bias)):
@@ -92,11 +90,12 @@ def save_checkpoint(
     Raises:
         StorageError: the folder cannot be written.
         ModelError: the decoder is packed.
+        UnsupportedModelError: a family whose checkpoints are only read.
     """
     target = parse_dtype(dtype)
+    raw = config_to_hf(config) | {"torch_dtype": str(target).removeprefix("torch.")}
     pairs = hf_state(decoder_or_state) if isinstance(decoder_or_state, Decoder) else decoder_or_state.items()
     tensors = {name: tensor.detach().to("cpu", target).contiguous().clone() for name, tensor in pairs}
-    raw = config_to_hf(config) | {"torch_dtype": str(target).removeprefix("torch.")}
     try:
         with writing_folder(folder, ".writing-") as draft:
             save_file(tensors, draft / WEIGHTS, metadata={"format": "pt"})

@@ -23,6 +23,7 @@ from foretoken.errors import CheckpointError, ModelError
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.fields import Fields, check_links, checkpoint_file, read_json
 from foretoken.model.grouped import GroupedCodes
+from foretoken.model.layer_tensors import layer_tensors
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -363,27 +364,12 @@ def hf_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Name and shape of every tensor of a checkpoint, one after the other: a caller may stop at the first that is not
     there.
     """
-    hidden, wide, size = config.hidden_size, config.intermediate_size, config.head_dim
-    q, kv = config.num_heads * size, config.num_kv_heads * size
+    hidden = config.hidden_size
     yield EMBEDDING, (config.vocab_size, hidden)
-    linears = [
-        ("self_attn.q_proj", q, hidden, config.qkv_bias),
-        ("self_attn.k_proj", kv, hidden, config.qkv_bias),
-        ("self_attn.v_proj", kv, hidden, config.qkv_bias),
-        ("self_attn.o_proj", hidden, q, config.o_bias),
-        ("mlp.gate_proj", wide, hidden, config.mlp_bias),
-        ("mlp.up_proj", wide, hidden, config.mlp_bias),
-        ("mlp.down_proj", hidden, wide, config.mlp_bias),
-    ]
-    norms = [("input_layernorm", hidden), ("post_attention_layernorm", hidden)]
-    norms += [("self_attn.q_norm", size), ("self_attn.k_norm", size)] if config.qk_norm else []
     for layer in range(config.num_layers):
-        prefix = f"model.layers.{layer}"
-        for name, rows, columns, has_bias in linears:
-            yield f"{prefix}.{name}.weight", (rows, columns)
-            if has_bias:
-                yield f"{prefix}.{name}.bias", (rows,)
-        yield from ((f"{prefix}.{name}.weight", (length,)) for name, length in norms)
+        yield from layer_tensors(config, layer)
     yield "model.norm.weight", (hidden,)
+    if config.norm.has_bias:
+        yield "model.norm.bias", (hidden,)
     if not config.tie_embeddings:
         yield HEAD, (config.vocab_size, hidden)

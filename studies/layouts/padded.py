@@ -30,8 +30,8 @@ from foretoken.draft.draft_model import DraftModelDrafter
 from foretoken.draft.ngram import NgramDrafter
 from foretoken.engine.admission import check_request
 from foretoken.errors import ConfigError, InputError
-from foretoken.model.architecture import NATIVE_MODEL_TYPES
 from foretoken.model.decoder import Decoder
+from foretoken.model.families import NATIVE_MODEL_TYPES
 from foretoken.model.interface import LanguageModel
 from foretoken.model.paged import PagedModel
 from foretoken.verify import first_max

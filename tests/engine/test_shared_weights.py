@@ -77,7 +77,7 @@ def test_one_set_of_weights_and_a_cache_for_each(folders: dict[str, Path], name:
             assert len({model.pool.keys[0].data_ptr() for model in found}) == 5
             shape = shape_of(folders[name], name, dtype)
             planned = account(shape_of(folders["target"], "t", dtype), shape, Load(1, 32, 3)).draft_weight_bytes
-            tables = found[0].decoder.rotary.cos.nbytes + found[0].decoder.rotary.sin.nbytes
+            tables = found[0].decoder.rotaries[0].cos.nbytes + found[0].decoder.rotaries[0].sin.nbytes
             assert len({id(model.decoder) for model in found}) * (found[0].weight_bytes + tables) == planned
 
 

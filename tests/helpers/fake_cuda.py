@@ -28,8 +28,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig
 
 from foretoken import transfer
-from foretoken.model.architecture import ModelConfig, config_from_hf
+from foretoken.model.architecture import ModelConfig
 from foretoken.model.attention import paged
+from foretoken.model.config_json import config_from_hf
 from foretoken.model.decoder import Decoder
 from foretoken.model.paged import PagedModel
 from tests.helpers.checkpoints import _FAMILY, _SHAPE, VARIANTS

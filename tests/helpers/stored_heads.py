@@ -19,7 +19,8 @@ from foretoken.heads.config import (
     default_taps,
 )
 from foretoken.heads.vocabulary import DraftVocabulary
-from foretoken.model.architecture import ModelConfig, config_from_hf
+from foretoken.model.architecture import ModelConfig
+from foretoken.model.config_json import config_from_hf
 
 _LLAMA3 = {
     "rope_type": "llama3",

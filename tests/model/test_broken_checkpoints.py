@@ -263,9 +263,9 @@ def test_c8_the_same_through_transformers(tmp_path: Path, changes: dict[str, int
 def test_c8_a_long_context_takes_memory_only_where_it_is_used(llama: Path) -> None:
     edit(llama / "config.json", max_position_embeddings=2**24)
     decoder = load_decoder(llama)
-    assert decoder.rotary.cos.shape == (TABLE_BLOCK, 12)
-    decoder.rotary.at(torch.tensor([3, 2 * TABLE_BLOCK]))
-    assert len(decoder.rotary.cos) == 3 * TABLE_BLOCK
+    assert decoder.rotaries[0].cos.shape == (TABLE_BLOCK, 12)
+    decoder.rotaries[0].at(torch.tensor([3, 2 * TABLE_BLOCK]))
+    assert len(decoder.rotaries[0].cos) == 3 * TABLE_BLOCK
 
 
 def test_c8_a_position_has_one_value_whenever_its_block_is_made(made: Path) -> None:

@@ -18,13 +18,14 @@ from safetensors.torch import load_file, save_file
 from foretoken import LLM, SamplingParams, SpecConfig
 from foretoken.bench.widen import widen
 from foretoken.errors import CheckpointError, InputError, ModelError, StorageError, UnsupportedModelError
-from foretoken.model.architecture import check_causal, config_from_hf, config_to_hf, rope_context_cap
 from foretoken.model.attention.packed import PackedAttention
+from foretoken.model.config_json import check_causal, config_from_hf, config_to_hf
 from foretoken.model.decoder import Decoder
 from foretoken.model.footprint import shape_of
 from foretoken.model.loader import load_decoder, read_config, resolve_folder
 from foretoken.model.open import open_model
 from foretoken.model.paged import PagedModel
+from foretoken.model.rope_json import rope_context_cap
 from foretoken.model.saving import hf_state, save_checkpoint
 from foretoken.model.weights import Weights
 from tests.helpers.checkpoints import VARIANTS, tiny_checkpoint, tiny_tokenizer, token_ids, transformers_logits, variant
@@ -401,7 +402,7 @@ def test_what_cannot_continue_text_is_refused_by_name(raw: dict[str, Any], messa
 @pytest.mark.parametrize(
     ("changes", "kind", "message"),
     [
-        ({"hidden_act": "gelu"}, UnsupportedModelError, "hidden_act='gelu'"),
+        ({"hidden_act": "relu"}, UnsupportedModelError, "hidden_act='relu'"),
         ({"quantization_config": {"quant_method": "quip"}}, UnsupportedModelError, "'quip'"),
         ({"rope_parameters": {"rope_type": "longrope"}}, UnsupportedModelError, "longrope"),
         ({"partial_rotary_factor": 0.5}, UnsupportedModelError, "partial_rotary_factor"),

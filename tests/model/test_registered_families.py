@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from foretoken.model.architecture import NATIVE_MODEL_TYPES
+from foretoken.model.families import NATIVE_MODEL_TYPES
 from proof.families import families, read_page
 from tests.helpers.family_trial import HOWS, NATIVE, NOT_BUILT, REFUSED, try_family
 

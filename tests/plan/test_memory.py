@@ -30,7 +30,7 @@ def held_bytes(model: PagedModel) -> int:
     decoder = model.decoder
     plain = {parameter.data_ptr(): parameter.nbytes for parameter in decoder.parameters()}
     packed = [m.packed.nbytes for m in decoder.modules() if isinstance(m, Linear) and m.packed is not None]
-    return sum(plain.values()) + sum(packed) + decoder.rotary.cos.nbytes + decoder.rotary.sin.nbytes
+    return sum(plain.values()) + sum(packed) + decoder.rotaries[0].cos.nbytes + decoder.rotaries[0].sin.nbytes
 
 
 @pytest.mark.parametrize("name", sorted(VARIANTS))
@@ -54,14 +54,14 @@ def test_weights_in_8_or_4_bits(name: str, kind: str, dtype: str, tmp_path: Path
     folder = variant(tmp_path, name, intermediate_size=96, hidden_size=64)
     shape = shape_of(folder, name, dtype, weights=kind)
     model = open_model(folder, dtype, "cpu", 320, weights=kind)
-    tables = model.decoder.rotary.cos.nbytes + model.decoder.rotary.sin.nbytes
+    tables = model.decoder.rotaries[0].cos.nbytes + model.decoder.rotaries[0].sin.nbytes
     assert shape.weight_bytes == model.weight_bytes + tables
     assert shape.kv_bytes_per_token == shape_of(folder, name, dtype).kv_bytes_per_token
 
 
 def coded_bytes(model: PagedModel) -> int:
     """Weights and tables of a model whose matrices are held by codes: what each really takes."""
-    return model.weight_bytes + model.decoder.rotary.cos.nbytes + model.decoder.rotary.sin.nbytes
+    return model.weight_bytes + model.decoder.rotaries[0].cos.nbytes + model.decoder.rotaries[0].sin.nbytes
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "llama-biases", "llama-head-dim", "qwen3-tied-biases"])

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from foretoken.model.architecture import ModelConfig, config_from_hf, config_to_hf
+from foretoken.model.architecture import ModelConfig
+from foretoken.model.config_json import config_from_hf, config_to_hf
 
 Shape = tuple[int, ...]
 

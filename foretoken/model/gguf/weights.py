@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from foretoken.errors import CheckpointError
-from foretoken.model.architecture import ModelConfig, config_from_hf
+from foretoken.model.architecture import ModelConfig
+from foretoken.model.config_json import config_from_hf
 from foretoken.model.gguf.blocks import grouped, is_grouped, plain, plain_dtype, runnable_types
 from foretoken.model.gguf.header import Header, TensorInfo, read_header
 from foretoken.model.gguf.kinds import GgmlType

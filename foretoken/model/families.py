@@ -1,0 +1,115 @@
+"""The families that the native decoder runs: one entry for each, and nothing else knows their names.
+
+An entry says how a Hugging Face `config.json` describes the family's decoder (`config_json` reads it), what
+transformers assumes where the file leaves a key out, and what the tensors are called (`layer_tensors`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal
+
+from foretoken.model.architecture import NormConfig, QkNorm
+from foretoken.model.windows import (
+    WindowReader,
+    behind_a_switch,
+    by_layer_types,
+    no_windows,
+)
+
+_RMS = NormConfig()
+Flag = bool | str  # a constant of the family, or the key of `config.json` that says so
+
+
+@dataclass(frozen=True)
+class LayerNames:
+    """The tensors of a layer behind `model.layers.N.`; those of one tuple become one matrix. None: there is none."""
+
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    o: str = "self_attn.o_proj"
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
+    sinks: str = "self_attn.sinks"
+    attention_norm: str | None = "input_layernorm"
+    attention_out_norm: str | None = None
+    mlp_norm: str | None = "post_attention_layernorm"
+    mlp_out_norm: str | None = None
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family; `defaults` are transformers' own for keys that `config.json` leaves out."""
+
+    architecture: str
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    names: LayerNames = LayerNames()
+    norm: NormConfig = _RMS
+    norms: Literal["before", "after", "around"] = "before"
+    is_parallel: bool = False
+    eps: str = "rms_norm_eps"
+    qkv_bias: Flag = False
+    o_bias: Flag = False
+    mlp_bias: Flag = False
+    qk_norm: Flag = False
+    qk_norm_over: QkNorm = "head"
+    activation: str = "hidden_act"
+    is_gated: bool = True
+    windows: WindowReader = no_windows
+    has_sinks: bool = False
+    # Rotation: whether a part of a head's channels may be rotated, how pairs lie, whether windows have their own.
+    is_partial: bool = False
+    is_interleaved: bool = False
+    has_longrope: bool = False
+    has_local_rope: bool = False
+    rotates: Literal["all", "no_rope_layers", "windows"] = "all"  # which layers
+    # Keys of factors; of the last two, one multiplies and one divides.
+    embedding_multiplier: str | None = None
+    scales_embedding: bool = False  # by the square root of the width
+    residual_multiplier: str | None = None
+    attention_multiplier: str | None = None
+    query_scalar: str | None = None  # attention scores are divided by its square root
+    logit_multiplier: str | None = None
+    logit_divisor: str | None = None
+    attention_softcap: str | None = None
+    logit_softcap: str | None = None
+
+
+_QWEN_DEFAULTS = {
+    "max_position_embeddings": 32_768,
+    "num_key_value_heads": 32,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        "llama": Family(
+            "LlamaForCausalLM",
+            {"max_position_embeddings": 2048},
+            qkv_bias="attention_bias",
+            o_bias="attention_bias",
+            mlp_bias="mlp_bias",
+        ),
+        # Mistral ignores attention_bias in transformers, as Qwen2 does, which always has biases on q, k and v.
+        "mistral": Family(
+            "MistralForCausalLM",
+            {"max_position_embeddings": 131_072, "num_key_value_heads": 8, "sliding_window": 4096},
+            windows=by_layer_types,
+        ),
+        "qwen2": Family("Qwen2ForCausalLM", _QWEN_DEFAULTS, qkv_bias=True, windows=behind_a_switch),
+        "qwen3": Family(
+            "Qwen3ForCausalLM",
+            _QWEN_DEFAULTS | {"head_dim": 128},
+            qkv_bias="attention_bias",
+            o_bias="attention_bias",
+            qk_norm=True,
+            windows=behind_a_switch,
+        ),
+    }
+)
+
+NATIVE_MODEL_TYPES = tuple(FAMILIES)
