@@ -5,15 +5,8 @@
 // ascending order; what a row does not see adds nothing. So a node of a token tree gets the bits of a chain.
 
 #include "attention.h"
-
-// A matrix with the function that multiplies by it, see `foretoken_grouped_multiply`.
-struct foretoken_product {
-    bool (*multiply)(const void* x, int64_t rows, int64_t width, const void* parts, int num_parts, void* out,
-                     int64_t stride, int is_bf16, int threads);
-    const void *parts, *bias;  // `bias` [num_outputs] or null
-    int64_t width, num_outputs;
-    int32_t num_parts;
-};
+#include "experts.h"
+#include "product.h"
 
 // The weights of one layer; any norm may be missing. `qkv` reads the rows of the stream behind `attention_norm`, with
 // those of `beside` of the pass behind `beside_norm` in front of them. `keeps_normed`: the stream goes on from normed
@@ -253,6 +246,39 @@ bool foretoken_attend(const foretoken_attention* call, const foretoken_segment* 
         return false;
     }
     return true;
+}
+
+// Which experts each row goes to, best first, and their weights: `chosen` and `weights` [rows, slots]. False: no memory.
+bool foretoken_route(const foretoken_experts* experts, const void* x, int32_t* chosen, float* weights, int64_t rows,
+                     int is_bf16, int threads) {
+    try {
+        typed(is_bf16, [&](auto zero) {
+            using T = decltype(zero);
+            ExpertRows<T> run;
+            run.route(*experts, static_cast<const T*>(x), rows, threads);
+            std::copy(run.chosen.begin(), run.chosen.end(), chosen);
+            std::copy(run.weights.begin(), run.weights.end(), weights);
+        });
+    } catch (const std::bad_alloc&) {
+        return false;
+    }
+    return true;
+}
+
+// `x` [rows, hidden_size] through the experts of a layer, into `out` of the same shape. False: no memory.
+bool foretoken_run_experts(const foretoken_experts* experts, const void* x, void* out, int64_t rows, int is_bf16,
+                           int threads) {
+    bool is_done = false;
+    try {
+        typed(is_bf16, [&](auto zero) {
+            using T = decltype(zero);
+            ExpertRows<T> run;
+            is_done = run.run(*experts, static_cast<const T*>(x), rows, static_cast<T*>(out), threads);
+        });
+    } catch (const std::bad_alloc&) {
+        return false;
+    }
+    return is_done;
 }
 
 // Runs the layers of a pass. False: no memory.
