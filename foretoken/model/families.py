@@ -14,8 +14,8 @@ from typing import Any, Literal
 from foretoken.model.architecture import NormConfig, QkNorm
 from foretoken.model.expert_config import ExpertKeys, ExpertNames
 from foretoken.model.windows import (
-    alternating,
     WindowReader,
+    alternating,
     behind_a_switch,
     by_layer_types,
     every_second_behind_a_switch,
