@@ -23,10 +23,9 @@ from torch import Tensor, nn
 from foretoken.errors import ConfigError
 from foretoken.heads.base import FEATURE_WEIGHT, HeadBatch, Place, random_rows
 from foretoken.heads.config import EagleConfig
-from foretoken.heads.layers import HeadAttention, HeadMLP, LayeredHead, initialise_weights, layer_parts
+from foretoken.heads.layers import HeadAttention, HeadMLP, LayeredHead, PlainAttention, initialise_weights, layer_parts
 from foretoken.heads.unrolled import UnrolledAttention
 from foretoken.heads.vocabulary import DraftVocabulary
-from foretoken.model.decoder import Attention
 from foretoken.model.interface import SharedWeights
 from foretoken.model.layer_pass import LayerParts, layer_pass
 from foretoken.model.layers import Embedding, Linear, RMSNorm
@@ -61,7 +60,7 @@ class EagleLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps)
 
     def forward(
-        self, x: Tensor, embedded: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention, layer: int
+        self, x: Tensor, embedded: Tensor, rotary: tuple[Tensor, Tensor], attention: PlainAttention, layer: int
     ) -> Tensor:
         """One layer over the residual stream `x` [T, D] and the embeddings of its tokens, same shape."""
         seen = x if self.input_layernorm is None or self.hidden_norm is not None else self.input_layernorm(x)
@@ -148,7 +147,7 @@ class EagleHead(LayeredHead):
         return out
 
     def run(
-        self, tokens: Tensor, features: Tensor, positions: Tensor, attention: Attention, target: SharedWeights
+        self, tokens: Tensor, features: Tensor, positions: Tensor, attention: PlainAttention, target: SharedWeights
     ) -> EagleRows:
         """One pass over `tokens` [T] with the features [T, D] of the positions before them, `positions` [T]."""
         embedded: Tensor = target.embed(tokens) if self.embed_tokens is None else self.embed_tokens(tokens)  # [T, D]

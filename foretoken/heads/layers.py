@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -11,15 +12,22 @@ from torch import Tensor, nn
 from foretoken.heads.base import Head
 from foretoken.heads.config import BlockConfig, EagleConfig
 from foretoken.model.architecture import ModelConfig
-from foretoken.model.decoder import Attention
 from foretoken.model.layer_pass import LayerParts
 from foretoken.model.layers import Linear, RMSNorm
 from foretoken.model.rope import rotate
 from foretoken.model.row_kernels import kernels_for
 
 
+class PlainAttention(Protocol):
+    """`decoder.Attention` without sinks, which no head has."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """`query` [T, H, K], `key` and `value` [T, G, K] -> [T, H, K]."""
+        ...
+
+
 class HeadAttention(nn.Module):
-    """Self-attention of `shape` over rows of `in_features`; what a row sees is decided by the `Attention` it is given.
+    """Self-attention of `shape` over rows of `in_features`; what a row sees is decided by the attention it is given.
 
     Queries and keys have norms of their own where `shape.qk_norm` (Qwen3).
     """
@@ -35,7 +43,7 @@ class HeadAttention(nn.Module):
         self.q_norm = RMSNorm(shape.head_dim, shape.norm_eps) if shape.qk_norm else None
         self.k_norm = RMSNorm(shape.head_dim, shape.norm_eps) if shape.qk_norm else None
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention, layer: int) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: PlainAttention, layer: int) -> Tensor:
         """`x` [T, in] -> [T, D]; `layer` is the number that keys and values are kept under."""
         heads = (x.shape[0], -1, self.shape.head_dim)
         query, key = self.q_proj(x).view(heads), self.k_proj(x).view(heads)  # [T, H, K], [T, G, K]

@@ -15,7 +15,7 @@ from foretoken.model.architecture import ModelConfig
 
 
 class UnrolledAttention:
-    """See `decoder.Attention`; each `attend` of a layer is one step over the same B windows, flattened.
+    """See `layers.PlainAttention`; each `attend` of a layer is one step over the same B windows, flattened.
 
     The first step has all S rows of each window, later ones those of `go_on_from`.
     """

@@ -33,6 +33,9 @@ struct foretoken_attention {
     const int64_t* write_slots;       // [rows]
     int64_t query_stride, key_stride, value_stride;
     int64_t num_rows, num_heads, num_groups, num_slots;
+    const float* sinks;     // [heads] scores without a value that take part in the softmax, or null
+    float scale, softcap;   // of dot products; a score s becomes softcap * tanh(s / softcap), unless that is 0
+    int64_t window;         // positions up to a row's own that it sees, 0: all
 };
 
 namespace {
@@ -132,7 +135,7 @@ void read_task(const Call& call, const Task& task, std::vector<float>& scratch) 
     const Segment& segment = *task.segment;
     const int64_t shared_by = call.num_heads / call.num_groups, plane = task.group * call.num_slots * K;
     const T *keys = static_cast<const T*>(call.keys) + plane, *values = static_cast<const T*>(call.values) + plane;
-    const float scale = 1.0f / std::sqrt(float(K));
+    const float scale = call.scale;
     Lanes query[MOST_ROWS][K / LANES], out[MOST_ROWS][K / LANES];
     int64_t rows[MOST_ROWS];
     const auto head_at = [&](int64_t i, int64_t stride) {  // where query row i of the task lies

@@ -16,6 +16,9 @@ struct foretoken_decoder_layer {
     foretoken_norm_weights beside_norm, attention_norm, q_norm, k_norm, attention_out_norm, mlp_norm, mlp_out_norm;
     const foretoken_experts* experts;  // null, or in place of `gate_up` and `down`
     int32_t keeps_normed, rope;
+    const float* sinks;  // of its attention, see `foretoken_attention`
+    float scale, softcap;
+    int64_t window;
 };
 
 // What all layers of a decoder have in common. `norms_projection`: `q_norm` and `k_norm` are over all heads of a row at
@@ -167,7 +170,7 @@ private:
         const foretoken_attention call = {pass_.keys[index], pass_.values[index], query,
                                           query + heads * size, qkv + (heads + groups) * size, read_.data(),
                                        pass_.write_slots, query_stride, query_stride, stride, rows_, heads, groups,
-                                       pass_.num_slots};
+                                       pass_.num_slots, own.sinks, own.scale, own.softcap, own.window};
         ::attend<T>(call, pass_.segments, pass_.num_segments, size, pass_.threads);
     }
 
@@ -203,7 +206,7 @@ void typed(int is_bf16, Function function) {
 extern "C" {
 
 // What the numbers below mean; a library of another interface is not used.
-int foretoken_decoder_interface() { return 4; }
+int foretoken_decoder_interface() { return 5; }
 
 // All tensors of a call are bfloat16 or all float32; `stride` is from row to row of the input, in elements.
 

@@ -68,6 +68,8 @@ class ModelConfig:
     qk_norm: bool = False
     tie_embeddings: bool = False
     sliding_window: tuple[int | None, ...] = ()  # one entry per layer; empty = full attention everywhere
+    attention_scale: float | None = None  # of dot products of queries and keys; None: head_dim ** -0.5
+    attention_softcap: float = 0.0  # a score s becomes cap * tanh(s / cap); 0: it stays
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"
@@ -82,8 +84,6 @@ class ModelConfig:
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0  # of what attention and MLP add to the residual stream
     logit_multiplier: float = 1.0
-    attention_scale: float | None = None  # of query times key; None: head_dim ** -0.5
-    attention_softcap: float = 0.0  # attention scores s become cap * tanh(s / cap); 0: they stay
     logit_softcap: float = 0.0
     has_sinks: bool = False  # a learnt logit per head that takes a share of each softmax
     experts: ExpertsConfig | None = None  # in place of the MLP of some layers
@@ -101,6 +101,11 @@ class ModelConfig:
         if self.rope_layers and not self.rope_layers[layer]:
             return None
         return self.local_rope if self.local_rope is not None and self.window(layer) is not None else self.rope
+
+    @property
+    def score_scale(self) -> float:
+        """What dot products of queries and keys are multiplied by."""
+        return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
 
     @property
     def num_parameters(self) -> int:

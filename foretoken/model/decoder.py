@@ -31,8 +31,11 @@ Rotation = tuple[Tensor, Tensor]  # cos and sin, each [T, 1, K]
 class Attention(Protocol):
     """Stores this pass's keys and values and returns what each token's query reads."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """`query` [T, H, K], `key` and `value` [T, G, K] -> [T, H, K]."""
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """`query` [T, H, K], `key` and `value` [T, G, K] -> [T, H, K].
+
+        `sinks` [H] are scores that take part in the softmax and have no value (gpt-oss).
+        """
         ...
 
 
@@ -66,6 +69,7 @@ class DecoderLayer(nn.Module):
         self.attention_norm = norm("attention_norm")
         self.qkv_proj = Linear(config.hidden_size, rows, config.qkv_bias)
         self.q_norm, self.k_norm = norm("q_norm", of_heads), norm("k_norm", of_heads)
+        self.sinks = nn.Parameter(torch.zeros(config.num_heads)) if config.has_sinks else None
         self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size, config.o_bias)
         self.attention_out_norm = norm("attention_out_norm")
         self.mlp_norm = norm("mlp_norm")
@@ -76,7 +80,7 @@ class DecoderLayer(nn.Module):
         """One layer over `x` [T, D]; `layer` is its number, which the cache needs."""
         normed = _normed(x, self.attention_norm)
         query, key, value = self._qkv(normed, rotation)
-        read = attention.attend(layer, query, key, value)  # [T, H, K]
+        read = attention.attend(layer, query, key, value, self.sinks)  # [T, H, K]
         x = self._added(x, self.o_proj(read.reshape(x.shape[0], -1)), self.attention_out_norm)
         if not self.is_parallel:
             normed = _normed(x, self.mlp_norm)
@@ -97,6 +101,7 @@ class DecoderLayer(nn.Module):
             mlp_norm=self.mlp_norm,
             mlp_out_norm=self.mlp_out_norm,
             rope=rope,
+            sinks=self.sinks,
         )
 
     def _added(self, x: Tensor, change: Tensor, norm: Norm | None) -> Tensor:
@@ -247,17 +252,18 @@ class Decoder(nn.Module):
         """See `layer_pass.LayerStack`."""
         if self.shard.world > 1:
             return []
-        layers = zip(self._decoder_layers(), self._rope_numbers, strict=True)
+        layers = zip(self.decoder_layers(), self._rope_numbers, strict=True)
         return [layer.parts(rope) for layer, rope in layers]
 
     def weight_marks(self) -> tuple[object, ...]:
         """See `layer_pass.LayerStack`: they are replaced all at once."""
-        layers = self._decoder_layers()
+        layers = self.decoder_layers()
         last = layers[-1].mlp
         packed = last.down_proj.packed if isinstance(last, MLP) else last.weight_marks()[1]
         return layers[0].qkv_proj.packed, packed, self.norm.weight
 
-    def _decoder_layers(self) -> list[DecoderLayer]:
+    def decoder_layers(self) -> list[DecoderLayer]:
+        """`layers`, with their type."""
         return cast("list[DecoderLayer]", list(self.layers))
 
     @property
@@ -287,7 +293,7 @@ class Decoder(nn.Module):
     @property
     def expert_bytes(self) -> int:
         """Memory of all experts that a router chooses among; 0 where there are none."""
-        mixtures = (layer.mlp for layer in self._decoder_layers() if isinstance(layer.mlp, Experts))
+        mixtures = (layer.mlp for layer in self.decoder_layers() if isinstance(layer.mlp, Experts))
         return sum(nbytes for mixture in mixtures for nbytes in _weights_of(mixture.experts).values())
 
     @property

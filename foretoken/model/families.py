@@ -7,7 +7,7 @@ transformers assumes where the file leaves a key out, and what the tensors are c
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -22,6 +22,8 @@ from foretoken.model.windows import (
     everywhere,
     everywhere_behind_a_switch,
     no_windows,
+    of_layers_that_do_not_rotate,
+    patterned,
 )
 
 _RMS = NormConfig()
@@ -100,6 +102,70 @@ _GPT_OSS_ROPE = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
+_GEMMA = Family(
+    "Gemma2ForCausalLM",
+    {
+        "max_position_embeddings": 8192,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    names=LayerNames(
+        attention_out_norm="post_attention_layernorm",
+        mlp_norm="pre_feedforward_layernorm",
+        mlp_out_norm="post_feedforward_layernorm",
+    ),
+    norm=NormConfig(offset=1.0),
+    norms="around",
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    activation="hidden_activation",
+    windows=alternating,
+    scales_embedding=True,
+    query_scalar="query_pre_attn_scalar",
+    attention_softcap="attn_logit_softcapping",
+    logit_softcap="final_logit_softcapping",
+)
+_GLM = Family(
+    "GlmForCausalLM",
+    {
+        "max_position_embeddings": 131_072,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "rms_norm_eps": 1.5625e-7,
+        "attention_bias": True,
+        "partial_rotary_factor": 0.5,
+    },
+    names=LayerNames(gate_up=("mlp.gate_up_proj",)),
+    qkv_bias="attention_bias",
+    is_partial=True,
+    is_interleaved=True,
+)
+_COHERE = Family(
+    "CohereForCausalLM",
+    {
+        "max_position_embeddings": 8192,
+        "layer_norm_eps": 1e-5,
+        "logit_scale": 0.0625,
+        "tie_word_embeddings": True,
+        "rope_theta": 500_000.0,
+    },
+    names=LayerNames(mlp_norm=None),
+    norm=NormConfig(kind="layer"),
+    is_parallel=True,
+    eps="layer_norm_eps",
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    qk_norm="use_qk_norm",
+    qk_norm_over="own head",
+    is_interleaved=True,
+    logit_multiplier="logit_scale",
+)
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
@@ -124,6 +190,126 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             o_bias="attention_bias",
             qk_norm=True,
             windows=behind_a_switch,
+        ),
+        "gemma2": _GEMMA,
+        "gemma3_text": replace(
+            _GEMMA,
+            architecture="Gemma3ForCausalLM",
+            defaults={
+                **_GEMMA.defaults,
+                "max_position_embeddings": 131_072,
+                "sliding_window_pattern": 6,
+                "final_logit_softcapping": None,
+                "rope_theta": 1_000_000.0,
+                "rope_local_base_freq": 10_000.0,
+            },
+            qk_norm=True,
+            windows=patterned,
+            has_local_rope=True,
+            attention_softcap=None,  # transformers reads the key and does nothing with it
+        ),
+        "phi3": Family(
+            "Phi3ForCausalLM",
+            {
+                "max_position_embeddings": 4096,
+                "original_max_position_embeddings": 4096,
+                "rms_norm_eps": 1e-5,
+            },
+            names=LayerNames(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)),
+            windows=everywhere,
+            is_partial=True,
+            has_longrope=True,
+        ),
+        "olmo2": Family(
+            "Olmo2ForCausalLM",
+            {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
+            names=LayerNames(
+                attention_norm=None,
+                attention_out_norm="post_attention_layernorm",
+                mlp_norm=None,
+                mlp_out_norm="post_feedforward_layernorm",
+            ),
+            norms="after",
+            qkv_bias="attention_bias",
+            o_bias="attention_bias",
+            qk_norm=True,
+            qk_norm_over="projection",
+        ),
+        "smollm3": Family(
+            "SmolLM3ForCausalLM",
+            {
+                "max_position_embeddings": 32_768,
+                "num_key_value_heads": 4,
+                "rope_theta": 2_000_000.0,
+                "no_rope_layer_interval": 4,
+                "tie_word_embeddings": True,
+            },
+            qkv_bias="attention_bias",
+            o_bias="attention_bias",
+            mlp_bias="mlp_bias",
+            windows=of_layers_that_do_not_rotate,
+            rotates="no_rope_layers",
+        ),
+        "granite": Family(
+            "GraniteForCausalLM",
+            {
+                "max_position_embeddings": 2048,
+                "embedding_multiplier": 1.0,
+                "residual_multiplier": 1.0,
+                "attention_multiplier": 1.0,
+                "logits_scaling": 1.0,
+            },
+            qkv_bias="attention_bias",
+            o_bias="attention_bias",
+            mlp_bias="mlp_bias",
+            embedding_multiplier="embedding_multiplier",
+            residual_multiplier="residual_multiplier",
+            attention_multiplier="attention_multiplier",
+            logit_divisor="logits_scaling",
+        ),
+        "glm": _GLM,
+        "glm4": replace(
+            _GLM,
+            architecture="Glm4ForCausalLM",
+            names=LayerNames(
+                gate_up=("mlp.gate_up_proj",),
+                attention_out_norm="post_self_attn_layernorm",
+                mlp_out_norm="post_mlp_layernorm",
+            ),
+            norms="around",
+        ),
+        "starcoder2": Family(
+            "Starcoder2ForCausalLM",
+            {
+                "max_position_embeddings": 4096,
+                "num_key_value_heads": 2,
+                "hidden_act": "gelu_pytorch_tanh",
+                "norm_epsilon": 1e-5,
+                "use_bias": True,
+                "tie_word_embeddings": True,
+            },
+            names=LayerNames(gate_up=("mlp.c_fc",), down="mlp.c_proj"),
+            norm=NormConfig(kind="layer", has_bias=True),
+            eps="norm_epsilon",
+            qkv_bias="use_bias",
+            o_bias="use_bias",
+            mlp_bias="use_bias",
+            is_gated=False,
+            windows=everywhere,
+        ),
+        "cohere": _COHERE,
+        "cohere2": replace(
+            _COHERE,
+            architecture="Cohere2ForCausalLM",
+            defaults={
+                **_COHERE.defaults,
+                "rope_theta": 10_000.0,
+                "sliding_window": 4096,
+                "sliding_window_pattern": 4,
+            },
+            qk_norm=False,
+            windows=patterned,
+            rotates="windows",
         ),
         "mixtral": Family(
             "MixtralForCausalLM",

@@ -53,6 +53,7 @@ class LayerParts:
     keeps_normed: bool = False
     rope: int | None = 0
     experts: ExpertParts | None = None
+    sinks: Tensor | None = None  # [H], see `decoder.Attention`
 
     @property
     def matrices(self) -> tuple[Sequence[Linear], ...]:
@@ -93,6 +94,8 @@ class _LayerFields(ctypes.Structure):
         *((name, NormFields) for name in _NORMS),
         ("experts", ctypes.c_void_p),
         *((name, ctypes.c_int32) for name in ("keeps_normed", "rope")),
+        *(("sinks", ctypes.c_void_p), ("scale", ctypes.c_float), ("softcap", ctypes.c_float)),
+        ("window", ctypes.c_int64),
     )
 
 
@@ -216,17 +219,17 @@ def _table(stack: LayerStack) -> LayerTable | None:
     marks = stack.weight_marks()
     kept = _TABLES.get(stack)
     if kept is None or any(one is not other for one, other in zip(kept[0], marks, strict=True)):
-        _TABLES[stack] = kept = (marks, _made(stack.layer_parts(), stack.layer_shape.head_dim))
+        _TABLES[stack] = kept = (marks, _made(stack.layer_parts(), stack.layer_shape))
     return kept[1]
 
 
-def _made(layers: Sequence[LayerParts], head_dim: int) -> LayerTable | None:
+def _made(layers: Sequence[LayerParts], shape: ModelConfig) -> LayerTable | None:
     """None where a layer has a part without a kernel."""
-    if not layers or head_dim not in HEAD_DIMS:
+    if not layers or shape.head_dim not in HEAD_DIMS:
         return None
     dtype = next(norm.weight.dtype for norm in layers[0].norms if norm is not None)
     rows, held = [], list[object]()
-    for layer in layers:
+    for index, layer in enumerate(layers):
         matrices = [linears for linears in layer.matrices if linears]
         products = [_product(linears, dtype) for linears in matrices]
         experts = None if layer.experts is None else expert_table(layer.experts, dtype)
@@ -240,10 +243,12 @@ def _made(layers: Sequence[LayerParts], head_dim: int) -> LayerTable | None:
         fields += [ProductFields()] * (len(layer.matrices) - len(fields))
         norms = [NormFields() if norm is None else NormFields.of(norm.weight, norm.bias) for norm in layer.norms]
         mixture = None if experts is None else ctypes.addressof(experts.fields)
-        rows.append(
-            _LayerFields(*fields, *norms, mixture, layer.keeps_normed, -1 if layer.rope is None else layer.rope)
-        )
-        held += [*products, *numbers, *biases, experts]
+        sinks = None if layer.sinks is None else layer.sinks.float().contiguous()
+        at = None if sinks is None else sinks.data_ptr()
+        scoring = (at, shape.score_scale, shape.attention_softcap, shape.window(index) or 0)
+        rope = -1 if layer.rope is None else layer.rope
+        rows.append(_LayerFields(*fields, *norms, mixture, layer.keeps_normed, rope, *scoring))
+        held += [*products, *numbers, *biases, sinks, experts]
         held += [linear.packed for linears in matrices for linear in linears]
     return LayerTable(array_of(_LayerFields, rows), tuple(held))
 

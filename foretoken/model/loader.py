@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,15 +29,17 @@ from foretoken.model.fields import Fields, check_links, read_json
 from foretoken.model.gguf.header import is_gguf, read_header
 from foretoken.model.gguf.names import config_fields
 from foretoken.model.gguf.weights import GgufWeights
+from foretoken.model.grouped import GroupedCodes
 from foretoken.model.grouped_kernel import GroupedWeight, merged
 from foretoken.model.grouped_quant import GroupQuantiser
-from foretoken.model.layer_tensors import MatrixTensors, layer_matrices, layer_norms, layer_scores
+from foretoken.model.layer_tensors import MatrixTensors, layer_matrices, layer_norms, layer_scores, sinks_name
 from foretoken.model.layers import Embedding, Linear, packs_with_own_kernel
 from foretoken.model.mtp_tensors import mtp_tensors
 from foretoken.model.packed.assembly import assembled
 from foretoken.model.packed.scheme import packed_format
 from foretoken.model.packed.weights import PackedWeights
 from foretoken.model.quant import ACTIVATIONS, check_quant
+from foretoken.model.row_order import RowOrders, in_order
 from foretoken.model.sharding import Collective, Shard
 from foretoken.model.weights import EMBEDDING, HEAD, TensorSource, Weights
 
@@ -290,12 +292,14 @@ class _Filler:
     ) -> None:
         self.weights, self.shard, self.dtype, self.device = weights, shard, dtype, device
         self.pack, self.quantiser = pack, quantiser
+        self._orders = RowOrders(shard.config)
         self._scratch = torch.empty(0, dtype=dtype, device=device)
         self.dequantised: dict[str, int] = {}  # by reason: matrices that the file has in codes and that run as numbers
 
     def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """This rank's part of a tensor of the checkpoint, as stored."""
-        return self.shard.slice(name, self.weights.read(name, shape))
+        tensor, order = self.weights.read(name, shape), self._orders.of(name)
+        return self.shard.slice(name, tensor if order is None else in_order(tensor, order))
 
     @property
     def _fits(self) -> bool:
@@ -307,11 +311,17 @@ class _Filler:
         weights = self.weights
         if not self._fits:
             return []
-        found = [(weights.shape(name)[0], weights.grouped_rows(name)) for name in names]
+        found = [(weights.shape(name)[0], self._codes(name)) for name in names]
         parts = [(num_rows, codes) for num_rows, codes in found if codes is not None]
         if len(parts) < len(found):
             return []
         return [assembled(codes, num_rows, self.dtype) for num_rows, codes in parts]
+
+    def _codes(self, name: str) -> Iterator[GroupedCodes] | None:
+        codes, order = self.weights.grouped_rows(name), self._orders.of(name)
+        if codes is None or order is None:
+            return codes
+        return iter((GroupedCodes.joined(list(codes)).reordered(lambda rows: in_order(rows, order)),))
 
     def _note(self, names: Sequence[str]) -> None:
         """Count quantised matrices among those that are kept as numbers."""
@@ -403,3 +413,6 @@ class _Filler:
             self.scores(layer.get_submodule(module), matrix)
         for module, (name, _) in layer_norms(config, index).items():
             self.norm(layer.get_submodule(module), name)
+        if config.has_sinks:
+            assert isinstance(layer.sinks, nn.Parameter)
+            layer.sinks = self._merged({sinks_name(config, index): (config.num_heads,)}, layer.sinks)

@@ -27,7 +27,7 @@ FLAGS = (
     *("-shared", "-fPIC"),
 )
 HEAD_DIMS = frozenset((16, 32, 64, 96, 128, 256))  # that attention was compiled for
-_INTERFACE = 4  # of the compiled library: what its functions take
+_INTERFACE = 5  # of the compiled library: what its functions take
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh")  # in the order of `foretoken_activation`
 _DTYPES = (torch.bfloat16, torch.float32)
 
@@ -68,7 +68,19 @@ class _Attention(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("keys", "values", "query", "key", "value", "out", "write_slots")),
         *((name, ctypes.c_int64) for name in ("query_stride", "key_stride", "value_stride")),
         *((name, ctypes.c_int64) for name in ("num_rows", "num_heads", "num_groups", "num_slots")),
+        *(("sinks", ctypes.c_void_p), ("scale", ctypes.c_float), ("softcap", ctypes.c_float)),
+        ("window", ctypes.c_int64),
     )
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How attention makes weights of scores, see `ModelConfig`; `window` None: all positions up to a row's own."""
+
+    scale: float
+    softcap: float = 0.0
+    window: int | None = None
+    sinks: Tensor | None = None  # [H], see `decoder.Attention`
 
 
 @dataclass(frozen=True)
@@ -135,6 +147,7 @@ class RowKernels:
         write_slots: Tensor,
         rows: tuple[Tensor, Tensor, Tensor],
         segments: Sequence[SegmentRows],
+        scoring: Scoring,
         out: Tensor,
     ) -> None:
         """Store key and value of all `rows` (query [T, H, K], key and value [T, G, K]) in `write_slots` [T] of the
@@ -144,10 +157,12 @@ class RowKernels:
             MemoryError: no memory for the weights of the softmax.
         """
         keys, values = cache
+        sinks = None if scoring.sinks is None else scoring.sinks.float().contiguous()
         (query, query_stride), (key, key_stride), (value, value_stride) = map(_blocks_of, rows)
         call = _Attention(
             *(tensor.data_ptr() for tensor in (keys, values, query, key, value, out, write_slots)),
             *(query_stride, key_stride, value_stride, len(query), query.shape[1], keys.shape[0], keys.shape[1]),
+            *(None if sinks is None else sinks.data_ptr(), scoring.scale, scoring.softcap, scoring.window or 0),
         )
         if len(query) and not self.library.foretoken_attend(
             ctypes.byref(call), (SegmentRows * len(segments))(*segments), len(segments), keys.shape[2], *_about(keys)

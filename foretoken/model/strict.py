@@ -176,7 +176,8 @@ def prove(decoder: Decoder) -> Proven:
     config, weight = decoder.local, decoder.norm.weight
     sizes = _agreeing(decoder, _SIZES[weight.device.type][0]) or _agreeing(decoder, 1)
     assert sizes is not None
-    return Proven(sizes, most_positions(config) if _positions_agree(config, weight.dtype, weight.device) else 1)
+    agree = _positions_agree(config, config.has_sinks, weight.dtype, weight.device)
+    return Proven(sizes, most_positions(config) if agree else 1)
 
 
 def _agreeing(decoder: Decoder, smallest: int) -> tuple[int, ...] | None:
@@ -241,7 +242,7 @@ def _cancelling(count: int, order: Tensor, size: int, sign: int, generator: torc
 class _OwnValue:
     """Attention of texts of one token each: the answer is the row's own value. Remembers what it was given."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # noqa: ARG002 - any layer
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:  # noqa: ARG002 - any layer
         self.given = torch.cat((query, key, value), dim=1).flatten(1)  # [n, (H + 2G) K]
         return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
 
@@ -255,7 +256,7 @@ def _alone_in_its_text(decoder: Decoder, tokens: Tensor, positions: Tensor) -> T
     return torch.cat((attention.given, last, decoder.logits(last)), dim=1)
 
 
-def _positions_agree(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
+def _positions_agree(config: ModelConfig, has_sinks: bool, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether attention over several positions in one call gives the bits of one call for each.
 
     Products and sums cancel here too, so that what is left is rounding. Not only the rows of a product matter: torch's
@@ -265,6 +266,7 @@ def _positions_agree(config: ModelConfig, dtype: torch.dtype, device: torch.devi
     generator = torch.Generator().manual_seed(0)
     heads, groups, head_dim, most = config.num_heads, config.num_kv_heads, config.head_dim, most_positions(config)
     order = torch.randperm(head_dim // 2, generator=generator)
+    sinks = torch.zeros(heads, device=device) if has_sinks else None
     counts = {
         padded_rows(count, config): count for count in range(1, most + 1)
     }.values()  # the largest for each number of rows
@@ -277,9 +279,8 @@ def _positions_agree(config: ModelConfig, dtype: torch.dtype, device: torch.devi
         query, keys, values = (x.to(device, dtype) for x in (query, keys, values))
 
         def read(first: int, last: int) -> Tensor:
-            return attend_together(
-                query[first:last].clone(), keys, values, additive_mask(seen[first:last], config).to(query)
-            )
+            mask = additive_mask(seen[first:last], config).to(query)
+            return attend_together(query[first:last].clone(), keys, values, mask, config, sinks)
 
         single = torch.cat([read(i, i + 1) for i in range(most)])
         return all(torch.equal(read(0, count), single[:count]) for count in counts)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foretoken.kv.pool import KVPool
+from foretoken.model.architecture import ModelConfig
 from foretoken.model.attention.batched import BatchedAttention, grouped
 from foretoken.model.attention.paged import KeySlots, PagedAttention, Reader
 from foretoken.model.interface import EarlySegment, Segment
@@ -27,8 +27,8 @@ TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 2e-2}
 TREE = (-1, 0, 0, 1, 2, 1, 3)
 
 
-def config(heads: int, groups: int, windows: tuple[int | None, ...]) -> SimpleNamespace:
-    return SimpleNamespace(num_heads=heads, num_kv_heads=groups, head_dim=HEAD_DIM, window=windows.__getitem__)
+def config(heads: int, groups: int, windows: tuple[int | None, ...]) -> ModelConfig:
+    return ModelConfig("llama", 8, 8, 8, len(windows), heads, groups, HEAD_DIM, 512, sliding_window=windows)
 
 
 def random_segment(rng: random.Random, sequence: int) -> tuple[int, Segment]:

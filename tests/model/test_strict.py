@@ -410,7 +410,7 @@ def broken_attention(monkeypatch: pytest.MonkeyPatch, error: Callable[[int, int]
     whole = strict.attend_together
     for module in (strict, strict_attention):
         monkeypatch.setattr(
-            module, "attend_together", lambda q, k, v, mask: whole(q, k, v, mask) * (1 + error(len(q), k.shape[1]))
+            module, "attend_together", lambda q, k, *rest: whole(q, k, *rest) * (1 + error(len(q), k.shape[1]))
         )
 
 

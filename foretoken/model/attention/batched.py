@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from foretoken.kv.pool import KVPool
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.attention.paged import Reader, visible_new
+from foretoken.model.attention.scores import read_values, sink_column
 from foretoken.transfer import to_device
 
 # Fetching a key costs about as much as multiplying it by this many query rows.
@@ -57,14 +57,14 @@ class BatchedAttention:
         self.config, self.pool, self.write_slots = config, pool, write_slots
         self._groups, self._back = _plan(readers, write_slots.device)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
         """See `decoder.Attention`."""
         self.pool.write(layer, self.write_slots, key, value)
         window = self.config.window(layer)
-        read = [self._read(layer, window, group, query) for group in self._groups]  # each [n * Q, H, K]
+        read = [self._read(layer, window, group, query, sinks) for group in self._groups]  # each [n * Q, H, K]
         return torch.cat(read).index_select(0, self._back)
 
-    def _read(self, layer: int, window: int | None, group: _Group, query: Tensor) -> Tensor:
+    def _read(self, layer: int, window: int | None, group: _Group, query: Tensor, sinks: Tensor | None) -> Tensor:
         """One call for a group: `query` [T, H, K] -> [n * Q, H, K]. Query heads of one key group become rows."""
         num, num_rows, groups = group.num, group.num_rows, self.config.num_kv_heads
         heads, head_dim = query.shape[1:]
@@ -75,7 +75,8 @@ class BatchedAttention:
         rows = rows.permute(0, 2, 3, 1, 4).reshape(num, groups, -1, head_dim)  # [n, G, H/G * Q, K]
         if window not in group.masks:
             group.masks[window] = _additive(_visible(group, window), heads // groups, query.dtype)
-        read = F.scaled_dot_product_attention(rows, keys, values, attn_mask=group.masks[window])
+        column = sink_column(sinks, groups, num_rows)
+        read = read_values(rows, keys, values, group.masks[window], self.config, column)
         read = read.view(num, groups, -1, num_rows, head_dim).permute(0, 3, 1, 2, 4)
         return read.reshape(num * num_rows, heads, head_dim)
 

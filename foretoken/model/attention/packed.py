@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from foretoken.model.architecture import ModelConfig
+from foretoken.model.attention.scores import capped, softmax_beside, wide
 
 # Queries are taken in chunks so that a chunk multiplies only the keys it may see. On a CPU this is twice as fast,
 # forward and backward, as the fused kernel at head_dim 64 (LOG.md, 2026-11-21).
@@ -18,21 +19,23 @@ class PackedAttention:
     def __init__(self, config: ModelConfig, batch_size: int, length: int) -> None:
         self.config, self.batch_size, self.length = config, batch_size, length
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
         """See `decoder.Attention`."""
         heads, groups, head_dim = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
         batch, length, per_group = self.batch_size, self.length, heads // groups
-        q = query.reshape(batch, length, groups, per_group, head_dim).permute(0, 2, 3, 1, 4) * head_dim**-0.5
+        q = query.reshape(batch, length, groups, per_group, head_dim).permute(0, 2, 3, 1, 4)
+        q = q * self.config.score_scale
         k = key.reshape(batch, length, groups, head_dim).transpose(1, 2).reshape(batch * groups, length, head_dim)
         v = value.reshape(batch, length, groups, head_dim).transpose(1, 2).reshape(batch * groups, length, head_dim)
+        beside = None if sinks is None else sinks.view(groups, per_group, 1, 1).repeat(batch, 1, 1, 1)
         read = []
         for start in range(0, length, _QUERY_CHUNK):
             stop = min(start + _QUERY_CHUNK, length)
             rows = q[:, :, :, start:stop].reshape(batch * groups, -1, head_dim)  # [B*G, H/G * chunk, K]
             scores = torch.bmm(rows, k[:, :stop].transpose(1, 2)).view(batch * groups, per_group, stop - start, stop)
-            scores = scores if scores.dtype == torch.float64 else scores.float()
+            scores = capped(wide(scores), self.config.attention_softcap)
             scores = scores.masked_fill(~self._visible(layer, start, stop, query.device), float("-inf"))
-            weights = scores.softmax(-1).to(v.dtype).view(batch * groups, -1, stop)
+            weights = softmax_beside(scores, beside).to(v.dtype).view(batch * groups, -1, stop)
             read.append(torch.bmm(weights, v[:, :stop]).view(batch, groups, per_group, stop - start, head_dim))
         return torch.cat(read, dim=3).permute(0, 3, 1, 2, 4).reshape(batch * length, heads, head_dim)
 

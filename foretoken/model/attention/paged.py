@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from foretoken.kv.blocks import is_run
 from foretoken.kv.pool import KVPool
 from foretoken.model.architecture import ModelConfig
+from foretoken.model.attention.scores import read_values, sink_column
 from foretoken.model.interface import Segment
-from foretoken.model.row_kernels import HEAD_DIMS, RowKernels, SegmentRows, kernels_for
+from foretoken.model.row_kernels import HEAD_DIMS, RowKernels, Scoring, SegmentRows, kernels_for
 from foretoken.transfer import to_device
 
 
@@ -85,20 +85,21 @@ class PagedAttention:
         self.config, self.pool, self.write_slots, self.readers = config, pool, write_slots, readers
         self._plans: dict[int | None, _Plan] = {}  # by window
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
         """See `decoder.Attention`."""
         window = self.config.window(layer)
         plan = self._plan(window, query)
         if plan.kernels is None:
             self.pool.write(layer, self.write_slots, key, value)
             if len(self.readers) == 1:
-                return self._read(layer, window, self.readers[0], query)
+                return self._read(layer, window, self.readers[0], query, sinks)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         if plan.kernels is not None:
             cache = self.pool.keys[layer], self.pool.values[layer]
-            plan.kernels.attend(cache, self.write_slots, (query, key, value), plan.segments, out)
+            scoring = Scoring(self.config.score_scale, self.config.attention_softcap, window, sinks)
+            plan.kernels.attend(cache, self.write_slots, (query, key, value), plan.segments, scoring, out)
         for reader in plan.others:
-            out[reader.rows] = self._read(layer, window, reader, query[reader.rows])
+            out[reader.rows] = self._read(layer, window, reader, query[reader.rows], sinks)
         return out
 
     def kernel_segments(self, like: Tensor) -> Sequence[SegmentRows] | None:
@@ -114,7 +115,7 @@ class PagedAttention:
             self._plans[window] = _plan(self.readers, window, self.most_rows, kernels)
         return self._plans[window]
 
-    def _read(self, layer: int, window: int | None, reader: Reader, query: Tensor) -> Tensor:
+    def _read(self, layer: int, window: int | None, reader: Reader, query: Tensor, sinks: Tensor | None) -> Tensor:
         """`query` [n, H, K] over the segment's slots. Query heads of one group become rows: no key is copied."""
         num_rows, heads, head_dim = query.shape
         groups = self.config.num_kv_heads
@@ -123,8 +124,9 @@ class PagedAttention:
         if num_rows > 1:
             rows = rows.permute(1, 2, 0, 3).reshape(1, groups, -1, head_dim)
         mask = self._mask(reader, window, query)
-        read = F.scaled_dot_product_attention(
-            rows, keys.unsqueeze(0), values.unsqueeze(0), attn_mask=mask
+        column = sink_column(sinks, groups, num_rows)
+        read = read_values(
+            rows, keys.unsqueeze(0), values.unsqueeze(0), mask, self.config, column
         )  # [1, G, H/G * n, K]
         if num_rows > 1:
             read = read.view(groups, heads // groups, num_rows, head_dim).permute(2, 0, 1, 3)

@@ -19,6 +19,7 @@ from torch import Tensor
 from foretoken.kv.pool import KVPool
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.attention.paged import Reader
+from foretoken.model.attention.scores import read_values
 from foretoken.model.interface import Segment
 
 KEY_BLOCK = 64
@@ -67,7 +68,7 @@ class StrictAttention:
         self.texts, self.positions_per_call = texts, positions_per_call
         self._reads: dict[int | None, list[_Read]] = {}  # by window
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
         """See `decoder.Attention`."""
         num_rows = len(self.write_slots)
         self.pool.write(layer, self.write_slots, key[:num_rows], value[:num_rows])
@@ -77,7 +78,8 @@ class StrictAttention:
         out = torch.zeros_like(query, memory_format=torch.contiguous_format)
         for read in self._reads[window]:
             keys, values = self.pool.read(layer, read.slots)  # [G, C, K]
-            out.index_copy_(0, read.rows, attend_together(query.index_select(0, read.rows), keys, values, read.mask))
+            rows = query.index_select(0, read.rows)
+            out.index_copy_(0, read.rows, attend_together(rows, keys, values, read.mask, self.config, sinks))
         return out
 
     def _plan(self, text: Text, window: int | None, query: Tensor) -> Iterator[_Read]:
@@ -121,18 +123,25 @@ def additive_mask(seen: Tensor, config: ModelConfig) -> Tensor:
     return F.pad(rows, (0, 0, 0, padded_rows(len(seen), config) - len(rows)))
 
 
-def attend_together(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """`query` [n, H, K], `keys` and `values` [G, C, K], `mask` [M, C] -> [n, H, K]."""
+def attend_together(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, config: ModelConfig, sinks: Tensor | None
+) -> Tensor:
+    """`query` [n, H, K], `keys` and `values` [G, C, K], `mask` [M, C], `sinks` [H] -> [n, H, K]."""
     num_positions, heads, head_dim = query.shape
     groups, num_rows = keys.shape[0], num_positions * heads // keys.shape[0]
     rows = query.new_zeros(groups, len(mask), head_dim)
     rows[:, :num_rows] = (
         query.view(num_positions, groups, -1, head_dim).transpose(0, 1).reshape(groups, num_rows, head_dim)
     )
-    read = F.scaled_dot_product_attention(rows[None], keys[None], values[None], attn_mask=mask[None, None])[
-        0, :, :num_rows
-    ]
+    column = None if sinks is None else _padded_sinks(sinks, groups, len(mask))
+    read = read_values(rows[None], keys[None], values[None], mask[None, None], config, column)[0, :, :num_rows]
     return read.reshape(groups, num_positions, -1, head_dim).transpose(0, 1).reshape(num_positions, heads, head_dim)
+
+
+def _padded_sinks(sinks: Tensor, num_groups: int, num_rows: int) -> Tensor:
+    """`sinks` [H] as [G, M, 1] beside the scores of M rows: the heads of a group at each position, and padding."""
+    own = sinks.view(num_groups, -1)
+    return own.repeat(1, -(-num_rows // own.shape[1]))[:, :num_rows, None]
 
 
 def key_range(position: int, window: int | None) -> tuple[int, int]:
