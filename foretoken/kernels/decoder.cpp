@@ -5,15 +5,8 @@
 // ascending order; what a row does not see adds nothing. So a node of a token tree gets the bits of a chain.
 
 #include "attention.h"
-
-// A matrix with the function that multiplies by it, see `foretoken_grouped_multiply`.
-struct foretoken_product {
-    bool (*multiply)(const void* x, int64_t rows, int64_t width, const void* parts, int num_parts, void* out,
-                     int64_t stride, int is_bf16, int threads);
-    const void *parts, *bias;  // `bias` [num_outputs] or null
-    int64_t width, num_outputs;
-    int32_t num_parts;
-};
+#include "experts.h"
+#include "product.h"
 
 // The weights of one layer; any norm may be missing. `qkv` reads the rows of the stream behind `attention_norm`, with
 // those of `beside` of the pass behind `beside_norm` in front of them. `keeps_normed`: the stream goes on from normed
@@ -21,6 +14,7 @@ struct foretoken_product {
 struct foretoken_decoder_layer {
     foretoken_product qkv, o, gate_up, down;
     foretoken_norm_weights beside_norm, attention_norm, q_norm, k_norm, attention_out_norm, mlp_norm, mlp_out_norm;
+    const foretoken_experts* experts;  // null, or in place of `gate_up` and `down`
     int32_t keeps_normed, rope;
     const float* sinks;  // of its attention, see `foretoken_attention`
     float scale, softcap;
@@ -85,10 +79,15 @@ public:
         attend(own, index);
         multiply(own.o, read_, change_);
         add_change(own.attention_out_norm);
-        multiply(own.gate_up, mlp_input(own), wide_);
-        activate_rows(wide_.data(), pass_.kind.activation, rows_, own.down.width, own.gate_up.num_outputs,
-                      gated_.data(), pass_.threads);
-        multiply(own.down, gated_, change_);
+        const std::vector<T>& in = mlp_input(own);
+        if (own.experts != nullptr) {
+            if (!experts_.run(*own.experts, in.data(), rows_, change_.data(), pass_.threads)) throw std::bad_alloc();
+        } else {
+            multiply(own.gate_up, in, wide_);
+            activate_rows(wide_.data(), pass_.kind.activation, rows_, own.down.width, own.gate_up.num_outputs,
+                          gated_.data(), pass_.threads);
+            multiply(own.down, gated_, change_);
+        }
         add_change(own.mlp_out_norm);
     }
 
@@ -190,6 +189,7 @@ private:
     const Pass& pass_;
     const int64_t rows_, all_heads_;
     std::vector<T> seen_, normed_, qkv_, turned_, read_, wide_, gated_, change_;
+    ExpertRows<T> experts_;
 };
 
 // Calls `function` with a number of the type that all tensors have.
@@ -206,7 +206,7 @@ void typed(int is_bf16, Function function) {
 extern "C" {
 
 // What the numbers below mean; a library of another interface is not used.
-int foretoken_decoder_interface() { return 5; }
+int foretoken_decoder_interface() { return 6; }
 
 // All tensors of a call are bfloat16 or all float32; `stride` is from row to row of the input, in elements.
 
@@ -253,6 +253,39 @@ bool foretoken_attend(const foretoken_attention* call, const foretoken_segment* 
         return false;
     }
     return true;
+}
+
+// Which experts each row goes to, best first, and their weights: `chosen` and `weights` [rows, slots]. False: no memory.
+bool foretoken_route(const foretoken_experts* experts, const void* x, int32_t* chosen, float* weights, int64_t rows,
+                     int is_bf16, int threads) {
+    try {
+        typed(is_bf16, [&](auto zero) {
+            using T = decltype(zero);
+            ExpertRows<T> run;
+            run.route(*experts, static_cast<const T*>(x), rows, threads);
+            std::copy(run.chosen.begin(), run.chosen.end(), chosen);
+            std::copy(run.weights.begin(), run.weights.end(), weights);
+        });
+    } catch (const std::bad_alloc&) {
+        return false;
+    }
+    return true;
+}
+
+// `x` [rows, hidden_size] through the experts of a layer, into `out` of the same shape. False: no memory.
+bool foretoken_run_experts(const foretoken_experts* experts, const void* x, void* out, int64_t rows, int is_bf16,
+                           int threads) {
+    bool is_done = false;
+    try {
+        typed(is_bf16, [&](auto zero) {
+            using T = decltype(zero);
+            ExpertRows<T> run;
+            is_done = run.run(*experts, static_cast<const T*>(x), rows, static_cast<T*>(out), threads);
+        });
+    } catch (const std::bad_alloc&) {
+        return false;
+    }
+    return is_done;
 }
 
 // Runs the layers of a pass. False: no memory.

@@ -12,12 +12,15 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from foretoken.model.architecture import NormConfig, QkNorm
+from foretoken.model.expert_config import ExpertKeys, ExpertNames
 from foretoken.model.windows import (
     WindowReader,
     alternating,
     behind_a_switch,
     by_layer_types,
+    every_second_behind_a_switch,
     everywhere,
+    everywhere_behind_a_switch,
     no_windows,
     of_layers_that_do_not_rotate,
     patterned,
@@ -64,6 +67,7 @@ class Family:
     is_gated: bool = True
     windows: WindowReader = no_windows
     has_sinks: bool = False
+    experts: ExpertKeys | None = None
     # Rotation: whether a part of a head's channels may be rotated, how pairs lie, whether windows have their own.
     is_partial: bool = False
     is_interleaved: bool = False
@@ -89,6 +93,15 @@ _QWEN_DEFAULTS = {
     "max_window_layers": 28,
 }
 
+_QWEN_MOE_DEFAULTS = {"max_position_embeddings": 32_768, "sliding_window": 4096}
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 _GEMMA = Family(
     "Gemma2ForCausalLM",
     {
@@ -297,6 +310,77 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             qk_norm=False,
             windows=patterned,
             rotates="windows",
+        ),
+        "mixtral": Family(
+            "MixtralForCausalLM",
+            {
+                "max_position_embeddings": 131_072,
+                "num_key_value_heads": 8,
+                "rms_norm_eps": 1e-5,
+                "rope_theta": 1e6,
+                "num_local_experts": 8,
+                "num_experts_per_tok": 2,
+            },
+            windows=everywhere,
+            experts=ExpertKeys(
+                ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2"),
+                intermediate_size="intermediate_size",
+                normalises=True,
+                has_dense_layers=False,
+            ),
+        ),
+        "qwen2_moe": Family(
+            "Qwen2MoeForCausalLM",
+            _QWEN_MOE_DEFAULTS
+            | {
+                "num_key_value_heads": 16,
+                "max_window_layers": 28,
+                "qkv_bias": True,
+                "moe_intermediate_size": 1408,
+                "shared_expert_intermediate_size": 5632,
+                "num_experts_per_tok": 4,
+                "num_experts": 60,
+            },
+            qkv_bias="qkv_bias",
+            windows=every_second_behind_a_switch,
+            experts=ExpertKeys(shared_size="shared_expert_intermediate_size"),
+        ),
+        "qwen3_moe": Family(
+            "Qwen3MoeForCausalLM",
+            _QWEN_MOE_DEFAULTS
+            | {"num_key_value_heads": 4, "moe_intermediate_size": 768, "num_experts_per_tok": 8, "num_experts": 128},
+            qkv_bias="attention_bias",
+            o_bias="attention_bias",
+            qk_norm=True,
+            windows=everywhere_behind_a_switch,
+            experts=ExpertKeys(),
+        ),
+        "gpt_oss": Family(
+            "GptOssForCausalLM",
+            {
+                "max_position_embeddings": 131_072,
+                "num_key_value_heads": 8,
+                "head_dim": 64,
+                "rms_norm_eps": 1e-5,
+                "rope_theta": 150_000.0,
+                "rope_parameters": _GPT_OSS_ROPE,
+                "sliding_window": 128,
+                "attention_bias": True,
+                "num_local_experts": 128,
+                "num_experts_per_tok": 4,
+            },
+            qkv_bias="attention_bias",
+            o_bias="attention_bias",
+            windows=alternating,
+            has_sinks=True,
+            experts=ExpertKeys(
+                ExpertNames(router="mlp.router"),
+                intermediate_size="intermediate_size",
+                normalises=True,
+                has_dense_layers=False,
+                has_biases=True,
+                is_clamped=True,
+            ),
         ),
     }
 )

@@ -32,7 +32,7 @@ from foretoken.model.gguf.weights import GgufWeights
 from foretoken.model.grouped import GroupedCodes
 from foretoken.model.grouped_kernel import GroupedWeight, merged
 from foretoken.model.grouped_quant import GroupQuantiser
-from foretoken.model.layer_tensors import layer_matrices, layer_norms, sinks_name
+from foretoken.model.layer_tensors import MatrixTensors, layer_matrices, layer_norms, layer_scores, sinks_name
 from foretoken.model.layers import Embedding, Linear, packs_with_own_kernel
 from foretoken.model.mtp_tensors import mtp_tensors
 from foretoken.model.packed.assembly import assembled
@@ -391,6 +391,12 @@ class _Filler:
         assert module.weight is not None
         module.weight = self._merged({name: shape}, module.weight)
 
+    def scores(self, module: nn.Module, matrix: MatrixTensors) -> None:
+        """A small matrix that stays in float32."""
+        for name, shape in matrix.shapes:
+            tensor = self._read(name, shape).to(self.device, torch.float32, copy=True)
+            setattr(module, name.rpartition(".")[2], nn.Parameter(tensor, requires_grad=False))
+
     def norm(self, module: nn.Module, name: str) -> None:
         """The weights of one norm, and its bias if it has one."""
         for kind, parameter in list(module.named_parameters()):
@@ -403,6 +409,8 @@ class _Filler:
             linear = layer.get_submodule(module)
             assert isinstance(linear, Linear)
             self.linear(linear, matrix.rows, matrix.columns)
+        for module, matrix in layer_scores(config, index).items():
+            self.scores(layer.get_submodule(module), matrix)
         for module, (name, _) in layer_norms(config, index).items():
             self.norm(layer.get_submodule(module), name)
         if config.has_sinks:

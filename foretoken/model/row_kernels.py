@@ -26,7 +26,7 @@ FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp"),
     *("-shared", "-fPIC"),
 )
-_INTERFACE = 5  # of the compiled library: what its functions take
+_INTERFACE = 6  # of the compiled library: what its functions take
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh")  # in the order of `foretoken_activation`
 _DTYPES = (torch.bfloat16, torch.float32)
 
@@ -201,9 +201,12 @@ def load(path: Path) -> RowKernels:
     library.foretoken_rotate.argtypes = (*(pointer,) * 4, *(number,) * 4, *about)
     library.foretoken_attend.argtypes = (*(pointer,) * 2, small, number, *about)
     library.foretoken_run_layers.argtypes = (pointer,)
+    library.foretoken_route.argtypes = (*(pointer,) * 4, number, *about)
+    library.foretoken_run_experts.argtypes = (*(pointer,) * 3, number, *about)
     for name in ("norm", "activate", "softcap", "rotate"):
         getattr(library, f"foretoken_{name}").restype = None
-    library.foretoken_attend.restype = library.foretoken_run_layers.restype = ctypes.c_bool
+    for name in ("attend", "run_layers", "route", "run_experts"):
+        getattr(library, f"foretoken_{name}").restype = ctypes.c_bool
     return RowKernels(library)
 
 

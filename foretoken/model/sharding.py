@@ -103,6 +103,8 @@ class Shard:
 
     def __post_init__(self) -> None:
         config, world = self.config, self.world
+        if config.experts is not None and world > 1:
+            raise ConfigError("tensor_parallel", world, "a mixture of experts runs on one rank here; take 1")
         if not 0 <= self.rank < world:
             raise ConfigError("rank", self.rank, f"must be 0 to {world - 1} for {world} ranks")
         for name, count in (("num_attention_heads", config.num_heads), ("intermediate_size", config.intermediate_size)):

@@ -24,7 +24,8 @@ Points = tuple[tuple[int, float], ...]
 class Roofline:
     """A model on a machine: bytes of weights per step, operations per row, bytes of keys and values per cached token.
 
-    `bytes_per_s` and `flops_per_s` are measured in a copy and in a matrix product.
+    `bytes_per_s` and `flops_per_s` are measured in a copy and in a matrix product. `step_bytes` is what one row reads.
+    Of a mixture of experts, which take `expert_bytes` in all, one row reads `expert_share`, and more rows read more.
     """
 
     step_bytes: float
@@ -32,19 +33,32 @@ class Roofline:
     kv_bytes_per_token: float
     bytes_per_s: float
     flops_per_s: float
+    expert_bytes: float = 0.0
+    expert_share: float = 1.0
 
     def __post_init__(self) -> None:
         if min(self.step_bytes, self.row_flops, self.bytes_per_s, self.flops_per_s) <= 0 or self.kv_bytes_per_token < 0:
             raise ValueError("bytes, arithmetic and speeds must be positive")
+        if self.expert_bytes < 0 or not 0 < self.expert_share <= 1:
+            raise ValueError("the bytes of experts must not be negative, and a row's share of them lies in (0, 1]")
 
     def seconds(self, rows: float, past_tokens: float = 0.0) -> float:
         """Seconds of a forward over `rows` rows of requests with `past_tokens` cached tokens in total; the cache of a
         request is read once for all its rows.
         """
-        memory = (self.step_bytes + past_tokens * self.kv_bytes_per_token) / self.bytes_per_s
+        memory = (self.read_bytes(rows) + past_tokens * self.kv_bytes_per_token) / self.bytes_per_s
         compute = rows * self.row_flops / self.flops_per_s
         longer = max(memory, compute)
         return float(longer * ((memory / longer) ** _SHARPNESS + (compute / longer) ** _SHARPNESS) ** (1 / _SHARPNESS))
+
+    def read_bytes(self, rows: float) -> float:
+        """Weights that a forward over `rows` rows reads: each expert that a row goes to once for all its rows.
+
+        An expert is read with the probability 1 - (1 - share) ** rows, if rows go to experts independently and no
+        expert is preferred. Rows of one text agree more, and measured points take precedence.
+        """
+        others = 1 - self.expert_share
+        return self.step_bytes + self.expert_bytes * (others - others ** max(rows, 1))
 
     def past_s(self, past_tokens: float) -> float:
         """Seconds for reading the keys and values of cached tokens."""

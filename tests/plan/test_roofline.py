@@ -31,6 +31,19 @@ def test_the_past_is_read_once_for_all_rows_of_a_request() -> None:
     assert LINE.seconds(4, 40_000) - LINE.seconds(1, 40_000) < 0.001
 
 
+def test_more_rows_read_more_experts() -> None:
+    """8 of 64 experts a row: one row reads an eighth of them, many rows all of them, each once."""
+    mixture = replace(LINE, step_bytes=1e9, expert_bytes=4e9, expert_share=1 / 8)
+    assert mixture.read_bytes(1) == pytest.approx(1e9)
+    assert mixture.read_bytes(2) == pytest.approx(0.5e9 + 4e9 * (1 - (7 / 8) ** 2))
+    assert mixture.read_bytes(1000) == pytest.approx(4.5e9)
+    assert mixture.seconds(8) - mixture.seconds(1) > 10 * (LINE.seconds(8) - LINE.seconds(1))
+    assert replace(mixture, expert_bytes=0.0).read_bytes(8) == 1e9
+    for bad in ({"expert_bytes": -1.0}, {"expert_share": 0.0}, {"expert_share": 1.5}):
+        with pytest.raises(ValueError, match="experts"):
+            replace(mixture, **bad)
+
+
 @pytest.mark.parametrize("factor", [0.8, 1.0, 1.7])
 @pytest.mark.parametrize("rows", [(1,), (1, 2, 4), (1, 2, 4, 8, 16, 32), (1, 100)])
 def test_filled_curves_keep_what_was_measured_and_rise(factor: float, rows: tuple[int, ...]) -> None:

@@ -95,20 +95,25 @@ class Times:
 
 
 class StandInDrafter:
-    """Guesses the number of tokens it is asked for; which ones does not matter."""
+    """Drafts the number of tokens it is asked for, drawn at random: rows of one and the same token would go to the same
+    experts of a mixture, and many rows would seem as cheap as one.
+    """
 
     name = "filler"
+
+    def __init__(self, vocab_size: int, seed: int = 0) -> None:
+        self._vocab_size, self._random = vocab_size, random.Random(seed)
 
     def start(self, request: Request) -> None:
         """Keeps nothing."""
 
     def propose(self, batch: Batch) -> Draft:
-        """A chain of token 0 for every request."""
+        """A chain of random tokens for every request."""
         counts = [entry.num_draft for entry in batch.decoding]
         offsets = (0, *itertools.accumulate(counts))
         parents = tuple(place - 1 for count in counts for place in range(count))
         return Draft(
-            torch.zeros(offsets[-1], dtype=torch.int64),
+            torch.tensor([self._random.randrange(self._vocab_size) for _ in range(offsets[-1])], dtype=torch.int64),
             parents,
             offsets,
             tuple(self.name if count else None for count in counts),
@@ -178,7 +183,7 @@ class StepBench:
         self.tell(words, 1 - max(0.0, self.deadline - time.perf_counter()) / self.budget_s)
         group, spec = DrafterGroup(self.target), SpecConfig()
         if work.num_draft:
-            base, drafter = made or (SpecConfig(drafter="ngram"), StandInDrafter())
+            base, drafter = made or (SpecConfig(drafter="ngram"), StandInDrafter(self.target.vocab_size))
             spec = replace(base, num_draft=work.num_draft)
             key = drafter_key(spec)
             assert key is not None

@@ -218,7 +218,7 @@ class _StartRun:
         if not counts:
             return {}
         spec = replace(made[0] if made else SpecConfig(drafter="ngram"), num_draft=max(counts))
-        inner: Drafter = StandInDrafter()
+        inner: Drafter = StandInDrafter(target.vocab_size)
         if made is not None:
             assert isinstance(made[1], ModelDrafter)
             inner = made[1].fresh(self.twin)

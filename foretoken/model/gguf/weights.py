@@ -15,9 +15,17 @@ from foretoken.errors import CheckpointError
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.config_json import config_from_hf
 from foretoken.model.gguf.blocks import grouped, is_grouped, plain, plain_dtype, runnable_types
+from foretoken.model.gguf.experts import expert_tensors
 from foretoken.model.gguf.header import Header, TensorInfo, read_header
 from foretoken.model.gguf.kinds import GgmlType
-from foretoken.model.gguf.names import ROPE_FACTORS, architecture_of, config_fields, hf_name, interleaved_heads
+from foretoken.model.gguf.names import (
+    ROPE_FACTORS,
+    architecture_of,
+    config_fields,
+    hf_name,
+    interleaved_heads,
+    mixture_in,
+)
 from foretoken.model.grouped import GroupedCodes
 from foretoken.model.grouped_layout import BLOCK_ROWS
 from foretoken.model.weights import AS_CODES, StoredKind, hf_tensors, stored_kinds
@@ -41,11 +49,13 @@ class GgufWeights:
         self.header: Header = read_header(path)
         self._architecture, self._raw = architecture_of(self.header), config_fields(self.header)
         # A table that older converters wrote; the decoder computes it.
-        self._info = {
-            hf_name(name): info
-            for name, info in self.header.tensors.items()
-            if not name.endswith("attn_rot_embd.weight")
+        tensors = {
+            name: info for name, info in self.header.tensors.items() if not name.endswith("attn_rot_embd.weight")
         }
+        mixture = mixture_in(self.header)
+        experts = {} if mixture is None else expert_tensors(tensors, mixture.names)
+        apart = {info.name for info in experts.values()}
+        self._info = {hf_name(name): info for name, info in tensors.items() if name not in apart} | experts
 
     @property
     def names(self) -> list[str]:
