@@ -24,8 +24,9 @@ from foretoken.errors import CheckpointError, InputError
 from foretoken.model.architecture import NATIVE_MODEL_TYPES, ModelConfig, config_from_hf
 from foretoken.model.decoder import Decoder, DecoderLayer
 from foretoken.model.fields import Fields, check_links, read_json
-from foretoken.model.gguf.header import is_gguf, read_header
+from foretoken.model.gguf.header import is_gguf
 from foretoken.model.gguf.names import config_fields
+from foretoken.model.gguf.parts import read_header
 from foretoken.model.gguf.weights import GgufWeights
 from foretoken.model.grouped_kernel import GroupedWeight, merged
 from foretoken.model.grouped_quant import GroupQuantiser

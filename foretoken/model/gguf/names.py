@@ -82,7 +82,7 @@ def architecture_of(header: Header) -> str:
 
     Raises:
         CheckpointError: the file names none.
-        UnsupportedModelError: another one, or a part of a split model.
+        UnsupportedModelError: another one.
     """
     fields = header.fields
     name = fields.text("general.architecture")
@@ -92,10 +92,6 @@ def architecture_of(header: Header) -> str:
         raise UnsupportedModelError(
             f"{header.path} has general.architecture={shown(name)}: GGUF files of {', '.join(ARCHITECTURES)} run "
             "(Mistral's are of 'llama'); take the model's safetensors checkpoint"
-        )
-    if fields.whole_or("split.count", 1, least=0) > 1:
-        raise UnsupportedModelError(
-            f"{header.path} is one of {header.metadata['split.count']} parts: join them with llama-gguf-split --merge"
         )
     return name
 
