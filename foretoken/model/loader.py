@@ -26,8 +26,9 @@ from foretoken.model.config_json import config_from_hf
 from foretoken.model.decoder import Decoder
 from foretoken.model.families import NATIVE_MODEL_TYPES
 from foretoken.model.fields import Fields, check_links, read_json
-from foretoken.model.gguf.header import is_gguf, read_header
+from foretoken.model.gguf.header import is_gguf
 from foretoken.model.gguf.names import config_fields
+from foretoken.model.gguf.parts import read_header
 from foretoken.model.gguf.weights import GgufWeights
 from foretoken.model.grouped import GroupedCodes
 from foretoken.model.grouped_kernel import GroupedWeight, merged

@@ -17,6 +17,8 @@ import torch
 from gguf import GGMLQuantizationType, quants
 from safetensors.torch import load_file
 
+from tests.helpers.gguf_blocks import WRITERS
+
 _NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -34,12 +36,16 @@ _NAMES = {
     "mlp.down_proj": "ffn_down",
 }
 K_TYPES = ("Q4_K", "Q5_K", "Q6_K")
-TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", *K_TYPES)
+QUANTISED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", *K_TYPES, *WRITERS, "MXFP4")
+TYPES = ("F32", "F16", "BF16", *QUANTISED)
 
 
-def write_gguf(path: Path, folder: Path, kind: str = "F32", tokenizer: bool = False, **extra: object) -> Path:
+def write_gguf(
+    path: Path, folder: Path, kind: str = "F32", tokenizer: bool = False, tensors_per_part: int = 0, **extra: object
+) -> Path:
     """Write the checkpoint in `folder` to `path`, its matrices in `kind` (in Q8_0 where a row is no whole block) and
-    all else in F32; `extra` is metadata of the architecture, dots written as two underscores.
+    all else in F32; with `tensors_per_part` to several files beside it, named as `llama-gguf-split` names them. `extra`
+    is metadata of the architecture, dots written as two underscores.
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     state = {
@@ -48,7 +54,7 @@ def write_gguf(path: Path, folder: Path, kind: str = "F32", tokenizer: bool = Fa
         for name, tensor in load_file(file).items()
     }
     arch = "llama" if config["model_type"] == "mistral" else config["model_type"]
-    writer = gguf.GGUFWriter(path, arch)
+    writer = gguf.GGUFWriter(path, arch, split_max_tensors=tensors_per_part)
     _add_config(writer, arch, config)
     for key, value in extra.items():
         _add(writer, f"{arch}.{key.replace('__', '.')}", value)
@@ -95,11 +101,13 @@ def add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray, kind: str
     if wanted == GGMLQuantizationType.F16:
         writer.add_tensor(name, values.astype(np.float16))
         return
-    raw = (
-        k_blocks(values, wanted.name)
-        if wanted.name in K_TYPES
-        else quants.quantize(np.ascontiguousarray(values), wanted)
-    )
+    if wanted.name in K_TYPES:
+        raw = k_blocks(values, wanted.name)
+    elif wanted.name in WRITERS:
+        block, write = WRITERS[wanted.name]
+        raw = write(np.ascontiguousarray(values, np.float32).reshape(-1, block)).reshape(len(values), -1)
+    else:
+        raw = quants.quantize(np.ascontiguousarray(values), wanted)
     writer.add_tensor(name, raw, raw_dtype=wanted)
 
 

@@ -26,13 +26,12 @@ from foretoken.model.weights import AS_CODES
 from foretoken.train.answers import folder_fingerprint
 from foretoken.train.draft_run import DraftJob, DraftSettings, train_draft
 from tests.helpers.checkpoints import token_ids, variant
-from tests.helpers.gguf_files import TYPES, write_gguf
+from tests.helpers.gguf_files import QUANTISED, write_gguf
 
 VARIANTS = (
     *("llama", "llama-tied", "llama-mha", "llama-biases", "llama-head-dim", "llama-linear", "llama-yarn"),
     *("mistral", "qwen2", "qwen2-tied", "qwen3"),
 )
-QUANTISED = tuple(name for name in TYPES if name.startswith("Q"))
 
 
 def logits_of(path: Path, ids: list[int], dtype: str = "float32") -> torch.Tensor:

@@ -9,9 +9,10 @@ import re
 from typing import Any
 
 from foretoken.errors import CheckpointError, UnsupportedModelError
-from foretoken.model.fields import MOST_SIZE, Fields, shown
+from foretoken.model.fields import Fields, shown
 from foretoken.model.gguf.experts import MIXTURE_ARCHITECTURES, Mixture, expert_fields, mixture_of
 from foretoken.model.gguf.header import Header
+from foretoken.model.gguf.special_tokens import end_tokens
 
 # Mistral's and Mixtral's files are of architecture "llama" too.
 ARCHITECTURES = ("llama", "qwen2", "qwen3", *MIXTURE_ARCHITECTURES)
@@ -52,8 +53,6 @@ _NEUTRAL: dict[str, object] = {
     "rope.scaling.yarn_attn_factor": 1.0,
     "rope.scaling.yarn_log_multiplier": 0.0,
 }
-# Texts at which llama.cpp ends an answer, whatever the metadata says, among the families here.
-_ENDS = frozenset({"<|eot_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>"})
 
 
 def hf_name(name: str) -> str:
@@ -83,7 +82,7 @@ def architecture_of(header: Header) -> str:
 
     Raises:
         CheckpointError: the file names none.
-        UnsupportedModelError: another one, or a part of a split model.
+        UnsupportedModelError: another one.
     """
     fields = header.fields
     name = fields.text("general.architecture")
@@ -93,10 +92,6 @@ def architecture_of(header: Header) -> str:
         raise UnsupportedModelError(
             f"{header.path} has general.architecture={shown(name)}: GGUF files of {', '.join(ARCHITECTURES)} run "
             "(Mistral's and Mixtral's are of 'llama'); take the model's safetensors checkpoint"
-        )
-    if fields.whole_or("split.count", 1, least=0) > 1:
-        raise UnsupportedModelError(
-            f"{header.path} is one of {header.metadata['split.count']} parts: join them with llama-gguf-split --merge"
         )
     return name
 
@@ -158,7 +153,7 @@ def config_fields(header: Header) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "use_sliding_window": False,
         "bos_token_id": bos if bos is None or bos < vocab_size else None,
-        "eos_token_id": _end_tokens(header, vocab_size),
+        "eos_token_id": end_tokens(header, vocab_size),
     }
 
 
@@ -217,14 +212,3 @@ def _rope(fields: Fields, context: int) -> dict[str, Any]:
         "beta_fast": fields.number_or("rope.scaling.yarn_beta_fast", 32.0),
         "beta_slow": fields.number_or("rope.scaling.yarn_beta_slow", 1.0),
     }
-
-
-def _end_tokens(header: Header, vocab_size: int) -> list[int]:
-    """Tokens that end an answer: those the metadata names, and control tokens with a text that llama.cpp knows as an
-    end.
-    """
-    fields = header.fields
-    keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
-    ends = [fields.whole(key, least=0, most=MOST_SIZE * 2 + 1) for key in keys if fields.has(key)]
-    ends += [token_id for token_id, token in enumerate(header.texts("tokenizer.ggml.tokens")) if token in _ENDS]
-    return [token_id for token_id in dict.fromkeys(ends) if token_id < vocab_size]  # 2 ** 32 - 1 means none
