@@ -48,7 +48,7 @@ def mtp_config(target: ModelConfig, has_own_output: bool = False) -> MtpConfig:
     """One dense layer of the target's own shape that sees the whole text."""
     return MtpConfig(
         version=1,
-        layer=replace(target, num_layers=1, sliding_window=()),
+        layer=replace(target, num_layers=1, sliding_window=(), experts=None),
         target_hidden_size=target.hidden_size,
         target_num_layers=target.num_layers,
         taps=(target.num_layers,),

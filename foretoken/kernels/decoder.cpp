@@ -14,6 +14,7 @@
 struct foretoken_decoder_layer {
     foretoken_product qkv, o, gate_up, down;
     foretoken_norm_weights beside_norm, attention_norm, q_norm, k_norm, attention_out_norm, mlp_norm, mlp_out_norm;
+    const foretoken_experts* experts;  // null, or in place of `gate_up` and `down`
     int32_t keeps_normed, rope;
     const float* sinks;  // of its attention, see `foretoken_attention`
     float scale, softcap;
@@ -78,10 +79,15 @@ public:
         attend(own, index);
         multiply(own.o, read_, change_);
         add_change(own.attention_out_norm);
-        multiply(own.gate_up, mlp_input(own), wide_);
-        activate_rows(wide_.data(), pass_.kind.activation, rows_, own.down.width, own.gate_up.num_outputs,
-                      gated_.data(), pass_.threads);
-        multiply(own.down, gated_, change_);
+        const std::vector<T>& in = mlp_input(own);
+        if (own.experts != nullptr) {
+            if (!experts_.run(*own.experts, in.data(), rows_, change_.data(), pass_.threads)) throw std::bad_alloc();
+        } else {
+            multiply(own.gate_up, in, wide_);
+            activate_rows(wide_.data(), pass_.kind.activation, rows_, own.down.width, own.gate_up.num_outputs,
+                          gated_.data(), pass_.threads);
+            multiply(own.down, gated_, change_);
+        }
         add_change(own.mlp_out_norm);
     }
 
@@ -183,6 +189,7 @@ private:
     const Pass& pass_;
     const int64_t rows_, all_heads_;
     std::vector<T> seen_, normed_, qkv_, turned_, read_, wide_, gated_, change_;
+    ExpertRows<T> experts_;
 };
 
 // Calls `function` with a number of the type that all tensors have.
@@ -199,7 +206,7 @@ void typed(int is_bf16, Function function) {
 extern "C" {
 
 // What the numbers below mean; a library of another interface is not used.
-int foretoken_decoder_interface() { return 4; }
+int foretoken_decoder_interface() { return 6; }
 
 // All tensors of a call are bfloat16 or all float32; `stride` is from row to row of the input, in elements.
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from foretoken.model.expert_config import ExpertsConfig
+
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 # Which heads are normed together, and with whose weights: each head by itself with one vector [K] for all of them, each
 # by itself with weights of its own [H, K], or all of a row at once [H * K].
@@ -84,6 +86,11 @@ class ModelConfig:
     logit_multiplier: float = 1.0
     logit_softcap: float = 0.0
     has_sinks: bool = False  # a learnt logit per head that takes a share of each softmax
+    experts: ExpertsConfig | None = None  # in place of the MLP of some layers
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether `layer` has experts in place of an MLP."""
+        return self.experts is not None and layer in self.experts.layers
 
     def window(self, layer: int) -> int | None:
         """Number of positions that `layer` may look back over, itself included; None = all of them."""
@@ -104,7 +111,11 @@ class ModelConfig:
     def num_parameters(self) -> int:
         """Number of weights, tied embeddings counted once."""
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
-        return self.num_layers * self.num_layer_parameters + embeddings + self.num_norm_parameters
+        layers = self.num_layers * self.num_layer_parameters
+        if self.experts is not None:
+            mixture = self.experts.layer_parameters(self.hidden_size)
+            layers += len(self.experts.layers) * (mixture - self._num_mlp_parameters)
+        return layers + embeddings + self.num_norm_parameters
 
     @property
     def num_norm_parameters(self) -> int:
@@ -118,12 +129,24 @@ class ModelConfig:
 
     @property
     def num_layer_parameters(self) -> int:
-        """Number of weights of one layer."""
+        """Number of weights of one layer, which has an MLP."""
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         attention = 2 * self.hidden_size * (q + kv)
-        wide = self.intermediate_size * (2 if self.is_gated else 1)
         bias = (q + 2 * kv) * self.qkv_bias + self.hidden_size * self.o_bias
-        bias += (wide + self.hidden_size) * self.mlp_bias
         qk_norms = (2 * self.head_dim if self.qk_norm_over == "head" else q + kv) * self.qk_norm
         norms = self.num_layer_norms * self.num_norm_parameters + qk_norms + self.num_heads * self.has_sinks
-        return attention + self.hidden_size * (wide + self.intermediate_size) + bias + norms
+        return attention + self._num_mlp_parameters + bias + norms
+
+    @property
+    def step_layer_parameters(self) -> float:
+        """Weights of a layer that a step of one token reads, on average over the layers."""
+        if self.experts is None:
+            return self.num_layer_parameters
+        mixture = self.experts.step_parameters(self.hidden_size) - self._num_mlp_parameters
+        return self.num_layer_parameters + mixture * len(self.experts.layers) / self.num_layers
+
+    @property
+    def _num_mlp_parameters(self) -> int:
+        wide = self.intermediate_size * (2 if self.is_gated else 1)
+        bias = (wide + self.hidden_size) * self.mlp_bias
+        return self.hidden_size * (wide + self.intermediate_size) + bias

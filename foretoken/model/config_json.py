@@ -13,6 +13,7 @@ import numpy as np
 
 from foretoken.errors import CheckpointError, UnsupportedModelError
 from foretoken.model.architecture import Activation, ModelConfig
+from foretoken.model.expert_config import experts_config
 from foretoken.model.families import FAMILIES, NATIVE_MODEL_TYPES, Family, Flag
 from foretoken.model.fields import Fields, shown
 from foretoken.model.rope_json import MOST_CONTEXT_TOKENS, rope_config
@@ -159,6 +160,7 @@ def _native_config(model_type: str, family: Family, fields: Fields) -> ModelConf
         local_rope=local_rope,
         rope_layers=_rope_layers(family, fields, layers, windows),
         has_sinks=family.has_sinks,
+        experts=None if family.experts is None else experts_config(family.experts, fields, layers),
         **_factors(family, fields, hidden),
     )
 

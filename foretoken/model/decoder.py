@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from foretoken.model.architecture import ModelConfig, NormConfig
+from foretoken.model.experts import Experts
 from foretoken.model.layer_pass import LayerParts, layer_pass
 from foretoken.model.layer_tensors import layer_norms
 from foretoken.model.layers import MLP, Embedding, Linear, Norm, norm_of, softcapped
@@ -72,9 +73,7 @@ class DecoderLayer(nn.Module):
         self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size, config.o_bias)
         self.attention_out_norm = norm("attention_out_norm")
         self.mlp_norm = norm("mlp_norm")
-        self.mlp = MLP(
-            config.hidden_size, config.intermediate_size, config.mlp_bias, config.activation, config.is_gated
-        )
+        self.mlp = _mlp(config, layer)
         self.mlp_out_norm = norm("mlp_out_norm")
 
     def forward(self, x: Tensor, rotation: Rotation | None, attention: Attention, layer: int) -> Tensor:
@@ -89,8 +88,12 @@ class DecoderLayer(nn.Module):
 
     def parts(self, rope: int | None) -> LayerParts:
         """What the compiled pass runs; `rope` is the number of the table that the layer rotates by."""
+        mlp = self.mlp
         return LayerParts(
-            *((self.qkv_proj,), (self.o_proj,), (self.mlp.gate_up_proj,), (self.mlp.down_proj,)),
+            *((self.qkv_proj,), (self.o_proj,)),
+            gate_up=(mlp.gate_up_proj,) if isinstance(mlp, MLP) else (),
+            down=(mlp.down_proj,) if isinstance(mlp, MLP) else (),
+            experts=mlp.parts() if isinstance(mlp, Experts) else None,
             attention_norm=self.attention_norm,
             q_norm=self.q_norm,
             k_norm=self.k_norm,
@@ -123,6 +126,12 @@ class DecoderLayer(nn.Module):
         """`heads` [T, H, K] normed one by one, or those of a row together."""
         normed: Tensor = norm(heads.flatten(1)).view(heads.shape) if self.norms_projection else norm(heads)
         return normed
+
+
+def _mlp(config: ModelConfig, layer: int) -> MLP | Experts:
+    if config.experts is not None and config.has_experts(layer):
+        return Experts(config.hidden_size, config.experts)
+    return MLP(config.hidden_size, config.intermediate_size, config.mlp_bias, config.activation, config.is_gated)
 
 
 def _normed(x: Tensor, norm: Norm | None) -> Tensor:
@@ -249,7 +258,9 @@ class Decoder(nn.Module):
     def weight_marks(self) -> tuple[object, ...]:
         """See `layer_pass.LayerStack`: they are replaced all at once."""
         layers = self.decoder_layers()
-        return layers[0].qkv_proj.packed, layers[-1].mlp.down_proj.packed, self.norm.weight
+        last = layers[-1].mlp
+        packed = last.down_proj.packed if isinstance(last, MLP) else last.weight_marks()[1]
+        return layers[0].qkv_proj.packed, packed, self.norm.weight
 
     def decoder_layers(self) -> list[DecoderLayer]:
         """`layers`, with their type."""
@@ -268,25 +279,33 @@ class Decoder(nn.Module):
     @property
     def weight_bytes(self) -> int:
         """Memory that the weights of this rank take; what two modules share counts once."""
-        return sum(self._weights().values())
+        return sum(_weights_of(self).values())
 
     @property
     def step_bytes(self) -> int:
-        """Weights that a step of one token reads: all but the table of embeddings, unless that is the head's matrix
-        too.
+        """Weights that a step of one token reads: all but the experts that it does not go to, and but the table of
+        embeddings, unless that is the head's matrix too.
         """
         table, head = (module.packed or module.weight for module in (self.embedding, self.lm_head))
-        return self.weight_bytes - (0 if table is head else self._weights()[id(table)])
+        resting = round(self.expert_bytes * (1 - self.expert_share))
+        return self.weight_bytes - resting - (0 if table is head else _weights_of(self)[id(table)])
+
+    @property
+    def expert_bytes(self) -> int:
+        """Memory of all experts that a router chooses among; 0 where there are none."""
+        mixtures = (layer.mlp for layer in self.decoder_layers() if isinstance(layer.mlp, Experts))
+        return sum(nbytes for mixture in mixtures for nbytes in _weights_of(mixture.experts).values())
+
+    @property
+    def expert_share(self) -> float:
+        """Share of them that a step of one token reads."""
+        experts = self.config.experts
+        return 1.0 if experts is None else experts.num_active / experts.num_experts
 
     @property
     def weight_format(self) -> str:
         """See `interface.QuantisedModel`."""
         return usual_format(self.layers)
-
-    def _weights(self) -> dict[int, int]:
-        """Bytes of every parameter and packed matrix, by identity."""
-        packed = (module.packed for module in self.modules() if isinstance(module, Linear | Embedding))
-        return {id(weight): weight.nbytes for weight in (*self.parameters(), *packed) if weight is not None}
 
     def pack(self) -> None:
         """Pack every matrix for the CPU's kernels (see `Linear.pack`); the embedding table stays as it is."""
@@ -305,3 +324,9 @@ class Decoder(nn.Module):
                 parameter.normal_(0.0, std, generator=generator)
             elif name.endswith("bias"):
                 parameter.zero_()
+
+
+def _weights_of(module: nn.Module) -> dict[int, int]:
+    """Bytes of every parameter and packed matrix, by identity."""
+    packed = (part.packed for part in module.modules() if isinstance(part, Linear | Embedding))
+    return {id(weight): weight.nbytes for weight in (*module.parameters(), *packed) if weight is not None}

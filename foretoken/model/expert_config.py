@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from foretoken.model.fields import Fields
+
+_MAX_EXPERTS = 4096  # bounds what is made for each of them before the number is compared with the files
+
 
 @dataclass(frozen=True)
 class ClampedGate:
@@ -52,3 +56,74 @@ class ExpertsConfig:
         router = self.num_experts * (hidden_size + self.router_bias)
         shared = (3 * self.shared_size + 1) * hidden_size * (self.shared_size > 0)
         return round(num_experts * expert) + router + shared
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """The tensors of a layer's experts behind `model.layers.N.`; an expert has its number between `experts` and the
+    name of a matrix.
+    """
+
+    router: str = "mlp.gate"
+    experts: str = "mlp.experts"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    shared: str = "mlp.shared_expert"
+    shared_gate: str = "mlp.shared_expert_gate"
+
+
+@dataclass(frozen=True)
+class ExpertKeys:
+    """How a family's `config.json` describes experts, and what it calls their tensors; `normalises` may be a key."""
+
+    names: ExpertNames = ExpertNames()
+    intermediate_size: str = "moe_intermediate_size"
+    shared_size: str | None = None
+    normalises: bool | str = "norm_topk_prob"
+    has_dense_layers: bool = True  # `decoder_sparse_step` and `mlp_only_layers`
+    has_biases: bool = False  # of router and experts
+    is_clamped: bool = False  # `swiglu_limit` and `swiglu_alpha`
+
+
+def experts_config(keys: ExpertKeys, fields: Fields, layers: int) -> ExpertsConfig | None:
+    """The experts of a decoder with so many layers; None where the configuration leaves every layer its MLP.
+
+    Raises:
+        CheckpointError: a value that is missing, of the wrong type, or out of bounds.
+    """
+    count = "num_local_experts" if fields.has("num_local_experts") else "num_experts"
+    num_experts = fields.whole(count, least=0, most=_MAX_EXPERTS)
+    mixtures = tuple(range(layers))
+    if keys.has_dense_layers:
+        step, dense = fields.whole_or("decoder_sparse_step", 1), _layer_numbers(fields, "mlp_only_layers")
+        mixtures = tuple(layer for layer in mixtures if layer not in dense and (layer + 1) % step == 0)
+    if not num_experts or not mixtures:
+        return None
+    return ExpertsConfig(
+        num_experts=num_experts,
+        num_active=fields.whole("num_experts_per_tok", most=num_experts),
+        intermediate_size=fields.whole(keys.intermediate_size),
+        layers=mixtures,
+        normalises=keys.normalises if isinstance(keys.normalises, bool) else fields.flag(keys.normalises),
+        shared_size=fields.whole(keys.shared_size) if keys.shared_size is not None else 0,
+        router_bias=keys.has_biases,
+        bias=keys.has_biases,
+        clamped=_clamped_gate(fields) if keys.is_clamped else None,
+    )
+
+
+def _clamped_gate(fields: Fields) -> ClampedGate:
+    known = ClampedGate()
+    limit = fields.number_or("swiglu_limit", known.limit)
+    return ClampedGate(limit, fields.number_or("swiglu_alpha", known.alpha))
+
+
+def _layer_numbers(fields: Fields, key: str) -> frozenset[int]:
+    """A list of layers, or none."""
+    value = fields.raw.get(key)
+    if value is None:
+        return frozenset()
+    if not isinstance(value, list) or not all(type(layer) is int for layer in value):
+        raise fields.refusal(key, "a list of layers")
+    return frozenset(value)

@@ -95,7 +95,8 @@ def expert_table(parts: ExpertParts, dtype: torch.dtype) -> ExpertTable | None:
         *(half > config.num_experts, config.normalises, clamped is not None),
         *((clamped.limit, clamped.alpha) if clamped is not None else (0.0, 0.0)),
     )
-    return ExpertTable(fields, (gate_up, down, own, products, [linear.bias for linear in linears]))
+    weights = [(linear.packed, linear.bias) for linear in linears]
+    return ExpertTable(fields, (gate_up, down, own, products, weights))
 
 
 def run_experts(kernels: RowKernels, stack: ExpertStack, x: Tensor) -> Tensor | None:

@@ -28,9 +28,9 @@ class Scores(nn.Module):
         self.bias = nn.Parameter(torch.empty(num_scores, dtype=torch.float32)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` [T, D] -> [T, num_scores] float32."""
-        bias = None if self.bias is None else self.bias.float()
-        return F.linear(x.float(), self.weight.float(), bias)
+        """`x` [T, D] -> [T, num_scores], in float32 or wider."""
+        wide = _wide(x)
+        return F.linear(x.to(wide), self.weight.to(wide), None if self.bias is None else self.bias.to(wide))
 
 
 class Expert(nn.Module):
@@ -43,11 +43,11 @@ class Expert(nn.Module):
         self.clamped = clamped
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` [T, D] -> [T, D] float32; packed matrices multiply in float32, plain ones in their own dtype."""
+        """`x` [T, D] -> [T, D] in float32 or wider, as which packed matrices multiply; plain ones do in their dtype."""
         weight = self.gate_up_proj.weight
-        wide = self.gate_up_proj(x.float() if weight is None else x.to(weight.dtype))
+        wide = self.gate_up_proj(x.to(_wide(x) if weight is None else weight.dtype))
         out: Tensor = self.down_proj(_gated(wide, self.clamped))
-        return out.float()
+        return out.to(_wide(x))
 
 
 class Experts(nn.Module):
@@ -78,7 +78,7 @@ class Experts(nn.Module):
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The slots of each row of `x` [T, D]: experts [T, S], best first and of equal ones the first, and their
-        weights [T, S] float32. The shared expert has the number E and the last slot.
+        weights [T, S]. The shared expert has the number E and the last slot.
         """
         scores = self.router(x)  # [T, E]
         ranked, order = torch.sort(scores, dim=1, descending=True, stable=True)
@@ -97,7 +97,7 @@ class Experts(nn.Module):
 
         Slots are added in ascending order, so that a row's sum does not depend on the other rows.
         """
-        parts = torch.empty(*chosen.shape, x.shape[1], dtype=torch.float32, device=x.device)  # [T, S, D]
+        parts = torch.empty(*chosen.shape, x.shape[1], dtype=_wide(x), device=x.device)  # [T, S, D]
         for number in chosen.unique().tolist():
             rows, slots = (chosen == number).nonzero(as_tuple=True)
             parts[rows, slots] = self._expert(number)(x[rows])
@@ -126,6 +126,10 @@ class Experts(nn.Module):
         expert = self.shared if number == len(self.experts) else self.experts[number]
         assert isinstance(expert, Expert)
         return expert
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _gated(wide: Tensor, clamped: ClampedGate | None) -> Tensor:

@@ -7,16 +7,23 @@ transformers assumes where the file leaves a key out, and what the tensors are c
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
 from foretoken.model.architecture import NormConfig, QkNorm
+from foretoken.model.expert_config import ExpertKeys, ExpertNames
 from foretoken.model.windows import (
     WindowReader,
+    alternating,
     behind_a_switch,
     by_layer_types,
+    every_second_behind_a_switch,
+    everywhere,
+    everywhere_behind_a_switch,
     no_windows,
+    of_layers_that_do_not_rotate,
+    patterned,
 )
 
 _RMS = NormConfig()
@@ -60,6 +67,7 @@ class Family:
     is_gated: bool = True
     windows: WindowReader = no_windows
     has_sinks: bool = False
+    experts: ExpertKeys | None = None
     # Rotation: whether a part of a head's channels may be rotated, how pairs lie, whether windows have their own.
     is_partial: bool = False
     is_interleaved: bool = False
@@ -85,6 +93,80 @@ _QWEN_DEFAULTS = {
     "max_window_layers": 28,
 }
 
+_QWEN_MOE_DEFAULTS = {"max_position_embeddings": 32_768, "sliding_window": 4096}
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+_GEMMA = Family(
+    "Gemma2ForCausalLM",
+    {
+        "max_position_embeddings": 8192,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    names=LayerNames(
+        attention_out_norm="post_attention_layernorm",
+        mlp_norm="pre_feedforward_layernorm",
+        mlp_out_norm="post_feedforward_layernorm",
+    ),
+    norm=NormConfig(offset=1.0),
+    norms="around",
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    activation="hidden_activation",
+    windows=alternating,
+    scales_embedding=True,
+    query_scalar="query_pre_attn_scalar",
+    attention_softcap="attn_logit_softcapping",
+    logit_softcap="final_logit_softcapping",
+)
+_GLM = Family(
+    "GlmForCausalLM",
+    {
+        "max_position_embeddings": 131_072,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "rms_norm_eps": 1.5625e-7,
+        "attention_bias": True,
+        "partial_rotary_factor": 0.5,
+    },
+    names=LayerNames(gate_up=("mlp.gate_up_proj",)),
+    qkv_bias="attention_bias",
+    is_partial=True,
+    is_interleaved=True,
+)
+_COHERE = Family(
+    "CohereForCausalLM",
+    {
+        "max_position_embeddings": 8192,
+        "layer_norm_eps": 1e-5,
+        "logit_scale": 0.0625,
+        "tie_word_embeddings": True,
+        "rope_theta": 500_000.0,
+    },
+    names=LayerNames(mlp_norm=None),
+    norm=NormConfig(kind="layer"),
+    is_parallel=True,
+    eps="layer_norm_eps",
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    qk_norm="use_qk_norm",
+    qk_norm_over="own head",
+    is_interleaved=True,
+    logit_multiplier="logit_scale",
+)
+
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "llama": Family(
@@ -108,6 +190,197 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             o_bias="attention_bias",
             qk_norm=True,
             windows=behind_a_switch,
+        ),
+        "gemma2": _GEMMA,
+        "gemma3_text": replace(
+            _GEMMA,
+            architecture="Gemma3ForCausalLM",
+            defaults={
+                **_GEMMA.defaults,
+                "max_position_embeddings": 131_072,
+                "sliding_window_pattern": 6,
+                "final_logit_softcapping": None,
+                "rope_theta": 1_000_000.0,
+                "rope_local_base_freq": 10_000.0,
+            },
+            qk_norm=True,
+            windows=patterned,
+            has_local_rope=True,
+            attention_softcap=None,  # transformers reads the key and does nothing with it
+        ),
+        "phi3": Family(
+            "Phi3ForCausalLM",
+            {
+                "max_position_embeddings": 4096,
+                "original_max_position_embeddings": 4096,
+                "rms_norm_eps": 1e-5,
+            },
+            names=LayerNames(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)),
+            windows=everywhere,
+            is_partial=True,
+            has_longrope=True,
+        ),
+        "olmo2": Family(
+            "Olmo2ForCausalLM",
+            {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
+            names=LayerNames(
+                attention_norm=None,
+                attention_out_norm="post_attention_layernorm",
+                mlp_norm=None,
+                mlp_out_norm="post_feedforward_layernorm",
+            ),
+            norms="after",
+            qkv_bias="attention_bias",
+            o_bias="attention_bias",
+            qk_norm=True,
+            qk_norm_over="projection",
+        ),
+        "smollm3": Family(
+            "SmolLM3ForCausalLM",
+            {
+                "max_position_embeddings": 32_768,
+                "num_key_value_heads": 4,
+                "rope_theta": 2_000_000.0,
+                "no_rope_layer_interval": 4,
+                "tie_word_embeddings": True,
+            },
+            qkv_bias="attention_bias",
+            o_bias="attention_bias",
+            mlp_bias="mlp_bias",
+            windows=of_layers_that_do_not_rotate,
+            rotates="no_rope_layers",
+        ),
+        "granite": Family(
+            "GraniteForCausalLM",
+            {
+                "max_position_embeddings": 2048,
+                "embedding_multiplier": 1.0,
+                "residual_multiplier": 1.0,
+                "attention_multiplier": 1.0,
+                "logits_scaling": 1.0,
+            },
+            qkv_bias="attention_bias",
+            o_bias="attention_bias",
+            mlp_bias="mlp_bias",
+            embedding_multiplier="embedding_multiplier",
+            residual_multiplier="residual_multiplier",
+            attention_multiplier="attention_multiplier",
+            logit_divisor="logits_scaling",
+        ),
+        "glm": _GLM,
+        "glm4": replace(
+            _GLM,
+            architecture="Glm4ForCausalLM",
+            names=LayerNames(
+                gate_up=("mlp.gate_up_proj",),
+                attention_out_norm="post_self_attn_layernorm",
+                mlp_out_norm="post_mlp_layernorm",
+            ),
+            norms="around",
+        ),
+        "starcoder2": Family(
+            "Starcoder2ForCausalLM",
+            {
+                "max_position_embeddings": 4096,
+                "num_key_value_heads": 2,
+                "hidden_act": "gelu_pytorch_tanh",
+                "norm_epsilon": 1e-5,
+                "use_bias": True,
+                "tie_word_embeddings": True,
+            },
+            names=LayerNames(gate_up=("mlp.c_fc",), down="mlp.c_proj"),
+            norm=NormConfig(kind="layer", has_bias=True),
+            eps="norm_epsilon",
+            qkv_bias="use_bias",
+            o_bias="use_bias",
+            mlp_bias="use_bias",
+            is_gated=False,
+            windows=everywhere,
+        ),
+        "cohere": _COHERE,
+        "cohere2": replace(
+            _COHERE,
+            architecture="Cohere2ForCausalLM",
+            defaults={
+                **_COHERE.defaults,
+                "rope_theta": 10_000.0,
+                "sliding_window": 4096,
+                "sliding_window_pattern": 4,
+            },
+            qk_norm=False,
+            windows=patterned,
+            rotates="windows",
+        ),
+        "mixtral": Family(
+            "MixtralForCausalLM",
+            {
+                "max_position_embeddings": 131_072,
+                "num_key_value_heads": 8,
+                "rms_norm_eps": 1e-5,
+                "rope_theta": 1e6,
+                "num_local_experts": 8,
+                "num_experts_per_tok": 2,
+            },
+            windows=everywhere,
+            experts=ExpertKeys(
+                ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2"),
+                intermediate_size="intermediate_size",
+                normalises=True,
+                has_dense_layers=False,
+            ),
+        ),
+        "qwen2_moe": Family(
+            "Qwen2MoeForCausalLM",
+            _QWEN_MOE_DEFAULTS
+            | {
+                "num_key_value_heads": 16,
+                "max_window_layers": 28,
+                "qkv_bias": True,
+                "moe_intermediate_size": 1408,
+                "shared_expert_intermediate_size": 5632,
+                "num_experts_per_tok": 4,
+                "num_experts": 60,
+            },
+            qkv_bias="qkv_bias",
+            windows=every_second_behind_a_switch,
+            experts=ExpertKeys(shared_size="shared_expert_intermediate_size"),
+        ),
+        "qwen3_moe": Family(
+            "Qwen3MoeForCausalLM",
+            _QWEN_MOE_DEFAULTS
+            | {"num_key_value_heads": 4, "moe_intermediate_size": 768, "num_experts_per_tok": 8, "num_experts": 128},
+            qkv_bias="attention_bias",
+            o_bias="attention_bias",
+            qk_norm=True,
+            windows=everywhere_behind_a_switch,
+            experts=ExpertKeys(),
+        ),
+        "gpt_oss": Family(
+            "GptOssForCausalLM",
+            {
+                "max_position_embeddings": 131_072,
+                "num_key_value_heads": 8,
+                "head_dim": 64,
+                "rms_norm_eps": 1e-5,
+                "rope_theta": 150_000.0,
+                "rope_parameters": _GPT_OSS_ROPE,
+                "sliding_window": 128,
+                "attention_bias": True,
+                "num_local_experts": 128,
+                "num_experts_per_tok": 4,
+            },
+            qkv_bias="attention_bias",
+            o_bias="attention_bias",
+            windows=alternating,
+            has_sinks=True,
+            experts=ExpertKeys(
+                ExpertNames(router="mlp.router"),
+                intermediate_size="intermediate_size",
+                normalises=True,
+                has_dense_layers=False,
+                has_biases=True,
+                is_clamped=True,
+            ),
         ),
     }
 )

@@ -73,7 +73,9 @@ def shape_of(
         weight_format=matrices.weight_format,
         weight_bytes=matrices.total_bytes + _other_numbers(config) * kind.itemsize + tables_bytes,
         kv_bytes_per_token=bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, kind),
-        row_bytes=_row_numbers(config) * kind.itemsize + (matrices.row_bytes if matrices.in_codes else 0),
+        row_bytes=_row_numbers(config) * kind.itemsize
+        + (matrices.row_bytes if matrices.in_codes else 0)
+        + _expert_row_bytes(config),
         mask_bytes=config.num_heads // config.num_kv_heads * kind.itemsize + 2 * kind.itemsize + 2,
         # Tables of cos and sin grow with the longest sequence.
         gather_bytes=bytes_per_token(1, config.num_kv_heads, config.head_dim, kind)
@@ -95,6 +97,16 @@ def _row_numbers(config: ModelConfig) -> int:
     heads, groups, size = config.num_heads, config.num_kv_heads, config.head_dim
     attention = (3 * (heads + 2 * groups) + 4 * heads) * size
     return 4 * config.hidden_size + max(attention, 5 * config.intermediate_size)
+
+
+def _expert_row_bytes(config: ModelConfig) -> int:
+    """What a row takes in float32 while it runs through experts: a result of each, scores, and one expert's MLP."""
+    experts = config.experts
+    if experts is None:
+        return 0
+    widest = max(experts.intermediate_size, experts.shared_size)
+    num_slots = experts.num_active + (experts.shared_size > 0)
+    return 4 * ((num_slots + 2) * config.hidden_size + experts.num_experts + 3 * widest)
 
 
 def _foreign_shape(name: str, raw: Mapping[str, Any], weights: TensorSource, kind: torch.dtype) -> ModelShape:

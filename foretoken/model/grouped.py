@@ -7,8 +7,10 @@ packages compute, so nothing is quantised again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,6 +58,23 @@ class GroupedCodes:
         if self.minimums is not None:
             full = full + self.minimums[..., None]
         return full.view(self.codes.shape)
+
+    @classmethod
+    def joined(cls, parts: Sequence[GroupedCodes]) -> GroupedCodes:
+        """The matrix whose rows come in `parts` of one format."""
+        if len(parts) == 1:
+            return parts[0]
+
+        def together(of: Callable[[Any], Tensor | None], owners: Sequence[Any]) -> Tensor | None:
+            return None if of(owners[0]) is None else torch.cat([of(owner) for owner in owners])  # type: ignore[misc]
+
+        codes = {name: together(attrgetter(name), parts) for name in ("codes", "scales", "minimums", "multiples")}
+        wholes = [part.whole for part in parts]
+        whole = None
+        if wholes[0] is not None:
+            names = [field.name for field in fields(WholeScales)]
+            whole = WholeScales(**{name: together(attrgetter(name), wholes) for name in names})  # type: ignore[arg-type]
+        return replace(parts[0], **codes, whole=whole)  # type: ignore[arg-type]
 
     def reordered(self, change: Callable[[Tensor], Tensor]) -> GroupedCodes:
         """The matrix whose rows `change` [N, ...] -> [N, ...] puts into another order."""

@@ -6,7 +6,7 @@ Follows `loader`: which kernel takes a matrix, which matrices are merged, and wh
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -15,7 +15,7 @@ from foretoken.model.grouped_kernel import GroupedWeight
 from foretoken.model.grouped_layout import BLOCK_ROWS
 from foretoken.model.grouped_quant import grouped_bytes
 from foretoken.model.grouped_twin import SPAN
-from foretoken.model.layer_tensors import layer_matrices
+from foretoken.model.layer_tensors import EXPERTS, layer_matrices
 from foretoken.model.layers import can_pack, packed_bytes
 from foretoken.model.quant import ACTIVATIONS
 from foretoken.model.weight_format import format_of
@@ -51,7 +51,9 @@ class MatrixMemory:
         elif not self.in_codes and self._weights == "auto" and self._packs:
             head_bytes = packed_bytes(config.vocab_size, config.hidden_size)  # a second copy of the table
         self._formats.clear()  # the table and the head do not count
-        self.total_bytes = table + head_bytes + sum(self._bytes(names) for names in _layers(config))
+        self.total_bytes = table + head_bytes
+        for names, count in _layers(config):
+            self.total_bytes += count * self._bytes(names, count)
 
     @property
     def weight_format(self) -> str:
@@ -78,29 +80,35 @@ class MatrixMemory:
         """Whether plain matrices are packed, in which a tied head differs from the table."""
         return self._on_cpu and self._dtype == torch.bfloat16 and can_pack()
 
-    def _bytes(self, names: Sequence[str], is_table: bool = False) -> int:
-        """Memory of matrices that are merged into one."""
+    def _bytes(self, names: Sequence[str], count: int = 1, is_table: bool = False) -> int:
+        """Memory of matrices that are merged into one, which stands for `count` of them."""
         shapes = [self._stored.shape(name) for name in names]
         rows, width = sum(shape[0] for shape in shapes), shapes[0][1]
         if self._weights != "auto":
             self.in_codes = True
-            self._formats[self._weights] += rows * width
+            self._formats[self._weights] += count * rows * width
             return grouped_bytes("int8" if is_table else self._weights, rows, width)
         samples = []
         if self._on_cpu and self._dtype in ACTIVATIONS:
             samples = [sample for name in names if (sample := self._stored.sample(name)) is not None]
         if not samples or len(samples) < len(names):
-            self._formats["auto"] += rows * width
+            self._formats["auto"] += count * rows * width
             return packed_bytes(rows, width) if self._packs and not is_table else rows * width * self._dtype.itemsize
         self.in_codes = True
         held = [GroupedWeight.of(sample, self._dtype) for sample in samples]
         for weight, shape in zip(held, shapes, strict=True):
-            self._formats[format_of(weight)] += shape[0] * width
+            self._formats[format_of(weight)] += count * shape[0] * width
         blocks = [-(-shape[0] // BLOCK_ROWS) for shape in shapes]  # a sample is one block of the kernel's layout
-        return sum(count * weight.nbytes for count, weight in zip(blocks, held, strict=True))
+        return sum(own * weight.nbytes for own, weight in zip(blocks, held, strict=True))
 
 
-def _layers(config: ModelConfig) -> list[list[str]]:
-    """Names of the matrices of all layers, those that the decoder merges together."""
-    layers = (layer_matrices(config, layer) for layer in range(config.num_layers))
-    return [[f"{name}.weight" for name in matrix.rows] for matrices in layers for matrix in matrices.values()]
+def _layers(config: ModelConfig) -> Iterator[tuple[list[str], int]]:
+    """Names of the matrices of all layers, those that the decoder merges together, and how many there are alike: the
+    experts of a layer are stored alike, and the first stands for all of them.
+    """
+    for layer in range(config.num_layers):
+        for module, matrix in layer_matrices(config, layer).items():
+            number = module.removeprefix(EXPERTS).partition(".")[0] if module.startswith(EXPERTS) else ""
+            if number in ("", "0"):
+                count = config.experts.num_experts if number and config.experts is not None else 1
+                yield [f"{name}.weight" for name in matrix.rows], count

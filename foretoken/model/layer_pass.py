@@ -19,6 +19,7 @@ from torch import Tensor
 
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.attention.paged import PagedAttention
+from foretoken.model.expert_kernel import ExpertParts, expert_table
 from foretoken.model.layers import Linear, Norm
 from foretoken.model.product import Product, ProductFields, array_of, merged_product
 from foretoken.model.row_kernels import ACTIVATIONS, NormFields, RowKernels, SegmentRows, kernels_for
@@ -35,6 +36,7 @@ class LayerParts:
 
     `beside_norm` is that of rows which `qkv` reads in front of the stream's. `keeps_normed`: the stream goes on from
     what `attention_norm` makes of it. `rope`: number of the layer's table of cos and sin; None: it does not rotate.
+    `experts` stand in place of `gate_up` and `down`.
     """
 
     qkv: Sequence[Linear]
@@ -50,11 +52,12 @@ class LayerParts:
     beside_norm: Norm | None = None
     keeps_normed: bool = False
     rope: int | None = 0
+    experts: ExpertParts | None = None
     sinks: Tensor | None = None  # [H], see `decoder.Attention`
 
     @property
     def matrices(self) -> tuple[Sequence[Linear], ...]:
-        """By input."""
+        """By input; those of the MLP are none where there are experts."""
         return self.qkv, self.o, self.gate_up, self.down
 
     @property
@@ -89,6 +92,7 @@ class _LayerFields(ctypes.Structure):
     _fields_ = (
         *((name, ProductFields) for name in ("qkv", "o", "gate_up", "down")),
         *((name, NormFields) for name in _NORMS),
+        ("experts", ctypes.c_void_p),
         *((name, ctypes.c_int32) for name in ("keeps_normed", "rope")),
         *(("sinks", ctypes.c_void_p), ("scale", ctypes.c_float), ("softcap", ctypes.c_float)),
         ("window", ctypes.c_int64),
@@ -226,20 +230,26 @@ def _made(layers: Sequence[LayerParts], shape: ModelConfig) -> LayerTable | None
     dtype = next(norm.weight.dtype for norm in layers[0].norms if norm is not None)
     rows, held = [], list[object]()
     for index, layer in enumerate(layers):
-        products = [_product(linears, dtype) for linears in layer.matrices]
+        matrices = [linears for linears in layer.matrices if linears]
+        products = [_product(linears, dtype) for linears in matrices]
+        experts = None if layer.experts is None else expert_table(layer.experts, dtype)
         numbers = [tensor for norm in layer.norms if norm is not None for tensor in (norm.weight, norm.bias)]
         if None in products or any(tensor is not None and tensor.dtype != dtype for tensor in numbers):
             return None
-        biases = [linears[0].bias for linears in layer.matrices]
+        if layer.experts is not None and experts is None:
+            return None
+        biases = [linears[0].bias for linears in matrices]
         fields = [one.fields(bias) for one, bias in zip(products, biases, strict=True) if one is not None]
+        fields += [ProductFields()] * (len(layer.matrices) - len(fields))
         norms = [NormFields() if norm is None else NormFields.of(norm.weight, norm.bias) for norm in layer.norms]
+        mixture = None if experts is None else ctypes.addressof(experts.fields)
         sinks = None if layer.sinks is None else layer.sinks.float().contiguous()
         at = None if sinks is None else sinks.data_ptr()
         scoring = (at, shape.score_scale, shape.attention_softcap, shape.window(index) or 0)
         rope = -1 if layer.rope is None else layer.rope
-        rows.append(_LayerFields(*fields, *norms, layer.keeps_normed, rope, *scoring))
-        held += [*products, *numbers, *biases, sinks]
-        held += [linear.packed for linears in layer.matrices for linear in linears]
+        rows.append(_LayerFields(*fields, *norms, mixture, layer.keeps_normed, rope, *scoring))
+        held += [*products, *numbers, *biases, sinks, experts]
+        held += [linear.packed for linears in matrices for linear in linears]
     return LayerTable(array_of(_LayerFields, rows), tuple(held))
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from foretoken.model.architecture import ModelConfig
+from foretoken.model.expert_config import ExpertNames
 from foretoken.model.families import FAMILIES
 
 Shape = tuple[int, ...]
@@ -45,12 +46,58 @@ def layer_matrices(config: ModelConfig, layer: int) -> dict[str, MatrixTensors]:
         found = {f"{prefix}.{part}": count for part, count in zip(parts, counts, strict=True)}
         return MatrixTensors(found, columns, has_bias)
 
-    return {
+    found = {
         "qkv_proj": matrix(names.qkv, [q, kv, kv], hidden, config.qkv_bias),
         "o_proj": matrix((names.o,), [hidden], q, config.o_bias),
-        "mlp.gate_up_proj": matrix(names.gate_up, up, hidden, config.mlp_bias),
-        "mlp.down_proj": matrix((names.down,), [hidden], wide, config.mlp_bias),
     }
+    if config.has_experts(layer):
+        return found | _expert_matrices(config, prefix)
+    found["mlp.gate_up_proj"] = matrix(names.gate_up, up, hidden, config.mlp_bias)
+    found["mlp.down_proj"] = matrix((names.down,), [hidden], wide, config.mlp_bias)
+    return found
+
+
+def _expert_matrices(config: ModelConfig, prefix: str) -> dict[str, MatrixTensors]:
+    """The matrices of a layer's experts, the shared one last."""
+    experts, hidden, names = config.experts, config.hidden_size, expert_names(config)
+    assert experts is not None
+    found = {}
+
+    def add(module: str, name: str, parts: tuple[str, str, str], wide: int, has_bias: bool) -> None:
+        gate, up, down = (f"{prefix}.{name}.{part}" for part in parts)
+        found[f"{module}.gate_up_proj"] = MatrixTensors({gate: wide, up: wide}, hidden, has_bias)
+        found[f"{module}.down_proj"] = MatrixTensors({down: hidden}, wide, has_bias)
+
+    parts = names.gate, names.up, names.down
+    for number in range(experts.num_experts):
+        add(f"{EXPERTS}{number}", f"{names.experts}.{number}", parts, experts.intermediate_size, experts.bias)
+    if experts.shared_size:
+        add("mlp.shared", names.shared, ("gate_proj", "up_proj", "down_proj"), experts.shared_size, False)
+    return found
+
+
+EXPERTS = "mlp.experts."  # what the module of an expert begins with
+
+
+def expert_names(config: ModelConfig) -> ExpertNames:
+    """What the family calls the tensors of experts."""
+    keys = FAMILIES[config.model_type].experts
+    assert keys is not None, "a configuration with experts is of a family with experts"
+    return keys.names
+
+
+def layer_scores(config: ModelConfig, layer: int) -> dict[str, MatrixTensors]:
+    """The matrices of a layer that stay in float32, by the module that holds each: the router among experts, and the
+    gate of the shared one.
+    """
+    experts, hidden, prefix = config.experts, config.hidden_size, layer_prefix(layer)
+    if experts is None or not config.has_experts(layer):
+        return {}
+    names = expert_names(config)
+    router = MatrixTensors({f"{prefix}.{names.router}": experts.num_experts}, hidden, experts.router_bias)
+    if not experts.shared_size:
+        return {"mlp.router": router}
+    return {"mlp.router": router, "mlp.shared_gate": MatrixTensors({f"{prefix}.{names.shared_gate}": 1}, hidden, False)}
 
 
 def layer_norms(config: ModelConfig, layer: int) -> dict[str, tuple[str, Shape]]:
@@ -83,8 +130,9 @@ def sinks_name(config: ModelConfig, layer: int) -> str:
 
 def layer_tensors(config: ModelConfig, layer: int) -> Iterator[tuple[str, Shape]]:
     """Name and shape of every tensor of a layer."""
-    for matrix in layer_matrices(config, layer).values():
-        yield from matrix.shapes
+    for matrices in (layer_scores(config, layer), layer_matrices(config, layer)):
+        for matrix in matrices.values():
+            yield from matrix.shapes
     for module, (name, shape) in layer_norms(config, layer).items():
         yield f"{name}.weight", shape
         if config.norm.has_bias and module in NORMS:

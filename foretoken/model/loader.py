@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,18 +24,21 @@ from foretoken.model.config_json import config_from_hf
 from foretoken.model.decoder import Decoder
 from foretoken.model.families import NATIVE_MODEL_TYPES
 from foretoken.model.fields import Fields, check_links, read_json
-from foretoken.model.gguf.header import is_gguf, read_header
+from foretoken.model.gguf.header import is_gguf
 from foretoken.model.gguf.names import config_fields
+from foretoken.model.gguf.parts import read_header
 from foretoken.model.gguf.weights import GgufWeights
+from foretoken.model.grouped import GroupedCodes
 from foretoken.model.grouped_kernel import GroupedWeight, merged
 from foretoken.model.grouped_quant import GroupQuantiser
-from foretoken.model.layer_tensors import layer_matrices, layer_norms, sinks_name
+from foretoken.model.layer_tensors import MatrixTensors, layer_matrices, layer_norms, layer_scores, sinks_name
 from foretoken.model.layers import Embedding, Linear, packs_with_own_kernel
 from foretoken.model.mtp_tensors import mtp_tensors
 from foretoken.model.packed.assembly import assembled
 from foretoken.model.packed.scheme import packed_format
 from foretoken.model.packed.weights import PackedWeights
 from foretoken.model.quant import ACTIVATIONS, check_quant
+from foretoken.model.row_order import RowOrders, in_order
 from foretoken.model.sharding import Collective, Shard
 from foretoken.model.weights import EMBEDDING, HEAD, TensorSource, Weights
 
@@ -250,12 +253,14 @@ class _Filler:
     ) -> None:
         self.weights, self.shard, self.dtype, self.device = weights, shard, dtype, device
         self.pack, self.quantiser = pack, quantiser
+        self._orders = RowOrders(shard.config)
         self._scratch = torch.empty(0, dtype=dtype, device=device)
         self.dequantised: dict[str, int] = {}  # by reason: matrices that the file has in codes and that run as numbers
 
     def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """This rank's part of a tensor of the checkpoint, as stored."""
-        return self.shard.slice(name, self.weights.read(name, shape))
+        tensor, order = self.weights.read(name, shape), self._orders.of(name)
+        return self.shard.slice(name, tensor if order is None else in_order(tensor, order))
 
     @property
     def _fits(self) -> bool:
@@ -267,11 +272,17 @@ class _Filler:
         weights = self.weights
         if not self._fits:
             return []
-        found = [(weights.shape(name)[0], weights.grouped_rows(name)) for name in names]
+        found = [(weights.shape(name)[0], self._codes(name)) for name in names]
         parts = [(num_rows, codes) for num_rows, codes in found if codes is not None]
         if len(parts) < len(found):
             return []
         return [assembled(codes, num_rows, self.dtype) for num_rows, codes in parts]
+
+    def _codes(self, name: str) -> Iterator[GroupedCodes] | None:
+        codes, order = self.weights.grouped_rows(name), self._orders.of(name)
+        if codes is None or order is None:
+            return codes
+        return iter((GroupedCodes.joined(list(codes)).reordered(lambda rows: in_order(rows, order)),))
 
     def _note(self, names: Sequence[str]) -> None:
         """Count quantised matrices among those that are kept as numbers."""
@@ -341,6 +352,12 @@ class _Filler:
         assert module.weight is not None
         module.weight = self._merged({name: shape}, module.weight)
 
+    def scores(self, module: nn.Module, matrix: MatrixTensors) -> None:
+        """A small matrix that stays in float32."""
+        for name, shape in matrix.shapes:
+            tensor = self._read(name, shape).to(self.device, torch.float32, copy=True)
+            setattr(module, name.rpartition(".")[2], nn.Parameter(tensor, requires_grad=False))
+
     def norm(self, module: nn.Module, name: str) -> None:
         """The weights of one norm, and its bias if it has one."""
         for kind, parameter in list(module.named_parameters()):
@@ -353,6 +370,8 @@ class _Filler:
             linear = layer.get_submodule(module)
             assert isinstance(linear, Linear)
             self.linear(linear, matrix.rows, matrix.columns)
+        for module, matrix in layer_scores(config, index).items():
+            self.scores(layer.get_submodule(module), matrix)
         for module, (name, _) in layer_norms(config, index).items():
             self.norm(layer.get_submodule(module), name)
         if config.has_sinks:

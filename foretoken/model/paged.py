@@ -131,7 +131,7 @@ class PagedModel(PagedCache):
 
     def head_cost(self) -> float:
         """See `interface.EarlyExitModel`."""
-        return self.config.vocab_size * self.config.hidden_size / self.config.num_layer_parameters
+        return self.config.vocab_size * self.config.hidden_size / self.config.step_layer_parameters
 
     def _through(self, tokens: Tensor, inputs: ForwardInputs, joins: Sequence[Join], taps: Sequence[int]) -> Hidden:
         """All layers over all rows `tokens` [T]; rows that ran early begin where they stopped."""

@@ -17,7 +17,7 @@ from foretoken.errors import ModelError, StorageError
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.config_json import config_to_hf
 from foretoken.model.decoder import Decoder
-from foretoken.model.layer_tensors import layer_matrices, layer_norms
+from foretoken.model.layer_tensors import layer_matrices, layer_norms, layer_scores
 from foretoken.model.layers import Linear
 from foretoken.model.loader import parse_dtype
 from foretoken.model.weights import EMBEDDING, INDEX, WEIGHTS
@@ -53,14 +53,17 @@ def hf_state(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
     for index, layer in enumerate(decoder.layers):
         for module, matrix in layer_matrices(config, index).items():
             yield from _split(layer.get_submodule(module), list(matrix.rows), list(matrix.rows.values()))
+        for module, matrix in layer_scores(config, index).items():
+            (name,) = matrix.rows
+            yield from _named(layer.get_submodule(module), name)
         for module, (name, _) in layer_norms(config, index).items():
-            yield from _of_norm(layer.get_submodule(module), name)
-    yield from _of_norm(decoder.norm, "model.norm")
+            yield from _named(layer.get_submodule(module), name)
+    yield from _named(decoder.norm, "model.norm")
     if not config.tie_embeddings:
         yield from _split(decoder.lm_head, ["lm_head"], [config.vocab_size])
 
 
-def _of_norm(module: nn.Module, name: str) -> Iterator[tuple[str, Tensor]]:
+def _named(module: nn.Module, name: str) -> Iterator[tuple[str, Tensor]]:
     for kind, parameter in module.named_parameters():
         yield f"{name}.{kind}", parameter.detach()
 

@@ -17,6 +17,7 @@ from enum import Enum
 from functools import cached_property
 from typing import Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -31,6 +32,8 @@ class Split(Enum):
     KV = "key/value heads; replicated among ranks when there are fewer heads than ranks"
     ROW = "input channels; a bias is rank 0's"
     VOCAB = "rows of the vocabulary, the last ones filled up with zeros"
+    QKV = "query, key and value rows in one tensor, each divided by itself"
+    HALVES = "gate and up rows in one tensor, each divided by itself"
     NONE = "every rank holds all of it"
 
 
@@ -43,12 +46,21 @@ _SPLITS = {
     "v_proj": Split.KV,
     "gate_proj": Split.COLUMN,
     "up_proj": Split.COLUMN,
+    "qkv_proj": Split.QKV,
+    "gate_up_proj": Split.HALVES,
+    "c_fc": Split.COLUMN,
     "o_proj": Split.ROW,
     "down_proj": Split.ROW,
+    "c_proj": Split.ROW,
+    "sinks": Split.COLUMN,
+    "q_norm": Split.COLUMN,  # where each head has its own weights; else every rank holds all of them
+    "k_norm": Split.KV,
     "input_layernorm": Split.NONE,
     "post_attention_layernorm": Split.NONE,
-    "q_norm": Split.NONE,
-    "k_norm": Split.NONE,
+    "pre_feedforward_layernorm": Split.NONE,
+    "post_feedforward_layernorm": Split.NONE,
+    "post_self_attn_layernorm": Split.NONE,
+    "post_mlp_layernorm": Split.NONE,
     "norm": Split.NONE,
 }
 
@@ -91,11 +103,16 @@ class Shard:
 
     def __post_init__(self) -> None:
         config, world = self.config, self.world
+        if config.experts is not None and world > 1:
+            raise ConfigError("tensor_parallel", world, "a mixture of experts runs on one rank here; take 1")
         if not 0 <= self.rank < world:
             raise ConfigError("rank", self.rank, f"must be 0 to {world - 1} for {world} ranks")
         for name, count in (("num_attention_heads", config.num_heads), ("intermediate_size", config.intermediate_size)):
             if count % world:
                 raise ConfigError("tensor_parallel", world, f"must divide the model's {name}, {count}")
+        if world > 1 and config.qk_norm and config.qk_norm_over == "projection":
+            reason = f"must be 1: {config.model_type} norms the queries of all heads together"
+            raise ConfigError("tensor_parallel", world, reason)
         if config.num_kv_heads % world and world % config.num_kv_heads:
             reason = f"must divide the model's num_key_value_heads, {config.num_kv_heads}, or be a multiple of it"
             raise ConfigError("tensor_parallel", world, reason)
@@ -118,10 +135,15 @@ class Shard:
         """This rank's part of the parameter `name` (as in a Hugging Face checkpoint), a view where that is possible."""
         if self.world == 1:
             return tensor
-        module, kind = name.split(".")[-2:]
-        split = _SPLITS[module]
+        split, kind = self.split(name), name.split(".")[-1]
         if split is Split.NONE:
             return tensor
+        if split is Split.QKV:
+            q, kv = (heads * self.config.head_dim for heads in (self.config.num_heads, self.config.num_kv_heads))
+            query, key, value = tensor.split((q, kv, kv))
+            return torch.cat((self._rows(query), self._rows(key, is_kv=True), self._rows(value, is_kv=True)))
+        if split is Split.HALVES:
+            return torch.cat([self._rows(half) for half in tensor.chunk(2)])
         if split is Split.ROW:
             if kind == "bias":  # added once, by the sum over ranks
                 return tensor if self.rank == 0 else tensor.new_zeros(tensor.shape)
@@ -129,8 +151,20 @@ class Shard:
             return tensor.narrow(1, self.rank * width, width)
         if split is Split.VOCAB:
             return self._vocabulary(tensor)
+        return self._rows(tensor, is_kv=split is Split.KV)
+
+    def split(self, name: str) -> Split:
+        """How the parameter `name` is divided."""
+        parts = name.split(".")
+        module = parts[-1] if parts[-1] in _SPLITS else parts[-2]
+        if module in ("q_norm", "k_norm") and self.config.qk_norm_over == "head":
+            return Split.NONE
+        return _SPLITS[module]
+
+    def _rows(self, tensor: Tensor, is_kv: bool = False) -> Tensor:
+        """This rank's rows; those of key/value heads are replicated when there are fewer heads than ranks."""
         parts, part = self.world, self.rank
-        if split is Split.KV and self.config.num_kv_heads < self.world:
+        if is_kv and self.config.num_kv_heads < self.world:
             parts = self.config.num_kv_heads
             part = self.rank * parts // self.world
         rows = tensor.shape[0] // parts

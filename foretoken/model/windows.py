@@ -22,6 +22,23 @@ def everywhere(fields: Fields, layers: int) -> Windows:
     return _windows([_window(fields)] * layers)
 
 
+def everywhere_behind_a_switch(fields: Fields, layers: int) -> Windows:
+    """Qwen3-MoE: one window for all layers where `use_sliding_window`."""
+    return everywhere(fields, layers) if fields.flag("use_sliding_window") else ()
+
+
+def every_second_behind_a_switch(fields: Fields, layers: int) -> Windows:
+    """Qwen2-MoE: where `use_sliding_window`, the layers of `layer_types`, or every second one, from the first on, below
+    `max_window_layers`.
+    """
+    types = _layer_types(fields, layers)
+    window = _window(fields) if fields.flag("use_sliding_window") else None
+    if types is not None:
+        return _typed(fields, types, window, " or use_sliding_window is false")
+    last = fields.whole("max_window_layers", least=0)
+    return _windows([window if layer < last and layer % 2 == 0 else None for layer in range(layers)])
+
+
 def by_layer_types(fields: Fields, layers: int) -> Windows:
     """Mistral: one window for all layers, or for those that `layer_types` names (as transformers' Ministral)."""
     types, window = _layer_types(fields, layers), _window(fields)
@@ -80,7 +97,9 @@ def _patterned(fields: Fields, layers: int, every: int) -> Windows:
 
 
 def _window(fields: Fields) -> int | None:
-    return fields.whole("sliding_window") if fields.has("sliding_window") else None
+    """A window; Qwen2-MoE writes 0 where it has none."""
+    given = fields.whole("sliding_window", least=0) if fields.has("sliding_window") else 0
+    return given or None
 
 
 def _typed(fields: Fields, types: tuple[str, ...], window: int | None, switch: str = "") -> Windows:

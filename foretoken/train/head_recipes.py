@@ -180,6 +180,7 @@ def _layer(target: ModelConfig, num_layers: int, intermediate_size: int | None) 
         qk_norm=False,
         sliding_window=(),
         tie_embeddings=False,
+        experts=None,
     )
 
 

@@ -40,9 +40,12 @@ QUANTISED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", *K_TYPES, *WRITERS, "MXFP4"
 TYPES = ("F32", "F16", "BF16", *QUANTISED)
 
 
-def write_gguf(path: Path, folder: Path, kind: str = "F32", tokenizer: bool = False, **extra: object) -> Path:
+def write_gguf(
+    path: Path, folder: Path, kind: str = "F32", tokenizer: bool = False, tensors_per_part: int = 0, **extra: object
+) -> Path:
     """Write the checkpoint in `folder` to `path`, its matrices in `kind` (in Q8_0 where a row is no whole block) and
-    all else in F32; `extra` is metadata of the architecture, dots written as two underscores.
+    all else in F32; with `tensors_per_part` to several files beside it, named as `llama-gguf-split` names them. `extra`
+    is metadata of the architecture, dots written as two underscores.
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     state = {
@@ -51,7 +54,7 @@ def write_gguf(path: Path, folder: Path, kind: str = "F32", tokenizer: bool = Fa
         for name, tensor in load_file(file).items()
     }
     arch = "llama" if config["model_type"] == "mistral" else config["model_type"]
-    writer = gguf.GGUFWriter(path, arch)
+    writer = gguf.GGUFWriter(path, arch, split_max_tensors=tensors_per_part)
     _add_config(writer, arch, config)
     for key, value in extra.items():
         _add(writer, f"{arch}.{key.replace('__', '.')}", value)

@@ -12,7 +12,7 @@ import gguf
 import pytest
 
 from foretoken.errors import CheckpointError, UnsupportedModelError
-from foretoken.model.gguf.header import read_header
+from foretoken.model.gguf.parts import read_header
 from foretoken.model.gguf.pre_tokenizers import PRE_TOKENIZERS
 from foretoken.model.gguf.special_tokens import end_tokens
 from foretoken.model.gguf.tokenizer import read_tokenizer

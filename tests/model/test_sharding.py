@@ -18,14 +18,17 @@ from foretoken.model.interface import Segment
 from foretoken.model.loader import load_decoder, read_config
 from foretoken.model.paged import PagedModel
 from foretoken.model.saving import save_checkpoint
-from foretoken.model.sharding import _SPLITS, Shard, SingleRank
+from foretoken.model.sharding import Shard, SingleRank
 from foretoken.model.strict import StrictModel
 from foretoken.model.weights import Weights, hf_tensors
 from tests.helpers.checkpoints import VARIANTS, token_ids, transformers_logits, variant
 
 _Result = TypeVar("_Result")
 # Every family, and every option that changes how something is divided.
-FAMILIES = ("llama", "llama-tied", "llama-mha", "llama-mqa", "llama-biases", "mistral-sliding", "qwen2", "qwen3")
+FAMILIES = (
+    *("llama", "llama-tied", "llama-mha", "llama-mqa", "llama-biases", "mistral-sliding", "qwen2", "qwen3"),
+    *("gemma2", "phi3", "glm4", "starcoder2", "cohere-qk-norm"),
+)
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
 
 
@@ -122,13 +125,22 @@ def test_every_tensor_of_every_family_is_divided_and_nothing_is_lost(tmp_path: P
     for name in VARIANTS:
         folder = variant(tmp_path / name, name)
         config, weights = read_config(folder), Weights(folder)
+        if config.qk_norm_over == "projection":
+            with pytest.raises(ConfigError, match="norms the queries of all heads together"):
+                Shard(config, 0, 2)
+            continue
         shards = [Shard(config, rank, 2) for rank in range(2)]
         for tensor_name, shape in hf_tensors(config):
             full = weights.read(tensor_name, shape)
             parts = [shard.slice(tensor_name, full) for shard in shards]
-            kind = _SPLITS[tensor_name.split(".")[-2]].name
+            kind = shards[0].split(tensor_name).name
             if kind == "NONE":
                 assert all(torch.equal(part, full) for part in parts)
+            elif kind in ("QKV", "HALVES"):  # merged tensors: each part by itself
+                q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+                sizes = [len(full) // 2] * 2 if kind == "HALVES" else [q, kv, kv]
+                pieces = zip(*(part.split([size // 2 for size in sizes]) for part in parts), strict=True)
+                assert torch.equal(torch.cat([torch.cat(halves) for halves in pieces]), full)
             elif kind == "ROW" and full.dim() == 1:
                 assert torch.equal(sum(parts), full)
             else:

@@ -10,11 +10,12 @@ from typing import Any
 
 from foretoken.errors import CheckpointError, UnsupportedModelError
 from foretoken.model.fields import Fields, shown
+from foretoken.model.gguf.experts import MIXTURE_ARCHITECTURES, Mixture, expert_fields, mixture_of
 from foretoken.model.gguf.header import Header
 from foretoken.model.gguf.special_tokens import end_tokens
 
-# Mistral's files are of architecture "llama" too.
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
+# Mistral's and Mixtral's files are of architecture "llama" too.
+ARCHITECTURES = ("llama", "qwen2", "qwen3", *MIXTURE_ARCHITECTURES)
 # The converter reorders the rows of q and k of these, because llama.cpp then rotates neighbouring channels.
 _INTERLEAVED = ("llama",)
 ROPE_FACTORS = "rope_freqs.weight"
@@ -39,7 +40,6 @@ _OUTSIDE = re.compile(r"(\w+)\.(weight|bias)")
 
 # Metadata that changes what the model computes and that the decoder of these families lacks, with its neutral value.
 _NEUTRAL: dict[str, object] = {
-    "expert_count": 0,
     "attention.causal": True,
     "attention.scale": None,
     "attention.clamp_kqv": 0.0,
@@ -82,7 +82,7 @@ def architecture_of(header: Header) -> str:
 
     Raises:
         CheckpointError: the file names none.
-        UnsupportedModelError: another one, or a part of a split model.
+        UnsupportedModelError: another one.
     """
     fields = header.fields
     name = fields.text("general.architecture")
@@ -91,13 +91,15 @@ def architecture_of(header: Header) -> str:
     if name not in ARCHITECTURES:
         raise UnsupportedModelError(
             f"{header.path} has general.architecture={shown(name)}: GGUF files of {', '.join(ARCHITECTURES)} run "
-            "(Mistral's are of 'llama'); take the model's safetensors checkpoint"
-        )
-    if fields.whole_or("split.count", 1, least=0) > 1:
-        raise UnsupportedModelError(
-            f"{header.path} is one of {header.metadata['split.count']} parts: join them with llama-gguf-split --merge"
+            "(Mistral's and Mixtral's are of 'llama'); take the model's safetensors checkpoint"
         )
     return name
+
+
+def mixture_in(header: Header) -> Mixture | None:
+    """The mixture of experts that the file describes; None for an ordinary decoder."""
+    architecture = architecture_of(header)
+    return mixture_of(architecture, _of_architecture(header, architecture))
 
 
 def config_fields(header: Header) -> dict[str, Any]:
@@ -110,6 +112,9 @@ def config_fields(header: Header) -> dict[str, Any]:
     architecture = architecture_of(header)
     fields = Fields(_of_architecture(header, architecture), f"{header.path}: metadata {architecture}")
     _refuse_options(fields)
+    mixture = mixture_in(header)
+    if mixture is None and fields.whole_or("expert_count", 0, least=0):
+        raise UnsupportedModelError(f"{fields.where}: expert_count={fields.raw['expert_count']} of this architecture")
     hidden, heads = fields.whole("embedding_length"), fields.whole("attention.head_count")
     kv_heads = fields.whole_or("attention.head_count_kv", heads)
     head_dim = fields.whole_or("attention.key_length", hidden // heads)
@@ -127,11 +132,15 @@ def config_fields(header: Header) -> dict[str, Any]:
     vocab_size = _vocab_size(header, fields)
     own = header.fields
     bos = own.whole("tokenizer.ggml.bos_token_id", least=0) if own.has("tokenizer.ggml.bos_token_id") else None
+    inner = (
+        {"model_type": architecture, "intermediate_size": fields.whole("feed_forward_length")}
+        if mixture is None
+        else expert_fields(mixture, fields)
+    )
     return {
-        "model_type": architecture,
+        **inner,
         "vocab_size": vocab_size,
         "hidden_size": hidden,
-        "intermediate_size": fields.whole("feed_forward_length"),
         "num_hidden_layers": fields.whole("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,

@@ -15,9 +15,18 @@ from foretoken.errors import CheckpointError
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.config_json import config_from_hf
 from foretoken.model.gguf.blocks import grouped, is_grouped, plain, plain_dtype, runnable_types
-from foretoken.model.gguf.header import Header, TensorInfo, read_header
+from foretoken.model.gguf.experts import expert_tensors
+from foretoken.model.gguf.header import Header, TensorInfo
 from foretoken.model.gguf.kinds import GgmlType
-from foretoken.model.gguf.names import ROPE_FACTORS, architecture_of, config_fields, hf_name, interleaved_heads
+from foretoken.model.gguf.names import (
+    ROPE_FACTORS,
+    architecture_of,
+    config_fields,
+    hf_name,
+    interleaved_heads,
+    mixture_in,
+)
+from foretoken.model.gguf.parts import read_header
 from foretoken.model.grouped import GroupedCodes
 from foretoken.model.grouped_layout import BLOCK_ROWS
 from foretoken.model.weights import AS_CODES, StoredKind, hf_tensors, stored_kinds
@@ -27,7 +36,7 @@ _CODED_NUMBERS = 1 << 20  # unpacked at a time for the kernel, which takes some 
 
 
 class GgufWeights:
-    """The tensors of a GGUF file by their Hugging Face names; nothing is read until asked for.
+    """The tensors of a GGUF file, or of all its parts, by their Hugging Face names; nothing is read until asked for.
 
     Rows that llama.cpp's converter interleaved are put back in order, quantised ones as well.
 
@@ -41,11 +50,13 @@ class GgufWeights:
         self.header: Header = read_header(path)
         self._architecture, self._raw = architecture_of(self.header), config_fields(self.header)
         # A table that older converters wrote; the decoder computes it.
-        self._info = {
-            hf_name(name): info
-            for name, info in self.header.tensors.items()
-            if not name.endswith("attn_rot_embd.weight")
+        tensors = {
+            name: info for name, info in self.header.tensors.items() if not name.endswith("attn_rot_embd.weight")
         }
+        mixture = mixture_in(self.header)
+        experts = {} if mixture is None else expert_tensors(tensors, mixture.names)
+        apart = {info.name for info in experts.values()}
+        self._info = {hf_name(name): info for name, info in tensors.items() if name not in apart} | experts
 
     @property
     def names(self) -> list[str]:
@@ -235,9 +246,9 @@ class GgufWeights:
         rows = info.num_bytes // row
         start, stop = info.start + first * row, info.start + (rows if last is None else last) * row
         try:
-            return np.array(np.memmap(self.folder, np.uint8, "r", start, (stop - start,)))
+            return np.array(np.memmap(info.path, np.uint8, "r", start, (stop - start,)))
         except (OSError, ValueError) as error:  # cut short since its header was read
-            raise CheckpointError(f"tensor {info.name} in {self.folder} cannot be read ({error})") from error
+            raise CheckpointError(f"tensor {info.name} in {info.path} cannot be read ({error})") from error
 
     def _in_order(self, name: str, rows: Tensor) -> Tensor:
         """Undo the converter's `permute`: within a head its row 2 i + j stood at j * head_dim / 2 + i."""
