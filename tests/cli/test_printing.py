@@ -216,22 +216,6 @@ def test_w5_pieces_of_real_answers_are_the_text(text_pair: SimpleNamespace) -> N
             assert "".join(answer_pieces(token_pieces(own, output), output)) == output.text
 
 
-def test_w12_demo_shows_the_same_text_on_both_sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = "\nvalue = table[name] [/] :smile:\n"
-    for width in (200, 80, 40, None):
-        _, done = hostile_strings.play(monkeypatch, tmp_path, "demo", text, width, "utf-8")
-        lines = done.out.splitlines()
-        if width == 40:
-            first, second = (lines.index(f"{name}: 2 steps") for name in ("plain", "speculative"))
-            assert (
-                lines[first + 1 : first + 3]
-                == lines[second + 1 : second + 3]
-                == ["", "value = table[name] [/] :smile:"]
-            )
-        else:
-            assert any(line.split("    ") == ["value = table[name] [/] :smile:"] * 2 for line in lines)
-
-
 # ---- streams
 
 
