@@ -78,7 +78,7 @@ def _answer_all(run: DemoRun, llm: LLM, target: str, quiet: bool) -> list[DemoAn
     answers: list[DemoAnswer] = []
     if not quiet:
         console.line(f"{target} is asked: ", (PROMPTS[0].text, "bold"))
-        for answer in run.answers(PROMPTS[:1], lambda _, setting: _Streamed(llm, setting, console)):
+        for answer in run.answers(PROMPTS[:1], lambda _, setting: _ShownAnswer(llm, setting, console)):
             answers.append(answer)
             took = f"{answer.seconds:.2f} s, {len(answer.token_ids)} tokens in {answer.num_steps} steps of the model"
             console.line()
@@ -94,7 +94,7 @@ def _answer_all(run: DemoRun, llm: LLM, target: str, quiet: bool) -> list[DemoAn
     return answers
 
 
-class _Streamed:
+class _ShownAnswer:
     """Prints an answer while it comes, each token in the style of where it came from."""
 
     def __init__(self, llm: LLM, setting: str, console: Console) -> None:

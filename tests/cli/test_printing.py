@@ -144,6 +144,7 @@ def test_two_texts_stand_beside_each_other_or_below() -> None:
 def test_models_are_listed_with_their_whole_paths_in_a_pipe(foretoken: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     path = "/home/" + "long/" * 50 + "model"
     row = {"model": path, "family": "llama", "parameters": "", "layers": "", "context": "", "runs_on": "native decoder"}
+    row |= {"size": "", "path": ""}
     monkeypatch.setattr(models, "_describe", lambda _name, _path: row)
     monkeypatch.setenv("COLUMNS", "40")
     assert path in foretoken("models").out

@@ -295,6 +295,8 @@ def _demo(patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
 
 def _models(patched: pytest.MonkeyPatch, folder: Path, text: str) -> Scene:
     row = {"model": text, "family": text, "parameters": "", "layers": "", "context": "", "runs_on": text}
+    row |= {"size": "", "path": ""}
+    patched.setattr(models, "PACKAGED", {})
     patched.setattr(models, "_cached", lambda: [(text, folder)])
     patched.setattr(models, "_describe", lambda _name, _path: row)
     patched.setattr(models, "_own_names", list)
@@ -492,9 +494,6 @@ _ENVIRONMENTS: Mapping[str, tuple[dict[str, str], str]] = {
 _THREE_VERBS = r"""
 import sys
 from foretoken.cli.app import run
-from foretoken.cli.demo_prompts import DemoPrompt
-from foretoken.cli.demo_run import DemoAnswer
-from foretoken.config import PLAIN
 codes = run(["config", "show", "--origin"]), run(["generate", "--help"]), run(["models", "/nowhere/\u6f22[/]\x1b"])
 sys.exit(str(codes))
 """
