@@ -112,7 +112,7 @@ class DemoRun:
         begin: Callable[[DemoPrompt, str], OnStep | None],
     ) -> Iterator[DemoAnswer]:
         """Every prompt with every setting; in every other prompt the last setting goes first, so that a machine that
-        becomes faster or slower favours none. `begin` is told what comes, and may return what is to see the steps.
+        becomes faster or slower favours none. `begin` gets what comes, and may return a function for its steps.
 
         Raises:
             ForetokenError: an answer failed.

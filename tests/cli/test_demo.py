@@ -11,8 +11,9 @@ import pytest
 from foretoken.cli import demo
 from foretoken.cli.demo import FREE_STANDING, busy_line, plain_words, summary
 from foretoken.cli.demo_prompts import PROMPTS, DemoPrompt
-from foretoken.cli.demo_run import DemoAnswer, total_of
-from foretoken.config import PLAIN
+from foretoken.cli.demo_run import DemoAnswer, DemoRun, total_of
+from foretoken.config import PLAIN, SpecConfig
+from foretoken.engine.llm import LLM
 from foretoken.machine.processes import Neighbour
 from tests.cli.conftest import Run
 
@@ -55,6 +56,23 @@ def test_plain_words() -> None:
     none = [replace(answer, num_drafted=0) for answer in ANSWERS]
     assert plain_words(none, [PLAIN, "auto"])[-1] == "auto guessed nothing: no guess was worth its cost here."
     assert total_of(none, PLAIN, "code").num_tokens == 2
+
+
+@pytest.mark.parametrize("drafter", ["suffix", "recycling"])
+def test_w6_a_repeated_prompt_guesses_nothing_from_its_earlier_answer(drafter: str) -> None:
+    specs = {PLAIN: SpecConfig(), drafter: SpecConfig(drafter, num_draft=4)}
+    with LLM("reference:target", specs[drafter], dtype="float32", profile="off") as llm:
+        run = DemoRun(llm, specs, 16)
+        first, again = (list(run.answers(PROMPTS[-1:], lambda *_: None)) for _ in range(2))
+    assert [one.num_accepted for one in first] == [one.num_accepted for one in again]
+    assert [one.setting for one in first] == [PLAIN, drafter]
+
+
+def test_every_other_prompt_begins_with_the_last_setting() -> None:
+    specs = {PLAIN: SpecConfig(), "ngram": SpecConfig("ngram")}
+    with LLM("reference:draft", specs[PLAIN], dtype="float32", profile="off") as llm:
+        found = [one.setting for one in DemoRun(llm, specs, 2).answers(PROMPTS[:2], lambda *_: None)]
+    assert found == [PLAIN, "ngram", "ngram", PLAIN]
 
 
 def test_c8_a_busy_machine_is_named() -> None:
