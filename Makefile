@@ -61,12 +61,14 @@ page: browser
 	$(BIN)/pytest -q tests/server/test_page_browser.py
 
 # torch goes first and pinned: left to a range, pip would take the newest build with its CUDA libraries.
+# Errors alone: what pip says of extra indexes and new versions is nothing that a reader of `make demo` can act on.
+$(VENV)/.ready: QUIET := -qq --disable-pip-version-check
 $(VENV)/.ready: requirements.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("foretoken needs Python 3.11 or newer") if sys.version_info < (3, 11) else None'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --upgrade-strategy only-if-needed "$(TORCH)"
-	$(BIN)/python -m pip install -q -r requirements.txt
-	$(BIN)/python -m pip install -q --no-deps --no-build-isolation -e .
+	$(BIN)/python -m pip install $(QUIET) --upgrade-strategy only-if-needed "$(TORCH)"
+	$(BIN)/python -m pip install $(QUIET) -r requirements.txt
+	$(BIN)/python -m pip install $(QUIET) --no-deps --no-build-isolation -e .
 	touch $@
 
 $(CLIENTS)/.ready: requirements-clients.txt

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,13 @@ A_HEAD = "the folder or hub id of a trained head"
 def is_lookup(spec: SpecConfig) -> bool:
     """Whether the drafter is a lookup: its guesses are deterministic and its own."""
     return spec.drafter is not None and traits_of(spec.drafter).is_lookup
+
+
+def leaves_of(spec: SpecConfig, parts: Sequence[SpecConfig]) -> frozenset[str]:
+    """Names of the simple drafters that `parts` come down to; without parts the drafter itself."""
+    if not parts:
+        return frozenset() if spec.drafter is None else frozenset({spec.drafter})
+    return frozenset(name for part in parts for name in leaves_of(part, part.declared))
 
 
 def check_nesting(spec: SpecConfig) -> None:

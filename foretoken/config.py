@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Literal, TypeVar
 
-from foretoken.composite_checks import A_DRAFT, A_HEAD, check_nesting, check_parts, is_lookup
+from foretoken.composite_checks import A_DRAFT, A_HEAD, check_nesting, check_parts, is_lookup, leaves_of
 from foretoken.errors import ConfigError
 from foretoken.params import SamplingParams as SamplingParams
 from foretoken.params import check_flag, check_number, check_text, check_whole
@@ -210,11 +210,10 @@ class SpecConfig:
     @cached_property
     def configs(self) -> tuple[SpecConfig, ...]:
         """The parts as configurations: `parts`, or the usual ones of a composite drafter. Which drafter runs a `head`
-        is read from its files, when this is first asked: a hub id is downloaded then, not at construction.
+        is read from its files when this is first asked, not at construction.
 
         Raises:
-            CheckpointError, UnsupportedModelError: no head that is known here.
-            ConfigError: an option that the head's drafter does not take.
+            ModelError, ConfigError: no head that is known here, or an option that its drafter does not take.
         """
         if not self._has_open_head:
             return self.declared
@@ -222,9 +221,7 @@ class SpecConfig:
 
     @cached_property
     def declared(self) -> tuple[SpecConfig, ...]:
-        """`configs` as far as they are known without reading a file: in place of the drafter of a `head` stands one of
-        those that run heads, which take the same options.
-        """
+        """`configs` without reading a file: any drafter of heads stands for that of a `head`."""
         if self.parts:
             return tuple(part for part in self.parts if isinstance(part, SpecConfig))
         return tuple(self._part(name) for name in self._usual_parts(HEADS[0]))
@@ -241,7 +238,7 @@ class SpecConfig:
             models = [place for place, name in enumerate(names) if name in ("draft_model", "early_exit", *HEADS)]
             names.insert(min(models, default=len(names)), "predicted")
             spec = replace(self, parts=tuple(names))
-        takes_prediction = "predicted" in _leaves(spec, spec.declared)
+        takes_prediction = "predicted" in leaves_of(spec, spec.declared)
         if prediction is not None and not takes_prediction:
             raise self._only_for("prediction", prediction, ["predicted"])
         if prediction is None and takes_prediction:
@@ -266,12 +263,12 @@ class SpecConfig:
     @property
     def leaves(self) -> frozenset[str]:
         """Names of the simple drafters at work: the drafter itself, or those that its parts come down to."""
-        return _leaves(self, self.configs)
+        return leaves_of(self, self.configs)
 
     @property
     def samples(self) -> bool:
         """Whether the drafter, or a part of it, draws guesses from a distribution."""
-        return any(traits_of(name).samples for name in _leaves(self, self.declared))
+        return any(traits_of(name).samples for name in leaves_of(self, self.declared))
 
     @property
     def num_probe(self) -> int:
@@ -283,15 +280,14 @@ class SpecConfig:
 
     def _needs(self, name: str) -> None:
         """Refuse a field that none of the drafters at work reads."""
-        if any(name in traits_of(leaf).fields for leaf in _leaves(self, self.declared)):
+        if any(name in traits_of(leaf).fields for leaf in leaves_of(self, self.declared)):
             return
         takers = [one for one, traits in DRAFTERS.items() if name in traits.fields and not traits.composite]
         raise self._only_for(name, getattr(self, name), takers)
 
     def _only_for(self, field: str, value: object, takers: Sequence[str]) -> ConfigError:
         """The error for an option that only the drafters `takers` read, none of which is at work here."""
-        drafts = ["head" if self._has_open_head and part.head else str(part.drafter) for part in self.declared]
-        others = ", ".join(drafts)
+        others = ", ".join("head" if self._has_open_head and one.head else str(one.drafter) for one in self.declared)
         named = takers[0] if len(takers) == 1 else "one of them"
         remedy = f" (parts: {others}): name {named} among the parts" if others else f": name {named} as the drafter"
         either = " or ".join(filter(None, (", ".join(map(repr, takers[:-1])), repr(takers[-1]))))
@@ -330,13 +326,11 @@ class SpecConfig:
 
     @property
     def _has_open_head(self) -> bool:
-        """Whether the files of a head say which drafter runs it: one is named, and no parts are."""
+        """Whether the files of a head say which drafter runs it."""
         return self.head is not None and not self.parts and self.drafter in ("auto", "mix")
 
     def _usual_parts(self, of_head: str | None = None) -> tuple[str, ...]:
-        """What a composite drafter works with unless told otherwise; nothing for a simple one. `of_head` is the drafter
-        of the head, None to read it from the head's files.
-        """
+        """What a composite drafter works with unless told otherwise; `of_head` runs the head (None: read which)."""
         if self.drafter == "cascade":
             return ("ngram", "draft_model")
         usual = {"auto": ("suffix",), "mix": ("ngram", "suffix", "recycling")}.get(str(self.drafter), ())
@@ -455,13 +449,6 @@ class SpecConfig:
         for layer in self.skip_layers:
             check_whole("skip_layers", layer, low=0)
         object.__setattr__(self, "skip_layers", tuple(sorted(set(self.skip_layers))))
-
-
-def _leaves(spec: SpecConfig, parts: Sequence[SpecConfig]) -> frozenset[str]:
-    """Names of the simple drafters that `parts` come down to; without parts the drafter itself."""
-    if not parts:
-        return frozenset() if spec.drafter is None else frozenset({spec.drafter})
-    return frozenset(name for part in parts for name in _leaves(part, part.declared))
 
 
 def from_mapping(kind: type[_Config], values: Mapping[str, Any]) -> _Config:

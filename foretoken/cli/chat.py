@@ -24,6 +24,7 @@ from foretoken.cli.common import (
     announcer,
     engine_config,
     fetch_models,
+    is_set,
     print_json,
     progress,
 )
@@ -31,6 +32,7 @@ from foretoken.cli.sampling_options import sampling_params, with_sampling_flags
 from foretoken.cli.spec_options import answering_spec, check_sources, with_spec_flags
 from foretoken.engine.prompts import Message
 from foretoken.errors import ContextLengthError, ForetokenError, InputError, StorageError
+from foretoken.model.packaged import advised_sampling
 from foretoken.printing.console import Console
 
 if TYPE_CHECKING:
@@ -64,12 +66,14 @@ def chat(
 
     On a terminal answers are streamed; /help lists the commands, /exit or the end of input ends, Ctrl-C stops an
     answer. In a pipe each line of standard input gets one answer, with --json one JSON object on a line. A model
-    without a chat template continues the text of all lines so far.
+    without a chat template continues the text of all lines so far. Answers are greedy unless --temperature is given;
+    for smollm2 it is the one that its makers advise, 0.2 with top_p 0.9.
     """
     from foretoken.cli.conversation import Talk
     from foretoken.engine.llm import LLM
 
-    params, spec = sampling_params(context.params), answering_spec(context.params)
+    advised = {name: value for name, value in advised_sampling(target).items() if not is_set(context, name)}
+    params, spec = sampling_params(context.params | advised), answering_spec(context.params)
     if spec is not None:
         spec.for_request(None)
     config = engine_config(target, spec, context.params)

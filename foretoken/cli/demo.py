@@ -1,289 +1,224 @@
-"""`foretoken demo`: the shipped model answers the same prompts with and without speculation."""
+"""`foretoken demo`: a model answers the same prompts with and without speculation."""
 
 from __future__ import annotations
 
-import itertools
-import statistics
-import tempfile
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretoken.cli.common import JsonOption, print_json, progress
-from foretoken.config import DRAFTERS, SamplingParams, SpecConfig
-from foretoken.errors import ConfigError
+from foretoken.cli.common import DEFAULT_MODEL, JsonOption, TargetOption, announcer, fetch_models, print_json, progress
+from foretoken.cli.demo_prompts import PROMPTS
+from foretoken.config import DRAFTERS, PLAIN, SpecConfig
+from foretoken.core import StepOutput
+from foretoken.errors import ConfigError, InputError, SpeculationWarning
+from foretoken.machine.neighbours import OtherLoad, is_contended, usable_cores
+from foretoken.machine.processes import Neighbour, neighbours
 from foretoken.printing.console import Console
 from foretoken.registry import HEADS, MTP
-from foretoken.train.corpus import edit_prompt
 
 if TYPE_CHECKING:
+    from foretoken.cli.demo_run import DemoAnswer, DemoRun
     from foretoken.engine.llm import LLM
-    from foretoken.engine.output import GenerateOutput
 
-# Written for this demo, not taken from the training text, and chosen so that the answers end by themselves: a small
-# model that continues falls into loops, which inflate the acceptance of every drafter.
-PROMPTS = {
-    "edit a function": edit_prompt(
-        '''def lookup(table, name, default=None):
-    """Return table[name], or default when name is missing."""
-    if name not in table:
-        if default is None:
-            raise KeyError(name)
-        return default
-    value = table[name]
-    return value''',
-        "name",
-        "key",
-    ).rstrip(),
-    "edit a method": edit_prompt(
-        '''def push(self, item):
-    """Put an item on top of the stack."""
-    if self.closed:
-        raise ValueError("the stack is closed")
-    self._items.append(item)
-    self._size += 1
-    return self._size''',
-        "push",
-        "append",
-    ).rstrip(),
-    "complete a class": '''class Version:
-    """A version number that can be compared."""
-
-    def __init__(self, major, minor):
-        self.major = major
-        self.minor = minor
-
-    def __eq__(self, other):
-        if not isinstance(other, Version):
-            return NotImplemented
-        return (self.major, self.minor) == (other.major, other.minor)
-
-    def __lt__(self, other):''',
-}
-_STOP = ("\n\n",)
-_FREE_STANDING = tuple(  # "predicted" needs the answer beforehand, heads are part of --all, the target has no MTP
-    name for name in DRAFTERS if name != "predicted" and name not in (*HEADS, MTP)
-)
-_DRAFTER = "draft_model"
-_WITH_DRAFT = ("draft_model", "cascade")
-# A draft model of a twentieth of its target, as in published pairs.
-_DRAFT_SIZES = {"500m": "25m", "1b": "50m"}
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Decoding speed of one mode over all prompts: tokens/s of each repeat."""
-
-    per_repeat: tuple[float, ...]
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Median over the repeats."""
-        return statistics.median(self.per_repeat)
+_DRAFTER = "auto"
+_NEEDS_DRAFT = ("draft_model", "cascade")
+# Those that need nothing but the target: no draft model, no trained head, no layer of its own, no answer beforehand.
+FREE_STANDING = tuple(name for name in DRAFTERS if name not in (*_NEEDS_DRAFT, *HEADS, MTP, "predicted"))
 
 
 def demo(
-    drafter: Annotated[str, typer.Option(help=f"Drafter: {', '.join(_FREE_STANDING)}.")] = _DRAFTER,
-    num_draft: Annotated[int, typer.Option(help="Drafted tokens per step.")] = 5,
-    max_tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = 96,
-    repeats: Annotated[int, typer.Option(help="Times each answer is measured; the median counts.")] = 5,
-    to: Annotated[
-        str,
-        typer.Option(help="Widen the shipped pair first to a realistic cost: 500m or 1b, or none to run it as it is."),
-    ] = "500m",
-    every: Annotated[bool, typer.Option("--all", help="Every drafter on one prompt, in one table.")] = False,
+    target: TargetOption = DEFAULT_MODEL,
+    drafter: Annotated[str, typer.Option(help=f"Drafter: {', '.join(FREE_STANDING)}.")] = _DRAFTER,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
+    every: Annotated[
+        bool, typer.Option("--all", help="Every drafter that needs nothing but the target, in one table.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Answer the same prompts plainly and speculatively, and compare tokens and time on this machine."""
-    from foretoken.cli.demo_all import every_drafter, packaged_heads
+    """Answer the same prompts plainly and speculatively, and compare texts and time on this machine."""
+    from foretoken.cli.demo_run import DemoRun
     from foretoken.engine.llm import LLM
 
-    for field, value, low in (("max_tokens", max_tokens, 2), ("repeats", repeats, 1), ("num_draft", num_draft, 1)):
-        if value < low:
-            raise ConfigError(field, value, f"must be at least {low}")
+    if max_tokens < 2:
+        raise ConfigError("max_tokens", max_tokens, "must be at least 2")
     if every and drafter != _DRAFTER:
         raise ConfigError("drafter", drafter, "--all takes every drafter: leave --drafter out")
-    if drafter not in _FREE_STANDING:
-        raise ConfigError("drafter", drafter, f"choose one of {', '.join(_FREE_STANDING)}")
-    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, stop=_STOP)
-    with tempfile.TemporaryDirectory(prefix="foretoken-demo-") as scratch:
-        target, draft = _pair(to, Path(scratch))
-        if every:
-            with progress("preparing the trained heads"):
-                heads = packaged_heads(None if to == "none" else to, Path(scratch) / "heads")
-            specs, left_out = every_drafter(draft, heads, num_draft)
-            _demo_all(target, specs, left_out, params, repeats, to, as_json)
-            return
-        spec = SpecConfig(drafter=drafter, draft=str(draft) if drafter in _WITH_DRAFT else None, num_draft=num_draft)
-        with progress("loading the models"):
-            llm = LLM(target, spec=spec)
+    if drafter not in FREE_STANDING:
+        raise ConfigError("drafter", drafter, f"choose one of {', '.join(FREE_STANDING)}")
+    specs = {PLAIN: SpecConfig()} | {name: SpecConfig(name) for name in (FREE_STANDING if every else (drafter,))}
+    fetch_models(target)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SpeculationWarning)  # advice on settings that nobody has chosen here
+        with progress(f"loading {target}") as status:
+            llm = LLM(target, spec=specs[drafter], on_profile=announcer(status))
         with llm:
-            plain, speculative, answers = _measure(llm, params, spec, repeats)
-            if not as_json:
-                _show(llm, answers)
-    identical = all(one.token_ids == other.token_ids for one, other in answers.values())
-    speedup = speculative.tokens_per_s / plain.tokens_per_s
+            if llm.tokenizer is None:
+                raise InputError("target", target, "has no tokenizer, and the demo's prompts are texts")
+            load = OtherLoad()
+            answers = _answer_all(DemoRun(llm, specs, max_tokens), llm, target, every or as_json)
+            others = load.cores()
     if as_json:
-        print_json(_summary(plain, speculative, answers, identical, speedup, to))
-        return
-    same = "the same tokens" if identical else "DIFFERENT tokens (near ties in 16-bit arithmetic)"
-    console = Console()
-    console.line(
-        (f"{plain.tokens_per_s:.1f}", "bold"),
-        " tokens/s plain, ",
-        (f"{speculative.tokens_per_s:.1f}", "bold"),
-        " speculative: ",
-        (f"{speedup:.2f}x", "bold"),
-        f", {same}. Median of {repeats} repeats on this machine, just now.",
-    )
-    if to != "none":
-        widened = f"Target and draft are the shipped ones widened to {to} and {_DRAFT_SIZES[to]}"
-        console.line(f"{widened}: the same answers at the cost of bigger models.", style="dim")
-
-
-def _demo_all(
-    target: Path,
-    specs: Mapping[str, SpecConfig],
-    left_out: Mapping[str, str],
-    params: SamplingParams,
-    repeats: int,
-    to: str,
-    as_json: bool,
-) -> None:
-    """Every drafter on the first prompt."""
-    from foretoken.cli.demo_all import compare_drafters, show_drafters
-    from foretoken.engine.llm import LLM
-
-    name, prompt = next(iter(PROMPTS.items()))
-    with progress("loading the models"):
-        llm = LLM(target, spec=SpecConfig())
-    with llm, progress(f"answering with {len(specs)} drafters in turn"):
-        rows = compare_drafters(llm, specs, prompt, params, repeats)
-    if as_json:
-        print_json(
-            {"prompt": name, "rows": [asdict(row) for row in rows], "left_out": dict(left_out), "widened_to": to}
-        )
+        print_json(summary(answers, list(specs), others))
         return
     console = Console()
-    console.line(f"{name}, median of {repeats} repeats on this machine, just now:")
-    show_drafters(rows, left_out, console)
+    _print_table(answers, list(specs), console)
+    for line in plain_words(answers, list(specs)):
+        console.line(line)
+    if is_contended(None if others is None else others / len(usable_cores())):
+        console.line(busy_line(others or 0.0, len(usable_cores()), neighbours()))
 
 
-def _pair(to: str, scratch: Path) -> tuple[Path, Path]:
-    """Folders of target and draft, as shipped or both widened."""
-    from foretoken.bench.widen import widen as widen_checkpoint
-    from foretoken.model.names import model_folder
-
-    target, draft = model_folder("reference:target"), model_folder("reference:draft")
-    if to == "none":
-        return target, draft
-    if to not in _DRAFT_SIZES:
-        raise ConfigError("to", to, f"choose one of {', '.join(_DRAFT_SIZES)}, or none")
-    with progress(f"widening the shipped pair to {to} and {_DRAFT_SIZES[to]}"):
-        widen_checkpoint(target, scratch / "target", to)
-        widen_checkpoint(draft, scratch / "draft", _DRAFT_SIZES[to])
-    return scratch / "target", scratch / "draft"
-
-
-def _measure(
-    llm: LLM, params: SamplingParams, spec: SpecConfig, repeats: int
-) -> tuple[Timing, Timing, dict[str, tuple[GenerateOutput, GenerateOutput]]]:
-    """Both modes in turn on every prompt, after one warm-up of each; the answers of the last repeat.
-
-    Every answer has its own tenant and every repeat new drafters: nothing is drafted from earlier answers to the same
-    prompts.
-    """
-    tenants = map(str, itertools.count())
-    answers: dict[str, tuple[GenerateOutput, GenerateOutput]] = {}
-    speeds: tuple[list[float], list[float]] = ([], [])
-    with progress("answering, plainly and speculatively in turn"):
-        for ways in (SpecConfig(), spec):
-            warm_up = SamplingParams(max_tokens=8, tenant=next(tenants))
-            llm.generate([next(iter(PROMPTS.values()))], warm_up, spec=ways)
-        for _ in range(repeats):
-            _renew_drafters(llm, spec)
-            tokens, seconds = [0, 0], [0.0, 0.0]
-            for name, prompt in PROMPTS.items():
-                plain, speculative = (
-                    llm.generate([prompt], replace(params, tenant=next(tenants)), spec=ways)[0]
-                    for ways in (SpecConfig(), spec)
-                )
-                pair = (plain, speculative)
-                answers[name] = pair
-                for way, output in enumerate(pair):
-                    if output.error is not None:
-                        raise output.error
-                    tokens[way] += output.stats.num_emitted - 1
-                    seconds[way] += output.stats.decode_s
-            for way in (0, 1):
-                speeds[way].append(tokens[way] / seconds[way])
-    return Timing(tuple(speeds[0])), Timing(tuple(speeds[1])), answers
-
-
-def _renew_drafters(llm: LLM, spec: SpecConfig) -> None:
-    """New drafters without state, which share the draft model of the old ones; those are removed last."""
-    old = dict(llm.engine.drafters.drafters)
-    llm.engine.drafters.drafters.clear()
-    llm.prepare(spec)
-    old.clear()
-
-
-def _show(llm: LLM, answers: dict[str, tuple[GenerateOutput, GenerateOutput]]) -> None:
-    from foretoken.cli.answer import answer_pieces, token_pieces
-    from foretoken.cli.show import coloured, legend
-
+def _answer_all(run: DemoRun, llm: LLM, target: str, quiet: bool) -> list[DemoAnswer]:
+    """All answers; the first prompt's are shown while they come, unless `quiet`."""
     console = Console()
-    rows = []
-    for name, (plain, speculative) in answers.items():
-        ratio = speculative.stats.tokens_per_s / plain.stats.tokens_per_s
-        rows.append(
-            (
-                name,
-                f"{plain.stats.tokens_per_s:.1f}",
-                f"{speculative.stats.tokens_per_s:.1f}",
-                f"{ratio:.2f}",
-                f"{speculative.stats.acceptance_rate:.0%}",
-                f"{speculative.stats.emitted_per_step:.2f}",
-                "yes" if plain.token_ids == speculative.token_ids else "no",
-            )
+    with progress("warming up"):
+        run.warm_up()
+    answers: list[DemoAnswer] = []
+    if not quiet:
+        console.line(f"{target} is asked: ", (PROMPTS[0].text, "bold"))
+        for answer in run.answers(PROMPTS[:1], lambda _, setting: _ShownAnswer(llm, setting, console)):
+            answers.append(answer)
+            took = f"{answer.seconds:.2f} s, {len(answer.token_ids)} tokens in {answer.num_steps} steps of the model"
+            console.line()
+            console.line(took, style="dim")
+    rest = PROMPTS if quiet else PROMPTS[1:]
+    with Console(stderr=True).bar("answering", len(rest), counts=True) as bar:
+        answers += run.answers(
+            rest,
+            lambda prompt, setting: bar.update(
+                f"{prompt.kind}: {prompt.name}, {setting}", completed=float(rest.index(prompt))
+            ),
         )
-    sample, (plain, speculative) = next(iter(answers.items()))
-    console.line("prompt ", (sample, "bold"), ":")
-    console.block((PROMPTS[sample], "dim"))
-    console.line()
-    console.side_by_side(
-        (f"plain: {plain.stats.num_steps} steps", [plain.text]),
-        (
-            f"speculative: {speculative.stats.num_steps} steps",
-            coloured(answer_pieces(token_pieces(llm, speculative), speculative), speculative.provenance),
-        ),
+    return answers
+
+
+class _ShownAnswer:
+    """Prints an answer while it comes, each token in the style of where it came from."""
+
+    def __init__(self, llm: LLM, setting: str, console: Console) -> None:
+        from foretoken.cli.conversation import StyledPieces
+        from foretoken.model.tokenizer import Detokenizer
+
+        assert llm.tokenizer is not None
+        self._pieces, self._console = StyledPieces(Detokenizer(llm.tokenizer)), console
+        note = "" if setting == PLAIN else " (underlined: guessed, and confirmed by the model)"
+        console.line((shown(setting), "bold"), note, ":")
+
+    def __call__(self, outputs: list[StepOutput]) -> None:
+        for output in outputs:
+            for text, style in self._pieces.of(output):
+                self._console.piece(text, style)
+
+
+def shown(setting: str) -> str:
+    """A setting's name for a reader."""
+    return "plain" if setting == PLAIN else setting
+
+
+def plain_words(answers: Sequence[DemoAnswer], settings: Sequence[str]) -> list[str]:
+    """What came of it, in sentences."""
+    from foretoken.cli.demo_run import kinds_of, num_identical, total_of
+
+    plain, others = total_of(answers, PLAIN), [name for name in settings if name != PLAIN]
+    num_prompts = len({one.prompt for one in answers})
+    found: list[str] = []
+    for name in others:
+        same = num_identical(answers, name)
+        if same < num_prompts:
+            found.append(f"{name}: {num_prompts - same} of {num_prompts} answers differ from plain decoding.")
+    if not found:
+        found.append(f"All {num_prompts} answers are the same, token for token.")
+    if len(others) > 1:
+        return found
+    (name,) = others
+    total = total_of(answers, name)
+    by_kind = ", ".join(
+        f"{kind} {total_of(answers, name, kind).tokens_per_s / total_of(answers, PLAIN, kind).tokens_per_s:.2f}x"
+        for kind in kinds_of(answers)
     )
-    console.block(*legend(speculative.provenance))
-    console.line()
-    headings = ("prompt", "plain tok/s", "speculative tok/s", "ratio", "kept", "tok/step", "same")
-    console.table(headings, rows)
-    console.line()
+    found.append(
+        f"Plain decoding took {plain.seconds:.1f} s, {name} {total.seconds:.1f} s, from the request to the last token, "
+        f"prompt included: {total.tokens_per_s / plain.tokens_per_s:.2f}x ({by_kind})."
+    )
+    found.append(
+        f"{name} guessed {total.num_drafted} tokens, and the model kept {total.num_accepted}: "
+        f"{total.emitted_per_step:.2f} tokens for each of its steps instead of 1."
+        if total.num_drafted
+        else f"{name} guessed nothing: no guess was worth its cost here."
+    )
+    return found
 
 
-def _summary(
-    plain: Timing,
-    speculative: Timing,
-    answers: dict[str, tuple[GenerateOutput, GenerateOutput]],
-    identical: bool,
-    speedup: float,
-    to: str,
-) -> dict[str, object]:
+def busy_line(others: float, num_cores: int, found: Sequence[Neighbour] | None) -> str:
+    """Why it was not faster, where other processes took the cores."""
+    names = ", ".join(f"{one.name} {one.cores:.1f}" for one in (found or ())[:3])
+    who = f" (now: {names})" if names else ""
+    return (
+        f"Meanwhile other processes took {others:.1f} of {num_cores} cores{who}. That slows both settings down, and "
+        "leaves less to gain by guessing: run it again when they are done. `foretoken doctor` shows them."
+    )
+
+
+def summary(answers: Sequence[DemoAnswer], settings: Sequence[str], others: float | None) -> dict[str, Any]:
+    """The object of --json. `speculative` is the setting beside plain decoding, with --all the fastest one."""
+    from foretoken.cli.demo_run import kinds_of, num_identical, total_of
+
+    totals = {name: total_of(answers, name) for name in settings}
+    best = max((name for name in settings if name != PLAIN), key=lambda name: totals[name].tokens_per_s)
+    num_prompts = len({one.prompt for one in answers})
+
+    def by_kind(name: str) -> dict[str, object]:
+        kinds = {kind: total_of(answers, name, kind).as_dict() for kind in kinds_of(answers)}
+        return {**totals[name].as_dict(), "kinds": kinds, "num_identical": num_identical(answers, name)}
+
     return {
-        "identical": identical,
-        "speedup": speedup,
-        "plain": {"tokens_per_s": plain.tokens_per_s, "per_repeat": plain.per_repeat},
-        "speculative": {"tokens_per_s": speculative.tokens_per_s, "per_repeat": speculative.per_repeat},
-        "widened_to": None if to == "none" else to,
-        "prompts": {
-            name: {"plain": one.stats.as_dict(), "speculative": other.stats.as_dict()}
-            for name, (one, other) in answers.items()
-        },
+        "identical": all(num_identical(answers, name) == num_prompts for name in settings),
+        "speedup": totals[best].tokens_per_s / totals[PLAIN].tokens_per_s,
+        "drafter": best,
+        "plain": by_kind(PLAIN),
+        "speculative": by_kind(best),
+        "settings": {name: by_kind(name) for name in settings},
+        "others_cores": others,
+        "answers": [
+            {"kind": one.prompt.kind, "prompt": one.prompt.name, "setting": one.setting, "text": one.text}
+            | {"num_tokens": len(one.token_ids), "seconds": one.seconds, "num_steps": one.num_steps}
+            for one in answers
+        ],
     }
+
+
+def _print_table(answers: Sequence[DemoAnswer], settings: Sequence[str], console: Console) -> None:
+    """Tokens per second by kind of prompt; with several drafters a row for each, the fastest first."""
+    from foretoken.cli.demo_run import kinds_of, num_identical, total_of
+
+    plain, *others = settings
+    kinds = [*kinds_of(answers), None]
+    num_prompts = len({one.prompt for one in answers})
+    console.line()
+    if len(others) > 1:
+        others.sort(key=lambda name: -total_of(answers, name).tokens_per_s)
+        rows = [
+            (
+                shown(name),
+                *(f"{total_of(answers, name, kind).tokens_per_s:.1f}" for kind in kinds),
+                f"{total_of(answers, name).emitted_per_step:.2f}",
+                f"{num_identical(answers, name)} of {num_prompts}",
+            )
+            for name in (plain, *others)
+        ]
+        console.table(("tokens/s", *(kind or "all" for kind in kinds), "tok/step", "same"), rows)
+    else:
+        pairs = [(kind, total_of(answers, plain, kind), total_of(answers, others[0], kind)) for kind in kinds]
+        rows = [
+            (
+                kind or "all",
+                f"{one.tokens_per_s:.1f}",
+                f"{other.tokens_per_s:.1f}",
+                f"{other.tokens_per_s / one.tokens_per_s:.2f}",
+            )
+            for kind, one, other in pairs
+        ]
+        console.table(("tokens/s", "plain", others[0], "ratio"), rows)
+    console.line()

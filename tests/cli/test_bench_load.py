@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from foretoken.bench.load_options import LoadOptions
+from foretoken.bench.load_options import DEFAULT_SETTINGS, LoadOptions
 from tests.cli.conftest import Run
 
 LIMITS = (
@@ -47,12 +47,15 @@ def test_batches_are_measured_with_what_was_asked(foretoken: Run, asked: dict[st
     assert json.loads(done.lines[-1])["kind"] == "batches"
     options = asked["batches"]
     assert (options.batches, options.slices, options.settings) == ((1, 8), ("code", "chat"), ("plain", "ngram-2"))
-    assert (options.draft, options.max_tokens, options.repeats, options.name) == ("reference:draft", 48, 2, "batches")
+    assert (options.draft, options.max_tokens, options.repeats, options.name) == (None, 48, 2, "batches")
 
 
 def test_without_options_the_usual_grid_is_measured(foretoken: Run, asked: dict[str, object]) -> None:
     assert foretoken("bench", "load", "--json").code == 0
-    assert asked["batches"] == LoadOptions("reference:target", "reference:draft")
+    without = tuple(name for name in DEFAULT_SETTINGS if not name.startswith("draft_model"))
+    assert asked["batches"] == LoadOptions("smollm2", settings=without)
+    assert foretoken("bench", "load", "--draft", "reference:draft", "--json").code == 0
+    assert asked["batches"] == LoadOptions("smollm2", "reference:draft")
 
 
 def test_a_setting_from_the_environment_counts(
@@ -148,7 +151,11 @@ def test_speed_runs_where_nothing_is_named(foretoken: Run, asked: dict[str, obje
         assert foretoken("bench", *words).code == 0
         assert asked.pop("speed").max_tokens == 9
     assert foretoken("bench", "--json").code == 0
-    assert asked["speed"].draft == "reference:draft"
+    assert (asked["speed"].draft, asked["speed"].drafters) == (None, ("ngram", "suffix"))
+    assert foretoken("bench", "--draft", "reference:draft", "--json").code == 0
+    assert asked["speed"].drafters == ("draft_model", "ngram", "suffix")
+    assert foretoken("bench", "--draft", "reference:draft", "--drafters", "draft_model", "--json").code == 0
+    assert asked["speed"].drafters == ("draft_model",)
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def test_a_worse_draft_is_exit_code_5_and_named(
     assert "error: acceptance fell: draft_model-3 on a at temperature 0: " in done.err
     assert "(changed: draft of draft_model-3: weights (" in done.err
     assert "ngram" not in done.err.split("error: ")[1]
-    assert "2 of 4 lost more than 0.05 of acceptance rate" in done.out
+    assert "2 of 6 lost more than 0.05 of acceptance rate" in done.out
     assert json.loads(Path("second.json").read_text())["comparison"]["cells"][0]["outcome"] == "lost"
     assert foretoken(*common, "--draft", worse, "--against", "first.json", "--most-lost", 1).code == 0
 

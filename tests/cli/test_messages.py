@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import pytest
 
-from foretoken.model.names import reference_models
+from foretoken.model.names import reference_heads, reference_models
 from tests.cli.conftest import Run
 
 GENERATE = ("generate", "--prompt", "def f(x):", "--max-tokens", "4", "--cost-profile", "off", "--dtype", "float32")
 DRAFT = ("--draft", "reference:draft")
-A_DRAFT = "the folder or hub id of a draft model (reference:draft goes with reference:target)"
+A_DRAFT = "the folder or hub id of a draft model"
 
 
 @pytest.mark.parametrize(
@@ -74,11 +74,15 @@ def test_a_wrong_combination_says_what_to_do(foretoken: Run, arguments: tuple[st
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--target", ""), "no model is named; give the folder of a checkpoint, a hub id, or reference:target"),
-        (("--draft", "/nope"), "folder /nope does not exist; give the folder of a checkpoint, or a hub id"),
+        (("--target", ""), "no model is named; give smollm2, the folder of a checkpoint, a GGUF file or a hub id"),
+        (
+            ("--draft", "/nope"),
+            "folder /nope does not exist; give the folder of a checkpoint, a GGUF file, a hub id, or smollm2",
+        ),
         (
             ("--draft", "reference:drafty"),
-            "'reference:drafty' is not part of the reference family; known: " + ", ".join(reference_models()),
+            "'reference:drafty' is not part of the reference family; known: "
+            + ", ".join((*reference_models(), *reference_heads())),
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",

@@ -38,25 +38,24 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[ServerConfig]:
     return found
 
 
-def test_with_nothing_named_it_serves_the_reference_family(foretoken: Run, served: list[ServerConfig]) -> None:
+def test_with_nothing_named_it_serves_smollm2(foretoken: Run, served: list[ServerConfig]) -> None:
     done = foretoken("serve")
     assert done.code == 0, done.err
     (config,) = served
-    assert config.engine.model == "reference:target"
-    assert config.engine.spec == SpecConfig("auto", draft="reference:draft")
-    assert (config.guard.host, config.port, config.model_name) == ("127.0.0.1", 8000, "reference:target")
+    assert config.engine.model == "smollm2"
+    assert config.engine.spec is None  # the engine's own choice
+    assert (config.guard.host, config.port, config.model_name) == ("127.0.0.1", 8000, "smollm2")
     assert not config.api.obfuscation
-    assert [spec.drafter for spec in config.api.specs] == ["suffix", "draft_model"]
-    for text in ("http://127.0.0.1:8000/v1", "m (reference:target)", "ngram", "none: every program", "ready after 1.2"):
+    for text in ("http://127.0.0.1:8000/v1", "m (smollm2)", "ngram", "none: every program", "ready after 1.2"):
         assert text in done.out
-    assert done.err == "loading reference:target\n"
+    assert done.err == "loading smollm2\n"
 
 
 @pytest.mark.parametrize(
     ("flags", "spec"),
     [
         (("-t", "m"), None),
-        (("--num-draft", 3), SpecConfig("auto", draft="reference:draft", num_draft=3)),
+        (("--num-draft", 3), SpecConfig("auto", num_draft=3)),
         (("--drafter", "none"), SpecConfig()),
         (("--drafter", "ngram"), SpecConfig("ngram")),
         (("-t", "m", "--draft", "d", "--draft-required"), SpecConfig("draft_model", "d")),

@@ -237,9 +237,10 @@ def test_measured_then_simulated(foretoken: Run, pair: SimpleNamespace, monkeypa
         "plain",
         "draft_model-auto",
         "ngram-auto",
+        "suffix-auto",
     ]
     without = foretoken("bench", "profile", "-t", pair.target, "--json")  # no draft named: drafters that need none
-    assert list(json.loads(without.lines[-1])["drafters"]) == ["ngram"]
+    assert list(json.loads(without.lines[-1])["drafters"]) == ["ngram", "suffix"]
 
 
 def test_a_profile_takes_no_other_options_of_the_bench(foretoken: Run, pair: SimpleNamespace) -> None:

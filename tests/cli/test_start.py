@@ -77,7 +77,7 @@ def test_ctrl_c_reaches_what_tests_start_in_a_background_job() -> None:
 
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGHUP", 129)])
 def test_l3_a_signal_leaves_nothing_behind(tmp_path: Path, name: str, code: int) -> None:
-    """The signal comes while `widen` (SIGTERM) or `demo` (SIGHUP) writes a model."""
+    """The signal comes while `widen` writes a model."""
     script = (
         "import os, signal, foretoken.bench.widen as widen\n"
         f"signal.signal(signal.{name}, signal.SIG_DFL)\n"  # nohup ignores SIGHUP, and children inherit it
@@ -85,7 +85,7 @@ def test_l3_a_signal_leaves_nothing_behind(tmp_path: Path, name: str, code: int)
         f"os.kill(os.getpid(), signal.{name}))\n"
         "from foretoken.cli import main; main()"
     )
-    arguments = ("widen", "--to", "25m", "--out", str(tmp_path / "wide")) if name == "SIGTERM" else ("demo",)
+    arguments = ("widen", "--source", "reference:target", "--to", "25m", "--out", str(tmp_path / "wide"))
     done = subprocess.run(
         [sys.executable, "-c", script, *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
@@ -157,7 +157,7 @@ def test_c4_whoever_prints(
     found = run(list(arguments))
     err = capsys.readouterr().err
     assert (found, "Traceback" in err) == (code, False)
-    assert err.removeprefix("loading reference:target\n") == message
+    assert err.removeprefix("loading smollm2\n") == message
 
 
 @pytest.mark.filterwarnings("ignore:the observer Trace raised StorageError")

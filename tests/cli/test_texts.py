@@ -107,20 +107,3 @@ def test_c2_a_file_with_an_escaped_surrogate_is_refused(foretoken: Run, tmp_path
         done = foretoken(*arguments)
         assert (done.code, done.out) == (2, "")
         assert "prompts='p.jsonl:2': holds a text that cannot be encoded" in done.err
-
-
-def accepted(foretoken: Run, drafter: str, repeats: int) -> list[int]:
-    """Guesses kept at each prompt in the last repeat of a demo."""
-    done = foretoken("demo", "--to", "none", "--drafter", drafter, "--repeats", repeats, "--max-tokens", 16, "--json")
-    assert done.code == 0, done.err
-    return [one["speculative"]["num_accepted"] for one in json.loads(done.lines[-1])["prompts"].values()]
-
-
-@pytest.mark.parametrize("drafter", ["suffix", "recycling"])
-def test_w6_a_repeat_of_the_demo_guesses_nothing_from_earlier_ones(foretoken: Run, drafter: str) -> None:
-    assert accepted(foretoken, drafter, 1) == accepted(foretoken, drafter, 2)
-
-
-def test_the_demo_runs_a_cascade(foretoken: Run) -> None:
-    """With the shipped draft, which it needs."""
-    assert sum(accepted(foretoken, "cascade", 1)) > 0

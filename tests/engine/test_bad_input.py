@@ -445,7 +445,7 @@ def test_bad_engine_options(pair: SimpleNamespace, options: dict[str, Any], mess
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"model": None}, "model=None: give a folder, a hub id, or reference:target"),
+        ({"model": None}, "model=None: give a folder, a GGUF file, a hub id, or smollm2"),
         ({"model": 5}, "model=5: give a folder"),
         ({"spec": "ngram"}, "spec='ngram': give SpecConfig"),
         ({"spec": 5}, "spec=5: give SpecConfig"),

@@ -29,6 +29,9 @@ from foretoken.bench.speed_rows import SpeedRow
 from foretoken.bench.speed_tables import speed_report
 from foretoken.cli import answer, audit, demo, models, origins
 from foretoken.cli.app import run
+from foretoken.cli.demo_prompts import DemoPrompt
+from foretoken.cli.demo_run import DemoAnswer
+from foretoken.config import PLAIN
 from foretoken.core import StepOutput, TokenLogprobs, TokenOrigin
 from foretoken.engine.output import GenerateOutput
 from foretoken.engine.stats import RequestStats
@@ -37,6 +40,7 @@ from foretoken.evaluate.counts import AnswerCounts
 from foretoken.evaluate.prompts import EvalPrompt
 from foretoken.evaluate.result import EvalSample
 from foretoken.evaluate.run import EvalRun
+from foretoken.model.names import model_folder
 from foretoken.plan.profile import Curve, DrafterCost, Profile
 from foretoken.train.trainer import Result
 from tests.bench.fakes import rows as bench_rows
@@ -281,22 +285,21 @@ def _failed(patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
     return Scene(_answers(patched, text, raises=EngineError(text)), err=1, code=1)
 
 
-def _demo(patched: pytest.MonkeyPatch, folder: Path, text: str) -> Scene:
-    pair = (replace(_output(text, False), provenance=(TokenOrigin(None, "plain", 0),) * 3), _output(text, False))
-    patched.setattr(demo, "_pair", lambda *_: (folder, folder))
-    patched.setattr("foretoken.engine.llm.LLM", type("Answering", (_Answering,), {"text": text}))
-    patched.setattr(demo, "_measure", lambda *_: (demo.Timing((1.0,)), demo.Timing((2.0,)), {text: pair}))
-    patched.setattr(demo, "PROMPTS", {text: text})
-    patched.setattr(answer, "token_pieces", lambda _llm, _output: _pieces(text))
-    return Scene(["demo", "--to", "none"], out=5, lines=False)  # the prompt's name twice, the prompt, both answers
+def _demo(patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
+    plain = DemoAnswer(DemoPrompt(text, text, text), PLAIN, text, (1, 2, 3), 1.0, 3, 0, 0)
+    answers = [plain, replace(plain, setting="auto", seconds=0.5, num_drafted=2, num_accepted=1)]
+    patched.setattr("foretoken.engine.llm.LLM", type("Answering", (_Answering,), {"text": text, "tokenizer": text}))
+    patched.setattr(demo, "_answer_all", lambda *_: answers)
+    return Scene(["demo", "--target", text], out=2, lines=False)  # the kind in the table and in a sentence
 
 
 def _models(patched: pytest.MonkeyPatch, folder: Path, text: str) -> Scene:
     row = {"model": text, "family": text, "parameters": "", "layers": "", "context": "", "runs_on": text}
+    row |= {"size": "", "path": ""}
+    patched.setattr(models, "PACKAGED", {})
     patched.setattr(models, "_cached", lambda: [(text, folder)])
     patched.setattr(models, "_describe", lambda _name, _path: row)
-    patched.setattr("foretoken.model.open.reference_models", list)
-    patched.setattr(models, "reference_heads", list)
+    patched.setattr(models, "_own_names", list)
     return Scene(["models"], out=3)
 
 
@@ -305,8 +308,8 @@ def _no_model(_patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
 
 
 def _plan(patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
-    found = Path(__file__).resolve().parents[2] / "foretoken" / "reference" / "draft"
-    patched.setattr("foretoken.model.open.model_folder", lambda _name: found)
+    found = model_folder("reference:draft")
+    patched.setattr("foretoken.model.names.model_folder", lambda _name: found)
     return Scene(["plan", "--target", text, "--draft", text, "--memory", "1MB"], out=2, err=1, code=1)
 
 

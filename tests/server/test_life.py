@@ -23,7 +23,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 _PATIENCE_S = 120.0  # until a test gives up; nothing depends on it
-REFERENCE = ("--dtype", "float32", "--cost-profile", "off", "--cache-tokens", "4096", "--first-restart-s", "0.05")
+REFERENCE = ("--target", "reference:target", "--drafter", "auto", "--draft", "reference:draft")
+REFERENCE += ("--dtype", "float32", "--cost-profile", "off", "--cache-tokens", "4096", "--first-restart-s", "0.05")
 
 
 class Server:
