@@ -45,14 +45,21 @@ def export(
         raise ConfigError("head", head, "give either --head or --drafter")
     if head is not None:
         folder = model_folder(target)
-        name = str(folder) if folder.is_dir() and target.startswith("reference:") else target
-        launch = export_head(model_folder(head), folder, name, engine, out, num_draft, speculators)
+        launch = export_head(model_folder(head), folder, _name_elsewhere(target), engine, out, num_draft, speculators)
     else:
         assert drafter is not None
-        launch = export_plain(drafter, target, draft, engine, out, num_draft)
+        own_draft = None if draft is None else _name_elsewhere(draft)
+        launch = export_plain(drafter, _name_elsewhere(target), own_draft, engine, out, num_draft)
     if as_json:
         print_json({"folder": str(out), **launch_json(engine, launch)})
         return
     console = Console()
     console.line(f"{out}: for {engine}; see LAUNCH.md")
     console.line(launch.command())
+
+
+def _name_elsewhere(name: str) -> str:
+    """A model's name as other engines take it: of a name that only we know, its folder."""
+    from foretoken.model.open import REFERENCE_PREFIX, model_folder
+
+    return str(model_folder(name)) if name.startswith(REFERENCE_PREFIX) else name
