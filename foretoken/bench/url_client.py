@@ -16,6 +16,8 @@ from foretoken.bench.url_plan import UrlRequest
 from foretoken.errors import UnavailableError
 
 _CONNECT_S = 10.0
+_MAX_ERROR_BYTES = 1 << 16  # of an error's body that are read
+_MAX_SAID_CHARS = 200
 
 
 @dataclass
@@ -24,8 +26,8 @@ class UrlSample:
 
     `arrival_s` is when it was due, `sent_s` when it was sent. `pieces` are (time, tokens) of every event with text.
     `error` is "" for a complete answer; otherwise the HTTP status, "connect", "timeout", "stream" (an error event),
-    "cut" (an end without [DONE]) or "interrupted". `num_drafted` and `num_accepted` are None where the endpoint reports
-    neither.
+    "cut" (an end without [DONE]) or "interrupted"; `said` is what the endpoint said of it. `num_drafted` and
+    `num_accepted` are None where the endpoint reports neither.
     """
 
     index: int
@@ -39,6 +41,7 @@ class UrlSample:
     num_drafted: int | None = None
     num_accepted: int | None = None
     error: str = "interrupted"
+    said: str = ""
 
     @property
     def is_ok(self) -> bool:
@@ -90,8 +93,9 @@ class Endpoint:
             answer.raise_for_status()
             self.model = str(answer.json()["data"][0]["id"])
         except (httpx2.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
-            status = getattr(getattr(error, "response", None), "status_code", None)
-            said = f"status {status}" if status else type(error).__name__
+            said = type(error).__name__
+            if isinstance(error, httpx2.HTTPStatusError):
+                said = f"status {error.response.status_code}: {said_in(error.response.text)}".removesuffix(": ")
             raise UnavailableError(
                 f"{self.options.base}/v1/models gave no model ({said}): is the server running? A key belongs into "
                 f"${self.options.key_variable}, a model's name into --model"
@@ -115,6 +119,7 @@ class Endpoint:
                     sample.error = await _read(answer.aiter_lines(), sample, clock)
                 else:
                     sample.error = str(answer.status_code)
+                    sample.said = said_in(await _beginning(answer.aiter_bytes()))
         except httpx2.TimeoutException:
             sample.error = "timeout"
         except httpx2.ConnectError:
@@ -169,6 +174,31 @@ def read_spec_counters(text: str) -> dict[str, float] | None:
     return {key: max(series.values()) for key, series in found.items()}
 
 
+def said_in(body: str) -> str:
+    """What an error's body says, in one short line: the message in the shapes that servers have, else the body."""
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError):
+        found = body
+    for key in ("error", "detail", "message"):
+        if isinstance(found, Mapping) and found.get(key):
+            found = found[key]
+    text = found if isinstance(found, str) else json.dumps(found)
+    printable = "".join(letter if letter.isprintable() else " " for letter in text)
+    words = " ".join(printable.split())
+    return words if len(words) <= _MAX_SAID_CHARS else words[: _MAX_SAID_CHARS - 3] + "..."
+
+
+async def _beginning(parts: AsyncIterator[bytes]) -> str:
+    """The first bytes of a body as text."""
+    data = b""
+    async for part in parts:
+        data += part
+        if len(data) >= _MAX_ERROR_BYTES:
+            break
+    return data[:_MAX_ERROR_BYTES].decode(errors="replace")
+
+
 async def _read(lines: AsyncIterator[str], sample: UrlSample, clock: Callable[[], float]) -> str:
     """Read the events of an answer into `sample`; the error, or ""."""
     counted = 0
@@ -181,8 +211,9 @@ async def _read(lines: AsyncIterator[str], sample: UrlSample, clock: Callable[[]
         try:
             chunk = json.loads(data)
         except ValueError:
-            return "stream"
+            chunk = None
         if not isinstance(chunk, Mapping) or chunk.get("error"):
+            sample.said = said_in(data)
             return "stream"
         counted = _take(chunk, sample, clock(), counted)
     return "cut"

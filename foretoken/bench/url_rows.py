@@ -35,7 +35,8 @@ class UrlRow:
     """One run. `ttft_s`, `itl_s`, `tpot_s` and `e2e_s` map mean, p50, p95 and p99 to figures, over requests that
     succeeded.
 
-    `lag_s_p99`: how late requests were sent. `errors` counts by code. `goodput_per_s`: requests within all deadlines.
+    `lag_s_p99`: how late requests were sent. `errors` counts by code, `first_error` is what the endpoint said of the
+    first. `goodput_per_s`: requests within all deadlines.
     `num_drafted`, `num_accepted` and `acceptance_rate` (of drafted tokens) are None where the endpoint does not report
     them.
     """
@@ -45,6 +46,7 @@ class UrlRow:
     num_ok: int
     num_good: int
     errors: Mapping[str, int]
+    first_error: str
     span_s: float
     requests_per_s: float
     goodput_per_s: float
@@ -75,6 +77,7 @@ def summarise_url(
         num_ok=len(done),
         num_good=len(good),
         errors=dict(sorted(Counter(sample.error for sample in samples if sample.error).items())),
+        first_error=next((sample.said for sample in samples if sample.said), ""),
         span_s=span,
         requests_per_s=len(done) / span if span > 0 else 0.0,
         goodput_per_s=len(good) / span if span > 0 else 0.0,

@@ -25,10 +25,13 @@ from foretoken.bench.url_plan import (
 )
 from foretoken.bench.url_rows import UrlRow, summarise_url
 from foretoken.bench.url_tables import EXPLAINED, url_tables
+from foretoken.errors import UnavailableError
 from foretoken.printing.console import Console
 
 _BUSY_LOAD = 0.9  # load average per core, above which the client may have been too slow
 _MOST_LAG_S = 0.05
+_LEAST_DRAFTED = 100  # tokens, below which acceptance says little
+_CHANCE = 0.01
 _GONE_ON = "The run was stopped and gone on with: the server may have been started again between two loads."
 
 
@@ -40,7 +43,7 @@ def run_url(options: UrlOptions, command: str = "foretoken bench --url") -> Repo
 
     Raises:
         InputError, StorageError: prompts, a trace or a file to resume that cannot be used.
-        UnavailableError: the endpoint does not answer.
+        UnavailableError: the endpoint does not answer, or no request of the warm-up succeeds.
     """
     runs = plan_runs(options)
     load, found = load_average(), {"model": options.model or ""}
@@ -107,11 +110,23 @@ async def _drive_all(endpoint: Endpoint, options: UrlOptions, runs: Sequence[Url
 
 
 async def _warm_up(endpoint: Endpoint, options: UrlOptions) -> None:
-    """Send the warm-up, one after the other; a failure shows again in the run."""
+    """Send the warm-up, one after the other; a failure among others shows again in the run.
+
+    Raises:
+        UnavailableError: all failed, so the run would measure nothing.
+    """
     if options.warmup:
         Console(stderr=True).line(f"warming up with {options.warmup} requests")
+    samples = []
     for request in warmup_requests(options, chosen_prompts(options)):
-        await endpoint.send(request, UrlSample(request.index, request.slice, 0.0), time.monotonic)
+        samples.append(UrlSample(request.index, request.slice, 0.0))
+        await endpoint.send(request, samples[-1], time.monotonic)
+    if samples and not any(sample.is_ok for sample in samples):
+        first = samples[0]
+        raise UnavailableError(
+            f"all {len(samples)} requests of the warm-up to {options.base} failed ({first.error}"
+            f"{f': {first.said}' if first.said else ''}); nothing was measured"
+        )
 
 
 async def _drive(endpoint: Endpoint, run: UrlRun, tell: Tell) -> None:
@@ -162,6 +177,11 @@ def _repeats(options: UrlOptions, runs: Sequence[UrlRun]) -> list[str]:
     ]
 
 
+def _is_useless(num_drafted: int, acceptance_rate: float) -> bool:
+    """Whether drafted tokens are accepted no more often than by chance."""
+    return num_drafted >= _LEAST_DRAFTED and acceptance_rate < _CHANCE
+
+
 def _caveats(rows: Sequence[UrlRow], load: float, interrupted: bool) -> list[str]:
     found = []
     if interrupted:
@@ -170,7 +190,13 @@ def _caveats(rows: Sequence[UrlRow], load: float, interrupted: bool) -> list[str
         if row.errors:
             counts = ", ".join(f"{code} {count}" for code, count in row.errors.items())
             failed = row.num_requests - row.num_ok
-            found.append(f"{row.setting}: {failed} of {row.num_requests} requests failed ({counts}).")
+            said = f' The first was told: "{row.first_error}".' if row.first_error else ""
+            found.append(f"{row.setting}: {failed} of {row.num_requests} requests failed ({counts}).{said}")
+        if row.acceptance_rate is not None and row.num_drafted and _is_useless(row.num_drafted, row.acceptance_rate):
+            found.append(
+                f"{row.setting}: {row.num_accepted} of {row.num_drafted} drafted tokens were accepted, which is near "
+                "chance: the draft model or head does not fit the target, or was loaded in part."
+            )
         if row.lag_s_p99 > _MOST_LAG_S:
             found.append(
                 f"{row.setting}: 1 % of requests were sent {row.lag_s_p99:.2f} s late or more: the client was too slow."

@@ -7,7 +7,7 @@ The engine's scheduler and the simulator both ask here. Everything is counted in
 from __future__ import annotations
 
 import math
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, NamedTuple, Protocol, TypeVar
@@ -289,11 +289,12 @@ class Queue(Generic[QueuedT]):
 
     def remove(self, request_id: int) -> QueuedT | None:
         """Take a request out, running or waiting; None if it is unknown."""
-        self.urgencies.pop(request_id, None)
         found = self.running.pop(request_id, None)
-        if found is None:
-            place = next((place for place, one in enumerate(self.waiting) if one.request_id == request_id), None)
-            found = None if place is None else self.waiting.pop(place)
+        if found is None and request_id in self.urgencies:
+            place = bisect_left(self.waiting, self.urgencies[request_id], key=self.key)
+            if place < len(self.waiting) and self.waiting[place].request_id == request_id:
+                found = self.waiting.pop(place)
+        self.urgencies.pop(request_id, None)
         return found
 
     def admit(self) -> None:

@@ -49,7 +49,8 @@ class Driver:
         with self._turns:
             try:
                 self._enqueue_all(prepared, states, None if on_step is None else inbox)
-                while not self._advance(states):
+                running = list(states)
+                while not self._advance(running):
                     if on_step is not None:
                         on_step(_taken(inbox))
                     self._turns.pause()
@@ -68,9 +69,10 @@ class Driver:
         states, inbox = list[RequestState](), deque[StepOutput]()
         try:
             self._enqueue_all([prepared], states, inbox)
+            running = list(states)
             while True:
                 with self._turns:
-                    is_over = not inbox and self._advance(states)
+                    is_over = not inbox and self._advance(running)
                     self._turns.pause()
                 for output in _taken(inbox):
                     is_over = False
@@ -119,10 +121,16 @@ class Driver:
                 self._inboxes.pop(state.request_id, None)
                 self.engine.abort(state.request_id)
 
-    def _advance(self, states: Sequence[RequestState]) -> bool:
-        """Run a step if one of `states` still needs it; whether none did."""
+    def _advance(self, running: list[RequestState]) -> bool:
+        """Run a step if one of `running` still needs it; whether none did.
+
+        States that have ended leave the list at its end, where those that were queued last stand: looking at all of
+        them in every step would take time in the square of their number.
+        """
         with self._turns.lock:
-            if all(state.finish_reason is not None for state in states):
+            while running and running[-1].finish_reason is not None:
+                running.pop()
+            if not running:
                 return True
             self.step()
             return False

@@ -98,6 +98,18 @@ def refusal_reason(config: HeadConfig, engine: OtherEngine) -> str | None:
     return _block_reason(config, engine)
 
 
+def target_reason(target: str, engine: OtherEngine, has_head: bool) -> str | None:
+    """Why `engine` is not started here with a target of this name or path; None if it can be."""
+    if target.startswith("reference:"):
+        return f"{NAMES[engine.name]} knows no such name; give the folder or hub id of the target"
+    if not target.endswith(".gguf") or (engine.name == "llamacpp" and not has_head):
+        return None
+    reader = "llama.cpp's converter of heads" if engine.name == "llamacpp" else NAMES[engine.name]
+    return (
+        f"{reader} is given a folder with config.json here, not a GGUF file; name the folder or hub id it was made of"
+    )
+
+
 def _eagle_reason(config: EagleConfig, engine: OtherEngine) -> str | None:
     name = NAMES[engine.name]
     if config.version == 1:

@@ -47,7 +47,11 @@ def _vllm(config: HeadConfig, engine: OtherEngine, target: str, head: str, num_d
     spec: dict[str, object] = {"method": method_of(config), "model": head, "num_speculative_tokens": num_draft}
     if isinstance(config, EagleConfig):
         spec["draft_tensor_parallel_size"] = 1
-    notes = ("vLLM runs Medusa as a chain of first choices.",) if isinstance(config, MedusaConfig) else ()
+    notes: tuple[str, ...] = ()
+    if isinstance(config, MedusaConfig):
+        notes = ("vLLM runs Medusa as a chain of first choices.",)
+    elif isinstance(config, BlockConfig):
+        notes = ("Needs vLLM's model runner V2, which is written in Triton: vLLM's CPU build does not run it.",)
     return Launch(("vllm", "serve", target, "--speculative-config", json.dumps(spec)), notes=notes)
 
 

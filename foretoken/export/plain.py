@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable
 
 from foretoken.errors import ConfigError
-from foretoken.export.engines import NAMES, OtherEngine
+from foretoken.export.engines import NAMES, OtherEngine, target_reason
 from foretoken.export.launch import Launch
 
 _Maker = Callable[[str, str, int], Launch]
@@ -28,6 +28,9 @@ def plain_launch(drafter: str, engine: OtherEngine, target: str, draft: str | No
         )
     if drafter == "draft_model" and draft is None:
         raise ConfigError("draft", None, "drafter='draft_model' needs the folder or hub id of a draft model")
+    for field, name in (("target", target), ("draft", draft or "")):
+        if (reason := target_reason(name, engine, has_head=False)) is not None:
+            raise ConfigError(field, name, reason)
     return makers[engine.name](target, draft or "", num_draft)
 
 
@@ -62,12 +65,17 @@ def _trtllm(kind: str) -> _Maker:
 
 def _llamacpp_draft(target: str, draft: str, num_draft: int) -> Launch:
     convert = ("python", "convert_hf_to_gguf.py")
+    models = ((target, "target.gguf"), (draft, "draft.gguf"))
     prepare = tuple(
-        (*convert, folder, "--outtype", "bf16", "--outfile", file)
-        for folder, file in ((target, "target.gguf"), (draft, "draft.gguf"))
+        (*convert, folder, "--outtype", "bf16", "--outfile", file) for folder, file in models if not _is_gguf(folder)
     )
-    argv = ("llama-server", "-m", "target.gguf", "-md", "draft.gguf", "--spec-type", "draft-simple")
+    files = [name if _is_gguf(name) else file for name, file in models]
+    argv = ("llama-server", "-m", files[0], "-md", files[1], "--spec-type", "draft-simple")
     return Launch((*argv, "--spec-draft-n-max", str(num_draft)), prepare=prepare)
+
+
+def _is_gguf(name: str) -> bool:
+    return name.endswith(".gguf")
 
 
 def _tgi_ngram(target: str, draft: str, num_draft: int) -> Launch:  # noqa: ARG001

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from foretoken.errors import ConfigError, StorageError
-from foretoken.export.engines import OtherEngine, method_of, refusal_reason
+from foretoken.export.engines import OtherEngine, method_of, refusal_reason, target_reason
 from foretoken.export.launch import Launch, launch_of, most_draft
 from foretoken.export.plain import plain_launch
 from foretoken.heads.base import Head
@@ -26,7 +26,10 @@ from foretoken.model.weights import EMBEDDING, WEIGHTS
 from foretoken.model.weights import HEAD as OUTPUT
 from foretoken.model.writing import writing_folder
 
-_CHECKED = {("llamacpp", "eagle3"): "Started with such files by us in build 0c1e570 alone"}
+_CHECKED = {
+    ("llamacpp", "eagle3"): "Started with such files by us in build 0c1e570 alone",
+    **{("vllm", method): "Started with such files by us in 0.32 alone" for method in ("eagle", "draft_model")},
+}
 _DSPARK_KEYS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
 
 
@@ -51,6 +54,8 @@ def export_head(
     target = read_config(target_folder)
     head = load_head(head_folder, target, target_folder=target_folder)
     _check(head, engine, num_draft, as_speculators)
+    if (reason := target_reason(target_name, engine, has_head=True)) is not None:
+        raise ConfigError("target", target_name, reason)
     name = str(out.resolve())
     launch = launch_of(head.config, engine, target_name, name, num_draft)
     if as_speculators:

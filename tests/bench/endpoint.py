@@ -20,6 +20,7 @@ class Reply:
     events: tuple[dict[str, Any], ...] = ()
     status: int = 200
     has_end: bool = True
+    body: bytes | None = None  # in place of a stream
 
 
 def tokens(*texts: str, **last: Any) -> Reply:
@@ -67,6 +68,8 @@ class Fake:
             return (404, "text/plain", b"") if self.metrics is None else (200, "text/plain", self.metrics().encode())
         self.asked.append((path, headers, json.loads(body)))
         reply = self.answer(len(self.asked) - 1, self.asked[-1][2])
+        if reply.body is not None:
+            return reply.status, "application/json", reply.body
         lines = [f"data: {json.dumps(event)}\n\n" for event in reply.events] + ["data: [DONE]\n\n"] * reply.has_end
         return reply.status, "text/event-stream", "".join([": ping\n\n", *lines]).encode()
 

@@ -131,6 +131,52 @@ def test_errors_are_counted_by_code(fake: Fake, prompts: Path) -> None:
     assert "5 of 6 requests failed (429 2, 503 1, cut 1, stream 1)" in " ".join(report.caveats)
 
 
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b'{"error": {"message": "ignore_eos: is not known\\nhere", "code": 3}}', "ignore_eos: is not known here"),
+        (b'{"error": "no such model"}', "no such model"),
+        (b'{"detail": [{"loc": ["body"]}]}', '[{"loc": ["body"]}]'),
+        (b'{"object": "error", "message": "too long"}', "too long"),
+        (b"<h1>Bad Gateway</h1>\x1b[31m\n", "<h1>Bad Gateway</h1> [31m"),
+        (b"", ""),
+        (b"[" * 5000, "[" * 197 + "..."),
+        (b"\xff" * 10_000_000, "\N{REPLACEMENT CHARACTER}" * 197 + "..."),
+    ],
+    ids=["openai", "text", "fastapi", "vllm", "proxy", "empty", "deep", "huge"],
+)
+def test_b5_the_first_error_is_shown(fake: Fake, prompts: Path, body: bytes, said: str) -> None:
+    fake.answer = lambda _number, _body: Reply(status=400, body=body)
+    report = run_url(options_of(fake, prompts, requests=4))
+    assert report.rows[0].first_error == said
+    (caveat,) = [text for text in report.caveats if "failed" in text]
+    assert caveat.startswith("1000/s: 4 of 4 requests failed (400 4).")
+    assert caveat.endswith(f'told: "{said}".' if said else "(400 4).")
+
+
+def test_b5_what_an_error_event_says_is_shown(fake: Fake, prompts: Path) -> None:
+    fake.answer = lambda _number, _body: Reply(({"error": {"message": "out of blocks"}},), has_end=False)
+    assert run_url(options_of(fake, prompts)).rows[0].first_error == "out of blocks"
+
+
+def test_b5_a_run_whose_warm_up_fails_measures_nothing(fake: Fake, prompts: Path) -> None:
+    fake.answer = lambda _number, _body: Reply(status=400, body=b'{"error": {"message": "no such model"}}')
+    with pytest.raises(UnavailableError, match=r"all 2 requests of the warm-up .* failed \(400: no such model\)"):
+        run_url(options_of(fake, prompts, warmup=2))
+    assert len(fake.asked) == 2
+    fake.answer = lambda number, _body: Reply(status=503) if number == 2 else tokens("a")
+    assert run_url(options_of(fake, prompts, warmup=2)).rows[0].num_ok == 6
+
+
+@pytest.mark.parametrize(("drafted", "accepted", "flagged"), [(50, 0, True), (50, 1, False), (10, 0, False)])
+def test_b5_acceptance_near_zero_is_flagged(
+    fake: Fake, prompts: Path, drafted: int, accepted: int, flagged: bool
+) -> None:
+    fake.answer = lambda _number, _body: tokens("a", timings={"draft_n": drafted, "draft_n_accepted": accepted})
+    caveats = " ".join(run_url(options_of(fake, prompts, requests=2)).caveats)
+    assert ("near chance" in caveats) == flagged
+
+
 def test_nobody_there_is_said(prompts: Path) -> None:
     with serving(Fake()) as fake:
         pass

@@ -21,6 +21,7 @@ from foretoken.heads.checkpoint import load_head, make_head, save_head
 from foretoken.heads.config import HeadConfig
 from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.model.loader import read_config
+from foretoken.model.open import model_folder
 from tests.helpers.checkpoints import tiny_checkpoint
 from tests.helpers.stored_heads import HEADS, adapter_config, block_config, eagle_config, medusa_config, stored_head
 
@@ -251,3 +252,48 @@ def test_b2_the_matrix_beside_medusa_heads_has_the_rows_of_their_vocabulary(fold
     save_file(written, tmp_path / "vllm" / "medusa_lm_head.safetensors")
     with pytest.raises(CheckpointError, match=r"lm_head\.weight"):
         load_head(tmp_path / "vllm", target)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "trtllm", "llamacpp", "transformers"])
+def test_b3_launch_lines_name_models_as_other_engines_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], engine: str
+) -> None:
+    words = ["export", "--to", engine, "--target", "reference:target", "--drafter", "draft_model", "--json"]
+    assert run([*words, "--draft", "reference:draft", "--out", str(tmp_path / "own")]) == 0
+    assert "reference:" not in "".join(path.read_text() for path in (tmp_path / "own").iterdir())
+    assert str(model_folder("reference:target")) in (tmp_path / "own" / "LAUNCH.md").read_text()
+    assert str(model_folder("reference:draft")) in (tmp_path / "own" / "LAUNCH.md").read_text()
+    words[4] = "org/target"
+    assert run([*words, "--draft", "org/draft", "--out", str(tmp_path / "given")]) == 0
+    text = (tmp_path / "given" / "LAUNCH.md").read_text()
+    assert "org/target" in text
+    assert "org/draft" in text
+
+
+def test_b3_names_that_no_other_engine_knows_are_refused(folder: Path, tmp_path: Path) -> None:
+    source = stored(folder, eagle_config(target=read_config(folder)), tmp_path)
+    for engine in NEWEST:
+        one = engine_of(engine, None)
+        if refusal_reason(eagle_config(), one) is None:
+            for name in ("reference:target", "m.gguf"):
+                with pytest.raises(ConfigError, match=r"^target=.*folder or hub id"):
+                    export_head(source, folder, name, one, tmp_path / "out", 3)
+    with pytest.raises(ConfigError, match=r"^target="):
+        plain_launch("ngram", engine_of("vllm", None), "m.gguf", None, 3)
+    with pytest.raises(ConfigError, match=r"^draft="):
+        plain_launch("draft_model", engine_of("sglang", None), "org/t", "reference:draft", 3)
+    assert not (tmp_path / "out").exists()
+
+
+def test_b3_a_gguf_file_is_given_to_llama_cpp_as_it_is() -> None:
+    launch = plain_launch("draft_model", engine_of("llamacpp", None), "a/m.gguf", "org/draft", 3)
+    assert launch.argv[1:5] == ("-m", "a/m.gguf", "-md", "draft.gguf")
+    assert [step[2] for step in launch.prepare] == ["org/draft"]
+
+
+def test_b4_what_block_drafters_need_in_vllm_is_said(folder: Path, tmp_path: Path) -> None:
+    source = stored(folder, block_config(target=read_config(folder)), tmp_path)
+    launch = export_head(source, folder, "org/t", engine_of("vllm", None), tmp_path / "out", 2)
+    assert any("runner V2" in note and "Triton" in note for note in launch.notes)
+    assert "Triton" in (tmp_path / "out" / "LAUNCH.md").read_text()
+    assert "Not started" in (tmp_path / "out" / "LAUNCH.md").read_text()
