@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from foretoken.machine.cores import Cores
-from foretoken.machine.neighbours import OtherLoad
+from foretoken.machine.neighbours import NEIGHBOUR_CORES, OtherLoad
 
 Waiting = Literal["sleep", "spin"]
 
@@ -24,7 +24,6 @@ _WAITING = (POLICY, "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # the standard's, GNU's 
 _NUMBER = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 # Verbs that run for hours: a neighbour that is not there at the start comes later.
 LONG_RUNNING = frozenset({"serve", "chat", "train"})
-NEIGHBOUR_CORES = 0.3  # of one core: less is what a desktop does while nothing is asked of it
 _WATCH_S = 0.1  # ten ticks of the system's counters
 
 
@@ -91,6 +90,13 @@ def watch_neighbours(load: OtherLoad, began_s: float, sleep: Callable[[float], N
     if left_s > 0:
         sleep(left_s)
     return load.cores()
+
+
+def names_number(environment: Mapping[str, str]) -> bool:
+    """Whether the user set the number of threads by a variable, rather than the command line for this process."""
+    choice = applied()
+    is_ours = choice is not None and choice.num_threads is not None
+    return not is_ours and any(name in environment for name in _NUMBER)
 
 
 _applied: list[ThreadChoice] = []  # of this process, at most one
