@@ -31,9 +31,10 @@ class ThreadConfig:
       by this factor.
     - `base_steps`, `min_base_steps`: steps of the present way that a trial is compared with, at most and at least.
     - `min_gain`: share by which another way must be faster to be taken.
-    - `trial_share`: share of the time that trying ways again may cost.
+    - `trial_share`: share of the time that trying ways again may cost; `min_trial_loss`: each of its steps is taken to
+      lose this share at least, so that ways which are about equal are seldom tried.
     - `new_pace_ratio`, `new_pace_steps`, `min_pace_s`: after so many steps in a row off by such a factor all ways are
-      tried anew, at most once in so many seconds.
+      tried anew, at most once in so many seconds; after a trial that is off by it too.
     """
 
     trial_steps: int = 4
@@ -42,7 +43,8 @@ class ThreadConfig:
     min_base_steps: int = 4
     min_gain: float = 0.05
     trial_share: float = 0.005
-    new_pace_ratio: float = 1.7
+    min_trial_loss: float = 0.15
+    new_pace_ratio: float = 1.5
     new_pace_steps: int = 3
     min_pace_s: float = 5.0
 
@@ -74,8 +76,8 @@ def _fewer(max_threads: int) -> Iterator[int]:
 class ThreadTuner:
     """Chooses among ways to run; a step is `choose`, then `observe` with what it took.
 
-    Beside other processes (`is_contended`) threads never spin. Where nothing is known of other processes, spinning is
-    one way among others.
+    Beside other processes (`is_contended`) threads do not spin where they may sleep: one step that spins takes as long
+    as twenty that do not. Where nothing is known of other processes, spinning is one way among others.
     """
 
     def __init__(self, allowed: tuple[Threading, ...], config: ThreadConfig | None = None) -> None:
@@ -88,6 +90,7 @@ class ThreadTuner:
         self._base: deque[float] = deque(maxlen=self.config.base_steps)  # costs of the present way's steps
         self._ratios: dict[Threading, float] = {}  # cost by that of the present way, as far as tried
         self._untried_steps: dict[Threading, int] = {}
+        self._weight = 1.0  # of the step that ran last
         self._credit_s = 0.0
         self._num_slow = self._num_fast = 0
         self._paced_at_s = -self.config.min_pace_s
@@ -108,7 +111,7 @@ class ThreadTuner:
         return self.current
 
     def choose(self, is_contended: bool | None) -> Threading:
-        """How to run the next step, which `observe` is told of."""
+        """How to run the next step, whose time `observe` takes in."""
         self.present(is_contended)
         if self._trial is None:
             self._trial = self._due()
@@ -124,16 +127,18 @@ class ThreadTuner:
             if is_lost or len(self._tried) >= self.config.trial_steps:
                 self._judge(self._trial, cost if is_lost else median(self._tried), seconds / cost)
             return
-        self._credit_s += self.config.trial_share * seconds
+        self._weight = weight
         for way in self._untried_steps:
             self._untried_steps[way] += 1
         if self._is_new_pace(cost, now_s):
             self._forget()
         self._base.append(cost)
+        most_s = self._trial_s() * (self.config.abort_ratio - 1)
+        self._credit_s = min(most_s, self._credit_s + self.config.trial_share * seconds)
 
     def _ways(self) -> list[Threading]:
         """Those that may run now, never none."""
-        calm = [way for way in self._allowed if way.waiting == "sleep" or way.num_threads == 1]
+        calm = [way for way in self._allowed if way.waiting == "sleep"]
         return calm if self._is_contended and calm else list(self._allowed)
 
     def _due(self) -> Threading | None:
@@ -148,17 +153,24 @@ class ThreadTuner:
         return oldest if self._credit_s >= self._risk(oldest) else None
 
     def _risk(self, way: Threading) -> float:
-        """What trying a way is expected to lose, as a cost: at least what noise may hide."""
-        loss = max(self.config.min_gain, min(self.config.abort_ratio, self._ratios[way]) - 1)
-        return self.config.trial_steps * loss * median(self._base)
+        """What trying a way is expected to lose, in seconds."""
+        loss = min(self.config.abort_ratio, self._ratios[way]) - 1
+        return self._trial_s() * max(self.config.min_trial_loss, loss)
+
+    def _trial_s(self) -> float:
+        """What the steps of a trial take the present way."""
+        return self.config.trial_steps * median(self._base) * self._weight
 
     def _judge(self, way: Threading, cost: float, weight: float) -> None:
-        base = median(self._base)
+        base, known = median(self._base), self._ratios.get(way)
         ratio = cost / base
-        self._credit_s = max(0.0, self._credit_s - sum(max(0.0, one - base) for one in self._tried) * weight)
+        lost_s = sum(max(0.0, one - base) for one in self._tried) * weight
+        self._credit_s = max(0.0, self._credit_s - max(lost_s, self.config.min_trial_loss * self._trial_s()))
+        if known is not None and max(known / ratio, ratio / known) >= self.config.new_pace_ratio:
+            self._ratios.clear()
         self._ratios[way], self._untried_steps[way] = ratio, 0
         if ratio < 1 - self.config.min_gain:
-            self._ratios = {one: known / ratio for one, known in self._ratios.items() if one != way}
+            self._ratios = {one: other / ratio for one, other in self._ratios.items() if one != way}
             self._ratios[self.current], self._untried_steps[self.current] = 1 / ratio, 0
             self.current = way
             self._base.clear()

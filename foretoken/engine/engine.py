@@ -376,6 +376,7 @@ class Engine:
         clock, stats = self.clock, self.stats
         clock.emitted = time.perf_counter()
         stats.num_steps += 1
+        stats.num_threads, stats.waiting = self.threads.current
         stats.schedule_s += clock.schedule_s
         stats.target_s += clock.target_s
         stats.rule_s += clock.rule_s

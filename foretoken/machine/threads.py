@@ -1,5 +1,5 @@
 """How many threads compute, and whether those that wait for each other sleep: OpenMP's variables, read when torch is
-imported.
+imported. `control.threads` chooses anew while an engine runs.
 
 Threads that spin while they wait answer sooner: 10 to 25 % of the speed of a process that has its cores alone.
 Beside a process that loops they keep the cores from the threads they wait for: drafting, hundreds of short products
@@ -22,8 +22,9 @@ Waiting = Literal["sleep", "spin"]
 POLICY = "OMP_WAIT_POLICY"
 _WAITING = (POLICY, "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # the standard's, GNU's and LLVM's (Intel's) own
 _NUMBER = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-# Verbs that run for hours: a neighbour that is not there at the start comes later.
-LONG_RUNNING = frozenset({"serve", "chat", "train"})
+# Verbs that run for hours: a neighbour that is not there at the start comes later. The event loop of `serve` is one
+# from the start; `train` runs no steps of an engine, which would see it come (`machine.waiting`).
+LONG_RUNNING = frozenset({"serve", "train"})
 _WATCH_S = 0.1  # ten ticks of the system's counters
 
 
