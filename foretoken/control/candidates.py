@@ -123,7 +123,8 @@ class RoundOutcome(NamedTuple):
 class StepOutcome:
     """What came of a step: its rounds, and where its time went.
 
-    `only_decodes`: no prompt was read in it, so that its time is that of decoding. `num_rows` rows of which `num_nodes`
+    `only_decodes`: no prompt was read in it and it ran on the usual threads, so that its time is that of decoding.
+    `num_rows` rows of which `num_nodes`
     are guesses or probes. `draft_s` and `num_read_tokens` are those of drafters that guessed and show no previews:
     seconds, and tokens that were new to them. What drafters take that only follow the text is no part of it: nobody
     chose it.

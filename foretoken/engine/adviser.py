@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
@@ -31,7 +30,7 @@ from foretoken.engine.request import RequestState
 from foretoken.errors import SpeculationWarning
 from foretoken.kv.limit import largest_cache_bytes
 from foretoken.machine.neighbours import OtherLoad
-from foretoken.machine.threads import waiting_of
+from foretoken.machine.waiting import current_waiting
 from foretoken.model.interface import LanguageModel
 from foretoken.model.names import model_folder
 from foretoken.model.tokenizer import Tokenizer, load_tokenizer
@@ -155,7 +154,7 @@ class Adviser:
         """Whether others took cores since the last conclusion while drafting was slow."""
         if self._device.type == "cpu" and self._step_s > 0:
             share = self._draft_s / self._step_s
-            is_spinning = waiting_of(os.environ) == "spin"
+            is_spinning = current_waiting() == "spin"
             self._tell(of_neighbours(self._others.cores(), share, torch.get_num_threads(), is_spinning))
         self._draft_s = self._step_s = 0.0
         self._others.start()

@@ -31,11 +31,12 @@ from foretoken.engine.request import PreparedRequest, RequestState
 from foretoken.engine.runner import Runner, TargetOutput, race_rows
 from foretoken.engine.scheduler import DraftPlan, Scheduler
 from foretoken.engine.stats import EngineStats
+from foretoken.engine.step_threads import StepThreads
 from foretoken.engine.time_attribution import charge, gain
-from foretoken.engine.views import fixed_plan, outcome_of, plan_of, view_of, why_none
+from foretoken.engine.views import fixed_plan, only_decodes, outcome_of, plan_of, view_of, why_none
 from foretoken.engine.watch import RoundView, StepClock, Watcher, sees_rounds, show_round
 from foretoken.errors import EngineError, ForetokenError
-from foretoken.model.interface import LanguageModel
+from foretoken.model.interface import LanguageModel, NeedsEqualThreads
 from foretoken.model.randomness import round_uniforms
 from foretoken.model.tokenizer import Tokenizer
 from foretoken.plan.profile import Curve, Profile
@@ -56,6 +57,7 @@ class Engine:
     ) -> None:
         self.target, self.drafters = target, drafters
         self.runner, self.chooser = Runner(target), Chooser(time.perf_counter, routing)
+        self.threads = StepThreads(adapts=target.device.type == "cpu" and not isinstance(target, NeedsEqualThreads))
         self.stats = EngineStats()
         self.faults = Faults(self.stats)
         prefixes = PrefixSharing(target, drafters.hidden_states)
@@ -105,6 +107,7 @@ class Engine:
             if not isinstance(error, Exception):
                 raise
         finally:
+            self.threads.end()
             self._is_stepping = False
         for request_id in self._leaving:
             self.abort(request_id)
@@ -225,6 +228,7 @@ class Engine:
             self._count_preempted()
         for state in self.scheduler.preempted:
             self.drafters.release(state.request)
+        self.threads.begin(is_decoding=only_decodes(batch))
         self.clock.scheduled = time.perf_counter()
         return batch
 
@@ -312,7 +316,10 @@ class Engine:
         )
         self._count_failures()
         try:
-            outcome = outcome_of(batch, draft, verdict, self.drafters, clock.target_s + clock.rule_s)
+            is_trial = self.threads.is_trial
+            outcome = outcome_of(batch, draft, verdict, self.drafters, clock.target_s + clock.rule_s, is_trial)
+            if only_decodes(batch):
+                self.threads.observe(outcome.num_rows, outcome.target_s, self.chooser.policy.target_cost)
             self.chooser.observe(outcome)
         except Exception as error:  # noqa: BLE001 - answers do not depend on it
             self.faults.tell("the controller", error, "it learns nothing from this step")
@@ -369,6 +376,7 @@ class Engine:
         clock, stats = self.clock, self.stats
         clock.emitted = time.perf_counter()
         stats.num_steps += 1
+        stats.num_threads, stats.waiting = self.threads.current
         stats.schedule_s += clock.schedule_s
         stats.target_s += clock.target_s
         stats.rule_s += clock.rule_s

@@ -289,7 +289,8 @@ class EngineStats(Counters):
     and `rule_s` together are `verify_s` and `prompt_s`; `commit_s` excludes the drafters' part, which is drafting.
     `queued_s` and `ttft_s` are sums over requests that have started and that have a first token. `profile_s` was spent
     on profiling before the first request; `num_recomputed_tokens` were recomputed after preemptions. `num_faults`
-    counts contained exceptions (`recovery`). `acceptance` counts by slice, drafter and position. `shadow` is None
+    counts contained exceptions (`recovery`). `num_threads` and `waiting` are how steps run now (`step_threads`), 0 and
+    empty before the first one. `acceptance` counts by slice, drafter and position. `shadow` is None
     without shadow checks, `prefix` if the target has no prefix cache.
     """
 
@@ -300,6 +301,8 @@ class EngineStats(Counters):
     num_failed: int = 0
     num_recomputed_tokens: int = 0
     num_faults: int = 0
+    num_threads: int = 0
+    waiting: str = ""
     num_aborted: int = 0
     num_aborted_tokens: int = 0
     num_started: int = 0
@@ -362,6 +365,7 @@ class EngineStats(Counters):
         )
         phases = ("step_s", "schedule_s", "target_s", "rule_s", "commit_s", "observe_s", "emit_s", "profile_s")
         values = self._values(*names, "num_started", "num_first_tokens", "num_recomputed_tokens", "num_faults", *phases)
+        values |= {"num_threads": self.num_threads, "waiting": self.waiting}
         for name in ("shadow", "prefix"):
             inner = getattr(self, name)
             values[name] = None if inner is None else asdict(inner)

@@ -71,8 +71,17 @@ def why_none(entry: BatchEntry, num_drafted: int, chooser: Chooser, failed: Coll
     return "no_match" if entry.num_draft else chooser.why_none(request_id, entry.option is not None)
 
 
-def outcome_of(batch: Batch, draft: Draft, verdict: Verdict, drafters: DrafterGroup, target_s: float) -> StepOutcome:
-    """What came of a step; `target_s` is what the target's forward and the rules took."""
+def only_decodes(batch: Batch) -> bool:
+    """Whether no prompt is read in the step."""
+    return all(entry.decodes and len(entry.pending) == 1 for entry in batch.entries)
+
+
+def outcome_of(
+    batch: Batch, draft: Draft, verdict: Verdict, drafters: DrafterGroup, target_s: float, is_trial: bool = False
+) -> StepOutcome:
+    """What came of a step; `target_s` is what the target's forward and the rules took, on a trial of other threads
+    where `is_trial`.
+    """
     num_probed = sum(draft.probe_lengths)
     rounds = [_round(batch, draft, verdict, b) for b in range(draft.num_requests)]
     draft_s: dict[Hashable, float] = {}
@@ -86,7 +95,7 @@ def outcome_of(batch: Batch, draft: Draft, verdict: Verdict, drafters: DrafterGr
                 num_read[traits.drafter] = drafters.num_read_tokens.get(key, 0)
     return StepOutcome(
         rounds=rounds,
-        only_decodes=all(entry.decodes and len(entry.pending) == 1 for entry in batch.entries),
+        only_decodes=only_decodes(batch) and not is_trial,
         num_rows=draft.num_rows + num_probed,
         num_nodes=draft.num_nodes + num_probed,
         target_s=target_s,

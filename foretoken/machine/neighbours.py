@@ -14,6 +14,9 @@ from pathlib import Path
 CONTENDED = 0.1  # of the cores' time: what others may take before a measurement is marked
 _LEAST_S = 0.05  # a few ticks of 10 ms: less is not told apart from rounding
 _STAT = Path("/proc/stat")
+NEIGHBOUR_CORES = 0.3  # of one core: less is what a desktop does while nothing is asked of it
+_WATCH_S = 0.25  # 25 ticks of the system's counters
+_STALE_S = 1.0  # an interval in which no step ran says little of the next one
 
 
 class OtherLoad:
@@ -28,7 +31,7 @@ class OtherLoad:
         num_cores: int | None = None,
     ) -> None:
         cores = usable_cores()
-        self._num_cores = num_cores or len(cores)
+        self.num_cores = num_cores or len(cores)
         self._clock = clock
         self._busy_s = busy_s or (lambda: _busy_s(cores))
         self._own_s = own_s or _own_s
@@ -43,7 +46,7 @@ class OtherLoad:
         """Others' share since `start`, from 0 to 1; None where the system does not tell."""
         began_s, busy_before, own_before = self._began
         wall_s, own_s, busy = self._clock() - began_s, self._own_s() - own_before, self._busy_s()
-        whole_s = self._num_cores * wall_s
+        whole_s = self.num_cores * wall_s
         if whole_s <= 0:
             return None
         if busy is not None and busy_before is not None:
@@ -58,7 +61,38 @@ class OtherLoad:
     def cores(self) -> float | None:
         """How many cores others kept busy since `start`; None where the system does not tell."""
         share = self.share()
-        return None if share is None else share * self._num_cores
+        return None if share is None else share * self.num_cores
+
+
+class ContentionWatch:
+    """Whether other processes need the cores that threads of this one compute on, told anew every quarter of a second.
+
+    They do where they and `num_threads` together take more than the cores there are, by a third of a core; they no
+    longer do when two intervals in a row say so.
+    """
+
+    def __init__(self, load: OtherLoad | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._load = load or OtherLoad(clock)
+        self._num_cores = self._load.num_cores
+        self._began_s = clock()
+        self._cores: float | None = None
+        self._before: float | None = None
+
+    def is_contended(self, num_threads: int) -> bool | None:
+        """Whether they do now; None where the system does not tell, or nothing was measured yet."""
+        elapsed_s = self._clock() - self._began_s
+        if elapsed_s >= _WATCH_S:
+            cores = self._load.cores()
+            if elapsed_s <= _STALE_S or self._cores is None:
+                self._before = self._cores if elapsed_s <= _STALE_S else None
+                self._cores = cores
+            self._load.start()
+            self._began_s = self._clock()
+        if self._cores is None:
+            return None
+        busier = self._cores if self._before is None else max(self._cores, self._before)
+        return busier + num_threads >= self._num_cores + NEIGHBOUR_CORES
 
 
 def is_contended(share: float | None) -> bool:

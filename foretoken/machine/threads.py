@@ -1,5 +1,5 @@
 """How many threads compute, and whether those that wait for each other sleep: OpenMP's variables, read when torch is
-imported.
+imported. `control.threads` chooses anew while an engine runs.
 
 Threads that spin while they wait answer sooner: 10 to 25 % of the speed of a process that has its cores alone.
 Beside a process that loops they keep the cores from the threads they wait for: drafting, hundreds of short products
@@ -15,16 +15,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 from foretoken.machine.cores import Cores
-from foretoken.machine.neighbours import OtherLoad
+from foretoken.machine.neighbours import NEIGHBOUR_CORES, OtherLoad
 
 Waiting = Literal["sleep", "spin"]
 
 POLICY = "OMP_WAIT_POLICY"
 _WAITING = (POLICY, "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # the standard's, GNU's and LLVM's (Intel's) own
 _NUMBER = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-# Verbs that run for hours: a neighbour that is not there at the start comes later.
-LONG_RUNNING = frozenset({"serve", "chat", "train"})
-NEIGHBOUR_CORES = 0.3  # of one core: less is what a desktop does while nothing is asked of it
+# Verbs that run for hours: a neighbour that is not there at the start comes later. The event loop of `serve` is one
+# from the start; `train` runs no steps of an engine, which would see it come (`machine.waiting`).
+LONG_RUNNING = frozenset({"serve", "train"})
 _WATCH_S = 0.1  # ten ticks of the system's counters
 
 
@@ -91,6 +91,13 @@ def watch_neighbours(load: OtherLoad, began_s: float, sleep: Callable[[float], N
     if left_s > 0:
         sleep(left_s)
     return load.cores()
+
+
+def names_number(environment: Mapping[str, str]) -> bool:
+    """Whether the user set the number of threads by a variable, rather than the command line for this process."""
+    choice = applied()
+    is_ours = choice is not None and choice.num_threads is not None
+    return not is_ours and any(name in environment for name in _NUMBER)
 
 
 _applied: list[ThreadChoice] = []  # of this process, at most one

@@ -241,6 +241,15 @@ class SharesWeights(LanguageModel, SharedWeights, Protocol):
 
 
 @runtime_checkable
+class NeedsEqualThreads(Protocol):
+    """A language model of which something is promised only while torch's number of threads stays the same."""
+
+    @property
+    def needs_equal_threads(self) -> bool:
+        """Always true."""
+
+
+@runtime_checkable
 class QuantisedModel(Protocol):
     """A language model that tells how its weights are held."""
 

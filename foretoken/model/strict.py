@@ -74,6 +74,11 @@ class StrictModel(PagedModel):
         return "strict"
 
     @property
+    def needs_equal_threads(self) -> bool:
+        """See `interface.NeedsEqualThreads`."""
+        return True
+
+    @property
     def proven(self) -> Proven:
         """What holds with the present number of threads."""
         num_threads = torch.get_num_threads()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from foretoken.machine import neighbours
-from foretoken.machine.neighbours import OtherLoad, is_contended
+from foretoken.machine.neighbours import ContentionWatch, OtherLoad, is_contended
 
 
 class Machine:
@@ -60,3 +60,40 @@ def test_the_counters_of_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_this_machine_answers_something() -> None:
     share = OtherLoad().share()
     assert share is None or 0.0 <= share <= 1.0
+
+
+class Watched:
+    """Two cores, of which others take a share that the tests set."""
+
+    def __init__(self) -> None:
+        self.now = self.busy = 0.0
+        load = OtherLoad(lambda: self.now, lambda: self.busy, lambda: 0.0, lambda: None, 2)
+        self.watch = ContentionWatch(load, lambda: self.now)
+
+    def run(self, seconds: float, others: float, num_threads: int = 2) -> bool | None:
+        self.now += seconds
+        self.busy += others * seconds
+        return self.watch.is_contended(num_threads)
+
+
+def test_a_neighbour_is_seen_after_a_quarter_of_a_second_and_missed_after_two() -> None:
+    machine = Watched()
+    assert machine.run(0.1, 1.0) is None
+    assert machine.run(0.2, 1.0) is True
+    assert machine.run(0.25, 0.0) is True  # it may pause
+    assert machine.run(0.1, 0.0) is True
+    assert machine.run(0.2, 0.0) is False
+    assert machine.run(0.25, 1.0) is True
+
+
+def test_cores_that_no_thread_needs_are_no_contention() -> None:
+    assert Watched().run(0.3, 0.9, num_threads=1) is False
+    assert Watched().run(0.3, 0.9, num_threads=2) is True
+    assert Watched().run(0.3, 1.6, num_threads=1) is True
+
+
+def test_a_pause_of_the_engine_tells_nothing_of_now() -> None:
+    machine = Watched()
+    assert machine.run(0.3, 0.0) is False
+    assert machine.run(60.0, 2.0) is False  # measured while nobody asked
+    assert machine.run(0.3, 2.0) is True

@@ -107,6 +107,10 @@ def test_the_command_sets_them_before_torch_is_imported(tmp_path: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_", "KMP_", "MKL_"))}
     environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), str(ROOT)])
     done = subprocess.run(
-        [sys.executable, "-m", "foretoken", "chat"], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "foretoken", "train", "lm", "--out", str(tmp_path / "lm")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (done.returncode, done.stdout.split()) == (7, ["passive", str(find_cores().num_threads)]), done.stderr
