@@ -37,7 +37,7 @@ from foretoken.bench.workload import Prompt, in_turns
 from foretoken.errors import InputError
 from foretoken.machine.features import features, stepping
 from foretoken.machine.threads import names_waiting
-from foretoken.model.open import model_folder
+from foretoken.model.names import model_folder
 from studies.command import arguments, command_line, run, whole_numbers, words
 from studies.real_batches.plan import MIXED, Turn, turns
 from studies.real_batches.stage import PLAIN, Sampling, Stage, looping_process, spec_of

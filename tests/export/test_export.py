@@ -21,7 +21,7 @@ from foretoken.heads.checkpoint import load_head, make_head, save_head
 from foretoken.heads.config import HeadConfig
 from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.model.loader import read_config
-from foretoken.model.open import model_folder
+from foretoken.model.names import model_folder
 from tests.helpers.checkpoints import tiny_checkpoint
 from tests.helpers.stored_heads import HEADS, adapter_config, block_config, eagle_config, medusa_config, stored_head
 
