@@ -7,9 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import foretoken.reference
-
 from foretoken.config import SamplingParams
+from foretoken.model.names import model_folder
 from foretoken.model.structure import Structure, StructureCompiler
 from foretoken.model.tokenizer import Tokenizer, load_tokenizer
 from tests.helpers.checkpoints import tiny_tokenizer
@@ -19,7 +18,7 @@ NUM_PADDING = 9  # columns of the model behind its tokenizer's tokens
 
 
 def reference_tokenizer() -> Tokenizer:
-    loaded = load_tokenizer(Path(foretoken.reference.__file__).parent / "target")
+    loaded = load_tokenizer(model_folder("reference:target"))
     assert loaded is not None
     return loaded
 
