@@ -69,8 +69,8 @@ compared with checksums in `foretoken/model/packaged.py`; a download that was in
 | format | families | how | types |
 |---|---|---|---|
 | safetensors folder | all below | as stored, or in another `dtype` | F32, F16, BF16 (F64 natively) |
-| GGUF file | Llama, Mistral, Qwen2, Qwen3 | native; quantised matrices are multiplied by their codes | F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K (so Q4_K_M, Q5_K_M, Q6_K ...) |
-| GGUF file | all others | refused | Q2_K, Q3_K, IQ*, TQ*, MXFP4, NVFP4 |
+| GGUF file | Llama, Mistral, Qwen2, Qwen3 | native; quantised matrices are multiplied by their codes | F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K (so Q4_K_M, Q5_K_M ...), IQ4_NL, IQ4_XS, MXFP4 |
+| GGUF file | all others | refused | IQ1_*, IQ2_*, IQ3_*, TQ*, NVFP4, Q1_0 |
 | GPTQ | native families | native, by codes | 4 and 8 bits, groups of a multiple of 32 or one scale per output, symmetric or not, `gptq` and `gptq_v2` |
 | AWQ | native families | native, by codes | 4 bits, version `gemm`, groups as for GPTQ |
 | compressed-tensors | native families | native, by codes | `pack-quantized` (int4, int8), `int-quantized`, `naive-quantized` (int8), per matrix, output or group, with zero points |
@@ -81,8 +81,10 @@ compared with checksums in `foretoken/model/packaged.py`; a download that was in
 
 `LLM("file.gguf")` and `--target file.gguf` take tokenizer, chat template and end tokens from the file. Its numbers are bit for bit what
 llama.cpp's `gguf` package makes of them, in float32; `dtype="bfloat16"` rounds them once more and halves the memory. Text is split as
-llama.cpp does it: Unicode normalisation of a Qwen tokenizer is not in the file. Experts, sliding windows, longrope and files in parts
-are refused. `foretoken models inspect FILE` lists the types of a checkpoint, and what becomes of each.
+llama.cpp does it, see [below](#tokenizers-of-gguf-files). Of a model in several files, `NAME-00001-of-00003.gguf` and so on, any part
+may be named; the others are read from its folder. Experts, sliding windows and longrope are refused. `foretoken models inspect FILE`
+lists the types of a checkpoint, and what becomes of each. The kernel holds codes of 2 and 3 bits (Q2_K, Q3_K) in 4, those of MXFP4 in 5,
+and those of IQ4_NL and IQ4_XS, which stand for numbers of 8 bits, in 8: the numbers are the file's, the memory is more than the file's.
 
 Packed safetensors stand for scale * (code - zero), which float32 holds exactly; rounded to the format of the scales these are bit for bit
 the numbers that AutoGPTQ, AutoAWQ and compressed-tensors compute. FP8 numbers are multiplied by their scales in float32, then rounded to
@@ -108,6 +110,22 @@ and VNNI), medians of 20 passes that take turns ([raw](../benchmarks/2026-11-23-
 | Q4_0 file | 566 | 23 | 23 | 25 | 37 | 70 |
 
 GPTQ, AWQ and compressed-tensors run through the same kernel as the files above; what is dequantised at load runs as bf16 or float32.
+
+## Tokenizers of GGUF files
+
+| `tokenizer.ggml.model` | what it is | read |
+|---|---|---|
+| `gpt2` | byte-level BPE | yes, with every `tokenizer.ggml.pre` that llama.cpp (release in llama-cpp-python 0.3.36) knows, except those of encoders (`jina-v1-en`, `jina-v2-code`, `roberta-bpe`, `whitespace`) |
+| `llama` | SentencePiece: pairs joined by score, bytes for what is left | yes; `add_space_prefix`, `add_bos_token`, `add_eos_token` as the file says |
+| `gemma4` | BPE over text with a mark for the space | yes |
+| `t5`, `bert`, `rwkv`, `plamo2` and others | unigram, WordPiece ... | refused by name |
+
+The expressions that split text are those of the models' own `tokenizer.json`. A file without `tokenizer.ggml.pre` is split as llama.cpp's
+`default`. Text is not normalised, as in llama.cpp: the NFC of a Qwen or Command R tokenizer is not in the file. An answer ends at the
+tokens that the metadata names (`eos`, `eot`, `eom`) and at those that llama.cpp knows by their text, such as `<|im_end|>`, `<|eot_id|>`,
+`<end_of_turn>` or `<|end|>`; these are hidden whatever their type. `proof/test_tokenizer_conformance.py` compares the ids, and the text
+and the bytes of the ids, with llama.cpp's conformance files: 14 vocabularies, all their texts. It fetches them with pip, or takes them
+from the folder that `FORETOKEN_VOCABULARIES` names.
 
 ## Families
 

@@ -7,13 +7,11 @@ byte-level token and the mark of a SentencePiece one are the same space.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from foretoken.model.token_bytes import BYTE_TOKEN
 from foretoken.model.tokenizer import Tokenizer
-
-_SPELT_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,7 @@ def spellings(side: Side) -> dict[bytes, int] | None:
     special = side.tokenizer.special_ids | set(side.eos_token_ids)
     found: dict[bytes, tuple[bool, int]] = {}
     for token in _inside(side, sorted(writes.keys() - special)):
-        rank = (_SPELT_BYTE.fullmatch(side.tokenizer.token(token) or "") is not None, token)
+        rank = (BYTE_TOKEN.fullmatch(side.tokenizer.token(token) or "") is not None, token)
         if writes[token] and rank < found.get(writes[token], (True, side.num_columns)):
             found[writes[token]] = rank
     return {spelling: token for spelling, (_, token) in found.items()}

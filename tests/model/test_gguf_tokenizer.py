@@ -5,6 +5,7 @@ same metadata.
 from __future__ import annotations
 
 import random
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,13 +13,14 @@ import gguf
 import pytest
 
 from foretoken.errors import CheckpointError, UnsupportedModelError
+from foretoken.model.gguf.names import config_fields
 from foretoken.model.gguf.parts import read_header
 from foretoken.model.gguf.pre_tokenizers import PRE_TOKENIZERS
 from foretoken.model.gguf.special_tokens import end_tokens
 from foretoken.model.gguf.tokenizer import read_tokenizer
 from foretoken.model.tokenizer import Detokenizer, Tokenizer, load_tokenizer
-from tests.helpers.checkpoints import PROSE, foreign_tokenizer, tiny_tokenizer
-from tests.helpers.gguf_files import add_bpe, add_sentencepiece, finish
+from tests.helpers.checkpoints import PROSE, foreign_tokenizer, tiny_tokenizer, variant
+from tests.helpers.gguf_files import add_bpe, add_sentencepiece, finish, write_gguf
 from tests.helpers.slow_tokenizers import merge_by_score
 
 TEXTS = (
@@ -324,3 +326,10 @@ def test_a_token_that_is_none(tmp_path: Path) -> None:
     found = read_tokenizer(read_header(made(tmp_path / "model.gguf", add)))
     assert found is not None
     assert "bos_token" not in found[1]
+    folder = variant(tmp_path / "hf", "llama", hidden_size=64)
+    whole = write_gguf(tmp_path / "whole.gguf", folder)
+    key = b"tokenizer.ggml.bos_token_id" + struct.pack("<I", 4)
+    raw = whole.read_bytes()
+    assert raw.count(key + bytes(4)) == 1
+    whole.write_bytes(raw.replace(key + bytes(4), key + b"\xff" * 4))
+    assert config_fields(read_header(whole))["bos_token_id"] is None

@@ -12,7 +12,7 @@ from foretoken.errors import CheckpointError, UnsupportedModelError
 from foretoken.model.fields import Fields, shown
 from foretoken.model.gguf.experts import MIXTURE_ARCHITECTURES, Mixture, expert_fields, mixture_of
 from foretoken.model.gguf.header import Header
-from foretoken.model.gguf.special_tokens import end_tokens
+from foretoken.model.gguf.special_tokens import NO_TOKEN, end_tokens
 
 # Mistral's and Mixtral's files are of architecture "llama" too.
 ARCHITECTURES = ("llama", "qwen2", "qwen3", *MIXTURE_ARCHITECTURES)
@@ -131,7 +131,7 @@ def config_fields(header: Header) -> dict[str, Any]:
         )
     vocab_size = _vocab_size(header, fields)
     own = header.fields
-    bos = own.whole("tokenizer.ggml.bos_token_id", least=0) if own.has("tokenizer.ggml.bos_token_id") else None
+    bos = own.whole_or("tokenizer.ggml.bos_token_id", NO_TOKEN, least=0, most=NO_TOKEN)
     inner = (
         {"model_type": architecture, "intermediate_size": fields.whole("feed_forward_length")}
         if mixture is None
@@ -152,7 +152,7 @@ def config_fields(header: Header) -> dict[str, Any]:
         "mlp_bias": "blk.0.ffn_gate.bias" in header.tensors,
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "use_sliding_window": False,
-        "bos_token_id": bos if bos is None or bos < vocab_size else None,
+        "bos_token_id": bos if bos < vocab_size else None,
         "eos_token_id": end_tokens(header, vocab_size),
     }
 

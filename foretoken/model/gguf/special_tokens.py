@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from foretoken.errors import CheckpointError
-from foretoken.model.fields import MOST_SIZE
 from foretoken.model.gguf.header import Header
 
 PREFIX = "tokenizer.ggml."
@@ -141,7 +140,7 @@ def end_tokens(header: Header, vocab_size: int) -> list[int]:
     """
     fields, tokens = header.fields, header.texts(f"{PREFIX}tokens")
     keys = [f"{PREFIX}{name}_token_id" for name in ("eos", "eot", "eom", *_CODE_ENDS)]
-    named = [fields.whole(key, least=0, most=MOST_SIZE * 2 + 1) for key in keys if fields.has(key)]
+    named = [fields.whole(key, least=0, most=NO_TOKEN) for key in keys if fields.has(key)]
     texts = set(end_texts(tokens))
     ids = named + [token_id for token_id, token in enumerate(tokens) if token in texts]
     return [token_id for token_id in dict.fromkeys(ids) if token_id < vocab_size]  # NO_TOKEN is larger
