@@ -102,6 +102,12 @@ class ModelConfig:
             return None
         return self.local_rope if self.local_rope is not None and self.window(layer) is not None else self.rope
 
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """The rotations of all layers, each once."""
+        of_layers = (self.rope_of(layer) for layer in range(self.num_layers))
+        return tuple(dict.fromkeys(rope for rope in of_layers if rope is not None))
+
     def llama_layers(self, num_layers: int) -> ModelConfig:
         """So many layers of this width and these heads that compute what Llama's do, as those of trained heads do."""
         has_plain_rope = self.rope.partial_factor == 1.0 and self.rope.kind != "longrope"
