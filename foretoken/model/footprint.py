@@ -67,7 +67,7 @@ def shape_of(
         return _foreign_shape(name, raw, stored, kind)
     matrices = MatrixMemory(stored, config, kind, device, weights)
     # cos and sin of short sequences
-    tables_bytes = 2 * min(config.max_context_tokens, TABLE_BLOCK) * config.head_dim * kind.itemsize
+    tables_bytes = 2 * len(config.ropes) * min(config.max_context_tokens, TABLE_BLOCK) * config.head_dim * kind.itemsize
     return ModelShape(
         name=name,
         weight_format=matrices.weight_format,
@@ -79,7 +79,7 @@ def shape_of(
         mask_bytes=config.num_heads // config.num_kv_heads * kind.itemsize + 2 * kind.itemsize + 2,
         # Tables of cos and sin grow with the longest sequence.
         gather_bytes=bytes_per_token(1, config.num_kv_heads, config.head_dim, kind)
-        + 2 * config.head_dim * kind.itemsize,
+        + 2 * len(config.ropes) * config.head_dim * kind.itemsize,
         vocab_size=config.vocab_size,
         itemsize=kind.itemsize,
         max_context_tokens=config.max_context_tokens,
@@ -89,7 +89,8 @@ def shape_of(
 
 def _other_numbers(config: ModelConfig) -> int:
     """Numbers of norms and biases."""
-    return sum(shape[0] for _, shape in hf_tensors(config) if len(shape) == 1)
+    tensors = hf_tensors(config)
+    return sum(math.prod(shape) for name, shape in tensors if len(shape) == 1 or name.endswith("_norm.weight"))
 
 
 def _row_numbers(config: ModelConfig) -> int:

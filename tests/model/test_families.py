@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.attention.packed import PackedAttention
-from foretoken.model.loader import load_decoder
+from foretoken.model.loader import load_decoder, read_config
 from tests.helpers.checkpoints import VARIANTS, token_ids, transformers_logits, variant
 
 LENGTH = 150  # longer than the rope scalings' original length, the query chunk and every window
@@ -150,3 +150,11 @@ def test_packed_bfloat16_is_close_to_plain(tmp_path: Path) -> None:
         )
     assert plain.dtype == torch.bfloat16
     torch.testing.assert_close(packed, plain, atol=0.1, rtol=0.05)
+
+
+def test_which_layers_are_llamas(tmp_path: Path) -> None:
+    """Heads have such layers, whatever their target has."""
+    for name, (family, _) in VARIANTS.items():
+        config = read_config(variant(tmp_path / name, name))
+        assert config.has_llama_layers == (family in ("llama", "mistral", "qwen2", "qwen3") or name == "phi3"), name
+        assert config.llama_layers(2).has_llama_layers

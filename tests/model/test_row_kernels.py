@@ -4,6 +4,7 @@ beside a row.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -17,7 +18,7 @@ from foretoken.kv.pool import KVPool
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.attention.paged import KernelAttention, KeySlots, PagedAttention, Reader, _plan, visible_slots
 from foretoken.model.interface import Segment
-from foretoken.model.row_kernels import FLAGS, SOURCE, RowKernels, kernels_for, load, row_kernels
+from foretoken.model.row_kernels import ACTIVATIONS, FLAGS, SOURCE, RowKernels, kernels_for, load, row_kernels
 from tests.helpers.instruction_sets import INSTRUCTION_SETS
 
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8}  # one rounding to the format, or a few units of float32
@@ -57,6 +58,35 @@ def test_rows_on_their_own_equal_float64(kernels: RowKernels, dtype: torch.dtype
     assert bool((found - expected).abs().max() <= ROUNDING[dtype] * (heads.double().abs().max() * 8))
 
 
+def near(found: Tensor, expected: Tensor) -> bool:
+    """The same for numbers of size 1 of which parts cancel."""
+    return torch.allclose(found.double(), expected, rtol=ROUNDING[found.dtype], atol=2 * ROUNDING[found.dtype])
+
+
+@pytest.mark.parametrize("size", [1, 15, 16, 64, 100])
+def test_the_norms_activations_and_caps_of_other_families_equal_float64(
+    kernels: RowKernels, dtype: torch.dtype, size: int
+) -> None:
+    x, weight, bias = torch.randn(5, 3, size).to(dtype) + 1, torch.randn(3, size).to(dtype), torch.randn(3, size)
+    bias = bias.to(dtype)
+    full, wide = x.double(), weight.double()
+    layer = F.layer_norm(full, (size,), eps=1e-3) * wide + bias.double()  # each head with its own weights
+    assert near(kernels.layer_norm(x, weight, bias, 1e-3), layer)
+    one = weight[0].contiguous()
+    assert near(kernels.layer_norm(x, one, None, 1e-3), F.layer_norm(full, (size,), one.double(), eps=1e-3))
+    root = full * torch.rsqrt(full.pow(2).mean(-1, keepdim=True) + 1e-5)
+    assert close(kernels.rms_norm(x, weight, 1e-5, offset=1.0), root * (1 + wide))
+    rows = 4 * x.flatten(1)
+    for activation in ("gelu", "gelu_tanh", "silu"):
+        exact = rows.double()
+        approximate = "tanh" if activation == "gelu_tanh" else "none"
+        exact = F.silu(exact) if activation == "silu" else F.gelu(exact, approximate=approximate)
+        assert close(kernels.activate(rows, activation), exact)
+        half = torch.cat((rows, rows.flip(-1)), dim=-1)
+        assert close(kernels.gate(half, activation), exact * rows.flip(-1).double())
+    assert near(kernels.softcap(rows, 3.0), 3.0 * torch.tanh(rows.double() / 3.0))
+
+
 def test_views_are_read_as_they_lie(dtype: torch.dtype) -> None:
     kernels = row_kernels()
     assert kernels is not None
@@ -75,12 +105,20 @@ def test_numbers_that_are_none_stay_in_their_row(dtype: torch.dtype) -> None:
     x = torch.randn(3, 64).to(dtype)
     expected, weight = x.clone(), torch.ones(64, dtype=dtype)
     x[1, 3], x[1, 40] = math.nan, math.inf
-    for function in (lambda rows: kernels.rms_norm(rows, weight, 1e-6), kernels.gate):
+    functions = (
+        lambda rows: kernels.rms_norm(rows, weight, 1e-6),
+        lambda rows: kernels.layer_norm(rows, weight, weight, 1e-6),
+        *(functools.partial(kernels.gate, activation=name) for name in ACTIVATIONS),
+        lambda rows: kernels.softcap(rows, 30.0),
+    )
+    for function in functions:
         found, clean = function(x), function(expected)
         assert bool(found[1].isnan().any())
         assert torch.equal(found[[0, 2]], clean[[0, 2]])
     large = torch.tensor([-1e30, -100.0, 100.0, 1e30, math.inf]).to(dtype)
-    assert torch.equal(kernels.gate(torch.cat((large, torch.ones_like(large)))[None]), large.clamp(min=0)[None])
+    for activation in ACTIVATIONS:
+        assert torch.equal(kernels.activate(large[None], activation), large.clamp(min=0)[None])
+    assert torch.equal(kernels.softcap(large[None], 8.0), large.clamp(-8, 8)[None])
 
 
 def test_only_answers_on_a_cpu_in_two_formats_have_kernels() -> None:
