@@ -76,13 +76,15 @@ class _WideRotary(nn.Module):
 
     def __init__(self, rotary: nn.Module) -> None:
         super().__init__()
-        self.own, self.is_interleaved = rotary, type(rotary).__name__.startswith("Cohere")
+        name = type(rotary).__name__
+        self.own, self.is_interleaved, self.is_half = rotary, name.startswith("Cohere"), name.startswith("GptOss")
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
         prefix = "" if layer_type is None else f"{layer_type}_"
         inverse, scale = (getattr(self.own, f"{prefix}{name}") for name in ("inv_freq", "attention_scaling"))
         angles = (position_ids[..., None].float() * inverse.float()).double()
-        angles = angles.repeat_interleave(2, dim=-1) if self.is_interleaved else torch.cat((angles, angles), dim=-1)
+        if not self.is_half:
+            angles = angles.repeat_interleave(2, dim=-1) if self.is_interleaved else torch.cat((angles, angles), dim=-1)
         return angles.cos() * scale, angles.sin() * scale
 
 
@@ -99,6 +101,8 @@ def wide_model(folder: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()  # sdpa, where it can
+    if hasattr(model.config, "num_experts_per_tok"):
+        model.set_experts_implementation("eager")  # their faster one has no float64
     rotary = _WideRotary(model.model.rotary_emb)
     model = model.double()
     model.model.rotary_emb = rotary
@@ -109,8 +113,9 @@ def wide_model(folder: Path) -> Any:
     return model
 
 
-# transformers rotates Cohere's heads, and takes the softmax of Gemma 2's capped scores, in float32 whatever the dtype.
-_NARROW = ("cohere", "gemma2")
+# transformers rotates Cohere's heads, and takes the softmax of Gemma 2's capped scores and of a router's, in float32
+# whatever the dtype.
+_NARROW = ("cohere", "gemma2", "mixtral", "qwen2-moe", "qwen3-moe")
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from foretoken.model.gguf.kinds import GgmlType
 from foretoken.model.grouped import GroupedCodes, WholeScales
+from foretoken.model.mxfp4 import BITS, ZERO, codes_of, scales_of
 
 _Bytes: TypeAlias = npt.NDArray[np.uint8]
 _Floats: TypeAlias = npt.NDArray[np.float32]
@@ -148,6 +149,10 @@ def _q6_k(blocks: _Bytes) -> _Parts:
     return low.reshape(len(blocks), 256) | high.reshape(len(blocks), 256), scales, None, 32, 6
 
 
+def _mxfp4(blocks: _Bytes) -> _Parts:
+    return codes_of(_nibbles(blocks[:, 1:])), scales_of(blocks[:, :1]), None, ZERO, BITS
+
+
 _READERS: dict[str, Callable[[_Bytes], _Parts]] = {
     "Q8_0": _q8_0,
     "Q4_0": _q4_0,
@@ -157,4 +162,5 @@ _READERS: dict[str, Callable[[_Bytes], _Parts]] = {
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
+    "MXFP4": _mxfp4,
 }
