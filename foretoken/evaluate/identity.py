@@ -12,6 +12,7 @@ from typing import Any
 
 from foretoken.errors import StorageError
 from foretoken.files import to_json
+from foretoken.model.gguf.parts import part_files
 from foretoken.model.loader import read_raw_config
 from foretoken.model.tokenizer import load_tokenizer
 
@@ -37,7 +38,7 @@ def identity_of(name: str, folder: Path) -> dict[str, str | None]:
     raw = read_raw_config(folder)
     config = {key: value for key, value in raw.items() if key not in _NO_IDENTITY}
     tokenizer = load_tokenizer(folder)
-    inside = [folder] if folder.is_file() else sorted(folder.iterdir())  # a GGUF file is all of it
+    inside = part_files(folder) if folder.is_file() else sorted(folder.iterdir())  # GGUF files are all of it
     files = [path for path in inside if path.suffix in _WEIGHTS]
     return {
         "name": name,

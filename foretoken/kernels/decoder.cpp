@@ -206,7 +206,7 @@ void typed(int is_bf16, Function function) {
 extern "C" {
 
 // What the numbers below mean; a library of another interface is not used.
-int foretoken_decoder_interface() { return 5; }
+int foretoken_decoder_interface() { return 6; }
 
 // All tensors of a call are bfloat16 or all float32; `stride` is from row to row of the input, in elements.
 
@@ -243,19 +243,16 @@ void foretoken_rotate(const void* x, const void* cos, const void* sin, void* out
     });
 }
 
-// Stores the keys and values of all rows, then reads for the rows of `segments`. False: no memory for the weights, or
-// a `head_dim` that was not compiled.
+// Stores the keys and values of all rows, then reads for the rows of `segments`. False: no memory for what lies between.
 bool foretoken_attend(const foretoken_attention* call, const foretoken_segment* segments, int num_segments,
                       int64_t head_dim, int is_bf16, int threads) {
-    bool is_done = false;
     try {
-        typed(is_bf16, [&](auto zero) {
-            is_done = attend<decltype(zero)>(*call, segments, num_segments, head_dim, threads);
-        });
+        typed(is_bf16,
+              [&](auto zero) { attend<decltype(zero)>(*call, segments, num_segments, head_dim, threads); });
     } catch (const std::bad_alloc&) {
         return false;
     }
-    return is_done;
+    return true;
 }
 
 // Which experts each row goes to, best first, and their weights: `chosen` and `weights` [rows, slots]. False: no memory.

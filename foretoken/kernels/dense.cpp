@@ -9,12 +9,7 @@
 #include <new>
 #include <vector>
 
-#include "numbers.h"
-
-#if defined(__AVX512BF16__) && defined(__AVX512F__)
-#define FORETOKEN_BF16 1
-#include <immintrin.h>
-#endif
+#include "pairs.h"
 
 // One matrix, as Python fills it in.
 struct foretoken_dense {
@@ -37,28 +32,6 @@ struct Tile {
 };
 
 inline void fetch(const void* at) { __builtin_prefetch(at, 0, 2); }
-
-// Adds the products of 16 outputs with a pair of inputs.
-#ifdef FORETOKEN_BF16
-using Line = __m512bh;
-inline Line line_at(const uint16_t* at) { return (Line)_mm512_loadu_si512(at); }
-inline void add_products(Lanes& sum, const Line& line, uint32_t pair) {
-    sum = Lanes(_mm512_dpbf16_ps(__m512(sum), line, (__m512bh)_mm512_set1_epi32(int32_t(pair))));
-}
-#else
-struct Line {
-    Lanes first, second;
-};
-inline Line line_at(const uint16_t* at) {
-    Words words;
-    std::memcpy(&words, at, sizeof words);
-    return {Lanes(words << 16), Lanes(words & int32_t(0xffff0000u))};
-}
-inline void add_products(Lanes& sum, const Line& line, uint32_t pair) {
-    sum += line.first * of_bits(pair << 16);
-    sum += line.second * of_bits(pair & 0xffff0000u);
-}
-#endif
 
 // 16 outputs of each of BLOCKS blocks for ROWS rows: a number of the rows that was fetched is used BLOCKS times, a line
 // of weights ROWS times.

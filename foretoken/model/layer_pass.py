@@ -22,7 +22,7 @@ from foretoken.model.attention.paged import PagedAttention
 from foretoken.model.expert_kernel import ExpertParts, expert_table
 from foretoken.model.layers import Linear, Norm
 from foretoken.model.product import Product, ProductFields, array_of, merged_product
-from foretoken.model.row_kernels import ACTIVATIONS, HEAD_DIMS, NormFields, RowKernels, SegmentRows, kernels_for
+from foretoken.model.row_kernels import ACTIVATIONS, NormFields, RowKernels, SegmentRows, kernels_for
 
 if TYPE_CHECKING:
     from foretoken.model.decoder import Decoder
@@ -225,7 +225,7 @@ def _table(stack: LayerStack) -> LayerTable | None:
 
 def _made(layers: Sequence[LayerParts], shape: ModelConfig) -> LayerTable | None:
     """None where a layer has a part without a kernel."""
-    if not layers or shape.head_dim not in HEAD_DIMS:
+    if not layers:
         return None
     dtype = next(norm.weight.dtype for norm in layers[0].norms if norm is not None)
     rows, held = [], list[object]()

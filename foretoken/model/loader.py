@@ -27,8 +27,9 @@ from foretoken.model.decoder import Decoder
 from foretoken.model.expert_weights import ExpertWeights
 from foretoken.model.families import FAMILIES
 from foretoken.model.fields import Fields, check_links, read_json
-from foretoken.model.gguf.header import is_gguf, read_header
+from foretoken.model.gguf.header import is_gguf
 from foretoken.model.gguf.names import config_fields
+from foretoken.model.gguf.parts import read_header
 from foretoken.model.gguf.weights import GgufWeights
 from foretoken.model.grouped import GroupedCodes
 from foretoken.model.grouped_kernel import GroupedWeight, merged

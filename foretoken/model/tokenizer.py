@@ -19,7 +19,8 @@ import tokenizers
 from foretoken.errors import CheckpointError, InputError, UnsupportedModelError
 from foretoken.model.chat_template import render
 from foretoken.model.fields import check_links, read_json, shown
-from foretoken.model.gguf.header import is_gguf, read_header
+from foretoken.model.gguf.header import is_gguf
+from foretoken.model.gguf.parts import read_header
 from foretoken.model.gguf.tokenizer import read_tokenizer
 from foretoken.model.quiet import quiet_transformers
 from foretoken.model.token_bytes import BYTE_TOKEN, byte_level, token_writer

@@ -18,6 +18,7 @@ from foretoken.config import SamplingParams
 from foretoken.engine.prompts import as_conversation
 from foretoken.errors import ConfigError, InputError, MismatchError, StorageError
 from foretoken.files import parse_json, read_text, to_json
+from foretoken.model.gguf.parts import part_files
 from foretoken.params import check_whole
 
 if TYPE_CHECKING:
@@ -193,7 +194,8 @@ def folder_fingerprint(folder: Path) -> str:
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         if (folder / name).is_file():
             digest.update(name.encode() + (folder / name).read_bytes())
-    for path in [folder] if folder.is_file() else sorted(folder.glob("*.safetensors")):  # a GGUF file has it all
+    # A GGUF file, or its first part, has it all.
+    for path in part_files(folder)[:1] if folder.is_file() else sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:  # header and first weights
             digest.update(f"{path.name} {path.stat().st_size}".encode() + file.read(1 << 20))
     return digest.hexdigest()[:16]

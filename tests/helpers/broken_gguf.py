@@ -16,14 +16,24 @@ from tests.helpers.broken_runs import try_cases
 from tests.helpers.checkpoints import tiny_checkpoint, tiny_tokenizer
 from tests.helpers.gguf_files import write_gguf
 
-BASES = {"llama": "Q4_K", "qwen2": "Q8_0", "qwen3": "Q6_K"}
+BASES = (
+    *(
+        ("llama", "Q4_K"),
+        ("qwen2", "Q8_0"),
+        ("qwen3", "Q6_K"),
+        ("llama", "Q2_K"),
+        ("qwen2", "Q3_K"),
+        ("qwen3", "MXFP4"),
+    ),
+    *(("llama", "IQ4_NL"), ("qwen2", "IQ4_XS")),
+)
 GOOD = ("refused", "ran", "not finite", "no room", "not read")
 _NUMBERS = (0, 1, 2, 3, 5, 8, 9, 12, 31, 40, 97, 255, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**63, 2**64 - 1)
 
 
 def make_bases(folder: Path) -> None:
-    """One file of each family, in another type each, with a tokenizer."""
-    for family, kind in BASES.items():
+    """Files of each family, in another type each, with a tokenizer."""
+    for family in dict.fromkeys(family for family, _ in BASES):
         source = tiny_checkpoint(
             *(folder / "hf" / family, family),
             vocab_size=300,
@@ -31,7 +41,9 @@ def make_bases(folder: Path) -> None:
             intermediate_size=256,
             num_hidden_layers=2,
         )
-        write_gguf(folder / f"{family}.gguf", tiny_tokenizer(source), kind, tokenizer=True)
+        tiny_tokenizer(source)
+        for kind in (kind for other, kind in BASES if other == family):
+            write_gguf(folder / f"{kind}.gguf", source, kind, tokenizer=True)
 
 
 def mutate(raw: bytearray, rng: random.Random) -> str:
@@ -86,9 +98,9 @@ def _all(raw: bytearray, name: bytes) -> list[int]:
 def try_case(bases: Path, work: Path, seed: int) -> tuple[str, str]:
     """(outcome, what was done and what came of it) for the case `seed`."""
     rng = random.Random(seed)
-    name = list(BASES)[seed % len(BASES)]
-    raw = bytearray((bases / f"{name}.gguf").read_bytes())
-    done = f"{seed} {name} {mutate(raw, rng)}"
+    family, kind = BASES[seed % len(BASES)]
+    raw = bytearray((bases / f"{kind}.gguf").read_bytes())
+    done = f"{seed} {family} {kind} {mutate(raw, rng)}"
     work.mkdir(exist_ok=True)
     path = work / f"{seed}.gguf"
     path.write_bytes(raw)

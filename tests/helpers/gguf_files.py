@@ -7,6 +7,7 @@ numbers are sane, since a reader is compared with the package's own dequantisati
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,29 +18,22 @@ import torch
 from gguf import GGMLQuantizationType, quants
 from safetensors.torch import load_file
 
-_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
+from tests.helpers import gguf_experts
+from tests.helpers.gguf_blocks import WRITERS
+
+_ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3", "cohere": "command-r"} | gguf_experts.ARCHITECTURES
+_PERMUTED = ("llama", "smollm3", "granite")  # q and k, by the converter
 K_TYPES = ("Q4_K", "Q5_K", "Q6_K")
-TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", *K_TYPES)
+QUANTISED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", *K_TYPES, *WRITERS, "MXFP4")
+TYPES = ("F32", "F16", "BF16", *QUANTISED)
 
 
-def write_gguf(path: Path, folder: Path, kind: str = "F32", tokenizer: bool = False, **extra: object) -> Path:
+def write_gguf(
+    path: Path, folder: Path, kind: str = "F32", tokenizer: bool = False, tensors_per_part: int = 0, **extra: object
+) -> Path:
     """Write the checkpoint in `folder` to `path`, its matrices in `kind` (in Q8_0 where a row is no whole block) and
-    all else in F32; `extra` is metadata of the architecture, dots written as two underscores.
+    all else in F32; with `tensors_per_part` to several files beside it, named as `llama-gguf-split` names them. `extra`
+    is metadata of the architecture, dots written as two underscores.
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     state = {
@@ -47,17 +41,28 @@ def write_gguf(path: Path, folder: Path, kind: str = "F32", tokenizer: bool = Fa
         for file in sorted(folder.glob("*.safetensors"))
         for name, tensor in load_file(file).items()
     }
-    arch = "llama" if config["model_type"] == "mistral" else config["model_type"]
-    writer = gguf.GGUFWriter(path, arch)
+    state = gguf_experts.stacked(state)
+    arch = _ARCHITECTURES.get(config["model_type"], config["model_type"])
+    kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(kinds[arch], config["num_hidden_layers"])
+    writer = gguf.GGUFWriter(path, arch, split_max_tensors=tensors_per_part)
     _add_config(writer, arch, config)
     for key, value in extra.items():
         _add(writer, f"{arch}.{key.replace('__', '.')}", value)
     if tokenizer:
         add_bpe(writer, folder)
     for name, tensor in state.items():
-        if arch == "llama" and ("q_proj" in name or "k_proj" in name):
+        if arch in _PERMUTED and ("q_proj" in name or "k_proj" in name):
             tensor = interleaved(tensor, config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"])
-        add_tensor(writer, gguf_name(name), tensor.numpy(), kind)
+        if arch.startswith("gemma") and name.endswith("norm.weight"):
+            tensor = tensor + 1
+        own = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert own is not None, name
+        add_tensor(writer, own, tensor.numpy(), kind)
+    for name in ("long", "short"):
+        longrope = (config.get("rope_parameters") or {}).get(f"{name}_factor")
+        if longrope is not None:
+            add_tensor(writer, f"rope_factors_{name}.weight", np.array(longrope, np.float32), "F32")
     factors = rope_factors(config)
     if factors is not None:
         add_tensor(writer, "rope_freqs.weight", factors, "F32")
@@ -70,14 +75,6 @@ def finish(writer: gguf.GGUFWriter) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def gguf_name(name: str) -> str:
-    base, _, ending = name.rpartition(".")
-    if base.startswith("model.layers."):
-        _, _, layer, inner = base.split(".", 3)
-        return f"blk.{layer}.{_NAMES[inner]}.{ending}"
-    return f"{_NAMES[base]}.{ending}"
 
 
 def interleaved(tensor: torch.Tensor, heads: int) -> torch.Tensor:
@@ -95,11 +92,13 @@ def add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray, kind: str
     if wanted == GGMLQuantizationType.F16:
         writer.add_tensor(name, values.astype(np.float16))
         return
-    raw = (
-        k_blocks(values, wanted.name)
-        if wanted.name in K_TYPES
-        else quants.quantize(np.ascontiguousarray(values), wanted)
-    )
+    if wanted.name in K_TYPES:
+        raw = k_blocks(values, wanted.name)
+    elif wanted.name in WRITERS:
+        block, write = WRITERS[wanted.name]
+        raw = write(np.ascontiguousarray(values, np.float32).reshape(-1, block)).reshape(len(values), -1)
+    else:
+        raw = quants.quantize(np.ascontiguousarray(values), wanted)
     writer.add_tensor(name, raw, raw_dtype=wanted)
 
 
@@ -152,12 +151,20 @@ def _add_config(writer: gguf.GGUFWriter, arch: str, config: Mapping[str, Any]) -
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
+    if "rms_norm_eps" in config:
+        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    else:
+        writer.add_layer_norm_eps(config.get("layer_norm_eps") or config["norm_epsilon"])
+    if arch != "phi3":
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
     writer.add_vocab_size(config["vocab_size"])
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    writer.add_rope_dimension_count(head_dim)
+    if "sliding_attention" in rope:
+        writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+        rope = rope["full_attention"]
+    if not arch.startswith("gemma"):
+        writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
     writer.add_rope_freq_base(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0)
     kind = rope.get("rope_type", "default")
     if kind in ("linear", "yarn"):
@@ -165,8 +172,36 @@ def _add_config(writer: gguf.GGUFWriter, arch: str, config: Mapping[str, Any]) -
         writer.add_rope_scaling_factor(rope["factor"])
     if kind == "yarn":
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if kind == "longrope":
+        writer.add_rope_scaling_orig_ctx_len(config["original_max_position_embeddings"])
+        scale = config["max_position_embeddings"] / config["original_max_position_embeddings"]
+        factor = math.sqrt(1 + math.log(scale) / math.log(config["original_max_position_embeddings"]))
+        writer.add_rope_scaling_attn_factors(factor)
+    _add_options(writer, arch, config)
     writer.add_uint32("tokenizer.ggml.eos_token_id", 0)
     writer.add_uint32("tokenizer.ggml.bos_token_id", 0)
+
+
+def _add_options(writer: gguf.GGUFWriter, arch: str, config: Mapping[str, Any]) -> None:
+    """What only some converters write."""
+    if "num_experts_per_tok" in config:
+        gguf_experts.add_options(writer, config)
+    if arch in ("gemma2", "gemma3", "phi3", "cohere2"):
+        writer.add_sliding_window(config["sliding_window"] or 0)
+    if "layer_types" in config and arch in ("gemma3", "cohere2"):
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+    if config.get("attn_logit_softcapping") is not None:
+        writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
+    if config.get("final_logit_softcapping") is not None:
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    if arch == "granite":
+        writer.add_attention_scale(config["attention_multiplier"])
+        writer.add_embedding_scale(config["embedding_multiplier"])
+        writer.add_residual_scale(config["residual_multiplier"])
+        writer.add_logit_scale(config["logits_scaling"])
+    if arch in ("command-r", "cohere2"):
+        writer.add_logit_scale(config["logit_scale"])
+        writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: object) -> None:

@@ -13,7 +13,15 @@ from foretoken.model.gguf.kinds import GGML_TYPES
 
 GROUPED = {number: kind for number, kind in GGML_TYPES.items() if is_grouped(kind)}
 # Where a block has its float16 numbers.
-HALVES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2)}
+HALVES = {
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+    "Q4_1": (0, 2),
+    "Q5_1": (0, 2),
+}
 EXTREME = (0.0, -0.0, 6e-8, -6e-8, 6.1e-5, 1.0, -1.0, 65504.0, -65504.0)
 
 
@@ -38,7 +46,8 @@ def test_sizes_are_those_of_the_package() -> None:
 
 def test_which_types_are_read() -> None:
     assert set(runnable_types()) == {
-        *("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+        *("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"),
+        *("Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS", "MXFP4"),
     }
 
 
@@ -58,6 +67,14 @@ def test_extreme_scales(number: int) -> None:
             for place, value in zip(HALVES.get(kind.name, (0,)), (first, second), strict=False):
                 raw[:, place : place + 2] = np.array([value], np.float16).view(np.uint8)
             assert_same(raw, number)
+
+
+def test_every_exponent() -> None:
+    """MXFP4's scales are powers of two, from the smallest to the one whose products are infinite."""
+    number, kind = next((number, kind) for number, kind in GGML_TYPES.items() if kind.name == "MXFP4")
+    raw = np.random.default_rng(1).integers(0, 256, (256, kind.num_bytes), dtype=np.uint8)
+    raw[:, 0] = np.arange(256)
+    assert_same(raw, number)
 
 
 @pytest.mark.parametrize("name", ["F32", "F16", "BF16"])

@@ -12,7 +12,8 @@ import pytest
 
 from foretoken.cli.app import run
 from foretoken.errors import CheckpointError
-from foretoken.model.gguf.header import is_gguf, read_header
+from foretoken.model.gguf.header import is_gguf
+from foretoken.model.gguf.parts import read_header
 from tests.helpers.broken_gguf import GOOD, make_bases, try_case
 
 # The largest claim below is 2 ** 64 bytes; reading a header of some hundred must not take more than this.

@@ -15,10 +15,8 @@ from foretoken.model.layers import Embedding, Linear
 from foretoken.model.loader import load_decoder
 from foretoken.model.open import open_model
 from tests.helpers.checkpoints import token_ids, variant
-from tests.helpers.gguf_files import TYPES, write_gguf
+from tests.helpers.gguf_files import QUANTISED, write_gguf
 from tests.model.test_grouped_quant import by_token, extend
-
-QUANTISED = tuple(name for name in TYPES if name.startswith("Q"))
 
 
 @pytest.mark.parametrize("kind", QUANTISED)

@@ -17,7 +17,7 @@ from foretoken.kv.pool import KVPool
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.attention.paged import KeySlots, PagedAttention, Reader, visible_slots
 from foretoken.model.interface import Segment
-from foretoken.model.row_kernels import FLAGS, HEAD_DIMS, SOURCE, RowKernels, kernels_for, load, row_kernels
+from foretoken.model.row_kernels import FLAGS, SOURCE, RowKernels, kernels_for, load, row_kernels
 from tests.helpers.instruction_sets import INSTRUCTION_SETS
 
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8}  # one rounding to the format, or a few units of float32
@@ -192,7 +192,7 @@ def test_scores_that_differ_by_hundreds() -> None:
 
 
 def test_every_head_size_was_compiled() -> None:
-    for head_dim in HEAD_DIMS:
+    for head_dim in (1, 8, 15, 16, 20, 32, 64, 80, 96, 112, 120, 128, 160, 256):
         config, pool = small_cache(2, 1, head_dim, torch.float32, num_slots=32)
         readers = readers_of([(4, Segment(0, 2))], 8, scattered=False)
         attention = PagedAttention(config, pool, write_slots(readers), readers)

@@ -137,7 +137,8 @@ def test_every_tensor_of_every_family_is_divided_and_nothing_is_lost(tmp_path: P
             if kind == "NONE":
                 assert all(torch.equal(part, full) for part in parts)
             elif kind in ("QKV", "HALVES"):  # merged tensors: each part by itself
-                sizes = [64, 64] if kind == "HALVES" else [48, 24, 24]
+                q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+                sizes = [len(full) // 2] * 2 if kind == "HALVES" else [q, kv, kv]
                 pieces = zip(*(part.split([size // 2 for size in sizes]) for part in parts), strict=True)
                 assert torch.equal(torch.cat([torch.cat(halves) for halves in pieces]), full)
             elif kind == "ROW" and full.dim() == 1:

@@ -19,7 +19,7 @@ from foretoken.model.open import open_model
 from foretoken.model.paged import PagedModel
 from foretoken.plan.memory import Account, Budget, Load, ModelShape, account, contexts_to_show, fitting, largest_batch
 from tests.helpers.checkpoints import VARIANTS, tiny_checkpoint, token_ids, variant
-from tests.helpers.gguf_files import TYPES, write_gguf
+from tests.helpers.gguf_files import QUANTISED, write_gguf
 from tests.helpers.packed_files import FORMS, write_packed
 
 SHAPE = ModelShape("m", 1000, 10, 2, 0, 0, 5, 4, 256, 32)
@@ -72,7 +72,7 @@ def test_targets_in_8_or_4_bits(name: str, kind: str, tmp_path: Path) -> None:
     assert shape_of(folder, name, "bfloat16", weights=kind).weight_bytes == coded_bytes(model)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in TYPES if kind.startswith("Q")])
+@pytest.mark.parametrize("kind", QUANTISED)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_gguf_files(kind: str, dtype: str, tmp_path: Path) -> None:
     """By codes, and in float64, for which no kernel is: as numbers."""

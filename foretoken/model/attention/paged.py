@@ -21,7 +21,7 @@ from foretoken.kv.pool import KVPool
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.attention.scores import read_values, sink_column
 from foretoken.model.interface import Segment
-from foretoken.model.row_kernels import HEAD_DIMS, RowKernels, Scoring, SegmentRows, kernels_for
+from foretoken.model.row_kernels import RowKernels, Scoring, SegmentRows, kernels_for
 from foretoken.transfer import to_device
 
 
@@ -83,12 +83,12 @@ class PagedAttention:
 
     def __init__(self, config: ModelConfig, pool: KVPool, write_slots: Tensor, readers: Sequence[Reader]) -> None:
         self.config, self.pool, self.write_slots, self.readers = config, pool, write_slots, readers
-        self._plans: dict[int | None, _Plan] = {}  # by window
+        self._kept_plan: _Plan | None = None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
         """See `decoder.Attention`."""
         window = self.config.window(layer)
-        plan = self._plan(window, query)
+        plan = self._plan(query)
         if plan.kernels is None:
             self.pool.write(layer, self.write_slots, key, value)
             if len(self.readers) == 1:
@@ -106,14 +106,13 @@ class PagedAttention:
         """What the compiled kernel reads of every layer, if it reads all segments of all layers; `like` is of the kind
         of the queries.
         """
-        plans = [self._plan(window, like) for window in {self.config.window(i) for i in range(self.config.num_layers)}]
-        return None if any(plan.others for plan in plans) else plans[0].segments
+        plan = self._plan(like)
+        return None if plan.others else plan.segments
 
-    def _plan(self, window: int | None, like: Tensor) -> _Plan:
-        if window not in self._plans:
-            kernels = kernels_for(like) if self.config.head_dim in HEAD_DIMS else None
-            self._plans[window] = _plan(self.readers, window, self.most_rows, kernels)
-        return self._plans[window]
+    def _plan(self, like: Tensor) -> _Plan:
+        if self._kept_plan is None:
+            self._kept_plan = _plan(self.readers, self.most_rows, kernels_for(like))
+        return self._kept_plan
 
     def _read(self, layer: int, window: int | None, reader: Reader, query: Tensor, sinks: Tensor | None) -> Tensor:
         """`query` [n, H, K] over the segment's slots. Query heads of one group become rows: no key is copied."""
@@ -148,12 +147,11 @@ class KernelAttention(PagedAttention):
     most_rows = sys.maxsize
 
 
-def _plan(readers: Sequence[Reader], window: int | None, most_rows: int, kernels: RowKernels | None) -> _Plan:
-    """The kernel reads segments of few rows whose window cuts nothing off."""
+def _plan(readers: Sequence[Reader], most_rows: int, kernels: RowKernels | None) -> _Plan:
+    """The kernel reads segments of at most `most_rows` rows."""
     segments, held, others = list[SegmentRows](), list[Tensor](), list[Reader]()
     for reader in readers:
-        is_cut = window is not None and window < len(reader.slots)
-        if kernels is None or reader.segment.num_rows > most_rows or is_cut:
+        if kernels is None or reader.segment.num_rows > most_rows:
             others.append(reader)
             continue
         segment, columns = SegmentRows(), reader.slots.index

@@ -28,6 +28,9 @@ _Parts: TypeAlias = tuple[_Bytes, _Floats | _Products, _Floats | _Products | Non
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _NIBBLES = np.array([0, 4], np.uint8).reshape(1, 1, 2, 1)
 _PAIRS = np.array([0, 2, 4, 6], np.uint8).reshape(1, 1, 4, 1)
+# What the 4-bit codes of a type stand for, times its scale: whole numbers, here as codes above a zero.
+_IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_IQ4_CODES = (np.array(_IQ4_VALUES) + 128).astype(np.uint8)
 _SINGLES = np.arange(8, dtype=np.uint8).reshape(1, 1, 8, 1)
 
 
@@ -149,6 +152,35 @@ def _q6_k(blocks: _Bytes) -> _Parts:
     return low.reshape(len(blocks), 256) | high.reshape(len(blocks), 256), scales, None, 32, 6
 
 
+def _q2_k(blocks: _Bytes) -> _Parts:
+    codes = (blocks[:, 16:80].reshape(len(blocks), 2, 1, 32) >> _PAIRS) & np.uint8(3)
+    scales = (blocks[:, :16] & 15).astype(np.int8), _half(blocks, 80)
+    minimums = (blocks[:, :16] >> 4).astype(np.int8), -_half(blocks, 82)
+    return codes.reshape(len(blocks), 256), scales, minimums, 0, 2
+
+
+def _q3_k(blocks: _Bytes) -> _Parts:
+    low = (blocks[:, 32:96].reshape(len(blocks), 2, 1, 32) >> _PAIRS) & np.uint8(3)
+    high = ((blocks[:, :32].reshape(len(blocks), 1, 1, 32) >> _SINGLES) & np.uint8(1)) << np.uint8(2)
+    first, second = blocks[:, 96:104], blocks[:, 104:108]  # four bits and two of 16 scales
+    scales = np.concatenate([first & 15, first >> 4], axis=1)
+    scales |= np.concatenate([(second >> shift & 3) << 4 for shift in (0, 2, 4, 6)], axis=1)
+    signed = scales.astype(np.int8) - np.int8(32)
+    return low.reshape(len(blocks), 256) | high.reshape(len(blocks), 256), (signed, _half(blocks, 108)), None, 4, 3
+
+
+def _iq4_nl(blocks: _Bytes) -> _Parts:
+    return _IQ4_CODES[_nibbles(blocks[:, 2:])], _half(blocks, 0), None, 128, 8
+
+
+def _iq4_xs(blocks: _Bytes) -> _Parts:
+    nibbles = (blocks[:, 8:].reshape(len(blocks), 8, 1, 16) >> _NIBBLES) & np.uint8(15)
+    low = (blocks[:, 4:8].reshape(len(blocks), 4, 1) >> _NIBBLES.reshape(1, 1, 2)) & np.uint8(15)
+    high = (blocks[:, 2:4].reshape(len(blocks), 2, 1) >> _PAIRS.reshape(1, 1, 4)) & np.uint8(3)
+    signed = (low.reshape(-1, 8) | high.reshape(-1, 8) << 4).astype(np.int8) - np.int8(32)
+    return _IQ4_CODES[nibbles].reshape(len(blocks), 256), (signed, _half(blocks, 0)), None, 128, 8
+
+
 def _mxfp4(blocks: _Bytes) -> _Parts:
     return codes_of(_nibbles(blocks[:, 1:])), scales_of(blocks[:, :1]), None, ZERO, BITS
 
@@ -162,5 +194,9 @@ _READERS: dict[str, Callable[[_Bytes], _Parts]] = {
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
     "MXFP4": _mxfp4,
 }

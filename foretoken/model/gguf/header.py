@@ -12,7 +12,7 @@ import mmap
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -62,8 +62,9 @@ Value: TypeAlias = int | float | bool | str | MetadataArray
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor of the file: `shape` with the rows first, `start` its first byte."""
+    """A tensor of the file `path`: `shape` with the rows first, `start` its first byte."""
 
+    path: Path
     name: str
     shape: tuple[int, ...]
     kind: GgmlType
@@ -77,7 +78,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Header:
-    """What the file says about itself."""
+    """What a file says about itself, or a model's first part about all of them."""
 
     path: Path
     metadata: Mapping[str, Value]
@@ -129,8 +130,8 @@ def is_gguf(path: Path) -> bool:
     return path.suffix.lower() == ".gguf" and path.is_file()
 
 
-def read_header(path: Path) -> Header:
-    """Read the header of a GGUF file and compare it with the file's size.
+def read_part(path: Path) -> Header:
+    """Read the header of one GGUF file and compare it with the file's size; `parts.read_header` reads a model's.
 
     Raises:
         CheckpointError: names the metadata key or the tensor that is wrong.
@@ -142,7 +143,7 @@ def read_header(path: Path) -> Header:
     return _read(path, about.st_size, about.st_mtime_ns)
 
 
-@lru_cache(maxsize=4)  # a target and a draft, each asked for its configuration, its weights and its tokenizer
+@lru_cache(maxsize=64)  # target and draft, their parts, asked for configuration, weights and tokenizer
 def _read(path: Path, num_bytes: int, _changed_ns: int) -> Header:
     with _opened(path) as cursor:
         version, num_tensors, num_pairs = cursor.take("<IQQ", "header")
@@ -278,7 +279,7 @@ def _read_entry(cursor: _Cursor) -> TensorInfo:
             f"{cursor.path}: {what} has rows of {shape[-1]:,} numbers, not a multiple of {kind.name}'s block of "
             f"{kind.block}"
         )
-    return TensorInfo(name, shape, kind, offset)
+    return TensorInfo(cursor.path, name, shape, kind, offset)
 
 
 def _alignment(metadata: Mapping[str, Value], path: Path) -> int:
@@ -294,7 +295,7 @@ def _check_places(
     """The tensors by name, none behind the end of the file and none over another."""
     tensors: dict[str, TensorInfo] = {}
     for entry in entries:
-        info = TensorInfo(entry.name, entry.shape, entry.kind, first + entry.start)
+        info = replace(entry, start=first + entry.start)
         if entry.name in tensors:
             raise CheckpointError(f"{path}: tensor {shown(entry.name)} is there twice")
         if entry.start % alignment:

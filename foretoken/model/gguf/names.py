@@ -6,34 +6,25 @@ Sources: llama.cpp's `convert_hf_to_gguf.py` (which wrote the files) and `llama-
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from foretoken.errors import CheckpointError, UnsupportedModelError
-from foretoken.model.fields import MOST_SIZE, Fields, shown
+from foretoken.model.families import FAMILIES, Family
+from foretoken.model.fields import Fields, shown
 from foretoken.model.gguf.experts import MIXTURE_ARCHITECTURES, Mixture, expert_fields, mixture_of
-from foretoken.model.gguf.header import Header
+from foretoken.model.gguf.families import GGUF_FAMILIES, GgufFamily
+from foretoken.model.gguf.header import Header, MetadataArray
+from foretoken.model.gguf.special_tokens import end_tokens
 
-# Mistral's and Mixtral's files are of architecture "llama" too.
-ARCHITECTURES = ("llama", "qwen2", "qwen3", *MIXTURE_ARCHITECTURES)
-# The converter reorders the rows of q and k of these, because llama.cpp then rotates neighbouring channels.
-_INTERLEAVED = ("llama",)
+ARCHITECTURES = (*GGUF_FAMILIES, *MIXTURE_ARCHITECTURES)
 ROPE_FACTORS = "rope_freqs.weight"
+# LongRoPE's, of short and of long texts; the second are not read, see `architecture.RopeConfig`.
+SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
 _EMBEDDING = "token_embd.weight"
+_PATTERN = "attention.sliding_window_pattern"
 
 _WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 _IN_LAYER = re.compile(r"blk\.(0|[1-9]\d{0,5})\.(\w+)\.(weight|bias)")
 _OUTSIDE = re.compile(r"(\w+)\.(weight|bias)")
 
@@ -52,30 +43,44 @@ _NEUTRAL: dict[str, object] = {
     "rope.scaling.yarn_attn_factor": 1.0,
     "rope.scaling.yarn_log_multiplier": 0.0,
 }
-# Texts at which llama.cpp ends an answer, whatever the metadata says, among the families here.
-_ENDS = frozenset({"<|eot_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>"})
 
 
-def hf_name(name: str) -> str:
-    """The Hugging Face name of one of llama.cpp's tensors; its own where there is none."""
+def hf_name(name: str, parts: Mapping[str, str]) -> str:
+    """The Hugging Face name of one of llama.cpp's tensors; its own where there is none. `parts` are those of a layer
+    (`families.layer_parts`).
+    """
     found = _IN_LAYER.fullmatch(name)
-    if found is not None and found[2] in _LAYER:
-        return f"model.layers.{found[1]}.{_LAYER[found[2]]}.{found[3]}"
+    if found is not None and found[2] in parts:
+        own = f"model.layers.{found[1]}.{parts[found[2]]}"
+        return own if found[2] == "attn_sinks" else f"{own}.{found[3]}"
     found = _OUTSIDE.fullmatch(name)
     if found is not None and found[1] in _WHOLE:
         return f"{_WHOLE[found[1]]}.{found[2]}"
     return name
 
 
-def interleaved_heads(name: str, architecture: str, raw: dict[str, Any]) -> int | None:
+def interleaved_heads(name: str, family: GgufFamily, raw: dict[str, Any]) -> int | None:
     """The number of heads among which the rows of a tensor (by its Hugging Face name) were interleaved; None if they
     were not.
     """
-    if architecture not in _INTERLEAVED:
+    if not family.permutes:
         return None
     if ".self_attn.q_proj." in name:
         return int(raw["num_attention_heads"])
     return int(raw["num_key_value_heads"]) if ".self_attn.k_proj." in name else None
+
+
+def family_of(header: Header) -> GgufFamily:
+    """What the file's architecture is.
+
+    Raises:
+        CheckpointError, UnsupportedModelError: see `architecture_of`.
+    """
+    mixture, architecture = mixture_in(header), architecture_of(header)
+    if mixture is None:
+        return GGUF_FAMILIES[architecture]
+    dense = GGUF_FAMILIES.get(architecture)
+    return GgufFamily(mixture.model_type, mixture.options, permutes=dense is not None and dense.permutes)
 
 
 def architecture_of(header: Header) -> str:
@@ -83,7 +88,7 @@ def architecture_of(header: Header) -> str:
 
     Raises:
         CheckpointError: the file names none.
-        UnsupportedModelError: another one, or a part of a split model.
+        UnsupportedModelError: another one.
     """
     fields = header.fields
     name = fields.text("general.architecture")
@@ -93,10 +98,6 @@ def architecture_of(header: Header) -> str:
         raise UnsupportedModelError(
             f"{header.path} has general.architecture={shown(name)}: GGUF files of {', '.join(ARCHITECTURES)} run "
             "(Mistral's and Mixtral's are of 'llama'); take the model's safetensors checkpoint"
-        )
-    if fields.whole_or("split.count", 1, least=0) > 1:
-        raise UnsupportedModelError(
-            f"{header.path} is one of {header.metadata['split.count']} parts: join them with llama-gguf-split --merge"
         )
     return name
 
@@ -116,29 +117,31 @@ def config_fields(header: Header) -> dict[str, Any]:
     """
     architecture = architecture_of(header)
     fields = Fields(_of_architecture(header, architecture), f"{header.path}: metadata {architecture}")
-    _refuse_options(fields)
-    mixture = mixture_in(header)
+    mixture, family = mixture_in(header), family_of(header)
+    _refuse_options(fields, family)
     if mixture is None and fields.whole_or("expert_count", 0, least=0):
         raise UnsupportedModelError(f"{fields.where}: expert_count={fields.raw['expert_count']} of this architecture")
     hidden, heads = fields.whole("embedding_length"), fields.whole("attention.head_count")
     kv_heads = fields.whole_or("attention.head_count_kv", heads)
     head_dim = fields.whole_or("attention.key_length", hidden // heads)
-    for key in ("attention.value_length", "rope.dimension_count"):
-        if fields.whole_or(key, head_dim) != head_dim:
-            raise UnsupportedModelError(
-                f"{fields.where}: {key}={fields.raw[key]} beside heads of {head_dim} has no native implementation"
-            )
-    context = fields.whole("context_length")
-    if fields.whole_or("attention.sliding_window", context) < context:
+    if fields.whole_or("attention.value_length", head_dim) != head_dim:
         raise UnsupportedModelError(
-            f"{fields.where}: attention.sliding_window={fields.raw['attention.sliding_window']} is not read from GGUF "
-            "files; take the model's safetensors checkpoint"
+            f"{fields.where}: attention.value_length={fields.raw['attention.value_length']} beside heads of {head_dim} "
+            "has no native implementation"
         )
+    context = fields.whole("context_length")
+    kind = FAMILIES[family.model_type]
+    options = family.options(fields)
+    rope, local_rope = _rope(fields, context, kind, head_dim), options.pop("local_rope", None)
+    if rope["rope_type"] == "yarn":  # which files do not say
+        rope["truncate"] = kind.defaults.get("rope_parameters", {}).get("truncate", True)
+    norm = "rms_epsilon" if kind.norm.kind == "rms" else "epsilon"
+    has_biases = any(f"blk.0.{name}.bias" in header.tensors for name in ("attn_q", "attn_qkv"))
     vocab_size = _vocab_size(header, fields)
     own = header.fields
     bos = own.whole("tokenizer.ggml.bos_token_id", least=0) if own.has("tokenizer.ggml.bos_token_id") else None
     inner = (
-        {"model_type": architecture, "intermediate_size": fields.whole("feed_forward_length")}
+        {"model_type": family.model_type, "intermediate_size": fields.whole("feed_forward_length")}
         if mixture is None
         else expert_fields(mixture, fields)
     )
@@ -151,25 +154,35 @@ def config_fields(header: Header) -> dict[str, Any]:
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
         "max_position_embeddings": context,
-        "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon", zero=True),
-        "rope_parameters": _rope(fields, context),
-        "attention_bias": "blk.0.attn_q.bias" in header.tensors,
+        kind.eps: fields.number(f"attention.layer_norm_{norm}", zero=True),
+        "rope_parameters": rope if local_rope is None else {"full_attention": rope, "sliding_attention": local_rope},
+        "attention_bias": has_biases,
+        "use_bias": has_biases,
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in header.tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in header.tensors,
         "tie_word_embeddings": "output.weight" not in header.tensors,
-        "use_sliding_window": False,
+        **options,
         "bos_token_id": bos if bos is None or bos < vocab_size else None,
-        "eos_token_id": _end_tokens(header, vocab_size),
+        "eos_token_id": end_tokens(header, vocab_size),
     }
 
 
 def _of_architecture(header: Header, architecture: str) -> dict[str, Any]:
-    """The metadata of one architecture, without its prefix."""
+    """The metadata of one architecture, without its prefix; which layers have windows may be a list in the file."""
     prefix = f"{architecture}."
-    return {key[len(prefix) :]: value for key, value in header.metadata.items() if key.startswith(prefix)}
+    found: dict[str, Any] = {
+        key[len(prefix) :]: value for key, value in header.metadata.items() if key.startswith(prefix)
+    }
+    if isinstance(found.get(_PATTERN), MetadataArray):
+        pattern = header.numbers(prefix + _PATTERN)
+        found[_PATTERN] = None if pattern is None else pattern.tolist()
+    return found
 
 
-def _refuse_options(fields: Fields) -> None:
+def _refuse_options(fields: Fields, family: GgufFamily) -> None:
     for key, neutral in _NEUTRAL.items():
+        if key in family.reads:
+            continue
         value = fields.raw.get(key, neutral)
         if value != neutral:
             raise UnsupportedModelError(f"{fields.where}: {key}={shown(value)} has no native implementation")
@@ -191,17 +204,26 @@ def _vocab_size(header: Header, fields: Fields) -> int:
     return rows
 
 
-def _rope(fields: Fields, context: int) -> dict[str, Any]:
+def _rope(fields: Fields, context: int, kind_of: Family, head_dim: int) -> dict[str, Any]:
     """Base and scaling of the rotary embeddings, in transformers' words."""
+    rotated = fields.whole_or("rope.dimension_count", head_dim)
+    if rotated != head_dim and not kind_of.is_partial:
+        raise UnsupportedModelError(
+            f"{fields.where}: rope.dimension_count={rotated} beside heads of {head_dim} has no native implementation"
+        )
     rope: dict[str, Any] = {
         "rope_type": "default",
         "rope_theta": fields.number_or("rope.freq_base", 10_000.0, above=1.0),
     }
+    if kind_of.is_partial:
+        rope["partial_rotary_factor"] = rotated / head_dim
     kind = fields.text("rope.scaling.type", "none")
     if fields.has("rope.scale_linear"):  # how old files say it
         factor, kind = fields.number("rope.scale_linear"), "linear"
     else:
         factor = fields.number_or("rope.scaling.factor", 1.0)
+    if kind_of.has_longrope and kind in ("none", "longrope"):  # the factors are tensors
+        return rope
     if kind == "none" or (kind == "linear" and factor == 1.0):
         return rope
     if kind == "linear":
@@ -217,14 +239,3 @@ def _rope(fields: Fields, context: int) -> dict[str, Any]:
         "beta_fast": fields.number_or("rope.scaling.yarn_beta_fast", 32.0),
         "beta_slow": fields.number_or("rope.scaling.yarn_beta_slow", 1.0),
     }
-
-
-def _end_tokens(header: Header, vocab_size: int) -> list[int]:
-    """Tokens that end an answer: those the metadata names, and control tokens with a text that llama.cpp knows as an
-    end.
-    """
-    fields = header.fields
-    keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
-    ends = [fields.whole(key, least=0, most=MOST_SIZE * 2 + 1) for key in keys if fields.has(key)]
-    ends += [token_id for token_id, token in enumerate(header.texts("tokenizer.ggml.tokens")) if token in _ENDS]
-    return [token_id for token_id in dict.fromkeys(ends) if token_id < vocab_size]  # 2 ** 32 - 1 means none

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,16 +17,20 @@ from foretoken.model.architecture import ModelConfig
 from foretoken.model.config_json import config_from_hf
 from foretoken.model.gguf.blocks import grouped, is_grouped, plain, plain_dtype, runnable_types
 from foretoken.model.gguf.experts import expert_tensors
-from foretoken.model.gguf.header import Header, TensorInfo, read_header
+from foretoken.model.gguf.families import layer_parts
+from foretoken.model.gguf.header import Header, TensorInfo
 from foretoken.model.gguf.kinds import GgmlType
 from foretoken.model.gguf.names import (
+    LONG_FACTORS,
     ROPE_FACTORS,
-    architecture_of,
+    SHORT_FACTORS,
     config_fields,
+    family_of,
     hf_name,
     interleaved_heads,
     mixture_in,
 )
+from foretoken.model.gguf.parts import read_header
 from foretoken.model.grouped import GroupedCodes
 from foretoken.model.grouped_layout import BLOCK_ROWS
 from foretoken.model.weights import AS_CODES, StoredKind, hf_tensors, stored_kinds
@@ -35,7 +40,7 @@ _CODED_NUMBERS = 1 << 20  # unpacked at a time for the kernel, which takes some 
 
 
 class GgufWeights:
-    """The tensors of a GGUF file by their Hugging Face names; nothing is read until asked for.
+    """The tensors of a GGUF file, or of all its parts, by their Hugging Face names; nothing is read until asked for.
 
     Rows that llama.cpp's converter interleaved are put back in order, quantised ones as well.
 
@@ -47,7 +52,7 @@ class GgufWeights:
     def __init__(self, path: Path) -> None:
         self.folder = path  # what the messages of the loader call it
         self.header: Header = read_header(path)
-        self._architecture, self._raw = architecture_of(self.header), config_fields(self.header)
+        self._family, self._raw = family_of(self.header), config_fields(self.header)
         # A table that older converters wrote; the decoder computes it.
         tensors = {
             name: info for name, info in self.header.tensors.items() if not name.endswith("attn_rot_embd.weight")
@@ -55,7 +60,8 @@ class GgufWeights:
         mixture = mixture_in(self.header)
         experts = {} if mixture is None else expert_tensors(tensors, mixture.names)
         apart = {info.name for info in experts.values()}
-        self._info = {hf_name(name): info for name, info in tensors.items() if name not in apart} | experts
+        parts = layer_parts(self._family.names)
+        self._info = {hf_name(name, parts): info for name, info in tensors.items() if name not in apart} | experts
 
     @property
     def names(self) -> list[str]:
@@ -65,7 +71,7 @@ class GgufWeights:
     @property
     def own_names(self) -> list[str]:
         """Names of the tensors that become weights of the decoder."""
-        return [name for name in self._info if name != ROPE_FACTORS]
+        return [name for name in self._info if name not in (ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS)]
 
     def __contains__(self, name: str) -> bool:
         return name in self._info
@@ -112,7 +118,9 @@ class GgufWeights:
         self._check_shape(name, shape)
         info = self.info(name)
         if not is_grouped(info.kind):
-            return self._in_order(name, plain(self._bytes(info), info.kind, shape))
+            numbers = self._in_order(name, plain(self._bytes(info), info.kind, shape))
+            shifted = self._family.norm_shift and name.endswith("norm.weight")
+            return numbers - self._family.norm_shift if shifted else numbers
         rows, columns = shape
         full = torch.empty(shape, dtype=torch.float32)  # [N, K]
         step = max(1, _CHUNK_NUMBERS // columns)
@@ -134,7 +142,7 @@ class GgufWeights:
             return None
         rows, columns = info.shape
         found = grouped(self._bytes(info), info.kind, (rows, columns))
-        if interleaved_heads(name, self._architecture, self._raw) is None:
+        if interleaved_heads(name, self._family, self._raw) is None:
             return found
         return found.reordered(lambda rows: self._in_order(name, rows))
 
@@ -149,7 +157,7 @@ class GgufWeights:
         info = self.info(name)
         if not is_grouped(info.kind):
             return None
-        if interleaved_heads(name, self._architecture, self._raw) is not None:
+        if interleaved_heads(name, self._family, self._raw) is not None:
             whole = self.grouped(name)
             return None if whole is None else iter((whole,))
         rows, columns = info.shape
@@ -213,7 +221,7 @@ class GgufWeights:
             CheckpointError: a value that is out of bounds.
             UnsupportedModelError: an option that the native decoder lacks.
         """
-        config = config_from_hf(self._raw, str(self.folder))
+        config = config_from_hf(self._with_short_factors(), str(self.folder))
         if ROPE_FACTORS not in self:
             return config
         factors = self.read(ROPE_FACTORS, (config.head_dim // 2,)).to(torch.float32)
@@ -222,6 +230,16 @@ class GgufWeights:
                 f"tensor {ROPE_FACTORS} in {self.folder} must be positive numbers, and the only scaling of positions"
             )
         return replace(config, rope=replace(config.rope, kind="factors", factors=tuple(factors.tolist())))
+
+    def _with_short_factors(self) -> dict[str, Any]:
+        """The configuration with LongRoPE's factors of short texts, if the file has them."""
+        if SHORT_FACTORS not in self:
+            return self._raw
+        factors = self.read(SHORT_FACTORS, self.shape(SHORT_FACTORS)).to(torch.float32)
+        scaling = {"rope_type": "longrope", "short_factor": factors.flatten().tolist()}
+        attention = self.header.metadata.get(f"{self._raw['model_type']}.rope.scaling.attn_factor")
+        rope = self._raw["rope_parameters"] | scaling | {"attention_factor": attention}
+        return self._raw | {"rope_parameters": rope}
 
     def kinds(self) -> list[StoredKind]:
         """The types in which the tensors are stored."""
@@ -245,13 +263,13 @@ class GgufWeights:
         rows = info.num_bytes // row
         start, stop = info.start + first * row, info.start + (rows if last is None else last) * row
         try:
-            return np.array(np.memmap(self.folder, np.uint8, "r", start, (stop - start,)))
+            return np.array(np.memmap(info.path, np.uint8, "r", start, (stop - start,)))
         except (OSError, ValueError) as error:  # cut short since its header was read
-            raise CheckpointError(f"tensor {info.name} in {self.folder} cannot be read ({error})") from error
+            raise CheckpointError(f"tensor {info.name} in {info.path} cannot be read ({error})") from error
 
     def _in_order(self, name: str, rows: Tensor) -> Tensor:
         """Undo the converter's `permute`: within a head its row 2 i + j stood at j * head_dim / 2 + i."""
-        heads = interleaved_heads(name, self._architecture, self._raw)
+        heads = interleaved_heads(name, self._family, self._raw)
         if heads is None:
             return rows
         pairs = rows.view(heads, len(rows) // heads // 2, 2, *rows.shape[1:])

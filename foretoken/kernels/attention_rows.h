@@ -1,0 +1,222 @@
+// What attention computes for a few query rows over a block of keys and values. Every sum has one order, whatever the
+// number of rows: over the numbers of a key in ascending order, over positions in ascending order.
+
+#ifndef FORETOKEN_ATTENTION_ROWS_H
+#define FORETOKEN_ATTENTION_ROWS_H
+
+#include <limits>
+#include <type_traits>
+
+#include "pairs.h"
+
+namespace {
+
+constexpr int KEY_BLOCK = 64;  // positions of a block, which begins at a multiple of that
+constexpr float NONE = -std::numeric_limits<float>::infinity();
+
+// Query rows, and vectors of 16 sums for each, that fit into the registers.
+#ifdef __AVX512F__
+constexpr int REGISTER_ROWS = 6, REGISTER_VECTORS = 4;
+#else
+constexpr int REGISTER_ROWS = 3, REGISTER_VECTORS = 2;
+#endif
+
+// ---- Words of 32 bits, in which dot products go over a row: pairs of bfloat16, or float32.
+
+template <class T>
+constexpr int64_t words_of(int64_t size) {
+    return sizeof(T) == 4 ? size : (size + 1) / 2;
+}
+
+template <class T>
+struct Word;  // `load` 16 of them, and `add` their products with one
+
+template <>
+struct Word<uint16_t> {
+    using Vector = Line;
+    static Vector load(const uint32_t* from) { return line_at(from); }
+    static void add(Lanes& sum, const Vector& keys, uint32_t query) { add_products(sum, keys, query); }
+};
+
+template <>
+struct Word<float> {
+    using Vector = Lanes;
+    static Vector load(const uint32_t* from) {
+        Lanes to;
+        std::memcpy(&to, from, sizeof to);
+        return to;
+    }
+    static void add(Lanes& sum, const Vector& keys, uint32_t query) { sum += keys * of_bits(query); }
+};
+
+// The words of a row of `size` numbers from word `first` on, 16 at most, zeros behind them.
+template <class T>
+inline Words row_words(const T* row, int64_t size, int64_t first) {
+    constexpr int64_t EACH = 4 / sizeof(T);
+    const int64_t bytes = (size - first * EACH) * int64_t(sizeof(T));
+    const T* from = row + first * EACH;
+    Words words = {};
+    if (bytes >= int64_t(sizeof words))
+        std::memcpy(&words, from, sizeof words);
+    else if (bytes == sizeof words / 2)
+        std::memcpy(&words, from, sizeof words / 2);
+    else
+        std::memcpy(&words, from, bytes);
+    return words;
+}
+
+#ifdef __clang__
+#define FORETOKEN_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define FORETOKEN_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Words{__VA_ARGS__})
+#endif
+
+inline void transpose(Words (&rows)[LANES]) {
+    // Four times: rows i and i + 8 are interleaved into rows 2 i and 2 i + 1.
+    for (int round = 0; round < 4; ++round) {
+        Words next[LANES];
+        for (int i = 0; i < LANES / 2; ++i) {
+            const Words a = rows[i], b = rows[i + LANES / 2];
+            next[2 * i] = FORETOKEN_SHUFFLE(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+            next[2 * i + 1] = FORETOKEN_SHUFFLE(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+        }
+        std::copy_n(next, LANES, rows);
+    }
+}
+
+// 16 rows of keys, those behind `count` zeros, as [words, 16].
+template <class T>
+void lay_out_keys(const T* keys, const int64_t* at, int64_t count, int64_t size, uint32_t* to) {
+    const int64_t num_words = words_of<T>(size);
+    for (int64_t first = 0; first < num_words; first += LANES) {
+        Words rows[LANES];
+        for (int64_t i = 0; i < LANES; ++i) rows[i] = i < count ? row_words(keys + at[i], size, first) : Words{};
+        transpose(rows);
+        const int64_t some = std::min<int64_t>(LANES, num_words - first);
+        std::memcpy(to + first * LANES, rows, some * sizeof(Words));
+    }
+}
+
+// ---- Scores: `out` [ROWS, KEY_BLOCK] of 16 * VECTORS keys [VECTORS, words, 16] and `query` [ROWS, words].
+template <class T, int ROWS, int VECTORS>
+__attribute__((noinline)) void score(const uint32_t* keys, const uint32_t* query, int64_t num_words, float* out) {
+    Lanes sums[ROWS][VECTORS] = {};
+    for (int64_t w = 0; w < num_words; ++w) {
+        typename Word<T>::Vector own[VECTORS];
+        for (int v = 0; v < VECTORS; ++v) own[v] = Word<T>::load(keys + (v * num_words + w) * LANES);
+        for (int r = 0; r < ROWS; ++r)
+            for (int v = 0; v < VECTORS; ++v) Word<T>::add(sums[r][v], own[v], query[r * num_words + w]);
+    }
+    for (int r = 0; r < ROWS; ++r)
+        for (int v = 0; v < VECTORS; ++v) store(sums[r][v], out + r * KEY_BLOCK + v * LANES);
+}
+
+// ---- Values: `total` [ROWS, stride] += weights [ROWS, KEY_BLOCK] times the rows `values + at[c]`, c from `first` to
+// `last`; 16 * VECTORS numbers of each, or `some` if those are fewer than 16.
+template <class T, int ROWS, int VECTORS>
+__attribute__((noinline)) void add_values(const T* values, const int64_t* at, const float* weights, int64_t first,
+                                          int64_t last, float* total, int64_t stride, int64_t some) {
+    Lanes sums[ROWS][VECTORS];
+    for (int r = 0; r < ROWS; ++r)
+        for (int v = 0; v < VECTORS; ++v) sums[r][v] = load(total + r * stride + v * LANES);
+    for (int64_t c = first; c < last; ++c) {
+        Lanes own[VECTORS];
+        for (int v = 0; v < VECTORS; ++v)
+            own[v] = VECTORS == 1 && some < LANES ? load_some(values + at[c], some) : load(values + at[c] + v * LANES);
+        for (int r = 0; r < ROWS; ++r)
+            for (int v = 0; v < VECTORS; ++v) sums[r][v] += weights[r * KEY_BLOCK + c] * own[v];
+    }
+    for (int r = 0; r < ROWS; ++r)
+        for (int v = 0; v < VECTORS; ++v) store(sums[r][v], total + r * stride + v * LANES);
+}
+
+// Calls `function(rows, vectors)`, both as constants, over all of `num_rows` and `num_vectors` in register tiles:
+// `function(constants, first row, first vector)`.
+template <int N>
+using Constant = std::integral_constant<int, N>;
+
+template <int MOST, class Function>
+inline void in_pieces(int64_t size, Function function) {
+    int64_t first = 0;
+    for (; size - first >= MOST; first += MOST) function(Constant<MOST>{}, first);
+    if constexpr (MOST > 4)
+        if (size - first >= 4) function(Constant<4>{}, first), first += 4;
+    if constexpr (MOST > 3)
+        if (size - first >= 3) function(Constant<3>{}, first), first += 3;
+    if constexpr (MOST > 2)
+        if (size - first >= 2) function(Constant<2>{}, first), first += 2;
+    if constexpr (MOST > 1)
+        if (size - first >= 1) function(Constant<1>{}, first);
+}
+
+// ---- Softmax, block by block (Milakov & Gimelshein 1805.02867).
+
+// How scores are made of dot products, see `foretoken_attention`.
+struct Scoring {
+    float scale, softcap;
+
+    Lanes operator()(Lanes product) const {
+        const Lanes score = product * scale;
+        if (softcap == 0.0f) return score;
+        return softcap - (2.0f * softcap) / (exp_of(score * (2.0f / softcap)) + 1.0f);
+    }
+};
+
+// A row's result so far: `values` [head_dim, padded] are divided by `weight` in the end.
+struct RowSum {
+    float largest;
+    float weight;
+    float* values;
+};
+
+// The same within a split, its weights not yet added up.
+struct OpenSum {
+    float largest;
+    Lanes weights;
+    float* values;
+};
+
+// From products at positions `first` to `last` of a block to weights, 0 beside them.
+__attribute__((noinline)) void weigh(float* products, int64_t first, int64_t last, const Scoring& scoring, OpenSum& sum,
+                                     int64_t stride) {
+    const int64_t from = first / LANES * LANES, to = (last + LANES - 1) / LANES * LANES;
+    const Words lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    Lanes highest = all(NONE);
+    for (int64_t c = from; c < to; c += LANES) {
+        const Words place = lanes + int32_t(c);
+        const Words seen = (place >= int32_t(first)) & (place < int32_t(last));
+        const Lanes score = seen ? scoring(load(products + c)) : all(NONE);
+        store(score, products + c);
+        highest = score > highest ? score : highest;
+    }
+    float largest = sum.largest;
+    for (int i = 0; i < LANES; ++i) largest = highest[i] > largest ? highest[i] : largest;
+    if (largest > sum.largest) {
+        const float factor = exp_of(all(sum.largest - largest))[0];
+        for (int64_t k = 0; k < stride; k += LANES) store(load(sum.values + k) * factor, sum.values + k);
+        sum.weights *= factor;
+        sum.largest = largest;
+    }
+    for (int64_t c = from; c < to; c += LANES) {
+        const Words place = lanes + int32_t(c);
+        const Words seen = (place >= int32_t(first)) & (place < int32_t(last));
+        const Lanes weight = seen ? exp_of(load(products + c) - largest) : Lanes{};
+        store(weight, products + c);
+        sum.weights += weight;
+    }
+}
+
+// Adds what a later split found.
+__attribute__((noinline)) void merge(RowSum& sum, float largest, float weight, const float* values, int64_t stride) {
+    if (largest == NONE && weight == 0.0f) return;  // it saw nothing
+    const float most = largest > sum.largest ? largest : sum.largest;
+    const float kept = exp_of(all(sum.largest - most))[0], added = exp_of(all(largest - most))[0];
+    sum.weight = sum.weight * kept + weight * added;
+    for (int64_t k = 0; k < stride; k += LANES)
+        store(load(sum.values + k) * kept + load(values + k) * added, sum.values + k);
+    sum.largest = most;
+}
+
+}  // namespace
+
+#endif

@@ -1,0 +1,154 @@
+"""The architectures of llama.cpp that run natively: the family that each is, and how its metadata reads as that
+family's `config.json`.
+
+Sources: llama.cpp's `conversion` (which wrote the files) and `src/models` (which reads them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from foretoken.errors import UnsupportedModelError
+from foretoken.model.families import FAMILIES, LayerNames
+from foretoken.model.fields import Fields, shown
+
+_SOFTCAPS = frozenset({"attn_logit_softcapping", "final_logit_softcapping"})
+Reader = Callable[[Fields], dict[str, Any]]
+
+
+def whole_context(fields: Fields) -> dict[str, Any]:
+    """Families whose windows GGUF files do not describe.
+
+    Raises:
+        UnsupportedModelError: a window that is shorter than the context.
+    """
+    if 0 < fields.whole_or("attention.sliding_window", 0, least=0) < fields.whole("context_length"):
+        raise UnsupportedModelError(
+            f"{fields.where}: attention.sliding_window={shown(fields.raw['attention.sliding_window'])} is not read "
+            "from files of this architecture; take the model's safetensors checkpoint"
+        )
+    return {"use_sliding_window": False, "sliding_window": None}
+
+
+def _gemma(fields: Fields) -> dict[str, Any]:
+    """llama.cpp knows by the number of layers which of them scale queries by their width instead of the head's."""
+    heads, layers = fields.whole("attention.head_count"), fields.whole("block_count")
+    by_width = fields.whole("embedding_length") // heads if layers in (46, 62) else 0
+    found = windows(fields) | {"query_pre_attn_scalar": by_width or fields.whole("attention.key_length")}
+    caps = {key: fields.number(key, zero=True) or None for key in _SOFTCAPS if fields.has(key)}
+    return found | caps
+
+
+def _gemma3(fields: Fields) -> dict[str, Any]:
+    local = {"rope_type": "default", "rope_theta": fields.number_or("rope.freq_base_swa", 10_000.0, above=1.0)}
+    return _gemma(fields) | {"local_rope": local}
+
+
+def windows(fields: Fields) -> dict[str, Any]:
+    """The window, and which layers have it where that is not the family's own pattern."""
+    found: dict[str, Any] = {}
+    if fields.has("attention.sliding_window"):
+        found["sliding_window"] = fields.whole("attention.sliding_window")
+    pattern, layers = fields.raw.get("attention.sliding_window_pattern"), fields.whole("block_count")
+    if isinstance(pattern, int) and not isinstance(pattern, bool):
+        every = fields.whole("attention.sliding_window_pattern", least=0)
+        pattern = [bool(every and (layer + 1) % every) for layer in range(layers)]
+    if isinstance(pattern, list):
+        found["layer_types"] = ["sliding_attention" if own else "full_attention" for own in pattern]
+    elif pattern is not None:
+        raise fields.refusal("attention.sliding_window_pattern", "a whole number or a list")
+    return found
+
+
+def _phi3(fields: Fields) -> dict[str, Any]:
+    context = fields.whole("context_length")
+    return {
+        "sliding_window": fields.whole_or("attention.sliding_window", 0, least=0) or None,
+        "original_max_position_embeddings": fields.whole_or("rope.scaling.original_context_length", context),
+    }
+
+
+def _granite(fields: Fields) -> dict[str, Any]:
+    size = fields.whole("embedding_length") // fields.whole("attention.head_count")
+    return whole_context(fields) | {
+        "embedding_multiplier": fields.number_or("embedding_scale", 1.0),
+        "residual_multiplier": fields.number_or("residual_scale", 1.0),
+        "attention_multiplier": fields.number_or("attention.scale", size**-0.5),
+        "logits_scaling": fields.number_or("logit_scale", 1.0),
+    }
+
+
+def _command_r(fields: Fields) -> dict[str, Any]:
+    return whole_context(fields) | {"logit_scale": fields.number_or("logit_scale", 1.0)}
+
+
+def _cohere2(fields: Fields) -> dict[str, Any]:
+    return windows(fields) | {"logit_scale": fields.number("logit_scale")}
+
+
+@dataclass(frozen=True)
+class GgufFamily:
+    """One architecture. `reads`: keys of its metadata that `options` takes and other families lack. `permutes`: the
+    converter reorders the rows of q and k, because llama.cpp then rotates neighbouring channels. `norm_shift` is what
+    it adds to the weights of norms.
+    """
+
+    model_type: str
+    options: Reader
+    reads: frozenset[str] = field(default_factory=frozenset)
+    permutes: bool = False
+    norm_shift: float = 0.0
+
+    @property
+    def names(self) -> LayerNames:
+        """What the family calls the tensors of a layer."""
+        return FAMILIES[self.model_type].names
+
+
+GGUF_FAMILIES: Mapping[str, GgufFamily] = MappingProxyType(
+    {
+        "llama": GgufFamily("llama", whole_context, permutes=True),  # Mistral's files too
+        "qwen2": GgufFamily("qwen2", whole_context),
+        "qwen3": GgufFamily("qwen3", whole_context),
+        "gemma2": GgufFamily("gemma2", _gemma, _SOFTCAPS, norm_shift=1.0),
+        "gemma3": GgufFamily("gemma3_text", _gemma3, _SOFTCAPS, norm_shift=1.0),
+        "phi3": GgufFamily("phi3", _phi3),
+        "olmo2": GgufFamily("olmo2", whole_context),
+        "smollm3": GgufFamily("smollm3", whole_context, permutes=True),
+        "granite": GgufFamily(
+            "granite",
+            _granite,
+            frozenset({"embedding_scale", "residual_scale", "attention.scale", "logit_scale"}),
+            permutes=True,
+        ),
+        "glm4": GgufFamily("glm4", whole_context),
+        "starcoder2": GgufFamily("starcoder2", whole_context),
+        "command-r": GgufFamily("cohere", _command_r, frozenset({"logit_scale"})),
+        "cohere2": GgufFamily("cohere2", _cohere2, frozenset({"logit_scale"})),
+    }
+)
+
+
+def layer_parts(names: LayerNames) -> dict[str, str]:
+    """The Hugging Face names of llama.cpp's tensors of a layer."""
+    parts = {
+        "attn_norm": names.attention_norm,
+        "attn_output": names.o,
+        "attn_q_norm": names.q_norm,
+        "attn_k_norm": names.k_norm,
+        "attn_sinks": names.sinks,
+        # What comes behind attention: a norm of its result, or (gpt-oss) that of what the MLP reads.
+        "post_attention_norm": names.attention_out_norm or names.mlp_norm,
+        "ffn_norm": names.mlp_norm,
+        "post_ffw_norm": names.mlp_out_norm,
+        "ffn_up": names.gate_up[-1],  # or gate and up together, as the checkpoint has them
+        "ffn_down": names.down,
+    }
+    if len(names.gate_up) > 1:
+        parts["ffn_gate"] = names.gate_up[0]
+    merged = len(names.qkv) == 1
+    parts |= zip(("attn_qkv",) if merged else ("attn_q", "attn_k", "attn_v"), names.qkv, strict=True)
+    return {part: name for part, name in parts.items() if name is not None}
