@@ -88,6 +88,20 @@ class _WideRotary(nn.Module):
         return angles.cos() * scale, angles.sin() * scale
 
 
+class _WideRouter(nn.Module):
+    """transformers takes the softmax of a router's scores in float32 whatever the dtype."""
+
+    def __init__(self, router: nn.Module) -> None:
+        super().__init__()
+        self.weight, self.count = router.weight, router.top_k
+        self.normalises = getattr(router, "norm_topk_prob", True)  # Mixtral always does
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        scores = nn.functional.linear(x.reshape(-1, x.shape[-1]), self.weight)
+        best, index = scores.softmax(-1).topk(self.count, dim=-1)
+        return scores, best / best.sum(-1, keepdim=True) if self.normalises else best, index
+
+
 def wide_oracle(folder: Path, ids: list[int]) -> Tensor:
     """transformers in float64 all the way."""
     with torch.no_grad():
@@ -110,12 +124,13 @@ def wide_model(folder: Path) -> Any:
         for name, child in list(parent.named_children()):
             if type(child).__name__.endswith(("RMSNorm", "CohereLayerNorm", "Cohere2LayerNorm")):
                 setattr(parent, name, _WideNorm(child))
+            elif type(child).__name__.endswith("MoeTopKRouter") or type(child).__name__ == "MixtralTopKRouter":
+                setattr(parent, name, _WideRouter(child))
     return model
 
 
-# transformers rotates Cohere's heads, and takes the softmax of Gemma 2's capped scores and of a router's, in float32
-# whatever the dtype.
-_NARROW = ("cohere", "gemma2", "mixtral", "qwen2-moe", "qwen3-moe")
+# transformers rotates Cohere's heads, and takes the softmax of Gemma 2's capped scores, in float32 whatever the dtype.
+_NARROW = ("cohere", "gemma2")
 
 
 @pytest.mark.parametrize("name", VARIANTS)
