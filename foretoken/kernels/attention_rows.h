@@ -97,11 +97,27 @@ void lay_out_keys(const T* keys, const int64_t* at, int64_t count, int64_t size,
     }
 }
 
+// Rows of the cache that are wanted soon: while few rows read a long text, it comes from memory. They are asked for one
+// by one between other work, as a processor takes only some tens of requests at a time.
+template <class T>
+struct Soon {
+    const T* rows;
+    const int64_t* at;
+    int64_t count, size;
+
+    void fetch(int64_t i) const {
+        const char* row = reinterpret_cast<const char*>(rows + at[i]);
+        for (int64_t byte = 0; byte < size * int64_t(sizeof(T)); byte += 64) __builtin_prefetch(row + byte, 0, 2);
+    }
+};
+
 // ---- Scores: `out` [ROWS, KEY_BLOCK] of 16 * VECTORS keys [VECTORS, words, 16] and `query` [ROWS, words].
 template <class T, int ROWS, int VECTORS>
-__attribute__((noinline)) void score(const uint32_t* keys, const uint32_t* query, int64_t num_words, float* out) {
+__attribute__((noinline)) void score(const uint32_t* keys, const uint32_t* query, int64_t num_words, float* out,
+                                     const Soon<T>& soon) {
     Lanes sums[ROWS][VECTORS] = {};
     for (int64_t w = 0; w < num_words; ++w) {
+        for (int64_t i = w; i < soon.count; i += num_words) soon.fetch(i);
         typename Word<T>::Vector own[VECTORS];
         for (int v = 0; v < VECTORS; ++v) own[v] = Word<T>::load(keys + (v * num_words + w) * LANES);
         for (int r = 0; r < ROWS; ++r)
@@ -115,11 +131,13 @@ __attribute__((noinline)) void score(const uint32_t* keys, const uint32_t* query
 // `last`; 16 * VECTORS numbers of each, or `some` if those are fewer than 16.
 template <class T, int ROWS, int VECTORS>
 __attribute__((noinline)) void add_values(const T* values, const int64_t* at, const float* weights, int64_t first,
-                                          int64_t last, float* total, int64_t stride, int64_t some) {
+                                          int64_t last, float* total, int64_t stride, int64_t some,
+                                          const Soon<T>& soon) {
     Lanes sums[ROWS][VECTORS];
     for (int r = 0; r < ROWS; ++r)
         for (int v = 0; v < VECTORS; ++v) sums[r][v] = load(total + r * stride + v * LANES);
     for (int64_t c = first; c < last; ++c) {
+        if (c < soon.count) soon.fetch(c);
         Lanes own[VECTORS];
         for (int v = 0; v < VECTORS; ++v)
             own[v] = VECTORS == 1 && some < LANES ? load_some(values + at[c], some) : load(values + at[c] + v * LANES);
