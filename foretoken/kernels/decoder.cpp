@@ -90,6 +90,7 @@ private:
         if (own.beside_norm != nullptr)
             normed(static_cast<const T*>(pass_.beside), own.beside_norm, seen_.data(), stride);
         if (own.input_norm != nullptr) normed(x(), own.input_norm, to, stride);
+        if (own.input_norm != nullptr && !own.keeps_normed) return;
         for (int64_t row = 0; row < rows_; ++row) {
             if (own.input_norm == nullptr) std::copy_n(x() + row * size, size, to + row * stride);
             if (own.keeps_normed) std::copy_n(to + row * stride, size, x() + row * size);
@@ -102,10 +103,15 @@ private:
     }
 
     void add_change() {
-        const T* change = change_.data();
-        by_lanes(
-            rows_ * pass_.hidden_size, [&](int64_t i) { store(load(x() + i) + load(change + i), x() + i); },
-            [&](int64_t i, int64_t n) { store_some(load_some(x() + i, n) + load_some(change + i, n), x() + i, n); });
+        const int64_t size = pass_.hidden_size;
+#pragma omp parallel for num_threads(pass_.threads) schedule(static) if (rows_ * size > FEW_NUMBERS)
+        for (int64_t row = 0; row < rows_; ++row) {
+            T* to = x() + row * size;
+            const T* change = change_.data() + row * size;
+            by_lanes(
+                size, [&](int64_t i) { store(load(to + i) + load(change + i), to + i); },
+                [&](int64_t i, int64_t n) { store_some(load_some(to + i, n) + load_some(change + i, n), to + i, n); });
+        }
     }
 
     void multiply(const Product& by, const std::vector<T>& from, std::vector<T>& to) {
@@ -120,6 +126,7 @@ private:
         std::vector<float> full(rows_ * by.width), sums(rows_ * by.num_outputs);
         for (size_t i = 0; i < full.size(); ++i) full[i] = number(from[i]);
         run(full.data(), sums.data(), false);
+#pragma omp parallel for num_threads(pass_.threads) schedule(static) if (rows_ * by.num_outputs > FEW_NUMBERS)
         for (int64_t row = 0; row < rows_; ++row)
             for (int64_t n = 0; n < by.num_outputs; ++n)
                 put(sums[row * by.num_outputs + n] + number(bias[n]), to[row * by.num_outputs + n]);
@@ -129,7 +136,9 @@ private:
         const int64_t heads = pass_.num_heads, groups = pass_.num_groups, size = pass_.head_dim;
         const int64_t stride = all_heads_ * size;
         T* qkv = qkv_.data();
-        for (int64_t row = 0; row < rows_ && own.q_norm != nullptr; ++row)
+        const int64_t normed = own.q_norm == nullptr ? 0 : rows_;
+#pragma omp parallel for num_threads(pass_.threads) schedule(static) if (normed * stride > FEW_NUMBERS)
+        for (int64_t row = 0; row < normed; ++row)
             for (int64_t head = 0; head < heads + groups; ++head) {
                 T* at = qkv + row * stride + head * size;
                 norm_row(at, static_cast<const T*>(head < heads ? own.q_norm : own.k_norm), pass_.eps, size, at);
