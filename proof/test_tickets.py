@@ -23,7 +23,8 @@ from foretoken import LLM, AsyncEngine, EngineError, InputError, OverloadedError
 from foretoken.core import StepOutput
 from foretoken.engine.stats import RequestStats
 
-NUM_TICKETS = 1_000_000
+NUM_TICKETS = [200_000, pytest.param(1_000_000, marks=pytest.mark.release)]
+NUM_OF_A_REAL_ENGINE = [2_000, pytest.param(10_000, marks=pytest.mark.release)]
 NUM_THREADS = 4
 LIFETIME = 1_000  # tickets of one engine, about
 MOST_WAITING = 64
@@ -257,16 +258,17 @@ def end_of(rng: random.Random, ticket: Ticket) -> str:
     return answer.finish_reason
 
 
+@pytest.mark.parametrize("num_tickets", NUM_TICKETS)
 @pytest.mark.parametrize(("fault_rate", "share"), [(0.0, 0.8), (0.001, 0.2)], ids=["sound", "with faults"])
-def test_a_million_tickets_end(fault_rate: float, share: float) -> None:
+def test_a_million_tickets_end(fault_rate: float, share: float, num_tickets: int) -> None:
     llm = StubLLM(fault_rate)
-    race = Race(llm, int(NUM_TICKETS * share), seed=3)
+    race = Race(llm, int(num_tickets * share), seed=3)
     race.run()
-    assert race.num_issued >= NUM_TICKETS * share
+    assert race.num_issued >= num_tickets * share
     assert race.ends["length"] > race.num_issued / 4
     assert race.ends["abort"] > race.num_issued / 20
     assert (race.ends["error"] > 0) == (race.ends["refused"] > 0) == (fault_rate > 0)
-    assert race.num_engines > NUM_TICKETS * share / LIFETIME / 4
+    assert race.num_engines > num_tickets * share / LIFETIME / 4
     assert llm.owner is None
     assert not llm.states
     gc.collect()
@@ -274,7 +276,8 @@ def test_a_million_tickets_end(fault_rate: float, share: float) -> None:
     print(f"{race.num_issued} tickets, {race.num_engines} engines: {dict(race.ends)}")
 
 
-def test_tickets_of_a_real_engine_end(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_tickets", NUM_OF_A_REAL_ENGINE)
+def test_tickets_of_a_real_engine_end(tmp_path: Path, num_tickets: int) -> None:
     """The same races over a model, a tenth of a per cent as many: what runs is aborted in the middle, and its cache
     comes back.
     """
@@ -283,7 +286,7 @@ def test_tickets_of_a_real_engine_end(tmp_path: Path) -> None:
 
     tiny_checkpoint(tmp_path, "llama", num_hidden_layers=1, hidden_size=16)
     with LLM(tmp_path, SpecConfig(), dtype="float32", cache_tokens=2048, profile="off") as llm:  # a token a piece
-        race = Race(llm, 10_000, seed=5)
+        race = Race(llm, num_tickets, seed=5)
         race.run()
         assert race.ends["length"] > 0 < race.ends["abort"]
         check_idle(llm)
