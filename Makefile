@@ -8,7 +8,7 @@ CLIENTS2 := .venv-clients-2
 BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 
-.PHONY: demo serve test coverage proof clients check format browser page clean
+.PHONY: demo serve test coverage proof proof-release clients check format browser page clean
 
 demo: $(VENV)/.ready
 	$(BIN)/foretoken demo
@@ -20,21 +20,26 @@ serve: $(VENV)/.ready
 # Two processes, each with a half of the files in order; who is done first takes from the other half.
 # Each keeps whole files as long as it can, so that what fixtures of a module make is mostly made once.
 # What repeats the same lines thousands of times, and kernels for older processors, are left to `make proof`.
+PYTEST := -m pytest -n 2 --dist worksteal
+FLOOR := 93
+
 test: check
-	$(BIN)/pytest -n 2 --dist worksteal -m "not repeated"
+	$(BIN)/python $(PYTEST) -m "not repeated"
 
-# Lines and branches that the tests reach, gated in pyproject.toml. Tracing makes Python about 2.4 times as slow, so this
-# is a run of its own, without the tests that repeat the same lines thousands of times.
-coverage: $(VENV)/.ready
-	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest -n 2 --dist worksteal -m "not repeated"
-	$(BIN)/coverage combine -q
-	$(BIN)/coverage report
+# The same tests once, measured: lines and branches that they reach in their own processes, and the floor.
+coverage: check
+	rm -f .coverage.json
+	$(BIN)/python -m slipcover --json --out .coverage.json $(PYTEST) -m "not repeated" --durations=30
+	$(BIN)/python -m slipcover --merge .coverage.json --out .coverage.json --fail-under $(FLOOR)
 
-# Tests that repeat, and long proofs, minutes each: -vv names the one that runs.
+# Tests that repeat, those of the studies, and long proofs: -vv names the one that runs.
 proof: $(VENV)/.ready
-	$(BIN)/pytest -n 2 --dist worksteal -m repeated
-	$(BIN)/pytest proof -vv -n 2 --dist worksteal
+	$(BIN)/python $(PYTEST) -vv -m "not release" --durations=30 proof
+	$(BIN)/python $(PYTEST) -m repeated
+
+# The longest proofs, and the full number of trials of others: by hand, before each release.
+proof-release: $(VENV)/.ready
+	$(BIN)/python $(PYTEST) -vv -m release proof
 
 # Real clients, unmodified, against a running server; they have environments of their own, Node its folder.
 clients: $(VENV)/.ready $(CLIENTS)/.ready $(CLIENTS2)/.ready clients/node_modules/.ready

@@ -63,7 +63,7 @@ LONG = {
 INTERRUPTED = "interrupted; nothing that was finished is lost"
 
 
-@pytest.mark.parametrize("columns", [40, 120])
+@pytest.mark.parametrize("columns", [40, pytest.param(120, marks=pytest.mark.release)])
 @pytest.mark.parametrize("verb", COMMANDS)
 def test_on_a_terminal(verb: str, columns: int, tmp_path: Path) -> None:
     arguments, end = COMMANDS[verb]
@@ -72,7 +72,7 @@ def test_on_a_terminal(verb: str, columns: int, tmp_path: Path) -> None:
     assert any(end in line for line in done.lines), done.text
 
 
-@pytest.mark.parametrize("columns", [40, 120])
+@pytest.mark.parametrize("columns", [40, pytest.param(120, marks=pytest.mark.release)])
 def test_a_chat_on_a_terminal(columns: int, tmp_path: Path) -> None:
     arguments, end = CHAT
     typed = {PROMPT: "def f(x):\n", "\r\n> ": "/stats\n", "prompt tokens cached": "/exit\n"}

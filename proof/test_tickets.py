@@ -24,6 +24,7 @@ from foretoken.core import StepOutput
 from foretoken.engine.stats import RequestStats
 
 NUM_TICKETS = 1_000_000
+NUM_OF_A_REAL_ENGINE = [2_000, pytest.param(10_000, marks=pytest.mark.release)]
 NUM_THREADS = 4
 LIFETIME = 1_000  # tickets of one engine, about
 MOST_WAITING = 64
@@ -274,7 +275,8 @@ def test_a_million_tickets_end(fault_rate: float, share: float) -> None:
     print(f"{race.num_issued} tickets, {race.num_engines} engines: {dict(race.ends)}")
 
 
-def test_tickets_of_a_real_engine_end(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_tickets", NUM_OF_A_REAL_ENGINE)
+def test_tickets_of_a_real_engine_end(tmp_path: Path, num_tickets: int) -> None:
     """The same races over a model, a tenth of a per cent as many: what runs is aborted in the middle, and its cache
     comes back.
     """
@@ -283,7 +285,7 @@ def test_tickets_of_a_real_engine_end(tmp_path: Path) -> None:
 
     tiny_checkpoint(tmp_path, "llama", num_hidden_layers=1, hidden_size=16)
     with LLM(tmp_path, SpecConfig(), dtype="float32", cache_tokens=2048, profile="off") as llm:  # a token a piece
-        race = Race(llm, 10_000, seed=5)
+        race = Race(llm, num_tickets, seed=5)
         race.run()
         assert race.ends["length"] > 0 < race.ends["abort"]
         check_idle(llm)

@@ -104,7 +104,7 @@ def engine_of(
 
 WHOLE, TIGHT = (4096, 512), (112, 11)  # slots of the target's cache and tokens of a prompt per step
 FRESH_RUNS = [  # the flags of 3.1 and norms act in the network alone; what else there is: proof/test_eagle.py
-    *(("3", tree, *WHOLE) for tree in ("chain", "static", "best_first")),
+    *(("3", tree, *WHOLE) for tree in ("chain", "best_first")),
     *(("1", "chain", *WHOLE), ("3.1", "chain", *WHOLE), ("norms", "best_first", *WHOLE)),
     ("narrow", "best_first", *WHOLE),
     *(("3", "best_first", *TIGHT), ("1", "chain", *TIGHT)),

@@ -18,6 +18,7 @@ from foretoken.server.events import Begun
 from foretoken.server.local import LocalService
 from tests.helpers.fake_service import FakeService, ended, piece
 from tests.helpers.http import Records, client_of, events_of, run, text_of
+from tests.helpers.usual import some_of
 from tests.server.drafters import DRAFTERS, FEW, config_for
 
 TEXT = "/v1/completions"
@@ -178,7 +179,7 @@ def small_engine(chat_folder: Path) -> Iterator[AsyncEngine]:
         yield engine
 
 
-@pytest.mark.parametrize("drafter", FEW)
+@pytest.mark.parametrize("drafter", some_of(FEW, {"off", "ngram", "synthetic_1.0"}))
 def test_kv_exhaustion_preempt(service: LocalService, small_engine: AsyncEngine, drafter: str) -> None:
     """Case 35: the answers are those of a cache that is large enough."""
     config = config_for(drafter)

@@ -18,6 +18,7 @@ from foretoken.server.local import LocalService
 from tests.helpers.fake_service import FakeService
 from tests.helpers.faults import expect
 from tests.helpers.http import Records, client_of, events_of, run, text_of
+from tests.helpers.usual import some_of
 from tests.server.drafters import DRAFTERS, FEW, config_for
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -96,7 +97,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("drafter", SPECULATIVE)
+@pytest.mark.parametrize("drafter", some_of(SPECULATIVE, {"ngram", "tree", "synthetic_0.5"}))
 def test_feature_cross(service: LocalService, drafter: str) -> None:
     """Case 45: every pair of features with one drafter, every feature with every drafter; the answer is that of plain
     decoding.
@@ -131,7 +132,7 @@ def check_trimmed(app: Any, body: dict[str, Any], stop: str) -> str:
     return str(choice["text"])
 
 
-@pytest.mark.parametrize("drafter", FEW)
+@pytest.mark.parametrize("drafter", some_of(FEW, {"off", "ngram", "tree", "synthetic_1.0"}))
 def test_stop_string_spanning(service: LocalService, drafter: str) -> None:
     """Case 53."""
     app = create_app(service, config_for(drafter))

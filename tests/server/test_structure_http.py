@@ -24,6 +24,7 @@ from foretoken.server.life.loading import build_engine
 from foretoken.server.local import LocalService
 from tests.helpers.checkpoints import tiny_checkpoint
 from tests.helpers.specs import spec_of
+from tests.helpers.usual import some_of
 
 ROOT = Path(__file__).resolve().parents[2]
 MESSAGES = [{"role": "user", "content": "A function that adds."}]
@@ -192,7 +193,12 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "draft"
 
 
-@pytest.mark.parametrize("drafter", [*(name for name in registry.DRAFTERS if name != registry.MTP), "tree"])
+ENDING = [*(name for name in registry.DRAFTERS if name != registry.MTP), "tree"]
+
+
+@pytest.mark.parametrize(
+    "drafter", some_of(ENDING, {"ngram", "predicted", "draft_model", "eagle", "block", "mix", "auto", "tree"})
+)
 def test_grammar_termination_inside_run(engine: AsyncEngine, heads: Path, drafter: str) -> None:
     """Case 56: every drafter; drafts that go past the end of the form, a prediction above all, leave no trace."""
     draft = heads if drafter in registry.HEADS else "reference:draft"
