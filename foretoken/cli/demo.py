@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretoken.cli.common import DEFAULT_MODEL, JsonOption, TargetOption, announcer, fetch_models, print_json, progress
-from foretoken.cli.demo_prompts import PROMPTS
+from foretoken.cli.demo_prompts import PROMPTS, DemoPrompt
 from foretoken.config import DRAFTERS, PLAIN, SpecConfig
 from foretoken.core import StepOutput
 from foretoken.errors import ConfigError, InputError, SpeculationWarning
@@ -56,8 +56,12 @@ def demo(
         with llm:
             if llm.tokenizer is None:
                 raise InputError("target", target, "has no tokenizer, and the demo's prompts are texts")
-            load = OtherLoad()
-            answers = _answer_all(DemoRun(llm, specs, max_tokens), llm, target, every or as_json)
+            load, run = OtherLoad(), DemoRun(llm, specs, max_tokens)
+            with progress("warming up"):
+                run.warm_up()
+            streamed = () if every or as_json else PROMPTS[:1]
+            answers = _streamed_answers(run, streamed, llm, target)
+            answers += _other_answers(run, one_of_each_kind(PROMPTS) if every else PROMPTS[len(streamed) :])
             others = load.cores()
     if as_json:
         print_json(summary(answers, list(specs), others))
@@ -70,28 +74,33 @@ def demo(
         console.line(busy_line(others or 0.0, len(usable_cores()), neighbours()))
 
 
-def _answer_all(run: DemoRun, llm: LLM, target: str, quiet: bool) -> list[DemoAnswer]:
-    """All answers; the first prompt's are shown while they come, unless `quiet`."""
+def one_of_each_kind(prompts: Sequence[DemoPrompt]) -> list[DemoPrompt]:
+    """The first prompt of each kind."""
+    return list({one.kind: one for one in reversed(prompts)}.values())[::-1]
+
+
+def _streamed_answers(run: DemoRun, prompts: Sequence[DemoPrompt], llm: LLM, target: str) -> list[DemoAnswer]:
+    """Answers that are shown while they come."""
     console = Console()
-    with progress("warming up"):
-        run.warm_up()
-    answers: list[DemoAnswer] = []
-    if not quiet:
-        console.line(f"{target} is asked: ", (PROMPTS[0].text, "bold"))
-        for answer in run.answers(PROMPTS[:1], lambda _, setting: _ShownAnswer(llm, setting, console)):
-            answers.append(answer)
+    found: list[DemoAnswer] = []
+    for prompt in prompts:
+        console.line(f"{target} is asked: ", (prompt.text, "bold"))
+        for answer in run.answers([prompt], lambda _, setting: _ShownAnswer(llm, setting, console)):
+            found.append(answer)
             took = f"{answer.seconds:.2f} s, {len(answer.token_ids)} tokens in {answer.num_steps} steps of the model"
             console.line()
             console.line(took, style="dim")
-    rest = PROMPTS if quiet else PROMPTS[1:]
-    with Console(stderr=True).bar("answering", len(rest), counts=True) as bar:
-        answers += run.answers(
-            rest,
-            lambda prompt, setting: bar.update(
-                f"{prompt.kind}: {prompt.name}, {setting}", completed=float(rest.index(prompt))
-            ),
-        )
-    return answers
+    return found
+
+
+def _other_answers(run: DemoRun, prompts: Sequence[DemoPrompt]) -> list[DemoAnswer]:
+    """Answers behind a bar."""
+    with Console(stderr=True).bar("answering", len(prompts), counts=True) as bar:
+
+        def begin(prompt: DemoPrompt, setting: str) -> None:
+            bar.update(f"{prompt.kind}: {prompt.name}, {shown(setting)}", completed=prompts.index(prompt))
+
+        return list(run.answers(prompts, begin))
 
 
 class _ShownAnswer:
@@ -156,7 +165,7 @@ def busy_line(others: float, num_cores: int, found: Sequence[Neighbour] | None) 
     names = ", ".join(f"{one.name} {one.cores:.1f}" for one in (found or ())[:3])
     who = f" (now: {names})" if names else ""
     return (
-        f"Meanwhile other processes took {others:.1f} of {num_cores} cores{who}. That slows both settings down, and "
+        f"Meanwhile other processes took {others:.1f} of {num_cores} cores{who}. That slows every setting down, and "
         "leaves less to gain by guessing: run it again when they are done. `foretoken doctor` shows them."
     )
 

@@ -184,12 +184,15 @@ def _describe_packaged(model: PackagedModel) -> dict[str, object]:
     """A row for a packaged model, fetched or not."""
     from foretoken.model.packaged import find_packaged
 
-    path = find_packaged(model)
+    row = dict.fromkeys(("family", "parameters", "layers", "context", "size", "bytes", "path"), "")
+    try:
+        path = find_packaged(model)
+    except ModelError as error:
+        return {"model": model.name, **row, "path": str(model.path), "runs_on": f"not runnable: {error}"}
     if path is not None:
         return _describe(model.name, path)
-    row = dict.fromkeys(("family", "parameters", "layers", "context", "bytes", "path"), "")
-    size = f"{model.wheel_bytes / 1e6:,.0f} MB to fetch"
-    return {"model": model.name, **row, "size": size, "runs_on": f"after `foretoken models get {model.name}`"}
+    row["size"] = f"{model.wheel_bytes / 1e6:,.0f} MB to fetch"
+    return {"model": model.name, **row, "runs_on": f"after `foretoken models get {model.name}`"}
 
 
 def _cached() -> list[tuple[str, Path]]:

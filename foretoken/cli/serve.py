@@ -81,6 +81,7 @@ def serve(
         from foretoken.server.run import run_server
     except ModuleNotFoundError as error:
         raise ConfigError("serve", error.name, "is not installed: pip install 'foretoken[server]'") from error
+    config.check_start()  # a mistake is found before minutes of downloading
     fetch_models(target, None if config.engine.spec is None else config.engine.spec.draft)
     if not as_json:
         Console(stderr=True).line(f"loading {target}")

@@ -49,6 +49,9 @@ def test_a_model_is_got_listed_and_removed(
     removed = foretoken("models", "remove", "tiny")
     assert (removed.code, removed.out) == (0, f"removed tiny: 0.0 MB in {tiny}\n")
     assert not tiny.exists()
+    tiny.write_bytes(b"cut")
+    assert "has 3 bytes and tiny has 16,388: remove the file" in foretoken("models").out
+    assert foretoken("models", "remove", "tiny").code == 0
     again = foretoken("models", "remove", "tiny")
     assert (again.code, again.out) == (2, "")
     assert f"model='tiny': is not on this machine: there is no {tiny}" in again.err

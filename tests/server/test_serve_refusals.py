@@ -241,13 +241,13 @@ def test_startup_refusals(foretoken: Run, tmp_path: Path, monkeypatch: pytest.Mo
         ("--prot", 1): (2, "--port"),
     }
     for arguments, (code, message) in cases.items():
-        found, err = refused(foretoken, *arguments)
+        found, err = refused(foretoken, "--target", "reference:target", *arguments)
         assert (found, message in err) == (code, True), (arguments, err)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        code, err = refused(foretoken, "--port", port)
+        code, err = refused(foretoken, "--target", "reference:target", "--port", port)
         assert (code, f"port {port} of 127.0.0.1 is in use" in err) == (4, True)
     Path("foretoken.toml").write_text("[serve]\nprot = 1\n")
     code, err = refused(foretoken)
