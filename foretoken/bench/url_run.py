@@ -190,7 +190,7 @@ def _caveats(rows: Sequence[UrlRow], load: float, interrupted: bool) -> list[str
         if row.errors:
             counts = ", ".join(f"{code} {count}" for code, count in row.errors.items())
             failed = row.num_requests - row.num_ok
-            said = f' The first was told: "{row.first_error}".' if row.first_error else ""
+            said = f' The first error: "{row.first_error}".' if row.first_error else ""
             found.append(f"{row.setting}: {failed} of {row.num_requests} requests failed ({counts}).{said}")
         if row.acceptance_rate is not None and row.num_drafted and _is_useless(row.num_drafted, row.acceptance_rate):
             found.append(

@@ -60,8 +60,7 @@ class LLM(Uncopied):
     what `AsyncEngine` is for; while one is open, nothing else may run requests here. A forked process cannot use it.
 
     Raises:
-        InputError: an option that cannot be honoured, or a fork of a process that had opened a model; nothing was
-        loaded.
+        InputError: an option that cannot be honoured, or a forked process (`forks`); nothing was loaded.
         StorageError: the trace cannot be written.
         ModelError: the checkpoint cannot be used.
     """
@@ -313,9 +312,7 @@ class LLM(Uncopied):
         return self._encoder.encode(text)
 
     def close(self) -> None:
-        """Drop every request and the models. The object cannot be used afterwards; closing again does nothing, and
-        so does closing in a forked process, whose parent may go on.
-        """
+        """Drop every request and the models, for good; closing again, or in a forked process, does nothing."""
         if self._turns.is_forked:
             return
         if self._owner is not None:
@@ -400,11 +397,8 @@ class LLM(Uncopied):
                     "llm", str(self.folder), "is served by another AsyncEngine: submit to that one, or close it first"
                 )
             if engine.has_work:
-                raise InputError(
-                    "llm",
-                    str(self.folder),
-                    "still answers requests: let them end, or close their streams, then open an AsyncEngine",
-                )
+                remedy = "still answers requests: let them end, or close their streams, then open an AsyncEngine"
+                raise InputError("llm", str(self.folder), remedy)
             self._owner = owner
             return engine
 

@@ -17,6 +17,9 @@ from dataclasses import dataclass, field
 
 from foretoken.kv.prefix import PrefixIndex, PrefixStats
 
+_FIRST_REACH = 16  # blocks
+_ROOM = 4  # times what is wanted, which a run must have: a sequence begins in its middle
+
 
 @dataclass
 class BlockTable:
@@ -35,6 +38,7 @@ class BlockAllocator:
         self.num_blocks, self.block_size = num_blocks, block_size
         self._references = [0] * num_blocks
         self._num_free = num_blocks
+        self._reach = min(_FIRST_REACH, num_blocks)  # blocks from the start of the pool that are handed out for now
         self._index = PrefixIndex(block_size)
         self._kept: OrderedDict[int, None] = (
             OrderedDict()
@@ -77,8 +81,8 @@ class BlockAllocator:
             copies.append((table.blocks[index], copy))
             self._drop(table.blocks[index])
             table.blocks[index] = copy
-        for _ in range(needed):
-            table.blocks.append(self._take(after=table.blocks[-1] if table.blocks else None))
+        for left in range(needed, 0, -1):
+            table.blocks.append(self._take(after=table.blocks[-1] if table.blocks else None, num_wanted=left))
         return copies
 
     def fork(self, table: BlockTable) -> BlockTable:
@@ -157,13 +161,13 @@ class BlockAllocator:
         assert self.num_used + self.num_free == self.num_blocks
         assert all(not self._references[block] and block in self._index for block in self._kept)
 
-    def _take(self, after: int | None) -> int:
-        """A free block: the next neighbour of `after` if possible, else the middle of the longest free run; kept blocks
-        only for want of others.
+    def _take(self, after: int | None, num_wanted: int = 1) -> int:
+        """A free block: the next neighbour of `after` if possible, else one in the longest free run, where `num_wanted`
+        shall stand together; kept blocks only for want of others.
         """
         neighbour = None if after is None or after + 1 == self.num_blocks or self._references[after + 1] else after + 1
         if self._num_free > len(self._kept):
-            block = neighbour if neighbour is not None and neighbour not in self._kept else self._roomiest()
+            block = neighbour if neighbour is not None and neighbour not in self._kept else self._roomiest(num_wanted)
         else:
             block = self._kept.popitem(last=False)[0]
             self._index.remove(block)
@@ -172,16 +176,28 @@ class BlockAllocator:
         self._num_free -= 1
         return block
 
-    def _roomiest(self) -> int:
-        """Start of the pool if it is all free, else the middle of the longest free run, so that neighbours can grow."""
+    def _roomiest(self, num_wanted: int) -> int:
+        """Start of the pool if it is free there, else the middle of the longest free run, so that neighbours can grow.
+
+        Only the first `_reach` blocks are looked at while their longest run has room for several times what is wanted:
+        a block that was never written takes no memory yet.
+        """
         assert self._num_free > len(self._kept)
+        while True:
+            start, length = self._longest_run()
+            if self._reach == self.num_blocks or length >= _ROOM * num_wanted:
+                return start if start == 0 else start + length // 2
+            self._reach = min(2 * self._reach, self.num_blocks)
+
+    def _longest_run(self) -> tuple[int, int]:
+        """Start and length of the longest run of free blocks that keep no text, among the first `_reach`."""
         best_start, best_length, start = 0, 0, 0
-        for block in range(self.num_blocks + 1):
-            if block == self.num_blocks or self._references[block] or block in self._kept:
+        for block in range(self._reach + 1):
+            if block == self._reach or self._references[block] or block in self._kept:
                 if block - start > best_length:
                     best_start, best_length = start, block - start
                 start = block + 1
-        return best_start if best_start == 0 else best_start + best_length // 2
+        return best_start, best_length
 
     def _drop(self, block: int) -> None:
         assert self._references[block] > 0, "freeing a free block"

@@ -151,7 +151,7 @@ def test_b5_the_first_error_is_shown(fake: Fake, prompts: Path, body: bytes, sai
     assert report.rows[0].first_error == said
     (caveat,) = [text for text in report.caveats if "failed" in text]
     assert caveat.startswith("1000/s: 4 of 4 requests failed (400 4).")
-    assert caveat.endswith(f'told: "{said}".' if said else "(400 4).")
+    assert caveat.endswith(f'error: "{said}".' if said else "(400 4).")
 
 
 def test_b5_what_an_error_event_says_is_shown(fake: Fake, prompts: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -258,3 +260,31 @@ class Twin(RuleBasedStateMachine):
 
 Twin.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None, derandomize=True)
 TestTwin = Twin.TestCase
+
+
+@pytest.mark.parametrize("num_rows", [3, 9])
+def test_s4_short_sequences_use_the_same_blocks_again(num_rows: int) -> None:
+    """A pool takes memory where it was written: sequences that come and go must not write all of it in time."""
+    allocator, rng = BlockAllocator(4096, 8), random.Random(0)
+    tables: list[BlockTable] = []
+    written = set[int]()
+    for _ in range(4000):
+        if len(tables) == 16 or (tables and rng.random() < 0.4):
+            allocator.free(tables.pop(rng.randrange(len(tables))))
+        tables.append(BlockTable())
+        assert allocator.reserve(tables[-1], rng.randint(1, num_rows)) == []
+        written |= set(tables[-1].blocks)
+    assert len(written) <= 128
+
+
+def test_s4_a_pool_is_used_to_its_end_all_the_same() -> None:
+    allocator = BlockAllocator(50, 4)
+    tables = [BlockTable() for _ in range(50)]
+    assert all(allocator.reserve(table, 4) == [] for table in tables)
+    assert sorted(block for table in tables for block in table.blocks) == list(range(50))
+    assert allocator.reserve(BlockTable(), 1) is None
+    for table in tables:
+        allocator.free(table)
+    long = BlockTable()
+    assert allocator.reserve(long, 200) == []
+    assert long.blocks == list(range(50))

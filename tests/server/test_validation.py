@@ -157,6 +157,15 @@ def test_c2_a_role_that_nobody_knows_is_refused_by_name(trial: Trial) -> None:
         assert trial.post(CHAT, {"messages": [{"role": role, "content": "a"}]})[0][0] == 200
 
 
+def test_fields_of_several_shapes_are_named_as_the_request_has_them(trial: Trial) -> None:
+    for value in ([], 5, None, ["a"], [{}, 1]):
+        (error,) = trial.refused(RESPONSES, {"input": value}, param="input")
+        assert error["message"].startswith("input: must be a text, or a list of items"), error
+    for value in (5, ["a", 5], {"a": 1}):
+        (error,) = trial.refused(TEXT, texts(stop=value), param="stop")
+        assert error["message"].startswith("stop: must be a text or a list of texts"), error
+
+
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from foretoken.server.api.errors import invalid, unsupported
 from foretoken.server.api.forms import JsonSchemaFormat, ResponseFormat
 from foretoken.server.api.messages import checked_role
-from foretoken.server.api.schemas import ChatRequest, Count, SamplingFields, ShortText, TokenLimit, Whole
+from foretoken.server.api.schemas import ChatRequest, Count, Items, SamplingFields, ShortText, TokenLimit, Whole
 from foretoken.server.api.tools import (
     MAX_TOOLS,
     AllowedTools,
@@ -80,7 +80,7 @@ class ReasoningOptions(BaseModel):
 class ResponsesRequest(SamplingFields):
     """The body of `/v1/responses`, as far as no state is kept between requests."""
 
-    input: str | Annotated[list[dict[str, Any]], Field(min_length=1)]
+    input: Items
     instructions: str | None = None
     max_output_tokens: TokenLimit | None = None
     tools: Annotated[list[ResponsesTool], Field(max_length=MAX_TOOLS)] | None = None

@@ -80,6 +80,20 @@ def _as_prediction(value: object) -> object:
     return "".join(texts)
 
 
+def _as_stop(value: object) -> object:
+    """A text or texts, checked here: errors of a union name its branches, which no request has."""
+    if value is None or isinstance(value, str) or (isinstance(value, list) and all(isinstance(x, str) for x in value)):
+        return value
+    raise _wrong("must be a text or a list of texts")
+
+
+def _as_items(value: object) -> object:
+    """A text or the items of a conversation."""
+    if isinstance(value, str) or (isinstance(value, list) and value and all(isinstance(x, dict) for x in value)):
+        return value
+    raise _wrong("must be a text, or a list of items that is not empty")
+
+
 _TEXT_OR_IDS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer"}}]}
 _PREDICTION_SCHEMA = {
     "anyOf": [
@@ -113,6 +127,8 @@ Prompts = Annotated[
     BeforeValidator(_as_prompt),
     WithJsonSchema({"anyOf": [*_TEXT_OR_IDS["anyOf"], {"type": "array", "items": _TEXT_OR_IDS, "minItems": 1}]}),
 ]
+Stop = Annotated[str | list[str] | None, BeforeValidator(_as_stop)]
+Items = Annotated[str | Annotated[list[dict[str, Any]], Field(min_length=1)], BeforeValidator(_as_items)]
 Prediction = Annotated[str | None, BeforeValidator(_as_prediction), WithJsonSchema(_PREDICTION_SCHEMA)]
 LogitBias = Annotated[
     dict[int, float] | None,
@@ -178,7 +194,7 @@ class SamplingFields(BaseModel):
     safety_identifier: ShortText | None = None
     seed: Annotated[int, Field(ge=0, le=2**64 - 1)] | None = None
     service_tier: ServiceTier | None = None
-    stop: str | list[str] | None = None
+    stop: Stop = None
     store: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
