@@ -17,7 +17,15 @@ from functools import cache
 from typing import Literal, Protocol
 
 from foretoken.control.acceptance import Acceptance
-from foretoken.control.budget import Allocation, Candidate, Demand, DraftSeconds, StepSeconds, allocate
+from foretoken.control.budget import (
+    Allocation,
+    Candidate,
+    Demand,
+    DraftSeconds,
+    StepSeconds,
+    TokenRate,
+    allocate,
+)
 from foretoken.control.candidates import (
     NO_DRAFT,
     DraftBudget,
@@ -149,7 +157,7 @@ class BudgetPolicy:
         self._credit_s = 0.0  # seconds that trials may lose; those that gain pay back
         self._token_s = 0.0  # what a token takes without guesses
         self._worth_s = 0.0  # what a token takes of late, guesses and all
-        self._rate = _Rate()
+        self._rate = TokenRate()
         self._num_declined = 0  # decisions against any guess, in a row
         self._decisions_per_trial: dict[int, int] = {}  # by load
         self._since_plain: dict[int, int] = {}  # steps with guesses since one without, by load
@@ -472,21 +480,3 @@ class BudgetPolicy:
                 if request.is_open and option.preview is None and option.most and place != found.picks[b]:
                     passed.append((untried.get(option.drafter, 1 << 30), b, place))
         return passed
-
-
-@dataclass
-class _Rate:
-    """Long-run tokens per second over those without guesses: comparable across loads, which change both."""
-
-    saved_s: float = 0.0
-    took_s: float = 0.0
-
-    @property
-    def of_late(self) -> float:
-        """0 while nothing is known."""
-        return self.saved_s / self.took_s if self.took_s else 0.0
-
-    def observe(self, plain_s: float, took_s: float, keep: float) -> None:
-        """Take in a step whose tokens would have taken `plain_s` without guesses."""
-        self.saved_s = keep * self.saved_s + plain_s
-        self.took_s = keep * self.took_s + took_s

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from foretoken.machine.threads import NEIGHBOUR_CORES
+from foretoken.machine.neighbours import NEIGHBOUR_CORES
 
 Topic = Literal["draft size", "draft text", "acceptance", "temperature", "short answer", "memory", "load", "neighbours"]
 
