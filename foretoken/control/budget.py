@@ -192,3 +192,21 @@ class _Admission:
         if place < len(candidate.emitted) and candidate.emitted[place] > 0:
             gain = self.step.demands[b].weight * candidate.emitted[place] / max(candidate.drafted[place], 1e-9)
             heapq.heappush(self.heap, (-gain, b, place))
+
+
+@dataclass
+class TokenRate:
+    """Long-run tokens per second over those without guesses: comparable across loads, which change both."""
+
+    saved_s: float = 0.0
+    took_s: float = 0.0
+
+    @property
+    def of_late(self) -> float:
+        """0 while nothing is known."""
+        return self.saved_s / self.took_s if self.took_s else 0.0
+
+    def observe(self, plain_s: float, took_s: float, keep: float) -> None:
+        """Take in a step whose tokens would have taken `plain_s` without guesses."""
+        self.saved_s = keep * self.saved_s + plain_s
+        self.took_s = keep * self.took_s + took_s

@@ -17,7 +17,15 @@ from functools import cache
 from typing import Literal, Protocol
 
 from foretoken.control.acceptance import Acceptance
-from foretoken.control.budget import Allocation, Candidate, Demand, DraftSeconds, StepSeconds, allocate
+from foretoken.control.budget import (
+    Allocation,
+    Candidate,
+    Demand,
+    DraftSeconds,
+    StepSeconds,
+    TokenRate,
+    allocate,
+)
 from foretoken.control.candidates import (
     NO_DRAFT,
     DraftBudget,
@@ -46,7 +54,8 @@ class PolicyConfig:
       budgets are repeated until it is kept, for at most so many rounds.
     - `trial_share`: share of the time that goes into trying again what did not pay: a drafter by one request in a
       round, or, after `decisions_per_trial` decisions against any guess, what would be chosen if rows took half as
-      long. What rows take beyond those that run is not learnt otherwise.
+      long. What rows take beyond those that run is not learnt otherwise. With as many requests the next such trial
+      waits for twice as many decisions, at most `max_decisions_per_trial`.
     - `first_guesses`: at most so many for a drafter whose cost is not known, by one request.
     - `first_plain`, `plain_every`: after so many steps with guesses one without is run, so that its cost is known;
       later after every so many.
@@ -64,6 +73,7 @@ class PolicyConfig:
     most_repeats: int = 16
     trial_share: float = 0.005
     decisions_per_trial: int = 4
+    max_decisions_per_trial: int = 64
     first_guesses: int = 2
     first_plain: int = 4
     plain_every: int = 128
@@ -147,8 +157,9 @@ class BudgetPolicy:
         self._credit_s = 0.0  # seconds that trials may lose; those that gain pay back
         self._token_s = 0.0  # what a token takes without guesses
         self._worth_s = 0.0  # what a token takes of late, guesses and all
-        self._rate = _Rate()
+        self._rate = TokenRate()
         self._num_declined = 0  # decisions against any guess, in a row
+        self._decisions_per_trial: dict[int, int] = {}  # by load
         self._since_plain: dict[int, int] = {}  # steps with guesses since one without, by load
 
     def seed(self, target_cost: Curve, draft_costs: Mapping[Hashable, Curve]) -> None:
@@ -327,7 +338,8 @@ class BudgetPolicy:
         ]
         self._weighed = list(zip(given, demands, strict=True))
         self._token_s = self.target_cost.seconds(len(requests)) / max(1, len(requests))
-        rate = self._rate.of_late / self._token_s if self._token_s else 0.0
+        # Without guesses the rate is 1: what pays less is never worth its time, whatever noise and trials made of late.
+        rate = max(1.0, self._rate.of_late) / self._token_s if self._token_s and self._rate.of_late else 0.0
         self._worth_s = 1 / rate if rate else self._token_s
         step_s, draft_s = self._step_times(), self._draft_times()
         found = allocate(demands, step_s, draft_s, rate)
@@ -446,7 +458,9 @@ class BudgetPolicy:
         A guess more or less is not told from the noise of a step, many are.
         """
         self._num_declined = 0 if any(found.budgets) else self._num_declined + 1
-        if self._num_declined < self.config.decisions_per_trial:
+        load = load_of(len(demands))
+        wait = self._decisions_per_trial.get(load, self.config.decisions_per_trial)
+        if self._num_declined < wait:
             return found
         self._num_declined, own_s = 0, found.seconds
         hoped = allocate(demands, lambda rows: own_s + (step_s(rows) - own_s) / 2, draft_s, rate)
@@ -454,6 +468,7 @@ class BudgetPolicy:
         if not any(hoped.budgets) or loss_s > self._credit_s:
             return found
         self._credit_s -= max(0.0, loss_s)
+        self._decisions_per_trial[load] = min(2 * wait, self.config.max_decisions_per_trial)
         return hoped
 
     def _passed_over(self, requests: Sequence[RequestOptions], found: Allocation) -> list[tuple[int, int, int]]:
@@ -465,21 +480,3 @@ class BudgetPolicy:
                 if request.is_open and option.preview is None and option.most and place != found.picks[b]:
                     passed.append((untried.get(option.drafter, 1 << 30), b, place))
         return passed
-
-
-@dataclass
-class _Rate:
-    """Long-run tokens per second over those without guesses: comparable across loads, which change both."""
-
-    saved_s: float = 0.0
-    took_s: float = 0.0
-
-    @property
-    def of_late(self) -> float:
-        """0 while nothing is known."""
-        return self.saved_s / self.took_s if self.took_s else 0.0
-
-    def observe(self, plain_s: float, took_s: float, keep: float) -> None:
-        """Take in a step whose tokens would have taken `plain_s` without guesses."""
-        self.saved_s = keep * self.saved_s + plain_s
-        self.took_s = keep * self.took_s + took_s

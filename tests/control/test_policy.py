@@ -208,3 +208,28 @@ def test_what_rows_take_is_tried_where_no_guess_seems_to_pay(decisions_per_trial
         if turn >= 500:
             seconds, tokens = seconds + target_s, tokens + 8 + sum(kept)
     assert (tokens / seconds > 1.5) == learns
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_where_a_row_costs_what_a_token_brings_little_is_lost(seed: int) -> None:
+    """Sixteen rows that are bound by compute: a guess pays only if it is right nine times in ten."""
+    rng, policy = random.Random(seed), BudgetPolicy()
+    policy.seed(Curve(tuple((rows, 0.001 + 0.00175 * rows) for rows in (1, 2, 4, 8, 16, 32))), {})
+    preview = Preview((-1, 0, 1), (0.8, 0.72, 0.68), (7, 7, 7))
+    plain_s = took_s = 0.0
+    num_trials = 0
+    for step in range(600):
+        requests = [options_of(number, "d", 3, preview=preview) for number in range(16)]
+        budgets = plan(policy, requests)
+        rows = 16 + sum(one.num_draft for one in budgets)
+        accepted = [next((k for k in range(one.num_draft) if rng.random() > 0.8), one.num_draft) for one in budgets]
+        step_s = (0.001 + 0.00175 * rows) * rng.gauss(1, 0.05)
+        for request in requests:
+            policy.observe_preview(request.request_id, "d", preview, [rng.random() < 0.8, None, None])
+        observe(policy, requests, budgets, accepted, step_s)
+        if step >= 50:
+            took_s += step_s
+            plain_s += (0.001 + 0.00175 * 16) * (16 + sum(accepted)) / 16
+            num_trials += rows >= 24
+    assert plain_s / took_s > 0.985
+    assert num_trials < 25
