@@ -13,7 +13,7 @@ TORCH ?= torch==2.13.0
 demo: $(VENV)/.ready
 	$(BIN)/foretoken demo
 
-# The reference model with its draft on http://127.0.0.1:8000, with a page.
+# The default model (smollm2) on http://127.0.0.1:8000, with a page.
 serve: $(VENV)/.ready
 	$(BIN)/foretoken serve
 
