@@ -98,7 +98,7 @@ class Experts(nn.Module):
         Slots are added in ascending order, so that a row's sum does not depend on the other rows.
         """
         parts = torch.empty(*chosen.shape, x.shape[1], dtype=_wide(x), device=x.device)  # [T, S, D]
-        for number in chosen.unique().tolist():
+        for number in sorted(set(chosen.flatten().tolist())):
             rows, slots = (chosen == number).nonzero(as_tuple=True)
             parts[rows, slots] = self._expert(number)(x[rows])
         total = torch.zeros_like(parts[:, 0])

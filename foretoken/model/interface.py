@@ -4,7 +4,8 @@ sequence that can be cut back.
 Two implementations: `paged.PagedModel` (our decoder over a block-table cache) and `hf.TransformersModel` (any other
 causal model of transformers). Code outside `model/` depends on these protocols only, never on a class that implements
 them. A sequence is identified by a number that the caller chooses. Optional capabilities are protocols of their own
-(`PrefixModel`, `TwinModel`, `SharesWeights`, `QuantisedModel`, `EarlyExitModel`), tested with `isinstance`.
+(`PrefixModel`, `TwinModel`, `SharesWeights`, `MixtureModel`, `QuantisedModel`, `EarlyExitModel`), tested with
+`isinstance`.
 """
 
 from __future__ import annotations
@@ -247,6 +248,19 @@ class NeedsEqualThreads(Protocol):
     @property
     def needs_equal_threads(self) -> bool:
         """Always true."""
+
+
+@runtime_checkable
+class MixtureModel(Protocol):
+    """A language model that may be a mixture of experts: more rows of a step read more of its weights."""
+
+    @property
+    def expert_bytes(self) -> int:
+        """Memory of all experts that a router chooses among; 0 where there are none."""
+
+    @property
+    def expert_share(self) -> float:
+        """Share of them that a step of one token reads."""
 
 
 @runtime_checkable

@@ -67,6 +67,16 @@ class PagedModel(PagedCache):
         return self.decoder.step_bytes
 
     @property
+    def expert_bytes(self) -> int:
+        """See `interface.MixtureModel`."""
+        return self.decoder.expert_bytes
+
+    @property
+    def expert_share(self) -> float:
+        """See `interface.MixtureModel`."""
+        return self.decoder.expert_share
+
+    @property
     def weight_format(self) -> str:
         """See `interface.QuantisedModel`."""
         return self.decoder.weight_format

@@ -57,8 +57,8 @@ class Roofline:
         An expert is read with the probability 1 - (1 - share) ** rows, if rows go to experts independently and no
         expert is preferred. Rows of one text agree more, and measured points take precedence.
         """
-        others = 1 - self.expert_share
-        return self.step_bytes + self.expert_bytes * (others - others ** max(rows, 1))
+        others = 1.0 - self.expert_share
+        return self.step_bytes + self.expert_bytes * float(others - others ** max(rows, 1))
 
     def past_s(self, past_tokens: float) -> float:
         """Seconds for reading the keys and values of cached tokens."""

@@ -83,7 +83,7 @@ def interleaved(tensor: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray, kind: str) -> None:
-    if values.ndim == 1 or kind == "F32":
+    if values.ndim == 1 or kind == "F32" or name.endswith(".bias") or "gate_inp" in name:
         writer.add_tensor(name, np.ascontiguousarray(values, np.float32))
         return
     wanted = GGMLQuantizationType[kind]
@@ -92,14 +92,15 @@ def add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray, kind: str
     if wanted == GGMLQuantizationType.F16:
         writer.add_tensor(name, values.astype(np.float16))
         return
+    rows = np.ascontiguousarray(values, np.float32).reshape(-1, values.shape[-1])  # those of all experts, if there are
     if wanted.name in K_TYPES:
-        raw = k_blocks(values, wanted.name)
+        raw = k_blocks(rows, wanted.name)
     elif wanted.name in WRITERS:
         block, write = WRITERS[wanted.name]
-        raw = write(np.ascontiguousarray(values, np.float32).reshape(-1, block)).reshape(len(values), -1)
+        raw = write(rows.reshape(-1, block))
     else:
-        raw = quants.quantize(np.ascontiguousarray(values), wanted)
-    writer.add_tensor(name, raw, raw_dtype=wanted)
+        raw = quants.quantize(rows, wanted)
+    writer.add_tensor(name, raw.reshape(*values.shape[:-1], -1), raw_dtype=wanted)
 
 
 def k_blocks(values: np.ndarray, kind: str) -> np.ndarray:

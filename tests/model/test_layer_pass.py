@@ -22,6 +22,7 @@ LINES = ([0, 1, 2], [0, 3, 4], [0, 3, 5])  # rows from the pending one to each l
 ONE_OF_EACH = (
     *("llama", "mistral-sliding", "qwen2", "qwen3", "gemma2", "gemma3-options", "phi3-options", "olmo2"),
     *("smollm3-options", "granite", "glm", "glm4", "starcoder2", "cohere-qk-norm", "cohere2"),
+    *("mixtral", "qwen2-moe-options", "qwen3-moe", "gpt-oss"),
 )
 NAMES = sorted(VARIANTS)
 

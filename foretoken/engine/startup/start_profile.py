@@ -32,7 +32,7 @@ from foretoken.draft.group import DrafterGroup, drafter_key
 from foretoken.engine.engine import Engine
 from foretoken.engine.startup.machine import machine, versions
 from foretoken.engine.startup.profiling import SHORT_TOKENS, StandInDrafter, stand_in, timed
-from foretoken.model.interface import LanguageModel, TwinModel
+from foretoken.model.interface import LanguageModel, MixtureModel, TwinModel
 from foretoken.plan.profile import Curve, DrafterCost, Profile
 from foretoken.plan.roofline import Roofline
 
@@ -106,7 +106,10 @@ def measure_roofline(target: LanguageModel) -> Roofline:
     x, matrix = (torch.ones(count, width, dtype=_DTYPES[size], device=target.device) for count in (rows, width))
     copy_s = _best_s(lambda: copied.copy_(source), target.device)
     product_s = _best_s(lambda: x @ matrix, target.device)
+    mixture = target if isinstance(target, MixtureModel) else None
     return Roofline(
+        expert_bytes=0.0 if mixture is None else mixture.expert_bytes,
+        expert_share=1.0 if mixture is None else mixture.expert_share,
         step_bytes=target.step_bytes,
         row_flops=2 * target.step_bytes / size,
         kv_bytes_per_token=target.kv_bytes_per_token,
