@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from foretoken.model.fields import Fields
 
-_MAX_EXPERTS = 4096  # bounds what is made for each of them before the number is compared with the files
+MAX_EXPERTS = 4096  # bounds what is made for each of them before the number is compared with the files
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,7 @@ class ExpertKeys:
     has_dense_layers: bool = True  # `decoder_sparse_step` and `mlp_only_layers`
     has_biases: bool = False  # of router and experts
     is_clamped: bool = False  # `swiglu_limit` and `swiglu_alpha`
+    is_transposed: bool = False  # a tensor of all experts: inputs before outputs, gates and ups in turn
 
 
 def experts_config(keys: ExpertKeys, fields: Fields, layers: int) -> ExpertsConfig | None:
@@ -93,7 +94,7 @@ def experts_config(keys: ExpertKeys, fields: Fields, layers: int) -> ExpertsConf
         CheckpointError: a value that is missing, of the wrong type, or out of bounds.
     """
     count = "num_local_experts" if fields.has("num_local_experts") else "num_experts"
-    num_experts = fields.whole(count, least=0, most=_MAX_EXPERTS)
+    num_experts = fields.whole(count, least=0, most=MAX_EXPERTS)
     mixtures = tuple(range(layers))
     if keys.has_dense_layers:
         step, dense = fields.whole_or("decoder_sparse_step", 1), _layer_numbers(fields, "mlp_only_layers")

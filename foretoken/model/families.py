@@ -380,6 +380,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 has_dense_layers=False,
                 has_biases=True,
                 is_clamped=True,
+                is_transposed=True,
             ),
         ),
     }

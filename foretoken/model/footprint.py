@@ -16,6 +16,7 @@ from foretoken.kv.pool import bytes_per_token
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.fields import Fields, shown
 from foretoken.model.held import MatrixMemory
+from foretoken.model.layer_tensors import layer_scores
 from foretoken.model.loader import open_weights, parse_dtype, read_raw_config, stored_dtype
 from foretoken.model.open import native_config
 from foretoken.model.paged_cache import DEFAULT_BLOCK_SIZE
@@ -71,7 +72,7 @@ def shape_of(
     return ModelShape(
         name=name,
         weight_format=matrices.weight_format,
-        weight_bytes=matrices.total_bytes + _other_numbers(config) * kind.itemsize + tables_bytes,
+        weight_bytes=matrices.total_bytes + _other_bytes(config, kind) + tables_bytes,
         kv_bytes_per_token=bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, kind),
         row_bytes=_row_numbers(config) * kind.itemsize
         + (matrices.row_bytes if matrices.in_codes else 0)
@@ -87,10 +88,13 @@ def shape_of(
     )
 
 
-def _other_numbers(config: ModelConfig) -> int:
-    """Numbers of norms and biases."""
-    tensors = hf_tensors(config)
-    return sum(math.prod(shape) for name, shape in tensors if len(shape) == 1 or name.endswith("_norm.weight"))
+def _other_bytes(config: ModelConfig, kind: torch.dtype) -> int:
+    """Memory of norms and biases, and of the small matrices that stay in float32."""
+    layers = (layer_scores(config, layer) for layer in range(config.num_layers))
+    scores = dict(shape for matrices in layers for matrix in matrices.values() for shape in matrix.shapes)
+    tensors = ((name, shape) for name, shape in hf_tensors(config) if name not in scores)
+    numbers = sum(math.prod(shape) for name, shape in tensors if len(shape) == 1 or name.endswith("_norm.weight"))
+    return numbers * kind.itemsize + sum(map(math.prod, scores.values())) * torch.float32.itemsize
 
 
 def _row_numbers(config: ModelConfig) -> int:

@@ -24,7 +24,8 @@ from foretoken.errors import CheckpointError, InputError
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.config_json import config_from_hf
 from foretoken.model.decoder import Decoder
-from foretoken.model.families import NATIVE_MODEL_TYPES
+from foretoken.model.expert_weights import ExpertWeights
+from foretoken.model.families import FAMILIES
 from foretoken.model.fields import Fields, check_links, read_json
 from foretoken.model.gguf.header import is_gguf
 from foretoken.model.gguf.names import config_fields
@@ -37,7 +38,7 @@ from foretoken.model.layer_tensors import MatrixTensors, layer_matrices, layer_n
 from foretoken.model.layers import Embedding, Linear, packs_with_own_kernel
 from foretoken.model.mtp_tensors import mtp_tensors
 from foretoken.model.packed.assembly import assembled
-from foretoken.model.packed.scheme import packed_format
+from foretoken.model.packed.scheme import method_of, packed_format
 from foretoken.model.packed.weights import PackedWeights
 from foretoken.model.quant import ACTIVATIONS, check_quant
 from foretoken.model.row_order import RowOrders, in_order
@@ -120,7 +121,13 @@ def open_weights(folder: Path) -> TensorSource:
         return GgufWeights(folder)
     file = folder / "config.json"
     raw = read_json(file) if file.exists() else {}
-    form = packed_format(Fields(raw, str(file))) if raw.get("model_type") in NATIVE_MODEL_TYPES else None
+    family = FAMILIES.get(str(raw.get("model_type")))
+    if family is None:
+        return Weights(folder)
+    fields = Fields(raw, str(file))
+    if family.experts is not None and (method_of(fields) in (None, "mxfp4")):
+        return ExpertWeights(folder, family.experts)
+    form = packed_format(fields)
     return Weights(folder) if form is None else PackedWeights(folder, form)
 
 

@@ -50,6 +50,15 @@ _FAMILY: dict[str, dict[str, Any]] = {
     "starcoder2": {},
     "cohere": {"logit_scale": 2.0},
     "cohere2": {"logit_scale": 2.0, "sliding_window": 8, "num_hidden_layers": 4},
+    "mixtral": {"num_local_experts": 6},
+    "qwen2_moe": {
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+    },
+    "qwen3_moe": {"num_experts": 12, "num_experts_per_tok": 4, "moe_intermediate_size": 24, "head_dim": 16},
+    "gpt_oss": {"num_local_experts": 5, "head_dim": 16, "sliding_window": 9},
     "phi": {},
     "gpt_neox": {},
 }
@@ -103,6 +112,8 @@ _LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 _YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+
+_CUT = {"sliding_window": 8, "max_window_layers": 2}
 
 # name -> (family, overrides): every option of the native decoder at least once.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -207,6 +218,29 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("cohere", {}),
     "cohere-qk-norm": ("cohere", {"use_qk_norm": True, "attention_bias": True, "tie_word_embeddings": True}),
     "cohere2": ("cohere2", {}),
+    "mixtral": ("mixtral", {}),
+    "mixtral-sliding": ("mixtral", {"sliding_window": 7, "num_experts_per_tok": 6}),
+    "qwen2-moe": ("qwen2_moe", {}),
+    "qwen2-moe-options": (
+        "qwen2_moe",
+        {"qkv_bias": False, "norm_topk_prob": True, "decoder_sparse_step": 2, "use_sliding_window": True, **_CUT},
+    ),
+    "qwen3-moe": ("qwen3_moe", {"norm_topk_prob": True}),
+    "qwen3-moe-options": (
+        "qwen3_moe",
+        {"attention_bias": True, "mlp_only_layers": [0], "use_sliding_window": True, **_CUT},
+    ),
+    "gpt-oss": ("gpt_oss", {}),
+    "gpt-oss-options": (
+        "gpt_oss",
+        {
+            "attention_bias": False,
+            "swiglu_limit": 0.8,
+            "swiglu_alpha": 1.2,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+    ),
     "cohere2-options": ("cohere2", {"sliding_window_pattern": 2, "attention_bias": True, "head_dim": 12}),
 }
 

@@ -18,9 +18,10 @@ import torch
 from gguf import GGMLQuantizationType, quants
 from safetensors.torch import load_file
 
+from tests.helpers import gguf_experts
 from tests.helpers.gguf_blocks import WRITERS
 
-_ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3", "cohere": "command-r"}
+_ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3", "cohere": "command-r"} | gguf_experts.ARCHITECTURES
 _PERMUTED = ("llama", "smollm3", "granite")  # q and k, by the converter
 K_TYPES = ("Q4_K", "Q5_K", "Q6_K")
 QUANTISED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", *K_TYPES, *WRITERS, "MXFP4")
@@ -40,6 +41,7 @@ def write_gguf(
         for file in sorted(folder.glob("*.safetensors"))
         for name, tensor in load_file(file).items()
     }
+    state = gguf_experts.stacked(state)
     arch = _ARCHITECTURES.get(config["model_type"], config["model_type"])
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(kinds[arch], config["num_hidden_layers"])
@@ -182,6 +184,8 @@ def _add_config(writer: gguf.GGUFWriter, arch: str, config: Mapping[str, Any]) -
 
 def _add_options(writer: gguf.GGUFWriter, arch: str, config: Mapping[str, Any]) -> None:
     """What only some converters write."""
+    if "num_experts_per_tok" in config:
+        gguf_experts.add_options(writer, config)
     if arch in ("gemma2", "gemma3", "phi3", "cohere2"):
         writer.add_sliding_window(config["sliding_window"] or 0)
     if "layer_types" in config and arch in ("gemma3", "cohere2"):

@@ -76,14 +76,30 @@ class _WideRotary(nn.Module):
 
     def __init__(self, rotary: nn.Module) -> None:
         super().__init__()
-        self.own, self.is_interleaved = rotary, type(rotary).__name__.startswith("Cohere")
+        name = type(rotary).__name__
+        self.own, self.is_interleaved, self.is_half = rotary, name.startswith("Cohere"), name.startswith("GptOss")
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
         prefix = "" if layer_type is None else f"{layer_type}_"
         inverse, scale = (getattr(self.own, f"{prefix}{name}") for name in ("inv_freq", "attention_scaling"))
         angles = (position_ids[..., None].float() * inverse.float()).double()
-        angles = angles.repeat_interleave(2, dim=-1) if self.is_interleaved else torch.cat((angles, angles), dim=-1)
+        if not self.is_half:
+            angles = angles.repeat_interleave(2, dim=-1) if self.is_interleaved else torch.cat((angles, angles), dim=-1)
         return angles.cos() * scale, angles.sin() * scale
+
+
+class _WideRouter(nn.Module):
+    """transformers takes the softmax of a router's scores in float32 whatever the dtype."""
+
+    def __init__(self, router: nn.Module) -> None:
+        super().__init__()
+        self.weight, self.count = router.weight, router.top_k
+        self.normalises = getattr(router, "norm_topk_prob", True)  # Mixtral always does
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        scores = nn.functional.linear(x.reshape(-1, x.shape[-1]), self.weight)
+        best, index = scores.softmax(-1).topk(self.count, dim=-1)
+        return scores, best / best.sum(-1, keepdim=True) if self.normalises else best, index
 
 
 def wide_oracle(folder: Path, ids: list[int]) -> Tensor:
@@ -99,6 +115,8 @@ def wide_model(folder: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()  # sdpa, where it can
+    if hasattr(model.config, "num_experts_per_tok"):
+        model.set_experts_implementation("eager")  # their faster one has no float64
     rotary = _WideRotary(model.model.rotary_emb)
     model = model.double()
     model.model.rotary_emb = rotary
@@ -106,6 +124,8 @@ def wide_model(folder: Path) -> Any:
         for name, child in list(parent.named_children()):
             if type(child).__name__.endswith(("RMSNorm", "CohereLayerNorm", "Cohere2LayerNorm")):
                 setattr(parent, name, _WideNorm(child))
+            elif type(child).__name__.endswith("MoeTopKRouter") or type(child).__name__ == "MixtralTopKRouter":
+                setattr(parent, name, _WideRouter(child))
     return model
 
 

@@ -33,6 +33,7 @@ VARIANTS = (
     *("llama", "llama-tied", "llama-mha", "llama-biases", "llama-head-dim", "llama-linear", "llama-yarn"),
     *("mistral", "qwen2", "qwen2-tied", "qwen3", "phi3", "phi3-options", "olmo2", "smollm3", "granite"),
     *("granite-biases", "glm4", "glm4-options", "starcoder2", "cohere", "cohere-qk-norm", "cohere2"),
+    *("mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss"),
 )
 
 

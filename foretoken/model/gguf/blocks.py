@@ -16,6 +16,7 @@ from torch import Tensor
 
 from foretoken.model.gguf.kinds import GgmlType
 from foretoken.model.grouped import GroupedCodes, WholeScales
+from foretoken.model.mxfp4 import BITS, ZERO, codes_of, scales_of
 
 _Bytes: TypeAlias = npt.NDArray[np.uint8]
 _Floats: TypeAlias = npt.NDArray[np.float32]
@@ -30,8 +31,6 @@ _PAIRS = np.array([0, 2, 4, 6], np.uint8).reshape(1, 1, 4, 1)
 # What the 4-bit codes of a type stand for, times its scale: whole numbers, here as codes above a zero.
 _IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _IQ4_CODES = (np.array(_IQ4_VALUES) + 128).astype(np.uint8)
-_MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12)  # E2M1 (OCP Microscaling Formats 1.0, section 5.3.3), doubled
-_MXFP4_CODES = (np.array([*_MXFP4_VALUES, *(-value for value in _MXFP4_VALUES)]) + 16).astype(np.uint8)
 _SINGLES = np.arange(8, dtype=np.uint8).reshape(1, 1, 8, 1)
 
 
@@ -183,9 +182,7 @@ def _iq4_xs(blocks: _Bytes) -> _Parts:
 
 
 def _mxfp4(blocks: _Bytes) -> _Parts:
-    exponents = blocks[:, :1].astype(np.uint32)  # of 2, with a bias of 127; halved, because the codes are doubled
-    bits = np.where(exponents < 2, np.uint32(1 << 21) << exponents, (exponents - np.uint32(1)) << np.uint32(23))
-    return _MXFP4_CODES[_nibbles(blocks[:, 1:])], bits.astype(np.uint32).view(np.float32), None, 16, 5
+    return codes_of(_nibbles(blocks[:, 1:])), scales_of(blocks[:, :1]), None, ZERO, BITS
 
 
 _READERS: dict[str, Callable[[_Bytes], _Parts]] = {

@@ -6,7 +6,7 @@ Sources: llama.cpp's converters, and `src/models` of what reads their files.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from foretoken.errors import UnsupportedModelError
 from foretoken.model.expert_config import ExpertNames
 from foretoken.model.families import FAMILIES
 from foretoken.model.fields import Fields, shown
+from foretoken.model.gguf.families import Reader, whole_context, windows
 from foretoken.model.gguf.header import TensorInfo
 
 _TENSOR = re.compile(r"blk\.(0|[1-9]\d{0,5})\.ffn_(\w+)\.(weight|bias)")
@@ -49,12 +50,22 @@ def _of_qwen2(fields: Fields) -> dict[str, Any]:
     return _of_qwen(fields) | {"norm_topk_prob": False}
 
 
+def _of_gpt_oss(fields: Fields) -> dict[str, Any]:
+    return {
+        "num_local_experts": fields.whole("expert_count"),
+        "intermediate_size": fields.whole("expert_feed_forward_length"),
+    }
+
+
 @dataclass(frozen=True)
 class Mixture:
-    """An architecture with experts: the family that it is of, and the keys of its `config.json`."""
+    """An architecture with experts: the family that it is of, and the keys of its `config.json`: those of experts that
+    `read` finds, and others that `options` does.
+    """
 
     model_type: str
-    read: Callable[[Fields], dict[str, Any]]
+    read: Reader
+    options: Reader = whole_context
 
     @property
     def names(self) -> ExpertNames:
@@ -67,6 +78,7 @@ class Mixture:
 _MIXTURES = {
     "qwen2moe": Mixture("qwen2_moe", _of_qwen2),
     "qwen3moe": Mixture("qwen3_moe", _of_qwen),
+    "gpt-oss": Mixture("gpt_oss", _of_gpt_oss, windows),
     "llama": Mixture("mixtral", _of_mixtral),
 }
 MIXTURE_ARCHITECTURES = tuple(name for name in _MIXTURES if name != "llama")
@@ -77,7 +89,7 @@ def mixture_of(architecture: str, metadata: Mapping[str, Any]) -> Mixture | None
     prefix.
     """
     found = _MIXTURES.get(architecture)
-    return None if found is not None and architecture == "llama" and not metadata.get("expert_count") else found
+    return None if architecture == "llama" and not metadata.get("expert_count") else found
 
 
 def expert_fields(mixture: Mixture, fields: Fields) -> dict[str, Any]:

@@ -37,7 +37,7 @@ def _gemma(fields: Fields) -> dict[str, Any]:
     """llama.cpp knows by the number of layers which of them scale queries by their width instead of the head's."""
     heads, layers = fields.whole("attention.head_count"), fields.whole("block_count")
     by_width = fields.whole("embedding_length") // heads if layers in (46, 62) else 0
-    found = _windows(fields) | {"query_pre_attn_scalar": by_width or fields.whole("attention.key_length")}
+    found = windows(fields) | {"query_pre_attn_scalar": by_width or fields.whole("attention.key_length")}
     caps = {key: fields.number(key, zero=True) or None for key in _SOFTCAPS if fields.has(key)}
     return found | caps
 
@@ -47,7 +47,7 @@ def _gemma3(fields: Fields) -> dict[str, Any]:
     return _gemma(fields) | {"local_rope": local}
 
 
-def _windows(fields: Fields) -> dict[str, Any]:
+def windows(fields: Fields) -> dict[str, Any]:
     """The window, and which layers have it where that is not the family's own pattern."""
     found: dict[str, Any] = {}
     if fields.has("attention.sliding_window"):
@@ -86,7 +86,7 @@ def _command_r(fields: Fields) -> dict[str, Any]:
 
 
 def _cohere2(fields: Fields) -> dict[str, Any]:
-    return _windows(fields) | {"logit_scale": fields.number("logit_scale")}
+    return windows(fields) | {"logit_scale": fields.number("logit_scale")}
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,8 @@ def layer_parts(names: LayerNames) -> dict[str, str]:
         "attn_q_norm": names.q_norm,
         "attn_k_norm": names.k_norm,
         "attn_sinks": names.sinks,
-        "post_attention_norm": names.attention_out_norm,
+        # What comes behind attention: a norm of its result, or (gpt-oss) that of what the MLP reads.
+        "post_attention_norm": names.attention_out_norm or names.mlp_norm,
         "ffn_norm": names.mlp_norm,
         "post_ffw_norm": names.mlp_out_norm,
         "ffn_up": names.gate_up[-1],  # or gate and up together, as the checkpoint has them

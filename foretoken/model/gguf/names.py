@@ -13,7 +13,7 @@ from foretoken.errors import CheckpointError, UnsupportedModelError
 from foretoken.model.families import FAMILIES, Family
 from foretoken.model.fields import Fields, shown
 from foretoken.model.gguf.experts import MIXTURE_ARCHITECTURES, Mixture, expert_fields, mixture_of
-from foretoken.model.gguf.families import GGUF_FAMILIES, GgufFamily, whole_context
+from foretoken.model.gguf.families import GGUF_FAMILIES, GgufFamily
 from foretoken.model.gguf.header import Header, MetadataArray
 from foretoken.model.gguf.special_tokens import end_tokens
 
@@ -51,7 +51,8 @@ def hf_name(name: str, parts: Mapping[str, str]) -> str:
     """
     found = _IN_LAYER.fullmatch(name)
     if found is not None and found[2] in parts:
-        return f"model.layers.{found[1]}.{parts[found[2]]}.{found[3]}"
+        own = f"model.layers.{found[1]}.{parts[found[2]]}"
+        return own if found[2] == "attn_sinks" else f"{own}.{found[3]}"
     found = _OUTSIDE.fullmatch(name)
     if found is not None and found[1] in _WHOLE:
         return f"{_WHOLE[found[1]]}.{found[2]}"
@@ -79,7 +80,7 @@ def family_of(header: Header) -> GgufFamily:
     if mixture is None:
         return GGUF_FAMILIES[architecture]
     dense = GGUF_FAMILIES.get(architecture)
-    return GgufFamily(mixture.model_type, whole_context, permutes=dense is not None and dense.permutes)
+    return GgufFamily(mixture.model_type, mixture.options, permutes=dense is not None and dense.permutes)
 
 
 def architecture_of(header: Header) -> str:
@@ -132,6 +133,8 @@ def config_fields(header: Header) -> dict[str, Any]:
     kind = FAMILIES[family.model_type]
     options = family.options(fields)
     rope, local_rope = _rope(fields, context, kind, head_dim), options.pop("local_rope", None)
+    if rope["rope_type"] == "yarn":  # which files do not say
+        rope["truncate"] = kind.defaults.get("rope_parameters", {}).get("truncate", True)
     norm = "rms_epsilon" if kind.norm.kind == "rms" else "epsilon"
     has_biases = any(f"blk.0.{name}.bias" in header.tensors for name in ("attn_q", "attn_qkv"))
     vocab_size = _vocab_size(header, fields)

@@ -13,6 +13,16 @@ from foretoken.model.packed.gptq import GptqFormat
 METHODS = ("gptq", "awq", "compressed-tensors", "fp8")
 
 
+def method_of(config: Fields) -> str | None:
+    """What a `config.json` calls its way of packing matrices; None where nothing is packed.
+
+    Raises:
+        CheckpointError: a value of the wrong type.
+    """
+    fields = config.fields("quantization_config")
+    return None if fields is None or not fields.raw else fields.text("quant_method", "unknown")
+
+
 def packed_format(config: Fields) -> PackedFormat | None:
     """The format of a `config.json`'s packed matrices; None if it has none.
 
@@ -20,10 +30,9 @@ def packed_format(config: Fields) -> PackedFormat | None:
         CheckpointError: a value that is missing, of the wrong type or out of bounds.
         UnsupportedModelError: a method or a variant of one that is not read here.
     """
-    fields = config.fields("quantization_config")
-    if fields is None or not fields.raw:
+    fields, method = config.fields("quantization_config"), method_of(config)
+    if fields is None or method is None:
         return None
-    method = fields.text("quant_method", "unknown")
     if method == "gptq":
         return GptqFormat.of(fields)
     if method == "awq":
