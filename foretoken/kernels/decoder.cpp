@@ -125,20 +125,22 @@ private:
     // Adds `change_` to the stream, behind a norm if there is one; what is multiplied is rounded before it is added.
     void add_change(const NormWeights& norm) {
         const int64_t size = pass_.hidden_size;
-        const float multiplier = pass_.kind.residual_multiplier;
-        T* change = change_.data();
-        if (norm.weight != nullptr) normed(change, norm, change, pass_.hidden_size);
+        if (norm.weight != nullptr) normed(change_.data(), norm, change_.data(), size);
 #pragma omp parallel for num_threads(pass_.threads) schedule(static) if (rows_ * size > FEW_NUMBERS)
         for (int64_t row = 0; row < rows_; ++row) {
-            T *to = x() + row * size, *own = change + row * size;
-            if (multiplier != 1.0f)
-                by_lanes(
-                    size, [&](int64_t i) { store(load(own + i) * multiplier, own + i); },
-                    [&](int64_t i, int64_t n) { store_some(load_some(own + i, n) * multiplier, own + i, n); });
+            T *to = x() + row * size, *change = change_.data() + row * size;
+            multiply_row(pass_.kind.residual_multiplier, change, size);
             by_lanes(
-                size, [&](int64_t i) { store(load(to + i) + load(own + i), to + i); },
-                [&](int64_t i, int64_t n) { store_some(load_some(to + i, n) + load_some(own + i, n), to + i, n); });
+                size, [&](int64_t i) { store(load(to + i) + load(change + i), to + i); },
+                [&](int64_t i, int64_t n) { store_some(load_some(to + i, n) + load_some(change + i, n), to + i, n); });
         }
+    }
+
+    void multiply_row(float by, T* row, int64_t size) {
+        if (by == 1.0f) return;
+        by_lanes(
+            size, [&](int64_t i) { store(load(row + i) * by, row + i); },
+            [&](int64_t i, int64_t n) { store_some(load_some(row + i, n) * by, row + i, n); });
     }
 
     void multiply(const Product& by, const std::vector<T>& from, std::vector<T>& to) {
@@ -183,7 +185,7 @@ private:
     // In place: `count` heads of every row, each by itself or all of them at once.
     void norm_heads(const NormWeights& norm, T* first, int64_t count) {
         const int64_t size = pass_.head_dim, stride = all_heads_ * size;
-#pragma omp parallel for num_threads(pass_.threads) schedule(static) if (rows_ * stride > FEW_NUMBERS)
+#pragma omp parallel for num_threads(pass_.threads) schedule(static) if (rows_ * count * size > FEW_NUMBERS)
         for (int64_t row = 0; row < rows_; ++row) {
             T* own = first + row * stride;
             if (pass_.kind.norms_projection)

@@ -92,8 +92,8 @@ def _other_bytes(config: ModelConfig, kind: torch.dtype) -> int:
     """Memory of norms and biases, and of the small matrices that stay in float32."""
     layers = (layer_scores(config, layer) for layer in range(config.num_layers))
     scores = dict(shape for matrices in layers for matrix in matrices.values() for shape in matrix.shapes)
-    others = [(name, shape) for name, shape in hf_tensors(config) if name not in scores]
-    numbers = sum(math.prod(shape) for name, shape in others if len(shape) == 1 or name.endswith("_norm.weight"))
+    tensors = ((name, shape) for name, shape in hf_tensors(config) if name not in scores)
+    numbers = sum(math.prod(shape) for name, shape in tensors if len(shape) == 1 or name.endswith("_norm.weight"))
     return numbers * kind.itemsize + sum(map(math.prod, scores.values())) * torch.float32.itemsize
 
 
