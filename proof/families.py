@@ -42,13 +42,26 @@ A checkpoint may run in another way than its family does here when its configura
 embedding. Every model that is loaded through transformers is first tried out on a few tokens (`foretoken/model/trial.py`), whatever
 this table says; what does not pass is refused.
 
+## Published models
+
+Thirty widely downloaded models, by what their published `config.json` asks for; `tests/model/test_published_models.py` runs the decision on these
+settings, without weights.
+
+| model | family | how | |
+|---|---|---|---|
+{published}
+
+What a family computes is one entry of `foretoken/model/families.py`: norms and where they stand, rotation, windows, soft caps, multipliers,
+activation, biases, experts, and the names of its tensors. A checkpoint of a native family whose configuration asks for something that no entry has runs
+through transformers.
+
 ## Formats
 
 | format | families | how | types |
 |---|---|---|---|
 | safetensors folder | all below | as stored, or in another `dtype` | F32, F16, BF16 (F64 natively) |
-| GGUF file | Llama, Mistral, Qwen2, Qwen3 | native; quantised matrices are multiplied by their codes | F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K (so Q4_K_M, Q5_K_M, Q6_K ...) |
-| GGUF file | all others | refused | Q2_K, Q3_K, IQ*, TQ*, MXFP4, NVFP4 |
+| GGUF file | all native families but `glm` | native; quantised matrices are multiplied by their codes | F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K (so Q4_K_M, Q5_K_M, Q6_K ...), Q2_K, Q3_K, IQ4_NL, IQ4_XS, MXFP4 |
+| GGUF file | all others | refused | IQ1*, IQ2*, IQ3*, TQ*, NVFP4 |
 | GPTQ | native families | native, by codes | 4 and 8 bits, groups of a multiple of 32 or one scale per output, symmetric or not, `gptq` and `gptq_v2` |
 | AWQ | native families | native, by codes | 4 bits, version `gemm`, groups as for GPTQ |
 | compressed-tensors | native families | native, by codes | `pack-quantized` (int4, int8), `int-quantized`, `naive-quantized` (int8), per matrix, output or group, with zero points |
@@ -59,8 +72,8 @@ this table says; what does not pass is refused.
 
 `LLM("file.gguf")` and `--target file.gguf` take tokenizer, chat template and end tokens from the file. Its numbers are bit for bit what
 llama.cpp's `gguf` package makes of them, in float32; `dtype="bfloat16"` rounds them once more and halves the memory. Text is split as
-llama.cpp does it: Unicode normalisation of a Qwen tokenizer is not in the file. Experts, sliding windows, longrope and files in parts
-are refused. `foretoken models inspect FILE` lists the types of a checkpoint, and what becomes of each.
+llama.cpp does it: Unicode normalisation of a Qwen tokenizer is not in the file. A window that llama.cpp's converter leaves out
+(Mistral's, StarCoder2's) is not there, and a LongRoPE file runs up to its original length. `foretoken models inspect FILE` lists the types of a checkpoint, and what becomes of each.
 
 Packed safetensors stand for scale * (code - zero), which float32 holds exactly; rounded to the format of the scales these are bit for bit
 the numbers that AutoGPTQ, AutoAWQ and compressed-tensors compute. FP8 numbers are multiplied by their scales in float32, then rounded to
@@ -124,13 +137,14 @@ def page(findings: list[Finding]) -> str:
     import transformers
 
     from tests.helpers.families import CONTEXT, WINDOW
+    from tests.helpers.published_models import table
 
     counts = ", ".join(f"{sum(one.how == how for one in findings)} {how}" for how in HOWS)
     rows = [
         f"| {one.family} | {one.how} | {one.note.replace('|', '/')} |"
         for one in sorted(findings, key=lambda one: one.family)
     ]
-    text = _HEAD.format(version=transformers.__version__, context=CONTEXT, window=WINDOW)
+    text = _HEAD.format(version=transformers.__version__, context=CONTEXT, window=WINDOW, published=table())
     return (
         text
         + f"{len(findings)} families: {counts}.\n\n| family | how | note |\n|---|---|---|\n"

@@ -100,6 +100,11 @@ def load_mtp(folder: Path, target: ModelConfig, dtype: torch.dtype, device: torc
     if not first:
         names = f"model.layers.{target.num_layers}.eh_proj with num_nextn_predict_layers in config.json, or mtp.fc"
         raise ConfigError("drafter", "mtp", f"{folder} holds no MTP layer ({names}): choose another drafter")
+    if not target.has_llama_layers:
+        raise UnsupportedModelError(
+            f"the MTP layer in {folder} is of model_type={target.model_type!r}, whose layers heads here do not have; "
+            "choose another drafter"
+        )
     _refuse_other_layers(folder, first)
     _check_shared(folder, weights, target, first)
     config = mtp_config(target, has_own_output=_OUTPUT in first)

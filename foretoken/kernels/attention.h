@@ -217,6 +217,9 @@ private:
     void run_block(int64_t block) {
         block_ = block;
         const Texts& texts = *task_->texts;
+        const int64_t next = block + KEY_BLOCK, past = std::min({next + KEY_BLOCK, highest_ + 1, texts.common()});
+        num_soon_ = std::max<int64_t>(0, past - next);
+        for (int64_t c = 0; c < num_soon_; ++c) soon_at_[c] = texts.slot(0, next + c) * size_;
         const int64_t end = std::min<int64_t>(KEY_BLOCK, highest_ + 1 - block);
         if (block + end <= texts.common()) {
             lay_out(0, 0, end);
@@ -248,6 +251,8 @@ private:
         in_pieces<REGISTER_ROWS>(count, [&](auto rows, int64_t row) { add_rows<decltype(rows)::value>(first + row); });
     }
 
+    Soon<T> soon(const T* rows, bool is_first) const { return {rows, soon_at_, is_first ? num_soon_ : 0, size_}; }
+
     template <int ROWS>
     void score_rows(int64_t row) {
         int64_t from = KEY_BLOCK, to = 0;
@@ -257,7 +262,8 @@ private:
         from /= LANES, to = (to + LANES - 1) / LANES;
         in_pieces<REGISTER_VECTORS>(to - from, [&](auto vectors, int64_t v) {
             score<T, ROWS, decltype(vectors)::value>(keys_ + (from + v) * LANES * words_, query_ + row * words_, words_,
-                                          weights_ + row * KEY_BLOCK + (from + v) * LANES);
+                                          weights_ + row * KEY_BLOCK + (from + v) * LANES,
+                                          soon(cached_keys_, row == 0 && v == 0));
         });
     }
 
@@ -285,11 +291,13 @@ private:
         const float* weights = weights_ + row * KEY_BLOCK;
         in_pieces<REGISTER_VECTORS>(whole, [&](auto vectors, int64_t v) {
             add_values<T, ROWS, decltype(vectors)::value>(cached_values_ + v * LANES, at_, weights, first, last,
-                                               open_[row].values + v * LANES, padded_, LANES);
+                                               open_[row].values + v * LANES, padded_, LANES,
+                                               soon(cached_values_, row == 0 && v == 0));
         });
         if (whole * LANES < size_)
             add_values<T, ROWS, 1>(cached_values_ + whole * LANES, at_, weights, first, last,
-                                   open_[row].values + whole * LANES, padded_, size_ - whole * LANES);
+                                   open_[row].values + whole * LANES, padded_, size_ - whole * LANES,
+                                   soon(cached_values_, false));
     }
 
     void store_part(const RowSum& sum, float* to) const {
@@ -315,6 +323,7 @@ private:
     const T *cached_keys_ = nullptr, *cached_values_ = nullptr;
     int64_t lowest_ = 0, highest_ = 0, block_ = 0;
     int64_t positions_[TILE_ROWS], at_[KEY_BLOCK];  // `at_`: of the block's rows in the cache
+    int64_t soon_at_[KEY_BLOCK], num_soon_ = 0;     // and of the next block's
     OpenSum open_[TILE_ROWS];
     RowSum total_[TILE_ROWS];
 };

@@ -71,16 +71,33 @@ inline Words row_words(const T* row, int64_t size, int64_t first) {
 #define FORETOKEN_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Words{__VA_ARGS__})
 #endif
 
+// 16 rows of 16 words, in four rounds of shuffles that every processor has: two inside 128 bits, two of whole 128 bits.
 inline void transpose(Words (&rows)[LANES]) {
-    // Four times: rows i and i + 8 are interleaved into rows 2 i and 2 i + 1.
-    for (int round = 0; round < 4; ++round) {
-        Words next[LANES];
-        for (int i = 0; i < LANES / 2; ++i) {
-            const Words a = rows[i], b = rows[i + LANES / 2];
-            next[2 * i] = FORETOKEN_SHUFFLE(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-            next[2 * i + 1] = FORETOKEN_SHUFFLE(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-        }
-        std::copy_n(next, LANES, rows);
+    for (int i = 0; i < LANES; i += 2) {
+        const Words a = rows[i], b = rows[i + 1];
+        rows[i] = FORETOKEN_SHUFFLE(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
+        rows[i + 1] = FORETOKEN_SHUFFLE(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+    }
+    for (int i = 0; i < LANES; i += 4) {
+        const Words a = rows[i], b = rows[i + 2], c = rows[i + 1], d = rows[i + 3];
+        rows[i] = FORETOKEN_SHUFFLE(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
+        rows[i + 1] = FORETOKEN_SHUFFLE(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+        rows[i + 2] = FORETOKEN_SHUFFLE(c, d, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
+        rows[i + 3] = FORETOKEN_SHUFFLE(c, d, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    }
+    const auto even = [](Words a, Words b) {
+        return FORETOKEN_SHUFFLE(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
+    };
+    const auto odd = [](Words a, Words b) {
+        return FORETOKEN_SHUFFLE(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+    };
+    for (int i = 0; i < 4; ++i) {
+        const Words a = rows[i], b = rows[4 + i], c = rows[8 + i], d = rows[12 + i];
+        const Words first = even(a, b), second = even(c, d), third = odd(a, b), fourth = odd(c, d);
+        rows[i] = even(first, second);
+        rows[8 + i] = odd(first, second);
+        rows[4 + i] = even(third, fourth);
+        rows[12 + i] = odd(third, fourth);
     }
 }
 
@@ -88,7 +105,14 @@ inline void transpose(Words (&rows)[LANES]) {
 template <class T>
 void lay_out_keys(const T* keys, const int64_t* at, int64_t count, int64_t size, uint32_t* to) {
     const int64_t num_words = words_of<T>(size);
-    for (int64_t first = 0; first < num_words; first += LANES) {
+    int64_t first = 0;
+    for (; count == LANES && (first + LANES) * int64_t(4 / sizeof(T)) <= size; first += LANES) {
+        Words rows[LANES];
+        for (int64_t i = 0; i < LANES; ++i) std::memcpy(&rows[i], keys + at[i] + first * (4 / sizeof(T)), sizeof(Words));
+        transpose(rows);
+        for (int i = 0; i < LANES; ++i) std::memcpy(to + (first + i) * LANES, &rows[i], sizeof(Words));
+    }
+    for (; first < num_words; first += LANES) {
         Words rows[LANES];
         for (int64_t i = 0; i < LANES; ++i) rows[i] = i < count ? row_words(keys + at[i], size, first) : Words{};
         transpose(rows);
@@ -97,11 +121,27 @@ void lay_out_keys(const T* keys, const int64_t* at, int64_t count, int64_t size,
     }
 }
 
+// Rows of the cache that are wanted soon: while few rows read a long text, it comes from memory. They are asked for one
+// by one between other work, as a processor takes only some tens of requests at a time.
+template <class T>
+struct Soon {
+    const T* rows;
+    const int64_t* at;
+    int64_t count, size;
+
+    void fetch(int64_t i) const {
+        const char* row = reinterpret_cast<const char*>(rows + at[i]);
+        for (int64_t byte = 0; byte < size * int64_t(sizeof(T)); byte += 64) __builtin_prefetch(row + byte, 0, 2);
+    }
+};
+
 // ---- Scores: `out` [ROWS, KEY_BLOCK] of 16 * VECTORS keys [VECTORS, words, 16] and `query` [ROWS, words].
 template <class T, int ROWS, int VECTORS>
-__attribute__((noinline)) void score(const uint32_t* keys, const uint32_t* query, int64_t num_words, float* out) {
+__attribute__((noinline)) void score(const uint32_t* keys, const uint32_t* query, int64_t num_words, float* out,
+                                     const Soon<T>& soon) {
     Lanes sums[ROWS][VECTORS] = {};
     for (int64_t w = 0; w < num_words; ++w) {
+        for (int64_t i = w; i < soon.count; i += num_words) soon.fetch(i);
         typename Word<T>::Vector own[VECTORS];
         for (int v = 0; v < VECTORS; ++v) own[v] = Word<T>::load(keys + (v * num_words + w) * LANES);
         for (int r = 0; r < ROWS; ++r)
@@ -115,11 +155,13 @@ __attribute__((noinline)) void score(const uint32_t* keys, const uint32_t* query
 // `last`; 16 * VECTORS numbers of each, or `some` if those are fewer than 16.
 template <class T, int ROWS, int VECTORS>
 __attribute__((noinline)) void add_values(const T* values, const int64_t* at, const float* weights, int64_t first,
-                                          int64_t last, float* total, int64_t stride, int64_t some) {
+                                          int64_t last, float* total, int64_t stride, int64_t some,
+                                          const Soon<T>& soon) {
     Lanes sums[ROWS][VECTORS];
     for (int r = 0; r < ROWS; ++r)
         for (int v = 0; v < VECTORS; ++v) sums[r][v] = load(total + r * stride + v * LANES);
     for (int64_t c = first; c < last; ++c) {
+        if (c < soon.count) soon.fetch(c);
         Lanes own[VECTORS];
         for (int v = 0; v < VECTORS; ++v)
             own[v] = VECTORS == 1 && some < LANES ? load_some(values + at[c], some) : load(values + at[c] + v * LANES);

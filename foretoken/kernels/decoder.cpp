@@ -101,6 +101,7 @@ private:
         if (own.beside_norm.weight != nullptr)
             normed(static_cast<const T*>(pass_.beside), own.beside_norm, seen_.data(), stride);
         if (own.attention_norm.weight != nullptr) normed(x(), own.attention_norm, to, stride);
+        if (own.attention_norm.weight != nullptr && !own.keeps_normed) return;
         for (int64_t row = 0; row < rows_; ++row) {
             if (own.attention_norm.weight == nullptr) std::copy_n(x() + row * size, size, to + row * stride);
             if (own.keeps_normed) std::copy_n(to + row * stride, size, x() + row * size);
@@ -123,17 +124,23 @@ private:
 
     // Adds `change_` to the stream, behind a norm if there is one; what is multiplied is rounded before it is added.
     void add_change(const NormWeights& norm) {
-        const int64_t count = rows_ * pass_.hidden_size;
-        const float multiplier = pass_.kind.residual_multiplier;
-        T* change = change_.data();
-        if (norm.weight != nullptr) normed(change, norm, change, pass_.hidden_size);
-        if (multiplier != 1.0f)
+        const int64_t size = pass_.hidden_size;
+        if (norm.weight != nullptr) normed(change_.data(), norm, change_.data(), size);
+#pragma omp parallel for num_threads(pass_.threads) schedule(static) if (rows_ * size > FEW_NUMBERS)
+        for (int64_t row = 0; row < rows_; ++row) {
+            T *to = x() + row * size, *change = change_.data() + row * size;
+            multiply_row(pass_.kind.residual_multiplier, change, size);
             by_lanes(
-                count, [&](int64_t i) { store(load(change + i) * multiplier, change + i); },
-                [&](int64_t i, int64_t n) { store_some(load_some(change + i, n) * multiplier, change + i, n); });
+                size, [&](int64_t i) { store(load(to + i) + load(change + i), to + i); },
+                [&](int64_t i, int64_t n) { store_some(load_some(to + i, n) + load_some(change + i, n), to + i, n); });
+        }
+    }
+
+    void multiply_row(float by, T* row, int64_t size) {
+        if (by == 1.0f) return;
         by_lanes(
-            count, [&](int64_t i) { store(load(x() + i) + load(change + i), x() + i); },
-            [&](int64_t i, int64_t n) { store_some(load_some(x() + i, n) + load_some(change + i, n), x() + i, n); });
+            size, [&](int64_t i) { store(load(row + i) * by, row + i); },
+            [&](int64_t i, int64_t n) { store_some(load_some(row + i, n) * by, row + i, n); });
     }
 
     void multiply(const Product& by, const std::vector<T>& from, std::vector<T>& to) {
@@ -148,6 +155,7 @@ private:
         std::vector<float> full(rows_ * by.width), sums(rows_ * by.num_outputs);
         for (size_t i = 0; i < full.size(); ++i) full[i] = number(from[i]);
         run(full.data(), sums.data(), false);
+#pragma omp parallel for num_threads(pass_.threads) schedule(static) if (rows_ * by.num_outputs > FEW_NUMBERS)
         for (int64_t row = 0; row < rows_; ++row)
             for (int64_t n = 0; n < by.num_outputs; ++n)
                 put(sums[row * by.num_outputs + n] + number(bias[n]), to[row * by.num_outputs + n]);
@@ -177,6 +185,7 @@ private:
     // In place: `count` heads of every row, each by itself or all of them at once.
     void norm_heads(const NormWeights& norm, T* first, int64_t count) {
         const int64_t size = pass_.head_dim, stride = all_heads_ * size;
+#pragma omp parallel for num_threads(pass_.threads) schedule(static) if (rows_ * count * size > FEW_NUMBERS)
         for (int64_t row = 0; row < rows_; ++row) {
             T* own = first + row * stride;
             if (pass_.kind.norms_projection)
@@ -206,7 +215,7 @@ void typed(int is_bf16, Function function) {
 extern "C" {
 
 // What the numbers below mean; a library of another interface is not used.
-int foretoken_decoder_interface() { return 6; }
+int foretoken_decoder_interface() { return 7; }
 
 // All tensors of a call are bfloat16 or all float32; `stride` is from row to row of the input, in elements.
 

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from foretoken.model.expert_config import ExpertsConfig
@@ -101,6 +101,49 @@ class ModelConfig:
         if self.rope_layers and not self.rope_layers[layer]:
             return None
         return self.local_rope if self.local_rope is not None and self.window(layer) is not None else self.rope
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """The rotations of all layers, each once."""
+        of_layers = (self.rope_of(layer) for layer in range(self.num_layers))
+        return tuple(dict.fromkeys(rope for rope in of_layers if rope is not None))
+
+    def llama_layers(self, num_layers: int) -> ModelConfig:
+        """So many layers of this width and these heads that compute what Llama's do, as those of trained heads do."""
+        has_plain_rope = self.rope.partial_factor == 1.0 and self.rope.kind != "longrope"
+        return ModelConfig(
+            model_type="llama",
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_layers=num_layers,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            max_context_tokens=self.max_context_tokens,
+            rope=replace(self.rope, is_interleaved=False) if has_plain_rope else RopeConfig(theta=self.rope.theta),
+            norm_eps=self.norm_eps,
+            bos_token_id=self.bos_token_id,
+            eos_token_ids=self.eos_token_ids,
+            dtype=self.dtype,
+        )
+
+    @property
+    def has_llama_layers(self) -> bool:
+        """Whether a dense layer computes what Llama's do, but for biases and norms of the heads."""
+        plain = self.llama_layers(self.num_layers)
+        own = replace(
+            self,
+            model_type=plain.model_type,
+            qkv_bias=False,
+            o_bias=False,
+            mlp_bias=False,
+            qk_norm=False,
+            tie_embeddings=False,
+            sliding_window=(),
+            experts=None,
+        )
+        return own == plain
 
     @property
     def score_scale(self) -> float:

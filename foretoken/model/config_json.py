@@ -170,7 +170,7 @@ def _flag(fields: Fields, flag: Flag) -> bool:
 
 
 def _activation(model_type: str, family: Family, fields: Fields) -> Activation:
-    name = fields.text(family.activation, "silu")
+    name = fields.text(family.activation) or "silu"
     if name not in _ACTIVATIONS:
         raise UnsupportedModelError(
             f"{family.activation}={shown(name)} of a {model_type!r} model: the native decoder has "

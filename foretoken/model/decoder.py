@@ -169,9 +169,8 @@ class Decoder(nn.Module):
         if config.tie_embeddings:
             self.lm_head.weight = self.embedding.weight
         ropes = [config.rope_of(layer) for layer in range(config.num_layers)]
-        self._ropes = list(dict.fromkeys(rope for rope in ropes if rope is not None))
-        # By layer, which of them it rotates by.
-        self._rope_numbers = [None if rope is None else self._ropes.index(rope) for rope in ropes]
+        # By layer, the number of the table that it rotates by.
+        self._rope_numbers = [None if rope is None else config.ropes.index(rope) for rope in ropes]
         self._rotaries: list[RotaryTable] | None = None
 
     def forward(
@@ -273,7 +272,7 @@ class Decoder(nn.Module):
         """
         if self._rotaries is None:
             weight = self.norm.weight
-            self._rotaries = [RotaryTable(self.config, weight.device, weight.dtype, rope) for rope in self._ropes]
+            self._rotaries = [RotaryTable(self.config, weight.device, weight.dtype, rope) for rope in self.config.ropes]
         return self._rotaries
 
     @property

@@ -68,7 +68,7 @@ def shape_of(
         return _foreign_shape(name, raw, stored, kind)
     matrices = MatrixMemory(stored, config, kind, device, weights)
     # cos and sin of short sequences
-    tables_bytes = 2 * min(config.max_context_tokens, TABLE_BLOCK) * config.head_dim * kind.itemsize
+    tables_bytes = 2 * len(config.ropes) * min(config.max_context_tokens, TABLE_BLOCK) * config.head_dim * kind.itemsize
     return ModelShape(
         name=name,
         weight_format=matrices.weight_format,
@@ -80,7 +80,7 @@ def shape_of(
         mask_bytes=config.num_heads // config.num_kv_heads * kind.itemsize + 2 * kind.itemsize + 2,
         # Tables of cos and sin grow with the longest sequence.
         gather_bytes=bytes_per_token(1, config.num_kv_heads, config.head_dim, kind)
-        + 2 * config.head_dim * kind.itemsize,
+        + 2 * len(config.ropes) * config.head_dim * kind.itemsize,
         vocab_size=config.vocab_size,
         itemsize=kind.itemsize,
         max_context_tokens=config.max_context_tokens,
@@ -92,7 +92,8 @@ def _other_bytes(config: ModelConfig, kind: torch.dtype) -> int:
     """Memory of norms and biases, and of the small matrices that stay in float32."""
     layers = (layer_scores(config, layer) for layer in range(config.num_layers))
     scores = dict(shape for matrices in layers for matrix in matrices.values() for shape in matrix.shapes)
-    numbers = sum(shape[0] for name, shape in hf_tensors(config) if len(shape) == 1 and name not in scores)
+    tensors = ((name, shape) for name, shape in hf_tensors(config) if name not in scores)
+    numbers = sum(math.prod(shape) for name, shape in tensors if len(shape) == 1 or name.endswith("_norm.weight"))
     return numbers * kind.itemsize + sum(map(math.prod, scores.values())) * torch.float32.itemsize
 
 

@@ -195,20 +195,13 @@ def layer_pass(
 
 
 def has_exact_rows(decoder: Decoder) -> bool:
-    """Whether the pass and the head's product, with attention that reads every segment by the kernel, compute each
-    row's logits from its text alone, to the last bit.
+    """Whether the pass and the head's product, with `KernelAttention`, compute each row's logits from its text alone,
+    to the last bit.
     """
     with torch.inference_mode():
         kernels = kernels_for(decoder.norm.weight)
-    windows = {decoder.config.window(layer) for layer in range(decoder.config.num_layers)}
     head = decoder.lm_head.packed
-    return (
-        kernels is not None
-        and windows == {None}
-        and head is not None
-        and head.product is not None
-        and _table(decoder) is not None
-    )
+    return kernels is not None and head is not None and head.product is not None and _table(decoder) is not None
 
 
 _TABLES: WeakKeyDictionary[LayerStack, tuple[tuple[object, ...], LayerTable | None]] = WeakKeyDictionary()

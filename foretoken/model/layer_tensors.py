@@ -103,7 +103,9 @@ def layer_scores(config: ModelConfig, layer: int) -> dict[str, MatrixTensors]:
 def layer_norms(config: ModelConfig, layer: int) -> dict[str, tuple[str, Shape]]:
     """Name and shape of the weights of each norm of a layer, by the module of `decoder.DecoderLayer` that holds it."""
     names, prefix, size = FAMILIES[config.model_type].names, layer_prefix(layer), (config.hidden_size,)
-    norms = {module: (name, size) for module in NORMS if (name := getattr(names, module)) is not None}
+    norms: dict[str, tuple[str, Shape]] = {
+        module: (name, size) for module in NORMS if (name := getattr(names, module)) is not None
+    }
     if config.qk_norm:
         norms["q_norm"] = names.q_norm, qk_norm_shape(config, config.num_heads)
         norms["k_norm"] = names.k_norm, qk_norm_shape(config, config.num_kv_heads)

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from foretoken.kv.blocks import BlockAllocator
+from foretoken.model.attention.paged import KernelAttention
 from foretoken.model.decoder import Decoder, Hidden
 from foretoken.model.early import EarlyRows, Join, first_missing, joins_of, waiting_rows, without
 from foretoken.model.interface import EarlySegment, ForwardOutput, Segment
+from foretoken.model.layer_pass import has_exact_rows
 from foretoken.model.paged_cache import DEFAULT_BLOCK_SIZE, ForwardInputs, PagedCache
 from foretoken.transfer import to_device
 
@@ -25,6 +27,9 @@ class PagedModel(PagedCache):
         super().__init__(decoder.local, weight.dtype, weight.device, num_slots, block_size)
         self.decoder, self.config = decoder, decoder.config
         self._early: dict[int, EarlyRows] = {}
+        self._is_exact = has_exact_rows(decoder)
+        if self._is_exact:
+            self.attention = KernelAttention
 
     @property
     def vocab_size(self) -> int:
@@ -78,8 +83,8 @@ class PagedModel(PagedCache):
 
     @property
     def numerics(self) -> str:
-        """See `interface.LanguageModel`."""
-        return "default"
+        """See `interface.LanguageModel`: strict where the compiled kernels run everything."""
+        return "strict" if self._is_exact else "default"
 
     @property
     def device(self) -> torch.device:

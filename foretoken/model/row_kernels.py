@@ -26,7 +26,7 @@ FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp"),
     *("-shared", "-fPIC"),
 )
-_INTERFACE = 6  # of the compiled library: what its functions take
+_INTERFACE = 7  # of the compiled library: what its functions take
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh")  # in the order of `foretoken_activation`
 _DTYPES = (torch.bfloat16, torch.float32)
 

@@ -140,7 +140,7 @@ class Shard:
             return tensor
         if split is Split.QKV:
             q, kv = (heads * self.config.head_dim for heads in (self.config.num_heads, self.config.num_kv_heads))
-            query, key, value = tensor.split((q, kv, kv))
+            query, key, value = torch.split(tensor, [q, kv, kv])
             return torch.cat((self._rows(query), self._rows(key, is_kv=True), self._rows(value, is_kv=True)))
         if split is Split.HALVES:
             return torch.cat([self._rows(half) for half in tensor.chunk(2)])

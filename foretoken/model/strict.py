@@ -5,7 +5,7 @@ through the decoder in tiles of row counts that were measured to give equal bits
 and number of threads: `prove` compares them once, and uses only those that agree. If none does, rows run one at a
 time. Attention sums over a number of keys that follows from the position alone (`attention/strict.py`).
 
-Where the compiled kernels run all of a model, none of this is needed (`ExactRowsModel`).
+Where the compiled kernels run all of a model, none of this is needed: `PagedModel` is strict (`has_exact_rows`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foretoken.model.architecture import ModelConfig
-from foretoken.model.attention.paged import KernelAttention
 from foretoken.model.attention.strict import (
     KEY_BLOCK,
     StrictAttention,
@@ -58,22 +57,7 @@ class Proven:
 
 def strict_kind(decoder: Decoder) -> type[PagedModel]:
     """What runs `decoder` with strict numerics here."""
-    return ExactRowsModel if has_exact_rows(decoder) else StrictModel
-
-
-class ExactRowsModel(PagedModel):
-    """`PagedModel` with strict numerics from kernels that compute a row the same way whatever is beside it, where
-    `layer_pass.has_exact_rows`: a pass costs what it costs in default numerics.
-    """
-
-    def __init__(self, decoder: Decoder, num_slots: int, block_size: int = DEFAULT_BLOCK_SIZE) -> None:
-        super().__init__(decoder, num_slots, block_size)
-        self.attention = KernelAttention
-
-    @property
-    def numerics(self) -> str:
-        """See `interface.LanguageModel`."""
-        return "strict"
+    return PagedModel if has_exact_rows(decoder) else StrictModel
 
 
 class StrictModel(PagedModel):

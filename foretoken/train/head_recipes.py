@@ -168,20 +168,9 @@ def _adapter_config(shape: AdapterShape, target: ModelConfig) -> ExitAdapterConf
 
 
 def _layer(target: ModelConfig, num_layers: int, intermediate_size: int | None) -> ModelConfig:
-    """The target's own layer, in another number."""
-    return dataclasses.replace(
-        target,
-        model_type="llama",
-        num_layers=num_layers,
-        intermediate_size=intermediate_size or target.intermediate_size,
-        qkv_bias=False,
-        o_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-        sliding_window=(),
-        tie_embeddings=False,
-        experts=None,
-    )
+    """Layers of the target's shape, as Llama has them."""
+    layer = target.llama_layers(num_layers)
+    return dataclasses.replace(layer, intermediate_size=intermediate_size or target.intermediate_size)
 
 
 class _Float32Parts:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.attention.packed import PackedAttention
-from foretoken.model.loader import load_decoder
+from foretoken.model.loader import load_decoder, read_config
 from tests.helpers.checkpoints import VARIANTS, token_ids, transformers_logits, variant
 
 LENGTH = 150  # longer than the rope scalings' original length, the query chunk and every window
@@ -170,3 +170,18 @@ def test_packed_bfloat16_is_close_to_plain(tmp_path: Path) -> None:
         )
     assert plain.dtype == torch.bfloat16
     torch.testing.assert_close(packed, plain, atol=0.1, rtol=0.05)
+
+
+# Families with other norms, activations, scales, rotations or sinks.
+_OTHERS = (
+    *("gemma2", "gemma3_text", "olmo2", "smollm3", "granite", "glm", "glm4", "starcoder2", "cohere", "cohere2"),
+    "gpt_oss",
+)
+
+
+def test_which_layers_are_llamas(tmp_path: Path) -> None:
+    """Heads have such layers, whatever their target has."""
+    for name, (family, _) in VARIANTS.items():
+        config = read_config(variant(tmp_path / name, name))
+        assert config.has_llama_layers == (family not in _OTHERS and name != "phi3-options"), name
+        assert config.llama_layers(2).has_llama_layers

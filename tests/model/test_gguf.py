@@ -21,6 +21,7 @@ from foretoken.model.gguf.weights import GgufWeights
 from foretoken.model.interface import Segment
 from foretoken.model.loader import load_decoder, read_config
 from foretoken.model.open import model_folder, native_config, open_model
+from foretoken.model.paged import PagedModel
 from foretoken.model.tokenizer import load_tokenizer
 from foretoken.model.weights import AS_CODES
 from foretoken.train.answers import folder_fingerprint
@@ -63,6 +64,22 @@ def test_weights_of_norms_that_the_converter_shifts(tmp_path: Path, name: str) -
     rounded = variant(tmp_path / "bf16", name, tie_word_embeddings=True, dtype=torch.bfloat16)
     path = write_gguf(tmp_path / "model.gguf", rounded)
     assert torch.equal(logits_of(path, ids), logits_of(rounded, ids))
+
+
+@pytest.mark.parametrize("name", ["glm4", "cohere"])
+def test_codes_of_rows_in_another_order(tmp_path: Path, name: str) -> None:
+    """Multiplied by codes and dequantised alike, where the decoder's heads have their channels in an order of their
+    own.
+    """
+    folder = variant(tmp_path / "hf", name, hidden_size=64, tie_word_embeddings=True)
+    path, ids = write_gguf(tmp_path / "model.gguf", folder, "Q8_0"), token_ids(40)
+    codes, numbers = load_decoder(path), load_decoder(path, pack=False)
+    assert all(layer.qkv_proj.packed is not None for layer in codes.decoder_layers())
+    found = logits_of(path, ids)
+    model = PagedModel(numbers, 512)
+    model.open(0)
+    expected = model.forward(torch.tensor(ids), [Segment(0, len(ids), num_logits=len(ids))]).logits
+    assert (found - expected).norm() < 0.03 * expected.norm()
 
 
 def test_llama3_scaling_comes_as_factors(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ from foretoken.model.families import NATIVE_MODEL_TYPES
 from proof.families import families, read_page
 from tests.helpers.family_trial import HOWS, NATIVE, NOT_BUILT, REFUSED, try_family
 
-# Our own decoder, learned positions, no cache to speak of (rwkv, openai-gpt, xlm), a state instead of one, positions
-# that begin at 2, experts, windows, a decoder torn from its encoder, a text model in a multimodal folder, later tokens
-# read, sparse attention for long texts only.
+# Our own decoder (plain, and with most options), learned positions, no cache to speak of (rwkv, openai-gpt, xlm), a
+# state instead of one, positions that begin at 2, experts, windows, a decoder torn from its encoder, a text model in a
+# multimodal folder, later tokens read, sparse attention for long texts only.
 SAMPLE = [
     "qwen3",
     "gpt2",
@@ -21,8 +21,10 @@ SAMPLE = [
     "xlm",
     "mamba",
     "roberta",
-    "mixtral",
-    "gemma2",
+    "olmoe",
+    "olmo3",
+    "cohere2",
+    "gemma3_text",
     "bart",
     "emu3",
     "xlnet",

@@ -4,6 +4,7 @@ beside a row.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -15,9 +16,9 @@ from torch import Tensor
 from foretoken.kernels.build import built
 from foretoken.kv.pool import KVPool
 from foretoken.model.architecture import ModelConfig
-from foretoken.model.attention.paged import KeySlots, PagedAttention, Reader, visible_slots
+from foretoken.model.attention.paged import KernelAttention, KeySlots, PagedAttention, Reader, _plan, visible_slots
 from foretoken.model.interface import Segment
-from foretoken.model.row_kernels import FLAGS, SOURCE, RowKernels, kernels_for, load, row_kernels
+from foretoken.model.row_kernels import ACTIVATIONS, FLAGS, SOURCE, RowKernels, kernels_for, load, row_kernels
 from tests.helpers.instruction_sets import INSTRUCTION_SETS
 
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8}  # one rounding to the format, or a few units of float32
@@ -57,6 +58,35 @@ def test_rows_on_their_own_equal_float64(kernels: RowKernels, dtype: torch.dtype
     assert bool((found - expected).abs().max() <= ROUNDING[dtype] * (heads.double().abs().max() * 8))
 
 
+def near(found: Tensor, expected: Tensor) -> bool:
+    """The same for numbers of size 1 of which parts cancel."""
+    return torch.allclose(found.double(), expected, rtol=ROUNDING[found.dtype], atol=2 * ROUNDING[found.dtype])
+
+
+@pytest.mark.parametrize("size", [1, 15, 16, 64, 100])
+def test_the_norms_activations_and_caps_of_other_families_equal_float64(
+    kernels: RowKernels, dtype: torch.dtype, size: int
+) -> None:
+    x, weight, bias = torch.randn(5, 3, size).to(dtype) + 1, torch.randn(3, size).to(dtype), torch.randn(3, size)
+    bias = bias.to(dtype)
+    full, wide = x.double(), weight.double()
+    layer = F.layer_norm(full, (size,), eps=1e-3) * wide + bias.double()  # each head with its own weights
+    assert near(kernels.layer_norm(x, weight, bias, 1e-3), layer)
+    one = weight[0].contiguous()
+    assert near(kernels.layer_norm(x, one, None, 1e-3), F.layer_norm(full, (size,), one.double(), eps=1e-3))
+    root = full * torch.rsqrt(full.pow(2).mean(-1, keepdim=True) + 1e-5)
+    assert close(kernels.rms_norm(x, weight, 1e-5, offset=1.0), root * (1 + wide))
+    rows = 4 * x.flatten(1)
+    for activation in ("gelu", "gelu_tanh", "silu"):
+        exact = rows.double()
+        approximate = "tanh" if activation == "gelu_tanh" else "none"
+        exact = F.silu(exact) if activation == "silu" else F.gelu(exact, approximate=approximate)
+        assert close(kernels.activate(rows, activation), exact)
+        half = torch.cat((rows, rows.flip(-1)), dim=-1)
+        assert close(kernels.gate(half, activation), exact * rows.flip(-1).double())
+    assert near(kernels.softcap(rows, 3.0), 3.0 * torch.tanh(rows.double() / 3.0))
+
+
 def test_views_are_read_as_they_lie(dtype: torch.dtype) -> None:
     kernels = row_kernels()
     assert kernels is not None
@@ -75,12 +105,20 @@ def test_numbers_that_are_none_stay_in_their_row(dtype: torch.dtype) -> None:
     x = torch.randn(3, 64).to(dtype)
     expected, weight = x.clone(), torch.ones(64, dtype=dtype)
     x[1, 3], x[1, 40] = math.nan, math.inf
-    for function in (lambda rows: kernels.rms_norm(rows, weight, 1e-6), kernels.gate):
+    functions = (
+        lambda rows: kernels.rms_norm(rows, weight, 1e-6),
+        lambda rows: kernels.layer_norm(rows, weight, weight, 1e-6),
+        *(functools.partial(kernels.gate, activation=name) for name in ACTIVATIONS),
+        lambda rows: kernels.softcap(rows, 30.0),
+    )
+    for function in functions:
         found, clean = function(x), function(expected)
         assert bool(found[1].isnan().any())
         assert torch.equal(found[[0, 2]], clean[[0, 2]])
     large = torch.tensor([-1e30, -100.0, 100.0, 1e30, math.inf]).to(dtype)
-    assert torch.equal(kernels.gate(torch.cat((large, torch.ones_like(large)))[None]), large.clamp(min=0)[None])
+    for activation in ACTIVATIONS:
+        assert torch.equal(kernels.activate(large[None], activation), large.clamp(min=0)[None])
+    assert torch.equal(kernels.softcap(large[None], 8.0), large.clamp(-8, 8)[None])
 
 
 def test_only_answers_on_a_cpu_in_two_formats_have_kernels() -> None:
@@ -145,14 +183,20 @@ def write_slots(readers: Sequence[Reader]) -> Tensor:
     return torch.cat([all_slots(reader)[-reader.segment.num_rows :] for reader in readers])
 
 
-def expected_read(attention: PagedAttention, reader: Reader, query: Tensor) -> Tensor:
+def expected_read(attention: PagedAttention, reader: Reader, query: Tensor, sinks: Tensor | None = None) -> Tensor:
     """In float64, from the keys and values as they are stored."""
+    config = attention.config
     keys, values = (own.double() for own in attention.pool.read(0, reader.slots.index))
     shared_by = query.shape[1] // len(keys)
     keys, values = keys.repeat_interleave(shared_by, 0), values.repeat_interleave(shared_by, 0)  # [H, C, K]
-    scores = query.double().transpose(0, 1) @ keys.transpose(1, 2) / math.sqrt(query.shape[2])
-    seen = visible_slots(reader.segment, reader.past, None)
-    weights = scores.masked_fill(~seen, -math.inf).softmax(-1)
+    scores = query.double().transpose(0, 1) @ keys.transpose(1, 2) * (config.attention_scale or query.shape[2] ** -0.5)
+    if config.attention_softcap:
+        scores = config.attention_softcap * torch.tanh(scores / config.attention_softcap)
+    seen = visible_slots(reader.segment, reader.past, config.window(0))
+    scores = scores.masked_fill(~seen, -math.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, len(seen), 1)), dim=-1)
+    weights = scores.softmax(-1)[..., : seen.shape[1]]
     return (weights @ values).transpose(0, 1)
 
 
@@ -233,18 +277,73 @@ def test_a_node_of_a_tree_gets_the_bits_of_a_chain_in_any_batch(dtype: torch.dty
                 assert torch.equal(attention.attend(0, query[own], key[own], value[own]), found[own]), row
 
 
-def test_a_prompt_and_a_window_go_through_torch() -> None:
-    """Their rows stand beside those of a short segment in one forward."""
+OPTIONS = {
+    "window": {"sliding_window": (70,)},
+    "short window": {"sliding_window": (1,)},
+    "scale": {"attention_scale": 0.3},
+    "soft cap": {"attention_softcap": 2.0},
+    "sinks": {},
+    "all": {"sliding_window": (130,), "attention_scale": 0.5, "attention_softcap": 5.0},
+}
+
+
+def text_of(num_tokens: int, seed: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value of 6 heads in 2 groups of 32 numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(num_tokens, n, 32, generator=generator).to(dtype) for n in (6, 2, 2))
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options_equal_float64_in_any_pieces(kernels: RowKernels, dtype: torch.dtype, option: str) -> None:
+    """Windows, scale, soft cap, sinks: a prompt in one pass, in pieces, row by row, and as lines of a tree."""
+    length, block = 640, 32  # crosses the blocks of the softmax, and a split
+    config = ModelConfig("llama", 8, 8, 8, 1, 6, 2, 32, 1024, **({"sliding_window": (None,)} | OPTIONS[option]))
+    sinks = torch.randn(6) if option in ("sinks", "all") else None
+    rows = text_of(length, 1, dtype)
+
+    def read(pieces: Sequence[int], tree: tuple[int, ...] = ()) -> tuple[Tensor, KernelAttention]:
+        """The text in `pieces`, one behind the other; the last piece is `tree` behind a pending row."""
+        pool = KVPool(1, 2, 704, 32, dtype, torch.device("cpu"))
+        for own in (*pool.keys, *pool.values):
+            own.fill_(math.nan)  # of others, or not written yet
+        found, past = [], 0
+        for size in pieces:
+            stop, is_last = past + size, past + size == sum(pieces)
+            segment = Segment(0, 1, tree) if tree and is_last else Segment(0, size)
+            slots = KeySlots(tuple(reversed(range(-(-stop // block)))), block, stop, torch.device("cpu"))
+            reader = Reader(slice(0, size), slots, past, segment)
+            attention = KernelAttention(config, pool, all_slots(reader)[past:], [reader])
+            attention._kept_plan = _plan([reader], 10**9, kernels)
+            # Blocks lie in descending order, so that a longer text moves: write all of the past anew.
+            pool.write(0, all_slots(reader)[:past], rows[1][:past], rows[2][:past])
+            found.append(attention.attend(0, *(part[past:stop] for part in rows), sinks))
+            past = stop
+        return torch.cat(found), attention
+
+    whole, attention = read([length])
+    expected = expected_read(attention, attention.readers[0], rows[0], sinks)
+    assert torch.allclose(whole.double(), expected, rtol=ROUNDING[dtype], atol=2 * ROUNDING[dtype])
+    for pieces in ([1] * 4 + [7, 33, 32, 64, 140, 360], [500, *[1] * 20, 120], [513, 127]):
+        assert torch.equal(read(pieces)[0], whole)
+    # A tree whose lines are the text's last rows, each twice; a row's twin stands in another branch.
+    first = length - 4
+    twice = [first, *(row for row in range(first + 1, length) for _ in range(2))]
+    rows = tuple(torch.cat((part[:first], part[twice])) for part in rows)
+    branches, _ = read([first, len(twice)], (-1, -1, 0, 1, 2, 3))
+    assert torch.equal(branches[first:], whole[twice])
+
+
+def test_many_rows_go_through_torch_where_rows_are_not_exact() -> None:
+    """They stand beside those of a short segment in one forward."""
     some = [(40, Segment(0, 2)), (0, Segment(1, 50)), (3, Segment(2, 1))]
     readers = readers_of(some, 8, scattered=True)
-    for window in (None, 16):
-        config, pool = small_cache(4, 2, 16, torch.float32, num_slots=200, window=window)
-        query, key, value = (torch.randn(53, n, 16) for n in (4, 2, 2))
-        with torch.inference_mode():
-            attention = PagedAttention(config, pool, write_slots(readers), readers)
-            assert attention.kernel_segments(query) is None
-            found = attention.attend(0, query, key, value)
-        plain = PagedAttention(config, pool, write_slots(readers), readers).attend(0, query, key, value)
-        assert torch.allclose(found, plain, atol=1e-5)
-        assert torch.equal(found[2:52], plain[2:52])
-        assert torch.equal(found[:2], plain[:2]) == (window is not None)
+    config, pool = small_cache(4, 2, 16, torch.float32, num_slots=200, window=16)
+    query, key, value = (torch.randn(53, n, 16) for n in (4, 2, 2))
+    with torch.inference_mode():
+        attention = PagedAttention(config, pool, write_slots(readers), readers)
+        assert attention.kernel_segments(query) is None
+        found = attention.attend(0, query, key, value)
+    plain = PagedAttention(config, pool, write_slots(readers), readers).attend(0, query, key, value)
+    assert torch.allclose(found, plain, atol=1e-5)
+    assert torch.equal(found[2:52], plain[2:52])
+    assert not torch.equal(found[:2], plain[:2])

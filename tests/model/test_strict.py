@@ -27,7 +27,7 @@ from foretoken.model.loader import load_decoder
 from foretoken.model.open import open_model
 from foretoken.model.paged import PagedModel
 from foretoken.model.row_kernels import row_kernels
-from foretoken.model.strict import ExactRowsModel, Proven, StrictModel, cut, prove, strict_kind
+from foretoken.model.strict import Proven, StrictModel, cut, prove, strict_kind
 from tests.helpers.checkpoints import VARIANTS, tiny_checkpoint, token_ids
 from tests.model.test_paged import LEAF_PATHS, TREE, scatter
 
@@ -44,16 +44,16 @@ CASES = {
     "qwen2-layer-types": {},
     "qwen3": {},
 }
-# Where compiled kernels run all of a model, strict numerics are those of `ExactRowsModel`: these have its sizes.
-KERNELS = {"llama-kernels": "llama", "qwen2-kernels": "qwen2", "qwen3-kernels": "qwen3"}
+# Where compiled kernels run all of a model, `PagedModel` is strict: these are run by what `strict_kind` says.
+KERNELS = {f"{name}-kernels": name for name in ("llama", "mistral-sliding", "mistral", "qwen2-layer-types", "qwen3")}
 
 
 class Case:
     """One checkpoint in one dtype with strict numerics, its text, and the logits that decoding token by token gives."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, length: int = LENGTH) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype, kernels: bool, length: int = LENGTH) -> None:
         self.decoder: Decoder = load_decoder(folder, dtype=dtype)
-        self.kind = strict_kind(self.decoder)
+        self.kind = strict_kind(self.decoder) if kernels else StrictModel
         self.proven = prove(self.decoder) if self.kind is StrictModel else Proven((), 0)
         self.text = token_ids(length)
         self._decoded = self.model()  # holds the text, decoded token by token
@@ -115,16 +115,17 @@ def one_thread() -> Iterator[None]:
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     @functools.cache
     def folder(name: str) -> Path:
-        family, overrides = VARIANTS[KERNELS.get(name, name)]
-        own = {"head_dim": 16} if name in KERNELS else CASES[name]
-        return tiny_checkpoint(tmp_path_factory.mktemp(name), family, **(overrides | own))
+        family, overrides = VARIANTS[name]
+        return tiny_checkpoint(tmp_path_factory.mktemp(name), family, **(overrides | CASES[name]))
 
     return folder
 
 
 @pytest.fixture(scope="module")
 def cases(folders: Callable[[str], Path]) -> Callable[[str, str], Case]:
-    return functools.cache(lambda name, dtype: Case(folders(name), DTYPES[dtype]))
+    return functools.cache(
+        lambda name, dtype: Case(folders(KERNELS.get(name, name)), DTYPES[dtype], kernels=name in KERNELS)
+    )
 
 
 # Windows meet every dtype; what else tells families apart are biases, norms and shapes: one dtype each.
@@ -213,7 +214,7 @@ def test_random_ragged_batches_with_two_threads(folders: Callable[[str], Path], 
     threads wait.
     """
     torch.set_num_threads(2)
-    case = Case(folders(name), DTYPES[dtype_name], length=80)
+    case = Case(folders(KERNELS.get(name, name)), DTYPES[dtype_name], name in KERNELS, length=80)
     assert ragged(case.model(), case.text, case.expected, seed=3, num_rows=300) == 0
 
 
@@ -468,10 +469,10 @@ def test_opening_by_name(tmp_path: Path) -> None:
     native, other = tiny_checkpoint(tmp_path / "native", "llama"), tiny_checkpoint(tmp_path / "other", "gpt2")
     opened: LanguageModel = open_model(native, cache_tokens=64, numerics="strict")
     assert isinstance(opened, StrictModel)
-    compiled = tiny_checkpoint(tmp_path / "compiled", "llama", head_dim=16)
-    packed = open_model(compiled, "bfloat16", cache_tokens=64, numerics="strict")
-    assert (type(packed) is ExactRowsModel) == (row_kernels() is not None and not has_amx())
-    assert packed.numerics == "strict"
+    for numerics in ("strict", "default"):
+        packed = open_model(native, "bfloat16", cache_tokens=64, numerics=numerics)
+        is_exact = type(packed) is PagedModel and packed.numerics == "strict"
+        assert is_exact == (row_kernels() is not None and not has_amx())
     assert type(open_model(native, cache_tokens=64)) is PagedModel
     with pytest.raises(
         ConfigError, match=r"numerics='strict': .*other runs through transformers, .*use numerics='default'"

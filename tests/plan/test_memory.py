@@ -22,7 +22,16 @@ from tests.helpers.checkpoints import VARIANTS, tiny_checkpoint, token_ids, vari
 from tests.helpers.gguf_files import QUANTISED, write_gguf
 from tests.helpers.packed_files import FORMS, write_packed
 
+ONE_OF_EACH = (
+    *("qwen3-tied-biases", "gemma2", "gemma3", "phi3", "olmo2", "smollm3", "granite", "glm4", "starcoder2"),
+    *("cohere-qk-norm", "cohere2"),
+)
 SHAPE = ModelShape("m", 1000, 10, 2, 0, 0, 5, 4, 256, 32)
+
+
+def table_bytes(model: PagedModel) -> int:
+    """Of all rotations."""
+    return sum(table.cos.nbytes + table.sin.nbytes for table in model.decoder.rotaries)
 
 
 def held_bytes(model: PagedModel) -> int:
@@ -30,7 +39,7 @@ def held_bytes(model: PagedModel) -> int:
     decoder = model.decoder
     plain = {parameter.data_ptr(): parameter.nbytes for parameter in decoder.parameters()}
     packed = [m.packed.nbytes for m in decoder.modules() if isinstance(m, Linear) and m.packed is not None]
-    return sum(plain.values()) + sum(packed) + decoder.rotaries[0].cos.nbytes + decoder.rotaries[0].sin.nbytes
+    return sum(plain.values()) + sum(packed) + table_bytes(model)
 
 
 @pytest.mark.parametrize("name", sorted(VARIANTS))
@@ -46,7 +55,7 @@ def test_weights_and_cache_are_those_of_the_loaded_model(name: str, dtype: str, 
     assert (shape.vocab_size, shape.max_context_tokens) == (model.vocab_size, model.max_context_tokens)
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-tied", "llama-biases", "llama-head-dim", "qwen3-tied-biases"])
+@pytest.mark.parametrize("name", [*("llama", "llama-tied", "llama-biases", "llama-head-dim"), *ONE_OF_EACH])
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_weights_in_8_or_4_bits(name: str, kind: str, dtype: str, tmp_path: Path) -> None:
@@ -54,14 +63,13 @@ def test_weights_in_8_or_4_bits(name: str, kind: str, dtype: str, tmp_path: Path
     folder = variant(tmp_path, name, intermediate_size=96, hidden_size=64)
     shape = shape_of(folder, name, dtype, weights=kind)
     model = open_model(folder, dtype, "cpu", 320, weights=kind)
-    tables = model.decoder.rotaries[0].cos.nbytes + model.decoder.rotaries[0].sin.nbytes
-    assert shape.weight_bytes == model.weight_bytes + tables
+    assert shape.weight_bytes == model.weight_bytes + table_bytes(model)
     assert shape.kv_bytes_per_token == shape_of(folder, name, dtype).kv_bytes_per_token
 
 
 def coded_bytes(model: PagedModel) -> int:
     """Weights and tables of a model whose matrices are held by codes: what each really takes."""
-    return model.weight_bytes + model.decoder.rotaries[0].cos.nbytes + model.decoder.rotaries[0].sin.nbytes
+    return model.weight_bytes + table_bytes(model)
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "llama-biases", "llama-head-dim", "qwen3-tied-biases"])

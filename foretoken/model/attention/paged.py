@@ -78,8 +78,8 @@ class PagedAttention:
     read by `row_kernels`.
     """
 
-    # Of a segment that the kernel reads; more are a prompt's, for which torch's blocked products are faster.
-    most_rows: ClassVar[int] = 32
+    # Of a segment that the kernel reads; a prompt's many go through torch, whose products may use other units (AMX).
+    max_kernel_rows: ClassVar[int] = 32
 
     def __init__(self, config: ModelConfig, pool: KVPool, write_slots: Tensor, readers: Sequence[Reader]) -> None:
         self.config, self.pool, self.write_slots, self.readers = config, pool, write_slots, readers
@@ -111,7 +111,7 @@ class PagedAttention:
 
     def _plan(self, like: Tensor) -> _Plan:
         if self._kept_plan is None:
-            self._kept_plan = _plan(self.readers, self.most_rows, kernels_for(like))
+            self._kept_plan = _plan(self.readers, self.max_kernel_rows, kernels_for(like))
         return self._kept_plan
 
     def _read(self, layer: int, window: int | None, reader: Reader, query: Tensor, sinks: Tensor | None) -> Tensor:
@@ -144,14 +144,14 @@ class PagedAttention:
 class KernelAttention(PagedAttention):
     """All segments are read by the kernel, so that a row's bits do not depend on how its text was cut into passes."""
 
-    most_rows = sys.maxsize
+    max_kernel_rows = sys.maxsize
 
 
-def _plan(readers: Sequence[Reader], most_rows: int, kernels: RowKernels | None) -> _Plan:
-    """The kernel reads segments of at most `most_rows` rows."""
+def _plan(readers: Sequence[Reader], max_kernel_rows: int, kernels: RowKernels | None) -> _Plan:
+    """The kernel reads segments of at most `max_kernel_rows` rows."""
     segments, held, others = list[SegmentRows](), list[Tensor](), list[Reader]()
     for reader in readers:
-        if kernels is None or reader.segment.num_rows > most_rows:
+        if kernels is None or reader.segment.num_rows > max_kernel_rows:
             others.append(reader)
             continue
         segment, columns = SegmentRows(), reader.slots.index
