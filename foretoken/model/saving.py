@@ -17,9 +17,10 @@ from foretoken.errors import ModelError, StorageError
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.config_json import config_to_hf
 from foretoken.model.decoder import Decoder
-from foretoken.model.layer_tensors import layer_matrices, layer_norms, layer_scores
+from foretoken.model.layer_tensors import layer_matrices, layer_norms, layer_scores, sinks_name
 from foretoken.model.layers import Linear
 from foretoken.model.loader import parse_dtype
+from foretoken.model.row_order import RowOrders, in_order
 from foretoken.model.weights import EMBEDDING, INDEX, WEIGHTS
 from foretoken.model.writing import writing_folder
 
@@ -39,11 +40,20 @@ TOKENIZER_FILES = (
 
 
 def hf_state(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """Yield the decoder's weights under their Hugging Face names, merged matrices split (as views).
+    """Yield the decoder's weights under their Hugging Face names, merged matrices split (as views where rows keep their
+    order).
 
     Raises:
         ModelError: the decoder is packed (load it with `pack=False`), quantised, or one rank's part.
     """
+    orders = RowOrders(decoder.config)
+    for name, tensor in _own_state(decoder):
+        order = orders.of(name)
+        yield name, tensor if order is None else in_order(tensor, order.argsort())
+
+
+def _own_state(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """The same with heads' channels in the decoder's order."""
     config = decoder.config
     if decoder.shard.world > 1:
         raise ModelError("one rank's part of a decoder is no checkpoint; load it with world=1")
@@ -58,6 +68,9 @@ def hf_state(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
             yield from _named(layer.get_submodule(module), name)
         for module, (name, _) in layer_norms(config, index).items():
             yield from _named(layer.get_submodule(module), name)
+        if config.has_sinks:
+            assert isinstance(layer.sinks, Tensor)
+            yield sinks_name(config, index), layer.sinks.detach()
     yield from _named(decoder.norm, "model.norm")
     if not config.tie_embeddings:
         yield from _split(decoder.lm_head, ["lm_head"], [config.vocab_size])

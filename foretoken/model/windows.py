@@ -97,9 +97,7 @@ def _patterned(fields: Fields, layers: int, every: int) -> Windows:
 
 
 def _window(fields: Fields) -> int | None:
-    """A window; Qwen2-MoE writes 0 where it has none."""
-    given = fields.whole("sliding_window", least=0) if fields.has("sliding_window") else 0
-    return given or None
+    return fields.whole("sliding_window") if fields.has("sliding_window") else None
 
 
 def _typed(fields: Fields, types: tuple[str, ...], window: int | None, switch: str = "") -> Windows:

@@ -378,6 +378,17 @@ def test_e2_mistral_with_layer_types_is_written_and_read_again(tmp_path: Path) -
     torch.testing.assert_close(transformers_logits(tmp_path / "out", ids), expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma2", "phi3-options", "glm4-options", "starcoder2", "cohere-qk-norm", "olmo2"]
+)
+def test_a_decoder_gives_back_the_tensors_of_its_checkpoint(tmp_path: Path, name: str) -> None:
+    folder = variant(tmp_path, name)
+    stored = load_file(folder / "model.safetensors")
+    found = dict(hf_state(load_decoder(folder, pack=False)))
+    assert found.keys() == stored.keys()
+    assert all(torch.equal(found[key], stored[key]) for key in stored)
+
+
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth"])
 def test_pickles_are_never_read(llama: Path, name: str) -> None:
     (llama / "model.safetensors").rename(llama / name)
