@@ -11,7 +11,6 @@ import typer
 from foretoken.cli.common import DEFAULT_MODEL, JsonOption, TargetOption, announcer, fetch_models, print_json, progress
 from foretoken.cli.demo_prompts import PROMPTS, DemoPrompt
 from foretoken.config import DRAFTERS, PLAIN, SpecConfig
-from foretoken.core import StepOutput
 from foretoken.errors import ConfigError, InputError, SpeculationWarning
 from foretoken.machine.neighbours import OtherLoad, is_contended, usable_cores
 from foretoken.machine.processes import Neighbour, neighbours
@@ -20,6 +19,7 @@ from foretoken.registry import HEADS, MTP
 
 if TYPE_CHECKING:
     from foretoken.cli.demo_run import DemoAnswer, DemoRun
+    from foretoken.core import StepOutput
     from foretoken.engine.llm import LLM
 
 _DRAFTER = "auto"
