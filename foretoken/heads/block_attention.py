@@ -152,7 +152,7 @@ class CachedAttention:
         if not is_causal:
             kind = PagedAttention  # the one whose mask can be left out
             for reader in slots.readers:
-                reader.masks[None] = None
+                reader.sees_all = True
         self._attention = kind(cache.local, cache.pool, own, slots.readers)
         # What a compiled pass over the slots attends with, once the context of its layers is kept.
         self.of_slots = self._attention if is_causal else None

@@ -347,3 +347,17 @@ def test_many_rows_go_through_torch_where_rows_are_not_exact() -> None:
     assert torch.allclose(found, plain, atol=1e-5)
     assert torch.equal(found[2:52], plain[2:52])
     assert not torch.equal(found[:2], plain[:2])
+
+
+def test_rows_that_see_what_is_behind_them(dtype: torch.dtype) -> None:
+    """The slots of a block drafter that is not causal: as torch reads them."""
+    reader = readers_of([(70, Segment(0, 5))], 8, scattered=True)[0]
+    reader.sees_all = True
+    config, pool = small_cache(4, 2, 16, dtype, num_slots=80)
+    rows = [torch.randn(5, n, 16).to(dtype) for n in (4, 2, 2)]
+    with torch.inference_mode():
+        attention = PagedAttention(config, pool, write_slots([reader]), [reader])
+        assert attention.kernel_segments(rows[0])
+        found = attention.attend(0, *rows)
+    expected = PagedAttention(config, pool, write_slots([reader]), [reader]).attend(0, *rows)
+    assert torch.allclose(found.float(), expected.float(), rtol=2 * ROUNDING[dtype], atol=2 * ROUNDING[dtype])

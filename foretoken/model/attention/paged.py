@@ -60,6 +60,7 @@ class Reader:
     slots: KeySlots
     past: int  # committed tokens before this forward
     segment: Segment
+    sees_all: bool = False  # every row all of the new rows, also those behind it
     masks: dict[int | None, Tensor | None] = field(default_factory=dict)  # by window
 
 
@@ -133,6 +134,8 @@ class PagedAttention:
 
     def _mask(self, reader: Reader, window: int | None, query: Tensor) -> Tensor | None:
         """Additive mask `[1, 1, H/G * n, C]`, made once per window and forward; None when every row sees everything."""
+        if reader.sees_all:
+            return None
         if window is not None and window >= len(reader.slots):
             window = None
         if window not in reader.masks:
@@ -160,8 +163,10 @@ def _plan(readers: Sequence[Reader], max_kernel_rows: int, kernels: RowKernels |
         else:
             held.append(columns)
             segment.slots = columns.data_ptr()
-        if not reader.segment.is_chain:
-            visible = visible_new(reader.segment)[0][reader.segment.num_held :].to(torch.uint8).contiguous()
+        if reader.sees_all or not reader.segment.is_chain:
+            new = visible_new(reader.segment)[0]
+            new = torch.ones_like(new) if reader.sees_all else new
+            visible = new[reader.segment.num_held :].to(torch.uint8).contiguous()
             held.append(visible)
             segment.visible = visible.data_ptr()
         segment.num_columns, segment.num_rows = len(reader.slots), reader.segment.num_rows
