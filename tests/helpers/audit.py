@@ -23,6 +23,7 @@ from foretoken.draft.recycling import RecyclingDrafter
 from foretoken.draft.suffix import SuffixDrafter
 from foretoken.engine.engine import Engine
 from foretoken.engine.llm import LLM
+from foretoken.engine.startup.profiling import StandInDrafter
 from foretoken.model.paged import PagedModel
 from tests.helpers import faults
 from tests.helpers.scripted import ScriptedModel
@@ -50,6 +51,7 @@ KEPT_BY_DRAFTER: dict[type, Callable[[Any], object]] = {
     MtpDrafter: lambda drafter: drafter._texts or kept_states(drafter),
     MedusaDrafter: lambda drafter: drafter._requests,
     BlockDrafter: lambda drafter: kept_states(drafter),
+    StandInDrafter: lambda drafter: None,
 }
 
 
