@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from foretoken.errors import ConfigError
 from foretoken.heads.config import BlockConfig, EagleConfig, ExitAdapterConfig, HeadConfig, MedusaConfig
+from foretoken.model.names import is_own_name
 
 # The newest versions whose options were compared (tests/export/options).
 NEWEST = {
@@ -100,7 +101,7 @@ def refusal_reason(config: HeadConfig, engine: OtherEngine) -> str | None:
 
 def target_reason(target: str, engine: OtherEngine, has_head: bool) -> str | None:
     """Why `engine` is not started here with a target of this name or path; None if it can be."""
-    if target.startswith("reference:"):
+    if is_own_name(target):
         return f"{NAMES[engine.name]} knows no such name; give the folder or hub id of the target"
     if not target.endswith(".gguf") or (engine.name == "llamacpp" and not has_head):
         return None

@@ -4,8 +4,8 @@ ones, log-probabilities to the last bit.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -72,20 +72,16 @@ def test_preempted_and_resumed(pair: SimpleNamespace, cold: list[tuple[object, o
         assert sum(state.stats.num_preempted for state in states) == 2
 
 
-REAL_MODEL = os.environ.get("FORETOKEN_SMOLLM2", "")
-
-
-@pytest.mark.skipif(not REAL_MODEL, reason="FORETOKEN_SMOLLM2 names no file of SmolLM2-135M-Instruct")
-def test_a_real_model() -> None:
+def test_a_real_model(smollm2_file: Path) -> None:
     """A GGUF file: cold, behind its own cached beginning, and all at once."""
     asked = ("What is the capital of France?", "Write a Python function that reverses a list.", "Why is the sky blue?")
     prompts = [
         f"<|im_start|>system\nYou answer briefly, number {i}.<|im_end|>\n" + 3 * f"{text}\n"
         for i, text in enumerate(asked)
     ]
-    with LLM(REAL_MODEL, SpecConfig(), cache_tokens=2048) as llm:
+    with LLM(smollm2_file, SpecConfig(), cache_tokens=2048) as llm:
         alone = told([llm.generate([prompt], PARAMS)[0] for prompt in prompts])
         assert told([llm.generate([prompt], PARAMS)[0] for prompt in prompts]) == alone
         assert llm.stats.prefix.num_found_tokens >= 3 * 32
-    with LLM(REAL_MODEL, SpecConfig(), cache_tokens=2048) as llm:
+    with LLM(smollm2_file, SpecConfig(), cache_tokens=2048) as llm:
         assert told(llm.generate(prompts, PARAMS)) == alone
