@@ -43,4 +43,5 @@ def test_w3_fifty_checks_of_equal_seeds_and_greedy_answers(monkeypatch: pytest.M
             checks += check_seeds(session) + (check_greedy(session) if turn % 5 == 0 else [])
     assert len(checks) >= 4 * num_turns
     assert [check for check in checks if check.result != "pass"] == []
-    assert any("differ at near ties" in check.found for check in checks) == (kernels == "torch")
+    if kernels == "compiled":
+        assert not any("differ at near ties" in check.found for check in checks)

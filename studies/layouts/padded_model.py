@@ -28,8 +28,9 @@ class PaddedAttention:
         self.cache, self.num_new, self.dtype = cache, num_new, dtype
         self._masks: dict[int | None, Tensor | None] = {}  # by window
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
         """See `decoder.Attention`; the rows of the batch follow one another, T = B * n."""
+        assert sinks is None, "the families of this study have none"
         config, num_new = self.cache.config, self.num_new
         groups, heads, head_dim = config.num_kv_heads, config.num_heads, config.head_dim
         self.cache.write(layer, key.view(-1, num_new, groups, head_dim), value.view(-1, num_new, groups, head_dim))
