@@ -25,7 +25,7 @@ from foretoken.model.decoder import Decoder
 from foretoken.model.interface import ForwardOutput, Segment
 from foretoken.model.loader import load_decoder
 from foretoken.model.paged import PagedModel
-from tests.helpers.checkpoints import VARIANTS, token_ids, transformers_logits, variant
+from tests.helpers.checkpoints import USUAL, VARIANTS, token_ids, transformers_logits, variant
 from tests.model.test_families import NARROW, wide_oracle
 
 BLOCK = 4
@@ -78,13 +78,6 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 
 SOME = ("llama", "mistral-sliding", "qwen2-layer-types")
-
-
-# Windows and their absence, every kind of norm, rotation and residual, sinks, experts; the rest in `make proof`.
-USUAL = (
-    *("llama", "mistral-sliding", "qwen2-layer-types", "qwen3", "gemma3-options", "phi3-options", "olmo2"),
-    *("smollm3", "granite", "glm4", "starcoder2", "cohere2", "qwen3-moe", "gpt-oss"),
-)
 
 
 @pytest.fixture(
