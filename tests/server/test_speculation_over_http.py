@@ -55,7 +55,7 @@ def near(found: Any, expected: Any, tolerance: float = 1e-3) -> bool:
     return abs(found - expected) < tolerance if isinstance(expected, float) else found == expected
 
 
-@pytest.mark.parametrize("drafter", SPECULATIVE)
+@pytest.mark.parametrize("drafter", some_of(SPECULATIVE, {"ngram", "tree", "synthetic_0.5", "synthetic_1.0"}))
 def test_lossless_greedy(service: LocalService, drafter: str) -> None:
     """Case 42: over HTTP; tests/engine/test_exactness.py has all drafters and rules."""
     app = create_app(service, config_for(drafter))

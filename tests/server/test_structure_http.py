@@ -196,7 +196,7 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
 ENDING = [*(name for name in registry.DRAFTERS if name != registry.MTP), "tree"]
 
 
-@pytest.mark.parametrize("drafter", some_of(ENDING, {"ngram", "predicted", "eagle", "auto", "tree"}))
+@pytest.mark.parametrize("drafter", some_of(ENDING, {"predicted", "eagle", "auto", "tree"}))
 def test_grammar_termination_inside_run(engine: AsyncEngine, heads: Path, drafter: str) -> None:
     """Case 56: every drafter; drafts that go past the end of the form, a prediction above all, leave no trace."""
     draft = heads if drafter in registry.HEADS else "reference:draft"
