@@ -132,7 +132,7 @@ def test_every_drafter_in_one_batch(
     assert len({s.request.spec.drafter for s in resumed_and_guessed}) > 2
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block", "tree"])
+@pytest.mark.parametrize("rule", some_of(["rejection", "block", "tree"], {"block", "tree"}))
 def test_a_seed_draws_the_same_in_any_company(pair: SimpleNamespace, rule: str) -> None:
     """Under rules where the number of guesses matters: tokens, provenance and counts are those of the request alone in
     this cache.
@@ -320,7 +320,7 @@ def test_the_most_urgent_is_never_preempted(pair: SimpleNamespace) -> None:
     assert sum(state.stats.num_preempted for state in states) > 2
 
 
-@pytest.mark.parametrize("seed", some_of(range(4), {1, 3}))
+@pytest.mark.parametrize("seed", some_of(range(4), {3}))
 def test_random_arrivals_aborts_and_priorities(pair: SimpleNamespace, roomy: Bench, seed: int) -> None:
     """Requests of all drafters come and go, urgent and patient, some after others' prompts; who stays gets the answer
     of who is alone.
