@@ -153,4 +153,4 @@ def test_broken_files(tmp_path: Path) -> None:
         assert outcome in GOOD, what
         counts[outcome] += 1
     assert counts["refused"] > 20
-    assert counts["ran"] > 5
+    assert counts["ran"] > 3
