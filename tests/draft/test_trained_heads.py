@@ -35,6 +35,7 @@ from foretoken.model.paged_cache import PagedCache
 from tests.helpers.audit import check_idle
 from tests.helpers.checkpoints import token_ids
 from tests.helpers.random_heads import HEADS, head_drafter, random_head
+from tests.helpers.usual import some_of
 
 GREEDY = SamplingParams(max_tokens=14, ignore_eos=True)
 PROMPTS = [token_ids(1 + 8 * i, seed=i) if i % 2 else token_ids(7 + 3 * i, seed=i) * 2 for i in range(7)]
@@ -161,8 +162,13 @@ def run(
     return states
 
 
-@pytest.mark.parametrize("name", HEADS)
-@pytest.mark.parametrize(("num_slots", "chunk"), [(4096, 512), (112, 11)], ids=["whole", "tight"])
+@pytest.mark.parametrize(
+    ("name", "num_slots", "chunk"),
+    some_of(
+        [(name, *room) for name in HEADS for room in ((4096, 512), (112, 11))],
+        {*((name, 112, 11) for name in HEADS), ("medusa", 4096, 512), ("block", 4096, 512)},
+    ),
+)
 def test_every_chain_is_that_of_a_fresh_run_over_the_text(
     decoder: Decoder, name: str, num_slots: int, chunk: int
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -47,6 +48,8 @@ ALIKE = (
     "medusa",
     "block:cut/best_first",
 )
+# Chains of a model, of a lookup, of the text, of first layers, and those that read hidden states.
+USUAL = ("draft_model", "ngram", "recycling", "predicted", "early_exit", "eagle", "mtp")
 pytestmark = pytest.mark.filterwarnings("ignore:draft .* has another tokenizer", "ignore:the draft has")
 
 
@@ -115,13 +118,17 @@ def count_rows(cache: OwnCache, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "params", [SamplingParams(max_tokens=12, ignore_eos=True), SamplingParams(max_tokens=12, temperature=1.0, seed=5)]
+    ("name", "temperature"),
+    some_of(
+        itertools.product(WITH_CACHE, (0.0, 1.0)),
+        {*((name, 0.0) for name in WITH_CACHE), ("draft_model", 1.0), ("two levels", 1.0)},
+    ),
 )
-@pytest.mark.parametrize("name", WITH_CACHE)
 def test_a_long_prompt_is_read_once_per_tenant(
-    folders: dict[str, Path], name: str, params: SamplingParams, monkeypatch: pytest.MonkeyPatch
+    folders: dict[str, Path], name: str, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By every model that drafts; the second answer is the first, and that of a fresh engine that guesses nothing."""
+    params = SamplingParams(max_tokens=12, temperature=temperature, seed=5, ignore_eos=temperature == 0)
     with open_llm(folders) as fresh:
         expected = fresh.generate([PROMPT], params)[0].token_ids
     with open_llm(folders) as llm:
@@ -201,7 +208,7 @@ def plain_traffic(folders: dict[str, Path]) -> tuple[list[list[int]], PrefixStat
     return traffic(folders, None)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in ALIKE])
+@pytest.mark.parametrize("name", some_of([name for name in CASES if name not in ALIKE], USUAL))
 def test_speculation_never_lowers_the_hit_rate(
     folders: dict[str, Path], name: str, plain_traffic: tuple[list[list[int]], PrefixStats]
 ) -> None:

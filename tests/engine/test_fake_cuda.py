@@ -85,10 +85,10 @@ DRAFTERS = {
     [
         ("lookup", "greedy", 2),  # what the forward and the verdict bring
         ("lookup", "coupled", 3),  # and the drafted tokens, for the processors
-        ("lookup", "rejection", 4),  # and the tokens drawn from residuals
-        ("lookup", "block", 4),
-        ("lookup", "tree", 4),
-        ("chain", "greedy", 3),  # the draft is checked as well
+        pytest.param("lookup", "rejection", 4, marks=pytest.mark.repeated),
+        pytest.param("lookup", "block", 4, marks=pytest.mark.repeated),
+        ("lookup", "tree", 4),  # and the tokens drawn from residuals
+        pytest.param("chain", "greedy", 3, marks=pytest.mark.repeated),  # the draft is checked as well
         ("chain", "block", 9),  # also its distributions; tokens for its processors, twice; sums of residuals
         ("tree", "greedy", 8),  # a level of the tree at a time, five at most
     ],

@@ -75,16 +75,36 @@ def build(
     return requests
 
 
-@given(asked=st.lists(st.tuples(prompts, sampling, drafting), min_size=1, max_size=6), steps=st.integers(0, 4))
-@settings(
-    max_examples=120,
+MIXTURES = given(
+    asked=st.lists(st.tuples(prompts, sampling, drafting), min_size=1, max_size=6), steps=st.integers(0, 4)
+)
+SEVERAL = settings(
+    max_examples=40,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
+
+
+@MIXTURES
+@SEVERAL
 def test_any_mixture_of_requests(
     llm: LLM, pair: SimpleNamespace, asked: list[tuple[list[int], dict, dict]], steps: int
 ) -> None:
+    check_mixture(llm, pair, asked, steps)
+
+
+@pytest.mark.repeated
+@MIXTURES
+@settings(SEVERAL, max_examples=120)
+def test_many_mixtures_of_requests(
+    llm: LLM, pair: SimpleNamespace, asked: list[tuple[list[int], dict, dict]], steps: int
+) -> None:
+    check_mixture(llm, pair, asked, steps)
+
+
+def check_mixture(llm: LLM, pair: SimpleNamespace, asked: list[tuple[list[int], dict, dict]], steps: int) -> None:
+    """Together each gets what it gets alone, and aborting them after some steps leaves nothing."""
     requests = build(pair, asked)
     served = []
     for prompt, params, spec in requests:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import torch
 from foretoken import LLM, ConfigError, SamplingParams, SpecConfig
 from foretoken.engine.scheduler import SchedulerConfig
 from tests.helpers.checkpoints import token_ids
+from tests.helpers.usual import some_of
 
 PROMPTS = [token_ids(2 + 5 * i, seed=90 + i) if i % 3 else token_ids(4 + 3 * i, seed=i) * 2 for i in range(10)]
 
@@ -31,8 +33,9 @@ def specs_of(pair: SimpleNamespace) -> list[SpecConfig]:
     ]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("chunk", [512, 9])
+@pytest.mark.parametrize(
+    ("temperature", "chunk"), some_of(itertools.product((0.0, 0.8), (512, 9)), {(0.0, 9), (0.8, 512)})
+)
 def test_speculative_answers_are_the_plain_ones(
     strict: LLM, pair: SimpleNamespace, temperature: float, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

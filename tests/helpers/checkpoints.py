@@ -244,6 +244,19 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere2-options": ("cohere2", {"sliding_window_pattern": 2, "attention_bias": True, "head_dim": 12}),
 }
 
+# Windows and their absence, every kind of norm, rotation and residual, sinks, experts: what runs usually where a test
+# asks about a part of the decoder, not about reading a checkpoint. The rest in `make proof`.
+USUAL = (
+    *("llama", "mistral-sliding", "qwen2-layer-types", "qwen3", "gemma3-options", "phi3-options", "olmo2"),
+    *("smollm3", "granite", "glm4", "starcoder2", "cohere2", "qwen3-moe", "gpt-oss"),
+)
+# One of each family.
+ONE_OF_EACH = (
+    *("llama", "mistral-sliding", "qwen2", "qwen3", "gemma2", "gemma3-options", "phi3-options", "olmo2"),
+    *("smollm3-options", "granite", "glm", "glm4", "starcoder2", "cohere-qk-norm", "cohere2"),
+    *("mixtral", "qwen2-moe-options", "qwen3-moe", "gpt-oss"),
+)
+
 
 def tiny_checkpoint(
     folder: Path,

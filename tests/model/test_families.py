@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.attention.packed import PackedAttention
 from foretoken.model.loader import load_decoder, read_config
-from tests.helpers.checkpoints import VARIANTS, token_ids, transformers_logits, variant
+from tests.helpers.checkpoints import ONE_OF_EACH, VARIANTS, token_ids, transformers_logits, variant
+from tests.helpers.usual import some_of
 
 LENGTH = 150  # longer than the rope scalings' original length, the query chunk and every window
 
@@ -49,7 +50,7 @@ def native_logits(folder: Path, ids: list[int], dtype: torch.dtype) -> Tensor:
         return decoder.logits(decoder(torch.tensor(ids), torch.arange(len(ids)), attention).last)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", some_of(VARIANTS, ONE_OF_EACH))  # all in float64, below
 def test_float32_logits_equal_transformers(tmp_path: Path, name: str) -> None:
     folder, ids = variant(tmp_path, name), token_ids(LENGTH)
     expected = transformers_logits(folder, ids)

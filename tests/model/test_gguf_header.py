@@ -144,13 +144,13 @@ def test_the_command_line_ends_with_3(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_broken_files(tmp_path: Path) -> None:
-    """A few hundred of the files that the proof tries by the thousand."""
+    """Some of the files that the proof tries by the thousand."""
     make_bases(tmp_path)
     counts: Counter[str] = Counter()
     start = random.Random(7).randrange(10**6)
-    for seed in range(start, start + 200):
+    for seed in range(start, start + 60):
         outcome, what = try_case(tmp_path, tmp_path, seed)
         assert outcome in GOOD, what
         counts[outcome] += 1
-    assert counts["refused"] > 60
-    assert counts["ran"] > 20
+    assert counts["refused"] > 20
+    assert counts["ran"] > 3

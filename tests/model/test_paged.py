@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -25,7 +26,8 @@ from foretoken.model.decoder import Decoder
 from foretoken.model.interface import ForwardOutput, Segment
 from foretoken.model.loader import load_decoder
 from foretoken.model.paged import PagedModel
-from tests.helpers.checkpoints import VARIANTS, token_ids, transformers_logits, variant
+from tests.helpers.checkpoints import USUAL, VARIANTS, token_ids, transformers_logits, variant
+from tests.helpers.usual import some_of
 from tests.model.test_families import NARROW, wide_oracle
 
 BLOCK = 4
@@ -78,13 +80,6 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 
 SOME = ("llama", "mistral-sliding", "qwen2-layer-types")
-
-
-# Windows and their absence, every kind of norm, rotation and residual, sinks, experts; the rest in `make proof`.
-USUAL = (
-    *("llama", "mistral-sliding", "qwen2-layer-types", "qwen3", "gemma3-options", "phi3-options", "olmo2"),
-    *("smollm3", "granite", "glm4", "starcoder2", "cohere2", "qwen3-moe", "gpt-oss"),
-)
 
 
 @pytest.fixture(
@@ -209,8 +204,13 @@ def test_tree_then_commit_a_path_then_continue(family: Family, scattered: bool) 
         assert is_scattered(model, 0) == scattered
 
 
-@pytest.mark.parametrize("scattered", [False, True], ids=["one-piece", "scattered"])
-@pytest.mark.parametrize("levels", [(3, 7), (1, 3, 6, 7), (2, 3, 4, 5, 6, 7)], ids=str)
+@pytest.mark.parametrize(
+    ("levels", "scattered"),
+    some_of(
+        itertools.product(((3, 7), (1, 3, 6, 7), (2, 3, 4, 5, 6, 7)), (False, True)),
+        {((3, 7), False), ((2, 3, 4, 5, 6, 7), True)},
+    ),
+)
 def test_a_tree_that_grows_level_by_level(family: Family, levels: tuple[int, ...], scattered: bool) -> None:
     """Nodes behind nodes that earlier forwards ran, beside a neighbour; any path can then be kept."""
     prefix, nodes, after, other = (

@@ -5,6 +5,7 @@ batched.
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ from foretoken.model.paged import PagedModel
 from foretoken.model.row_kernels import row_kernels
 from foretoken.model.strict import Proven, StrictModel, cut, prove, strict_kind
 from tests.helpers.checkpoints import VARIANTS, tiny_checkpoint, token_ids
+from tests.helpers.usual import some_of
 from tests.model.test_paged import LEAF_PATHS, TREE, scatter
 
 BLOCK = 4
@@ -242,8 +244,10 @@ def test_verify_passes_of_every_size_around_the_edges_of_key_blocks(some: Case) 
             assert torch.equal(got, some.expected[start : start + 1 + num_guesses]), (start, num_guesses)
 
 
-@pytest.mark.parametrize("past", [9, 59, 62, 64])
-@pytest.mark.parametrize("scattered", [False, True], ids=["one-piece", "scattered"])
+@pytest.mark.parametrize(
+    ("past", "scattered"),
+    some_of(itertools.product((9, 59, 62, 64), (False, True)), {(9, False), (59, True), (62, True), (64, False)}),
+)
 def test_every_node_of_a_tree_and_what_follows_it(some: Case, past: int, scattered: bool) -> None:
     """Each node against plain decoding of its own path, in a tree that spans key blocks; then on along each path."""
     nodes, after = token_ids(len(TREE), seed=2), token_ids(4, seed=3)
@@ -263,8 +267,10 @@ def test_every_node_of_a_tree_and_what_follows_it(some: Case, past: int, scatter
         assert isinstance(slots_of(model.tables[0], 0, model.length(0), BLOCK), list) == scattered
 
 
-@pytest.mark.parametrize("chunk", [3, 63, 64, 65, 128, LENGTH])
-@pytest.mark.parametrize("num_neighbours", [0, 3])
+@pytest.mark.parametrize(
+    ("chunk", "num_neighbours"),
+    some_of(itertools.product((3, 63, 64, 65, 128, LENGTH), (0, 3)), {(LENGTH, 0), (64, 0), (3, 3), (63, 3), (65, 3)}),
+)
 def test_prompt_chunks(some: Case, chunk: int, num_neighbours: int) -> None:
     """Any chunking, alone or behind neighbours that push the rows to other places in the tiles."""
     model = some.model(2400)

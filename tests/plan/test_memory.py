@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -18,10 +19,12 @@ from foretoken.model.layers import Linear, can_pack
 from foretoken.model.open import open_model
 from foretoken.model.paged import PagedModel
 from foretoken.plan.memory import Account, Budget, Load, ModelShape, account, contexts_to_show, fitting, largest_batch
-from tests.helpers.checkpoints import VARIANTS, tiny_checkpoint, token_ids, variant
+from tests.helpers.checkpoints import USUAL, VARIANTS, tiny_checkpoint, token_ids, variant
 from tests.helpers.gguf_files import QUANTISED, write_gguf
 from tests.helpers.packed_files import FORMS, write_packed
+from tests.helpers.usual import some_of
 
+LLAMAS = ("llama", "llama-tied", "llama-biases", "llama-head-dim")
 ONE_OF_EACH = (
     *("qwen3-tied-biases", "gemma2", "gemma3", "phi3", "olmo2", "smollm3", "granite", "glm4", "starcoder2"),
     *("cohere-qk-norm", "cohere2"),
@@ -42,8 +45,13 @@ def held_bytes(model: PagedModel) -> int:
     return sum(plain.values()) + sum(packed) + table_bytes(model)
 
 
-@pytest.mark.parametrize("name", sorted(VARIANTS))
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    some_of(
+        itertools.product(sorted(VARIANTS), ("float32", "bfloat16")),
+        {*((name, "bfloat16") for name in VARIANTS), *((name, "float32") for name in USUAL)},
+    ),
+)
 def test_weights_and_cache_are_those_of_the_loaded_model(name: str, dtype: str, tmp_path: Path) -> None:
     """Tied or not, packed or not, with biases, norms and windows: equal to the byte."""
     folder = variant(tmp_path, name)
@@ -55,9 +63,16 @@ def test_weights_and_cache_are_those_of_the_loaded_model(name: str, dtype: str, 
     assert (shape.vocab_size, shape.max_context_tokens) == (model.vocab_size, model.max_context_tokens)
 
 
-@pytest.mark.parametrize("name", [*("llama", "llama-tied", "llama-biases", "llama-head-dim"), *ONE_OF_EACH])
-@pytest.mark.parametrize("kind", ["int8", "int4"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("name", "kind", "dtype"),
+    some_of(
+        itertools.product((*LLAMAS, *ONE_OF_EACH), ("int8", "int4"), ("float32", "bfloat16")),
+        {
+            *((name, kind, dtype) for name in LLAMAS for kind in ("int8", "int4") for dtype in ("float32", "bfloat16")),
+            *((name, "int4", "bfloat16") for name in ONE_OF_EACH),
+        },
+    ),
+)
 def test_weights_in_8_or_4_bits(name: str, kind: str, dtype: str, tmp_path: Path) -> None:
     """Widths that groups of 32 divide or not; rows that are filled up: equal to the byte."""
     folder = variant(tmp_path, name, intermediate_size=96, hidden_size=64)

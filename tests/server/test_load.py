@@ -133,7 +133,7 @@ def coupled(spec: dict[str, Any]) -> dict[str, Any]:
     return {} if spec["drafter"] is None else {"rule": "coupled"}
 
 
-@pytest.mark.parametrize("drafter", FEW)
+@pytest.mark.parametrize("drafter", some_of(FEW, {"off", "tree", "synthetic_0.0"}))
 def test_mixed_sampling_batch(service: LocalService, drafter: str) -> None:
     """Case 32, and 33: alone or in company, drafted or not, cached or not."""
     app = create_app(service, config_for(drafter))
@@ -147,7 +147,7 @@ def test_mixed_sampling_batch(service: LocalService, drafter: str) -> None:
         assert texts_of(run(post_all(app, plain))) == texts_of(run(post_all(app, expected)))
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("drafter", some_of(DRAFTERS, {"off", "tree", "synthetic_0.5"}))
 def test_seed_determinism(service: LocalService, drafter: str) -> None:
     """Case 33: the same seed twice; the second time the prompt is cached."""
     app = create_app(service, config_for(drafter))
@@ -179,7 +179,7 @@ def small_engine(chat_folder: Path) -> Iterator[AsyncEngine]:
         yield engine
 
 
-@pytest.mark.parametrize("drafter", some_of(FEW, {"off", "ngram", "synthetic_1.0"}))
+@pytest.mark.parametrize("drafter", some_of(FEW, {"off", "synthetic_1.0"}))
 def test_kv_exhaustion_preempt(service: LocalService, small_engine: AsyncEngine, drafter: str) -> None:
     """Case 35: the answers are those of a cache that is large enough."""
     config = config_for(drafter)

@@ -24,6 +24,8 @@ from tests.server.drafters import DRAFTERS, FEW, config_for
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPT = "def read(self, path):\n    with open(path) as file:\n        return file.read()\n\ndef read_all("
 SPECULATIVE = [name for name in DRAFTERS if name != "off"]
+# Plain, a tree of which a part is kept, and guesses of which all are kept; over HTTP the others are one of these.
+USUAL = {"off", "tree", "synthetic_1.0"}
 
 
 def ask(app: Any, *bodies: dict[str, Any], path: str = TEXT, status: int = 200) -> list[Any]:
@@ -53,7 +55,7 @@ def near(found: Any, expected: Any, tolerance: float = 1e-3) -> bool:
     return abs(found - expected) < tolerance if isinstance(expected, float) else found == expected
 
 
-@pytest.mark.parametrize("drafter", SPECULATIVE)
+@pytest.mark.parametrize("drafter", some_of(SPECULATIVE, {"ngram", "tree", "synthetic_0.5", "synthetic_1.0"}))
 def test_lossless_greedy(service: LocalService, drafter: str) -> None:
     """Case 42: over HTTP; tests/engine/test_exactness.py has all drafters and rules."""
     app = create_app(service, config_for(drafter))
@@ -64,7 +66,7 @@ def test_lossless_greedy(service: LocalService, drafter: str) -> None:
     assert plain["foretoken"]["spec"]["num_drafted"] == 0
 
 
-@pytest.mark.parametrize("rate", ["0.0", "0.5", "1.0"])
+@pytest.mark.parametrize("rate", some_of(["0.0", "0.5", "1.0"], {"0.5", "1.0"}))
 def test_synthetic_0_and_1(service: LocalService, rate: str) -> None:
     """Case 44: what is accepted is what the rate says, and the answer ends where it would have ended."""
     app = create_app(service, config_for(f"synthetic_{rate}"))
@@ -132,7 +134,7 @@ def check_trimmed(app: Any, body: dict[str, Any], stop: str) -> str:
     return str(choice["text"])
 
 
-@pytest.mark.parametrize("drafter", some_of(FEW, {"off", "ngram", "tree", "synthetic_1.0"}))
+@pytest.mark.parametrize("drafter", some_of(FEW, USUAL))
 def test_stop_string_spanning(service: LocalService, drafter: str) -> None:
     """Case 53."""
     app = create_app(service, config_for(drafter))
@@ -151,7 +153,7 @@ def test_stop_string_spanning(service: LocalService, drafter: str) -> None:
     assert found == check_trimmed(app, {**body, "stop": overlapping, "spec": DRAFTERS["off"]}, text[6:8])
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("drafter", some_of(DRAFTERS, USUAL))
 def test_utf8_split(service: LocalService, drafter: str) -> None:
     """Case 54: characters of several tokens each, forced one token after the other."""
     assert service.engine.llm.tokenizer is not None
@@ -167,7 +169,7 @@ def test_utf8_split(service: LocalService, drafter: str) -> None:
         assert "\ufffd" not in "".join(choice["text"] for event in events for choice in event["choices"])
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("drafter", some_of(DRAFTERS, USUAL))
 def test_utf8_that_breaks(service: LocalService, drafter: str) -> None:
     """Case 54: bytes that are no character, at the beginning of the answer and inside: the stream is the answer."""
     tokenizer = service.engine.llm.tokenizer
@@ -218,7 +220,7 @@ def test_a_decoder_that_fails_ends_its_request_alone(service: LocalService, monk
     assert code == "engine_error"
 
 
-@pytest.mark.parametrize("drafter", FEW)
+@pytest.mark.parametrize("drafter", some_of(FEW, USUAL))
 def test_max_tokens_inside_run(service: LocalService, drafter: str) -> None:
     """Case 55."""
     app = create_app(service, config_for(drafter))
@@ -239,7 +241,7 @@ def prediction(content: Any) -> dict[str, Any]:
     return {"type": "content", "content": content}
 
 
-@pytest.mark.parametrize("drafter", ["default", *FEW])
+@pytest.mark.parametrize("drafter", some_of(["default", *FEW], {"default", "off", "tree"}))
 def test_prediction_api(service: LocalService, drafter: str) -> None:
     """Case 57: the answer is the same with it; every token of it is accepted or rejected."""
     app = create_app(service, config_for(drafter))
@@ -296,13 +298,18 @@ def test_prediction_that_is_refused_or_disabled(service: LocalService) -> None:
 STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
 
 
-def test_usage_conservation(service: LocalService) -> None:
+@pytest.mark.parametrize(
+    "drafters",
+    [("off", "ngram", "tree", "synthetic_0.5"), pytest.param(tuple(DRAFTERS), marks=pytest.mark.repeated)],
+    ids=["some", "all"],
+)
+def test_usage_conservation(service: LocalService, drafters: tuple[str, ...]) -> None:
     """Case 58: responses, records, the engine's totals and the trace count the same tokens."""
     records, engine = Records(), service.engine.llm
     totals = []
     before = engine.stats.as_dict()
-    for drafter, spec in DRAFTERS.items():
-        app = create_app(service, config_for(drafter), [records])
+    for drafter in drafters:
+        spec, app = DRAFTERS[drafter], create_app(service, config_for(drafter), [records])
         bodies = [
             greedy(spec=spec, foretoken={"trace": True, "metrics": "detailed"}),
             greedy(spec=spec, n=2, temperature=1, seed=3, foretoken={"trace": True}, return_token_ids=True),
@@ -439,7 +446,7 @@ def test_settings_of_a_request_reach_the_engine() -> None:
     assert refused["error"]["param"] == "chat_template_kwargs"
 
 
-@pytest.mark.parametrize("drafter", FEW)
+@pytest.mark.parametrize("drafter", some_of(FEW, USUAL))
 def test_padded_chunks_have_one_size(service: LocalService, drafter: str) -> None:
     """Case 59: with bursts and with log-probabilities."""
     app = create_app(service, config_for(drafter, obfuscation=True))

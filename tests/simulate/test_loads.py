@@ -12,6 +12,7 @@ from foretoken.simulate.loads import SHAPES, Server, built_in, sample
 from foretoken.simulate.metrics import outcome
 from foretoken.simulate.setting import Limits, SimSetting
 from foretoken.simulate.simulate import simulate
+from tests.helpers.usual import some_of
 
 UNIT = Profile(
     {},
@@ -27,7 +28,7 @@ LIMITS = Limits(max_context_tokens=2048)
 PLAIN = Server(UNIT, LIMITS)
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", some_of(SHAPES, {"steady", "bursts"}))
 def test_built_in_traces_follow_their_rates(name: str) -> None:
     """As many requests as the phases say, at a rate that the machine's capacity gives; a machine twice as slow gets
     them twice as slowly.
@@ -63,7 +64,7 @@ def test_each_setting_has_its_own_capacity_and_the_slowest_counts() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", some_of(SHAPES, {"overload", "ramp"}))
 def test_only_overload_overloads(name: str) -> None:
     """With a batch of 16 others have at most about as many requests there on average, overload several times as
     many.
