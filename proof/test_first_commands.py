@@ -113,7 +113,7 @@ def test_ctrl_c_ends_a_run(verb: str, tmp_path: Path) -> None:
 
 
 def test_ctrl_c_stops_an_answer_of_a_chat_and_then_ends_it(tmp_path: Path) -> None:
-    arguments = ("--max-tokens", "1900", "--cost-profile", "off")
+    arguments = ("--target", "reference:target", "--max-tokens", "1900", "--cost-profile", "off")
     typed = {PROMPT: "def f(x):\n", "    ": CTRL_C, "\r\n> ": CTRL_C, "so too.\r\n> ": CTRL_C}
     done = on_terminal("chat", *arguments, columns=120, folder=tmp_path, typed=typed)
     assert done.code == 130, done.text
