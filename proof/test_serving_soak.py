@@ -11,13 +11,14 @@ from studies.serving_load.server import loaded_server
 from studies.serving_load.soak import soak
 
 ROOT = Path(__file__).resolve().parents[1]
+PAIR = ("--target", "reference:target", "--draft", "reference:draft")
 
 
 @pytest.mark.parametrize("minutes", [0.5, pytest.param(1.75, marks=pytest.mark.release)])
 def test_soak(monkeypatch: pytest.MonkeyPatch, minutes: float) -> None:
     """Case 72, for minutes. The slope of the memory needs hours: the study measures it, no test judges it."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    options = ("--dtype", "float32", "--cost-profile", "off", "--cache-tokens", "8192", "--drafter", "auto")
+    options = (*PAIR, "--dtype", "float32", "--cost-profile", "off", "--cache-tokens", "8192", "--drafter", "auto")
     with loaded_server(options) as server:
         first = asyncio.run(soak(server, minutes=0.25, rate=3.0, seed=1))  # what is filled once is filled
         found = asyncio.run(soak(server, minutes=minutes, rate=3.0, seed=2))
@@ -43,7 +44,7 @@ def test_soak_with_faults_and_preemption(monkeypatch: pytest.MonkeyPatch) -> Non
     """
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("FORETOKEN_FAULT", "step:every-100:raise")
-    options = ("--dtype", "float32", "--cost-profile", "off", "--cache-tokens", "768", "--drafter", "auto")
+    options = (*PAIR, "--dtype", "float32", "--cost-profile", "off", "--cache-tokens", "768", "--drafter", "auto")
     with loaded_server(options) as server:
         found = asyncio.run(soak(server, minutes=1.0, rate=6.0, seed=3))
         metrics = asyncio.run(server.metrics())

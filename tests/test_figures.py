@@ -76,6 +76,31 @@ def table_with(name: str, *headings: str, last: bool = False) -> list[dict[str, 
     return found[-1 if last else 0]
 
 
+# ---- the real model
+
+
+def test_the_table_of_the_real_model() -> None:
+    source = raw("2026-11-25-smollm2-real")
+    rows = {(row["num_requests"], row["kind"], row["setting"]): row for row in source["rows"]}
+    found = table_with("docs/drafters.md", "text", "plain tokens/s")
+    assert len(found) == 7
+    for row in found:
+        kind = row["text"]
+        assert is_printed_of(row["plain tokens/s"], rows[1, kind, "plain"]["tokens_per_s"])
+        for setting in ("auto", "ngram"):
+            for requests, where in ((1, "1 request"), (4, "4 at once"), (16, "16 at once")):
+                of = rows[requests, kind, setting]
+                printed = re.findall(r"\d+\.\d+", row[f"`{setting}`, {where}"])
+                for text, field in zip(printed, ("over_plain", "over_plain_low", "over_plain_high"), strict=True):
+                    assert is_printed_of(text, of[field]), (kind, setting, requests)
+    compared = [row for row in source["rows"] if row["kind"] != "all" and row["setting"] != "plain"]
+    differing, of_all = re.findall(
+        r"No answer differs from plain decoding \((\d+) of (\d+)\)", page("docs/drafters.md")
+    )[0]
+    assert int(differing) == sum(row["num_differing"] for row in compared)
+    assert int(of_all) == sum(row["num_prompts"] for row in compared)
+
+
 # ---- the drafter table
 
 

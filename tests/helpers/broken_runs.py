@@ -38,7 +38,7 @@ def count_outcomes(module: str, folder: Path, num_cases: int) -> Counter[str]:
         out, _ = process.communicate()
         assert process.returncode == 0, f"a process died: {out[-2000:]}"
         *wrong, last = [json.loads(line) for line in out.splitlines()]
-        assert wrong == []
+        assert wrong == [], wrong[:3]
         counts.update(last)
     assert counts.total() == num_cases
     return counts
