@@ -35,7 +35,7 @@ class StepThreads:
         self._adapts, self._watch = adapts, watch
         self._max_threads = 0
         self._tuner: ThreadTuner | None = None
-        self._is_running = False
+        self._is_changed = False  # by the step that runs
 
     @property
     def is_trial(self) -> bool:
@@ -59,14 +59,15 @@ class StepThreads:
         is_contended = self._watch.is_contended(num_threads)
         way = self._tuner.choose(is_contended) if is_decoding else self._tuner.present(is_contended)
         set_waiting(way.waiting)
-        torch.set_num_threads(way.num_threads)
-        self._is_running = True
+        if way.num_threads != num_threads:
+            torch.set_num_threads(way.num_threads)
+            self._is_changed = True
 
     def end(self) -> None:
         """A step is over, however it ended: torch's number of threads is what it was."""
-        if self._is_running:
+        if self._is_changed:
             torch.set_num_threads(self._max_threads)
-            self._is_running = False
+            self._is_changed = False
 
     def observe(self, num_rows: int, seconds: float, cost: CostTable) -> None:
         """Take in what the target took for the rows of a step that was decoding; `cost` tells rows' weights."""
