@@ -84,6 +84,10 @@ def rope_config(model_type: str, family: Family, fields: Fields, head_dim: int) 
     return reader.read(whole), reader.read(local, "rope_local_base_freq")
 
 
+_KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
+_LONGROPE_KINDS = ("default", "longrope")  # transformers refuses Phi the others
+
+
 class _RopeReader:
     """Reads one scaling of a `config.json`."""
 
@@ -97,9 +101,7 @@ class _RopeReader:
         kind = scaling.text("rope_type") or scaling.text("type") or "default"
         if self.family.has_longrope and kind in ("su", "yarn"):  # old names
             kind = "longrope"
-        if kind not in ("default", "linear", "dynamic", "yarn", "llama3") and not (
-            kind == "longrope" and self.family.has_longrope
-        ):
+        if kind not in (_LONGROPE_KINDS if self.family.has_longrope else _KINDS):
             raise UnsupportedModelError(f"rope_type={shown(kind)} has no native implementation")
         # A base of 1 turns all channels alike, and YaRN divides by its logarithm.
         theta = (
