@@ -21,7 +21,7 @@ serve: $(VENV)/.ready
 # Each keeps whole files as long as it can, so that what fixtures of a module make is mostly made once.
 # What repeats the same lines thousands of times, and kernels for older processors, are left to `make proof`.
 PYTEST := -m pytest -n 2 --dist worksteal
-FLOOR := 93
+FLOOR := 95
 
 test: check
 	$(BIN)/python $(PYTEST) -m "not repeated"
