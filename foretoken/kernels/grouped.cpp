@@ -32,7 +32,6 @@ constexpr int CHUNK = 4;       // inputs of one output that stand together: what
 constexpr int LINE = 64;       // bytes: 16 outputs of a chunk
 constexpr int SUPER = 256;     // inputs that share a float16 where scales are whole numbers
 constexpr int MOST_ROWS = 8;   // rows of a tile, for which codes are loaded once
-constexpr int FEW_ROWS = 32;   // up to here one thread codes the activations: waking others would take longer
 constexpr int64_t FEW_PRODUCTS = 1 << 19;  // up to here one thread multiplies, for the same reason
 
 // Of scales and minimums; MULTIPLE: scales are HALF, minimums whole numbers by which they are multiplied.
@@ -364,31 +363,28 @@ struct Activations {
     int64_t tiles() const { return (rows + MOST_ROWS - 1) / MOST_ROWS; }
     int64_t rows_of(int64_t tile) const { return std::min<int64_t>(MOST_ROWS, rows - tile * MOST_ROWS); }
 
+    // Piece `row * spans + s` of the work: a span of a row.
     template <class T>
-    void code_row(const T* x, int64_t row) {
-        const int64_t tile = row / MOST_ROWS, first = tile * MOST_ROWS * spans + row % MOST_ROWS;
-        for (int64_t s = 0; s < spans; ++s) {
-            const int64_t at = first + s * rows_of(tile);
-            code_span(x + row * width + s * SPAN, std::min<int64_t>(SPAN, width - s * SPAN), &codes[at * SPAN],
-                      &scales[at], &half_sums[at * 2]);
-        }
+    void code_piece(const T* x, int64_t piece) {
+        const int64_t row = piece / spans, s = piece % spans, tile = row / MOST_ROWS;
+        const int64_t at = tile * MOST_ROWS * spans + row % MOST_ROWS + s * rows_of(tile);
+        code_span(x + row * width + s * SPAN, std::min<int64_t>(SPAN, width - s * SPAN), &codes[at * SPAN],
+                  &scales[at], &half_sums[at * 2]);
     }
 
-    // What a matrix needs of the rows beside their codes.
-    void sum_groups(const Matrix& w) {
+    // What a matrix needs of a tile's rows beside their codes.
+    void sum_groups(const Matrix& w, int64_t tile) {
         const int64_t halves = w.group == SPAN ? 1 : 2;
-        for (int64_t tile = 0; tile < tiles(); ++tile) {
-            const int64_t first = tile * MOST_ROWS * spans, count = rows_of(tile);
-            for (int64_t s = 0; s < spans; ++s)
-                for (int64_t half = 0; half < halves; ++half)
-                    for (int64_t r = 0; r < count; ++r) {
-                        const int32_t* own = &half_sums[(first + s * count + r) * 2];
-                        const int32_t sum = halves == 1 ? own[0] + own[1] : own[half];
-                        const int64_t at = first * halves + (s * halves + half) * count + r;
-                        offsets[at] = sums_begin_with(w) - w.zero * sum;
-                        sums[at] = float(sum);
-                    }
-        }
+        const int64_t first = tile * MOST_ROWS * spans, count = rows_of(tile);
+        for (int64_t s = 0; s < spans; ++s)
+            for (int64_t half = 0; half < halves; ++half)
+                for (int64_t r = 0; r < count; ++r) {
+                    const int32_t* own = &half_sums[(first + s * count + r) * 2];
+                    const int32_t sum = halves == 1 ? own[0] + own[1] : own[half];
+                    const int64_t at = first * halves + (s * halves + half) * count + r;
+                    offsets[at] = sums_begin_with(w) - w.zero * sum;
+                    sums[at] = float(sum);
+                }
     }
 
     Tile at(int64_t tile, int group) const {
@@ -422,16 +418,20 @@ template <class T>
 void multiply(const T* x, int64_t rows, int64_t width, const Matrix* parts, int num_parts, T* out, int64_t stride,
               int threads) {
     Activations a(rows, width);
-#pragma omp parallel for num_threads(threads) schedule(static) if (rows > FEW_ROWS)
-    for (int64_t row = 0; row < rows; ++row) a.code_row(x, row);
     const Matrix* const end = parts + num_parts;
     for (const Matrix *first = parts, *last; first < end; first = last) {
-        a.sum_groups(*first);
         int64_t num_outputs = 0;
         for (last = first; last < end && reads_alike(*first, *last); ++last) num_outputs += last->num_outputs;
         // One region for all that read the same sums: threads are woken and waited for once.
 #pragma omp parallel num_threads(threads) if (rows * num_outputs * width > FEW_PRODUCTS)
         {
+            const int64_t pieces = rows * a.spans;
+            if (first == parts) {
+#pragma omp for schedule(static)
+                for (int64_t piece = 0; piece < pieces; ++piece) a.code_piece(x, piece);
+            }
+#pragma omp for schedule(static)
+            for (int64_t tile = 0; tile < a.tiles(); ++tile) a.sum_groups(*first, tile);
             T* to = out;
             for (const Matrix* w = first; w < last; to += w++->num_outputs) {
                 const int64_t blocks = (w->num_outputs + LANES - 1) / LANES;
