@@ -34,34 +34,29 @@ from tests.engine.test_law import (
 from tests.helpers.distribution import ALARM, exact_law, p_values
 
 __all__ = ["narrow"]  # a fixture
-# Of each group: seen, at the same level, when it is off by 0.17, and before a release by 0.12 (the test of the power in
-# tests/engine/test_law.py).
-NUM_REQUESTS = [800, pytest.param(1600, marks=pytest.mark.release)]
+NUM_REQUESTS = 1600  # of each group
 
 
-@pytest.mark.parametrize("count", NUM_REQUESTS)
-def test_every_rule_has_the_law_in_mixed_batches(narrow: SimpleNamespace, count: int) -> None:
-    """All rules, all drafters and plain, each group counted by itself, and all together."""
-    distribution, found = exact_law(narrow, BASE), groups_answers(narrow, count)
+def test_every_rule_has_the_law_in_mixed_batches(narrow: SimpleNamespace) -> None:
+    """All rules, all drafters and plain: each group by itself is seen when it is off by 0.12 (the test of the power in
+    tests/engine/test_law.py), and all of them together when they are off alike by a quarter of that.
+    """
+    distribution, found = exact_law(narrow, BASE), groups_answers(narrow, NUM_REQUESTS)
     for name, answers in found.items():
         assert min(p_values(answers, distribution)) > ALARM, name
     assert min(p_values(np.concatenate(list(found.values())), distribution)) > ALARM
 
 
-@pytest.mark.parametrize("count", NUM_REQUESTS)
-def test_every_sampling_parameter_has_the_law_in_mixed_batches(narrow: SimpleNamespace, count: int) -> None:
-    for name, answers in parameter_answers(narrow, count).items():
+def test_every_sampling_parameter_has_the_law_in_mixed_batches(narrow: SimpleNamespace) -> None:
+    for name, answers in parameter_answers(narrow, NUM_REQUESTS).items():
         assert min(p_values(answers, parameter_law(narrow, name))) > ALARM, name
 
 
-@pytest.mark.parametrize("count", NUM_REQUESTS)
 @pytest.mark.parametrize("temperature", [0.6, 1.3])
-def test_every_trained_head_has_the_law_at_other_temperatures(
-    narrow: SimpleNamespace, temperature: float, count: int
-) -> None:
+def test_every_trained_head_has_the_law_at_other_temperatures(narrow: SimpleNamespace, temperature: float) -> None:
     """Chains and trees of each head by itself, all heads in each batch."""
     distribution = exact_law(narrow, replace(BASE, temperature=temperature))
-    for name, answers in head_answers(narrow, temperature, count).items():
+    for name, answers in head_answers(narrow, temperature, NUM_REQUESTS).items():
         assert min(p_values(answers, distribution)) > ALARM, name
 
 
