@@ -180,8 +180,8 @@ def shuffled_answers(narrow: SimpleNamespace, asked: Sequence[tuple[SamplingPara
 
 def test_the_power_of_these_tests() -> None:
     """800 requests see a distribution of two neighbouring tokens that is off by 0.17 in total variation with
-    probability > 0.99, and 1600, as those of broken rules and in the mixed batches of proof/test_law.py, one that is off
-    by 0.12.
+    probability > 0.99, and 1600, as those of broken rules and in the mixed batches of proof/test_law.py, one that is
+    off by 0.12.
 
     The broken rules below are off by 0.14 to 0.49. False alarms: at 1e-5 a window, about 110 windows: one set of seeds
     in 900; the seeds are fixed.
