@@ -448,7 +448,7 @@ def test_a_draft_without_room_drafts_less_and_changes_nothing(
     states = [engine.submit(PROMPTS[i], LONG, SpecConfig("draft_model", "d", num_draft=5)) for i in range(8)]
     while engine.has_work:
         engine.step()
-    assert [tuple(state.output_ids) for state in states] == plain
+    assert [tuple(state.output_ids) for state in states] == plain[:8]
 
 
 @pytest.mark.filterwarnings("ignore:the draft has")

@@ -6,8 +6,6 @@ in `tests/heads/test_eagle.py`.
 
 from __future__ import annotations
 
-import itertools
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -183,24 +181,15 @@ def test_the_heads_cache_gives_way(decoder: Decoder) -> None:
     assert all(0 in lengths for lengths in held)
 
 
-def test_costs_are_measured_without_a_trace(pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a counted clock: on a real one the machine decides how many points there is time for."""
-    ticks = itertools.count()
-    monkeypatch.setattr(time, "perf_counter", lambda: 0.001 * next(ticks))
+def test_costs_are_measured_without_a_trace(pair: SimpleNamespace) -> None:
     target = PagedModel(load_decoder(pair.target, dtype="float32"), 2048, 16)
     drafter, spec = EagleDrafter(CachedEagle(eagle_head(target.config), target)), SpecConfig("eagle")
-    propose, lengths = drafter.propose, set()
-
-    def recorded(batch: Batch) -> Draft:
-        draft = propose(batch)
-        lengths.add(draft.lengths)
-        return draft
-
-    drafter.propose = recorded  # type: ignore[method-assign]
-    profile = measure_start(target, model_drafters([(spec, drafter)]), "tiny", budget_s=1.0)
+    # More time than any machine needs: a count is run five times at most.
+    profile = measure_start(target, model_drafters([(spec, drafter)]), "tiny", budget_s=60.0)
     assert profile is not None
-    assert set(dict(profile.drafters["eagle"].guesses.points)) == {1, 2, 4, 8}
-    assert lengths >= {(1,), (2,), (4,), (8,)}  # it really guessed
+    guesses = dict(profile.drafters["eagle"].guesses.points)
+    assert set(guesses) == {1, 2, 4, 8}
+    assert guesses[8] > guesses[1]  # it really guessed
     assert not drafter._texts
     assert drafter.cache.num_free_tokens() == drafter.cache.capacity_tokens
     drafter.cache.check()
