@@ -12,18 +12,46 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from multiprocessing.pool import AsyncResult
+from multiprocessing.pool import AsyncResult, Pool
 from pathlib import Path
 
 from tests.helpers.family_trial import HOWS, Finding, try_family
 
 TABLE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
+# One family of each mechanism that decides how a model can be run, beside the sample of
+# tests/model/test_registered_families.py: what `make proof` tries. `make proof-release` tries all.
+MECHANISMS = {
+    "gemma2": "foretoken's own decoder, with windows and soft caps",
+    "qwen3_moe": "foretoken's own decoder, with experts",
+    "bloom": "biases of attention by distance (ALiBi)",
+    "gptj": "rotation of a part of each head",
+    "xglm": "sinusoidal positions",
+    "ministral": "windows in every layer, through transformers",
+    "gpt_neo": "windows in every second layer, of an old kind",
+    "deepseek_v3": "latent attention with groups of experts",
+    "diffllama": "differential attention",
+    "gemma3n_text": "layers that share keys and values",
+    "doge": "a context shorter than asked for",
+    "lfm2": "short convolutions in place of attention",
+    "mllama": "layers of cross-attention",
+    "moshi": "generate() of transformers differs",
+    "mamba": "a recurrent state",
+    "recurrent_gemma": "gated linear recurrence with windows",
+    "qwen3_next": "the gated delta rule",
+    "bamba": "recurrent states beside attention",
+    "minimax": "linear attention with experts",
+    "llama4_text": "attention in chunks",
+    "deepseek_v32": "sparse attention by an index",
+    "prophetnet": "refused: reads later tokens",
+    "reformer": "refused: random",
+    "musicgen": "not built",
+}
 
 _HEAD = """\
 # Models
 
 Which causal families of transformers foretoken runs, and how. This page is written by `python -m proof.families --write`;
-`make proof` checks that it is what the sweep finds, with transformers {version}.
+`make proof-release` checks every row, `make proof` those of the distinct mechanisms, with transformers {version}.
 
 For each family that `AutoModelForCausalLM` registers, the sweep writes a small random checkpoint (a context of {context} tokens, sliding
 windows of {window}), loads it in float32 and generates greedily to the end of its context: plain, with n-gram drafting, with a draft model,
@@ -159,10 +187,15 @@ def find(family: str) -> Finding:
         return try_family(family, Path(folder))
 
 
+def new_pool(num_processes: int) -> Pool:
+    """Processes for `find`."""
+    return multiprocessing.get_context("spawn").Pool(num_processes, _start_process)
+
+
 @contextmanager
 def sweep(names: Sequence[str]) -> Iterator[dict[str, AsyncResult[Finding]]]:
     """Findings by family, on their way in two processes."""
-    with multiprocessing.get_context("spawn").Pool(min(2, os.cpu_count() or 1), _start_process) as pool:
+    with new_pool(min(2, os.cpu_count() or 1)) as pool:
         yield {name: pool.apply_async(find, (name,)) for name in names}
 
 
@@ -181,10 +214,7 @@ def page(findings: list[Finding]) -> str:
     from tests.helpers.published_models import table
 
     counts = ", ".join(f"{sum(one.how == how for one in findings)} {how}" for how in HOWS)
-    rows = [
-        f"| {one.family} | {one.how} | {one.note.replace('|', '/')} |"
-        for one in sorted(findings, key=lambda one: one.family)
-    ]
+    rows = [row(one) for one in sorted(findings, key=lambda one: one.family)]
     text = _HEAD.format(version=transformers.__version__, context=CONTEXT, window=WINDOW, published=table())
     return (
         text
@@ -192,6 +222,11 @@ def page(findings: list[Finding]) -> str:
         + "\n".join(rows)
         + "\n"
     )
+
+
+def row(finding: Finding) -> str:
+    """The line of a family in docs/models.md."""
+    return f"| {finding.family} | {finding.how} | {finding.note.replace('|', '/')} |"
 
 
 def read_page() -> dict[str, tuple[str, str]]:

@@ -12,19 +12,23 @@ from foretoken.audit.session import Session
 from foretoken.control.policy import BudgetPolicy, PolicyConfig
 from tests.helpers.clock import jitter
 
-TURNS = 50
 PROMPTS = ["def main():\n", "class Parser:\n    ", "import os\n", "x = [1,"]
 
 
-@pytest.mark.parametrize("kernels", ["torch", "compiled"])
-def test_w3_fifty_checks_of_equal_seeds_and_greedy_answers(monkeypatch: pytest.MonkeyPatch, kernels: str) -> None:
+# A check that fails by chance once in 18 is seen with probability 0.99, before a release one that fails once in 44.
+@pytest.mark.parametrize(
+    ("kernels", "num_turns"),
+    [("torch", 20), ("compiled", 10), pytest.param("torch", 50, marks=pytest.mark.release)],
+)
+def test_w3_checks_of_equal_seeds_and_greedy_answers(
+    monkeypatch: pytest.MonkeyPatch, kernels: str, num_turns: int
+) -> None:
     """The number of guesses is chosen by times that mean nothing, anew in every turn; answers turn off at near ties
     only, and not at all where a row's bits do not depend on the rows beside it.
     """
     monkeypatch.setattr("foretoken.model.layers.has_amx", lambda: kernels == "torch")  # oneDNN's products for it
     if kernels == "torch":
         monkeypatch.setattr("foretoken.model.row_kernels.row_kernels", lambda: None)
-    num_turns = TURNS if kernels == "torch" else TURNS // 5
     options = AuditOptions(
         "reference:target",
         SpecConfig("draft_model", "reference:draft"),

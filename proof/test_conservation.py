@@ -9,9 +9,8 @@ import pytest
 from tests.engine.test_conservation import check_many_requests, folders
 
 __all__ = ["folders"]  # a fixture
-NUM_REQUESTS = [3_000, pytest.param(10_000, marks=pytest.mark.release)]
 
 
-@pytest.mark.parametrize("num_requests", NUM_REQUESTS)
-def test_ten_thousand_requests(folders: dict[str, Path], tmp_path: Path, num_requests: int) -> None:
-    check_many_requests(folders, tmp_path, num_requests)
+@pytest.mark.release
+def test_ten_thousand_requests(folders: dict[str, Path], tmp_path: Path) -> None:
+    check_many_requests(folders, tmp_path, 10_000)

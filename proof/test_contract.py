@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -10,13 +11,19 @@ import pytest
 from foretoken import LLM, SpecConfig
 from tests.draft import test_contract as contract
 from tests.draft.test_contract import llm, name, pair, plain, spec, watched
+from tests.helpers.usual import some_of
 from tests.helpers.watch import Watched
 
 __all__ = ["llm", "name", "pair", "plain", "spec", "watched"]  # fixtures
 
+BATCHES = (1, 4, 16)
+# Every number of guesses in one size of batch, and every size with three numbers, none of which the tests take.
+USUAL = {(num_draft, BATCHES[(num_draft + 2) % 3]) for num_draft in range(9)}
 
-@pytest.mark.parametrize("batch", [1, 4, 16])
-@pytest.mark.parametrize("num_draft", range(9))
+
+@pytest.mark.parametrize(
+    ("num_draft", "batch"), some_of(itertools.product(range(9), BATCHES), USUAL, pytest.mark.release)
+)
 def test_greedy_equals_plain(
     llm: LLM,
     pair: SimpleNamespace,

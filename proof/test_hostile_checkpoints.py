@@ -11,7 +11,7 @@ import pytest
 from tests.helpers.broken_checkpoints import make_bases
 from tests.helpers.broken_runs import count_outcomes
 
-NUM_CASES = [1500, pytest.param(5000, marks=pytest.mark.release)]
+NUM_CASES = [500, pytest.param(5000, marks=pytest.mark.release)]
 
 
 @pytest.mark.parametrize("num_cases", NUM_CASES)

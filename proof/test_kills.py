@@ -1,4 +1,4 @@
-"""Twenty kills of the worker under load: every accepted request ends with an answer or with an error."""
+"""Kills of the worker under load: every accepted request ends with an answer or with an error."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ import signal
 from collections import Counter
 
 import httpx2
+import pytest
 
 from tests.server.test_life import KEY, KEYS, REFERENCE, Server, children, is_alive, serving, until
 
-NUM_KILLS = 20
+# A loss that one kill in two would bring is seen with probability 0.98, before a release one in five with 0.99; each
+# kill meets the requests of all clients.
+NUM_KILLS = [6, pytest.param(20, marks=pytest.mark.release)]
 NUM_CLIENTS = 8
 
 
@@ -74,8 +77,9 @@ def verdict(status: int, code: str, headers: httpx2.Headers) -> str:
     return "told: worker died"
 
 
-def test_twenty_kills_lose_nothing_in_silence() -> None:
-    """Done when of the issue: 20 kills in a row under load lose no accepted request silently."""
+@pytest.mark.parametrize("num_kills", NUM_KILLS)
+def test_kills_lose_nothing_in_silence(num_kills: int) -> None:
+    """Kills in a row under load lose no accepted request silently."""
     with serving(*REFERENCE, *KEYS, "--longest-restart-s", "0.2", "--request-log", "none") as server:
         server.wait_ready()
         load = Load(server)
@@ -83,7 +87,7 @@ def test_twenty_kills_lose_nothing_in_silence() -> None:
         async def run() -> None:
             clients = [asyncio.create_task(load.client(number)) for number in range(NUM_CLIENTS)]
             try:
-                for number in range(NUM_KILLS):
+                for number in range(num_kills):
                     answered = load.outcomes["answered"]
                     while load.outcomes["answered"] < answered + 2 * NUM_CLIENTS:
                         await asyncio.sleep(0.01)
@@ -100,7 +104,7 @@ def test_twenty_kills_lose_nothing_in_silence() -> None:
 
         asyncio.run(run())
         print(dict(load.outcomes))
-        assert load.outcomes["told: worker died"] >= NUM_KILLS
+        assert load.outcomes["told: worker died"] >= num_kills
         assert set(load.outcomes) <= {"answered", "told: worker died", "refused: 503"}
         until(lambda: server.get("/ready").status_code == 200, "no worker came back")
         held = server.invariants()

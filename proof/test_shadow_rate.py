@@ -22,6 +22,7 @@ from foretoken.engine.shadow.shadow import Shadow
 from foretoken.model.sampling import target_probs
 from foretoken.verify.block import BlockRule
 from tests.engine.test_shadow_live import check_alarm
+from tests.helpers.usual import some_of
 
 DTYPES = ("bfloat16", "float16", "float32")
 PROMPTS = ["def main():\n", "class Parser:\n    ", "import os\n", "The quick brown fox", "x = [1,"] * 4
@@ -76,7 +77,8 @@ def followed(llm: LLM, params: dict[str, Any], first_seed: int, turns: int = 3, 
     return shadow
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+# The format with the coarsest steps comes nearest to an alarm.
+@pytest.mark.parametrize("dtype", some_of(DTYPES, {"bfloat16"}, pytest.mark.release))
 def test_w2_a_sound_engine_raises_no_alarm(dtype: str) -> None:
     """Every mix of parameters is a stream; among 14 the chance of more than 5 above 20 is 1e-4, and the seeds are
     fixed.

@@ -71,15 +71,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Profiles of this run stay out of the user's cache folder, also in processes that tests start; kernels are
-    compiled once for all processes of a run. No model is fetched but by `smollm2_file`.
+def own_cache(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> None:
+    """Profiles of this run stay out of the user's cache folder, also in processes that tests start. Kernels, which are
+    named by their sources and the compiler, stay in pytest's for the processes of this run and for the next one. No
+    model is fetched but by `smollm2_file`.
     """
     cache = tmp_path_factory.mktemp("cache")
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        kernels = tmp_path_factory.getbasetemp().parent / "kernels"
-        kernels.mkdir(exist_ok=True)
-        (cache / "kernels").symlink_to(kernels)
+    assert pytestconfig.cache is not None
+    (cache / "kernels").symlink_to(pytestconfig.cache.mkdir("kernels"))
     os.environ["FORETOKEN_CACHE"] = str(cache)
     os.environ[NO_INDEX] = "1"
 

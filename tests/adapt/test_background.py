@@ -32,7 +32,7 @@ class Source:
             yield Rest.SHORT
 
 
-def until(condition: object, limit_s: float = 20.0) -> None:
+def until(condition: object, limit_s: float = 120.0) -> None:
     began = time.monotonic()
     while not condition():  # type: ignore[operator]
         assert time.monotonic() - began < limit_s

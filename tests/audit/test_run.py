@@ -213,7 +213,7 @@ def another_temperature(patch: pytest.MonkeyPatch) -> None:
     ("plant", "check"),
     [
         (residual_is_target, "distribution: no bias by the draft"),
-        (accepts_by_q, "distribution: no bias by the draft"),
+        pytest.param(accepts_by_q, "distribution: no bias by the draft", marks=pytest.mark.repeated),
         (declares(flattened), "distribution: no bias by the draft"),
         pytest.param(declares(Stale()), "distribution: no bias by the draft", marks=pytest.mark.repeated),
         (another_temperature, "distribution: sharpness"),

@@ -4,10 +4,13 @@ instead.
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from foretoken.model.names import reference_heads, reference_models
 from tests.cli.conftest import Run
+from tests.helpers.usual import some_of
 
 GENERATE = ("generate", "--prompt", "def f(x):", "--max-tokens", "4", "--cost-profile", "off", "--dtype", "float32")
 DRAFT = ("--draft", "reference:draft")
@@ -93,15 +96,20 @@ def test_a_model_that_is_not_there_says_so(foretoken: Run, arguments: tuple[str,
     assert message in done.err
 
 
+PARTS = ("", "--parts ngram,draft_model", "--parts cascade,suffix", "--parts early_exit,draft_model")
+MORE = ("", "--num-draft 0", "--num-draft 3", "--rule coupled")
+
+
 @pytest.mark.parametrize(
-    "parts",
-    [(), ("--parts", "ngram,draft_model"), ("--parts", "cascade,suffix"), ("--parts", "early_exit,draft_model")],
-    ids=" ".join,
+    ("parts", "more"),
+    some_of(
+        itertools.product(PARTS, MORE), {*((one, "") for one in PARTS), *zip(PARTS, (*MORE[1:], MORE[2]), strict=True)}
+    ),
 )
-@pytest.mark.parametrize("more", [(), ("--num-draft", "0"), ("--num-draft", "3"), ("--rule", "coupled")], ids=" ".join)
-def test_parts_of_auto(foretoken: Run, parts: tuple[str, ...], more: tuple[str, ...]) -> None:
+def test_parts_of_auto(foretoken: Run, parts: str, more: str) -> None:
     """Every sensible combination answers, and as plain decoding does."""
-    plain, drafted = foretoken(*GENERATE), foretoken(*GENERATE, "--drafter", "auto", *DRAFT, *parts, *more)
+    options = [*parts.split(), *more.split()]
+    plain, drafted = foretoken(*GENERATE), foretoken(*GENERATE, "--drafter", "auto", *DRAFT, *options)
     assert (plain.code, drafted.code) == (0, 0), drafted.err
     assert drafted.out == plain.out
 

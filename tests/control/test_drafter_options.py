@@ -8,8 +8,6 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import pytest
-
 from foretoken.control.candidates import DraftBudget, DrafterOption, RequestOptions
 from foretoken.control.policy import BudgetPolicy, PolicyConfig
 from foretoken.control.previews import Preview
@@ -144,29 +142,8 @@ BATCHES = (1, 4, 16)
 PRICES_S = (0.02, 0.1, 0.5)
 
 
-# Each text at each price in each batch: proof/test_policy.py.
-@pytest.mark.parametrize(
-    ("name", "price_s", "batch"),
-    [
-        ("copies", 0.02, 4),
-        ("copies", 0.5, 16),
-        ("new text", 0.1, 1),
-        ("new text", 0.5, 4),
-        ("both", 0.02, 1),
-        ("both", 0.1, 4),
-        ("nothing", 0.02, 4),
-        ("nothing", 0.5, 1),
-        ("half", 0.1, 1),
-        ("half", 0.5, 4),
-    ],
-)
-@pytest.mark.repeated
-def test_as_good_as_the_best_fixed_drafter_and_number(name: str, price_s: float, batch: int) -> None:
-    check_speed(name, price_s, batch)
-
-
 def check_speed(name: str, price_s: float, batch: int) -> None:
-    """The policy against every fixed drafter and number in one world."""
+    """The policy against every fixed drafter and number in one world, for proof/test_policy.py."""
 
     def measured(choose: Choose | None, *seeds: int) -> float:
         worlds = [World(price_s=price_s, entry_s=0.5, rng=random.Random(seed)) for seed in seeds]

@@ -82,17 +82,8 @@ BATCHES = (1, 4, 16)
 CHANCES = ((0.0, 0.0), (0.05, 0.2), (0.3, 0.3), (0.5, 0.25), (0.8, 0.25), (0.9, 0.0), (1.0, 0.05))
 
 
-# Each chance with each batch: proof/test_policy.py.
-@pytest.mark.parametrize(
-    ("chance", "price_s", "batch"), [(*one, batch) for one, batch in zip(CHANCES, (1, 4, 1, 4, 16, 1, 4), strict=True)]
-)
-@pytest.mark.repeated
-def test_near_the_best_fixed_number_and_never_much_below_plain(batch: int, chance: float, price_s: float) -> None:
-    check_speed(batch, chance, price_s)
-
-
 def check_speed(batch: int, chance: float, price_s: float) -> None:
-    """The policy against every fixed number in one world."""
+    """The policy against every fixed number in one world, for proof/test_policy.py."""
 
     def speed(fixed: int | None) -> float:
         world = World(price_s=price_s, noise=0.05)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -277,21 +276,30 @@ def run(engine: Engine) -> None:
         engine.step()
 
 
-def test_context_end(name: str, tmp_path: Path) -> None:
-    """Up to the last position, with a draft whose own context ends before the target's."""
-    target = tiny_checkpoint(tmp_path / "target", "llama", num_hidden_layers=2, max_position_embeddings=24)
+SMALL = SamplingParams(max_tokens=100, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
+    """A target of 24 positions, a `draft` of 17, and plain answers that end with the context."""
+    folder = tmp_path_factory.mktemp("small")
+    target = tiny_checkpoint(folder / "target", "llama", num_hidden_layers=2, max_position_embeddings=24)
     add_mtp(target)
-    draft = tiny_checkpoint(tmp_path / "draft", "llama", num_hidden_layers=1, max_position_embeddings=17)
-    with LLM(target, cache_tokens=1024) as small:
-        prompts = [token_ids(n, seed=n) * r for n, r in ((1, 1), (3, 4), (16, 1), (11, 2), (23, 1))]
-        params = SamplingParams(max_tokens=100, ignore_eos=True)
-        expected = small.generate(prompts, params)
-        for num_draft in (1, 4, 8):
-            spec = spec_of(name, draft, num_draft=num_draft)
-            got = small.generate(prompts, predicting(spec, params, expected[1].token_ids), spec)
-            assert [out.token_ids for out in got] == [out.token_ids for out in expected]
-            assert all(out.finish_reason == "length" and len(out.prompt_ids) + len(out.token_ids) == 24 for out in got)
-        check_idle(small)
+    draft = tiny_checkpoint(folder / "draft", "llama", num_hidden_layers=1, max_position_embeddings=17)
+    prompts = [token_ids(n, seed=n) * r for n, r in ((1, 1), (3, 4), (16, 1), (11, 2), (23, 1))]
+    with LLM(target, cache_tokens=1024) as llm:
+        yield SimpleNamespace(llm=llm, draft=draft, prompts=prompts, answers=llm.generate(prompts, SMALL))
+
+
+def test_context_end(name: str, small: SimpleNamespace) -> None:
+    """Up to the last position, with a draft whose own context ends before the target's."""
+    for num_draft in (1, 4, 8):
+        spec = spec_of(name, small.draft, num_draft=num_draft)
+        params = predicting(spec, SMALL, small.answers[1].token_ids)
+        got = small.llm.generate(small.prompts, params, spec)
+        assert [out.token_ids for out in got] == [out.token_ids for out in small.answers]
+        assert all(out.finish_reason == "length" and len(out.prompt_ids) + len(out.token_ids) == 24 for out in got)
+    check_idle(small.llm)
 
 
 def test_finish_and_abort_leave_nothing(

@@ -141,7 +141,7 @@ def test_every_guess_is_counted_for_one_part(
     prompts = [token_ids(4 + i, seed=i) * 2 for i in range(len(specs))]
     params = [
         SamplingParams(
-            max_tokens=24,
+            max_tokens=14,
             ignore_eos=True,
             temperature=temperature,
             seed=i,

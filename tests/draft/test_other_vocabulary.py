@@ -354,7 +354,8 @@ def check_laws(
     def engine(*_: object) -> Engine:
         one = made(narrow)
         for how in ("strings", "intersection"):
-            drafter = OtherVocabularyDrafter(PagedModel(model, 2048, 16), Side(target, 5, ()), Side(draft, 6, ()), how)
+            paged = PagedModel(model, distribution.NUM_SLOTS, 16)
+            drafter = OtherVocabularyDrafter(paged, Side(target, 5, ()), Side(draft, 6, ()), how)
             one.drafters.drafters[drafter_key(SpecConfig("draft_model", "d", draft_vocabulary=how))] = drafter
         return one
 

@@ -4,7 +4,7 @@ ones, log-probabilities to the last bit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,10 +19,12 @@ PROMPTS = [token_ids(33 + 12 * i, seed=40 + i) for i in range(10)]
 PARAMS = SamplingParams(max_tokens=16, logprobs=2, ignore_eos=True)
 
 
-@pytest.fixture(autouse=True)
-def own_products(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module", autouse=True)
+def own_products() -> Iterator[None]:
     """Of bf16 matrices, also on a processor where oneDNN's are taken."""
-    monkeypatch.setattr("foretoken.model.layers.has_amx", lambda: False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("foretoken.model.layers.has_amx", lambda: False)
+        yield
 
 
 def opened(pair: SimpleNamespace, cache_tokens: int = 4096) -> LLM:
@@ -33,8 +35,8 @@ def told(outputs: Sequence[GenerateOutput]) -> list[tuple[object, object]]:
     return [(out.token_ids, out.logprobs) for out in outputs]
 
 
-@pytest.fixture
-def cold(pair: SimpleNamespace) -> list[tuple[object, object]]:
+@pytest.fixture(scope="module")
+def cold(pair: SimpleNamespace, own_products: None) -> list[tuple[object, object]]:
     """Each prompt alone; none begins like another."""
     with opened(pair) as llm:
         return told([llm.generate([prompt], PARAMS)[0] for prompt in PROMPTS])

@@ -69,15 +69,6 @@ def specs_of(pair: SimpleNamespace) -> list[SpecConfig]:
     ]
 
 
-@pytest.mark.parametrize(("temperature", "start"), [(0.3, 0), (1.0, 4)])  # every pairing: proof/test_exactness.py
-@pytest.mark.repeated
-def test_the_text_of_a_seed_is_the_text_without_drafts(
-    llm: LLM, pair: SimpleNamespace, temperature: float, start: int
-) -> None:
-    """Every drafter meets one of the temperatures, in a batch of some size."""
-    check_texts(llm, pair, temperature, start, stride=8)
-
-
 def check_texts(llm: LLM, pair: SimpleNamespace, temperature: float, first_turn: int, stride: int) -> None:
     """Drafters, numbers of guesses, batch sizes and orders of arrival against plain decoding one by one; each turn
     begins at another drafter, and neighbours in a batch have neighbouring drafters.

@@ -79,7 +79,7 @@ MIXTURES = given(
     asked=st.lists(st.tuples(prompts, sampling, drafting), min_size=1, max_size=6), steps=st.integers(0, 4)
 )
 SEVERAL = settings(
-    max_examples=40,
+    max_examples=30,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],

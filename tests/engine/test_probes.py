@@ -103,14 +103,14 @@ def test_every_probe_sees_its_own_text(kind: str, tmp_path: Path) -> None:
     """Against a plain run for every probe, in a batch mixed with other drafters; strict numerics to the last bit."""
     make, options, tolerance = TARGETS[kind]
     folder = make(tmp_path)
-    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
     with LLM(folder, cache_tokens=4096, **({"dtype": "float32"} | options)) as llm:
         jacobi = llm._drafters.drafters[key_of("lookahead")] = Jacobi(llm.target, tolerance)
         specs = [spec if i % 3 else SpecConfig("ngram") for i, spec in enumerate(lookaheads(6, num_draft=5))]
         plain = llm.generate(PROMPTS[:6], params)
         outputs = llm.generate(PROMPTS[:6], params, specs)
         assert [out.token_ids for out in outputs] == [out.token_ids for out in plain]
-        assert jacobi.num_compared == sum(out.stats.num_probed for out in outputs) > 200
+        assert jacobi.num_compared == sum(out.stats.num_probed for out in outputs) > 100
         assert all(
             (out.stats.num_probed > 0) == (spec.drafter == "lookahead")
             for out, spec in zip(outputs, specs, strict=True)

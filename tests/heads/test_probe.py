@@ -50,7 +50,7 @@ def seeing(folder: Path) -> Any:
     return open_model(folder, dtype="float32", device="cpu")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def target(seeing: Any) -> Any:
     return Blind(seeing)
 
@@ -92,16 +92,15 @@ def test_the_text_is_what_the_target_writes(seeing: Any) -> None:
     assert torch.equal(batch.states[0][0], seeing.embed(batch.tokens[0, :-1]))
 
 
-def test_a_head_that_fits_is_left_alone(target: SharesWeights, folder: Path) -> None:
-    head = learnt(eagle_config(target=settings(folder)), target)
-    found = probe(head, target, num_rows=ROWS)
-    assert found.agreement[0] > 0.7
-    assert found.advice() is None
-
-
-@pytest.fixture
+@pytest.fixture(scope="module")
 def known(target: SharesWeights, folder: Path) -> Head:
     return learnt(eagle_config(target=settings(folder)), target)
+
+
+def test_a_head_that_fits_is_left_alone(known: Head, target: SharesWeights) -> None:
+    found = probe(known, target, num_rows=ROWS)
+    assert found.agreement[0] > 0.7
+    assert found.advice() is None
 
 
 @pytest.mark.parametrize(

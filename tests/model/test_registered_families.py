@@ -1,4 +1,4 @@
-"""A sample of the families of docs/models.md; `make proof` goes through all of them."""
+"""A sample of the families of docs/models.md; `make proof-release` goes through all of them."""
 
 from __future__ import annotations
 

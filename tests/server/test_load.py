@@ -101,7 +101,7 @@ def test_queue_deadline(service: LocalService) -> None:
 
 def test_generation_deadline_is_an_event_after_the_first_byte() -> None:
     fake = FakeService((Begun(((1,),)), piece(0, "a"), asyncio.Event(), ended(0, "a")))
-    app = create_app(fake, ApiConfig(request_timeout_s=0.05))
+    app = create_app(fake, ApiConfig(request_timeout_s=0.5))
     streamed, whole = run(post_all(app, [{"prompt": "a", "stream": True}, {"prompt": "a"}]))
     events = events_of(streamed.text)
     assert text_of(events[:-1]) == "a"

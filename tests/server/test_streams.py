@@ -29,7 +29,7 @@ LONG = {"prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True, "temperature":
 
 def wait_until(holds: Callable[[], bool], what: str) -> None:
     """Until something holds that other threads bring about."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not holds():
         assert time.monotonic() < deadline, what
         time.sleep(0.002)

@@ -212,9 +212,10 @@ def test_grammar_termination_inside_run(engine: AsyncEngine, heads: Path, drafte
     if drafter == "predicted":
         more = {"prediction": {"type": "content", "content": content}}
     for prompt in ([], [{"role": "assistant", "content": content}, *MESSAGES]):
-        found = server.chat(response_format=form, messages=[*MESSAGES, *prompt], **more)
-        expected = server.chat(response_format=form, messages=[*MESSAGES, *prompt], spec={"drafter": None})
-        assert found["choices"] == expected["choices"]
+        asked = {"response_format": form, "messages": [*MESSAGES, *prompt]}
+        expected = server.chat(**asked, spec={"drafter": None})["choices"] if prompt else [plain]
+        found = server.chat(**asked, **more)
+        assert found["choices"] == expected
         assert found["choices"][0]["finish_reason"] == "stop"
         if drafter == "predicted" and not prompt:
             details = found["usage"]["completion_tokens_details"]

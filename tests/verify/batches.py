@@ -9,7 +9,7 @@ from foretoken.verify import RULES
 from tests.helpers.enumeration import RandomTables, point
 
 ANY = [(name, tree) for name, rule in RULES.items() for tree in (False, True) if rule.takes_trees or not tree]
-QUICK = settings(max_examples=60, deadline=None, derandomize=True)
+QUICK = settings(max_examples=40, deadline=None, derandomize=True)
 
 
 def random_law(rng: np.random.Generator, vocab: int, mass: float = 1.0) -> np.ndarray:
