@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from foretoken.bench.prompts import ALL
 from foretoken.bench.report import check_name
+from foretoken.bench.speed_options import SpeedOptions
 from foretoken.errors import InputError
+from foretoken.field_text import numbers
 from foretoken.files import check_folder
+from foretoken.option import Option, same_option
 from foretoken.params import TEMPERATURES, check_number, check_text, check_whole
 
 MOST_REQUESTS = 1_000_000  # all are planned before the first is sent
@@ -30,28 +33,64 @@ class UrlOptions:
     file that keeps each run that has ended, a rate or the trace; what it holds already is not measured again.
     """
 
-    url: str
-    model: str | None = None
-    rates: tuple[float, ...] = (1.0,)
-    requests: int = 64
-    trace: Path | None = None
-    prompts: Path | None = None
-    slices: tuple[str, ...] = (ALL,)
-    prompts_per_slice: int = 8
-    chat: bool = False
-    max_tokens: int = 64
-    temperature: float = 0.0
-    stop_at_eos: bool = False
-    warmup: int = 2
-    ttft_deadline_s: float | None = None
-    tpot_deadline_s: float | None = None
-    e2e_deadline_s: float | None = None
-    timeout_s: float = 600.0
-    key_variable: str = "OPENAI_API_KEY"
-    out: Path | None = None
-    resume: Path | None = None
-    name: str = "url"
-    seed: int = 0
+    url: str = field(
+        metadata=Option("Address of the server, such as http://127.0.0.1:8000, with or without /v1.").metadata
+    )
+    model: str | None = field(
+        default=None, metadata=Option("Name of the model; without it, the first of /v1/models.").metadata
+    )
+    rates: tuple[float, ...] = field(
+        default=(1.0,),
+        metadata=Option(
+            "Requests per second of a Poisson process; several with commas are runs of their own.",
+            name="rate",
+            read=numbers,
+        ).metadata,
+    )
+    requests: int = field(default=64, metadata=Option("Requests of each rate.").metadata)
+    trace: Path | None = field(
+        default=None,
+        metadata=Option(
+            "File of arrivals in place of --rate: JSON lines, arrival_s [prompt, max_tokens, slice]."
+        ).metadata,
+    )
+    prompts: Path | None = field(default=None, metadata=same_option(SpeedOptions, "prompts"))
+    slices: tuple[str, ...] = field(default=(ALL,), metadata=same_option(SpeedOptions, "slices"))
+    prompts_per_slice: int = field(
+        default=8, metadata=Option("Prompts of each slice; requests take them in turn.").metadata
+    )
+    chat: bool = field(
+        default=False, metadata=Option("Send prompts as a user's message to /v1/chat/completions.").metadata
+    )
+    max_tokens: int = field(default=64, metadata=same_option(SpeedOptions, "max_tokens"))
+    temperature: float = field(default=0.0, metadata=Option("Sampling temperature.").metadata)
+    stop_at_eos: bool = field(
+        default=False, metadata=Option("Let answers end early; by default ignore_eos is sent.").metadata
+    )
+    warmup: int = field(default=2, metadata=Option("Requests before the run, not counted.").metadata)
+    ttft_deadline_s: float | None = field(
+        default=None, metadata=Option("A request is good if its first text comes within so many seconds.").metadata
+    )
+    tpot_deadline_s: float | None = field(
+        default=None, metadata=Option("The same for the mean time of each further token.").metadata
+    )
+    e2e_deadline_s: float | None = field(default=None, metadata=Option("The same for the whole answer.").metadata)
+    timeout_s: float = field(
+        default=600.0,
+        metadata=Option("A server that sends nothing for so many seconds has failed the request.").metadata,
+    )
+    key_variable: str = field(
+        default="OPENAI_API_KEY", metadata=Option("Environment variable with the API key.").metadata
+    )
+    out: Path | None = field(default=None, metadata=same_option(SpeedOptions, "out"))
+    resume: Path | None = field(
+        default=None,
+        metadata=Option(
+            "File that keeps each load; a run that was stopped goes on from it with the same options."
+        ).metadata,
+    )
+    name: str = field(default="url", metadata=same_option(SpeedOptions, "name"))
+    seed: int = field(default=0, metadata=same_option(SpeedOptions, "seed"))
 
     def __post_init__(self) -> None:
         self._check_address()
