@@ -53,7 +53,7 @@ MIXED = (
 )
 
 
-def parse_phases(name: str, text: str) -> tuple[LoadPhase, ...]:
+def parse_phases(text: str) -> tuple[LoadPhase, ...]:
     """The phases of a load written as 1:code,16:random; `mixed` names the built-in one.
 
     Raises:
@@ -63,7 +63,7 @@ def parse_phases(name: str, text: str) -> tuple[LoadPhase, ...]:
         return MIXED
     pairs = [part.strip().partition(":") for part in text.split(",") if part.strip()]
     if not pairs or not all(is_count(batch) and int(batch) and slice_ for batch, _, slice_ in pairs):
-        raise InputError(name, text, "must be mixed, or BATCH:SLICE separated by commas, such as 1:code,16:random")
+        raise InputError("load", text, "must be mixed, or BATCH:SLICE separated by commas, such as 1:code,16:random")
     return tuple(LoadPhase(int(batch), slice_) for batch, _, slice_ in pairs)
 
 
@@ -103,7 +103,7 @@ class LoadOptions:
             "A load that changes, in place of batches: BATCH:SLICE,... in sequence, such as 1:code,16:random; "
             "or mixed.",
             name="load",
-            read=parse_phases,
+            read=lambda _name, text: parse_phases(text),
         ).metadata,
     )
     phase_s: float = field(
