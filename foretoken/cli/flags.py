@@ -17,6 +17,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -26,12 +27,12 @@ from foretoken.option import Option, options_of, setting_name
 
 Verb = Callable[..., None]
 _Config = TypeVar("_Config")
-_PLAIN = (int, float, bool, str)  # types that a flag has; with Path. Every other field is a text
+_PLAIN = (int, float, bool, str, Path)  # types that a flag has; every other field is a text
 
 
-def takes(kind: type, *groups: str, fields: tuple[str, ...] = (), unset: bool = False) -> Callable[[Verb], Verb]:
+def takes(kind: type, *groups: str, fields: tuple[str, ...] = ()) -> Callable[[Verb], Verb]:
     """A decorator that gives a verb the flags of the configuration `kind`: of its fields in `groups` and of `fields`,
-    of all where neither is said. With `unset` a flag that is not given is None, whatever the field's default is.
+    of all where neither is said.
 
     Raises:
         TypeError: no such group or field, or a flag that the verb has already.
@@ -45,7 +46,7 @@ def takes(kind: type, *groups: str, fields: tuple[str, ...] = (), unset: bool = 
     if missing:
         raise TypeError(f"{kind.__name__} has no option or group of options {', '.join(sorted(missing))}")
     hints = typing.get_type_hints(kind)
-    made = {setting_name(field): _flag(field, one, hints[field.name], unset) for field, one in chosen}
+    made = {setting_name(field): _flag(field, one, hints[field.name]) for field, one in chosen}
     origins = {setting_name(field): (kind, field.name) for field, _ in chosen}
 
     def decorated(verb: Verb) -> Verb:
@@ -95,9 +96,9 @@ def config_from(kind: type[_Config], given: Mapping[str, Any], **derived: object
     return kind(**values_of(kind, given) | derived)
 
 
-def _flag(field: Field[Any], one: Option, hint: object, unset: bool) -> inspect.Parameter:
+def _flag(field: Field[Any], one: Option, hint: object) -> inspect.Parameter:
     kind = _type_of_flag(one, hint)
-    default = None if unset or one.repeats else field.default
+    default = None if one.repeats else field.default
     if default is MISSING:
         default = inspect.Parameter.empty
     elif kind is str and default is not None and not isinstance(default, str):
@@ -118,7 +119,7 @@ def _typer_option(field: Field[Any], one: Option, kind: object, default: object)
             one.check(name, value)
         return value
 
-    checked = {"callback": check} if one.choices else {}
+    checked = {"callback": check} if one.choices or one.valid else {}
     return typer.Option(*flags, help=one.help_text, rich_help_panel=one.group or None, **checked)  # type: ignore[arg-type]
 
 
@@ -128,13 +129,7 @@ def _type_of_flag(one: Option, hint: object) -> Any:  # noqa: ANN401 - a type
         return list[str]
     members = [member for member in union_members(hint) if member is not types.NoneType]
     said = [member for member in members if not hasattr(member, "__dataclass_fields__")]
-    return said[0] if all(_is_plain(member) for member in said) else str
-
-
-def _is_plain(member: object) -> bool:
-    from pathlib import Path
-
-    return member in (*_PLAIN, Path)
+    return said[0] if all(member in _PLAIN for member in said) else str
 
 
 def _optional(kind: Any, default: object) -> Any:  # noqa: ANN401 - types

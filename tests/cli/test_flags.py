@@ -42,6 +42,11 @@ OTHERS = {
 }
 
 
+def _check_width(name: str, value: float) -> None:
+    if value > 9:
+        raise ConfigError(name, value, "is wider than the wall; give at most 9")
+
+
 @dataclass(frozen=True)
 class Paint:
     """What a verb could be given."""
@@ -53,7 +58,9 @@ class Paint:
     brushes: tuple[int, ...] = field(default=(1, 2), metadata=Option("Sizes, with commas.", read=wholes).metadata)
     marks: tuple[str, ...] = field(default=(), metadata=Option("A mark.", name="mark", repeats=True).metadata)
     dries: bool = field(default=True, metadata=Option("Wait.").metadata)
-    width: float | None = field(default=None, metadata=Option("Width.", flags=("--width", "-w")).metadata)
+    width: float | None = field(
+        default=None, metadata=Option("Width.", flags=("--width", "-w"), valid=_check_width).metadata
+    )
     inner: int = 0
 
     def __post_init__(self) -> None:
@@ -132,6 +139,7 @@ def test_a_field_is_a_flag_of_every_verb_that_takes_it(
     ("words", "message"),
     [
         (("wall", "--colour", "green"), "colour='green': choose one of red, blue"),
+        (("all", "-w", "10"), "width=10.0: is wider than the wall; give at most 9"),
         (("all", "--layers", "few"), "layers='few': must be a whole number or auto"),
         (("all", "--brushes", "1,x"), "brushes='x': must be whole numbers separated by commas"),
         (("all", "--brushes", ","), "brushes=',': name at least one"),
