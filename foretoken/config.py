@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 
 from foretoken.composite_checks import A_DRAFT, A_HEAD, check_nesting, check_parts, is_lookup, leaves_of
 from foretoken.errors import ConfigError
-from foretoken.option import Option, check_fields
+from foretoken.option import check_fields, option
 from foretoken.params import SamplingParams as SamplingParams
 from foretoken.params import check_flag, check_number, check_text, check_whole
 from foretoken.registry import DRAFTERS as DRAFTERS
@@ -37,7 +37,7 @@ SAMPLERS: tuple[str, ...] = tuple(name for name, traits in DRAFTERS.items() if t
 
 DRAFTING = "Drafting"  # the group of these options
 
-_option = partial(Option, group=DRAFTING)
+_option = partial(option, group=DRAFTING)
 _Config = TypeVar("_Config")
 
 
@@ -103,62 +103,56 @@ class SpecConfig:
       default.
     """
 
-    drafter: str | None = field(default=None, metadata=_option(_drafters_help).metadata)
+    drafter: str | None = field(default=None, metadata=_option(_drafters_help))
     draft: str | None = field(
-        default=None,
-        metadata=_option("The draft model for --drafter draft_model: a folder, a GGUF file or a hub id.").metadata,
+        default=None, metadata=_option("The draft model for --drafter draft_model: a folder, a GGUF file or a hub id.")
     )
     num_draft: int | Literal["auto"] = field(
-        default="auto", metadata=_option("How many tokens to guess per step: a number, or auto.").metadata
+        default="auto", metadata=_option("How many tokens to guess per step: a number, or auto.")
     )
-    rule: str = field(default="auto", metadata=_option("Verification rule: {choices}.", choices=RULES).metadata)
+    rule: str = field(default="auto", metadata=_option("Verification rule: {choices}.", choices=RULES))
     allow_lossy: bool = field(
-        default=False, metadata=_option("Allow a rule that changes the target's distribution (typical).").metadata
+        default=False, metadata=_option("Allow a rule that changes the target's distribution (typical).")
     )
     draft_probability: float | Literal["auto"] = field(
-        default=1.0, metadata=_option("Chance that a position is drafted at all: a number in (0, 1], or auto.").metadata
+        default=1.0, metadata=_option("Chance that a position is drafted at all: a number in (0, 1], or auto.")
     )
     min_confidence: float = field(
-        default=0.0, metadata=_option("Stop guessing where the draft's likeliest token has less than this.").metadata
+        default=0.0, metadata=_option("Stop guessing where the draft's likeliest token has less than this.")
     )
-    draft_top_k: int = field(
-        default=0, metadata=_option("Guess from the draft's k likeliest tokens; 0 = all.").metadata
-    )
+    draft_top_k: int = field(default=0, metadata=_option("Guess from the draft's k likeliest tokens; 0 = all."))
     draft_dtype: str = field(
         default="auto",
         metadata=_option(
             "Format of a draft's or head's weights: {choices}; auto follows the target.", choices=DRAFT_DTYPES
-        ).metadata,
+        ),
     )
     draft_vocabulary: str = field(
         default="auto",
         metadata=_option(
             "How to use a draft whose tokenizer is not the target's: {choices}.", choices=DRAFT_VOCABULARIES
-        ).metadata,
+        ),
     )
-    corpus: str | None = field(
-        default=None, metadata=_option("A text file to guess from, for --drafter suffix.").metadata
-    )
+    corpus: str | None = field(default=None, metadata=_option("A text file to guess from, for --drafter suffix."))
     exit_layer: int | Literal["auto"] = field(
-        default="auto", metadata=_option("Layers that draft, for --drafter early_exit: a number, or auto.").metadata
+        default="auto", metadata=_option("Layers that draft, for --drafter early_exit: a number, or auto.")
     )
     skip_layers: Sequence[int] | Literal["auto"] | None = field(
-        default=None, metadata=_option("Layers to draft without, for --drafter early_exit: 2,3,5, or auto.").metadata
+        default=None, metadata=_option("Layers to draft without, for --drafter early_exit: 2,3,5, or auto.")
     )
     parts: Sequence[str | SpecConfig] = field(
-        default=(),
-        metadata=_option(f"Drafters that {' or '.join(COMPOSITES)} works with: a,b,c, cheapest first.").metadata,
+        default=(), metadata=_option(f"Drafters that {' or '.join(COMPOSITES)} works with: a,b,c, cheapest first.")
     )
     lookahead_window: int | Literal["auto"] = field(
-        default="auto", metadata=_option("Columns of the window of --drafter lookahead: a number, or auto.").metadata
+        default="auto", metadata=_option("Columns of the window of --drafter lookahead: a number, or auto.")
     )
-    lookahead_ngram: int = field(default=3, metadata=_option("Length of the n-grams of --drafter lookahead.").metadata)
+    lookahead_ngram: int = field(default=3, metadata=_option("Length of the n-grams of --drafter lookahead."))
     tree: str = field(
-        default="chain", metadata=_option("The shape of a draft model's guesses: {choices}.", choices=TREES).metadata
+        default="chain", metadata=_option("The shape of a draft model's guesses: {choices}.", choices=TREES)
     )
     branching: int | Sequence[int] | None = field(
         default=None,
-        metadata=_option("Most guesses after one guess of a tree: a number, or one for each depth, as 4,2,1.").metadata,
+        metadata=_option("Most guesses after one guess of a tree: a number, or one for each depth, as 4,2,1."),
     )
     options: Mapping[str, Any] = field(
         default=FrozenOptions(),
@@ -166,12 +160,9 @@ class SpecConfig:
             "An option of the drafter's own, as NAME=VALUE; may be given several times.",
             name="drafter_option",
             repeats=True,
-        ).metadata,
+        ),
     )
-    head: str | None = field(
-        default=None,
-        metadata=_option("A trained head of the target: a folder or a hub id.").metadata,
-    )
+    head: str | None = field(default=None, metadata=_option("A trained head of the target: a folder or a hub id."))
 
     def __post_init__(self) -> None:
         if self.drafter == PLAIN:

@@ -17,7 +17,7 @@ from foretoken.control.adaptation import AdaptConfig
 from foretoken.control.queue import SchedulerConfig
 from foretoken.control.routing import RoutingRules
 from foretoken.errors import ConfigError, InputError
-from foretoken.option import Option, check_fields, same_option
+from foretoken.option import check_fields, option, same_option
 from foretoken.params import check_limits, check_share, check_text, check_threads
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
@@ -37,7 +37,7 @@ def _check_device(name: str, value: object) -> None:
 
 
 # torch's threads: of the process, not of one engine; what measures and trains sets them.
-THREADS = Option(
+THREADS = option(
     "Threads of every engine; without it, OMP_NUM_THREADS, or one for each physical core that is allowed.",
     group=MODEL,
     valid=check_threads,
@@ -97,31 +97,28 @@ class EngineConfig:
     """
 
     model: str | Path = field(
-        metadata=Option(
+        metadata=option(
             "The model whose answers you want: a folder, a GGUF file, a hub id, or smollm2.",
             group=MODEL,
             name="target",
             flags=("--target", "-t"),
-        ).metadata
+        )
     )
     spec: SpecConfig | None = None
     dtype: str = field(
         default="auto",
-        metadata=Option(
-            "Format of the weights: auto (as stored), bfloat16, float16, float32, float64.",
-            group=MODEL,
-            choices=DTYPES,
-        ).metadata,
+        metadata=option(
+            "Format of the weights: auto (as stored), bfloat16, float16, float32, float64.", group=MODEL, choices=DTYPES
+        ),
     )
     device: str = field(
-        default="auto",
-        metadata=Option("Where to run: auto, cpu, cuda, cuda:N.", group=MODEL, valid=_check_device).metadata,
+        default="auto", metadata=option("Where to run: auto, cpu, cuda, cuda:N.", group=MODEL, valid=_check_device)
     )
     cache_tokens: int | None = field(
         default=None,
-        metadata=Option(
+        metadata=option(
             "Tokens that the key/value cache holds; without it, enough for one whole context.", group=MODEL
-        ).metadata,
+        ),
     )
     max_batch_size: int = field(
         default=SchedulerConfig.max_batch_size, metadata=same_option(SchedulerConfig, "max_batch_size")
@@ -137,42 +134,40 @@ class EngineConfig:
     )
     numerics: str = field(
         default="default",
-        metadata=Option(
+        metadata=option(
             "default, or strict: logits bitwise the same however rows are batched.", group=MODEL, choices=NUMERICS
-        ).metadata,
+        ),
     )
     trace: Path | str | None = field(
-        default=None, metadata=Option("Append one line per event to this .jsonl file.", group=OBSERVATION).metadata
+        default=None, metadata=option("Append one line per event to this .jsonl file.", group=OBSERVATION)
     )
     shadow_rate: float = field(
         default=0.0,
-        metadata=Option(
+        metadata=option(
             "Share of answers that the target scores again, to check their distribution.", group=OBSERVATION
-        ).metadata,
+        ),
     )
     routing: RoutingRules | None = None
     profile: str | Path = field(
         default="auto",
-        metadata=Option(
+        metadata=option(
             "What steps cost: auto (kept from an earlier start, or measured at this one), off, measure, or a file of "
             "bench profile.",
             group=DRAFTING,
             name="cost_profile",
-        ).metadata,
+        ),
     )
     adapt: AdaptConfig | bool = field(
         default=False,
-        metadata=Option(
-            "Let the trained head of --head learn from what is served, in memory only.", group=DRAFTING
-        ).metadata,
+        metadata=option("Let the trained head of --head learn from what is served, in memory only.", group=DRAFTING),
     )
     weights: str = field(
         default="auto",
-        metadata=Option(
+        metadata=option(
             "The target's matrices: auto (as the checkpoint has them), or int8, int4 (quantised at load, CPU).",
             group=MODEL,
             choices=WEIGHTS,
-        ).metadata,
+        ),
     )
 
     def __post_init__(self) -> None:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import Field, dataclass, fields
-from typing import Any
+from typing import Any, ParamSpec
 
 from foretoken.errors import ConfigError
 
 _KEY = "option"
+_P = ParamSpec("_P")
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,6 @@ class Option:
     read: Callable[[str, Any], Any] | None = None
 
     @property
-    def metadata(self) -> Mapping[str, Option]:
-        """The metadata of the field."""
-        return {_KEY: self}
-
-    @property
     def help_text(self) -> str:
         """The text for --help."""
         text = self.help if isinstance(self.help, str) else self.help()
@@ -58,6 +54,16 @@ class Option:
             raise ConfigError(name, value, f"choose one of {', '.join(self.choices)}")
         if self.valid is not None and value is not None:
             self.valid(name, value)
+
+
+def _as_metadata(make: Callable[_P, Option]) -> Callable[_P, Mapping[str, Option]]:
+    def made(*values: _P.args, **named: _P.kwargs) -> Mapping[str, Option]:
+        return {_KEY: make(*values, **named)}
+
+    return made
+
+
+option = _as_metadata(Option)  # the metadata of a field: field(default=..., metadata=option("Help."))
 
 
 def same_option(kind: type, name: str) -> Mapping[str, Option]:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Literal
 
 from foretoken.errors import ConfigError, InputError
-from foretoken.option import Option
+from foretoken.option import option
 
 TEMPERATURES = (0.0, 100.0)
 PRIORITIES = (-100, 100)
@@ -43,8 +43,8 @@ def _parse_bias(name: str, entry: str) -> tuple[int, float]:
         raise InputError(name, entry, "must be a token id, an equals sign and a number, such as 42=-100") from None
 
 
-_sampling = partial(Option, group=SAMPLING)
-_answer = partial(Option, group=ANSWER)
+_sampling = partial(option, group=SAMPLING)
+_answer = partial(option, group=ANSWER)
 
 
 @dataclass(frozen=True)
@@ -78,37 +78,36 @@ class SamplingParams:
       where a new request begins.
     """
 
-    max_tokens: int = field(default=64, metadata=_sampling("Longest answer, in tokens.").metadata)
+    max_tokens: int = field(default=64, metadata=_sampling("Longest answer, in tokens."))
     temperature: float = field(
-        default=0.0,
-        metadata=_sampling("0 takes the most likely token; 1 samples the model's own distribution.").metadata,
+        default=0.0, metadata=_sampling("0 takes the most likely token; 1 samples the model's own distribution.")
     )
     top_p: float = field(
-        default=1.0, metadata=_sampling("Sample from the smallest set of tokens that holds this probability.").metadata
+        default=1.0, metadata=_sampling("Sample from the smallest set of tokens that holds this probability.")
     )
-    top_k: int = field(default=0, metadata=_sampling("Sample from the k most likely tokens; 0 = all.").metadata)
+    top_k: int = field(default=0, metadata=_sampling("Sample from the k most likely tokens; 0 = all."))
     min_p: float = field(
-        default=0.0, metadata=_sampling("Drop tokens less likely than this share of the most likely one.").metadata
+        default=0.0, metadata=_sampling("Drop tokens less likely than this share of the most likely one.")
     )
-    seed: int | None = field(default=None, metadata=_sampling("Repeat the same random choices.").metadata)
+    seed: int | None = field(default=None, metadata=_sampling("Repeat the same random choices."))
     stop: str | Sequence[str] | None = field(
-        default=(), metadata=_sampling("Stop before this text; may be given several times.", repeats=True).metadata
+        default=(), metadata=_sampling("Stop before this text; may be given several times.", repeats=True)
     )
-    ignore_eos: bool = field(default=False, metadata=_sampling("Go on after an end-of-text token.").metadata)
+    ignore_eos: bool = field(default=False, metadata=_sampling("Go on after an end-of-text token."))
     presence_penalty: float = field(
-        default=0.0, metadata=_sampling("Taken off the logit of every token the answer already holds.").metadata
+        default=0.0, metadata=_sampling("Taken off the logit of every token the answer already holds.")
     )
     frequency_penalty: float = field(
-        default=0.0, metadata=_sampling("Taken off once for every time the answer holds the token.").metadata
+        default=0.0, metadata=_sampling("Taken off once for every time the answer holds the token.")
     )
     repetition_penalty: float = field(
-        default=1.0, metadata=_sampling("Divides the logits of tokens in prompt and answer; 1 = off.").metadata
+        default=1.0, metadata=_sampling("Divides the logits of tokens in prompt and answer; 1 = off.")
     )
     logit_bias: Mapping[int, float] | None = field(
         default=None,
         metadata=_sampling(
             "ID=VALUE added to a token's logit; may be given several times.", repeats=True, read=parse_biases
-        ).metadata,
+        ),
     )
     bad_words: Sequence[str | Sequence[int]] = field(
         default=(),
@@ -116,32 +115,31 @@ class SamplingParams:
             "A text that must not appear in the answer, not even inside a word; may be given several times.",
             name="bad_word",
             repeats=True,
-        ).metadata,
+        ),
     )
-    min_tokens: int = field(default=0, metadata=_sampling("Shortest answer, in tokens.").metadata)
-    n: int = field(default=1, metadata=_answer("Answers to draw.").metadata)
+    min_tokens: int = field(default=0, metadata=_sampling("Shortest answer, in tokens."))
+    n: int = field(default=1, metadata=_answer("Answers to draw."))
     logprobs: int | None = field(
-        default=None, metadata=_answer("Report log-probabilities: of each token and of this many likeliest.").metadata
+        default=None, metadata=_answer("Report log-probabilities: of each token and of this many likeliest.")
     )
     logprobs_of: Literal["distribution", "model"] = "distribution"
     prompt_logprobs: int | None = field(
-        default=None, metadata=_answer("The same for the prompt's tokens, under the model's own distribution.").metadata
+        default=None, metadata=_answer("The same for the prompt's tokens, under the model's own distribution.")
     )
     json_schema: Mapping[str, Any] | str | None = field(
-        default=None, metadata=_answer("Hold the answer to this JSON schema: the text, @FILE, or -.").metadata
+        default=None, metadata=_answer("Hold the answer to this JSON schema: the text, @FILE, or -.")
     )
-    regex: str | None = field(default=None, metadata=_answer("Hold the answer to this regular expression.").metadata)
+    regex: str | None = field(default=None, metadata=_answer("Hold the answer to this regular expression."))
     grammar: str | None = field(
-        default=None, metadata=_answer("Hold the answer to this Lark grammar: the text, @FILE, or -.").metadata
+        default=None, metadata=_answer("Hold the answer to this Lark grammar: the text, @FILE, or -.")
     )
-    priority: int = field(default=0, metadata=_answer("Smaller is served earlier.").metadata)
+    priority: int = field(default=0, metadata=_answer("Smaller is served earlier."))
     deadline_s: float | None = field(
         default=None,
-        metadata=_answer("Seconds after which the answer is wanted: orders service.", flags=("--deadline",)).metadata,
+        metadata=_answer("Seconds after which the answer is wanted: orders service.", flags=("--deadline",)),
     )
     prediction: str | Sequence[int] | None = field(
-        default=None,
-        metadata=_answer("The answer you expect, for --drafter predicted: the text, @FILE, or -.").metadata,
+        default=None, metadata=_answer("The answer you expect, for --drafter predicted: the text, @FILE, or -.")
     )
     tenant: str = ""
     slice: str = ""

@@ -11,7 +11,7 @@ from foretoken.engine_config import EngineConfig
 from foretoken.errors import InputError
 from foretoken.field_text import numbers
 from foretoken.files import parse_json, read_text
-from foretoken.option import Option, check_fields, same_option
+from foretoken.option import check_fields, option, same_option
 from foretoken.params import TEMPERATURES, check_number, check_whole
 
 _MOST_PROMPTS = 100_000  # all answers are held in memory until they are tested
@@ -39,14 +39,12 @@ class AuditOptions:
 
     target: str = field(metadata=same_option(EngineConfig, "model"))
     spec: SpecConfig
-    num_prompts: int = field(
-        default=16, metadata=Option("Answers at each temperature; prompts are taken in turn.").metadata
-    )
-    max_tokens: int = field(default=128, metadata=Option("Tokens per answer.").metadata)
+    num_prompts: int = field(default=16, metadata=option("Answers at each temperature; prompts are taken in turn."))
+    max_tokens: int = field(default=128, metadata=option("Tokens per answer."))
     temperatures: tuple[float, ...] = field(
-        default=(0.0, 0.8), metadata=Option("Temperatures, separated by commas.", read=numbers).metadata
+        default=(0.0, 0.8), metadata=option("Temperatures, separated by commas.", read=numbers)
     )
-    seed: int = field(default=0, metadata=Option("First seed of the sampled answers.").metadata)
+    seed: int = field(default=0, metadata=option("First seed of the sampled answers."))
     numerics: str = field(default="default", metadata=same_option(EngineConfig, "numerics"))
     weights: str = field(default="auto", metadata=same_option(EngineConfig, "weights"))
     dtype: str = field(default="auto", metadata=same_option(EngineConfig, "dtype"))

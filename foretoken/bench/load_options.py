@@ -19,7 +19,7 @@ from foretoken.engine_config import MODEL, EngineConfig
 from foretoken.errors import ConfigError, InputError
 from foretoken.field_text import wholes, words
 from foretoken.files import check_folder
-from foretoken.option import Option, check_fields, same_option
+from foretoken.option import check_fields, option, same_option
 from foretoken.params import check_limits, check_number, check_share, check_whole, is_count
 
 _MOST_BATCH = 4096  # each request of a batch has a cache of its own
@@ -85,44 +85,39 @@ class LoadOptions:
     draft: str | None = field(default=None, metadata=same_option(SpeedOptions, "draft"))
     batches: tuple[int, ...] = field(
         default=(1, 2, 4, 8, 16, 32),
-        metadata=Option("Batch sizes, separated by commas; each is measured on every slice.", read=wholes).metadata,
+        metadata=option("Batch sizes, separated by commas; each is measured on every slice.", read=wholes),
     )
     slices: tuple[str, ...] = field(
         default=("code", "edit", "chat", "random"),
-        metadata=Option("Kinds of text of the batches, or those of --prompts; or all.", read=words).metadata,
+        metadata=option("Kinds of text of the batches, or those of --prompts; or all.", read=words),
     )
     settings: tuple[str, ...] = field(
         default=DEFAULT_SETTINGS,
-        metadata=Option(
-            "Settings with commas: plain, DRAFTER-N, DRAFTER-auto, auto, auto-slices, sweep.", read=words
-        ).metadata,
+        metadata=option("Settings with commas: plain, DRAFTER-N, DRAFTER-auto, auto, auto-slices, sweep.", read=words),
     )
     phases: tuple[LoadPhase, ...] = field(
         default=MIXED,
-        metadata=Option(
+        metadata=option(
             "A load that changes, in place of batches: BATCH:SLICE,... in sequence, such as 1:code,16:random; "
             "or mixed.",
             name="load",
             read=lambda _name, text: parse_phases(text),
-        ).metadata,
+        ),
     )
-    phase_s: float = field(
-        default=4.0, metadata=Option("Seconds that plain decoding takes for each phase of --load.").metadata
-    )
+    phase_s: float = field(default=4.0, metadata=option("Seconds that plain decoding takes for each phase of --load."))
     prompts: Path | None = field(default=None, metadata=same_option(SpeedOptions, "prompts"))
-    prompt_tokens: int = field(default=64, metadata=Option("Tokens that prompts are cut to.").metadata)
+    prompt_tokens: int = field(default=64, metadata=option("Tokens that prompts are cut to."))
     cache_tokens: int | None = field(
         default=None,
-        metadata=Option(
+        metadata=option(
             "Tokens that the key/value cache holds; without it, enough for the largest batch.", group=MODEL
-        ).metadata,
+        ),
     )
     cache_reserve: float = field(
         default=SchedulerConfig.cache_reserve, metadata=same_option(EngineConfig, "cache_reserve")
     )
     max_batch_size: int | None = field(
-        default=None,
-        metadata=Option("Requests that run at once; without it, the largest batch.", group=BATCHES).metadata,
+        default=None, metadata=option("Requests that run at once; without it, the largest batch.", group=BATCHES)
     )
     max_prompt_tokens: int = field(
         default=_PROMPT_TOKENS_PER_STEP, metadata=same_option(EngineConfig, "max_prompt_tokens")
@@ -134,10 +129,10 @@ class LoadOptions:
     max_speculating_requests: int | None = field(
         default=None, metadata=same_option(RoutingRules, "max_speculating_requests")
     )
-    prompts_per_slice: int = field(default=2, metadata=Option("Prompts of each slice; at least a batch.").metadata)
+    prompts_per_slice: int = field(default=2, metadata=option("Prompts of each slice; at least a batch."))
     max_tokens: int = field(default=48, metadata=same_option(SpeedOptions, "max_tokens"))
     repeats: int = field(default=2, metadata=same_option(SpeedOptions, "repeats"))
-    warmup: int = field(default=1, metadata=Option("Warm-up turns of each setting and batch size.").metadata)
+    warmup: int = field(default=1, metadata=option("Warm-up turns of each setting and batch size."))
     numerics: str = field(default=DEFAULT_NUMERICS, metadata=same_option(EngineConfig, "numerics"))
     weights: str = field(default="auto", metadata=same_option(EngineConfig, "weights"))
     dtype: str = field(default="auto", metadata=same_option(EngineConfig, "dtype"))
@@ -146,11 +141,9 @@ class LoadOptions:
     out: Path | None = field(default=None, metadata=same_option(SpeedOptions, "out"))
     resume: Path | None = field(
         default=None,
-        metadata=Option(
-            "File that keeps each turn; a run that was stopped goes on from it with the same options."
-        ).metadata,
+        metadata=option("File that keeps each turn; a run that was stopped goes on from it with the same options."),
     )
-    name: str = field(default="batches", metadata=Option("End of the result's file name; batches or load.").metadata)
+    name: str = field(default="batches", metadata=option("End of the result's file name; batches or load."))
     seed: int = field(default=0, metadata=same_option(SpeedOptions, "seed"))
 
     def __post_init__(self) -> None:

@@ -19,7 +19,7 @@ from foretoken.config import DRAFTERS, NUMERICS, RULES, SpecConfig
 from foretoken.engine_config import THREADS, EngineConfig
 from foretoken.errors import ConfigError, InputError
 from foretoken.field_text import numbers, wholes, wholes_or_auto, words
-from foretoken.option import Option, check_fields, same_option
+from foretoken.option import check_fields, option, same_option
 from foretoken.params import check_number, check_whole
 
 
@@ -43,94 +43,85 @@ class SpeedOptions:
     draft: str | None = field(default=None, metadata=same_option(SpecConfig, "draft"))
     drafters: tuple[str, ...] = field(
         default=("draft_model", "ngram"),
-        metadata=Option(
+        metadata=option(
             f"Drafters, separated by commas: {', '.join(DRAFTERS)}; or all; or sweep: each at 2, 3, 5 and 8 draft "
             "tokens, a draft model also with trees. NAME:field=value;field=value sets options of one. With --draft "
             "alone draft_model is added.",
             read=words,
-        ).metadata,
+        ),
     )
     num_drafts: tuple[int | Literal["auto"], ...] = field(
         default=(3, 5),
-        metadata=Option(
+        metadata=option(
             "Numbers of draft tokens to measure, separated by commas; auto is one of them.", read=wholes_or_auto
-        ).metadata,
+        ),
     )
     rules: tuple[str, ...] = field(
         default=("auto",),
-        metadata=Option(
-            f"Rules to measure, separated by commas: {', '.join(RULES)}.", name="rule", read=words
-        ).metadata,
+        metadata=option(f"Rules to measure, separated by commas: {', '.join(RULES)}.", name="rule", read=words),
     )
     allow_lossy: bool = field(default=False, metadata=same_option(SpecConfig, "allow_lossy"))
     slices: tuple[str, ...] = field(
         default=(ALL,),
-        metadata=Option(f"Kinds of text: {', '.join(SLICES)} (or those of --prompts); or all.", read=words).metadata,
+        metadata=option(f"Kinds of text: {', '.join(SLICES)} (or those of --prompts); or all.", read=words),
     )
     prompts: Path | None = field(
         default=None,
-        metadata=Option(
+        metadata=option(
             "File or folder of prompts: JSON lines with `prompt` or `messages` and optional `slice` and `prediction`, "
             "or public evaluation sets."
-        ).metadata,
+        ),
     )
     chat: bool = field(
-        default=False, metadata=Option("Send texts as a user's message through the target's chat template.").metadata
+        default=False, metadata=option("Send texts as a user's message through the target's chat template.")
     )
-    prompts_per_slice: int = field(default=2, metadata=Option("Prompts of each slice.").metadata)
-    max_tokens: int = field(default=128, metadata=Option("Tokens per answer.").metadata)
-    repeats: int = field(default=3, metadata=Option("Times everything is measured; the median is reported.").metadata)
-    warmup: int = field(default=1, metadata=Option("Warm-up answers of each setting.").metadata)
+    prompts_per_slice: int = field(default=2, metadata=option("Prompts of each slice."))
+    max_tokens: int = field(default=128, metadata=option("Tokens per answer."))
+    repeats: int = field(default=3, metadata=option("Times everything is measured; the median is reported."))
+    warmup: int = field(default=1, metadata=option("Warm-up answers of each setting."))
     warm: bool = field(
         default=False,
-        metadata=Option("Let drafters remember earlier prompts of a repeat; otherwise each answer is cold.").metadata,
+        metadata=option("Let drafters remember earlier prompts of a repeat; otherwise each answer is cold."),
     )
     temperatures: tuple[float, ...] = field(
-        default=(0.0, 0.8), metadata=Option("Temperatures, separated by commas.", read=numbers).metadata
+        default=(0.0, 0.8), metadata=option("Temperatures, separated by commas.", read=numbers)
     )
     stop_at_eos: bool = field(
-        default=False, metadata=Option("Let answers end early; by default all have the same length.").metadata
+        default=False, metadata=option("Let answers end early; by default all have the same length.")
     )
     numerics: tuple[str, ...] = field(
         default=(DEFAULT_NUMERICS,),
-        metadata=Option(
+        metadata=option(
             "default, strict (no greedy output may differ from plain), or both: default,strict.", read=words
-        ).metadata,
+        ),
     )
     weights: str = field(default="auto", metadata=same_option(EngineConfig, "weights"))
     dtype: str = field(default="auto", metadata=same_option(EngineConfig, "dtype"))
     device: str = field(default="auto", metadata=same_option(EngineConfig, "device"))
-    threads: int | None = field(default=None, metadata=THREADS.metadata)
+    threads: int | None = field(default=None, metadata=THREADS)
     peers: bool = field(
-        default=False,
-        metadata=Option("Also run transformers, and llama.cpp if FORETOKEN_LLAMA_CPP names its folder.").metadata,
+        default=False, metadata=option("Also run transformers, and llama.cpp if FORETOKEN_LLAMA_CPP names its folder.")
     )
     peer_drafters: tuple[str, ...] = field(
         default=(EVERY_KIND,),
-        metadata=Option(
-            f"Drafting methods of the other engines to run: {', '.join(KINDS)}; or all.", read=words
-        ).metadata,
+        metadata=option(f"Drafting methods of the other engines to run: {', '.join(KINDS)}; or all.", read=words),
     )
     peer_num_drafts: tuple[int, ...] = field(
         default=(2, 3, 4, 5, 6, 7, 8),
-        metadata=Option("Numbers of draft tokens for the other engines, separated by commas.", read=wholes).metadata,
+        metadata=option("Numbers of draft tokens for the other engines, separated by commas.", read=wholes),
     )
     peer_lookup_num_drafts: tuple[int, ...] = field(
         default=(4, 8, 12, 16, 24, 32),
-        metadata=Option("The same for their n-gram lookups, whose guesses cost nothing.", read=wholes).metadata,
+        metadata=option("The same for their n-gram lookups, whose guesses cost nothing.", read=wholes),
     )
-    plot: Path | None = field(
-        default=None, metadata=Option("Draw tokens per second into this .png or .svg file.").metadata
-    )
-    out: Path | None = field(default=None, metadata=Option("Folder for a dated result.").metadata)
+    plot: Path | None = field(default=None, metadata=option("Draw tokens per second into this .png or .svg file."))
+    out: Path | None = field(default=None, metadata=option("Folder for a dated result."))
     resume: Path | None = field(
         default=None,
-        metadata=Option(
-            "File that keeps each answer; a run that was stopped goes on from it with the same options."
-        ).metadata,
+        metadata=option("File that keeps each answer; a run that was stopped goes on from it with the same options."),
     )
-    name: str = field(default="bench", metadata=Option("End of the result's file name.").metadata)
-    seed: int = field(default=0, metadata=Option("Seed of sampled answers.").metadata)
+    name: str = field(default="bench", metadata=option("End of the result's file name."))
+    seed: int = field(default=0, metadata=option("Seed of sampled answers."))
 
     def __post_init__(self) -> None:
         for name, low, high in (

@@ -11,12 +11,12 @@ from functools import partial
 from typing import Literal, get_args
 
 from foretoken.config import DRAFTING
-from foretoken.option import Option
+from foretoken.option import option
 from foretoken.params import check_whole
 
 Reason = Literal["short answer", "load", "draft model"]
 REASONS: tuple[Reason, ...] = get_args(Reason)
-_option = partial(Option, group=DRAFTING)
+_option = partial(option, group=DRAFTING)
 
 
 @dataclass(frozen=True)
@@ -31,20 +31,17 @@ class RoutingRules:
     """
 
     min_tokens_to_speculate: int = field(
-        default=0,
-        metadata=_option("With an open number of guesses: answers of fewer tokens are not guessed for.").metadata,
+        default=0, metadata=_option("With an open number of guesses: answers of fewer tokens are not guessed for.")
     )
     min_tokens_for_draft_model: int = field(
         default=50,
         metadata=_option(
             "With an open number of guesses by several drafters: no draft model reads the prompt for shorter answers."
-        ).metadata,
+        ),
     )
     max_speculating_requests: int | None = field(
         default=None,
-        metadata=_option(
-            "With an open number of guesses: nobody guesses while more answers run than this; no limit."
-        ).metadata,
+        metadata=_option("With an open number of guesses: nobody guesses while more answers run than this; no limit."),
     )
 
     def __post_init__(self) -> None:

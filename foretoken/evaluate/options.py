@@ -12,7 +12,7 @@ from foretoken.config import RULES, SpecConfig
 from foretoken.engine_config import EngineConfig
 from foretoken.errors import ConfigError, InputError
 from foretoken.field_text import numbers
-from foretoken.option import Option, check_fields, same_option
+from foretoken.option import check_fields, option, same_option
 from foretoken.params import TEMPERATURES, check_number, check_whole
 
 _MOST_PROMPTS = 100_000
@@ -44,24 +44,22 @@ class EvalOptions:
     target: str = field(metadata=same_option(SpeedOptions, "target"))
     draft: str | None = field(default=None, metadata=same_option(SpeedOptions, "draft"))
     drafters: Sequence[str] = field(default=("draft_model", "ngram"), metadata=same_option(SpeedOptions, "drafters"))
-    num_draft: int = field(default=5, metadata=Option("Draft tokens of each round: a fixed number.").metadata)
+    num_draft: int = field(default=5, metadata=option("Draft tokens of each round: a fixed number."))
     rule: str = field(
         default="auto",
-        metadata=Option(
+        metadata=option(
             "Verification rule: {choices}; auto is greedy, and coupled above temperature 0.", choices=RULES
-        ).metadata,
+        ),
     )
     allow_lossy: bool = field(default=False, metadata=same_option(SpeedOptions, "allow_lossy"))
-    prompts_per_slice: int = field(
-        default=10, metadata=Option("Prompts of each slice; ten or more for an interval.").metadata
-    )
+    prompts_per_slice: int = field(default=10, metadata=option("Prompts of each slice; ten or more for an interval."))
     max_tokens: int = field(default=64, metadata=same_option(SpeedOptions, "max_tokens"))
     temperatures: Sequence[float] = field(
-        default=(0.0, 0.8), metadata=Option("Temperatures, separated by commas; 0 is greedy.", read=numbers).metadata
+        default=(0.0, 0.8), metadata=option("Temperatures, separated by commas; 0 is greedy.", read=numbers)
     )
     stop_at_eos: bool = field(default=False, metadata=same_option(SpeedOptions, "stop_at_eos"))
     chat: bool = field(default=False, metadata=same_option(SpeedOptions, "chat"))
-    seed: int = field(default=0, metadata=Option("Another number gives other sampled answers.").metadata)
+    seed: int = field(default=0, metadata=option("Another number gives other sampled answers."))
     dtype: str = field(default="auto", metadata=same_option(SpeedOptions, "dtype"))
     device: str = field(default="auto", metadata=same_option(SpeedOptions, "device"))
     numerics: str = field(default="default", metadata=same_option(EngineConfig, "numerics"))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from foretoken.control.policy import PolicyConfig
 from foretoken.errors import ConfigError
-from foretoken.option import Option, check_fields
+from foretoken.option import check_fields, option
 from foretoken.plan.profile import Profile
 from foretoken.simulate.arrivals import Job
 from foretoken.simulate.setting import Limits, SimSetting
@@ -23,10 +23,9 @@ class Fleet:
     unfinished.
     """
 
-    replicas: int = field(default=1, metadata=Option("Engines that share the requests.").metadata)
+    replicas: int = field(default=1, metadata=option("Engines that share the requests."))
     dispatch: str = field(
-        default="round_robin",
-        metadata=Option("How requests are assigned to replicas: {choices}.", choices=DISPATCHES).metadata,
+        default="round_robin", metadata=option("How requests are assigned to replicas: {choices}.", choices=DISPATCHES)
     )
 
     def __post_init__(self) -> None:

@@ -19,7 +19,7 @@ from foretoken.engine.prompts import as_conversation
 from foretoken.errors import ConfigError, InputError, MismatchError, StorageError
 from foretoken.files import parse_json, read_text, to_json
 from foretoken.model.gguf.parts import part_files
-from foretoken.option import Option
+from foretoken.option import option
 from foretoken.params import check_whole
 
 if TYPE_CHECKING:
@@ -36,13 +36,13 @@ class AnswerConfig:
     user's message.
     """
 
-    max_tokens: int = field(default=256, metadata=Option("Tokens per answer.").metadata)
-    temperature: float = field(default=0.8, metadata=Option("Temperature of use; 0 is greedy.").metadata)
-    top_p: float = field(default=1.0, metadata=Option("Nucleus of use.").metadata)
-    seed: int = field(default=0, metadata=Option("Another number gives other answers.").metadata)
-    batch_size: int = field(default=16, metadata=Option("Answers that run at once.").metadata)
+    max_tokens: int = field(default=256, metadata=option("Tokens per answer."))
+    temperature: float = field(default=0.8, metadata=option("Temperature of use; 0 is greedy."))
+    top_p: float = field(default=1.0, metadata=option("Nucleus of use."))
+    seed: int = field(default=0, metadata=option("Another number gives other answers."))
+    batch_size: int = field(default=16, metadata=option("Answers that run at once."))
     chat: bool = field(
-        default=False, metadata=Option("Send texts as a user's message, through the target's chat template.").metadata
+        default=False, metadata=option("Send texts as a user's message, through the target's chat template.")
     )
 
     def __post_init__(self) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from foretoken.engine_config import THREADS, EngineConfig
-from foretoken.option import Option, same_option
+from foretoken.option import option, same_option
 
 
 @dataclass(frozen=True)
@@ -16,36 +16,35 @@ class RunOptions:
     """
 
     target: str = field(metadata=same_option(EngineConfig, "model"))
-    out: Path = field(metadata=Option("Folder of the run; a run that was interrupted is continued.").metadata)
+    out: Path = field(metadata=option("Folder of the run; a run that was interrupted is continued."))
     answers: Path | None = field(
         default=None,
-        metadata=Option(
+        metadata=option(
             "Answers of the target (`foretoken train answers`); without them, the standard library's source is the "
             "text, which only a target with that text's tokenizer reads."
-        ).metadata,
+        ),
     )
     corpus: Path | None = field(
-        default=None,
-        metadata=Option("Folder of another run whose tokens of the standard library to use.").metadata,
+        default=None, metadata=option("Folder of another run whose tokens of the standard library to use.")
     )
-    tokens: int | None = field(default=None, metadata=Option("Tokens to see in the whole run (train.tokens).").metadata)
+    tokens: int | None = field(default=None, metadata=option("Tokens to see in the whole run (train.tokens)."))
     state_cache_bytes: int | None = field(
         default=None,
-        metadata=Option(
+        metadata=option(
             "Keep up to so many bytes of the target's hidden states on disk (train.state_cache_bytes); 0: none."
-        ).metadata,
+        ),
     )
-    config: Path | None = field(default=None, metadata=Option("File of settings, JSON or TOML.").metadata)
+    config: Path | None = field(default=None, metadata=option("File of settings, JSON or TOML."))
     settings: tuple[str, ...] = field(
         default=(),
-        metadata=Option(
+        metadata=option(
             "A setting, such as train.loss.kind=tv or head.num_layers=2; may be given often.",
             flags=("--set",),
             repeats=True,
-        ).metadata,
+        ),
     )
     device: str = field(default="auto", metadata=same_option(EngineConfig, "device"))
-    threads: int | None = field(default=None, metadata=THREADS.metadata)
+    threads: int | None = field(default=None, metadata=THREADS)
 
 
 @dataclass(frozen=True)
@@ -54,13 +53,10 @@ class HeadOptions(RunOptions):
 
     init: str | None = field(
         default=None,
-        metadata=Option(
-            "Start from the weights of this head and keep its shape; without it, from new weights."
-        ).metadata,
+        metadata=option("Start from the weights of this head and keep its shape; without it, from new weights."),
     )
     dry_run: bool = field(
-        default=False,
-        metadata=Option("Say what memory, time and disk the run would take; train nothing.").metadata,
+        default=False, metadata=option("Say what memory, time and disk the run would take; train nothing.")
     )
 
 
@@ -69,9 +65,8 @@ class DraftOptions(RunOptions):
     """A run that distils a draft model."""
 
     init: str | None = field(
-        default=None, metadata=Option("Start from this draft model; without it, from random weights.").metadata
+        default=None, metadata=option("Start from this draft model; without it, from random weights.")
     )
     on_policy: bool = field(
-        default=False,
-        metadata=Option("The answers are those of the draft model --init, not of the target.").metadata,
+        default=False, metadata=option("The answers are those of the draft model --init, not of the target.")
     )

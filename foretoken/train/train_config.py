@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from foretoken.errors import ConfigError
-from foretoken.option import Option
+from foretoken.option import option
 from foretoken.train.schedule import rate_share
 
 
@@ -13,10 +13,10 @@ from foretoken.train.schedule import rate_share
 class TrainConfig:
     """One run of the trainer; lengths in tokens, times in seconds."""
 
-    tokens: int = field(default=60_000_000, metadata=Option("Tokens to see in the whole run.").metadata)
-    batch_tokens: int = field(default=8192, metadata=Option("Tokens per optimiser step.").metadata)
+    tokens: int = field(default=60_000_000, metadata=option("Tokens to see in the whole run."))
+    batch_tokens: int = field(default=8192, metadata=option("Tokens per optimiser step."))
     length: int = field(
-        default=512, metadata=Option("Tokens per training window; the last part of the run uses longer ones.").metadata
+        default=512, metadata=option("Tokens per training window; the last part of the run uses longer ones.")
     )
     final_length: int = 1024  # window length during the last `final_share` of the run
     final_share: float = 0.15
@@ -26,10 +26,10 @@ class TrainConfig:
     warmup_steps: int = 60
     decay_share: float = 0.35
     clip_norm: float = 1.0
-    seed: int = field(default=0, metadata=Option("Random seed of weights and data order.").metadata)
+    seed: int = field(default=0, metadata=option("Random seed of weights and data order."))
     compile: bool = field(
         default=True,
-        metadata=Option("Compile the step (needs a C compiler).", name="compile_model", flags=("--compile",)).metadata,
+        metadata=option("Compile the step (needs a C compiler).", name="compile_model", flags=("--compile",)),
     )
     save_every_s: float = 240.0
     report_every_steps: int = 50

@@ -18,7 +18,7 @@ from foretoken.control.routing import RoutingRules
 from foretoken.engine_config import EngineConfig
 from foretoken.errors import ConfigError
 from foretoken.field_text import wholes
-from foretoken.option import Option, check_fields, options_of, same_option, setting_name
+from foretoken.option import check_fields, option, options_of, same_option, setting_name
 from foretoken.server.api.config import ApiConfig
 from foretoken.server.config import ServerConfig
 from foretoken.server.guard.config import GuardConfig
@@ -51,16 +51,12 @@ def _check_width(name: str, value: float) -> None:
 class Paint:
     """What a verb could be given."""
 
-    colour: str = field(
-        default="red", metadata=Option("Colour: {choices}.", group="Look", choices=("red", "blue")).metadata
-    )
-    layers: int | Literal["auto"] = field(default="auto", metadata=Option("Layers, or auto.", group="Look").metadata)
-    brushes: tuple[int, ...] = field(default=(1, 2), metadata=Option("Sizes, with commas.", read=wholes).metadata)
-    marks: tuple[str, ...] = field(default=(), metadata=Option("A mark.", name="mark", repeats=True).metadata)
-    dries: bool = field(default=True, metadata=Option("Wait.").metadata)
-    width: float | None = field(
-        default=None, metadata=Option("Width.", flags=("--width", "-w"), valid=_check_width).metadata
-    )
+    colour: str = field(default="red", metadata=option("Colour: {choices}.", group="Look", choices=("red", "blue")))
+    layers: int | Literal["auto"] = field(default="auto", metadata=option("Layers, or auto.", group="Look"))
+    brushes: tuple[int, ...] = field(default=(1, 2), metadata=option("Sizes, with commas.", read=wholes))
+    marks: tuple[str, ...] = field(default=(), metadata=option("A mark.", name="mark", repeats=True))
+    dries: bool = field(default=True, metadata=option("Wait."))
+    width: float | None = field(default=None, metadata=option("Width.", flags=("--width", "-w"), valid=_check_width))
     inner: int = 0
 
     def __post_init__(self) -> None:

@@ -9,13 +9,13 @@ from typing import Literal
 
 from foretoken.config import SpecConfig
 from foretoken.errors import ConfigError
-from foretoken.option import Option, check_fields
+from foretoken.option import check_fields, option
 from foretoken.params import check_flag, check_limits, check_number
 
 MetricsLevel = Literal["none", "summary", "detailed"]
 METRICS_LEVELS: tuple[str, ...] = ("none", "summary", "detailed")
 
-_option = partial(Option, group="Requests")
+_option = partial(option, group="Requests")
 
 
 @dataclass(frozen=True)
@@ -43,105 +43,53 @@ class ApiConfig:
     """
 
     strict: bool = field(
-        default=False,
-        metadata=_option("Refuse unknown fields of a request instead of ignoring them.").metadata,
+        default=False, metadata=_option("Refuse unknown fields of a request instead of ignoring them.")
     )
-    max_prompts: int = field(
-        default=1024,
-        metadata=_option("Most prompts of one request.").metadata,
-    )
-    max_choices: int = field(
-        default=128,
-        metadata=_option("Largest n of a request.").metadata,
-    )
-    max_stop_strings: int = field(
-        default=4,
-        metadata=_option("Most stop strings of a request.").metadata,
-    )
-    max_text_chars: int = field(
-        default=1024,
-        metadata=_option("Longest stop string, in characters.").metadata,
-    )
-    max_bad_words: int = field(
-        default=128,
-        metadata=_option("Most bad_words of a request.").metadata,
-    )
-    max_bad_word_tokens: int = field(
-        default=1024,
-        metadata=_option("Most tokens of all bad_words of a request.").metadata,
-    )
-    max_logit_bias: int = field(
-        default=1024,
-        metadata=_option("Most entries of logit_bias.").metadata,
-    )
-    max_logprobs: int = field(
-        default=20,
-        metadata=_option("Most alternatives listed for each token.").metadata,
-    )
+    max_prompts: int = field(default=1024, metadata=_option("Most prompts of one request."))
+    max_choices: int = field(default=128, metadata=_option("Largest n of a request."))
+    max_stop_strings: int = field(default=4, metadata=_option("Most stop strings of a request."))
+    max_text_chars: int = field(default=1024, metadata=_option("Longest stop string, in characters."))
+    max_bad_words: int = field(default=128, metadata=_option("Most bad_words of a request."))
+    max_bad_word_tokens: int = field(default=1024, metadata=_option("Most tokens of all bad_words of a request."))
+    max_logit_bias: int = field(default=1024, metadata=_option("Most entries of logit_bias."))
+    max_logprobs: int = field(default=20, metadata=_option("Most alternatives listed for each token."))
     max_prompt_logprobs: int = field(
-        default=100_000,
-        metadata=_option("Most prompt tokens times alternatives in one response.").metadata,
+        default=100_000, metadata=_option("Most prompt tokens times alternatives in one response.")
     )
-    max_request_tokens: int = field(
-        default=1 << 20,
-        metadata=_option("Most answers times max_tokens of one request.").metadata,
-    )
+    max_request_tokens: int = field(default=1 << 20, metadata=_option("Most answers times max_tokens of one request."))
     max_pending_tokens: int | None = field(
-        default=None,
-        metadata=_option("The same over all requests that run or wait; no bound.").metadata,
+        default=None, metadata=_option("The same over all requests that run or wait; no bound.")
     )
     default_max_tokens: int | None = field(
         default=None,
-        metadata=_option("Longest answer of a chat request that names no length; to the end of the context.").metadata,
+        metadata=_option("Longest answer of a chat request that names no length; to the end of the context."),
     )
     first_token_timeout_s: float = field(
-        default=300.0,
-        metadata=_option("Seconds for the first token, with the time in the queue.").metadata,
+        default=300.0, metadata=_option("Seconds for the first token, with the time in the queue.")
     )
-    request_timeout_s: float = field(
-        default=3600.0,
-        metadata=_option("Seconds for a whole request.").metadata,
-    )
-    ping_s: float = field(
-        default=15.0,
-        metadata=_option("Seconds of silence after which a stream gets a comment.").metadata,
-    )
+    request_timeout_s: float = field(default=3600.0, metadata=_option("Seconds for a whole request."))
+    ping_s: float = field(default=15.0, metadata=_option("Seconds of silence after which a stream gets a comment."))
     granularity: str = field(
-        default="step",
-        metadata=_option("When a stream's events are sent: step, token, or interval:MS.").metadata,
+        default="step", metadata=_option("When a stream's events are sent: step, token, or interval:MS.")
     )
     stream_buffer_bytes: int = field(
-        default=1 << 20,
-        metadata=_option("Unread bytes after which a slow client is dropped.").metadata,
+        default=1 << 20, metadata=_option("Unread bytes after which a slow client is dropped.")
     )
     obfuscation: bool = field(
         default=False,
         metadata=_option(
             "Pad the events of streams that do not say whether they want it; on where other machines reach the address."
-        ).metadata,
+        ),
     )
-    force_obfuscation: bool = field(
-        default=False,
-        metadata=_option("Pad the events of every stream.").metadata,
-    )
-    obfuscation_bucket_bytes: int = field(
-        default=2048,
-        metadata=_option("Padded events have a multiple of this size.").metadata,
-    )
+    force_obfuscation: bool = field(default=False, metadata=_option("Pad the events of every stream."))
+    obfuscation_bucket_bytes: int = field(default=2048, metadata=_option("Padded events have a multiple of this size."))
     request_metrics: MetricsLevel = field(
-        default="summary",
-        metadata=_option("What metrics in a response holds: {choices}.", choices=METRICS_LEVELS).metadata,
+        default="summary", metadata=_option("What metrics in a response holds: {choices}.", choices=METRICS_LEVELS)
     )
-    retry_after_s: int = field(
-        default=1,
-        metadata=_option("Seconds that refused clients should wait.").metadata,
-    )
+    retry_after_s: int = field(default=1, metadata=_option("Seconds that refused clients should wait."))
     specs: Sequence[SpecConfig] = ()
     allow_lossy: bool = False
-    predictions: bool = field(
-        default=True,
-        metadata=_option("Draft the prediction of requests that have one.").metadata,
-    )
+    predictions: bool = field(default=True, metadata=_option("Draft the prediction of requests that have one."))
 
     def __post_init__(self) -> None:
         limits = [name for name, kind in self.__annotations__.items() if kind == "int"]

@@ -9,14 +9,14 @@ from functools import partial
 from urllib.parse import urlsplit
 
 from foretoken.errors import ConfigError
-from foretoken.option import Option
+from foretoken.option import option
 from foretoken.params import check_number, check_whole
 
 KIB = 1 << 10
 MIB = 1 << 20
 KEY_VARIABLE = "FORETOKEN_API_KEY"  # read where no flag gives the key
 
-_option = partial(Option, group="Access and connections")
+_option = partial(option, group="Access and connections")
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,7 @@ class GuardConfig:
     """
 
     host: str = field(
-        default="127.0.0.1",
-        metadata=_option("The address to listen on; one that other machines reach needs a key.").metadata,
+        default="127.0.0.1", metadata=_option("The address to listen on; one that other machines reach needs a key.")
     )
     api_key: str | None = field(
         default=None,
@@ -50,76 +49,52 @@ class GuardConfig:
         metadata=_option(
             f"The key that clients send; @FILE reads it from a file, {KEY_VARIABLE} is another way: a flag is seen by "
             "every user of the machine."
-        ).metadata,
+        ),
     )
     admin_key: str | None = field(
-        default=None,
-        repr=False,
-        metadata=_option("The key of admin routes; @FILE reads it from a file.").metadata,
+        default=None, repr=False, metadata=_option("The key of admin routes; @FILE reads it from a file.")
     )
     keys_file: str | None = field(
         default=None,
-        metadata=_option(
-            "A TOML file with more keys: a table [NAME] for each, with key or sha256, tenant, admin."
-        ).metadata,
+        metadata=_option("A TOML file with more keys: a table [NAME] for each, with key or sha256, tenant, admin."),
     )
-    insecure: bool = field(
-        default=False,
-        metadata=_option("Listen on a public address without any key.").metadata,
-    )
-    metrics_public: bool = field(
-        default=False,
-        metadata=_option("Let /metrics be read without a key.").metadata,
-    )
+    insecure: bool = field(default=False, metadata=_option("Listen on a public address without any key."))
+    metrics_public: bool = field(default=False, metadata=_option("Let /metrics be read without a key."))
     allowed_hosts: tuple[str, ...] = field(
         default=(),
-        metadata=_option(
-            "A Host value that passes, besides local ones; may be given several times.", repeats=True
-        ).metadata,
+        metadata=_option("A Host value that passes, besides local ones; may be given several times.", repeats=True),
     )
     cors_origins: tuple[str, ...] = field(
         default=(),
         metadata=_option(
             "An origin whose pages may call the server, as https://app.example; may be given several times.",
             repeats=True,
-        ).metadata,
+        ),
     )
     max_body_bytes: int = field(
         default=32 * MIB,
         metadata=_option(
             "Longest body of a request."
-        ).metadata,  # as in SERVING: images are not taken, and no context of tokens is longer
+        ),  # as in SERVING: images are not taken, and no context of tokens is longer
     )
     max_header_bytes: int = field(
         default=64 * KIB,
         metadata=_option(
             "Longest header block of a request."
-        ).metadata,  # far above any client's, far below what would fill the memory
+        ),  # far above any client's, far below what would fill the memory
     )
-    max_headers: int = field(
-        default=256,
-        metadata=_option("Most headers of a request.").metadata,
-    )
-    header_timeout_s: float = field(
-        default=10.0,
-        metadata=_option("Seconds for the headers of a request.").metadata,
-    )
+    max_headers: int = field(default=256, metadata=_option("Most headers of a request."))
+    header_timeout_s: float = field(default=10.0, metadata=_option("Seconds for the headers of a request."))
     body_timeout_s: float = field(
         default=30.0,
-        metadata=_option("Seconds for the body of a request, and one more for each --min-body-bytes-per-s.").metadata,
+        metadata=_option("Seconds for the body of a request, and one more for each --min-body-bytes-per-s."),
     )
     min_body_bytes_per_s: int = field(
         default=16 * KIB,
-        metadata=_option("A body that comes slower is given up.").metadata,  # slower than any usable line
+        metadata=_option("A body that comes slower is given up."),  # slower than any usable line
     )
-    keep_alive_s: float = field(
-        default=5.0,
-        metadata=_option("Seconds that an idle connection stays open.").metadata,
-    )
-    max_connections: int = field(
-        default=1024,
-        metadata=_option("Most connections at once.").metadata,
-    )
+    keep_alive_s: float = field(default=5.0, metadata=_option("Seconds that an idle connection stays open."))
+    max_connections: int = field(default=1024, metadata=_option("Most connections at once."))
 
     def __post_init__(self) -> None:
         for name in ("allowed_hosts", "cors_origins"):

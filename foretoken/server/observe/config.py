@@ -9,14 +9,14 @@ from typing import Literal
 
 from foretoken.engine_config import OBSERVATION
 from foretoken.errors import ConfigError
-from foretoken.option import Option, check_fields
+from foretoken.option import check_fields, option
 from foretoken.params import check_flag, check_number, check_whole
 
 LogFormat = Literal["text", "json", "none"]
 LOG_FORMATS: tuple[str, ...] = ("text", "json", "none")
 MIB = 1 << 20
 
-_option = partial(Option, group=OBSERVATION)
+_option = partial(option, group=OBSERVATION)
 
 
 @dataclass(frozen=True)
@@ -37,40 +37,31 @@ class ObserveConfig:
     """
 
     metrics_alias: str | None = field(
-        default=None,
-        metadata=_option("vllm: also expose the metrics that vLLM has, under its names.").metadata,
+        default=None, metadata=_option("vllm: also expose the metrics that vLLM has, under its names.")
     )
     stats_max_age_s: float = field(
         default=0.25,
         metadata=_option(
             "Scrapes within so many seconds see the same counters."
-        ).metadata,  # several scrapers at once ask the engine once
+        ),  # several scrapers at once ask the engine once
     )
     slices: tuple[str, ...] = field(
         default=(),
-        metadata=_option(
-            "A slice of requests that gets a label of its own; may be given several times.", repeats=True
-        ).metadata,
+        metadata=_option("A slice of requests that gets a label of its own; may be given several times.", repeats=True),
     )
     history: str | None = field(
-        default=None,
-        metadata=_option("A SQLite file for the figures of finished requests, never their texts.").metadata,
+        default=None, metadata=_option("A SQLite file for the figures of finished requests, never their texts.")
     )
-    history_max_age_days: float = field(
-        default=90.0,
-        metadata=_option("Days that a request stays in it.").metadata,
-    )
+    history_max_age_days: float = field(default=90.0, metadata=_option("Days that a request stays in it."))
     history_max_bytes: int = field(
         default=256 * MIB,
-        metadata=_option("Largest size of it.").metadata,  # about a million requests
+        metadata=_option("Largest size of it."),  # about a million requests
     )
     request_log: LogFormat = field(
-        default="text",
-        metadata=_option("One line per request on standard error: {choices}.", choices=LOG_FORMATS).metadata,
+        default="text", metadata=_option("One line per request on standard error: {choices}.", choices=LOG_FORMATS)
     )
     tracing: bool = field(
-        default=False,
-        metadata=_option("Send OpenTelemetry traces and metrics, as the OTEL_* variables say.").metadata,
+        default=False, metadata=_option("Send OpenTelemetry traces and metrics, as the OTEL_* variables say.")
     )
 
     def __post_init__(self) -> None:
