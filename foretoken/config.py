@@ -8,11 +8,12 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal, TypeVar
 
 from foretoken.composite_checks import A_DRAFT, A_HEAD, check_nesting, check_parts, is_lookup, leaves_of
 from foretoken.errors import ConfigError
+from foretoken.option import check_fields, option
 from foretoken.params import SamplingParams as SamplingParams
 from foretoken.params import check_flag, check_number, check_text, check_whole
 from foretoken.registry import DRAFTERS as DRAFTERS
@@ -34,12 +35,14 @@ LOSSY_RULES: tuple[str, ...] = ("typical",)
 COMPOSITES: tuple[str, ...] = tuple(name for name, traits in DRAFTERS.items() if traits.composite)
 SAMPLERS: tuple[str, ...] = tuple(name for name, traits in DRAFTERS.items() if traits.samples)
 
+DRAFTING = "Drafting"  # the group of these options
+
+_option = partial(option, group=DRAFTING)
 _Config = TypeVar("_Config")
 
 
-def _help(text: str) -> dict[str, str]:
-    """Metadata of a field that has a flag on the command line: the flag's help."""
-    return {"help": text}
+def _drafters_help() -> str:
+    return f"Which drafter guesses; none for plain decoding. {', '.join(known_drafters())}, {PLAIN}."
 
 
 @dataclass(frozen=True)
@@ -100,57 +103,66 @@ class SpecConfig:
       default.
     """
 
-    drafter: str | None = field(default=None, metadata=_help("Which drafter guesses; none for plain decoding."))
+    drafter: str | None = field(default=None, metadata=_option(_drafters_help))
     draft: str | None = field(
-        default=None,
-        metadata=_help("The draft model for --drafter draft_model: a folder, a GGUF file or a hub id."),
+        default=None, metadata=_option("The draft model for --drafter draft_model: a folder, a GGUF file or a hub id.")
     )
     num_draft: int | Literal["auto"] = field(
-        default="auto", metadata=_help("How many tokens to guess per step: a number, or auto.")
+        default="auto", metadata=_option("How many tokens to guess per step: a number, or auto.")
     )
-    rule: str = field(default="auto", metadata=_help(f"Verification rule: {', '.join(RULES)}."))
+    rule: str = field(default="auto", metadata=_option("Verification rule: {choices}.", choices=RULES))
     allow_lossy: bool = field(
-        default=False, metadata=_help("Allow a rule that changes the target's distribution (typical).")
+        default=False, metadata=_option("Allow a rule that changes the target's distribution (typical).")
     )
     draft_probability: float | Literal["auto"] = field(
-        default=1.0, metadata=_help("Chance that a position is drafted at all: a number in (0, 1], or auto.")
+        default=1.0, metadata=_option("Chance that a position is drafted at all: a number in (0, 1], or auto.")
     )
     min_confidence: float = field(
-        default=0.0, metadata=_help("Stop guessing where the draft's likeliest token has less than this.")
+        default=0.0, metadata=_option("Stop guessing where the draft's likeliest token has less than this.")
     )
-    draft_top_k: int = field(default=0, metadata=_help("Guess from the draft's k likeliest tokens; 0 = all."))
+    draft_top_k: int = field(default=0, metadata=_option("Guess from the draft's k likeliest tokens; 0 = all."))
     draft_dtype: str = field(
         default="auto",
-        metadata=_help(f"Format of a draft's or head's weights: {', '.join(DRAFT_DTYPES)}; auto follows the target."),
+        metadata=_option(
+            "Format of a draft's or head's weights: {choices}; auto follows the target.", choices=DRAFT_DTYPES
+        ),
     )
     draft_vocabulary: str = field(
         default="auto",
-        metadata=_help(f"How to use a draft whose tokenizer is not the target's: {', '.join(DRAFT_VOCABULARIES)}."),
+        metadata=_option(
+            "How to use a draft whose tokenizer is not the target's: {choices}.", choices=DRAFT_VOCABULARIES
+        ),
     )
-    corpus: str | None = field(default=None, metadata=_help("A text file to guess from, for --drafter suffix."))
+    corpus: str | None = field(default=None, metadata=_option("A text file to guess from, for --drafter suffix."))
     exit_layer: int | Literal["auto"] = field(
-        default="auto", metadata=_help("Layers that draft, for --drafter early_exit: a number, or auto.")
+        default="auto", metadata=_option("Layers that draft, for --drafter early_exit: a number, or auto.")
     )
     skip_layers: Sequence[int] | Literal["auto"] | None = field(
-        default=None, metadata=_help("Layers to draft without, for --drafter early_exit: 2,3,5, or auto.")
+        default=None, metadata=_option("Layers to draft without, for --drafter early_exit: 2,3,5, or auto.")
     )
     parts: Sequence[str | SpecConfig] = field(
-        default=(), metadata=_help(f"Drafters that {' or '.join(COMPOSITES)} works with: a,b,c, cheapest first.")
+        default=(), metadata=_option(f"Drafters that {' or '.join(COMPOSITES)} works with: a,b,c, cheapest first.")
     )
     lookahead_window: int | Literal["auto"] = field(
-        default="auto", metadata=_help("Columns of the window of --drafter lookahead: a number, or auto.")
+        default="auto", metadata=_option("Columns of the window of --drafter lookahead: a number, or auto.")
     )
-    lookahead_ngram: int = field(default=3, metadata=_help("Length of the n-grams of --drafter lookahead."))
-    tree: str = field(default="chain", metadata=_help(f"The shape of a draft model's guesses: {', '.join(TREES)}."))
+    lookahead_ngram: int = field(default=3, metadata=_option("Length of the n-grams of --drafter lookahead."))
+    tree: str = field(
+        default="chain", metadata=_option("The shape of a draft model's guesses: {choices}.", choices=TREES)
+    )
     branching: int | Sequence[int] | None = field(
         default=None,
-        metadata=_help("Most guesses after one guess of a tree: a number, or one for each depth, as 4,2,1."),
+        metadata=_option("Most guesses after one guess of a tree: a number, or one for each depth, as 4,2,1."),
     )
-    options: Mapping[str, Any] = FrozenOptions()
-    head: str | None = field(
-        default=None,
-        metadata=_help("A trained head of the target: a folder or a hub id."),
+    options: Mapping[str, Any] = field(
+        default=FrozenOptions(),
+        metadata=_option(
+            "An option of the drafter's own, as NAME=VALUE; may be given several times.",
+            name="drafter_option",
+            repeats=True,
+        ),
     )
+    head: str | None = field(default=None, metadata=_option("A trained head of the target: a folder or a hub id."))
 
     def __post_init__(self) -> None:
         if self.drafter == PLAIN:
@@ -169,8 +181,7 @@ class SpecConfig:
             raise ConfigError("head", self.head, f"must be {A_HEAD}")
         self._check_given_parts()
         check_nesting(self)
-        if self.rule not in RULES:
-            raise ConfigError("rule", self.rule, f"choose one of {', '.join(RULES)}")
+        check_fields(self)
         check_flag("allow_lossy", self.allow_lossy)
         if self.rule in LOSSY_RULES and not self.allow_lossy:
             raise ConfigError(
@@ -355,14 +366,8 @@ class SpecConfig:
         for name in ("draft", "head"):
             if getattr(self, name) is not None:
                 self._needs(name)
-        if self.draft_dtype not in DRAFT_DTYPES:
-            raise ConfigError("draft_dtype", self.draft_dtype, f"choose one of {', '.join(DRAFT_DTYPES)}")
         if self.draft_dtype != "auto":
             self._needs("draft_dtype")
-        if self.draft_vocabulary not in DRAFT_VOCABULARIES:
-            raise ConfigError(
-                "draft_vocabulary", self.draft_vocabulary, f"choose one of {', '.join(DRAFT_VOCABULARIES)}"
-            )
         if self.draft_vocabulary != "auto":
             self._needs("draft_vocabulary")
 
@@ -383,8 +388,6 @@ class SpecConfig:
             self._needs("lookahead_ngram")
 
     def _check_tree(self) -> None:
-        if self.tree not in TREES:
-            raise ConfigError("tree", self.tree, f"choose one of {', '.join(TREES)}")
         if self.tree != "chain":
             self._needs("tree")
             if self.draft_probability != 1.0:

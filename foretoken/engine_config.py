@@ -8,18 +8,40 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypedDict
 
-from foretoken.config import DTYPES, NUMERICS, WEIGHTS, SpecConfig, from_mapping
+from foretoken.config import DRAFTING, DTYPES, NUMERICS, WEIGHTS, SpecConfig, from_mapping
 from foretoken.control.adaptation import AdaptConfig
 from foretoken.control.queue import SchedulerConfig
 from foretoken.control.routing import RoutingRules
 from foretoken.errors import ConfigError, InputError
-from foretoken.params import check_limits, check_share, check_text
+from foretoken.option import check_fields, option, same_option
+from foretoken.params import check_limits, check_share, check_text, check_threads
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+# Groups of these options; a verb takes those that it reads.
+MODEL = "Model"
+OBSERVATION = "Observation"
+
+
+def _check_device(name: str, value: object) -> None:
+    """Refuse what names no device; whether this machine has it is checked where the engine is built.
+
+    Raises:
+        ConfigError: names the field.
+    """
+    if not isinstance(value, str) or _DEVICE.fullmatch(value) is None:
+        raise ConfigError(name, value, "use auto, cpu, cuda or cuda:N")
+
+
+# torch's threads: of the process, not of one engine; what measures and trains sets them.
+THREADS = option(
+    "Threads of every engine; without it, OMP_NUM_THREADS, or one for each physical core that is allowed.",
+    group=MODEL,
+    valid=check_threads,
+)
 
 
 class EngineOptions(TypedDict, total=False):
@@ -33,7 +55,7 @@ class EngineOptions(TypedDict, total=False):
     max_step_tokens: int | None
     cache_reserve: float
     numerics: str
-    trace: str | Path | None
+    trace: Path | str | None
     shadow_rate: float
     routing: RoutingRules | None
     profile: str | Path
@@ -74,22 +96,79 @@ class EngineConfig:
         InputError: a value that cannot be honoured; names the field.
     """
 
-    model: str | Path
+    model: str | Path = field(
+        metadata=option(
+            "The model whose answers you want: a folder, a GGUF file, a hub id, or smollm2.",
+            group=MODEL,
+            name="target",
+            flags=("--target", "-t"),
+        )
+    )
     spec: SpecConfig | None = None
-    dtype: str = "auto"
-    device: str = "auto"
-    cache_tokens: int | None = None
-    max_batch_size: int = SchedulerConfig.max_batch_size
-    max_prompt_tokens: int = SchedulerConfig.max_prompt_tokens
-    max_step_tokens: int | None = SchedulerConfig.max_step_tokens
-    cache_reserve: float = SchedulerConfig.cache_reserve
-    numerics: str = "default"
-    trace: str | Path | None = None
-    shadow_rate: float = 0.0
+    dtype: str = field(
+        default="auto",
+        metadata=option(
+            "Format of the weights: auto (as stored), bfloat16, float16, float32, float64.", group=MODEL, choices=DTYPES
+        ),
+    )
+    device: str = field(
+        default="auto", metadata=option("Where to run: auto, cpu, cuda, cuda:N.", group=MODEL, valid=_check_device)
+    )
+    cache_tokens: int | None = field(
+        default=None,
+        metadata=option(
+            "Tokens that the key/value cache holds; without it, enough for one whole context.", group=MODEL
+        ),
+    )
+    max_batch_size: int = field(
+        default=SchedulerConfig.max_batch_size, metadata=same_option(SchedulerConfig, "max_batch_size")
+    )
+    max_prompt_tokens: int = field(
+        default=SchedulerConfig.max_prompt_tokens, metadata=same_option(SchedulerConfig, "max_prompt_tokens")
+    )
+    max_step_tokens: int | None = field(
+        default=SchedulerConfig.max_step_tokens, metadata=same_option(SchedulerConfig, "max_step_tokens")
+    )
+    cache_reserve: float = field(
+        default=SchedulerConfig.cache_reserve, metadata=same_option(SchedulerConfig, "cache_reserve")
+    )
+    numerics: str = field(
+        default="default",
+        metadata=option(
+            "default, or strict: logits bitwise the same however rows are batched.", group=MODEL, choices=NUMERICS
+        ),
+    )
+    trace: Path | str | None = field(
+        default=None, metadata=option("Append one line per event to this .jsonl file.", group=OBSERVATION)
+    )
+    shadow_rate: float = field(
+        default=0.0,
+        metadata=option(
+            "Share of answers that the target scores again, to check their distribution.", group=OBSERVATION
+        ),
+    )
     routing: RoutingRules | None = None
-    profile: str | Path = "auto"
-    adapt: AdaptConfig | bool = False
-    weights: str = "auto"
+    profile: str | Path = field(
+        default="auto",
+        metadata=option(
+            "What steps cost: auto (kept from an earlier start, or measured at this one), off, measure, or a file of "
+            "bench profile.",
+            group=DRAFTING,
+            name="cost_profile",
+        ),
+    )
+    adapt: AdaptConfig | bool = field(
+        default=False,
+        metadata=option("Let the trained head of --head learn from what is served, in memory only.", group=DRAFTING),
+    )
+    weights: str = field(
+        default="auto",
+        metadata=option(
+            "The target's matrices: auto (as the checkpoint has them), or int8, int4 (quantised at load, CPU).",
+            group=MODEL,
+            choices=WEIGHTS,
+        ),
+    )
 
     def __post_init__(self) -> None:
         for name in ("dtype", "device"):  # torch's own objects, which this module does not import
@@ -128,14 +207,7 @@ class EngineConfig:
         check_text("model", str(self.model))
         if not isinstance(self.dtype, str):
             raise InputError("dtype", self.dtype, "give a name, such as auto, bfloat16 or float32")
-        if self.dtype not in DTYPES:
-            raise InputError("dtype", self.dtype, f"choose one of {', '.join(DTYPES)}")
-        if not isinstance(self.device, str) or _DEVICE.fullmatch(self.device) is None:
-            raise ConfigError("device", self.device, "use auto, cpu, cuda or cuda:N")
-        if self.numerics not in NUMERICS:
-            raise ConfigError("numerics", self.numerics, f"choose one of {', '.join(NUMERICS)}")
-        if self.weights not in WEIGHTS:
-            raise ConfigError("weights", self.weights, f"choose one of {', '.join(WEIGHTS)}")
+        check_fields(self)
 
     def _check_limits(self) -> None:
         check_limits(

@@ -1,13 +1,15 @@
-"""Values of dataclass fields written as text, as flags and `--drafters` have them."""
+"""Values of dataclass fields written as text, as flags and `--drafters` have them, and lists with commas."""
 
 from __future__ import annotations
 
 import types
 import typing
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
 
 from foretoken.errors import ConfigError
 
+_Number = TypeVar("_Number", int, float)
 _TRUTHS = {"true": True, "false": False}
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
@@ -56,3 +58,45 @@ def _parse_list(field: str, text: str, kind: object, separator: str, expected: l
     except ValueError:
         ways = " or ".join([*expected, f"whole numbers with {separator} between them"])
         raise ConfigError(field, text, f"must be {ways}") from None
+
+
+def words(name: str, text: str) -> tuple[str, ...]:
+    """Split a comma-separated list.
+
+    Raises:
+        ConfigError: it is empty.
+    """
+    found = tuple(word.strip() for word in text.split(",") if word.strip())
+    if not found:
+        raise ConfigError(name, text, "name at least one, several separated by commas; or leave it out")
+    return found
+
+
+def wholes(name: str, text: str) -> tuple[int, ...]:
+    """The whole numbers of a comma-separated list.
+
+    Raises:
+        ConfigError: it is empty, or holds something else.
+    """
+    return tuple(_number(name, word, int, "must be whole numbers separated by commas") for word in words(name, text))
+
+
+def wholes_or_auto(name: str, text: str) -> tuple[int | Literal["auto"], ...]:
+    """The same, of which "auto" may be one."""
+    return tuple("auto" if word == "auto" else wholes(name, word)[0] for word in words(name, text))
+
+
+def numbers(name: str, text: str) -> tuple[float, ...]:
+    """The numbers of a comma-separated list.
+
+    Raises:
+        ConfigError: it is empty, or holds something else.
+    """
+    return tuple(_number(name, word, float, "must be numbers separated by commas") for word in words(name, text))
+
+
+def _number(name: str, word: str, kind: Callable[[str], _Number], remedy: str) -> _Number:
+    try:
+        return kind(word)
+    except ValueError:
+        raise ConfigError(name, word, remedy) from None

@@ -4,14 +4,47 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from foretoken.errors import ConfigError, InputError
+from foretoken.option import option
 
 TEMPERATURES = (0.0, 100.0)
 PRIORITIES = (-100, 100)
 DEADLINES_S = (0.0, 1e9)  # the first excluded
+# Groups of these options: how tokens are chosen, and what else an answer is to have.
+SAMPLING = "Sampling"
+ANSWER = "Answer"
+
+
+def parse_biases(name: str, entries: Sequence[str]) -> dict[int, float]:
+    """The biases that texts ID=VALUE give; a token that is named twice would have two.
+
+    Raises:
+        InputError: no such text, or a token with two biases; names `name`.
+    """
+    found: dict[int, float] = {}
+    for entry in entries:
+        token, value = _parse_bias(name, entry)
+        if token in found:
+            remedy = f"token {token} has the bias {found[token]:g} already; give one of the two"
+            raise InputError(name, f"{token}={value:g}", remedy)
+        found[token] = value
+    return found
+
+
+def _parse_bias(name: str, entry: str) -> tuple[int, float]:
+    token, _, value = entry.partition("=")
+    try:
+        return int(token), float(value)
+    except ValueError:
+        raise InputError(name, entry, "must be a token id, an equals sign and a number, such as 42=-100") from None
+
+
+_sampling = partial(option, group=SAMPLING)
+_answer = partial(option, group=ANSWER)
 
 
 @dataclass(frozen=True)
@@ -45,30 +78,69 @@ class SamplingParams:
       where a new request begins.
     """
 
-    max_tokens: int = 64
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0  # 0 = off
-    min_p: float = 0.0
-    seed: int | None = None
-    stop: str | Sequence[str] | None = ()
-    ignore_eos: bool = False
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] | None = None
-    bad_words: Sequence[str | Sequence[int]] = ()
-    min_tokens: int = 0
-    n: int = 1
-    logprobs: int | None = None
+    max_tokens: int = field(default=64, metadata=_sampling("Longest answer, in tokens."))
+    temperature: float = field(
+        default=0.0, metadata=_sampling("0 takes the most likely token; 1 samples the model's own distribution.")
+    )
+    top_p: float = field(
+        default=1.0, metadata=_sampling("Sample from the smallest set of tokens that holds this probability.")
+    )
+    top_k: int = field(default=0, metadata=_sampling("Sample from the k most likely tokens; 0 = all."))
+    min_p: float = field(
+        default=0.0, metadata=_sampling("Drop tokens less likely than this share of the most likely one.")
+    )
+    seed: int | None = field(default=None, metadata=_sampling("Repeat the same random choices."))
+    stop: str | Sequence[str] | None = field(
+        default=(), metadata=_sampling("Stop before this text; may be given several times.", repeats=True)
+    )
+    ignore_eos: bool = field(default=False, metadata=_sampling("Go on after an end-of-text token."))
+    presence_penalty: float = field(
+        default=0.0, metadata=_sampling("Taken off the logit of every token the answer already holds.")
+    )
+    frequency_penalty: float = field(
+        default=0.0, metadata=_sampling("Taken off once for every time the answer holds the token.")
+    )
+    repetition_penalty: float = field(
+        default=1.0, metadata=_sampling("Divides the logits of tokens in prompt and answer; 1 = off.")
+    )
+    logit_bias: Mapping[int, float] | None = field(
+        default=None,
+        metadata=_sampling(
+            "ID=VALUE added to a token's logit; may be given several times.", repeats=True, read=parse_biases
+        ),
+    )
+    bad_words: Sequence[str | Sequence[int]] = field(
+        default=(),
+        metadata=_sampling(
+            "A text that must not appear in the answer, not even inside a word; may be given several times.",
+            name="bad_word",
+            repeats=True,
+        ),
+    )
+    min_tokens: int = field(default=0, metadata=_sampling("Shortest answer, in tokens."))
+    n: int = field(default=1, metadata=_answer("Answers to draw."))
+    logprobs: int | None = field(
+        default=None, metadata=_answer("Report log-probabilities: of each token and of this many likeliest.")
+    )
     logprobs_of: Literal["distribution", "model"] = "distribution"
-    prompt_logprobs: int | None = None
-    json_schema: Mapping[str, Any] | str | None = None
-    regex: str | None = None
-    grammar: str | None = None
-    priority: int = 0
-    deadline_s: float | None = None
-    prediction: str | Sequence[int] | None = None
+    prompt_logprobs: int | None = field(
+        default=None, metadata=_answer("The same for the prompt's tokens, under the model's own distribution.")
+    )
+    json_schema: Mapping[str, Any] | str | None = field(
+        default=None, metadata=_answer("Hold the answer to this JSON schema: the text, @FILE, or -.")
+    )
+    regex: str | None = field(default=None, metadata=_answer("Hold the answer to this regular expression."))
+    grammar: str | None = field(
+        default=None, metadata=_answer("Hold the answer to this Lark grammar: the text, @FILE, or -.")
+    )
+    priority: int = field(default=0, metadata=_answer("Smaller is served earlier."))
+    deadline_s: float | None = field(
+        default=None,
+        metadata=_answer("Seconds after which the answer is wanted: orders service.", flags=("--deadline",)),
+    )
+    prediction: str | Sequence[int] | None = field(
+        default=None, metadata=_answer("The answer you expect, for --drafter predicted: the text, @FILE, or -.")
+    )
     tenant: str = ""
     slice: str = ""
 
@@ -217,6 +289,15 @@ def check_whole(name: str, value: object, low: int, high: int | None = None) -> 
         raise InputError(name, value, "must be a whole number" + _of_a_library(value, "int"))
     if value < low or (high is not None and value > high):
         raise InputError(name, value, f"must be at least {low}" + ("" if high is None else f" and at most {high}"))
+
+
+def check_threads(name: str, value: object) -> None:
+    """A number of threads. A pool of threads that no machine has would be made all the same, until memory ends.
+
+    Raises:
+        InputError: names the field.
+    """
+    check_whole(name, value, low=1, high=1024)
 
 
 def check_text(name: str, value: str) -> None:

@@ -219,6 +219,11 @@ def test_settings_of_generate_are_the_public_names() -> None:
     assert params | {"drafter", "draft", "num_draft", "rule", "prediction", "corpus"} <= flags
 
 
+def test_names_of_models_are_read_in_one_place() -> None:
+    found = [str(path.relative_to(ROOT)) for path in trees() if "reference:" in path.read_text(encoding="utf-8")]
+    assert found == ["foretoken/model/names.py"]
+
+
 # ---- nothing is made and never read
 
 

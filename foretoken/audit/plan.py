@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from foretoken.config import SpecConfig
 from foretoken.engine.prompts import Conversation, as_conversation
+from foretoken.engine_config import EngineConfig
 from foretoken.errors import InputError
+from foretoken.field_text import numbers
 from foretoken.files import parse_json, read_text
+from foretoken.option import check_fields, option, same_option
 from foretoken.params import TEMPERATURES, check_number, check_whole
 
 _MOST_PROMPTS = 100_000  # all answers are held in memory until they are tested
@@ -34,20 +37,23 @@ class AuditOptions:
     answers.
     """
 
-    target: str
+    target: str = field(metadata=same_option(EngineConfig, "model"))
     spec: SpecConfig
-    num_prompts: int = 16
-    max_tokens: int = 128
-    temperatures: tuple[float, ...] = (0.0, 0.8)
-    seed: int = 0
-    numerics: str = "default"
-    weights: str = "auto"
-    dtype: str = "auto"
-    device: str = "auto"
-    cache_tokens: int | None = None
+    num_prompts: int = field(default=16, metadata=option("Answers at each temperature; prompts are taken in turn."))
+    max_tokens: int = field(default=128, metadata=option("Tokens per answer."))
+    temperatures: tuple[float, ...] = field(
+        default=(0.0, 0.8), metadata=option("Temperatures, separated by commas.", read=numbers)
+    )
+    seed: int = field(default=0, metadata=option("First seed of the sampled answers."))
+    numerics: str = field(default="default", metadata=same_option(EngineConfig, "numerics"))
+    weights: str = field(default="auto", metadata=same_option(EngineConfig, "weights"))
+    dtype: str = field(default="auto", metadata=same_option(EngineConfig, "dtype"))
+    device: str = field(default="auto", metadata=same_option(EngineConfig, "device"))
+    cache_tokens: int | None = field(default=None, metadata=same_option(EngineConfig, "cache_tokens"))
     alpha: float = 1e-4
 
     def __post_init__(self) -> None:
+        check_fields(self)
         check_whole("num_prompts", self.num_prompts, low=1, high=_MOST_PROMPTS)
         check_whole("max_tokens", self.max_tokens, low=2)
         check_whole("seed", self.seed, low=0, high=2**63)

@@ -12,7 +12,7 @@ from typing import Any
 from foretoken.config import SpecConfig, check_option
 from foretoken.errors import ConfigError
 from foretoken.field_text import parse_field
-from foretoken.model.names import reference_heads
+from foretoken.model.names import REFERENCE_PREFIX, reference_heads
 from foretoken.registry import HEADS, MTP, FrozenOptions, known_drafters, options_class, traits_of
 
 EVERY = "all"
@@ -183,7 +183,7 @@ def _parse(text: str) -> DrafterChoice:
         found["options"] = FrozenOptions(own)
     if name in HEADS and "head" not in found:
         here = [head for head in reference_heads() if head.endswith(f":{name}")]
-        known = f" (in this checkout {here[0]}, for reference:target)" if here else ""
+        known = f" (in this checkout {here[0]}, for {REFERENCE_PREFIX}target)" if here else ""
         remedy = f"needs the folder or hub id of a trained head: {name}:head=DIR{known}; foretoken train makes one"
         raise ConfigError("drafters", text, remedy)
     choice = DrafterChoice(name, tuple(found.items()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from foretoken.bench.batch_prompts import BATCH_SLICES
@@ -11,12 +11,15 @@ from foretoken.bench.drafting import SWEEP
 from foretoken.bench.measure import DEFAULT_NUMERICS, PLAIN
 from foretoken.bench.prompts import ALL, read_prompts
 from foretoken.bench.report import check_name
+from foretoken.bench.speed_options import SpeedOptions
 from foretoken.bench.workload import MOST_PROMPTS
-from foretoken.config import NUMERICS
-from foretoken.control.queue import SchedulerConfig
+from foretoken.control.queue import BATCHES, SchedulerConfig
 from foretoken.control.routing import RoutingRules
+from foretoken.engine_config import MODEL, EngineConfig
 from foretoken.errors import ConfigError, InputError
+from foretoken.field_text import wholes, words
 from foretoken.files import check_folder
+from foretoken.option import check_fields, option, same_option
 from foretoken.params import check_limits, check_number, check_share, check_whole, is_count
 
 _MOST_BATCH = 4096  # each request of a batch has a cache of its own
@@ -50,6 +53,20 @@ MIXED = (
 )
 
 
+def parse_phases(text: str) -> tuple[LoadPhase, ...]:
+    """The phases of a load written as 1:code,16:random; `mixed` names the built-in one.
+
+    Raises:
+        InputError: anything else.
+    """
+    if text == "mixed":
+        return MIXED
+    pairs = [part.strip().partition(":") for part in text.split(",") if part.strip()]
+    if not pairs or not all(is_count(batch) and int(batch) and slice_ for batch, _, slice_ in pairs):
+        raise InputError("load", text, "must be mixed, or BATCH:SLICE separated by commas, such as 1:code,16:random")
+    return tuple(LoadPhase(int(batch), slice_) for batch, _, slice_ in pairs)
+
+
 @dataclass(frozen=True)
 class LoadOptions:
     """What to measure under load, on which engine.
@@ -64,35 +81,70 @@ class LoadOptions:
     plain's. `resume` is a file that keeps each turn; what it holds already is not measured again.
     """
 
-    target: str
-    draft: str | None = None
-    batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
-    slices: tuple[str, ...] = ("code", "edit", "chat", "random")
-    settings: tuple[str, ...] = DEFAULT_SETTINGS
-    phases: tuple[LoadPhase, ...] = MIXED
-    phase_s: float = 4.0
-    prompts: Path | None = None
-    prompt_tokens: int = 64
-    cache_tokens: int | None = None
-    cache_reserve: float = SchedulerConfig.cache_reserve
-    max_batch_size: int | None = None
-    max_prompt_tokens: int = _PROMPT_TOKENS_PER_STEP
-    max_step_tokens: int | None = None
-    min_tokens_to_speculate: int = RoutingRules.min_tokens_to_speculate
-    max_speculating_requests: int | None = None
-    prompts_per_slice: int = 2
-    max_tokens: int = 48
-    repeats: int = 2
-    warmup: int = 1
-    numerics: str = DEFAULT_NUMERICS
-    weights: str = "auto"
-    dtype: str = "auto"
-    device: str = "auto"
-    threads: int | None = None
-    out: Path | None = None
-    resume: Path | None = None
-    name: str = "batches"
-    seed: int = 0
+    target: str = field(metadata=same_option(SpeedOptions, "target"))
+    draft: str | None = field(default=None, metadata=same_option(SpeedOptions, "draft"))
+    batches: tuple[int, ...] = field(
+        default=(1, 2, 4, 8, 16, 32),
+        metadata=option("Batch sizes, separated by commas; each is measured on every slice.", read=wholes),
+    )
+    slices: tuple[str, ...] = field(
+        default=("code", "edit", "chat", "random"),
+        metadata=option("Kinds of text of the batches, or those of --prompts; or all.", read=words),
+    )
+    settings: tuple[str, ...] = field(
+        default=DEFAULT_SETTINGS,
+        metadata=option("Settings with commas: plain, DRAFTER-N, DRAFTER-auto, auto, auto-slices, sweep.", read=words),
+    )
+    phases: tuple[LoadPhase, ...] = field(
+        default=MIXED,
+        metadata=option(
+            "A load that changes, in place of batches: BATCH:SLICE,... in sequence, such as 1:code,16:random; "
+            "or mixed.",
+            name="load",
+            read=lambda _name, text: parse_phases(text),
+        ),
+    )
+    phase_s: float = field(default=4.0, metadata=option("Seconds that plain decoding takes for each phase of --load."))
+    prompts: Path | None = field(default=None, metadata=same_option(SpeedOptions, "prompts"))
+    prompt_tokens: int = field(default=64, metadata=option("Tokens that prompts are cut to."))
+    cache_tokens: int | None = field(
+        default=None,
+        metadata=option(
+            "Tokens that the key/value cache holds; without it, enough for the largest batch.", group=MODEL
+        ),
+    )
+    cache_reserve: float = field(
+        default=SchedulerConfig.cache_reserve, metadata=same_option(EngineConfig, "cache_reserve")
+    )
+    max_batch_size: int | None = field(
+        default=None, metadata=option("Requests that run at once; without it, the largest batch.", group=BATCHES)
+    )
+    max_prompt_tokens: int = field(
+        default=_PROMPT_TOKENS_PER_STEP, metadata=same_option(EngineConfig, "max_prompt_tokens")
+    )
+    max_step_tokens: int | None = field(default=None, metadata=same_option(EngineConfig, "max_step_tokens"))
+    min_tokens_to_speculate: int = field(
+        default=RoutingRules.min_tokens_to_speculate, metadata=same_option(RoutingRules, "min_tokens_to_speculate")
+    )
+    max_speculating_requests: int | None = field(
+        default=None, metadata=same_option(RoutingRules, "max_speculating_requests")
+    )
+    prompts_per_slice: int = field(default=2, metadata=option("Prompts of each slice; at least a batch."))
+    max_tokens: int = field(default=48, metadata=same_option(SpeedOptions, "max_tokens"))
+    repeats: int = field(default=2, metadata=same_option(SpeedOptions, "repeats"))
+    warmup: int = field(default=1, metadata=option("Warm-up turns of each setting and batch size."))
+    numerics: str = field(default=DEFAULT_NUMERICS, metadata=same_option(EngineConfig, "numerics"))
+    weights: str = field(default="auto", metadata=same_option(EngineConfig, "weights"))
+    dtype: str = field(default="auto", metadata=same_option(EngineConfig, "dtype"))
+    device: str = field(default="auto", metadata=same_option(EngineConfig, "device"))
+    threads: int | None = field(default=None, metadata=same_option(SpeedOptions, "threads"))
+    out: Path | None = field(default=None, metadata=same_option(SpeedOptions, "out"))
+    resume: Path | None = field(
+        default=None,
+        metadata=option("File that keeps each turn; a run that was stopped goes on from it with the same options."),
+    )
+    name: str = field(default="batches", metadata=option("End of the result's file name; batches or load."))
+    seed: int = field(default=0, metadata=same_option(SpeedOptions, "seed"))
 
     def __post_init__(self) -> None:
         lows = {"prompt_tokens": 1, "prompts_per_slice": 1, "max_tokens": 4, "repeats": 1, "warmup": 0, "seed": 0}
@@ -100,16 +152,13 @@ class LoadOptions:
             check_whole(name, getattr(self, name), low, {"prompts_per_slice": MOST_PROMPTS, "seed": 2**63}.get(name))
         if not self.batches or not all(1 <= batch <= _MOST_BATCH for batch in self.batches):
             raise InputError("batches", self.batches, f"give batch sizes from 1 to {_MOST_BATCH}, separated by commas")
-        if self.numerics not in NUMERICS:
-            raise InputError("numerics", self.numerics, f"choose one of {', '.join(NUMERICS)}")
         if not self.settings:
             raise InputError("settings", self.settings, "name at least one; plain is always measured")
         if any(phase.batch > _MOST_BATCH for phase in self.phases):
             raise InputError(
                 "load", max(phase.batch for phase in self.phases), f"at most {_MOST_BATCH} requests at a time"
             )
-        if self.threads is not None and self.threads < 1:
-            raise InputError("threads", self.threads, "must be at least 1; leave it out for torch's own number")
+        check_fields(self)
         check_number("phase_s", self.phase_s, low=0.0, high=1e6, open_low=True)
         if self.prompts is None:
             for name in (*self.slices, *(phase.slice for phase in self.phases)):
@@ -164,17 +213,3 @@ def slice_names(words: Sequence[str], prompts: Path | None) -> tuple[str, ...]:
     if ALL not in words:
         return tuple(words)
     return BATCH_SLICES if prompts is None else tuple(dict.fromkeys(prompt.slice for prompt in read_prompts(prompts)))
-
-
-def parse_phases(text: str) -> tuple[LoadPhase, ...]:
-    """The phases of a load written as 1:code,16:random; `mixed` names the built-in one.
-
-    Raises:
-        InputError: anything else.
-    """
-    if text == "mixed":
-        return MIXED
-    pairs = [part.strip().partition(":") for part in text.split(",") if part.strip()]
-    if not pairs or not all(is_count(batch) and int(batch) and name for batch, _, name in pairs):
-        raise InputError("load", text, "must be mixed, or BATCH:SLICE separated by commas, such as 1:code,16:random")
-    return tuple(LoadPhase(int(batch), name) for batch, _, name in pairs)

@@ -153,7 +153,7 @@ def _plan(options: SpeedOptions, prompts: tuple[Prompt, ...]) -> SpeedPlan:
         options.repeats,
         options.warmup,
         options.seed,
-        options.ignore_eos,
+        not options.stop_at_eos,
     )
 
 

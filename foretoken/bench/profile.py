@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from foretoken.bench.drafting import DrafterChoice
+from foretoken.bench.profile_options import ProfileOptions as ProfileOptions
 from foretoken.bench.report import (
     Table,
     free_path,
@@ -45,23 +45,6 @@ _GUESSES = (1, 2, 4, 8)
 _DRAFT_BATCHES = (1, 4, 8, 16)
 _PROMPTS = (32, 256)
 _CONTEXTS = (32, 128, 512, 2048, 8192)
-
-
-@dataclass(frozen=True)
-class ProfileOptions:
-    """What to measure, in at most about `budget_s`: points that do not fit are left out, and a caveat says so.
-
-    `threads=None` keeps torch's number.
-    """
-
-    target: str
-    draft: str | None = None
-    drafters: tuple[DrafterChoice, ...] = ()
-    dtype: str = "auto"
-    device: str = "auto"
-    threads: int | None = None
-    budget_s: float = 45.0
-    seed: int = 0
 
 
 def run_profile(

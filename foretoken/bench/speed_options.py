@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from foretoken.bench.drafting import DrafterChoice, parse_drafters
 from foretoken.bench.measure import DEFAULT_NUMERICS
 from foretoken.bench.peer_kinds import EVERY as EVERY_KIND
-from foretoken.bench.peer_kinds import check_kinds
+from foretoken.bench.peer_kinds import KINDS, check_kinds
 from foretoken.bench.plot import check_plot
 from foretoken.bench.prompts import ALL
 from foretoken.bench.report import check_name
 from foretoken.bench.workload import MOST_PROMPTS, SLICES
-from foretoken.config import NUMERICS
+from foretoken.config import DRAFTERS, NUMERICS, RULES, SpecConfig
+from foretoken.engine_config import THREADS, EngineConfig
 from foretoken.errors import ConfigError, InputError
+from foretoken.field_text import numbers, wholes, wholes_or_auto, words
+from foretoken.option import check_fields, option, same_option
 from foretoken.params import check_number, check_whole
 
 
@@ -36,48 +39,100 @@ class SpeedOptions:
     file that keeps each answer; what it holds already is not measured again. `threads=None` keeps torch's number.
     """
 
-    target: str
-    draft: str | None = None
-    drafters: tuple[str, ...] = ("draft_model", "ngram")
-    num_drafts: tuple[int | Literal["auto"], ...] = (3, 5)
-    rules: tuple[str, ...] = ("auto",)
-    allow_lossy: bool = False
-    slices: tuple[str, ...] = (ALL,)
-    prompts: Path | None = None
-    chat: bool = False
-    prompts_per_slice: int = 2
-    max_tokens: int = 128
-    repeats: int = 3
-    warmup: int = 1
-    warm: bool = False
-    temperatures: tuple[float, ...] = (0.0, 0.8)
-    ignore_eos: bool = True
-    numerics: tuple[str, ...] = (DEFAULT_NUMERICS,)
-    weights: str = "auto"
-    dtype: str = "auto"
-    device: str = "auto"
-    threads: int | None = None
-    peers: bool = False
-    peer_drafters: tuple[str, ...] = (EVERY_KIND,)
-    peer_num_drafts: tuple[int, ...] = (2, 3, 4, 5, 6, 7, 8)
-    peer_lookup_num_drafts: tuple[int, ...] = (4, 8, 12, 16, 24, 32)
-    plot: Path | None = None
-    out: Path | None = None
-    resume: Path | None = None
-    name: str = "bench"
-    seed: int = 0
+    target: str = field(metadata=same_option(EngineConfig, "model"))
+    draft: str | None = field(default=None, metadata=same_option(SpecConfig, "draft"))
+    drafters: tuple[str, ...] = field(
+        default=("draft_model", "ngram"),
+        metadata=option(
+            f"Drafters, separated by commas: {', '.join(DRAFTERS)}; or all; or sweep: each at 2, 3, 5 and 8 draft "
+            "tokens, a draft model also with trees. NAME:field=value;field=value sets options of one. With --draft "
+            "alone draft_model is added.",
+            read=words,
+        ),
+    )
+    num_drafts: tuple[int | Literal["auto"], ...] = field(
+        default=(3, 5),
+        metadata=option(
+            "Numbers of draft tokens to measure, separated by commas; auto is one of them.", read=wholes_or_auto
+        ),
+    )
+    rules: tuple[str, ...] = field(
+        default=("auto",),
+        metadata=option(f"Rules to measure, separated by commas: {', '.join(RULES)}.", name="rule", read=words),
+    )
+    allow_lossy: bool = field(default=False, metadata=same_option(SpecConfig, "allow_lossy"))
+    slices: tuple[str, ...] = field(
+        default=(ALL,),
+        metadata=option(f"Kinds of text: {', '.join(SLICES)} (or those of --prompts); or all.", read=words),
+    )
+    prompts: Path | None = field(
+        default=None,
+        metadata=option(
+            "File or folder of prompts: JSON lines with `prompt` or `messages` and optional `slice` and `prediction`, "
+            "or public evaluation sets."
+        ),
+    )
+    chat: bool = field(
+        default=False, metadata=option("Send texts as a user's message through the target's chat template.")
+    )
+    prompts_per_slice: int = field(default=2, metadata=option("Prompts of each slice."))
+    max_tokens: int = field(default=128, metadata=option("Tokens per answer."))
+    repeats: int = field(default=3, metadata=option("Times everything is measured; the median is reported."))
+    warmup: int = field(default=1, metadata=option("Warm-up answers of each setting."))
+    warm: bool = field(
+        default=False,
+        metadata=option("Let drafters remember earlier prompts of a repeat; otherwise each answer is cold."),
+    )
+    temperatures: tuple[float, ...] = field(
+        default=(0.0, 0.8), metadata=option("Temperatures, separated by commas.", read=numbers)
+    )
+    stop_at_eos: bool = field(
+        default=False, metadata=option("Let answers end early; by default all have the same length.")
+    )
+    numerics: tuple[str, ...] = field(
+        default=(DEFAULT_NUMERICS,),
+        metadata=option(
+            "default, strict (no greedy output may differ from plain), or both: default,strict.", read=words
+        ),
+    )
+    weights: str = field(default="auto", metadata=same_option(EngineConfig, "weights"))
+    dtype: str = field(default="auto", metadata=same_option(EngineConfig, "dtype"))
+    device: str = field(default="auto", metadata=same_option(EngineConfig, "device"))
+    threads: int | None = field(default=None, metadata=THREADS)
+    peers: bool = field(
+        default=False, metadata=option("Also run transformers, and llama.cpp if FORETOKEN_LLAMA_CPP names its folder.")
+    )
+    peer_drafters: tuple[str, ...] = field(
+        default=(EVERY_KIND,),
+        metadata=option(f"Drafting methods of the other engines to run: {', '.join(KINDS)}; or all.", read=words),
+    )
+    peer_num_drafts: tuple[int, ...] = field(
+        default=(2, 3, 4, 5, 6, 7, 8),
+        metadata=option("Numbers of draft tokens for the other engines, separated by commas.", read=wholes),
+    )
+    peer_lookup_num_drafts: tuple[int, ...] = field(
+        default=(4, 8, 12, 16, 24, 32),
+        metadata=option("The same for their n-gram lookups, whose guesses cost nothing.", read=wholes),
+    )
+    plot: Path | None = field(default=None, metadata=option("Draw tokens per second into this .png or .svg file."))
+    out: Path | None = field(default=None, metadata=option("Folder for a dated result."))
+    resume: Path | None = field(
+        default=None,
+        metadata=option("File that keeps each answer; a run that was stopped goes on from it with the same options."),
+    )
+    name: str = field(default="bench", metadata=option("End of the result's file name."))
+    seed: int = field(default=0, metadata=option("Seed of sampled answers."))
 
     def __post_init__(self) -> None:
-        for field, low, high in (
+        for name, low, high in (
             ("prompts_per_slice", 1, MOST_PROMPTS),
             ("max_tokens", 2, None),
             ("repeats", 1, None),
             ("warmup", 0, None),
             ("seed", 0, 2**63),
         ):
-            check_whole(field, getattr(self, field), low, high)
-        if self.threads is not None and self.threads < 1:
-            raise InputError("threads", self.threads, "must be at least 1; leave it out for torch's own number")
+            check_whole(name, getattr(self, name), low, high)
+        check_fields(self)
         if not self.temperatures:
             raise InputError("temperatures", self.temperatures, "give at least one; 0 is greedy")
         for temperature in self.temperatures:
@@ -90,10 +145,10 @@ class SpeedOptions:
             raise InputError("slices", self.slices, f"give at least one of {', '.join(SLICES)}, or {ALL}")
         if self.drafters and not self.num_drafts:
             raise InputError("num_drafts", self.num_drafts, "give at least one number of tokens to draft, or 'auto'")
-        for field in ("num_drafts", "peer_num_drafts", "peer_lookup_num_drafts"):
-            for number in getattr(self, field):
-                if number != "auto" or field != "num_drafts":
-                    check_whole(field, number, low=1, high=1024)
+        for name in ("num_drafts", "peer_num_drafts", "peer_lookup_num_drafts"):
+            for number in getattr(self, name):
+                if number != "auto" or name != "num_drafts":
+                    check_whole(name, number, low=1, high=1024)
         for choice in self.choices:
             if choice.required and "draft" in choice.needs and self.draft is None:
                 raise ConfigError(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from foretoken.bench.prompts import ALL
 from foretoken.bench.report import check_name
+from foretoken.bench.speed_options import SpeedOptions
 from foretoken.errors import InputError
+from foretoken.field_text import numbers
 from foretoken.files import check_folder
+from foretoken.option import option, same_option
 from foretoken.params import TEMPERATURES, check_number, check_text, check_whole
 
 MOST_REQUESTS = 1_000_000  # all are planned before the first is sent
@@ -30,28 +33,47 @@ class UrlOptions:
     file that keeps each run that has ended, a rate or the trace; what it holds already is not measured again.
     """
 
-    url: str
-    model: str | None = None
-    rates: tuple[float, ...] = (1.0,)
-    requests: int = 64
-    trace: Path | None = None
-    prompts: Path | None = None
-    slices: tuple[str, ...] = (ALL,)
-    prompts_per_slice: int = 8
-    chat: bool = False
-    max_tokens: int = 64
-    temperature: float = 0.0
-    stop_at_eos: bool = False
-    warmup: int = 2
-    ttft_deadline_s: float | None = None
-    tpot_deadline_s: float | None = None
-    e2e_deadline_s: float | None = None
-    timeout_s: float = 600.0
-    key_variable: str = "OPENAI_API_KEY"
-    out: Path | None = None
-    resume: Path | None = None
-    name: str = "url"
-    seed: int = 0
+    url: str = field(metadata=option("Address of the server, such as http://127.0.0.1:8000, with or without /v1."))
+    model: str | None = field(default=None, metadata=option("Name of the model; without it, the first of /v1/models."))
+    rates: tuple[float, ...] = field(
+        default=(1.0,),
+        metadata=option(
+            "Requests per second of a Poisson process; several with commas are runs of their own.",
+            name="rate",
+            read=numbers,
+        ),
+    )
+    requests: int = field(default=64, metadata=option("Requests of each rate."))
+    trace: Path | None = field(
+        default=None,
+        metadata=option("File of arrivals in place of --rate: JSON lines, arrival_s [prompt, max_tokens, slice]."),
+    )
+    prompts: Path | None = field(default=None, metadata=same_option(SpeedOptions, "prompts"))
+    slices: tuple[str, ...] = field(default=(ALL,), metadata=same_option(SpeedOptions, "slices"))
+    prompts_per_slice: int = field(default=8, metadata=option("Prompts of each slice; requests take them in turn."))
+    chat: bool = field(default=False, metadata=option("Send prompts as a user's message to /v1/chat/completions."))
+    max_tokens: int = field(default=64, metadata=same_option(SpeedOptions, "max_tokens"))
+    temperature: float = field(default=0.0, metadata=option("Sampling temperature."))
+    stop_at_eos: bool = field(default=False, metadata=option("Let answers end early; by default ignore_eos is sent."))
+    warmup: int = field(default=2, metadata=option("Requests before the run, not counted."))
+    ttft_deadline_s: float | None = field(
+        default=None, metadata=option("A request is good if its first text comes within so many seconds.")
+    )
+    tpot_deadline_s: float | None = field(
+        default=None, metadata=option("The same for the mean time of each further token.")
+    )
+    e2e_deadline_s: float | None = field(default=None, metadata=option("The same for the whole answer."))
+    timeout_s: float = field(
+        default=600.0, metadata=option("A server that sends nothing for so many seconds has failed the request.")
+    )
+    key_variable: str = field(default="OPENAI_API_KEY", metadata=option("Environment variable with the API key."))
+    out: Path | None = field(default=None, metadata=same_option(SpeedOptions, "out"))
+    resume: Path | None = field(
+        default=None,
+        metadata=option("File that keeps each load; a run that was stopped goes on from it with the same options."),
+    )
+    name: str = field(default="url", metadata=same_option(SpeedOptions, "name"))
+    seed: int = field(default=0, metadata=same_option(SpeedOptions, "seed"))
 
     def __post_init__(self) -> None:
         self._check_address()

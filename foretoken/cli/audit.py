@@ -13,44 +13,24 @@ from foretoken.audit.plan import AuditOptions, Prompt, read_prompts
 from foretoken.audit.report import AuditReport, check_out, print_report, write_report
 from foretoken.bench.report import machine, versions
 from foretoken.bench.workload import SLICES, slices
-from foretoken.cli.common import (
-    DEFAULT_MODEL,
-    CacheOption,
-    DeviceOption,
-    DtypeOption,
-    JsonOption,
-    NumericsOption,
-    TargetOption,
-    WeightsOption,
-    fetch_models,
-    print_json,
-    progress,
-    was_given,
-)
-from foretoken.cli.lists import number, words
-from foretoken.cli.spec_options import check_sources, named_drafter, spec_from, with_spec_flags
+from foretoken.cli.common import DEFAULT_MODEL, JsonOption, fetch_models, print_json, progress, was_given
+from foretoken.cli.flags import config_from, takes
+from foretoken.cli.spec_options import check_sources, named_drafter, spec_from
+from foretoken.config import SpecConfig
 from foretoken.errors import GateError
 
 # With nothing named: the controller may decide not to draft, which tests nothing.
 _DRAFTER, _NUM_DRAFT = "ngram", "5"
 
 
-@with_spec_flags
+@takes(SpecConfig)
+@takes(AuditOptions)
 def audit(
     context: typer.Context,
-    target: TargetOption = DEFAULT_MODEL,
+    target: str = DEFAULT_MODEL,
     prompts: Annotated[
         Path | None, typer.Option(help="A prompt per line, or JSON lines with `prompt`, `prompt_ids` or `messages`.")
     ] = None,
-    num_prompts: Annotated[int, typer.Option(help="Answers at each temperature; prompts are taken in turn.")] = 16,
-    max_tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = 128,
-    temperatures: Annotated[str, typer.Option(help="Temperatures, separated by commas.")] = "0,0.8",
-    seed: Annotated[int, typer.Option(help="First seed of the sampled answers.")] = 0,
-    numerics: NumericsOption = "default",
-    weights: WeightsOption = "auto",
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = "auto",
-    cache_tokens: CacheOption = None,
     out: Annotated[Path | None, typer.Option(help="Write the report into this .md or .json file.")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -63,19 +43,7 @@ def audit(
         if not was_given(context, "num_draft"):
             given["num_draft"] = _NUM_DRAFT
     spec = spec_from(given)
-    options = AuditOptions(
-        target=target,
-        spec=spec,
-        num_prompts=num_prompts,
-        max_tokens=max_tokens,
-        temperatures=tuple(number("temperatures", word) for word in words("temperatures", temperatures)),
-        seed=seed,
-        numerics=numerics,
-        weights=weights,
-        dtype=dtype,
-        device=device,
-        cache_tokens=cache_tokens,
-    )
+    options = config_from(AuditOptions, given, spec=spec)
     fetch_models(target)
     check_sources(spec)
     report = _run(options, prompts, out)

@@ -1,47 +1,22 @@
-"""Options that the measurements of `foretoken bench` share."""
+"""What the measurements of `foretoken bench` share."""
 
 from __future__ import annotations
 
 import shlex
 import sys
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from foretoken.bench.report import Report, print_report
 from foretoken.cli.common import fetch_models, is_set
-from foretoken.cli.lists import words
-from foretoken.config import DRAFTERS
 from foretoken.errors import GateError
+from foretoken.field_text import words
 from foretoken.params import check_whole
 from foretoken.printing.console import Console
 
 DEFAULT_DRAFTERS = "ngram,suffix"
-DraftersOption = Annotated[
-    str,
-    typer.Option(
-        help=(
-            f"Drafters, separated by commas: {', '.join(DRAFTERS)}; or all; or sweep: each at 2, 3, 5 and 8 draft "
-            "tokens, a draft model also with trees. NAME:field=value;field=value sets options of one. With --draft "
-            "alone draft_model is added."
-        )
-    ),
-]
-PromptsOption = Annotated[
-    Path | None,
-    typer.Option(
-        help=(
-            "File or folder of prompts: JSON lines with `prompt` or `messages` and optional `slice` and `prediction`, "
-            "or public evaluation sets."
-        )
-    ),
-]
-RepeatsOption = Annotated[int, typer.Option(help="Times everything is measured; the median is reported.")]
-OutOption = Annotated[Path | None, typer.Option(help="Folder for a dated result.")]
-NameOption = Annotated[str, typer.Option(help="End of the result's file name.")]
-SeedOption = Annotated[int, typer.Option(help="Seed of sampled answers.")]
 
 
 def check_common(given: Mapping[str, Any]) -> None:

@@ -4,58 +4,40 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import typer
 
 from foretoken.bench.drafting import parse_drafters
+from foretoken.bench.profile_options import ProfileOptions
 from foretoken.bench.report import check_name
-from foretoken.cli.bench_options import (
-    DEFAULT_DRAFTERS,
-    DraftersOption,
-    NameOption,
-    OutOption,
-    SeedOption,
-    check_common,
-    command_line,
-    drafters_of,
-)
-from foretoken.cli.common import (
-    DEFAULT_MODEL,
-    DeviceOption,
-    DraftOption,
-    DtypeOption,
-    JsonOption,
-    TargetOption,
-    ThreadsOption,
-    print_json,
-)
+from foretoken.bench.speed_options import SpeedOptions
+from foretoken.cli.bench_options import DEFAULT_DRAFTERS, check_common, command_line, drafters_of
+from foretoken.cli.common import DEFAULT_MODEL, JsonOption, print_json
+from foretoken.cli.flags import config_from, takes
 from foretoken.files import check_folder
 from foretoken.printing.console import Console
 
 
+@takes(SpeedOptions, fields=("out", "name"))
+@takes(ProfileOptions)
 def profile(
     context: typer.Context,
-    target: TargetOption = DEFAULT_MODEL,
-    draft: DraftOption = None,
-    drafters: DraftersOption = DEFAULT_DRAFTERS,
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = "auto",
-    threads: ThreadsOption = None,
-    out: OutOption = None,
-    name: NameOption = "profile",
-    seed: SeedOption = 0,
+    target: str = DEFAULT_MODEL,
+    drafters: str = DEFAULT_DRAFTERS,
+    out: Path | None = None,
+    name: str = "profile",
     as_json: JsonOption = False,
 ) -> None:
     """Measure the seconds of target steps and of drafters by size, for `foretoken simulate`; under a minute."""
-    from foretoken.bench.profile import ProfileOptions, print_profile, run_profile, write_profile
+    from foretoken.bench.profile import print_profile, run_profile, write_profile
 
     check_common(context.params)
     choices = parse_drafters(drafters_of(context))
     check_name(name)
     if out is not None:
         check_folder(out)
-    asked = ProfileOptions(
-        target=target, draft=draft, drafters=choices, dtype=dtype, device=device, threads=threads, seed=seed
-    )
+    asked = config_from(ProfileOptions, context.params, drafters=choices)
     with Console(stderr=True).bar("measuring", 1.0) as bar:
         found = run_profile(asked, command=command_line(), tell=lambda words, share: bar.update(words, completed=share))
     file = None if out is None else write_profile(found, out, name)

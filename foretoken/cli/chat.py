@@ -12,15 +12,7 @@ import typer
 
 from foretoken.cli.common import (
     DEFAULT_MODEL,
-    AdaptOption,
-    CacheOption,
-    CostProfileOption,
-    DeviceOption,
-    DtypeOption,
     JsonOption,
-    NumericsOption,
-    TargetOption,
-    WeightsOption,
     announcer,
     engine_config,
     fetch_models,
@@ -28,11 +20,14 @@ from foretoken.cli.common import (
     print_json,
     progress,
 )
-from foretoken.cli.sampling_options import sampling_params, with_sampling_flags
-from foretoken.cli.spec_options import answering_spec, check_sources, with_spec_flags
+from foretoken.cli.flags import config_from, takes
+from foretoken.cli.spec_options import answering_spec, check_sources
+from foretoken.config import DRAFTING, SamplingParams, SpecConfig
 from foretoken.engine.prompts import Message
+from foretoken.engine_config import MODEL, EngineConfig
 from foretoken.errors import ContextLengthError, ForetokenError, InputError, StorageError
 from foretoken.model.packaged import advised_sampling
+from foretoken.params import SAMPLING
 from foretoken.printing.console import Console
 
 if TYPE_CHECKING:
@@ -45,21 +40,15 @@ _FULL = "/reset begins a new conversation."
 _NO_TEMPLATE = "{} has no chat template: it continues your text, line by line."
 
 
-@with_spec_flags
-@with_sampling_flags
+@takes(SpecConfig)
+@takes(SamplingParams, SAMPLING)
+@takes(EngineConfig, MODEL, DRAFTING)
 def chat(
     context: typer.Context,
-    target: TargetOption = DEFAULT_MODEL,
+    target: str = DEFAULT_MODEL,
     system: Annotated[str | None, typer.Option(help="The system message, before the conversation.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 512,
+    max_tokens: int = 512,
     colour: Annotated[bool, typer.Option("--colour", help="Show by colour where each token came from.")] = False,
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = "auto",
-    cache_tokens: CacheOption = None,
-    numerics: NumericsOption = "default",
-    weights: WeightsOption = "auto",
-    cost_profile: CostProfileOption = "auto",
-    adapt: AdaptOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Talk to a model: each line is a message, and the conversation is kept.
@@ -73,10 +62,10 @@ def chat(
     from foretoken.engine.llm import LLM
 
     advised = {name: value for name, value in advised_sampling(target).items() if not is_set(context, name)}
-    params, spec = sampling_params(context.params | advised), answering_spec(context.params)
+    params, spec = config_from(SamplingParams, context.params | advised), answering_spec(context.params)
     if spec is not None:
         spec.for_request(None)
-    config = engine_config(target, spec, context.params)
+    config = engine_config(spec, context.params)
     fetch_models(target)
     check_sources(spec)
     with progress(f"loading {target}") as status:

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretoken.cli.common import DEFAULT_MODEL, JsonOption, TargetOption, announcer, fetch_models, print_json, progress
+from foretoken.cli.common import DEFAULT_MODEL, JsonOption, announcer, fetch_models, print_json, progress
 from foretoken.cli.demo_prompts import PROMPTS, DemoPrompt
-from foretoken.config import DRAFTERS, PLAIN, SpecConfig
+from foretoken.cli.flags import takes
+from foretoken.config import DRAFTERS, PLAIN, SamplingParams, SpecConfig
+from foretoken.engine_config import EngineConfig
 from foretoken.errors import ConfigError, InputError, SpeculationWarning
 from foretoken.machine.neighbours import OtherLoad, is_contended, usable_cores
 from foretoken.machine.processes import Neighbour, neighbours
@@ -28,10 +30,12 @@ _NEEDS_DRAFT = ("draft_model", "cascade")
 FREE_STANDING = tuple(name for name in DRAFTERS if name not in (*_NEEDS_DRAFT, *HEADS, MTP, "predicted"))
 
 
+@takes(SamplingParams, fields=("max_tokens",))
+@takes(EngineConfig, fields=("model",))
 def demo(
-    target: TargetOption = DEFAULT_MODEL,
+    target: str = DEFAULT_MODEL,
     drafter: Annotated[str, typer.Option(help=f"Drafter: {', '.join(FREE_STANDING)}.")] = _DRAFTER,
-    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
+    max_tokens: int = 128,
     every: Annotated[
         bool, typer.Option("--all", help="Every drafter that needs nothing but the target, in one table.")
     ] = False,

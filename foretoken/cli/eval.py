@@ -7,31 +7,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from foretoken.bench.prompts import ALL
-from foretoken.cli.bench_options import DEFAULT_DRAFTERS, DraftersOption, check_common, command_line, drafters_of
-from foretoken.cli.common import (
-    DEFAULT_MODEL,
-    AllowLossyOption,
-    DeviceOption,
-    DraftOption,
-    DtypeOption,
-    JsonOption,
-    NumericsOption,
-    TargetOption,
-    ThreadsOption,
-    WeightsOption,
-    print_json,
-)
-from foretoken.cli.lists import number, words
-from foretoken.config import RULES
+from foretoken.bench.speed_options import SpeedOptions
+from foretoken.cli.bench_options import DEFAULT_DRAFTERS, check_common, command_line, drafters_of
+from foretoken.cli.common import DEFAULT_MODEL, JsonOption, print_json
+from foretoken.cli.flags import config_from, takes
 from foretoken.errors import GateError, InputError
 from foretoken.evaluate.options import EvalOptions
+from foretoken.field_text import words
 from foretoken.files import check_file
 from foretoken.params import check_number
 from foretoken.printing.console import Console
@@ -41,21 +30,15 @@ if TYPE_CHECKING:
     from foretoken.evaluate.result import EvalResult
     from foretoken.evaluate.run import EvalRun
 
-_DEFAULT = EvalOptions(DEFAULT_MODEL, drafters=("ngram",))
 _LINE_EVERY_S = 10.0  # without a terminal
 
 
+@takes(SpeedOptions, fields=("threads",))
+@takes(EvalOptions)
 def evaluate(
     context: typer.Context,
-    target: TargetOption = DEFAULT_MODEL,
-    draft: DraftOption = None,
-    drafters: DraftersOption = DEFAULT_DRAFTERS,
-    num_draft: Annotated[int, typer.Option(help="Draft tokens of each round: a fixed number.")] = _DEFAULT.num_draft,
-    rule: Annotated[
-        str,
-        typer.Option(help=f"Verification rule: {', '.join(RULES)}; auto is greedy, and coupled above temperature 0."),
-    ] = _DEFAULT.rule,
-    allow_lossy: AllowLossyOption = False,
+    target: str = DEFAULT_MODEL,
+    drafters: str = DEFAULT_DRAFTERS,
     prompts: Annotated[
         Path | None,
         typer.Option(
@@ -66,23 +49,7 @@ def evaluate(
         ),
     ] = None,
     slices: Annotated[str, typer.Option(help="Kinds of text, separated by commas; or all.")] = ALL,
-    prompts_per_slice: Annotated[
-        int, typer.Option(help="Prompts of each slice; ten or more for an interval.")
-    ] = _DEFAULT.prompts_per_slice,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Send texts as a user's message, through the target's chat template.")
-    ] = False,
-    max_tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = _DEFAULT.max_tokens,
-    temperatures: Annotated[str, typer.Option(help="Temperatures, separated by commas; 0 is greedy.")] = "0,0.8",
-    stop_at_eos: Annotated[
-        bool, typer.Option("--stop-at-eos", help="Let answers end early; by default all have the same length.")
-    ] = False,
-    seed: Annotated[int, typer.Option(help="Another number gives other sampled answers.")] = 0,
-    numerics: NumericsOption = "default",
-    weights: WeightsOption = "auto",
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = "auto",
-    threads: ThreadsOption = None,
+    threads: int | None = None,
     out: Annotated[Path | None, typer.Option(help="Write the result into this JSON file.")] = None,
     against: Annotated[Path | None, typer.Option(help="Compare with this earlier result.")] = None,
     most_lost: Annotated[
@@ -100,7 +67,7 @@ def evaluate(
 
     check_common(context.params)
     check_number("most_lost", most_lost, low=0, high=1)
-    options = _options(context)
+    options = config_from(EvalOptions, context.params, drafters=drafters_of(context))
     earlier = _earlier(against, out)
     run = _run_of(options, earlier, prompts, words("slices", slices))
     if threads is not None:
@@ -158,17 +125,6 @@ def _evaluate(run: EvalRun, out: Path | None, as_json: bool) -> None:
         if run.samples:
             _report(run.result(), None, out, as_json)
         raise
-
-
-def _options(context: typer.Context) -> EvalOptions:
-    """`EvalOptions` from the options by name."""
-    given = context.params
-    as_given = {field.name: given[field.name] for field in fields(EvalOptions) if field.name in given}
-    read = {
-        "drafters": drafters_of(context),
-        "temperatures": tuple(number("temperatures", word) for word in words("temperatures", given["temperatures"])),
-    }
-    return EvalOptions(**as_given | read)
 
 
 def _report(result: EvalResult, found: EvalComparison | None, out: Path | None, as_json: bool) -> None:

@@ -1,32 +1,176 @@
-"""Groups of flags that several verbs have, made once and read from the verb's context."""
+"""Flags made from the fields of configurations, and the configurations that given flags mean.
+
+A verb says which configurations it takes, or which groups or fields of them:
+
+    @takes(SamplingParams, SAMPLING)
+    @takes(EngineConfig, MODEL, fields=("trace",))
+    def chat(context: typer.Context, target: str = DEFAULT_MODEL, max_tokens: int = 512, ...)
+
+A parameter of the verb that is called as one of these settings stands for it: the verb gets its value, the flag has its
+place and its default. The others are read from the context, by `values_of` and `config_from`.
+"""
 
 from __future__ import annotations
 
 import inspect
+import types
 import typing
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+from foretoken.field_text import parse_field, union_members
+from foretoken.option import Option, options_of, setting_name
 
 Verb = Callable[..., None]
+_Config = TypeVar("_Config")
+_PLAIN = (int, float, bool, str, Path)  # types that a flag has; every other field is a text
 
 
-def flag(name: str, default: object, annotation: object) -> inspect.Parameter:
-    """A flag as a parameter of a verb."""
-    return inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=annotation)
+def takes(kind: type, *groups: str, fields: tuple[str, ...] = ()) -> Callable[[Verb], Verb]:
+    """A decorator that gives a verb the flags of the configuration `kind`: of its fields in `groups` and of `fields`,
+    of all where neither is said.
+
+    Raises:
+        TypeError: no such group or field, or a flag that the verb has already.
+    """
+    chosen = [
+        (field, one)
+        for field, one in options_of(kind)
+        if not (groups or fields) or one.group in groups or field.name in fields
+    ]
+    missing = {*groups, *fields} - {name for field, one in chosen for name in (field.name, one.group)}
+    if missing:
+        raise TypeError(f"{kind.__name__} has no option or group of options {', '.join(sorted(missing))}")
+    hints = typing.get_type_hints(kind)
+    made = {setting_name(field): _flag(field, one, hints[field.name]) for field, one in chosen}
+    origins = {setting_name(field): (kind, field.name) for field, _ in chosen}
+
+    def decorated(verb: Verb) -> Verb:
+        if twice := flags_taken(verb).keys() & made.keys():
+            raise TypeError(f"{verb.__name__} has --{', --'.join(sorted(twice))} already")
+        return _with_flags(verb, made, origins)
+
+    return decorated
 
 
-def with_flags(verb: Verb, flags: Sequence[inspect.Parameter], after: str) -> Verb:
-    """`verb` with `flags` behind its own parameter `after`; it does not get them as arguments."""
+def flags_taken(verb: object) -> Mapping[str, tuple[type, str]]:
+    """The settings of a verb that are fields of configurations: by the setting's name the configuration and field."""
+    return getattr(verb, "flags_taken", {})
+
+
+def values_of(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of fields of `kind` that flags by setting's name give, other flags among them; texts are read as the
+    fields have it, and what is None is left out.
+
+    Raises:
+        InputError: a text that is no value of its field; names the flag.
+    """
+    hints = typing.get_type_hints(kind)
+    found: dict[str, Any] = {}
+    for field, one in options_of(kind):
+        name = setting_name(field)
+        value = given.get(name)
+        if value is None:
+            continue
+        if one.read is not None and isinstance(value, str | list | tuple):
+            value = one.read(name, value)
+        elif one.repeats:
+            value = tuple(value)
+        elif isinstance(value, str) and _type_of_flag(one, hints[field.name]) is str:
+            value = parse_field(kind, field.name, value)
+        found[field.name] = value
+    return found
+
+
+def config_from(kind: type[_Config], given: Mapping[str, Any], **derived: object) -> _Config:
+    """The configuration that flags by name mean, other flags among them; `derived` are values of fields that come from
+    elsewhere.
+
+    Raises:
+        InputError: a value that makes no sense; names the flag.
+    """
+    return kind(**values_of(kind, given) | derived)
+
+
+def _flag(field: Field[Any], one: Option, hint: object) -> inspect.Parameter:
+    kind = _type_of_flag(one, hint)
+    default = None if one.repeats else field.default
+    if default is MISSING:
+        default = inspect.Parameter.empty
+    elif kind is str and default is not None and not isinstance(default, str):
+        default = _text_of(default)
+    annotation = Annotated[_optional(kind, default), _typer_option(field, one, kind, default)]  # type: ignore[valid-type]
+    name = setting_name(field)
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _typer_option(field: Field[Any], one: Option, kind: object, default: object) -> Any:  # noqa: ANN401 - typer's own
+    name = setting_name(field)
+    flags = one.flags or ("--" + name.replace("_", "-"),)
+    if kind is bool and default is True:
+        flags = (f"{flags[0]}/--no-{flags[0][2:]}",)
+
+    def check(value: Any) -> Any:  # noqa: ANN401 - whatever the flag holds
+        if value is not None:
+            one.check(name, value)
+        return value
+
+    checked = {"callback": check} if one.choices or one.valid else {}
+    return typer.Option(*flags, help=one.help_text, rich_help_panel=one.group or None, **checked)  # type: ignore[arg-type]
+
+
+def _type_of_flag(one: Option, hint: object) -> Any:  # noqa: ANN401 - a type
+    """A plain type if the field holds nothing else that a text could say, otherwise a text, or a list of them."""
+    if one.repeats:
+        return list[str]
+    members = [member for member in union_members(hint) if member is not types.NoneType]
+    said = [member for member in members if not hasattr(member, "__dataclass_fields__")]
+    return said[0] if all(member in _PLAIN for member in said) else str
+
+
+def _optional(kind: Any, default: object) -> Any:  # noqa: ANN401 - types
+    return kind | None if default is None else kind
+
+
+def _text_of(value: object) -> str:
+    """A default as one writes it."""
+    if isinstance(value, list | tuple):
+        return ",".join(map(_text_of, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _with_flags(verb: Verb, made: Mapping[str, inspect.Parameter], origins: Mapping[str, tuple[type, str]]) -> Verb:
+    """`verb` with these flags: in place of its own parameters of the same names, and behind the others."""
     hints = typing.get_type_hints(verb, include_extras=True)
-    before = [p.replace(annotation=hints[p.name]) for p in inspect.signature(verb).parameters.values()]
-    place = 1 + [p.name for p in before].index(after)
-    added = {one.name for one in flags}
+    own = inspect.signature(verb).parameters
+    parameters = [
+        _own_default(made[name], parameter)
+        if name in made
+        else parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
+        for name, parameter in own.items()
+    ]
+    parameters += [parameter for name, parameter in made.items() if name not in own]
 
     def called(**given: Any) -> None:  # noqa: ANN401 - flags of all types
-        verb(**{name: value for name, value in given.items() if name not in added})
+        verb(**{name: value for name, value in given.items() if name in own})
 
-    parameters = [*before[:place], *flags, *before[place:]]
     called.__name__, called.__doc__, called.__module__ = verb.__name__, verb.__doc__, verb.__module__
-    called.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": None}
+    called.__annotations__ = {one.name: one.annotation for one in parameters} | {"return": None}
     called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    called.flags_taken = {**flags_taken(verb), **origins}  # type: ignore[attr-defined]
     return called
+
+
+def _own_default(made: inspect.Parameter, own: inspect.Parameter) -> inspect.Parameter:
+    """A flag with the default that the verb has for it, if it has one."""
+    if own.default is inspect.Parameter.empty:
+        return made
+    kind, option = typing.get_args(made.annotation)
+    if typing.get_origin(kind) is types.UnionType:
+        (kind,) = (member for member in union_members(kind) if member is not types.NoneType)
+    annotation = Annotated[_optional(kind, own.default), option]  # type: ignore[valid-type]
+    return made.replace(default=own.default, annotation=annotation)

@@ -13,22 +13,7 @@ import typer
 
 from foretoken.cli.common import (
     DEFAULT_MODEL,
-    AdaptOption,
-    CacheOption,
-    CacheReserveOption,
-    CostProfileOption,
-    DeviceOption,
-    DtypeOption,
     JsonOption,
-    MaxBatchSizeOption,
-    MaxPromptTokensOption,
-    MaxSpeculatingOption,
-    MaxStepTokensOption,
-    MinTokensForDraftModelOption,
-    MinTokensToSpeculateOption,
-    NumericsOption,
-    TargetOption,
-    WeightsOption,
     announcer,
     engine_config,
     fetch_models,
@@ -36,15 +21,16 @@ from foretoken.cli.common import (
     texts_of,
     was_given,
 )
-from foretoken.cli.sampling_options import sampling_params, with_sampling_flags
-from foretoken.cli.spec_options import answering_spec, check_sources, with_spec_flags
-from foretoken.config import SamplingParams, SpecConfig
-from foretoken.control.queue import SchedulerConfig
+from foretoken.cli.flags import config_from, takes
+from foretoken.cli.spec_options import answering_spec, check_sources
+from foretoken.config import DRAFTING, SamplingParams, SpecConfig
+from foretoken.control.queue import BATCHES
 from foretoken.control.routing import RoutingRules
 from foretoken.engine.prompts import Conversation, as_conversation
-from foretoken.engine_config import EngineConfig
+from foretoken.engine_config import MODEL, EngineConfig
 from foretoken.errors import ConfigError, InputError
 from foretoken.files import check_file, parse_json
+from foretoken.option import options_of
 from foretoken.printing.console import Console
 
 if TYPE_CHECKING:
@@ -53,7 +39,7 @@ if TYPE_CHECKING:
 
 # Options whose text may stand in a file or on standard input.
 _TEXTS = ("prompt", "prompt_ids", "messages", "prediction", "json_schema", "grammar")
-_ROUTING = ("min_tokens_to_speculate", "min_tokens_for_draft_model", "max_speculating_requests")
+_ROUTING = tuple(field.name for field, _ in options_of(RoutingRules))
 
 _PromptOption = Annotated[
     str | None, typer.Option("--prompt", "-p", help="The text to continue; @FILE, - (standard input), @@ for an @.")
@@ -67,60 +53,21 @@ _ChatOption = Annotated[
 _MessagesOption = Annotated[
     str | None, typer.Option(help="A conversation to continue, a JSON list of messages: the text, @FILE, or -.")
 ]
-_PredictionOption = Annotated[
-    str | None, typer.Option(help="The answer you expect, for --drafter predicted: the text, @FILE, or -.")
-]
-_LogprobsOption = Annotated[
-    int | None, typer.Option(help="Report log-probabilities: of each token and of this many likeliest.")
-]
-_PromptLogprobsOption = Annotated[
-    int | None, typer.Option(help="The same for the prompt's tokens, under the model's own distribution.")
-]
-_JsonSchemaOption = Annotated[
-    str | None, typer.Option(help="Hold the answer to this JSON schema: the text, @FILE, or -.")
-]
-_GrammarOption = Annotated[
-    str | None, typer.Option(help="Hold the answer to this Lark grammar: the text, @FILE, or -.")
-]
-_DeadlineOption = Annotated[
-    float | None, typer.Option("--deadline", help="Seconds after which the answer is wanted: orders service.")
-]
 
 
-@with_spec_flags
-@with_sampling_flags
+@takes(SpecConfig)
+@takes(RoutingRules)
+@takes(SamplingParams)
+@takes(EngineConfig, MODEL, BATCHES, DRAFTING, fields=("trace",))
 def generate(
     context: typer.Context,
-    target: TargetOption = DEFAULT_MODEL,
+    target: str = DEFAULT_MODEL,
     prompt: _PromptOption = None,
     prompt_ids: _PromptIdsOption = None,
     chat: _ChatOption = False,
     messages: _MessagesOption = None,
-    prediction: _PredictionOption = None,
-    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
-    n: Annotated[int, typer.Option(help="Answers to draw.")] = 1,
-    logprobs: _LogprobsOption = None,
-    prompt_logprobs: _PromptLogprobsOption = None,
-    json_schema: _JsonSchemaOption = None,
-    regex: Annotated[str | None, typer.Option(help="Hold the answer to this regular expression.")] = None,
-    grammar: _GrammarOption = None,
-    priority: Annotated[int, typer.Option(help="Smaller is served earlier.")] = 0,
-    deadline_s: _DeadlineOption = None,
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = "auto",
-    cache_tokens: CacheOption = None,
-    cache_reserve: CacheReserveOption = EngineConfig.cache_reserve,
-    max_batch_size: MaxBatchSizeOption = SchedulerConfig.max_batch_size,
-    max_prompt_tokens: MaxPromptTokensOption = SchedulerConfig.max_prompt_tokens,
-    max_step_tokens: MaxStepTokensOption = None,
-    min_tokens_to_speculate: MinTokensToSpeculateOption = RoutingRules.min_tokens_to_speculate,
-    min_tokens_for_draft_model: MinTokensForDraftModelOption = RoutingRules.min_tokens_for_draft_model,
-    max_speculating_requests: MaxSpeculatingOption = None,
-    numerics: NumericsOption = "default",
-    weights: WeightsOption = "auto",
-    cost_profile: CostProfileOption = "auto",
-    adapt: AdaptOption = False,
-    trace: Annotated[Path | None, typer.Option(help="Append one line per event to this .jsonl file.")] = None,
+    max_tokens: int = 128,
+    trace: Path | None = None,
     show: Annotated[bool, typer.Option("--show", help="Mark each token by where it came from, with a legend.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -129,10 +76,10 @@ def generate(
 
     texts = texts_of(context.params, _TEXTS)
     given = context.params | texts
-    asked, params, spec = _asked(texts, chat), sampling_params(given), answering_spec(given)
+    asked, params, spec = _asked(texts, chat), config_from(SamplingParams, given), answering_spec(given)
     if spec is not None:
         spec.for_request(params.prediction)  # what cannot go together is refused before anything is loaded
-    config = engine_config(target, spec, given, routing=_rules(context, spec))
+    config = engine_config(spec, given, routing=_rules(context, spec))
     fetch_models(target)
     check_sources(spec)
     if trace is not None:
@@ -179,7 +126,6 @@ def _rules(context: typer.Context, spec: SpecConfig | None) -> RoutingRules:
     Raises:
         InputError: a rule that makes no sense, or that nothing here would ask.
     """
-    given = {name: context.params[name] for name in _ROUTING}
     for name in _ROUTING:
         if spec is not None and was_given(context, name) and (spec.drafter is None or spec.num_draft != "auto"):
             remedy = (
@@ -188,9 +134,11 @@ def _rules(context: typer.Context, spec: SpecConfig | None) -> RoutingRules:
                 else f"num_draft={spec.num_draft} is set: leave that to auto"
             )
             raise ConfigError(
-                name, given[name], f"rules hold where the number of guesses is open, and {remedy}, or leave this out"
+                name,
+                context.params[name],
+                f"rules hold where the number of guesses is open, and {remedy}, or leave this out",
             )
-    return RoutingRules(**given)
+    return config_from(RoutingRules, context.params)
 
 
 class _Streamed:

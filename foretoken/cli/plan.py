@@ -12,18 +12,14 @@ import typer
 
 from foretoken.cli.common import (
     DEFAULT_MODEL,
-    DeviceOption,
-    DraftDtypeOption,
-    DtypeOption,
     JsonOption,
-    NumDraftOption,
-    TargetOption,
-    WeightsOption,
     fetch_models,
     print_json,
 )
-from foretoken.config import DRAFT_DTYPES, QUANTISED
+from foretoken.cli.flags import takes
+from foretoken.config import QUANTISED, SpecConfig
 from foretoken.control.policy import PolicyConfig
+from foretoken.engine_config import EngineConfig
 from foretoken.errors import CapacityError, ConfigError, InputError, StorageError
 from foretoken.params import is_count
 from foretoken.plan.memory import Account, Budget, Load, ModelShape, account, contexts_to_show, fitting, largest_batch
@@ -57,8 +53,11 @@ _PARTS = {
 }
 
 
+@takes(SpecConfig, fields=("num_draft", "draft_dtype"))
+@takes(EngineConfig, fields=("model", "max_prompt_tokens", "weights", "dtype", "device"))
+@takes(Load)
 def plan(
-    target: TargetOption = DEFAULT_MODEL,
+    target: str = DEFAULT_MODEL,
     draft: Annotated[
         list[str] | None, typer.Option(help="A draft model; give it several times to see which ones fit.")
     ] = None,
@@ -69,17 +68,14 @@ def plan(
         str | None, typer.Option(help="Memory to plan with, such as 24GiB; without it, what this machine has free now.")
     ] = None,
     reserve: Annotated[float, typer.Option(help="Share of the memory that is kept free.")] = 0.2,
-    batch: Annotated[int, typer.Option(help="Concurrent requests.")] = 1,
-    context: Annotated[
-        int | None,
-        typer.Option(help="Tokens of a request, prompt and answer together; 4096, or the model's own if less."),
-    ] = None,
-    num_draft: NumDraftOption = "auto",
-    max_prompt_tokens: Annotated[int, typer.Option(help="Prompt tokens per step.")] = 512,
-    weights: WeightsOption = "auto",
-    dtype: DtypeOption = "auto",
-    draft_dtype: DraftDtypeOption = "auto",
-    device: DeviceOption = "auto",
+    batch: int = 1,
+    context: int | None = None,
+    num_draft: str = "auto",
+    max_prompt_tokens: int = EngineConfig.max_prompt_tokens,
+    weights: str = EngineConfig.weights,
+    dtype: str = EngineConfig.dtype,
+    draft_dtype: str = SpecConfig.draft_dtype,
+    device: str = EngineConfig.device,
     as_json: JsonOption = False,
 ) -> None:
     """Print the memory of weights, caches and a step, and which batch and context fit; exit code 1 if the requested
@@ -94,8 +90,6 @@ def plan(
     if draft_dtype != "auto" and not draft and not head:
         reason = "there is no draft model and no head: name one with --draft or --head, or leave it out"
         raise ConfigError("draft_dtype", draft_dtype, reason)
-    if draft_dtype not in DRAFT_DTYPES:
-        raise ConfigError("draft_dtype", draft_dtype, f"choose one of {', '.join(DRAFT_DTYPES)}")
     place = open_device(device)
     budget = Budget(available_bytes(place) if memory is None else parse_bytes(memory), _share(reserve))
     fetch_models(target)

@@ -1,44 +1,26 @@
 """`foretoken serve`: an OpenAI-compatible server. This process holds no model and imports no torch: its workers do."""
 
-# ruff: noqa: ARG001 - most options are read from the context
-
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from foretoken.cli.common import (
-    DEFAULT_MODEL,
-    DEVICE_HELP,
-    DTYPE_HELP,
-    AdaptOption,
-    CacheOption,
-    CacheReserveOption,
-    CostProfileOption,
-    JsonOption,
-    MaxBatchSizeOption,
-    MaxPromptTokensOption,
-    MaxStepTokensOption,
-    NumericsOption,
-    TargetOption,
-    WeightsOption,
-    engine_config,
-    fetch_models,
-    print_json,
-)
-from foretoken.cli.serve_options import keys_from, pads_streams, server_part, with_server_flags
-from foretoken.cli.spec_options import answering_spec, with_spec_flags
-from foretoken.control.queue import SchedulerConfig
+from foretoken.cli.common import DEFAULT_MODEL, JsonOption, engine_config, fetch_models, print_json, text_of
+from foretoken.cli.flags import config_from, takes
+from foretoken.cli.origins import SECRETS
+from foretoken.cli.spec_options import answering_spec
+from foretoken.config import SpecConfig
 from foretoken.engine_config import EngineConfig
 from foretoken.errors import ConfigError
 from foretoken.files import check_file, check_readable
 from foretoken.printing.console import Console
 from foretoken.server.api.config import ApiConfig
 from foretoken.server.config import ServerConfig
-from foretoken.server.guard.config import GuardConfig
+from foretoken.server.guard.config import KEY_VARIABLE, GuardConfig, is_loopback
 from foretoken.server.life.config import LifeConfig
 from foretoken.server.observe.config import ObserveConfig
 
@@ -46,33 +28,16 @@ if TYPE_CHECKING:
     from foretoken.server.run import Readiness
 
 
-@with_spec_flags
-@with_server_flags
+@takes(ObserveConfig)
+@takes(LifeConfig)
+@takes(ApiConfig)
+@takes(GuardConfig)
+@takes(SpecConfig)
+@takes(EngineConfig)
+@takes(ServerConfig)
 def serve(
     context: typer.Context,
-    target: TargetOption = DEFAULT_MODEL,
-    port: Annotated[int, typer.Option(help="The port to listen on; 0 = a free one.")] = 8000,
-    name: Annotated[str | None, typer.Option(help="What clients call the model; without it, its own name.")] = None,
-    draft_required: Annotated[
-        bool, typer.Option("--draft-required", help="End with an error where the draft is missing or broken.")
-    ] = False,
-    tls_cert: Annotated[str | None, typer.Option(help="Certificate for HTTPS, a PEM file.")] = None,
-    tls_key: Annotated[str | None, typer.Option(help="Its key, a PEM file.")] = None,
-    dtype: Annotated[str, typer.Option(help=DTYPE_HELP)] = "auto",
-    device: Annotated[str, typer.Option(help=DEVICE_HELP)] = "auto",
-    cache_tokens: CacheOption = None,
-    cache_reserve: CacheReserveOption = EngineConfig.cache_reserve,
-    max_batch_size: MaxBatchSizeOption = SchedulerConfig.max_batch_size,
-    max_prompt_tokens: MaxPromptTokensOption = SchedulerConfig.max_prompt_tokens,
-    max_step_tokens: MaxStepTokensOption = None,
-    numerics: NumericsOption = "default",
-    weights: WeightsOption = "auto",
-    cost_profile: CostProfileOption = "auto",
-    adapt: AdaptOption = False,
-    shadow_rate: Annotated[
-        float, typer.Option(help="Share of answers that the target scores again, to check their distribution.")
-    ] = EngineConfig.shadow_rate,
-    trace: Annotated[Path | None, typer.Option(help="Append one line per event to this .jsonl file.")] = None,
+    target: str = DEFAULT_MODEL,
     as_json: JsonOption = False,
 ) -> None:
     """Serve a model over HTTP, OpenAI-compatible; with nothing named, smollm2."""
@@ -111,24 +76,33 @@ def server_config(given: Mapping[str, Any]) -> ServerConfig:
             check_readable("corpus", Path(spec.corpus))
     if given["trace"] is not None:
         check_file("trace", given["trace"])
-    return ServerConfig(
-        engine=engine_config(given["target"], spec, given),
-        name=given["name"],
-        port=given["port"],
-        draft_required=given["draft_required"],
-        tls_cert=given["tls_cert"],
-        tls_key=given["tls_key"],
-        api=server_part(
-            ApiConfig,
-            given,
-            obfuscation=pads_streams(given),
-            allow_lossy=given["allow_lossy"],
-            specs=() if spec is None else spec.configs,  # requests may name each part
-        ),
-        guard=server_part(GuardConfig, given, **keys_from(given)),
-        observe=server_part(ObserveConfig, given),
-        life=server_part(LifeConfig, given),
+    specs = () if spec is None else spec.configs  # requests may name each part
+    api = {"obfuscation": _pads_streams(given), "allow_lossy": given["allow_lossy"], "specs": specs}
+    return config_from(
+        ServerConfig,
+        given,
+        engine=engine_config(spec, given),
+        api=config_from(ApiConfig, given, **api),
+        guard=config_from(GuardConfig, given, **_keys(given)),
+        observe=config_from(ObserveConfig, given),
+        life=config_from(LifeConfig, given),
     )
+
+
+def _keys(given: Mapping[str, Any]) -> dict[str, str | None]:
+    """The keys that flags or the environment name, read from files where they say so.
+
+    Raises:
+        StorageError: a file cannot be read.
+    """
+    found = {name: text_of(name, given[name]) for name in SECRETS}
+    found["api_key"] = found["api_key"] or os.environ.get(KEY_VARIABLE)
+    return {name: None if key is None else key.strip() for name, key in found.items()}
+
+
+def _pads_streams(given: Mapping[str, Any]) -> bool:
+    """Whether streams are padded by default: sizes of events tell what was accepted, to whoever sees the network."""
+    return bool(given["obfuscation"]) or not is_loopback(given["host"])
 
 
 def _facts(ready: Readiness, config: ServerConfig) -> dict[str, Any]:

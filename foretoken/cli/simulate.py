@@ -9,18 +9,13 @@ from typing import Annotated
 
 import typer
 
-from foretoken.cli.common import (
-    CacheOption,
-    CacheReserveOption,
-    JsonOption,
-    MaxBatchSizeOption,
-    MaxPromptTokensOption,
-    MaxStepTokensOption,
-)
+from foretoken.cli.common import JsonOption
+from foretoken.cli.flags import takes
 from foretoken.cli.simulate_requests import check_arrivals
-from foretoken.control.queue import SchedulerConfig
 from foretoken.errors import ConfigError
 from foretoken.simulate.loads import SHAPES
+from foretoken.simulate.setting import Limits
+from foretoken.simulate.simulate import Fleet
 
 _Arrivals = Annotated[
     str,
@@ -54,14 +49,14 @@ _Bench = Annotated[
 _Settings = Annotated[
     str | None, typer.Option(help="Settings with commas: plain, ngram-5, draft_model-auto. Without it plain and auto.")
 ]
-_Replicas = Annotated[int, typer.Option(help="Engines that share the requests.")]
-_Dispatch = Annotated[str, typer.Option(help="How requests are assigned to replicas: round_robin, or least_loaded.")]
 _PricePerHour = Annotated[
     float | None, typer.Option(help="Price of one engine per hour, for the price of a million tokens.")
 ]
 _Seed = Annotated[int, typer.Option(help="Seed of arrivals, lengths and acceptance.")]
 
 
+@takes(Fleet)
+@takes(Limits)
 def simulate(
     context: typer.Context,
     arrivals: _Arrivals,
@@ -73,13 +68,6 @@ def simulate(
     acceptance: _Acceptance = None,
     bench: _Bench = None,
     settings: _Settings = None,
-    max_batch_size: MaxBatchSizeOption = 16,
-    max_prompt_tokens: MaxPromptTokensOption = 512,
-    max_step_tokens: MaxStepTokensOption = None,
-    cache_tokens: CacheOption = None,
-    cache_reserve: CacheReserveOption = SchedulerConfig.cache_reserve,
-    replicas: _Replicas = 1,
-    dispatch: _Dispatch = "round_robin",
     price_per_hour: _PricePerHour = None,
     seed: _Seed = 0,
     as_json: JsonOption = False,

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from foretoken.cli.common import print_json, progress
+from foretoken.cli.flags import config_from
 from foretoken.cli.simulate_requests import arrival_names, jobs_of, settings_of
 from foretoken.errors import InputError
 from foretoken.files import read_json
@@ -34,7 +35,7 @@ def predict(given: Mapping[str, Any]) -> None:
     profile = load_profile(given["profile"])
     known = chances_from_bench(read_json("bench", given["bench"])) if given["bench"] is not None else {}
     limits, chosen = _limits(given, profile), _settings(given["settings"], profile)
-    fleet, price, seed = Fleet(given["replicas"], given["dispatch"]), given["price_per_hour"], given["seed"]
+    fleet, price, seed = config_from(Fleet, given), given["price_per_hour"], given["seed"]
     if price is not None:
         check_number("price_per_hour", price, low=0.0, high=_MOST_PRICE)
     names = arrival_names(given["arrivals"])
@@ -67,12 +68,9 @@ def predict(given: Mapping[str, Any]) -> None:
 
 
 def _limits(given: Mapping[str, Any], profile: Profile) -> Limits:
-    return Limits(
-        max_batch_size=given["max_batch_size"],
-        max_prompt_tokens=given["max_prompt_tokens"],
-        max_step_tokens=given["max_step_tokens"],
-        cache_reserve=given["cache_reserve"],
-        cache_tokens=given["cache_tokens"],
+    return config_from(
+        Limits,
+        given,
         block_tokens=_target_number(profile, "block_tokens") or 32,
         max_context_tokens=_target_number(profile, "max_context_tokens"),
     )

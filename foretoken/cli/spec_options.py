@@ -1,26 +1,19 @@
-"""The flags of `SpecConfig`, made from its fields, and the configuration that given flags mean."""
+"""The `SpecConfig` that flags mean: what the drafter is where another flag names it, and its own options."""
 
 from __future__ import annotations
 
-import inspect
-import types
-import typing
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import Field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from foretoken.cli.common import spec_flag
-from foretoken.cli.flags import flag, with_flags
+from foretoken.cli.flags import values_of
 from foretoken.config import PLAIN, SpecConfig
 from foretoken.errors import ConfigError
-from foretoken.field_text import parse_field, union_members
+from foretoken.field_text import parse_field
 from foretoken.files import check_readable
 from foretoken.registry import head_drafter, known_drafters, options_class
 
-_PLAIN = (int, float, bool, str)  # types that a flag has; every other field is a text
 # A flag that names its drafter where no other flag does.
 _TAKERS = {
     "parts": "mix",
@@ -32,15 +25,6 @@ _TAKERS = {
 }
 
 
-def with_spec_flags(verb: Callable[..., None]) -> Callable[..., None]:
-    """`verb` with a flag for every field of `SpecConfig` that has a help text, and --drafter-option; it reads them from
-    its context.
-    """
-    spec_hints = typing.get_type_hints(SpecConfig)
-    flags = [_flag(field, spec_hints[field.name]) for field in fields(SpecConfig) if "help" in field.metadata]
-    return with_flags(verb, [*flags, _options_flag()], after="target")
-
-
 def spec_from(given: Mapping[str, Any]) -> SpecConfig:
     """`SpecConfig` from flags by name, other flags among them; texts are read as their fields have it.
 
@@ -49,12 +33,7 @@ def spec_from(given: Mapping[str, Any]) -> SpecConfig:
     Raises:
         ConfigError: a value that no drafter or rule takes.
     """
-    values: dict[str, Any] = {}
-    for field in fields(SpecConfig):
-        value = given.get(field.name)
-        if value is not None:
-            is_text = isinstance(value, str)
-            values[field.name] = parse_field(SpecConfig, field.name, value) if is_text else value
+    values = values_of(SpecConfig, given)
     drafter = values["drafter"] = named_drafter(given)
     if drafter in (None, PLAIN) and values.get("num_draft", "auto") != "auto":
         raise ConfigError(
@@ -122,24 +101,3 @@ def check_sources(spec: SpecConfig | None) -> None:
         head_drafter(spec.head)
     if spec.corpus is not None:
         check_readable("corpus", Path(spec.corpus))
-
-
-def _flag(field: Field[Any], hint: Any) -> inspect.Parameter:  # noqa: ANN401 - an annotation
-    """The flag of a field: a number, truth or text if that is its type, otherwise a text."""
-    members = [one for one in union_members(hint) if one is not types.NoneType]
-    kind: Any = members[0] if len(members) == 1 and members[0] in _PLAIN else str
-    default = field.default
-    if default is None:
-        kind = kind | None
-    elif kind is str and not isinstance(default, str):
-        default = f"{default:g}" if isinstance(default, float) else ",".join(map(str, default))  # type: ignore[arg-type]
-    option = spec_flag(field.name)
-    if field.name == "drafter":
-        option.help += f" {', '.join(known_drafters())}, {PLAIN}."
-    return flag(field.name, default, Annotated[kind, option])
-
-
-def _options_flag() -> inspect.Parameter:
-    words = "An option of the drafter's own, as NAME=VALUE; may be given several times."
-    option = typer.Option("--drafter-option", help=words)
-    return flag("drafter_option", None, Annotated[list[str] | None, option])

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from foretoken.cli.common import JsonOption, print_json
+from foretoken.cli.flags import config_from, takes
 from foretoken.cli.train_answers import answers
 from foretoken.cli.train_heads import adapter, block, draft, eagle, medusa
 from foretoken.cli.usage import Group
@@ -25,15 +26,15 @@ app = typer.Typer(
     help="Train heads and draft models for a target, or a language model from scratch. Interrupted runs resume.",
     no_args_is_help=True,
 )
-_DEFAULT = TrainConfig()
 
 
 @app.command("lm", cls=EngineVerb)
+@takes(TrainConfig)
 def lm(
+    context: typer.Context,
     out: Annotated[
         Path, typer.Option(help="Folder of the run: state, corpus, and at the end the finished model in OUT/model.")
     ],
-    tokens: Annotated[int, typer.Option(help="Tokens to see in the whole run.")] = _DEFAULT.tokens,
     shape: Annotated[
         str, typer.Option(help="target or draft (the reference sizes), or hidden,intermediate,layers,heads,kv_heads.")
     ] = "target",
@@ -46,14 +47,6 @@ def lm(
     init: Annotated[
         str | None, typer.Option(help="Start from this model of the same shape instead of random weights.")
     ] = None,
-    batch_tokens: Annotated[int, typer.Option(help="Tokens per optimiser step.")] = _DEFAULT.batch_tokens,
-    length: Annotated[
-        int, typer.Option(help="Tokens per training window; the last part of the run uses longer ones.")
-    ] = _DEFAULT.length,
-    seed: Annotated[int, typer.Option(help="Random seed of weights and data order.")] = 0,
-    compile_model: Annotated[
-        bool, typer.Option("--compile/--no-compile", help="Compile the step (needs a C compiler).")
-    ] = True,
     device: Annotated[str, typer.Option(help="Where to train: cpu or cuda.")] = "cpu",
     as_json: JsonOption = False,
 ) -> None:
@@ -61,9 +54,7 @@ def lm(
     from foretoken.model.names import model_folder
     from foretoken.train.recipes import train_lm
 
-    config = dataclasses.replace(
-        _DEFAULT, tokens=tokens, batch_tokens=batch_tokens, length=length, seed=seed, compile=compile_model
-    )
+    config = config_from(TrainConfig, context.params)
     result, folder = train_lm(
         out,
         _shape(shape),

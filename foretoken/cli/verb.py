@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.cli import origins
+from foretoken.cli.flags import flags_taken
 from foretoken.cli.imports import import_engine
 from foretoken.cli.usage import Command
 from foretoken.errors import ConfigError, InputError
 from foretoken.params import check_text
 
+_ANY_DEVICE = "auto"
 _MOST = 1 << 64  # exclusive upper limit of seeds, counts and sizes
-# Fields of the library that an option of another name sets.
-_OPTION_OF = {"bad_words": "bad_word", "profile": "cost_profile", "model": "target", "rules": "rule", "phases": "load"}
 
 
 class Verb(Command):
@@ -38,12 +38,22 @@ class Verb(Command):
 
 class EngineVerb(Verb):
     """A verb that runs models. They are imported here, so that its help, and what is wrong with its options, take no
-    seconds.
+    seconds; then the device is looked for.
     """
 
     def invoke(self, ctx: Any) -> Any:  # noqa: ANN401, D102
         import_engine()
+        device = ctx.params.get("device", _ANY_DEVICE)
+        if device != _ANY_DEVICE:
+            with _blame(ctx):
+                _open_device(device)
         return super().invoke(ctx)
+
+
+def _open_device(name: str) -> None:
+    from foretoken.model.open import open_device  # imports torch
+
+    open_device(name)
 
 
 def check_value(name: str, value: object) -> None:
@@ -70,7 +80,8 @@ def _blame(ctx: Any) -> Iterator[None]:  # noqa: ANN401
         yield
     except InputError as error:
         known = {parameter.name for parameter in ctx.command.params}
-        name = next((name for name in (error.field, _OPTION_OF.get(error.field)) if name in known), None)
+        of_field = {field: name for name, (_, field) in flags_taken(ctx.command.callback).items()}
+        name = next((name for name in (error.field, of_field.get(error.field)) if name in known), None)
         source = None if name is None else ctx.get_parameter_source(name)
         if name is not None and source is not None and source.name == "DEFAULT_MAP":
             error.add_note(f"set by {origins.origin(_path_of(ctx), name)}")

@@ -10,15 +10,19 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from foretoken.errors import ConfigError
+from foretoken.option import option
 
 Urgency = tuple[int, float, int]  # smaller is served earlier: level, when the answer is wanted, order of arrival
 Footprint = Callable[[int], int]
 
 # A quarter: of a step's rows that prompts get at least, of the prompts' rows that short ones may take from the first.
 _SHARE = 4
+BATCHES = "Batches"  # the group of the scheduler's options
+_option = partial(option, group=BATCHES)
 
 
 @dataclass(frozen=True)
@@ -34,10 +38,18 @@ class SchedulerConfig:
         ConfigError: names the field.
     """
 
-    max_batch_size: int = 16
-    max_prompt_tokens: int = 512
-    max_step_tokens: int | None = field(default=None, kw_only=True)
-    cache_reserve: float = field(default=0.15, kw_only=True)  # who speculates grows by several tokens a step
+    max_batch_size: int = field(default=16, metadata=_option("Answers that run at once."))
+    max_prompt_tokens: int = field(default=512, metadata=_option("Prompt tokens that a step takes."))
+    max_step_tokens: int | None = field(
+        default=None,
+        kw_only=True,
+        metadata=_option("Rows of a step altogether: prompts, guesses, and one for each answer; no bound."),
+    )
+    cache_reserve: float = field(  # who speculates grows by several tokens a step
+        default=0.15,
+        kw_only=True,
+        metadata=_option("Share of the cache that stays free when an answer begins."),
+    )
     aging_s: float = field(default=30.0, kw_only=True)
 
     def __post_init__(self) -> None:

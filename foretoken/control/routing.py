@@ -6,13 +6,17 @@ They hold for what a request leaves open; a number of guesses that the caller se
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, get_args
 
+from foretoken.config import DRAFTING
+from foretoken.option import option
 from foretoken.params import check_whole
 
 Reason = Literal["short answer", "load", "draft model"]
 REASONS: tuple[Reason, ...] = get_args(Reason)
+_option = partial(option, group=DRAFTING)
 
 
 @dataclass(frozen=True)
@@ -26,9 +30,19 @@ class RoutingRules:
     - `max_speculating_requests`: while more requests than this decode together, no guesses are made.
     """
 
-    min_tokens_to_speculate: int = 0
-    min_tokens_for_draft_model: int = 50
-    max_speculating_requests: int | None = None
+    min_tokens_to_speculate: int = field(
+        default=0, metadata=_option("With an open number of guesses: answers of fewer tokens are not guessed for.")
+    )
+    min_tokens_for_draft_model: int = field(
+        default=50,
+        metadata=_option(
+            "With an open number of guesses by several drafters: no draft model reads the prompt for shorter answers."
+        ),
+    )
+    max_speculating_requests: int | None = field(
+        default=None,
+        metadata=_option("With an open number of guesses: nobody guesses while more answers run than this; no limit."),
+    )
 
     def __post_init__(self) -> None:
         check_whole("min_tokens_to_speculate", self.min_tokens_to_speculate, low=0)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from foretoken.bench.drafting import DrafterChoice, parse_drafters
-from foretoken.config import SpecConfig
+from foretoken.bench.speed_options import SpeedOptions
+from foretoken.config import RULES, SpecConfig
+from foretoken.engine_config import EngineConfig
 from foretoken.errors import ConfigError, InputError
+from foretoken.field_text import numbers
+from foretoken.option import check_fields, option, same_option
 from foretoken.params import TEMPERATURES, check_number, check_whole
 
 _MOST_PROMPTS = 100_000
@@ -37,24 +41,32 @@ class EvalOptions:
     to the seeds of the sampled answers, which follow from their prompts.
     """
 
-    target: str
-    draft: str | None = None
-    drafters: Sequence[str] = ("draft_model", "ngram")
-    num_draft: int = 5
-    rule: str = "auto"
-    allow_lossy: bool = False
-    prompts_per_slice: int = 10
-    max_tokens: int = 64
-    temperatures: Sequence[float] = (0.0, 0.8)
-    stop_at_eos: bool = False
-    chat: bool = False
-    seed: int = 0
-    dtype: str = "auto"
-    device: str = "auto"
-    numerics: str = "default"
-    weights: str = "auto"
+    target: str = field(metadata=same_option(SpeedOptions, "target"))
+    draft: str | None = field(default=None, metadata=same_option(SpeedOptions, "draft"))
+    drafters: Sequence[str] = field(default=("draft_model", "ngram"), metadata=same_option(SpeedOptions, "drafters"))
+    num_draft: int = field(default=5, metadata=option("Draft tokens of each round: a fixed number."))
+    rule: str = field(
+        default="auto",
+        metadata=option(
+            "Verification rule: {choices}; auto is greedy, and coupled above temperature 0.", choices=RULES
+        ),
+    )
+    allow_lossy: bool = field(default=False, metadata=same_option(SpeedOptions, "allow_lossy"))
+    prompts_per_slice: int = field(default=10, metadata=option("Prompts of each slice; ten or more for an interval."))
+    max_tokens: int = field(default=64, metadata=same_option(SpeedOptions, "max_tokens"))
+    temperatures: Sequence[float] = field(
+        default=(0.0, 0.8), metadata=option("Temperatures, separated by commas; 0 is greedy.", read=numbers)
+    )
+    stop_at_eos: bool = field(default=False, metadata=same_option(SpeedOptions, "stop_at_eos"))
+    chat: bool = field(default=False, metadata=same_option(SpeedOptions, "chat"))
+    seed: int = field(default=0, metadata=option("Another number gives other sampled answers."))
+    dtype: str = field(default="auto", metadata=same_option(SpeedOptions, "dtype"))
+    device: str = field(default="auto", metadata=same_option(SpeedOptions, "device"))
+    numerics: str = field(default="default", metadata=same_option(EngineConfig, "numerics"))
+    weights: str = field(default="auto", metadata=same_option(SpeedOptions, "weights"))
 
     def __post_init__(self) -> None:
+        check_fields(self)
         check_whole("num_draft", self.num_draft, low=1, high=_MOST_DRAFTED)
         check_whole("prompts_per_slice", self.prompts_per_slice, low=1, high=_MOST_PROMPTS)
         check_whole("max_tokens", self.max_tokens, low=2)

@@ -7,7 +7,9 @@ only. The reserve covers what shapes do not tell: the interpreter, unused memory
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+
+from foretoken.option import option
 
 # Float32 values per vocabulary entry of a decoding row: logits, scaled logits, softmax, target probabilities, draft
 # probabilities, and for top_p the sorted values, 8-byte indices and sums.
@@ -48,8 +50,12 @@ class Load:
     `num_draft` drafted tokens per request and step; `max_prompt_tokens` prompt tokens per step over all requests.
     """
 
-    batch: int
-    context_tokens: int
+    batch: int = field(metadata=option("Concurrent requests."))
+    context_tokens: int = field(
+        metadata=option(
+            "Tokens of a request, prompt and answer together; 4096, or the model's own if less.", name="context"
+        )
+    )
     num_draft: int
     max_prompt_tokens: int = 512
 

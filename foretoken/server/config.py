@@ -8,6 +8,7 @@ from pathlib import Path
 
 from foretoken.engine_config import EngineConfig
 from foretoken.errors import ConfigError
+from foretoken.option import option
 from foretoken.params import check_flag, check_text, check_whole
 from foretoken.server.api.config import ApiConfig
 from foretoken.server.guard.bind import refuse_public_bind
@@ -30,11 +31,13 @@ class ServerConfig:
     """
 
     engine: EngineConfig
-    name: str | None = None
-    port: int = 8000
-    draft_required: bool = False
-    tls_cert: str | None = None
-    tls_key: str | None = None
+    name: str | None = field(default=None, metadata=option("What clients call the model; without it, its own name."))
+    port: int = field(default=8000, metadata=option("The port to listen on; 0 = a free one."))
+    draft_required: bool = field(
+        default=False, metadata=option("End with an error where the draft is missing or broken.")
+    )
+    tls_cert: str | None = field(default=None, metadata=option("Certificate for HTTPS, a PEM file."))
+    tls_key: str | None = field(default=None, metadata=option("Its key, a PEM file."))
     api: ApiConfig = field(default_factory=ApiConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from foretoken.control.queue import SchedulerConfig
+from foretoken.engine_config import EngineConfig
 from foretoken.errors import ConfigError
+from foretoken.option import same_option
 from foretoken.params import is_count
 
 PLAIN, AUTO = "plain", "auto"
@@ -58,7 +60,7 @@ class Limits(SchedulerConfig):
     no bound.
     """
 
-    cache_tokens: int | None = None
+    cache_tokens: int | None = field(default=None, metadata=same_option(EngineConfig, "cache_tokens"))
     block_tokens: int = 32
     max_context_tokens: int | None = None
 

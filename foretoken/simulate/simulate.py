@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from foretoken.control.policy import PolicyConfig
 from foretoken.errors import ConfigError
+from foretoken.option import check_fields, option
 from foretoken.plan.profile import Profile
 from foretoken.simulate.arrivals import Job
 from foretoken.simulate.setting import Limits, SimSetting
@@ -22,14 +23,15 @@ class Fleet:
     unfinished.
     """
 
-    replicas: int = 1
-    dispatch: str = "round_robin"
+    replicas: int = field(default=1, metadata=option("Engines that share the requests."))
+    dispatch: str = field(
+        default="round_robin", metadata=option("How requests are assigned to replicas: {choices}.", choices=DISPATCHES)
+    )
 
     def __post_init__(self) -> None:
         if self.replicas < 1:
             raise ConfigError("replicas", self.replicas, "must be at least 1")
-        if self.dispatch not in DISPATCHES:
-            raise ConfigError("dispatch", self.dispatch, f"choose one of {', '.join(DISPATCHES)}")
+        check_fields(self)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from foretoken.engine.prompts import as_conversation
 from foretoken.errors import ConfigError, InputError, MismatchError, StorageError
 from foretoken.files import parse_json, read_text, to_json
 from foretoken.model.gguf.parts import part_files
+from foretoken.option import option
 from foretoken.params import check_whole
 
 if TYPE_CHECKING:
@@ -35,12 +36,14 @@ class AnswerConfig:
     user's message.
     """
 
-    max_tokens: int = 256
-    temperature: float = 0.8
-    top_p: float = 1.0
-    seed: int = 0
-    batch_size: int = 16
-    chat: bool = False
+    max_tokens: int = field(default=256, metadata=option("Tokens per answer."))
+    temperature: float = field(default=0.8, metadata=option("Temperature of use; 0 is greedy."))
+    top_p: float = field(default=1.0, metadata=option("Nucleus of use."))
+    seed: int = field(default=0, metadata=option("Another number gives other answers."))
+    batch_size: int = field(default=16, metadata=option("Answers that run at once."))
+    chat: bool = field(
+        default=False, metadata=option("Send texts as a user's message, through the target's chat template.")
+    )
 
     def __post_init__(self) -> None:
         check_whole("batch_size", self.batch_size, low=1, high=4096)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from foretoken.errors import ConfigError
+from foretoken.option import option
 from foretoken.train.schedule import rate_share
 
 
@@ -12,9 +13,11 @@ from foretoken.train.schedule import rate_share
 class TrainConfig:
     """One run of the trainer; lengths in tokens, times in seconds."""
 
-    tokens: int = 60_000_000
-    batch_tokens: int = 8192
-    length: int = 512
+    tokens: int = field(default=60_000_000, metadata=option("Tokens to see in the whole run."))
+    batch_tokens: int = field(default=8192, metadata=option("Tokens per optimiser step."))
+    length: int = field(
+        default=512, metadata=option("Tokens per training window; the last part of the run uses longer ones.")
+    )
     final_length: int = 1024  # window length during the last `final_share` of the run
     final_share: float = 0.15
     matrix_rate: float = 4e-3
@@ -23,8 +26,11 @@ class TrainConfig:
     warmup_steps: int = 60
     decay_share: float = 0.35
     clip_norm: float = 1.0
-    seed: int = 0
-    compile: bool = True
+    seed: int = field(default=0, metadata=option("Random seed of weights and data order."))
+    compile: bool = field(
+        default=True,
+        metadata=option("Compile the step (needs a C compiler).", name="compile_model", flags=("--compile",)),
+    )
     save_every_s: float = 240.0
     report_every_steps: int = 50
     validate_every_steps: int = 500

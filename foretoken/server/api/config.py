@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 from foretoken.config import SpecConfig
 from foretoken.errors import ConfigError
+from foretoken.option import check_fields, option
 from foretoken.params import check_flag, check_limits, check_number
 
 MetricsLevel = Literal["none", "summary", "detailed"]
 METRICS_LEVELS: tuple[str, ...] = ("none", "summary", "detailed")
+
+_option = partial(option, group="Requests")
 
 
 @dataclass(frozen=True)
@@ -38,32 +42,54 @@ class ApiConfig:
     - `predictions`: `prediction` is drafted; without it such requests are answered without.
     """
 
-    strict: bool = False
-    max_prompts: int = 1024
-    max_choices: int = 128
-    max_stop_strings: int = 4
-    max_text_chars: int = 1024
-    max_bad_words: int = 128
-    max_bad_word_tokens: int = 1024
-    max_logit_bias: int = 1024
-    max_logprobs: int = 20
-    max_prompt_logprobs: int = 100_000
-    max_request_tokens: int = 1 << 20
-    max_pending_tokens: int | None = None
-    default_max_tokens: int | None = None
-    first_token_timeout_s: float = 300.0
-    request_timeout_s: float = 3600.0
-    ping_s: float = 15.0
-    granularity: str = "step"
-    stream_buffer_bytes: int = 1 << 20
-    obfuscation: bool = False
-    force_obfuscation: bool = False
-    obfuscation_bucket_bytes: int = 2048
-    request_metrics: MetricsLevel = "summary"
-    retry_after_s: int = 1
+    strict: bool = field(
+        default=False, metadata=_option("Refuse unknown fields of a request instead of ignoring them.")
+    )
+    max_prompts: int = field(default=1024, metadata=_option("Most prompts of one request."))
+    max_choices: int = field(default=128, metadata=_option("Largest n of a request."))
+    max_stop_strings: int = field(default=4, metadata=_option("Most stop strings of a request."))
+    max_text_chars: int = field(default=1024, metadata=_option("Longest stop string, in characters."))
+    max_bad_words: int = field(default=128, metadata=_option("Most bad_words of a request."))
+    max_bad_word_tokens: int = field(default=1024, metadata=_option("Most tokens of all bad_words of a request."))
+    max_logit_bias: int = field(default=1024, metadata=_option("Most entries of logit_bias."))
+    max_logprobs: int = field(default=20, metadata=_option("Most alternatives listed for each token."))
+    max_prompt_logprobs: int = field(
+        default=100_000, metadata=_option("Most prompt tokens times alternatives in one response.")
+    )
+    max_request_tokens: int = field(default=1 << 20, metadata=_option("Most answers times max_tokens of one request."))
+    max_pending_tokens: int | None = field(
+        default=None, metadata=_option("The same over all requests that run or wait; no bound.")
+    )
+    default_max_tokens: int | None = field(
+        default=None,
+        metadata=_option("Longest answer of a chat request that names no length; to the end of the context."),
+    )
+    first_token_timeout_s: float = field(
+        default=300.0, metadata=_option("Seconds for the first token, with the time in the queue.")
+    )
+    request_timeout_s: float = field(default=3600.0, metadata=_option("Seconds for a whole request."))
+    ping_s: float = field(default=15.0, metadata=_option("Seconds of silence after which a stream gets a comment."))
+    granularity: str = field(
+        default="step", metadata=_option("When a stream's events are sent: step, token, or interval:MS.")
+    )
+    stream_buffer_bytes: int = field(
+        default=1 << 20, metadata=_option("Unread bytes after which a slow client is dropped.")
+    )
+    obfuscation: bool = field(
+        default=False,
+        metadata=_option(
+            "Pad the events of streams that do not say whether they want it; on where other machines reach the address."
+        ),
+    )
+    force_obfuscation: bool = field(default=False, metadata=_option("Pad the events of every stream."))
+    obfuscation_bucket_bytes: int = field(default=2048, metadata=_option("Padded events have a multiple of this size."))
+    request_metrics: MetricsLevel = field(
+        default="summary", metadata=_option("What metrics in a response holds: {choices}.", choices=METRICS_LEVELS)
+    )
+    retry_after_s: int = field(default=1, metadata=_option("Seconds that refused clients should wait."))
     specs: Sequence[SpecConfig] = ()
     allow_lossy: bool = False
-    predictions: bool = True
+    predictions: bool = field(default=True, metadata=_option("Draft the prediction of requests that have one."))
 
     def __post_init__(self) -> None:
         limits = [name for name, kind in self.__annotations__.items() if kind == "int"]
@@ -75,8 +101,7 @@ class ApiConfig:
             check_number(name, getattr(self, name), 0.0, 1e9, open_low=True)
         for name in ("strict", "obfuscation", "force_obfuscation", "allow_lossy", "predictions"):
             check_flag(name, getattr(self, name))
-        if self.request_metrics not in METRICS_LEVELS:
-            raise ConfigError("request_metrics", self.request_metrics, f"choose one of {', '.join(METRICS_LEVELS)}")
+        check_fields(self)
         if any(spec.drafter is None for spec in self.specs):
             raise ConfigError("specs", None, "each must name a drafter; plain decoding can always be asked for")
         _ = self.interval_s

@@ -5,13 +5,18 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from urllib.parse import urlsplit
 
 from foretoken.errors import ConfigError
+from foretoken.option import option
 from foretoken.params import check_number, check_whole
 
 KIB = 1 << 10
 MIB = 1 << 20
+KEY_VARIABLE = "FORETOKEN_API_KEY"  # read where no flag gives the key
+
+_option = partial(option, group="Access and connections")
 
 
 @dataclass(frozen=True)
@@ -35,22 +40,61 @@ class GuardConfig:
         ConfigError, InputError: a value that cannot be honoured; names the field.
     """
 
-    host: str = "127.0.0.1"
-    api_key: str | None = field(default=None, repr=False)
-    admin_key: str | None = field(default=None, repr=False)
-    keys_file: str | None = None
-    insecure: bool = False
-    metrics_public: bool = False
-    allowed_hosts: tuple[str, ...] = ()
-    cors_origins: tuple[str, ...] = ()
-    max_body_bytes: int = 32 * MIB  # as in SERVING: images are not taken, and no context of tokens is longer
-    max_header_bytes: int = 64 * KIB  # far above any client's, far below what would fill the memory
-    max_headers: int = 256
-    header_timeout_s: float = 10.0
-    body_timeout_s: float = 30.0
-    min_body_bytes_per_s: int = 16 * KIB  # slower than any usable line
-    keep_alive_s: float = 5.0
-    max_connections: int = 1024
+    host: str = field(
+        default="127.0.0.1", metadata=_option("The address to listen on; one that other machines reach needs a key.")
+    )
+    api_key: str | None = field(
+        default=None,
+        repr=False,
+        metadata=_option(
+            f"The key that clients send; @FILE reads it from a file, {KEY_VARIABLE} is another way: a flag is seen by "
+            "every user of the machine."
+        ),
+    )
+    admin_key: str | None = field(
+        default=None, repr=False, metadata=_option("The key of admin routes; @FILE reads it from a file.")
+    )
+    keys_file: str | None = field(
+        default=None,
+        metadata=_option("A TOML file with more keys: a table [NAME] for each, with key or sha256, tenant, admin."),
+    )
+    insecure: bool = field(default=False, metadata=_option("Listen on a public address without any key."))
+    metrics_public: bool = field(default=False, metadata=_option("Let /metrics be read without a key."))
+    allowed_hosts: tuple[str, ...] = field(
+        default=(),
+        metadata=_option("A Host value that passes, besides local ones; may be given several times.", repeats=True),
+    )
+    cors_origins: tuple[str, ...] = field(
+        default=(),
+        metadata=_option(
+            "An origin whose pages may call the server, as https://app.example; may be given several times.",
+            repeats=True,
+        ),
+    )
+    max_body_bytes: int = field(
+        default=32 * MIB,
+        metadata=_option(
+            "Longest body of a request."
+        ),  # as in SERVING: images are not taken, and no context of tokens is longer
+    )
+    max_header_bytes: int = field(
+        default=64 * KIB,
+        metadata=_option(
+            "Longest header block of a request."
+        ),  # far above any client's, far below what would fill the memory
+    )
+    max_headers: int = field(default=256, metadata=_option("Most headers of a request."))
+    header_timeout_s: float = field(default=10.0, metadata=_option("Seconds for the headers of a request."))
+    body_timeout_s: float = field(
+        default=30.0,
+        metadata=_option("Seconds for the body of a request, and one more for each --min-body-bytes-per-s."),
+    )
+    min_body_bytes_per_s: int = field(
+        default=16 * KIB,
+        metadata=_option("A body that comes slower is given up."),  # slower than any usable line
+    )
+    keep_alive_s: float = field(default=5.0, metadata=_option("Seconds that an idle connection stays open."))
+    max_connections: int = field(default=1024, metadata=_option("Most connections at once."))
 
     def __post_init__(self) -> None:
         for name in ("allowed_hosts", "cors_origins"):

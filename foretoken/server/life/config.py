@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 from foretoken.errors import ConfigError
+from foretoken.option import option
 from foretoken.params import check_number, check_whole
 
 _DAY_S = 86_400.0
+
+_option = partial(option, group="Workers")
 
 
 @dataclass(frozen=True)
@@ -28,18 +32,55 @@ class LifeConfig:
         ConfigError, InputError: a value that makes no sense; names the field.
     """
 
-    workers: int = 1
-    devices: tuple[str, ...] = ()
-    watchdog_s: float = 120.0  # far longer than any step of a model that answers at a usable speed
-    drain_s: float = 30.0  # Kubernetes kills after 30 by default; most answers take less
-    first_restart_s: float = 0.5
-    longest_restart_s: float = 30.0
-    good_s: float = 60.0
-    failed_starts: int = 5
-    quarantine_s: float = 600.0
-    max_waiting: int = 256  # requests, per worker
-    max_unread_events: int = 65_536  # steps of an answer as long as any context here
-    beat_s: float = 0.25  # also how late the watchdog may be
+    workers: int = field(
+        default=1, metadata=_option("Processes that each hold the model; requests are spread over them.")
+    )
+    devices: tuple[str, ...] = field(
+        default=(),
+        metadata=_option(
+            "The device of a worker, as cuda:0; may be given several times, in the order of the workers.", repeats=True
+        ),
+    )
+    watchdog_s: float = field(
+        default=120.0,
+        metadata=_option(
+            "Seconds after which a step counts as stuck: the worker is killed and restarted."
+        ),  # far longer than any step of a model that answers at a usable speed
+    )
+    drain_s: float = field(
+        default=30.0,
+        metadata=_option(
+            "Seconds that requests in flight get after SIGTERM; 0 ends them at once."
+        ),  # Kubernetes kills after 30 by default; most answers take less
+    )
+    first_restart_s: float = field(
+        default=0.5, metadata=_option("Seconds before a worker that died is restarted; doubled with each death.")
+    )
+    longest_restart_s: float = field(default=30.0, metadata=_option("Longest pause before a restart, in seconds."))
+    good_s: float = field(
+        default=60.0, metadata=_option("Seconds after which a worker counts as well: the pause begins anew.")
+    )
+    failed_starts: int = field(
+        default=5, metadata=_option("Starts in a row without success after which the server gives up.")
+    )
+    quarantine_s: float = field(
+        default=600.0,
+        metadata=_option("Seconds for which a request is refused that ran while two workers died; 0 = never."),
+    )
+    max_waiting: int = field(
+        default=256,
+        metadata=_option("Requests of a worker that may wait; further ones get 429."),  # requests, per worker
+    )
+    max_unread_events: int = field(
+        default=65_536,
+        metadata=_option(
+            "Unread events after which a call is cancelled."
+        ),  # steps of an answer as long as any context here
+    )
+    beat_s: float = field(
+        default=0.25,
+        metadata=_option("Seconds between a worker's signs of life."),  # also how late the watchdog may be
+    )
 
     def __post_init__(self) -> None:
         check_whole("workers", self.workers, low=1, high=64)

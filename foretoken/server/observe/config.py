@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
+from foretoken.engine_config import OBSERVATION
 from foretoken.errors import ConfigError
+from foretoken.option import check_fields, option
 from foretoken.params import check_flag, check_number, check_whole
 
 LogFormat = Literal["text", "json", "none"]
 LOG_FORMATS: tuple[str, ...] = ("text", "json", "none")
 MIB = 1 << 20
+
+_option = partial(option, group=OBSERVATION)
 
 
 @dataclass(frozen=True)
@@ -31,20 +36,38 @@ class ObserveConfig:
         ConfigError, InputError: a value that cannot be honoured; names the field.
     """
 
-    metrics_alias: str | None = None
-    stats_max_age_s: float = 0.25  # several scrapers at once ask the engine once
-    slices: tuple[str, ...] = ()
-    history: str | None = None
-    history_max_age_days: float = 90.0
-    history_max_bytes: int = 256 * MIB  # about a million requests
-    request_log: LogFormat = "text"
-    tracing: bool = False
+    metrics_alias: str | None = field(
+        default=None, metadata=_option("vllm: also expose the metrics that vLLM has, under its names.")
+    )
+    stats_max_age_s: float = field(
+        default=0.25,
+        metadata=_option(
+            "Scrapes within so many seconds see the same counters."
+        ),  # several scrapers at once ask the engine once
+    )
+    slices: tuple[str, ...] = field(
+        default=(),
+        metadata=_option("A slice of requests that gets a label of its own; may be given several times.", repeats=True),
+    )
+    history: str | None = field(
+        default=None, metadata=_option("A SQLite file for the figures of finished requests, never their texts.")
+    )
+    history_max_age_days: float = field(default=90.0, metadata=_option("Days that a request stays in it."))
+    history_max_bytes: int = field(
+        default=256 * MIB,
+        metadata=_option("Largest size of it."),  # about a million requests
+    )
+    request_log: LogFormat = field(
+        default="text", metadata=_option("One line per request on standard error: {choices}.", choices=LOG_FORMATS)
+    )
+    tracing: bool = field(
+        default=False, metadata=_option("Send OpenTelemetry traces and metrics, as the OTEL_* variables say.")
+    )
 
     def __post_init__(self) -> None:
         if self.metrics_alias not in (None, "vllm"):
             raise ConfigError("metrics_alias", self.metrics_alias, "choose vllm, or leave it out")
-        if self.request_log not in LOG_FORMATS:
-            raise ConfigError("request_log", self.request_log, f"choose one of {', '.join(LOG_FORMATS)}")
+        check_fields(self)
         slices: Sequence[str] = self.slices
         if isinstance(slices, str) or not all(isinstance(one, str) for one in slices):
             raise ConfigError("slices", slices, "must be a list of names")
