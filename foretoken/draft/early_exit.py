@@ -123,6 +123,10 @@ class EarlyExitDrafter:
         """Forget the end of its text."""
         self._recent.pop(request_id, None)
 
+    def reset(self) -> None:
+        """See `base.Resets`: the set of layers that was found."""
+        self.skips = SkipSearch(self.target.num_layers, self.skips.head)
+
     def _layers(self, spec: SpecConfig) -> tuple[int, ...]:
         """The layers that draft under a configuration; where the exit is open, those up to the middle candidate."""
         if spec.skip_layers == "auto":
