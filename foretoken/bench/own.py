@@ -17,6 +17,7 @@ from foretoken.control.policy import Policy
 from foretoken.core import StepOutput
 from foretoken.draft.base import Drafter, DrafterKey
 from foretoken.errors import ConfigError, ForetokenError
+from foretoken.heads.kind import with_head_kind
 
 
 class Stats(Protocol):
@@ -165,7 +166,7 @@ class Own:
     ) -> None:
         self.setting = setting
         self.generator = generator
-        self.spec, self.takes_prediction, self.warm = spec, takes_prediction, warm
+        self.spec, self.takes_prediction, self.warm = with_head_kind(spec), takes_prediction, warm
         self._policy: Policy | None = None
         self._num_tenants = 0
         self._answered: set[Prompt] = set()  # since the drafters were reset

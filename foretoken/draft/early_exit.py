@@ -67,8 +67,7 @@ class EarlyExitDrafter:
             )
         if spec.head is None:
             return cls(factory.target)
-        adapter, _ = open_head(factory, spec, cls.name)
-        assert isinstance(adapter, ExitAdapter)
+        adapter, _ = open_head(factory, spec, ExitAdapter)
         return cls(factory.target, adapter)
 
     def models(self) -> Sequence[LanguageModel]:

@@ -15,6 +15,7 @@ from foretoken.evaluate.counts import AcceptanceCounter
 from foretoken.evaluate.options import EvalDrafter, EvalOptions
 from foretoken.evaluate.prompts import EvalPrompt, encoded, in_turns
 from foretoken.evaluate.result import EvalSample
+from foretoken.heads.kind import with_head_kind
 
 
 def open_llm(options: EvalOptions) -> LLM:
@@ -79,8 +80,9 @@ def measure(
                 slice=prompt.slice,
                 prediction=prompt.prediction if drafter.takes_prediction else None,
             )
-            llm.reset_drafters(drafter.spec.for_request(params.prediction))
-            output = llm.generate([encoded(llm, prompt, options.chat)], params, drafter.spec)[0]
+            spec = with_head_kind(drafter.spec)
+            llm.reset_drafters(spec.for_request(params.prediction))
+            output = llm.generate([encoded(llm, prompt, options.chat)], params, spec)[0]
             if output.error is not None:
                 raise output.error
             rule = "+".join(sorted(counter.rules)) or output.stats.rule

@@ -17,7 +17,10 @@ from foretoken.engine import drafter_loading
 from foretoken.errors import CheckpointError, ConfigError
 from foretoken.heads import kind
 from foretoken.heads.kind import with_head_kind
+from foretoken.heads.kinds import KINDS
 from foretoken.model import names
+from foretoken.registry import HEAD_KINDS, load_source
+from foretoken.train.head_recipes import RECIPES
 from tests.helpers.tiny_heads import tiny_head
 
 
@@ -118,3 +121,10 @@ def test_an_option_that_the_found_drafter_does_not_take_is_refused(tmp_path: Pat
     spec = SpecConfig("auto", head=str(tmp_path), tree="static")
     with pytest.raises(ConfigError, match=r"tree='static': only .* \(parts: suffix, early_exit\)"):
         with_head_kind(spec)
+
+
+def test_every_kind_of_head_stands_in_every_table() -> None:
+    assert tuple(KINDS) == HEAD_KINDS
+    assert {recipe.kind for recipe in RECIPES.values()} == set(KINDS)
+    for name, row in KINDS.items():
+        assert row.network.name == load_source(name).name == name  # type: ignore[attr-defined]
