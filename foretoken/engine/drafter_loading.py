@@ -86,24 +86,18 @@ class DrafterLoader:
             return found
         return {key: found[key] for key in own_drafters(self.with_head_kind(spec)) if key in found}
 
-    def reset(self, spec: SpecConfig | None) -> None:
-        """Reset the drafters of `spec`, or make them anew; missing ones are loaded. None: reset all that are loaded,
-        those that cannot be reset are loaded again when a request needs them. Only while no request is there.
-
-        Raises:
-            InputError, ModelError, StorageError: see `DrafterFactory.make`.
+    def reset(self, spec: SpecConfig | None) -> list[Drafter]:
+        """Reset the loaded drafters of `spec` (None: all) while there is no request. Those that cannot be reset are
+        taken out and returned: keep them until new ones are loaded, which then share the weights of draft models.
         """
-        replaced: list[
-            Drafter
-        ] = []  # kept until the new ones are made: weights of draft models that are in use are shared
+        replaced: list[Drafter] = []
         with self._turns.lock:
             for key, drafter in self.loaded(spec).items():
                 if isinstance(drafter, Resets) and _resets_wholly(self._specs.get(key)):
                     drafter.reset()
                 else:
                     replaced.append(self._group.drafters.pop(key))
-        if spec is not None:
-            self.load(spec)
+        return replaced
 
     def take(self, spec: SpecConfig) -> dict[DrafterKey, Drafter]:
         """The loaded drafters of `spec`, with all they keep; no request uses them until they are `put` back."""

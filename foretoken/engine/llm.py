@@ -400,9 +400,15 @@ class LLM(Uncopied):
             InputError: requests are running; see `prepare` for the rest.
         """
         loader = self._open_loader()
+        if spec is not None:
+            check_spec(spec)
+            spec = loader.with_head_kind(spec)
         with self._turns.lock:
             self._check_idle("drafters are reset")
-        loader.reset(spec)
+            replaced = loader.reset(spec)
+        if spec is not None:
+            loader.load(spec)
+        replaced.clear()  # not before: what is loaded shares the weights of what is in use
 
     def take_drafters(self, spec: SpecConfig) -> dict[DrafterKey, Drafter]:
         """Take the drafters of `spec` out, with all they remember: its next request gets new ones.
@@ -410,7 +416,9 @@ class LLM(Uncopied):
         Raises:
             InputError: requests are running.
         """
+        check_spec(spec)
         loader = self._open_loader()
+        spec = loader.with_head_kind(spec)
         with self._turns.lock:
             self._check_idle("drafters are exchanged")
             return loader.take(spec)
