@@ -110,7 +110,7 @@ def save_speculators(
         StorageError, ModelError: see `save_head`.
         ConfigError: a kind of head that the form has no words for.
     """
-    if not kind_of_config(head.config).is_exchanged:
+    if not isinstance(head.config, EagleConfig | BlockConfig):
         raise ConfigError("head", head.name, "the speculators form is written for EAGLE-3 and block drafters")
     state = head_state(head)
     dtype = str(next(iter(state.values())).dtype).removeprefix("torch.")

@@ -39,7 +39,6 @@ class HeadKind(Generic[_Config]):
     - `tensors`: name and shape of every tensor of a network with that vocabulary size: its `state_dict()`.
     - `draft_vocab_size`: tokens among which it guesses, from the shape and `config.json`.
     - `samples_rows`: `Head.places` chooses rows by its seed.
-    - `is_exchanged`: vLLM's speculators have a form for it.
     """
 
     name: str
@@ -50,7 +49,6 @@ class HeadKind(Generic[_Config]):
     tensors: Callable[[_Config, int], Iterable[tuple[str, Shape]]]
     draft_vocab_size: Callable[[_Config, Fields], int]
     samples_rows: bool = True
-    is_exchanged: bool = True
 
 
 _EAGLE = HeadKind(
@@ -71,7 +69,6 @@ _MEDUSA = HeadKind(
     tensors=medusa_tensors,
     draft_vocab_size=lambda _config, fields: medusa_vocab_size(fields),
     samples_rows=False,
-    is_exchanged=False,
 )
 _BLOCK = HeadKind(
     "block",
@@ -91,7 +88,6 @@ _EXIT_ADAPTER = HeadKind(
     tensors=lambda config, _size: adapter_tensors(config),
     draft_vocab_size=lambda config, _fields: config.vocab_size,
     samples_rows=False,
-    is_exchanged=False,
 )
 KINDS: Mapping[str, HeadKind[Any]] = {kind.name: kind for kind in (_EAGLE, _MEDUSA, _BLOCK, _EXIT_ADAPTER)}
 _BY_CONFIG: Mapping[type, HeadKind[Any]] = {kind.config: kind for kind in KINDS.values()}
