@@ -17,7 +17,7 @@ from foretoken.option import check_fields, option
 from foretoken.params import SamplingParams as SamplingParams
 from foretoken.params import check_flag, check_number, check_text, check_whole
 from foretoken.registry import DRAFTERS as DRAFTERS
-from foretoken.registry import HEADS, FrozenOptions, check_options, head_drafter, traits_of
+from foretoken.registry import HEAD_KINDS, HEADS, FrozenOptions, check_options, traits_of
 from foretoken.registry import PLAIN as PLAIN
 from foretoken.registry import known_drafters as known_drafters
 
@@ -64,7 +64,8 @@ class SpecConfig:
 
     `head` is the folder or hub id of a trained head, which reads the target's hidden states: drafters `eagle` (EAGLE-1,
     -2, -3), `medusa` and `block`; `auto` and `mix` take the drafter that runs it as a part. For `early_exit` it is an
-    adapter, which also decides on the exit.
+    adapter, which also decides on the exit. `head_kind` is the drafter that runs the head under `auto` and `mix`; with
+    "auto" it is read from the head's files when drafters are loaded (`heads.kind.with_head_kind`), never by this class.
 
     `draft_vocabulary` says how a draft model whose tokenizer is not the target's is used: not at all ("same"), in text
     that is encoded again ("strings"), in the tokens that both have ("intersection"), or by "auto": where the tokenizers
@@ -163,6 +164,7 @@ class SpecConfig:
         ),
     )
     head: str | None = field(default=None, metadata=_option("A trained head of the target: a folder or a hub id."))
+    head_kind: str = "auto"
 
     def __post_init__(self) -> None:
         if self.drafter == PLAIN:
@@ -180,6 +182,7 @@ class SpecConfig:
         if self.head is not None and (not isinstance(self.head, str) or not self.head):
             raise ConfigError("head", self.head, f"must be {A_HEAD}")
         self._check_given_parts()
+        self._check_head_kind()
         check_nesting(self)
         check_fields(self)
         check_flag("allow_lossy", self.allow_lossy)
@@ -220,35 +223,43 @@ class SpecConfig:
 
     @cached_property
     def configs(self) -> tuple[SpecConfig, ...]:
-        """The parts as configurations: `parts`, or the usual ones of a composite drafter. Which drafter runs a `head`
-        is read from its files when this is first asked, not at construction.
+        """The parts as configurations: `parts`, or the usual ones of a composite drafter.
 
         Raises:
-            ModelError, ConfigError: no head that is known here, or an option that its drafter does not take.
+            ConfigError: it is not known which drafter runs the head.
         """
-        if not self._has_open_head:
-            return self.declared
-        return replace(self, parts=self._usual_parts()).declared  # checks the parts once more
+        if self.needs_head_kind:
+            remedy = "which drafter runs it is not known here: set head_kind, or use heads.kind.with_head_kind(spec)"
+            raise ConfigError("head", self.head, remedy)
+        return self.declared
 
     @cached_property
     def declared(self) -> tuple[SpecConfig, ...]:
-        """`configs` without reading a file: any drafter of heads stands for that of a `head`."""
+        """`configs`; where it is not known which drafter runs the head, any drafter of heads stands for it."""
         if self.parts:
             return tuple(part for part in self.parts if isinstance(part, SpecConfig))
-        return tuple(self._part(name) for name in self._usual_parts(HEADS[0]))
+        return tuple(self._part(name) for name in self._usual_parts())
+
+    @property
+    def needs_head_kind(self) -> bool:
+        """Whether the files of `head` say which drafter runs it (`heads.kind.with_head_kind`)."""
+        return self._has_part_for_head and self.head_kind == "auto"
 
     def for_request(self, prediction: str | Sequence[int] | None) -> SpecConfig:
-        """The configuration under which a request with this prediction runs: `predicted` joins the usual parts.
+        """The configuration under which a request with this prediction runs: `predicted` joins the usual parts, once it
+        is known which those are (`needs_head_kind`).
 
         Raises:
             ConfigError: a prediction that no drafter takes, or `predicted` without one.
         """
-        spec = self
-        if prediction is not None and not self.parts and self.drafter in ("mix", "auto"):
+        spec, has_usual_parts = self, not self.parts and self.drafter in ("mix", "auto")
+        if prediction is not None and has_usual_parts and self.needs_head_kind:
+            return self
+        if prediction is not None and has_usual_parts:
             names = list(self._usual_parts())
-            models = [place for place, name in enumerate(names) if name in ("draft_model", "early_exit", *HEADS)]
+            models = [place for place, name in enumerate(names) if name in ("draft_model", *HEAD_KINDS)]
             names.insert(min(models, default=len(names)), "predicted")
-            spec = replace(self, parts=tuple(names))
+            spec = replace(self, parts=tuple(names), head_kind="auto")
         takes_prediction = "predicted" in leaves_of(spec, spec.declared)
         if prediction is not None and not takes_prediction:
             raise self._only_for("prediction", prediction, ["predicted"])
@@ -298,7 +309,7 @@ class SpecConfig:
 
     def _only_for(self, field: str, value: object, takers: Sequence[str]) -> ConfigError:
         """The error for an option that only the drafters `takers` read, none of which is at work here."""
-        others = ", ".join("head" if self._has_open_head and one.head else str(one.drafter) for one in self.declared)
+        others = ", ".join("head" if self.needs_head_kind and one.head else str(one.drafter) for one in self.declared)
         named = takers[0] if len(takers) == 1 else "one of them"
         remedy = f" (parts: {others}): name {named} among the parts" if others else f": name {named} as the drafter"
         either = " or ".join(filter(None, (", ".join(map(repr, takers[:-1])), repr(takers[-1]))))
@@ -327,6 +338,15 @@ class SpecConfig:
                 raise ConfigError("parts", part, "names no drafter")
         object.__setattr__(self, "parts", tuple(parts))
 
+    def _check_head_kind(self) -> None:
+        if self.head_kind == "auto":
+            return
+        if self.head_kind not in HEAD_KINDS:
+            raise ConfigError("head_kind", self.head_kind, f"choose one of auto, {', '.join(HEAD_KINDS)}")
+        if not self._has_part_for_head:
+            remedy = "says which drafter of auto or mix runs a `head`; name the drafter itself, or leave it out"
+            raise ConfigError("head_kind", self.head_kind, remedy)
+
     def _part(self, name: str) -> SpecConfig:
         """The part called `name`, which takes over the fields that its drafter reads."""
         taken = traits_of(name).fields if name in known_drafters() else ()
@@ -336,12 +356,12 @@ class SpecConfig:
         return SpecConfig(name, **values)
 
     @property
-    def _has_open_head(self) -> bool:
-        """Whether the files of a head say which drafter runs it."""
+    def _has_part_for_head(self) -> bool:
+        """Whether the drafter of `head` is one of the usual parts."""
         return self.head is not None and not self.parts and self.drafter in ("auto", "mix")
 
-    def _usual_parts(self, of_head: str | None = None) -> tuple[str, ...]:
-        """What a composite drafter works with unless told otherwise; `of_head` runs the head (None: read which)."""
+    def _usual_parts(self) -> tuple[str, ...]:
+        """What a composite drafter works with unless told otherwise; see `declared`."""
         if self.drafter == "cascade":
             return ("ngram", "draft_model")
         usual = {"auto": ("suffix",), "mix": ("ngram", "suffix", "recycling")}.get(str(self.drafter), ())
@@ -350,7 +370,7 @@ class SpecConfig:
         asked = ("draft_model",) if self.draft is not None else ()
         if self.head is None:
             return (*usual, *asked)
-        return (*usual, *asked, head_drafter(self.head) if of_head is None else of_head)
+        return (*usual, *asked, HEADS[0] if self.head_kind == "auto" else self.head_kind)
 
     def _check_texts(self) -> None:
         for name in ("draft", "corpus", "head"):

@@ -72,8 +72,8 @@ DRAFTERS: dict[str, Traits] = {
     "auto": Traits(None, composite=True),
 }
 HEADS = ("eagle", "medusa", "block")  # drafters of trained heads
+HEAD_KINDS = (*HEADS, "early_exit")  # those that may run a `SpecConfig.head`: the last one with a trained adapter
 MTP = "mtp"  # the drafter of a layer that only some targets bring
-_HEAD_KIND = "foretoken.heads.kind:kind_of_head"
 ADDED: dict[str, Traits] = {}  # by `add_drafter`, in the order in which they came
 
 
@@ -126,16 +126,6 @@ def load_source(name: str) -> Any:  # noqa: ANN401 - a class or a function
     """The class or function that makes a drafter, imported if need be."""
     source = traits_of(name).source
     return _imported(source) if isinstance(source, str) else source
-
-
-def head_drafter(head: str) -> str:
-    """The drafter that runs the trained head of this name, read from its files.
-
-    Raises:
-        CheckpointError, UnsupportedModelError: no head that is known here.
-    """
-    name: str = _imported(_HEAD_KIND)(head)
-    return name
 
 
 def _imported(source: str) -> Any:  # noqa: ANN401 - whatever "module:attribute" names

@@ -41,7 +41,7 @@ def test_w3_checks_of_equal_seeds_and_greedy_answers(
     session = Session(options, PROMPTS)
     with session.llm:
         # By such a clock decoding would soon seem to fall behind plain decoding, and nothing would be guessed.
-        session.llm.engine.chooser.policy = BudgetPolicy(PolicyConfig(slack_share=1000.0, decision_share=1000.0))
+        session.llm.reset_controller(BudgetPolicy(PolicyConfig(slack_share=1000.0, decision_share=1000.0)))
         for turn in range(num_turns):
             jitter(monkeypatch, seed=turn)
             checks += check_seeds(session) + (check_greedy(session) if turn % 5 == 0 else [])

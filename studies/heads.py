@@ -63,9 +63,12 @@ class DeterministicStage(Stage):
 
     def enter(self, setting: BatchSetting) -> None:
         """See `Stage`."""
+        spec = self.spec(setting)
+        replaced = self.llm.take_drafters(spec)  # the last turn made these deterministic, for as long as they live
         super().enter(setting)
-        for drafter in self.llm.engine.drafters.drafters.values():
+        for drafter in self.llm.loaded_drafters(spec):
             _make_deterministic(drafter)
+        replaced.clear()  # not before: the new drafter shares the weights of the old one's draft model
 
 
 def _make_deterministic(drafter: Drafter) -> None:

@@ -4,7 +4,7 @@
         --keep lines.jsonl --out neighbour.json
 
 One worker per way of waiting is kept, since OpenMP reads it when torch is imported. Turns are interleaved: in each,
-every drafter answers one prompt in every worker, alone and beside the loop. Drafters are made anew before each answer,
+every drafter answers one prompt in every worker, alone and beside the loop. Drafters are reset before each answer,
 so that none meets its own earlier one. Every answer is written to `--keep` at once; a run that was stopped goes on from
 there. The record holds all answers, the table their medians.
 
@@ -31,7 +31,6 @@ from foretoken.bench.kept_lines import KeptLines
 from foretoken.bench.measure import Contender
 from foretoken.bench.peer_kinds import KINDS
 from foretoken.bench.peers import contenders
-from foretoken.bench.renewal import renew_drafters
 from foretoken.bench.workload import Prompt
 from foretoken.errors import InputError
 from foretoken.machine.neighbours import OtherLoad
@@ -215,7 +214,7 @@ def work(options: argparse.Namespace) -> None:
             counted: Any = answer
             speed = answer.decode_tokens / answer.decode_s
         else:
-            renew_drafters(llm, spec(drafter))
+            llm.reset_drafters(spec(drafter))
             counted = llm.generate(text, params, spec(drafter))[0].stats
             speed = counted.tokens_per_s
         counts = ("num_emitted", "num_drafted", "draft_s", "verify_s")

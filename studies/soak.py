@@ -263,7 +263,7 @@ def soak(options: argparse.Namespace) -> dict[str, Any]:
     ):
         for spec in kinds:
             llm.prepare(spec)
-        for drafter in drafters_of(llm._drafters.drafters.values()):
+        for drafter in drafters_of(llm.loaded_drafters()):
             if isinstance(drafter, SuffixDrafter):
                 drafter._store_tokens, drafter._most_tokens = _STORE_TOKENS, 4 * _STORE_TOKENS
         for model in paged_models():

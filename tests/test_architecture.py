@@ -126,7 +126,7 @@ def test_fields_of_the_public_configs() -> None:
         "corpus",
         *("exit_layer", "skip_layers"),
         *("parts", "lookahead_window", "lookahead_ngram"),
-        *("tree", "branching", "options", "head"),
+        *("tree", "branching", "options", "head", "head_kind"),
     ]
     assert {field.name for field in dataclasses.fields(SamplingParams)} == {
         *(

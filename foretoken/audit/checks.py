@@ -21,7 +21,6 @@ _TEXTS = 4  # answers whose logits and seeds are compared; the tests of the dist
 _OTHER_NUM_DRAFTS = (1, 7)
 _SEEDS = "equal seeds, equal answers"
 _CHOOSERS = ("mix", "auto")  # drafters that choose among parts by measured times
-_REMEMBERING = ("recycling",)  # drafters that keep state from one answer to the next, over all tenants
 _WHY_NOT_DEMANDED = (
     "in 16-bit precision rounding changes the probabilities of this rule; "
     "--rule coupled or --dtype float32 reproduces a seed"
@@ -123,8 +122,7 @@ def check_seeds(session: Session) -> list[Check]:
 
     Under the coupled rule an answer may differ where rounding decides between two tokens. Other rules compare random
     numbers with probabilities of target and draft, so they are reproducible only if those have the same bits: see
-    `Session.repeats_draws`. Choices from measured times, or learnt from the run before, are not reproducible under
-    them.
+    `Session.repeats_draws`. Choices from measured times are not reproducible under them.
     """
     options = session.options
     prompts = session.prompts_in_turn(min(_TEXTS, options.num_prompts))
@@ -169,11 +167,15 @@ def _coupled_seeds(session: Session, prompts: Sequence[list[int]], params: Seque
 def _drawn_seeds(
     session: Session, prompts: Sequence[list[int]], params: Sequence[SamplingParams], spec: SpecConfig
 ) -> Check:
-    """Two independent runs: each has its own tenant, so neither finds cached blocks of the other."""
-    base, again = (
-        session.answers(prompts, [replace(one, tenant=f"audit {name}") for one in params], spec).outputs
-        for name in ("one", "two")
-    )
+    """Two independent runs: drafters are reset before each, and each has its own tenant, so neither finds cached blocks
+    of the other.
+    """
+
+    def run(name: str) -> list[GenerateOutput]:
+        session.llm.reset_drafters(spec)
+        return session.answers(prompts, [replace(one, tenant=f"audit {name}") for one in params], spec).outputs
+
+    base, again = run("one"), run("two")
     check = _equality(_SEEDS, f"temperature {params[0].temperature:g}, the same again", base, again, exact=True)
     return (
         check
@@ -183,13 +185,9 @@ def _drawn_seeds(
 
 
 def _untimed(spec: SpecConfig) -> SpecConfig | None:
-    """The settings with fixed numbers instead of those chosen by measured times; None if the drafter itself uses them
-    or keeps state.
-    """
-    learns = spec.drafter == "early_exit" and (
-        spec.skip_layers == "auto" or (spec.skip_layers is None and spec.exit_layer == "auto")
-    )
-    if learns or not spec.leaves.isdisjoint(_REMEMBERING) or spec.drafter in _CHOOSERS:
+    """The settings with fixed numbers instead of those chosen by measured times; None for a drafter that uses such."""
+    has_open_exit = spec.drafter == "early_exit" and spec.skip_layers is None and spec.exit_layer == "auto"
+    if has_open_exit or spec.drafter in _CHOOSERS:
         return None
     if spec.drafter is not None and spec.num_draft == "auto":
         spec = replace(spec, num_draft=_OTHER_NUM_DRAFTS[0])

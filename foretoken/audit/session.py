@@ -10,7 +10,6 @@ import torch
 from foretoken.audit.plan import AuditOptions, ChatPrompt, Prompt
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.draft.draft_model import DraftModelDrafter
-from foretoken.draft.group import drafter_key
 from foretoken.engine.llm import LLM
 from foretoken.engine.output import GenerateOutput
 from foretoken.engine.request import RequestState
@@ -94,9 +93,9 @@ class Session:
     @property
     def draft(self) -> LanguageModel | None:
         """The draft model, None for other drafters."""
-        key = drafter_key(self.options.spec)
-        drafter = None if key is None else self.llm.engine.drafters.drafters.get(key)
-        return drafter.model if isinstance(drafter, DraftModelDrafter) else None
+        spec = self.options.spec
+        drafters = () if spec.drafter == "auto" else self.llm.loaded_drafters(spec)
+        return next((one.model for one in drafters if isinstance(one, DraftModelDrafter)), None)
 
     def models(self) -> Iterator[tuple[str, LanguageModel]]:
         """All models with a cache."""
@@ -164,9 +163,9 @@ class Session:
         """
         rows = next(rescore(self.target, self.prompts[0], [0], SamplingParams(temperature=1.0)))
         wide = rows.dtype not in (torch.bfloat16, torch.float16)
-        if "draft_model" not in spec.leaves:
-            return wide or self.exact
         formats = {part.draft_dtype for part in _draft_models(spec)}
+        if not formats:
+            return wide or self.exact
         return (wide or self.exact) and formats <= (
             {"float32", "auto"} if self.options.dtype == "float32" else {"float32"}
         )
@@ -195,5 +194,5 @@ def _draft_models(spec: SpecConfig) -> Iterator[SpecConfig]:
     """The configurations in `spec`, itself or parts of it, that name a draft model."""
     if spec.drafter == "draft_model":
         yield spec
-    for part in spec.configs:
+    for part in spec.declared:
         yield from _draft_models(part)

@@ -14,7 +14,6 @@ the
 
 from __future__ import annotations
 
-import copy
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +23,6 @@ from typing import TYPE_CHECKING, Literal
 from foretoken.bench.batch_prompts import Ask
 from foretoken.bench.drafting import SWEEP, DrafterChoice, parse_drafters, swept_drafters
 from foretoken.bench.measure import PLAIN
-from foretoken.bench.renewal import renew_drafters
 from foretoken.config import SamplingParams, SpecConfig, known_drafters
 from foretoken.control.policy import Policy
 from foretoken.core import StepOutput
@@ -170,7 +168,6 @@ class Stage:
 
     def __init__(self, llm: LLM, draft: str | None, policies: Policies, seed: int) -> None:
         self.llm, self.draft, self.policies, self.seed = llm, draft, policies, seed
-        self._pristine = copy.deepcopy(llm.engine.chooser.policy)
         self._policies: dict[str, Policy] = {}
         self.others = OtherLoad()
         self._tenants = itertools.count()
@@ -180,13 +177,12 @@ class Stage:
         self._policies.clear()
 
     def enter(self, setting: BatchSetting) -> None:
-        """Install this setting's policy in the engine, and replace its drafters by new ones without state."""
-        if setting.name not in self._policies:
-            self._policies[setting.name] = (
-                copy.deepcopy(self._pristine) if setting.policy is None else self.policies[setting.policy]()
-            )
-        self.llm.engine.chooser.policy = self._policies[setting.name]
-        renew_drafters(self.llm, setting.spec(self.draft))
+        """Install this setting's policy in the engine, and reset its drafters."""
+        policy = self._policies.get(setting.name)
+        if policy is None and setting.policy is not None:
+            policy = self.policies[setting.policy]()
+        self._policies[setting.name] = self.llm.reset_controller(policy)
+        self.llm.reset_drafters(setting.spec(self.draft))
 
     def spec(self, setting: BatchSetting) -> SpecConfig:
         """The configuration of a setting's requests."""

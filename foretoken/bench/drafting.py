@@ -12,6 +12,7 @@ from typing import Any
 from foretoken.config import SpecConfig, check_option
 from foretoken.errors import ConfigError
 from foretoken.field_text import parse_field
+from foretoken.heads.kind import with_head_kind
 from foretoken.model.names import REFERENCE_PREFIX, reference_heads
 from foretoken.registry import HEADS, MTP, FrozenOptions, known_drafters, options_class, traits_of
 
@@ -82,7 +83,8 @@ class DrafterChoice:
     @cached_property
     def leaves(self) -> frozenset[str]:
         """Names of the simple drafters at work when it gets no more than it needs."""
-        return self.spec(allow_lossy=True, **{field: _STAND_INS[field] for field in self._base}).leaves
+        spec = self.spec(allow_lossy=True, **{field: _STAND_INS[field] for field in self._base})
+        return with_head_kind(spec).leaves
 
     def check(self) -> None:
         """Refuse options that this drafter does not take.

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
 from foretoken.bench.drafting import DrafterChoice
 from foretoken.bench.measure import DEFAULT_NUMERICS, PLAIN, Answer, Contender, SpeedSetting
-from foretoken.bench.renewal import HasDrafterTable, put_drafters, renew_drafters, take_drafters
 from foretoken.bench.speed_options import SpeedOptions
 from foretoken.bench.workload import Prompt
 from foretoken.config import LOSSY_RULES, SamplingParams, SpecConfig
@@ -19,6 +17,7 @@ from foretoken.control.policy import Policy
 from foretoken.core import StepOutput
 from foretoken.draft.base import Drafter, DrafterKey
 from foretoken.errors import ConfigError, ForetokenError
+from foretoken.heads.kind import with_head_kind
 
 
 class Stats(Protocol):
@@ -60,19 +59,11 @@ class Totals(Protocol):
     def rule_s(self) -> float: ...  # noqa: D102
 
 
-class HasPolicy(Protocol):
-    """What decides how much is drafted."""
-
-    policy: Policy
-
-
-class MeasuredEngine(HasDrafterTable, Protocol):
-    """An engine with its totals, its drafters and its policy."""
+class MeasuredEngine(Protocol):
+    """An engine with its totals."""
 
     @property
     def stats(self) -> Totals: ...  # noqa: D102
-    @property
-    def chooser(self) -> HasPolicy: ...  # noqa: D102
 
 
 class HasContext(Protocol):
@@ -107,8 +98,20 @@ class Generator(Protocol):
         """Its totals are read between steps; a difference is the cost of the steps between."""
         ...
 
-    def prepare(self, spec: SpecConfig) -> None:
-        """Make the drafters of `spec` that are missing."""
+    def reset_drafters(self, spec: SpecConfig) -> None:
+        """Let the drafters of `spec` forget earlier requests."""
+        ...
+
+    def take_drafters(self, spec: SpecConfig) -> Mapping[DrafterKey, Drafter]:
+        """The drafters of `spec`, taken out with all they remember."""
+        ...
+
+    def put_drafters(self, drafters: Mapping[DrafterKey, Drafter]) -> None:
+        """Use drafters that were taken out."""
+        ...
+
+    def reset_controller(self, policy: Policy | None = None) -> Policy:
+        """Begin with a new policy, or go on with one that was in use."""
         ...
 
     def generate(
@@ -149,8 +152,8 @@ class Own:
     """A setting of foretoken. `takes_prediction`: its requests get their prompt's prediction.
 
     Each setting has a policy of its own, which keeps what it measured (step times, acceptance) from answer to answer,
-    as in a server. Drafters are emptied before every answer. With `warm` they keep what they remember from prompt to
-    prompt, and are emptied before a prompt that they have answered since.
+    as in a server. Drafters are reset before every answer. With `warm` they keep what they remember from prompt to
+    prompt, and are reset before a prompt that they have answered since.
     """
 
     def __init__(
@@ -163,11 +166,11 @@ class Own:
     ) -> None:
         self.setting = setting
         self.generator = generator
-        self.spec, self.takes_prediction, self.warm = spec, takes_prediction, warm
-        self._policy = copy.deepcopy(generator.engine.chooser.policy)
+        self.spec, self.takes_prediction, self.warm = with_head_kind(spec), takes_prediction, warm
+        self._policy: Policy | None = None
         self._num_tenants = 0
-        self._answered: set[Prompt] = set()  # since the drafters were emptied
-        self._drafters: dict[DrafterKey, Drafter] = {}  # of a warm setting, between its answers
+        self._answered: set[Prompt] = set()  # since the drafters were reset
+        self._drafters: Mapping[DrafterKey, Drafter] = {}  # of a warm setting, between its answers
 
     def params_for(self, prompt: Prompt, params: SamplingParams) -> SamplingParams:
         """The request's own tenant: its prefix is computed anew. Warm requests share one until a prompt comes again."""
@@ -188,14 +191,14 @@ class Own:
         own = self.params_for(prompt, params)
         spec = self.spec.for_request(own.prediction)
         llm = self.generator
-        llm.engine.chooser.policy = self._policy
+        self._policy = llm.reset_controller(self._policy)
         if len(self._answered) > 1:
-            put_drafters(llm, self._drafters)
+            llm.put_drafters(self._drafters)
         else:
-            renew_drafters(llm, spec)
+            llm.reset_drafters(spec)
         found = self._timed(prompt, own)
         if self.warm:
-            self._drafters = take_drafters(llm, spec)
+            self._drafters = llm.take_drafters(spec)
         return found
 
     def _timed(self, prompt: Prompt, own: SamplingParams) -> Answer:

@@ -43,7 +43,9 @@ def engine_config(
 
 def _learns(spec: SpecConfig | None) -> bool:
     """Whether a drafter of `spec` has a trained head of its own, see `adapt.adapter`."""
-    return spec is not None and any(one.drafter in (*HEADS, MTP) for one in spec.drafter_options)
+    from foretoken.heads.kind import with_head_kind
+
+    return spec is not None and any(one.drafter in (*HEADS, MTP) for one in with_head_kind(spec).drafter_options)
 
 
 def progress(message: str) -> AbstractContextManager[Spinner | None]:

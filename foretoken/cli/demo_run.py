@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from foretoken.bench.renewal import renew_drafters
 from foretoken.cli.demo_prompts import WARM_UP, DemoPrompt
 from foretoken.config import PLAIN, SamplingParams, SpecConfig
 
@@ -91,7 +90,7 @@ def num_identical(answers: Sequence[DemoAnswer], setting: str) -> int:
 
 class DemoRun:
     """Answers prompts with several settings in one engine, in which nothing is remembered: each answer has its own
-    tenant, so no prompt's cache is shared, and new drafters.
+    tenant, so no prompt's cache is shared, and drafters are reset.
 
     `on_step` is called with the setting and what each step brought.
     """
@@ -124,7 +123,7 @@ class DemoRun:
 
     def _answer(self, prompt: DemoPrompt, setting: str, max_tokens: int, on_step: OnStep | None) -> DemoAnswer:
         llm, spec = self._llm, self._specs[setting]
-        renew_drafters(llm, spec)
+        llm.reset_drafters(spec)
         params = replace(self._params, max_tokens=max_tokens, tenant=next(self._tenants))
         began_s = time.perf_counter()
         output = _ask(llm, prompt.text, params, spec, on_step)

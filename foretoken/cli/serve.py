@@ -71,12 +71,15 @@ def server_config(given: Mapping[str, Any]) -> ServerConfig:
     """
     spec = answering_spec(given)
     if spec is not None:
+        from foretoken.heads.kind import with_head_kind
+
         spec.for_request(None)
+        spec = with_head_kind(spec)  # requests may name each part
         if spec.corpus is not None:
             check_readable("corpus", Path(spec.corpus))
     if given["trace"] is not None:
         check_file("trace", given["trace"])
-    specs = () if spec is None else spec.configs  # requests may name each part
+    specs = () if spec is None else spec.configs
     api = {"obfuscation": _pads_streams(given), "allow_lossy": given["allow_lossy"], "specs": specs}
     return config_from(
         ServerConfig,

@@ -12,7 +12,7 @@ from foretoken.config import PLAIN, SpecConfig
 from foretoken.errors import ConfigError
 from foretoken.field_text import parse_field
 from foretoken.files import check_readable
-from foretoken.registry import head_drafter, known_drafters, options_class
+from foretoken.registry import known_drafters, options_class
 
 # A flag that names its drafter where no other flag does.
 _TAKERS = {
@@ -64,7 +64,11 @@ def named_drafter(given: Mapping[str, Any]) -> str | None:
     named = [name for name in _TAKERS if given.get(name) not in (None, unset.get(name))]
     if named:
         return _TAKERS[named[0]]
-    return None if given.get("head") is None else head_drafter(str(given["head"]))
+    if given.get("head") is None:
+        return None
+    from foretoken.heads.kind import kind_of_head
+
+    return kind_of_head(str(given["head"]))
 
 
 def options_from(drafter: str | None, texts: Sequence[str]) -> dict[str, Any]:
@@ -98,6 +102,8 @@ def check_sources(spec: SpecConfig | None) -> None:
 
         model_folder(spec.draft)
     if spec.head is not None:
-        head_drafter(spec.head)
+        from foretoken.heads.kind import kind_of_head
+
+        kind_of_head(spec.head)
     if spec.corpus is not None:
         check_readable("corpus", Path(spec.corpus))

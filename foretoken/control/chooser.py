@@ -6,7 +6,7 @@ A round is `begin` (which previews are computed), `plan` (drafter and number of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from foretoken.control.candidates import (
     NO_DRAFT,
@@ -23,6 +23,7 @@ from foretoken.control.candidates import (
 from foretoken.control.policy import BudgetPolicy, Mode, Policy, PolicyConfig
 from foretoken.control.previews import PreviewAsk, Previews
 from foretoken.control.routing import Routing, RoutingRules
+from foretoken.plan.profile import Curve
 
 _FIRST_PREVIEW = 8  # guesses that are looked at where few were made before
 
@@ -38,6 +39,8 @@ class Chooser:
     ) -> None:
         self.clock = clock
         self.routing = Routing(rules or RoutingRules())
+        self._config = config
+        self._known_costs: tuple[Curve, Mapping[Hashable, Curve]] | None = None  # see `seed`
         self.policy: Policy = BudgetPolicy(config)
         self._views: dict[int, RequestView] = {}  # of the round that is planned or ran last
         self._previews = Previews()
@@ -46,6 +49,22 @@ class Chooser:
         self._overhead_s = 0.0
         self._mode: Mode = "decide"
         self._may_draft = False  # any request of the round that is planned or ran last
+
+    def seed(self, target_cost: Curve, draft_costs: Mapping[Hashable, Curve]) -> None:
+        """Begin with these costs, now and whenever the policy is reset."""
+        self._known_costs = (target_cost, draft_costs)
+        self.reset()
+
+    def reset(self, policy: Policy | None = None) -> Policy:
+        """Decide by `policy` from now on; None: by a new one, which knows the costs of `seed` and has observed nothing.
+        Returns the policy in use: given here again later, it goes on from what it has observed until then.
+        """
+        if policy is None:
+            policy = new = BudgetPolicy(self._config)
+            if self._known_costs is not None:
+                new.seed(*self._known_costs)
+        self.policy = policy
+        return policy
 
     def begin(self, requests: Sequence[RequestView]) -> list[PreviewAsk]:
         """What drafters should show for `requests`, which decode next: nothing where the last budgets are repeated."""

@@ -226,6 +226,18 @@ class Releases(Protocol):
         """Called between two rounds: free the request's cache. It is recomputed when the request drafts again."""
 
 
+@runtime_checkable
+class Resets(Protocol):
+    """A drafter that can drop what it keeps from one request to the next, so that measured answers are independent.
+
+    One without `reset` is made anew instead (`engine.drafter_loading`), which is right for every drafter, and slow for
+    one that loads weights or reads a file.
+    """
+
+    def reset(self) -> None:
+        """Called while the drafter has no request: it proposes from now on what a new one would. Weights stay."""
+
+
 class Factory(Protocol):
     """What a drafter's classmethod `make(factory, spec)` may use: `engine.drafters.DrafterFactory`."""
 

@@ -67,8 +67,7 @@ class BlockDrafter(StatesDrafter):
         Raises:
             ConfigError, ModelError: see `open_head`.
         """
-        head, target = open_head(factory, spec, cls.name)
-        assert isinstance(head, BlockHead)
+        head, target = open_head(factory, spec, BlockHead)
         return cls(head, target)
 
     def fresh(self, twin: Callable[[LanguageModel], LanguageModel]) -> Self:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from foretoken.config import SpecConfig
 from foretoken.core import Batch, BatchEntry, Draft, Request, Uniforms, Verdict, empty_draft
-from foretoken.draft.base import Factory, Feedback, ModelDrafter
+from foretoken.draft.base import Factory, Feedback, ModelDrafter, Resets
 from foretoken.draft.chain import Chain, assemble
 from foretoken.draft.lookup_tree import EMPTY, Lookup
 from foretoken.draft.lookup_tree import assemble as assemble_trees
@@ -215,6 +215,13 @@ class CascadeDrafter:
         del self._texts[request_id]
         if self.lookup is not None:
             self.lookup.finish(request_id)
+
+    def reset(self) -> None:
+        """See `base.Resets`: every level's cached beginnings of texts, and what the lookup keeps."""
+        for level in self.levels:
+            level.cache.reset()
+        if isinstance(self.lookup, Resets):
+            self.lookup.reset()
 
     def _room(self, course: _CascadeRequest) -> int:
         """How many tokens can be drafted within every level's context and cache."""

@@ -137,6 +137,10 @@ class DraftModelDrafter:
         del self._texts[request_id]
         self._held.pop(request_id, None)
 
+    def reset(self) -> None:
+        """See `base.Resets`: the cached beginnings of texts."""
+        self._cache.reset()
+
     def _propose_chains(self, entries: Sequence[BatchEntry]) -> Draft:
         chains = [Chain(entry, self._room(entry)) for entry in entries]
         growing = [chain for chain in chains if chain.grows]

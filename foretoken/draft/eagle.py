@@ -49,8 +49,7 @@ class EagleDrafter(StatesDrafter):
         Raises:
             ConfigError, CheckpointError, MismatchError, UnsupportedModelError: see `open_head`.
         """
-        head, target = open_head(factory, spec, cls.name)
-        assert isinstance(head, EagleHead)
+        head, target = open_head(factory, spec, EagleHead)
         return cls(CachedEagle(head, target))
 
     def fresh(self, twin: Callable[[LanguageModel], LanguageModel]) -> Self:

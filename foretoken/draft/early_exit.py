@@ -67,8 +67,7 @@ class EarlyExitDrafter:
             )
         if spec.head is None:
             return cls(factory.target)
-        adapter, _ = open_head(factory, spec, cls.name)
-        assert isinstance(adapter, ExitAdapter)
+        adapter, _ = open_head(factory, spec, ExitAdapter)
         return cls(factory.target, adapter)
 
     def models(self) -> Sequence[LanguageModel]:
@@ -122,6 +121,10 @@ class EarlyExitDrafter:
     def finish(self, request_id: int) -> None:
         """Forget the end of its text."""
         self._recent.pop(request_id, None)
+
+    def reset(self) -> None:
+        """See `base.Resets`: the set of layers that was found."""
+        self.skips = SkipSearch(self.target.num_layers, self.skips.head)
 
     def _layers(self, spec: SpecConfig) -> tuple[int, ...]:
         """The layers that draft under a configuration; where the exit is open, those up to the middle candidate."""

@@ -36,6 +36,9 @@ class HeadDrafter:
     def follow(self, request_id: int, tokens: Sequence[int]) -> None:
         """See `base.FollowsText`: what was emitted comes as hidden states."""
 
+    def reset(self) -> None:
+        """See `base.Resets`: nothing outlives a request; the head's weights stay as they are, adapted ones too."""
+
 
 class StatesDrafter(HeadDrafter):
     """A head with keys and values of its own, made from the states that `HeadStates` keeps."""

@@ -214,6 +214,9 @@ class LookaheadDrafter:
         """Drop the request's window and pool."""
         del self._requests[request_id]
 
+    def reset(self) -> None:
+        """See `base.Resets`: nothing outlives a request."""
+
     def guess(self, entry: BatchEntry, ahead: Sequence[int] = ()) -> LookupTree:
         """The likeliest continuations of the last token; where only chains are taken, the latest one."""
         state = self._requests[entry.request.request_id]

@@ -82,8 +82,7 @@ class MedusaDrafter(HeadDrafter):
         Raises:
             ConfigError, ModelError: see `open_head`.
         """
-        head, target = open_head(factory, spec, cls.name)
-        assert isinstance(head, MedusaHead)
+        head, target = open_head(factory, spec, MedusaHead)
         return cls(head, target)
 
     def fresh(self, twin: Callable[[LanguageModel], LanguageModel]) -> Self:

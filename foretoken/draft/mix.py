@@ -27,6 +27,7 @@ from foretoken.draft.base import (
     PrefixStates,
     Reads,
     Releases,
+    Resets,
     Taps,
     variants_of,
 )
@@ -145,6 +146,12 @@ class MixDrafter:
         self._drawn.pop(request_id, None)
         for part in self.parts:
             part.finish(request_id)
+
+    def reset(self) -> None:
+        """See `base.Resets`: every part."""
+        for part in self.parts:
+            if isinstance(part, Resets):
+                part.reset()
 
     def _reading_part(self) -> PrefixStates | None:
         """The part that reads hidden states; it must share them, because a mix says of all its parts that they do.

@@ -55,6 +55,9 @@ class NgramDrafter:
         """Drop the index."""
         del self._indexes[request_id]
 
+    def reset(self) -> None:
+        """See `base.Resets`: nothing outlives a request."""
+
     def guess(self, entry: BatchEntry, ahead: Sequence[int] = ()) -> LookupTree:
         """The likeliest continuations at the places that agree longest."""
         index = self._indexes[entry.request.request_id]

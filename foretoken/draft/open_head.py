@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 
 from foretoken.composite_checks import A_HEAD
@@ -20,9 +22,11 @@ from foretoken.model.names import model_folder
 from foretoken.model.open import native_config
 from foretoken.model.quant import drafts_at_speed, head_format
 
+_Head = TypeVar("_Head", bound=Head)
 
-def open_head(factory: Factory, spec: SpecConfig, kind: str) -> tuple[Head, SharesWeights]:
-    """The head of `spec.head` for drafter `kind`, in the target's number format and place, and the target.
+
+def open_head(factory: Factory, spec: SpecConfig, network: type[_Head]) -> tuple[_Head, SharesWeights]:
+    """The head of `spec.head`, a `network`, in the target's number format and place, and the target.
 
     Its matrices are quantised as `spec.draft_dtype` says; "auto" is `quant.head_format`.
 
@@ -32,6 +36,7 @@ def open_head(factory: Factory, spec: SpecConfig, kind: str) -> tuple[Head, Shar
         InputError: a quantised format that does not run where the target does.
         CheckpointError, MismatchError, UnsupportedModelError: see `load_head`.
     """
+    kind = network.name
     if spec.head is None:
         raise ConfigError("head", None, f"drafter={kind!r} needs {A_HEAD}")
     folder, target = model_folder(spec.head), factory.target
@@ -45,6 +50,7 @@ def open_head(factory: Factory, spec: SpecConfig, kind: str) -> tuple[Head, Shar
     weight_format = _weight_format(spec, target, dtype)
     config = native_config(factory.folder) or _described(target, width)
     head = load_head(folder, config, dtype, target.device, factory.folder).requires_grad_(False)
+    assert isinstance(head, network)
     with factory.between_steps():
         probe_at_load(head, target)
     pack(head, weight_format)

@@ -140,6 +140,10 @@ class OtherVocabularyDrafter:
         self._cache.finish(request_id)
         del self._texts[request_id], self._cached[request_id]
 
+    def reset(self) -> None:
+        """See `base.Resets`: the cached beginnings of texts."""
+        self._cache.reset()
+
     def _begin(self, entry: BatchEntry) -> _TranslatedGuess:
         text = self._texts[entry.request.request_id]
         shared = bool(self.shared) and (

@@ -102,6 +102,11 @@ class OwnCache:
         if sequence in self._readers:
             self._readers.remove(sequence)
 
+    def reset(self) -> None:
+        """Drop what finished sequences left for later ones; none is open."""
+        if self._prefix is not None:
+            self._prefix.drop_prefixes()
+
     def _adopt(self, sequence: int, text: Sequence[int]) -> None:
         if self._prefix is None:
             return

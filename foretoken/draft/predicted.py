@@ -118,6 +118,9 @@ class PredictedDrafter:
         """Drop the prediction."""
         del self._cursors[request_id]
 
+    def reset(self) -> None:
+        """See `base.Resets`: nothing outlives a request."""
+
     def guess(self, entry: BatchEntry, ahead: Sequence[int] = ()) -> LookupTree:
         """The next tokens of the prediction, taken as sure."""
         cursor = self._cursors[entry.request.request_id]

@@ -36,8 +36,8 @@ class RecyclingDrafter:
     name = "recycling"
 
     def __init__(self, vocab_size: int) -> None:
-        self.successors = np.full((vocab_size, NUM_RANKS), _UNKNOWN, dtype=np.int32)  # [V, 8], likeliest first
-        self._hits, self._tries = _PRIOR_HITS.copy(), _PRIOR_TRIES
+        self.successors = np.empty((vocab_size, NUM_RANKS), dtype=np.int32)  # [V, 8], likeliest first
+        self.reset()
 
     @property
     def chances(self) -> tuple[float, ...]:
@@ -72,6 +72,11 @@ class RecyclingDrafter:
 
     def finish(self, request_id: int) -> None:
         """Nothing to forget; the matrix stays."""
+
+    def reset(self) -> None:
+        """See `base.Resets`: the matrix, and how often each rank was right."""
+        self.successors.fill(_UNKNOWN)
+        self._hits, self._tries = _PRIOR_HITS.copy(), _PRIOR_TRIES
 
     def _learn_ranks(self, before: Sequence[int], emitted: Sequence[int]) -> None:
         """Count at which rank each emitted token stood."""

@@ -135,6 +135,11 @@ class SuffixDrafter:
         while self._num_counted > self._most_tokens:
             self._num_counted -= self._counted(self._stores.popitem(last=False)[1])
 
+    def reset(self) -> None:
+        """See `base.Resets`: the answers of every tenant; the corpus stays."""
+        self._stores.clear()
+        self._num_counted = 0
+
     def _counted(self, store: SharedStore) -> int:
         """Tokens that a store counts for."""
         return max(store.num_tokens, min(_LEAST_STORE_TOKENS, self._store_tokens)) if store.num_tokens else 0

@@ -15,7 +15,6 @@ from foretoken.config import SamplingParams, SpecConfig
 from foretoken.control.candidates import RequestView
 from foretoken.control.chooser import Chooser
 from foretoken.control.cost import priors_of
-from foretoken.control.policy import BudgetPolicy
 from foretoken.control.previews import PreviewAsk, Previews
 from foretoken.control.queue import SchedulerConfig
 from foretoken.control.routing import RoutingRules
@@ -75,12 +74,11 @@ class Engine:
 
     def seed(self, profile: Profile, specs: Mapping[str, SpecConfig]) -> None:
         """Begin with the costs of a profile; `specs` are what its drafters, by name, are in this engine."""
-        assert isinstance(self.chooser.policy, BudgetPolicy)
         rows, curves = priors_of(profile)
         known: dict[Hashable, Curve] = {
             option_kind(spec): curves[name] for name, spec in specs.items() if name in curves
         }
-        self.chooser.policy.seed(rows, known)
+        self.chooser.seed(rows, known)
 
     def step(self) -> list[StepOutput]:
         """Advance every running request by one round; what each of them emitted. Nothing happens when there is no work.

@@ -13,7 +13,9 @@ from typing import Any, Unpack
 from foretoken.adapt.adaptation import AdaptationState
 from foretoken.adapt.adapter import Adapter
 from foretoken.config import SamplingParams, SpecConfig
+from foretoken.control.policy import Policy
 from foretoken.core import StepOutput
+from foretoken.draft.base import Drafter, DrafterKey
 from foretoken.draft.group import DrafterGroup, own_drafters
 from foretoken.engine.adapting import AdaptationWatcher
 from foretoken.engine.admission import check_spec, check_types
@@ -42,6 +44,7 @@ from foretoken.engine.turns import Owner, Turns
 from foretoken.engine.uncopied import Uncopied
 from foretoken.engine_config import EngineConfig, EngineOptions, config_of
 from foretoken.errors import ForetokenError, InputError, SpeculationWarning, StorageError
+from foretoken.heads.kind import with_head_kind
 from foretoken.model.interface import LanguageModel, PrefixModel, SharesWeights
 from foretoken.model.names import model_folder
 from foretoken.model.open import open_device, open_model
@@ -82,7 +85,7 @@ class LLM(Uncopied):
         mode = check_mode(config.profile)
         self.spec = SpecConfig("auto") if config.spec is None else config.spec
         self.folder = model_folder(config.model)
-        _ = self.spec.configs  # a head that is not there is found before the target is loaded
+        self.spec = with_head_kind(self.spec)  # a head that is not there is found before the target is loaded
         self._turns = Turns()
         self._owner: Owner | None = None
         self._trace = None if config.trace is None else Trace(Path(config.trace))
@@ -355,6 +358,7 @@ class LLM(Uncopied):
             ModelError, StorageError: its drafter cannot be loaded.
         """
         check_types(params, spec)
+        spec = self._open_loader().with_head_kind(spec)
         self.prepare(spec.for_request(params.prediction))
         ids = self.encode(prompt) if isinstance(prompt, str) else prompt
         return self.engine.admission.prepare(ids, params, spec)
@@ -373,14 +377,74 @@ class LLM(Uncopied):
         """
         check_spec(spec)
         self._turns.check_process()
-        loader = self._loader
-        if loader is None:
-            raise self._was_closed()
-        loader.load(spec)
+        self._open_loader().load(spec)
 
     def has_drafters(self, spec: SpecConfig) -> bool:
         """Whether `prepare` has nothing to load for `spec`."""
         return self._loader is not None and self._loader.has_all(spec)
+
+    # ---- what requests leave for later ones
+
+    def loaded_drafters(self, spec: SpecConfig | None = None) -> tuple[Drafter, ...]:
+        """The drafters of `spec` that are loaded, in its order; None: all."""
+        return tuple(self._open_loader().loaded(spec).values())
+
+    def reset_drafters(self, spec: SpecConfig | None = None) -> None:
+        """Let the drafters of `spec` (None: all that are loaded) forget earlier requests, as if each had just been
+        loaded; those of `spec` that are missing are loaded. Weights stay, and the target's prefix cache does: give
+        requests a `SamplingParams.tenant` each where they may not share it.
+
+        A drafter without a `reset` (`draft.base.Resets`) is made anew.
+
+        Raises:
+            InputError: requests are running; see `prepare` for the rest.
+        """
+        loader = self._open_loader()
+        if spec is not None:
+            check_spec(spec)
+            spec = loader.with_head_kind(spec)
+        with self._turns.lock:
+            self._check_idle("drafters are reset")
+            replaced = loader.reset(spec)
+        if spec is not None:
+            loader.load(spec)
+        replaced.clear()  # not before: what is loaded shares the weights of what is in use
+
+    def take_drafters(self, spec: SpecConfig) -> dict[DrafterKey, Drafter]:
+        """Take the drafters of `spec` out, with all they remember: its next request gets new ones.
+
+        Raises:
+            InputError: requests are running.
+        """
+        check_spec(spec)
+        loader = self._open_loader()
+        spec = loader.with_head_kind(spec)
+        with self._turns.lock:
+            self._check_idle("drafters are exchanged")
+            return loader.take(spec)
+
+    def put_drafters(self, drafters: Mapping[DrafterKey, Drafter]) -> None:
+        """Use drafters that `take_drafters` returned, or others under their keys (`draft.group.drafter_key`), from the
+        next request on.
+
+        Raises:
+            InputError: requests are running.
+        """
+        loader = self._open_loader()
+        with self._turns.lock:
+            self._check_idle("drafters are exchanged")
+            loader.put(drafters)
+
+    def reset_controller(self, policy: Policy | None = None) -> Policy:
+        """Let the controller forget what it has observed (step times, acceptance), except the costs it began with; or
+        let it go on with `policy`, which an earlier call returned. Returns the policy in use from now on.
+
+        Raises:
+            InputError: requests are running.
+        """
+        with self._turns.lock:
+            self._check_idle("the controller is reset")
+            return self.engine.chooser.reset(policy)
 
     # ---- what `AsyncEngine` uses
 
@@ -441,6 +505,17 @@ class LLM(Uncopied):
         if self._owner is not None:
             raise InputError("llm", str(self.folder), "is served by an AsyncEngine: submit to that, or close it first")
         return driver
+
+    def _open_loader(self) -> DrafterLoader:
+        if self._loader is None:
+            raise self._was_closed()
+        return self._loader
+
+    def _check_idle(self, what: str) -> None:
+        """Refuse while there are requests, whose drafters and policy know about them."""
+        if self._check_free().engine.has_work:
+            remedy = f"still answers requests, and {what} between requests: let them end, or close their streams"
+            raise InputError("llm", str(self.folder), remedy)
 
     def _was_closed(self) -> InputError:
         return InputError("llm", str(self.folder), "was closed; open it again")

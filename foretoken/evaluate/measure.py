@@ -1,7 +1,7 @@
 """Runs an evaluation: every drafter at every temperature answers every prompt, one request at a time.
 
 One at a time, so that a result depends on the models and the prompts and not on which requests shared a batch. A
-drafter that keeps something from answer to answer is made anew for each, so that answers are independent.
+drafter is reset before each, so that answers are independent.
 """
 
 from __future__ import annotations
@@ -9,16 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from foretoken.config import SamplingParams, SpecConfig
-from foretoken.draft.group import own_drafters
 from foretoken.engine.llm import LLM
 from foretoken.errors import InputError
 from foretoken.evaluate.counts import AcceptanceCounter
 from foretoken.evaluate.options import EvalDrafter, EvalOptions
 from foretoken.evaluate.prompts import EvalPrompt, encoded, in_turns
 from foretoken.evaluate.result import EvalSample
-
-# Drafters that learn from one answer for the next, whatever its tenant.
-_REMEMBER = frozenset({"recycling", "early_exit"})
+from foretoken.heads.kind import with_head_kind
 
 
 def open_llm(options: EvalOptions) -> LLM:
@@ -74,7 +71,6 @@ def measure(
         for prompt, drafter, temperature in jobs:
             key = prompt.key
             tell(drafter.name)
-            _forget(llm, drafter.spec)
             params = SamplingParams(
                 max_tokens=options.max_tokens,
                 temperature=temperature,
@@ -84,17 +80,12 @@ def measure(
                 slice=prompt.slice,
                 prediction=prompt.prediction if drafter.takes_prediction else None,
             )
-            output = llm.generate([encoded(llm, prompt, options.chat)], params, drafter.spec)[0]
+            spec = with_head_kind(drafter.spec)
+            llm.reset_drafters(spec.for_request(params.prediction))
+            output = llm.generate([encoded(llm, prompt, options.chat)], params, spec)[0]
             if output.error is not None:
                 raise output.error
             rule = "+".join(sorted(counter.rules)) or output.stats.rule
             yield EvalSample(drafter.name, prompt.slice, temperature, key, rule, counter.counts)
     finally:
         llm.engine.watchers.remove(counter)
-
-
-def _forget(llm: LLM, spec: SpecConfig) -> None:
-    """Drop what a drafter learnt: the next request loads it anew."""
-    if not _REMEMBER.isdisjoint(spec.leaves):
-        for key in own_drafters(spec):
-            llm.engine.drafters.drafters.pop(key, None)

@@ -90,5 +90,5 @@ def _drafts(spec: SpecConfig) -> Iterator[str]:
     """The draft models of a configuration and its parts."""
     if spec.draft is not None:
         yield spec.draft
-    for part in spec.configs:
+    for part in spec.declared:
         yield from _drafts(part)

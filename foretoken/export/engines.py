@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from foretoken.errors import ConfigError
-from foretoken.heads.config import BlockConfig, EagleConfig, ExitAdapterConfig, HeadConfig, MedusaConfig
+from foretoken.heads.config import BlockConfig, EagleConfig, HeadConfig, MedusaConfig
+from foretoken.heads.kinds import kind_of_config
 from foretoken.model.names import is_own_name
 
 # The newest versions whose options were compared (tests/export/options).
@@ -60,18 +63,7 @@ def engine_of(name: str, version: str | None) -> OtherEngine:
     return engine
 
 
-def method_of(config: HeadConfig) -> str:
-    """What the literature calls a head: eagle, eagle3, medusa, hydra, dflash, dspark or adapter."""
-    if isinstance(config, MedusaConfig):
-        return "hydra" if config.is_sequential else "medusa"
-    if isinstance(config, EagleConfig):
-        return "eagle3" if config.version == 3 else "eagle"
-    if isinstance(config, ExitAdapterConfig):
-        return "adapter"
-    return "dspark" if config.markov_rank or config.has_confidence else "dflash"
-
-
-# By method, the engines that have it, from their own sources.
+# By method (`HeadConfig.method`), the engines that have it, from their own sources.
 _RUNS = {
     "eagle": ("vllm", "sglang"),
     "eagle3": ("vllm", "sglang", "trtllm", "llamacpp"),
@@ -85,18 +77,13 @@ _RUNS = {
 
 def refusal_reason(config: HeadConfig, engine: OtherEngine) -> str | None:
     """Why `engine` cannot run such a head; None if it can."""
-    method, known = method_of(config), [name for name, engines in _RUNS.items() if engine.name in engines]
+    method, known = config.method, [name for name, engines in _RUNS.items() if engine.name in engines]
     if engine.name not in _RUNS[method]:
         takes = f"it takes {', '.join(known)}" if known else "it takes no trained head"
         return f"{NAMES[engine.name]} does not run {method} heads ({takes})"
     if engine.name == "vllm" and engine.numbers < _OLDEST_VLLM:
         return "the configuration of vLLM before 0.20 is not written here; give a later --engine-version"
-    if isinstance(config, EagleConfig):
-        return _eagle_reason(config, engine)
-    if isinstance(config, MedusaConfig):
-        return _medusa_reason(config, engine)
-    assert isinstance(config, BlockConfig), "no engine runs another kind"
-    return _block_reason(config, engine)
+    return _REASONS[kind_of_config(config).name](config, engine)
 
 
 def target_reason(target: str, engine: OtherEngine, has_head: bool) -> str | None:
@@ -146,7 +133,7 @@ def _block_reason(config: BlockConfig, engine: OtherEngine) -> str | None:
         return f"{NAMES[engine.name]} counts outputs of layers, and tap 0 is the embedding"
     if config.is_causal and engine.name != "vllm":
         return f"{NAMES[engine.name]} runs blocks whose slots see each other both ways; this head was trained causal"
-    if config.draft_vocab_size < config.layer.vocab_size and method_of(config) == "dflash":
+    if config.draft_vocab_size < config.layer.vocab_size and config.method == "dflash":
         return "a DFlash head has no output matrix of its own, so its vocabulary cannot be cut"
     return None
 
@@ -157,3 +144,11 @@ def _medusa_reason(config: MedusaConfig, engine: OtherEngine) -> str | None:
     if engine.name == "tgi" and not config.has_own_output and config.num_blocks > 1:
         return "TGI runs one block per head where the heads share the target's output matrix"
     return None
+
+
+# By kind, those of them that some engine runs: why an engine that knows the method cannot run such a head.
+_REASONS: Mapping[str, Callable[[Any, OtherEngine], str | None]] = {
+    "eagle": _eagle_reason,
+    "medusa": _medusa_reason,
+    "block": _block_reason,
+}

@@ -6,10 +6,15 @@ import json
 import shlex
 from dataclasses import dataclass, field
 
-from foretoken.export.engines import OtherEngine, method_of
-from foretoken.heads.config import BlockConfig, EagleConfig, ExitAdapterConfig, HeadConfig, MedusaConfig
+from foretoken.export.engines import OtherEngine
+from foretoken.heads.config import BlockConfig, EagleConfig, HeadConfig
 from foretoken.heads.formats.layer_ids import are_default_taps, taps_to_outputs
+from foretoken.heads.kinds import kind_of_config
 
+_VLLM_NOTES = {
+    "medusa": "vLLM runs Medusa as a chain of first choices.",
+    "block": "Needs vLLM's model runner V2, which is written in Triton: vLLM's CPU build does not run it.",
+}
 _OLD_TRTLLM = (1, 1)  # up to here the option is written with its older name, which later releases know too
 
 
@@ -35,28 +40,18 @@ def launch_of(config: HeadConfig, engine: OtherEngine, target: str, head: str, n
     return makers[engine.name](config, engine, target, head, num_draft)
 
 
-def most_draft(config: HeadConfig) -> int | None:
-    """The most tokens that a head guesses in one round; None for a head that goes on from itself."""
-    if isinstance(config, EagleConfig | ExitAdapterConfig):
-        return None
-    return config.num_heads if isinstance(config, MedusaConfig) else config.num_places
-
-
 def _vllm(config: HeadConfig, engine: OtherEngine, target: str, head: str, num_draft: int) -> Launch:  # noqa: ARG001
     # Without "method" it is guessed from the path.
-    spec: dict[str, object] = {"method": method_of(config), "model": head, "num_speculative_tokens": num_draft}
-    if isinstance(config, EagleConfig):
+    spec: dict[str, object] = {"method": config.method, "model": head, "num_speculative_tokens": num_draft}
+    kind = kind_of_config(config).name
+    if kind == "eagle":
         spec["draft_tensor_parallel_size"] = 1
-    notes: tuple[str, ...] = ()
-    if isinstance(config, MedusaConfig):
-        notes = ("vLLM runs Medusa as a chain of first choices.",)
-    elif isinstance(config, BlockConfig):
-        notes = ("Needs vLLM's model runner V2, which is written in Triton: vLLM's CPU build does not run it.",)
+    notes = (_VLLM_NOTES[kind],) if kind in _VLLM_NOTES else ()
     return Launch(("vllm", "serve", target, "--speculative-config", json.dumps(spec)), notes=notes)
 
 
 def _sglang(config: HeadConfig, engine: OtherEngine, target: str, head: str, num_draft: int) -> Launch:  # noqa: ARG001
-    algorithm = {"eagle": "EAGLE", "eagle3": "EAGLE3", "dflash": "DFLASH", "dspark": "DSPARK"}[method_of(config)]
+    algorithm = {"eagle": "EAGLE", "eagle3": "EAGLE3", "dflash": "DFLASH", "dspark": "DSPARK"}[config.method]
     argv = ["python", "-m", "sglang.launch_server", "--model-path", target]
     argv += ["--speculative-algorithm", algorithm, "--speculative-draft-model-path", head]
     if isinstance(config, BlockConfig):
@@ -71,7 +66,7 @@ def _sglang(config: HeadConfig, engine: OtherEngine, target: str, head: str, num
 
 
 def _trtllm(config: HeadConfig, engine: OtherEngine, target: str, head: str, num_draft: int) -> Launch:
-    kind = {"eagle3": "Eagle3", "dflash": "DFlash", "dspark": "DSpark"}[method_of(config)]
+    kind = {"eagle3": "Eagle3", "dflash": "DFlash", "dspark": "DSpark"}[config.method]
     lines = ["speculative_config:", f"  decoding_type: {kind}", f"  max_draft_len: {num_draft}"]
     lines.append(f"  speculative_model: {json.dumps(head)}")
     if isinstance(config, EagleConfig) and not are_default_taps(config.taps, config.target_num_layers):
@@ -87,7 +82,7 @@ def _llamacpp(config: HeadConfig, engine: OtherEngine, target: str, head: str, n
         (*convert, head, "--target-model-dir", target, "--outtype", "bf16", "--outfile", "head.gguf"),
     )
     argv = ["llama-server", "-m", "target.gguf", "-md", "head.gguf"]
-    argv += ["--spec-type", f"draft-{method_of(config)}", "--spec-draft-n-max", str(num_draft)]
+    argv += ["--spec-type", f"draft-{config.method}", "--spec-draft-n-max", str(num_draft)]
     notes = (
         "Without --spec-type nothing is drafted, -md or not.",
         "Builds that still know --draft-max run draft models only, no trained heads.",

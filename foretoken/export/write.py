@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from foretoken.errors import ConfigError, StorageError
-from foretoken.export.engines import OtherEngine, method_of, refusal_reason, target_reason
-from foretoken.export.launch import Launch, launch_of, most_draft
+from foretoken.export.engines import OtherEngine, refusal_reason, target_reason
+from foretoken.export.launch import Launch, launch_of
 from foretoken.export.plain import plain_launch
 from foretoken.heads.base import Head
 from foretoken.heads.checkpoint import load_head, save_head, save_speculators
@@ -68,10 +69,10 @@ def export_head(
             )
             save_speculators(head, work, target, num_draft, target_name, architecture)
         else:
-            save_head(head, work, target, target_folder, target_name if method_of(head.config) == "medusa" else None)
+            save_head(head, work, target, target_folder, target_name if head.config.method == "medusa" else None)
             _adapt(work, head, engine, target_folder)
 
-    _write(out, engine, launch, method_of(head.config), num_draft, fill)
+    _write(out, engine, launch, head.config.method, num_draft, fill)
     return launch
 
 
@@ -95,26 +96,26 @@ def _check(head: Head, engine: OtherEngine, num_draft: int, as_speculators: bool
         raise ConfigError("to", str(engine), reason)
     if as_speculators and engine.name != "vllm":
         raise ConfigError("speculators", True, f"only vLLM reads this form, not {engine}")
-    most = most_draft(head.config)
+    most = head.config.max_num_draft
     if most is not None and num_draft > most:
         raise ConfigError("num_draft", num_draft, f"this head guesses at most {most} tokens")
 
 
 def _adapt(folder: Path, head: Head, engine: OtherEngine, target_folder: Path) -> None:
     """Change the directory where an engine reads another variant than the portable one."""
-    if engine.name == "vllm":
+    if engine.name == "sglang":
+        path = folder / "config.json"
+        raw = read_json(path)
+        _FOR_SGLANG[head.config.method](folder, raw, head, head.config)
+        path.write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+    elif engine.name == "vllm" and isinstance(head.config, MedusaConfig) and not head.config.has_own_output:
         _add_shared_output(folder, head, target_folder)
-    elif engine.name == "sglang":
-        _adapt_to_sglang(folder, head)
 
 
 def _add_shared_output(folder: Path, head: Head, target_folder: Path) -> None:
     """Put the target's output matrix beside Medusa heads that use it: vLLM never takes it from the target, and would
     multiply by a matrix of whatever its memory held.
     """
-    config = head.config
-    if not isinstance(config, MedusaConfig) or config.has_own_output:
-        return
     tensors = load_file(folder / MEDUSA_WEIGHTS)
     dtype = next(head.parameters()).dtype
     matrix = _output_matrix(target_folder)[head.vocabulary.ids.cpu()].to(dtype)  # [V_d, D]
@@ -127,22 +128,30 @@ def _output_matrix(target_folder: Path) -> Tensor:
     return weights.read(EMBEDDING if config.tie_embeddings else OUTPUT, (config.vocab_size, config.hidden_size))
 
 
-def _adapt_to_sglang(folder: Path, head: Head) -> None:
-    path = folder / "config.json"
-    raw = read_json(path)
-    config = head.config
-    if isinstance(config, EagleConfig) and config.version == 1:
-        raw |= {"architectures": [ARCHITECTURE_1_BIAS], "bias": True}
-        if not config.fc_bias:  # SGLang makes one in any case, and leaves a missing one random
-            tensors = load_file(folder / WEIGHTS)
-            zeros = torch.zeros(config.layer.hidden_size, dtype=tensors["fc.weight"].dtype)
-            save_file(tensors | {"fc.bias": zeros}, folder / WEIGHTS, metadata={"format": "pt"})
-    elif isinstance(config, EagleConfig):
-        if not config.has_own_output and head.vocabulary.is_whole:
-            raw.pop("draft_vocab_size")  # SGLang takes the target's matrix only without this key
-    elif isinstance(config, BlockConfig):
-        raw["dflash_config"] |= {key: raw[key] for key in _DSPARK_KEYS if key in raw}
-    path.write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+def _eagle_for_sglang(folder: Path, raw: dict[str, Any], head: Head, config: EagleConfig) -> None:  # noqa: ARG001
+    raw |= {"architectures": [ARCHITECTURE_1_BIAS], "bias": True}
+    if not config.fc_bias:  # SGLang makes one in any case, and leaves a missing one random
+        tensors = load_file(folder / WEIGHTS)
+        zeros = torch.zeros(config.layer.hidden_size, dtype=tensors["fc.weight"].dtype)
+        save_file(tensors | {"fc.bias": zeros}, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def _eagle3_for_sglang(folder: Path, raw: dict[str, Any], head: Head, config: EagleConfig) -> None:  # noqa: ARG001
+    if not config.has_own_output and head.vocabulary.is_whole:
+        raw.pop("draft_vocab_size")  # SGLang takes the target's matrix only without this key
+
+
+def _block_for_sglang(folder: Path, raw: dict[str, Any], head: Head, config: BlockConfig) -> None:  # noqa: ARG001
+    raw["dflash_config"] |= {key: raw[key] for key in _DSPARK_KEYS if key in raw}
+
+
+# By method, of those that SGLang runs: what it reads otherwise in `config.json` and beside it.
+_FOR_SGLANG: Mapping[str, Callable[[Path, dict[str, Any], Head, Any], None]] = {
+    "eagle": _eagle_for_sglang,
+    "eagle3": _eagle3_for_sglang,
+    "dflash": _block_for_sglang,
+    "dspark": _block_for_sglang,
+}
 
 
 def _write(out: Path, engine: OtherEngine, launch: Launch, method: str, num_draft: int, fill: Any) -> None:  # noqa: ANN401

@@ -19,29 +19,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from foretoken.errors import CheckpointError, ConfigError, ModelError, StorageError
-from foretoken.heads.adapter import ExitAdapter
 from foretoken.heads.base import Head
-from foretoken.heads.block import BlockHead
 from foretoken.heads.config import BlockConfig, EagleConfig, ExitAdapterConfig, HeadConfig, MedusaConfig
-from foretoken.heads.eagle import EagleHead
-from foretoken.heads.formats.adapter import adapter_from_json, adapter_json, adapter_tensors
-from foretoken.heads.formats.block import block_from_json, block_json, block_tensors
-from foretoken.heads.formats.eagle import eagle_from_json, eagle_json, eagle_tensors, network_name
+from foretoken.heads.formats.eagle import network_name
 from foretoken.heads.formats.layers import Shape
-from foretoken.heads.formats.medusa import (
-    MEDUSA_WEIGHTS,
-    SHARED_OUTPUT,
-    TOKEN_MAP,
-    medusa_from_json,
-    medusa_json,
-    medusa_name,
-    medusa_tensors,
-    medusa_vocab_size,
-)
+from foretoken.heads.formats.medusa import MEDUSA_WEIGHTS, SHARED_OUTPUT, TOKEN_MAP, medusa_name
 from foretoken.heads.formats.pairing import check_note, target_note
 from foretoken.heads.formats.speculators import from_speculators, is_speculators, speculators_json
 from foretoken.heads.kind import head_kind
-from foretoken.heads.medusa import MedusaHead
+from foretoken.heads.kinds import KINDS, kind_of_config
 from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.fields import HEAD_NOTE, Fields, read_json
@@ -124,7 +110,7 @@ def save_speculators(
         StorageError, ModelError: see `save_head`.
         ConfigError: a kind of head that the form has no words for.
     """
-    if isinstance(head.config, MedusaConfig | ExitAdapterConfig):
+    if not isinstance(head.config, EagleConfig | BlockConfig):
         raise ConfigError("head", head.name, "the speculators form is written for EAGLE-3 and block drafters")
     state = head_state(head)
     dtype = str(next(iter(state.values())).dtype).removeprefix("torch.")
@@ -182,13 +168,8 @@ def read_head_config(fields: Fields, kind: str, target: ModelConfig, names: froz
     Raises:
         CheckpointError, MismatchError, UnsupportedModelError, ConfigError: see `load_head`.
     """
-    if kind == "medusa":
-        return medusa_from_json(fields, target, names)
-    if kind == "block":
-        return block_from_json(fields, target)
-    if kind == "early_exit":
-        return adapter_from_json(fields, target)
-    return eagle_from_json(fields, target, names)
+    config: HeadConfig = KINDS[kind].from_json(fields, target, names)
+    return config
 
 
 def head_json(config: HeadConfig, dtype: str, draft_vocab_size: int, target_name: str | None = None) -> dict[str, Any]:
@@ -197,20 +178,12 @@ def head_json(config: HeadConfig, dtype: str, draft_vocab_size: int, target_name
     Raises:
         ConfigError: layers that the format has no words for.
     """
-    if isinstance(config, MedusaConfig):
-        return medusa_json(config, dtype, draft_vocab_size, target_name)
-    if isinstance(config, ExitAdapterConfig):
-        return adapter_json(config, dtype)
-    return block_json(config, dtype) if isinstance(config, BlockConfig) else eagle_json(config, dtype)
+    return kind_of_config(config).to_json(config, dtype, draft_vocab_size, target_name)
 
 
 def head_tensors(config: HeadConfig, draft_vocab_size: int) -> dict[str, Shape]:
     """Name and shape of every tensor of a head's network: `state_dict()` of the head."""
-    if isinstance(config, MedusaConfig):
-        return dict(medusa_tensors(config, draft_vocab_size))
-    if isinstance(config, ExitAdapterConfig):
-        return dict(adapter_tensors(config))
-    return dict(block_tensors(config) if isinstance(config, BlockConfig) else eagle_tensors(config))
+    return dict(kind_of_config(config).tensors(config, draft_vocab_size))
 
 
 def make_head(config: HeadConfig, vocabulary: DraftVocabulary) -> Head:
@@ -219,11 +192,7 @@ def make_head(config: HeadConfig, vocabulary: DraftVocabulary) -> Head:
     Raises:
         ConfigError: a configuration that no head has.
     """
-    if isinstance(config, MedusaConfig):
-        return MedusaHead(config, vocabulary)
-    if isinstance(config, ExitAdapterConfig):
-        return ExitAdapter(config, vocabulary)
-    return BlockHead(config, vocabulary) if isinstance(config, BlockConfig) else EagleHead(config, vocabulary)
+    return kind_of_config(config).network(config, vocabulary)
 
 
 def head_state(head: Head) -> dict[str, Tensor]:
@@ -311,9 +280,7 @@ def _check_embedding(weights: Weights, config: EagleConfig | BlockConfig) -> Non
 
 def draft_vocab_size(config: HeadConfig, fields: Fields) -> int:
     """Tokens among which a head guesses."""
-    if isinstance(config, ExitAdapterConfig):
-        return config.vocab_size
-    return medusa_vocab_size(fields) if isinstance(config, MedusaConfig) else config.draft_vocab_size
+    return kind_of_config(config).draft_vocab_size(config, fields)
 
 
 def _read_vocabulary(weights: Weights, config: HeadConfig, fields: Fields) -> DraftVocabulary:

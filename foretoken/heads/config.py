@@ -37,6 +37,16 @@ class EagleConfig:
         """A head of another width than its target cannot read the target's embedding."""
         return self.layer.hidden_size != self.target_hidden_size
 
+    @property
+    def method(self) -> str:
+        """What the literature calls it."""
+        return "eagle3" if self.version == 3 else "eagle"
+
+    @property
+    def max_num_draft(self) -> int | None:
+        """The most tokens that it guesses in one round; None: it continues from its own guesses."""
+        return None
+
     def __post_init__(self) -> None:
         _check_taps(self.taps, self.target_num_layers)
         if self.version == 1 and self.taps != (self.target_num_layers,):
@@ -58,6 +68,16 @@ class MedusaConfig:
     num_blocks: int = 1
     is_sequential: bool = False
     has_own_output: bool = True
+
+    @property
+    def method(self) -> str:
+        """See `EagleConfig.method`."""
+        return "hydra" if self.is_sequential else "medusa"
+
+    @property
+    def max_num_draft(self) -> int | None:
+        """See `EagleConfig.max_num_draft`."""
+        return self.num_heads
 
 
 @dataclass(frozen=True)
@@ -92,6 +112,16 @@ class BlockConfig:
         """Tokens that one pass guesses."""
         return self.block_size - (not self.predicts_at_anchor)
 
+    @property
+    def method(self) -> str:
+        """See `EagleConfig.method`."""
+        return "dspark" if self.markov_rank or self.has_confidence else "dflash"
+
+    @property
+    def max_num_draft(self) -> int | None:
+        """See `EagleConfig.max_num_draft`."""
+        return self.num_places
+
 
 @dataclass(frozen=True)
 class ExitAdapterConfig:
@@ -110,6 +140,16 @@ class ExitAdapterConfig:
             raise ConfigError("exit_layer", self.exit_layer, f"must be a layer of the target from 1 to {most}")
         if self.intermediate_size < 1:
             raise ConfigError("intermediate_size", self.intermediate_size, "must be at least 1")
+
+    @property
+    def method(self) -> str:
+        """See `EagleConfig.method`."""
+        return "adapter"
+
+    @property
+    def max_num_draft(self) -> int | None:
+        """See `EagleConfig.max_num_draft`."""
+        return None
 
 
 HeadConfig = EagleConfig | MedusaConfig | BlockConfig | ExitAdapterConfig

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from foretoken.config import SpecConfig
 from foretoken.errors import CheckpointError, UnsupportedModelError
 from foretoken.model.fields import Fields, read_json, shown
 from foretoken.model.names import model_folder
@@ -30,6 +33,19 @@ def kind_of_head(name: str) -> str:
         CheckpointError, UnsupportedModelError: see `model_folder` and `head_kind`.
     """
     return head_kind(model_folder(name))
+
+
+def with_head_kind(spec: SpecConfig, kind_of_name: Callable[[str], str] = kind_of_head) -> SpecConfig:
+    """`spec` with the drafter that runs its head (`SpecConfig.head_kind`), read from the head's files where it is not
+    known; a hub id is downloaded.
+
+    Raises:
+        CheckpointError, UnsupportedModelError: see `kind_of_head`.
+        ConfigError: an option that this drafter does not take.
+    """
+    if spec.head is None or not spec.needs_head_kind:
+        return spec
+    return replace(spec, head_kind=kind_of_name(spec.head))
 
 
 def head_kind(folder: Path) -> str:

@@ -130,6 +130,11 @@ class BlockAllocator:
         """See `interface.PrefixModel`."""
         return self._index.attached(salt, tokens, owner)
 
+    def drop_prefixes(self) -> None:
+        """Forget which block holds which text: what is published was never kept."""
+        self._index.clear()
+        self._kept.clear()
+
     def _find(self, salt: str, tokens: Sequence[int], most_tokens: int | None) -> list[int]:
         """The cached blocks of `tokens` that may be adopted."""
         most = max(0, len(tokens) - 1)

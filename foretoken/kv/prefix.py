@@ -115,6 +115,11 @@ class PrefixIndex:
             if place in self._salts:
                 del self._roots[self._salts.pop(place)]
 
+    def clear(self) -> None:
+        """Forget every text, with the states attached to it."""
+        for block in tuple(self._keys):
+            self.remove(block)
+
     def _root(self, salt: str) -> int:
         if salt not in self._roots:
             root = self._roots[salt] = next(self._numbers)

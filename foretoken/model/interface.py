@@ -192,6 +192,11 @@ class PrefixModel(LanguageModel, Protocol):
     def attached(self, tokens: Sequence[int], tenant: str, owner: Hashable) -> list[object]:
         """The states that `owner` attached to the leading published blocks of `tokens`, up to the first without."""
 
+    def drop_prefixes(self) -> None:
+        """Forget every published block and what is attached to it: later sequences begin with none of them. Open
+        sequences keep what they hold.
+        """
+
     @property
     def prefix_stats(self) -> PrefixStats:
         """How often a prefix was found."""

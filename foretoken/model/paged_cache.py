@@ -116,6 +116,10 @@ class PagedCache:
         """See `interface.PrefixModel`."""
         return self.allocator.attached(tenant, tokens, owner)
 
+    def drop_prefixes(self) -> None:
+        """See `interface.PrefixModel`."""
+        self.allocator.drop_prefixes()
+
     @property
     def prefix_stats(self) -> PrefixStats:
         """How often a sequence could begin with blocks of another one."""

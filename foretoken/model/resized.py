@@ -155,6 +155,10 @@ class _ResizedPrefix(_Resized):
         """See `interface.PrefixModel`."""
         return self.inner.attached(tokens, tenant, owner)
 
+    def drop_prefixes(self) -> None:
+        """See `interface.PrefixModel`."""
+        self.inner.drop_prefixes()
+
     @property
     def prefix_stats(self) -> PrefixStats:
         """See `interface.PrefixModel`."""

@@ -21,7 +21,7 @@ def gauges(llm: LLM) -> dict[str, Any]:
     target = pool_of(engine.target)
     drafts = {
         f"{drafter.name} {number}": pool_of(model)
-        for drafter in tuple(engine.drafters.drafters.values())
+        for drafter in llm.loaded_drafters()
         if isinstance(drafter, ModelDrafter)
         for number, model in enumerate(drafter.models())
         if model is not engine.target

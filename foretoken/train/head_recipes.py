@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from foretoken.errors import ConfigError
-from foretoken.heads.adapter import ExitAdapter
 from foretoken.heads.base import Head
-from foretoken.heads.block import BlockHead
-from foretoken.heads.config import BlockConfig, EagleConfig, ExitAdapterConfig, MedusaConfig, default_taps
-from foretoken.heads.eagle import EagleHead
-from foretoken.heads.medusa import MedusaHead
+from foretoken.heads.checkpoint import make_head
+from foretoken.heads.config import BlockConfig, EagleConfig, ExitAdapterConfig, HeadConfig, MedusaConfig, default_taps
 from foretoken.model.architecture import ModelConfig
 from foretoken.train.draft_vocabulary import most_frequent
 from foretoken.train.frozen_target import FrozenTarget
@@ -74,8 +72,14 @@ class AdapterShape:
     exit_layer: int | None = None
     intermediate_size: int | None = None
 
+    @property
+    def draft_vocab_size(self) -> None:
+        """It guesses with the target's output matrix, whose vocabulary is whole."""
+        return None
+
 
 HeadShape = EagleShape | MedusaShape | BlockShape | AdapterShape
+_Shape = TypeVar("_Shape", bound=HeadShape)
 
 
 def usual_training(shape: HeadShape) -> HeadTrainConfig:
@@ -83,12 +87,13 @@ def usual_training(shape: HeadShape) -> HeadTrainConfig:
     them. An output matrix of its own begins as the target's and learns slowly with the other vectors; the correction of
     a block drafter begins at nothing and learns fast.
     """
-    usual = HeadTrainConfig(batch_windows=1, warmup_steps=50, optimizer=OptimizerConfig(vector_rate=4e-4))
-    if isinstance(shape, BlockShape):
-        return dataclasses.replace(usual, num_places=shape.block_size, optimizer=OptimizerConfig(vector_rate=2e-3))
-    if isinstance(shape, MedusaShape):
-        return dataclasses.replace(usual, num_places=shape.num_heads)
-    return dataclasses.replace(usual, num_places=4)
+    recipe = recipe_of(shape)
+    return HeadTrainConfig(
+        batch_windows=1,
+        warmup_steps=50,
+        num_places=recipe.num_places(shape),
+        optimizer=OptimizerConfig(vector_rate=recipe.vector_rate),
+    )
 
 
 @dataclass(frozen=True)
@@ -105,21 +110,9 @@ def new_head(shape: HeadShape, target: FrozenTarget, counts: Tensor, always: Ite
     Raises:
         ConfigError: a shape that the target cannot have.
     """
-    size = None if isinstance(shape, AdapterShape) else shape.draft_vocab_size
-    counted = most_frequent(counts, size, always)
+    counted = most_frequent(counts, shape.draft_vocab_size, always)
     vocabulary, own = counted.vocabulary, target.decoder.config
-    head: Head
-    if isinstance(shape, EagleShape):
-        head = EagleHead(_eagle_config(shape, own, len(vocabulary.ids)), vocabulary)
-    elif isinstance(shape, BlockShape):
-        head = BlockHead(_block_config(shape, own, len(vocabulary.ids)), vocabulary)
-    elif isinstance(shape, AdapterShape):
-        head = ExitAdapter(_adapter_config(shape, own), vocabulary)
-    else:
-        options = {
-            name: getattr(shape, name) for name in ("num_heads", "num_blocks", "is_sequential", "has_own_output")
-        }
-        head = MedusaHead(MedusaConfig(own.hidden_size, own.vocab_size, own.num_layers, **options), vocabulary)
+    head = make_head(recipe_of(shape).config(shape, own, len(vocabulary.ids)), vocabulary)
     head.initialise(seed)
     head.begin_from(_Float32Parts(target))
     return NewHead(head.to(target.device), counted.coverage)
@@ -156,7 +149,12 @@ def _block_config(shape: BlockShape, target: ModelConfig, draft_vocab_size: int)
     )
 
 
-def _adapter_config(shape: AdapterShape, target: ModelConfig) -> ExitAdapterConfig:
+def _medusa_config(shape: MedusaShape, target: ModelConfig, draft_vocab_size: int) -> MedusaConfig:  # noqa: ARG001
+    options = {name: getattr(shape, name) for name in ("num_heads", "num_blocks", "is_sequential", "has_own_output")}
+    return MedusaConfig(target.hidden_size, target.vocab_size, target.num_layers, **options)
+
+
+def _adapter_config(shape: AdapterShape, target: ModelConfig, draft_vocab_size: int) -> ExitAdapterConfig:  # noqa: ARG001
     return ExitAdapterConfig(
         hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
@@ -171,6 +169,36 @@ def _layer(target: ModelConfig, num_layers: int, intermediate_size: int | None) 
     """Layers of the target's shape, as Llama has them."""
     layer = target.llama_layers(num_layers)
     return dataclasses.replace(layer, intermediate_size=intermediate_size or target.intermediate_size)
+
+
+@dataclass(frozen=True)
+class Recipe(Generic[_Shape]):
+    """How a kind of head (`heads.kinds`) is made and trained.
+
+    `config` is the head's shape for a target and a vocabulary size; `num_places` guesses are learnt at each position.
+    `begins_as_exit`: a new head changes nothing, so it is measured before it is trained.
+    """
+
+    kind: str
+    shape: type[_Shape]
+    config: Callable[[_Shape, ModelConfig, int], HeadConfig]
+    num_places: Callable[[_Shape], int] = lambda _shape: 4
+    vector_rate: float = 4e-4
+    begins_as_exit: bool = False
+
+
+_EAGLE = Recipe("eagle", EagleShape, _eagle_config)
+_MEDUSA = Recipe("medusa", MedusaShape, _medusa_config, num_places=lambda shape: shape.num_heads)
+_BLOCK = Recipe("block", BlockShape, _block_config, num_places=lambda shape: shape.block_size, vector_rate=2e-3)
+_EXIT_ADAPTER = Recipe("early_exit", AdapterShape, _adapter_config, begins_as_exit=True)
+RECIPES: Mapping[type[HeadShape], Recipe[Any]] = {
+    recipe.shape: recipe for recipe in (_EAGLE, _MEDUSA, _BLOCK, _EXIT_ADAPTER)
+}
+
+
+def recipe_of(shape: HeadShape) -> Recipe[Any]:
+    """The recipe of the kind of head that has this shape."""
+    return RECIPES[type(shape)]
 
 
 class _Float32Parts:

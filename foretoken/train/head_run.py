@@ -4,29 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
 
 from foretoken.errors import ConfigError
-from foretoken.heads.adapter import ExitAdapter
 from foretoken.heads.checkpoint import load_head, save_head
 from foretoken.heads.kind import head_kind
 from foretoken.model.names import model_folder
 from foretoken.model.tokenizer import load_tokenizer
 from foretoken.train.draft_vocabulary import coverage
 from foretoken.train.head_data import HeadData
-from foretoken.train.head_recipes import (
-    AdapterShape,
-    BlockShape,
-    EagleShape,
-    HeadShape,
-    MedusaShape,
-    NewHead,
-    new_head,
-)
+from foretoken.train.head_recipes import EagleShape, HeadShape, NewHead, new_head, recipe_of
 from foretoken.train.head_trainer import HeadResult, HeadTrainConfig, HeadTrainer
 from foretoken.train.parallel import Ranks
 from foretoken.train.run_job import (
@@ -41,12 +31,6 @@ from foretoken.train.run_job import (
 )
 
 HEAD = "head"
-_KINDS: Mapping[type[HeadShape], str] = {
-    EagleShape: "eagle",
-    MedusaShape: "medusa",
-    BlockShape: "block",
-    AdapterShape: "early_exit",
-}
 
 
 @dataclass(frozen=True)
@@ -115,7 +99,7 @@ def _folder_to_start_from(init: str, shape: HeadShape) -> Path:
     if shape != type(shape)():
         raise ConfigError("head", shape, "a run with --init has the shape of that head; leave head.* out, or --init")
     folder = model_folder(init)
-    found, kind = head_kind(folder), _KINDS[type(shape)]
+    found, kind = head_kind(folder), recipe_of(shape).kind
     if found != kind:
         raise ConfigError("init", init, f"is a head of kind {found!r}, not {kind!r}; use the command that trains those")
     return folder
@@ -145,8 +129,7 @@ def train_head(job: HeadJob, ranks: Ranks | None = None) -> HeadResult:
         "taps": {"layers": head.hidden_layers(), "convention": "enter: the residual stream after that many layers"},
         "draft_vocabulary": {"size": len(head.vocabulary.ids), "coverage": run.new.coverage},
     }
-    if isinstance(head, ExitAdapter) and job.init is None:
-        # A new adapter changes nothing: this is the plain exit.
+    if recipe_of(job.settings.head).begins_as_exit and job.init is None:
         what |= {"without_adapter": asdict(_passing_trainer(run, job, job.settings.train).measure())}
 
     def keep() -> None:

@@ -30,7 +30,7 @@ def test_trees_have_a_sampled_child_or_none(text_pair: SimpleNamespace, folders:
             stage = stage_kind(llm, str(text_pair.draft), NO_POLICIES, 0)
             stage.enter(settings[kind])
             drawn: list[bool] = []
-            (drafter,) = llm.engine.drafters.drafters.values()
+            (drafter,) = llm.loaded_drafters()
             propose = drafter.propose
 
             def note(batch, propose=propose, drawn=drawn):

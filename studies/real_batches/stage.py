@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import itertools
 import os
@@ -15,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from foretoken import LLM, SamplingParams, SpecConfig
-from foretoken.bench.renewal import renew_drafters
 from foretoken.control.policy import Policy
 from foretoken.engine.stats import RequestStats
 from foretoken.machine.neighbours import OtherLoad
@@ -53,13 +51,12 @@ class Stage:
     """One engine for a number of requests at once.
 
     Each setting has a policy of its own, which keeps what it has learnt of steps and acceptance, as in a server that
-    runs for long. Drafters are made anew for each turn, and each turn has a tenant of its own, so that neither a
+    runs for long. Drafters are reset before each turn, and each turn has a tenant of its own, so that neither a
     drafter nor the prefix cache knows an answer or a prompt of another turn.
     """
 
     def __init__(self, llm: LLM, draft: str | None = None) -> None:
         self.llm, self._draft = llm, draft
-        self._pristine = copy.deepcopy(llm.engine.chooser.policy)
         self._policies: dict[str, Policy] = {}
         self._tenants = itertools.count()
 
@@ -73,8 +70,8 @@ class Stage:
             ForetokenError: an answer failed.
         """
         spec = spec_of(setting, self._draft)
-        self.llm.engine.chooser.policy = self._policies.setdefault(setting, copy.deepcopy(self._pristine))
-        renew_drafters(self.llm, spec)
+        self._policies[setting] = self.llm.reset_controller(self._policies.get(setting))
+        self.llm.reset_drafters(spec)
         tenant = f"turn {next(self._tenants)}"
         params = [
             SamplingParams(

@@ -278,7 +278,7 @@ def _check_alive(states: Sequence[RequestState]) -> None:
 def _stand_in(stage: Stage, spec: SpecConfig, script: ScriptedDrafter) -> None:
     key = drafter_key(spec)
     assert key is not None
-    stage.llm.engine.drafters.drafters[key] = script
+    stage.llm.put_drafters({key: script})
 
 
 def summarise_recovery(stretches: Sequence[Stretch], times: Mapping[int, StepTimes]) -> tuple[RecoveryRow, ...]:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 from foretoken.bench.workload import SLICES, slices
 from foretoken.config import SpecConfig
-from foretoken.draft.group import drafter_key
 from foretoken.draft.lookup_tree import Lookup
 from foretoken.errors import InputError
 from foretoken.simulate.arrivals import Job
@@ -149,9 +148,7 @@ def records_from(llm: Serving, spec: SpecConfig, own: Calibration, answers: Sequ
     """
     if spec.drafter not in FROM_TEXT:
         return own.records()
-    key = drafter_key(spec)
-    assert key is not None
-    drafter = llm.engine.drafters.drafters[key]
+    (drafter,) = llm.loaded_drafters(spec)
     assert isinstance(drafter, Lookup)
     return {name: Records(tuple(found)) for name, found in looked_through(drafter, spec, answers).items()}
 

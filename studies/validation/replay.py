@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from foretoken.config import SamplingParams, SpecConfig
-from foretoken.control.policy import BudgetPolicy
+from foretoken.control.policy import BudgetPolicy, Policy
 from foretoken.core import StepOutput
+from foretoken.draft.base import Drafter
 from foretoken.engine.engine import Engine
 from foretoken.engine.request import RequestState
 from foretoken.engine.watch import RoundView
@@ -57,6 +58,12 @@ class Serving(Protocol):
     @property
     def engine(self) -> Engine:
         """Watched, and asked whether it has work."""
+
+    def loaded_drafters(self, spec: SpecConfig) -> tuple[Drafter, ...]:
+        """The drafters of `spec`."""
+
+    def reset_controller(self, policy: Policy) -> Policy:
+        """Decide by `policy`."""
 
     def submit(self, prompt: list[int], params: SamplingParams, spec: SpecConfig) -> RequestState:
         """Queue a request."""
@@ -204,7 +211,7 @@ def replay(
     """
     clock = clock or WallClock()
     recorder = _Recorder(llm.engine)
-    llm.engine.chooser.policy = BudgetPolicy()
+    llm.reset_controller(BudgetPolicy())
     llm.engine.watchers.append(recorder)
     states: list[RequestState] = []
     firsts: dict[int, float] = {}

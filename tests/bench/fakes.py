@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -10,7 +10,9 @@ from foretoken.bench.measure import Answer, SpeedSample, SpeedSetting
 from foretoken.bench.speed_rows import SpeedRow, summarise
 from foretoken.bench.workload import Prompt
 from foretoken.config import SamplingParams, SpecConfig
+from foretoken.control.policy import BudgetPolicy, Policy
 from foretoken.core import StepOutput
+from foretoken.draft.base import Drafter, DrafterKey
 from foretoken.engine.stats import EngineStats, RequestStats, RoundCounts
 from foretoken.errors import ForetokenError, MismatchError
 
@@ -28,8 +30,6 @@ class FakeOutput:
 @dataclass
 class FakeEngine:
     stats: EngineStats = field(default_factory=EngineStats)
-    chooser: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(policy=None))
-    drafters: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(drafters={}))
 
 
 @dataclass
@@ -48,8 +48,17 @@ class FakeLLM:
     engine: FakeEngine = field(default_factory=FakeEngine)
     calls: list[tuple[str, SamplingParams, SpecConfig]] = field(default_factory=list)
 
-    def prepare(self, spec: SpecConfig) -> None:
+    def reset_drafters(self, spec: SpecConfig) -> None:
         pass
+
+    def take_drafters(self, spec: SpecConfig) -> dict[DrafterKey, Drafter]:
+        return {}
+
+    def put_drafters(self, drafters: Mapping[DrafterKey, Drafter]) -> None:
+        pass
+
+    def reset_controller(self, policy: Policy | None = None) -> Policy:
+        return policy or BudgetPolicy()
 
     def encode(self, text: str) -> list[int]:
         return [ord(letter) for letter in text]

@@ -1,4 +1,6 @@
-"""Nothing that a drafter keeps reaches the next setting or repeat: the whole registry, and one that remembers all."""
+"""Nothing that a drafter keeps reaches the next setting or repeat: the whole registry, and one that remembers all and
+cannot be reset.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +103,7 @@ def counts(answer: Answer) -> tuple[object, ...]:
     return answer.token_ids, answer.num_drafted, answer.num_accepted, answer.positions
 
 
-def test_no_drafter_of_the_registry_serves_two_answers_of_a_speed_run(
+def test_no_drafter_of_the_registry_remembers_an_answer_of_a_speed_run(
     text_pair: SimpleNamespace, model: LLM, memory: str
 ) -> None:
     options = SpeedOptions(
@@ -114,7 +116,9 @@ def test_no_drafter_of_the_registry_serves_two_answers_of_a_speed_run(
     plan = SpeedPlan((PROMPT,), max_tokens=10, temperatures=(0.0,), repeats=2, warmup=1, seed=0)
     with instances_of(model) as seen:
         samples, _ = measure(contenders, plan)
-    assert len(seen) == len({id(drafter) for drafter in seen}), "a drafter kept its state from one answer to the next"
+    memories = [drafter for drafter in seen if isinstance(drafter, RemembersAll)]
+    assert memories
+    assert len(memories) == len({id(drafter) for drafter in memories}), "it kept its answers from one to the next"
     for contender in contenders:
         if contender.setting.drafter != "auto":  # chooses by measured times
             own = [counts(s.answer) for s in samples if s.setting == contender.setting]
@@ -143,7 +147,7 @@ def test_a_warm_setting_remembers_other_prompts_and_never_the_same_one(model: LL
     assert not any(answer.num_accepted for answer in answers)
 
 
-def test_no_drafter_of_the_registry_serves_two_turns_under_load(
+def test_no_drafter_of_the_registry_remembers_a_turn_under_load(
     text_pair: SimpleNamespace, model: LLM, memory: str
 ) -> None:
     fixed = [name for name in known_drafters() if name not in ("predicted", "auto", *HEADS, MTP)]
@@ -155,7 +159,23 @@ def test_no_drafter_of_the_registry_serves_two_turns_under_load(
         for setting in (*settings, *settings):
             turn = stage.answer(setting, [ask], 6)
             assert turn.num_accepted == 0 or setting.name != f"{memory}-3"
-    assert len(seen) == len({id(drafter) for drafter in seen}), "a drafter kept its state from one turn to the next"
+    memories = [drafter for drafter in seen if isinstance(drafter, RemembersAll)]
+    assert memories
+    assert len(memories) == len({id(drafter) for drafter in memories}), "it kept its answers from one turn to the next"
+
+
+def test_a_mix_with_a_part_that_cannot_be_reset_is_made_anew(model: LLM, memory: str) -> None:
+    spec = SpecConfig("mix", parts=("ngram", memory), num_draft=3)
+    model.reset_drafters(spec)
+    (mix,) = model.loaded_drafters(spec)
+    model.reset_drafters(spec)
+    assert model.loaded_drafters(spec) != (mix,)
+    plain = SpecConfig("mix", parts=("ngram", "suffix"))
+    model.reset_drafters(plain)
+    (mix,) = model.loaded_drafters(plain)
+    model.reset_drafters()
+    assert model.loaded_drafters(plain) == (mix,)
+    assert not model.loaded_drafters(spec)  # loaded again by the next request
 
 
 def test_layouts_are_compared_with_new_drafters(model: LLM) -> None:

@@ -26,6 +26,7 @@ from foretoken.engine.startup.start_profile import measure_start, model_drafters
 from foretoken.heads.base import Head
 from foretoken.heads.eagle import EagleHead
 from foretoken.heads.eagle_cache import CachedEagle
+from foretoken.heads.kind import with_head_kind
 from foretoken.model.attention.packed import PackedAttention
 from foretoken.model.decoder import Decoder
 from foretoken.model.interface import SharesWeights
@@ -219,8 +220,7 @@ def test_targets_that_run_through_transformers(tmp_path_factory: pytest.TempPath
 def test_a_head_is_a_part(pair: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory, name: str) -> None:
     head = tiny_head(tmp_path_factory.mktemp("head"), pair.target, "eagle")
     spec = SpecConfig(name, head=str(head), num_draft=4 if name == "mix" else "auto")
-    assert [part.drafter for part in spec.configs][-1] == "eagle"
-    assert spec.configs[-1].head == str(head)
+    assert with_head_kind(spec).configs[-1].drafter == "eagle"
     with LLM(pair.target, dtype="float32") as llm:
         plain = llm.generate(PROMPTS, GREEDY, SpecConfig())
         found = llm.generate(PROMPTS, GREEDY, spec)

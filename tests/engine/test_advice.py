@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 
 from foretoken import LLM, AsyncEngine, ConfigError, SamplingParams, SpecConfig
-from foretoken.bench.renewal import renew_drafters
 from foretoken.draft.eagle import EagleDrafter
 from foretoken.engine import adviser
 from foretoken.engine import llm as llm_module
@@ -207,7 +206,8 @@ def test_a_drafter_that_is_made_anew_counts_once(
     monkeypatch.setattr(adviser, "largest_cache_bytes", lambda _device: int(used / 0.84))
     with LLM(pair.target, spec, dtype="float32", cache_tokens=512) as llm:
         for _ in range(3):
-            renew_drafters(llm, spec)
+            llm.take_drafters(spec)
+            llm.prepare(spec)
     assert told.about("in reserve") == 0
 
 
