@@ -138,16 +138,6 @@ def test_the_tables_of_the_drafters_page() -> None:
             assert is_printed_of(row["draft ms a step"], source["draft_ms_per_step"])
 
 
-def test_tokens_per_step_of_the_other_drafters() -> None:
-    found = table_with("docs/drafters.md", "docstring")
-    rows = {(row["setting"], row["slice"]): row for row in raw("2026-11-21-drafters-1b")["rows"]}
-    for row in found:
-        for heading in ("code", "docstring", "edit", "json", "text"):
-            if row[heading]:
-                source = rows[f"{row['drafter'].strip('`')}-auto", heading]
-                assert is_printed_of(row[heading], source["num_emitted"] / source["num_steps"])
-
-
 def test_the_table_of_the_server_under_load() -> None:
     (found,) = [table for table in tables("docs/serving/operations.md") if "figure" in table[0]]
     printed = [[float(number) for number in re.findall(r"\d+(?:\.\d+)?", row["figure"])] for row in found]
