@@ -35,7 +35,7 @@ RETIRED = {
     r"intake": "admission",
 }
 _RETIRED = re.compile(rf"\b({'|'.join(RETIRED)})\b", re.IGNORECASE)
-_PAGES = ("README.md", "CONTRIBUTING.md", "docs/*.md", "tests/reference/README.md")
+_PAGES = ("README.md", "CONTRIBUTING.md", "docs/*.md", "docs/serving/*.md", "tests/reference/README.md")
 
 
 def pages() -> list[Path]:

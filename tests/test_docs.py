@@ -1,0 +1,53 @@
+"""The README and `docs/`: links lead somewhere, the index names every page, the README stays short."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+MAX_README_WORDS = 500
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(page: Path) -> Iterator[str]:
+    """Targets of relative links that are not there."""
+    for target in LINK.findall(re.sub(r"`[^`\n]*`", "", page.read_text(encoding="utf-8"))):
+        if "://" in target:
+            continue
+        file, _, anchor = target.partition("#")
+        path = page.parent / file if file else page
+        if not path.exists() or (anchor and anchor not in anchors(path)):
+            yield f"{page.relative_to(ROOT)}: {target}"
+
+
+def test_links_lead_somewhere() -> None:
+    assert len(PAGES) > 30
+    broken = [link for page in PAGES for link in broken_links(page)]
+    assert not broken, "\n".join(broken)
+
+
+def test_the_index_names_every_page() -> None:
+    docs = ROOT / "docs"
+    named = LINK.findall((docs / "README.md").read_text(encoding="utf-8"))
+    assert {path.relative_to(docs).as_posix() for path in docs.rglob("*.md")} - set(named) == {"README.md"}
+
+
+def test_the_readme_is_short_and_begins_with_code() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    first = text[: text.index("\n## Read next")]
+    assert len(first.split()) <= MAX_README_WORDS
+    assert first.count("![") == 1
+    assert "pip install ." in "\n".join(text.splitlines()[:10])
+    code = text.split("```python\n")[1].split("```")[0]
+    compile(code, "README.md", "exec")
+    assert len(text.split(code)[0].splitlines()) + len(code.splitlines()) < 25
