@@ -29,7 +29,7 @@ def test_an_answer_that_differs_is_counted_in_its_condition() -> None:
         {**plain, "num_requests": 1, "answers": answers("cold", [1, 2], [3])},
         {**other, "num_requests": 16, "answers": [*answers("cold", [1, 2], [3]), *answers("cached", [1, 2], [4])]},
     ]
-    expected = {"t": [(1, 2), (3,)]}
+    expected = {"t": {0: (1, 2), 1: (3,)}}
     found = rows(lines, expected)
     assert [(row["setting"], row["pass"], row["num_differing"]) for row in found] == [
         ("plain", "cold", 0),

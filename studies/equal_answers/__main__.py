@@ -16,7 +16,7 @@ import argparse
 import hashlib
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +33,13 @@ from foretoken.errors import InputError
 from foretoken.machine.features import features, stepping
 from foretoken.model.names import model_folder
 from studies.command import arguments, command_line, run, whole_numbers, words
-from studies.equal_answers.answers import PLAIN, Answerer, Tokens, Transformers, Turn, spec_of
+from studies.equal_answers.answers import PASSES, PLAIN, Answerer, Tokens, Transformers, Turn, spec_of
 from studies.equal_answers.tables import EXPLAINED, differing, rows, tables
 from studies.real_batches.__main__ import commit
 
 SETTINGS = (PLAIN, "auto", "ngram", "suffix", "recycling", "predicted", "early_exit", "lookahead", "mix")
 REFERENCES = (PLAIN, "transformers")
+_PART = 25  # prompts of a turn with one request at a time
 _CACHE_SPARE = 1.25  # whole blocks, draft tokens, and the reserve that admission keeps free
 
 
@@ -107,18 +108,26 @@ _INTERRUPTED = "The run was interrupted: these are the turns until then; the sam
 
 
 def _plan(options: argparse.Namespace, targets: Sequence[str], num_prompts: int) -> list[Turn]:
-    """The reference of each checkpoint before its other turns."""
+    """The reference of each checkpoint before its other turns. Prompts that are answered one at a time are divided into
+    parts, so that what is lost with a run that is stopped is short.
+    """
     found: dict[Turn, None] = {}
     for target in targets:
-        found[Turn(target, options.reference, 1, num_prompts)] = None
+        found |= dict.fromkeys(_turns(target, options.reference, 1, num_prompts))
         for word in options.settings:
             setting, _, count = word.partition("@")
             spec_of(setting, options.draft, options.num_draft)
             if count and not (count.isdigit() and 0 < int(count) <= num_prompts):
                 raise InputError("settings", word, f"give a number of prompts from 1 to {num_prompts} after the @")
             for num_requests in options.requests:
-                found[Turn(target, setting, num_requests, int(count or num_prompts))] = None
+                found |= dict.fromkeys(_turns(target, setting, num_requests, int(count or num_prompts)))
     return list(found)
+
+
+def _turns(target: str, setting: str, num_requests: int, num_prompts: int) -> Iterator[Turn]:
+    size = _PART if num_requests == 1 else num_prompts
+    for first in range(0, num_prompts, size):
+        yield Turn(target, setting, num_requests, first, min(first + size, num_prompts))
 
 
 def _run(
@@ -146,10 +155,10 @@ def _run(
                 opened = (turn.target, llm, Answerer(llm, options.draft, options.num_draft, options.max_tokens))
             _, llm, answerer = opened
             if turn.setting == "transformers":
-                found = _by_transformers(options, llm, turn.target, texts)
+                found = _by_transformers(options, llm, turn, texts)
             else:
-                expected = _expected(options, kept.lines).get(turn.target, [])
-                found = answerer.answer(turn, texts[: turn.num_prompts], expected)
+                expected = _expected(options, kept.lines).get(turn.target, {})
+                found = answerer.answer(turn, texts, expected)
             line = {**_names(turn), "answers": found}
             kept.append(line)
             kept.lines.append(line)
@@ -174,20 +183,23 @@ def _open(options: argparse.Namespace, target: str, texts: Sequence[str]) -> LLM
     )
 
 
-def _by_transformers(options: argparse.Namespace, llm: LLM, target: str, texts: Sequence[str]) -> list[dict[str, Any]]:
-    model = Transformers(model_folder(target), sorted(llm.engine.admission.eos_token_ids))
+def _by_transformers(options: argparse.Namespace, llm: LLM, turn: Turn, texts: Sequence[str]) -> list[dict[str, Any]]:
+    model = Transformers(model_folder(turn.target), sorted(llm.engine.admission.eos_token_ids))
     return [
-        {"place": place, "pass": "cold", "token_ids": list(model.answer(llm.encode(text), options.max_tokens))}
-        for place, text in enumerate(texts)
+        {"place": place, "pass": "cold", "token_ids": list(model.answer(llm.encode(texts[place]), options.max_tokens))}
+        for place in range(turn.first, turn.end)
     ]
 
 
-def _expected(options: argparse.Namespace, lines: Sequence[Mapping[str, Any]]) -> dict[str, list[Tokens]]:
-    """The expected answer to each prompt, by checkpoint, as far as they are there; the first such turn has them all."""
-    found: dict[str, list[Tokens]] = {}
+def _expected(options: argparse.Namespace, lines: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, Tokens]]:
+    """The expected answers by checkpoint and place of the prompt, as far as they are there."""
+    found: dict[str, dict[int, Tokens]] = {}
     for line in lines:
-        if line["target"] not in found and (line["setting"], line["num_requests"]) == (options.reference, 1):
-            found[line["target"]] = [tuple(one["token_ids"]) for one in line["answers"] if one["pass"] == "cold"]
+        if (line["setting"], line["num_requests"]) == (options.reference, 1):
+            known = found.setdefault(line["target"], {})
+            for one in line["answers"]:
+                if one["pass"] == PASSES[0]:
+                    known.setdefault(one["place"], tuple(one["token_ids"]))
     return found
 
 
@@ -217,7 +229,7 @@ def _names(turn: Turn) -> dict[str, Any]:
     return dict(zip(_KEY, turn.key, strict=True))
 
 
-_KEY = ("target", "setting", "num_requests", "num_prompts")
+_KEY = ("target", "setting", "num_requests", "first", "end")
 
 
 def _key(line: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,17 +26,18 @@ Tokens = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Turn:
-    """A setting answers the first `num_prompts` prompts, so many at once, each prompt cold and then cached."""
+    """A setting answers the prompts from `first` to before `end`, so many at once, each one cold and then cached."""
 
     target: str
     setting: str
     num_requests: int
-    num_prompts: int
+    first: int
+    end: int
 
     @property
-    def key(self) -> tuple[str, str, int, int]:
+    def key(self) -> tuple[str, str, int, int, int]:
         """What tells it from all other turns of a run."""
-        return (self.target, self.setting, self.num_requests, self.num_prompts)
+        return (self.target, self.setting, self.num_requests, self.first, self.end)
 
 
 def spec_of(setting: str, draft: str | None, num_draft: int) -> SpecConfig:
@@ -70,8 +71,9 @@ class Answerer:
         self._llm, self._draft, self._num_draft, self._max_tokens = llm, draft, num_draft, max_tokens
         self._tenants = itertools.count()
 
-    def answer(self, turn: Turn, texts: Sequence[str], expected: Sequence[Tokens]) -> list[dict[str, Any]]:
-        """What became of each prompt in each pass, as JSON values; `expected` are the answers to predict, if any.
+    def answer(self, turn: Turn, texts: Sequence[str], expected: Mapping[int, Tokens]) -> list[dict[str, Any]]:
+        """What became of each prompt of the turn in each pass, as JSON values; `texts` and `expected` are those of all
+        prompts, `expected` as far as they are known.
 
         Raises:
             ForetokenError: an answer failed.
@@ -79,17 +81,17 @@ class Answerer:
         spec = spec_of(turn.setting, self._draft, self._num_draft)
         renew_drafters(self._llm, spec)
         tenant = f"turn {next(self._tenants)}"
-        params = [
-            SamplingParams(
+        params = {
+            place: SamplingParams(
                 max_tokens=self._max_tokens,
                 temperature=0.0,
                 tenant=tenant,
                 prediction=_prediction(expected[place]) if turn.setting == "predicted" else None,
             )
-            for place in range(len(texts))
-        ]
+            for place in range(turn.first, turn.end)
+        }
         found = []
-        for places in _groups(len(texts), turn.num_requests):
+        for places in _groups(turn):
             for name in PASSES:
                 outputs = self._llm.generate(
                     [texts[place] for place in places], [params[place] for place in places], spec
@@ -98,12 +100,10 @@ class Answerer:
         return found
 
 
-def _groups(count: int, num_requests: int) -> Iterator[Sequence[int]]:
+def _groups(turn: Turn) -> Iterator[Sequence[int]]:
     """Which prompts are submitted together: each on its own, or all, of which the engine runs as many as it may."""
-    if num_requests == 1:
-        yield from ([place] for place in range(count))
-    else:
-        yield range(count)
+    places = range(turn.first, turn.end)
+    yield from ([place] for place in places) if turn.num_requests == 1 else [places]
 
 
 def _prediction(answer: Tokens) -> Tokens:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from foretoken.bench.report import Table
-from studies.equal_answers.answers import PASSES, Tokens
+from studies.equal_answers.answers import Tokens
 
 EXPLAINED = (
     "Greedy answers that differ from the expected ones, of so many: `0 / 100`. `alone`: one prompt at a time; `among "
@@ -17,32 +17,28 @@ EXPLAINED = (
     "rounding unit."
 )
 
+_COUNTS = ("num_drafted", "num_accepted", "num_probed", "num_cached_tokens", "num_near_ties")
 Line = Mapping[str, Any]
-Expected = Mapping[str, Sequence[Tokens]]
+Expected = Mapping[str, Mapping[int, Tokens]]
 
 
 def rows(lines: Sequence[Line], expected: Expected) -> list[dict[str, Any]]:
-    """One row for each turn and pass."""
-    found = []
+    """One row for each setting, number of requests at once, and pass."""
+    answers: dict[tuple[str, str, int, str], list[Line]] = {}
     for line in lines:
-        for name in PASSES:
-            own = [one for one in line["answers"] if one["pass"] == name]
-            if not own:
-                continue  # transformers answers once
-            found.append(
-                {
-                    **{key: line[key] for key in ("target", "setting", "num_requests")},
-                    "pass": name,
-                    "num_answers": len(own),
-                    "num_differing": sum(not _is_equal(one, expected[line["target"]]) for one in own),
-                    "num_tokens": sum(len(one["token_ids"]) for one in own),
-                    **{
-                        key: sum(one.get(key, 0) for one in own)
-                        for key in ("num_drafted", "num_accepted", "num_probed", "num_cached_tokens", "num_near_ties")
-                    },
-                }
-            )
-    return found
+        for one in line["answers"]:
+            key = (line["target"], line["setting"], line["num_requests"], one["pass"])
+            answers.setdefault(key, []).append(one)
+    return [
+        {
+            **dict(zip(("target", "setting", "num_requests", "pass"), key, strict=True)),
+            "num_answers": len(own),
+            "num_differing": sum(not _is_equal(one, expected[key[0]]) for one in own),
+            "num_tokens": sum(len(one["token_ids"]) for one in own),
+            **{name: sum(one.get(name, 0) for one in own) for name in _COUNTS},  # transformers counts nothing
+        }
+        for key, own in answers.items()
+    ]
 
 
 def differing(lines: Sequence[Line], expected: Expected) -> list[dict[str, Any]]:
@@ -96,5 +92,5 @@ def _count(own: Sequence[Mapping[str, Any]]) -> str:
     return f"{sum(row['num_differing'] for row in own)} / {sum(row['num_answers'] for row in own)}"
 
 
-def _is_equal(one: Mapping[str, Any], expected: Sequence[Tokens]) -> bool:
+def _is_equal(one: Mapping[str, Any], expected: Mapping[int, Tokens]) -> bool:
     return tuple(one["token_ids"]) == tuple(expected[one["place"]])
