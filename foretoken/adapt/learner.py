@@ -15,7 +15,8 @@ from foretoken.control.adaptation import emitted_per_step
 from foretoken.heads.base import Head, HeadBatch
 from foretoken.heads.losses import LossConfig, compare, same_argmax, target_logits, weighted_loss
 from foretoken.heads.weights import HeadWeight, held_in, in_format, numbers, plain_copy, weights_of
-from foretoken.model.interface import SharedWeights, SharesWeights
+from foretoken.model.interface import SharesWeights
+from foretoken.model.layers import softcapped
 
 Weights = Mapping[str, HeadWeight]  # of a head's `state_dict`, those that are learnt, in the formats in use
 
@@ -127,7 +128,7 @@ class _FrozenTarget:
     its output matrix, which may be packed for inference, to the head.
     """
 
-    def __init__(self, target: SharedWeights, dtype: torch.dtype) -> None:
+    def __init__(self, target: SharesWeights, dtype: torch.dtype) -> None:
         self._target = target
         self._matrix: Tensor | None = None  # [V, D]; only for heads without an output matrix of their own
         self._dtype = dtype
@@ -145,8 +146,15 @@ class _FrozenTarget:
         rows = normed.to(self._dtype)
         if not rows.requires_grad:
             return self._target.output_logits(rows)
-        if self._matrix is None:  # a packed matrix gives its weights only in products
-            identity = torch.eye(rows.shape[-1], dtype=self._dtype, device=rows.device)
-            with torch.no_grad():
-                self._matrix = self._target.output_logits(identity).t().contiguous()
-        return F.linear(rows, self._matrix)
+        cap = self._target.logit_softcap
+        if self._matrix is None:
+            self._matrix = self._product_matrix(rows, cap)
+        logits = F.linear(rows, self._matrix)
+        return softcapped(logits, cap) if cap else logits
+
+    @torch.no_grad()
+    def _product_matrix(self, rows: Tensor, cap: float) -> Tensor:
+        """[V, D]: a packed matrix gives its weights only in products, and those may be capped."""
+        identity = torch.eye(rows.shape[-1], dtype=self._dtype, device=rows.device)
+        products = self._target.output_logits(identity).t().contiguous()
+        return cap * torch.atanh(products / cap) if cap else products

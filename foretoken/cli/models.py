@@ -158,7 +158,9 @@ def inspect(
         print_json({**row, "bytes": total, "types": kinds})
         return
     console = Console()
-    console.line(f"{row['model']}: {row['family']}, {row['parameters']}, {row['runs_on']}; {total:,} bytes of tensors")
+    # What does not run has no count of parameters, and a file of an unknown architecture no family.
+    known = ", ".join(str(row[key]) for key in ("family", "parameters", "runs_on") if row[key])
+    console.line(f"{row['model']}: {known}; {total:,} bytes of tensors")
     cells = [[str(kind["type"]), f"{kind['tensors']:,}", f"{kind['bytes']:,}", str(kind["read"])] for kind in kinds]
     console.table(("type", "tensors", "bytes", "read"), cells, justify="lrrl")
 
@@ -230,8 +232,18 @@ def _describe(name: str, folder: Path) -> dict[str, object]:
         "parameters": millions,
         "layers": config.num_layers,
         "context": config.max_context_tokens,
-        "runs_on": "native decoder" + _mtp_note(folder, config),
+        "runs_on": "native decoder" + _experts_note(config) + _mtp_note(folder, config),
     }
+
+
+def _experts_note(config: ModelConfig) -> str:
+    experts = config.experts
+    if experts is None:
+        return ""
+    layers = len(experts.layers)
+    where = "" if layers == config.num_layers else f" in {layers} of {config.num_layers} layers"
+    shared = " and a shared one" if experts.shared_size else ""
+    return f", {experts.num_experts} experts{where} ({experts.num_active}{shared} for a token)"
 
 
 def _mtp_note(folder: Path, config: ModelConfig) -> str:

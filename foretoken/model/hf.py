@@ -165,6 +165,11 @@ class TransformersModel:
         embedded: Tensor = self._part(self._model.get_input_embeddings(), "embedding table")(tokens)
         return embedded
 
+    @property
+    def logit_softcap(self) -> float:
+        """See `interface.SharesWeights`: `output_logits` has none, whatever the family does to them afterwards."""
+        return 0.0
+
     def final_norm(self, hidden: Tensor) -> Tensor:
         """See `interface.SharedWeights`: the last tap of such a model comes after its final norm already."""
         return hidden

@@ -245,6 +245,11 @@ class SharedWeights(Protocol):
 class SharesWeights(LanguageModel, SharedWeights, Protocol):
     """A language model whose embedding, final norm and output matrix a trained head may use."""
 
+    @property
+    def logit_softcap(self) -> float:
+        """The cap c of `output_logits`, which are c * tanh(x / c) of the matrix product x; 0: they are x."""
+        ...
+
 
 @runtime_checkable
 class NeedsEqualThreads(Protocol):

@@ -180,6 +180,11 @@ class PagedModel(PagedCache):
         """See `interface.SharesWeights`."""
         return self.decoder.final_norm(hidden)
 
+    @property
+    def logit_softcap(self) -> float:
+        """See `interface.SharesWeights`."""
+        return self.decoder.config.logit_softcap
+
     def output_logits(self, normed: Tensor) -> Tensor:
         """See `interface.SharesWeights`."""
         return self.decoder.output_logits(normed)

@@ -202,13 +202,13 @@ def _about(options: argparse.Namespace, prompts: Mapping[str, Sequence[Prompt]])
         "prompts_sha256": hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16],
         "threads": torch.get_num_threads(),
         "waiting": None if waiting is None else f"{waiting}={os.environ[waiting]}",
-        "commit": _commit(),
+        "commit": commit(),
         "machine": {**machine(), "stepping": stepping(), "instructions": features()},
         "versions": versions(),
     }
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
     """The commit that is checked out, with `-dirty` behind it where files differ; None outside of a checkout."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from dataclasses import replace
 from types import SimpleNamespace
@@ -163,6 +164,21 @@ def test_gradients_pass_through_a_packed_output_matrix(decoder: Decoder) -> None
         (logits.float().square().sum() / 2).backward()
         gradients.append(leaf.grad)
     torch.testing.assert_close(gradients[0], gradients[1], rtol=0.05, atol=0.05)
+
+
+def test_gradients_of_a_capped_output_are_those_of_what_the_target_computes(decoder: Decoder) -> None:
+    """Gemma 2 caps its logits; learning took the product of the output matrix in their place."""
+    capped = Decoder(dataclasses.replace(decoder.config, logit_softcap=0.5)).requires_grad_(False)
+    capped.load_state_dict(decoder.state_dict())
+    rows = torch.randn(5, decoder.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    expected, found = (rows.clone().requires_grad_(True) for _ in range(2))
+    logits = capped.output_logits(expected)
+    learnt = _FrozenTarget(PagedModel(capped, 64, 16), torch.float32).output_logits(found)
+    torch.testing.assert_close(learnt, logits, rtol=1e-4, atol=1e-5)
+    assert logits.abs().max() > 0.45, "the cap shows"
+    for one in (logits, learnt):
+        one.square().sum().backward()
+    torch.testing.assert_close(found.grad, expected.grad, rtol=1e-3, atol=1e-5)
 
 
 def load_decoder_like(decoder: Decoder) -> Decoder:
