@@ -12,7 +12,6 @@ from foretoken.files import parse_json, read_text
 from foretoken.params import TEMPERATURES, check_number, check_whole
 
 _MOST_PROMPTS = 100_000  # all answers are held in memory until they are tested
-REPORT_SUFFIXES = (".md", ".json")
 
 
 @dataclass(frozen=True)

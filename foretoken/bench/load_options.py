@@ -10,13 +10,12 @@ from foretoken.bench.batch_prompts import BATCH_SLICES
 from foretoken.bench.drafting import SWEEP
 from foretoken.bench.measure import DEFAULT_NUMERICS, PLAIN
 from foretoken.bench.prompts import ALL, read_prompts
-from foretoken.bench.report import check_name
 from foretoken.bench.workload import MOST_PROMPTS
 from foretoken.config import NUMERICS
 from foretoken.control.queue import SchedulerConfig
 from foretoken.control.routing import RoutingRules
 from foretoken.errors import ConfigError, InputError
-from foretoken.files import check_folder
+from foretoken.measure.write import check_name, check_out
 from foretoken.params import check_limits, check_number, check_share, check_whole, is_count
 
 _MOST_BATCH = 4096  # each request of a batch has a cache of its own
@@ -128,7 +127,7 @@ class LoadOptions:
         self._check_routing()
         check_name(self.name)
         if self.out is not None:
-            check_folder(self.out)
+            check_out(self.out)
 
     @property
     def routing(self) -> RoutingRules:

@@ -13,10 +13,10 @@ from foretoken.bench.peer_kinds import EVERY as EVERY_KIND
 from foretoken.bench.peer_kinds import check_kinds
 from foretoken.bench.plot import check_plot
 from foretoken.bench.prompts import ALL
-from foretoken.bench.report import check_name
 from foretoken.bench.workload import MOST_PROMPTS, SLICES
 from foretoken.config import NUMERICS
 from foretoken.errors import ConfigError, InputError
+from foretoken.measure.write import check_name
 from foretoken.params import check_number, check_whole
 
 

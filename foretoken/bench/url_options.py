@@ -7,9 +7,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from foretoken.bench.prompts import ALL
-from foretoken.bench.report import check_name
 from foretoken.errors import InputError
-from foretoken.files import check_folder
+from foretoken.measure.write import check_name, check_out
 from foretoken.params import TEMPERATURES, check_number, check_text, check_whole
 
 MOST_REQUESTS = 1_000_000  # all are planned before the first is sent
@@ -77,7 +76,7 @@ class UrlOptions:
                 raise InputError(name, "", "must not be empty; leave it out")
         check_name(self.name)
         if self.out is not None:
-            check_folder(self.out)
+            check_out(self.out)
 
     @property
     def base(self) -> str:

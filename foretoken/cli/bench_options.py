@@ -10,11 +10,12 @@ from typing import Annotated, Any
 
 import typer
 
-from foretoken.bench.report import Report, print_report
 from foretoken.cli.common import fetch_models, is_set
 from foretoken.cli.lists import words
 from foretoken.config import DRAFTERS
 from foretoken.errors import GateError
+from foretoken.measure.report import Report
+from foretoken.measure.text import print_report
 from foretoken.params import check_whole
 from foretoken.printing.console import Console
 
@@ -39,7 +40,7 @@ PromptsOption = Annotated[
     ),
 ]
 RepeatsOption = Annotated[int, typer.Option(help="Times everything is measured; the median is reported.")]
-OutOption = Annotated[Path | None, typer.Option(help="Folder for a dated result.")]
+OutOption = Annotated[Path | None, typer.Option(help="Folder for a dated result, or one .html, .md or .json file.")]
 NameOption = Annotated[str, typer.Option(help="End of the result's file name.")]
 SeedOption = Annotated[int, typer.Option(help="Seed of sampled answers.")]
 

@@ -4,15 +4,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Annotated
+
 import typer
 
 from foretoken.bench.drafting import parse_drafters
-from foretoken.bench.report import check_name
 from foretoken.cli.bench_options import (
     DEFAULT_DRAFTERS,
     DraftersOption,
     NameOption,
-    OutOption,
     SeedOption,
     check_common,
     command_line,
@@ -29,6 +30,7 @@ from foretoken.cli.common import (
     print_json,
 )
 from foretoken.files import check_folder
+from foretoken.measure.write import check_name
 from foretoken.printing.console import Console
 
 
@@ -40,7 +42,7 @@ def profile(
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     threads: ThreadsOption = None,
-    out: OutOption = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the dated profile.")] = None,
     name: NameOption = "profile",
     seed: SeedOption = 0,
     as_json: JsonOption = False,

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from foretoken.cli.bench_options import OutOption
 from foretoken.cli.common import (
     CacheOption,
     CacheReserveOption,
@@ -82,6 +83,7 @@ def simulate(
     dispatch: _Dispatch = "round_robin",
     price_per_hour: _PricePerHour = None,
     seed: _Seed = 0,
+    out: OutOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Run the scheduler and the controller on a virtual clock, once per setting, with the same requests and random
