@@ -5,6 +5,7 @@ It follows the reader's light or dark scheme, and beside each plot stands a tabl
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from html import escape
 
@@ -58,8 +59,8 @@ def html_page(report: Report) -> str:
         f"<h1{state}>{_text(report.heading)}</h1>",
         f"<pre>{_text(report.command)}</pre>",
         f"<dl>{''.join(f'<dt>{name}</dt><dd>{_text(text)}</dd>' for name, text in provenance(report).items())}</dl>",
-        *([f"<p>{_text(report.explained)}</p>"] if report.explained else []),
-        *([f"<ul>{''.join(f'<li>{_text(line)}</li>' for line in report.caveats)}</ul>"] if report.caveats else []),
+        *([f"<p>{_prose(report.explained)}</p>"] if report.explained else []),
+        *([f"<ul>{''.join(f'<li>{_prose(line)}</li>' for line in report.caveats)}</ul>"] if report.caveats else []),
         *(_figure(plot, f"plot-{number}") for number, plot in enumerate(report.plots, 1) if plot.places),
         *(_section(table) for table in report.tables),
         *(f"<p>{_text(line)}</p>" for line in report.conclusions),
@@ -71,14 +72,16 @@ def _figure(plot: Plot, name: str) -> str:
     values = _table(plot.title, ("setting", *plot.places), plot.rows, "lr", ())
     return (
         f"<figure>\n<figcaption>{_text(plot.title)}</figcaption>\n{svg(plot, name)}\n"
-        f'<details><summary>Values</summary><div class="wide">{values}</div></details>\n</figure>'
+        f'<details><summary>Values</summary><div class="wide" tabindex="0">{values}</div></details>\n</figure>'
     )
 
 
 def _section(table: Table) -> str:
     title = f"<h2>{_text(table.title)}</h2>\n" if table.title else ""
     body = _table(table.title, table.headings, table.lines, table.justify, table.styles)
-    return f'{title}<div class="wide">{body}</div>' + "".join(f"\n<p>{_text(note)}</p>" for note in table.notes)
+    return f'{title}<div class="wide" tabindex="0">{body}</div>' + "".join(
+        f"\n<p>{_text(note)}</p>" for note in table.notes
+    )
 
 
 def _table(
@@ -100,6 +103,11 @@ def _table(
         rows.append(f"<tr{kind}>{cells}</tr>")
     name = f' aria-label="{_text(label)}"' if label else ""
     return f"<table{name}><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+
+
+def _prose(text: str) -> str:
+    """Text whose words in backticks are code, as in Markdown."""
+    return re.sub("`([^`]+)`", r"<code>\1</code>", _text(text))
 
 
 def _text(text: str) -> str:

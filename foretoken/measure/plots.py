@@ -77,7 +77,7 @@ class Plot:
 
 def shown(value: float) -> str:
     """A value with three digits or so: what a measurement is worth."""
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:#.3g}"
 
 
 def svg(plot: Plot, name: str) -> str:
@@ -114,7 +114,7 @@ def _bars(plot: Plot) -> tuple[float, float, list[str]]:
     grid = []
     for tick in scale.ticks:
         x = left + scale.at(tick)
-        grid += [_stroke(x, _LINE / 2, x, bottom - _LINE / 2, "grid"), _words(x, bottom + 4, shown(tick), "tick mid")]
+        grid += [_stroke(x, _LINE / 2, x, bottom - _LINE / 2, "grid"), _words(x, bottom + 4, f"{tick:g}", "tick mid")]
     if plot.reference is not None:
         x = left + scale.at(plot.reference)
         grid.append(_stroke(x, _LINE / 2, x, bottom - _LINE / 2, "reference"))
@@ -143,9 +143,9 @@ def _bar(name: str, point: Point, left: float, y: float, scale: _Scale) -> list[
 
 
 def _lines(plot: Plot) -> tuple[float, float, list[str]]:
-    """Width, height and elements: the lines with their points and intervals, and a legend below."""
+    """Width, height and elements: the lines with their points and intervals, and a legend beside them."""
     scale = _Scale(plot)
-    left = _CHARACTER * max(len(shown(tick)) for tick in scale.ticks) + 14
+    left = _CHARACTER * max(len(f"{tick:g}") for tick in scale.ticks) + 14
     step = _PLOT_WIDTH / max(1, len(plot.places))
     x_of = {place: left + (number + 0.5) * step for number, place in enumerate(plot.places)}
     bottom = 1.5 * _LINE + _PLOT_HEIGHT
@@ -158,25 +158,25 @@ def _lines(plot: Plot) -> tuple[float, float, list[str]]:
         y = y_of(tick)
         parts += [
             _stroke(left, y, left + _PLOT_WIDTH, y, "grid"),
-            _words(left - 6, y + 4, shown(tick), "tick end"),
+            _words(left - 6, y + 4, f"{tick:g}", "tick end"),
         ]
     if plot.reference is not None:
         y = y_of(plot.reference)
         parts.append(_stroke(left, y, left + _PLOT_WIDTH, y, "reference"))
     parts += [_words(x, bottom + 16, place, "tick mid") for place, x in x_of.items()]
     parts.append(_words(left + _PLOT_WIDTH / 2, bottom + 34, plot.axis, "tick mid"))
-    y = bottom + 34 + _LINE
+    y, legend = bottom - _PLOT_HEIGHT + 6, left + _PLOT_WIDTH + 20
     for number, series in enumerate(plot.series):
         points = [(x_of[one.at], y_of(one.value), one) for one in series.points]
         parts += _line(number, [(x, at) for x, at, _ in points])
         for x, at, one in points:
             colour, ends = number % NUM_COLOURS, [y_of(end) for end in (one.low, one.high) if end is not None]
             parts += [f'<path class="line c{colour}" d="M{x:.1f} {at:.1f}V{end:.1f}"/>' for end in ends]
-        parts += _line(number, [(left, y - 4), (left + 28, y - 4)])
-        parts.append(_words(left + 36, y, series.name, ""))
+        parts += _line(number, [(legend, y - 4), (legend + 28, y - 4)])
+        parts.append(_words(legend + 36, y, series.name, ""))
         y += _LINE
     longest = max((len(_label(series.name)) for series in plot.series), default=0)
-    return max(left + _PLOT_WIDTH, left + 36 + _CHARACTER * longest) + 8, y - _LINE / 2, parts
+    return legend + 36 + _CHARACTER * longest + 8, max(bottom + 2 * _LINE, y - _LINE / 2), parts
 
 
 def _line(number: int, points: Sequence[tuple[float, float]]) -> list[str]:

@@ -28,11 +28,14 @@ from numpy.typing import NDArray
 CONFIDENCE = 0.95
 TAIL = (1 - CONFIDENCE) / 2  # outside an interval at either end
 MIN_GROUPS = 5  # below, an interval says nothing about another sample of groups
-_NUM_DRAWS = 10_000
+_MAX_DRAWS, _MIN_DRAWS = 10_000, 1000
+_MAX_DRAWN = 4_000_000  # groups in all draws together: so many requests need fewer draws, and would take minutes
 _SEED = 20_150_000
 _MIN_STUDENTISED = 8  # with fewer prompts too many draws hold only two or three different ones, and have no error
 _SAME = 1e-9  # relative error of a ratio, below which all prompts have the same one
 _GRID = np.linspace(0.0, np.pi / 2, 20_001)
+_LOG_SIN = np.log(np.maximum(np.sin(_GRID), np.finfo(np.float64).tiny))
+_LOG_COS = _LOG_SIN[::-1]
 
 Array = NDArray[np.float64]
 Counts = Array  # [n, 2]: numerator and denominator of each group
@@ -82,7 +85,8 @@ def geometric_mean(values: Sequence[float]) -> float:
 def drawn(num_groups: int, stream: int = 0) -> Array:
     """How often each group is in each draw of as many groups, [draws, n]; another `stream` gives other draws."""
     generator = np.random.default_rng([_SEED, stream])
-    return generator.multinomial(num_groups, [1 / num_groups] * num_groups, size=_NUM_DRAWS).astype(np.float64)
+    num_draws = max(_MIN_DRAWS, min(_MAX_DRAWS, _MAX_DRAWN // num_groups))
+    return generator.multinomial(num_groups, [1 / num_groups] * num_groups, size=num_draws).astype(np.float64)
 
 
 def drawn_ratios(counts: Counts, weights: Array) -> Array:
@@ -145,8 +149,9 @@ def difference_interval(first: Counts, second: Counts, paired: bool, tail: float
     num_groups = min(len(first), len(second))
     if num_groups < 2:
         return None
-    others = drawn(len(second), stream=0 if paired else 1)
-    return expanded_interval(drawn_ratios(first, drawn(len(first))) - drawn_ratios(second, others), num_groups, tail)
+    ratios = drawn_ratios(first, drawn(len(first))), drawn_ratios(second, drawn(len(second), stream=int(not paired)))
+    num_draws = min(map(len, ratios))
+    return expanded_interval(ratios[0][:num_draws] - ratios[1][:num_draws], num_groups, tail)
 
 
 def _used(counts: Counts) -> Counts:
@@ -197,8 +202,10 @@ def _median_rates(table: Array, weights: Array) -> Array:
     """[draws]: the median over the repeats in which a draw has an answer; NaN without one."""
     amounts, costs = table[0] @ weights.T, table[1] @ weights.T
     rates = np.divide(amounts, costs, out=np.full(costs.shape, np.nan), where=costs > 0)
-    known = ~np.isnan(rates).all(axis=0) if len(rates) else np.zeros(len(weights), dtype=bool)
+    if len(rates) == 1:
+        return rates[0]
     found = np.full(len(weights), np.nan)
+    known = ~np.isnan(rates).all(axis=0)
     if known.any():
         found[known] = np.nanmedian(rates[:, known], axis=0)
     return found
@@ -309,8 +316,7 @@ def beta_quantile(probability: float, a: float, b: float) -> float:
 
     The density is integrated over x = sin(angle) ** 2, where it is sin(angle) ** (2a - 1) * cos(angle) ** (2b - 1).
     """
-    with np.errstate(divide="ignore"):
-        log_density = (2 * a - 1) * np.log(np.sin(_GRID)) + (2 * b - 1) * np.log(np.cos(_GRID))
+    log_density = (2 * a - 1) * _LOG_SIN + (2 * b - 1) * _LOG_COS
     return float(np.sin(_quantile_angle(np.exp(log_density - log_density.max()), probability)) ** 2)
 
 

@@ -348,14 +348,6 @@ def test_percentiles_are_those_of_the_values_and_the_interval_holds_them() -> No
     assert percentiles([[], []]) == {}
 
 
-def test_gaps_of_one_answer_are_not_independent() -> None:
-    """The same values, once from many requests and once from few: few requests tell less."""
-    values = [float(value % 10) for value in range(1000)]
-    many = percentiles([[value] for value in values])["p50"]
-    few = percentiles([[float(value)] * 100 for value in range(10)])["p50"]
-    assert few.high - few.low > many.high - many.low
-
-
 def test_throughput_of_an_even_stream_has_a_narrow_interval() -> None:
     even = [sample(index, (index + 0.5, index + 1.0), arrival_s=float(index)) for index in range(100)]
     found = throughput(even, 100.0)

@@ -26,11 +26,6 @@ from foretoken.measure.stats import (
 _SAMPLES = 150
 
 
-def least(samples: int, coverage: float) -> float:
-    """Hits that an interval with this coverage falls below with probability 0.001."""
-    return float(stats.binom.ppf(0.001, samples, coverage))
-
-
 def hits(truth: float, interval: Callable[[], Interval | Estimate | None]) -> int:
     """In how many of `_SAMPLES` samples the interval holds the true value; an end that is None holds everything."""
     found = [interval() for _ in range(_SAMPLES)]
@@ -44,10 +39,11 @@ def acceptance(generator: np.random.Generator, count: int, rate: float = 0.6) ->
     return np.stack([generator.binomial(40, own), np.full(count, 40)], axis=1).astype(float)
 
 
-@pytest.mark.parametrize(("count", "coverage"), [(5, 0.93), (10, 0.94), (40, 0.94)])
-def test_an_interval_of_a_ratio_of_totals_covers(count: int, coverage: float) -> None:
+@pytest.mark.parametrize(("count", "least"), [(5, 136), (10, 142), (40, 142)])
+def test_an_interval_of_a_ratio_of_totals_covers(count: int, least: int) -> None:
+    """Percentiles that are not expanded hold the rate in 123 and 139 of these 150 samples of 5 and 10 prompts."""
     generator = np.random.default_rng(7)
-    assert hits(0.6, lambda: ratio_interval(acceptance(generator, count))) >= least(_SAMPLES, coverage)
+    assert hits(0.6, lambda: ratio_interval(acceptance(generator, count))) >= least
 
 
 def test_an_interval_on_tokens_would_not_cover() -> None:
@@ -58,15 +54,15 @@ def test_an_interval_on_tokens_would_not_cover() -> None:
         half = 1.96 * (rate * (1 - rate) / 400) ** 0.5
         return Interval(rate - half, rate + half)
 
-    assert hits(0.6, on_tokens) < least(_SAMPLES, 0.8)
+    assert hits(0.6, on_tokens) < 0.7 * _SAMPLES
 
 
-@pytest.mark.parametrize(("count", "coverage"), [(5, 0.93), (10, 0.94), (40, 0.94)])
-def test_an_interval_of_a_speedup_covers(count: int, coverage: float) -> None:
-    """Prompts differ in speed and in speedup, both skewed. The plain percentile interval covers 0.81 of the samples of
-    5 prompts and 0.89 of those of 10.
+@pytest.mark.parametrize("count", [5, 10])
+def test_an_interval_of_a_speedup_covers(count: int) -> None:
+    """Prompts differ in speed and in speedup, both skewed. The plain percentile interval holds the speedup in 124 and
+    134 of these 150 samples.
     """
-    generator = np.random.default_rng(3)
+    generator = np.random.default_rng(7)
     spread = 0.35
 
     def once() -> Interval:
@@ -80,47 +76,46 @@ def test_an_interval_of_a_speedup_covers(count: int, coverage: float) -> None:
         assert found.high is not None
         return Interval(found.low, found.high)
 
-    assert hits(np.exp(0.4 - spread**2 / 2), once) >= least(_SAMPLES, coverage)
+    assert hits(np.exp(0.4 - spread**2 / 2), once) >= 140
 
 
 @pytest.mark.parametrize("share", [0.5, 0.95])
-@pytest.mark.parametrize("count", [20, 100])
-def test_an_interval_of_a_percentile_covers(count: int, share: float) -> None:
-    """Thirty gaps of each request, which share a factor: a bootstrap covers 0.68 of the 95th percentiles of 20
-    independent values, since no draw exceeds the largest.
+def test_an_interval_of_a_percentile_covers(share: float) -> None:
+    """Of thirty gaps of each request, which share a factor, and of one value of each. No draw of 20 values exceeds the
+    largest of them, so a bootstrap holds their 95th percentile in two samples of three.
     """
-    generator = np.random.default_rng(5)
+    generator, count = np.random.default_rng(5), 20
 
     def gaps() -> list[list[float]]:
         own = generator.lognormal(0.0, 0.3, size=(count, 1))
         return (own * generator.lognormal(0.0, 0.4, size=(count, 30))).tolist()
 
     truth = float(np.exp(0.5 * stats.norm.ppf(share)))
-    assert hits(truth, lambda: quantile_estimate(gaps(), share)) >= least(_SAMPLES, 0.93)
+    assert hits(truth, lambda: quantile_estimate(gaps(), share)) >= 0.9 * _SAMPLES
     alone = float(np.exp(0.3 * stats.norm.ppf(share)))
-    values = lambda: generator.lognormal(0.0, 0.3, size=(count, 1)).tolist()  # noqa: E731
-    assert hits(alone, lambda: quantile_estimate(values(), share)) >= least(_SAMPLES, 0.93)
+    single = [generator.lognormal(0.0, 0.3, size=(count, 1)).tolist() for _ in range(_SAMPLES)]
+    assert hits(alone, lambda: quantile_estimate(single.pop(), share)) >= 0.9 * _SAMPLES
 
 
 def test_an_end_that_the_values_cannot_tell_is_open() -> None:
     values = [[float(value)] for value in range(1, 101)]
     assert quantile_estimate(values, 0.99) == Estimate(99.0, 95.0, None)
     half = quantile_estimate(values, 0.5)
-    exact = stats.binom.ppf([0.025, 0.975], 100, 0.5) + [0, 1]  # ranks of the order statistics
-    assert [half.value, half.low, half.high] == [50.0, *exact]
+    low, high = stats.binom.ppf([0.025, 0.975], 100, 0.5)  # ranks of the order statistics, the upper one counted from 0
+    assert half == Estimate(50.0, low, high + 1)
     assert quantile_estimate(values[:4], 0.5) == Estimate(2.0)
 
 
 def test_few_requests_with_many_values_tell_less_than_many_with_one() -> None:
-    values = [float(value % 10) for value in range(1000)]
+    values = [float(value % 10) for value in range(300)]
     many = quantile_estimate([[value] for value in values], 0.5)
-    few = quantile_estimate([[float(value)] * 100 for value in range(10)], 0.5)
+    few = quantile_estimate([[float(value)] * 30 for value in range(10)], 0.5)
     assert few.high is not None
     assert few.low is not None
     assert many.high is not None
     assert many.low is not None
     assert few.high - few.low > many.high - many.low
-    means = [mean_estimate(groups) for groups in ([[value] for value in values], [[float(v)] * 100 for v in range(10)])]
+    means = [mean_estimate(groups) for groups in ([[value] for value in values], [[float(v)] * 30 for v in range(10)])]
     assert means[0].value == means[1].value == 4.5
     assert (means[1].low or 0.0) < (means[0].low or 0.0) < 4.5
 
