@@ -5,12 +5,14 @@ JSON is read and written without NaN and Infinity, which the standard does not h
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
 import sys
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -114,6 +116,36 @@ def _finite_only(value: object) -> object:
     if isinstance(value, list | tuple):
         return [_finite_only(item) for item in value]
     return value
+
+
+def as_plain(value: object) -> object:
+    """`value` as JSON takes it: dataclasses as objects, tuples as lists, paths as texts."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: as_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): as_plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return str(value) if isinstance(value, Path) else value
+
+
+def replace_text(field: str, path: Path, text: str) -> None:
+    """Write a UTF-8 file, replacing the one that is there at once: an interrupted write leaves the old one
+
+    Raises:
+        StorageError: names the field.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        raise StorageError(f"{field}: cannot write {path}: {error}") from error
+    finally:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
 
 
 def check_readable(field: str, path: Path) -> None:

@@ -10,9 +10,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from foretoken.bench.report import Report, check_name, machine, now, print_report, versions, write_report
+from foretoken.engine.startup.machine import machine, versions
 from foretoken.errors import ForetokenError
-from foretoken.files import check_folder, to_json
+from foretoken.files import to_json
+from foretoken.measure.report import Report, now
+from foretoken.measure.text import print_report
+from foretoken.measure.write import check_name, check_out, write_report
 from foretoken.printing.console import Console
 
 INTERRUPTED = 130
@@ -33,7 +36,11 @@ def arguments(study: str, text: str | None, name: str, drafts: bool = True) -> a
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--threads", type=int, help="without it, torch's number")
-    parser.add_argument("--out", type=Path, help="folder for a dated result: raw JSON and a page of tables")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="folder for a dated result, JSON and Markdown; or one .html, .md or .json file",
+    )
     parser.add_argument("--name", default=name, help="end of the result's file name")
     parser.add_argument("--json", action="store_true", help="print one line of JSON instead of the tables")
     return parser
@@ -44,7 +51,7 @@ def run(study: Callable[[argparse.Namespace], Report], options: argparse.Namespa
     try:
         check_name(options.name)
         if options.out is not None:
-            check_folder(options.out)
+            check_out(options.out)
         report = study(options)
         if options.out is not None:
             report = write_report(report, options.out, options.name)

@@ -24,11 +24,11 @@ from foretoken.bench.llama_cpp import LlamaSpeculative, trained_head
 from foretoken.bench.llama_programs import LlamaCpp
 from foretoken.bench.measure import SpeedSetting
 from foretoken.bench.progress import Tell, progress
-from foretoken.bench.report import Report, Table
 from foretoken.bench.workload import SLICES, Prompt, slices
 from foretoken.errors import ConfigError
 from foretoken.export.engines import engine_of
 from foretoken.export.write import export_head
+from foretoken.measure.report import Report, Table
 from foretoken.model.names import model_folder
 from studies.command import arguments, command_line, run, words
 

@@ -21,13 +21,13 @@ from foretoken import LLM, SpecConfig
 from foretoken.bench.batch_settings import NO_POLICIES, BatchSetting, Stage
 from foretoken.bench.chat_prompts import with_template
 from foretoken.bench.drafting import DrafterChoice
-from foretoken.bench.paired import paired_ratio
 from foretoken.bench.progress import Tell, progress
 from foretoken.bench.prompts import ALL, fit
-from foretoken.bench.report import Report, Table
 from foretoken.core import Batch, BatchEntry, Draft
 from foretoken.draft.base import Drafter
 from foretoken.errors import ConfigError
+from foretoken.measure.report import Report, Table
+from foretoken.measure.stats import paired_ratio
 from studies.command import arguments, command_line, run, words
 from studies.held_out.measure import Walk, prompts_of, summarise_walks, walk_all, walk_tables
 from studies.held_out.options import FORCED, GREEDY, SAMPLED, HeldOutOptions

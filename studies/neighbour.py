@@ -27,7 +27,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from foretoken.bench.kept_lines import KeptLines
 from foretoken.bench.measure import Contender
 from foretoken.bench.peer_kinds import KINDS
 from foretoken.bench.peers import contenders
@@ -35,6 +34,7 @@ from foretoken.bench.workload import Prompt
 from foretoken.errors import InputError
 from foretoken.machine.neighbours import OtherLoad
 from foretoken.machine.threads import sleeping
+from foretoken.measure.kept import KeptFile
 from foretoken.model.names import model_folder
 from studies.command import exit_code_of, record, words
 
@@ -64,7 +64,7 @@ def main() -> int:
 def _run(options: argparse.Namespace) -> int:
     peers_of(options)  # names that are not here, and files that have to be converted first
     about = {name: getattr(options, name) for name in ("target", "draft", "threads", "max_tokens", "drafters", "peers")}
-    kept = KeptLines(options.keep, about | {"waiting": options.waiting})
+    kept = KeptFile(options.keep, "study neighbour", about | {"waiting": options.waiting}, option="keep")
     try:
         measure(options, kept)
     except KeyboardInterrupt:
@@ -99,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def measure(options: argparse.Namespace, kept: KeptLines) -> None:
+def measure(options: argparse.Namespace, kept: KeptFile) -> None:
     """Every answer that is not there yet."""
     done = {_key(line) for line in kept.lines}
     jobs = [
@@ -114,7 +114,6 @@ def measure(options: argparse.Namespace, kept: KeptLines) -> None:
             with _neighbour(bool(job["beside"])):
                 line = job | _ask(workers[str(job["waiting"])], job)
             kept.append(line)
-            kept.lines.append(line)
             print(f"{number} of {len(left)}: {_key(job)} {line['tokens_per_s']:.2f} tokens/s", file=sys.stderr)
     finally:
         for worker in workers.values():

@@ -9,9 +9,17 @@ import pytest
 
 from foretoken import LLM, InputError, SamplingParams, SpecConfig, StorageError
 from foretoken.bench.prompts import read_prompts
-from foretoken.bench.report import as_plain
 from foretoken.engine.startup.profiling import load_profile
-from foretoken.files import check_file, check_folder, check_readable, parse_json, read_json, read_text, to_json
+from foretoken.files import (
+    as_plain,
+    check_file,
+    check_folder,
+    check_readable,
+    parse_json,
+    read_json,
+    read_text,
+    to_json,
+)
 from foretoken.simulate.arrivals import chances_from_bench, parse_trace
 
 PROFILE = {"format": "foretoken-profile-1", "rows": [[1, 0.01], [8, 0.02]]}

@@ -15,7 +15,6 @@ from foretoken.option import check_fields, option, same_option
 from foretoken.params import TEMPERATURES, check_number, check_whole
 
 _MOST_PROMPTS = 100_000  # all answers are held in memory until they are tested
-REPORT_SUFFIXES = (".md", ".json")
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
@@ -11,6 +10,7 @@ from typing import Protocol
 from foretoken.bench.batch_settings import BatchSetting, Turn
 from foretoken.bench.best_fixed import best_fixed
 from foretoken.bench.measure import PLAIN
+from foretoken.measure.stats import geometric_mean
 
 BAR = 0.97  # of the best fixed setting and of plain: the goal of an adaptive setting
 
@@ -211,7 +211,7 @@ def grid_summary(rows: Sequence[BatchRow]) -> dict[str, dict[str, object]]:
     by_setting: dict[str, list[BatchRow]] = {}
     for row in rows:
         by_setting.setdefault(row.setting, []).append(row)
-    means = {name: _geometric_mean([row.speedup for row in own]) for name, own in by_setting.items()}
+    means = {name: geometric_mean([row.speedup for row in own]) for name, own in by_setting.items()}
     single = best_fixed(by_setting, lambda name: by_setting[name][0].adapts, means.__getitem__)
     found: dict[str, dict[str, object]] = {}
     for name, own in by_setting.items():
@@ -222,26 +222,22 @@ def grid_summary(rows: Sequence[BatchRow]) -> dict[str, dict[str, object]]:
             "speedup": means[name],
             "worst_speedup": worst.speedup,
             "worst_speedup_at": worst.cell,
-            "to_best_fixed": _geometric_mean([row.to_best_fixed for row in own]),
+            "to_best_fixed": geometric_mean([row.to_best_fixed for row in own]),
             "worst_to_best_fixed": worst_fixed.to_best_fixed,
             "worst_to_best_fixed_at": worst_fixed.cell,
             "cells_below_bar": sum(row.to_best_fixed < BAR for row in own),
             "single_fixed": single,
             "to_single_fixed": means[name] / means[single] if single is not None and means[single] else 0.0,
-            "decode_speedup": _geometric_mean([row.decode_speedup for row in own]),
+            "decode_speedup": geometric_mean([row.decode_speedup for row in own]),
             "decode_worst_speedup": min(row.decode_speedup for row in own),
-            "decode_to_best_fixed": _geometric_mean([row.decode_to_best_fixed for row in own]),
+            "decode_to_best_fixed": geometric_mean([row.decode_to_best_fixed for row in own]),
             "decode_worst_to_best_fixed": min(row.decode_to_best_fixed for row in own),
-            "request_speedup": _geometric_mean([row.request_speedup for row in own]),
+            "request_speedup": geometric_mean([row.request_speedup for row in own]),
             "request_worst_speedup": min(row.request_speedup for row in own),
-            "request_to_best_fixed": _geometric_mean([row.request_to_best_fixed for row in own]),
+            "request_to_best_fixed": geometric_mean([row.request_to_best_fixed for row in own]),
             "request_worst_to_best_fixed": min(row.request_to_best_fixed for row in own),
             "request_cells_below_bar": sum(row.request_to_best_fixed < BAR for row in own),
             "differing": sum(row.num_answers - row.same for row in own),
             "unexplained": sum(row.unexplained for row in own),
         }
     return found
-
-
-def _geometric_mean(values: Sequence[float]) -> float:
-    return math.exp(sum(map(math.log, values)) / len(values)) if values and min(values) > 0 else 0.0

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 
 from foretoken.bench.batch_rows import BAR, BatchRow, grid_summary
 from foretoken.bench.measure import PLAIN
-from foretoken.bench.report import Table
+from foretoken.measure.plots import Plot, Point, Series
+from foretoken.measure.report import Table
 
 _SUMMARY = (  # heading, key of the summary
     ("ratio to plain", "speedup"),
@@ -54,6 +55,18 @@ def choice_tables(rows: Sequence[BatchRow]) -> list[Table]:
         _table(drafting, name, f"{name}: draft tokens per round, tokens per round", _choice_cell)
         for name in _slices(drafting)
     ]
+
+
+def batch_plots(rows: Sequence[BatchRow]) -> tuple[Plot, ...]:
+    """Throughput of every setting by batch size, a plot per slice."""
+    plots = []
+    for name in _slices(rows):
+        series: dict[str, list[Point]] = {}
+        for row in sorted((row for row in rows if row.slice == name), key=lambda row: row.batch):
+            series.setdefault(row.setting, []).append(Point(str(row.batch), row.tokens_per_s))
+        lines = tuple(Series(setting, tuple(points)) for setting, points in series.items())
+        plots.append(Plot(f"Throughput: {name}", "tokens per second", lines, "lines", "requests at once"))
+    return tuple(plots)
 
 
 def _slices(rows: Sequence[BatchRow]) -> list[str]:

@@ -26,16 +26,16 @@ from foretoken.bench.batch_settings import (
     parse_batch_settings,
     together,
 )
-from foretoken.bench.batch_tables import choice_tables, request_tables, slice_tables, summary_table
-from foretoken.bench.kept_lines import KeptLines
-from foretoken.bench.load_kept import GONE_ON, kept_turns
+from foretoken.bench.batch_tables import batch_plots, choice_tables, request_tables, slice_tables, summary_table
+from foretoken.bench.caveats import load_average
+from foretoken.bench.load_kept import RESUMED, kept_turns
 from foretoken.bench.load_options import LoadOptions
 from foretoken.bench.load_run import announce, make_report, opened
 from foretoken.bench.measure import PLAIN, STRICT
 from foretoken.bench.progress import Tell, progress
-from foretoken.bench.report import Report, load_average
-from foretoken.errors import StorageError
 from foretoken.machine.neighbours import contention_notes
+from foretoken.measure.kept import KeptFile
+from foretoken.measure.report import Report
 
 EXPLAINED = (
     "A cell: tokens per second of the whole batch, prefill included (median over repeats); the ratio to plain; the "
@@ -83,8 +83,8 @@ def run_batches(
         kept = kept_turns(options, found, _OF_CHANGING_LOAD)
         try:
             if kept is not None:
-                samples += [restored(line, settings) for line in kept.lines]
-                notes += [GONE_ON] if samples else []
+                samples += kept.restored(lambda line: restored(line, settings))
+                notes += [RESUMED] if samples else []
             num_turns = len(settings) * len(options.batches) * (len(options.slices) * options.repeats + options.warmup)
             known = f", {len(samples)} of them known" if samples else ""
             announce(f"{num_turns} turns{known}, {_estimate(stage, options, settings, found)}")
@@ -108,6 +108,7 @@ def run_batches(
         summary=grid_summary(rows),
         strict_differing=sum(row.differing_greedy for row in rows) if options.numerics == STRICT else 0,
         tables=(*slice_tables(rows), *request_tables(rows), *choice_tables(rows), summary_table(rows)),
+        plots=batch_plots(rows),
         explained=EXPLAINED,
         notes=(*notes, *contention_notes([(row.num_contended, row.num_turns) for row in rows], "turns"), *remarks),
         interrupted=interrupted,
@@ -122,7 +123,7 @@ def measure_grid(
     found: Mapping[str, Sequence[Ask]],
     samples: list[BatchSample],
     tell: Tell = lambda _words: None,
-    kept: KeptLines | None = None,
+    kept: KeptFile | None = None,
 ) -> None:
     """Append a sample for every setting, cell and repeat that `samples` lacks, the smallest batch first; whole samples
     where interrupted. Each is written to `kept` as well.
@@ -160,18 +161,13 @@ def restored(line: Mapping[str, Any], settings: Sequence[BatchSetting]) -> Batch
     """A sample that was written.
 
     Raises:
-        StorageError: the line is none of this run's.
+        ValueError, KeyError, TypeError: the line is none of this run's.
     """
-    try:
-        (setting,) = (setting for setting in settings if setting.name == line["setting"])
-        turn = dict(line["turn"])
-        answers = tuple(
-            Answered(tuple(one["token_ids"]), one["greedy"], one["num_near_ties"]) for one in turn["answers"]
-        )
-        turn |= {"answers": answers, "request_speeds": tuple(turn["request_speeds"])}
-        return BatchSample(setting, line["batch"], line["slice"], line["repeat"], Turn(**turn))
-    except (ValueError, KeyError, TypeError) as error:
-        raise StorageError(f"the file to resume holds something else than turns of this run ({error})") from error
+    (setting,) = (setting for setting in settings if setting.name == line["setting"])
+    turn = dict(line["turn"])
+    answers = tuple(Answered(tuple(one["token_ids"]), one["greedy"], one["num_near_ties"]) for one in turn["answers"])
+    turn |= {"answers": answers, "request_speeds": tuple(turn["request_speeds"])}
+    return BatchSample(setting, line["batch"], line["slice"], line["repeat"], Turn(**turn))
 
 
 def answer_all(stage: Stage, setting: BatchSetting, own: Sequence[Ask], batch: int, max_tokens: int) -> Turn:

@@ -19,15 +19,16 @@ from foretoken.bench.batch_prompts import Ask
 from foretoken.bench.batch_rows import contended_turns
 from foretoken.bench.batch_settings import NO_POLICIES, BatchSetting, Policies, Stage, parse_batch_settings
 from foretoken.bench.best_fixed import best_fixed
-from foretoken.bench.kept_lines import KeptLines
-from foretoken.bench.load_kept import GONE_ON, kept_turns
+from foretoken.bench.caveats import load_average
+from foretoken.bench.load_kept import RESUMED, kept_turns
 from foretoken.bench.load_options import LoadOptions, LoadPhase
 from foretoken.bench.load_run import announce, make_report, opened
 from foretoken.bench.measure import PLAIN
 from foretoken.bench.progress import Tell, progress
-from foretoken.bench.report import Report, Table, load_average
-from foretoken.errors import StorageError
 from foretoken.machine.neighbours import contention_notes, is_contended
+from foretoken.measure.kept import KeptFile
+from foretoken.measure.plots import Plot, Point, Series
+from foretoken.measure.report import Report, Table
 
 EXPLAINED = (
     "Tokens per second of the whole load, prefill included, from the first step to the last token (median over "
@@ -108,7 +109,7 @@ def run_changing_load(
     with opening as (stage, found):
         kept = kept_turns(options, found, _OF_BATCHES)
         try:
-            known = restored_load(kept.lines, settings) if kept is not None and kept.lines else None
+            known = restored_load(kept, settings) if kept is not None and kept.lines else None
             one = [_jobs(phase, found, phase.batch, options.max_tokens) for phase in options.phases]
             run_through(stage, BatchSetting(PLAIN), options.phases, one)  # warm-up
             if known is None:
@@ -117,7 +118,7 @@ def run_changing_load(
                     kept.append({"sizes": sizes})
             else:
                 sizes, turns = known
-                notes += [GONE_ON] if turns else []
+                notes += [RESUMED] if turns else []
             jobs = [
                 _jobs(phase, found, size, options.max_tokens) for phase, size in zip(options.phases, sizes, strict=True)
             ]
@@ -147,6 +148,7 @@ def run_changing_load(
         rows=rows,
         summary=load_summary(rows),
         tables=(_table(rows, options.phases),),
+        plots=(_plot(rows),),
         explained=EXPLAINED,
         notes=(*notes, *contention_notes([(row.num_contended, row.num_runs) for row in rows], "runs"), *remarks),
         interrupted=interrupted,
@@ -161,7 +163,7 @@ def measure_load(
     jobs: tuple[Sequence[Sequence[LoadRequest]], Sequence[Sequence[LoadRequest]]],
     turns: dict[BatchSetting, dict[int, LoadTurn]],
     tell: Tell = lambda _words: None,
-    kept: KeptLines | None = None,
+    kept: KeptFile | None = None,
 ) -> None:
     """Add the turns that `turns` lacks, repeat by repeat in a rotating order, and write each to `kept` as well; `jobs`
     are (warm-up, measured) requests.
@@ -182,23 +184,27 @@ def measure_load(
 
 
 def restored_load(
-    lines: Sequence[Mapping[str, Any]], settings: Sequence[BatchSetting]
+    kept: KeptFile, settings: Sequence[BatchSetting]
 ) -> tuple[list[int], dict[BatchSetting, dict[int, LoadTurn]]]:
-    """The sizes of the phases and the turns that were written.
+    """The sizes of the phases, which are the first line, and the turns that were written.
 
     Raises:
         StorageError: a line is none of this run's.
     """
     by_name = {setting.name: setting for setting in settings}
+    sizes: list[int] = []
     turns: dict[BatchSetting, dict[int, LoadTurn]] = {}
-    try:
-        for line in lines[1:]:
-            raw = line["turn"]
-            turn = LoadTurn(tuple(raw["seconds"]), tuple(raw["tokens"]), raw["contended"])
-            turns.setdefault(by_name[line["setting"]], {})[line["repeat"]] = turn
-        return list(lines[0]["sizes"]), turns
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise StorageError(f"the file to resume holds something else than turns of this load ({error})") from error
+
+    def read(line: Mapping[str, Any]) -> None:
+        if not sizes:
+            sizes.extend(line["sizes"])
+            return
+        raw = line["turn"]
+        turn = LoadTurn(tuple(raw["seconds"]), tuple(raw["tokens"]), raw["contended"])
+        turns.setdefault(by_name[line["setting"]], {})[line["repeat"]] = turn
+
+    kept.restored(read)
+    return sizes, turns
 
 
 def size_phases(options: LoadOptions, plain: LoadTurn) -> list[int]:
@@ -314,6 +320,12 @@ def load_summary(rows: Sequence[LoadRow]) -> dict[str, object]:
             for row in rows
         },
     }
+
+
+def _plot(rows: Sequence[LoadRow]) -> Plot:
+    """Throughput of every setting over the whole load."""
+    series = tuple(Series(row.setting, (Point("whole load", row.tokens_per_s),)) for row in rows)
+    return Plot("Throughput of the whole load", "tokens per second", series)
 
 
 def _table(rows: Sequence[LoadRow], phases: Sequence[LoadPhase]) -> Table:

@@ -1,35 +1,28 @@
-"""The file that keeps the turns of a load measurement, so that a run that was stopped goes on."""
+"""The file that keeps the turns of a load measurement, so that a run that was stopped resumes."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
 
 from foretoken.bench.batch_prompts import Ask
-from foretoken.bench.kept_lines import KeptLines
 from foretoken.bench.load_options import LoadOptions
-from foretoken.bench.report import as_plain, machine, versions
+from foretoken.engine.startup.machine import machine, versions
+from foretoken.measure.kept import KeptFile, digest, run_of
 
-GONE_ON = "The run was stopped and gone on with; policies of adaptive settings started without measurements again."
-_NOT_MEASURED = ("out", "name", "resume")  # options that no turn depends on
+RESUMED = "The run was stopped and resumed; policies of adaptive settings started without measurements again."
 
 
 def kept_turns(
     options: LoadOptions, found: Mapping[str, Sequence[Ask]], without_effect: Iterable[str]
-) -> KeptLines | None:
+) -> KeptFile | None:
     """The file of `options.resume`, None without one. Besides the options, prompts, machine and versions must agree;
     `without_effect` names options that this kind of run does not read.
 
     Raises:
-        InputError, StorageError: see `KeptLines`.
+        InputError, StorageError: see `KeptFile`.
     """
     if options.resume is None:
         return None
-    texts = {name: [list(ask.prompt_ids) for ask in own] for name, own in found.items()}
-    prompts = hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16]
-    left_out = {*_NOT_MEASURED, *without_effect}
-    given = {name: value for name, value in asdict(options).items() if name not in left_out}
-    about = given | {"prompts by content": prompts, "machine": machine(), "versions": versions()}
-    return KeptLines(options.resume, {name: as_plain(value) for name, value in about.items()})
+    prompts = digest({name: [list(ask.prompt_ids) for ask in own] for name, own in found.items()})
+    run = run_of(options, without_effect, machine=machine(), versions=versions())
+    return KeptFile(options.resume, "bench load", run | {"prompts by content": prompts})

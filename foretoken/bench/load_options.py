@@ -10,7 +10,6 @@ from foretoken.bench.batch_prompts import BATCH_SLICES
 from foretoken.bench.drafting import SWEEP
 from foretoken.bench.measure import DEFAULT_NUMERICS, PLAIN
 from foretoken.bench.prompts import ALL, read_prompts
-from foretoken.bench.report import check_name
 from foretoken.bench.speed_options import SpeedOptions
 from foretoken.bench.workload import MOST_PROMPTS
 from foretoken.control.queue import BATCHES, SchedulerConfig
@@ -18,7 +17,7 @@ from foretoken.control.routing import RoutingRules
 from foretoken.engine_config import MODEL, EngineConfig
 from foretoken.errors import ConfigError, InputError
 from foretoken.field_text import wholes, words
-from foretoken.files import check_folder
+from foretoken.measure.write import check_name, check_out
 from foretoken.option import check_fields, option, same_option
 from foretoken.params import check_limits, check_number, check_share, check_whole, is_count
 
@@ -177,7 +176,7 @@ class LoadOptions:
         self._check_routing()
         check_name(self.name)
         if self.out is not None:
-            check_folder(self.out)
+            check_out(self.out)
 
     @property
     def routing(self) -> RoutingRules:

@@ -11,10 +11,13 @@ import torch
 
 from foretoken.bench.batch_prompts import Ask, asks
 from foretoken.bench.batch_settings import NO_POLICIES, Policies, Stage
+from foretoken.bench.caveats import source_caveats
 from foretoken.bench.load_options import LoadOptions
-from foretoken.bench.report import Report, Table, source_caveats, write_report
 from foretoken.engine.llm import LLM
 from foretoken.errors import InputError
+from foretoken.measure.plots import Plot
+from foretoken.measure.report import Report, Table
+from foretoken.measure.write import write_report
 from foretoken.model.names import model_folder
 from foretoken.model.tokenizer import load_tokenizer
 from foretoken.printing.console import Console
@@ -87,6 +90,7 @@ def make_report(
     notes: Sequence[str],
     interrupted: bool,
     load: float,
+    plots: Sequence[Plot] = (),
     strict_differing: int = 0,
 ) -> Report:
     """The report of a run, written to `options.out` if that is set; `load` is the machine's load average before it,
@@ -108,6 +112,7 @@ def make_report(
             "interrupted": interrupted,
         },
         tables=tuple(tables),
+        plots=tuple(plots),
         explained=explained,
         caveats=(*caveats, *notes),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -12,23 +11,13 @@ from typing import Any
 import torch
 
 from foretoken.bench import peers
+from foretoken.bench.caveats import load_average, source_caveats
 from foretoken.bench.chat_prompts import with_template
 from foretoken.bench.measure import ALL_SLICES, Contender, SpeedPlan, SpeedSample
 from foretoken.bench.own import Generator, own_contenders
 from foretoken.bench.plot import write_plot
 from foretoken.bench.progress import progress
 from foretoken.bench.prompts import ALL, choose, fit, read_prompts
-from foretoken.bench.report import (
-    Report,
-    as_plain,
-    free_path,
-    load_average,
-    machine,
-    now,
-    source_caveats,
-    versions,
-    write_report,
-)
 from foretoken.bench.samples import Samples, open_samples
 from foretoken.bench.speed_options import SpeedOptions
 from foretoken.bench.speed_rows import summarise
@@ -36,13 +25,16 @@ from foretoken.bench.speed_tables import speed_report
 from foretoken.bench.turns import measure
 from foretoken.bench.workload import SLICES, Prompt, slices
 from foretoken.config import SpecConfig
+from foretoken.engine.startup.machine import machine, versions
 from foretoken.files import check_file, check_folder
 from foretoken.machine.neighbours import OtherLoad, contention_notes, is_contended
+from foretoken.measure.kept import digest, run_of
+from foretoken.measure.report import Report, now
+from foretoken.measure.write import check_out, free_path, is_page, write_report
 from foretoken.model.names import model_folder
 from foretoken.printing.console import Console
 
 SAMPLES_SUFFIX = ".samples.jsonl"
-_NOT_MEASURED = {"out", "name", "plot", "resume"}  # options that no answer depends on
 
 # Caveats of a drafter's numbers, alone or as a part of another.
 _CAVEATS = {
@@ -110,7 +102,7 @@ def measure_speed(options: SpeedOptions, generator: Generator | None = None) -> 
         ForetokenError: see `run_speed`.
     """
     if options.out is not None:
-        check_folder(options.out)
+        check_out(options.out)
     prompts, notes = _prompts(options)
     torch.set_num_threads(options.num_threads)
     target, draft = _folders(options, given=generator is not None)
@@ -216,17 +208,15 @@ def _measured(contenders: Sequence[Contender], plan: SpeedPlan, samples: Samples
 
 def _samples_file(options: SpeedOptions) -> Path | None:
     """Where answers are kept: the file to resume, or a new one beside the dated result."""
-    if options.resume is not None or options.out is None:
+    if options.resume is not None or options.out is None or is_page(options.out):
         return options.resume
     return free_path(options.out, now(), options.name, (SAMPLES_SUFFIX, ".json")).with_suffix(SAMPLES_SUFFIX)
 
 
 def _about(options: SpeedOptions, prompts: Sequence[Prompt], found: Mapping[str, str]) -> dict[str, Any]:
     """Everything that must agree for answers of two runs to stand in one table."""
-    given = {name: value for name, value in asdict(options).items() if name not in _NOT_MEASURED}
-    texts = {prompt.name: hashlib.sha256(prompt.text.encode()).hexdigest()[:16] for prompt in prompts}
-    about = given | {"texts of the prompts": texts, "machine": machine(), "versions": dict(found)}
-    return {name: as_plain(value) for name, value in about.items()}
+    texts = {prompt.name: digest(prompt.text) for prompt in prompts}
+    return run_of(options, machine=machine(), versions=dict(found)) | {"texts of the prompts": texts}
 
 
 def _interrupted(samples: Samples, plan: SpeedPlan, contenders: Sequence[Contender], path: Path | None) -> str:

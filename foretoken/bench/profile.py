@@ -12,26 +12,20 @@ from typing import Any
 
 import torch
 
+from foretoken.bench.caveats import load_average, source_caveats
 from foretoken.bench.drafting import DrafterChoice
 from foretoken.bench.profile_options import ProfileOptions as ProfileOptions
-from foretoken.bench.report import (
-    Table,
-    free_path,
-    load_average,
-    machine,
-    now,
-    print_notes,
-    print_tables,
-    source_caveats,
-    versions,
-)
 from foretoken.config import SpecConfig
 from foretoken.draft.base import Drafter
 from foretoken.engine.drafters import DrafterFactory, ModelOptions
+from foretoken.engine.startup.machine import machine, versions
 from foretoken.engine.startup.profiling import BATCH_NUM_DRAFT, SHORT_TOKENS, StepBench, Tell, Work, save_profile
 from foretoken.engine.startup.profiling import load_profile as load_profile
 from foretoken.engine.startup.start_profile import describe_drafter, describe_target, measure_roofline
 from foretoken.errors import ConfigError
+from foretoken.measure.report import Table, now
+from foretoken.measure.text import print_notes, print_tables
+from foretoken.measure.write import free_path
 from foretoken.model.interface import LanguageModel
 from foretoken.model.names import model_folder
 from foretoken.model.open import open_model

@@ -7,8 +7,8 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from foretoken.bench.kept_lines import KeptLines, not_ours
 from foretoken.bench.measure import Answer, SpeedSample, SpeedSetting
+from foretoken.measure.kept import KeptFile
 
 _Place = tuple[str, int, float, int]  # setting, prompt, temperature, repeat
 
@@ -19,7 +19,7 @@ class Samples:
     def __init__(self) -> None:
         self.all: list[SpeedSample] = []
         self._places: set[_Place] = set()
-        self._file: KeptLines | None = None
+        self._file: KeptFile | None = None
 
     def __contains__(self, place: _Place) -> bool:
         return place in self._places
@@ -48,7 +48,7 @@ class Samples:
         self.all.append(sample)
         self._places.add((sample.setting.name, sample.prompt_index, sample.temperature, sample.repeat))
 
-    def attach(self, file: KeptLines) -> None:
+    def attach(self, file: KeptFile) -> None:
         """Write the answers from now on to a file."""
         self._file = file
 
@@ -70,21 +70,16 @@ class Samples:
         self._keep(SpeedSample(setting=setting, answer=Answer(**answer), **own))
 
 
-def open_samples(path: Path, about: Mapping[str, Any], settings: Mapping[str, SpeedSetting]) -> Samples:
-    """The answers in `path` of an earlier run, which is gone on with; a new file where there is none.
+def open_samples(path: Path, run: Mapping[str, Any], settings: Mapping[str, SpeedSetting]) -> Samples:
+    """The answers in `path` of an earlier run, which is resumed; a new file where there is none.
 
-    `about` is what must agree, as JSON values; `settings` are those of this run, by name.
+    `run` is what must agree; `settings` are those of this run, by name.
 
     Raises:
-        InputError, StorageError: see `KeptLines`.
+        InputError, StorageError: see `KeptFile`.
     """
     samples = Samples()
-    file = KeptLines(path, about)
-    try:
-        for line in file.lines:
-            samples.restore(line, settings)
-    except (KeyError, TypeError, ValueError) as error:
-        file.close()
-        raise not_ours(path, error) from error
+    file = KeptFile(path, "bench speed", run)
+    file.restored(lambda line: samples.restore(line, settings))
     samples.attach(file)
     return samples

@@ -13,12 +13,12 @@ from foretoken.bench.peer_kinds import EVERY as EVERY_KIND
 from foretoken.bench.peer_kinds import KINDS, check_kinds
 from foretoken.bench.plot import check_plot
 from foretoken.bench.prompts import ALL
-from foretoken.bench.report import check_name
 from foretoken.bench.workload import MOST_PROMPTS, SLICES
 from foretoken.config import DRAFTERS, NUMERICS, RULES, SpecConfig
 from foretoken.engine_config import THREADS, EngineConfig
 from foretoken.errors import ConfigError, InputError
 from foretoken.field_text import numbers, wholes, wholes_or_auto, words
+from foretoken.measure.write import check_name
 from foretoken.option import check_fields, option, same_option
 from foretoken.params import check_number, check_whole
 
@@ -115,7 +115,9 @@ class SpeedOptions:
         metadata=option("The same for their n-gram lookups, whose guesses cost nothing.", read=wholes),
     )
     plot: Path | None = field(default=None, metadata=option("Draw tokens per second into this .png or .svg file."))
-    out: Path | None = field(default=None, metadata=option("Folder for a dated result."))
+    out: Path | None = field(
+        default=None, metadata=option("Folder for a dated result, or one .html, .md or .json file.")
+    )
     resume: Path | None = field(
         default=None,
         metadata=option("File that keeps each answer; a run that was stopped goes on from it with the same options."),

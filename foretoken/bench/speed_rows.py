@@ -8,9 +8,9 @@ from statistics import median
 from typing import TypeVar
 
 from foretoken.bench.measure import ALL_SLICES, DEFAULT_NUMERICS, ENGINE, STRICT, Answer, SpeedSample
-from foretoken.bench.paired import paired_ratio
 from foretoken.bench.workload import Prompt
 from foretoken.machine.neighbours import is_contended
+from foretoken.measure.stats import paired_ratio
 
 _NGRAM = 4
 

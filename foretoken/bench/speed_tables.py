@@ -7,8 +7,9 @@ from typing import Any
 
 from foretoken.bench.compare import SUMMARY_NOTE, against_peer, by_position, ratios, summary
 from foretoken.bench.measure import ENGINE, STRICT
-from foretoken.bench.report import Report, Table
 from foretoken.bench.speed_rows import SpeedRow, strict_differing
+from foretoken.measure.plots import Plot, Point, Series
+from foretoken.measure.report import Report, Table
 
 EXPLAINED = (
     "tok/s is the median over repeats of the tokens after the prompt's forward pass; speedup is against `plain` on "
@@ -57,6 +58,7 @@ def speed_report(
         | dict(results or {}),
         tables=speed_tables(rows, found),
         conclusions=_strict_notes(rows),
+        plots=speed_plots(rows),
         explained=EXPLAINED,
         caveats=tuple(caveats),
         **about,
@@ -78,6 +80,26 @@ def speed_tables(rows: Sequence[SpeedRow], found: Mapping[str, Mapping[str, floa
             lines = tuple(map(tuple, short[1:]))
             tables.append(Table(f"Summary, temperature {temperature:g}", tuple(short[0]), lines, (SUMMARY_NOTE,)))
     return tuple(tables)
+
+
+def speed_plots(rows: Sequence[SpeedRow]) -> tuple[Plot, ...]:
+    """For each temperature the speedups of all settings by slice; speeds where plain decoding was not measured."""
+    plots = []
+    for temperature in dict.fromkeys(row.temperature for row in rows):
+        points: dict[str, list[Point]] = {}
+        speeds: dict[str, list[Point]] = {}
+        for row in (row for row in rows if row.temperature == temperature):
+            if row.speedup is not None and not _is_baseline(row):
+                ends = (row.speedup_low, row.speedup_high)
+                points.setdefault(row.setting, []).append(Point(row.slice, row.speedup, *ends))
+            speeds.setdefault(row.setting, []).append(Point(row.slice, row.tokens_per_s))
+        if points:
+            title, unit, reference = "Speedup over plain decoding", "times plain decoding", 1.0
+        else:
+            points, title, unit, reference = speeds, "Speed", "tokens per second", None
+        series = tuple(Series(name, tuple(own)) for name, own in points.items())
+        plots.append(Plot(f"{title}, temperature {temperature:g}", unit, series, reference=reference))
+    return tuple(plots)
 
 
 def _groups(rows: Sequence[SpeedRow]) -> dict[tuple[str, float], list[SpeedRow]]:

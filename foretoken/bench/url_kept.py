@@ -1,22 +1,16 @@
-"""The loads of a measurement, and the file that keeps those that have ended, so that a run that was stopped goes on."""
+"""The loads of a measurement, and the file that keeps those that have ended, so that a run that was stopped resumes."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from foretoken.bench.kept_lines import KeptLines
-from foretoken.bench.report import as_plain
 from foretoken.bench.url_client import UrlSample
 from foretoken.bench.url_options import UrlOptions
 from foretoken.bench.url_plan import UrlRequest
-from foretoken.errors import StorageError
-
-_NOT_MEASURED = ("out", "name", "resume")  # options that no request depends on
+from foretoken.measure.kept import KeptFile, digest, run_of
 
 
 @dataclass
@@ -38,27 +32,22 @@ class KeptRuns:
     before them.
 
     Raises:
-        InputError, StorageError: see `KeptLines`; the file holds another measurement.
+        InputError, StorageError: see `KeptFile`.
     """
 
     def __init__(self, path: Path, options: UrlOptions, model: str, runs: Sequence[UrlRun]) -> None:
-        given = {name: value for name, value in asdict(options).items() if name not in _NOT_MEASURED}
-        planned = json.dumps([[asdict(request) for request in run.requests] for run in runs])
-        about = given | {"model": model, "requests by content": hashlib.sha256(planned.encode()).hexdigest()[:16]}
-        self._file = KeptLines(path, {name: as_plain(value) for name, value in about.items()})
+        planned = digest([[asdict(request) for request in run.requests] for run in runs])
+        about = run_of(options, model=model) | {"requests by content": planned}
+        self._file = KeptFile(path, "bench url", about)
         self._runs = {run.setting: run for run in runs}
-        for line in self._file.lines:
-            self._restore(line)
+        self._file.restored(self._restore)
 
-    def _restore(self, line: dict[str, Any]) -> None:
-        try:
-            run = self._runs[line["setting"]]
-            run.samples = [
-                UrlSample(**one | {"pieces": [tuple(piece) for piece in one["pieces"]]}) for one in line["samples"]
-            ]
-            run.counters = list(line["counters"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise StorageError(f"the file to resume holds something else than loads of this run ({error})") from error
+    def _restore(self, line: Mapping[str, Any]) -> None:
+        run = self._runs[line["setting"]]
+        run.samples = [
+            UrlSample(**one | {"pieces": [tuple(piece) for piece in one["pieces"]]}) for one in line["samples"]
+        ]
+        run.counters = list(line["counters"])
         run.is_known = True
 
     def keep(self, run: UrlRun) -> None:

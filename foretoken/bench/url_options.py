@@ -7,11 +7,10 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from foretoken.bench.prompts import ALL
-from foretoken.bench.report import check_name
 from foretoken.bench.speed_options import SpeedOptions
 from foretoken.errors import InputError
 from foretoken.field_text import numbers
-from foretoken.files import check_folder
+from foretoken.measure.write import check_name, check_out
 from foretoken.option import option, same_option
 from foretoken.params import TEMPERATURES, check_number, check_text, check_whole
 
@@ -99,7 +98,7 @@ class UrlOptions:
                 raise InputError(name, "", "must not be empty; leave it out")
         check_name(self.name)
         if self.out is not None:
-            check_folder(self.out)
+            check_out(self.out)
 
     @property
     def base(self) -> str:

@@ -1,33 +1,19 @@
-"""From the requests that a client saw to percentiles, throughput and goodput, with bootstrap intervals."""
+"""From the requests that a client saw to percentiles, throughput and goodput, with intervals."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from foretoken.bench.url_client import UrlSample
 from foretoken.bench.url_options import UrlOptions
+from foretoken.measure.stats import MIN_GROUPS, Estimate, estimate, mean_estimate, quantile_estimate
 
 SHARES = (0.50, 0.95, 0.99)
-COVERAGE = 0.95
-_NUM_DRAWS = 500
-_LEAST = 5  # requests, below which an interval says nothing
 _WINDOWS = 20  # of the run, drawn again for the interval of the throughput
-
-_Array = NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A figure with the ends of its interval; None where there is too little to tell."""
-
-    value: float
-    low: float | None = None
-    high: float | None = None
 
 
 @dataclass(frozen=True)
@@ -70,7 +56,6 @@ def summarise_url(
     span = max((sample.ended_s for sample in samples), default=0.0) - min((s.arrival_s for s in samples), default=0.0)
     good = [sample for sample in done if is_good(sample, options)]
     drafted, accepted = _drafted(done, counters)
-    seed = options.seed
     return UrlRow(
         setting=setting,
         num_requests=len(samples),
@@ -81,12 +66,12 @@ def summarise_url(
         span_s=span,
         requests_per_s=len(done) / span if span > 0 else 0.0,
         goodput_per_s=len(good) / span if span > 0 else 0.0,
-        tokens_per_s=throughput(samples, span, seed),
+        tokens_per_s=throughput(samples, span),
         num_tokens=sum(sample.num_tokens for sample in samples),
-        ttft_s=percentiles([[s.ttft_s] if s.ttft_s is not None else [] for s in done], seed),
-        itl_s=percentiles([s.itl_s for s in done], seed),
-        tpot_s=percentiles([[s.tpot_s] if s.tpot_s is not None else [] for s in done], seed),
-        e2e_s=percentiles([[s.e2e_s] for s in done], seed),
+        ttft_s=percentiles([[s.ttft_s] if s.ttft_s is not None else [] for s in done]),
+        itl_s=percentiles([s.itl_s for s in done]),
+        tpot_s=percentiles([[s.tpot_s] if s.tpot_s is not None else [] for s in done]),
+        e2e_s=percentiles([[s.e2e_s] for s in done]),
         lag_s_p99=float(np.quantile([max(0.0, s.sent_s - s.arrival_s) for s in samples] or [0.0], 0.99)),
         num_drafted=drafted,
         num_accepted=accepted,
@@ -104,32 +89,18 @@ def is_good(sample: UrlSample, options: UrlOptions) -> bool:
     return all(limit is None or taken is None or taken <= limit for taken, limit in limits)
 
 
-def percentiles(values: Sequence[Sequence[float]], seed: int) -> dict[str, Estimate]:
+def percentiles(values: Sequence[Sequence[float]]) -> dict[str, Estimate]:
     """Mean, p50, p95 and p99 of all values, those of each request in a list of its own; {} without values.
 
-    Whole requests are drawn again with replacement: the gaps of one answer are not independent.
+    Intervals are over whole requests: the gaps of one answer are not independent.
     """
-    owners = np.repeat(np.arange(len(values)), [len(own) for own in values])
-    flat: _Array = np.array([value for own in values for value in own], dtype=np.float64)
-    if not flat.size:
+    if not any(values):
         return {}
-    order = np.argsort(flat, kind="stable")
-    flat, owners = flat[order], owners[order]
-    names = ["mean", *(f"p{round(100 * share)}" for share in SHARES)]
-    points = _figures(flat, np.ones(len(flat)))
-    if sum(1 for own in values if own) < _LEAST:
-        return {name: Estimate(point) for name, point in zip(names, points, strict=True)}
-    rng = np.random.default_rng(seed)
-    drawn = np.array([_figures(flat, _weights(rng, len(values))[owners]) for _ in range(_NUM_DRAWS)])
-    lows, highs = np.quantile(drawn, [(1 - COVERAGE) / 2, (1 + COVERAGE) / 2], axis=0)
-    return {
-        name: Estimate(point, float(low), float(high))
-        for name, point, low, high in zip(names, points, lows, highs, strict=True)
-    }
+    return {"mean": mean_estimate(values)} | {f"p{round(100 * one)}": quantile_estimate(values, one) for one in SHARES}
 
 
-def throughput(samples: Sequence[UrlSample], span_s: float, seed: int) -> Estimate:
-    """Tokens per second over the run; the interval draws equal parts of the run again."""
+def throughput(samples: Sequence[UrlSample], span_s: float) -> Estimate:
+    """Tokens per second over the run; the interval is over equal parts of the run."""
     pieces = [(at, count) for sample in samples for at, count in sample.pieces]
     if span_s <= 0 or not pieces:
         return Estimate(0.0)
@@ -137,26 +108,9 @@ def throughput(samples: Sequence[UrlSample], span_s: float, seed: int) -> Estima
     times, counts = (np.array(column, dtype=np.float64) for column in zip(*pieces, strict=True))
     parts, _ = np.histogram(times - start, bins=_WINDOWS, range=(0.0, span_s), weights=counts)
     value = float(sum(sample.num_tokens for sample in samples)) / span_s
-    if len(samples) < _LEAST:
+    if len(samples) < MIN_GROUPS:
         return Estimate(value)
-    drawn = np.random.default_rng(seed).choice(parts, size=(_NUM_DRAWS, _WINDOWS)).sum(axis=1) / span_s
-    low, high = np.quantile(drawn, [(1 - COVERAGE) / 2, (1 + COVERAGE) / 2])
-    return Estimate(value, float(low), float(high))
-
-
-def _weights(rng: np.random.Generator, count: int) -> _Array:
-    """How often each of `count` requests comes in a draw of as many."""
-    return np.bincount(rng.integers(count, size=count), minlength=count).astype(np.float64)
-
-
-def _figures(ordered: _Array, weights: _Array) -> list[float]:
-    """The mean, and the smallest values at or below which at least a share of the weight lies."""
-    passed = np.cumsum(weights)
-    if passed[-1] == 0:  # a draw of requests without values
-        weights, passed = np.ones(len(ordered)), np.arange(1.0, len(ordered) + 1)
-    places = np.searchsorted(passed, [share * passed[-1] for share in SHARES])
-    mean = float(ordered @ weights / passed[-1])
-    return [mean, *(float(ordered[min(place, len(ordered) - 1)]) for place in places)]
+    return replace(estimate(np.stack([parts, np.full(_WINDOWS, span_s / _WINDOWS)], axis=1)), value=value)
 
 
 def _drafted(done: Sequence[UrlSample], counters: tuple[int, int] | None) -> tuple[int | None, int | None]:

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from foretoken.bench.caveats import load_average
 from foretoken.bench.progress import Tell, progress
-from foretoken.bench.report import Report, load_average, write_report
 from foretoken.bench.url_client import Endpoint, UrlSample, open_client
 from foretoken.bench.url_kept import KeptRuns, UrlRun
 from foretoken.bench.url_options import UrlOptions
@@ -24,15 +24,17 @@ from foretoken.bench.url_plan import (
     warmup_requests,
 )
 from foretoken.bench.url_rows import UrlRow, summarise_url
-from foretoken.bench.url_tables import EXPLAINED, url_tables
+from foretoken.bench.url_tables import EXPLAINED, url_plots, url_tables
 from foretoken.errors import UnavailableError
+from foretoken.measure.report import Report
+from foretoken.measure.write import write_report
 from foretoken.printing.console import Console
 
 _BUSY_LOAD = 0.9  # load average per core, above which the client may have been too slow
 _MOST_LAG_S = 0.05
 _LEAST_DRAFTED = 100  # tokens, below which acceptance says little
 _CHANCE = 0.01
-_GONE_ON = "The run was stopped and gone on with: the server may have been started again between two loads."
+_RESUMED = "The run was stopped and resumed: the server may have been started again between two loads."
 
 
 def run_url(options: UrlOptions, command: str = "foretoken bench --url") -> Report:
@@ -53,13 +55,14 @@ def run_url(options: UrlOptions, command: str = "foretoken bench --url") -> Repo
     except KeyboardInterrupt:
         interrupted = True
     rows = [summarise_url(run.setting, run.samples, options, _between(run)) for run in runs if run.samples]
-    known = [_GONE_ON] if any(run.is_known for run in runs) else []
+    known = [_RESUMED] if any(run.is_known for run in runs) else []
     report = Report(
         title=f"Load on {options.base}",
         command=command,
         options=asdict(options),
         results={"kind": "url", **found, "rows": rows, "requests": _requests(runs), "interrupted": interrupted},
         tables=url_tables(rows, options),
+        plots=url_plots(rows),
         explained=EXPLAINED,
         caveats=(*known, *_repeats(options, runs), *_caveats(rows, load, interrupted)),
     )

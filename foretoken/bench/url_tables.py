@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from foretoken.bench.report import Table
 from foretoken.bench.url_options import UrlOptions
-from foretoken.bench.url_rows import Estimate, UrlRow
+from foretoken.bench.url_rows import UrlRow
+from foretoken.measure.plots import Plot, Point, Series
+from foretoken.measure.report import Table
+from foretoken.measure.stats import Estimate
 
 EXPLAINED = (
     "Times count from when a request was due, so a client or server that falls behind shows. ttft: to the first text. "
     "itl: between two pieces of text, which may hold several tokens. tpot: per token after the first piece. e2e: to "
-    "the end. In brackets: 95 % bootstrap intervals over requests, for tokens/s over equal parts of the run."
+    "the end. In brackets: 95 % intervals over requests, for tokens/s over equal parts of the run; `-`: too few "
+    "requests to tell that end."
 )
 _TIMES = ("ttft_s", "itl_s", "tpot_s", "e2e_s")
 _COLUMNS = ("mean", "p50", "p95", "p99")
@@ -20,6 +23,28 @@ _COLUMNS = ("mean", "p50", "p95", "p99")
 def url_tables(rows: Sequence[UrlRow], options: UrlOptions) -> tuple[Table, ...]:
     """Throughput by run, then the percentiles in milliseconds."""
     return _throughput(rows, options), _latency(rows)
+
+
+def url_plots(rows: Sequence[UrlRow]) -> tuple[Plot, ...]:
+    """Throughput by load, then for each time its percentiles by load."""
+    speeds = tuple(
+        Point(row.setting, row.tokens_per_s.value, row.tokens_per_s.low, row.tokens_per_s.high) for row in rows
+    )
+    plots = [Plot("Throughput", "tokens per second", (Series("tokens/s", speeds),))]
+    for time in _TIMES:
+        series = []
+        for name in _COLUMNS:
+            found = [(row.setting, getattr(row, time).get(name)) for row in rows]
+            points = tuple(
+                Point(load, 1000 * one.value, _ms(one.low), _ms(one.high)) for load, one in found if one is not None
+            )
+            series.append(Series(name, points))
+        plots.append(Plot(time.removesuffix("_s"), "milliseconds", tuple(series)))
+    return tuple(plots)
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else 1000 * seconds
 
 
 def _throughput(rows: Sequence[UrlRow], options: UrlOptions) -> Table:
@@ -53,9 +78,10 @@ def _cells(found: Mapping[str, Estimate]) -> tuple[str, ...]:
 
 def _told(figure: Estimate, scale: float, digits: int) -> str:
     value = f"{scale * figure.value:.{digits}f}"
-    if figure.low is None or figure.high is None:
+    if figure.low is None and figure.high is None:
         return value
-    return f"{value} [{scale * figure.low:.{digits}f}, {scale * figure.high:.{digits}f}]"
+    low, high = ("-" if end is None else f"{scale * end:.{digits}f}" for end in (figure.low, figure.high))
+    return f"{value} [{low}, {high}]"
 
 
 def _deadlines(options: UrlOptions) -> str:

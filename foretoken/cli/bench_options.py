@@ -9,10 +9,11 @@ from typing import Any
 
 import typer
 
-from foretoken.bench.report import Report, print_report
 from foretoken.cli.common import fetch_models, is_set
 from foretoken.errors import GateError
 from foretoken.field_text import words
+from foretoken.measure.report import Report
+from foretoken.measure.text import print_report
 from foretoken.params import check_whole
 from foretoken.printing.console import Console
 

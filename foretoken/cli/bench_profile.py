@@ -5,27 +5,28 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
 from foretoken.bench.drafting import parse_drafters
 from foretoken.bench.profile_options import ProfileOptions
-from foretoken.bench.report import check_name
 from foretoken.bench.speed_options import SpeedOptions
 from foretoken.cli.bench_options import DEFAULT_DRAFTERS, check_common, command_line, drafters_of
 from foretoken.cli.common import DEFAULT_MODEL, JsonOption, print_json
 from foretoken.cli.flags import config_from, takes
 from foretoken.files import check_folder
+from foretoken.measure.write import check_name
 from foretoken.printing.console import Console
 
 
-@takes(SpeedOptions, fields=("out", "name"))
+@takes(SpeedOptions, fields=("name",))
 @takes(ProfileOptions)
 def profile(
     context: typer.Context,
     target: str = DEFAULT_MODEL,
     drafters: str = DEFAULT_DRAFTERS,
-    out: Path | None = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the dated profile.")] = None,
     name: str = "profile",
     as_json: JsonOption = False,
 ) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -50,7 +50,9 @@ def evaluate(
     ] = None,
     slices: Annotated[str, typer.Option(help="Kinds of text, separated by commas; or all.")] = ALL,
     threads: int | None = None,
-    out: Annotated[Path | None, typer.Option(help="Write the result into this JSON file.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the result into this JSON file, or a page of it into .html or .md.")
+    ] = None,
     against: Annotated[Path | None, typer.Option(help="Compare with this earlier result.")] = None,
     most_lost: Annotated[
         float,
@@ -131,23 +133,24 @@ def _report(result: EvalResult, found: EvalComparison | None, out: Path | None, 
     """Write the file and print the tables, or the object of the file."""
     from foretoken.evaluate.result import write_result
     from foretoken.evaluate.rows import rows_of
-    from foretoken.evaluate.tables import print_comparison, print_rows
+    from foretoken.evaluate.tables import eval_report
+    from foretoken.measure.text import print_report
+    from foretoken.measure.write import is_page, write_report
 
     rows = rows_of(result)
     written = result.as_dict(rows)
     if found is not None:
         written["comparison"] = asdict(found) | {"verdict": found.verdict}
-    if out is not None:
+    report = eval_report(result, rows, found)
+    if out is not None and is_page(out) and out.suffix.lower() != ".json":
+        report = write_report(report, out, out.stem)
+    elif out is not None:
         write_result(written, out)
+        report = replace(report, files=(str(out) + ("" if result.complete else " (incomplete)"),))
     if as_json:
         print_json(written)
-        return
-    console = Console()
-    print_rows(rows, result.notes, result.complete, console)
-    if found is not None:
-        print_comparison(found, console)
-    if out is not None:
-        console.line(f"written: {out}" + ("" if result.complete else " (incomplete)"))
+    else:
+        print_report(report)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from foretoken.bench.speed_options import SpeedOptions
 from foretoken.cli.common import JsonOption
 from foretoken.cli.flags import takes
 from foretoken.cli.simulate_requests import check_arrivals
@@ -56,6 +57,7 @@ _Seed = Annotated[int, typer.Option(help="Seed of arrivals, lengths and acceptan
 
 
 @takes(Fleet)
+@takes(SpeedOptions, fields=("out",))
 @takes(Limits)
 def simulate(
     context: typer.Context,

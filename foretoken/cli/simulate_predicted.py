@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from foretoken.cli.bench_options import command_line
 from foretoken.cli.common import print_json, progress
 from foretoken.cli.flags import config_from
 from foretoken.cli.simulate_requests import arrival_names, jobs_of, settings_of
 from foretoken.errors import InputError
 from foretoken.files import read_json
+from foretoken.measure.text import print_report
+from foretoken.measure.write import check_out, write_report
 from foretoken.params import check_number
 from foretoken.plan.profile import Profile
-from foretoken.printing.console import Console
 from foretoken.simulate.arrivals import chances_from_bench
 from foretoken.simulate.loads import Server, built_in
-from foretoken.simulate.metrics import SimMetrics, outcome
-from foretoken.simulate.setting import PLAIN, Limits, SimSetting
+from foretoken.simulate.metrics import outcome
+from foretoken.simulate.setting import Limits, SimSetting
 from foretoken.simulate.simulate import Fleet, simulate
+from foretoken.simulate.tables import simulate_report
 
 _ACCEPTANCE = "0.7"
 _MOST_PRICE = 1e12
@@ -32,6 +35,8 @@ def predict(given: Mapping[str, Any]) -> None:
     """
     from foretoken.bench.profile import load_profile
 
+    if given["out"] is not None:
+        check_out(given["out"])
     profile = load_profile(given["profile"])
     known = chances_from_bench(read_json("bench", given["bench"])) if given["bench"] is not None else {}
     limits, chosen = _limits(given, profile), _settings(given["settings"], profile)
@@ -52,19 +57,22 @@ def predict(given: Mapping[str, Any]) -> None:
             if status is not None:
                 status.update(f"simulating {setting.name}")
             found.append(outcome(simulate(profile, jobs, setting, limits, seed, fleet, known), price))
+    about = {
+        "profile": str(given["profile"]),
+        "trace": given["arrivals"],
+        "limits": asdict(limits),
+        "fleet": asdict(fleet),
+        "seed": seed,
+    }
+    report = simulate_report(found, profile, about, command_line())
+    if given["out"] is not None:
+        report = write_report(report, given["out"], "simulate")
     if given["as_json"]:
-        about = {
-            "profile": str(given["profile"]),
-            "trace": given["arrivals"],
-            "limits": asdict(limits),
-            "fleet": asdict(fleet),
-            "seed": seed,
-        }
         print_json(
             {**about, "machine": profile.machine, "target": profile.target, "rows": [asdict(row) for row in found]}
         )
     else:
-        _print(found, profile)
+        print_report(report)
 
 
 def _limits(given: Mapping[str, Any], profile: Profile) -> Limits:
@@ -87,54 +95,3 @@ def _target_number(profile: Profile, name: str) -> int | None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
         raise InputError(f"profile.target.{name}", value, "must be a whole number of at least 1")
     return value
-
-
-def _print(rows: Sequence[SimMetrics], profile: Profile) -> None:
-    console = Console()
-    headings = (
-        "setting",
-        "tok/s",
-        "first token",
-        "p95",
-        "per token",
-        "p95",
-        "whole answer",
-        "p95",
-        "busy",
-        "there",
-        "tok/step",
-        "price/M",
-    )
-    console.table(headings, [_cells(row) for row in rows])
-    console.line()
-    plain = next((row for row in rows if row.setting == PLAIN), None)
-    if plain is not None and plain.tokens_per_s > 0 and len(rows) > 1:
-        console.line(
-            "against plain: "
-            + ", ".join(
-                f"{row.setting} {row.tokens_per_s / plain.tokens_per_s:.2f}x" for row in rows if row is not plain
-            )
-        )
-    console.line(
-        f"predicted from {profile.date or 'an undated profile'}, {profile.machine.get('cpu', 'unknown machine')}"
-    )
-    for caveat in profile.caveats:
-        console.line(f"note: {caveat}")
-
-
-def _cells(row: SimMetrics) -> tuple[str, ...]:
-    times = (
-        row.ttft_s_p50,
-        row.ttft_s_p95,
-        row.inter_token_s_p50,
-        row.inter_token_s_p95,
-        row.latency_s_p50,
-        row.latency_s_p95,
-    )
-    price = "" if row.price_per_million_tokens is None else f"{row.price_per_million_tokens:.3g}"
-    shares = (f"{row.utilisation:.0%}", f"{row.mean_in_system:.1f}", f"{row.emitted_per_step:.2f}")
-    return (row.setting, f"{row.tokens_per_s:.4g}", *map(_time, times), *shares, price)
-
-
-def _time(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

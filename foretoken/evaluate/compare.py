@@ -17,12 +17,11 @@ from typing import Literal
 
 from foretoken.errors import InputError
 from foretoken.evaluate.identity import changes
-from foretoken.evaluate.intervals import CONFIDENCE, Interval, loss_interval, ratio
 from foretoken.evaluate.result import Cell, EvalResult, EvalSample
 from foretoken.evaluate.rows import at_position, num_positions, overall
+from foretoken.measure.stats import CONFIDENCE, MIN_GROUPS, Interval, difference_interval, ratio
 
 Outcome = Literal["lost", "undecided", "kept"]
-LEAST_PROMPTS = 5  # with fewer the bootstrap says nothing about another sample of prompts
 # What the models ran in, with the values of files that do not say it: acceptance may be compared across them, and then
 # they are named as what changed.
 _RUN_OPTIONS = {"weights": "auto", "dtype": "auto", "numerics": "default"}
@@ -109,7 +108,7 @@ def check_comparable(
 def compare(before: EvalResult, after: EvalResult, most_lost: float) -> EvalComparison:
     """Compare every drafter, slice and temperature that both have.
 
-    Prompts are paired by their content where at least `LEAST_PROMPTS` are in both.
+    Prompts are paired by their content where at least `MIN_GROUPS` are in both.
 
     Raises:
         InputError: no drafter, slice and temperature is in both.
@@ -137,14 +136,14 @@ def _change(
     old = {sample.prompt: sample for sample in before}
     new = {sample.prompt: sample for sample in after}
     common = [key for key in new if key in old]
-    paired = len(common) >= min(LEAST_PROMPTS, len(old), len(new))
+    paired = len(common) >= min(MIN_GROUPS, len(old), len(new))
     if paired:
         before, after = [old[key] for key in common], [new[key] for key in common]
     counts = overall(before), overall(after)
     if ratio(counts[1]) is None and ratio(counts[0]) is not None:  # a drafter that stopped drafting lost all
         counts[1][:, 1] = 1
     rates = ratio(counts[0]), ratio(counts[1])
-    interval = loss_interval(*counts, paired, tail)
+    interval = difference_interval(*counts, paired, tail)
     num_prompts = min(len(before), len(after))
     outcome: Outcome = "kept" if rates[0] is None else _outcome(interval, num_prompts, most_lost)
     loss = None if rates[0] is None or rates[1] is None else rates[0] - rates[1]
@@ -152,7 +151,7 @@ def _change(
 
 
 def _outcome(interval: Interval | None, num_prompts: int, most_lost: float) -> Outcome:
-    if interval is None or num_prompts < LEAST_PROMPTS:
+    if interval is None or num_prompts < MIN_GROUPS:
         return "undecided"
     bound = most_lost + _ROUNDING
     return "lost" if interval.low > bound else "kept" if interval.high <= bound else "undecided"

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from foretoken.errors import InputError, StorageError
+from foretoken.errors import InputError
 from foretoken.evaluate.counts import AnswerCounts
-from foretoken.evaluate.intervals import CONFIDENCE
-from foretoken.files import read_json, to_json
+from foretoken.files import read_json, replace_text, to_json
+from foretoken.measure.stats import CONFIDENCE
 
 SCHEMA = "foretoken.acceptance/1"
 _METHOD = "bootstrap over prompts, percentiles expanded for few prompts"
@@ -102,15 +100,7 @@ def write_result(found: Mapping[str, Any], path: Path) -> None:
     Raises:
         StorageError: the file cannot be written.
     """
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        part.write_text(to_json(found, indent=1) + "\n", encoding="utf-8")
-        part.replace(path)
-    except OSError as error:
-        raise StorageError(f"out: cannot write the result to {path}: {error}") from error
-    finally:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
+    replace_text("out", path, to_json(found, indent=1) + "\n")
 
 
 def read_result(path: Path) -> EvalResult:

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from foretoken.evaluate.intervals import Counts, Interval, expected_accepted, expected_interval, ratio, ratio_interval
 from foretoken.evaluate.result import Cell, EvalResult, EvalSample
+from foretoken.measure.stats import Counts, Interval, drawn, drawn_ratios, expanded_interval, ratio, ratio_interval
 
 
 def rows_of(result: EvalResult) -> list[dict[str, Any]]:
@@ -84,6 +84,21 @@ def _accepted_at_length(samples: Sequence[EvalSample]) -> list[dict[str, Any]]:
         }
         for length in range(1, len(chances) + 1)
     ]
+
+
+def expected_accepted(chances: Sequence[float]) -> float:
+    """E[accepted] of a draft with one position for each chance: the sum of their products."""
+    return float(np.cumprod(chances).sum())
+
+
+def expected_interval(positions: Sequence[Counts]) -> Interval | None:
+    """The interval of the expected number of accepted tokens of a draft with these positions (`expected_accepted`).
+
+    `positions[k]` holds (passed, reached) of every prompt, all in the same order; None for fewer than two prompts.
+    """
+    weights = drawn(len(positions[0]))
+    chances = np.stack([drawn_ratios(counts, weights) for counts in positions])
+    return expanded_interval(np.cumprod(chances, axis=0).sum(axis=0), int((positions[0][:, 1] > 0).sum()))
 
 
 def _counted(counts: Counts) -> dict[str, Any]:

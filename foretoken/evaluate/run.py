@@ -6,13 +6,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 
-from foretoken.bench.report import machine, now, versions
 from foretoken.config import SpecConfig
+from foretoken.engine.startup.machine import machine, versions
 from foretoken.evaluate.identity import identity_of
 from foretoken.evaluate.measure import measure, open_llm, plan
 from foretoken.evaluate.options import EvalOptions
 from foretoken.evaluate.prompts import EvalPrompt
 from foretoken.evaluate.result import EvalResult, EvalSample
+from foretoken.measure.report import now
 from foretoken.model.names import model_folder
 
 FEW_PROMPTS = 10

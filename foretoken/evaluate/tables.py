@@ -1,4 +1,4 @@
-"""What an evaluation prints: a table of rates, one of positions, and the comparison."""
+"""The report of an evaluation: a table of rates, one of positions, the comparison, and plots."""
 
 from __future__ import annotations
 
@@ -6,43 +6,59 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from foretoken.evaluate.compare import EvalComparison
-from foretoken.evaluate.intervals import Interval
-from foretoken.printing.console import Console
+from foretoken.evaluate.result import EvalResult
+from foretoken.measure.plots import Plot, Point, Series
+from foretoken.measure.report import Report, Table
+from foretoken.measure.stats import Interval
 
 _EXPLAINED = (
     "acceptance: accepted / drafted tokens; per step: emitted tokens per forward pass of the target; in brackets 95 % "
-    "intervals by a bootstrap over prompts.",
-    "By position: the chance that the token there is accepted, given that the one before it was; per draft: accepted "
-    "tokens; at full length: the same, expected of drafts that have all positions.",
+    "intervals by a bootstrap over prompts. By position: the chance that the token there is accepted, given that the "
+    "one before it was; per draft: accepted tokens; at full length: the same, expected of drafts that have all "
+    "positions."
 )
 _OUTCOME_STYLES = {"lost": "bold red", "undecided": "yellow", "kept": None}
 _MOST_POSITIONS = 8
 
 
-def print_rows(rows: Sequence[Mapping[str, Any]], notes: Sequence[str], complete: bool, console: Console) -> None:
-    """The rates of every cell with their intervals, and what the columns mean."""
+def eval_report(result: EvalResult, rows: Sequence[Mapping[str, Any]], found: EvalComparison | None) -> Report:
+    """The report of an evaluation, with the comparison where there is one, whose verdict is then its heading."""
+    single = ("one prompt has no interval",) if any(row["num_prompts"] < 2 for row in rows) else ()
+    stopped = () if result.complete else ("incomplete, the run was interrupted",)
+    return Report(
+        title="Acceptance",
+        command=result.command,
+        options=result.options,
+        results={"rows": rows, "interrupted": not result.complete},
+        tables=(*_rate_tables(rows), *(() if found is None else (_comparison_table(found),))),
+        explained=_EXPLAINED,
+        caveats=(*single, *result.notes, *stopped, *(() if found is None else found.notes)),
+        conclusions=() if found is None else _changed(found),
+        verdict="" if found is None else found.verdict,
+        passed=found is None or not found.lost,
+        plots=_plots(rows),
+        machine=result.machine,
+        versions=result.versions,
+        date=result.date,
+    )
+
+
+def _rate_tables(rows: Sequence[Mapping[str, Any]]) -> tuple[Table, Table]:
+    """The rates of every cell with their intervals, and by position."""
     rates = ("drafter", "slice", "temperature", "rule", "prompts", "acceptance", "per step")
-    console.table(rates, [_rates(row) for row in rows], title="Acceptance", justify="llrlr")
-    console.line()
     columns = min(_MOST_POSITIONS, max((len(row["positions"]) for row in rows), default=0))
     places = map(str, range(1, columns + 1))
     headings = ("drafter", "slice", "temperature", *places, "per draft", "at full length")
-    console.table(headings, [_positions(row, columns) for row in rows], title="By position", justify="llr")
-    for line in _EXPLAINED:
-        console.line(line)
-    if any(row["num_prompts"] < 2 for row in rows):
-        console.line("note: one prompt has no interval")
-    for note in notes:
-        console.line(f"note: {note}")
-    if not complete:
-        console.line("note: incomplete, the run was interrupted", style="yellow")
+    return (
+        Table("Acceptance", rates, tuple(map(_rates, rows)), justify="llrlr"),
+        Table("By position", headings, tuple(_positions(row, columns) for row in rows), justify="llr"),
+    )
 
 
-def print_comparison(found: EvalComparison, console: Console) -> None:
-    """The change of every cell, the verdict, and what differs in the identities."""
-    console.line()
+def _comparison_table(found: EvalComparison) -> Table:
+    """The change of every cell."""
     headings = ("outcome", "drafter", "slice", "temperature", "prompts", "before", "after", "lost")
-    lines = [
+    lines = tuple(
         (
             change.outcome,
             change.cell.drafter,
@@ -54,19 +70,40 @@ def print_comparison(found: EvalComparison, console: Console) -> None:
             _rate(change.loss) + _brackets(_ends(change.interval)),
         )
         for change in found.cells
-    ]
-    console.table(
-        headings,
-        lines,
-        title="Against the earlier file",
-        justify="lllrr",
-        styles=[_OUTCOME_STYLES[c.outcome] for c in found.cells],
     )
-    console.line(found.verdict, style="bold red" if found.lost else "bold green")
-    for text in found.changed or ("target, drafts and versions are those of the earlier file",):
-        console.line(f"changed: {text}" if found.changed else text)
-    for note in found.notes:
-        console.line(f"note: {note}")
+    styles = tuple(_OUTCOME_STYLES[change.outcome] for change in found.cells)
+    return Table("Against the earlier file", headings, lines, justify="lllrr", styles=styles)
+
+
+def _changed(found: EvalComparison) -> tuple[str, ...]:
+    """What differs in the identities."""
+    if not found.changed:
+        return ("target, drafts and versions are those of the earlier file",)
+    return tuple(f"changed: {text}" for text in found.changed)
+
+
+def _plots(rows: Sequence[Mapping[str, Any]]) -> tuple[Plot, ...]:
+    """Acceptance rates of all drafters by slice and temperature, then for each of these the chance by position."""
+    rates: dict[str, list[Point]] = {}
+    by_place: dict[str, list[Series]] = {}
+    for row in rows:
+        where = f"{row['slice'] or 'all prompts'}, temperature {row['temperature']:g}"
+        if row["acceptance_rate"] is not None:
+            ends = row["acceptance_interval"] or (None, None)
+            rates.setdefault(row["drafter"], []).append(Point(where, row["acceptance_rate"], *ends))
+        chances = tuple(
+            Point(str(one["position"]), one["rate"], *(one["interval"] or (None, None)))
+            for one in row["positions"]
+            if one["rate"] is not None
+        )
+        by_place.setdefault(where, []).append(Series(row["drafter"], chances))
+    return (
+        Plot("Acceptance rate", "accepted / drafted", tuple(Series(name, tuple(own)) for name, own in rates.items())),
+        *(
+            Plot(f"Acceptance by position: {where}", "chance", tuple(own), "lines", "position in the draft")
+            for where, own in by_place.items()
+        ),
+    )
 
 
 def _rates(row: Mapping[str, Any]) -> tuple[str, ...]:

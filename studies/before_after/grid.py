@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
+import numpy as np
+
+from foretoken.measure.stats import expanded_interval, geometric_mean
 from studies.before_after.pair import AFTER, BEFORE, Pair, rotated
 
 _RESAMPLES = 2000
@@ -181,16 +183,20 @@ class Grid:
         return Ratio(median(found), min(found), max(found)) if found else None
 
     def mean_ratio(self, over: tuple[str, str], under: tuple[str, str], field: str = "tokens_per_s") -> Ratio | None:
-        """The geometric mean over cells of their median ratios, with a 95 % interval: repeats drawn anew per cell."""
+        """The geometric mean over cells of their median ratios, with a 95 % interval: repeats drawn anew per
+        cell; without width for a single repeat."""
         by_cell = [found for cell in self.cells if (found := self.pairs(cell, over, under, field))]
         if not by_cell:
             return None
-        rng = random.Random(0)
-        drawn = sorted(
-            geometric_mean([median(rng.choices(found, k=len(found))) for found in by_cell]) for _ in range(_RESAMPLES)
-        )
+        rng = np.random.default_rng(0)
+        logs = [
+            np.log(np.median(rng.choice(found, size=(_RESAMPLES, len(found))), axis=1)) for found in by_cell
+        ]  # [draws] of each cell
         middle = geometric_mean([median(found) for found in by_cell])
-        return Ratio(middle, drawn[int(0.025 * _RESAMPLES)], drawn[int(0.975 * _RESAMPLES)])
+        num_repeats = min(map(len, by_cell))
+        freedom = sum(len(found) - 1 for found in by_cell)
+        ends = expanded_interval(np.exp(np.mean(logs, axis=0)), num_repeats, freedom=freedom)
+        return Ratio(middle, middle, middle) if ends is None else Ratio(middle, ends.low, ends.high)
 
     def noise(self, cell: Cell) -> Ratio | None:
         """The ratio of plain decoding after to plain decoding before: what differs there is noise or the engine."""
@@ -222,8 +228,3 @@ class Grid:
 def _per_step(phases: Sequence[Mapping[str, float]], names: Sequence[str]) -> float:
     steps = sum(one["num_steps"] for one in phases)
     return sum(one.get(name, 0.0) for one in phases for name in names) / max(1.0, steps)
-
-
-def geometric_mean(values: Sequence[float]) -> float:
-    """Of positive numbers; NaN of none."""
-    return math.exp(fmean(math.log(value) for value in values)) if values else math.nan

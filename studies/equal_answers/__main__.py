@@ -24,13 +24,14 @@ import torch
 
 from foretoken import LLM
 from foretoken.bench.chat_prompts import with_template
-from foretoken.bench.kept_lines import KeptLines
 from foretoken.bench.progress import Tell, progress
 from foretoken.bench.prompts import choose, fit, read_prompts
-from foretoken.bench.report import Report, machine, versions
 from foretoken.bench.workload import in_turns
+from foretoken.engine.startup.machine import machine, versions
 from foretoken.errors import InputError
 from foretoken.machine.features import features, stepping
+from foretoken.measure.kept import KeptFile
+from foretoken.measure.report import Report
 from foretoken.model.names import model_folder
 from studies.command import arguments, command_line, run, whole_numbers, words
 from studies.equal_answers.answers import PASSES, PLAIN, Answerer, Tokens, Transformers, Turn, spec_of
@@ -78,7 +79,7 @@ def compare(options: argparse.Namespace) -> Report:
     with LLM(targets[0], dtype=options.dtype, device=options.device, profile="off") as llm:
         texts, notes = _texts(options, llm)
     plan = _plan(options, targets, len(texts))
-    kept = KeptLines(options.keep, _about(options, texts))
+    kept = KeptFile(options.keep, "equal answers", _about(options, texts), "keep")
     try:
         with progress(len(plan)) as tell:
             ended = _run(options, texts, plan, kept, began, tell)
@@ -134,7 +135,7 @@ def _run(
     options: argparse.Namespace,
     texts: Sequence[str],
     plan: Sequence[Turn],
-    kept: KeptLines,
+    kept: KeptFile,
     began: float,
     tell: Tell,
 ) -> str | None:

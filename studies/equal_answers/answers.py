@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from foretoken import LLM, SamplingParams, SpecConfig
-from foretoken.bench.renewal import renew_drafters
 from foretoken.engine.output import GenerateOutput
 from foretoken.errors import InputError
 
@@ -79,7 +78,7 @@ class Answerer:
             ForetokenError: an answer failed.
         """
         spec = spec_of(turn.setting, self._draft, self._num_draft)
-        renew_drafters(self._llm, spec)
+        self._llm.reset_drafters(spec)
         tenant = f"turn {next(self._tenants)}"
         params = {
             place: SamplingParams(

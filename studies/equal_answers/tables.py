@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from foretoken.bench.report import Table
+from foretoken.measure.report import Table
 from studies.equal_answers.answers import Tokens
 
 EXPLAINED = (

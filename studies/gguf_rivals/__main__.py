@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 
-from foretoken.bench.kept_lines import KeptLines
 from foretoken.bench.llama_programs import LLAMA_CPP, LlamaCpp
 from foretoken.bench.progress import progress
-from foretoken.bench.report import machine
+from foretoken.engine.startup.machine import machine
 from foretoken.errors import InputError
 from foretoken.files import read_text
 from foretoken.machine.neighbours import OtherLoad
+from foretoken.measure.kept import KeptFile
 from foretoken.model.interface import LanguageModel
 from foretoken.model.names import model_folder
 from foretoken.model.open import open_model
@@ -78,7 +78,7 @@ def _run(options: argparse.Namespace) -> int:
     torch.set_num_threads(options.threads)
     about = {name: getattr(options, name) for name in _OF_RUN}
     about |= {"text_bytes": len(text.encode()), LLAMA_CPP: llama.version(), "machine": machine()}
-    kept = KeptLines(options.keep, about)
+    kept = KeptFile(options.keep, "study gguf_rivals", about, option="keep")
     is_stopped = False
     try:
         _measure(options, llama, files, text, kept)
@@ -93,7 +93,7 @@ def _run(options: argparse.Namespace) -> int:
     return INTERRUPTED if is_stopped else 0
 
 
-def _measure(options: argparse.Namespace, llama: LlamaCpp, files: Sequence[Path], text: str, kept: KeptLines) -> None:
+def _measure(options: argparse.Namespace, llama: LlamaCpp, files: Sequence[Path], text: str, kept: KeptFile) -> None:
     """Every measurement that is not there yet, file after file."""
     done = {_key(line) for line in kept.lines}
     jobs = [job for path in files for job in _jobs(path, options) if _key(job) not in done]
@@ -106,7 +106,6 @@ def _measure(options: argparse.Namespace, llama: LlamaCpp, files: Sequence[Path]
                     load = OtherLoad()
                     line = job | bench.measure(job) | {"others": load.share()}
                     kept.append(line)
-                    kept.lines.append(line)
             del bench
             gc.collect()  # the weights of one file at a time
 

@@ -17,12 +17,13 @@ from numpy.typing import NDArray
 
 from foretoken.bench.llama_programs import LlamaCpp, run_program
 from foretoken.errors import ForetokenError
+from foretoken.measure.stats import expanded_interval
 from foretoken.model.interface import LanguageModel, Segment
 
 Times = dict[int, list[float]]  # milliseconds of single passes, by rows
 
 _WARM_UP = 3
-_NUM_DRAWS, _COVERAGE, _SEED = 2000, 0.95, 0
+_NUM_DRAWS, _SEED = 2000, 0
 
 
 @torch.inference_mode()
@@ -73,19 +74,19 @@ def parse_rows(output: str, counts: Sequence[int]) -> Times:
 def compared(ours: Sequence[Times], theirs: Sequence[Times]) -> list[dict[str, Any]]:
     """By rows: medians over all turns, and the ratio of theirs to ours, above 1 where ours is faster.
 
-    With a 95 % interval by a bootstrap (Efron 1979) that draws turns, then passes within each; None with one turn.
+    With a 95 % interval by a bootstrap that draws turns, then passes within each; None with one turn.
     """
     rows = []
     for count in ours[0]:
         own, other = ([np.array(turn[count]) for turn in side] for side in (ours, theirs))
         draws = _draws(own, other)
-        low, high = (100 * (1 - _COVERAGE) / 2, 100 * (1 + _COVERAGE) / 2)
-        bounds = None if draws is None else np.percentile(np.vstack([draws, draws[1] / draws[0]]), [low, high], axis=1)
+        figures = None if draws is None else np.vstack([draws, draws[1] / draws[0]])
         medians = [float(np.median(np.concatenate(side))) for side in (own, other)]
         row: dict[str, Any] = {"rows": count, "ours_ms": medians[0], "theirs_ms": medians[1]}
         row["theirs_over_ours"] = medians[1] / medians[0]
         for place, name in enumerate(("ours_ms", "theirs_ms", "theirs_over_ours")):
-            row[f"{name}_interval"] = None if bounds is None else [float(bound) for bound in bounds[:, place]]
+            ends = None if figures is None else expanded_interval(figures[place], len(own))
+            row[f"{name}_interval"] = None if ends is None else [ends.low, ends.high]
         rows.append(row)
     for row in rows:
         row["ours_over_one_row"], row["theirs_over_one_row"] = (

@@ -17,7 +17,7 @@ import torch
 
 from foretoken import LLM, SpecConfig
 from foretoken.bench.progress import progress
-from foretoken.bench.report import Report
+from foretoken.measure.report import Report
 from studies.command import arguments, command_line, run, words
 from studies.held_out.measure import prompts_of, run_held_out
 from studies.held_out.options import HeldOutOptions

@@ -9,14 +9,14 @@ from dataclasses import asdict, dataclass
 from foretoken.bench.batch_settings import NO_POLICIES, BatchSetting, Stage, parse_batch_settings
 from foretoken.bench.chat_prompts import with_template
 from foretoken.bench.measure import ALL_SLICES
-from foretoken.bench.paired import paired_ratio
 from foretoken.bench.prompts import ALL, choose, fit, read_prompts
-from foretoken.bench.report import Report, Table
 from foretoken.bench.speed_rows import repeated_ngrams
 from foretoken.bench.workload import SLICES, Prompt, slices
 from foretoken.config import SamplingParams
 from foretoken.engine.llm import LLM
 from foretoken.errors import ConfigError, InputError
+from foretoken.measure.report import Report, Table
+from foretoken.measure.stats import paired_ratio
 from studies.held_out.forced import ForcedText, forcing
 from studies.held_out.options import FORCED, SAMPLED, HeldOutOptions
 

@@ -13,7 +13,7 @@ import argparse
 import sys
 from dataclasses import fields
 
-from foretoken.bench.report import Report
+from foretoken.measure.report import Report
 from foretoken.printing.console import Console
 from studies.command import arguments, command_line, run, whole_numbers
 from studies.layouts.layouts import DRAFTERS, LayoutOptions

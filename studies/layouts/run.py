@@ -8,10 +8,11 @@ from functools import partial
 
 import torch
 
-from foretoken.bench.report import Report, load_average, source_caveats
+from foretoken.bench.caveats import load_average, source_caveats
 from foretoken.bench.workload import slices
 from foretoken.engine.drafters import DrafterFactory, ModelOptions
 from foretoken.errors import ConfigError, InputError
+from foretoken.measure.report import Report
 from foretoken.model.names import model_folder
 from foretoken.model.open import open_model
 from foretoken.model.tokenizer import load_tokenizer

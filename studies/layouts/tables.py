@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from foretoken.bench.report import Table
+from foretoken.measure.report import Table
 from studies.layouts.layouts import LayoutRow
 
 _COLUMNS = (

@@ -28,15 +28,17 @@ from typing import Any
 import torch
 
 from foretoken import LLM
+from foretoken.bench.caveats import load_average, source_caveats
 from foretoken.bench.chat_prompts import with_template
-from foretoken.bench.kept_lines import KeptLines
 from foretoken.bench.progress import progress
 from foretoken.bench.prompts import choose, fit, read_prompts
-from foretoken.bench.report import Report, load_average, machine, source_caveats, versions
 from foretoken.bench.workload import Prompt, in_turns
+from foretoken.engine.startup.machine import machine, versions
 from foretoken.errors import InputError
 from foretoken.machine.features import features, stepping
 from foretoken.machine.threads import names_waiting
+from foretoken.measure.kept import KeptFile
+from foretoken.measure.report import Report
 from foretoken.model.names import model_folder
 from studies.command import arguments, command_line, run, whole_numbers, words
 from studies.real_batches.plan import MIXED, Turn, turns
@@ -99,7 +101,7 @@ def measure(options: argparse.Namespace) -> Report:
             options.repeats,
         )
     )
-    kept = KeptLines(options.keep, _about(options, prompts))
+    kept = KeptFile(options.keep, "study real_batches", _about(options, prompts), option="keep")
     done = {_key(line) for line in kept.lines}
     left = [turn for turn in plan if turn.key not in done]
     try:
@@ -130,7 +132,7 @@ def _run(
     options: argparse.Namespace,
     prompts: Mapping[str, Sequence[Prompt]],
     left: Sequence[Turn],
-    kept: KeptLines,
+    kept: KeptFile,
     began: float,
 ) -> str | None:
     """Measure turns; why some are missing, None if none is."""
@@ -154,7 +156,6 @@ def _run(
                     line = stages[n].answer(turn.setting, texts, turn.places, sampling)
                 line = dict(zip(_KEY, turn.key, strict=True)) | line
                 kept.append(line)
-                kept.lines.append(line)
         except KeyboardInterrupt:
             return _INTERRUPTED
     return None

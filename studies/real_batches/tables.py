@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from foretoken.bench.paired import paired_ratio
-from foretoken.bench.report import Table
 from foretoken.machine.neighbours import CONTENDED
+from foretoken.measure.report import Table
+from foretoken.measure.stats import paired_ratio
 from studies.real_batches.plan import MIXED, Cell
 from studies.real_batches.stage import PLAIN
 

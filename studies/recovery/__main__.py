@@ -11,8 +11,8 @@ import argparse
 import sys
 
 from foretoken.bench.load_options import LoadOptions
-from foretoken.bench.report import Report
 from foretoken.errors import InputError
+from foretoken.measure.report import Report
 from studies.command import arguments, command_line, run, whole_numbers
 from studies.recovery.recovery import run_recovery
 from studies.rivals.policies import MEASURED, TABLE, parse_table, table_text

@@ -15,15 +15,16 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from foretoken.bench.batch_settings import AUTO, BatchSetting, Stage
+from foretoken.bench.caveats import load_average
 from foretoken.bench.drafting import DrafterChoice
 from foretoken.bench.load_options import LoadOptions
 from foretoken.bench.load_run import announce, make_report, opened
 from foretoken.bench.progress import Tell, progress
-from foretoken.bench.report import Report, Table, load_average
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.control.policy import PolicyConfig
 from foretoken.draft.group import drafter_key
 from foretoken.engine.request import RequestState
+from foretoken.measure.report import Report, Table
 from studies.recovery.scripted import FORCED, STAND_IN, ScriptedDrafter
 from studies.rivals.policies import rival_policies, table_text
 

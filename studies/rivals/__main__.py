@@ -20,7 +20,7 @@ from foretoken.bench.changing_load import run_changing_load
 from foretoken.bench.load_options import DEFAULT_SETTINGS, LoadOptions, parse_phases, slice_names
 from foretoken.bench.load_run import announce
 from foretoken.bench.measure import PLAIN
-from foretoken.bench.report import Report
+from foretoken.measure.report import Report
 from studies.command import arguments, command_line, run, whole_numbers, words
 from studies.rivals.policies import TABLE, measured_table, parse_table, rival_policies, table_text
 

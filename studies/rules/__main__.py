@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 
 from foretoken.bench.prompts import ALL
-from foretoken.bench.report import Report
 from foretoken.bench.speed_options import SpeedOptions
+from foretoken.measure.report import Report
 from studies.command import arguments, command_line, run, whole_numbers, words
 from studies.rules.compare import compare_rules
 
@@ -32,7 +32,7 @@ def main() -> int:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--resume", type=Path, help="file that keeps each answer, and is gone on with")
+    parser.add_argument("--resume", type=Path, help="file that keeps each answer; a stopped run resumes from it")
     return run(study, parser.parse_args())
 
 

@@ -8,13 +8,13 @@ from dataclasses import asdict, dataclass
 from foretoken.bench.measure import ALL_SLICES, Answer, SpeedSample
 from foretoken.bench.offline import measure_speed
 from foretoken.bench.own import Generator
-from foretoken.bench.paired import Measured, PairedRatio, paired_ratio
-from foretoken.bench.report import Report, Table
 from foretoken.bench.speed_options import SpeedOptions
 from foretoken.bench.speed_rows import summarise
 from foretoken.bench.speed_tables import speed_tables
 from foretoken.bench.workload import Prompt
 from foretoken.errors import InputError
+from foretoken.measure.report import Report, Table
+from foretoken.measure.stats import Measured, PairedRatio, paired_ratio
 
 EXPLAINED = (
     "Ratios of the second rule to the first, on the same prompts with the same seeds; the interval is a bootstrap over "

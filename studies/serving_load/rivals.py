@@ -28,13 +28,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from foretoken.bench.kept_lines import KeptLines
 from foretoken.bench.llama_cpp import speculation
 from foretoken.bench.llama_programs import LLAMA_CPP
 from foretoken.bench.url_options import UrlOptions
 from foretoken.bench.url_run import run_url
 from foretoken.errors import InputError, UnavailableError
 from foretoken.files import check_folder
+from foretoken.measure.kept import KeptFile
 from foretoken.model.names import model_folder
 from foretoken.model.tokenizer import load_tokenizer
 from foretoken.printing.console import Console
@@ -92,7 +92,7 @@ def _run(options: argparse.Namespace) -> int:
     check_folder(options.keep)
     about = {name: getattr(options, name) for name in _OF_RUN}
     _write_prompts(options)
-    kept = KeptLines(options.keep / "servers.jsonl", about)
+    kept = KeptFile(options.keep / "servers.jsonl", "study serving_load", about, option="keep")
     known = {line["server"] for line in kept.lines}
     is_stopped = False
     try:
@@ -103,7 +103,6 @@ def _run(options: argparse.Namespace) -> int:
                     break
                 line = {"server": name, "command": command, "rows": rows}
                 kept.append(line)
-                kept.lines.append(line)
     except KeyboardInterrupt:  # while a server starts; during a load it is a part of the report
         is_stopped = True
     finally:

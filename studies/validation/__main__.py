@@ -11,9 +11,9 @@ from __future__ import annotations
 import argparse
 import sys
 
-from foretoken.bench.report import Report
 from foretoken.cli.simulate_requests import arrival_names, check_arrivals, jobs_of, settings_of
 from foretoken.control.queue import SchedulerConfig
+from foretoken.measure.report import Report
 from foretoken.printing.console import Console
 from studies.command import arguments, command_line, run
 from studies.validation.run import ValidationOptions, run_validation

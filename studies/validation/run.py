@@ -8,14 +8,15 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from foretoken.bench.caveats import load_average, source_caveats
 from foretoken.bench.drafting import DrafterChoice, parse_drafters
 from foretoken.bench.profile import measure_profile
-from foretoken.bench.report import Report, load_average, source_caveats
 from foretoken.config import SpecConfig
 from foretoken.control.queue import SchedulerConfig
 from foretoken.engine.drafters import DrafterFactory, ModelOptions
 from foretoken.engine.llm import LLM
 from foretoken.errors import ConfigError
+from foretoken.measure.report import Report
 from foretoken.model.names import model_folder
 from foretoken.plan.profile import Profile
 from foretoken.simulate.arrivals import Job

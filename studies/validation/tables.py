@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from foretoken.bench.report import Report, Table
+from foretoken.measure.report import Report, Table
 from foretoken.plan.profile import Profile
 from studies.validation.validate import FIGURES, JUDGED, TOLERANCE, Causes, Comparison
 

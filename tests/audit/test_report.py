@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from foretoken import InputError, StorageError
-from foretoken.audit.report import AuditReport, Check, check_out, markdown, print_report, write_report
+from foretoken.audit.report import AuditReport, Check, audit_report, check_out
+from foretoken.measure.text import markdown, print_report
+from foretoken.measure.write import write_report
 from foretoken.printing.console import Console
 
 GOOD = Check(
@@ -41,7 +43,7 @@ def test_the_verdict_counts() -> None:
 
 
 def test_markdown() -> None:
-    page = markdown(REPORT)
+    page = markdown(audit_report(REPORT))
     lines = page.splitlines()
     assert lines[0] == "# FAIL: 1 of 2 checks failed"
     assert "    foretoken audit -t x" in lines
@@ -50,27 +52,28 @@ def test_markdown() -> None:
         in lines
     )
     assert r"| fail | equal \| seeds | num_draft 1 | 96 | 1 of 4 equal | all equal |  |" in lines
-    assert "- equal | seeds (num_draft 1): first differences at token 3" in lines
+    assert "equal | seeds (num_draft 1): first differences at token 3" in lines
     for told in ("abacus", "torch 2", "2026-11-21", "with probability 0.0001 at most"):
         assert told in page
 
 
 def test_a_terminal_shows_all_of_it() -> None:
     out = io.StringIO()
-    print_report(REPORT, Console(file=out, width=200))
+    print_report(audit_report(REPORT), Console(file=out, width=200))
     shown = out.getvalue()
     for told in ("FAIL: 1 of 2", "z = 0.51", "first differences at token 3", "a temperature off by 14%"):
         assert told in shown
 
 
 def test_files(tmp_path: Path) -> None:
-    write_report(REPORT, tmp_path / "new" / "r.json")
-    write_report(REPORT, tmp_path / "new" / "r.md")
+    check_out(tmp_path / "new" / "r.json")
+    write_report(audit_report(REPORT), tmp_path / "new" / "r.json", "r")
+    write_report(audit_report(REPORT), tmp_path / "new" / "r.md", "r")
     found = json.loads((tmp_path / "new" / "r.json").read_text())
     assert (found["verdict"], found["passed"]) == (REPORT.verdict, False)
     assert found["checks"][1]["detail"] == "first differences at token 3"
     assert {"command", "date", "machine", "versions", "options", "false_alarm_rate"} <= set(found)
-    assert (tmp_path / "new" / "r.md").read_text() == markdown(REPORT)
+    assert (tmp_path / "new" / "r.md").read_text() == markdown(audit_report(REPORT))
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["r.json", "r.md"]
 
 
@@ -84,12 +87,12 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(Path, "write_text", cut)
     with pytest.raises(KeyboardInterrupt):
-        write_report(REPORT, tmp_path / "r.md")
+        write_report(audit_report(REPORT), tmp_path / "r.md", "r")
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("r.md", b"old")]
 
 
 def test_a_place_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"must end in \.md or \.json"):
+    with pytest.raises(InputError, match=r"must end in \.html, \.md or \.json"):
         check_out(tmp_path / "r.txt")
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="cannot write"):

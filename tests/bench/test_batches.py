@@ -22,12 +22,12 @@ from foretoken.bench.changing_load import LoadTurn, load_summary, run_changing_l
 from foretoken.bench.drafting import swept_drafters
 from foretoken.bench.load_options import LoadOptions, LoadPhase, parse_phases, slice_names
 from foretoken.bench.load_run import opened
-from foretoken.bench.report import print_report
 from foretoken.config import known_drafters
 from foretoken.control.policy import BudgetPolicy
 from foretoken.control.routing import RoutingRules
 from foretoken.errors import ConfigError, InputError
 from foretoken.machine.neighbours import contention_notes
+from foretoken.measure.text import print_report
 
 
 class Always(BudgetPolicy):
@@ -375,7 +375,7 @@ def test_a_stopped_load_goes_on_with_the_runs_that_are_missing(
     assert asked - first == 1 + 2 + 2 * small.repeats - 1
     assert sizes[3:] == [measured] * (2 * small.repeats - 1)  # as many requests as before, whatever plain takes now
     assert [(row.setting, row.num_runs) for row in report.rows] == [("plain", 2), ("ngram-2", 2)]
-    assert any("gone on with" in caveat for caveat in report.caveats)
+    assert any("stopped and resumed" in caveat for caveat in report.caveats)
     with pytest.raises(InputError, match="max_tokens=4, this run has 5"):
         run_changing_load(replace(small, max_tokens=5))
 
@@ -545,6 +545,6 @@ def test_a_stopped_grid_goes_on_with_the_turns_that_are_missing(
         ("plain", 2, 4),
         ("ngram-2", 2, 4),
     ]
-    assert any("gone on with" in caveat for caveat in report.caveats)
+    assert any("stopped and resumed" in caveat for caveat in report.caveats)
     with pytest.raises(InputError, match="max_tokens=4, this run has 5"):
         run_batches(replace(small, max_tokens=5))

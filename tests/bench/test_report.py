@@ -10,20 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from foretoken.bench.caveats import is_widened, source_caveats
 from foretoken.bench.plot import check_plot, write_plot
-from foretoken.bench.report import (
-    Report,
-    is_widened,
-    machine,
-    markdown,
-    print_report,
-    source_caveats,
-    versions,
-    write_report,
-)
 from foretoken.bench.speed_rows import SpeedRow
 from foretoken.bench.speed_tables import speed_report
+from foretoken.engine.startup.machine import machine, versions
 from foretoken.errors import InputError, StorageError
+from foretoken.measure.report import Report
+from foretoken.measure.text import markdown, print_report
+from foretoken.measure.write import write_report
 from foretoken.printing.console import Console
 from tests.bench.fakes import rows
 

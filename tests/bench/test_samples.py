@@ -90,11 +90,12 @@ def test_other_prompts_are_refused(tmp_path: Path) -> None:
 
 def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "other.jsonl"
-    for content in ('{"rows": []}\n', "words\n", '{"about": {}}\n{"setting": "plain"}\n'):
-        path.write_text(content, encoding="utf-8")
-        with pytest.raises(StorageError, match="does not hold the measurements"):
-            open_samples(path, {}, {"plain": SpeedSetting("plain")})
-        assert path.read_text(encoding="utf-8") == content
+    open_samples(path, {}, {}).close()
+    content = path.read_text(encoding="utf-8") + '{"setting": "plain"}\n'
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(StorageError, match="does not hold the measurements"):
+        open_samples(path, {}, {"plain": SpeedSetting("plain")})
+    assert path.read_text(encoding="utf-8") == content
 
 
 def test_an_answer_comes_back_as_it_was(tmp_path: Path) -> None:

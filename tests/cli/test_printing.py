@@ -15,9 +15,10 @@ from rich.cells import cell_len
 import foretoken
 from foretoken import LLM, SamplingParams
 from foretoken.bench.plot import write_plot
-from foretoken.bench.report import markdown, write_report
 from foretoken.cli import models
 from foretoken.engine.output import GenerateOutput
+from foretoken.measure.text import markdown
+from foretoken.measure.write import write_report
 from foretoken.printing import markdown as pages
 from foretoken.printing.console import Console
 from foretoken.printing.text import encodable, shortened, visible, visible_block

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from foretoken.evaluate.counts import AnswerCounts
 from foretoken.evaluate.result import EvalResult, EvalSample
-from foretoken.evaluate.rows import rows_of
+from foretoken.evaluate.rows import expected_interval, rows_of
+from foretoken.measure.stats import ratio_interval
 
 
 def test_a_position_is_reached_behind_the_accepted_tokens_only() -> None:
@@ -36,3 +38,15 @@ def test_what_follows_from_the_chances_for_a_fixed_length() -> None:
     assert (row["acceptance_rate"], row["accepted_per_draft"], row["emitted_per_step"]) == (0.5, 1.25, 2.25)
     assert row["acceptance_interval"] is None  # of one prompt
     assert [one["num_reached"] for one in row["positions"]] == [4, 3, 2]
+
+
+def test_the_interval_of_what_is_expected_of_several_positions() -> None:
+    """With one position it is that of the rate; prompts that are alike leave nothing open."""
+    generator = np.random.default_rng(5)
+    counts = np.stack([generator.binomial(40, 0.6, size=8), np.full(8, 40)], axis=1).astype(float)
+    assert expected_interval([counts]) == ratio_interval(counts)
+    alike = [np.array([[8.0, 10.0]] * 6), np.array([[4.0, 8.0]] * 6)]
+    found = expected_interval(alike)
+    assert found is not None
+    assert (found.low, found.high) == (pytest.approx(1.2), pytest.approx(1.2))
+    assert expected_interval([counts[:1]]) is None

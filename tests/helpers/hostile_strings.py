@@ -24,7 +24,6 @@ from typing import Any
 import pytest
 
 from foretoken.audit.report import AuditReport, Check
-from foretoken.bench.report import Report, Table
 from foretoken.bench.speed_rows import SpeedRow
 from foretoken.bench.speed_tables import speed_report
 from foretoken.cli import answer, audit, demo, models, origins
@@ -40,6 +39,7 @@ from foretoken.evaluate.counts import AnswerCounts
 from foretoken.evaluate.prompts import EvalPrompt
 from foretoken.evaluate.result import EvalSample
 from foretoken.evaluate.run import EvalRun
+from foretoken.measure.report import Report, Table
 from foretoken.model.names import model_folder
 from foretoken.plan.profile import Curve, DrafterCost, Profile
 from foretoken.train.trainer import Result

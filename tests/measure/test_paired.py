@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from foretoken.bench.paired import paired_ratio
+from foretoken.measure.stats import paired_ratio
 
 PLAIN = {(p, r): (10.0, 1.0) for p in range(12) for r in range(3)}
 

@@ -1,0 +1,1 @@
+"""What all measurements share: intervals of figures, files that resume, and reports."""

@@ -1,0 +1,114 @@
+"""A report as one HTML file that needs nothing else: styles and plots are inside, and there is no script.
+
+It follows the reader's light or dark scheme, and beside each plot stands a table of its values.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from html import escape
+
+from foretoken.measure.plots import NUM_COLOURS, Plot, svg
+from foretoken.measure.report import Report, Table
+from foretoken.measure.text import provenance
+from foretoken.printing.text import visible
+
+# Okabe and Ito's colours, which the colour-blind can tell apart, darkened or lightened to 3:1 against the ground.
+_STYLE = """
+:root { color-scheme: light dark; --ground: #fff; --ink: #1c1e21; --soft: #5c6370; --rule: #d5d8dd; --bar: #7aa6d8;
+  --c0: #0072b2; --c1: #c04a00; --c2: #00785a; --c3: #a8487f; --c4: #8a6a00; --c5: #3f4bb5; --good: #1a7f37;
+  --bad: #b42318; }
+@media (prefers-color-scheme: dark) { :root { --ground: #16181c; --ink: #e6e8eb; --soft: #9aa2ae; --rule: #3a3f47;
+  --bar: #3f6fa8; --c0: #56b4e9; --c1: #f0894a; --c2: #2fc29a; --c3: #dd9bc2; --c4: #e0c341; --c5: #a0a9ff;
+  --good: #57c26f; --bad: #ff8a80; } }
+body { margin: 2rem auto; max-width: 76rem; padding: 0 1rem; background: var(--ground); color: var(--ink);
+  font: 15px/1.5 system-ui, sans-serif; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
+h1.passed { color: var(--good); } h1.failed { color: var(--bad); }
+pre, dd { overflow-wrap: anywhere; white-space: pre-wrap; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1rem; margin: 1rem 0; }
+dt { color: var(--soft); } dd { margin: 0; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }
+th, td { padding: .25rem .7rem; border-bottom: 1px solid var(--rule); white-space: nowrap; text-align: left; }
+.r { text-align: right; }
+tr.fail td { color: var(--bad); font-weight: 600; }
+figure { margin: 2rem 0; } figcaption { font-weight: 600; } summary { color: var(--soft); cursor: pointer; }
+svg { max-width: 100%; height: auto; font: 12px system-ui, sans-serif; fill: var(--ink); }
+svg .end { text-anchor: end; } svg .mid { text-anchor: middle; }
+svg .heading { font-weight: 600; } svg .tick { fill: var(--soft); } svg .bar { fill: var(--bar); }
+svg .grid { stroke: var(--rule); } svg .reference { stroke: var(--ink); stroke-dasharray: 4 3; }
+svg .whisker { stroke: var(--ink); stroke-width: 1.4; } svg .line { fill: none; stroke-width: 2; }
+"""
+_COLOURS = "".join(
+    f"svg .line.c{n} {{ stroke: var(--c{n}); }} svg .mark.c{n} {{ fill: var(--c{n}); }}\n" for n in range(NUM_COLOURS)
+)
+
+
+def html_page(report: Report) -> str:
+    """The report as a page: command, provenance, caveats, plots with their values, tables."""
+    state = f' class="{"passed" if report.passed else "failed"}"' if report.verdict else ""
+    head = (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
+        f"<title>{_text(report.heading)}</title>\n<style>{_STYLE}{_COLOURS}</style>\n</head>\n"
+    )
+    parts = [
+        f"<h1{state}>{_text(report.heading)}</h1>",
+        f"<pre>{_text(report.command)}</pre>",
+        f"<dl>{''.join(f'<dt>{name}</dt><dd>{_text(text)}</dd>' for name, text in provenance(report).items())}</dl>",
+        *([f"<p>{_prose(report.explained)}</p>"] if report.explained else []),
+        *([f"<ul>{''.join(f'<li>{_prose(line)}</li>' for line in report.caveats)}</ul>"] if report.caveats else []),
+        *(_figure(plot, f"plot-{number}") for number, plot in enumerate(report.plots, 1) if plot.places),
+        *(_section(table) for table in report.tables),
+        *(f"<p>{_text(line)}</p>" for line in report.conclusions),
+    ]
+    return f"{head}<body>\n<main>\n" + "\n".join(parts) + "\n</main>\n</body>\n</html>\n"
+
+
+def _figure(plot: Plot, name: str) -> str:
+    values = _table(plot.title, ("setting", *plot.places), plot.rows, "lr", ())
+    return (
+        f"<figure>\n<figcaption>{_text(plot.title)}</figcaption>\n{svg(plot, name)}\n"
+        f'<details><summary>Values</summary><div class="wide" tabindex="0">{values}</div></details>\n</figure>'
+    )
+
+
+def _section(table: Table) -> str:
+    title = f"<h2>{_text(table.title)}</h2>\n" if table.title else ""
+    body = _table(table.title, table.headings, table.lines, table.justify, table.styles)
+    return f'{title}<div class="wide" tabindex="0">{body}</div>' + "".join(
+        f"\n<p>{_text(note)}</p>" for note in table.notes
+    )
+
+
+def _table(
+    label: str,
+    headings: Sequence[str],
+    lines: Sequence[Sequence[str]],
+    justify: str,
+    styles: Sequence[str | None],
+) -> str:
+    sides = [justify[min(place, len(justify) - 1)] for place in range(len(headings))]
+    head = "".join(
+        f'<th scope="col" class="{side}">{_text(text)}</th>' for side, text in zip(sides, headings, strict=True)
+    )
+    rows = []
+    for number, line in enumerate(lines):
+        style = styles[number] if number < len(styles) else None
+        kind = ' class="fail"' if style is not None and "red" in style else ""
+        cells = "".join(f'<td class="{side}">{_text(text)}</td>' for side, text in zip(sides, line, strict=True))
+        rows.append(f"<tr{kind}>{cells}</tr>")
+    name = f' aria-label="{_text(label)}"' if label else ""
+    return f"<table{name}><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+
+
+def _prose(text: str) -> str:
+    """Text whose words in backticks are code, as in Markdown."""
+    return re.sub("`([^`]+)`", r"<code>\1</code>", _text(text))
+
+
+def _text(text: str) -> str:
+    return escape(visible(text))

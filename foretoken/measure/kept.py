@@ -1,0 +1,123 @@
+"""A file of JSON lines that grows with a run, so that a run that was stopped resumes from it.
+
+The first line is a header: the format, the kind of run, and under `run` everything that must agree for measurements of
+two runs to stand in one table. Each further line is one measurement. A last line that was cut off by the end of a
+process is dropped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from foretoken.errors import InputError, StorageError
+from foretoken.files import as_plain
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+FORMAT = "foretoken.kept/1"
+_OUTPUTS = frozenset({"out", "name", "plot", "resume"})  # options that no measurement depends on
+
+_Value = TypeVar("_Value")
+
+
+class KeptFile:
+    """The measurements so far in `lines`; `append` writes one more to the disk before it returns.
+
+    `kind` names what is measured, such as `bench speed`; `run` holds what must agree. `option` is the one by which the
+    user named the file, for errors.
+
+    Raises:
+        InputError: the file is of another run; names the first field that differs.
+        StorageError: the file cannot be read or written, or holds something else.
+    """
+
+    def __init__(self, path: Path, kind: str, run: Mapping[str, Any], option: str = "resume") -> None:
+        self.path = path
+        header = json.loads(json.dumps({"format": FORMAT, "kind": kind, "run": as_plain(run)}))
+        try:
+            known = path.read_bytes() if path.exists() else b""
+            whole = known[: known.rfind(b"\n") + 1]
+            found: list[Any] = [json.loads(line) for line in whole.decode("utf-8").splitlines()]
+            if found:
+                self._check(found[0], header, option)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if whole != known:
+                os.truncate(path, len(whole))
+            self._file = path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise self._failed(error) from error
+        except InputError:
+            raise
+        except (ValueError, KeyError, TypeError) as error:
+            raise self._refused(error) from error
+        self.lines: list[dict[str, Any]] = found[1:]
+        if not found:
+            self._write(header)
+
+    def append(self, values: Mapping[str, Any]) -> None:
+        """Add one line, written to the disk before this returns.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        self._write(values)
+        self.lines.append(dict(values))
+
+    def _write(self, values: Mapping[str, Any]) -> None:
+        try:
+            self._file.write(json.dumps(values) + "\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def restored(self, read: Callable[[dict[str, Any]], _Value]) -> list[_Value]:
+        """What `read` makes of each line; a line that it fails on with KeyError, TypeError or ValueError is refused,
+        and the file closed.
+
+        Raises:
+            StorageError: the file holds something else.
+        """
+        try:
+            return [read(line) for line in self.lines]
+        except (KeyError, TypeError, ValueError) as error:
+            self.close()
+            raise self._refused(error) from error
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _check(self, known: Mapping[str, Any], now: Mapping[str, Any], option: str) -> None:
+        if known["format"] != FORMAT:
+            raise ValueError(f"its format is {known['format']!r}, not {FORMAT!r}")
+        pairs = {"kind": (known["kind"], now["kind"])}
+        pairs |= {name: (known["run"].get(name), now["run"].get(name)) for name in (*now["run"], *known["run"])}
+        for name, (before, here) in pairs.items():
+            if before != here:
+                where, remedy = f"was measured with {name}={before!r}", "give the same options, or another file"
+                raise InputError(option, str(self.path), f"{where}, this run has {here!r}; {remedy}")
+
+    def _failed(self, error: OSError) -> StorageError:
+        return StorageError(f"cannot keep the measurements in {self.path}: {error}")
+
+    def _refused(self, error: Exception) -> StorageError:
+        return StorageError(f"{self.path} does not hold the measurements of such a run ({error!r}); name another file")
+
+
+def run_of(options: DataclassInstance, without: Iterable[str] = (), **more: object) -> dict[str, Any]:
+    """What must agree between two runs: their options but outputs and those named in `without`, and `more`."""
+    left_out = _OUTPUTS.union(without)
+    return {name: value for name, value in asdict(options).items() if name not in left_out} | more
+
+
+def digest(value: object) -> str:
+    """A short hash of a JSON value's content."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]

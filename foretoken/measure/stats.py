@@ -1,0 +1,326 @@
+"""Every published interval: of ratios of totals, of two settings on the same prompts, of means and of quantiles.
+
+What varies is the prompt or the request, here a *group*, never the token: an answer that loops is accepted whole, and
+an interval on its tokens would be several times too narrow. The methods, whose coverage for 5 to 100 groups
+`tests/measure/test_stats.py` measures:
+
+- a ratio of totals, or another function of drawn groups: bootstrap over groups with percentiles expanded for few groups
+  (Hesterberg, What Teachers Should Know about the Bootstrap, 2015, section 4.1);
+- the ratio of two settings on the same prompts: bootstrap-t of its logarithm (Efron and Tibshirani, An Introduction to
+  the Bootstrap, 1993, section 12.5), and with fewer than `_MIN_STUDENTISED` prompts Student's t in its place;
+- a quantile of values in groups: the interval of the share of values below it (Korn and Graubard, 1998), inverted
+  (Woodruff, 1952).
+
+Draws are the same in every run: an interval is a function of what was measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import NDArray
+
+CONFIDENCE = 0.95
+TAIL = (1 - CONFIDENCE) / 2  # outside an interval at either end
+MIN_GROUPS = 5  # below, an interval says nothing about another sample of groups
+_MAX_DRAWS, _MIN_DRAWS = 10_000, 1000
+_MAX_DRAWN = 4_000_000  # groups in all draws together: so many requests need fewer draws, and would take minutes
+_SEED = 20_150_000
+_MIN_STUDENTISED = 8  # with fewer prompts too many draws hold only two or three different ones, and have no error
+_SAME = 1e-9  # relative error of a ratio, below which all prompts have the same one
+_GRID = np.linspace(0.0, np.pi / 2, 20_001)
+_LOG_SIN = np.log(np.maximum(np.sin(_GRID), np.finfo(np.float64).tiny))
+_LOG_COS = _LOG_SIN[::-1]
+
+Array = NDArray[np.float64]
+Counts = Array  # [n, 2]: numerator and denominator of each group
+Measured = Mapping[tuple[int, int], tuple[float, float]]  # (amount, cost) by (prompt, repeat): tokens and seconds
+
+
+@dataclass(frozen=True)
+class Interval:
+    """The ends of an interval."""
+
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A figure with the ends of its interval; None where there is too little to tell that end."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True)
+class PairedRatio:
+    """One setting's rate over another's, and its interval; None with a single prompt. `by_prompt` holds each prompt's
+    own ratio.
+    """
+
+    ratio: float
+    low: float | None
+    high: float | None
+    by_prompt: Mapping[int, float]
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """Of numbers of at least 0; NaN of none."""
+    if not values:
+        return math.nan
+    return math.exp(math.fsum(map(math.log, values)) / len(values)) if min(values) > 0 else 0.0
+
+
+# ---- functions of drawn groups
+
+
+@lru_cache(maxsize=4)
+def drawn(num_groups: int, stream: int = 0) -> Array:
+    """How often each group is in each draw of as many groups, [draws, n]; another `stream` gives other draws."""
+    generator = np.random.default_rng([_SEED, stream])
+    num_draws = max(_MIN_DRAWS, min(_MAX_DRAWS, _MAX_DRAWN // num_groups))
+    return generator.multinomial(num_groups, [1 / num_groups] * num_groups, size=num_draws).astype(np.float64)
+
+
+def drawn_ratios(counts: Counts, weights: Array) -> Array:
+    """The ratio of totals in each draw [draws]; NaN where its denominator is 0."""
+    sums = weights @ counts
+    return np.divide(sums[:, 0], sums[:, 1], out=np.full(len(sums), np.nan), where=sums[:, 1] > 0)
+
+
+def expanded_interval(
+    values: Array, num_groups: int, tail: float = TAIL, freedom: int | None = None
+) -> Interval | None:
+    """The interval of a figure from its `values` in draws of `num_groups` groups; None without any.
+
+    `freedom`: degrees of freedom, where the draws are of several sets of `num_groups` each.
+    """
+    values = values[np.isfinite(values)]  # a draw of prompts in which nothing was drafted has no ratio
+    if not len(values) or num_groups < 2:
+        return None
+    tail = _expanded_tail(num_groups, tail, freedom or num_groups - 1)
+    low, high = np.quantile(values, [tail, 1 - tail])
+    return Interval(float(low), float(high))
+
+
+@lru_cache
+def _expanded_tail(num_groups: int, tail: float, freedom: int) -> float:
+    """The share of a bootstrap distribution to leave out at either end, so that about `tail` of the sampling
+    distribution is.
+
+    A bootstrap of n groups is too narrow by sqrt((n - 1) / n), and takes a normal quantile for one of Student's t.
+    """
+    factor = (num_groups / (num_groups - 1)) ** 0.5
+    return NormalDist().cdf(-factor * student_quantile(1 - tail, freedom))
+
+
+# ---- ratios of totals
+
+
+def ratio(counts: Counts) -> float | None:
+    """Sum of the numerators over that of the denominators; None if that is 0."""
+    above, below = counts.sum(axis=0).tolist()
+    return above / below if below else None
+
+
+def ratio_interval(counts: Counts, tail: float = TAIL) -> Interval | None:
+    """The interval of a ratio of totals; None for fewer than two groups with a denominator."""
+    counts = _used(counts)
+    return None if len(counts) < 2 else expanded_interval(drawn_ratios(counts, drawn(len(counts))), len(counts), tail)
+
+
+def difference_interval(first: Counts, second: Counts, paired: bool, tail: float = TAIL) -> Interval | None:
+    """The interval of ratio(first) - ratio(second); None for fewer than two groups with a denominator.
+
+    With `paired` row i of both is the same group, and both are drawn together.
+    """
+    if paired:
+        kept = (first[:, 1] > 0) | (second[:, 1] > 0)
+        first, second = first[kept], second[kept]
+    else:
+        first, second = _used(first), _used(second)
+    num_groups = min(len(first), len(second))
+    if num_groups < 2:
+        return None
+    ratios = drawn_ratios(first, drawn(len(first))), drawn_ratios(second, drawn(len(second), stream=int(not paired)))
+    num_draws = min(map(len, ratios))
+    return expanded_interval(ratios[0][:num_draws] - ratios[1][:num_draws], num_groups, tail)
+
+
+def _used(counts: Counts) -> Counts:
+    return counts[counts[:, 1] > 0]
+
+
+def estimate(counts: Counts) -> Estimate:
+    """The ratio of totals with its interval, which is left out for fewer than `MIN_GROUPS` groups."""
+    value = ratio(counts) or 0.0
+    found = ratio_interval(counts) if len(_used(counts)) >= MIN_GROUPS else None
+    return Estimate(value) if found is None else Estimate(value, found.low, found.high)
+
+
+# ---- two settings on the same prompts
+
+
+def paired_ratio(own: Measured, base: Measured) -> PairedRatio | None:
+    """The rate of `own` over that of `base`, on the (prompt, repeat) pairs that both have; None where there is none.
+
+    A rate is the sum of amounts over the sum of costs of a repeat, and the median over repeats.
+    """
+    common = own.keys() & base.keys()
+    prompts = sorted({prompt for prompt, _ in common})
+    repeats = sorted({repeat for _, repeat in common})
+    tables = tuple(_table(measured, prompts, repeats, common) for measured in (own, base))
+    alone = dict(zip(prompts, _paired_ratios(tables, np.eye(len(prompts))).tolist(), strict=True))
+    whole = float(_paired_ratios(tables, np.ones((1, len(prompts))))[0])
+    if math.isnan(whole):
+        return None
+    ends = None if whole <= 0 else _log_t_interval(whole, tables)
+    by_prompt = {prompt: value for prompt, value in alone.items() if not math.isnan(value)}
+    return PairedRatio(whole, *((None, None) if ends is None else (ends.low, ends.high)), by_prompt)
+
+
+def _table(measured: Measured, prompts: list[int], repeats: list[int], common: set[tuple[int, int]]) -> Array:
+    """Amounts and costs: [2, repeats, prompts]; zeros where a pair was not measured."""
+    rows = [[measured[p, r] if (p, r) in common else (0.0, 0.0) for p in prompts] for r in repeats]
+    return np.moveaxis(np.array(rows, dtype=np.float64).reshape(len(repeats), len(prompts), 2), 2, 0)
+
+
+def _paired_ratios(tables: tuple[Array, ...], weights: Array) -> Array:
+    """The ratio of rates for each row of `weights` [draws, prompts]; NaN where one of them is unknown or 0."""
+    own, base = (_median_rates(table, weights) for table in tables)
+    return np.divide(own, base, out=np.full(len(weights), np.nan), where=base > 0)
+
+
+def _median_rates(table: Array, weights: Array) -> Array:
+    """[draws]: the median over the repeats in which a draw has an answer; NaN without one."""
+    amounts, costs = table[0] @ weights.T, table[1] @ weights.T
+    rates = np.divide(amounts, costs, out=np.full(costs.shape, np.nan), where=costs > 0)
+    if len(rates) == 1:
+        return rates[0]
+    found = np.full(len(weights), np.nan)
+    known = ~np.isnan(rates).all(axis=0)
+    if known.any():
+        found[known] = np.nanmedian(rates[:, known], axis=0)
+    return found
+
+
+def _log_t_interval(whole: float, tables: tuple[Array, ...]) -> Interval | None:
+    """ratio * exp(-t * error), with t from draws of prompts, each with its answers under both settings."""
+    totals = np.concatenate([table.sum(axis=1) for table in tables]).T  # [prompts, 4]
+    num_prompts = len(totals)
+    if num_prompts < 2:
+        return None
+    error = float(_log_errors(totals, np.ones((1, num_prompts)))[0])
+    if error < _SAME:
+        return Interval(whole, whole)
+    if num_prompts < _MIN_STUDENTISED:
+        most = student_quantile(1 - TAIL, num_prompts - 1)
+        ends = (-most, most)
+    else:
+        weights = drawn(num_prompts)
+        with np.errstate(divide="ignore", invalid="ignore"):  # a draw of nothing, or of one prompt only
+            t = np.log(_paired_ratios(tables, weights) / whole) / _log_errors(totals, weights)
+        ends = tuple(np.quantile(t[np.isfinite(t)], [TAIL, 1 - TAIL]).tolist())
+    return Interval(whole * math.exp(-ends[1] * error), whole * math.exp(-ends[0] * error))
+
+
+def _log_errors(totals: Array, weights: Array) -> Array:
+    """Standard errors [draws] of log(ratio), by the delta method from each prompt's four totals [prompts, 4]: amount
+    and cost under one setting, amount and cost under the other, over all repeats.
+    """
+    num_prompts = len(totals)
+    means = weights @ totals / num_prompts  # [draws, 4]
+    products = (weights @ (totals[:, :, None] * totals[:, None, :]).reshape(num_prompts, 16)).reshape(-1, 4, 4)
+    signs = np.array([1.0, -1.0, -1.0, 1.0])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        scaled = signs / means
+        squares = np.einsum("dij,di,dj->d", products, scaled, scaled)
+    return np.sqrt(np.maximum(squares, 0.0) / (num_prompts * (num_prompts - 1)))
+
+
+# ---- values in groups
+
+
+def mean_estimate(groups: Sequence[Sequence[float]]) -> Estimate:
+    """The mean of all values, those of each request in a group of its own; there must be one."""
+    return estimate(np.array([(math.fsum(own), len(own)) for own in groups], dtype=np.float64).reshape(-1, 2))
+
+
+def quantile_estimate(groups: Sequence[Sequence[float]], share: float) -> Estimate:
+    """The smallest value that at least `share` of all values do not exceed, those of each request in a group of its
+    own; there must be one.
+
+    An end is None where even the smallest or largest value lies within it: the 99th percentile of 100 requests has no
+    upper end.
+    """
+    groups = [own for own in groups if len(own)]
+    owners = np.repeat(np.arange(len(groups)), [len(own) for own in groups])
+    values = np.concatenate([np.asarray(own, dtype=np.float64) for own in groups])
+    order = np.argsort(values, kind="stable")
+    values, owners = values[order], owners[order]
+    place = _place(share, len(values))
+    value = float(values[place])
+    if len(groups) < MIN_GROUPS:
+        return Estimate(value)
+    size = _effective_size(owners, place + 1, share)
+    low: float | None = None
+    high: float | None = None
+    if (1 - share) ** size <= TAIL:
+        low = float(values[_place(beta_quantile(TAIL, share * size, (1 - share) * size + 1), len(values))])
+    if share**size <= TAIL:
+        high = float(values[_place(beta_quantile(1 - TAIL, share * size + 1, (1 - share) * size), len(values))])
+    return Estimate(value, low, high)
+
+
+def _place(share: float, count: int) -> int:
+    return min(count - 1, max(0, math.ceil(share * count - _SAME) - 1))
+
+
+def _effective_size(owners: NDArray[np.int64], num_below: int, share: float) -> float:
+    """How many independent values tell as much of the share of values below a place as these, which stand in groups.
+
+    `owners` [values] are the groups of the values in order, the first `num_below` lie below the place.
+    """
+    sizes = np.bincount(owners)
+    num_groups, total = len(sizes), len(owners)
+    below = np.bincount(owners[:num_below], minlength=num_groups)
+    rest = below - num_below / total * sizes
+    variance = num_groups / (num_groups - 1) * float(rest @ rest) / total**2
+    size = min(total, share * (1 - share) / variance) if variance > 0 else total
+    return float(size * (NormalDist().inv_cdf(1 - TAIL) / student_quantile(1 - TAIL, num_groups - 1)) ** 2)
+
+
+# ---- distributions that the standard library lacks
+
+
+@lru_cache
+def student_quantile(probability: float, freedom: int) -> float:
+    """The quantile of Student's t for a probability above 0.5.
+
+    The density is integrated over t = sqrt(freedom) * tan(angle), where it is cos(angle) ** (freedom - 1).
+    """
+    density = np.cos(_GRID) ** (freedom - 1)
+    angle = _quantile_angle(density, (probability - 0.5) * 2)
+    return float(np.sqrt(freedom) * np.tan(min(angle, float(_GRID[-2]))))
+
+
+def beta_quantile(probability: float, a: float, b: float) -> float:
+    """The quantile of the beta distribution with `a` and `b` of at least 1.
+
+    The density is integrated over x = sin(angle) ** 2, where it is sin(angle) ** (2a - 1) * cos(angle) ** (2b - 1).
+    """
+    log_density = (2 * a - 1) * _LOG_SIN + (2 * b - 1) * _LOG_COS
+    return float(np.sin(_quantile_angle(np.exp(log_density - log_density.max()), probability)) ** 2)
+
+
+def _quantile_angle(density: Array, probability: float) -> float:
+    """The angle below which `probability` of a density over `_GRID` lies, which need not be normalised."""
+    total = np.concatenate([[0.0], np.cumsum((density[1:] + density[:-1]) / 2)])
+    return float(np.interp(probability * total[-1], total, _GRID))

@@ -1,0 +1,84 @@
+"""Where reports are written: one file in the format of its suffix, or a dated pair of JSON and Markdown in a folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from foretoken.errors import InputError, StorageError
+from foretoken.files import check_file, check_folder, replace_text, to_json
+from foretoken.measure.html import html_page
+from foretoken.measure.report import Report
+from foretoken.measure.text import markdown
+
+SUFFIXES = (".html", ".md", ".json")
+
+
+def is_page(out: Path) -> bool:
+    """Whether `out` names one file, by its suffix, and no folder of dated results."""
+    return out.suffix.lower() in SUFFIXES and not out.is_dir()
+
+
+def check_out(out: Path) -> None:
+    """Check that a report can be written to a file or folder, before minutes of work; the folder is made.
+
+    Raises:
+        StorageError: it cannot be made or written.
+    """
+    check_folder(out.parent if is_page(out) else out)
+    if is_page(out):
+        check_file("out", out)
+
+
+def rendered(report: Report, suffix: str) -> str:
+    """The report as the text of a file with one of `SUFFIXES`."""
+    if suffix.lower() == ".json":
+        return to_json(report.as_dict(), indent=1) + "\n"
+    return html_page(report) if suffix.lower() == ".html" else markdown(report)
+
+
+def write_report(report: Report, out: Path, name: str) -> Report:
+    """Write the file `out`, or where `out` has none of `SUFFIXES` `out/YYYY-MM-DD-name.json` and `.md`, numbered where
+    a result of the day has that name.
+
+    Returns the report with the files named.
+
+    Raises:
+        StorageError: the file or folder cannot be written.
+    """
+    if is_page(out):
+        report = dataclasses.replace(report, files=(*report.files, str(out)))
+        replace_text("out", out, rendered(report, out.suffix))
+        return report
+    raw = free_path(out, report.date, name)
+    page = raw.with_suffix(".md")
+    report = dataclasses.replace(report, files=(*report.files, str(raw), str(page)))
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        raw.write_text(rendered(report, ".json"), encoding="utf-8")
+        page.write_text(markdown(report, raw.name), encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"cannot write the result to {out}: {error}") from error
+    return report
+
+
+def free_path(folder: Path, date: str, name: str, suffixes: Sequence[str] = (".json",)) -> Path:
+    """`folder/YYYY-MM-DD-name.json`, with a number behind the name where a file with one of `suffixes` exists."""
+    stem = first = f"{date[:10]}-{name}"
+    taken = 1
+    while any((folder / f"{stem}{suffix}").exists() for suffix in suffixes):
+        taken += 1
+        stem = f"{first}-{taken}"
+    return folder / f"{stem}.json"
+
+
+def check_name(name: str) -> None:
+    """Refuse a result name that is not a plain file name.
+
+    Raises:
+        InputError: other characters than letters, digits, `.`, `_` and `-`.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        raise InputError("name", name, "use letters, digits, '.', '_' and '-' only; the date is added")

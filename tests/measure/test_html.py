@@ -1,0 +1,127 @@
+"""HTML reports: self-contained, escaped, with each plot's values as a table; and which files are written."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from foretoken.errors import StorageError
+from foretoken.measure.html import html_page
+from foretoken.measure.plots import Plot, Point, Series, svg
+from foretoken.measure.report import Report, Table
+from foretoken.measure.write import check_out, write_report
+
+HOSTILE = '<b onclick="x()">&\x1b'
+BARS = Plot(
+    f"Speedup {HOSTILE}",
+    "times plain decoding",
+    (
+        Series(HOSTILE, (Point("code", 2.0, 1.5, 2.25), Point("chat", 0.5))),
+        Series("x", (Point("code", 1.0, 0.5, None),)),
+    ),
+    reference=1.0,
+)
+LINES = Plot(
+    "By position",
+    "chance",
+    tuple(Series(f"drafter {n}", (Point("1", 0.5 + n / 20, 0.4, 0.9), Point("2", 0.25))) for n in range(8)),
+    "lines",
+    "position",
+)
+REPORT = Report(
+    title="Speed",
+    command=f"foretoken bench {HOSTILE}",
+    options={},
+    results={"rows": ()},
+    tables=(Table("code", ("setting", HOSTILE), ((HOSTILE, "1"), ("bad", "2")), styles=(None, "bold red")),),
+    explained="What `it` means.",
+    caveats=(HOSTILE,),
+    plots=(BARS, LINES, Plot("empty", "nothing", ())),
+    machine={"cpu": "abacus"},
+    versions={"torch": "2"},
+    date="2026-01-02T03:04:05",
+)
+
+
+class Page(HTMLParser):
+    """Tags with their attributes; void elements need no end."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_a_page_needs_nothing_else_and_runs_nothing() -> None:
+    text = html_page(REPORT)
+    page = Page(text)
+    assert not {tag for tag, _ in page.found} & {"script", "link", "img", "iframe", "b"}
+    names = {name for _, attrs in page.found for name in attrs}
+    assert not names & {"src", "href", "style", "onclick"}
+    assert "url(" not in text
+    assert "@import" not in text
+    assert "\x1b" not in text
+    assert "<p>What <code>it</code> means.</p>" in text
+    assert "default-src 'none'" in text
+    assert "color-scheme: light dark" in text
+    assert "prefers-color-scheme: dark" in text
+    colours = set(re.findall(r"var\((--\w+)\)", text))
+    light, dark = text.split("@media")[0], text.split("@media")[1]
+    assert all(f"{name}:" in light for name in colours)
+    assert all(f"{name}:" in dark for name in colours)
+
+
+def test_beside_each_plot_stand_its_values() -> None:
+    text = html_page(REPORT)
+    figures = text.split("<figure>")[1:]
+    assert len(figures) == 2  # none for a plot without values
+    assert '<td class="r">2.00 [1.50, 2.25]</td>' in figures[0]
+    assert '<td class="r">1.00 [0.500, -]</td>' in figures[0]
+    assert '<td class="r">0.850 [0.400, 0.900]</td>' in figures[1]
+    assert '<tr class="fail"><td class="l">bad</td>' in text
+
+
+@pytest.mark.parametrize("plot", [BARS, LINES], ids=["bars", "lines"])
+def test_a_plot_is_well_formed_and_inside_its_frame(plot: Plot) -> None:
+    root = ElementTree.fromstring(svg(plot, "p"))
+    assert root.attrib["aria-labelledby"] == "p-title p-about"
+    assert {root[0].attrib["id"], root[1].attrib["id"]} == {"p-title", "p-about"}
+    width, height = float(root.attrib["width"]), float(root.attrib["height"])
+    for one in root:
+        for name, most in (("x", width), ("x1", width), ("x2", width), ("cx", width), ("y", height), ("cy", height)):
+            assert 0 <= float(one.attrib.get(name, 0)) <= most
+    bars = [one for one in root if one.tag == "rect"]
+    if plot is BARS:
+        widths = [float(bar.attrib["width"]) for bar in bars]
+        assert widths[0] == pytest.approx(2 * widths[1], rel=0.01) == pytest.approx(4 * widths[2], rel=0.01)
+    else:
+        lines = [one.attrib for one in root if one.tag == "polyline"]
+        assert len({(line["class"], line.get("stroke-dasharray")) for line in lines}) == 8
+
+
+def test_the_suffix_chooses_the_format(tmp_path: Path) -> None:
+    for name, begin in (("r.html", "<!DOCTYPE html>"), ("r.md", "# Speed, measured on 2026-01-02"), ("r.json", "{")):
+        check_out(tmp_path / "new" / name)
+        assert write_report(REPORT, tmp_path / "new" / name, "run").files == (str(tmp_path / "new" / name),)
+        assert (tmp_path / "new" / name).read_text().startswith(begin)
+    assert len(list((tmp_path / "new").iterdir())) == 3
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="cannot write to"):
+        check_out(tmp_path / "file" / "r.html")

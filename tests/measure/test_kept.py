@@ -1,0 +1,77 @@
+"""The file that keeps measurements: it resumes, and refuses another run's file by the field that differs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from foretoken.errors import InputError, StorageError
+from foretoken.measure.kept import FORMAT, KeptFile, digest, run_of
+
+
+@dataclass(frozen=True)
+class Options:
+    max_tokens: int = 4
+    slices: tuple[str, ...] = ("code",)
+    out: Path | None = None
+    warmup: int = 1
+
+
+def opened(path: Path, kind: str = "bench test", **values: object) -> KeptFile:
+    return KeptFile(path, kind, run_of(Options(**values), ("warmup",), model="m"))  # type: ignore[arg-type]
+
+
+def test_a_run_resumes_from_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "kept.jsonl"
+    first = opened(path)
+    first.append({"answer": 1})
+    assert first.lines == [{"answer": 1}]
+    first.close()
+    with path.open("a") as file:
+        file.write('{"answer": 2')  # cut off by the end of the process
+    again = opened(path, out=tmp_path, warmup=9)  # no measurement depends on these
+    assert again.restored(lambda line: line["answer"]) == [1]
+    again.append({"answer": 3})
+    again.close()
+    head, *lines = map(json.loads, path.read_text().splitlines())
+    assert head == {"format": FORMAT, "kind": "bench test", "run": {"max_tokens": 4, "slices": ["code"], "model": "m"}}
+    assert lines == [{"answer": 1}, {"answer": 3}]
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"max_tokens": 5}, r"resume=.*kept.*max_tokens=4, this run has 5"),
+        ({"slices": ("code", "chat")}, r"slices=\['code'\]"),
+        ({"kind": "bench other"}, r"kind='bench test', this run has 'bench other'"),
+    ],
+)
+def test_another_runs_file_is_refused_by_the_field_that_differs(
+    tmp_path: Path, changed: dict[str, object], told: str
+) -> None:
+    opened(tmp_path / "kept.jsonl").close()
+    with pytest.raises(InputError, match=told):
+        opened(tmp_path / "kept.jsonl", **changed)  # type: ignore[arg-type]
+
+
+def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "other.jsonl"
+    for content in ('{"rows": []}\n', "words\n", "3\n", '{"format": "foretoken.kept/0", "kind": "x", "run": {}}\n'):
+        path.write_text(content)
+        with pytest.raises(StorageError, match="does not hold the measurements"):
+            opened(path)
+        assert path.read_text() == content
+    path.unlink()
+    kept = opened(path)
+    kept.append({"setting": "plain"})
+    with pytest.raises(StorageError, match="does not hold the measurements"):
+        kept.restored(lambda line: line["answer"])
+    with pytest.raises(StorageError, match="cannot keep the measurements"):
+        opened(path / "below.jsonl")
+
+
+def test_contents_have_different_digests() -> None:
+    assert digest([1, 2]) == digest((1, 2)) != digest([1, 3])
