@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from foretoken.errors import ConfigError
-from foretoken.registry import DRAFTERS, HEADS, traits_of
+from foretoken.registry import DRAFTERS, HEAD_KINDS, HEADS, traits_of
 
 if TYPE_CHECKING:
     from foretoken.config import SpecConfig
@@ -28,8 +28,20 @@ def leaves_of(spec: SpecConfig, parts: Sequence[SpecConfig]) -> frozenset[str]:
     return frozenset(name for part in parts for name in leaves_of(part, part.declared))
 
 
+def _check_head_kind(spec: SpecConfig) -> None:
+    """Whether `head_kind` is a kind of head, and says something."""
+    if spec.head_kind == "auto":
+        return
+    if spec.head_kind not in HEAD_KINDS:
+        raise ConfigError("head_kind", spec.head_kind, f"choose one of auto, {', '.join(HEAD_KINDS)}")
+    if not spec.has_part_for_head:
+        remedy = "says which drafter of auto or mix runs a `head`; name the drafter itself, or leave it out"
+        raise ConfigError("head_kind", spec.head_kind, remedy)
+
+
 def check_nesting(spec: SpecConfig) -> None:
-    """Only a cascade may be a part."""
+    """Only a cascade may be a part, and a head's kind must be one."""
+    _check_head_kind(spec)
     for part in spec.declared:
         if part.drafter in (spec.drafter, "mix", "auto"):
             nests = spec.drafter == "cascade" and part.drafter != "cascade"

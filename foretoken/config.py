@@ -182,7 +182,6 @@ class SpecConfig:
         if self.head is not None and (not isinstance(self.head, str) or not self.head):
             raise ConfigError("head", self.head, f"must be {A_HEAD}")
         self._check_given_parts()
-        self._check_head_kind()
         check_nesting(self)
         check_fields(self)
         check_flag("allow_lossy", self.allow_lossy)
@@ -243,7 +242,7 @@ class SpecConfig:
     @property
     def needs_head_kind(self) -> bool:
         """Whether the files of `head` say which drafter runs it (`heads.kind.with_head_kind`)."""
-        return self._has_part_for_head and self.head_kind == "auto"
+        return self.has_part_for_head and self.head_kind == "auto"
 
     def for_request(self, prediction: str | Sequence[int] | None) -> SpecConfig:
         """The configuration under which a request with this prediction runs: `predicted` joins the usual parts, once it
@@ -338,15 +337,6 @@ class SpecConfig:
                 raise ConfigError("parts", part, "names no drafter")
         object.__setattr__(self, "parts", tuple(parts))
 
-    def _check_head_kind(self) -> None:
-        if self.head_kind == "auto":
-            return
-        if self.head_kind not in HEAD_KINDS:
-            raise ConfigError("head_kind", self.head_kind, f"choose one of auto, {', '.join(HEAD_KINDS)}")
-        if not self._has_part_for_head:
-            remedy = "says which drafter of auto or mix runs a `head`; name the drafter itself, or leave it out"
-            raise ConfigError("head_kind", self.head_kind, remedy)
-
     def _part(self, name: str) -> SpecConfig:
         """The part called `name`, which takes over the fields that its drafter reads."""
         taken = traits_of(name).fields if name in known_drafters() else ()
@@ -356,7 +346,7 @@ class SpecConfig:
         return SpecConfig(name, **values)
 
     @property
-    def _has_part_for_head(self) -> bool:
+    def has_part_for_head(self) -> bool:
         """Whether the drafter of `head` is one of the usual parts."""
         return self.head is not None and not self.parts and self.drafter in ("auto", "mix")
 

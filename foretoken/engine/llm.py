@@ -13,13 +13,12 @@ from typing import Any, Unpack
 from foretoken.adapt.adaptation import AdaptationState
 from foretoken.adapt.adapter import Adapter
 from foretoken.config import SamplingParams, SpecConfig
-from foretoken.control.policy import Policy
 from foretoken.core import StepOutput
-from foretoken.draft.base import Drafter, DrafterKey
 from foretoken.draft.group import DrafterGroup, own_drafters
 from foretoken.engine.adapting import AdaptationWatcher
 from foretoken.engine.admission import check_spec, check_types
 from foretoken.engine.adviser import Adviser
+from foretoken.engine.between_requests import BetweenRequests
 from foretoken.engine.drafter_loading import DrafterLoader
 from foretoken.engine.drafters import DrafterFactory, ModelOptions
 from foretoken.engine.driver import Driver, OnStep
@@ -51,7 +50,7 @@ from foretoken.model.open import open_device, open_model
 from foretoken.model.tokenizer import load_tokenizer
 
 
-class LLM(Uncopied):
+class LLM(BetweenRequests, Uncopied):
     """A target with its drafters, built from an `EngineConfig`, or from the same values as arguments.
 
     `spec` of the configuration is the default for every request; without one the engine guesses with what needs no
@@ -223,8 +222,7 @@ class LLM(Uncopied):
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Token ids of `render_chat`: a prompt for `generate`, `stream` and `AsyncEngine`. Special tokens that a
-        message spells are text.
+        """Token ids of `render_chat`, a prompt for `generate`; special tokens that a message spells are text.
 
         Raises:
             InputError, CheckpointError: see `chat`.
@@ -233,8 +231,7 @@ class LLM(Uncopied):
         return self._encoder.encode_chat(messages, tools, options)
 
     def encode_plain(self, field: str, text: str) -> list[int]:
-        """Token ids of a text in which nothing is a special token, and to which none is added; `field` names it in
-        errors.
+        """Token ids of a text without special tokens, to which none is added; `field` names it in errors.
 
         Raises:
             InputError: not a text, or the folder has no tokenizer.
@@ -247,8 +244,7 @@ class LLM(Uncopied):
     ) -> Iterator[StepOutput]:
         """Yield what each step adds to one answer; `str(piece)` is its text. Closing the iterator frees the request.
 
-        The request is prepared and queued when the first piece is asked for; then an answer that failed raises its
-        error.
+        The request is queued when the first piece is asked for; then an answer that failed raises its error.
 
         Raises:
             InputError: a prompt or parameter that cannot be honoured.
@@ -383,69 +379,6 @@ class LLM(Uncopied):
         """Whether `prepare` has nothing to load for `spec`."""
         return self._loader is not None and self._loader.has_all(spec)
 
-    # ---- what requests leave for later ones
-
-    def loaded_drafters(self, spec: SpecConfig | None = None) -> tuple[Drafter, ...]:
-        """The drafters of `spec` that are loaded, in its order; None: all."""
-        return tuple(self._open_loader().loaded(spec).values())
-
-    def reset_drafters(self, spec: SpecConfig | None = None) -> None:
-        """Let the drafters of `spec` (None: all that are loaded) forget earlier requests, as if each had just been
-        loaded; those of `spec` that are missing are loaded. Weights stay, and the target's prefix cache does: give
-        requests a `SamplingParams.tenant` each where they may not share it.
-
-        A drafter without a `reset` (`draft.base.Resets`) is made anew.
-
-        Raises:
-            InputError: requests are running; see `prepare` for the rest.
-        """
-        loader = self._open_loader()
-        if spec is not None:
-            check_spec(spec)
-            spec = loader.with_head_kind(spec)
-        with self._turns.lock:
-            self._check_idle("drafters are reset")
-            replaced = loader.reset(spec)
-        if spec is not None:
-            loader.load(spec)
-        replaced.clear()  # not before: what is loaded shares the weights of what is in use
-
-    def take_drafters(self, spec: SpecConfig) -> dict[DrafterKey, Drafter]:
-        """Take the drafters of `spec` out, with all they remember: its next request gets new ones.
-
-        Raises:
-            InputError: requests are running.
-        """
-        check_spec(spec)
-        loader = self._open_loader()
-        spec = loader.with_head_kind(spec)
-        with self._turns.lock:
-            self._check_idle("drafters are exchanged")
-            return loader.take(spec)
-
-    def put_drafters(self, drafters: Mapping[DrafterKey, Drafter]) -> None:
-        """Use drafters that `take_drafters` returned, or others under their keys (`draft.group.drafter_key`), from the
-        next request on.
-
-        Raises:
-            InputError: requests are running.
-        """
-        loader = self._open_loader()
-        with self._turns.lock:
-            self._check_idle("drafters are exchanged")
-            loader.put(drafters)
-
-    def reset_controller(self, policy: Policy | None = None) -> Policy:
-        """Let the controller forget what it has observed (step times, acceptance), except the costs it began with; or
-        let it go on with `policy`, which an earlier call returned. Returns the policy in use from now on.
-
-        Raises:
-            InputError: requests are running.
-        """
-        with self._turns.lock:
-            self._check_idle("the controller is reset")
-            return self.engine.chooser.reset(policy)
-
     # ---- what `AsyncEngine` uses
 
     def claim(self, owner: Owner) -> Engine:
@@ -510,12 +443,6 @@ class LLM(Uncopied):
         if self._loader is None:
             raise self._was_closed()
         return self._loader
-
-    def _check_idle(self, what: str) -> None:
-        """Refuse while there are requests, whose drafters and policy know about them."""
-        if self._check_free().engine.has_work:
-            remedy = f"still answers requests, and {what} between requests: let them end, or close their streams"
-            raise InputError("llm", str(self.folder), remedy)
 
     def _was_closed(self) -> InputError:
         return InputError("llm", str(self.folder), "was closed; open it again")
