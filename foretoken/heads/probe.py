@@ -100,8 +100,10 @@ def probe(head: Head, target: SharesWeights, start: int = 0, num_rows: int = NUM
     ]
     for name, one in variants:
         theirs = _scores(one, batch, target)
-        if (deviations := _deviations(theirs, ours)) >= _FEWEST_DEVIATIONS:
-            found.append((deviations, name, _shares(theirs)[0]))
+        deviations, share = _deviations(theirs, ours, batch.tokens[0].tolist()), _shares(theirs)[0]
+        # A head that is hardly trained may be less wrong in another wiring: what guesses by chance is no remedy.
+        if deviations >= _FEWEST_DEVIATIONS and share >= max(agreement[0], _CHANCE):
+            found.append((deviations, name, share))
     best = max(found, default=None)
     return Probe(agreement, batch.tokens.shape[1] - 1, None if best is None else best[1:])
 
@@ -151,15 +153,20 @@ def _shares(scores: _Scores) -> tuple[float, ...]:
     return tuple(sum(hits) / len(hits) for hits in by_place.values())
 
 
-def _deviations(theirs: _Scores, ours: _Scores) -> float:
+def _deviations(theirs: _Scores, ours: _Scores, tokens: list[int]) -> float:
     """By how many standard errors one head finds the text more probable than another, along the rows of both.
 
-    Hits alone are too few to tell neighbouring layers apart.
+    Hits alone are too few to tell neighbouring layers apart. Rows with the same token and the same next one are one
+    observation: where a text repeats itself, they show the same thing again.
     """
-    gains = torch.tensor([theirs[key][1] - ours[key][1] for key in ours if key in theirs], dtype=torch.float64)
-    if len(gains) < _FEWEST_ROWS or not float(gains.std()):
+    by_pair: dict[tuple[int, int, int], list[float]] = {}
+    for (place, row), (_, log) in ours.items():
+        if (place, row) in theirs:
+            by_pair.setdefault((place, tokens[row], tokens[row + 1]), []).append(theirs[place, row][1] - log)
+    if sum(map(len, by_pair.values())) < _FEWEST_ROWS or len(by_pair) < 2:
         return 0.0
-    return float(gains.mean() / gains.std()) * math.sqrt(len(gains))
+    gains = torch.tensor([sum(own) / len(own) for own in by_pair.values()], dtype=torch.float64)
+    return float(gains.mean() / gains.std()) * math.sqrt(len(gains)) if float(gains.std()) else 0.0
 
 
 def _share(guessed: Tensor, wanted: Tensor) -> float:

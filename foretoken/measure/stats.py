@@ -92,7 +92,14 @@ def drawn(num_groups: int, stream: int = 0) -> Array:
 def drawn_ratios(counts: Counts, weights: Array) -> Array:
     """The ratio of totals in each draw [draws]; NaN where its denominator is 0."""
     sums = weights @ counts
-    return np.divide(sums[:, 0], sums[:, 1], out=np.full(len(sums), np.nan), where=sums[:, 1] > 0)
+    return _quotients(sums[:, 0], sums[:, 1])
+
+
+def _quotients(above: Array, below: Array) -> Array:
+    """NaN where the denominator is not above 0."""
+    found = np.full(above.shape, np.nan)
+    np.divide(above, below, out=found, where=below > 0)
+    return found
 
 
 def expanded_interval(
@@ -183,7 +190,8 @@ def paired_ratio(own: Measured, base: Measured) -> PairedRatio | None:
         return None
     ends = None if whole <= 0 else _log_t_interval(whole, tables)
     by_prompt = {prompt: value for prompt, value in alone.items() if not math.isnan(value)}
-    return PairedRatio(whole, *((None, None) if ends is None else (ends.low, ends.high)), by_prompt)
+    low, high = (None, None) if ends is None else (ends.low, ends.high)
+    return PairedRatio(whole, low, high, by_prompt)
 
 
 def _table(measured: Measured, prompts: list[int], repeats: list[int], common: set[tuple[int, int]]) -> Array:
@@ -195,16 +203,16 @@ def _table(measured: Measured, prompts: list[int], repeats: list[int], common: s
 def _paired_ratios(tables: tuple[Array, ...], weights: Array) -> Array:
     """The ratio of rates for each row of `weights` [draws, prompts]; NaN where one of them is unknown or 0."""
     own, base = (_median_rates(table, weights) for table in tables)
-    return np.divide(own, base, out=np.full(len(weights), np.nan), where=base > 0)
+    return _quotients(own, base)
 
 
 def _median_rates(table: Array, weights: Array) -> Array:
     """[draws]: the median over the repeats in which a draw has an answer; NaN without one."""
-    amounts, costs = table[0] @ weights.T, table[1] @ weights.T
-    rates = np.divide(amounts, costs, out=np.full(costs.shape, np.nan), where=costs > 0)
+    rates = _quotients(table[0] @ weights.T, table[1] @ weights.T)
+    found: Array = np.full(len(weights), np.nan)
     if len(rates) == 1:
-        return rates[0]
-    found = np.full(len(weights), np.nan)
+        found[:] = rates[0]
+        return found
     known = ~np.isnan(rates).all(axis=0)
     if known.any():
         found[known] = np.nanmedian(rates[:, known], axis=0)
@@ -242,7 +250,8 @@ def _log_errors(totals: Array, weights: Array) -> Array:
     with np.errstate(divide="ignore", invalid="ignore"):
         scaled = signs / means
         squares = np.einsum("dij,di,dj->d", products, scaled, scaled)
-    return np.sqrt(np.maximum(squares, 0.0) / (num_prompts * (num_prompts - 1)))
+    errors: Array = np.sqrt(np.maximum(squares, 0.0) / (num_prompts * (num_prompts - 1)))
+    return errors
 
 
 # ---- values in groups

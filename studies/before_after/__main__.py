@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from foretoken.bench.load_options import MIXED
+from foretoken.measure.write import write_report
 from studies.before_after import grid, mixed, report
 from studies.before_after.pair import AFTER, BEFORE, Options, opened, setting_fields
 
@@ -87,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
             **{name: getattr(chosen, name) for name in ("dtype", "device", "threads", "profile", "seed")},
         }
         run = report.Run(command, listed, pair, samples, traces, interrupted, load)
-        for path in report.write(run, chosen.out, chosen.name):
+        for path in write_report(report.report_of(run), chosen.out, chosen.name).files:
             _tell(f"written: {path}")
     return 0
 

@@ -1,17 +1,13 @@
-"""The record of a run: raw numbers as JSON and tables as Markdown."""
+"""The report of a run: its tables, and its samples as results."""
 
 from __future__ import annotations
 
-import datetime
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from foretoken.engine.startup.machine import machine, versions
-from foretoken.printing import markdown
+from foretoken.measure.report import Report, Table
 from studies.before_after.grid import Cell, Grid, Ratio, Sample
 from studies.before_after.mixed import PHASE_NAMES, Traces, TraceSample
 from studies.before_after.pair import AFTER, BEFORE, Pair
@@ -22,7 +18,7 @@ EXPLAINED = (
     "other waits in a read. A ratio is the median over repeats of ratios of neighbouring turns, with the smallest and "
     "the largest. Tokens per second are those of the whole batch, prompts included, medians over repeats. `requests` "
     "is the mean over requests of their own tokens per second after the first token. Means are geometric, over cells; "
-    "their intervals hold 95 % of the means when the repeats of each cell are drawn anew with replacement."
+    "their 95 % intervals are by a bootstrap over the repeats of each cell."
 )
 
 
@@ -39,18 +35,25 @@ class Run:
     load: float
 
 
-def write(run: Run, folder: Path, name: str) -> tuple[Path, Path]:
-    """Write `YYYY-MM-DD-name.json` and `.md`; an earlier result of the day is kept, and this one numbered."""
-    folder.mkdir(parents=True, exist_ok=True)
-    date = datetime.datetime.now(datetime.UTC).date().isoformat()
-    stem, taken = f"{date}-{name}", 1
-    while (folder / f"{stem}.json").exists():
-        taken += 1
-        stem = f"{date}-{name}-{taken}"
-    raw, page = folder / f"{stem}.json", folder / f"{stem}.md"
-    raw.write_text(json.dumps(_record(run, date), indent=1) + "\n", encoding="utf-8")
-    page.write_text(_page(run, date, raw.name), encoding="utf-8")
-    return raw, page
+def report_of(run: Run) -> Report:
+    """The report of a run, its samples among the results."""
+    grid = Grid(run.samples)
+    tables: list[Table] = []
+    if run.samples:
+        tables += [_summary_table(grid), *(_setting_table(grid, name) for name in grid.settings)]
+        tables += [_answer_table(grid), _policy_table(grid)]
+    if run.traces:
+        tables += _trace_tables(Traces(list(run.traces)))
+    checkouts = (f"{name}: {_checkout(about)}" for name, about in run.pair.about.items())
+    return Report(
+        title="Two checkouts compared",
+        command=run.command,
+        options=run.options,
+        results=_results(run, grid),
+        tables=tuple(tables),
+        explained=EXPLAINED,
+        caveats=(*checkouts, *_caveats(run)),
+    )
 
 
 def summary(grid: Grid) -> dict[str, Any]:
@@ -84,16 +87,10 @@ def comparisons(settings: Sequence[str]) -> list[tuple[str, tuple[str, str], tup
     return found
 
 
-def _record(run: Run, date: str) -> dict[str, Any]:
-    grid = Grid(run.samples)
+def _results(run: Run, grid: Grid) -> dict[str, Any]:
     return {
         "kind": "before_after",
-        "command": run.command,
-        "date": date,
-        "machine": machine(),
-        "versions": versions(),
         "checkouts": run.pair.about,
-        "options": dict(run.options),
         "interrupted": run.interrupted,
         "load_before": run.load,
         "idle_core_share": _idle(run.pair),
@@ -104,32 +101,6 @@ def _record(run: Run, date: str) -> dict[str, Any]:
         "samples": [one.as_dict() for one in run.samples],
         "traces": [vars(one) | {"tokens_per_s": one.tokens_per_s} for one in run.traces],
     }
-
-
-def _page(run: Run, date: str, raw: str) -> str:
-    lines = [
-        f"# Two checkouts compared on {date}",
-        "",
-        f"    {run.command}",
-        "",
-        f"- machine: {_listed(machine())}",
-        f"- versions: {_listed(versions())}",
-        *(f"- {name}: {_checkout(about)}" for name, about in run.pair.about.items()),
-        f"- raw numbers: [{raw}]({raw})",
-        "",
-        EXPLAINED,
-        "",
-        *(f"- {caveat}" for caveat in _caveats(run)),
-    ]
-    grid = Grid(run.samples)
-    if run.samples:
-        lines += _summary_lines(grid)
-        for name in grid.settings:
-            lines += _setting_lines(grid, name)
-        lines += _answer_lines(grid) + _policy_lines(grid)
-    if run.traces:
-        lines += _trace_lines(Traces(list(run.traces)))
-    return markdown.page(lines)
 
 
 def _checkout(about: Mapping[str, Any]) -> str:
@@ -155,7 +126,7 @@ def _caveats(run: Run) -> list[str]:
     return found
 
 
-def _summary_lines(grid: Grid) -> list[str]:
+def _summary_table(grid: Grid) -> Table:
     headings = ("comparison", "mean (95 %)", "worst cell", "at", "best cell", "at", "below 0.97", "requests: mean")
     rows = []
     for title, one in summary(grid).items():
@@ -169,10 +140,10 @@ def _summary_lines(grid: Grid) -> list[str]:
                 "" if requests is None else str(Ratio(**requests)),
             )
         )
-    return ["", "## Summary over all cells", "", *markdown.table(headings, rows)]
+    return Table("Summary over all cells", headings, tuple(rows))
 
 
-def _setting_lines(grid: Grid, name: str) -> list[str]:
+def _setting_table(grid: Grid, name: str) -> Table:
     """A row for every cell: speeds of both, ratios, and what requests saw."""
     headings = ["cell", "before", "after", "after/before"]
     if name != "plain":
@@ -186,21 +157,21 @@ def _setting_lines(grid: Grid, name: str) -> list[str]:
             row += [_text_of(grid.ratio(cell, (side, name), (side, "plain"))) for side in (AFTER, BEFORE)]
         row += [_number(grid.speed(cell, side, name, "request_tokens_per_s")) for side in (BEFORE, AFTER)]
         row.append(_text_of(grid.ratio(cell, (AFTER, name), (BEFORE, name), "request_tokens_per_s")))
-        rows.append(row)
-    return ["", f"## {name}: tokens/s", "", *markdown.table(headings, rows)]
+        rows.append(tuple(row))
+    return Table(f"{name}: tokens/s", tuple(headings), tuple(rows))
 
 
-def _answer_lines(grid: Grid) -> list[str]:
+def _answer_table(grid: Grid) -> Table:
     rows = []
     for name in grid.settings:
         counts = [grid.answers(cell, name) for cell in grid.cells]
         total, same, unexplained = (sum(column) for column in zip(*counts, strict=True))
         rows.append((name, str(total), str(same), str(total - same), str(unexplained)))
     headings = ("setting", "answers", "equal", "different", "different without a near tie")
-    return ["", "## Answers of both checkouts compared", "", *markdown.table(headings, rows)]
+    return Table("Answers of both checkouts compared", headings, tuple(rows))
 
 
-def _policy_lines(grid: Grid) -> list[str]:
+def _policy_table(grid: Grid) -> Table:
     headings = ("setting", "checkout", "batch", "ms per step", "beyond plain's", "share of a step")
     rows = []
     for name in grid.settings:
@@ -210,23 +181,23 @@ def _policy_lines(grid: Grid) -> list[str]:
                 if found is not None:
                     rows.append((name, side, str(batch), *(f"{ms:.3f}" for ms in found[:2]), f"{100 * found[2]:.1f} %"))
     note = "Time of the engine's phases schedule and observe, and of previews, wherever they are counted."
-    return ["", "## Time that scheduling and the policy take", "", note, "", *markdown.table(headings, rows, "llr")]
+    return Table("Time that scheduling and the policy take", headings, tuple(rows), (note,), "llr")
 
 
-def _trace_lines(traces: Traces) -> list[str]:
-    lines = ["", "## A changing load", ""]
+def _trace_tables(traces: Traces) -> list[Table]:
+    tables = []
     best = traces.best_fixed
     if traces.turns:
-        headings = ["checkout", "setting", "tokens/s", "times plain", "times best fixed", *PHASE_NAMES]
+        headings = ("checkout", "setting", "tokens/s", "times plain", "times best fixed", *PHASE_NAMES)
         rows = []
         for side, name in traces.turns:
             plain = traces.ratio((side, name), (side, "plain"))
             fixed = None if best is None else traces.ratio((side, name), (AFTER, best))
             speeds = [_number(speed) for speed in traces.phase_speeds((side, name))]
-            rows.append([side, name, _number(traces.speed((side, name))), _text_of(plain), _text_of(fixed), *speeds])
-        lines += [f"Best fixed setting: {best}.", "", *markdown.table(headings, rows, "llr")]
-    rows = [[one.setting, _number(one.tokens_per_s)] for one in traces.screened]
-    return [*lines, "", "Screening, one run of each fixed setting:", "", *markdown.table(["setting", "tokens/s"], rows)]
+            rows.append((side, name, _number(traces.speed((side, name))), _text_of(plain), _text_of(fixed), *speeds))
+        tables.append(Table("A changing load", headings, tuple(rows), (f"Best fixed setting: {best}.",), "llr"))
+    screened = tuple((one.setting, _number(one.tokens_per_s)) for one in traces.screened)
+    return [*tables, Table("Screening, one run of each fixed setting", ("setting", "tokens/s"), screened)]
 
 
 def _idle(pair: Pair) -> float:
@@ -247,7 +218,3 @@ def _text_of(ratio: Ratio | None) -> str:
 
 def _number(value: float) -> str:
     return "" if math.isnan(value) else f"{value:.0f}" if value >= 100 else f"{value:.1f}"
-
-
-def _listed(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key} {value}" for key, value in values.items())

@@ -11,6 +11,7 @@ from studies.before_after.checkout import Checkout, CheckoutError
 from studies.before_after.grid import Grid, GridPlan, Sample
 from studies.before_after.mixed import MixedPlan, Traces
 from studies.before_after.pair import AFTER, BEFORE, Pair, rotated, setting_fields
+from studies.before_after.report import Run, report_of
 
 HERE = Path(__file__).resolve().parents[2]
 TOKENS = 10
@@ -129,3 +130,14 @@ def test_a_checkout_compared_with_itself(tmp_path: Path) -> None:
     assert "| plain | 2 | 2 | 0 | 0 |" in text
     assert "| auto | 2 | 2 | 0 | 0 |" in text
     assert str(tmp_path) not in text
+
+
+def test_a_report_has_the_ratios_of_every_cell_and_keeps_the_samples() -> None:
+    run = Run("command", {"grid": None}, fake_pair([]), measured(), (), False, 0.0)
+    found = report_of(run)
+    by_title = {table.title: table for table in found.tables}
+    assert by_title["auto: tokens/s"].lines[0][:4] == ("1 code", "20.0", "40.0", "2.000 (2.00-2.00)")
+    assert by_title["Answers of both checkouts compared"].lines[1] == ("auto", "24", "0", "24", "24")
+    assert found.results["summary"]["auto: after/before"]["mean"] == {"median": 2.0, "low": 2.0, "high": 2.0}
+    assert len(found.results["samples"]) == 16
+    assert found.json_line()

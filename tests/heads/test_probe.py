@@ -15,7 +15,7 @@ from foretoken.errors import SpeculationWarning
 from foretoken.heads.base import Head
 from foretoken.heads.checkpoint import load_head, make_head, save_head
 from foretoken.heads.config import HeadConfig
-from foretoken.heads.probe import _other_configs, _own_text, probe, probe_at_load
+from foretoken.heads.probe import _deviations, _other_configs, _own_text, probe, probe_at_load
 from foretoken.model.interface import SharesWeights
 from foretoken.model.loader import read_config
 from foretoken.model.open import open_model
@@ -140,6 +140,25 @@ def test_an_untrained_head_is_near_chance(target: SharesWeights, folder: Path, t
     found = probe(load_head(tmp_path, config, dtype="float32"), target)
     assert found.is_near_chance
     assert "near chance" in str(found.advice())
+
+
+def test_rows_that_repeat_are_one_observation() -> None:
+    """A minute's head of smollm2 was blamed by 48 rows, nearly all of which were one repeated token."""
+    tokens = [5, 6, 7] + [8] * 40
+    ours = {(0, row): (False, -1.0) for row in range(42)}
+    theirs = {(0, row): (False, log) for row, log in enumerate([-1.1, -0.9, -1.05, *[-0.5] * 39])}
+    assert 0.0 < _deviations(theirs, ours, tokens) < 1.0
+    assert _deviations(theirs, ours, list(range(43))) > 10.0, "where each row says something else, all count"
+
+
+def test_a_wiring_that_guesses_by_chance_is_no_remedy(
+    target: SharesWeights, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`agrees at 0% of 16 rows; with layers [3, 16, 28] in place of [2, 15, 27] it would be 0%`."""
+    monkeypatch.setattr("foretoken.heads.probe._deviations", lambda *scores: 9.0)
+    found = probe(stored_head(eagle_config(target=settings(folder)), seed=3, dtype=torch.float32), target)
+    assert found.is_near_chance
+    assert found.better is None
 
 
 def test_the_trial_at_load_warns_and_can_be_turned_off(

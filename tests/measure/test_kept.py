@@ -21,7 +21,7 @@ class Options:
 
 
 def opened(path: Path, kind: str = "bench test", **values: object) -> KeptFile:
-    return KeptFile(path, kind, run_of(Options(**values), ("warmup",), model="m"))  # type: ignore[arg-type]
+    return KeptFile(path, kind, run_of(Options(**values), ("warmup",), model="m"))
 
 
 def test_a_run_resumes_from_its_file(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_another_runs_file_is_refused_by_the_field_that_differs(
 ) -> None:
     opened(tmp_path / "kept.jsonl").close()
     with pytest.raises(InputError, match=told):
-        opened(tmp_path / "kept.jsonl", **changed)  # type: ignore[arg-type]
+        opened(tmp_path / "kept.jsonl", **changed)
 
 
 def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
