@@ -99,9 +99,8 @@ class SpecConfig:
     - `mix`: the likeliest guesses of all parts as one tree; under rules that take chains only, the likelier chain.
       At most one part may ask a model. `ngram`, `suffix`, `recycling`, and `draft_model` where there is a draft (or
       the drafter of a `head`), by default. To use one drafter at a time, the best one in each round: `auto`.
-    - `auto`: the engine chooses anew in every round which drafter guesses for which request, and how many tokens, for
-      all requests of the step together; `suffix`, `draft_model` where there is a draft, and the drafter of a `head`, by
-      default.
+    - `auto`: in every round the engine chooses a drafter and a number of draft tokens for each request, jointly;
+      `suffix`, `draft_model` where there is a draft, and the drafter of a `head`, by default.
     """
 
     drafter: str | None = field(default=None, metadata=_option(_drafters_help))
