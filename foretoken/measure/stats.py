@@ -299,6 +299,8 @@ def _effective_size(owners: NDArray[np.int64], num_below: int, share: float) -> 
     """
     sizes = np.bincount(owners)
     num_groups, total = len(sizes), len(owners)
+    if num_groups == total:  # independent, and their count is binomial
+        return float(total)
     below = np.bincount(owners[:num_below], minlength=num_groups)
     rest = below - num_below / total * sizes
     variance = num_groups / (num_groups - 1) * float(rest @ rest) / total**2

@@ -103,6 +103,7 @@ def test_an_end_that_the_values_cannot_tell_is_open() -> None:
     half = quantile_estimate(values, 0.5)
     low, high = stats.binom.ppf([0.025, 0.975], 100, 0.5)  # ranks of the order statistics, the upper one counted from 0
     assert half == Estimate(50.0, low, high + 1)
+    assert quantile_estimate(values[:6], 0.5) == Estimate(3.0, 1.0, 6.0)  # they miss it with probability 2 / 2 ** 6
     assert quantile_estimate(values[:4], 0.5) == Estimate(2.0)
 
 
