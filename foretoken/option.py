@@ -52,7 +52,7 @@ class Option:
         """
         if self.choices and value not in self.choices:
             raise ConfigError(name, value, f"choose one of {', '.join(self.choices)}")
-        if self.valid is not None and value is not None:
+        if self.valid is not None:
             self.valid(name, value)
 
 
@@ -92,4 +92,6 @@ def check_fields(config: object) -> None:
         InputError: names the field.
     """
     for field, one in options_of(type(config)):
-        one.check(field.name, getattr(config, field.name))
+        value = getattr(config, field.name)
+        if value is not None or field.default is not None:
+            one.check(field.name, value)

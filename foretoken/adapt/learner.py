@@ -16,7 +16,6 @@ from foretoken.heads.base import Head, HeadBatch
 from foretoken.heads.losses import LossConfig, compare, same_argmax, target_logits, weighted_loss
 from foretoken.heads.weights import HeadWeight, held_in, in_format, numbers, plain_copy, weights_of
 from foretoken.model.interface import SharesWeights
-from foretoken.model.layers import softcapped
 
 Weights = Mapping[str, HeadWeight]  # of a head's `state_dict`, those that are learnt, in the formats in use
 
@@ -150,7 +149,7 @@ class _FrozenTarget:
         if self._matrix is None:
             self._matrix = self._product_matrix(rows, cap)
         logits = F.linear(rows, self._matrix)
-        return softcapped(logits, cap) if cap else logits
+        return cap * torch.tanh(logits / cap) if cap else logits
 
     @torch.no_grad()
     def _product_matrix(self, rows: Tensor, cap: float) -> Tensor:

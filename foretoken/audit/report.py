@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from foretoken.errors import InputError
-from foretoken.measure import write
+from foretoken.files import check_file, check_folder
 from foretoken.measure.report import Report, Table, now
 from foretoken.measure.write import SUFFIXES
 
@@ -113,4 +113,5 @@ def check_out(path: Path) -> None:
     """
     if path.suffix.lower() not in SUFFIXES:
         raise InputError("out", str(path), f"the file name must end in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")
-    write.check_out(path)
+    check_folder(path.parent)
+    check_file("out", path)

@@ -98,7 +98,7 @@ def speed_plots(rows: Sequence[SpeedRow]) -> tuple[Plot, ...]:
         else:
             points, title, unit, reference = speeds, "Speed", "tokens per second", None
         series = tuple(Series(name, tuple(own)) for name, own in points.items())
-        plots.append(Plot(f"{title}, temperature {temperature:g}", unit, series, reference=reference))
+        plots.append(Plot(f"{title}, temperature {temperature:g}", unit, series, baseline=reference))
     return tuple(plots)
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from foretoken.errors import ConfigError
 from foretoken.heads.config import BlockConfig, EagleConfig, HeadConfig, MedusaConfig
-from foretoken.heads.kinds import kind_of_config
 from foretoken.model.names import is_own_name
 
 # The newest versions whose options were compared (tests/export/options).
@@ -83,7 +82,7 @@ def refusal_reason(config: HeadConfig, engine: OtherEngine) -> str | None:
         return f"{NAMES[engine.name]} does not run {method} heads ({takes})"
     if engine.name == "vllm" and engine.numbers < _OLDEST_VLLM:
         return "the configuration of vLLM before 0.20 is not written here; give a later --engine-version"
-    return _REASONS[kind_of_config(config).name](config, engine)
+    return _REASONS[config.kind](config, engine)
 
 
 def target_reason(target: str, engine: OtherEngine, has_head: bool) -> str | None:

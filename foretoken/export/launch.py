@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from foretoken.export.engines import OtherEngine
 from foretoken.heads.config import BlockConfig, EagleConfig, HeadConfig
 from foretoken.heads.formats.layer_ids import are_default_taps, taps_to_outputs
-from foretoken.heads.kinds import kind_of_config
 
 _VLLM_NOTES = {
     "medusa": "vLLM runs Medusa as a chain of first choices.",
@@ -43,7 +42,7 @@ def launch_of(config: HeadConfig, engine: OtherEngine, target: str, head: str, n
 def _vllm(config: HeadConfig, engine: OtherEngine, target: str, head: str, num_draft: int) -> Launch:  # noqa: ARG001
     # Without "method" it is guessed from the path.
     spec: dict[str, object] = {"method": config.method, "model": head, "num_speculative_tokens": num_draft}
-    kind = kind_of_config(config).name
+    kind = config.kind
     if kind == "eagle":
         spec["draft_tensor_parallel_size"] = 1
     notes = (_VLLM_NOTES[kind],) if kind in _VLLM_NOTES else ()

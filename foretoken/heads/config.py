@@ -5,7 +5,7 @@ after `l` layers of the target (transformers' `hidden_states[l]`, the "enter" co
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from foretoken.errors import ConfigError
 from foretoken.model.architecture import ModelConfig
@@ -19,6 +19,7 @@ class EagleConfig:
     the state behind the target's final norm, version 3 the three of `taps` (low, mid, high), fused.
     """
 
+    kind: ClassVar[str] = "eagle"  # its row of `heads.kinds.KINDS`
     version: Literal[1, 3]
     layer: ModelConfig
     target_hidden_size: int
@@ -61,6 +62,7 @@ class MedusaConfig:
     anchor and of the k guesses before its own. Without `has_own_output` the target's output matrix is used.
     """
 
+    kind: ClassVar[str] = "medusa"  # its row of `heads.kinds.KINDS`
     hidden_size: int
     vocab_size: int
     target_num_layers: int
@@ -90,6 +92,7 @@ class BlockConfig:
     rank `markov_rank` (0: none) adds W2 W1[token before] to each slot's logits.
     """
 
+    kind: ClassVar[str] = "block"  # its row of `heads.kinds.KINDS`
     layer: ModelConfig
     target_hidden_size: int
     target_num_layers: int
@@ -127,6 +130,7 @@ class BlockConfig:
 class ExitAdapterConfig:
     """An early-exit adapter: a gated MLP of `intermediate_size` over the residual stream after `exit_layer` layers."""
 
+    kind: ClassVar[str] = "early_exit"  # its row of `heads.kinds.KINDS`
     hidden_size: int
     vocab_size: int
     target_num_layers: int

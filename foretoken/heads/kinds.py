@@ -90,9 +90,8 @@ _EXIT_ADAPTER = HeadKind(
     samples_rows=False,
 )
 KINDS: Mapping[str, HeadKind[Any]] = {kind.name: kind for kind in (_EAGLE, _MEDUSA, _BLOCK, _EXIT_ADAPTER)}
-_BY_CONFIG: Mapping[type, HeadKind[Any]] = {kind.config: kind for kind in KINDS.values()}
 
 
 def kind_of_config(config: HeadConfig) -> HeadKind[Any]:
     """The kind of head that has this shape."""
-    return _BY_CONFIG[type(config)]
+    return KINDS[config.kind]

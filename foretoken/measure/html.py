@@ -38,7 +38,7 @@ figure { margin: 2rem 0; } figcaption { font-weight: 600; } summary { color: var
 svg { max-width: 100%; height: auto; font: 12px system-ui, sans-serif; fill: var(--ink); }
 svg .end { text-anchor: end; } svg .mid { text-anchor: middle; }
 svg .heading { font-weight: 600; } svg .tick { fill: var(--soft); } svg .bar { fill: var(--bar); }
-svg .grid { stroke: var(--rule); } svg .reference { stroke: var(--ink); stroke-dasharray: 4 3; }
+svg .grid { stroke: var(--rule); } svg .baseline { stroke: var(--ink); stroke-dasharray: 4 3; }
 svg .whisker { stroke: var(--ink); stroke-width: 1.4; } svg .line { fill: none; stroke-width: 2; }
 """
 _COLOURS = "".join(

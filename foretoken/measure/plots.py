@@ -50,7 +50,7 @@ class Series:
 class Plot:
     """Values of several settings: `bars` in a group for each place of the axis, or `lines` from place to place.
 
-    `unit` is that of the values, `axis` says what the places are, `reference` is a value to compare with, drawn across.
+    `unit` is that of the values, `axis` says what the places are, `baseline` is a value to compare with, drawn across.
     """
 
     title: str
@@ -58,7 +58,7 @@ class Plot:
     series: tuple[Series, ...]
     kind: Literal["bars", "lines"] = "bars"
     axis: str = ""
-    reference: float | None = None
+    baseline: float | None = None
 
     @property
     def places(self) -> tuple[str, ...]:
@@ -115,9 +115,9 @@ def _bars(plot: Plot) -> tuple[float, float, list[str]]:
     for tick in scale.ticks:
         x = left + scale.at(tick)
         grid += [_stroke(x, _LINE / 2, x, bottom - _LINE / 2, "grid"), _words(x, bottom + 4, f"{tick:g}", "tick mid")]
-    if plot.reference is not None:
-        x = left + scale.at(plot.reference)
-        grid.append(_stroke(x, _LINE / 2, x, bottom - _LINE / 2, "reference"))
+    if plot.baseline is not None:
+        x = left + scale.at(plot.baseline)
+        grid.append(_stroke(x, _LINE / 2, x, bottom - _LINE / 2, "baseline"))
     grid.append(_words(left + _PLOT_WIDTH / 2, bottom + _LINE + 2, plot.unit, "tick mid"))
     return left + _PLOT_WIDTH + right, bottom + 2 * _LINE - 6, grid + parts
 
@@ -160,9 +160,9 @@ def _lines(plot: Plot) -> tuple[float, float, list[str]]:
             _stroke(left, y, left + _PLOT_WIDTH, y, "grid"),
             _words(left - 6, y + 4, f"{tick:g}", "tick end"),
         ]
-    if plot.reference is not None:
-        y = y_of(plot.reference)
-        parts.append(_stroke(left, y, left + _PLOT_WIDTH, y, "reference"))
+    if plot.baseline is not None:
+        y = y_of(plot.baseline)
+        parts.append(_stroke(left, y, left + _PLOT_WIDTH, y, "baseline"))
     parts += [_words(x, bottom + 16, place, "tick mid") for place, x in x_of.items()]
     parts.append(_words(left + _PLOT_WIDTH / 2, bottom + 34, plot.axis, "tick mid"))
     y, legend = bottom - _PLOT_HEIGHT + 6, left + _PLOT_WIDTH + 20
@@ -192,7 +192,7 @@ class _Scale:
     """From 0, or the smallest value below it, to the largest end of an interval, over `_PLOT_WIDTH`."""
 
     def __init__(self, plot: Plot) -> None:
-        values = [0.0, plot.reference or 0.0, *_values(plot.series)]
+        values = [0.0, plot.baseline or 0.0, *_values(plot.series)]
         low, high = min(values), max(values)
         self.ticks = _ticks(low, high if high > low else low + 1.0)
         self._low, self._span = self.ticks[0], self.ticks[-1] - self.ticks[0]

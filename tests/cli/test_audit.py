@@ -141,7 +141,7 @@ def test_bad_input_is_refused_before_anything_is_loaded(
 ) -> None:
     monkeypatch.setattr(run_module, "Session", None)
     cases = [
-        (2, ["--out", "report.txt"], "must end in .md or .json"),
+        (2, ["--out", "report.txt"], "must end in .html, .md or .json"),
         (2, ["--temperatures", "warm"], "temperatures='warm': must be numbers separated by commas"),
         (2, ["--temperatures", ""], "temperatures='': name at least one"),
         (2, ["--num-prompts", 0], "num_prompts=0: must be at least 1"),

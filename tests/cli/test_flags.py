@@ -39,6 +39,7 @@ OTHERS = {
     "train answers": {"prompts", "out"},  # JSON lines of prompts, and the file of the answers
     "eval": {"prompts", "slices", "out"},  # also prompts of token ids; one JSON file
     "simulate": {"seed"},
+    "bench profile": {"out"},  # a folder only
 }
 
 

@@ -31,7 +31,7 @@ def llm(pair: SimpleNamespace) -> Iterator[LLM]:
 def counts(llm: LLM, spec: SpecConfig) -> tuple[object, ...]:
     """What an answer took."""
     stats = llm.generate([PROMPT], PARAMS, spec)[0].stats
-    return stats.num_steps, stats.num_drafted, stats.num_accepted, tuple(stats.accepted_per_position)
+    return stats.num_steps, stats.num_drafted, stats.num_inner_drafted, tuple(stats.accepted_per_position)
 
 
 def test_every_drafter_of_the_package_can_be_reset() -> None:

@@ -23,7 +23,7 @@ BARS = Plot(
         Series(HOSTILE, (Point("code", 2.0, 1.5, 2.25), Point("chat", 0.5))),
         Series("x", (Point("code", 1.0, 0.5, None),)),
     ),
-    reference=1.0,
+    baseline=1.0,
 )
 LINES = Plot(
     "By position",
