@@ -15,6 +15,7 @@ import pytest
 from foretoken import LLM, SamplingParams, SpecConfig
 from foretoken.bench import profile as profile_module
 from foretoken.bench.workload import slices
+from foretoken.control.policy import Policy
 from foretoken.core import StepOutput
 from foretoken.engine.adviser import Adviser
 from foretoken.engine.request import RequestState
@@ -53,6 +54,9 @@ class Scripted:
 
     def submit(self, prompt: list[int], params: SamplingParams, spec: SpecConfig) -> RequestState:
         return self.engine.submit(prompt, params, spec)
+
+    def reset_controller(self, policy: Policy | None = None) -> Policy:
+        return self.engine.chooser.reset(policy)
 
     def step(self) -> list[StepOutput]:
         outputs = self.engine.step()

@@ -162,7 +162,6 @@ def _run(
                 found = answerer.answer(turn, texts, expected)
             line = {**_names(turn), "answers": found}
             kept.append(line)
-            kept.lines.append(line)
     except KeyboardInterrupt:
         return _INTERRUPTED
     finally:
