@@ -20,11 +20,11 @@ from foretoken.errors import InputError, StorageError
 from foretoken.params import check_text
 
 CACHE_VARIABLE = "FORETOKEN_CACHE"
-MOST_BYTES = 1 << 28  # a longer text is a mistake, or an endless device
+MAX_BYTES = 1 << 28  # a longer text is a mistake, or an endless device
 
 
 def read_text(field: str, path: Path) -> str:
-    """The UTF-8 text of a file of at most `MOST_BYTES`.
+    """The UTF-8 text of a file of at most `MAX_BYTES`.
 
     Raises:
         StorageError: names the field and the file, and the line of a byte that is not UTF-8.
@@ -42,16 +42,14 @@ def read_stream(field: str, name: str, file: IO[bytes]) -> str:
     """The UTF-8 text of an open file called `name`
 
     Raises:
-        StorageError: it cannot be read, is longer than `MOST_BYTES`, or is not UTF-8.
+        StorageError: it cannot be read, is longer than `MAX_BYTES`, or is not UTF-8.
     """
     try:
-        data = file.read(MOST_BYTES + 1)
+        data = file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:  # a ValueError is a closed file
         raise StorageError(f"{field}: cannot read {name}: {error}") from error
-    if len(data) > MOST_BYTES:
-        raise StorageError(
-            f"{field}: cannot read {name}: it is longer than {MOST_BYTES >> 20} MiB; give a shorter text"
-        )
+    if len(data) > MAX_BYTES:
+        raise StorageError(f"{field}: cannot read {name}: it is longer than {MAX_BYTES >> 20} MiB; give a shorter text")
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -21,7 +21,7 @@ import foretoken
 
 ROOT = Path(__file__).resolve().parents[1]
 NAME = f"foretoken-{foretoken.__version__}"
-MOST_BYTES = 6_000_000
+MAX_BYTES = 6_000_000
 
 
 def call(command: Sequence[str | Path], folder: Path, **variables: str) -> str:
@@ -86,7 +86,7 @@ def test_the_wheel(wheel: Path) -> None:
     assert names - about == package_files()
     assert "foretoken/py.typed" in names
     assert not [name for name in names if name.endswith(".safetensors")]  # models are fetched or named
-    assert wheel.stat().st_size < MOST_BYTES
+    assert wheel.stat().st_size < MAX_BYTES
     assert f"{NAME}.dist-info/licenses/LICENSE" in about
     assert "License-Expression: Apache-2.0" in metadata
     assert "Requires-Dist: torch>=2.11" in metadata

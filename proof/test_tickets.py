@@ -27,7 +27,7 @@ NUM_TICKETS = [250_000, pytest.param(1_000_000, marks=pytest.mark.release)]
 NUM_OF_A_REAL_ENGINE = [2_000, pytest.param(10_000, marks=pytest.mark.release)]
 NUM_THREADS = 4
 LIFETIME = 1_000  # tickets of one engine, about
-MOST_WAITING = 64
+MAX_WAITING = 64
 GREEDY = SamplingParams(max_tokens=4)
 
 
@@ -163,7 +163,7 @@ class Race:
         while self.num_issued < self.num_tickets:
             rng = random.Random(self.seed + self.num_engines)
             self.num_engines += 1
-            engine = AsyncEngine(self.llm, max_waiting=MOST_WAITING)
+            engine = AsyncEngine(self.llm, max_waiting=MAX_WAITING)
             engine._wake = Pausing(engine._wake, rng)  # type: ignore[assignment]
             close_after = rng.randrange(LIFETIME // 4, LIFETIME // 2)
             workers = [

@@ -59,7 +59,7 @@ _LEFT_ALONE = {  # keywords that are no formulas
     "device",  # noticed on a machine with an accelerator only: tests/verify/test_device.py
 }
 NO_REASON = "NOT EXPLAINED"
-_MOST_BYTES = 4 * 2**30
+_MAX_BYTES = 4 * 2**30
 
 _SWAPPED_BINARY = {
     ast.Add: ast.Sub,
@@ -317,9 +317,7 @@ def judge(mutant: Mutant | None, limit_s: int) -> tuple[str, float]:
     child = os.fork()
     if child == 0:
         resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s))
-        resource.setrlimit(
-            resource.RLIMIT_DATA, (_MOST_BYTES, _MOST_BYTES)
-        )  # an endless loop may fill the memory first
+        resource.setrlimit(resource.RLIMIT_DATA, (_MAX_BYTES, _MAX_BYTES))  # an endless loop may fill the memory first
         _run_tests(mutant)
     _, status, usage = os.wait4(child, 0)
     code = os.waitstatus_to_exitcode(status)
@@ -446,16 +444,16 @@ def judge_all(
     known: Known,
     tests: str,
     state: Path,
-    most_s: float | None = None,
+    max_s: float | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> bool:
     """Judge mutants in turn, each verdict written to `state` at once, with a line of progress; whether all were judged.
 
-    After `most_s` seconds no further one is begun; Ctrl-C ends it too.
+    After `max_s` seconds no further one is begun; Ctrl-C ends it too.
     """
     began = clock()
     for done, mutant in enumerate(todo):
-        if most_s is not None and clock() - began >= most_s:
+        if max_s is not None and clock() - began >= max_s:
             return False
         try:
             verdict, took_s = judge_one(mutant)
@@ -572,13 +570,13 @@ def main() -> int:
             print("the tests fail on the package as it is", file=sys.stderr)
             return 2
         limit_s = options.limit_s or round(3 * took_s)
-        most_s = None if options.most_minutes is None else 60 * options.most_minutes
-        is_complete = judge_all(todo, lambda mutant: judge(mutant, limit_s), known, tests, STATE, most_s)
+        max_s = None if options.max_minutes is None else 60 * options.max_minutes
+        is_complete = judge_all(todo, lambda mutant: judge(mutant, limit_s), known, tests, STATE, max_s)
     unexplained = _report(mutants, known, time.monotonic() - began)
     left = len(open_mutants(mutants, known, tests))
     print(f"{REPORT.relative_to(ROOT)} written; {unexplained} survivors without a reason, {left} mutants not run")
     if not is_complete:
-        return INCOMPLETE if options.most_minutes is not None else INTERRUPTED
+        return INCOMPLETE if options.max_minutes is not None else INTERRUPTED
     return 1 if unexplained else 0
 
 

@@ -22,7 +22,7 @@ from foretoken.train.answers import ANSWERS_KIND, folder_fingerprint
 from foretoken.train.corpus import Corpus, standard_library
 from studies.command import exit_code_of
 
-PIECE_TOKENS, LEAST_TOKENS, PROMPT_TOKENS = 4000, 64, 8
+PIECE_TOKENS, MIN_TOKENS, PROMPT_TOKENS = 4000, 64, 8
 
 
 def main() -> int:
@@ -46,8 +46,8 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-def write(target: str, kind: str, most_tokens: int, out: Path, corpus: Corpus) -> int:
-    """Write training documents of `kind` until there are `most_tokens`; the number of tokens.
+def write(target: str, kind: str, max_tokens: int, out: Path, corpus: Corpus) -> int:
+    """Write training documents of `kind` until there are `max_tokens`; the number of tokens.
 
     Raises:
         InputError: a corpus without such documents.
@@ -63,12 +63,12 @@ def write(target: str, kind: str, most_tokens: int, out: Path, corpus: Corpus) -
             ids = llm.encode(document.text)
             for start in range(0, len(ids), PIECE_TOKENS):
                 piece = ids[start : start + PIECE_TOKENS]
-                if len(piece) < LEAST_TOKENS:
+                if len(piece) < MIN_TOKENS:
                     continue
                 row = {"place": place, "prompt_ids": piece[:PROMPT_TOKENS], "answer_ids": piece[PROMPT_TOKENS:]}
                 file.write(to_json(row) + "\n")
                 num_tokens += len(piece)
-            if num_tokens >= most_tokens:
+            if num_tokens >= max_tokens:
                 break
     return num_tokens
 

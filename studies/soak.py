@@ -37,7 +37,7 @@ from studies.command import record
 
 _NUM_LOOKS = 20
 _FIRST_LOOK = _NUM_LOOKS // 5  # what was read, compiled and filled by then is no growth
-_MOST_OBJECTS = 200  # of one type: a few more or less are caches of the interpreter
+_MAX_OBJECTS = 200  # of one type: a few more or less are caches of the interpreter
 _STORE_TOKENS = 4096  # of finished answers per tenant, so that the stores of `suffix` are full long before the end
 _TENANTS = ("", "a", "b")
 _TEXTS = (
@@ -249,7 +249,7 @@ def kept(engine: AsyncEngine) -> Iterator[str]:
 def grown_types(first: Sample, last: Sample) -> dict[str, int]:
     """Types of which there are markedly more at the end."""
     more = last.by_type - first.by_type
-    return {name: count for name, count in more.most_common(12) if count > _MOST_OBJECTS}
+    return {name: count for name, count in more.most_common(12) if count > _MAX_OBJECTS}
 
 
 def soak(options: argparse.Namespace) -> dict[str, Any]:
@@ -265,7 +265,7 @@ def soak(options: argparse.Namespace) -> dict[str, Any]:
             llm.prepare(spec)
         for drafter in drafters_of(llm.loaded_drafters()):
             if isinstance(drafter, SuffixDrafter):
-                drafter._store_tokens, drafter._most_tokens = _STORE_TOKENS, 4 * _STORE_TOKENS
+                drafter._store_tokens, drafter._max_tokens = _STORE_TOKENS, 4 * _STORE_TOKENS
         for model in paged_models():
             for tensor in (*model.pool.keys, *model.pool.values):
                 tensor.zero_()  # memory that the system has promised is taken now, and is no growth later
@@ -300,7 +300,7 @@ def soak(options: argparse.Namespace) -> dict[str, Any]:
         "kept": list(dict.fromkeys(problems)),
         "prefix": None if prefix is None else vars(prefix),
         "growth_mb": last.resident_mb - first.resident_mb,
-        "most_growth_mb": options.most_growth_mb,
+        "max_growth_mb": options.max_growth_mb,
         "growth_tensors": last.num_tensors - first.num_tensors,
         "growth_objects": last.num_objects - first.num_objects,
         "grown_types": grown_types(first, last),
@@ -325,7 +325,7 @@ def main() -> int:
     options = parser.parse_args()
     report = record("soak", soak(options), options.out)
     print(json.dumps({key: value for key, value in report.items() if key != "looks"}, indent=1))
-    bad = report["differing"] or report["failed"] or report["kept"] or report["growth_mb"] > options.most_growth_mb
+    bad = report["differing"] or report["failed"] or report["kept"] or report["growth_mb"] > options.max_growth_mb
     return 5 if bad else 0
 
 

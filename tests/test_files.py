@@ -35,14 +35,14 @@ ONE_JOB = '{"prompt_tokens": 1, "output_tokens": 1}'
     ],
 )
 def test_texts_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, message: str) -> None:
-    monkeypatch.setattr("foretoken.files.MOST_BYTES", 100)
+    monkeypatch.setattr("foretoken.files.MAX_BYTES", 100)
     (tmp_path / "x").write_bytes(content)
     with pytest.raises(StorageError, match=message):
         read_text("field", tmp_path / "x")
 
 
 def test_places_that_hold_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("foretoken.files.MOST_BYTES", 1 << 20)
+    monkeypatch.setattr("foretoken.files.MAX_BYTES", 1 << 20)
     for path in (tmp_path, tmp_path / "nowhere", Path("a\0b"), Path("/dev/zero")):
         with pytest.raises(StorageError, match="field: cannot read"):
             read_text("field", path)

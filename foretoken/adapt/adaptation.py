@@ -18,7 +18,7 @@ from foretoken.control.adaptation import MIN_WINDOWS, AdaptConfig, change
 
 _PASSES = 8  # over the same text: more would learn it by heart
 _WINDOWS_PER_ROUND = 48  # learnt between two judgements, which read every held-out window
-_MOST_JUDGED = 24  # windows, the newest: a judgement should not take longer than what it judges
+_MAX_JUDGED = 24  # windows, the newest: a judgement should not take longer than what it judges
 
 
 class Rest(Enum):
@@ -119,7 +119,7 @@ class Adaptation:
 
     def _judge(self) -> Iterator[Rest]:
         """Offer what was learnt if it is better; begin again from the weights in use if it is worse."""
-        learnt, windows = self._learner.weights(), self.buffer.held_out()[-_MOST_JUDGED:]
+        learnt, windows = self._learner.weights(), self.buffer.held_out()[-_MAX_JUDGED:]
         before, after = yield from self._scores(windows, learnt)
         found = change(before, after)
         self._is_judged = True
@@ -140,7 +140,7 @@ class Adaptation:
         """Compare the weights in use with the earlier ones on text served since the change; return to those if they
         were better.
         """
-        fresh = self.buffer.held_out(self._first_window)[-_MOST_JUDGED:]
+        fresh = self.buffer.held_out(self._first_window)[-_MAX_JUDGED:]
         if self._earlier is None or len(fresh) < MIN_WINDOWS:
             return
         earlier, self._earlier = self._earlier, None

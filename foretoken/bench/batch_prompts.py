@@ -20,7 +20,7 @@ CHAT, RANDOM = "chat", "random"
 BATCH_SLICES: tuple[str, ...] = (*SLICES, CHAT, RANDOM)
 _WHOLE = ("edit",)  # slices whose prompts need their beginning
 _NOISE_TEMPERATURE = 1.5
-_MOST_CANDIDATES = 400
+_MAX_CANDIDATES = 400
 _RANDOM_WORDS = 16
 _SYLLABLES = ("ka", "lo", "mi", "ru", "te", "shan", "vor", "qui", "ple", "dra", "zen", "oth", "un", "ix", "bel", "gru")
 
@@ -136,12 +136,12 @@ def _texts(name: str, seed: int, file: Path | None) -> Sequence[Prompt]:
     if name == RANDOM:
         return [Prompt(f"random:{number}", RANDOM, _noise(random.Random(f"{seed} {number}"))) for number in range(64)]
     if file is not None:
-        return choose(read_prompts(file), (name,), _MOST_CANDIDATES)[0]
+        return choose(read_prompts(file), (name,), _MAX_CANDIDATES)[0]
     if name == CHAT:
         return [Prompt(f"chat:{number}", CHAT, text) for number, text in enumerate(_REQUESTS)]
     if name not in SLICES:
         raise InputError("slices", name, f"choose from {', '.join(BATCH_SLICES)}")
-    return slices((name,), _MOST_CANDIDATES)
+    return slices((name,), _MAX_CANDIDATES)
 
 
 def _noise(rng: random.Random) -> str:

@@ -74,7 +74,7 @@ def run_batches(
     opening = opened(
         options,
         options.slices,
-        most_batch=max(options.batches),
+        max_batch=max(options.batches),
         count=count,
         answer_tokens=options.max_tokens,
         policies=policies,

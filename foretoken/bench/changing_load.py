@@ -38,7 +38,7 @@ EXPLAINED = (
     "cores or more."
 )
 _LENGTHS = (0.5, 1.0, 1.5)  # of answers, in turn, so that requests do not end together
-_MOST_REQUESTS = 2000
+_MAX_REQUESTS = 2000
 _OF_BATCHES = ("batches", "slices", "prompts_per_slice", "warmup")
 
 
@@ -105,7 +105,7 @@ def run_changing_load(
     turns: dict[BatchSetting, dict[int, LoadTurn]] = {}
     interrupted = False
     longest = math.ceil(max(_LENGTHS) * options.max_tokens)
-    opening = opened(options, names, most_batch=most, count=most, answer_tokens=longest, policies=policies)
+    opening = opened(options, names, max_batch=most, count=most, answer_tokens=longest, policies=policies)
     with opening as (stage, found):
         kept = kept_turns(options, found, _OF_BATCHES)
         try:
@@ -212,7 +212,7 @@ def size_phases(options: LoadOptions, plain: LoadTurn) -> list[int]:
     sizes = []
     for phase, seconds, tokens in zip(options.phases, plain.seconds, plain.tokens, strict=True):
         wanted = math.ceil(options.phase_s * tokens / max(seconds, 1e-9) / options.max_tokens)
-        sizes.append(min(max(wanted, phase.batch), _MOST_REQUESTS))
+        sizes.append(min(max(wanted, phase.batch), _MAX_REQUESTS))
     return sizes
 
 

@@ -22,7 +22,7 @@ from foretoken.errors import ForetokenError, StorageError
 
 LLAMA_CPP = "llama.cpp"
 _TIMEOUT_S = 1800
-_MOST_RUNS = 3
+_MAX_RUNS = 3
 _Result = TypeVar("_Result")
 _GGUF_TYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 
@@ -164,7 +164,7 @@ def parsed(command: list[str], parse: Callable[[str, str], _Result]) -> _Result:
     Raises:
         ForetokenError: see `run_program`; or `parse` found no result in any of the runs.
     """
-    for left in reversed(range(_MOST_RUNS)):
+    for left in reversed(range(_MAX_RUNS)):
         output, log = run_program(command)
         try:
             return parse(output, log)

@@ -11,7 +11,7 @@ from foretoken.bench.drafting import SWEEP
 from foretoken.bench.measure import DEFAULT_NUMERICS, PLAIN
 from foretoken.bench.prompts import ALL, read_prompts
 from foretoken.bench.speed_options import SpeedOptions
-from foretoken.bench.workload import MOST_PROMPTS
+from foretoken.bench.workload import MAX_PROMPTS
 from foretoken.control.queue import BATCHES, SchedulerConfig
 from foretoken.control.routing import RoutingRules
 from foretoken.engine_config import MODEL, EngineConfig
@@ -21,7 +21,7 @@ from foretoken.measure.write import check_name, check_out
 from foretoken.option import check_fields, option, same_option
 from foretoken.params import check_limits, check_number, check_share, check_whole, is_count
 
-_MOST_BATCH = 4096  # each request of a batch has a cache of its own
+_MAX_BATCH = 4096  # each request of a batch has a cache of its own
 DEFAULT_SETTINGS = (
     "plain",
     "ngram-2",
@@ -148,14 +148,14 @@ class LoadOptions:
     def __post_init__(self) -> None:
         lows = {"prompt_tokens": 1, "prompts_per_slice": 1, "max_tokens": 4, "repeats": 1, "warmup": 0, "seed": 0}
         for name, low in lows.items():
-            check_whole(name, getattr(self, name), low, {"prompts_per_slice": MOST_PROMPTS, "seed": 2**63}.get(name))
-        if not self.batches or not all(1 <= batch <= _MOST_BATCH for batch in self.batches):
-            raise InputError("batches", self.batches, f"give batch sizes from 1 to {_MOST_BATCH}, separated by commas")
+            check_whole(name, getattr(self, name), low, {"prompts_per_slice": MAX_PROMPTS, "seed": 2**63}.get(name))
+        if not self.batches or not all(1 <= batch <= _MAX_BATCH for batch in self.batches):
+            raise InputError("batches", self.batches, f"give batch sizes from 1 to {_MAX_BATCH}, separated by commas")
         if not self.settings:
             raise InputError("settings", self.settings, "name at least one; plain is always measured")
-        if any(phase.batch > _MOST_BATCH for phase in self.phases):
+        if any(phase.batch > _MAX_BATCH for phase in self.phases):
             raise InputError(
-                "load", max(phase.batch for phase in self.phases), f"at most {_MOST_BATCH} requests at a time"
+                "load", max(phase.batch for phase in self.phases), f"at most {_MAX_BATCH} requests at a time"
             )
         check_fields(self)
         check_number("phase_s", self.phase_s, low=0.0, high=1e6, open_low=True)

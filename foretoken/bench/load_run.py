@@ -35,12 +35,12 @@ def opened(
     options: LoadOptions,
     slices: Sequence[str],
     *,
-    most_batch: int,
+    max_batch: int,
     count: int,
     answer_tokens: int,
     policies: Policies = NO_POLICIES,
 ) -> Iterator[tuple[Stage, dict[str, tuple[Ask, ...]]]]:
-    """The model, opened with room for `most_batch` answers of `answer_tokens`, and `count` requests of every slice.
+    """The model, opened with room for `max_batch` answers of `answer_tokens`, and `count` requests of every slice.
 
     Raises:
         InputError: a target without a tokenizer, or an unknown slice.
@@ -68,9 +68,9 @@ def opened(
         device=options.device,
         numerics=options.numerics,
         weights=options.weights,
-        cache_tokens=options.cache_tokens or 2 * most_batch * (longest + answer_tokens + _SPARE_TOKENS),
+        cache_tokens=options.cache_tokens or 2 * max_batch * (longest + answer_tokens + _SPARE_TOKENS),
         cache_reserve=options.cache_reserve,
-        max_batch_size=options.max_batch_size or most_batch,
+        max_batch_size=options.max_batch_size or max_batch,
         max_prompt_tokens=options.max_prompt_tokens,
         max_step_tokens=options.max_step_tokens,
         routing=options.routing,

@@ -28,7 +28,7 @@ from foretoken.files import parse_json, read_text
 
 ALL = "all"
 _SUFFIXES = (".json", ".jsonl")
-_MOST_CUTS = 50
+_MAX_CUTS = 50
 _HEAD_SHARE = 0.25  # of a cut prompt: its beginning holds the task, its end the question
 _SLICE_OF_CATEGORY = {
     **dict.fromkeys(("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"), "chat"),
@@ -133,7 +133,7 @@ def fit(prompts: Sequence[Prompt], count: Callable[[str], int], room: int) -> tu
 
 def _cut(text: str, count: Callable[[str], int], room: int) -> str:
     keep, shorter = len(text), text
-    for _ in range(_MOST_CUTS):
+    for _ in range(_MAX_CUTS):
         length = count(shorter)
         if length <= room:
             return shorter

@@ -13,7 +13,7 @@ from foretoken.bench.peer_kinds import EVERY as EVERY_KIND
 from foretoken.bench.peer_kinds import KINDS, check_kinds
 from foretoken.bench.plot import check_plot
 from foretoken.bench.prompts import ALL
-from foretoken.bench.workload import MOST_PROMPTS, SLICES
+from foretoken.bench.workload import MAX_PROMPTS, SLICES
 from foretoken.config import DRAFTERS, NUMERICS, RULES, SpecConfig
 from foretoken.engine_config import THREADS, EngineConfig
 from foretoken.errors import ConfigError, InputError
@@ -127,7 +127,7 @@ class SpeedOptions:
 
     def __post_init__(self) -> None:
         for name, low, high in (
-            ("prompts_per_slice", 1, MOST_PROMPTS),
+            ("prompts_per_slice", 1, MAX_PROMPTS),
             ("max_tokens", 2, None),
             ("repeats", 1, None),
             ("warmup", 0, None),

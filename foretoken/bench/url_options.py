@@ -14,9 +14,9 @@ from foretoken.measure.write import check_name, check_out
 from foretoken.option import option, same_option
 from foretoken.params import TEMPERATURES, check_number, check_text, check_whole
 
-MOST_REQUESTS = 1_000_000  # all are planned before the first is sent
+MAX_REQUESTS = 1_000_000  # all are planned before the first is sent
 _RATES = (1e-6, 1e6)  # requests per second
-_MOST_S = 86_400.0
+_MAX_S = 86_400.0
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,11 @@ class UrlOptions:
     def __post_init__(self) -> None:
         self._check_address()
         for name, low, high in (
-            ("requests", 1, MOST_REQUESTS),
-            ("prompts_per_slice", 1, MOST_REQUESTS),
+            ("requests", 1, MAX_REQUESTS),
+            ("prompts_per_slice", 1, MAX_REQUESTS),
             ("max_tokens", 1, 1 << 20),
-            ("warmup", 0, MOST_REQUESTS),
-            ("seed", 0, 2**63 - MOST_REQUESTS),  # request i is sent with seed + i
+            ("warmup", 0, MAX_REQUESTS),
+            ("seed", 0, 2**63 - MAX_REQUESTS),  # request i is sent with seed + i
         ):
             check_whole(name, getattr(self, name), low, high)
         if not self.rates:
@@ -89,10 +89,10 @@ class UrlOptions:
         for rate in self.rates:
             check_number("rate", rate, *_RATES)
         check_number("temperature", self.temperature, *TEMPERATURES)
-        check_number("timeout_s", self.timeout_s, 0.0, _MOST_S, open_low=True)
+        check_number("timeout_s", self.timeout_s, 0.0, _MAX_S, open_low=True)
         for name in ("ttft_deadline_s", "tpot_deadline_s", "e2e_deadline_s"):
             if getattr(self, name) is not None:
-                check_number(name, getattr(self, name), 0.0, _MOST_S, open_low=True)
+                check_number(name, getattr(self, name), 0.0, _MAX_S, open_low=True)
         for name in ("model", "key_variable"):
             if getattr(self, name) == "":
                 raise InputError(name, "", "must not be empty; leave it out")

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.bench.prompts import ALL, choose, read_prompts
-from foretoken.bench.url_options import MOST_REQUESTS, UrlOptions
+from foretoken.bench.url_options import MAX_REQUESTS, UrlOptions
 from foretoken.bench.workload import SLICES, Prompt, slices
 from foretoken.errors import InputError
 from foretoken.files import parse_json, read_text
 from foretoken.params import check_number, check_whole
 
 _TRACE_KEYS = ("arrival_s", "prompt", "max_tokens", "slice")
-_MOST_ARRIVAL_S = 1e7
+_MAX_ARRIVAL_S = 1e7
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ def trace_requests(options: UrlOptions, prompts: Sequence[Prompt], path: Path, f
         StorageError: the file cannot be read.
     """
     lines = [line for line in enumerate(read_text("trace", path).splitlines(), 1) if line[1].strip()]
-    if not 0 < len(lines) <= MOST_REQUESTS:
-        raise InputError("trace", str(path), f"must hold 1 to {MOST_REQUESTS} requests, one a line")
+    if not 0 < len(lines) <= MAX_REQUESTS:
+        raise InputError("trace", str(path), f"must hold 1 to {MAX_REQUESTS} requests, one a line")
     parsed = sorted((_line(path, number, line) for number, line in lines), key=lambda raw: float(raw["arrival_s"]))
     return [_traced(options, prompts[index % len(prompts)], index, raw) for index, raw in enumerate(parsed, first)]
 
@@ -100,7 +100,7 @@ def _line(path: Path, number: int, line: str) -> Mapping[str, Any]:
     unknown = set(raw) - set(_TRACE_KEYS)
     if unknown:
         raise InputError(where, sorted(unknown)[0], f"unknown key; known: {', '.join(_TRACE_KEYS)}")
-    check_number(f"{where}: arrival_s", raw.get("arrival_s"), 0.0, _MOST_ARRIVAL_S)
+    check_number(f"{where}: arrival_s", raw.get("arrival_s"), 0.0, _MAX_ARRIVAL_S)
     if "max_tokens" in raw:
         check_whole(f"{where}: max_tokens", raw["max_tokens"], 1, 1 << 20)
     if not isinstance(raw.get("prompt", "x"), str) or raw.get("prompt") == "":

@@ -31,8 +31,8 @@ from foretoken.measure.write import write_report
 from foretoken.printing.console import Console
 
 _BUSY_LOAD = 0.9  # load average per core, above which the client may have been too slow
-_MOST_LAG_S = 0.05
-_LEAST_DRAFTED = 100  # tokens, below which acceptance says little
+_MAX_LAG_S = 0.05
+_MIN_DRAFTED = 100  # tokens, below which acceptance says little
 _CHANCE = 0.01
 _RESUMED = "The run was stopped and resumed: the server may have been started again between two loads."
 
@@ -182,7 +182,7 @@ def _repeats(options: UrlOptions, runs: Sequence[UrlRun]) -> list[str]:
 
 def _is_useless(num_drafted: int, acceptance_rate: float) -> bool:
     """Whether drafted tokens are accepted no more often than by chance."""
-    return num_drafted >= _LEAST_DRAFTED and acceptance_rate < _CHANCE
+    return num_drafted >= _MIN_DRAFTED and acceptance_rate < _CHANCE
 
 
 def _caveats(rows: Sequence[UrlRow], load: float, interrupted: bool) -> list[str]:
@@ -200,7 +200,7 @@ def _caveats(rows: Sequence[UrlRow], load: float, interrupted: bool) -> list[str
                 f"{row.setting}: {row.num_accepted} of {row.num_drafted} drafted tokens were accepted, which is near "
                 "chance: the draft model or head does not fit the target, or was loaded in part."
             )
-        if row.lag_s_p99 > _MOST_LAG_S:
+        if row.lag_s_p99 > _MAX_LAG_S:
             found.append(
                 f"{row.setting}: 1 % of requests were sent {row.lag_s_p99:.2f} s late or more: the client was too slow."
             )

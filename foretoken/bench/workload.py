@@ -23,7 +23,7 @@ from pathlib import Path
 from foretoken.errors import InputError
 from foretoken.train.corpus import HELD_OUT_MODULES, Corpus, Document, documents
 
-MOST_PROMPTS = 100_000  # of a slice: as many requests are made before the first is sent
+MAX_PROMPTS = 100_000  # of a slice: as many requests are made before the first is sent
 SLICES: tuple[str, ...] = ("code", "docstring", "edit", "json", "text")
 # About 410 tokens at the 3.4 bytes a token that a byte-level BPE of this source reaches.
 _PROMPT_CHARS = 1400

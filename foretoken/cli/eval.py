@@ -54,7 +54,7 @@ def evaluate(
         Path | None, typer.Option(help="Write the result into this JSON file, or a page of it into .html or .md.")
     ] = None,
     against: Annotated[Path | None, typer.Option(help="Compare with this earlier result.")] = None,
-    most_lost: Annotated[
+    max_lost: Annotated[
         float,
         typer.Option(
             help="With --against: exit code 5 where the acceptance rate fell by more than this, not by chance."
@@ -68,7 +68,7 @@ def evaluate(
     from foretoken.evaluate.compare import compare
 
     check_common(context.params)
-    check_number("most_lost", most_lost, low=0, high=1)
+    check_number("max_lost", max_lost, low=0, high=1)
     options = config_from(EvalOptions, context.params, drafters=drafters_of(context))
     earlier = _earlier(against, out)
     run = _run_of(options, earlier, prompts, words("slices", slices))
@@ -76,7 +76,7 @@ def evaluate(
         torch.set_num_threads(threads)
     _evaluate(run, out, as_json)
     result = run.result()
-    found = None if earlier is None else compare(earlier, result, most_lost)
+    found = None if earlier is None else compare(earlier, result, max_lost)
     _report(result, found, out, as_json)
     if found is not None and found.lost:
         changed = f" (changed: {'; '.join(found.changed)})" if found.changed else ""

@@ -40,7 +40,7 @@ _UNITS = {
     "gib": 2**30,
     "tib": 2**40,
 }
-_MOST_BYTES = 1 << 60
+_MAX_BYTES = 1 << 60
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)
 _DEFAULT_CONTEXT_TOKENS = 4096
 _PARTS = {
@@ -184,7 +184,7 @@ def parse_bytes(text: str) -> int:
     if found is None or found.group(2).lower() not in _UNITS:
         raise InputError("memory", text, "give a size such as 24GiB, 16GB or 512MiB")
     size = float(found.group(1)) * _UNITS[found.group(2).lower()]
-    if size >= _MOST_BYTES:
+    if size >= _MAX_BYTES:
         raise InputError("memory", text, "is more than any machine has; give a size such as 24GiB")
     return int(size)
 
@@ -276,7 +276,7 @@ def _context(context: int | None, target: ModelShape) -> int:
 
 def _num_draft(value: str) -> int:
     if value == "auto":
-        return PolicyConfig.most_num_draft
+        return PolicyConfig.max_num_draft
     if not is_count(value) or int(value) > 1024:
         raise InputError("num_draft", value, "must be a whole number from 0 to 1024, or auto")
     return int(value)

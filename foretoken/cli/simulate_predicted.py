@@ -24,7 +24,7 @@ from foretoken.simulate.simulate import Fleet, simulate
 from foretoken.simulate.tables import simulate_report
 
 _ACCEPTANCE = "0.7"
-_MOST_PRICE = 1e12
+_MAX_PRICE = 1e12
 
 
 def predict(given: Mapping[str, Any]) -> None:
@@ -42,7 +42,7 @@ def predict(given: Mapping[str, Any]) -> None:
     limits, chosen = _limits(given, profile), _settings(given["settings"], profile)
     fleet, price, seed = config_from(Fleet, given), given["price_per_hour"], given["seed"]
     if price is not None:
-        check_number("price_per_hour", price, low=0.0, high=_MOST_PRICE)
+        check_number("price_per_hour", price, low=0.0, high=_MAX_PRICE)
     names = arrival_names(given["arrivals"])
     if len(names) > 1:
         raise InputError("arrivals", given["arrivals"], "name one; several are not simulated in one run")

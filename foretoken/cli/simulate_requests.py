@@ -10,7 +10,7 @@ from typing import Any
 from foretoken.errors import ConfigError, InputError
 from foretoken.files import read_text
 from foretoken.params import check_number, check_whole, is_count
-from foretoken.simulate.arrivals import MOST_REQUESTS, Chances, Job, Lengths, parse_acceptance, parse_trace, poisson
+from foretoken.simulate.arrivals import MAX_REQUESTS, Chances, Job, Lengths, parse_acceptance, parse_trace, poisson
 from foretoken.simulate.loads import SHAPES
 from foretoken.simulate.setting import SimSetting, parse_setting
 
@@ -19,7 +19,7 @@ _NUM_REQUESTS, _PROMPT_TOKENS, _OUTPUT_TOKENS = 200, "256", "128"
 # Each request of a batch and each replica is an object; built-in arrivals fill the batch eight times to find the
 # capacity.
 _BOUNDS = (("max_batch_size", 1, 4096), ("replicas", 1, 1024), ("seed", 0, 2**63))
-_MOST_SECONDS = 1e6
+_MAX_SECONDS = 1e6
 _OF_REQUESTS = ("requests", "prompt_tokens", "output_tokens", "acceptance")
 
 
@@ -39,7 +39,7 @@ def check_arrivals(given: Mapping[str, Any]) -> None:
     for name, low, high in _BOUNDS:
         check_whole(name, given[name], low, high)
     if given["duration_s"] is not None:
-        check_number("duration_s", given["duration_s"], low=0.0, high=_MOST_SECONDS, open_low=True)
+        check_number("duration_s", given["duration_s"], low=0.0, high=_MAX_SECONDS, open_low=True)
     built_ins = arrival_names(given["arrivals"])
     if not words_of(given["arrivals"]):
         raise InputError("arrivals", given["arrivals"], f"name one of {', '.join(SHAPES)}, poisson:RATE, or a file")
@@ -71,7 +71,7 @@ def jobs_of(given: Mapping[str, Any], acceptance: str) -> list[Job]:
         acceptance_of(acceptance if given["acceptance"] is None else given["acceptance"]),
     )
     if requests is not None:
-        check_whole("requests", requests, low=1, high=MOST_REQUESTS)
+        check_whole("requests", requests, low=1, high=MAX_REQUESTS)
     if not arrivals.startswith(_POISSON):
         for name in ("prompt_tokens", "output_tokens"):
             if given[name] is not None:

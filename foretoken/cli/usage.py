@@ -14,7 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 from foretoken.printing.console import Console
 from foretoken.printing.text import encodable, map_texts, shortened, visible
 
-_MOST_DEFAULT = 200  # characters of a default in the help, which may come from a settings file
+_MAX_DEFAULT = 200  # characters of a default in the help, which may come from a settings file
 # The base of every usage error; typer has carried click inside since 0.26 and exports only this subclass.
 USAGE_ERROR: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
 
@@ -29,7 +29,7 @@ class Command(TyperCommand):
     def format_help(self, ctx: Any, formatter: Any) -> None:  # noqa: ANN401
         """Write the help, with defaults from a settings file escaped."""
         self.rich_markup_mode = None
-        ctx.default_map = map_texts(ctx.default_map, lambda text: shortened(visible(text), _MOST_DEFAULT))
+        ctx.default_map = map_texts(ctx.default_map, lambda text: shortened(visible(text), _MAX_DEFAULT))
         super().format_help(ctx, formatter)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:  # noqa: ANN401

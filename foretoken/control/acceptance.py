@@ -21,8 +21,8 @@ _KEEP_REQUEST = 0.9  # per observation of one request: its text may change
 _PRIOR_ROUNDS = 3.0  # observations that the prior of a place counts as
 _PRIOR_GUESSES = 6.0  # guesses that the prior of a class counts as
 _FIRST_CHANCE = 0.6  # of any guess, before anything is known
-_MOST_PLACES = 128
-_MOST_SLICES = 256
+_MAX_PLACES = 128
+_MAX_SLICES = 256
 _EDGES = (0.15, 0.3, 0.45, 0.6, 0.75, 0.85, 0.92, 0.96)  # between classes of the chance that a lookup names
 _MIDDLES = tuple((low + high) / 2 for low, high in zip((0.0, *_EDGES), (*_EDGES, 1.0), strict=True))
 _CLASSES = len(_MIDDLES)
@@ -205,7 +205,7 @@ class Acceptance:
         self, request_id: int, drafter: Hashable, num_offered: int, chances: Sequence[float], parents: Sequence[int]
     ) -> None:
         """Take in a round without a preview: for each guess the chance with which it was emitted."""
-        num_offered = min(max(num_offered, len(chances)), _MOST_PLACES)
+        num_offered = min(max(num_offered, len(chances)), _MAX_PLACES)
         rates: PlaceRates | None = self._requests[request_id].places_of(drafter)
         assert rates is not None
         own_parents = rates.parents(num_offered)
@@ -237,7 +237,7 @@ class Acceptance:
             return self._every
         if slice_ not in self._slices:
             self._slices[slice_] = _Rates(self._every)
-            if len(self._slices) > _MOST_SLICES:
+            if len(self._slices) > _MAX_SLICES:
                 self._slices.popitem(last=False)
         self._slices.move_to_end(slice_)
         return self._slices[slice_]

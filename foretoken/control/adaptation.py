@@ -14,7 +14,7 @@ from foretoken.params import check_number, check_whole
 
 # Processor time that a learner which rested may use at once, in seconds: a few units of work. More would be felt by
 # one request, less would make every unit wait for the clock.
-_MOST_SAVED_S = 0.2
+_MAX_SAVED_S = 0.2
 # Windows of held-out text that decide: with fewer, the standard error of their mean says little.
 MIN_WINDOWS = 6
 # A mean change of so many standard errors is taken for a real one. One of six candidates without effect passes, which
@@ -58,7 +58,7 @@ class ShareBudget:
 
     def pause_s(self, now_s: float, spent_s: float) -> float:
         """How long to rest after a unit of work that took `spent_s` of processor time and ended at `now_s`."""
-        self._saved_s = min(_MOST_SAVED_S, self._saved_s + (now_s - self._last_s) * self.rate) - spent_s
+        self._saved_s = min(_MAX_SAVED_S, self._saved_s + (now_s - self._last_s) * self.rate) - spent_s
         self._last_s = now_s
         if self._saved_s >= 0:
             return 0.0

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 from foretoken.control.previews import Preview
 
-_FACTOR_OF_PRIORITY, _MOST_PRIORITY, _FACTOR_OF_LATENESS = 1.2, 8, 2.0
+_FACTOR_OF_PRIORITY, _MAX_PRIORITY, _FACTOR_OF_LATENESS = 1.2, 8, 2.0
 
 
 @dataclass(frozen=True)
@@ -145,5 +145,5 @@ def weight_of(priority: int, seconds_left: float | None, seconds_needed: float) 
     `seconds_left` until the deadline, None if it has none; `seconds_needed` for what may still come without guesses.
     """
     is_late = seconds_left is not None and seconds_needed > seconds_left
-    factor = _FACTOR_OF_PRIORITY ** -max(-_MOST_PRIORITY, min(_MOST_PRIORITY, priority))
+    factor = _FACTOR_OF_PRIORITY ** -max(-_MAX_PRIORITY, min(_MAX_PRIORITY, priority))
     return factor * (_FACTOR_OF_LATENESS if is_late else 1.0)

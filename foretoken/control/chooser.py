@@ -185,7 +185,7 @@ class Chooser:
 
     def _most(self, request: RequestView) -> int:
         """Guesses that can still be used: the round itself emits one token of the target's own."""
-        wanted = PolicyConfig.most_num_draft if request.num_draft is None else request.num_draft
+        wanted = PolicyConfig.max_num_draft if request.num_draft is None else request.num_draft
         return max(0, min(wanted, request.num_remaining - 1)) if request.options else 0
 
     def _weight(self, request: RequestView, num_running: int) -> float:

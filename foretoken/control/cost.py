@@ -11,18 +11,18 @@ from foretoken.plan.profile import Curve, Profile
 
 _EXACT_COUNTS = 16  # counts up to here have a bucket each, larger ones share buckets about an eighth wide
 _SPEED_VARIANCE, _SPEED_DRIFT = 1.0, 7e-5  # relative: of the speed factor before anything ran, and added by each step
-_SHAPE_VARIANCE, _LEAST_SHAPE_VARIANCE = 0.15**2, 2e-4  # of a count's place on a measured prior, at first and at least
+_SHAPE_VARIANCE, _MIN_SHAPE_VARIANCE = 0.15**2, 2e-4  # of a count's place on a measured prior, at first and at least
 _GUESS_VARIANCE = 1.0  # of a count's place on a prior that is only the first observation
 _STEP_VARIANCE = 0.1**2  # of one step
-_BOUND, _LEAST_BOUND = (
+_BOUND, _MIN_BOUND = (
     3.0,
     0.5,
 )  # a step counts as so many deviations slower than expected at most, or half as slow again
-_LEAST_CHANGE = 0.1  # share of an estimate that one observation leaves at least
+_MIN_CHANGE = 0.1  # share of an estimate that one observation leaves at least
 # Another pace: so many steps in a row are off by such a factor. Noise and disturbances stay below; beside a process
 # that loops, steps on two cores take three times as long.
 _NEW_PACE, _NEW_PACE_STEPS = 2.0, 3
-_LEAST_S = 1e-9
+_MIN_S = 1e-9
 _ROWS_PER_STEP = (
     48  # rows of a step that was never run are taken to cost a forty-eighth of a step each, so they are tried
 )
@@ -89,7 +89,7 @@ class CostTable:
 
     def observe(self, count: int, seconds: float) -> None:
         """Take in one measurement."""
-        seconds = max(seconds, _LEAST_S)
+        seconds = max(seconds, _MIN_S)
         if self.is_empty:
             self._first = (count, seconds)
         bucket = _bucket(count)
@@ -103,12 +103,12 @@ class CostTable:
         if self._has_new_pace(ratio):
             self._speed_variance, offset.variance = _SPEED_VARIANCE, min(offset.variance, _SHAPE_VARIANCE)
         total = self._speed_variance + offset.variance + _STEP_VARIANCE
-        surprise = min(ratio - 1, max(_LEAST_BOUND, _BOUND * total**0.5))
+        surprise = min(ratio - 1, max(_MIN_BOUND, _BOUND * total**0.5))
         to_speed, to_count = self._speed_variance / total, offset.variance / total
-        self._speed *= max(_LEAST_CHANGE, 1 + to_speed * surprise)
-        offset.factor *= max(_LEAST_CHANGE, 1 + to_count * surprise)
+        self._speed *= max(_MIN_CHANGE, 1 + to_speed * surprise)
+        offset.factor *= max(_MIN_CHANGE, 1 + to_count * surprise)
         self._speed_variance *= 1 - to_speed
-        offset.variance = max(_LEAST_SHAPE_VARIANCE, offset.variance * (1 - to_count))
+        offset.variance = max(_MIN_SHAPE_VARIANCE, offset.variance * (1 - to_count))
 
     def seconds(self, count: float) -> float:
         """What `count` is expected to take; 0 while nothing is known."""
@@ -129,10 +129,10 @@ class CostTable:
 
     def _prior_s(self, count: float) -> float:
         if self._prior is not None and not (self._grows and len(self._prior.points) == 1):
-            return max(self._prior.seconds(count), _LEAST_S)
-        known, known_s = self._prior.points[0] if self._prior is not None else self._first or (1, _LEAST_S)
+            return max(self._prior.seconds(count), _MIN_S)
+        known, known_s = self._prior.points[0] if self._prior is not None else self._first or (1, _MIN_S)
         if self._grows:
-            return max(known_s * count / known, _LEAST_S)
+            return max(known_s * count / known, _MIN_S)
         more = (count - known) / _ROWS_PER_STEP
         return known_s * (1 + more) if more >= 0 else known_s / (1 - more)
 
@@ -171,7 +171,7 @@ class StepCosts:
         elif load not in self._tables:
             extra_s = seconds - nearest.seconds(num_rows)
             counts = sorted({*nearest.counts, num_rows})
-            points = tuple((count, max(_LEAST_S, nearest.seconds(count) + extra_s)) for count in counts)
+            points = tuple((count, max(_MIN_S, nearest.seconds(count) + extra_s)) for count in counts)
             self._tables[load] = CostTable(Curve(points))
         self._tables[load].observe(num_rows, seconds)
 

@@ -38,19 +38,19 @@ from foretoken.control.cost import CostTable, DraftCosts, StepCosts, load_of
 from foretoken.control.previews import Preview
 from foretoken.plan.profile import Curve
 
-_MOST_CREDIT_STEPS = 4  # of trials, saved up at most
-_LEAST_EMITTED = 0.02  # a guess that is emitted less often pays on no machine: it need not be weighed
+_MAX_CREDIT_STEPS = 4  # of trials, saved up at most
+_MIN_EMITTED = 0.02  # a guess that is emitted less often pays on no machine: it need not be weighed
 
 
 @dataclass(frozen=True)
 class PolicyConfig:
     """Every constant of the policy.
 
-    - `most_num_draft`: guesses per request and round that are considered where the caller leaves the number open.
+    - `max_num_draft`: guesses per request and round that are considered where the caller leaves the number open.
     - `slack_share`, `first_slack_steps`: by how much decoding may fall behind plain decoding, as a share of the time,
-      and in plain steps when a request is new; `most_slack_steps`, `least_slack_steps`: gains are kept for later
+      and in plain steps when a request is new; `max_slack_steps`, `min_slack_steps`: gains are kept for later
       losses, and losses for later gains, up to so many plain steps.
-    - `decision_share`, `most_repeats`: share of the time that deciding may take (previews are paid from the account);
+    - `decision_share`, `max_repeats`: share of the time that deciding may take (previews are paid from the account);
       budgets are repeated until it is kept, for at most so many rounds.
     - `trial_share`: share of the time that goes into trying again what did not pay: a drafter by one request in a
       round, or, after `decisions_per_trial` decisions against any guess, what would be chosen if rows took half as
@@ -64,13 +64,13 @@ class PolicyConfig:
       step.
     """
 
-    most_num_draft: int = 24
+    max_num_draft: int = 24
     slack_share: float = 0.015
     first_slack_steps: float = 0.25
-    most_slack_steps: float = 8.0
-    least_slack_steps: float = -0.5
+    max_slack_steps: float = 8.0
+    min_slack_steps: float = -0.5
     decision_share: float = 0.025
-    most_repeats: int = 16
+    max_repeats: int = 16
     trial_share: float = 0.005
     decisions_per_trial: int = 4
     max_decisions_per_trial: int = 64
@@ -212,7 +212,7 @@ class BudgetPolicy:
         num_requests, draft_s = len(step.rounds), sum(step.draft_s.values())
         if self._mode == "decide":
             allowed_s = self.config.decision_share * (step.target_s + draft_s)
-            self._repeats_left = min(self.config.most_repeats, int(decision_s / max(allowed_s, 1e-9)))
+            self._repeats_left = min(self.config.max_repeats, int(decision_s / max(allowed_s, 1e-9)))
         if not num_requests:
             return
         if step.only_decodes:
@@ -225,7 +225,7 @@ class BudgetPolicy:
             was_plain = self._mode == "plain" or not step.num_nodes  # but for numbers that were set
             self._since_plain[load] = 0 if was_plain else self._since_plain.get(load, due) + 1
         self._credit_s = min(
-            self._credit_s + self.config.trial_share * step.target_s, _MOST_CREDIT_STEPS * step.target_s
+            self._credit_s + self.config.trial_share * step.target_s, _MAX_CREDIT_STEPS * step.target_s
         )
         self._charge(step, decision_s, preview_s)
 
@@ -309,8 +309,8 @@ class BudgetPolicy:
         gained = sum(len(one.emitted) - 1 for one in drafted) / len(step.rounds)
         share = self.config.slack_share + self._joined * self.config.first_slack_steps
         slack_s = self._slack_s + (share + gained) * base_s - more_s
-        least_s, most_s = self.config.least_slack_steps * base_s, self.config.most_slack_steps * base_s
-        self._slack_s = max(least_s, min(most_s, slack_s))
+        min_s, max_s = self.config.min_slack_steps * base_s, self.config.max_slack_steps * base_s
+        self._slack_s = max(min_s, min(max_s, slack_s))
 
     def _repeated(self, request: RequestOptions) -> DraftBudget:
         """The request's last budget again, as far as its option is there; a number that was set stands in any case."""
@@ -383,7 +383,7 @@ class BudgetPolicy:
             emitted = self.acceptance.of_preview(request_id, option.drafter, option.preview)
             drafted = [1.0] * len(emitted)
         else:
-            least = _LEAST_EMITTED if request.is_open else 0.0
+            least = _MIN_EMITTED if request.is_open else 0.0
             drafted, emitted = self.acceptance.of_places(request_id, option.drafter, option.most, least)
             entry_s = self._entry_s(request, option) * min(1.0, (1 + sum(emitted)) / max(1, request.num_remaining))
         if option.num_probe and drafted:
@@ -400,11 +400,11 @@ class BudgetPolicy:
     def _step_times(self) -> StepSeconds:
         """What a step takes by rows; rows far beyond what was ever run are tried in steps of twice as many."""
         table = self.target_cost
-        most_rows = 2 * max(table.largest, self._num_requests) + self.config.first_rows
+        max_rows = 2 * max(table.largest, self._num_requests) + self.config.first_rows
 
         @cache
         def step_s(num_rows: float) -> float:
-            return table.seconds(num_rows) if num_rows <= most_rows else math.inf
+            return table.seconds(num_rows) if num_rows <= max_rows else math.inf
 
         return step_s
 

@@ -133,8 +133,8 @@ class ThreadTuner:
         if self._is_new_pace(cost, now_s):
             self._forget()
         self._base.append(cost)
-        most_s = self._trial_s() * (self.config.abort_ratio - 1)
-        self._credit_s = min(most_s, self._credit_s + self.config.trial_share * seconds)
+        max_s = self._trial_s() * (self.config.abort_ratio - 1)
+        self._credit_s = min(max_s, self._credit_s + self.config.trial_share * seconds)
 
     def _ways(self) -> list[Threading]:
         """Those that may run now, never none."""

@@ -24,7 +24,7 @@ from foretoken.transfer import to_device
 from foretoken.verify import first_max
 
 DrafterKey = str  # spells the name, and what else tells one instance from another; a text keeps its hash
-MOST_VARIANTS = 8  # of one configuration
+MAX_VARIANTS = 8  # of one configuration
 
 
 @dataclass(frozen=True)
@@ -293,7 +293,7 @@ class Variants(Protocol):
     """A drafter whose configuration leaves something open ("auto") that may be chosen anew in each round."""
 
     def variants(self, spec: SpecConfig) -> tuple[SpecConfig, ...]:
-        """The configurations among which the engine may choose in each round, `MOST_VARIANTS` at most; (spec,) where
+        """The configurations among which the engine may choose in each round, `MAX_VARIANTS` at most; (spec,) where
         nothing is open.
 
         `start` gets `spec`. In a round `entry.request.spec` is the variant that was chosen, in `propose` and `commit`
@@ -316,14 +316,14 @@ def parts_of(spec: SpecConfig, drafter: Drafter) -> Iterator[tuple[SpecConfig, D
 
 
 def product_of(spec: SpecConfig, choices: Mapping[str, Sequence[Any]]) -> tuple[SpecConfig, ...]:
-    """`spec` with every combination of values for the fields in `choices`, at most `MOST_VARIANTS`.
+    """`spec` with every combination of values for the fields in `choices`, at most `MAX_VARIANTS`.
 
     Where there are more, every second value of the longest list is left out, counted so that the last one stays.
     """
     if not choices:
         return (spec,)
     values = [list(one) for one in choices.values()]
-    while len(list(itertools.product(*values))) > MOST_VARIANTS:
+    while len(list(itertools.product(*values))) > MAX_VARIANTS:
         longest = max(values, key=len)
         longest[:] = longest[::-2][::-1]
     return tuple(replace(spec, **dict(zip(choices, chosen, strict=True))) for chosen in itertools.product(*values))

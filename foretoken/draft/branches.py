@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core import BatchEntry, Draft, Mass
-from foretoken.draft.tree import OVERLAP, TreeShape, best_nodes, most_children, sampled_shape, share_level, static_shape
+from foretoken.draft.tree import OVERLAP, TreeShape, best_nodes, max_children, sampled_shape, share_level, static_shape
 from foretoken.model.randomness import Purpose, uniforms
 from foretoken.model.sampling import draft_probs, sample, without_broken
 from foretoken.transfer import to_device, to_host
@@ -110,7 +110,7 @@ class Growth:
         if self.is_static:
             wanted = [len(self.shape.children[1 + self._places[node]]) for node in self.frontier]
             return [min(count, len(own)) for count, own in zip(wanted, ranked, strict=True)]
-        most = most_children(self.branching, self.level)
+        most = max_children(self.branching, self.level)
         if not self.draws:
             return [min(most, len(own)) for own in ranked]
         width = self._unused + self.shape.widths[self.level]
@@ -150,7 +150,7 @@ class Growth:
             return [node for node in new if self.shape.children[1 + self._places[node]]]
         if self.draws:
             return list(new) if self.level < len(self.shape.widths) else []
-        if not most_children(self.branching, self.level):
+        if not max_children(self.branching, self.level):
             return []
         return [
             node for node in best_nodes(self.parents, self.estimates, self.budget) if node >= num_before
@@ -167,7 +167,7 @@ def extend(growths: Sequence[Growth], logits: Tensor) -> None:
     logits = without_broken(logits)
     logits = _processed(growths, logits)
     probs = draft_probs(logits, params, [growth.entry.request.spec.draft_top_k for growth, _ in owners])  # [A, V]
-    width = max(most_children(growth.branching, growth.level) for growth in growths)
+    width = max(max_children(growth.branching, growth.level) for growth in growths)
     ranked = _ranked(owners, probs, width)
     draws: list[_Draw] = []
     row = 0

@@ -34,7 +34,7 @@ from foretoken.model.randomness import Purpose, uniforms
 from foretoken.model.sampling import check_finite, draft_probs
 from foretoken.verify import first_max, verify_batch
 
-_MOST_INNER = 4  # tokens that a model hands to the level above it at once, unless its part says otherwise
+_MAX_INNER = 4  # tokens that a model hands to the level above it at once, unless its part says otherwise
 
 
 class CascadeLevel:
@@ -266,7 +266,7 @@ class CascadeDrafter:
                 _LevelTokens(
                     c.course,
                     c.ahead,
-                    c.course.part(level - 1 - len(self.levels)).at_most(min(c.missing - 1, _MOST_INNER)),
+                    c.course.part(level - 1 - len(self.levels)).at_most(min(c.missing - 1, _MAX_INNER)),
                 )
                 for c in runs
             ]

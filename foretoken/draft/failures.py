@@ -12,8 +12,8 @@ from foretoken.draft.base import Drafter, DrafterKey
 from foretoken.draft.deadline import Deadline
 from foretoken.errors import DrafterWarning
 
-MOST_FAILURES = 3  # of one drafter for one request: an occasional fault costs a round, a broken drafter a few
-_MOST_REASON_CHARS = 300
+MAX_FAILURES = 3  # of one drafter for one request: an occasional fault costs a round, a broken drafter a few
+_MAX_REASON_CHARS = 300
 
 _Result = TypeVar("_Result")
 
@@ -73,8 +73,8 @@ class DrafterFailures:
         """Count a failure of `drafter` for a request; the last tolerated one disables it."""
         counts = self._counts.setdefault(request_id, {})
         counts[key] = counts.get(key, 0) + 1
-        is_last = is_last or counts[key] >= MOST_FAILURES
-        reason = reason if len(reason) <= _MOST_REASON_CHARS else reason[: _MOST_REASON_CHARS - 3] + "..."
+        is_last = is_last or counts[key] >= MAX_FAILURES
+        reason = reason if len(reason) <= _MAX_REASON_CHARS else reason[: _MAX_REASON_CHARS - 3] + "..."
         self._untold.append(DrafterFailure(request_id, drafter.name, reason, is_last))
         if is_last and key not in self._off.setdefault(request_id, set()):
             self._off[request_id].add(key)
@@ -83,7 +83,7 @@ class DrafterFailures:
         if key not in self._warned:
             message = (
                 f"drafter {drafter.name!r} failed ({reason}): its draft is dropped, answers are not affected; "
-                f"after {MOST_FAILURES}"
+                f"after {MAX_FAILURES}"
             )
             self._warned.add(key)
             with contextlib.suppress(Warning):  # filters that turn it into an error must not fail the request

@@ -18,7 +18,7 @@ from foretoken.draft.stored_rows import StoredRows
 from foretoken.model.paged_cache import PagedCache
 
 USUAL_TOKENS = 8  # rows of committed text that any round may bring; more of them count as reading
-_MOST_UNREAD = 64  # deliveries of states that a request not drafted for keeps as they came
+_MAX_UNREAD = 64  # deliveries of states that a request not drafted for keeps as they came
 
 Fuse = Callable[[Mapping[int, Tensor]], Tensor]  # states by layer, each [n, Dt] -> features [n, D]
 
@@ -58,7 +58,7 @@ class HeadStates:
         own = self.requests[rows.request_id]
         assert rows.start == own.num_rows, "a position is missing, or comes twice"
         own.unread.append(rows)
-        if len(own.unread) >= _MOST_UNREAD:
+        if len(own.unread) >= _MAX_UNREAD:
             self.make_features([rows.request_id])
 
     def begin_round(self, request_ids: Iterable[int]) -> None:

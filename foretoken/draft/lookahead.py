@@ -25,8 +25,8 @@ from foretoken.draft.base import Factory, Feedback, product_of
 from foretoken.draft.lookup_tree import EMPTY, LookupTree, assemble
 from foretoken.draft.tree import TreeNode, merge_trees
 
-MOST_CONTINUATIONS = 4  # of one token, in the pool
-MOST_TOKENS = 1024  # with continuations, in the pool of one request
+MAX_CONTINUATIONS = 4  # of one token, in the pool
+MAX_TOKENS = 1024  # with continuations, in the pool of one request
 # Chances before anything was counted, in tries: that the first token of the r-th latest continuation of a token follows
 # it, and that a later token of a continuation does once the one before it did.
 _PRIOR_TRIES = 8
@@ -51,9 +51,9 @@ class NgramPool:
         own.pop(continuation, None)
         own[continuation] = None
         self._found.move_to_end(token)
-        if len(own) > MOST_CONTINUATIONS:
+        if len(own) > MAX_CONTINUATIONS:
             del own[next(iter(own))]
-        if len(self._found) > MOST_TOKENS:
+        if len(self._found) > MAX_TOKENS:
             self._found.popitem(last=False)
 
     def after(self, token: int) -> list[tuple[int, ...]]:
@@ -65,7 +65,7 @@ class NgramPool:
 class ContinuationChances:
     """How often continuations from the pool came true in this request's text, over all tokens emitted."""
 
-    tries: list[float] = field(default_factory=lambda: [float(_PRIOR_TRIES)] * MOST_CONTINUATIONS)
+    tries: list[float] = field(default_factory=lambda: [float(_PRIOR_TRIES)] * MAX_CONTINUATIONS)
     hits: list[float] = field(default_factory=lambda: [_PRIOR_TRIES * chance for chance in _PRIOR_FIRST])
     next_tries: float = _PRIOR_TRIES
     next_hits: float = _PRIOR_TRIES * _PRIOR_NEXT
@@ -175,7 +175,7 @@ class LookaheadDrafter:
         spec = request.spec
         window = JacobiWindow(request.prompt_ids, _columns(spec), spec.lookahead_ngram - 1)
         state = self._requests[request.request_id] = _LookaheadState(NgramPool(), window)
-        state.extend(request.prompt_ids[-MOST_TOKENS:])
+        state.extend(request.prompt_ids[-MAX_TOKENS:])
 
     def propose(self, batch: Batch) -> Draft:
         """What the pool says after the anchor; the window as probes."""

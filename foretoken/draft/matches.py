@@ -14,7 +14,7 @@ from dataclasses import dataclass
 # Neighbouring tokens that lead to places: two are the least that is not noise; six find the place that agrees longest
 # where the pair alone has stood too often.
 _KEY_SIZES = (6, 2)
-MOST_PLACES = 48  # latest places that are looked at
+MAX_PLACES = 48  # latest places that are looked at
 MATCH_LIMIT = 32  # how far back agreement is measured
 NO_TOKEN = -1  # stands between texts of a store; never matches
 _ENTRY_BYTES = 140  # a dictionary entry with its two numbers, roughly
@@ -82,7 +82,7 @@ class MatchIndex:
         """The last `count` tokens."""
         return self._text[max(0, len(self._text) - count) :].tolist()
 
-    def matches(self, end: Sequence[int], depth: int, most: int = MOST_PLACES) -> Matches | None:
+    def matches(self, end: Sequence[int], depth: int, most: int = MAX_PLACES) -> Matches | None:
         """Places that agree with at least the last two tokens of `end`, with `depth` tokens after each; None if there
         is none.
 

@@ -17,7 +17,7 @@ from foretoken.draft.lookup_tree import EMPTY, LookupTree, assemble, grow_tree
 from foretoken.draft.matches import MatchIndex
 
 BRANCHING = 2  # continuations of one place that are drafted, where the rule takes trees
-LEAST_ESTIMATE = 0.12  # a guess less likely than this is not worth a row of the target
+MIN_ESTIMATE = 0.12  # a guess less likely than this is not worth a row of the target
 
 
 class NgramDrafter:
@@ -68,4 +68,4 @@ class NgramDrafter:
         following = [
             tokens for length, tokens in zip(matches.lengths, matches.following, strict=True) if length == longest
         ]
-        return grow_tree(following, entry.num_draft, BRANCHING if entry.takes_trees else 1, 1 / longest, LEAST_ESTIMATE)
+        return grow_tree(following, entry.num_draft, BRANCHING if entry.takes_trees else 1, 1 / longest, MIN_ESTIMATE)

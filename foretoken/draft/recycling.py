@@ -25,7 +25,7 @@ _PRIOR_HITS = np.array(
     [40, 10, 6, 4, 3, 2, 2, 1], dtype=np.float64
 )  # of a hundred tries: what ranks are worth before anything is known
 _PRIOR_TRIES = 100
-_MOST_TRIES = 2000  # then old texts count half
+_MAX_TRIES = 2000  # then old texts count half
 
 
 class RecyclingDrafter:
@@ -83,7 +83,7 @@ class RecyclingDrafter:
         for token, successor in zip(before, emitted, strict=True):
             self._tries += 1
             self._hits += self.successors[token] == successor
-        if self._tries > _MOST_TRIES:
+        if self._tries > _MAX_TRIES:
             self._hits, self._tries = self._hits / 2, self._tries // 2
 
     def guess(self, entry: BatchEntry, ahead: Sequence[int] = ()) -> LookupTree:

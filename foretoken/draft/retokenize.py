@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from foretoken.model.tokenizer import Detokenizer, Tokenizer
 from foretoken.model.vocabulary import Side
 
-_MOST_TAIL = 512  # characters that are encoded again after a round; a longer tail looks for a boundary
-_LEAST_TAIL = 128  # characters kept behind a boundary, so that what comes can no longer change the tokens before it
-_MOST_TRIES = 8
+_MAX_TAIL = 512  # characters that are encoded again after a round; a longer tail looks for a boundary
+_MIN_TAIL = 128  # characters kept behind a boundary, so that what comes can no longer change the tokens before it
+_MAX_TRIES = 8
 _NEAR = 16  # characters in front of a draft's text that are enough for tokens to merge as they should
 _IN_FRONT = (
     "a"  # stands in for the text before a boundary: some tokenizers treat the beginning of a text in another way
@@ -80,8 +80,8 @@ class DraftText:
         target: Tokenizer,
         draft: Side,
         to_draft: Mapping[int, int],
-        most_tail: int = _MOST_TAIL,
-        least_tail: int = _LEAST_TAIL,
+        max_tail: int = _MAX_TAIL,
+        min_tail: int = _MIN_TAIL,
     ) -> None:
         self._target, self._draft, self._to_draft = target, draft, to_draft
         self._stream = TextStream(target)
@@ -89,7 +89,7 @@ class DraftText:
         self._is_new = True
         self._tail = ""  # the end of the text, encoded again whenever it grows
         self._tail_is_inside = False  # whether text of the same run stands before the tail
-        self._limit, self._most_tail, self._least_tail = most_tail, most_tail, least_tail
+        self._limit, self._max_tail, self._min_tail = max_tail, max_tail, min_tail
         self.ids = list(self._settled)
 
     @property
@@ -124,23 +124,23 @@ class DraftText:
 
     def _close_run(self, special: int) -> None:
         self._settled = [*self._settled, *self._encode(self._tail, self._tail_is_inside), special]
-        self._tail, self._tail_is_inside, self._limit = "", False, self._most_tail
+        self._tail, self._tail_is_inside, self._limit = "", False, self._max_tail
         self._stream.restart()
 
     def _settle(self, encoded: list[int]) -> None:
         """Move the boundary to a place where the text before and after it encodes on its own as it does together."""
         tries = 0
-        for place in range(len(self._tail) - self._least_tail, 0, -1):
+        for place in range(len(self._tail) - self._min_tail, 0, -1):
             if not self._tail[place].isspace() or self._tail[place - 1].isspace():
                 continue
             before = self._encode(self._tail[:place], self._tail_is_inside)
             after = self._encode(self._tail[place:], inside=True)
             if before + after == encoded:
                 self._settled = self._settled + before
-                self._tail, self._tail_is_inside, self._limit = self._tail[place:], True, self._most_tail
+                self._tail, self._tail_is_inside, self._limit = self._tail[place:], True, self._max_tail
                 return
             tries += 1
-            if tries == _MOST_TRIES:
+            if tries == _MAX_TRIES:
                 break
         self._limit = 2 * len(self._tail)  # no boundary in sight: do not search after every round
 

@@ -17,22 +17,22 @@ from foretoken.config import SpecConfig
 from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict
 from foretoken.draft.base import Factory, Feedback
 from foretoken.draft.lookup_tree import EMPTY, LookupTree, assemble, grow_tree
-from foretoken.draft.matches import MATCH_LIMIT, MOST_PLACES, NO_TOKEN, Matches, MatchIndex
-from foretoken.draft.ngram import BRANCHING, LEAST_ESTIMATE
+from foretoken.draft.matches import MATCH_LIMIT, MAX_PLACES, NO_TOKEN, Matches, MatchIndex
+from foretoken.draft.ngram import BRANCHING, MIN_ESTIMATE
 
 _LENGTHS_TRIED = 3  # longest lengths of agreement that are compared
 _NUM_SEGMENTS = 4  # a store forgets a quarter at a time
 DEFAULT_STORE_TOKENS = 1 << 18
-_LEAST_STORE_TOKENS = (
+_MIN_STORE_TOKENS = (
     256  # that a store is taken for, since an index takes some KB however little it holds: this bounds their number
 )
 
 
 class SharedStore:
-    """Finished answers of one tenant, the oldest forgotten first, in quarters; at most `most_tokens`."""
+    """Finished answers of one tenant, the oldest forgotten first, in quarters; at most `max_tokens`."""
 
-    def __init__(self, most_tokens: int) -> None:
-        self._segment_tokens = max(2, most_tokens // _NUM_SEGMENTS)
+    def __init__(self, max_tokens: int) -> None:
+        self._segment_tokens = max(2, max_tokens // _NUM_SEGMENTS)
         self._segments: deque[MatchIndex] = deque()
 
     def add(self, tokens: Sequence[int]) -> None:
@@ -59,7 +59,7 @@ class SharedStore:
         """The latest places, the youngest segment first."""
         found: list[Matches] = []
         for segment in reversed(self._segments):
-            missing = MOST_PLACES - sum(map(len, found))
+            missing = MAX_PLACES - sum(map(len, found))
             matches = segment.matches(end, depth, missing) if missing > 0 else None
             if matches is not None:
                 found.append(matches)
@@ -70,7 +70,7 @@ class SuffixDrafter:
     """Deterministic trees from counts; the mass is a point at each guess.
 
     A finished request's answer enters the store of its tenant (`SamplingParams.tenant`), never another's. `corpus` is a
-    text of token ids that everybody may be guessed from. Each store keeps `store_tokens`, all together `most_tokens`,
+    text of token ids that everybody may be guessed from. Each store keeps `store_tokens`, all together `max_tokens`,
     where one that holds less counts as 256: the tenant unused longest is forgotten first.
     """
 
@@ -81,13 +81,13 @@ class SuffixDrafter:
         self,
         corpus: Sequence[int] = (),
         store_tokens: int = DEFAULT_STORE_TOKENS,
-        most_tokens: int = 4 * DEFAULT_STORE_TOKENS,
+        max_tokens: int = 4 * DEFAULT_STORE_TOKENS,
     ) -> None:
         self._indexes: dict[int, MatchIndex] = {}
         self._requests: dict[int, Request] = {}
         self._stores: OrderedDict[str, SharedStore] = OrderedDict()  # by tenant, used last at the end
-        self._store_tokens, self._most_tokens = min(store_tokens, most_tokens), most_tokens
-        self._num_counted = 0  # tokens of all stores, as they count towards `most_tokens`
+        self._store_tokens, self._max_tokens = min(store_tokens, max_tokens), max_tokens
+        self._num_counted = 0  # tokens of all stores, as they count towards `max_tokens`
         self._corpus = MatchIndex([*corpus, NO_TOKEN] if corpus else ())
 
     @classmethod
@@ -132,7 +132,7 @@ class SuffixDrafter:
         finally:
             self._num_counted += self._counted(store) - counted
         self._stores.move_to_end(request.params.tenant)
-        while self._num_counted > self._most_tokens:
+        while self._num_counted > self._max_tokens:
             self._num_counted -= self._counted(self._stores.popitem(last=False)[1])
 
     def reset(self) -> None:
@@ -142,7 +142,7 @@ class SuffixDrafter:
 
     def _counted(self, store: SharedStore) -> int:
         """Tokens that a store counts for."""
-        return max(store.num_tokens, min(_LEAST_STORE_TOKENS, self._store_tokens)) if store.num_tokens else 0
+        return max(store.num_tokens, min(_MIN_STORE_TOKENS, self._store_tokens)) if store.num_tokens else 0
 
     @property
     def num_stored_tokens(self) -> int:
@@ -185,7 +185,7 @@ def _trees(matches: Matches, budget: int, branching: int) -> list[LookupTree]:
         following = [
             tokens for length, tokens in zip(matches.lengths, matches.following, strict=True) if length >= least
         ]
-        trees.append(grow_tree(following, budget, branching, 1 / least, LEAST_ESTIMATE))
+        trees.append(grow_tree(following, budget, branching, 1 / least, MIN_ESTIMATE))
     return trees
 
 

@@ -33,8 +33,8 @@ Children = Callable[
 # Chance that a token drawn from a draft's distribution, or from a part of it, is accepted where the target's token is
 # in that part.
 OVERLAP = 0.7
-_MOST_PLANNED = 64  # nodes of a tree that is planned node by node
-_MOST_SAMPLED_CHILDREN = 4
+_MAX_PLANNED = 64  # nodes of a tree that is planned node by node
+_MAX_SAMPLED_CHILDREN = 4
 _FIRST_CHANCE = 0.6  # that a draft's likeliest token is accepted; rank r (from 0) has 1 / (1 + r)^2 of it
 
 
@@ -122,7 +122,7 @@ class TreeShape:
     widths: tuple[int, ...]  # nodes on each level
 
 
-def most_children(branching: int | Sequence[int], depth: int) -> int:
+def max_children(branching: int | Sequence[int], depth: int) -> int:
     """How many children a guess of `depth` tokens may have: one limit for all depths, or one each and none below."""
     if isinstance(branching, int):
         return branching
@@ -141,7 +141,7 @@ def static_shape(budget: int, branching: int | tuple[int, ...], max_depth: int) 
     depths: list[int] = []
 
     def ranks(depth: int) -> list[tuple[float, int]]:
-        count = most_children(branching, depth) if depth < max_depth else 0
+        count = max_children(branching, depth) if depth < max_depth else 0
         return [(_FIRST_CHANCE / (1 + rank) ** 2, rank) for rank in range(count)]
 
     def children(node: TreeNode) -> list[tuple[float, int]]:
@@ -160,7 +160,7 @@ def sampled_shape(budget: int, branching: int | tuple[int, ...], max_depth: int)
     dynamic programme of Sequoia (Chen et al. 2024, arXiv 2402.12374), over typical chances for each number of children;
     a tree of more than 64 nodes has the shape of a deterministic one.
     """
-    if budget > _MOST_PLANNED:
+    if budget > _MAX_PLANNED:
         return static_shape(budget, branching, max_depth)
 
     @functools.cache
@@ -168,7 +168,7 @@ def sampled_shape(budget: int, branching: int | tuple[int, ...], max_depth: int)
         """What `budget` nodes after a guess of `depth` tokens are worth, and how many of them go to each child, itself
         included.
         """
-        most = min(budget, most_children(branching, depth), _MOST_SAMPLED_CHILDREN) if depth < max_depth else 0
+        most = min(budget, max_children(branching, depth), _MAX_SAMPLED_CHILDREN) if depth < max_depth else 0
         return max((split(budget, depth, count, 0) for count in range(1, most + 1)), default=(0.0, ()))
 
     @functools.cache

@@ -13,17 +13,17 @@ from foretoken.machine.neighbours import NEIGHBOUR_CORES
 
 Topic = Literal["draft size", "draft text", "acceptance", "temperature", "short answer", "memory", "load", "neighbours"]
 
-LEAST_SIZE_RATIO = 3.0  # a draft that reads more than a third of the target's bytes leaves little to gain
-LEAST_ACCEPTANCE = 0.15  # of drafted tokens
-LEAST_ACCEPTED = 0.5  # of a draft, on average: trees are wide, so that their share of accepted tokens is small
+MIN_SIZE_RATIO = 3.0  # a draft that reads more than a third of the target's bytes leaves little to gain
+MIN_ACCEPTANCE = 0.15  # of drafted tokens
+MIN_ACCEPTED = 0.5  # of a draft, on average: trees are wide, so that their share of accepted tokens is small
 ENOUGH_DRAFTED = 256  # tokens, before acceptance is judged
 SHORT_ANSWER_TOKENS = 50
-LEAST_RESERVE = 0.15  # of the memory
+MIN_RESERVE = 0.15  # of the memory
 CONCURRENT = 4.0  # requests in a step, from which on load is judged
 ENOUGH_ROUNDS = 256  # of requests, before load is judged
-LEAST_GUESSING = 0.05  # of the rounds of requests whose number of guesses is left open
-MOST_DRAFTING = 0.5  # of the time of steps, beside a neighbour: alone, drafting takes less where it pays
-LEAST_SPEEDUP = 0.95  # of fixed numbers of guesses
+MIN_GUESSING = 0.05  # of the rounds of requests whose number of guesses is left open
+MAX_DRAFTING = 0.5  # of the time of steps, beside a neighbour: alone, drafting takes less where it pays
+MIN_SPEEDUP = 0.95  # of fixed numbers of guesses
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def of_draft_size(name: str, target_bytes: int, draft_bytes: int) -> Advice | No
 
     One as large as the target has a warning of its own (`draft.tokenizer_match`).
     """
-    if not 0 < draft_bytes < target_bytes or target_bytes / draft_bytes > LEAST_SIZE_RATIO:
+    if not 0 < draft_bytes < target_bytes or target_bytes / draft_bytes > MIN_SIZE_RATIO:
         return None
     return Advice(
         "draft size",
@@ -97,10 +97,10 @@ def of_draft_text(name: str, target: TextFormat, draft: TextFormat) -> Advice | 
 
 def of_acceptance(drafter: str, num_drafted: int, num_accepted: int, accepted_per_draft: float) -> Advice | None:
     """Guesses that are mostly rejected, after enough of them; `accepted_per_draft` is that of all drafters together."""
-    if num_drafted < ENOUGH_DRAFTED or accepted_per_draft >= LEAST_ACCEPTED:
+    if num_drafted < ENOUGH_DRAFTED or accepted_per_draft >= MIN_ACCEPTED:
         return None
     rate = num_accepted / num_drafted
-    if rate >= LEAST_ACCEPTANCE:
+    if rate >= MIN_ACCEPTANCE:
         return None
     return Advice(
         "acceptance",
@@ -135,12 +135,12 @@ def of_short_answer(max_tokens: int, num_prompt_tokens: int, draft: str) -> Advi
 def of_memory(used_bytes: int, memory_bytes: int, where: str) -> Advice | None:
     """Weights and full caches that leave too little of the memory for everything else."""
     reserve = 1 - used_bytes / memory_bytes
-    if reserve >= LEAST_RESERVE:
+    if reserve >= MIN_RESERVE:
         return None
     return Advice(
         "memory",
         f"weights and full caches take {used_bytes / 2**30:,.1f} of the {memory_bytes / 2**30:,.1f} GiB of {where}, "
-        f"which leaves {max(0.0, reserve):.0%} in reserve where {LEAST_RESERVE:.0%} to 20% are usual",
+        f"which leaves {max(0.0, reserve):.0%} in reserve where {MIN_RESERVE:.0%} to 20% are usual",
         "lower cache_tokens, quantise the draft (draft_dtype), or use a drafter without a model",
     )
 
@@ -149,7 +149,7 @@ def of_load(facts: LoadFacts) -> Advice | None:
     """Many requests at once, at which guesses were not worth making, or cost more than they brought."""
     if facts.num_rounds < ENOUGH_ROUNDS or facts.mean_requests < CONCURRENT:
         return None
-    if facts.is_open and facts.num_drafts < LEAST_GUESSING * facts.num_rounds:
+    if facts.is_open and facts.num_drafts < MIN_GUESSING * facts.num_rounds:
         return Advice(
             "load",
             f"with {facts.mean_requests:.0f} requests at once, guesses were worth making in only "
@@ -157,7 +157,7 @@ def of_load(facts: LoadFacts) -> Advice | None:
             "use drafter='none' under this load, or a lower max_batch_size",
         )
     speedup = facts.estimated_speedup
-    if not facts.is_open and speedup is not None and speedup < LEAST_SPEEDUP:
+    if not facts.is_open and speedup is not None and speedup < MIN_SPEEDUP:
         return Advice(
             "load",
             f"with {facts.mean_requests:.0f} requests at once, decoding with guesses was {speedup:.2f}x as fast as "
@@ -171,7 +171,7 @@ def of_neighbours(
     others_cores: float | None, drafting_share: float, num_threads: int, is_spinning: bool
 ) -> Advice | None:
     """Another process takes cores while threads of this one spin, and drafting takes most of the time."""
-    if others_cores is None or others_cores < NEIGHBOUR_CORES or drafting_share < MOST_DRAFTING:
+    if others_cores is None or others_cores < NEIGHBOUR_CORES or drafting_share < MAX_DRAFTING:
         return None
     if not is_spinning or num_threads < 2:
         return None

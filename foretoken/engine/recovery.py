@@ -79,7 +79,7 @@ def _shrink(engine: Recoverable, error: Exception) -> None:
         else:
             _end(engine, state, _too_large(state, error))
     pressure = scheduler.pressure
-    ends = f"its requests run again, at most {pressure.most_requests} at once" if fits_smaller else "the request fails"
+    ends = f"its requests run again, at most {pressure.max_requests} at once" if fits_smaller else "the request fails"
     engine.faults.tell("a step of the engine", error, ends)
 
 

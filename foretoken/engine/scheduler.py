@@ -170,7 +170,7 @@ class Scheduler(Queue[RequestState]):
             if self.running:
                 return None
             return next(place for place, state in enumerate(self.waiting) if state.request_id in self.alone)
-        most = self.pressure.most_requests
+        most = self.pressure.max_requests
         if most is not None and len(self.running) >= most:
             return None
         state = self.waiting[0]

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-MOST_SLICES = 64  # slices are named by callers: without a limit their names would fill the memory of a server
+MAX_SLICES = 64  # slices are named by callers: without a limit their names would fill the memory of a server
 
 PositionCounts = list[tuple[int, int]]
 
 
 @dataclass
 class SliceAcceptance:
-    """Drafted and accepted tokens of at most `MOST_SLICES` slices; the one unused longest is dropped for a new one.
+    """Drafted and accepted tokens of at most `MAX_SLICES` slices; the one unused longest is dropped for a new one.
 
     `num_dropped` counts the dropped slices. A dropped slice that comes again begins at zero. Requests without a slice
     count under "".
@@ -68,7 +68,7 @@ class SliceAcceptance:
     def _drafters(self, slice_: str) -> dict[str, PositionCounts]:
         if slice_ not in self._counts:
             self._counts[slice_] = {}
-            if len(self._counts) > MOST_SLICES:
+            if len(self._counts) > MAX_SLICES:
                 self._counts.popitem(last=False)
                 self.num_dropped += 1
         self._counts.move_to_end(slice_)

@@ -62,7 +62,7 @@ class CellChange:
 class EvalComparison:
     """The cells of two results, what differs in their identities, and what only one of them has."""
 
-    most_lost: float
+    max_lost: float
     cells: Sequence[CellChange]
     changed: Sequence[str]
     notes: Sequence[str]
@@ -76,7 +76,7 @@ class EvalComparison:
     def verdict(self) -> str:
         """The outcome in one line."""
         undecided = sum(one.outcome == "undecided" for one in self.cells)
-        text = f"{len(self.lost)} of {len(self.cells)} lost more than {self.most_lost:g} of acceptance rate"
+        text = f"{len(self.lost)} of {len(self.cells)} lost more than {self.max_lost:g} of acceptance rate"
         return text + (f"; {undecided} undecided: measure more prompts" if undecided else "")
 
 
@@ -105,7 +105,7 @@ def check_comparable(
             raise InputError("against", ", ".join(sorted(there)), remedy)
 
 
-def compare(before: EvalResult, after: EvalResult, most_lost: float) -> EvalComparison:
+def compare(before: EvalResult, after: EvalResult, max_lost: float) -> EvalComparison:
     """Compare every drafter, slice and temperature that both have.
 
     Prompts are paired by their content where at least `MIN_GROUPS` are in both.
@@ -118,7 +118,7 @@ def compare(before: EvalResult, after: EvalResult, most_lost: float) -> EvalComp
     if not common:
         raise InputError("against", before.command, "has no drafter, slice and temperature in common with this run")
     tail = (1 - CONFIDENCE) / len(common)
-    cells = [_change(cell, old[cell], new[cell], most_lost, tail) for cell in common]
+    cells = [_change(cell, old[cell], new[cell], max_lost, tail) for cell in common]
     changed = _changed(before, after)
     notes = [f"{cell} is only in the earlier file" for cell in old if cell not in new]
     notes += [f"{cell} is not in the earlier file" for cell in new if cell not in old]
@@ -127,11 +127,11 @@ def compare(before: EvalResult, after: EvalResult, most_lost: float) -> EvalComp
             notes.append(f"{name} is incomplete: it was interrupted")
     if any(not one.paired for one in cells):
         notes.append("some cells have other prompts than before: their intervals are those of two samples")
-    return EvalComparison(most_lost, cells, changed, notes)
+    return EvalComparison(max_lost, cells, changed, notes)
 
 
 def _change(
-    cell: Cell, before: Sequence[EvalSample], after: Sequence[EvalSample], most_lost: float, tail: float
+    cell: Cell, before: Sequence[EvalSample], after: Sequence[EvalSample], max_lost: float, tail: float
 ) -> CellChange:
     old = {sample.prompt: sample for sample in before}
     new = {sample.prompt: sample for sample in after}
@@ -145,15 +145,15 @@ def _change(
     rates = ratio(counts[0]), ratio(counts[1])
     interval = difference_interval(*counts, paired, tail)
     num_prompts = min(len(before), len(after))
-    outcome: Outcome = "kept" if rates[0] is None else _outcome(interval, num_prompts, most_lost)
+    outcome: Outcome = "kept" if rates[0] is None else _outcome(interval, num_prompts, max_lost)
     loss = None if rates[0] is None or rates[1] is None else rates[0] - rates[1]
     return CellChange(cell, outcome, *rates, loss, interval, paired, num_prompts, _worst_position(before, after))
 
 
-def _outcome(interval: Interval | None, num_prompts: int, most_lost: float) -> Outcome:
+def _outcome(interval: Interval | None, num_prompts: int, max_lost: float) -> Outcome:
     if interval is None or num_prompts < MIN_GROUPS:
         return "undecided"
-    bound = most_lost + _ROUNDING
+    bound = max_lost + _ROUNDING
     return "lost" if interval.low > bound else "kept" if interval.high <= bound else "undecided"
 
 

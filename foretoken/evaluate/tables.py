@@ -18,7 +18,7 @@ _EXPLAINED = (
     "positions."
 )
 _OUTCOME_STYLES = {"lost": "bold red", "undecided": "yellow", "kept": None}
-_MOST_POSITIONS = 8
+_MAX_POSITIONS = 8
 
 
 def eval_report(result: EvalResult, rows: Sequence[Mapping[str, Any]], found: EvalComparison | None) -> Report:
@@ -46,7 +46,7 @@ def eval_report(result: EvalResult, rows: Sequence[Mapping[str, Any]], found: Ev
 def _rate_tables(rows: Sequence[Mapping[str, Any]]) -> tuple[Table, Table]:
     """The rates of every cell with their intervals, and by position."""
     rates = ("drafter", "slice", "temperature", "rule", "prompts", "acceptance", "per step")
-    columns = min(_MOST_POSITIONS, max((len(row["positions"]) for row in rows), default=0))
+    columns = min(_MAX_POSITIONS, max((len(row["positions"]) for row in rows), default=0))
     places = map(str, range(1, columns + 1))
     headings = ("drafter", "slice", "temperature", *places, "per draft", "at full length")
     return (

@@ -14,7 +14,7 @@ from foretoken.errors import CheckpointError, UnsupportedModelError
 from foretoken.model.fields import Fields, read_json, shown
 from foretoken.model.names import model_folder
 
-_MOST_HEADER_BYTES = 1 << 26
+_MAX_HEADER_BYTES = 1 << 26
 # What other engines run and this one does not, with what to take in its place.
 _REFUSED = {
     "mlp_speculator": "an MLP speculator (IBM); train medusa heads for this target (foretoken train medusa)",
@@ -116,7 +116,7 @@ def _tensor_names(folder: Path) -> list[str]:
     try:
         with path.open("rb") as file:
             (size,) = struct.unpack("<Q", file.read(8))
-            if size > _MOST_HEADER_BYTES:
+            if size > _MAX_HEADER_BYTES:
                 raise ValueError(f"a header of {size:,} bytes")
             header: Any = json.loads(file.read(size))
         return [name for name in header if name != "__metadata__"]

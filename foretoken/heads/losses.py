@@ -22,7 +22,7 @@ from foretoken.model.interface import SharedWeights
 
 LossKind = Literal["kl", "reverse_kl", "jsd", "tv", "nla", "lk"]
 LOSS_KINDS: tuple[LossKind, ...] = get_args(LossKind)
-_MOST_KEPT_BYTES = 256 << 20  # of the target's logits of a batch
+_MAX_KEPT_BYTES = 256 << 20  # of the target's logits of a batch
 _TINY = 1e-30  # keeps the logarithm of a probability that float32 rounds to 0 finite
 
 
@@ -74,7 +74,7 @@ def target_logits(batch: HeadBatch, target: SharedWeights) -> RowLogits:
     if not len(normed):
         return lambda rows: target.output_logits(normed[rows])
     first = target.output_logits(normed[:1])
-    if len(normed) * first.nbytes > _MOST_KEPT_BYTES:
+    if len(normed) * first.nbytes > _MAX_KEPT_BYTES:
         return lambda rows: target.output_logits(normed[rows])
     whole = target.output_logits(normed)  # [B * S, V]
     return lambda rows: whole[rows]

@@ -27,14 +27,14 @@ from foretoken.model.interface import Segment, SharesWeights
 
 PROBE_VARIABLE = "FORETOKEN_PROBE"  # 0: no head is tried at load
 NUM_ROWS = 48  # a share of them is known to 0.07
-_MOST_S = 1.0  # a slow target writes fewer rows, but
+_MAX_S = 1.0  # a slow target writes fewer rows, but
 _FEWEST_ROWS = 16
-_MOST_PLACES = 4
+_MAX_PLACES = 4
 _CHANCE = 0.1  # an untrained head hits the most frequent token at most that often
 _NUM_SEEDS = 4
 _MARGIN = 0.2  # two standard deviations of the difference of two shares of NUM_ROWS rows
 _FEWEST_DEVIATIONS = 3.0  # of a paired difference; with five neighbours one head in a hundred is blamed by chance
-_LEAST_LOG = -20.0  # of a token that is not in the head's vocabulary, or that it deems impossible
+_MIN_LOG = -20.0  # of a token that is not in the head's vocabulary, or that it deems impossible
 _Scores = dict[tuple[int, int], tuple[bool, float]]  # by place and row: hit, log probability of the token
 
 
@@ -116,7 +116,7 @@ def _own_text(target: SharesWeights, start: int, num_rows: int, layers: list[int
     try:
         num_rows = min(num_rows, target.max_context_tokens - 1)
         begun = time.perf_counter()
-        while len(states) < num_rows and (len(states) < _FEWEST_ROWS or time.perf_counter() < begun + _MOST_S):
+        while len(states) < num_rows and (len(states) < _FEWEST_ROWS or time.perf_counter() < begun + _MAX_S):
             rows = torch.tensor(tokens[-1:], device=target.device)
             out = target.forward(rows, [Segment(sequence, 1, num_taps=1)], layers)
             target.commit(sequence, 1)
@@ -135,11 +135,11 @@ def _scores(head: Head, batch: HeadBatch, target: SharesWeights) -> _Scores:
     found: _Scores = {}
     # A block drafter has anchors at some of the rows, an EAGLE head goes on from some: other ones for each seed.
     for seed in range(_NUM_SEEDS if kind_of_config(head.config).samples_rows else 1):
-        for place in head.places(batch, target, _MOST_PLACES, seed):
+        for place in head.places(batch, target, _MAX_PLACES, seed):
             wanted = batch.tokens[0, place.rows + 1]
             hits = head.vocabulary.to_target(place.logits.argmax(-1)) == wanted
             own = head.vocabulary.expand(place.logits.float().log_softmax(-1))
-            sure = own.gather(1, wanted[:, None]).squeeze(1).clamp(min=_LEAST_LOG)
+            sure = own.gather(1, wanted[:, None]).squeeze(1).clamp(min=_MIN_LOG)
             rows = zip(place.rows.tolist(), hits.tolist(), sure.tolist(), strict=True)
             found |= {(place.number, row): (hit, log) for row, hit, log in rows}
     return found

@@ -26,8 +26,8 @@ FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-e
 COMPILERS = ("g++", "c++", "clang++")  # looked for in this order where CXX names none
 _INCLUDED = re.compile(r'^#include "(.+)"$', re.MULTILINE)
 _DIGEST_BYTES = 32
-_MOST_S = 120.0  # it takes a few seconds; a compiler that hangs must not hang us
-_MOST_WORDS = 300  # characters of a compiler's complaint
+_MAX_S = 120.0  # it takes a few seconds; a compiler that hangs must not hang us
+_MAX_WORDS = 300  # characters of a compiler's complaint
 
 
 class BuildError(Exception):
@@ -96,12 +96,12 @@ def _compile(command: list[str], path: Path) -> None:
     """Run the compiler, and append the digest to what it made."""
     try:
         done = subprocess.run(
-            [*command, "-o", str(path)], capture_output=True, text=True, errors="replace", timeout=_MOST_S, check=False
+            [*command, "-o", str(path)], capture_output=True, text=True, errors="replace", timeout=_MAX_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"the C++ compiler {command[0]} cannot be run ({error}); name another in CXX") from error
     if done.returncode != 0 or not path.exists():
-        words = " ".join(done.stderr.split())[:_MOST_WORDS]
+        words = " ".join(done.stderr.split())[:_MAX_WORDS]
         raise BuildError(f"the C++ compiler {command[0]} failed ({words}); install g++, or name another one in CXX")
     with path.open("ab") as file:
         file.write(hashlib.sha256(path.read_bytes()).digest())

@@ -19,8 +19,8 @@ struct foretoken_dense {
 
 namespace {
 
-constexpr int MOST_ROWS = 8;       // rows of a tile, for which weights are loaded once
-constexpr int MOST_BLOCKS = 3;     // of outputs, for which a row's inputs are loaded once: 24 sums fit into registers
+constexpr int MAX_ROWS = 8;       // rows of a tile, for which weights are loaded once
+constexpr int MAX_BLOCKS = 3;     // of outputs, for which a row's inputs are loaded once: 24 sums fit into registers
 constexpr int FEW_ROWS = 2;        // up to here memory is the limit, and fewer blocks are read more evenly
 constexpr int64_t FEW_PRODUCTS = 1 << 18;  // up to here one thread multiplies: waking others would take longer
 constexpr int AHEAD = 24;          // lines: what is fetched before it is needed
@@ -36,7 +36,7 @@ inline void fetch(const void* at) { __builtin_prefetch(at, 0, 2); }
 // 16 outputs of each of BLOCKS blocks for ROWS rows: a number of the rows that was fetched is used BLOCKS times, a line
 // of weights ROWS times.
 template <int ROWS, int BLOCKS>
-void multiply_blocks(const uint16_t* weights, const Tile& x, Lanes (*out)[MOST_ROWS]) {
+void multiply_blocks(const uint16_t* weights, const Tile& x, Lanes (*out)[MAX_ROWS]) {
     const int64_t block_size = x.num_pairs * 2 * LANES;
     Lanes sums[BLOCKS][ROWS];
     for (int b = 0; b < BLOCKS; ++b)
@@ -54,7 +54,7 @@ void multiply_blocks(const uint16_t* weights, const Tile& x, Lanes (*out)[MOST_R
 }
 
 template <int BLOCKS>
-void multiply_rows(int64_t rows, const uint16_t* weights, const Tile& x, Lanes (*out)[MOST_ROWS]) {
+void multiply_rows(int64_t rows, const uint16_t* weights, const Tile& x, Lanes (*out)[MAX_ROWS]) {
     switch (rows) {
         case 1: return multiply_blocks<1, BLOCKS>(weights, x, out);
         case 2: return multiply_blocks<2, BLOCKS>(weights, x, out);
@@ -78,9 +78,9 @@ struct Activations {
     template <class T>
     Activations(const T* x, int64_t num_rows, int64_t width, int threads)
         : rows(num_rows), num_pairs((width + 1) / 2), pairs(rows * num_pairs) {
-#pragma omp parallel for num_threads(threads) schedule(static) if (rows > MOST_ROWS)
+#pragma omp parallel for num_threads(threads) schedule(static) if (rows > MAX_ROWS)
         for (int64_t row = 0; row < rows; ++row) {
-            const int64_t first = row / MOST_ROWS * MOST_ROWS, count = rows_from(first);
+            const int64_t first = row / MAX_ROWS * MAX_ROWS, count = rows_from(first);
             uint32_t* own = pairs.data() + first * num_pairs + (row - first);
             const T* from = x + row * width;
             for (int64_t p = 0; p < width / 2; ++p)
@@ -89,7 +89,7 @@ struct Activations {
         }
     }
 
-    int64_t rows_from(int64_t first) const { return std::min<int64_t>(MOST_ROWS, rows - first); }
+    int64_t rows_from(int64_t first) const { return std::min<int64_t>(MAX_ROWS, rows - first); }
     Tile at(int64_t first) const { return {pairs.data() + first * num_pairs, num_pairs}; }
 };
 
@@ -98,9 +98,9 @@ template <class T>
 void multiply_some(const foretoken_dense& w, const Activations& x, int64_t block, int64_t num_blocks, T* out,
                    int64_t stride) {
     const uint16_t* weights = w.weights + block * x.num_pairs * 2 * LANES;
-    for (int64_t first = 0; first < x.rows; first += MOST_ROWS) {
+    for (int64_t first = 0; first < x.rows; first += MAX_ROWS) {
         const int64_t rows = x.rows_from(first);
-        Lanes sums[MOST_BLOCKS][MOST_ROWS];
+        Lanes sums[MAX_BLOCKS][MAX_ROWS];
         if (num_blocks == 3)
             multiply_rows<3>(rows, weights, x.at(first), sums);
         else if (num_blocks == 2)
@@ -124,7 +124,7 @@ template <class T>
 void multiply(const T* x, int64_t rows, int64_t width, const foretoken_dense* parts, int num_parts, T* out,
               int64_t stride, int threads) {
     const Activations a(x, rows, width, threads);
-    const int64_t together = rows <= FEW_ROWS ? 2 : MOST_BLOCKS;
+    const int64_t together = rows <= FEW_ROWS ? 2 : MAX_BLOCKS;
     int64_t num_outputs = 0;
     for (int part = 0; part < num_parts; ++part) num_outputs += parts[part].num_outputs;
     // One region for all matrices: threads are woken and waited for once.

@@ -178,12 +178,12 @@ private:
     }
 
     bool multiply(const Experts& experts, int threads) {
-        int64_t widest = 0, most_rows = 0;
+        int64_t widest = 0, max_rows = 0;
         for (const Task& task : tasks_) {
             widest = std::max(widest, experts.down[task.expert].width);
-            most_rows = std::max(most_rows, task.last - task.first);
+            max_rows = std::max(max_rows, task.last - task.first);
         }
-        const int64_t tasks = int64_t(tasks_.size()), scratch = most_rows * (experts.hidden_size + 3 * widest);
+        const int64_t tasks = int64_t(tasks_.size()), scratch = max_rows * (experts.hidden_size + 3 * widest);
         const bool one_each = takes_tasks(tasks, threads);
         results_.resize(chosen.size() * experts.hidden_size), scratch_.resize((one_each ? threads : 1) * scratch);
         std::atomic<bool> is_done{true};

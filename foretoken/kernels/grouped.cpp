@@ -31,7 +31,7 @@ constexpr int SPAN = 32;       // inputs that share a scale of activations
 constexpr int CHUNK = 4;       // inputs of one output that stand together: what one lane of vpdpbusd multiplies
 constexpr int LINE = 64;       // bytes: 16 outputs of a chunk
 constexpr int SUPER = 256;     // inputs that share a float16 where scales are whole numbers
-constexpr int MOST_ROWS = 8;   // rows of a tile, for which codes are loaded once
+constexpr int MAX_ROWS = 8;   // rows of a tile, for which codes are loaded once
 constexpr int64_t FEW_PRODUCTS = 1 << 19;  // up to here one thread multiplies, for the same reason
 
 // Of scales and minimums; MULTIPLE: scales are HALF, minimums whole numbers by which they are multiplied.
@@ -307,7 +307,7 @@ using Block = void (*)(const Matrix&, const Tile&, int64_t, const Ahead&, float 
 
 template <int BITS, int GROUP>
 Block block_of(int64_t rows) {
-    static const Block blocks[MOST_ROWS] = {
+    static const Block blocks[MAX_ROWS] = {
         multiply_block<1, BITS, GROUP>, multiply_block<2, BITS, GROUP>, multiply_block<3, BITS, GROUP>,
         multiply_block<4, BITS, GROUP>, multiply_block<5, BITS, GROUP>, multiply_block<6, BITS, GROUP>,
         multiply_block<7, BITS, GROUP>, multiply_block<8, BITS, GROUP>,
@@ -360,14 +360,14 @@ struct Activations {
         : rows(num_rows), width(num_inputs), spans((num_inputs + SPAN - 1) / SPAN), codes(rows * spans * SPAN),
           scales(rows * spans), half_sums(rows * spans * 2), offsets(rows * spans * 2), sums(rows * spans * 2) {}
 
-    int64_t tiles() const { return (rows + MOST_ROWS - 1) / MOST_ROWS; }
-    int64_t rows_of(int64_t tile) const { return std::min<int64_t>(MOST_ROWS, rows - tile * MOST_ROWS); }
+    int64_t tiles() const { return (rows + MAX_ROWS - 1) / MAX_ROWS; }
+    int64_t rows_of(int64_t tile) const { return std::min<int64_t>(MAX_ROWS, rows - tile * MAX_ROWS); }
 
     // Piece `row * spans + s` of the work: a span of a row.
     template <class T>
     void code_piece(const T* x, int64_t piece) {
-        const int64_t row = piece / spans, s = piece % spans, tile = row / MOST_ROWS;
-        const int64_t at = tile * MOST_ROWS * spans + row % MOST_ROWS + s * rows_of(tile);
+        const int64_t row = piece / spans, s = piece % spans, tile = row / MAX_ROWS;
+        const int64_t at = tile * MAX_ROWS * spans + row % MAX_ROWS + s * rows_of(tile);
         code_span(x + row * width + s * SPAN, std::min<int64_t>(SPAN, width - s * SPAN), &codes[at * SPAN],
                   &scales[at], &half_sums[at * 2]);
     }
@@ -375,7 +375,7 @@ struct Activations {
     // What a matrix needs of a tile's rows beside their codes.
     void sum_groups(const Matrix& w, int64_t tile) {
         const int64_t halves = w.group == SPAN ? 1 : 2;
-        const int64_t first = tile * MOST_ROWS * spans, count = rows_of(tile);
+        const int64_t first = tile * MAX_ROWS * spans, count = rows_of(tile);
         for (int64_t s = 0; s < spans; ++s)
             for (int64_t half = 0; half < halves; ++half)
                 for (int64_t r = 0; r < count; ++r) {
@@ -388,7 +388,7 @@ struct Activations {
     }
 
     Tile at(int64_t tile, int group) const {
-        const int64_t first = tile * MOST_ROWS * spans, group_first = first * (SPAN / group);
+        const int64_t first = tile * MAX_ROWS * spans, group_first = first * (SPAN / group);
         return {&codes[first * SPAN], &scales[first], &offsets[group_first], &sums[group_first], spans};
     }
 };
@@ -401,11 +401,11 @@ void multiply_rows(const Matrix& w, const Activations& x, int64_t block, bool is
     const int64_t scales = is_last ? 0 : x.spans * (SPAN / w.group) * LANES;
     for (int64_t tile = 0; tile < tiles; ++tile) {
         const int64_t rows = x.rows_of(tile);
-        float totals[MOST_ROWS][LANES];
+        float totals[MAX_ROWS][LANES];
         block_of(w, rows)(w, x.at(tile, w.group), block, {codes, scales, tile, tiles}, totals);
         for (int64_t r = 0; r < rows; ++r)
             for (int64_t n = 0; n < count; ++n)
-                put(totals[r][n], out[(tile * MOST_ROWS + r) * stride + block * LANES + n]);
+                put(totals[r][n], out[(tile * MAX_ROWS + r) * stride + block * LANES + n]);
     }
 }
 

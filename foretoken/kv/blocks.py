@@ -93,14 +93,14 @@ class BlockAllocator:
             self._references[block] += 1
         return child
 
-    def adopt(self, table: BlockTable, salt: str, tokens: Sequence[int], most_tokens: int | None = None) -> int:
-        """Begin an empty `table` with the cached blocks of `tokens`, at most `most_tokens` tokens and never the last
+    def adopt(self, table: BlockTable, salt: str, tokens: Sequence[int], max_tokens: int | None = None) -> int:
+        """Begin an empty `table` with the cached blocks of `tokens`, at most `max_tokens` tokens and never the last
         one; returns the number of tokens it then holds.
 
         The last token is left to be run: the first new token is sampled from its row.
         """
         assert not table.blocks
-        found = self._find(salt, tokens, most_tokens)
+        found = self._find(salt, tokens, max_tokens)
         for block in found:
             self._num_free -= self._references[block] == 0
             self._references[block] += 1
@@ -111,11 +111,11 @@ class BlockAllocator:
         self.prefix_stats.num_found_tokens += table.length
         return table.length
 
-    def num_shared_tokens(self, salt: str, tokens: Sequence[int], most_tokens: int | None = None) -> int:
+    def num_shared_tokens(self, salt: str, tokens: Sequence[int], max_tokens: int | None = None) -> int:
         """How many of the tokens that `adopt` would find are in blocks that a sequence holds: adopting those takes no
         free block.
         """
-        return sum(self._references[block] > 0 for block in self._find(salt, tokens, most_tokens)) * self.block_size
+        return sum(self._references[block] > 0 for block in self._find(salt, tokens, max_tokens)) * self.block_size
 
     def publish(self, table: BlockTable, salt: str, tokens: Sequence[int]) -> None:
         """Let later sequences adopt the full blocks of `table`, which holds the beginning of `tokens`."""
@@ -135,11 +135,11 @@ class BlockAllocator:
         self._index.clear()
         self._kept.clear()
 
-    def _find(self, salt: str, tokens: Sequence[int], most_tokens: int | None) -> list[int]:
+    def _find(self, salt: str, tokens: Sequence[int], max_tokens: int | None) -> list[int]:
         """The cached blocks of `tokens` that may be adopted."""
         most = max(0, len(tokens) - 1)
-        if most_tokens is not None:
-            most = min(most, most_tokens)
+        if max_tokens is not None:
+            most = min(most, max_tokens)
         return self._index.find(salt, tokens[: most // self.block_size * self.block_size])
 
     def rollback(self, table: BlockTable, length: int) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 CONTENDED = 0.1  # of the cores' time: what others may take before a measurement is marked
-_LEAST_S = 0.05  # a few ticks of 10 ms: less is not told apart from rounding
+_MIN_S = 0.05  # a few ticks of 10 ms: less is not told apart from rounding
 _STAT = Path("/proc/stat")
 NEIGHBOUR_CORES = 0.3  # of one core: less is what a desktop does while nothing is asked of it
 _WATCH_S = 0.25  # 25 ticks of the system's counters
@@ -56,7 +56,7 @@ class OtherLoad:
             if load is None:
                 return None
             others_s = load * wall_s - own_s
-        return min(1.0, others_s / whole_s) if others_s > _LEAST_S else 0.0
+        return min(1.0, others_s / whole_s) if others_s > _MIN_S else 0.0
 
     def cores(self) -> float | None:
         """How many cores others kept busy since `start`; None where the system does not tell."""

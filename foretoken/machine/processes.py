@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _PROC = Path("/proc")
-_LEAST_CORES = 0.05
+_MIN_CORES = 0.05
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def neighbours(
         for pid, (name, ticks) in _ticks(proc).items()
         if pid in before and pid != os.getpid()
     ]
-    return sorted((one for one in found if one.cores >= _LEAST_CORES), key=lambda one: -one.cores)[:most]
+    return sorted((one for one in found if one.cores >= _MIN_CORES), key=lambda one: -one.cores)[:most]
 
 
 def _ticks(proc: Path) -> dict[int, tuple[str, int]]:

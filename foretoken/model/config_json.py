@@ -16,11 +16,11 @@ from foretoken.model.architecture import Activation, ModelConfig
 from foretoken.model.expert_config import experts_config
 from foretoken.model.families import FAMILIES, NATIVE_MODEL_TYPES, Family, Flag
 from foretoken.model.fields import Fields, shown
-from foretoken.model.rope_json import MOST_CONTEXT_TOKENS, rope_config
+from foretoken.model.rope_json import MAX_CONTEXT_TOKENS, rope_config
 from foretoken.model.windows import Windows, rope_layers
 
 _WRITTEN = ("llama", "mistral", "qwen2", "qwen3")  # families that models are trained, widened or written as here
-_MOST_LAYERS = 100_000  # bounds what is made for each of them before the number is compared with the files
+_MAX_LAYERS = 100_000  # bounds what is made for each of them before the number is compared with the files
 # By the names of transformers.
 _ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
@@ -112,7 +112,7 @@ def check_causal(raw: Mapping[str, Any], where: str = "config.json") -> str:
 
 def _native_config(model_type: str, family: Family, fields: Fields) -> ModelConfig:
     hidden, heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
-    layers = fields.whole("num_hidden_layers", most=_MOST_LAYERS)
+    layers = fields.whole("num_hidden_layers", most=_MAX_LAYERS)
     kv_heads = fields.whole_or("num_key_value_heads", heads)
     if heads % kv_heads:
         raise CheckpointError(
@@ -127,7 +127,7 @@ def _native_config(model_type: str, family: Family, fields: Fields) -> ModelConf
     vocab_size = fields.whole("vocab_size")
     windows = family.windows(fields, layers)
     rope, local_rope = rope_config(model_type, family, fields, head_dim)
-    context = fields.whole("max_position_embeddings", most=MOST_CONTEXT_TOKENS)
+    context = fields.whole("max_position_embeddings", most=MAX_CONTEXT_TOKENS)
     if rope.kind == "longrope":  # other factors hold behind it, see `rope_context_cap`
         context = min(context, rope.original_max_tokens or context)
     return ModelConfig(

@@ -14,12 +14,12 @@ from typing import Any
 from foretoken.errors import CheckpointError
 
 # Published configurations have some 10 KB and a depth of 5, the longest weight indices 20 MB.
-_MOST_BYTES = 1 << 28
-_MOST_DEPTH = 64
+_MAX_BYTES = 1 << 28
+_MAX_DEPTH = 64
 # Far beyond every published size; products of a few of them still fit into 64 bits or fail the comparison with the
 # file.
-MOST_SIZE = 2**31 - 1
-_MOST_NUMBER = 1e30
+MAX_SIZE = 2**31 - 1
+_MAX_NUMBER = 1e30
 
 HEAD_NOTE = "target.json"  # beside a trained head, what it was made for; other engines read no file of this name
 # Files of a checkpoint folder that are opened here or by transformers.
@@ -33,13 +33,13 @@ def read_json(path: Path) -> dict[str, Any]:
         CheckpointError: missing, unreadable, too large, nested too deeply, not an object, or with a key twice.
     """
     try:
-        if path.stat().st_size > _MOST_BYTES:
-            raise CheckpointError(f"{path} has {path.stat().st_size:,} bytes; at most {_MOST_BYTES:,} are read")
+        if path.stat().st_size > _MAX_BYTES:
+            raise CheckpointError(f"{path} has {path.stat().st_size:,} bytes; at most {_MAX_BYTES:,} are read")
         content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=lambda pairs: _object(path, pairs))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing: this is not a Hugging Face model folder") from error
     except RecursionError as error:
-        raise CheckpointError(f"{path} is nested more than {_MOST_DEPTH} levels deep") from error
+        raise CheckpointError(f"{path} is nested more than {_MAX_DEPTH} levels deep") from error
     except (OSError, ValueError) as error:
         if isinstance(error, CheckpointError):
             raise
@@ -61,7 +61,7 @@ def _object(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _check_depth(path: Path, content: dict[str, Any]) -> None:
     level: list[Any] = [content]
-    for _ in range(_MOST_DEPTH):
+    for _ in range(_MAX_DEPTH):
         level = [
             child
             for node in level
@@ -70,7 +70,7 @@ def _check_depth(path: Path, content: dict[str, Any]) -> None:
         ]
         if not level:
             return
-    raise CheckpointError(f"{path} is nested more than {_MOST_DEPTH} levels deep")
+    raise CheckpointError(f"{path} is nested more than {_MAX_DEPTH} levels deep")
 
 
 def check_links(folder: Path) -> None:
@@ -140,14 +140,14 @@ class Fields:
         """Whether `key` has a value other than null."""
         return self.raw.get(key) is not None
 
-    def whole(self, key: str, least: int = 1, most: int = MOST_SIZE) -> int:
+    def whole(self, key: str, least: int = 1, most: int = MAX_SIZE) -> int:
         """A whole number that has to be there."""
         value = self.raw.get(key)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
             raise self.refusal(key, f"a whole number from {least:,} to {most:,}")
         return value
 
-    def whole_or(self, key: str, default: int, least: int = 1, most: int = MOST_SIZE) -> int:
+    def whole_or(self, key: str, default: int, least: int = 1, most: int = MAX_SIZE) -> int:
         """A whole number, or `default`."""
         return self.whole(key, least, most) if self.has(key) else default
 
@@ -157,7 +157,7 @@ class Fields:
         if (
             isinstance(value, int | float)
             and not isinstance(value, bool)
-            and (above < value <= _MOST_NUMBER or (zero and value == 0))
+            and (above < value <= _MAX_NUMBER or (zero and value == 0))
         ):
             return float(value)
         raise self.refusal(key, f"a number greater than {above:g}" + (", or 0" if zero else ""))
@@ -213,7 +213,7 @@ class Fields:
         if value is None:
             return ()
         ids: Sequence[Any] = value if isinstance(value, list) else (value,)
-        if not _are_ids(ids, MOST_SIZE if vocab_size is None else vocab_size):
+        if not _are_ids(ids, MAX_SIZE if vocab_size is None else vocab_size):
             below = "" if vocab_size is None else f" below the vocabulary's {vocab_size:,}"
             raise self.refusal(key, f"a token id{below}, or a list of them")
         return tuple(ids)
@@ -224,4 +224,4 @@ def _are_ids(values: Iterable[Any], below: int) -> bool:
 
 
 def _is_positive(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0.0 < value <= _MOST_NUMBER
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0.0 < value <= _MAX_NUMBER

@@ -28,9 +28,9 @@ _COUNTS = (
     "moe_num_experts",
 )
 # Weights that a model computes instead of reading them, such as tables of positions, are a small part of it.
-_MOST_TIMES = 2
+_MAX_TIMES = 2
 _SPARE_NUMBERS = 1 << 22
-_MOST_BUFFER_BYTES = 1 << 30
+_MAX_BUFFER_BYTES = 1 << 30
 
 _Foreign: TypeAlias = Any  # objects of transformers, which has no types
 
@@ -74,10 +74,10 @@ def check_size(config: _Foreign, weights: Weights, where: str) -> None:
         sum(parameter.numel() for parameter in model.parameters()),
         sum(math.prod(weights.shape(name)) for name in weights.names),
     )
-    if asked > _MOST_TIMES * held + _SPARE_NUMBERS:
+    if asked > _MAX_TIMES * held + _SPARE_NUMBERS:
         raise CheckpointError(f"{where} describes a model of {asked:,} numbers, and the files hold {held:,}")
     tables = sum(buffer.nbytes for buffer in model.buffers())
-    if tables > _MOST_BUFFER_BYTES:
+    if tables > _MAX_BUFFER_BYTES:
         raise CheckpointError(
             f"{where} describes a model with {tables / 2**30:,.1f} GiB of computed tables; at most 1 GiB is built"
         )

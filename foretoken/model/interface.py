@@ -168,12 +168,12 @@ class PrefixModel(LanguageModel, Protocol):
     (`attach`); they are dropped when the block is evicted or overwritten.
     """
 
-    def adopt(self, sequence: int, tokens: Sequence[int], tenant: str, most_tokens: int | None = None) -> int:
-        """Begin a sequence just opened with the cached blocks of `tokens`, at most `most_tokens` of them; returns the
+    def adopt(self, sequence: int, tokens: Sequence[int], tenant: str, max_tokens: int | None = None) -> int:
+        """Begin a sequence just opened with the cached blocks of `tokens`, at most `max_tokens` of them; returns the
         number of tokens it then holds, never all.
         """
 
-    def shared_tokens(self, tokens: Sequence[int], tenant: str, most_tokens: int | None = None) -> int:
+    def shared_tokens(self, tokens: Sequence[int], tenant: str, max_tokens: int | None = None) -> int:
         """How many of the tokens that `adopt` would find are in blocks held by open sequences: adopting those takes
         nothing out of `num_free_tokens`.
         """

@@ -16,7 +16,7 @@ from foretoken.model.fields import Fields
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _QWEN_PREFIX = "mtp."
-_MOST_LAYERS = 64
+_MAX_LAYERS = 64
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def mtp_tensors(names: Iterable[str], raw: Mapping[str, Any], num_layers: int, w
     Raises:
         CheckpointError: `num_nextn_predict_layers` is no number of layers.
     """
-    count = Fields(raw, where).whole_or("num_nextn_predict_layers", 0, least=0, most=_MOST_LAYERS)
+    count = Fields(raw, where).whole_or("num_nextn_predict_layers", 0, least=0, most=_MAX_LAYERS)
     found: set[str] = set()
     layers: set[int] = set()
     first: dict[str, str] = {}

@@ -96,13 +96,13 @@ class PagedCache:
         assert child not in self.tables, f"sequence {child} is open already"
         self.tables[child] = self.allocator.fork(self.tables[sequence])
 
-    def adopt(self, sequence: int, tokens: Sequence[int], tenant: str, most_tokens: int | None = None) -> int:
+    def adopt(self, sequence: int, tokens: Sequence[int], tenant: str, max_tokens: int | None = None) -> int:
         """See `interface.PrefixModel`: whole blocks are shared, without a copy."""
-        return self.allocator.adopt(self.tables[sequence], tenant, tokens, most_tokens)
+        return self.allocator.adopt(self.tables[sequence], tenant, tokens, max_tokens)
 
-    def shared_tokens(self, tokens: Sequence[int], tenant: str, most_tokens: int | None = None) -> int:
+    def shared_tokens(self, tokens: Sequence[int], tenant: str, max_tokens: int | None = None) -> int:
         """See `interface.PrefixModel`."""
-        return self.allocator.num_shared_tokens(tenant, tokens, most_tokens)
+        return self.allocator.num_shared_tokens(tenant, tokens, max_tokens)
 
     def publish(self, sequence: int, tokens: Sequence[int], tenant: str) -> None:
         """See `interface.PrefixModel`."""

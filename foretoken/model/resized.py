@@ -135,13 +135,13 @@ class _ResizedPrefix(_Resized):
 
     inner: PrefixModel
 
-    def adopt(self, sequence: int, tokens: Sequence[int], tenant: str, most_tokens: int | None = None) -> int:
+    def adopt(self, sequence: int, tokens: Sequence[int], tenant: str, max_tokens: int | None = None) -> int:
         """See `interface.PrefixModel`."""
-        return self.inner.adopt(sequence, tokens, tenant, most_tokens)
+        return self.inner.adopt(sequence, tokens, tenant, max_tokens)
 
-    def shared_tokens(self, tokens: Sequence[int], tenant: str, most_tokens: int | None = None) -> int:
+    def shared_tokens(self, tokens: Sequence[int], tenant: str, max_tokens: int | None = None) -> int:
         """See `interface.PrefixModel`."""
-        return self.inner.shared_tokens(tokens, tenant, most_tokens)
+        return self.inner.shared_tokens(tokens, tenant, max_tokens)
 
     def publish(self, sequence: int, tokens: Sequence[int], tenant: str) -> None:
         """See `interface.PrefixModel`."""

@@ -12,7 +12,7 @@ from foretoken.model.architecture import RopeConfig
 from foretoken.model.families import Family
 from foretoken.model.fields import Fields, shown
 
-MOST_CONTEXT_TOKENS = (
+MAX_CONTEXT_TOKENS = (
     2**24
 )  # the last position that the float32 arithmetic of rotary embeddings, here and in transformers, can count to
 # The original length that transformers assumes where config.json names none.
@@ -93,7 +93,7 @@ class _RopeReader:
 
     def __init__(self, model_type: str, family: Family, fields: Fields, head_dim: int) -> None:
         self.model_type, self.family, self.fields, self.head_dim = model_type, family, fields, head_dim
-        self.trained_tokens = fields.whole("max_position_embeddings", most=MOST_CONTEXT_TOKENS)
+        self.trained_tokens = fields.whole("max_position_embeddings", most=MAX_CONTEXT_TOKENS)
 
     def read(self, scaling: Fields, base: str = "rope_theta") -> RopeConfig:
         """One scaling; `base` is the key of `config.json` for the base that it does not name."""
@@ -112,7 +112,7 @@ class _RopeReader:
         sources = (fields, scaling)
         outer = next((source for source in sources if source.has("original_max_position_embeddings")), None)
         original = (
-            trained if outer is None else outer.whole("original_max_position_embeddings", most=MOST_CONTEXT_TOKENS)
+            trained if outer is None else outer.whole("original_max_position_embeddings", most=MAX_CONTEXT_TOKENS)
         )
         rope = RopeConfig(
             theta=theta,
@@ -154,7 +154,7 @@ class _RopeReader:
 
     def _longrope(self, rope: RopeConfig, scaling: Fields) -> RopeConfig:
         """The factors of short texts, which hold up to the original length (LongRoPE, Ding et al. 2402.13753)."""
-        original = self.fields.whole("original_max_position_embeddings", most=MOST_CONTEXT_TOKENS)
+        original = self.fields.whole("original_max_position_embeddings", most=MAX_CONTEXT_TOKENS)
         factors = scaling.numbers("short_factor", int(self.head_dim * rope.partial_factor) // 2)
         factor = scaling.number_or("factor", self.trained_tokens / original)
         given = scaling.number("attention_factor") if scaling.has("attention_factor") else None

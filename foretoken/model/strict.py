@@ -23,7 +23,7 @@ from foretoken.model.attention.strict import (
     StrictAttention,
     additive_mask,
     attend_together,
-    most_positions,
+    max_positions,
     padded_rows,
     texts_of,
 )
@@ -42,7 +42,7 @@ _SIZES = {"cpu": (8, 16, 24, 32, 48, 64, 96, 128, 192, 256), "cuda": (64, 128, 2
 
 # Attention is tried with key counts up to one that torch's CPU kernel, which takes 512 at a time, has to take in two
 # parts.
-_MOST_KEYS = 512 + KEY_BLOCK
+_MAX_KEYS = 512 + KEY_BLOCK
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def prove(decoder: Decoder) -> Proven:
     sizes = _agreeing(decoder, _SIZES[weight.device.type][0]) or _agreeing(decoder, 1)
     assert sizes is not None
     agree = _positions_agree(config, config.has_sinks, weight.dtype, weight.device)
-    return Proven(sizes, most_positions(config) if agree else 1)
+    return Proven(sizes, max_positions(config) if agree else 1)
 
 
 def _agreeing(decoder: Decoder, smallest: int) -> tuple[int, ...] | None:
@@ -253,7 +253,7 @@ def _positions_agree(config: ModelConfig, has_sinks: bool, dtype: torch.dtype, d
     alignment.
     """
     generator = torch.Generator().manual_seed(0)
-    heads, groups, head_dim, most = config.num_heads, config.num_kv_heads, config.head_dim, most_positions(config)
+    heads, groups, head_dim, most = config.num_heads, config.num_kv_heads, config.head_dim, max_positions(config)
     order = torch.randperm(head_dim // 2, generator=generator)
     sinks = torch.zeros(heads, device=device) if has_sinks else None
     counts = {
@@ -274,7 +274,7 @@ def _positions_agree(config: ModelConfig, has_sinks: bool, dtype: torch.dtype, d
         single = torch.cat([read(i, i + 1) for i in range(most)])
         return all(torch.equal(read(0, count), single[:count]) for count in counts)
 
-    for num_keys in range(KEY_BLOCK, _MOST_KEYS + 1, KEY_BLOCK):
+    for num_keys in range(KEY_BLOCK, _MAX_KEYS + 1, KEY_BLOCK):
         a, b, v = (
             steep(most, heads, head_dim // 2),
             steep(groups, num_keys, head_dim // 2),

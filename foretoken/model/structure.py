@@ -170,7 +170,7 @@ class Structure:
         return tuple(tokens[: min(most, self._matcher.deep_copy().validate_tokens(tokens))])
 
     @property
-    def most_tokens(self) -> int | None:
+    def max_tokens(self) -> int | None:
         """The most tokens that the answer can have from here on; None unless the structure forces all of its text."""
         text, mark, _ = self._matcher.deep_copy().compute_ff_bytes().partition(b"\xff")
         walker, whole = self._matcher.deep_copy(), self._compiled.tokenizer.tokenize_bytes(text)
@@ -301,7 +301,7 @@ class StructureCompiler:
         if isinstance(compiled, str):
             raise refusal(field, value, compiled)
         structure = Structure(compiled)
-        if params.min_tokens and (most := structure.most_tokens) is not None and most < params.min_tokens:
+        if params.min_tokens and (most := structure.max_tokens) is not None and most < params.min_tokens:
             raise InputError(
                 "min_tokens",
                 params.min_tokens,

@@ -24,7 +24,7 @@ from foretoken.errors import InputError
 from foretoken.plan.roofline import Roofline
 
 FORMAT = "foretoken-profile-1"
-_MOST_COUNT, _MOST_SECONDS = 1 << 40, 1e6  # larger values cannot be measurements, and their sums overflow
+_MAX_COUNT, _MAX_SECONDS = 1 << 40, 1e6  # larger values cannot be measurements, and their sums overflow
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ def _curve(raw: Mapping[str, Any], name: str, where: str = "") -> Curve:
     value = raw.get(name, {"points": []})
     points: Any = value.get("points") if isinstance(value, Mapping) else value
     try:
-        return Curve(tuple((_count(count), _number(seconds, _MOST_SECONDS)) for count, seconds in points))
+        return Curve(tuple((_count(count), _number(seconds, _MAX_SECONDS)) for count, seconds in points))
     except (TypeError, ValueError) as error:
         raise InputError(
             f"profile.{where + '.' if where else ''}{name}", value, f"must be pairs [count, seconds]: {error}"
@@ -225,7 +225,7 @@ def _curve(raw: Mapping[str, Any], name: str, where: str = "") -> Curve:
 
 
 def _count(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MOST_COUNT:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MAX_COUNT:
         raise ValueError(f"{value!r} is not a count")
     return value
 

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _SHARPNESS = 4.0  # exponent of the norm that joins memory and compute
-_LEAST_FACTOR, _MOST_FACTOR = (
+_MIN_FACTOR, _MAX_FACTOR = (
     0.5,
     4.0,
 )  # limits of the ratio of measured steps to the roofline that is used for extrapolation
-_MOST_ROWS = 512  # points up to here; beyond, the slope is that of compute
+_MAX_ROWS = 512  # points up to here; beyond, the slope is that of compute
 
 Points = tuple[tuple[int, float], ...]
 
@@ -74,7 +74,7 @@ class Roofline:
         """
         assert points
         last_rows, last_s = points[-1]
-        factor = min(max(last_s / self.seconds(last_rows), _LEAST_FACTOR), _MOST_FACTOR)
+        factor = min(max(last_s / self.seconds(last_rows), _MIN_FACTOR), _MAX_FACTOR)
         filled = dict(points)
         for rows in _grid():
             place = next((place for place, (known, _) in enumerate(points) if known >= rows), len(points))
@@ -91,6 +91,6 @@ class Roofline:
 def _grid() -> list[int]:
     """Row counts from 1 on, with growing distances."""
     rows = [1]
-    while rows[-1] < _MOST_ROWS:
+    while rows[-1] < _MAX_ROWS:
         rows.append(rows[-1] + max(1, rows[-1] // 8))
     return rows

@@ -4,7 +4,7 @@ Rules for all output:
 
 - Markup is disabled; control characters and what the stream's encoding lacks are escaped (`printing.text`).
 - A line is never wrapped, cut or padded here: a terminal folds it, a pipe gets it whole.
-- A table is drawn if it fits: the width of a terminal, or `_MOST_WIDTH` characters elsewhere. Otherwise each row is
+- A table is drawn if it fits: the width of a terminal, or `_MAX_WIDTH` characters elsewhere. Otherwise each row is
   printed as a record, a line for each cell after its heading.
 """
 
@@ -38,9 +38,9 @@ from foretoken.printing.text import encodable, shortened, visible, visible_block
 
 Part = str | tuple[str, str]  # a text, or a text with its style
 
-_MOST_WIDTH = 400  # of a table in a pipe or file: beyond, padding every row to the longest cell makes the output huge
-_MOST_MESSAGE = 4000  # characters of an error or warning, which may quote a value of any length
-_MOST_DESCRIPTION = 200  # characters beside a spinner
+_MAX_WIDTH = 400  # of a table in a pipe or file: beyond, padding every row to the longest cell makes the output huge
+_MAX_MESSAGE = 4000  # characters of an error or warning, which may quote a value of any length
+_MAX_DESCRIPTION = 200  # characters beside a spinner
 _GAP = "  "
 
 
@@ -62,7 +62,7 @@ class Console:
 
     def message(self, text: str, style: str) -> None:
         """Print an error or a warning: one line, without the middle of a very long one."""
-        self.line(shortened(text, _MOST_MESSAGE), style=style)
+        self.line(shortened(text, _MAX_MESSAGE), style=style)
 
     def exact(self, text: str) -> None:
         """Write `text` unchanged, without a line end: JSON, or an answer for another program.
@@ -130,7 +130,7 @@ class Console:
         columns = [self._lines([(title, "bold"), "\n", *parts]) for title, parts in (left, right)]
         widths = [max(map(_width, column)) for column in columns]
         has_tabs = any("\t" in _text(part) for _, parts in (left, right) for part in parts)
-        if has_tabs or sum(widths) + 2 * len(_GAP) > self._most_width():
+        if has_tabs or sum(widths) + 2 * len(_GAP) > self._max_width():
             for title, parts in (left, right):
                 self.line((title, "bold"))
                 self.block(*parts)
@@ -191,19 +191,19 @@ class Console:
         return lines
 
     def _description(self, text: str) -> Text:
-        return Text(self._shown(shortened(text, _MOST_DESCRIPTION), block=False), overflow="fold")
+        return Text(self._shown(shortened(text, _MAX_DESCRIPTION), block=False), overflow="fold")
 
     def _label(self, text: str) -> str:
         """The description beside a bar: half of the line at most."""
         most = max(10, self._rich.width // 2)
         return self._shown(text[:most], block=False)[:most]
 
-    def _most_width(self) -> int:
-        return self._rich.width if self.is_terminal else _MOST_WIDTH
+    def _max_width(self) -> int:
+        return self._rich.width if self.is_terminal else _MAX_WIDTH
 
     def _widths(self, rows: Sequence[Sequence[str]]) -> list[int] | None:
         """The width of each column; None if the table does not fit."""
-        most = self._most_width()
+        most = self._max_width()
         if any(len(cell) > 4 * most for row in rows for cell in row):  # cannot fit
             return None
         widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]

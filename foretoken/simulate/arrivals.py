@@ -11,9 +11,9 @@ from foretoken.files import parse_json
 from foretoken.params import DEADLINES_S, PRIORITIES, check_number, check_whole
 
 Chances = tuple[float, ...]
-MOST_REQUESTS = 1_000_000  # all are made before the first arrives
-_MOST_TOKENS, _MOST_SECONDS = 1 << 40, 1e9
-_LEAST_RATE = 1e-9  # of arrivals per second
+MAX_REQUESTS = 1_000_000  # all are made before the first arrives
+_MAX_TOKENS, _MAX_SECONDS = 1 << 40, 1e9
+_MIN_RATE = 1e-9  # of arrivals per second
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,13 @@ def poisson(
     Raises:
         InputError: a rate that is not above 0, or no request.
     """
-    if not _LEAST_RATE <= rate <= 1 / _LEAST_RATE:
+    if not _MIN_RATE <= rate <= 1 / _MIN_RATE:
         raise InputError(
             "trace",
             f"poisson:{rate:g}",
-            f"the rate must be above 0 requests per second, from {_LEAST_RATE:g} to {1 / _LEAST_RATE:g}",
+            f"the rate must be above 0 requests per second, from {_MIN_RATE:g} to {1 / _MIN_RATE:g}",
         )
-    check_whole("requests", count, low=1, high=MOST_REQUESTS)
+    check_whole("requests", count, low=1, high=MAX_REQUESTS)
     rng, now, jobs = random.Random(f"arrivals {seed}"), 0.0, []
     for _ in range(count):
         now += rng.expovariate(1.0) / rate
@@ -92,10 +92,10 @@ def _job(number: int, line: str, acceptance: Chances | str) -> Job:
     if unknown:
         raise InputError(f"trace line {number}", sorted(unknown)[0], f"unknown key; known: {', '.join(known)}")
     arrival = raw.get("arrival_s", 0.0)
-    check_number(f"trace line {number}: arrival_s", arrival, low=0.0, high=_MOST_SECONDS)
+    check_number(f"trace line {number}: arrival_s", arrival, low=0.0, high=_MAX_SECONDS)
     for name in ("prompt_tokens", "output_tokens"):
         count = raw.get(name)
-        check_whole(f"trace line {number}: {name}", count, low=1, high=_MOST_TOKENS)
+        check_whole(f"trace line {number}: {name}", count, low=1, high=_MAX_TOKENS)
     given = (
         acceptance
         if raw.get("acceptance") is None

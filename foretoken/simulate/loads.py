@@ -19,7 +19,7 @@ from foretoken.simulate.setting import Limits, SimSetting
 from foretoken.simulate.sim_request import Known
 from foretoken.simulate.simulate import simulate
 
-_FEWEST_S, _MOST_S, _ALONE_TIMES = (
+_FEWEST_S, _MAX_S, _ALONE_TIMES = (
     12.0,
     40.0,
     20.0,
@@ -109,7 +109,7 @@ def built_in(name: str, server: Server, seed: int, seconds: float | None = None)
     if seconds is not None and not 0 < seconds < float("inf"):
         raise InputError("trace_seconds", seconds, "must be above 0")
     if seconds is None:
-        seconds = min(_MOST_S, max(_FEWEST_S, _ALONE_TIMES * server.alone_s(few)))
+        seconds = min(_MAX_S, max(_FEWEST_S, _ALONE_TIMES * server.alone_s(few)))
     shape, rng = SHAPES[name], random.Random(f"arrivals {name} {seed}")
     return [
         replace(_request(shape, rng), arrival_s=time_s)

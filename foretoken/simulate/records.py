@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from foretoken.control.previews import Preview
 
-_MOST_NODES = 24  # guesses of a round that are kept; what the policy asks for at most
+_MAX_NODES = 24  # guesses of a round that are kept; what the policy asks for at most
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def record_of(seen: Mapping[int, tuple[int, Round]], seed: int = 0) -> Record | 
             else found
         )
         for inner in range(len(found.path) + 1):
-            rounds[place + inner] = rest.within(_MOST_NODES)
+            rounds[place + inner] = rest.within(_MAX_NODES)
             if rest.path:
                 rest = rest.behind()
     return Record(tuple(rounds[place] for place in sorted(rounds)))
@@ -137,6 +137,6 @@ def _continued(found: Round, after: Round, stands: bool) -> Round:
     """A round that its budget cut short, as far as a larger budget might have taken it."""
     ends = bool(found.path) and found.path[-1] not in found.parents
     longer = found.under(stands, after) if ends else found
-    while len(longer.parents) < _MOST_NODES:
+    while len(longer.parents) < _MAX_NODES:
         longer = Round((*longer.parents, len(longer.parents) - 1), longer.path)
     return longer

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from foretoken.train.head_data import HeadData
 
 ANSWERS_KIND = "foretoken answers"
-_MOST_SEED = 1 << 63
+_MAX_SEED = 1 << 63
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,12 @@ class AnswerConfig:
 
     def __post_init__(self) -> None:
         check_whole("batch_size", self.batch_size, low=1, high=4096)
-        check_whole("seed", self.seed, low=0, high=_MOST_SEED - 1)
+        check_whole("seed", self.seed, low=0, high=_MAX_SEED - 1)
         self.params(0)  # raises where a value is not one that requests take
 
     def params(self, place: int) -> SamplingParams:
         """Sampling parameters of the prompt at `place`, which has a seed of its own."""
-        seed = None if self.temperature == 0 else (self.seed + 1_000_003 * place) % _MOST_SEED
+        seed = None if self.temperature == 0 else (self.seed + 1_000_003 * place) % _MAX_SEED
         return SamplingParams(max_tokens=self.max_tokens, temperature=self.temperature, top_p=self.top_p, seed=seed)
 
 

@@ -37,7 +37,7 @@ def entry_bytes(target: FrozenTarget, num_windows: int, length: int, num_layers:
 
 
 class StateCache:
-    """States of `target` at `layers` in `folder`, at most `most_bytes` of them; `say` gets what the user should know.
+    """States of `target` at `layers` in `folder`, at most `max_bytes` of them; `say` gets what the user should know.
 
     `origin` names what they depend on beside tokens and layers. States of another origin or other layers are dropped,
     with a notice. `wanted_bytes` is what the run would store without a bound.
@@ -53,12 +53,12 @@ class StateCache:
         target: FrozenTarget,
         layers: Sequence[int],
         origin: Mapping[str, str],
-        most_bytes: int,
+        max_bytes: int,
         wanted_bytes: int,
         say: Callable[[str], None],
     ) -> None:
         self.folder, self.target, self.layers = folder, target, tuple(layers)
-        self.most_bytes, self._say = most_bytes, say
+        self.max_bytes, self._say = max_bytes, say
         self._is_full = False
         about = {**origin, "layers": ",".join(map(str, self.layers)), "precision": target.precision}
         try:
@@ -67,10 +67,10 @@ class StateCache:
             free = shutil.disk_usage(folder).free
         except OSError as error:
             raise StorageError(f"cannot write hidden states to {folder}: {error}") from error
-        new_bytes = max(0, min(most_bytes, wanted_bytes) - self.used_bytes)
+        new_bytes = max(0, min(max_bytes, wanted_bytes) - self.used_bytes)
         if new_bytes > free:
             remedy = f"the states would take {new_bytes:,} bytes more in {folder}, which has {free:,} free: give less"
-            raise ConfigError("state_cache_bytes", most_bytes, remedy)
+            raise ConfigError("state_cache_bytes", max_bytes, remedy)
         say(f"hidden states: up to {new_bytes / 2**20:,.1f} MiB will be written to {folder}{self._there()}")
 
     def read(self, tokens: Tensor, wanted: Tensor) -> HeadBatch:
@@ -129,8 +129,8 @@ class StateCache:
             return
         tensors = {str(layer): state for layer, state in batch.states.items()} | {_NORMED: batch.normed}
         size = sum(one.nbytes for one in tensors.values()) + _HEADER_BYTES
-        if self.used_bytes + size > self.most_bytes:
-            self._stop(f"the bound of {self.most_bytes / 2**20:,.1f} MiB is reached")
+        if self.used_bytes + size > self.max_bytes:
+            self._stop(f"the bound of {self.max_bytes / 2**20:,.1f} MiB is reached")
             return
         partial = path.with_name(path.name + ".partial")
         try:

@@ -119,7 +119,7 @@ def test_only_turns_of_both_engines_count():
 
 
 def test_prompts_of_every_slice_with_names_of_their_own(tokenizer):
-    lines = prompt_lines(tokenizer, ("edit", "chat"), 2, most_tokens=12)
+    lines = prompt_lines(tokenizer, ("edit", "chat"), 2, max_tokens=12)
     assert [line["slice"] for line in lines] == ["edit", "edit", "chat", "chat"]
     assert len({line["name"] for line in lines}) == 4
     assert all(len(tokenizer.encode(line["prompt"])) <= 13 for line in lines[2:])

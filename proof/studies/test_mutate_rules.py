@@ -53,7 +53,7 @@ def test_a_stopped_run_goes_on_with_what_is_left(mutants: list[Mutant], tmp_path
 def test_time_may_be_limited(mutants: list[Mutant], tmp_path: Path) -> None:
     ticks = iter(range(1000))
     known: dict[str, tuple[str, str]] = {}
-    assert not judge_all(mutants, killed, known, "tests", tmp_path / "s", most_s=5.0, clock=lambda: next(ticks))
+    assert not judge_all(mutants, killed, known, "tests", tmp_path / "s", max_s=5.0, clock=lambda: next(ticks))
     assert 0 < len(known) < len(mutants)
 
 

@@ -10,7 +10,7 @@ import pytest
 from foretoken.errors import InputError
 from foretoken.train.answers import answered_data
 from foretoken.train.corpus import Corpus, Document
-from studies.one_kind import LEAST_TOKENS, write
+from studies.one_kind import MIN_TOKENS, write
 
 CORPUS = Corpus(
     (
@@ -27,7 +27,7 @@ def test_training_takes_what_was_written(text_pair: SimpleNamespace, tmp_path: P
     num_tokens = write(str(text_pair.target), "code", 1_000_000, out, CORPUS)
     lines = out.read_text(encoding="utf-8").splitlines()
     assert len(lines) == 1 + 8, "a document that is too short is left out"
-    assert num_tokens > 8 * LEAST_TOKENS
+    assert num_tokens > 8 * MIN_TOKENS
     data = answered_data(out, Path(text_pair.target), 4096, 0.2)
     assert data.train.num_wanted + data.held_out.num_wanted == num_tokens - 8 * 8
 

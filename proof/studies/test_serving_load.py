@@ -66,7 +66,7 @@ def test_the_verdict() -> None:
         "files_after": 11,
         "resident_mb_per_hour": 50.0,
     }
-    short, long = (argparse.Namespace(minutes=minutes, most_mb_per_hour=1.0) for minutes in (1.0, 10.0))
+    short, long = (argparse.Namespace(minutes=minutes, max_mb_per_hour=1.0) for minutes in (1.0, 10.0))
     assert failures({"soak": good}, short) == []
     assert failures({"cost": {}}, long) == []
     assert failures({"soak": good}, long) == ["memory: 50.00 MB an hour"]

@@ -393,7 +393,7 @@ def test_the_study_from_its_command_line(
     monkeypatch.chdir(tmp_path)
     for name in ("_ROWS", "_BATCHES", "_GUESSES", "_DRAFT_BATCHES"):
         monkeypatch.setattr(profile_module, name, getattr(profile_module, name)[:2])
-    monkeypatch.setattr(run_module, "_MOST_PASSES", 1)
+    monkeypatch.setattr(run_module, "_MAX_PASSES", 1)
     Path("mine.jsonl").write_text(
         "\n".join(json.dumps({"arrival_s": 0.01 * i, "prompt_tokens": 9, "output_tokens": 4}) for i in range(6))
     )

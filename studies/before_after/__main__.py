@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
         settings=settings,
         repeats=chosen.repeats,
         max_tokens=chosen.max_tokens,
-        least_requests=chosen.prompts_per_slice,
+        min_requests=chosen.prompts_per_slice,
     )
     trace_plan = mixed.MixedPlan(
         fixed=_fixed_settings(chosen) if chosen.mixed else (),

@@ -70,18 +70,18 @@ class Ratio:
 
 @dataclass(frozen=True)
 class GridPlan:
-    """What a grid measures; a cell answers a whole batch, at least `least_requests`."""
+    """What a grid measures; a cell answers a whole batch, at least `min_requests`."""
 
     batches: tuple[int, ...]
     slices: tuple[str, ...]
     settings: tuple[str, ...]
     repeats: int
     max_tokens: int
-    least_requests: int
+    min_requests: int
 
     def count(self, batch: int) -> int:
         """Requests of a cell."""
-        return max(batch, self.least_requests)
+        return max(batch, self.min_requests)
 
 
 def measure(pair: Pair, plan: GridPlan, samples: list[Sample], tell: Tell) -> None:

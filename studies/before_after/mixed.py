@@ -16,7 +16,7 @@ from studies.before_after.grid import Ratio, Tell
 from studies.before_after.pair import AFTER, Pair
 
 _LENGTHS = (0.5, 1.0, 1.5)  # of answers, in turn, so that requests do not end together
-_MOST_REQUESTS = 2000
+_MAX_REQUESTS = 2000
 SCREENING = -1  # the repeat of the first run of a fixed setting
 
 Turn = tuple[str, str]  # checkout, setting
@@ -80,7 +80,7 @@ def _sized(pair: Pair, plan: MixedPlan, tell: Tell) -> list[dict[str, Any]]:
     sized = []
     for phase, seconds, tokens in zip(MIXED, first.seconds, first.tokens, strict=True):
         wanted = math.ceil(plan.phase_s * tokens / max(seconds, 1e-9) / plan.max_tokens)
-        sized.append(_phase(phase.batch, phase.slice, min(max(wanted, phase.batch), _MOST_REQUESTS), plan.max_tokens))
+        sized.append(_phase(phase.batch, phase.slice, min(max(wanted, phase.batch), _MAX_REQUESTS), plan.max_tokens))
     return sized
 
 

@@ -48,13 +48,13 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-def prompt_lines(tokenizer: Tokenizer, slices: tuple[str, ...], count: int, most_tokens: int) -> list[dict[str, str]]:
+def prompt_lines(tokenizer: Tokenizer, slices: tuple[str, ...], count: int, max_tokens: int) -> list[dict[str, str]]:
     """`count` prompts of each slice as a file of prompts has them.
 
     Raises:
         InputError: an unknown slice.
     """
-    found = asks(slices, count, lambda text: tokenizer.encode(text, add_special_tokens=False), most_tokens, seed=0)
+    found = asks(slices, count, lambda text: tokenizer.encode(text, add_special_tokens=False), max_tokens, seed=0)
     return [
         {"prompt": tokenizer.decode(one.prompt_ids), "slice": one.slice, "name": f"{one.slice}:{number} {one.name}"}
         for asked in found.values()

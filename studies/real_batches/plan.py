@@ -55,8 +55,8 @@ def turns(
     a part follow one another, in reversed order at every second part: what drifts evenly cancels in the ratios.
     """
     number = 0
-    most_parts = max(len(parts(count, n)) for count, n in product(counts.values(), requests))
-    for repeat, part in product(range(repeats), range(most_parts)):
+    max_parts = max(len(parts(count, n)) for count, n in product(counts.values(), requests))
+    for repeat, part in product(range(repeats), range(max_parts)):
         for n, temperature, neighbour, (kind, count) in product(requests, temperatures, neighbours, counts.items()):
             own = parts(count, n)
             if part >= len(own):

@@ -37,7 +37,7 @@ EXPLAINED = (
 )
 _CHANCES = (0.0, 0.85, 0.0, 0.85)
 _STRETCH_STEPS = 80
-_NUMBERS = (0, 1, 2, 3, 4, 6, 8, 12, 16, PolicyConfig.most_num_draft)
+_NUMBERS = (0, 1, 2, 3, 4, 6, 8, 12, 16, PolicyConfig.max_num_draft)
 _TIMED_TURNS, _TIMED_STEPS = 4, 5
 _GOOD_SHARE = 0.95
 _WINDOW, _GOOD_IN_WINDOW = 10, 8
@@ -66,7 +66,7 @@ class StepTimes:
 
     def best(self, chance: float) -> int:
         """The number of draft tokens with the most expected tokens per second."""
-        return max(range(PolicyConfig.most_num_draft + 1), key=lambda number: self.tokens_per_s(number, chance))
+        return max(range(PolicyConfig.max_num_draft + 1), key=lambda number: self.tokens_per_s(number, chance))
 
     def is_right(self, number: float, chance: float) -> bool:
         """Whether `number` is within one of the best, or nearly as fast."""
@@ -154,7 +154,7 @@ def run_recovery(options: LoadOptions, table: Mapping[int, int], command: str = 
     times: dict[int, StepTimes] = {}
     interrupted = False
     opening = opened(
-        options, ("random",), most_batch=max(batches), count=1, answer_tokens=_most_tokens(), policies=policies
+        options, ("random",), max_batch=max(batches), count=1, answer_tokens=_max_tokens(), policies=policies
     )
     with opening as (stage, _):
         try:
@@ -197,10 +197,10 @@ def run_recovery(options: LoadOptions, table: Mapping[int, int], command: str = 
     )
 
 
-def _most_tokens() -> int:
+def _max_tokens() -> int:
     """Room for an answer in which more is accepted than expected."""
     return round(
-        _MARGIN * _STRETCH_STEPS * sum(expected_tokens(PolicyConfig.most_num_draft, chance) for chance in _CHANCES)
+        _MARGIN * _STRETCH_STEPS * sum(expected_tokens(PolicyConfig.max_num_draft, chance) for chance in _CHANCES)
     )
 
 
@@ -246,7 +246,7 @@ def _run(stage: Stage, script: ScriptedDrafter, setting: BatchSetting, batch: in
     spec = setting.spec(None)
     _stand_in(stage, spec, script)
     room = stage.llm.target.max_context_tokens - _PROMPT_TOKENS
-    params = SamplingParams(max_tokens=min(_most_tokens(), room), ignore_eos=True, logit_bias={FORCED: _TOKEN_BIAS})
+    params = SamplingParams(max_tokens=min(_max_tokens(), room), ignore_eos=True, logit_bias={FORCED: _TOKEN_BIAS})
     states = [
         stage.llm.submit([FORCED + 2 + place] * _PROMPT_TOKENS, replace(params, tenant=str(place)), spec)
         for place in range(batch)

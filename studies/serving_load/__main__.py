@@ -27,7 +27,7 @@ from studies.serving_load.soak import capacity, soak
 
 PARTS = ("soak", "cost", "slow")
 _LONG_MINUTES = 10.0  # below it the growth of memory is what was not yet filled
-_MOST_MORE_FILES = 2  # a connection to the metrics, and one that is just closing
+_MAX_MORE_FILES = 2  # a connection to the metrics, and one that is just closing
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -64,9 +64,9 @@ def failures(report: dict[str, Any], options: argparse.Namespace) -> list[str]:
     one = report.get("soak")
     if one is not None:
         found += [f"{count} requests: {error}" for error, count in one["errors"].items()] + one["kept"]
-        if one["files_after"] > one["files_before"] + _MOST_MORE_FILES:
+        if one["files_after"] > one["files_before"] + _MAX_MORE_FILES:
             found.append(f"file handles: {one['files_before']} before, {one['files_after']} after")
-        if options.minutes >= _LONG_MINUTES and one["resident_mb_per_hour"] > options.most_mb_per_hour:
+        if options.minutes >= _LONG_MINUTES and one["resident_mb_per_hour"] > options.max_mb_per_hour:
             found.append(f"memory: {one['resident_mb_per_hour']:.2f} MB an hour")
     return found
 

@@ -36,7 +36,7 @@ async def ask(
     key: str = "",
     leave_after: int | None = None,
     pause_s: float = 0.0,
-    most_s: float = 600.0,
+    max_s: float = 600.0,
 ) -> StreamAnswer:
     """Stream one completion from this machine. The client leaves after `leave_after` events, and waits `pause_s` behind
     each read.
@@ -44,7 +44,7 @@ async def ask(
     answer = StreamAnswer(time.perf_counter())
     writer: asyncio.StreamWriter | None = None
     try:
-        async with asyncio.timeout(most_s):
+        async with asyncio.timeout(max_s):
             reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 16)
             writer.write(_request(body, key))
             status = (await reader.readline()).split()[1:2]

@@ -33,7 +33,7 @@ class SoakTally:
 
     answers: list[tuple[bool, StreamAnswer]] = field(default_factory=list)  # (whether its client left, answer)
     held: list[tuple[float, Held]] = field(default_factory=list)
-    most_open: int = 0
+    max_open: int = 0
 
 
 def request_body(model: str, rng: random.Random, max_tokens: Sequence[int] = (16, 32, 64, 64, 128)) -> dict[str, Any]:
@@ -83,7 +83,7 @@ async def soak(server: LoadedServer, minutes: float, rate: float, seed: int) -> 
     async def one(body: dict[str, Any], leave_after: int | None) -> None:
         nonlocal num_open
         num_open += 1
-        tally.most_open = max(tally.most_open, num_open)
+        tally.max_open = max(tally.max_open, num_open)
         answer = await ask(server.port, body, KEY, leave_after)
         num_open -= 1
         tally.answers.append((leave_after is not None, answer))
@@ -115,7 +115,7 @@ def _report(tally: SoakTally, before: Held, after: Held, invariants: dict[str, A
         "num_requests": len(tally.answers),
         "num_left": sum(leaves for leaves, _ in tally.answers),
         "num_tokens": sum(answer.num_tokens for answer in stayed),
-        "most_open": tally.most_open,
+        "max_open": tally.max_open,
         "errors": dict(errors),
         "ttft_p99_s": quantile_of([a.times_s[0] - a.sent_s for a in stayed if a.times_s], 0.99),
         "itl_p99_first_s": first,

@@ -64,7 +64,7 @@ def look_through(drafter: Lookup, spec: SpecConfig, answer: Answer) -> Record | 
 
 
 def _entry(request: Request, start: int, token: int) -> BatchEntry:
-    return BatchEntry(request, start, (token,), True, PolicyConfig.most_num_draft, takes_trees=True)
+    return BatchEntry(request, start, (token,), True, PolicyConfig.max_num_draft, takes_trees=True)
 
 
 def looked_through(drafter: Lookup, spec: SpecConfig, answers: Sequence[Answer]) -> dict[str, list[Record]]:

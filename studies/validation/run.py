@@ -25,7 +25,7 @@ from studies.validation.calibrate import slice_of
 from studies.validation.tables import validation_report
 from studies.validation.validate import Tell, ValidationPlan, compare, median_profile
 
-_MOST_PASSES, _PASSES_S = 3, 60.0  # a profile is measured again until so much time is spent
+_MAX_PASSES, _PASSES_S = 3, 60.0  # a profile is measured again until so much time is spent
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def _profile(
         "threads": torch.get_num_threads(),
     }
     began, found = time.perf_counter(), list[Profile]()
-    while not found or (len(found) < _MOST_PASSES and time.perf_counter() - began < _PASSES_S):
+    while not found or (len(found) < _MAX_PASSES and time.perf_counter() - began < _PASSES_S):
         words = f"profile, pass {len(found) + 1}"
         tell(words, 0)
         found.append(measure_profile(llm.target, drafters, _PASSES_S, options.seed, about, command))

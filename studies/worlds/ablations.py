@@ -44,10 +44,10 @@ ABLATIONS: tuple[Ablation, ...] = (
     Ablation(
         "no_slack",
         "no bound on how far a request falls behind plain decoding",
-        {"slack_share": _ENDLESS, "least_slack_steps": -_ENDLESS, "most_slack_steps": _ENDLESS},
+        {"slack_share": _ENDLESS, "min_slack_steps": -_ENDLESS, "max_slack_steps": _ENDLESS},
     ),
-    Ablation("no_kept_gains", "gains are not kept for later losses", {"most_slack_steps": 0.25}),
-    Ablation("no_repeats", "budgets are decided anew in every round", {"most_repeats": 0}),
+    Ablation("no_kept_gains", "gains are not kept for later losses", {"max_slack_steps": 0.25}),
+    Ablation("no_repeats", "budgets are decided anew in every round", {"max_repeats": 0}),
     Ablation("no_trials", "drafters that were passed over are not tried again", {"trial_share": 0.0}),
     Ablation("more_trials", "twice the time for trials", {"trial_share": 0.01}),
     Ablation("no_first_guesses", "a drafter of unknown cost may guess as much as any", {"first_guesses": 24}),
@@ -88,7 +88,7 @@ ABLATIONS: tuple[Ablation, ...] = (
     Ablation(
         "no_outlier_bound",
         "slow steps count in full",
-        constants={"cost._BOUND": _ENDLESS, "cost._LEAST_BOUND": _ENDLESS},
+        constants={"cost._BOUND": _ENDLESS, "cost._MIN_BOUND": _ENDLESS},
     ),
     Ablation("long_previews", "lookups show all they can at once", constants={"chooser._FIRST_PREVIEW": 24}),
 )

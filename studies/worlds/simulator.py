@@ -27,7 +27,7 @@ _MAX_PROMPT_TOKENS = 4096
 _PAUSE_SHARE, _PAUSE = 0.004, 3.0  # of the steps take so many times as long: machines pause
 _DISTURBED_NOISE, _DISTURBED_PAUSE_SHARE, _DISTURBED_PAUSE = 0.15, 0.02, 8.0
 _SLOW, _PERIOD = 1.8, 100  # a disturbed machine is so much slower in every second period of so many calls
-_WAVES, _LEAST_JOBS = 2, 8
+_WAVES, _MIN_JOBS = 2, 8
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Scatter:
 
 def run(world: World, setting: str, machine: Machine, known: Known, answer_tokens: int, seed: int) -> Result:
     """Simulate a world under a setting; steps scatter alike in all settings of a seed."""
-    count = max(_WAVES * world.num_requests, _LEAST_JOBS)
+    count = max(_WAVES * world.num_requests, _MIN_JOBS)
     jobs = [Job(0.0, PROMPT_TOKENS, answer_tokens, world.slices[place % len(world.slices)]) for place in range(count)]
     ended = simulate(
         noisy(machine.profile, machine.noise, seed, world.condition == "disturbed machine"),

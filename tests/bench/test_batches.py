@@ -431,7 +431,7 @@ def test_the_engine_has_the_limits_that_were_asked_for(text_pair: SimpleNamespac
     rules = {"min_tokens_to_speculate": 6, "max_speculating_requests": 1}
     found = {}
     for name, values in (("usual", {}), ("asked", {**limits, **rules})):
-        with opened(options(text_pair, **values), ("chat",), most_batch=3, count=3, answer_tokens=8) as (stage, asks):
+        with opened(options(text_pair, **values), ("chat",), max_batch=3, count=3, answer_tokens=8) as (stage, asks):
             engine = stage.llm.engine
             config, routing = engine.scheduler.config, engine.chooser.routing
             if name == "usual":

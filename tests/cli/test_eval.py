@@ -154,7 +154,7 @@ def test_wrong_input_is_refused_before_anything_is_loaded(
         (2, ["--against", "a.json"], "acceptance depends on max_tokens, which is 64 here"),
         (4, ["--out", "no/folder/a.json"], "out: cannot write"),
         (2, ["--against", "a.json", "--out", "./a.json"], "is the earlier result itself; name another file"),
-        (2, ["--most-lost", 2], "most_lost=2.0: must lie in [0, 1]"),
+        (2, ["--most-lost", 2], "max_lost=2.0: must lie in [0, 1]"),
         (2, ["--drafters", "auto"], "evaluate drafters by name"),
         (2, ["--drafters", "ngram:num_draft=auto"], "evaluate drafters by name"),
         (2, ["--drafters", "draft_model"], "needs a draft model: give --draft"),

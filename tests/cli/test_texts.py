@@ -87,7 +87,7 @@ def test_texts_that_cannot_be_had(
     code: int,
     message: str,
 ) -> None:
-    monkeypatch.setattr("foretoken.files.MOST_BYTES", 1 << 20)
+    monkeypatch.setattr("foretoken.files.MAX_BYTES", 1 << 20)
     (tmp_path / "bad.txt").write_bytes(b"a\n\xff\n")
     piped(monkeypatch, data)
     done = foretoken("generate", *arguments)

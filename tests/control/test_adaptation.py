@@ -24,11 +24,11 @@ def test_the_share_is_kept_over_every_stretch_of_time(share: float, num_cores: i
             now_s += 300  # nothing to learn for a while
         events.append((now_s, spent_s))
         now_s += budget.pause_s(now_s, spent_s)
-    rate, most_saved_s = min(1.0, share * num_cores), 0.2
+    rate, max_saved_s = min(1.0, share * num_cores), 0.2
     for first in range(0, len(events), 7):
         for last in range(first + 1, len(events), 11):
             spent_s = sum(spent for _, spent in events[first + 1 : last + 1])
-            assert spent_s <= rate * (events[last][0] - events[first][0]) + most_saved_s + 0.08 + 1e-9
+            assert spent_s <= rate * (events[last][0] - events[first][0]) + max_saved_s + 0.08 + 1e-9
 
 
 def test_the_share_is_used() -> None:

@@ -13,7 +13,7 @@ from foretoken.control.policy import BudgetPolicy, PolicyConfig
 from foretoken.control.previews import Preview
 from tests.helpers.control import observe, plan
 
-MOST_NUM_DRAFT = PolicyConfig.most_num_draft
+MAX_NUM_DRAFT = PolicyConfig.max_num_draft
 
 LOOKUP, MODEL = 0, 1
 COLD = 40  # rounds in which costs and texts become known
@@ -68,7 +68,7 @@ def run(
             look = Preview(tuple(range(-1, number - 1)), tuple(0.8 ** (k + 1) for k in range(number)))
             said.append((text, world.kept(text.copied, number)))
             arms = [DrafterOption(LOOKUP, "lookup", number, preview=look)] if number else []
-            wishes.append(RequestOptions(b, (*arms, DrafterOption(MODEL, "model", MOST_NUM_DRAFT)), num_tokens=100))
+            wishes.append(RequestOptions(b, (*arms, DrafterOption(MODEL, "model", MAX_NUM_DRAFT)), num_tokens=100))
         if choose is None:
             step(world, policy, wishes, said, plan(policy, wishes), started)
         else:
@@ -187,7 +187,7 @@ def test_another_drafter_takes_over_within_fifty_rounds() -> None:
                 look = Preview(tuple(range(-1, number - 1)), tuple(0.8 ** (k + 1) for k in range(number)))
                 said.append((text, world.kept(text.copied, number)))
                 arms = [DrafterOption(LOOKUP, "lookup", number, preview=look)] if number else []
-                wishes.append(RequestOptions(b, (*arms, DrafterOption(MODEL, "model", MOST_NUM_DRAFT)), num_tokens=100))
+                wishes.append(RequestOptions(b, (*arms, DrafterOption(MODEL, "model", MAX_NUM_DRAFT)), num_tokens=100))
             grants = plan(policy, wishes)
             chosen.append([grant.option if grant.num_draft else None for grant in grants])
             step(world, policy, wishes, said, grants, started)

@@ -15,7 +15,7 @@ from foretoken.control.previews import Preview
 from foretoken.plan.profile import Curve
 from tests.helpers.control import observe, options_of, plan
 
-MOST = PolicyConfig.most_num_draft
+MOST = PolicyConfig.max_num_draft
 
 
 class World:

@@ -19,7 +19,7 @@ from foretoken.core import Batch, BatchEntry, Draft, Mass, Probes, Request, Verd
 from foretoken.draft.base import Feedback
 from foretoken.draft.boundary import check_tree, draft_faults
 from foretoken.draft.deadline import Deadline
-from foretoken.draft.failures import MOST_FAILURES
+from foretoken.draft.failures import MAX_FAILURES
 from foretoken.draft.group import drafter_key
 from foretoken.draft.lookup_tree import LookupTree
 from foretoken.draft.ngram import NgramDrafter
@@ -276,10 +276,10 @@ def test_h3_what_a_drafter_raises_costs_its_guesses(
     for out in outs[::2]:
         num_failures = out.stats.draft_failures["bad"]
         if at == "guess":  # how often the engine looks hangs on times
-            assert 1 <= num_failures <= MOST_FAILURES
+            assert 1 <= num_failures <= MAX_FAILURES
         else:
-            assert num_failures == (1 if at in ("start", "commit", "finish") else MOST_FAILURES)
-        is_off = at in ("start", "commit") or num_failures == MOST_FAILURES
+            assert num_failures == (1 if at in ("start", "commit", "finish") else MAX_FAILURES)
+        is_off = at in ("start", "commit") or num_failures == MAX_FAILURES
         assert out.stats.disabled_drafters == ({"bad": "ZeroDivisionError: [bold]boom[/]"} if is_off else {})
         assert out.stats.as_dict()["draft_failures"] == {"bad": num_failures}
     for out in outs[1::2]:
@@ -313,13 +313,13 @@ def test_a_chance_fault_costs_a_round(llm: LLM, registered: None, failed_drafter
             self.num_calls += 1
             lengths = [entry.num_draft for entry in batch.decoding]
             sound = replace(point([1] * sum(lengths), lengths=lengths), drafters=("bad",) * len(lengths))
-            return outside(batch) if self.num_calls <= MOST_FAILURES - 1 else sound
+            return outside(batch) if self.num_calls <= MAX_FAILURES - 1 else sound
 
     audit.KEPT_BY_DRAFTER[Twice] = lambda drafter: drafter._indexes
     with pytest.warns(DrafterWarning):
         outs = generate(llm, Twice("", boom))
     assert [out.token_ids for out in outs] == plain
-    assert outs[0].stats.draft_failures == {"bad": MOST_FAILURES - 1}
+    assert outs[0].stats.draft_failures == {"bad": MAX_FAILURES - 1}
     assert outs[0].stats.disabled_drafters == {}
     assert outs[0].stats.num_drafted > 0
 

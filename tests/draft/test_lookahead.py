@@ -14,7 +14,7 @@ from foretoken.core import Batch, BatchEntry, Request, Verdict
 from foretoken.draft.base import variants_of
 from foretoken.draft.group import DrafterGroup
 from foretoken.draft.lookahead import (
-    MOST_CONTINUATIONS,
+    MAX_CONTINUATIONS,
     ContinuationChances,
     JacobiWindow,
     LookaheadDrafter,
@@ -39,7 +39,7 @@ def lookahead_engine(target: ScriptedModel) -> tuple[Engine, Watched]:
 @pytest.mark.parametrize("seed", range(5))
 def test_the_pool_keeps_the_latest(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against lists: the tokens used last, and for each what was added last since it came."""
-    monkeypatch.setattr("foretoken.draft.lookahead.MOST_TOKENS", 12)
+    monkeypatch.setattr("foretoken.draft.lookahead.MAX_TOKENS", 12)
     dice, pool = random.Random(seed), NgramPool()
     kept: list[tuple[int, list[tuple[int, int]]]] = []  # used last at the end
     forgotten = 0
@@ -48,7 +48,7 @@ def test_the_pool_keeps_the_latest(seed: int, monkeypatch: pytest.MonkeyPatch) -
         pool.add(token, rest)
         own = next((rests for one, rests in kept if one == token), [])
         kept = [(one, rests) for one, rests in kept if one != token]
-        kept.append((token, [*(other for other in own if other != rest), rest][-MOST_CONTINUATIONS:]))
+        kept.append((token, [*(other for other in own if other != rest), rest][-MAX_CONTINUATIONS:]))
         forgotten += len(kept) > 12
         kept = kept[-12:]
         assert pool.num_tokens == len(kept)

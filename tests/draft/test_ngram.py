@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from foretoken import SamplingParams, SpecConfig
 from foretoken.core import Batch, BatchEntry, Request
-from foretoken.draft.ngram import LEAST_ESTIMATE, NgramDrafter
+from foretoken.draft.ngram import MIN_ESTIMATE, NgramDrafter
 from tests.draft.test_matches import scan
 from tests.helpers.rounds import Alone
 
@@ -28,7 +28,7 @@ def twin(text: list[int], num_draft: int) -> list[int]:
     while following and len(guess) < num_draft:
         token, count = Counter(tokens[len(guess)] for tokens in following).most_common(1)[0]
         estimate *= count / (len(following) + 1 / longest)
-        if estimate < LEAST_ESTIMATE:
+        if estimate < MIN_ESTIMATE:
             break
         following = [tokens for tokens in following if tokens[len(guess)] == token]
         guess.append(token)

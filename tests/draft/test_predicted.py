@@ -27,7 +27,7 @@ def test_a_right_prediction_takes_few_rounds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "most_rounds"),
+    ("answer", "max_rounds"),
     [
         ([*TEXT[:80], 500, *TEXT[81:]], 22),  # a changed word
         ([*TEXT[:80], 500, 501, 502, *TEXT[80:]], 25),  # an insertion
@@ -38,9 +38,9 @@ def test_a_right_prediction_takes_few_rounds() -> None:
         (TEXT[50:], 18),  # the start is missing
     ],
 )
-def test_after_an_edit_the_prediction_is_taken_up_again(answer: list[int], most_rounds: int) -> None:
+def test_after_an_edit_the_prediction_is_taken_up_again(answer: list[int], max_rounds: int) -> None:
     rounds, wasted = alone(TEXT).run(answer, num_draft=12)
-    assert rounds <= most_rounds
+    assert rounds <= max_rounds
     assert wasted <= 12 * 4  # a whole draft at each place where the answer leaves
 
 

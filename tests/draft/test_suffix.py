@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from foretoken import LLM, ConfigError, SamplingParams, SpecConfig, StorageError
 from foretoken.draft.group import drafter_key
 from foretoken.draft.matches import MATCH_LIMIT, NO_TOKEN
-from foretoken.draft.ngram import LEAST_ESTIMATE
+from foretoken.draft.ngram import MIN_ESTIMATE
 from foretoken.draft.suffix import SharedStore, SuffixDrafter
 from tests.draft.test_matches import brute_force, scan
 from tests.helpers.checkpoints import token_ids
@@ -41,7 +41,7 @@ def twin_score(text: list[int], stored: list[list[int]], num_draft: int) -> floa
         for length in sorted({length for length, _ in places}, reverse=True)[:3]:
             following = [tokens for agreed, tokens in places if agreed >= length]
             following = [cut(tokens) for tokens in following]
-            best = max(best, brute_force(following, num_draft, 2, 1 / length, LEAST_ESTIMATE))
+            best = max(best, brute_force(following, num_draft, 2, 1 / length, MIN_ESTIMATE))
     return best
 
 
@@ -127,7 +127,7 @@ def test_a_store_forgets_the_oldest_and_stays_small() -> None:
 
 
 def test_all_stores_together_stay_small_and_the_tenant_unused_longest_goes() -> None:
-    drafter = SuffixDrafter(store_tokens=100, most_tokens=250)
+    drafter = SuffixDrafter(store_tokens=100, max_tokens=250)
     for i in range(20):
         tell(drafter, (9,), range(1, 90), f"t{i}")
         assert drafter.num_stored_tokens <= 250
@@ -213,7 +213,7 @@ def test_wrong_options_are_refused_by_name(values: dict) -> None:
 
 def test_l6_the_number_of_tenants_is_bounded() -> None:
     """However little each of them said: an index takes some KB, and the tenant unused longest goes first."""
-    drafter = SuffixDrafter(most_tokens=2048)
+    drafter = SuffixDrafter(max_tokens=2048)
     for number in range(50):
         tell(drafter, (9,), [1, 2, 3, 4, 5], f"tenant {number}")
     assert len(drafter._stores) == 8

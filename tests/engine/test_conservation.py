@@ -43,9 +43,9 @@ from tests.helpers.specs import predicting
 NUM_REQUESTS = 1_000
 VOCAB = 300
 FIRST_ID = 10**12  # no other number in the engine lies near, so that a request's number is known wherever it is kept
-MOST_IDS = 10**7
+MAX_IDS = 10**7
 CACHE_TOKENS, BLOCK = 320, 4
-MOST_LIVE = 60  # requests at a time
+MAX_LIVE = 60  # requests at a time
 SEASON, KINDS = 100, 4  # so many requests come with so many kinds of drafting, so that drafters serve several at once
 SHARED = [random.Random(seed).choices(range(1, VOCAB), k=24) for seed in range(4)]
 
@@ -216,7 +216,7 @@ def run(crowd: Crowd, num_requests: int) -> Iterator[int]:
     """Bursts and pauses; the number of each step."""
     engine, rng, step = crowd.engine, crowd.rng, 0
     while crowd.num_asked < num_requests or engine.has_work:
-        if crowd.num_asked < num_requests and len(engine.states) < MOST_LIVE and rng.random() < 0.6:
+        if crowd.num_asked < num_requests and len(engine.states) < MAX_LIVE and rng.random() < 0.6:
             for _ in range(rng.choice((1, 2, 4, 12))):
                 crowd.arrive()
         if rng.random() < 0.15:
@@ -261,7 +261,7 @@ def reachable(root: object) -> list[object]:
 def check_nothing_kept(engine: Engine) -> None:
     """No number of a request and no state is left anywhere, whatever it would be called."""
     found = reachable(engine)
-    assert not [thing for thing in found if isinstance(thing, int) and FIRST_ID <= thing < FIRST_ID + MOST_IDS]
+    assert not [thing for thing in found if isinstance(thing, int) and FIRST_ID <= thing < FIRST_ID + MAX_IDS]
     assert not [thing for thing in found if isinstance(thing, RequestState)]
 
 

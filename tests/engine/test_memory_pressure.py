@@ -21,16 +21,16 @@ PROMPTS = [token_ids(10 + 12 * i, seed=i) for i in range(6)]
 
 
 class Small:
-    """The target's forward on a device whose memory ends at `most_requests` or `most_rows` of a step."""
+    """The target's forward on a device whose memory ends at `max_requests` or `max_rows` of a step."""
 
-    def __init__(self, engine: Engine, most_requests: int = 99, most_rows: int = 999, never: int = -1) -> None:
+    def __init__(self, engine: Engine, max_requests: int = 99, max_rows: int = 999, never: int = -1) -> None:
         self._forward, self._engine, self._never = engine.target.forward, engine, never
-        self.most_requests, self.most_rows = most_requests, most_rows
+        self.max_requests, self.max_rows = max_requests, max_rows
         self.num_errors, self.sizes = 0, list[int]()
 
     def __call__(self, tokens: torch.Tensor, segments: Any, *more: Any) -> Any:
         refused = any(segment.sequence == self._never for segment in segments)
-        if refused or len(segments) > self.most_requests or tokens.numel() > self.most_rows:
+        if refused or len(segments) > self.max_requests or tokens.numel() > self.max_rows:
             self.num_errors += 1
             faults.expect("out of memory")
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
@@ -45,7 +45,7 @@ def own(pair: SimpleNamespace) -> Any:
 
 
 @pytest.mark.parametrize("drafter", [None, "recycling", "draft_model"])
-@pytest.mark.parametrize("limits", [{"most_requests": 2}, {"most_rows": 20}, {"most_requests": 1, "most_rows": 17}])
+@pytest.mark.parametrize("limits", [{"max_requests": 2}, {"max_rows": 20}, {"max_requests": 1, "max_rows": 17}])
 def test_smaller_steps_give_the_same_answers(
     own: LLM, pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, drafter: str | None, limits: dict[str, int]
 ) -> None:
@@ -60,7 +60,7 @@ def test_smaller_steps_give_the_same_answers(
     assert [out.token_ids for out in outputs] == expected
     assert {out.finish_reason for out in outputs} == {"length"}
     assert small.num_errors > 0
-    assert max(small.sizes) <= small.most_requests
+    assert max(small.sizes) <= small.max_requests
     assert sum(out.stats.num_preempted for out in outputs) > 0
 
 
@@ -68,7 +68,7 @@ def test_guesses_go_before_a_request_does(own: LLM, monkeypatch: pytest.MonkeyPa
     """Two rows have room: a short prompt, or one token and one guess."""
     params, prompts = SamplingParams(max_tokens=9, ignore_eos=True), [[5, 6], [7, 8], [5, 9]]
     expected = [out.token_ids for out in own.generate(prompts, params)]
-    monkeypatch.setattr(own.target, "forward", Small(own.engine, most_rows=2))
+    monkeypatch.setattr(own.target, "forward", Small(own.engine, max_rows=2))
     with pytest.warns(UserWarning, match="out of memory"):
         outputs = own.generate(prompts, params, SpecConfig("recycling", num_draft=4))
     assert [out.token_ids for out in outputs] == expected
@@ -106,7 +106,7 @@ def test_limits_shrink_and_grow_back() -> None:
     assert pressure.narrowed(config) is config
     found = []
     for num_requests in (5, 2, 1, 1):
-        found.append((pressure.shrink(num_requests, config), pressure.most_requests, pressure.most_prompt_tokens))
+        found.append((pressure.shrink(num_requests, config), pressure.max_requests, pressure.max_prompt_tokens))
     assert found == [(True, 2, 32), (True, 1, 16), (False, 1, 16), (False, 1, 16)]
     assert pressure.is_tight
     assert pressure.narrowed(config).max_prompt_tokens == 16
@@ -114,7 +114,7 @@ def test_limits_shrink_and_grow_back() -> None:
     def limits_after(num_steps: int) -> tuple[int | None, int | None]:
         for _ in range(num_steps):
             pressure.begin_step(config)
-        return pressure.most_requests, pressure.most_prompt_tokens
+        return pressure.max_requests, pressure.max_prompt_tokens
 
     assert limits_after(PATIENCE_STEPS) == (1, 16)
     assert limits_after(1) == (2, 32)
@@ -131,6 +131,6 @@ def test_what_a_seed_draws_stays(own: LLM, pair: SimpleNamespace, monkeypatch: p
     params = SamplingParams(max_tokens=20, temperature=1.0, seed=seed, ignore_eos=True)
     spec = SpecConfig("draft_model", str(pair.draft), num_draft=3, rule="rejection")
     expected = [out.token_ids for out in own.generate(PROMPTS, params, spec)]
-    monkeypatch.setattr(own.target, "forward", Small(own.engine, most_requests=1))
+    monkeypatch.setattr(own.target, "forward", Small(own.engine, max_requests=1))
     with pytest.warns(UserWarning, match="out of memory"):
         assert [out.token_ids for out in own.generate(PROMPTS, params, spec)] == expected

@@ -46,7 +46,7 @@ def test_trees_count_every_node_of_a_depth() -> None:
 
 
 def test_the_slice_unused_longest_is_dropped(monkeypatch: object) -> None:
-    monkeypatch.setattr(slice_acceptance, "MOST_SLICES", 2)  # type: ignore[attr-defined]
+    monkeypatch.setattr(slice_acceptance, "MAX_SLICES", 2)  # type: ignore[attr-defined]
     counted = SliceAcceptance()
     for name in ("a", "b", "a", "c", "b"):
         counted.count(name, [1], ["ngram"], [])

@@ -62,7 +62,7 @@ USUAL = (30, 28, 33, 25, 31, 29, 27, 32, 30, 26)
 
 
 def test_the_same_counts_are_kept() -> None:
-    found = compare(result(answers(USUAL)), result(answers(USUAL)), most_lost=0.0)
+    found = compare(result(answers(USUAL)), result(answers(USUAL)), max_lost=0.0)
     assert [(one.outcome, one.loss) for one in found.cells] == [("kept", 0.0)]
     assert (found.lost, found.changed) == ([], [])
 
@@ -83,7 +83,7 @@ def test_a_loss_beyond_the_bound_is_named_with_its_position() -> None:
         answers([rate - 8 for rate in USUAL]) + answers(USUAL, slice="chat"), identity=identity, versions={"torch": "3"}
     )
     before = result(answers(USUAL) + answers(USUAL, slice="chat"))
-    found = compare(before, after, most_lost=0.05)
+    found = compare(before, after, max_lost=0.05)
     assert [str(one.cell) for one in found.lost] == ["draft_model-2 on code at temperature 0"]
     assert "0.728 -> 0.527, lost 0.200 (0.200 to 0.200), most at position 1 (0.740 -> 0.540)" in str(found.lost[0])
     assert found.changed == [
@@ -92,14 +92,14 @@ def test_a_loss_beyond_the_bound_is_named_with_its_position() -> None:
         "versions: torch 2.13 -> 3",
     ]
     assert found.verdict == "1 of 2 lost more than 0.05 of acceptance rate"
-    assert not compare(before, after, most_lost=0.21).lost
-    assert not compare(after, before, most_lost=0.05).lost  # a gain
+    assert not compare(before, after, max_lost=0.21).lost
+    assert not compare(after, before, max_lost=0.05).lost  # a gain
 
 
 def test_noise_is_no_loss() -> None:
     """The same loss on average, with prompts that went up as well as down: chance could do that."""
     noisy = [rate + change for rate, change in zip(USUAL, (-28, 8, -25, 10, -20, 9, -22, 7, -15, 12), strict=True)]
-    found = compare(result(answers(USUAL)), result(answers(noisy)), most_lost=0.05)
+    found = compare(result(answers(USUAL)), result(answers(noisy)), max_lost=0.05)
     assert found.cells[0].loss == pytest.approx(0.16)
     assert [one.outcome for one in found.cells] == ["undecided"]
     assert "1 undecided: measure more prompts" in found.verdict
@@ -107,25 +107,25 @@ def test_noise_is_no_loss() -> None:
 
 def test_few_prompts_decide_nothing_and_other_prompts_are_two_samples() -> None:
     low = [rate - 12 for rate in USUAL]
-    few = compare(result(answers(USUAL[:4])), result(answers(low[:4])), most_lost=0.05)
+    few = compare(result(answers(USUAL[:4])), result(answers(low[:4])), max_lost=0.05)
     assert [one.outcome for one in few.cells] == ["undecided"]
     others = [replace(one, prompt=f"other {one.prompt}") for one in answers(low)]
-    found = compare(result(answers(USUAL)), result(others), most_lost=0.05)
+    found = compare(result(answers(USUAL)), result(others), max_lost=0.05)
     assert [(one.outcome, one.paired) for one in found.cells] == [("lost", False)]
     assert any("other prompts" in note for note in found.notes)
 
 
 def test_a_drafter_that_stopped_drafting_lost_all() -> None:
     silent = [answer(0, drafted=0, number=number) for number in range(10)]
-    found = compare(result(answers(USUAL)), result(silent), most_lost=0.05)
+    found = compare(result(answers(USUAL)), result(silent), max_lost=0.05)
     assert [(one.outcome, one.after) for one in found.cells] == [("lost", 0.0)]
-    neither = compare(result(silent), result(silent), most_lost=0.05)
+    neither = compare(result(silent), result(silent), max_lost=0.05)
     assert [one.outcome for one in neither.cells] == ["kept"]
 
 
 def test_what_only_one_has_is_noted() -> None:
     before = result(answers(USUAL) + answers(USUAL, slice="chat"), complete=False)
-    found = compare(before, result(answers(USUAL) + answers(USUAL, drafter="ngram-2")), most_lost=0.05)
+    found = compare(before, result(answers(USUAL) + answers(USUAL, drafter="ngram-2")), max_lost=0.05)
     assert len(found.cells) == 1
     assert found.notes == [
         "draft_model-2 on chat at temperature 0 is only in the earlier file",
@@ -133,7 +133,7 @@ def test_what_only_one_has_is_noted() -> None:
         "the earlier file is incomplete: it was interrupted",
     ]
     with pytest.raises(InputError, match="no drafter, slice and temperature in common"):
-        compare(before, result(answers(USUAL, temperature=0.8)), most_lost=0.05)
+        compare(before, result(answers(USUAL, temperature=0.8)), max_lost=0.05)
 
 
 def test_what_cannot_be_compared_is_refused() -> None:

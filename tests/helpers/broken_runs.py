@@ -20,7 +20,7 @@ SPARE_BYTES = 3 << 30
 TOO_LONG_S = 60
 # What one case may add to the most that the process ever held: the libraries of a family that comes for the first time,
 # and a tiny model.
-MOST_GROWN_KIB = 150_000
+MAX_GROWN_KIB = 150_000
 TryCase = Callable[[Path, Path, int], tuple[str, str]]
 
 
@@ -66,7 +66,7 @@ def try_cases(try_case: TryCase, good: Collection[str], folder: Path, first: int
             outcome, what = "escaped", f"{seed}: {type(error).__name__}: {str(error)[:300]}"
         signal.alarm(0)
         peak, most = _peak_kib() - most, max(most, _peak_kib())
-        if peak > MOST_GROWN_KIB:
+        if peak > MAX_GROWN_KIB:
             outcome, what = "memory", f"{peak:,} KiB: {what}"
         counts[outcome] += 1
         if outcome not in good:

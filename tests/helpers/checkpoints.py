@@ -277,7 +277,7 @@ def tiny_checkpoint(
         before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
         _write_checkpoint(folder, family, seed, dtype, shard_size, overrides)
         made = [path for path in folder.iterdir() if before.get(path.name) != path.stat().st_mtime_ns]
-        if sum(path.stat().st_size for path in made) > _MOST_KEPT_BYTES:
+        if sum(path.stat().st_size for path in made) > _MAX_KEPT_BYTES:
             return folder
         _written[key] = _Written({path.name: path.read_bytes() for path in made}, torch.get_rng_state())
         return folder
@@ -297,7 +297,7 @@ class _Written:
 
 
 _written: dict[str, _Written] = {}
-_MOST_KEPT_BYTES = 2_000_000  # the tiny ones, of which there are hundreds; a large one is written once anyway
+_MAX_KEPT_BYTES = 2_000_000  # the tiny ones, of which there are hundreds; a large one is written once anyway
 
 
 def _write_checkpoint(

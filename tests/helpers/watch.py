@@ -15,7 +15,7 @@ from foretoken.draft.draft_model import DraftModelDrafter
 from foretoken.draft.eagle import EagleDrafter
 from foretoken.draft.early_exit import EarlyExitDrafter
 from foretoken.draft.hidden_states import reads_hidden_states
-from foretoken.draft.lookahead import MOST_CONTINUATIONS, MOST_TOKENS, LookaheadDrafter
+from foretoken.draft.lookahead import MAX_CONTINUATIONS, MAX_TOKENS, LookaheadDrafter
 from foretoken.draft.medusa import MedusaDrafter
 from foretoken.draft.mix import MixDrafter
 from foretoken.draft.mtp import MtpDrafter
@@ -182,8 +182,8 @@ def check_lookahead_state(
     span = state.window.depth + 1
     assert list(state.recent) == text[-span:]
     assert [len(column) for column in state.window.columns] == [state.window.depth] * state.window.width
-    assert state.pool.num_tokens <= MOST_TOKENS
-    assert all(len(own) <= MOST_CONTINUATIONS for own in state.pool._found.values())
+    assert state.pool.num_tokens <= MAX_TOKENS
+    assert all(len(own) <= MAX_CONTINUATIONS for own in state.pool._found.values())
 
 
 def check_index_state(

@@ -17,7 +17,7 @@ from foretoken.model.gguf.parts import read_header
 from tests.helpers.broken_gguf import GOOD, make_bases, try_case
 
 # The largest claim below is 2 ** 64 bytes; reading a header of some hundred must not take more than this.
-MOST_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
 
 
 def text(value: str) -> bytes:
@@ -93,7 +93,7 @@ def test_refused_by_name(tmp_path: Path, name: str) -> None:
     try:
         with pytest.raises(CheckpointError) as caught:
             read_header(path)
-        assert tracemalloc.get_traced_memory()[1] < MOST_BYTES
+        assert tracemalloc.get_traced_memory()[1] < MAX_BYTES
     finally:
         tracemalloc.stop()
     assert words in str(caught.value)

@@ -193,7 +193,7 @@ def test_what_does_not_fit_into_the_queue_is_dropped() -> None:
         seen.extend(batch)
         return 0
 
-    background: Background[int] = Background("test", slow, most_queued=2)
+    background: Background[int] = Background("test", slow, max_queued=2)
     background.put(0)
     entered.wait()
     for number in range(1, 6):

@@ -15,7 +15,7 @@ from foretoken.engine.stats import EngineStats
 from foretoken.errors import ConfigError, UnavailableError
 from foretoken.kv.prefix import PrefixStats
 from foretoken.server.observe.config import ObserveConfig
-from foretoken.server.observe.engine_counters import MOST_POSITIONS
+from foretoken.server.observe.engine_counters import MAX_POSITIONS
 from foretoken.server.observe.metric_table import METRICS, PREFIX, series_of
 from foretoken.server.observe.metrics import ServerMetrics
 from foretoken.server.observe.responses import counted
@@ -109,14 +109,14 @@ def test_slices_and_positions_do_not_multiply_labels() -> None:
     service = FakeService()
     stats = EngineStats()
     for name in ("ignore all previous instructions", "my secret", "code"):
-        stats.count_round_of(name, drafted(MOST_POSITIONS + 8, 2))
+        stats.count_round_of(name, drafted(MAX_POSITIONS + 8, 2))
     service.values = stats.as_dict()
     found = read(metrics_of(service, slices=("code",)))
     labels = {dict(key)["slice"] for name, key in found if "by_slice" in name}
     assert labels == {"code", "other"}
     places = {int(dict(key)["position"]) for name, key in found if "per_pos" in name}
-    assert places == set(range(MOST_POSITIONS))
-    last = value(found, "spec_decode_num_draft_tokens_per_pos_total", drafter="ngram", position=str(MOST_POSITIONS - 1))
+    assert places == set(range(MAX_POSITIONS))
+    last = value(found, "spec_decode_num_draft_tokens_per_pos_total", drafter="ngram", position=str(MAX_POSITIONS - 1))
     assert last == 3 * 9
 
 

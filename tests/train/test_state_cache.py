@@ -42,11 +42,11 @@ def target() -> Counted:
 
 
 def opened(
-    folder: Path, target: FrozenTarget, kind: str = "eagle", most_bytes: int = 1 << 30, name: str = "a"
+    folder: Path, target: FrozenTarget, kind: str = "eagle", max_bytes: int = 1 << 30, name: str = "a"
 ) -> tuple[StateCache, list[str]]:
     said: list[str] = []
     wanted = states_bytes(CONFIG, target, len(LAYERS[kind]))
-    return StateCache(folder, target, LAYERS[kind], {"target": name}, most_bytes, wanted, said.append), said
+    return StateCache(folder, target, LAYERS[kind], {"target": name}, max_bytes, wanted, said.append), said
 
 
 def curve(folder: Path) -> list[dict[str, object]]:
@@ -72,7 +72,7 @@ def test_the_curve_is_the_same_bit_for_bit(kind: str, target: Counted, tmp_path:
 def test_a_bound_is_kept_and_nothing_evicted(target: Counted, tmp_path: Path) -> None:
     bound, before = 4 * ENTRY, list[Path]()
     for number in range(2):
-        states, said = opened(tmp_path / "states", target, most_bytes=bound)
+        states, said = opened(tmp_path / "states", target, max_bytes=bound)
         tiny_trainer(tmp_path / str(number), target, states=states).run()
         found = sorted((tmp_path / "states").glob("*.safetensors"))
         assert states.used_bytes == sum(path.stat().st_size for path in found) <= bound

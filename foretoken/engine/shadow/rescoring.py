@@ -26,7 +26,7 @@ from foretoken.model.support import support
 # in bfloat16: up to 2. In wide formats sums round too, not only the result.
 _UNITS_16_BIT, _UNITS_WIDE = 4.0, 64.0
 _NOISE = 1 / 16  # standard deviation of one logit as a share of that; measured in bfloat16 and float16
-_MOST_BLUR = 0.01  # bound on the bias of a score by rounding in one row; the mean over rows is a tenth of it
+_MAX_BLUR = 0.01  # bound on the bias of a score by rounding in one row; the mean over rows is a tenth of it
 
 _private_sequences = itertools.count(-(1 << 40), -1)
 
@@ -80,11 +80,11 @@ class ScoredRows:
         """
         temperature, noise = coldest(self.params.temperature), self.rounding.double() * _NOISE
         size = (noise / temperature).square().clamp(max=1)  # [n]
-        if not bool((size > _MOST_BLUR).any()):
+        if not bool((size > _MAX_BLUR).any()):
             return torch.zeros(len(size), dtype=torch.bool, device=size.device)
         warm = torch.maximum(4 * noise, torch.full_like(noise, temperature))
         rivals = 1 - (self.logits.double() / warm[:, None]).softmax(-1).amax(-1)
-        return size * rivals > _MOST_BLUR
+        return size * rivals > _MAX_BLUR
 
 
 class Rescoring:

@@ -33,7 +33,7 @@ from foretoken.model.randomness import Purpose, uniforms
 # (SequentialTest).
 SLACK_16_BIT = 0.002
 _LIKELIEST = 64  # stored tokens of a drafter's distribution; the rest counts as mass 0
-_MOST_SEEDS = 1 << 16
+_MAX_SEEDS = 1 << 16
 
 
 class Room(Protocol):
@@ -210,7 +210,7 @@ class Shadow:
         if float(uniforms([request.seed], Purpose.SHADOW, [request.request_id], [0])[0]) >= self.rate:
             return False
         if not request.params.greedy and request.params.seed is not None:
-            if request.seed in self._seeds or len(self._seeds) >= _MOST_SEEDS:
+            if request.seed in self._seeds or len(self._seeds) >= _MAX_SEEDS:
                 return False
             self._seeds.add(request.seed)
         self._cases[request.request_id] = _Case(request)

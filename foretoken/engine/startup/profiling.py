@@ -33,9 +33,9 @@ from foretoken.plan.profile import Curve, Profile, profile_from_mapping
 
 SHORT_TOKENS = 32  # of the past where the past is not what is measured
 BATCH_NUM_DRAFT = 4  # guesses of each request where several draft together
-_MOST_CHUNK = 512
+_MAX_CHUNK = 512
 _PERIOD = 16
-_FEWEST_STEPS, _MOST_STEPS, _POINT_S = 3, 9, 1.0  # timed steps of a point: as many as fit into a second
+_FEWEST_STEPS, _MAX_STEPS, _POINT_S = 3, 9, 1.0  # timed steps of a point: as many as fit into a second
 
 Tell = Callable[[str, float], None]  # what is being measured, and the share of the time that is used up
 
@@ -188,7 +188,7 @@ class StepBench:
             key = drafter_key(spec)
             assert key is not None
             group.drafters[key] = drafter
-        engine = Engine(self.target, group, limits=SchedulerConfig(work.batch, _MOST_CHUNK), eos_token_ids=())
+        engine = Engine(self.target, group, limits=SchedulerConfig(work.batch, _MAX_CHUNK), eos_token_ids=())
         prediction = [0] if "predicted" in spec.leaves else None
         params = SamplingParams(max_tokens=room(work), seed=self.seed, ignore_eos=True, prediction=prediction)
         prompt = stand_in(self.target, work.context_tokens, self.seed)
@@ -200,7 +200,7 @@ class StepBench:
             while not all(state.provenance for state in states):
                 prompt_s.append(timed(engine)[0])
             began = time.perf_counter()
-            while len(step_s) < _FEWEST_STEPS or (len(step_s) < _MOST_STEPS and time.perf_counter() - began < _POINT_S):
+            while len(step_s) < _FEWEST_STEPS or (len(step_s) < _MAX_STEPS and time.perf_counter() - began < _POINT_S):
                 whole_s, spent_s = timed(engine)
                 step_s.append(whole_s - spent_s)
                 draft_s.append(spent_s)
@@ -244,7 +244,7 @@ class StepBench:
 
 def room(work: Work) -> int:
     """An answer length that the timed steps cannot reach, even if every draft token is accepted."""
-    return (_MOST_STEPS + 2) * (1 + work.num_draft)
+    return (_MAX_STEPS + 2) * (1 + work.num_draft)
 
 
 def timed(engine: Engine) -> tuple[float, float]:

@@ -39,9 +39,9 @@ from foretoken.plan.roofline import Roofline
 BUDGET_S = 2.0
 _ROWS = (1, 2, 4, 8, 16, 32)
 _GUESSES = (1, 2, 4, 8)
-_MOST_REPEATS = 5
-_MOST_TOKENS = 256  # of the stand-in's answer; a step emits at least one
-_LEAST_TOKENS = 12  # room without which there is nothing to measure
+_MAX_REPEATS = 5
+_MAX_TOKENS = 256  # of the stand-in's answer; a step emits at least one
+_MIN_TOKENS = 12  # room without which there is nothing to measure
 _SEED = 0
 _COPY_BYTES = 1 << 26  # beyond what caches hold
 _PRODUCT = (256, 1024)  # rows, and width of the square matrix: enough arithmetic for the few bytes
@@ -214,10 +214,10 @@ class _StartRun:
         there is no room.
         """
         target, began = self.twin(self.target), time.perf_counter()
-        most_tokens = min(
-            _MOST_TOKENS, target.max_context_tokens - SHORT_TOKENS, target.capacity_tokens - 2 * SHORT_TOKENS
+        max_tokens = min(
+            _MAX_TOKENS, target.max_context_tokens - SHORT_TOKENS, target.capacity_tokens - 2 * SHORT_TOKENS
         )
-        counts = [count for count in counts if count + _LEAST_TOKENS <= most_tokens]
+        counts = [count for count in counts if count + _MIN_TOKENS <= max_tokens]
         if not counts:
             return {}
         spec = replace(made[0] if made else SpecConfig(drafter="ngram"), num_draft=max(counts))
@@ -234,13 +234,13 @@ class _StartRun:
         try:
             state = engine.submit(
                 stand_in(target, SHORT_TOKENS, _SEED),
-                SamplingParams(max_tokens=most_tokens, seed=_SEED, ignore_eos=True),
+                SamplingParams(max_tokens=max_tokens, seed=_SEED, ignore_eos=True),
                 spec,
             )
             metered.count = 1  # the drafter's first round reads the prompt
             while state.num_rounds < 2 and state.finish_reason is None:
                 last_s, _ = self.step(engine)
-            for count in [count for _ in range(_MOST_REPEATS) for count in counts]:
+            for count in [count for _ in range(_MAX_REPEATS) for count in counts]:
                 expected_s = sum(found[count][-1]) if count in found else last_s
                 if found and time.perf_counter() - began + expected_s > share_s:
                     break

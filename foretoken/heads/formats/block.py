@@ -21,7 +21,7 @@ MARKOV_IN, MARKOV_OUT, CONFIDENCE = (
     "confidence_head.proj.weight",
 )
 MARKOV_TYPE = "vanilla"  # the sum of W2 W1[token before] and the logits
-_MOST_BLOCK = 1024
+_MAX_BLOCK = 1024
 
 
 def block_json(config: BlockConfig, dtype: str) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def block_from_json(fields: Fields, target: ModelConfig) -> BlockConfig:
         target_num_layers=target.num_layers,
         taps=taps,
         draft_vocab_size=fields.whole_or("draft_vocab_size", layer.vocab_size, most=layer.vocab_size),
-        block_size=both.whole("block_size", most=_MOST_BLOCK),
+        block_size=both.whole("block_size", most=_MAX_BLOCK),
         markov_rank=rank,
         is_causal=both.flag("causal"),
         has_confidence=both.flag("enable_confidence_head"),

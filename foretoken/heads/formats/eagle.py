@@ -19,7 +19,7 @@ ARCHITECTURE_3 = "LlamaForCausalLMEagle3"
 ARCHITECTURE_1, ARCHITECTURE_1_BIAS = "EagleLlamaForCausalLM", "LlamaForCausalLMEagle"
 NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _AUX_IDS = "eagle_aux_hidden_state_layer_ids"
-_MOST_TAPS = 1024  # bounds a list that is read before it is compared with the target
+_MAX_TAPS = 1024  # bounds a list that is read before it is compared with the target
 
 
 def eagle_json(config: EagleConfig, dtype: str) -> dict[str, Any]:
@@ -166,7 +166,7 @@ def layer_ids(fields: Fields, key: str, least: int = 0) -> tuple[int, ...] | Non
     value = fields.raw.get(key)
     if value is None:
         return None
-    good = isinstance(value, list) and 0 < len(value) <= _MOST_TAPS
+    good = isinstance(value, list) and 0 < len(value) <= _MAX_TAPS
     good = good and all(isinstance(item, int) and not isinstance(item, bool) and item >= least for item in value)
     if not good or value != sorted(set(value)):
         raise fields.refusal(key, "a list of layer numbers, ascending, each once")

@@ -15,7 +15,7 @@ from foretoken.model.fields import Fields
 MEDUSA_WEIGHTS = "medusa_lm_head.safetensors"
 TOKEN_MAP = "token_map"  # vLLM's name of a cut vocabulary: the target's number of each token
 SHARED_OUTPUT = "lm_head.weight"  # the target's output matrix, which vLLM reads from the heads' file
-_MOST_HEADS = 64
+_MAX_HEADS = 64
 _NATIVE_BLOCK = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)")
 _NATIVE_OUTPUT = re.compile(r"lm_heads\.(\d+)\.weight")
 
@@ -55,12 +55,12 @@ def medusa_from_json(fields: Fields, target: ModelConfig, names: frozenset[str])
     hidden = fields.whole_or("hidden_size", target.hidden_size)  # FasterDecoding's own files leave both out
     vocab = fields.whole_or("vocab_size", target.vocab_size)
     check_sizes(fields.where, target, hidden, vocab, ())
-    layers = fields.whole("medusa_num_layers", most=_MOST_HEADS)
+    layers = fields.whole("medusa_num_layers", most=_MAX_HEADS)
     return MedusaConfig(
         hidden_size=hidden,
         vocab_size=vocab,
         target_num_layers=target.num_layers,
-        num_heads=fields.whole("medusa_num_heads", most=_MOST_HEADS),
+        num_heads=fields.whole("medusa_num_heads", most=_MAX_HEADS),
         num_blocks=layers,
         is_sequential=fields.flag("is_sequential"),
         has_own_output=any(medusa_name(name, layers) == f"0.{layers}.weight" for name in names),

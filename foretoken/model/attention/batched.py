@@ -22,7 +22,7 @@ from foretoken.transfer import to_device
 # Fetching a key costs about as much as multiplying it by this many query rows.
 _ROWS_PER_FETCH = 16
 # A group may cost this many times what its segments need, or this much in all: (rows + _ROWS_PER_FETCH) * keys.
-_MOST_WASTE, _FREE_COST = 1.5, 65_536
+_MAX_WASTE, _FREE_COST = 1.5, 65_536
 # CUDA's kernels copy a mask whose rows are not a multiple of this.
 _KEY_STEP = 16
 
@@ -93,17 +93,17 @@ def grouped(readers: Sequence[Reader]) -> list[list[int]]:
         (i for i, (rows, _) in enumerate(shapes) if rows), key=lambda i: (shapes[i][0].bit_length(), shapes[i][1])
     )
     found: list[list[int]] = []
-    most_rows = most_keys = needed = 0
+    max_rows = max_keys = needed = 0
     for i in reversed(order):
-        rows, keys = max(most_rows, shapes[i][0]), max(most_keys, shapes[i][1])
+        rows, keys = max(max_rows, shapes[i][0]), max(max_keys, shapes[i][1])
         needed += cost(*shapes[i])
-        if found and (len(found[-1]) + 1) * cost(rows, keys) <= max(_MOST_WASTE * needed, _FREE_COST):
+        if found and (len(found[-1]) + 1) * cost(rows, keys) <= max(_MAX_WASTE * needed, _FREE_COST):
             found[-1].append(i)
         else:
             found.append([i])
             rows, keys = shapes[i]
             needed = cost(rows, keys)
-        most_rows, most_keys = rows, keys
+        max_rows, max_keys = rows, keys
     return found
 
 
@@ -144,8 +144,8 @@ def _group(readers: Sequence[Reader], num_rows: int, numbers: Tensor) -> _Group:
     rows, past, first_column, own, num_keys, blocks = numbers.split_with_sizes(
         [num * num_rows, num, num, num, num, len(numbers) - num * (num_rows + 4)]
     )
-    most_keys = -(-max(len(reader.slots) for reader in readers) // _KEY_STEP) * _KEY_STEP
-    columns = torch.arange(most_keys, device=device).expand(num, -1)  # [n, C]
+    max_keys = -(-max(len(reader.slots) for reader in readers) // _KEY_STEP) * _KEY_STEP
+    columns = torch.arange(max_keys, device=device).expand(num, -1)  # [n, C]
     columns = columns.where(columns < num_keys[:, None], 0)
     slots = blocks.view(num, -1).gather(1, columns // size) * size + columns % size
     row = torch.arange(num_rows, device=device).minimum(own[:, None] - 1)  # [n, Q]

@@ -24,7 +24,7 @@ from foretoken.model.interface import Segment
 
 KEY_BLOCK = 64
 # CPU kernels take 1, 2-3, and 4 or more rows by different routes, and torch's attention takes 32 at a time.
-_ROW_STEP, _MOST_ROWS = 4, 32
+_ROW_STEP, _MAX_ROWS = 4, 32
 
 
 @dataclass(frozen=True)
@@ -99,9 +99,9 @@ class StrictAttention:
                 yield _Read(torch.tensor(rows, device=query.device), slots, additive_mask(seen, self.config).to(query))
 
 
-def most_positions(config: ModelConfig) -> int:
+def max_positions(config: ModelConfig) -> int:
     """Positions that one call may hold at most."""
-    return max(1, _MOST_ROWS // (config.num_heads // config.num_kv_heads))
+    return max(1, _MAX_ROWS // (config.num_heads // config.num_kv_heads))
 
 
 def padded_rows(num_positions: int, config: ModelConfig) -> int:

@@ -22,15 +22,15 @@ import numpy as np
 import numpy.typing as npt
 
 from foretoken.errors import CheckpointError
-from foretoken.model.fields import MOST_SIZE, Fields, shown
+from foretoken.model.fields import MAX_SIZE, Fields, shown
 from foretoken.model.gguf.kinds import GGML_TYPES, GgmlType
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)  # 1 counted in 32 bits and was replaced in the year GGUF appeared
-_MOST_HEADER_BYTES = 1 << 28  # 128 k tokens with their merges take some 8 MB
-_MOST_DIMENSIONS = 4  # ggml's own limit
-_MOST_NAME_BYTES = 1 << 16  # of a metadata key (the format's limit) and of a tensor
-_LEAST_PAIR_BYTES, _LEAST_TENSOR_BYTES = 13, 32
+_MAX_HEADER_BYTES = 1 << 28  # 128 k tokens with their merges take some 8 MB
+_MAX_DIMENSIONS = 4  # ggml's own limit
+_MAX_NAME_BYTES = 1 << 16  # of a metadata key (the format's limit) and of a tensor
+_MIN_PAIR_BYTES, _MIN_TENSOR_BYTES = 13, 32
 _DEFAULT_ALIGNMENT = 32
 _TEXT, _ARRAY = 8, 9
 _SCALARS = {
@@ -153,8 +153,8 @@ def _read(path: Path, num_bytes: int, _changed_ns: int) -> Header:
                 f"{path} is GGUF version {version}{reversed_order}: versions 2 and 3, little-endian, are read; "
                 "convert the model again with a current llama.cpp"
             )
-        cursor.check_count(num_pairs, _LEAST_PAIR_BYTES, "the number of metadata pairs")
-        cursor.check_count(num_tensors, _LEAST_TENSOR_BYTES, "the number of tensors")
+        cursor.check_count(num_pairs, _MIN_PAIR_BYTES, "the number of metadata pairs")
+        cursor.check_count(num_tensors, _MIN_TENSOR_BYTES, "the number of tensors")
         metadata = _read_metadata(cursor, num_pairs)
         entries = [_read_entry(cursor) for _ in range(num_tensors)]
         alignment = _alignment(metadata, path)
@@ -167,17 +167,17 @@ class _Cursor:
 
     def __init__(self, path: Path, view: mmap.mmap) -> None:
         self.path, self.view, self.position = path, view, len(_MAGIC)
-        self.end = min(len(view), _MOST_HEADER_BYTES)
+        self.end = min(len(view), _MAX_HEADER_BYTES)
 
     def take(self, layout: str, what: str) -> tuple[int, ...]:
         """Numbers laid out as `struct` says."""
         start = self._advance(struct.calcsize(layout), what)
         return struct.unpack_from(layout, self.view, start)
 
-    def text(self, what: str, most_bytes: int = _MOST_HEADER_BYTES) -> str:
+    def text(self, what: str, max_bytes: int = _MAX_HEADER_BYTES) -> str:
         """A string: its length, then UTF-8."""
         (length,) = self.take("<Q", what)
-        if length > most_bytes:
+        if length > max_bytes:
             raise CheckpointError(f"{self.path}: {what} claims a string of {length:,} bytes; the file cannot hold it")
         start = self._advance(length, what)
         try:
@@ -189,9 +189,9 @@ class _Cursor:
         """Go on behind `num_bytes`."""
         self._advance(num_bytes, what)
 
-    def check_count(self, count: int, least_bytes: int, what: str) -> None:
+    def check_count(self, count: int, min_bytes: int, what: str) -> None:
         """Refuse a number of things that the rest of the header cannot hold."""
-        if count * least_bytes > self.end - self.position:
+        if count * min_bytes > self.end - self.position:
             raise CheckpointError(
                 f"{self.path}: {what} is {count:,}, and {self.end - self.position:,} bytes of header are left: "
                 "the file is truncated or corrupt"
@@ -225,7 +225,7 @@ def _opened(path: Path) -> Iterator[_Cursor]:
 def _read_metadata(cursor: _Cursor, count: int) -> dict[str, Value]:
     metadata: dict[str, Value] = {}
     for index in range(count):
-        key = cursor.text(f"the key of metadata pair {index}", _MOST_NAME_BYTES)
+        key = cursor.text(f"the key of metadata pair {index}", _MAX_NAME_BYTES)
         if key in metadata:
             raise CheckpointError(f"{cursor.path}: metadata {shown(key)} is there twice")
         what = f"metadata {shown(key)}"
@@ -260,16 +260,14 @@ def _read_array(cursor: _Cursor, what: str) -> MetadataArray:
 
 def _read_entry(cursor: _Cursor) -> TensorInfo:
     """One line of the table; `start` still counts from the beginning of the data."""
-    name = cursor.text("the name of a tensor", _MOST_NAME_BYTES)
+    name = cursor.text("the name of a tensor", _MAX_NAME_BYTES)
     what = f"tensor {shown(name)}"
     (dimensions,) = cursor.take("<I", what)
-    if not 1 <= dimensions <= _MOST_DIMENSIONS:
-        raise CheckpointError(
-            f"{cursor.path}: {what} has {dimensions} dimensions; 1 to {_MOST_DIMENSIONS} are possible"
-        )
+    if not 1 <= dimensions <= _MAX_DIMENSIONS:
+        raise CheckpointError(f"{cursor.path}: {what} has {dimensions} dimensions; 1 to {_MAX_DIMENSIONS} are possible")
     shape = tuple(reversed(cursor.take(f"<{dimensions}Q", what)))
-    if not all(1 <= size <= MOST_SIZE for size in shape):
-        raise CheckpointError(f"{cursor.path}: {what} has shape {list(shape)}; sizes are 1 to {MOST_SIZE:,}")
+    if not all(1 <= size <= MAX_SIZE for size in shape):
+        raise CheckpointError(f"{cursor.path}: {what} has shape {list(shape)}; sizes are 1 to {MAX_SIZE:,}")
     number, offset = cursor.take("<IQ", what)
     kind = GGML_TYPES.get(number)
     if kind is None:

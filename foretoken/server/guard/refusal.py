@@ -46,9 +46,9 @@ def not_http() -> ApiError:
     return ApiError(400, "invalid_value", "these bytes are no HTTP request that can be read")
 
 
-def body_too_large(num_bytes: int, most_bytes: int) -> ApiError:
+def body_too_large(num_bytes: int, max_bytes: int) -> ApiError:
     """413: a body of `num_bytes` or more."""
-    return ApiError(413, "body_too_large", f"the body has {num_bytes} bytes or more: at most {most_bytes} are taken")
+    return ApiError(413, "body_too_large", f"the body has {num_bytes} bytes or more: at most {max_bytes} are taken")
 
 
 def body_too_slow(num_bytes: int) -> ApiError:
@@ -56,9 +56,9 @@ def body_too_slow(num_bytes: int) -> ApiError:
     return final(408, "request_timeout", f"the body came too slowly: {num_bytes} bytes were read before the timeout")
 
 
-def headers_too_large(most_bytes: int, most_headers: int) -> ApiError:
+def headers_too_large(max_bytes: int, max_headers: int) -> ApiError:
     """431: too many headers, or too long ones."""
-    message = f"the headers are too large: at most {most_headers} headers, together {most_bytes} bytes, are taken"
+    message = f"the headers are too large: at most {max_headers} headers, together {max_bytes} bytes, are taken"
     return ApiError(431, "headers_too_large", message)
 
 

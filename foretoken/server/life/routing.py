@@ -11,7 +11,7 @@ from foretoken.server.service import Call
 # Beginnings that differ in these are different ones: a system prompt and the first question, as a rule.
 _PREFIX_CHARACTERS = 512
 _PREFIX_TOKENS = 128
-_MOST_PREFIXES = 16_384  # about 2 MB
+_MAX_PREFIXES = 16_384  # about 2 MB
 _SLACK = 4  # a worker with the prefix may have so many more calls in flight than the least loaded one
 
 
@@ -31,7 +31,7 @@ class PrefixRouting:
         is_free = known is not None and known in loads and loads[known] <= loads[least] + _SLACK
         chosen = known if known is not None and is_free else least
         self._worker_of[prefix] = chosen
-        while len(self._worker_of) > _MOST_PREFIXES:
+        while len(self._worker_of) > _MAX_PREFIXES:
             self._worker_of.popitem(last=False)
         return chosen
 

@@ -18,7 +18,7 @@ from foretoken.server.life.wire_errors import WireError
 
 _LENGTH_BYTES = 4
 # Far above a prompt of a million tokens or the log-probabilities of one; below what a broken length would ask for.
-MOST_MESSAGE_BYTES = 256 << 20
+MAX_MESSAGE_BYTES = 256 << 20
 
 
 class LoadEngine(msgspec.Struct, frozen=True, tag="load"):
@@ -169,8 +169,8 @@ class Channel:
             OverflowError, UnicodeEncodeError, TypeError, ValueError: it holds a value that msgpack cannot write.
         """
         data = self._encoder.encode(message)
-        if len(data) > MOST_MESSAGE_BYTES:
-            raise ValueError(f"a message of {len(data)} bytes; at most {MOST_MESSAGE_BYTES} can be sent")
+        if len(data) > MAX_MESSAGE_BYTES:
+            raise ValueError(f"a message of {len(data)} bytes; at most {MAX_MESSAGE_BYTES} can be sent")
         if not self._unsent:
             asyncio.get_running_loop().call_soon(self._flush)
         self._unsent += [len(data).to_bytes(_LENGTH_BYTES, "big"), data]
@@ -187,8 +187,8 @@ class Channel:
         """
         try:
             length = int.from_bytes(await self._reader.readexactly(_LENGTH_BYTES), "big")
-            if length > MOST_MESSAGE_BYTES:
-                raise EngineError(f"a message of {length} bytes was announced; at most {MOST_MESSAGE_BYTES} are taken")
+            if length > MAX_MESSAGE_BYTES:
+                raise EngineError(f"a message of {length} bytes was announced; at most {MAX_MESSAGE_BYTES} are taken")
             return self._decoder.decode(await self._reader.readexactly(length))
         except (asyncio.IncompleteReadError, ConnectionError):
             return None

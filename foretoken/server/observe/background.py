@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 _Item = TypeVar("_Item")
 
 _log = logging.getLogger("foretoken.server")
-_MOST_AT_ONCE = 256
+_MAX_AT_ONCE = 256
 _CLOSING_S = 5.0  # a disk that hangs does not hold up the end of the server for longer
 
 
@@ -19,15 +19,15 @@ class Background(Generic[_Item]):
     """Gives batches of items to `handle` in a thread of its own; items are put from any thread without waiting.
 
     `handle` returns how many items of a batch it could not handle; if it raises, all of them, and the error is logged.
-    `num_dropped` counts those and the items that did not fit into the queue of `most_queued`. `handle` gets an empty
+    `num_dropped` counts those and the items that did not fit into the queue of `max_queued`. `handle` gets an empty
     batch every `idle_s` seconds without items, for work of its own.
     """
 
     def __init__(
-        self, name: str, handle: Callable[[Sequence[_Item]], int], most_queued: int = 4096, idle_s: float = 60.0
+        self, name: str, handle: Callable[[Sequence[_Item]], int], max_queued: int = 4096, idle_s: float = 60.0
     ) -> None:
         self._handle, self._idle_s = handle, idle_s
-        self._queue: queue.Queue[_Item | None] = queue.Queue(most_queued)
+        self._queue: queue.Queue[_Item | None] = queue.Queue(max_queued)
         self._lock = threading.Lock()
         self._num_dropped = 0
         self._is_closed = False
@@ -78,13 +78,13 @@ class Background(Generic[_Item]):
                 return
 
     def _take(self) -> tuple[list[_Item], bool]:
-        """What is queued, at most `_MOST_AT_ONCE`, and whether it is the end."""
+        """What is queued, at most `_MAX_AT_ONCE`, and whether it is the end."""
         batch: list[_Item] = []
         try:
             item = self._queue.get(timeout=self._idle_s)
             while item is not None:
                 batch.append(item)
-                if len(batch) == _MOST_AT_ONCE:
+                if len(batch) == _MAX_AT_ONCE:
                     return batch, False
                 item = self._queue.get_nowait()
         except queue.Empty:

@@ -12,8 +12,8 @@ from typing import Any
 
 Labels = tuple[str, ...]
 
-MOST_POSITIONS = 32  # a label per position: longer drafts count at the last one
-_MOST_ENGINES = 256  # with those that have ended
+MAX_POSITIONS = 32  # a label per position: longer drafts count at the last one
+_MAX_ENGINES = 256  # with those that have ended
 PHASES = ("schedule", "draft", "target", "rule", "commit", "observe", "emit")
 
 _SIMPLE = {
@@ -59,7 +59,7 @@ class EngineCounters:
             now[counter] = value
         self._last[engine] = now
         self._last.move_to_end(engine)
-        if len(self._last) > _MOST_ENGINES:
+        if len(self._last) > _MAX_ENGINES:
             self._last.popitem(last=False)
 
     def _readings(self, stats: Mapping[str, Any]) -> Iterator[_Reading]:
@@ -84,7 +84,7 @@ class EngineCounters:
             shown = name if not name or name in self._slices else "other"
             for drafter, positions in drafters.items():
                 for place, (drafted, accepted) in enumerate(positions):
-                    where, counter = str(min(place, MOST_POSITIONS - 1)), (name, drafter, str(place))
+                    where, counter = str(min(place, MAX_POSITIONS - 1)), (name, drafter, str(place))
                     for metric, count in (("draft", drafted), ("accepted", accepted)):
                         head = f"spec_decode_num_{metric}_tokens"
                         yield f"{head}_per_pos", (drafter, where), (head, "pos", *counter), count

@@ -11,8 +11,8 @@ from typing import Any
 
 from foretoken.server.record import RequestRecord
 
-_MOST_NAME_CHARS = 64
-_PLAIN_NAME = re.compile(rf"[A-Za-z0-9._:/-]{{1,{_MOST_NAME_CHARS}}}")
+_MAX_NAME_CHARS = 64
+_PLAIN_NAME = re.compile(rf"[A-Za-z0-9._:/-]{{1,{_MAX_NAME_CHARS}}}")
 
 
 @dataclass(frozen=True)

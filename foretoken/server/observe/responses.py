@@ -21,7 +21,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 # The W3C trace context of the request that this task, or the one that started it, answers.
 TRACE_HEADERS: ContextVar[dict[str, str] | None] = ContextVar("trace_headers", default=None)
 _TRACE_NAMES = (b"traceparent", b"tracestate")
-_MOST_HEADER_CHARS = 512
+_MAX_HEADER_CHARS = 512
 _CLIENT_LEFT = 499
 
 
@@ -62,6 +62,6 @@ def _trace_headers(scope: Scope) -> dict[str, str] | None:
     found = {
         name.decode("ascii"): value.decode("latin-1")
         for name, value in scope["headers"]
-        if name in _TRACE_NAMES and len(value) <= _MOST_HEADER_CHARS
+        if name in _TRACE_NAMES and len(value) <= _MAX_HEADER_CHARS
     }
     return found or None

@@ -3,8 +3,8 @@
 
 import { svg } from "./dom.js";
 
-const LEAST_COLUMNS = 48;
-const LEAST_CELLS = 6;
+const MIN_COLUMNS = 48;
+const MIN_CELLS = 6;
 
 export class StepStrip {
   constructor() {
@@ -23,8 +23,8 @@ export class StepStrip {
   }
 
   fit() {
-    const width = Math.max(LEAST_COLUMNS, this.heights.length);
-    const height = Math.max(LEAST_CELLS, ...this.heights);
+    const width = Math.max(MIN_COLUMNS, this.heights.length);
+    const height = Math.max(MIN_CELLS, ...this.heights);
     this.picture.setAttribute("viewBox", `0 ${-height} ${width} ${height}`);
   }
 }
