@@ -120,7 +120,7 @@ class SpecConfig:
     min_confidence: float = field(
         default=0.0, metadata=_option("Stop guessing where the draft's likeliest token has less than this.")
     )
-    draft_top_k: int = field(default=0, metadata=_option("Guess from the draft's k likeliest tokens; 0 = all."))
+    draft_top_k: int = field(default=0, metadata=_option("Draft from the draft's k likeliest tokens; 0 = all."))
     draft_dtype: str = field(
         default="auto",
         metadata=_option(

@@ -16,7 +16,7 @@ _PROBE_TOKENS = 16
 _WORDS = {
     "surprisal": "distribution: sharpness",
     "rank": "distribution: ranks",
-    "guess": "distribution: no bias by the draft",
+    "draft": "distribution: no bias by the draft",
 }
 
 
@@ -90,13 +90,13 @@ def _evidence(session: Session, temperature: float, spec: SpecConfig, seed: int)
     ]
     run = session.answers(session.prompts_in_turn(options.num_prompts), params, spec)
     total = Evidence()
-    for output, choice, noted in zip(run.outputs, params, run.guesses, strict=True):
-        guesses = session.draft_guesses(output, choice) or noted
+    for output, choice, noted in zip(run.outputs, params, run.drafted, strict=True):
+        drafted = session.draft_children(output, choice) or noted
         for rows in session.rescore(output, choice):
             places = range(rows.first, rows.first + len(rows.tokens))
             assert choice.seed is not None
             # A purpose of its own: independent of the random numbers that sampled the tokens.
             noise = uniforms([choice.seed] * len(places), Purpose.SHADOW, places, [1] * len(places))
             distributions, edges = rows.certain()
-            total += weigh(distributions, rows.tokens, np.asarray(noise), guesses[places.start : places.stop], edges)
+            total += weigh(distributions, rows.tokens, np.asarray(noise), drafted[places.start : places.stop], edges)
     return total

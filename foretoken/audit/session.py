@@ -14,8 +14,8 @@ from foretoken.engine.llm import LLM
 from foretoken.engine.output import GenerateOutput
 from foretoken.engine.request import RequestState
 from foretoken.engine.shadow.rescoring import ScoredRows, rescore
-from foretoken.engine.shadow.sequential_test import Guess
-from foretoken.engine.shadow.shadow import guess_of_distribution, guesses_of
+from foretoken.engine.shadow.sequential_test import DraftChildren
+from foretoken.engine.shadow.shadow import children_of, children_of_distribution
 from foretoken.engine.watch import RoundView
 from foretoken.errors import InputError
 from foretoken.model.interface import LanguageModel
@@ -30,18 +30,18 @@ class Recorder:
     "auto" resolved to.
     """
 
-    guesses: dict[int, list[Guess | None]] = field(default_factory=dict)
+    drafted: dict[int, list[DraftChildren | None]] = field(default_factory=dict)
     rules: set[str] = field(default_factory=set)
 
     def begin(self, state: RequestState) -> None:
         """A request was queued."""
-        self.guesses[state.request_id] = []
+        self.drafted[state.request_id] = []
 
     def round(self, view: RoundView) -> None:
         """Record one round."""
         if view.draft.lengths[view.b]:
             self.rules.add(rule_for(view.draft, view.b))
-        self.guesses[view.output.request_id] += guesses_of(view)
+        self.drafted[view.output.request_id] += children_of(view)
 
     def end(self, state: RequestState) -> None:
         """Nothing to note."""
@@ -60,7 +60,7 @@ class Run:
     """
 
     outputs: list[GenerateOutput]
-    guesses: list[list[Guess | None]]
+    drafted: list[list[DraftChildren | None]]
     rules: frozenset[str]
 
 
@@ -129,23 +129,23 @@ class Session:
         for output in outputs:
             if output.error is not None:
                 raise output.error
-        return Run(outputs, list(recorder.guesses.values()), frozenset(recorder.rules))
+        return Run(outputs, list(recorder.drafted.values()), frozenset(recorder.rules))
 
     def rescore(self, output: GenerateOutput, params: SamplingParams) -> Iterator[ScoredRows]:
         """An answer scored again by the target."""
         return rescore(self.target, output.prompt_ids, output.token_ids, params, chunk_tokens=_CHUNK_TOKENS)
 
-    def draft_guesses(self, output: GenerateOutput, params: SamplingParams) -> list[Guess | None] | None:
+    def draft_children(self, output: GenerateOutput, params: SamplingParams) -> list[DraftChildren | None] | None:
         """The draft model's distribution at every drafted position of an answer, recomputed; None without a draft model
         with room for it.
         """
         if self.draft is None or len(output.prompt_ids) + len(output.token_ids) > self.draft.max_context_tokens:
             return None
         drafted = [origin.kind in ("accepted", "residual") for origin in output.provenance]
-        found: list[Guess | None] = []
+        found: list[DraftChildren | None] = []
         for rows in rescore(self.draft, output.prompt_ids, output.token_ids, params, chunk_tokens=_CHUNK_TOKENS):
             found += [
-                guess_of_distribution(distribution) if drafted[rows.first + i] else None
+                children_of_distribution(distribution) if drafted[rows.first + i] else None
                 for i, distribution in enumerate(rows.distributions)
             ]
         return found

@@ -88,7 +88,7 @@ class BlockDrafter(StatesDrafter):
             self._states.add(one)
 
     def propose(self, batch: Batch) -> Draft:
-        """Guess up to `num_draft` tokens per request in one pass; none where the cache has no room, or the states of
+        """Draft up to `num_draft` tokens per request in one pass; none where the cache has no room, or the states of
         the text are not complete.
         """
         entries = batch.decoding

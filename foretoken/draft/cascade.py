@@ -283,7 +283,7 @@ class CascadeDrafter:
                 num_draft=part.at_most(run.missing - 1),
                 takes_trees=True,
             )
-            trees.append(self.lookup.guess(asked, run.ahead) if asked.num_draft else EMPTY)
+            trees.append(self.lookup.look_up(asked, run.ahead) if asked.num_draft else EMPTY)
         return assemble_trees(self.lookup.name, trees)
 
     def _forward(self, here: CascadeLevel, runs: Sequence[_LevelTokens], draft: Draft) -> tuple[list[Segment], Tensor]:

@@ -91,7 +91,7 @@ class DraftModelDrafter:
         self._cache.start(request.request_id, request.params.tenant)
 
     def propose(self, batch: Batch) -> Draft:
-        """Guess up to `num_draft` tokens per request; a request for which the cache has no room gets none."""
+        """Draft up to `num_draft` tokens per request; a request for which the cache has no room gets none."""
         entries = batch.decoding
         self._cache.begin_round(entry.request.request_id for entry in entries if entry.num_draft)
         with_tree = [b for b, entry in enumerate(entries) if entry.takes_trees and entry.request.spec.tree != "chain"]

@@ -74,7 +74,7 @@ class EagleDrafter(StatesDrafter):
             text[one.start :] = [*one.tokens, one.next_token, *text[one.stop + 1 :]]
 
     def propose(self, batch: Batch) -> Draft:
-        """Guess up to `num_draft` tokens per request, all requests together; none where the cache has no room, or the
+        """Draft up to `num_draft` tokens per request, all requests together; none where the cache has no room, or the
         states of the text are not complete.
         """
         entries = batch.decoding

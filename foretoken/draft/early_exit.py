@@ -95,7 +95,7 @@ class EarlyExitDrafter:
             self._recent[request.request_id] = []
 
     def propose(self, batch: Batch) -> Draft:
-        """Guess `num_draft` tokens for every entry; none where the cache has no room."""
+        """Draft `num_draft` tokens for every entry; none where the cache has no room."""
         chains: list[Chain] = []
         by_layers: dict[tuple[int, ...], list[Chain]] = {}
         for entry in batch.decoding:

@@ -55,9 +55,9 @@ def option_kind(spec: SpecConfig) -> str:
 
 
 @cache
-def shows_guesses(kind: type) -> bool:
+def previews_drafts(kind: type) -> bool:
     """Whether drafters of a class can tell their guesses before they are chosen."""
-    return callable(getattr(kind, "guess", None))
+    return callable(getattr(kind, "look_up", None))
 
 
 @cache
@@ -310,14 +310,14 @@ class DrafterGroup:
         return assemble(drafter.name, trees)
 
     def _checked_tree(self, drafter: Lookup, entry: BatchEntry) -> LookupTree:
-        return check_tree(drafter.guess(entry), entry.num_draft, self.vocab_size, entry.takes_trees)
+        return check_tree(drafter.look_up(entry), entry.num_draft, self.vocab_size, entry.takes_trees)
 
     def _traits(self, key: DrafterKey, spec: SpecConfig) -> OptionTraits:
         return OptionTraits(
             drafter=option_kind(spec),
             most=None if spec.num_draft == "auto" else spec.num_draft,
             num_probe=spec.num_probe,
-            previews=shows_guesses(type(self.drafters[key])),
+            previews=previews_drafts(type(self.drafters[key])),
         )
 
     def _layers(self, drafter: Taps) -> tuple[int, ...]:

@@ -180,7 +180,7 @@ class LookaheadDrafter:
     def propose(self, batch: Batch) -> Draft:
         """What the pool says after the anchor; the window as probes."""
         entries = batch.decoding
-        draft = assemble(self.name, [self.guess(entry) for entry in entries])
+        draft = assemble(self.name, [self.look_up(entry) for entry in entries])
         tokens: list[int] = []
         parents: list[int] = []
         lengths: list[int] = []
@@ -217,7 +217,7 @@ class LookaheadDrafter:
     def reset(self) -> None:
         """See `base.Resets`: nothing outlives a request."""
 
-    def guess(self, entry: BatchEntry, ahead: Sequence[int] = ()) -> LookupTree:
+    def look_up(self, entry: BatchEntry, ahead: Sequence[int] = ()) -> LookupTree:
         """The likeliest continuations of the last token; where only chains are taken, the latest one."""
         state = self._requests[entry.request.request_id]
         known = state.pool.after(ahead[-1] if ahead else entry.pending[-1])

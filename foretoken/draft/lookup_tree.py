@@ -45,7 +45,7 @@ EMPTY = LookupTree()
 class Lookup(Drafter, Protocol):
     """A drafter that asks no model: its guesses are deterministic, and looking changes nothing in it."""
 
-    def guess(self, entry: BatchEntry, ahead: Sequence[int] = ()) -> LookupTree:
+    def look_up(self, entry: BatchEntry, ahead: Sequence[int] = ()) -> LookupTree:
         """At most `entry.num_draft` guesses of what follows the committed text and `ahead`, tokens that are not
         committed yet.
         """

@@ -54,10 +54,10 @@ class _HeadGuesses:
         if self.head.config.is_sequential:
             beside = self.target.embed(before.flatten()).view(len(requests), -1)  # [A, (place + 1) * D]
             states = self.states[to_device([self.row[b] for b in requests], device)]
-            return self.head.vocabulary.expand(self.head.guess(place, states, beside, self.target))
+            return self.head.vocabulary.expand(self.head.predict(place, states, beside, self.target))
         asked = {b: i for i, b in enumerate(dict.fromkeys(requests))}
         states = self.states[to_device([self.row[b] for b in asked], device)]
-        logits = self.head.vocabulary.expand(self.head.guess(place, states, None, self.target))
+        logits = self.head.vocabulary.expand(self.head.predict(place, states, None, self.target))
         return logits[to_device([asked[b] for b in requests], device)]
 
     def confidence(self, place: int, request: int) -> float:  # noqa: ARG002
@@ -107,7 +107,7 @@ class MedusaDrafter(HeadDrafter):
             own.state, own.stop = one.states[layer][-1:].clone(), one.stop  # a copy: the rest is not held on to
 
     def propose(self, batch: Batch) -> Draft:
-        """Guess up to `num_draft` tokens per request, all of the batch together; none where the newest state is not
+        """Draft up to `num_draft` tokens per request, all of the batch together; none where the newest state is not
         that before the anchor.
         """
         entries = batch.decoding

@@ -184,7 +184,7 @@ class MixDrafter:
     def _nodes(self, entry: BatchEntry, index: int, part: Lookup) -> list[TreeNode]:
         """The guesses of a lookup."""
         most = entry.request.spec.configs[index].at_most(entry.num_draft)
-        tree = part.guess(_entry_of(entry, index, most))
+        tree = part.look_up(_entry_of(entry, index, most))
         nodes = zip(tree.tokens, tree.parents, tree.chances, strict=True)
         return [TreeNode(token, parent, chance, part.name) for token, parent, chance in nodes]
 

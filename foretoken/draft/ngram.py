@@ -40,7 +40,7 @@ class NgramDrafter:
 
     def propose(self, batch: Batch) -> Draft:
         """Continue the longest match: few tokens for a short one, up to `num_draft` for a long one."""
-        return assemble(self.name, [self.guess(entry) for entry in batch.decoding])
+        return assemble(self.name, [self.look_up(entry) for entry in batch.decoding])
 
     def commit(self, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:  # noqa: ARG002
         """Append what was emitted."""
@@ -58,7 +58,7 @@ class NgramDrafter:
     def reset(self) -> None:
         """See `base.Resets`: nothing outlives a request."""
 
-    def guess(self, entry: BatchEntry, ahead: Sequence[int] = ()) -> LookupTree:
+    def look_up(self, entry: BatchEntry, ahead: Sequence[int] = ()) -> LookupTree:
         """The likeliest continuations at the places that agree longest."""
         index = self._indexes[entry.request.request_id]
         matches = index.matches([*index.end(), *ahead], entry.num_draft) if entry.num_draft else None

@@ -103,7 +103,7 @@ class OtherVocabularyDrafter:
         self._cache.start(request.request_id, request.params.tenant)
 
     def propose(self, batch: Batch) -> Draft:
-        """Guess up to `num_draft` tokens per request; a request for which the draft has no room gets none."""
+        """Draft up to `num_draft` tokens per request; a request for which the draft has no room gets none."""
         self._cache.begin_round(entry.request.request_id for entry in batch.decoding if entry.num_draft)
         guesses = [self._begin(entry) for entry in batch.decoding]
         growing = [guess for guess in guesses if guess.chain.grows]

@@ -103,7 +103,7 @@ class PredictedDrafter:
 
     def propose(self, batch: Batch) -> Draft:
         """The next tokens of the prediction, `num_draft` at most; nothing while the answer has left it."""
-        return assemble(self.name, [self.guess(entry) for entry in batch.decoding])
+        return assemble(self.name, [self.look_up(entry) for entry in batch.decoding])
 
     def commit(self, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:  # noqa: ARG002
         """Follow the answer."""
@@ -121,7 +121,7 @@ class PredictedDrafter:
     def reset(self) -> None:
         """See `base.Resets`: nothing outlives a request."""
 
-    def guess(self, entry: BatchEntry, ahead: Sequence[int] = ()) -> LookupTree:
+    def look_up(self, entry: BatchEntry, ahead: Sequence[int] = ()) -> LookupTree:
         """The next tokens of the prediction, taken as sure."""
         cursor = self._cursors[entry.request.request_id]
         if ahead:

@@ -54,7 +54,7 @@ class RecyclingDrafter:
 
     def propose(self, batch: Batch) -> Draft:
         """The likeliest paths through the matrix, from the last committed token on."""
-        return assemble(self.name, [self.guess(entry) for entry in batch.decoding])
+        return assemble(self.name, [self.look_up(entry) for entry in batch.decoding])
 
     def commit(self, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:
         """Take over the target's likeliest tokens after every row, guessed rows included.
@@ -86,7 +86,7 @@ class RecyclingDrafter:
         if self._tries > _MAX_TRIES:
             self._hits, self._tries = self._hits / 2, self._tries // 2
 
-    def guess(self, entry: BatchEntry, ahead: Sequence[int] = ()) -> LookupTree:
+    def look_up(self, entry: BatchEntry, ahead: Sequence[int] = ()) -> LookupTree:
         """The likeliest paths from the last token on."""
         if not entry.num_draft:
             return EMPTY

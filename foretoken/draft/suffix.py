@@ -104,7 +104,7 @@ class SuffixDrafter:
 
     def propose(self, batch: Batch) -> Draft:
         """The tree with the most expected accepted tokens, over all sources and lengths of agreement."""
-        return assemble(self.name, [self.guess(entry) for entry in batch.decoding])
+        return assemble(self.name, [self.look_up(entry) for entry in batch.decoding])
 
     def commit(self, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:  # noqa: ARG002
         """Append what was emitted."""
@@ -158,7 +158,7 @@ class SuffixDrafter:
             + sum(own.num_bytes for own in self._indexes.values())
         )
 
-    def guess(self, entry: BatchEntry, ahead: Sequence[int] = ()) -> LookupTree:
+    def look_up(self, entry: BatchEntry, ahead: Sequence[int] = ()) -> LookupTree:
         """The best tree of all sources and lengths of agreement."""
         if not entry.num_draft:
             return EMPTY

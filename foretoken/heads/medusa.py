@@ -89,7 +89,7 @@ class MedusaHead(Head):
                 identity = torch.eye(self.config.hidden_size, dtype=output.weight.dtype, device=output.weight.device)
                 output.weight.copy_(self.vocabulary.restrict(target.output_logits(identity)).T)
 
-    def guess(self, number: int, state: Tensor, beside: Tensor | None, target: SharedWeights) -> Tensor:
+    def predict(self, number: int, state: Tensor, beside: Tensor | None, target: SharedWeights) -> Tensor:
         """Logits `[R, V_d]` of head `number` over its vocabulary.
 
         `state` [R, D] behind the target's final norm; `beside` [R, (number + 1) * D], the embeddings of the anchor and
@@ -121,5 +121,5 @@ class MedusaHead(Head):
             if embedded is not None:
                 tokens = row[:, None] + torch.arange(1, ahead + 1, device=row.device)  # [R, ahead]
                 beside = embedded[window[:, None], tokens].flatten(1)
-            logits = self.guess(number, batch.normed[window, row], beside, target)
+            logits = self.predict(number, batch.normed[window, row], beside, target)
             yield Place(number, logits, window * num_rows + row + ahead)

@@ -173,7 +173,7 @@ class SimEngine:
         for request, demand, grant in self.queue.rows(drafting):
             if demand.decodes:
                 budget = DraftBudget(budgets[request.index].option, grant.num_draft)
-                decode.append(_Part(request, True, 0, budget, request.guess(*budget)))
+                decode.append(_Part(request, True, 0, budget, request.draft_round(*budget)))
             elif grant.num_pending:
                 read.append(_Part(request, False, grant.num_pending))
         return decode + read

@@ -80,7 +80,7 @@ class SimRequest:
             deadline_s=None if deadline_s is None else self.job.arrival_s + deadline_s - now_s,
         )
 
-    def guess(self, option: int | None, num_draft: int) -> Round:
+    def draft_round(self, option: int | None, num_draft: int) -> Round:
         """The next round with a budget of `num_draft` under an option."""
         if option is None or not num_draft:
             return Round()

@@ -126,7 +126,7 @@ class LookupGuesser:
 
     def guess(self, rows: Sequence[Row], most: Sequence[int], clock: Clock) -> list[Guess]:  # noqa: ARG002
         """See `Guesser`."""
-        return [self.drafter.guess(self._entry(row, count)).tokens for row, count in zip(rows, most, strict=True)]
+        return [self.drafter.look_up(self._entry(row, count)).tokens for row, count in zip(rows, most, strict=True)]
 
     def learn(self, rows: Sequence[Row], accepted: Sequence[Guess], next_tokens: Sequence[int]) -> None:
         """See `Guesser`."""

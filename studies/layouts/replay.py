@@ -36,7 +36,7 @@ class ReplayedDrafter(NgramDrafter):
         super().finish(request_id)
         del self._prompts[request_id]
 
-    def guess(self, entry: BatchEntry, ahead: Sequence[int] = ()) -> LookupTree:
+    def look_up(self, entry: BatchEntry, ahead: Sequence[int] = ()) -> LookupTree:
         """The guess recorded for this place of the answer."""
         prompt = self._prompts[entry.request.request_id]
         place = entry.start + len(entry.pending) + len(ahead) - len(prompt)

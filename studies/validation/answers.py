@@ -55,7 +55,7 @@ def look_through(drafter: Lookup, spec: SpecConfig, answer: Answer) -> Record | 
             )
             drafter.commit(Batch((before,)), empty_draft(1), Verdict(((),), ((),), (token,), ("bonus",)), _NOTHING)
             began = time.perf_counter()
-            tree = drafter.guess(_entry(request, len(answer.prompt_ids) + place, token))
+            tree = drafter.look_up(_entry(request, len(answer.prompt_ids) + place, token))
             took_s.append(time.perf_counter() - began)
             previews.append(Preview(tree.parents, tree.chances, tree.tokens))
     finally:

@@ -46,13 +46,13 @@ class RemembersAll:
     def start(self, request) -> None:
         self._texts[request.request_id] = (tuple(request.prompt_ids), [])
 
-    def guess(self, entry, ahead=()) -> LookupTree:
+    def look_up(self, entry, ahead=()) -> LookupTree:
         prompt, said = self._texts[entry.request.request_id]
         known = self.answers.get(prompt, [])[len(said) :][: entry.num_draft]
         return LookupTree(tuple(known), tuple(range(-1, len(known) - 1)), (0.9,) * len(known)) if known else EMPTY
 
     def propose(self, batch):
-        return assemble(self.name, [self.guess(entry) for entry in batch.decoding])
+        return assemble(self.name, [self.look_up(entry) for entry in batch.decoding])
 
     def commit(self, batch, draft, verdict, feedback) -> None:
         for place, entry in enumerate(batch.decoding):

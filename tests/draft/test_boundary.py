@@ -208,9 +208,9 @@ class Faulty(NgramDrafter):
         self._at("start")
         super().start(request)
 
-    def guess(self, entry: BatchEntry, ahead: Sequence[int] = ()) -> LookupTree:
-        wrong = self._at("guess")
-        return super().guess(entry, ahead) if wrong is None else wrong
+    def look_up(self, entry: BatchEntry, ahead: Sequence[int] = ()) -> LookupTree:
+        wrong = self._at("look_up")
+        return super().look_up(entry, ahead) if wrong is None else wrong
 
     def propose(self, batch: Batch) -> Draft:
         wrong = self._at("propose")
@@ -257,7 +257,7 @@ def generate(
 
 
 @pytest.mark.parametrize("params", [LONG, SamplingParams(max_tokens=16, ignore_eos=True, temperature=1.0, seed=5)])
-@pytest.mark.parametrize("at", ["start", "propose", "guess", "commit", "finish", "taps"])
+@pytest.mark.parametrize("at", ["start", "propose", "look_up", "commit", "finish", "taps"])
 def test_h3_what_a_drafter_raises_costs_its_guesses(
     llm: LLM,
     registered: None,
@@ -268,14 +268,14 @@ def test_h3_what_a_drafter_raises_costs_its_guesses(
 ) -> None:
     monkeypatch.setattr(llm.engine.chooser, "policy", BudgetPolicy(EVERY_ROUND))
     plain = [out.token_ids for out in llm.generate(PROMPTS, params)]
-    num_draft = "auto" if at == "guess" else 3  # guesses are shown where the number is open
+    num_draft = "auto" if at == "look_up" else 3  # guesses are shown where the number is open
     with pytest.warns(DrafterWarning, match="'bad' failed"):
         outs = generate(llm, Faulty(at, boom), num_draft, params=params)
     assert [out.token_ids for out in outs] == plain
     assert [out.finish_reason for out in outs] == ["length"] * 4
     for out in outs[::2]:
         num_failures = out.stats.draft_failures["bad"]
-        if at == "guess":  # how often the engine looks hangs on times
+        if at == "look_up":  # how often the engine looks hangs on times
             assert 1 <= num_failures <= MAX_FAILURES
         else:
             assert num_failures == (1 if at in ("start", "commit", "finish") else MAX_FAILURES)

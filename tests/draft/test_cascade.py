@@ -25,7 +25,17 @@ from foretoken.model.randomness import RaceNoise
 from foretoken.verify import RULES
 from foretoken.verify.base import verdict_at
 from tests.helpers.checkpoints import token_ids
-from tests.helpers.enumeration import EXACT, Case, Guess, RandomTables, chained, complete, emitted_law, joint, max_error
+from tests.helpers.enumeration import (
+    EXACT,
+    Case,
+    DraftToken,
+    RandomTables,
+    chained,
+    complete,
+    emitted_law,
+    joint,
+    max_error,
+)
 from tests.helpers.scripted import ScriptedModel, recite
 from tests.helpers.watch import Watched, check_cache
 from tests.verify.drafters import chain_drafter
@@ -53,7 +63,7 @@ def test_the_mass_to_hand_over_is_the_law_of_the_middle(rule: str, inner: str) -
 
         def outer(distributions: RandomTables, made: dict = made, target: RandomTables = target) -> float:
             cases = [
-                Case((), tuple(Guess(token, distributions[text[:k]]) for k, token in enumerate(text)), weight)
+                Case((), tuple(DraftToken(token, distributions[text[:k]]) for k, token in enumerate(text)), weight)
                 for text, weight in made.items()
             ]
             return max_error(complete(emitted_law(RULES["block"], cases, target), target, 3), joint(target, 3))

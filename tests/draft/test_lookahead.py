@@ -180,7 +180,7 @@ def test_rounds_with_and_without_the_window() -> None:
         batch = Batch((BatchEntry(own, 2 + turn, (3,), True, 4, num_probe=8, probe_depth=99),))
         draft = drafter.propose(batch)
         assert draft.probe_lengths == (8 * (turn % 2),)
-        assert draft.tokens.tolist() == list(drafter.guess(batch.entries[0]).tokens)
+        assert draft.tokens.tolist() == list(drafter.look_up(batch.entries[0]).tokens)
         drafter.commit(batch, draft, Verdict(((),), ((),), (3,), ("residual",)), NO_FEEDBACK)
         assert len(drafter._requests[0].window.columns) == 4
     drafter.finish(0)

@@ -36,7 +36,7 @@ from tests.helpers.checkpoints import PROSE, foreign_tokenizer, tiny_checkpoint,
 from tests.helpers.enumeration import (
     EXACT,
     Choice,
-    Guess,
+    DraftToken,
     RandomTables,
     cases_of,
     complete,
@@ -238,7 +238,7 @@ def test_exact_law_by_enumeration(rule: str, options: dict, tmp_path: Path, monk
     spec = SpecConfig("draft_model", "d", num_draft=2, **options)
     params = SamplingParams(temperature=1.0)
 
-    def draw(choice: Choice, context: tuple[int, ...]) -> tuple[Guess, ...]:
+    def draw(choice: Choice, context: tuple[int, ...]) -> tuple[DraftToken, ...]:
         monkeypatch.setattr(
             "foretoken.draft.chain.sample",
             lambda distributions, u: torch.tensor([choice.pick(distributions[0].tolist())]),
@@ -261,9 +261,9 @@ def test_exact_law_by_enumeration(rule: str, options: dict, tmp_path: Path, monk
             if found.mass is None
             else [found.mass.distributions[r].numpy() if r >= 0 else None for r in found.mass.distribution_of_row]
         )
-        guesses = [Guess(token, mu) for token, mu in zip(found.tokens.tolist(), rows, strict=False)]
+        guesses = [DraftToken(token, mu) for token, mu in zip(found.tokens.tolist(), rows, strict=False)]
         open_mass = rows[len(guesses)] if len(rows) > len(guesses) else None
-        return (*guesses, *([] if open_mass is None else [Guess(None, open_mass)]))
+        return (*guesses, *([] if open_mass is None else [DraftToken(None, open_mass)]))
 
     tables = RandomTables(4, seed=1)
     for contexts in ({(): 1.0}, {(0,): 0.5, (3,): 0.3, (2, 0): 0.2}):

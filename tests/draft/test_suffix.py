@@ -58,7 +58,7 @@ def test_the_tree_has_the_best_score_of_all(text: list[int], answers: list[list[
     for answer in answers:
         tell(drafter, (9,), answer)
     one = Alone(drafter, text, 0, tenant=ACME)
-    tree = drafter.guess(one.batch(num_draft).entries[0])
+    tree = drafter.look_up(one.batch(num_draft).entries[0])
     assert tree.score == pytest.approx(twin_score(text, [[9, *answer] for answer in answers], num_draft))
 
 

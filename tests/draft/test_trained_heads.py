@@ -64,7 +64,7 @@ def expected_logits(head: Head, decoder: Decoder, text: Sequence[int], guesses: 
         state = decoder.final_norm(states[decoder.config.num_layers][-1:])
         for place in range(min(len(before), head.config.num_heads)):
             beside = decoder.embed(torch.tensor(before[: place + 1])).view(1, -1) if head.config.is_sequential else None
-            found.append(head.guess(place, state, beside, decoder)[0])
+            found.append(head.predict(place, state, beside, decoder)[0])
     else:
         assert isinstance(head, BlockHead)
         config = head.config

@@ -138,8 +138,8 @@ def test_a_preview_is_not_made_twice(llm: LLM, monkeypatch: pytest.MonkeyPatch) 
     llm.prepare(spec)
     (key,) = own_drafters(spec)
     drafter, previews = llm._drafters.drafters[key], []
-    guess = drafter.guess
-    monkeypatch.setattr(drafter, "guess", lambda entry: previews.append(entry.round_start) or guess(entry))
+    guess = drafter.look_up
+    monkeypatch.setattr(drafter, "look_up", lambda entry: previews.append(entry.round_start) or guess(entry))
     (out,) = llm.generate([PROMPTS[0]], SamplingParams(max_tokens=40, ignore_eos=True), spec)
     assert len(previews) == len(set(previews))
     assert out.stats.num_drafted

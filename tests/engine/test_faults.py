@@ -139,7 +139,7 @@ def test_one_fault_changes_no_answer(
 @pytest.mark.parametrize(
     ("name", "when"),
     [
-        ("ngram", "guess"),
+        ("ngram", "look_up"),
         ("ngram", "propose"),
         ("ngram", "commit"),
         ("draft_model", "propose"),

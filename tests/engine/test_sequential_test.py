@@ -12,9 +12,9 @@ from torch import Tensor
 
 from foretoken.engine.shadow import sequential_test
 from foretoken.engine.shadow.sequential_test import (
+    DraftChildren,
     Evidence,
     GreedyEvidence,
-    Guess,
     SequentialTest,
     distribution_tests,
     weigh,
@@ -40,10 +40,11 @@ def drawn(distributions: Tensor, rng: np.random.Generator) -> Tensor:
     return torch.searchsorted(sums, points, right=True)[:, 0].clamp(max=distributions.shape[-1] - 1)
 
 
-def as_guesses(distributions: Tensor, likeliest: int = VOCAB) -> list[Guess]:
+def as_guesses(distributions: Tensor, likeliest: int = VOCAB) -> list[DraftChildren]:
     best = distributions.topk(likeliest)
     return [
-        Guess(tuple(ids), tuple(mass)) for ids, mass in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        DraftChildren(tuple(ids), tuple(mass))
+        for ids, mass in zip(best.indices.tolist(), best.values.tolist(), strict=True)
     ]
 
 
@@ -59,17 +60,17 @@ def judge(distributions: Tensor, draft: Tensor | None, emitted: Tensor, rng: np.
 
 def test_moments_by_hand() -> None:
     distribution = torch.tensor([[0.5, 0.25, 0.25, 0.0]], dtype=torch.float64)
-    found = weigh(distribution, torch.tensor([2]), np.array([0.5]), [Guess((2, 3), (0.5, 0.5))])
+    found = weigh(distribution, torch.tensor([2]), np.array([0.5]), [DraftChildren((2, 3), (0.5, 0.5))])
     two = math.log(2)  # surprisals: two / 2 below and above their mean of 1.5 two
     assert found.surprisal.excess == pytest.approx(0.5 * two)
     assert found.surprisal.variance == pytest.approx((0.5 * two) ** 2)
     assert found.surprisal.third == pytest.approx(0)
     assert found.surprisal.distance == pytest.approx(0.5 * 0.5 * two)
     # scores of the guess -1, -1, (0.5 - 0.25) / 0.5, 1 with mean -0.625
-    assert found.guess.excess == pytest.approx(0.5 + 0.625)
-    assert found.guess.variance == pytest.approx(0.75 * 0.375**2 + 0.25 * 1.125**2)
-    assert found.guess.distance == pytest.approx(0.75)
-    assert found.guess.shift == pytest.approx(0.5 + 0.25 + 0.25 * 0.5 + 0.5)
+    assert found.draft.excess == pytest.approx(0.5 + 0.625)
+    assert found.draft.variance == pytest.approx(0.75 * 0.375**2 + 0.25 * 1.125**2)
+    assert found.draft.distance == pytest.approx(0.75)
+    assert found.draft.shift == pytest.approx(0.5 + 0.25 + 0.25 * 0.5 + 0.5)
     # half of the third quarter of the ranks: 0.75 + 0.5 * 0.25
     assert found.ranks.nonzero()[0].tolist() == [int(0.875 * sequential_test.NUM_BINS)]
 
@@ -102,7 +103,7 @@ def test_evidence_adds_up_and_does_not_depend_on_blocks(monkeypatch: pytest.Monk
     )
     monkeypatch.setattr(sequential_test, "_BLOCK", 3 * VOCAB)
     for other in (parts, weigh(distributions, tokens, noise, guesses)):
-        assert (other.num_tokens, other.guess.num_tokens) == (40, 26)
+        assert (other.num_tokens, other.draft.num_tokens) == (40, 26)
         np.testing.assert_array_equal(other.ranks, whole.ranks)
         np.testing.assert_allclose(other.bets, whole.bets)
         assert distribution_tests(other, 0.01)[2].p_value == pytest.approx(distribution_tests(whole, 0.01)[2].p_value)
@@ -286,7 +287,7 @@ def test_planted_errors_are_seen(error: str) -> None:
     tokens, noise, guesses = drawn(ERRORS[error](logits, p, q), rng), rng.random(many), as_guesses(q)
     first, rest = (weigh(p[part], tokens[part], noise[part], guesses[part]) for part in (slice(few), slice(few, many)))
     failed = {test.name for test in distribution_tests(first, 1e-4) if not test.passed}
-    assert ("surprisal" if "temperature" in error else "guess") in failed
+    assert ("surprisal" if "temperature" in error else "draft") in failed
     monitor = SequentialTest(1e-6)
     monitor.add(first)
     monitor.add(rest)
@@ -314,7 +315,7 @@ def test_a_filter_left_out_is_seen_at_once() -> None:
 # ---- what is promised
 
 
-@pytest.mark.parametrize("name", some_of(["surprisal", "guess"], {"surprisal"}))
+@pytest.mark.parametrize("name", some_of(["surprisal", "draft"], {"surprisal"}))
 def test_the_smallest_error_that_is_promised_is_really_seen(name: str) -> None:
     """An error of exactly the stated size is found in 99 of 100 streams, as is said; half of it is not."""
     rng = np.random.default_rng(9)

@@ -53,7 +53,7 @@ CALLS = [
         "drafters.propose",
         "drafters.commit",
     ),
-    *("drafter.start", "drafter.guess", "drafter.propose", "drafter.commit"),
+    *("drafter.start", "drafter.look_up", "drafter.propose", "drafter.commit"),
 ]
 ENDINGS = ["drafter.finish", "chooser.finish", "target.close", "release"]
 WATCHED = ["begin", "round", "end", "between_steps"]

@@ -87,7 +87,7 @@ def test_heads_begin_as_the_targets_own_output() -> None:
     head.begin_from(target)
     state = torch.randn(4, HIDDEN, dtype=torch.float64)
     for number in range(3):
-        torch.testing.assert_close(head.guess(number, state, None, target), target.output_logits(state))
+        torch.testing.assert_close(head.predict(number, state, None, target), target.output_logits(state))
 
 
 def test_a_vocabulary_of_another_target_is_refused() -> None:

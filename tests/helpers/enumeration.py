@@ -55,14 +55,14 @@ def branches(program: Callable[[Choice], object]) -> Iterator[tuple[object, floa
 
 
 @dataclass(frozen=True)
-class Guess:
+class DraftToken:
     """One position of a chain: the token (None = nothing proposed) and the mass it came from (None = deterministic)."""
 
     token: int | None
     mu: np.ndarray | None = None
 
 
-Chain = tuple[Guess, ...]
+Chain = tuple[DraftToken, ...]
 
 
 @dataclass(frozen=True)

@@ -6,39 +6,39 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tests.helpers.enumeration import Chain, Child, Choice, Drafter, Guess, Spot, Tables, Tokens, point
+from tests.helpers.enumeration import Chain, Child, Choice, Drafter, DraftToken, Spot, Tables, Tokens, point
 
 KINDS = ("model", "point", "coin", "dropped", "stopped", "point_coin", "cut", "mixed")
 TREES = ("fixed", "siblings", "three", "plus_one", "thinned", "overlap", "two_and_one", "uneven", "twice")
 
 
-def _sampled(choice: Choice, q: np.ndarray, keep: np.ndarray) -> Guess:
+def _sampled(choice: Choice, q: np.ndarray, keep: np.ndarray) -> DraftToken:
     """A token from q that stays with probability keep(x); keep = a for all x is a coin tossed before the draw."""
     x = choice.pick(q)
-    return Guess(x if choice.coin(float(keep[x])) else None, q * keep)
+    return DraftToken(x if choice.coin(float(keep[x])) else None, q * keep)
 
 
-def guess(choice: Choice, kind: str, q: np.ndarray, rng: np.random.Generator, depth: int) -> Guess | None:
+def guess(choice: Choice, kind: str, q: np.ndarray, rng: np.random.Generator, depth: int) -> DraftToken | None:
     """One position drafted in the named way; None = stopped before anything could be drawn."""
     vocab = len(q)
     if kind == "mixed":
         kind = KINDS[(depth + int(rng.integers(len(KINDS)))) % (len(KINDS) - 1)]
     best = int(np.argmax(q))
     if kind == "point":
-        return Guess(best)
+        return DraftToken(best)
     if kind == "coin":
         return _sampled(choice, q, np.full(vocab, rng.uniform(0.2, 0.95)))
     if kind == "dropped":
         return _sampled(choice, q, np.where(rng.random(vocab) < 0.3, 0.0, rng.random(vocab)))
     if kind == "stopped":
-        return Guess(choice.pick(q), q) if q.max() > 0.6 else None
+        return DraftToken(choice.pick(q), q) if q.max() > 0.6 else None
     if kind == "point_coin":
         return _sampled(choice, point(vocab, best), np.full(vocab, 0.6))
     if kind == "cut":
         kept = np.where(np.arange(vocab) % 2 == 0, q, 0.0)
         distribution = kept / kept.sum() if kept.sum() > 0 else point(vocab, 0)
-        return Guess(choice.pick(distribution), distribution)
-    return Guess(choice.pick(q), q)
+        return DraftToken(choice.pick(distribution), distribution)
+    return DraftToken(choice.pick(q), q)
 
 
 def chain_drafter(kind: str, length: int, draft_laws: Tables, seed: int) -> Drafter:

@@ -19,7 +19,7 @@ from tests.helpers.enumeration import (
     Choice,
     Distribution,
     Drafter,
-    Guess,
+    DraftToken,
     RandomTables,
     Spot,
     Tables,
@@ -47,7 +47,7 @@ def law_of(rule: Rule | str, drafter: Drafter, target: Tables = TARGET) -> Distr
     return emitted_law(RULES[rule] if isinstance(rule, str) else rule, cases_of(drafter, {(): 1.0}), target)
 
 
-def chain(position: Callable[[Choice, np.ndarray, Tokens], Guess | None], length: int = LENGTH) -> Drafter:
+def chain(position: Callable[[Choice, np.ndarray, Tokens], DraftToken | None], length: int = LENGTH) -> Drafter:
     """A chain that ends where `position` gives nothing."""
 
     def propose(choice: Choice, context: Tokens) -> Chain:
@@ -67,9 +67,9 @@ def chain(position: Callable[[Choice, np.ndarray, Tokens], Guess | None], length
 # ---- randomized drafting: a guess with probability a, of mass a q whether or not it was made
 
 
-def _coin(choice: Choice, q: np.ndarray, text: Tokens) -> Guess:
+def _coin(choice: Choice, q: np.ndarray, text: Tokens) -> DraftToken:
     x = choice.pick(q)
-    return Guess(x if choice.coin(COIN) else None, COIN * q)
+    return DraftToken(x if choice.coin(COIN) else None, COIN * q)
 
 
 def _tree_with_coins(choice: Choice, text: Tokens, depth: int = 2) -> Spot:
@@ -170,8 +170,8 @@ def _look_ahead(first: Callable[[np.ndarray], np.ndarray], second: Callable[[np.
         x = choice.pick(q)
         y = choice.pick(LAWS[(x,)])
         if y == 0:
-            return (Guess(None, first(q)),)
-        return (Guess(x, first(q)), Guess(y, second(LAWS[(x,)])))
+            return (DraftToken(None, first(q)),)
+        return (DraftToken(x, first(q)), DraftToken(y, second(LAWS[(x,)])))
 
     return propose
 
@@ -189,14 +189,14 @@ def test_a_choice_by_the_next_guess_must_be_in_both_masses(rule: str) -> None:
     assert error(law_of(rule, _look_ahead(lambda q: q * kept, lambda q: q))) > 0.009
 
 
-def _dropped(choice: Choice, q: np.ndarray, text: Tokens) -> Guess:
+def _dropped(choice: Choice, q: np.ndarray, text: Tokens) -> DraftToken:
     x = choice.pick(q)
-    return Guess(x if _kept(q)[x] else None, q)
+    return DraftToken(x if _kept(q)[x] else None, q)
 
 
 @pytest.mark.parametrize("rule", RATIO)
 def test_a_guess_dropped_by_its_own_value_must_be_in_the_mass(rule: str) -> None:
-    def right(choice: Choice, q: np.ndarray, text: Tokens) -> Guess:
+    def right(choice: Choice, q: np.ndarray, text: Tokens) -> DraftToken:
         return replace(_dropped(choice, q, text), mu=q * _kept(q))
 
     assert error(law_of(rule, chain(right))) < EXACT
@@ -212,7 +212,7 @@ def test_the_example_of_a_dropped_guess() -> None:
 
     def propose(choice: Choice, text: Tokens, declared: np.ndarray | None = None) -> Chain:
         x = choice.pick(q)
-        return (Guess(x, q),) if keep[x] else ()
+        return (DraftToken(x, q),) if keep[x] else ()
 
     distribution = complete(law_of("rejection", propose, target), target, 1)
     assert abs(distribution[(0,)] - 0.85) < EXACT
@@ -239,7 +239,7 @@ def _live(stop_at_first_drop: bool, as_points: bool = False) -> Drafter:
         n = int(np.argmax(worth))
         if stop_at_first_drop:
             n = next((k for k in range(LENGTH) if worth[k + 1] <= worth[k]), LENGTH)
-        return tuple(Guess(text[i], None if as_points else LAWS[text[:i]]) for i in range(n))
+        return tuple(DraftToken(text[i], None if as_points else LAWS[text[:i]]) for i in range(n))
 
     return propose
 
@@ -345,7 +345,7 @@ def test_a_cascade_is_tested_with_the_law_of_its_last_model() -> None:
             if not choice.coin(min(1.0, p[x] / q[x])):
                 rest = np.maximum(p - q, 0)
                 x = choice.pick(rest / rest.sum())
-            return (Guess(x, declared),)
+            return (DraftToken(x, declared),)
 
         return draft
 

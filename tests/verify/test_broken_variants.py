@@ -21,7 +21,7 @@ from tests.helpers.enumeration import (
     EXACT,
     Choice,
     Drafter,
-    Guess,
+    DraftToken,
     RandomTables,
     Tables,
     cases_of,
@@ -38,9 +38,9 @@ TARGET, LAWS = RandomTables(VOCAB, seed=21), RandomTables(VOCAB, seed=22)
 HOLED = RandomTables(VOCAB, seed=23, holes=0.3)
 
 
-def _chain(position: Callable[[Choice, np.ndarray], Guess]) -> Drafter:
-    def propose(choice: Choice, context: tuple[int, ...]) -> tuple[Guess, ...]:
-        chain: tuple[Guess, ...] = ()
+def _chain(position: Callable[[Choice, np.ndarray], DraftToken]) -> Drafter:
+    def propose(choice: Choice, context: tuple[int, ...]) -> tuple[DraftToken, ...]:
+        chain: tuple[DraftToken, ...] = ()
         while len(chain) < LENGTH and (not chain or chain[-1].token is not None):
             text = context + tuple(guess.token for guess in chain if guess.token is not None)
             chain += (position(choice, LAWS[text]),)
@@ -51,25 +51,25 @@ def _chain(position: Callable[[Choice, np.ndarray], Guess]) -> Drafter:
 
 def _drop(
     choice: Choice, q: np.ndarray, declared: Callable[[np.ndarray, np.ndarray], np.ndarray] = np.multiply
-) -> Guess:
+) -> DraftToken:
     keep = (q > 0.2) * 0.9
     x = choice.pick(q)
-    return Guess(x if choice.coin(float(keep[x])) else None, declared(q, keep))
+    return DraftToken(x if choice.coin(float(keep[x])) else None, declared(q, keep))
 
 
-def _coin(choice: Choice, q: np.ndarray, declared: float = COIN) -> Guess:
+def _coin(choice: Choice, q: np.ndarray, declared: float = COIN) -> DraftToken:
     x = choice.pick(q)
-    return Guess(x if choice.coin(COIN) else None, declared * q)
+    return DraftToken(x if choice.coin(COIN) else None, declared * q)
 
 
-def _sharpened(choice: Choice, q: np.ndarray) -> Guess:
-    return Guess(choice.pick(q), q**2 / (q**2).sum())
+def _sharpened(choice: Choice, q: np.ndarray) -> DraftToken:
+    return DraftToken(choice.pick(q), q**2 / (q**2).sum())
 
 
-MODEL = _chain(lambda choice, q: Guess(choice.pick(q), q))
+MODEL = _chain(lambda choice, q: DraftToken(choice.pick(q), q))
 DROPPED = _chain(_drop)
 RANDOMIZED = _chain(_coin)
-POINT = _chain(lambda choice, q: Guess(int(np.argmax(q))))
+POINT = _chain(lambda choice, q: DraftToken(int(np.argmax(q))))
 
 
 def _error(rule: Rule, drafter: Drafter, target: Tables = TARGET) -> float:
@@ -224,7 +224,7 @@ def test_a_residual_without_the_clamp_is_refused() -> None:
     ],
 )
 def test_a_drafter_that_declares_another_mass_shows(
-    position: Callable[[Choice, np.ndarray], Guess], least: float
+    position: Callable[[Choice, np.ndarray], DraftToken], least: float
 ) -> None:
     assert _error(RejectionRule(), _chain(position)) > least
 
@@ -236,7 +236,7 @@ def _law_over_one_uniform(rule: RejectionRule, p: np.ndarray, q: np.ndarray) -> 
     edges = np.unique(np.clip(np.concatenate([[0.0, 1.0], np.cumsum(q), p / q]), 0.0, 1.0))
     middle = torch.tensor((edges[1:] + edges[:-1]) / 2)
     xs = draw(torch.tensor(q).expand(len(middle), -1), middle)
-    draft = draft_of([(Guess(int(x), q),) for x in xs], len(p))
+    draft = draft_of([(DraftToken(int(x), q),) for x in xs], len(p))
     probs = torch.tensor(p).expand(draft.num_rows, -1)
     verdict = rule.verify(draft, probs, Uniforms(middle, torch.full((len(middle),), 0.5, dtype=torch.float64)))
     distribution = np.zeros(len(p))

@@ -6,7 +6,7 @@ score is a martingale for any text and any stopping rule. Three scores are used:
 
     surprisal   -log p(y), which moves when the distribution is too sharp or too flat (temperature, a missing filter)
     rank        the rank of y in p, randomised within p(y): uniform on [0, 1) (randomised PIT, Rosenblatt 1952)
-    guess       (q - p) / max(q, p) at y, where the drafter's distribution q is known: moved by a wrong acceptance
+    draft       (q - p) / max(q, p) at y, where the drafter's distribution q is known: moved by a wrong acceptance
                 test, a wrong residual or lost noise, since they all mix p with q
 
 `distribution_tests` tests a fixed number of tokens. `SequentialTest` is a sequential test that may be read after every
@@ -38,7 +38,7 @@ _POWER = 0.99
 
 
 @dataclass(frozen=True)
-class Guess:
+class DraftChildren:
     """A drafter's distribution at one position: token ids and their mass, sum at most 1."""
 
     ids: tuple[int, ...]
@@ -85,7 +85,7 @@ class Evidence:
     num_impossible: int = 0
     num_edges: int = 0
     surprisal: Moments = field(default_factory=Moments)
-    guess: Moments = field(default_factory=Moments)
+    draft: Moments = field(default_factory=Moments)
     ranks: NDArray[np.int64] = field(default_factory=_no_ranks)
     bets: NDArray[np.float64] = field(default_factory=_no_bets)
 
@@ -97,21 +97,21 @@ def weigh(
     distributions: Tensor,
     tokens: Tensor,
     noise: NDArray[np.float64],
-    guesses: Sequence[Guess | None] = (),
+    drafts: Sequence[DraftChildren | None] = (),
     edges: Tensor | None = None,
     slack: float = 0.0,
 ) -> Evidence:
     """The evidence of `tokens` [n] with their `distributions` [n, V]. A row is a probability distribution, or 0
     throughout where it is unknown.
 
-    `noise` [n] are uniforms in [0, 1) independent of the sampling of the tokens. `guesses[i]` is the drafter's
+    `noise` [n] are uniforms in [0, 1) independent of the sampling of the tokens. `drafts[i]` is the drafter's
     distribution for token i, None if nothing was drafted; () if unknown. `edges` [n] bool marks tokens near a filter's
     border, whose probability in `distributions` is 0. `slack` is the allowed bias of the mean of a bounded score,
     because the distributions were computed with other rounding.
     """
     count, vocab = distributions.shape
     assert tokens.shape == noise.shape == (count,)
-    assert not guesses or len(guesses) == count
+    assert not drafts or len(drafts) == count
     step = max(1, _BLOCK // vocab)
     total = Evidence()
     for start in range(0, count, step):
@@ -120,7 +120,7 @@ def weigh(
             distributions[part].double(),
             tokens[part],
             noise[part],
-            guesses[part],
+            drafts[part],
             None if edges is None else edges[part],
             slack,
         )
@@ -131,7 +131,7 @@ def _weigh_block(
     distributions: Tensor,
     tokens: Tensor,
     noise: NDArray[np.float64],
-    guesses: Sequence[Guess | None],
+    drafts: Sequence[DraftChildren | None],
     edges: Tensor | None,
     slack: float,
 ) -> Evidence:
@@ -148,12 +148,12 @@ def _weigh_block(
     scores = np.zeros((_BET_SCORES, len(noise)))
     scores[0] = _excess(bounded, distributions, tokens, mute).cpu().numpy() / 2
     scores[2:] = np.cos(np.pi * ranks), np.cos(2 * np.pi * ranks)
-    guess = Moments()
-    rows = [row for row, one in enumerate(guesses) if one is not None]
+    draft = Moments()
+    rows = [row for row, one in enumerate(drafts) if one is not None]
     if rows:
         at = torch.tensor(rows, device=distributions.device)
         drafted = _dense(
-            [one for one in guesses if one is not None], distributions.shape[-1], distributions.device
+            [one for one in drafts if one is not None], distributions.shape[-1], distributions.device
         )  # [m, V]
         distribution = distributions[at]
         tiny = torch.finfo(torch.float64).tiny
@@ -162,7 +162,7 @@ def _weigh_block(
         mixed = (
             drafted / drafted.sum(-1, keepdim=True).clamp(min=tiny) - distribution
         )  # direction towards a mixture with q
-        guess = _moments(
+        draft = _moments(
             lean,
             distribution,
             tokens[at],
@@ -183,7 +183,7 @@ def _weigh_block(
             surprisal.variance,
             float((distributions * off.abs()).sum()) / 2,
         ),
-        guess=guess,
+        draft=draft,
         ranks=np.bincount((ranks * NUM_BINS).astype(np.int64).clip(0, NUM_BINS - 1), minlength=NUM_BINS),
         bets=_bets(scores, slack),
     )
@@ -218,11 +218,11 @@ def _ranks(distributions: Tensor, tokens: Tensor, chance: Tensor, noise: NDArray
     return found
 
 
-def _dense(guesses: Sequence[Guess], vocab: int, device: torch.device) -> Tensor:
-    rows = [row for row, guess in enumerate(guesses) for _ in guess.ids]
-    ids = [token for guess in guesses for token in guess.ids]
-    mass = [value for guess in guesses for value in guess.mass]
-    out = torch.zeros(len(guesses), vocab, dtype=torch.float64, device=device)
+def _dense(drafts: Sequence[DraftChildren], vocab: int, device: torch.device) -> Tensor:
+    rows = [row for row, draft in enumerate(drafts) for _ in draft.ids]
+    ids = [token for draft in drafts for token in draft.ids]
+    mass = [value for draft in drafts for value in draft.mass]
+    out = torch.zeros(len(drafts), vocab, dtype=torch.float64, device=device)
     out.index_put_(
         tuple(torch.tensor([rows, ids], dtype=torch.int64, device=device)),
         torch.tensor(mass, dtype=torch.float64, device=device),
@@ -304,10 +304,10 @@ def distribution_tests(evidence: Evidence, alpha: float) -> tuple[DistributionTe
 
     One more test, that no token was impossible, has no false alarms: `evidence.num_impossible == 0`.
     """
-    level = alpha / (3 if evidence.guess.num_tokens else 2)
+    level = alpha / (3 if evidence.draft.num_tokens else 2)
     tests = [_mean_test("surprisal", evidence.surprisal, level), _rank_test(evidence.ranks, level)]
-    if evidence.guess.num_tokens:
-        tests.append(_mean_test("guess", evidence.guess, level))
+    if evidence.draft.num_tokens:
+        tests.append(_mean_test("draft", evidence.draft, level))
     return tuple(tests)
 
 

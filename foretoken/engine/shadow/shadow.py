@@ -22,7 +22,14 @@ from foretoken.config import LOSSY_RULES
 from foretoken.core import Request
 from foretoken.engine.request import RequestState
 from foretoken.engine.shadow.rescoring import AnswerProcessors, Rescoring, ScoredRows
-from foretoken.engine.shadow.sequential_test import Evidence, GreedyEvidence, Guess, SequentialTest, weigh, weigh_greedy
+from foretoken.engine.shadow.sequential_test import (
+    DraftChildren,
+    Evidence,
+    GreedyEvidence,
+    SequentialTest,
+    weigh,
+    weigh_greedy,
+)
 from foretoken.engine.stats import ShadowStats
 from foretoken.engine.watch import RoundView
 from foretoken.errors import CapacityError, NumericsError
@@ -67,7 +74,7 @@ class _Case:
     """One selected request: its output, its drafts, and finally its evidence."""
 
     request: Request
-    guesses: list[Guess | None] = field(default_factory=list)
+    guesses: list[DraftChildren | None] = field(default_factory=list)
     output_ids: list[int] = field(default_factory=list)
     scored: bool = False
     evidence: Evidence = field(default_factory=Evidence)
@@ -116,7 +123,7 @@ class Shadow:
         """Record the drafts for the tokens of a round."""
         case = self._cases.get(view.entry.request.request_id)
         if case is not None and not case.request.params.greedy:
-            case.guesses += guesses_of(view)
+            case.guesses += children_of(view)
 
     def end(self, state: RequestState) -> None:
         """Queue a finished, failed or cancelled answer as far as it got: cancelled answers must count, because the
@@ -290,7 +297,7 @@ class Shadow:
         warnings.warn(self._message, stacklevel=2)
 
 
-def guesses_of(view: RoundView) -> list[Guess | None]:
+def children_of(view: RoundView) -> list[DraftChildren | None]:
     """For every emitted token of a round, the drafter's distribution at that position; None if nothing was proposed.
 
     Under the coupled rule draft and target share their noise, so the draft is not independent of the sample: None.
@@ -302,19 +309,19 @@ def guesses_of(view: RoundView) -> list[Guess | None]:
     rows = [anchor, *(anchor + 1 + node for node in view.verdict.paths[b])][:count]
     tokens = draft.tokens[draft.offsets[b] : draft.offsets[b + 1]].tolist()
     parent_rows = draft.parent_rows[draft.offsets[b] : draft.offsets[b + 1]]
-    found: list[Guess | None] = []
+    found: list[DraftChildren | None] = []
     for row in rows:
         distribution = -1 if draft.mass is None else draft.mass.distribution_of_row[row]
         if distribution >= 0:
             assert draft.mass is not None
-            found.append(guess_of_distribution(draft.mass.distributions[distribution]))
+            found.append(children_of_distribution(draft.mass.distributions[distribution]))
             continue
         children = sorted({token for token, parent in zip(tokens, parent_rows, strict=True) if parent == row})
-        found.append(Guess(tuple(children), (1 / len(children),) * len(children)) if children else None)
+        found.append(DraftChildren(tuple(children), (1 / len(children),) * len(children)) if children else None)
     return found
 
 
-def guess_of_distribution(distribution: Tensor) -> Guess:
+def children_of_distribution(distribution: Tensor) -> DraftChildren:
     """The most probable tokens of a drafter's distribution `[V]`; a score may ignore the others."""
     likeliest = distribution.topk(min(_LIKELIEST, len(distribution)))
-    return Guess(tuple(likeliest.indices.tolist()), tuple(likeliest.values.tolist()))
+    return DraftChildren(tuple(likeliest.indices.tolist()), tuple(likeliest.values.tolist()))
