@@ -90,6 +90,15 @@ def no_probe() -> None:
 
 
 @pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Every test leaves torch with one thread: engines of later tests choose among as many as they find."""
+    yield
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    assert num_threads == 1, f"the test left torch with {num_threads} threads"
+
+
+@pytest.fixture(autouse=True)
 def conserved() -> Iterator[None]:
     """Blocks: free + used = total, and an idle engine holds nothing, after every test."""
     yield

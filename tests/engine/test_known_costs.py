@@ -213,8 +213,11 @@ def test_other_machines_models_threads_and_drafts_have_files_of_their_own(
     monkeypatch.setattr(known_costs, "machine", lambda: {"cpu": "another"})
     monkeypatch.setattr(start_profile, "machine", lambda: {"cpu": "another"})
     open_llm().close()
-    monkeypatch.setattr(start_profile.torch, "get_num_threads", lambda: 77)
-    open_llm().close()
+    torch.set_num_threads(2)
+    try:
+        open_llm().close()
+    finally:
+        torch.set_num_threads(1)
     assert len(list(cache_folder("profiles").iterdir())) == 7
 
 
