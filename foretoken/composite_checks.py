@@ -17,7 +17,7 @@ A_HEAD = "the folder or hub id of a trained head"
 
 
 def is_lookup(spec: SpecConfig) -> bool:
-    """Whether the drafter is a lookup: its guesses are deterministic and its own."""
+    """Whether the drafter is a lookup: its draft tokens are deterministic and its own."""
     return spec.drafter is not None and traits_of(spec.drafter).is_lookup
 
 
@@ -82,7 +82,7 @@ def check_parts(spec: SpecConfig) -> None:
         raise ConfigError(
             "parts",
             str(probing.drafter),
-            "its probes run beside its own guesses only: use drafter='lookahead' alone, or lookahead_window=0",
+            "its probes run beside its own draft tokens only: use drafter='lookahead' alone, or lookahead_window=0",
         )
     if spec.drafter == "mix":
         _check_merged(spec)
@@ -100,7 +100,7 @@ def _check_merged(spec: SpecConfig) -> None:
         raise ConfigError(
             "tree",
             others[0].tree,
-            "a mix merges other guesses with chains only; use it alone, or drafter='auto'",
+            "a mix merges other drafts with chains only; use it alone, or drafter='auto'",
         )
 
 

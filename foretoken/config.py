@@ -42,12 +42,12 @@ _Config = TypeVar("_Config")
 
 
 def _drafters_help() -> str:
-    return f"Which drafter guesses; none for plain decoding. {', '.join(known_drafters())}, {PLAIN}."
+    return f"Which drafter runs; none for plain decoding. {', '.join(known_drafters())}, {PLAIN}."
 
 
 @dataclass(frozen=True)
 class SpecConfig:
-    """Which drafter guesses, how many tokens, and which rule verifies them.
+    """Which drafter runs, how many tokens, and which rule verifies them.
 
     `drafter=None`, or "none", is plain decoding, which takes nothing else (plain decoding under a rule of your choice
     is any drafter with `num_draft=0`). `draft` is the draft model's folder or hub id, maybe the target's own;
@@ -70,13 +70,13 @@ class SpecConfig:
     `draft_vocabulary` says how a draft model whose tokenizer is not the target's is used: not at all ("same"), in text
     that is encoded again ("strings"), in the tokens that both have ("intersection"), or by "auto": where the tokenizers
     agree as "same", else strings at temperature 0 and the intersection above.
-    `tree` is the shape of what a draft model guesses, `num_draft` tokens in all: "chain"; "static", a tree of fixed
-    shape; or "best_first", a tree that grows where the draft is surest. `branching` is the most children of a guess,
-    one number or one for each depth (the tree is then no deeper); None: 4. Rules that judge chains only get a chain. In
-    trees `min_confidence` leaves out the children of a guess; `draft_probability` is for chains.
+    `tree` is the shape of a draft model's draft, `num_draft` tokens in all: "chain"; "static", a tree of fixed
+    shape; or "best_first", a tree that grows where the draft is surest. `branching` is the most children of a draft
+    token, one number or one for each depth (the tree is then no deeper); None: 4. Rules that judge chains only get a
+    chain. In trees `min_confidence` leaves out the children of a draft token; `draft_probability` is for chains.
 
     Drafter `predicted` drafts the request's `SamplingParams.prediction`, and only requests that have one can use it.
-    Drafter `suffix` also guesses from the text file `corpus` and from finished answers of the same tenant
+    Drafter `suffix` also drafts from the text file `corpus` and from finished answers of the same tenant
     (`SamplingParams.tenant`).
 
     Drafter `early_exit` is the target itself without some of its layers: its first `exit_layer` ones, or all but
@@ -84,7 +84,7 @@ class SpecConfig:
     `skip_layers="auto"` the drafter searches for a set of layers while it runs.
 
     Drafter `lookahead` has the target run `lookahead_window` columns of `lookahead_ngram` - 1 tokens each beside its
-    guesses, and collects runs of `lookahead_ngram` tokens from them: rows that cost what guesses cost
+    draft tokens, and collects runs of `lookahead_ngram` tokens from them: rows that cost what draft tokens cost
     (`stats.num_probed`). With "auto" the engine chooses in each round between a window of 4 columns and none.
 
     `options` are a drafter's own options, checked by its dataclass `Options`.
@@ -94,9 +94,9 @@ class SpecConfig:
     `parts` a composite drafter works with its usual ones, and `predicted` is among them for requests that have a
     prediction (`for_request`).
 
-    - `cascade`: each part's guesses are verified by the next part, a draft model, exactly; the last one's tokens are
-      the guesses. Cheapest first; `ngram` under `draft_model` by default.
-    - `mix`: the likeliest guesses of all parts as one tree; under rules that take chains only, the likelier chain.
+    - `cascade`: the next part, a draft model, verifies each part's draft tokens exactly; the last part's tokens are
+      the draft. Cheapest first; `ngram` under `draft_model` by default.
+    - `mix`: the likeliest draft tokens of all parts as one tree; under rules that take chains only, the likelier chain.
       At most one part may ask a model. `ngram`, `suffix`, `recycling`, and `draft_model` where there is a draft (or
       the drafter of a `head`), by default. To use one drafter at a time, the best one in each round: `auto`.
     - `auto`: in every round the engine chooses a drafter and a number of draft tokens for each request, jointly;
@@ -108,7 +108,7 @@ class SpecConfig:
         default=None, metadata=_option("The draft model for --drafter draft_model: a folder, a GGUF file or a hub id.")
     )
     num_draft: int | Literal["auto"] = field(
-        default="auto", metadata=_option("How many tokens to guess per step: a number, or auto.")
+        default="auto", metadata=_option("How many tokens to draft per step: a number, or auto.")
     )
     rule: str = field(default="auto", metadata=_option("Verification rule: {choices}.", choices=RULES))
     allow_lossy: bool = field(
@@ -118,7 +118,7 @@ class SpecConfig:
         default=1.0, metadata=_option("Chance that a position is drafted at all: a number in (0, 1], or auto.")
     )
     min_confidence: float = field(
-        default=0.0, metadata=_option("Stop guessing where the draft's likeliest token has less than this.")
+        default=0.0, metadata=_option("Stop drafting where the draft's likeliest token has less than this.")
     )
     draft_top_k: int = field(default=0, metadata=_option("Draft from the draft's k likeliest tokens; 0 = all."))
     draft_dtype: str = field(
@@ -133,7 +133,7 @@ class SpecConfig:
             "How to use a draft whose tokenizer is not the target's: {choices}.", choices=DRAFT_VOCABULARIES
         ),
     )
-    corpus: str | None = field(default=None, metadata=_option("A text file to guess from, for --drafter suffix."))
+    corpus: str | None = field(default=None, metadata=_option("A text file to draft from, for --drafter suffix."))
     exit_layer: int | Literal["auto"] = field(
         default="auto", metadata=_option("Layers that draft, for --drafter early_exit: a number, or auto.")
     )
@@ -148,11 +148,11 @@ class SpecConfig:
     )
     lookahead_ngram: int = field(default=3, metadata=_option("Length of the n-grams of --drafter lookahead."))
     tree: str = field(
-        default="chain", metadata=_option("The shape of a draft model's guesses: {choices}.", choices=TREES)
+        default="chain", metadata=_option("The shape of a draft model's draft: {choices}.", choices=TREES)
     )
     branching: int | Sequence[int] | None = field(
         default=None,
-        metadata=_option("Most guesses after one guess of a tree: a number, or one for each depth, as 4,2,1."),
+        metadata=_option("Most children of a draft token in a tree: a number, or one for each depth, as 4,2,1."),
     )
     options: Mapping[str, Any] = field(
         default=FrozenOptions(),
@@ -195,7 +195,7 @@ class SpecConfig:
         if self.drafter is None:
             for name in ("num_draft", "rule"):
                 if getattr(self, name) != "auto":
-                    raise ConfigError(name, getattr(self, name), "nobody guesses: name a drafter, or leave it out")
+                    raise ConfigError(name, getattr(self, name), "nobody drafts: name a drafter, or leave it out")
         self._check_draft()
         self._check_drafting_less()
         self._check_tree()
@@ -273,7 +273,7 @@ class SpecConfig:
 
     @cached_property
     def drafter_options(self) -> tuple[SpecConfig, ...]:
-        """The configurations of which one guesses in a round: the parts of `auto`, else this one; none for plain
+        """The configurations of which one runs in a round: the parts of `auto`, else this one; none for plain
         decoding.
         """
         if self.drafter == "auto":
@@ -287,7 +287,7 @@ class SpecConfig:
 
     @property
     def samples(self) -> bool:
-        """Whether the drafter, or a part of it, draws guesses from a distribution."""
+        """Whether the drafter, or a part of it, samples draft tokens from a distribution."""
         return any(traits_of(name).samples for name in leaves_of(self, self.declared))
 
     @property

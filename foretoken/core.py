@@ -82,7 +82,7 @@ class BatchEntry:
     probe_depth: int = (
         0  # maximum depth of a probe below the anchor (its child: 1); deeper ones would exceed the context
     )
-    option: int | None = None  # which of the request's drafter options guesses; None: no guesses
+    option: int | None = None  # which of the request's drafter options runs; None: no draft
     # The last so many of `pending`, before the anchor, are followed by prompt tokens whose log-probability is wanted.
     num_prompt_rows: int = 0
     next_token: int | None = None  # behind `pending`, for a chunk; what follows an anchor is what the step finds out

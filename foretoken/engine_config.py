@@ -231,12 +231,14 @@ class EngineConfig:
         if spec is None or self.routing == RoutingRules() or (spec.drafter is not None and spec.num_draft == "auto"):
             return
         closed = (
-            "nobody guesses: name a drafter"
+            "nobody drafts: name a drafter"
             if spec.drafter is None
             else f"num_draft={spec.num_draft} is set: leave that to 'auto'"
         )
         raise ConfigError(
-            "routing", self.routing, f"rules hold where the number of guesses is open, and {closed}, or leave this out"
+            "routing",
+            self.routing,
+            f"rules hold where the number of draft tokens is open, and {closed}, or leave this out",
         )
 
 

@@ -26,7 +26,7 @@ class Traits:
     """
 
     source: str | Callable[..., Any] | None
-    samples: bool = False  # guesses are drawn from a distribution; otherwise they are deterministic
+    samples: bool = False  # draft tokens are sampled from a distribution; otherwise they are deterministic
     composite: bool = False  # works with the drafters in `SpecConfig.parts`
     fields: tuple[str, ...] = ()  # of `SpecConfig` that it reads
     options: type | None = None  # dataclass of its own options; None: the attribute `Options` of `source`, if any
@@ -34,7 +34,7 @@ class Traits:
 
     @property
     def is_lookup(self) -> bool:
-        """Whether its guesses are deterministic and its own."""
+        """Whether its draft tokens are deterministic and its own."""
         return not self.samples and not self.composite
 
 

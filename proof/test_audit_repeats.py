@@ -23,8 +23,8 @@ PROMPTS = ["def main():\n", "class Parser:\n    ", "import os\n", "x = [1,"]
 def test_w3_checks_of_equal_seeds_and_greedy_answers(
     monkeypatch: pytest.MonkeyPatch, kernels: str, num_turns: int
 ) -> None:
-    """The number of guesses is chosen by times that mean nothing, anew in every turn; answers turn off at near ties
-    only, and not at all where a row's bits do not depend on the rows beside it.
+    """The number of draft tokens is chosen by times that mean nothing, anew in every turn; answers turn off at near
+    ties only, and not at all where a row's bits do not depend on the rows beside it.
     """
     monkeypatch.setattr("foretoken.model.layers.has_amx", lambda: kernels == "torch")  # oneDNN's products for it
     if kernels == "torch":
@@ -40,7 +40,7 @@ def test_w3_checks_of_equal_seeds_and_greedy_answers(
     checks: list[Check] = []
     session = Session(options, PROMPTS)
     with session.llm:
-        # By such a clock decoding would soon seem to fall behind plain decoding, and nothing would be guessed.
+        # By such a clock decoding would soon seem to fall behind plain decoding, and nothing would be drafted.
         session.llm.reset_controller(BudgetPolicy(PolicyConfig(slack_share=1000.0, decision_share=1000.0)))
         for turn in range(num_turns):
             jitter(monkeypatch, seed=turn)

@@ -1,4 +1,4 @@
-"""What every drafter owes the engine, over every number of guesses, size of batch and rule; the tests take some."""
+"""What every drafter owes the engine, over every draft length, size of batch and rule; the tests take some."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.helpers.watch import Watched
 __all__ = ["llm", "name", "pair", "plain", "spec", "watched"]  # fixtures
 
 BATCHES = (1, 4, 16)
-# Every number of guesses in one size of batch, and every size with three numbers, none of which the tests take.
+# Every number of draft tokens in one size of batch, and every size with three numbers, none of which the tests take.
 USUAL = {(num_draft, BATCHES[(num_draft + 2) % 3]) for num_draft in range(9)}
 
 

@@ -1,6 +1,4 @@
-"""Greedy and seeded answers of every drafter beside every prompt, number of guesses and temperature; the tests take
-some of the pairings.
-"""
+"""Greedy and seeded answers of every drafter with every prompt, draft length and temperature; the tests take some."""
 
 from __future__ import annotations
 

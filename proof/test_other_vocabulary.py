@@ -1,4 +1,4 @@
-"""Drafts with another tokenizer over every number of guesses and size of batch; the tests take some."""
+"""Drafts with another tokenizer over every number of draft tokens and size of batch; the tests take some."""
 
 from __future__ import annotations
 

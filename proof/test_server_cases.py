@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from foretoken.backend.local import LocalBackend
 from foretoken.engine.async_engine import AsyncEngine
-from foretoken.server.local import LocalService
 from tests.server import test_load as load
 from tests.server import test_speculation_over_http as over_http
 from tests.server.conftest import chat_folder, golden, served_engine, service
@@ -16,30 +16,30 @@ __all__ = ["chat_folder", "golden", "served_engine", "service", "small_engine"] 
 
 
 @pytest.mark.parametrize("drafter", REST)
-def test_stop_string_spanning(service: LocalService, drafter: str) -> None:
+def test_stop_string_spanning(service: LocalBackend, drafter: str) -> None:
     over_http.test_stop_string_spanning(service, drafter)
 
 
 @pytest.mark.parametrize("drafter", REST)
-def test_max_tokens_inside_run(service: LocalService, drafter: str) -> None:
+def test_max_tokens_inside_run(service: LocalBackend, drafter: str) -> None:
     over_http.test_max_tokens_inside_run(service, drafter)
 
 
 @pytest.mark.parametrize("drafter", REST)
-def test_prediction_api(service: LocalService, drafter: str) -> None:
+def test_prediction_api(service: LocalBackend, drafter: str) -> None:
     over_http.test_prediction_api(service, drafter)
 
 
 @pytest.mark.parametrize("drafter", REST)
-def test_padded_chunks_have_one_size(service: LocalService, drafter: str) -> None:
+def test_padded_chunks_have_one_size(service: LocalBackend, drafter: str) -> None:
     over_http.test_padded_chunks_have_one_size(service, drafter)
 
 
 @pytest.mark.parametrize("drafter", REST)
-def test_mixed_sampling_batch(service: LocalService, drafter: str) -> None:
+def test_mixed_sampling_batch(service: LocalBackend, drafter: str) -> None:
     load.test_mixed_sampling_batch(service, drafter)
 
 
 @pytest.mark.parametrize("drafter", REST)
-def test_kv_exhaustion_preempt(service: LocalService, small_engine: AsyncEngine, drafter: str) -> None:
+def test_kv_exhaustion_preempt(service: LocalBackend, small_engine: AsyncEngine, drafter: str) -> None:
     load.test_kv_exhaustion_preempt(service, small_engine, drafter)

@@ -19,7 +19,7 @@ from torch import Tensor
 from foretoken import LLM, SamplingParams, SpecConfig
 from foretoken.engine import runner as runner_module
 from foretoken.engine.shadow.shadow import Shadow
-from foretoken.model.sampling import target_probs
+from foretoken.text.sampling import target_probs
 from foretoken.verify.block import BlockRule
 from tests.engine.test_shadow_live import check_alarm
 from tests.helpers.usual import some_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.model.test_support import FILTERS, check_bounds
+from tests.text.test_support import FILTERS, check_bounds
 
 
 @pytest.mark.parametrize("filters", FILTERS, ids=str)

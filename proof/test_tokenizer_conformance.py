@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from foretoken.files import cache_folder
-from foretoken.model.tokenizer import Detokenizer, Tokenizer, load_tokenizer
-from foretoken.model.vocabulary import Side, spellings
+from foretoken.text.tokenizer import Detokenizer, Tokenizer, load_tokenizer
+from foretoken.text.vocabulary import Side, spellings
 
 NAMES = (
     "command-r",

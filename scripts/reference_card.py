@@ -15,7 +15,7 @@ import torch
 from foretoken.bench.workload import SLICES, slices
 from foretoken.model.decoder import Decoder
 from foretoken.model.loader import load_decoder
-from foretoken.model.tokenizer import load_tokenizer
+from foretoken.text.tokenizer import load_tokenizer
 from foretoken.train.evaluate import bits_per_byte, logits_of
 from foretoken.train.losses import acceptance
 from foretoken.train.recipes import prepare

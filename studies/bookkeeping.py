@@ -49,7 +49,9 @@ def main() -> None:
     parser.add_argument("--draft", default="reference:draft")
     parser.add_argument("--requests", default="1,8,32", help="numbers of requests, separated by commas")
     parser.add_argument(
-        "--settings", default="plain,ngram,draft_model", help="plain, or drafters that choose their number of guesses"
+        "--settings",
+        default="plain,ngram,draft_model",
+        help="plain, or drafters that choose their number of draft tokens",
     )
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())

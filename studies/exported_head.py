@@ -1,11 +1,11 @@
-"""An exported head in llama.cpp and the same head here: are texts and accepted guesses the same?
+"""An exported head in llama.cpp and the same head here: are texts and accepted draft tokens the same?
 
     FORETOKEN_LLAMA_CPP=DIR python -m studies.exported_head --head DIR --num-draft 4 --out benchmarks
 
 The head, an EAGLE-3 one, is written as `foretoken export --to llamacpp` does, then llama.cpp's converter makes GGUF
 files of target and head, and its program answers greedily with `--spec-type draft-eagle3`. An engine that computes a
 head in another way (layers counted otherwise, a norm left out) still answers rightly and accepts less: so accepted
-guesses are compared too, in float32, where both write the same text. Counts only: nothing is timed.
+draft tokens are compared too, in float32, where both write the same text. Counts only: nothing is timed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from studies.command import arguments, command_line, run, words
 
 ENGINE, SPEC_TYPE = "llamacpp", "draft-eagle3"
 EXPLAINED = (
-    "Guesses and accepted guesses, greedy, float32. At the end of an answer llama.cpp drafts whole drafts too; ours "
+    "Drafted and accepted tokens, greedy, float32. At the end of an answer llama.cpp drafts whole drafts too; ours "
     "are cut to what may still be emitted."
 )
 

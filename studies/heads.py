@@ -4,7 +4,7 @@
 
 Two tables. The first holds tokens per step by drafter, text that people wrote (`forced`) beside greedy and sampled
 answers, with bootstrap intervals over prompts. The second compares two kinds of trees at one temperature, both exact:
-greedy+1, whose guesses have one sampled child each, and the deterministic trees of the literature (EAGLE-2), which hold
+greedy+1, whose nodes have one sampled child each, and the deterministic trees of the literature (EAGLE-2), which hold
 the likeliest tokens whatever the temperature. Counts only: nothing is timed. See docs/studies.md.
 """
 
@@ -89,8 +89,8 @@ def main() -> int:
     parser = arguments("heads", __doc__, "heads")
     for kind in HEADS:
         parser.add_argument(f"--{kind}", help=f"folder, hub id or reference:{kind} of the head")
-    parser.add_argument("--num-draft", type=int, default=5, help="guesses of a chain")
-    parser.add_argument("--num-nodes", type=int, default=12, help="guesses of a tree")
+    parser.add_argument("--num-draft", type=int, default=5, help="draft tokens of a chain")
+    parser.add_argument("--num-nodes", type=int, default=12, help="draft tokens of a tree")
     parser.add_argument("--slices", type=words, default=("code",), help=f"kinds of text, or {ALL}")
     parser.add_argument("--prompts-per-slice", type=int, default=20)
     parser.add_argument("--max-tokens", type=int, default=128)
@@ -149,7 +149,7 @@ def study(given: argparse.Namespace) -> Report:
 
 
 def chain_settings(heads: Mapping[str, str], draft: str | None, num_draft: int) -> list[BatchSetting]:
-    """Every drafter with chains of `num_draft` guesses."""
+    """Every drafter with chains of `num_draft` draft tokens."""
     choices = [DrafterChoice(name) for name in FREE]
     choices += [DrafterChoice("draft_model")] if draft is not None else []
     choices += [DrafterChoice(kind, (("head", head),)) for kind, head in heads.items()]
@@ -157,7 +157,7 @@ def chain_settings(heads: Mapping[str, str], draft: str | None, num_draft: int) 
 
 
 def tree_settings(heads: Mapping[str, str], draft: str | None, num_nodes: int) -> list[BatchSetting]:
-    """Every drafter that asks a network, with trees of `num_nodes` guesses."""
+    """Every drafter that asks a network, with trees of `num_nodes` draft tokens."""
     fields = (("tree", "best_first"), ("rule", "tree"))
     choices = [DrafterChoice("draft_model", fields)] if draft is not None else []
     choices += [DrafterChoice(kind, (("head", head), *fields)) for kind, head in heads.items()]

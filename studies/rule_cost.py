@@ -23,8 +23,8 @@ from torch import Tensor
 
 from foretoken.config import SamplingParams
 from foretoken.core import Draft, Mass, Uniforms, Verdict
-from foretoken.model.randomness import RaceNoise, round_uniforms
-from foretoken.model.sampling import target_probs
+from foretoken.text.randomness import RaceNoise, round_uniforms
+from foretoken.text.sampling import target_probs
 from foretoken.verify import RULES, verify_batch
 from studies.command import record, setting_of
 

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from foretoken import LLM, AsyncEngine
+from foretoken.backend.local import LocalBackend
 from foretoken.server.api.app import create_app
 from foretoken.server.api.config import ApiConfig
-from foretoken.server.local import LocalService
 from studies.command import record
 
 SETTINGS = {
@@ -119,7 +119,7 @@ def _distance(one: Sequence[float], other: Sequence[float]) -> float:
     return (apart + abs(len(one) - len(other))) / max(1, shared)
 
 
-async def measure(options: argparse.Namespace, service: LocalService) -> list[dict[str, Any]]:
+async def measure(options: argparse.Namespace, service: LocalBackend) -> list[dict[str, Any]]:
     """A row for each setting and kind of answer."""
     rows = []
     for is_fixed in (True, False):
@@ -162,7 +162,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     with LLM("reference:target", dtype="float32", profile="off") as llm, AsyncEngine(llm) as engine:
-        rows = asyncio.run(measure(options, LocalService(engine, "reference")))
+        rows = asyncio.run(measure(options, LocalBackend(engine, "reference")))
     found = {"chance": 1 / options.prompts, "num_streams": options.prompts * options.repeats, "rows": rows}
     print(json.dumps(record("side_channel", found, options.out), indent=1))
 

@@ -1,4 +1,4 @@
-"""What one pass of a model costs by number of rows: the table that decides how far ahead it pays to guess.
+"""What one pass of a model costs by number of rows: the table that decides how far ahead it pays to draft.
 
     python -m studies.step_cost --models DIR,DIR@int4,FILE.gguf --rows 1,2,4,8,16 --context 300
 

@@ -30,7 +30,9 @@ def main() -> None:
     """Measure, print a table, and with `--out` write the raw times."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True, help="folder, hub id or reference:target")
-    parser.add_argument("--rows", default="1,4,8,16", help="rows of a decoding pass: the anchor and a chain of guesses")
+    parser.add_argument(
+        "--rows", default="1,4,8,16", help="rows of a decoding pass: the anchor and a chain of draft tokens"
+    )
     parser.add_argument("--context", type=int, default=300, help="tokens before a decoding pass")
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt run in one pass")
     parser.add_argument("--repeats", type=int, default=15)

@@ -134,7 +134,7 @@ def sound_drafters(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def usual_pair(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
-    """Folders of a tiny `target` and a `draft` that guesses about half of its tokens: the target without its second
+    """Folders of a tiny `target` and a `draft` that predicts about half of its tokens: the target without its second
     layer.
     """
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from foretoken import LLM, SamplingParams, SpecConfig
-from foretoken.model.randomness import Purpose, uniforms
+from foretoken.text.randomness import Purpose, uniforms
 from tests.helpers.checkpoints import token_ids
 
 FILE = Path(__file__).resolve().parents[1] / "examples" / "minimal_spec.py"
@@ -50,7 +50,7 @@ class Softmax:
 
 
 class EngineDice:
-    """The engine's random numbers of one round: for each guess, for each test, for the last token."""
+    """The engine's random numbers of one round: for each draft token, for each test, for the last token."""
 
     def __init__(self, seed: int, round_start: int, num_draft: int) -> None:
         self.seed, self.round_start, self.num_draft = seed, round_start, num_draft
@@ -60,12 +60,12 @@ class EngineDice:
         return float(uniforms([self.seed], purpose, [self.round_start], [index])[0])
 
     def pick(self, distribution: np.ndarray) -> int:
-        guessing, place = self.picks < self.num_draft, self.picks
+        drafting, place = self.picks < self.num_draft, self.picks
         self.picks += 1
-        if guessing:
+        if drafting:
             distribution = distribution[:-1]  # a draft model always proposes something
         cumulative = distribution.cumsum()
-        u = self.number(Purpose.DRAFT, place) if guessing else self.number(Purpose.NEXT, 0)
+        u = self.number(Purpose.DRAFT, place) if drafting else self.number(Purpose.NEXT, 0)
         return int(np.searchsorted(cumulative, u * cumulative[-1], side="right"))
 
     def accept(self, p: float, mu: float) -> bool:

@@ -33,7 +33,7 @@ def can_adapt(kind: type) -> bool:
 
 
 @dataclass
-class _Pupil:
+class _Trainee:
     """A drafter that learns."""
 
     drafter: AdaptableDrafter
@@ -55,10 +55,10 @@ class Adapter:
         make_learner: MakeLearner = HeadLearner,
     ) -> None:
         self._target, self._drafters, self._config, self._make_learner = target, drafters, config, make_learner
-        self._pupils: dict[DrafterKey, _Pupil] = {}
+        self._trainees: dict[DrafterKey, _Trainee] = {}
         self._new: list[tuple[DrafterKey, Sequence[HiddenRows]]] = []  # of the running step
         self._background = LearnerThread(
-            lambda: [pupil.units for pupil in list(self._pupils.values())], config.share, self._fail
+            lambda: [trainee.units for trainee in list(self._trainees.values())], config.share, self._fail
         )
         self._is_started = self._is_closed = False
         self.error: Exception | None = None  # why learning ended
@@ -79,10 +79,10 @@ class Adapter:
     def take_on(self) -> None:
         """Begin with drafters that were added since the last call."""
         for key, drafter in self._drafters.items():
-            known = self._pupils.get(key)
+            known = self._trainees.get(key)
             if can_adapt(type(drafter)) and (known is None or known.drafter is not drafter):
-                self._pupils[key] = self._pupil(cast(AdaptableDrafter, drafter))
-        if self._pupils and not self._is_started:
+                self._trainees[key] = self._trainee(cast(AdaptableDrafter, drafter))
+        if self._trainees and not self._is_started:
             self._is_started = True
             self._background.start()
 
@@ -91,19 +91,19 @@ class Adapter:
         if self._is_closed:
             return
         self.take_on()
-        for pupil in self._pupils.values():
-            pupil.adaptation.buffer.begin(request.request_id, len(request.prompt_ids), request.params.greedy)
+        for trainee in self._trainees.values():
+            trainee.adaptation.buffer.begin(request.request_id, len(request.prompt_ids), request.params.greedy)
 
     def rejected(self, request_id: int, position: int) -> None:
-        """A guess for the token at `position` of a request was rejected."""
-        for pupil in self._pupils.values():
-            pupil.adaptation.buffer.reject(request_id, position)
+        """The draft token for `position` of a request was rejected."""
+        for trainee in self._trainees.values():
+            trainee.adaptation.buffer.reject(request_id, position)
 
     def end(self, request_id: int) -> None:
         """A request is over."""
         self._collect()
-        for pupil in self._pupils.values():
-            pupil.adaptation.buffer.end(request_id)
+        for trainee in self._trainees.values():
+            trainee.adaptation.buffer.end(request_id)
 
     def between_steps(self) -> None:
         """Take in what the step read, and change the weights that wait for it.
@@ -114,25 +114,25 @@ class Adapter:
         self._collect()
         if self.error is not None:
             raise self.error
-        for pupil in self._pupils.values():
-            offer = pupil.adaptation.offer
+        for trainee in self._trainees.values():
+            offer = trainee.adaptation.offer
             if offer is not None:
-                replace_weights(pupil.drafter.head, offer.weights)
-                pupil.drafter.drop_computed()
-                pupil.adaptation.taken(offer)
+                replace_weights(trainee.drafter.head, offer.weights)
+                trainee.drafter.drop_computed()
+                trainee.adaptation.taken(offer)
 
     def close(self) -> None:
         """End learning and forget every text."""
         self._is_closed = True
         self._background.close()
-        for pupil in self._pupils.values():
-            pupil.adaptation.buffer.clear()
+        for trainee in self._trainees.values():
+            trainee.adaptation.buffer.clear()
         self._new.clear()
 
     @property
     def states(self) -> tuple[AdaptationState, ...]:
         """What came of each drafter's learning so far."""
-        return tuple(pupil.adaptation.state for pupil in self._pupils.values())
+        return tuple(trainee.adaptation.state for trainee in self._trainees.values())
 
     @property
     def spent_s(self) -> float:
@@ -142,19 +142,19 @@ class Adapter:
     # ---- how it is done
 
     def _learns(self, key: DrafterKey) -> bool:
-        return not self._is_closed and key in self._pupils
+        return not self._is_closed and key in self._trainees
 
-    def _pupil(self, drafter: AdaptableDrafter) -> _Pupil:
+    def _trainee(self, drafter: AdaptableDrafter) -> _Trainee:
         buffer = ExampleBuffer({*drafter.hidden_layers(), self._target.num_layers}, self._config.buffer_tokens)
         learner = self._make_learner(drafter.head, self._target, drafter.fixed_weights)
         adaptation = Adaptation(drafter.name, buffer, learner, self._config, time.perf_counter)
-        return _Pupil(drafter, adaptation, adaptation.work())
+        return _Trainee(drafter, adaptation, adaptation.work())
 
     def _collect(self) -> None:
         new, self._new = self._new, []
         for key, rows in new:
             for one in rows:
-                self._pupils[key].adaptation.buffer.add(one)
+                self._trainees[key].adaptation.buffer.add(one)
 
     def _fail(self, error: Exception) -> None:
         self.error = error

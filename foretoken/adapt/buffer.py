@@ -17,7 +17,7 @@ from torch import Tensor
 
 from foretoken.draft.base import HiddenRows
 
-WINDOW_ROWS = 128  # a unit of learning: tens of milliseconds for a small head, and enough context for most guesses
+WINDOW_ROWS = 128  # a unit of learning: tens of milliseconds for a small head, and enough context for most predictions
 _FEWEST_ROWS = 16  # shorter answers are mostly too short for several places of a draft
 _HELD_OUT = 4  # one request of so many, and that part of the memory
 
@@ -26,7 +26,7 @@ _HELD_OUT = 4  # one request of so many, and that part of the memory
 class Window:
     """Consecutive committed positions of one request: S rows, and the token behind the last.
 
-    `wanted` says which tokens the target wrote. `num_rejected` counts its tokens at which a guess was rejected.
+    `wanted` says which tokens the target wrote. `num_rejected` counts the tokens at which a draft token was rejected.
     """
 
     tokens: Tensor  # [S + 1] int64
@@ -101,7 +101,7 @@ class ExampleBuffer:
             self._take(stream, WINDOW_ROWS)
 
     def reject(self, request_id: int, position: int) -> None:
-        """The guess for the token at `position` was rejected."""
+        """The draft token for `position` was rejected."""
         if request_id in self._streams:
             self._streams[request_id].rejected.add(position)
 
@@ -112,7 +112,7 @@ class ExampleBuffer:
             self._take(stream, len(stream.tokens))
 
     def sample(self) -> Window | None:
-        """A window to learn from, the likelier the more guesses were rejected in it; None when there is none."""
+        """A window to learn from, the likelier the more draft tokens were rejected in it; None when there is none."""
         with self._lock:
             known = list(self._windows[False])
         if not known:

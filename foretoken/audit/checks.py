@@ -15,7 +15,7 @@ from foretoken.config import SamplingParams, SpecConfig
 from foretoken.engine.output import GenerateOutput
 from foretoken.engine.shadow.sequential_test import GreedyEvidence, weigh_greedy
 from foretoken.model.interface import LanguageModel, Segment
-from foretoken.model.randomness import RaceNoise
+from foretoken.text.randomness import RaceNoise
 
 _TEXTS = 4  # answers whose logits and seeds are compared; the tests of the distribution use all
 _OTHER_NUM_DRAFTS = (1, 7)

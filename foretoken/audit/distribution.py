@@ -10,7 +10,7 @@ from foretoken.audit.report import Check, Result
 from foretoken.audit.session import Session
 from foretoken.config import LOSSY_RULES, SamplingParams, SpecConfig
 from foretoken.engine.shadow.sequential_test import DistributionTest, Evidence, distribution_tests, weigh
-from foretoken.model.randomness import Purpose, uniforms
+from foretoken.text.randomness import Purpose, uniforms
 
 _PROBE_TOKENS = 16
 _WORDS = {

@@ -154,7 +154,7 @@ def drafter_table(rows: Sequence[SpeedRow], temperature: float = 0.0) -> list[st
 
 _HEADINGS = (
     "drafter",
-    "guesses",
+    "draft tokens",
     "against plain",
     "tokens a step",
     "accepted by position",

@@ -49,9 +49,7 @@ class DrafterChoice:
 
     @property
     def options(self) -> str:
-        """The options as they were written, less the number of guesses and the rule, which the setting's name shows
-        anyway.
-        """
+        """The options as they were written, without the number of draft tokens and the rule, which the name shows."""
         shown = [pair for pair in self.fields if pair[0] not in ("num_draft", "rule", "options")]
         shown += (self.own("options") or FrozenOptions()).items()
         return ";".join(f"{field}={_written(value)}" for field, value in shown)

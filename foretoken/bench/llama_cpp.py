@@ -72,7 +72,7 @@ def _draft_simple(n: int | None) -> tuple[str, ...]:
 
 
 def trained_head(spec_type: str) -> Kind:
-    """A trained head by its `--spec-type`; every guess is checked, however unlikely."""
+    """A trained head by its `--spec-type`; every draft token is verified, however unlikely."""
 
     def arguments(n: int | None) -> tuple[str, ...]:
         return ("--spec-type", spec_type, *_draft_simple(n)[2:])
@@ -298,7 +298,7 @@ def _text_of(output: str, prompt: str) -> str:
 
 
 def _token_count(checkpoint: Path) -> TokenCount:
-    from foretoken.model.tokenizer import load_tokenizer  # not needed for the names of the kinds, which `--help` shows
+    from foretoken.text.tokenizer import load_tokenizer  # not needed for the names of the kinds, which `--help` shows
 
     tokenizer = load_tokenizer(checkpoint)
     if tokenizer is None:

@@ -19,8 +19,8 @@ from foretoken.measure.plots import Plot
 from foretoken.measure.report import Report, Table
 from foretoken.measure.write import write_report
 from foretoken.model.names import model_folder
-from foretoken.model.tokenizer import load_tokenizer
 from foretoken.printing.console import Console
+from foretoken.text.tokenizer import load_tokenizer
 
 _SPARE_TOKENS = 64  # of cache per request, for draft tokens and rounding up to whole blocks
 

@@ -45,8 +45,8 @@ def contenders(
     """Every setting of the other engines on the checkpoints in two folders, and a note for each engine that is not
     here.
 
-    Lookups draft `lookup_num_drafts` tokens, what runs a model `num_drafts`: guesses that cost nothing pay further
-    ahead.
+    Lookups draft `lookup_num_drafts` tokens, what runs a model `num_drafts`: draft tokens that cost nothing pay
+    further ahead.
 
     Raises:
         ForetokenError: llama.cpp is asked for but incomplete, or a checkpoint cannot be converted for it.

@@ -29,13 +29,13 @@ from foretoken.measure.write import free_path
 from foretoken.model.interface import LanguageModel
 from foretoken.model.names import model_folder
 from foretoken.model.open import open_model
-from foretoken.model.tokenizer import load_tokenizer
 from foretoken.plan.profile import DrafterCost, Profile
 from foretoken.printing.console import Console
+from foretoken.text.tokenizer import load_tokenizer
 
 _ROWS = (1, 2, 4, 8, 16, 32, 64)
 _BATCHES = (1, 2, 4, 8, 16)
-_GUESSES = (1, 2, 4, 8)
+_NUM_DRAFT = (1, 2, 4, 8)
 _DRAFT_BATCHES = (1, 4, 8, 16)
 _PROMPTS = (32, 256)
 _CONTEXTS = (32, 128, 512, 2048, 8192)
@@ -79,8 +79,8 @@ def measure_profile(
     bench = StepBench(target, seed, time.perf_counter() + budget_s, budget_s, tell)
     bench.step_times("warm-up", Work(1, SHORT_TOKENS, 3))
     rows = bench.curve("rows", _ROWS, lambda rows: Work(1, SHORT_TOKENS, rows - 1))
-    guesses = {
-        name: bench.drafter_curve(name, made, _GUESSES, lambda count: Work(1, SHORT_TOKENS, count))
+    drafting = {
+        name: bench.drafter_curve(name, made, _NUM_DRAFT, lambda count: Work(1, SHORT_TOKENS, count))
         for name, made in drafters.items()
     }
     batch = bench.curve("batch", _BATCHES, lambda count: Work(count, SHORT_TOKENS, 0))
@@ -106,7 +106,7 @@ def measure_profile(
         context=context,
         chunk=chunk,
         drafters={
-            name: DrafterCost(guesses[name], together[name], BATCH_NUM_DRAFT, prompts[name], describe_drafter(*made))
+            name: DrafterCost(drafting[name], together[name], BATCH_NUM_DRAFT, prompts[name], describe_drafter(*made))
             for name, made in drafters.items()
         },
         caveats=(*caveats, *bench.left_out()),
@@ -136,7 +136,7 @@ def print_profile(profile: Profile, file: Path | None, console: Console | None =
     }
     for name, cost in profile.drafters.items():
         curves |= {
-            f"{name}: guesses": cost.guesses,
+            f"{name}: draft tokens": cost.guesses,
             f"{name}: requests": cost.batch,
             f"{name}: first, text of": cost.prompt,
         }

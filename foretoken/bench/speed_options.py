@@ -112,7 +112,7 @@ class SpeedOptions:
     )
     peer_lookup_num_drafts: tuple[int, ...] = field(
         default=(4, 8, 12, 16, 24, 32),
-        metadata=option("The same for their n-gram lookups, whose guesses cost nothing.", read=wholes),
+        metadata=option("The same for their n-gram lookups, whose draft tokens cost nothing.", read=wholes),
     )
     plot: Path | None = field(default=None, metadata=option("Draw tokens per second into this .png or .svg file."))
     out: Path | None = field(

@@ -1,4 +1,4 @@
-"""Heads for a widened target: the same guesses at the cost that a head of that size has.
+"""Heads for a widened target: the same drafts at the cost of a head of that size.
 
 `widen` makes a residual stream of c copies of the small one. A widened head keeps every vector of its own as c copies
 too: what reads a vector reads its first copy (the other columns are 0), what writes one writes all copies, and norms,

@@ -12,8 +12,8 @@ from foretoken.core import StepOutput
 from foretoken.engine.llm import LLM
 from foretoken.engine.output import GenerateOutput
 from foretoken.engine.stats import RequestStats
-from foretoken.model.tokenizer import Detokenizer
 from foretoken.printing.console import Console
+from foretoken.text.tokenizer import Detokenizer
 
 
 def print_pieces(outputs: list[StepOutput]) -> None:
@@ -45,7 +45,7 @@ def summary(stats: RequestStats) -> str:
         f"first token after {stats.ttft_s:.2f} s"
     )
     if stats.num_drafted:
-        line += f"; {stats.num_accepted} of {stats.num_drafted} guesses kept ({stats.acceptance_rate:.0%})"
+        line += f"; {stats.num_accepted} of {stats.num_drafted} draft tokens accepted ({stats.acceptance_rate:.0%})"
         line += f", {stats.wasted_s:.2f} of {stats.draft_s + stats.verify_s:.2f} s wasted on others"
         if stats.estimated_speedup is not None:
             plain_s = stats.estimated_speedup * stats.decode_s

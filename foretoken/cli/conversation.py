@@ -15,8 +15,8 @@ from foretoken.engine.prompts import Message
 from foretoken.engine.stats import RequestStats
 from foretoken.errors import ConfigError
 from foretoken.field_text import parse_field
-from foretoken.model.tokenizer import Detokenizer
 from foretoken.printing.console import Console
+from foretoken.text.tokenizer import Detokenizer
 
 # What /set changes: the numbers of `SamplingParams` that make sense for one answer at a time.
 SETTINGS = (
@@ -73,7 +73,7 @@ class ChatTotals:
         ]
         if self.num_drafted:
             rate = self.num_accepted / self.num_drafted
-            found.append(f"{self.num_accepted} of {self.num_drafted} guesses kept ({rate:.0%})")
+            found.append(f"{self.num_accepted} of {self.num_drafted} draft tokens accepted ({rate:.0%})")
         if self.compared_s > 0:
             found.append(f"{self.plain_s / self.compared_s:.2f}x plain decoding (estimated)")
         return found

@@ -112,11 +112,11 @@ class _ShownAnswer:
 
     def __init__(self, llm: LLM, setting: str, console: Console) -> None:
         from foretoken.cli.conversation import StyledPieces
-        from foretoken.model.tokenizer import Detokenizer
+        from foretoken.text.tokenizer import Detokenizer
 
         assert llm.tokenizer is not None
         self._pieces, self._console = StyledPieces(Detokenizer(llm.tokenizer)), console
-        note = "" if setting == PLAIN else " (underlined: guessed, and confirmed by the model)"
+        note = "" if setting == PLAIN else " (underlined: drafted, and accepted by the model)"
         console.line((shown(setting), "bold"), note, ":")
 
     def __call__(self, outputs: list[StepOutput]) -> None:
@@ -156,10 +156,10 @@ def plain_words(answers: Sequence[DemoAnswer], settings: Sequence[str]) -> list[
         f"prompt included: {total.tokens_per_s / plain.tokens_per_s:.2f}x ({by_kind})."
     )
     found.append(
-        f"{name} guessed {total.num_drafted} tokens, and the model kept {total.num_accepted}: "
+        f"{name} drafted {total.num_drafted} tokens, and the model accepted {total.num_accepted}: "
         f"{total.emitted_per_step:.2f} tokens for each of its steps instead of 1."
         if total.num_drafted
-        else f"{name} guessed nothing: no guess was worth its cost here."
+        else f"{name} drafted nothing: no draft was worth its cost here."
     )
     return found
 
@@ -170,7 +170,7 @@ def busy_line(others: float, num_cores: int, found: Sequence[Neighbour] | None) 
     who = f" (now: {names})" if names else ""
     return (
         f"Meanwhile other processes took {others:.1f} of {num_cores} cores{who}. That slows every setting down, and "
-        "leaves less to gain by guessing: run it again when they are done. `foretoken doctor` shows them."
+        "leaves less to gain by drafting: run it again when they are done. `foretoken doctor` shows them."
     )
 
 

@@ -24,7 +24,7 @@ def export(
         str | None, typer.Option(help="In place of a head: draft_model, ngram or suffix; writes the launch line alone.")
     ] = None,
     draft: Annotated[str | None, typer.Option(help="The draft model of --drafter draft_model.")] = None,
-    num_draft: Annotated[int, typer.Option(help="Tokens to guess per step.", min=1)] = 3,
+    num_draft: Annotated[int, typer.Option(help="Tokens to draft per step.", min=1)] = 3,
     engine_version: Annotated[
         str | None, typer.Option(help="Version of the engine; without it the newest that is known here.")
     ] = None,

@@ -71,7 +71,7 @@ def generate(
     show: Annotated[bool, typer.Option("--show", help="Mark each token by where it came from, with a legend.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Continue a text, with guesses unless --drafter none is given, and say what it cost."""
+    """Continue a text, with drafts unless --drafter none is given, and say what it cost."""
     from foretoken.engine.llm import LLM
 
     texts = texts_of(context.params, _TEXTS)
@@ -121,7 +121,7 @@ def _answer(llm: LLM, asked: _Asked, params: SamplingParams, show: bool, as_json
 
 
 def _rules(context: typer.Context, spec: SpecConfig | None) -> RoutingRules:
-    """When not to guess; only an open number of guesses is open to rules.
+    """When not to draft; rules hold only where the number of draft tokens is open.
 
     Raises:
         InputError: a rule that makes no sense, or that nothing here would ask.
@@ -129,14 +129,14 @@ def _rules(context: typer.Context, spec: SpecConfig | None) -> RoutingRules:
     for name in _ROUTING:
         if spec is not None and was_given(context, name) and (spec.drafter is None or spec.num_draft != "auto"):
             remedy = (
-                "nobody guesses: name a --drafter other than none"
+                "there is no drafter: name a --drafter other than none"
                 if spec.drafter is None
                 else f"num_draft={spec.num_draft} is set: leave that to auto"
             )
             raise ConfigError(
                 name,
                 context.params[name],
-                f"rules hold where the number of guesses is open, and {remedy}, or leave this out",
+                f"rules hold where the number of draft tokens is open, and {remedy}, or leave this out",
             )
     return config_from(RoutingRules, context.params)
 

@@ -37,7 +37,7 @@ def spec_from(given: Mapping[str, Any]) -> SpecConfig:
     drafter = values["drafter"] = named_drafter(given)
     if drafter in (None, PLAIN) and values.get("num_draft", "auto") != "auto":
         raise ConfigError(
-            "num_draft", given["num_draft"], "nobody guesses: name a --drafter or a --draft, or leave it out"
+            "num_draft", given["num_draft"], "needs a drafter: name a --drafter or a --draft, or leave it out"
         )
     values["options"] = options_from(drafter, given.get("drafter_option") or ())
     return SpecConfig(**values)

@@ -40,7 +40,7 @@ def medusa(context: typer.Context, as_json: JsonOption = False) -> None:
 
 @takes(HeadOptions)
 def block(context: typer.Context, as_json: JsonOption = False) -> None:
-    """Train a block drafter: layers that read the target's states and guess several tokens in one pass."""
+    """Train a block drafter: layers that read the target's states and draft several tokens in one pass."""
     from foretoken.train.head_recipes import BlockShape
 
     _train(config_from(HeadOptions, context.params), BlockShape(), as_json)
@@ -48,7 +48,7 @@ def block(context: typer.Context, as_json: JsonOption = False) -> None:
 
 @takes(HeadOptions)
 def adapter(context: typer.Context, as_json: JsonOption = False) -> None:
-    """Train an early-exit adapter: a small MLP behind the target's first layers, whose output matrix then guesses."""
+    """Train an early-exit adapter: a small MLP behind the target's first layers, whose output matrix then drafts."""
     from foretoken.train.head_recipes import AdapterShape
 
     _train(config_from(HeadOptions, context.params), AdapterShape(), as_json)

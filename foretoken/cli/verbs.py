@@ -39,7 +39,7 @@ VERBS: Mapping[str, VerbSource] = {
     "generate": VerbSource(
         "generate",
         "generate",
-        "Continue a text, with guesses unless --drafter none is given, and say what it cost.",
+        "Continue a text, with drafts unless --drafter none is given, and say what it cost.",
     ),
     "chat": VerbSource(
         "chat",

@@ -1,9 +1,9 @@
-"""How likely guesses are to be emitted, learnt from finished rounds: by drafter, slice of text, place and request.
+"""How likely draft tokens are to be emitted, learnt from finished rounds: by drafter, slice of text, place and request.
 
-What is estimated is the chance of each guess given that the one before it on its path was emitted: a guess behind a
-rejected one was not judged. It depends on the place in the draft (`PlaceRates`), or on the chance that a lookup names
-(`ChanceRates`). Both are counted for each request, each slice and all texts; the wider count is the prior of the
-narrower one.
+What is estimated is the chance of each draft token given that the one before it on its path was emitted: a draft token
+behind a rejected one was not judged. It depends on the place in the draft (`PlaceRates`), or on the chance that a
+lookup names (`ChanceRates`). Both are counted for each request, each slice and all texts; the wider count is the prior
+of the narrower one.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from foretoken.control.previews import Preview
 
 _KEEP = 0.98  # weight of the past per observation of a place: about the last fifty count
-_KEEP_CHANCES = 0.995  # weight of the past per guess of a class
+_KEEP_CHANCES = 0.995  # weight of the past per draft token of a class
 _KEEP_REQUEST = 0.9  # per observation of one request: its text may change
 _PRIOR_ROUNDS = 3.0  # observations that the prior of a place counts as
-_PRIOR_GUESSES = 6.0  # guesses that the prior of a class counts as
-_FIRST_CHANCE = 0.6  # of any guess, before anything is known
+_PRIOR_COUNT = 6.0  # draft tokens that the prior of a class counts as
+_FIRST_CHANCE = 0.6  # of any draft token, before anything is known
 _MAX_PLACES = 128
 _MAX_SLICES = 256
 _EDGES = (0.15, 0.3, 0.45, 0.6, 0.75, 0.85, 0.92, 0.96)  # between classes of the chance that a lookup names
@@ -30,7 +30,7 @@ _CLASSES = len(_MIDDLES)
 
 @dataclass
 class _Place:
-    """Moving counts of one place: rounds it was offered in and guessed in, rounds it was judged in and emitted in."""
+    """Moving counts of one place: rounds it was offered in and drafted in, rounds it was judged in and emitted in."""
 
     parent: int
     offered: float = 0.0
@@ -61,9 +61,10 @@ class PlaceRates:
         return not self._places
 
     def observe(self, num_offered: int, chances: Sequence[float], parents: Sequence[int]) -> None:
-        """Take in a round with a budget of `num_offered` guesses; those made were emitted with `chances`, in order.
+        """Take in a round with a budget of `num_offered` draft tokens; those made were emitted with `chances`, in
+        order.
 
-        `parents` are the places that the guesses follow (-1: none).
+        `parents` are the places that the draft tokens follow (-1: none).
         """
         while len(self._places) < num_offered:
             self._places.append(_Place(len(self._places) - 1))
@@ -84,8 +85,8 @@ class PlaceRates:
         return [*known, *rest[len(known) :]]
 
     def estimates(self, num_places: int) -> Iterator[tuple[float, float, int]]:
-        """By place the share of rounds with a guess, its chance once the guess before it stood, and the place of that
-        one.
+        """By place the share of rounds with a draft token, its chance once the draft token before it stood, and the
+        place of that one.
         """
         wider = None if self.prior is None else self.prior.estimates(num_places)
         last, first, later = 1.0, 0.0, 0.0  # the share at the place before; the chance of the first, and of the rest
@@ -94,7 +95,8 @@ class PlaceRates:
                 share, chance, parent = next(wider)
                 share = min(share, last)
             else:
-                # Behind an accepted first guess the next ones are as likely as those between: a copied text goes on.
+                # Behind an accepted first draft token the next ones are as likely as those between: a copied text goes
+                # on.
                 share, chance, parent = last, later / (k - 1) if k > 1 else max(_FIRST_CHANCE, first), k - 1
             if k < len(self._places):
                 place = self._places[k]
@@ -107,8 +109,8 @@ class PlaceRates:
 
 @dataclass(eq=False)
 class ChanceRates:
-    """Share of a lookup's guesses that were right, by the chance it named; first guesses of a path and later ones
-    apart.
+    """Share of a lookup's draft tokens that were right, by the chance it named; first draft tokens of a path and later
+    ones apart.
     """
 
     prior: ChanceRates | None = None
@@ -117,11 +119,11 @@ class ChanceRates:
     _judged: list[float] = field(default_factory=lambda: [0.0] * (2 * _CLASSES))
 
     def rates(self, preview: Preview) -> list[float]:
-        """For each guess the share of guesses like it that were right once the guess before them was."""
+        """For each draft token the share of those like it that were right once the draft token before them was."""
         return [self._rate(place) for place in map(_class_of, preview.parents, preview.steps)]
 
     def observe(self, preview: Preview, found: Sequence[bool | None]) -> None:
-        """Take in a round: for each guess whether it was right, None where it was not judged."""
+        """Take in a round: for each draft token whether it was right, None where it was not judged."""
         for parent, step, right in zip(preview.parents, preview.steps, found, strict=True):
             if right is not None:
                 place = _class_of(parent, step)
@@ -130,7 +132,7 @@ class ChanceRates:
 
     def _rate(self, place: int) -> float:
         before = _MIDDLES[place % _CLASSES] if self.prior is None else self.prior._rate(place)
-        return (self._right[place] + _PRIOR_GUESSES * before) / (self._judged[place] + _PRIOR_GUESSES)
+        return (self._right[place] + _PRIOR_COUNT * before) / (self._judged[place] + _PRIOR_COUNT)
 
 
 @dataclass(eq=False)
@@ -176,7 +178,7 @@ class Acceptance:
     def of_places(
         self, request_id: int, drafter: Hashable, num_places: int, least: float = 0.0
     ) -> tuple[list[float], list[float]]:
-        """For each of the first places: the share of rounds in which a guess is made, and in which it is emitted.
+        """For each of the first places: the share of rounds in which a draft token is made, and in which it is emitted.
 
         Places behind the first one that is emitted in a smaller share than `least` are left out.
         """
@@ -194,7 +196,7 @@ class Acceptance:
         return drafted, emitted
 
     def of_preview(self, request_id: int, drafter: Hashable, preview: Preview) -> list[float]:
-        """The chance of each guess that is shown to be emitted."""
+        """The chance of each draft token that is shown to be emitted."""
         emitted: list[float] = []
         rates = self._requests[request_id].chances_of(drafter).rates(preview)
         for parent, rate in zip(preview.parents, rates, strict=True):
@@ -204,7 +206,7 @@ class Acceptance:
     def observe_round(
         self, request_id: int, drafter: Hashable, num_offered: int, chances: Sequence[float], parents: Sequence[int]
     ) -> None:
-        """Take in a round without a preview: for each guess the chance with which it was emitted."""
+        """Take in a round without a preview: for each draft token the chance with which it was emitted."""
         num_offered = min(max(num_offered, len(chances)), _MAX_PLACES)
         rates: PlaceRates | None = self._requests[request_id].places_of(drafter)
         assert rates is not None
@@ -217,7 +219,7 @@ class Acceptance:
     def observe_preview(
         self, request_id: int, drafter: Hashable, preview: Preview, found: Sequence[bool | None]
     ) -> None:
-        """Take in what became of guesses that were shown, used or not: True right, None not judged."""
+        """Take in what became of draft tokens that were shown, used or not: True right, None not judged."""
         rates: ChanceRates | None = self._requests[request_id].chances_of(drafter)
         while rates is not None:
             rates.observe(preview, found)
@@ -245,7 +247,7 @@ class Acceptance:
 
 def judged(num_offered: int, chances: Sequence[float], parents: Sequence[int]) -> Iterator[tuple[int, float]]:
     """The places whose parent was emitted, each with the chance that it was emitted then; 0 where nothing was
-    guessed.
+    drafted.
     """
     for k in range(num_offered):
         parent = parents[k]

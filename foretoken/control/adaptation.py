@@ -98,7 +98,7 @@ def change(before: Sequence[float], after: Sequence[float]) -> Change:
 
 
 def emitted_per_step(acceptances: Sequence[float]) -> float:
-    """Tokens that a step emits where the guess at place k is accepted with the k-th of these chances after its
+    """Tokens that a step emits where the draft token at place k is accepted with the k-th of these chances after its
     predecessors: 1 + a_1 + a_1 a_2 + ...
     """
     total, chance = 1.0, 1.0

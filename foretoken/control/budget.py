@@ -1,12 +1,12 @@
-"""The joint allocation: which drafter guesses for each request of a step, and how much.
+"""The joint allocation: which drafter drafts for each request of a step, and how much.
 
 A request has a candidate for each drafter option. It takes the one that would pay best if it alone were to choose;
-guesses are then admitted one by one over all requests, the likeliest to be emitted per row first, and the best count
-wins. Zero is always among the counts.
+draft tokens are then admitted one by one over all requests, the likeliest to be emitted per row first, and the best
+count wins. Zero is always among the counts.
 
 Best is the most tokens per second in the long run. Where every step is like this one that is the most expected tokens
 per expected second (goodput, TurboSpec, 2406.14066). Where steps differ, because a lookup finds something in one and
-nothing in the next, guesses are valued at the long-run token rate, an opportunity cost: tokens - rate * seconds is
+nothing in the next, draft tokens are valued at the long-run token rate, an opportunity cost: tokens - rate * seconds is
 maximised (Dinkelbach's method for ratios of renewal rewards).
 
 All that enters was known before the round, so the choice depends on nothing that is drawn in it.
@@ -28,11 +28,11 @@ DraftSeconds = Callable[[Hashable, int], float]  # of a drafter, by its longest 
 
 
 class Candidate(NamedTuple):
-    """What one request gains by one drafter: for each place of its draft the share of rounds in which it is guessed,
+    """What one request gains by one drafter: for each place of its draft the share of rounds in which it is drafted,
     and in which it is emitted.
 
-    `at_least` guesses are not up for choice (a number that the caller set). `entry_s` is what the drafter takes on top
-    because the request is new to it, spread over the rounds it may serve.
+    `at_least` draft tokens are not up for choice (a number that the caller set). `entry_s` is what the drafter takes on
+    top because the request is new to it, spread over the rounds it may serve.
     """
 
     drafter: Hashable
@@ -51,7 +51,9 @@ class Demand(NamedTuple):
 
 @dataclass(frozen=True)
 class Allocation:
-    """The candidate of every request (its place among them, None: no guesses), its guesses, and what is expected."""
+    """The candidate of every request (its place among them, None: no draft tokens), its draft tokens, and what is
+    expected.
+    """
 
     picks: tuple[int | None, ...]
     budgets: tuple[int, ...]
@@ -75,7 +77,7 @@ def allocate(demands: Sequence[Demand], step_s: StepSeconds, draft_s: DraftSecon
     best = step.best(active)
     # In order: of equals the first goes, whatever their hashes are.
     expensive = [drafter for drafter in users if draft_s(drafter, 1) > _CHEAP_SHARE * best.seconds]
-    while expensive:  # guesses are admitted without their drafter's time: leave out, one by one, who gains least
+    while expensive:  # draft tokens are admitted without their drafter's time: leave out, one by one, who gains least
         fewer = {drafter: step.best(active - {drafter}) for drafter in expensive}
         least = max(fewer, key=lambda drafter: step.value(fewer[drafter].tokens, fewer[drafter].seconds))
         best = max(best, fewer[least], key=lambda found: step.value(found.tokens, found.seconds))
@@ -113,7 +115,9 @@ class _Step:
         return Allocation(made, tuple(budgets), tokens, seconds)
 
     def _pick(self, demand: Demand, active: set[Hashable]) -> int | None:
-        """The candidate that would pay best if the others made no guesses; a number that was set must be met by one."""
+        """The candidate that would pay best if the others made no draft tokens; a number that was set must be met by
+        one.
+        """
         candidates = demand.candidates
         if len(candidates) == 1:
             return 0 if candidates[0].drafter in active or candidates[0].at_least else None
@@ -128,7 +132,7 @@ class _Step:
         return pick
 
     def _alone_anew(self, candidate: Candidate, weight: float) -> float:
-        """The value of a step in which only this candidate guesses, its drafter's time shared with who may use it."""
+        """The value of a step in which only this candidate drafts, its drafter's time shared with who may use it."""
         share = 1 / self.users[candidate.drafter]
         rows = tokens = float(len(self.demands))
         best = -math.inf
@@ -141,7 +145,7 @@ class _Step:
 
 
 class _Admission:
-    """Admits guesses of the chosen candidates, the likeliest per row first, and remembers the best count."""
+    """Admits draft tokens of the chosen candidates, the likeliest per row first, and remembers the best count."""
 
     def __init__(self, step: _Step, chosen: Sequence[Candidate | None], active: set[Hashable]) -> None:
         self.step, self.chosen, self.active = step, chosen, active
@@ -151,7 +155,7 @@ class _Admission:
         self.heap: list[tuple[float, int, int]] = []
 
     def run(self) -> tuple[list[int], float, float]:
-        """Guesses of each request, expected tokens and seconds."""
+        """Draft tokens of each request, expected tokens and seconds."""
         for b, candidate in enumerate(self.chosen):
             if candidate is not None:
                 for place in range(candidate.at_least):
@@ -196,7 +200,7 @@ class _Admission:
 
 @dataclass
 class TokenRate:
-    """Long-run tokens per second over those without guesses: comparable across loads, which change both."""
+    """Long-run tokens per second over those without a draft: comparable across loads, which change both."""
 
     saved_s: float = 0.0
     took_s: float = 0.0
@@ -207,6 +211,6 @@ class TokenRate:
         return self.saved_s / self.took_s if self.took_s else 0.0
 
     def observe(self, plain_s: float, took_s: float, keep: float) -> None:
-        """Take in a step whose tokens would have taken `plain_s` without guesses."""
+        """Take in a step whose tokens would have taken `plain_s` without a draft."""
         self.saved_s = keep * self.saved_s + plain_s
         self.took_s = keep * self.took_s + took_s

@@ -18,7 +18,8 @@ _FACTOR_OF_PRIORITY, _MAX_PRIORITY, _FACTOR_OF_LATENESS = 1.2, 8, 2.0
 class OptionTraits:
     """One drafter option of a request, as long as it is there: the `drafter` whose costs and acceptance it shares.
 
-    `most` guesses at once; `num_probe` rows come with the first of them. One that `previews` shows its guesses.
+    `most` draft tokens at once; `num_probe` rows come with the first of them. One that `previews` shows its draft
+    tokens.
     """
 
     drafter: Hashable
@@ -48,7 +49,7 @@ class RequestView(NamedTuple):
 
 
 class DrafterOption(NamedTuple):
-    """One drafter that a request may use now: by the `number` of its option, at most `most` guesses."""
+    """One drafter that a request may use now: by the `number` of its option, at most `most` draft tokens."""
 
     number: int
     drafter: Hashable
@@ -60,8 +61,8 @@ class DrafterOption(NamedTuple):
 class RequestOptions(NamedTuple):
     """What a request brings into a round: its drafter options, none if it does not draft now.
 
-    `is_open`: the number of guesses is left to the policy; otherwise as many are made as the option allows. `weight` is
-    what a token of the request counts.
+    `is_open`: the number of draft tokens is left to the policy; otherwise as many are made as the option allows.
+    `weight` is what a token of the request counts.
     """
 
     request_id: int
@@ -74,7 +75,7 @@ class RequestOptions(NamedTuple):
 
 
 class DraftBudget(NamedTuple):
-    """What a request may do in a round: the number of its option (None: no guesses), and how many guesses."""
+    """What a request may do in a round: the number of its option (None: no draft tokens), and how many draft tokens."""
 
     option: int | None
     num_draft: int
@@ -82,13 +83,14 @@ class DraftBudget(NamedTuple):
 
 NO_DRAFT = DraftBudget(None, 0)
 
-# Why a request that may draft was given no guesses; the words of the server's trace.
+# Why a request that may draft was given no draft tokens; the words of the server's trace.
 # - k0_short, k0_load: routing rules, about the length of the answer and the number of requests.
 # - prefill: the first token, which is never drafted. length_clamped: at most one token is still to come.
 # - warmup: what steps or the drafter cost is still being learnt. no_match: a lookup found nothing.
-# - k0_acceptance: no guess would be emitted often enough to be weighed. k0_cost: guesses take more than they bring.
+# - k0_acceptance: no draft token would be emitted often enough to be weighed. k0_cost: draft tokens take more than they
+#   bring.
 # - drafter_disabled: it failed too often. drafter_failed: it failed in this step.
-# - budget_trimmed: the step had no room for guesses.
+# - budget_trimmed: the step had no room for draft tokens.
 NoDraftReason = Literal[
     "prefill",
     "length_clamped",
@@ -107,8 +109,9 @@ NoDraftReason = Literal[
 class RoundOutcome(NamedTuple):
     """What came of one request's round, under the budget it was given.
 
-    `chances` are those with which each guess was emitted, given what was drawn; None where the guesses were not those
-    of the option's drafter (a grammar's). `parents` are the guesses they follow (-1: none), `emitted` the tokens.
+    `chances` are those with which each draft token was emitted, given what was drawn; None where the draft tokens were
+    not those of the option's drafter (a grammar's). `parents` are the draft tokens they follow (-1: none), `emitted`
+    the tokens.
     """
 
     request_id: int
@@ -125,7 +128,7 @@ class StepOutcome:
 
     `only_decodes`: no prompt was read in it and it ran on the usual threads, so that its time is that of decoding.
     `num_rows` rows of which `num_nodes`
-    are guesses or probes. `draft_s` and `num_read_tokens` are those of drafters that guessed and show no previews:
+    are draft tokens or probes. `draft_s` and `num_read_tokens` are those of drafters that drafted and show no previews:
     seconds, and tokens that were new to them. What drafters take that only follow the text is no part of it: nobody
     chose it.
     """
@@ -142,7 +145,7 @@ class StepOutcome:
 def weight_of(priority: int, seconds_left: float | None, seconds_needed: float) -> float:
     """What a request's tokens count: a fifth more for every step of priority, twice where its deadline will be missed.
 
-    `seconds_left` until the deadline, None if it has none; `seconds_needed` for what may still come without guesses.
+    `seconds_left` until the deadline, None if it has none; `seconds_needed` for what may still come without a draft.
     """
     is_late = seconds_left is not None and seconds_needed > seconds_left
     factor = _FACTOR_OF_PRIORITY ** -max(-_MAX_PRIORITY, min(_MAX_PRIORITY, priority))

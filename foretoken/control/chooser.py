@@ -1,4 +1,4 @@
-"""The one place where numbers of guesses are decided: the engine and the simulator drive the same object.
+"""The one place where numbers of draft tokens are decided: the engine and the simulator drive the same object.
 
 A round is `begin` (which previews are computed), `plan` (drafter and number of draft tokens of each request) and
 `observe` (the outcome). Routing rules (`routing`) come first, then the policy.
@@ -25,7 +25,7 @@ from foretoken.control.previews import PreviewAsk, Previews
 from foretoken.control.routing import Routing, RoutingRules
 from foretoken.plan.profile import Curve
 
-_FIRST_PREVIEW = 8  # guesses that are looked at where few were made before
+_FIRST_PREVIEW = 8  # draft tokens that are looked at where few were made before
 
 
 class Chooser:
@@ -45,7 +45,7 @@ class Chooser:
         self._views: dict[int, RequestView] = {}  # of the round that is planned or ran last
         self._previews = Previews()
         self._last_num_draft: dict[int, int] = {}
-        self._num_probed: dict[int, int] = {}  # probes that came with a request's last guesses
+        self._num_probed: dict[int, int] = {}  # probes that came with a request's last draft tokens
         self._overhead_s = 0.0
         self._mode: Mode = "decide"
         self._may_draft = False  # any request of the round that is planned or ran last
@@ -93,7 +93,7 @@ class Chooser:
     def observe(self, step: StepOutcome) -> None:
         """Learn from a step."""
         began = self.clock()
-        drafting: dict[Hashable, list[int]] = {}  # numbers of guesses, by drafter
+        drafting: dict[Hashable, list[int]] = {}  # numbers of draft tokens, by drafter
         for round_ in step.rounds:
             if round_.request_id not in self._views:
                 continue  # its first token, which is never drafted
@@ -119,7 +119,8 @@ class Chooser:
         self._previews, self._overhead_s = Previews(), 0.0
 
     def why_none(self, request_id: int, is_planned: bool) -> NoDraftReason:
-        """Why a request with a drafter made no guess in the round that ran last; `is_planned`: `plan` gave it some.
+        """Why a request with a drafter made no draft token in the round that ran last; `is_planned`: `plan` gave it
+        some.
 
         A routing rule is counted here as well, which changes nothing: it was counted when it was followed.
         """
@@ -184,7 +185,7 @@ class Chooser:
         )
 
     def _most(self, request: RequestView) -> int:
-        """Guesses that can still be used: the round itself emits one token of the target's own."""
+        """Draft tokens that can still be used: the round itself emits one token of the target's own."""
         wanted = PolicyConfig.max_num_draft if request.num_draft is None else request.num_draft
         return max(0, min(wanted, request.num_remaining - 1)) if request.options else 0
 

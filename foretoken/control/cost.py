@@ -12,7 +12,7 @@ from foretoken.plan.profile import Curve, Profile
 _EXACT_COUNTS = 16  # counts up to here have a bucket each, larger ones share buckets about an eighth wide
 _SPEED_VARIANCE, _SPEED_DRIFT = 1.0, 7e-5  # relative: of the speed factor before anything ran, and added by each step
 _SHAPE_VARIANCE, _MIN_SHAPE_VARIANCE = 0.15**2, 2e-4  # of a count's place on a measured prior, at first and at least
-_GUESS_VARIANCE = 1.0  # of a count's place on a prior that is only the first observation
+_FIRST_VARIANCE = 1.0  # of a count's place on a prior that is only the first observation
 _STEP_VARIANCE = 0.1**2  # of one step
 _BOUND, _MIN_BOUND = (
     3.0,
@@ -42,7 +42,7 @@ class CostTable:
 
     The prior is a measured curve, or else the first observation: then any count takes nearly the same (`grows` False: a
     target's weights are read once for all rows), or as much again for each further one (`grows` True: a drafter's
-    guesses come one after the other). The speed factor is common to all counts: a machine under another load or at
+    draft tokens come one after the other). The speed factor is common to all counts: a machine under another load or at
     another clock is uniformly slower or faster, and counts that were not run lately follow. `offset` is what a count
     takes beside that:
     a factor for each count that ran, straight lines between them, the nearest one outside.
@@ -95,7 +95,7 @@ class CostTable:
         bucket = _bucket(count)
         offset = self._offsets.get(bucket)
         if offset is None:
-            variance = _SHAPE_VARIANCE if self._prior is not None else _GUESS_VARIANCE if self._counts else 0.0
+            variance = _SHAPE_VARIANCE if self._prior is not None else _FIRST_VARIANCE if self._counts else 0.0
             offset = self._offsets[bucket] = _Offset(self._offset(bucket), variance)
             insort(self._counts, bucket)
         self._speed_variance += _SPEED_DRIFT
@@ -199,7 +199,7 @@ class DraftCosts:
         return tables[min(tables, key=lambda known: abs(known - bucket))].seconds(num_draft)
 
     def read_s(self, drafter: Hashable, num_tokens: int) -> float:
-        """What reading so many tokens takes before the drafter can guess."""
+        """What reading so many tokens takes before the drafter can draft."""
         return num_tokens * self._read_token_s.get(drafter, 0.0)
 
     def keep_pace(self, drafter: Hashable, num_requests: int, plain_s: float) -> None:
@@ -225,7 +225,7 @@ class DraftCosts:
     def observe(self, drafter: Hashable, longest: int, seconds: float, num_requests: int, num_read_tokens: int) -> None:
         """Take in what a drafter took for `num_requests` requests, the longest draft being `longest`.
 
-        A round in which it first read `num_read_tokens` of texts tells the cost of reading, not that of guessing.
+        A round in which it first read `num_read_tokens` of texts tells the cost of reading, not that of drafting.
         """
         if num_read_tokens:
             price_s = max(0.0, seconds - self.seconds(drafter, longest, num_requests)) / num_read_tokens
@@ -237,7 +237,7 @@ class DraftCosts:
 
 
 def priors_of(profile: Profile) -> tuple[Curve, dict[str, Curve]]:
-    """The target's step by rows, its gaps filled by the roofline, and each drafter's rounds by guesses."""
+    """The target's step by rows, its gaps filled by the roofline, and each drafter's rounds by draft tokens."""
     rows = profile.rows if profile.roofline is None else Curve(profile.roofline.fill(profile.rows.points))
     return rows, {name: cost.guesses for name, cost in profile.drafters.items() if cost.guesses.points}
 

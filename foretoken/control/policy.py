@@ -1,11 +1,11 @@
-"""Which drafter guesses for the requests of a round, and how much, learnt from rounds that ended.
+"""Which drafter drafts for the requests of a round, and how much, learnt from rounds that ended.
 
-A number of guesses that the caller set always stands. Budgets left open are chosen jointly for all requests of the
+A number of draft tokens that the caller set always stands. Budgets left open are chosen jointly for all requests of the
 step, to maximise expected tokens per second (`budget`), zero included.
 
-An account keeps what guesses, trials and deciding itself made steps longer against the tokens that guesses brought.
-When it is overdrawn beyond a small share of the time, steps run without guesses: the engine does not fall behind plain
-decoding, whatever the estimates say.
+An account keeps what draft tokens, trials and deciding itself made steps longer against the tokens that draft tokens
+brought. When it is overdrawn beyond a small share of the time, steps run without a draft: the engine does not fall
+behind plain decoding, whatever the estimates say.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ from foretoken.control.previews import Preview
 from foretoken.plan.profile import Curve
 
 _MAX_CREDIT_STEPS = 4  # of trials, saved up at most
-_MIN_EMITTED = 0.02  # a guess that is emitted less often pays on no machine: it need not be weighed
+_MIN_EMITTED = 0.02  # a draft token that is emitted less often pays on no machine: it need not be weighed
 
 
 @dataclass(frozen=True)
 class PolicyConfig:
     """Every constant of the policy.
 
-    - `max_num_draft`: guesses per request and round that are considered where the caller leaves the number open.
+    - `max_num_draft`: draft tokens per request and round that are considered where the caller leaves the number open.
     - `slack_share`, `first_slack_steps`: by how much decoding may fall behind plain decoding, as a share of the time,
       and in plain steps when a request is new; `max_slack_steps`, `min_slack_steps`: gains are kept for later
       losses, and losses for later gains, up to so many plain steps.
     - `decision_share`, `max_repeats`: share of the time that deciding may take (previews are paid from the account);
       budgets are repeated until it is kept, for at most so many rounds.
     - `trial_share`: share of the time that goes into trying again what did not pay: a drafter by one request in a
-      round, or, after `decisions_per_trial` decisions against any guess, what would be chosen if rows took half as
-      long. What rows take beyond those that run is not learnt otherwise. With as many requests the next such trial
+      round, or, after `decisions_per_trial` decisions against any draft token, what would be chosen if rows took half
+      as long. What rows take beyond those that run is not learnt otherwise. With as many requests the next such trial
       waits for twice as many decisions, at most `max_decisions_per_trial`.
-    - `first_guesses`: at most so many for a drafter whose cost is not known, by one request.
-    - `first_plain`, `plain_every`: after so many steps with guesses one without is run, so that its cost is known;
+    - `first_draft_tokens`: at most so many for a drafter whose cost is not known, by one request.
+    - `first_plain`, `plain_every`: after so many steps with draft tokens one without is run, so that its cost is known;
       later after every so many.
     - `rate_memory`: weight of the past in the long-run token rate, per request and step.
     - `first_rows`: rows beside the requests' own that may be run before anything is known; later twice the largest
@@ -74,7 +74,7 @@ class PolicyConfig:
     trial_share: float = 0.005
     decisions_per_trial: int = 4
     max_decisions_per_trial: int = 64
-    first_guesses: int = 2
+    first_draft_tokens: int = 2
     first_plain: int = 4
     plain_every: int = 128
     rate_memory: float = 0.96
@@ -85,7 +85,7 @@ Mode = Literal["decide", "repeat", "plain"]
 
 
 class Policy(Protocol):
-    """Decides numbers of guesses before a round, and learns from finished rounds."""
+    """Decides numbers of draft tokens before a round, and learns from finished rounds."""
 
     @property
     def target_cost(self) -> CostTable:
@@ -111,18 +111,18 @@ class Policy(Protocol):
     def observe_round(
         self, request_id: int, drafter: Hashable, num_offered: int, chances: Sequence[float], parents: Sequence[int]
     ) -> None:
-        """Take in with which chance each guess of a request was emitted."""
+        """Take in with which chance each draft token of a request was emitted."""
 
     def observe_preview(
         self, request_id: int, drafter: Hashable, preview: Preview, found: Sequence[bool | None]
     ) -> None:
-        """Take in what became of guesses that a drafter showed, used or not."""
+        """Take in what became of draft tokens that a drafter showed, used or not."""
 
     def observe_rest(self, request_id: int) -> None:
-        """Take in a round in which a request was given no guess."""
+        """Take in a round in which a request was given no draft token."""
 
     def why_none(self, request_id: int) -> NoDraftReason:
-        """Why a request that might draft was given no guess in the round that ran last."""
+        """Why a request that might draft was given no draft token in the round that ran last."""
 
     def finish(self, request_id: int) -> None:
         """Forget a request."""
@@ -133,7 +133,7 @@ class _RequestHistory:
     """What is kept of one request: its last budget, and its drafters' rounds."""
 
     budget: DraftBudget | None = None  # of its last round
-    untried: dict[Hashable, int] = field(default_factory=dict)  # rounds since the drafter guessed
+    untried: dict[Hashable, int] = field(default_factory=dict)  # rounds since the drafter drafted
     trial_tokens: float | None = None  # expected of this round's trial
 
 
@@ -146,7 +146,7 @@ class BudgetPolicy:
         self.acceptance = Acceptance()
         self._requests: dict[int, _RequestHistory] = {}
         self._num_requests = 1  # of the round that is planned or was last
-        self._open: set[int] = set()  # requests of this round whose number of guesses is left open
+        self._open: set[int] = set()  # requests of this round whose number of draft tokens is left open
         self._num_users: dict[Hashable, int] = {}  # requests that may use a drafter in this round
         self._mode: Mode = "decide"
         self._is_overdrawn = False  # why this round is plain, if it is
@@ -155,12 +155,12 @@ class BudgetPolicy:
         self._slack_s = 0.0  # by which decoding is ahead of plain decoding, with what it may fall behind
         self._joined = 0.0  # share of this round's requests that are new
         self._credit_s = 0.0  # seconds that trials may lose; those that gain pay back
-        self._token_s = 0.0  # what a token takes without guesses
-        self._worth_s = 0.0  # what a token takes of late, guesses and all
+        self._token_s = 0.0  # what a token takes without a draft
+        self._worth_s = 0.0  # what a token takes of late, draft tokens and all
         self._rate = TokenRate()
-        self._num_declined = 0  # decisions against any guess, in a row
+        self._num_declined = 0  # decisions against any draft token, in a row
         self._decisions_per_trial: dict[int, int] = {}  # by load
-        self._since_plain: dict[int, int] = {}  # steps with guesses since one without, by load
+        self._since_plain: dict[int, int] = {}  # steps with draft tokens since one without, by load
 
     def seed(self, target_cost: Curve, draft_costs: Mapping[Hashable, Curve]) -> None:
         """Begin with these costs, before any step was observed."""
@@ -244,7 +244,7 @@ class BudgetPolicy:
         chances: Sequence[float],
         parents: Sequence[int] | None = None,
     ) -> None:
-        """See `Policy.observe_round`; without `parents` the guesses are a chain."""
+        """See `Policy.observe_round`; without `parents` the draft tokens are a chain."""
         own = range(-1, len(chances) - 1) if parents is None else parents
         self.acceptance.observe_round(request_id, drafter, num_offered, chances, own)
         known = self._requests[request_id]
@@ -287,7 +287,7 @@ class BudgetPolicy:
         self._weighed = [pair for pair in self._weighed if pair[0].request_id != request_id]
 
     def _charge(self, step: StepOutcome, decision_s: float, preview_s: float) -> None:
-        """Charge what open guesses and deciding made the step longer, and credit the tokens that they brought.
+        """Charge what open draft tokens and deciding made the step longer, and credit the tokens that they brought.
 
         Of the drafters' time the share of requests whose number was set is not charged, nor what reading a new text
         took: that is weighed against all that the request may still gain (`_entry_s`). A step in which nothing was left
@@ -338,7 +338,7 @@ class BudgetPolicy:
         ]
         self._weighed = list(zip(given, demands, strict=True))
         self._token_s = self.target_cost.seconds(len(requests)) / max(1, len(requests))
-        # Without guesses the rate is 1: what pays less is never worth its time, whatever noise and trials made of late.
+        # Without a draft the rate is 1: what pays less is never worth its time, whatever noise and trials made of late.
         rate = max(1.0, self._rate.of_late) / self._token_s if self._token_s and self._rate.of_late else 0.0
         self._worth_s = 1 / rate if rate else self._token_s
         step_s, draft_s = self._step_times(), self._draft_times()
@@ -352,7 +352,9 @@ class BudgetPolicy:
         return budgets
 
     def _one_by_one(self, requests: Sequence[RequestOptions]) -> Sequence[RequestOptions]:
-        """Leave a drafter of unknown cost to one request and few guesses: all others would have it read their texts."""
+        """Leave a drafter of unknown cost to one request and few draft tokens: all others would have it read their
+        texts.
+        """
         unknown: dict[Hashable, int] = {}
         for request in requests:
             for option in request.options:
@@ -362,7 +364,7 @@ class BudgetPolicy:
             return requests
 
         def few(option: DrafterOption) -> DrafterOption:
-            return option._replace(most=min(option.most, self.config.first_guesses))
+            return option._replace(most=min(option.most, self.config.first_draft_tokens))
 
         return [
             request._replace(
@@ -392,7 +394,7 @@ class BudgetPolicy:
         return Candidate(option.drafter, tuple(drafted), tuple(emitted), at_least, entry_s)
 
     def _entry_s(self, request: RequestOptions, option: DrafterOption) -> float:
-        """What a drafter takes to read the text of a request that it never guessed for."""
+        """What a drafter takes to read the text of a request that it never drafted for."""
         if not self.acceptance.is_new(request.request_id, option.drafter):
             return 0.0
         return self.draft_costs.read_s(option.drafter, request.num_tokens)
@@ -453,9 +455,10 @@ class BudgetPolicy:
     def _with_cheaper_rows(
         self, demands: Sequence[Demand], found: Allocation, step_s: StepSeconds, draft_s: DraftSeconds, rate: float
     ) -> Allocation:
-        """Where no guess was chosen for some time: what would be if rows took half as long, as far as trials may lose.
+        """Where no draft token was chosen for some time: what would be if rows took half as long, as far as trials may
+        lose.
 
-        A guess more or less is not told from the noise of a step, many are.
+        A draft token more or less is not told from the noise of a step, many are.
         """
         self._num_declined = 0 if any(found.budgets) else self._num_declined + 1
         load = load_of(len(demands))
@@ -472,7 +475,9 @@ class BudgetPolicy:
         return hoped
 
     def _passed_over(self, requests: Sequence[RequestOptions], found: Allocation) -> list[tuple[int, int, int]]:
-        """Rounds since the last guess, request and place of the option, of those passed over that show no guesses."""
+        """Rounds since the last draft token, request and place of the option, of those passed over that show no draft
+        tokens.
+        """
         passed: list[tuple[int, int, int]] = []
         for b, request in enumerate(requests):
             untried = self._requests[request.request_id].untried

@@ -1,7 +1,8 @@
-"""Guesses that a drafter can show before anything is chosen, because nothing is drawn for them.
+"""Draft tokens that a drafter can show before anything is chosen, because nothing is drawn for them.
 
-A lookup names for every guess the chance that it is right. What it shows is compared with what was emitted, also in
-rounds in which its guesses were not used: whether a lookup pays is known without running a row of the target for it.
+A lookup names for every draft token the chance that it is right. What it shows is compared with what was emitted, also
+in rounds in which its draft tokens were not used: whether a lookup pays is known without running a row of the target
+for it.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Preview:
-    """Guesses that are ready, best first: the place each follows (-1: the text's end), the chance its drafter gives the
-    path to it, and the token.
+    """Draft tokens that are ready, best first: the place each follows (-1: the text's end), the chance its drafter
+    gives the path to it, and the token.
     """
 
     parents: tuple[int, ...] = ()
@@ -23,20 +24,22 @@ class Preview:
 
     @cached_property
     def steps(self) -> tuple[float, ...]:
-        """The chance of each guess once the one before it was emitted, as its drafter names it."""
+        """The chance of each draft token once the one before it was emitted, as its drafter names it."""
         return tuple(
             chance if parent < 0 else chance / self.chances[parent]
             for parent, chance in zip(self.parents, self.chances, strict=True)
         )
 
     def first(self, count: int) -> Preview:
-        """The first `count` guesses: what a smaller budget is given, and never behind a guess that is left out."""
+        """The first `count` draft tokens: what a smaller budget is given, and never behind a draft token that is left
+        out.
+        """
         if count >= len(self.tokens):
             return self
         return Preview(self.parents[:count], self.chances[:count], self.tokens[:count])
 
     def outcomes(self, emitted: Sequence[int]) -> list[bool | None]:
-        """For each guess whether it was what was `emitted` there; None where the text had left its path before."""
+        """For each draft token whether it is what was `emitted` there; None where the text had left its path."""
         depths: list[int] = []  # place among the emitted tokens while the path is the text's own, else -1
         found: list[bool | None] = []
         for parent, token in zip(self.parents, self.tokens, strict=True):
@@ -53,7 +56,7 @@ class Preview:
 
 @dataclass(frozen=True)
 class PreviewAsk:
-    """Ask the drafter of one option of a request for at most `num_draft` guesses."""
+    """Ask the drafter of one option of a request for at most `num_draft` draft tokens."""
 
     request_id: int
     option: int

@@ -30,9 +30,9 @@ class SchedulerConfig:
     """Limits of a step and of the cache.
 
     `max_batch_size` requests run at once. A step takes at most `max_prompt_tokens` of prompts, and at most
-    `max_step_tokens` rows altogether: prompts, guesses, and a row for everyone who decodes (None: no bound beside the
-    others). Nobody joins unless `cache_reserve`, a share of the cache, stays free for those who run. Who came `aging_s`
-    seconds earlier is served like one whose priority is better by 1.
+    `max_step_tokens` rows altogether: prompts, draft tokens, and a row for everyone who decodes (None: no bound beside
+    the others). Nobody joins unless `cache_reserve`, a share of the cache, stays free for those who run. Who came
+    `aging_s` seconds earlier is served like one whose priority is better by 1.
 
     Raises:
         ConfigError: names the field.
@@ -43,7 +43,7 @@ class SchedulerConfig:
     max_step_tokens: int | None = field(
         default=None,
         kw_only=True,
-        metadata=_option("Rows of a step altogether: prompts, guesses, and one for each answer; no bound."),
+        metadata=_option("Rows of a step altogether: prompts, draft tokens, and one for each answer; no bound."),
     )
     cache_reserve: float = field(  # who speculates grows by several tokens a step
         default=0.15,
@@ -98,8 +98,8 @@ def may_join(needed_tokens: int, owed_tokens: int, reserved_tokens: float, free_
 class RowDemand:
     """What a running request could do in a step: its cache holds `held` tokens.
 
-    Either it decodes: one row (`missing` is 1), at most `num_draft` guesses and `num_probe` probes; or it reads,
-    `missing` tokens at most. `fixed` guesses may not depend on neighbours.
+    Either it decodes: one row (`missing` is 1), at most `num_draft` draft tokens and `num_probe` probes; or it reads,
+    `missing` tokens at most. `fixed` draft tokens may not depend on neighbours.
     """
 
     held: int
@@ -112,7 +112,7 @@ class RowDemand:
 
 @dataclass(frozen=True)
 class RowGrant:
-    """What it may do: run `num_pending` committed tokens (0: sit this step out), guesses and probes behind them."""
+    """What it may do: run `num_pending` committed tokens (0: sit this step out), then draft tokens and probes."""
 
     num_pending: int
     num_draft: int = 0
@@ -125,11 +125,11 @@ class RowGrant:
 
 
 def within_budget(asks: Sequence[RowDemand], config: SchedulerConfig) -> list[RowGrant]:
-    """The rows of a step, `asks` most urgent first: a row for everyone who decodes, guesses, and prompts with what is
-    left.
+    """The rows of a step, `asks` most urgent first: a row for everyone who decodes, draft tokens, and prompts with what
+    is left.
 
-    Prompts get a quarter of what the first leave, if they want so much. Guesses are cut from the least urgent on, but
-    `fixed` ones: those have what they would have in a full batch, whoever is there.
+    Prompts get a quarter of what the first leave, if they want so much. Draft tokens are cut from the least urgent on,
+    but `fixed` ones: those have what they would have in a full batch, whoever is there.
     """
     wanted = sum(ask.missing for ask in asks if not ask.decodes)
     prompt_tokens = min(wanted, config.max_prompt_tokens)
@@ -152,8 +152,8 @@ def within_budget(asks: Sequence[RowDemand], config: SchedulerConfig) -> list[Ro
 
 
 def fixed_rows(config: SchedulerConfig) -> int:
-    """Guesses and probes that a request may have if neighbours have no say in their number: an equal share of a full
-    batch's.
+    """Draft tokens and probes that a request may have if neighbours have no say in their number: an equal share of a
+    full batch's.
     """
     assert config.max_step_tokens is not None
     left = config.max_step_tokens - config.max_batch_size
@@ -190,9 +190,9 @@ def within_cache(
     """`grants` cut until their rows fit into `free_tokens`, `asks` most urgent first; None: the least urgent has to
     give way.
 
-    First go guesses and probes that take room of their own, then what is read, each from the least urgent on. The most
-    urgent goes on reading, if only by a row. `fixed` guesses are never cut: neighbours would have a say in what a seed
-    draws.
+    First go draft tokens and probes that take room of their own, then what is read, each from the least urgent on. The
+    most urgent goes on reading, if only by a row. `fixed` draft tokens are never cut: neighbours would have a say in
+    what a seed draws.
     """
     cut = list(grants)
     excess = growth_tokens(asks, cut, footprint) - free_tokens
@@ -216,7 +216,7 @@ def _least(left: int) -> int:
 
 
 def _cut(grant: RowGrant, room: int) -> RowGrant:
-    """At most `room` guesses and probes, guesses first."""
+    """At most `room` draft tokens and probes, draft tokens first."""
     num_draft = min(grant.num_draft, max(0, room))
     return replace(grant, num_draft=num_draft, num_probe=min(grant.num_probe, max(0, room - num_draft)))
 
@@ -265,7 +265,7 @@ class Queued(Protocol):
 
 
 class Drafting(NamedTuple):
-    """What a decoding request is to draft: guesses and probes; `fixed` ones may not depend on neighbours."""
+    """What a decoding request is to draft: draft tokens and probes; `fixed` ones may not depend on neighbours."""
 
     num_draft: int = 0
     num_probe: int = 0

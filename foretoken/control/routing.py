@@ -1,6 +1,6 @@
 """Plain rules that come before the policy's arithmetic: which requests are not speculated for at all.
 
-They hold for what a request leaves open; a number of guesses that the caller set always stands.
+They hold for what a request leaves open; a number of draft tokens that the caller set always stands.
 """
 
 from __future__ import annotations
@@ -27,21 +27,23 @@ class RoutingRules:
     - `min_tokens_for_draft_model`: for requests of fewer new tokens, with a prompt at least as long, that may use
       several drafters, those that read the prompt with a model of their own are left out. The policy weighs what
       reading takes against `max_tokens`; answers mostly end earlier, and their second token waits for it.
-    - `max_speculating_requests`: while more requests than this decode together, no guesses are made.
+    - `max_speculating_requests`: while more requests than this decode together, no draft tokens are made.
     """
 
     min_tokens_to_speculate: int = field(
-        default=0, metadata=_option("With an open number of guesses: answers of fewer tokens are not guessed for.")
+        default=0, metadata=_option("With an open number of draft tokens: answers of fewer tokens are not drafted for.")
     )
     min_tokens_for_draft_model: int = field(
         default=50,
         metadata=_option(
-            "With an open number of guesses by several drafters: no draft model reads the prompt for shorter answers."
+            "With num_draft left open and several drafters: no draft model reads the prompt for shorter answers."
         ),
     )
     max_speculating_requests: int | None = field(
         default=None,
-        metadata=_option("With an open number of guesses: nobody guesses while more answers run than this; no limit."),
+        metadata=_option(
+            "With an open number of draft tokens: nobody drafts while more answers run than this; no limit."
+        ),
     )
 
     def __post_init__(self) -> None:
@@ -75,7 +77,7 @@ class Routing:
         return max_new_tokens < self.rules.min_tokens_for_draft_model and num_prompt_tokens >= max_new_tokens
 
     def leaves_out(self, request_id: int, reads_prompt: Sequence[bool]) -> frozenset[int]:
-        """Places of a short request's drafter options that are left out, where another one can guess; `reads_prompt`
+        """Places of a short request's drafter options that are left out, where another one can draft; `reads_prompt`
         says of each option whether it reads the prompt with a model of its own.
         """
         if all(reads_prompt):

@@ -19,7 +19,7 @@ from foretoken.config import SpecConfig
 from foretoken.core import Batch, Draft, Request, Verdict
 from foretoken.heads.base import Head
 from foretoken.model.interface import LanguageModel
-from foretoken.model.tokenizer import Tokenizer
+from foretoken.text.tokenizer import Tokenizer
 from foretoken.transfer import to_device
 from foretoken.verify import first_max
 
@@ -307,7 +307,7 @@ def variants_of(drafter: Drafter, spec: SpecConfig) -> tuple[SpecConfig, ...]:
 
 
 def parts_of(spec: SpecConfig, drafter: Drafter) -> Iterator[tuple[SpecConfig, Drafter]]:
-    """The drafters that guess for themselves: `drafter`, or its parts, each with its configuration."""
+    """The drafters that draft for themselves: `drafter`, or its parts, each with its configuration."""
     if not isinstance(drafter, Parts):
         yield spec, drafter
         return

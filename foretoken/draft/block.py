@@ -1,9 +1,9 @@
-"""A block drafter: one pass of a small network over the target's hidden states guesses the whole draft (`heads.block`).
+"""A block drafter: one pass of a small network over the target's hidden states predicts the draft (`heads.block`).
 
 The states of committed positions are kept as they come (`head_states`) and are read when something is drafted. Keys and
 values of the text before the anchor stay in a cache of the drafter's own, those of the block are forgotten each round.
-From the guesses of all places a chain is drawn from left to right, or a tree grown, each with the head's correction by
-the token before (`by_place`).
+From the predictions for all places a chain is drawn from left to right, or a tree grown, each with the head's
+correction by the token before (`by_place`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from foretoken.transfer import to_device, to_host
 
 
 @dataclass(frozen=True)
-class _BlockGuesses:
+class _BlockPredictions:
     """What one pass says of all places (`by_place.PlaceLogits`); request b's rows begin at `first[b]`."""
 
     head: BlockHead
@@ -96,8 +96,8 @@ class BlockDrafter(StatesDrafter):
         most = [self._most(entry) for entry in entries]
         self._states.begin_round(entry.request.request_id for b, entry in enumerate(entries) if most[b])
         most = [most[b] if self._make_room(entry, most[b]) else 0 for b, entry in enumerate(entries)]
-        guesses = self._guess(entries, most)
-        return propose_by_place(self.name, self.cache.device, entries, most, guesses)
+        predictions = self._predict(entries, most)
+        return propose_by_place(self.name, self.cache.device, entries, most, predictions)
 
     @property
     def fixed_weights(self) -> tuple[str, ...]:
@@ -105,7 +105,7 @@ class BlockDrafter(StatesDrafter):
         return ("fc.", "hidden_norm.")
 
     def _num_slots(self, num_places: int) -> int:
-        """Slots of a block of which `num_places` guess."""
+        """Slots of a block of which `num_places` predict."""
         config = self.head.config
         return config.block_size - config.num_places + num_places if config.is_causal else config.block_size
 
@@ -127,12 +127,12 @@ class BlockDrafter(StatesDrafter):
         return most > 0 and self._states.make_room(sequence, missing + self._num_slots(most))
 
     @torch.inference_mode()
-    def _guess(self, entries: Sequence[BatchEntry], most: Sequence[int]) -> _BlockGuesses:
+    def _predict(self, entries: Sequence[BatchEntry], most: Sequence[int]) -> _BlockPredictions:
         """The pass: new context rows and a block for every request that drafts."""
         head, cache = self.head, self.cache
         drafting = [b for b, num in enumerate(most) if num]
         if not drafting:
-            return _BlockGuesses(head, torch.empty(0), {}, ())
+            return _BlockPredictions(head, torch.empty(0), {}, ())
         sequences = [entries[b].request.request_id for b in drafting]
         self._states.make_features(sequences)
         fused = [self._states.features(one) for one in sequences]
@@ -141,7 +141,7 @@ class BlockDrafter(StatesDrafter):
         self.num_read_tokens = sum(num for num in num_new if num > USUAL_TOKENS)
         num_slots = [self._num_slots(most[b]) for b in drafting]
         tokens: list[int] = []
-        wanted: list[int] = []  # slots that guess
+        wanted: list[int] = []  # slots that predict
         first: dict[int, int] = {}
         for b, slots in zip(drafting, num_slots, strict=True):
             first[b] = len(wanted)
@@ -157,4 +157,4 @@ class BlockDrafter(StatesDrafter):
         sure: tuple[float, ...] = ()
         if head.confidence_head is not None and any(entries[b].request.spec.min_confidence for b in drafting):
             sure = tuple(to_host(head.confidence_head(hidden).float().sigmoid())[0])
-        return _BlockGuesses(head, head.logits(hidden, self.target), first, sure)
+        return _BlockPredictions(head, head.logits(hidden, self.target), first, sure)

@@ -52,7 +52,7 @@ def check_tree(tree: object, num_draft: int, vocab_size: int, takes_trees: bool)
         DraftError: it is invalid.
     """
     if not isinstance(tree, LookupTree):
-        raise DraftError(f"guess returned {type(tree).__name__}, not a LookupTree")
+        raise DraftError(f"look_up returned {type(tree).__name__}, not a LookupTree")
     if not tree.tokens:
         return tree
     if not len(tree.tokens) == len(tree.parents) == len(tree.chances):
@@ -151,7 +151,9 @@ def _add_mass_faults(draft: Draft, mass: Mass, tokens: Sequence[int], vocab_size
     drawn_from = [distribution_of_row[draft.parent_rows[node]] if draft.parents[node] >= -1 else -1 for node in sampled]
     if -1 in drawn_from:
         raise DraftError("a sampled token without its distribution")
-    least, total, at_token = _law_figures(distributions, drawn_from, [tokens[node] % vocab_size for node in sampled])
+    least, total, at_token = _distribution_figures(
+        distributions, drawn_from, [tokens[node] % vocab_size for node in sampled]
+    )
     unsound = {
         distribution
         for distribution, (low, whole) in enumerate(zip(least, total, strict=True))
@@ -167,7 +169,7 @@ def _add_mass_faults(draft: Draft, mass: Mass, tokens: Sequence[int], vocab_size
             faults.setdefault(b, "a sampled token with mass 0 in its distribution")
 
 
-def _law_figures(
+def _distribution_figures(
     distributions: torch.Tensor, drawn_from: list[int], tokens: list[int]
 ) -> tuple[list[float], list[float], list[float]]:
     """Minimum [M] and sum [M] of each distribution, and the mass of each sampled token; one transfer from a device."""

@@ -1,12 +1,12 @@
-"""Trees drawn level by level from the logits of a model: how many children a guess gets, then which.
+"""Trees drawn level by level from the logits of a model: how many children a node gets, then which.
 
-Where guesses are deterministic (temperature 0, or the coupled rule, whose race is over once its noise is known) any
-shape may depend on all of them. There "best_first" keeps the likeliest paths of all that were looked at (EAGLE-2, Li et
-al. 2024, arXiv 2406.16858).
+Where draft tokens are deterministic (temperature 0, or the coupled rule, whose race is over once its noise is known)
+any shape may depend on all of them. There "best_first" keeps the likeliest paths of all that were looked at (EAGLE-2,
+Li et al. 2024, arXiv 2406.16858).
 
-Where they are sampled, a guess with n children has the n - 1 likeliest tokens of the draft's distribution and one drawn
-from the rest of it (greedy+1). How many children each guess gets is settled from the distributions of its level and the
-guesses before it, never from what is drawn there or later, and nothing that was drawn is taken back. A level of
+Where they are sampled, a node with n children has the n - 1 likeliest tokens of the draft's distribution and one drawn
+from the rest of it (greedy+1). How many children each node gets is settled from the distributions of its level and the
+nodes before it, never from what is drawn there or later, and nothing that was drawn is taken back. A level of
 "best_first" then has as many nodes as that of the static tree.
 """
 
@@ -21,8 +21,8 @@ from torch import Tensor
 
 from foretoken.core import BatchEntry, Draft, Mass
 from foretoken.draft.tree import OVERLAP, TreeShape, best_nodes, max_children, sampled_shape, share_level, static_shape
-from foretoken.model.randomness import Purpose, uniforms
-from foretoken.model.sampling import draft_probs, sample, without_broken
+from foretoken.text.randomness import Purpose, uniforms
+from foretoken.text.sampling import draft_probs, sample, without_broken
 from foretoken.transfer import to_device, to_host
 
 DEFAULT_BRANCHING = 4
@@ -163,7 +163,7 @@ def extend(growths: Sequence[Growth], logits: Tensor) -> None:
     """
     owners = [(growth, node) for growth in growths for node in growth.frontier]
     params = [growth.entry.request.params for growth, _ in owners]
-    # A draft that overflows guesses at random from here on: NaN in the mass would reach the target's residual.
+    # A model that overflows drafts at random from here on: NaN in the mass would reach the target's residual.
     logits = without_broken(logits)
     logits = _processed(growths, logits)
     probs = draft_probs(logits, params, [growth.entry.request.spec.draft_top_k for growth, _ in owners])  # [A, V]
@@ -180,7 +180,7 @@ def extend(growths: Sequence[Growth], logits: Tensor) -> None:
 
 
 def assemble(name: str, device: torch.device, growths: Sequence[Growth]) -> Draft:
-    """One ragged draft of trees; the parents of sampled guesses have their distributions."""
+    """One ragged draft of trees; the parents of sampled tokens have their distributions."""
     tokens: list[int] = []
     parents: list[int] = []
     offsets, sampled = [0], list[bool]()
@@ -208,9 +208,7 @@ def assemble(name: str, device: torch.device, growths: Sequence[Growth]) -> Draf
 
 
 def _processed(growths: Sequence[Growth], logits: Tensor) -> Tensor:
-    """The requests' own processors on the draft's logits `[A, V]`, so that guesses obey what the target's tokens must
-    obey.
-    """
+    """The requests' own processors on the draft's logits `[A, V]`, so that it obeys what the target must obey."""
     if all(growth.entry.processors is None for growth in growths):
         return logits
     logits = logits.clone() if logits.dtype in (torch.float32, torch.float64) else logits.float()
@@ -224,7 +222,7 @@ def _processed(growths: Sequence[Growth], logits: Tensor) -> Tensor:
 
 
 def _ranked(owners: Sequence[tuple[Growth, int]], probs: Tensor, width: int) -> list[Ranked]:
-    """The `width` likeliest tokens after every row with their chances; none where the draft is too unsure to guess.
+    """The `width` likeliest tokens after every row with their chances; none where the draft is too unsure to draft.
 
     Where the coupled rule will decide, the leaders of its race between the tokens of the draft's distribution, and
     chances that fall with how far they are behind.

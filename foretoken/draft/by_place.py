@@ -1,4 +1,4 @@
-"""Chains and trees from the logits of places: for heads that guess every place of a draft without a pass in between."""
+"""Chains and trees from the logits of places: for heads that predict all places of a draft in one pass."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class PlaceLogits(Protocol):
 
     def at(self, place: int, requests: Sequence[int], before: Tensor) -> Tensor:
         """Logits `[A, V]` at a place of the drafts of `requests` (numbers of entries) behind the tokens `before`
-        [A, place + 1], the anchor and what was guessed.
+        [A, place + 1], the anchor and what was drafted.
         """
 
     def confidence(self, place: int, request: int) -> float:
-        """The head's own estimate that its guess at a place is accepted, known before it is drawn; 1 if it has none."""
+        """The head's own estimate that its token at a place is accepted, known before it is drawn; 1 if it has none."""
 
 
 def propose_by_place(
@@ -91,5 +91,5 @@ def _trees(
 
 
 def _is_unsure(entry: BatchEntry, confidence: float) -> bool:
-    """Whether nothing is to be guessed at a place, settled before anything is drawn there."""
+    """Whether nothing is to be drafted at a place, settled before anything is drawn there."""
     return confidence < entry.request.spec.min_confidence

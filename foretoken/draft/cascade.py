@@ -1,9 +1,9 @@
-"""A drafter of drafters: cheap guesses are verified by a draft model, whose tokens a bigger one may verify, and so on
+"""A drafter of drafters: cheap drafts are verified by a draft model, whose tokens a bigger one may verify, and so on
 to the target.
 
 After CS-Drafting (Chen et al. 2023, arXiv 2312.11462) and TriForce (Sun et al. 2024, arXiv 2404.11912). Every level
 verifies the one below it exactly, so what leaves a level has that level's own distribution: the mass handed to the
-target is the distribution of the LAST level, whatever guessed below. How many tokens a level returns is fixed before
+target is the distribution of the LAST level, whatever drafted below. How many tokens a level returns is fixed before
 any is drawn; it never makes more.
 
 A level's cache runs ahead of the committed text. What it ran is remembered, and cut back to what stands before it is
@@ -30,8 +30,8 @@ from foretoken.draft.lookup_tree import assemble as assemble_trees
 from foretoken.draft.own_cache import OwnCache
 from foretoken.errors import ConfigError
 from foretoken.model.interface import LanguageModel, Segment
-from foretoken.model.randomness import Purpose, uniforms
-from foretoken.model.sampling import check_finite, draft_probs
+from foretoken.text.randomness import Purpose, uniforms
+from foretoken.text.sampling import check_finite, draft_probs
 from foretoken.verify import first_max, verify_batch
 
 _MAX_INNER = 4  # tokens that a model hands to the level above it at once, unless its part says otherwise
@@ -61,8 +61,8 @@ class CascadeLevel:
 
 @dataclass
 class _CascadeRequest:
-    """One request while a round is drafted: its committed text, the random numbers its levels have used, guesses judged
-    and kept among them.
+    """One request while a round is drafted: its committed text, the random numbers its levels have used, draft tokens
+    judged and kept among them.
     """
 
     entry: BatchEntry
@@ -131,7 +131,7 @@ class _LevelTokens:
 
 class CascadeDrafter:
     """Chains whose tokens follow the distribution of the last of `models`; each verifies the one before it, the first
-    one `lookup`'s guesses.
+    one `lookup`'s drafts.
     """
 
     name = "cascade"
@@ -152,7 +152,7 @@ class CascadeDrafter:
                 models += drafter.models()
         first = None if spec.configs[0].drafter == "draft_model" else factory.make(spec.configs[0])
         if first is not None and not isinstance(first, Lookup):
-            raise ConfigError("parts", first.name, "as the first level of a cascade it must show its guesses (Lookup)")
+            raise ConfigError("parts", first.name, "as the first level of a cascade it must show its drafts (Lookup)")
         return cls(models, first)
 
     def models(self) -> Sequence[LanguageModel]:
@@ -239,13 +239,13 @@ class CascadeDrafter:
         return most
 
     def _extend(self, level: int, runs: Sequence[_LevelTokens]) -> None:
-        """Complete `runs` with tokens of the distribution of `levels[level]`: guess below and verify here, in rounds.
+        """Complete `runs` with tokens of the distribution of `levels[level]`: draft below and verify here, in rounds.
 
-        A round guesses one token less than is missing, since it always ends with one of the level's own.
+        A round drafts one token less than is missing, since it always ends with one of the level's own.
         """
         here = self.levels[level]
         while growing := [run for run in runs if run.missing]:
-            draft = self._guess(level, growing).on(here.model.device)
+            draft = self._draft_below(level, growing).on(here.model.device)
             segments, logits = self._forward(here, growing, draft)
             level_probs = _level_probs(
                 growing, draft, logits, [run.course.part(level - len(self.levels)) for run in growing]
@@ -259,8 +259,8 @@ class CascadeDrafter:
                 rows = [draft.anchor_row(b) + row for row in (0, *(1 + node for node in verdict.paths[b]))]
                 run.take(verdict.emitted(b), rows, level_probs)
 
-    def _guess(self, level: int, runs: Sequence[_LevelTokens]) -> Draft:
-        """What the level below guesses after each run."""
+    def _draft_below(self, level: int, runs: Sequence[_LevelTokens]) -> Draft:
+        """What the level below drafts after each run."""
         if level > 0:
             below = [
                 _LevelTokens(
@@ -287,7 +287,7 @@ class CascadeDrafter:
         return assemble_trees(self.lookup.name, trees)
 
     def _forward(self, here: CascadeLevel, runs: Sequence[_LevelTokens], draft: Draft) -> tuple[list[Segment], Tensor]:
-        """Run what the level has not run of each text, and the guesses; logits `[R, V]`."""
+        """Run what the level has not run of each text, and the draft tokens; logits `[R, V]`."""
         pieces: list[Tensor] = []
         segments: list[Segment] = []
         device = here.model.device
@@ -310,7 +310,7 @@ def _level_probs(
     """A level's distributions at all rows of `draft`, from its `logits` `[R, V]`, under the requests' own parameters
     and the level's `parts`.
     """
-    # A model that overflows guesses at random from here on: NaN in the mass would reach the target's residual.
+    # A model that overflows drafts at random from here on: NaN in the mass would reach the target's residual.
     logits = torch.where(check_finite(logits)[:, None], logits, torch.zeros_like(logits))
     if any(run.course.entry.processors is not None for run in runs) and logits.dtype not in (
         torch.float32,
@@ -337,7 +337,7 @@ def _level_probs(
 
 
 def _judge(runs: Sequence[_LevelTokens], draft: Draft, probs: Tensor) -> Verdict:
-    """One level's verdict on the guesses of the level below: `probs` `[R, V]`."""
+    """One level's verdict on the draft of the level below: `probs` `[R, V]`."""
     entries = [run.course.entry for run in runs]
     owners: list[int] = []
     indices: list[int] = []

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from foretoken.core import BatchEntry, Draft, Mass
-from foretoken.model.randomness import Purpose, uniforms
-from foretoken.model.sampling import draft_probs, sample, without_broken
+from foretoken.text.randomness import Purpose, uniforms
+from foretoken.text.sampling import draft_probs, sample, without_broken
 from foretoken.transfer import to_device, to_host
 from foretoken.verify.base import first_max, race_winner
 
@@ -24,9 +24,9 @@ PROBABILITIES: Mapping[str, Sequence[float]] = {"draft_probability": (0.25, 0.5,
 
 @dataclass
 class Chain:
-    """One request's guesses while they grow: `tokens`, and for each place the mass it was drawn from (None: a point).
+    """One request's draft while it grows: `tokens`, and for each place the mass it was drawn from (None: a point).
 
-    `open` is the mass at the place after the last guess when a coin said no there.
+    `open` is the mass at the place after the last draft token when a coin said no there.
     """
 
     entry: BatchEntry
@@ -47,7 +47,7 @@ def extend(chains: list[Chain], logits: Tensor) -> None:
     position = len(chains[0].tokens)  # all chains that still grow are equally long
     params = [chain.entry.request.params for chain in chains]
     specs = [chain.entry.request.spec for chain in chains]
-    # A draft that overflows guesses at random from here on: NaN in the mass would reach the target's residual.
+    # A model that overflows drafts at random from here on: NaN in the mass would reach the target's residual.
     logits = _processed(chains, without_broken(logits))
     if all(p.greedy for p in params) and not any(spec.min_confidence for spec in specs):
         probs, chosen = None, first_max(logits)
@@ -70,7 +70,7 @@ def extend(chains: list[Chain], logits: Tensor) -> None:
 
 
 def _processed(chains: list[Chain], logits: Tensor) -> Tensor:
-    """The request's own processors on the draft's logits, so that guesses obey what the target's tokens must obey."""
+    """The request's own processors on the draft's logits, so that it obeys what the target's tokens must obey."""
     if all(chain.entry.processors is None for chain in chains):
         return logits
     logits = logits.clone() if logits.dtype in (torch.float32, torch.float64) else logits.float()
@@ -134,7 +134,7 @@ def assemble(name: str, device: torch.device, chains: list[Chain]) -> Draft:
     sampled: list[bool] = []
     for chain in chains:
         offsets.append(offsets[-1] + len(chain.tokens))
-        # The row of the last guess has no distribution, unless a coin was tossed there: the length was fixed before.
+        # The last token's row has no distribution, unless a coin was tossed there: the length was fixed before.
         for mass in [*chain.masses, chain.open]:
             distribution_of_row.append(-1 if mass is None else len(masses))
             masses += [] if mass is None else [mass]

@@ -1,9 +1,9 @@
-"""A smaller language model guesses token by token (Leviathan et al. 2211.17192, Chen et al. 2302.01318).
+"""A smaller language model drafts token by token (Leviathan et al. 2211.17192, Chen et al. 2302.01318).
 
-It keeps its own cache (`own_cache`). After a round that accepted everything this lacks the last guess, which the model
-never ran itself: what is missing of the text is run first the next time. The chains themselves are drawn in `chain`,
-trees in `branches`: a tree's nodes of one depth are run together, and stay in the cache as guesses until it is known
-which path was accepted.
+It keeps its own cache (`own_cache`). After a round that accepted everything this lacks the last draft token, which the
+model never ran itself: what is missing of the text is run first the next time. The chains themselves are drawn in
+`chain`, trees in `branches`: a tree's nodes of one depth are run together, and stay in the cache as draft tokens until
+it is known which path was accepted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from foretoken.errors import ConfigError
 from foretoken.model.interface import LanguageModel, Segment
 from foretoken.model.names import model_folder
 from foretoken.model.resized import resized
-from foretoken.model.tokenizer import load_tokenizer
+from foretoken.text.tokenizer import load_tokenizer
 from foretoken.transfer import to_device
 
 
@@ -111,7 +111,7 @@ class DraftModelDrafter:
             self._texts[sequence].extend(emitted)
             ran = (
                 self.model.length(sequence) - entry.round_start
-            )  # guesses that were inputs too; negative: nothing was drafted
+            )  # draft tokens that were inputs too; negative: nothing was drafted
             if ran < 0:
                 continue
             nodes = self._held.pop(sequence, None)

@@ -1,9 +1,9 @@
-"""An EAGLE head guesses token by token from the target's hidden states (EAGLE-1, Li et al. 2401.15077; EAGLE-3, Li et
+"""An EAGLE head drafts token by token from the target's hidden states (EAGLE-1, Li et al. 2401.15077; EAGLE-3, Li et
 al. 2503.01840), as a chain or, as EAGLE-2 does (Li et al. 2406.16858), as a tree that grows where it is surest.
 
 Hidden states of committed positions are kept as they come (`head_states`), and read when something is drafted. The
-head's keys and values of the text stay in a cache of its own; those of guesses are forgotten each round, as accepted
-tokens come back as the target's own states.
+head's keys and values of the text stay in a cache of its own; those of draft tokens are forgotten each round, as
+accepted tokens come back as the target's own states.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from foretoken.draft.head_drafter import StatesDrafter, twin_target
 from foretoken.draft.head_states import USUAL_TOKENS, HeadStates
 from foretoken.draft.open_head import open_head
 from foretoken.heads.eagle import EagleHead
-from foretoken.heads.eagle_cache import CachedEagle, EagleGuess
+from foretoken.heads.eagle_cache import CachedEagle, EagleOutput
 from foretoken.model.interface import LanguageModel, Segment
 from foretoken.transfer import to_device
 
@@ -111,12 +111,12 @@ class EagleDrafter(StatesDrafter):
             if growing[0].tokens:  # all that still grow are equally long
                 tokens, place = torch.stack([one.tokens[-1] for one in growing]), len(growing[0].tokens) - 1
                 segments = [Segment(_sequence(one.entry), 0, (*range(-1, place),), 1, place) for one in growing]
-                guess = self.runner.run(tokens, feedback, segments)
+                output = self.runner.run(tokens, feedback, segments)
             else:
-                guess = self._run_text([_sequence(one.entry) for one in growing])
-            chain.extend(growing, guess.logits)
+                output = self._run_text([_sequence(one.entry) for one in growing])
+            chain.extend(growing, output.logits)
             kept = [i for i, one in enumerate(growing) if one.grows]
-            feedback = guess.feedback[to_device(kept, self.cache.device)]
+            feedback = output.feedback[to_device(kept, self.cache.device)]
             growing = [growing[i] for i in kept]
         return chain.assemble(self.name, self.cache.device, chains)
 
@@ -125,18 +125,18 @@ class EagleDrafter(StatesDrafter):
         feedback: dict[int, dict[int, Tensor]] = {}  # by sequence and node, [D]; of the text's last row it is node -1's
         while growing:
             if growing[0].level:  # all that still grow are equally deep
-                guess = self._run_level(growing, feedback)
+                output = self._run_level(growing, feedback)
             else:
-                guess = self._run_text([_sequence(one.entry) for one in growing])
-            rows = iter(guess.feedback.unbind())
+                output = self._run_text([_sequence(one.entry) for one in growing])
+            rows = iter(output.feedback.unbind())
             for one in growing:
                 own = feedback.setdefault(_sequence(one.entry), {})
                 own |= {node: next(rows) for node in one.frontier}
-            branches.extend(growing, guess.logits)
+            branches.extend(growing, output.logits)
             growing = [one for one in growing if one.frontier and self._has_room(one)]
         return branches.assemble(self.name, self.cache.device, growths)
 
-    def _run_level(self, growths: Sequence[Growth], feedback: dict[int, dict[int, Tensor]]) -> EagleGuess:
+    def _run_level(self, growths: Sequence[Growth], feedback: dict[int, dict[int, Tensor]]) -> EagleOutput:
         """Run the frontier of every tree behind what has run of it."""
         tokens: list[int] = []
         features: list[Tensor] = []
@@ -150,8 +150,8 @@ class EagleDrafter(StatesDrafter):
             segments.append(Segment(sequence, 0, parents, len(one.frontier), len(one.ran)))
         return self.runner.run(to_device(tokens, self.cache.device), torch.stack(features), segments)
 
-    def _run_text(self, sequences: Sequence[int]) -> EagleGuess:
-        """Run what is missing of each text, the row before its last token at least: the guess behind that token."""
+    def _run_text(self, sequences: Sequence[int]) -> EagleOutput:
+        """Run what is missing of each text, the row before its last token at least: the prediction behind it."""
         tokens: list[int] = []
         features: list[Tensor] = []
         segments: list[Segment] = []

@@ -39,7 +39,7 @@ def drafter_key(spec: SpecConfig) -> DrafterKey | None:
 
 
 def own_drafters(spec: SpecConfig) -> dict[DrafterKey, SpecConfig]:
-    """The drafters that follow a request's text: one, or for `auto` all that may guess, each with a configuration."""
+    """The drafters that follow a request's text: one, or for `auto` all that may draft, each with a configuration."""
     own: dict[DrafterKey, SpecConfig] = {}
     for option in spec.drafter_options:
         key = drafter_key(option)
@@ -56,7 +56,7 @@ def option_kind(spec: SpecConfig) -> str:
 
 @cache
 def previews_drafts(kind: type) -> bool:
-    """Whether drafters of a class can tell their guesses before they are chosen."""
+    """Whether drafters of a class can tell their drafts before they are chosen."""
     return callable(getattr(kind, "look_up", None))
 
 
@@ -94,7 +94,7 @@ class DrafterGroup:
         self.hidden_states = HiddenStates(target, self.failures)
         self.device, self.vocab_size, self.num_layers = target.device, target.vocab_size, target.num_layers
         self.spent_s: dict[DrafterKey, float] = {}  # what each drafter took in the last round, proposing and committing
-        self.num_read_tokens: dict[DrafterKey, int] = {}  # read in the last round before each could guess
+        self.num_read_tokens: dict[DrafterKey, int] = {}  # read in the last round before each could draft
         self._requests: dict[int, _Routed] = {}
         self._shown: dict[int, dict[int, LookupTree]] = {}  # previews of the coming round, by request and option
 
@@ -150,7 +150,7 @@ class DrafterGroup:
         return frozenset(number for number, key in enumerate(keys) if self.failures.is_off(request_id, key))
 
     def preview(self, asks: Sequence[PreviewAsk], entries: Mapping[int, BatchEntry]) -> Previews:
-        """The guesses that drafters have ready; `entries` are the coming round's, by request."""
+        """The drafts that drafters have ready; `entries` are the coming round's, by request."""
         self.spent_s, self._shown = {}, {}
         previews: dict[int, dict[int, Preview]] = {}
         total_s = 0.0
@@ -172,7 +172,7 @@ class DrafterGroup:
         return Previews(previews, total_s)
 
     def propose(self, batch: Batch) -> Draft:
-        """Every drafter guesses for its own requests."""
+        """Every drafter drafts for its own requests."""
         entries = batch.decoding
         forced = {b: tokens for b, entry in enumerate(entries) if (tokens := _forced(entry))}
         parts: list[tuple[Sequence[int], Draft]] = [([b], _chain(tokens)) for b, tokens in forced.items()]
@@ -182,7 +182,7 @@ class DrafterGroup:
             told = {b: entry for b, entry in routed.items() if self._tell(key, entry.request.request_id)}
             free = {b: entry for b, entry in told.items() if b not in forced}
             if free:
-                parts += self._sound_guesses(key, free)
+                parts += self._sound_drafts(key, free)
             self.spent_s[key] = self.spent_s.get(key, 0.0) + time.perf_counter() - began
         return merge_drafts(len(entries), parts, self.device) if parts else empty_draft(len(entries), self.device)
 
@@ -277,12 +277,12 @@ class DrafterGroup:
             self.failures.attempt(key, drafter, [request_id], call, must_succeed=True)
         return not self.failures.is_off(request_id, key)
 
-    def _sound_guesses(self, key: DrafterKey, routed: Mapping[int, BatchEntry]) -> list[tuple[Sequence[int], Draft]]:
-        """What one drafter guesses, as (places in the batch, draft), without requests whose guesses cannot be used."""
+    def _sound_drafts(self, key: DrafterKey, routed: Mapping[int, BatchEntry]) -> list[tuple[Sequence[int], Draft]]:
+        """What one drafter proposes, as (places in the batch, draft), without requests whose drafts cannot be used."""
         drafter, places, entries = self.drafters[key], list(routed), list(routed.values())
 
         def checked() -> tuple[Draft, dict[int, str]]:
-            draft = self._guess(drafter, entries)
+            draft = self._propose(drafter, entries)
             self.num_read_tokens[key] = int(getattr(drafter, "num_read_tokens", 0))  # `base.Reads`
             return draft, draft_faults(draft, entries, self.vocab_size)
 
@@ -297,8 +297,8 @@ class DrafterGroup:
         sound = [place for place in range(len(places)) if place not in faults]
         return [([places[place] for place in sound], draft.select(sound))] if sound else []
 
-    def _guess(self, drafter: Drafter, entries: Sequence[BatchEntry]) -> Draft:
-        """What one drafter guesses; what it has shown already is not looked up again."""
+    def _propose(self, drafter: Drafter, entries: Sequence[BatchEntry]) -> Draft:
+        """What one drafter proposes; what it has shown already is not looked up again."""
         trees: list[LookupTree] = []
         if any(entry.num_probe for entry in entries):
             return drafter.propose(Batch(tuple(entries)))  # probes were not shown
@@ -329,7 +329,7 @@ class DrafterGroup:
         return check_layers(drafter.taps(), self.num_layers)
 
     def _proposers(self, entries: Sequence[BatchEntry]) -> dict[DrafterKey, dict[int, BatchEntry]]:
-        """Which drafter guesses in this round: the entries of its requests, by their places in the batch."""
+        """Which drafter drafts in this round: the entries of its requests, by their places in the batch."""
         routes: dict[DrafterKey, dict[int, BatchEntry]] = {}
         for b, entry in enumerate(entries):
             if entry.option is None or not entry.num_draft:
@@ -340,7 +340,7 @@ class DrafterGroup:
         return routes
 
     def _followers(self, entries: Sequence[BatchEntry]) -> dict[DrafterKey, dict[int, BatchEntry]]:
-        """Which drafters must hear at once what was emitted: those that guessed, under the configuration they guessed
+        """Which drafters must hear at once what was emitted: those that drafted, under the configuration they drafted
         with, and of the others those that need more than the text.
         """
         routes: dict[DrafterKey, dict[int, BatchEntry]] = {}
@@ -363,8 +363,7 @@ class DrafterGroup:
 
 
 def _forced(entry: BatchEntry) -> tuple[int, ...]:
-    """Tokens whose text the request's grammar leaves no choice about: guesses that cost nothing, whoever drafts
-    otherwise.
+    """Tokens whose text the request's grammar leaves no choice about: a draft at no cost, whoever drafts otherwise.
 
     One alone is left to the drafter, which goes on behind it.
     """

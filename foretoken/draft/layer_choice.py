@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from foretoken.draft.layers import changed_skips, first_skips, relative_speed
-from foretoken.model.randomness import Purpose, uniforms
+from foretoken.text.randomness import Purpose, uniforms
 
 _TRIAL_EVERY = 8  # rounds between two trials of a set of skipped layers
 NUM_TRIALS = 48  # trials of the search
@@ -44,7 +44,7 @@ class SkipSearch:
 
     def trial(self, agree: Callable[[tuple[int, ...]], Sequence[float]], most: int) -> None:
         """Learn from rows of finished text: `agree(layers)` tells for each whether a draft of these layers would have
-        said what was said; `most` is the number of guesses in a round.
+        said what was said; `most` is the number of draft tokens in a round.
         """
         self._rounds = 0
         numbers = uniforms([0] * 3, Purpose.SEARCH, [self.num_trials] * 3, range(3))

@@ -1,8 +1,8 @@
 """Which layers a draft of the target's own may run; costs are counted in layers.
 
 A pass over a few rows costs what its weights weigh, whatever the rows: a draft step the layers it runs and the head, a
-step of the target all layers and the head. Every guess is taken to be accepted with the same chance once those before
-it are.
+step of the target all layers and the head. Every draft token is taken to be accepted with the same chance once
+those before it are.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from collections.abc import Sequence
 
 
 def relative_speed(rate: float, num_draft: int, draft_cost: float, target_cost: float) -> float:
-    """Expected tokens per cost of rounds of `num_draft` guesses, each accepted with chance `rate`, in units of plain
-    decoding.
+    """Expected tokens per cost of rounds of `num_draft` tokens, each accepted with chance `rate`; plain decoding is 1.
 
     1 + a + ... + a^n tokens for n draft steps and one of the target (tokens per layer of DEL, Entezari Zarch et al.
     2504.05598).

@@ -1,9 +1,9 @@
-"""Lookahead decoding: the target guesses several places ahead in parallel, and what it says there is kept as n-grams.
+"""Lookahead decoding: the target predicts several places ahead in parallel, and what it says there is kept as n-grams.
 
 Fu et al. 2024 (arXiv 2402.02057; `hao-ai-lab/LookaheadDecoding`). Behind the anchor stands a window of tokens; in every
 round the target runs them as probes (`core.Probes`), and its answers are the window of the next round: a Jacobi
 iteration. What one column says in successive rounds is an n-gram that the target itself has written. It enters a pool;
-when its first token comes, the rest is guessed. The guesses are deterministic, so any rule keeps them exact.
+when its first token comes, the rest is drafted. These tokens are deterministic, so any rule keeps them exact.
 
 The window costs rows of the target. With `lookahead_window="auto"` the engine chooses in each round whether it is run
 (`base.Variants`).
@@ -89,7 +89,7 @@ class ContinuationChances:
 
 
 class JacobiWindow:
-    """`width` columns of `depth` tokens: token r of column j is a guess for place j + r + 1 behind the anchor.
+    """`width` columns of `depth` tokens: token r of column j is a candidate for place j + r + 1 behind the anchor.
 
     Row 0 is a chain behind the anchor; the rest of a column follows its token of row 0. So token r of column j sees the
     text, row 0 up to column j and its own column above it. New columns are pieces of the prompt, which is read again

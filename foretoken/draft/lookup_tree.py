@@ -1,4 +1,4 @@
-"""From places that agree with a text's end to guesses: how likely each continuation is, and which of them to draft."""
+"""From places that agree with a text's end to a draft: how likely each continuation is, and which of them to draft."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from foretoken.draft.matches import NO_TOKEN
 
 @dataclass(frozen=True)
 class LookupTree:
-    """Guesses as a tree: `tokens`, `parents` (-1 = the text's end), and `chances`, how likely the text takes the path
-    to each.
-    """
+    """Draft tokens as a tree: `tokens`, `parents` (-1: the text's end), and the `chances` of their paths."""
 
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
@@ -26,11 +24,11 @@ class LookupTree:
 
     @property
     def score(self) -> float:
-        """The expected number of guesses that will be accepted."""
+        """The expected number of draft tokens that will be accepted."""
         return sum(self.chances)
 
     def first(self, count: int) -> LookupTree:
-        """The first `count` guesses: parents come before their children."""
+        """The first `count` draft tokens: parents come before their children."""
         return (
             self
             if count >= len(self.tokens)
@@ -43,12 +41,10 @@ EMPTY = LookupTree()
 
 @runtime_checkable
 class Lookup(Drafter, Protocol):
-    """A drafter that asks no model: its guesses are deterministic, and looking changes nothing in it."""
+    """A drafter that asks no model: its drafts are deterministic, and looking changes nothing in it."""
 
     def look_up(self, entry: BatchEntry, ahead: Sequence[int] = ()) -> LookupTree:
-        """At most `entry.num_draft` guesses of what follows the committed text and `ahead`, tokens that are not
-        committed yet.
-        """
+        """Draft at most `entry.num_draft` tokens behind the committed text and `ahead`, tokens not yet committed."""
 
 
 def grow_tree(
@@ -110,7 +106,7 @@ def _grow_chain(following: Sequence[int], budget: int, doubt: float, least: floa
 
 
 def assemble(name: str, trees: Sequence[LookupTree]) -> Draft:
-    """One ragged draft of deterministic guesses, a tree per request."""
+    """One ragged draft of deterministic tokens, a tree per request."""
     offsets = [0]
     for tree in trees:
         offsets.append(offsets[-1] + len(tree.tokens))

@@ -2,7 +2,7 @@
 
 Nothing is kept of a request but the newest state. A chain is drawn from the heads' distributions; "best_first" grows a
 tree over the products of their chances; "static" has Medusa's sparse tree of rank tuples, whose shape follows from how
-often each head's rank was right for this request (`rank_tree`). Its guesses are the heads' likeliest tokens, whatever
+often each head's rank was right for this request (`rank_tree`). Its tokens are the heads' likeliest tokens, whatever
 the temperature.
 """
 
@@ -39,7 +39,7 @@ class _Newest:
 
 
 @dataclass(frozen=True)
-class _HeadGuesses:
+class _HeadPredictions:
     """What the heads say of all places (`by_place.PlaceLogits`); request b's state is row `row[b]`."""
 
     head: MedusaHead
@@ -49,7 +49,7 @@ class _HeadGuesses:
 
     @torch.inference_mode()
     def at(self, place: int, requests: Sequence[int], before: Tensor) -> Tensor:
-        """See `by_place.PlaceLogits`; heads that do not see the guesses before theirs are asked once per request."""
+        """See `by_place.PlaceLogits`; heads that do not see the tokens before theirs are asked once per request."""
         device = self.states.device
         if self.head.config.is_sequential:
             beside = self.target.embed(before.flatten()).view(len(requests), -1)  # [A, (place + 1) * D]
@@ -66,7 +66,7 @@ class _HeadGuesses:
 
 
 class MedusaDrafter(HeadDrafter):
-    """Chains and trees from trained heads that each guess one place."""
+    """Chains and trees from trained heads that each predict one place."""
 
     name = "medusa"
 
@@ -118,17 +118,17 @@ class MedusaDrafter(HeadDrafter):
             else 0
             for own, entry in zip(owns, entries, strict=True)
         ]
-        guesses = self._read(owns, most)
+        predictions = self._read(owns, most)
         ranked = [b for b, entry in enumerate(entries) if entry.takes_trees and entry.request.spec.tree == "static"]
         others = [b for b in range(len(entries)) if b not in ranked]
         device = self.target.device
         parts = []
         if others:
-            row = {i: guesses.row[b] for i, b in enumerate(others) if most[b]}
-            chosen = [entries[b] for b in others], [most[b] for b in others], replace(guesses, row=row)
+            row = {i: predictions.row[b] for i, b in enumerate(others) if most[b]}
+            chosen = [entries[b] for b in others], [most[b] for b in others], replace(predictions, row=row)
             parts.append((others, propose_by_place(self.name, device, *chosen)))
         if ranked:
-            parts.append((ranked, self._propose_ranked(entries, most, ranked, guesses)))
+            parts.append((ranked, self._propose_ranked(entries, most, ranked, predictions)))
         return merge_drafts(len(entries), parts, device)
 
     def commit(self, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:  # noqa: ARG002
@@ -159,15 +159,15 @@ class MedusaDrafter(HeadDrafter):
         """See `base.PrefixStates`: the last token of a text is never adopted, so its state will be read."""
 
     @torch.inference_mode()
-    def _read(self, owns: Sequence[_Newest], most: Sequence[int]) -> _HeadGuesses:
+    def _read(self, owns: Sequence[_Newest], most: Sequence[int]) -> _HeadPredictions:
         """The newest states of the requests that draft, behind the target's final norm."""
         asked = [b for b, num in enumerate(most) if num]
         states = [state for b in asked if (state := owns[b].state) is not None]
         normed = self.target.final_norm(torch.cat(states)) if states else torch.empty(0)
-        return _HeadGuesses(self.head, self.target, normed, {b: i for i, b in enumerate(asked)})
+        return _HeadPredictions(self.head, self.target, normed, {b: i for i, b in enumerate(asked)})
 
     def _propose_ranked(
-        self, entries: Sequence[BatchEntry], most: Sequence[int], requests: Sequence[int], guesses: _HeadGuesses
+        self, entries: Sequence[BatchEntry], most: Sequence[int], requests: Sequence[int], predictions: _HeadPredictions
     ) -> Draft:
         """Trees of rank tuples, filled with tokens level by level."""
         trees: dict[int, RankTree] = {}
@@ -178,7 +178,7 @@ class MedusaDrafter(HeadDrafter):
         place = 0
         while inner:
             before = [[entries[b].pending[-1], *trees[b].path(node)] for b, node in inner]
-            logits = guesses.at(place, [b for b, _ in inner], to_device(before, self.target.device))
+            logits = predictions.at(place, [b for b, _ in inner], to_device(before, self.target.device))
             (tops,) = to_host(logits.topk(self._num_ranks, dim=-1).indices)
             filled = [(b, trees[b].fill(node, own)) for (b, node), own in zip(inner, tops, strict=True)]
             inner = [(b, node) for b, children in filled for node in trees[b].inner(children)]

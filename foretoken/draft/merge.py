@@ -1,7 +1,7 @@
-"""Guesses of several drafters as one tree per request.
+"""Drafts of several drafters as one tree per request.
 
-A draft whose tokens were drawn keeps all its nodes. Deterministic guesses join it, the likeliest first: a guess of the
-same token after the same row is the node that is there already, whichever drafter guessed it; the others become
+A draft whose tokens were drawn keeps all its nodes. Deterministic tokens join it, the likeliest first: one of the
+same token after the same row is the node that is there already, whichever drafter drafted it; the others become
 further children. Which of them there are may depend on what was drawn, because a deterministic child only decides
 whether a token that its row emits anyway is followed further; it may not depend on anything that is drawn below them,
 where nothing is. A drawn token is never dropped.
@@ -30,10 +30,10 @@ def share_of(drawn: Sequence[float], found: Sequence[TreeNode], budget: int) -> 
 
 
 def graft(name: str, base: Draft, found: Sequence[Sequence[TreeNode]], budgets: Sequence[int]) -> Draft:
-    """`base` with the guesses of the trees `found` [B] added up to `budgets` [B] nodes per request, under the name
+    """`base` with the nodes of the trees `found` [B] added up to `budgets` [B] nodes per request, under the name
     `name`.
 
-    The nodes of `base` keep their numbers; every node has the drafter that guessed it as its provenance.
+    The nodes of `base` keep their numbers; every node has the drafter that drafted it as its provenance.
     """
     if not any(found):
         return _with_provenance(name, base)

@@ -1,9 +1,9 @@
-"""The guesses of several drafters as one tree per request.
+"""The drafts of several drafters as one tree per request.
 
-All parts guess in every round. Lookups' guesses are ranked by the chances that they name, those of a part that runs a
-model by a constant chance per place, and the likeliest of all form the tree. How many tokens the model part draws
-follows from that ranking, before anything is drawn: it depends on the committed text and the budget alone, never on
-drawn tokens, so sampled guesses keep their distribution. Lookups' guesses join what was drawn afterwards (`merge`).
+All parts draft in every round. Lookups' draft tokens are ranked by the chances that they name, those of a part that
+runs a model by a constant chance per place, and the likeliest of all form the tree. How many tokens the model part
+draws follows from that ranking, before anything is drawn: it depends on the committed text and the budget alone, never
+on drawn tokens, so sampled tokens keep their distribution. Lookups' tokens join what was drawn afterwards (`merge`).
 
 Rules that take chains only get the likelier of two chains, that of one lookup or that of the model part, chosen
 likewise before anything is drawn.
@@ -39,14 +39,14 @@ from foretoken.errors import ConfigError
 
 @dataclass(frozen=True)
 class _MergePlan:
-    """One request's round: the deterministic guesses that may join, and how many tokens the model part draws."""
+    """One request's round: the deterministic tokens that may join, and how many tokens the model part draws."""
 
     found: Sequence[TreeNode] = ()
     num_drawn: int = 0
 
 
 class MixDrafter:
-    """`parts` guess together, in the order of the requests' `spec.parts`; at most one of them is no lookup."""
+    """`parts` draft together, in the order of the requests' `spec.parts`; at most one of them is no lookup."""
 
     name = "mix"
 
@@ -56,11 +56,11 @@ class MixDrafter:
         if len(others) > 1:
             names = ", ".join(self.parts[index].name for index in others)
             raise ConfigError(
-                "parts", names, "all parts of a mix but one must show their guesses; use drafter='auto' for these"
+                "parts", names, "all parts of a mix but one must show their drafts; use drafter='auto' for these"
             )
         self._model = others[0] if others else None  # place of the part that runs a model
         self._reader = self._reading_part()
-        self._drawn: dict[int, int] = {}  # by request: guesses of the model part in this round; they stand first
+        self._drawn: dict[int, int] = {}  # by request: tokens of the model part in this round; they stand first
         self.num_read_tokens = 0  # see `base.Reads`: of the model part
 
     @classmethod
@@ -91,7 +91,7 @@ class MixDrafter:
             part.start(replace(request, spec=spec))
 
     def propose(self, batch: Batch) -> Draft:
-        """Merge what the parts guess for every request."""
+        """Merge what the parts draft for every request."""
         entries = batch.decoding
         plans = [self._plan(entry) for entry in entries]
         base = self._draw(entries, plans)
@@ -167,7 +167,7 @@ class MixDrafter:
         return part
 
     def _plan(self, entry: BatchEntry) -> _MergePlan:
-        """What the lookups guess, and how much the model part draws: settled before anything is drawn."""
+        """What the lookups draft, and how much the model part draws: settled before anything is drawn."""
         if not entry.num_draft:
             return _MergePlan()
         trees = [self._nodes(entry, index, part) for index, part in enumerate(self.parts) if isinstance(part, Lookup)]
@@ -182,14 +182,14 @@ class MixDrafter:
         return _MergePlan((), most)
 
     def _nodes(self, entry: BatchEntry, index: int, part: Lookup) -> list[TreeNode]:
-        """The guesses of a lookup."""
+        """The draft tokens of a lookup."""
         most = entry.request.spec.configs[index].at_most(entry.num_draft)
         tree = part.look_up(_entry_of(entry, index, most))
         nodes = zip(tree.tokens, tree.parents, tree.chances, strict=True)
         return [TreeNode(token, parent, chance, part.name) for token, parent, chance in nodes]
 
     def _draw(self, entries: Sequence[BatchEntry], plans: Sequence[_MergePlan]) -> Draft:
-        """What the model part guesses, for all requests for which it draws at once."""
+        """What the model part drafts, for all requests for which it draws at once."""
         self.num_read_tokens = 0
         asked = [b for b, plan in enumerate(plans) if plan.num_drawn]
         if self._model is None or not asked:
@@ -202,7 +202,7 @@ class MixDrafter:
 
 
 def _expected(tree: Sequence[TreeNode]) -> float:
-    """How many guesses of a tree are expected to be accepted."""
+    """How many tokens of a tree are expected to be accepted."""
     return sum(node.estimate for node in tree)
 
 
@@ -215,10 +215,10 @@ def _entry_of(entry: BatchEntry, part: int, num_draft: int) -> BatchEntry:
 def _commit_in_turns(
     part: Drafter, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback, counts: Sequence[int]
 ) -> None:
-    """Tell a part that guessed only the first `counts[b]` nodes of each request: a round over those nodes, then a
+    """Tell a part that drafted only the first `counts[b]` nodes of each request: a round over those nodes, then a
     round for every further token.
 
-    No part receives a verdict on tokens that it did not guess.
+    No part receives a verdict on tokens that it did not draft.
     """
     emitted = [verdict.emitted(b) for b in range(draft.num_requests)]
     kept = [tuple(node for node in path if node < count) for path, count in zip(verdict.paths, counts, strict=True)]

@@ -1,8 +1,8 @@
 """Prompt lookup: what followed the last words the previous times they stood in this very text.
 
 After `apoorvumang/prompt-lookup-decoding` (longest match first), with an incremental index. Of the places that agree
-longest the most frequent continuations are guessed, of equally frequent ones the latest, as far as the length of the
-agreement makes them likely; where such places disagree the guess is a tree. Costs nothing when nothing matches.
+longest the most frequent continuations are drafted, of equally frequent ones the latest, as far as the length of the
+agreement makes them likely; where such places disagree the draft is a tree. Costs nothing when nothing matches.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from foretoken.draft.lookup_tree import EMPTY, LookupTree, assemble, grow_tree
 from foretoken.draft.matches import MatchIndex
 
 BRANCHING = 2  # continuations of one place that are drafted, where the rule takes trees
-MIN_ESTIMATE = 0.12  # a guess less likely than this is not worth a row of the target
+MIN_ESTIMATE = 0.12  # a token less likely than this is not worth a row of the target
 
 
 class NgramDrafter:
-    """Deterministic guesses from the request's own text; the mass is a point at each guess."""
+    """Deterministic drafts from the request's own text; the mass is a point at each draft token."""
 
     name = "ngram"
     keeps_answers = False  # see `base.FollowsText`

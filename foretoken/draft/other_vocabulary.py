@@ -2,14 +2,15 @@
 
 Two ways, by request:
 
-- `intersection` (TLI there): the draft chooses among the tokens that both vocabularies have; every guess is one target
-  token, drawn from the draft's distribution renormalised over these and moved to the target's ids. What the request
-  asks for (penalties, masks, filters, the coupled rule's race) is done to the moved distribution, in the target's ids.
+- `intersection` (TLI there): the draft chooses among the tokens that both vocabularies have; every draft token is one
+  target token, drawn from the draft's distribution renormalised over these and moved to the target's ids. What the
+  request asks for (penalties, masks, filters, the coupled rule's race) is done to the moved distribution, in the
+  target's ids.
 - `strings` (SLEM there): the draft goes on greedily in its own tokens, and its text is encoded again behind the end of
-  the committed text. Deterministic guesses: the target's token must be the same one.
+  the committed text. The draft is deterministic: the target's token must be the same one.
 
 Under "auto" a greedy request takes strings, because there the draft uses its whole vocabulary, and a sampled one the
-intersection: a drawn guess is kept with probability sum min(p, q), a deterministic one with p at one token. Both are
+intersection: a drawn token is kept with probability sum min(p, q), a deterministic one with p at one token. Both are
 exact for any draft.
 
 The draft keeps the committed text in its own tokens. After a round the end of the text is encoded again, and the
@@ -33,14 +34,14 @@ from foretoken.draft.own_cache import OwnCache
 from foretoken.draft.retokenize import DraftText, continuation, draft_writes
 from foretoken.draft.tokenizer_match import TextUse
 from foretoken.model.interface import LanguageModel, Segment
-from foretoken.model.sampling import check_finite
-from foretoken.model.vocabulary import Side, shared_tokens, special_twins, spellings
+from foretoken.text.sampling import check_finite
+from foretoken.text.vocabulary import Side, shared_tokens, special_twins, spellings
 
 _GREEDY = SamplingParams()
 
 
 @dataclass(frozen=True)
-class _TranslatedGuess:
+class _TranslatedDraft:
     """One request's round: `chain` grows in target tokens (`shared`) or in the draft's own."""
 
     entry: BatchEntry
@@ -50,7 +51,7 @@ class _TranslatedGuess:
 
 
 class OtherVocabularyDrafter:
-    """Chains from a draft model that has its own tokenizer, `draft`; `target` is the vocabulary to guess in."""
+    """Chains from a draft model that has its own tokenizer, `draft`; `target` is the vocabulary to draft in."""
 
     name = "draft_model"
 
@@ -105,15 +106,15 @@ class OtherVocabularyDrafter:
     def propose(self, batch: Batch) -> Draft:
         """Draft up to `num_draft` tokens per request; a request for which the draft has no room gets none."""
         self._cache.begin_round(entry.request.request_id for entry in batch.decoding if entry.num_draft)
-        guesses = [self._begin(entry) for entry in batch.decoding]
-        growing = [guess for guess in guesses if guess.chain.grows]
+        drafts = [self._begin(entry) for entry in batch.decoding]
+        growing = [draft for draft in drafts if draft.chain.grows]
         while growing:
             self._extend(growing, self._advance(growing))
-            growing = [guess for guess in growing if guess.chain.grows]
+            growing = [draft for draft in growing if draft.chain.grows]
         return assemble(
             self.name,
             self.model.device,
-            [guess.chain if guess.shared else self._in_target_tokens(guess) for guess in guesses],
+            [draft.chain if draft.shared else self._in_target_tokens(draft) for draft in drafts],
         )
 
     def commit(self, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:  # noqa: ARG002
@@ -144,7 +145,7 @@ class OtherVocabularyDrafter:
         """See `base.Resets`: the cached beginnings of texts."""
         self._cache.reset()
 
-    def _begin(self, entry: BatchEntry) -> _TranslatedGuess:
+    def _begin(self, entry: BatchEntry) -> _TranslatedDraft:
         text = self._texts[entry.request.request_id]
         shared = bool(self.shared) and (
             self.how == "intersection" or (self.how == "auto" and not entry.request.params.greedy)
@@ -154,9 +155,9 @@ class OtherVocabularyDrafter:
         if not shared:
             # Its own tokens are no business of the request's parameters, which speak of target tokens.
             own = replace(entry, request=replace(entry.request, params=_GREEDY), processors=None, noise=None)
-            return _TranslatedGuess(entry, text, Chain(own, most), shared)
+            return _TranslatedDraft(entry, text, Chain(own, most), shared)
         processors = None if entry.processors is None else _Within(entry.processors, self._outside)
-        return _TranslatedGuess(entry, text, Chain(replace(entry, processors=processors), most), shared)
+        return _TranslatedDraft(entry, text, Chain(replace(entry, processors=processors), most), shared)
 
     def _room(self, entry: BatchEntry, text: DraftText) -> int:
         """How many tokens can be drafted within the draft's context and cache."""
@@ -175,22 +176,22 @@ class OtherVocabularyDrafter:
         del cached[self.model.length(sequence) :]
         return cached
 
-    def _advance(self, growing: Sequence[_TranslatedGuess]) -> Tensor:
+    def _advance(self, growing: Sequence[_TranslatedDraft]) -> Tensor:
         """Run the next input of every chain, a backlog of committed tokens first; the draft's own logits `[A, V]` after
         it.
         """
         rows: list[int] = []
         segments: list[Segment] = []
-        for guess in growing:
-            sequence = guess.entry.request.request_id
+        for draft in growing:
+            sequence = draft.entry.request.request_id
             cached = self._cached[sequence]
-            if guess.chain.tokens:
-                last = int(guess.chain.tokens[-1])
-                fresh = pending = [self.shared[last] if guess.shared else last]
+            if draft.chain.tokens:
+                last = int(draft.chain.tokens[-1])
+                fresh = pending = [self.shared[last] if draft.shared else last]
             else:
                 self._cache.catch_up(sequence)
-                pending = guess.text.ids[self.model.length(sequence) :]
-                fresh = guess.text.ids[len(cached) :]
+                pending = draft.text.ids[self.model.length(sequence) :]
+                fresh = draft.text.ids[len(cached) :]
             cached += fresh
             rows += pending
             segments.append(Segment(sequence, len(pending)))
@@ -199,18 +200,18 @@ class OtherVocabularyDrafter:
             self.model.commit(segment.sequence, segment.num_pending)
         return logits
 
-    def _extend(self, growing: Sequence[_TranslatedGuess], logits: Tensor) -> None:
+    def _extend(self, growing: Sequence[_TranslatedDraft], logits: Tensor) -> None:
         """Draw the next token of every chain from the draft's `logits` `[A, V]`, or stop the chain there."""
         for shared in (True, False):
-            rows = [i for i, guess in enumerate(growing) if guess.shared == shared]
+            rows = [i for i, draft in enumerate(growing) if draft.shared == shared]
             if rows:
                 extend(
                     [growing[i].chain for i in rows],
                     self._moved(logits[rows]) if shared else logits[rows].masked_fill(self._mute, -torch.inf),
                 )
-        for guess in growing:
-            if not guess.shared and guess.chain.tokens and int(guess.chain.tokens[-1]) in self._twins.to_target:
-                guess.chain.stopped = True
+        for draft in growing:
+            if not draft.shared and draft.chain.tokens and int(draft.chain.tokens[-1]) in self._twins.to_target:
+                draft.chain.stopped = True
 
     def _moved(self, logits: Tensor) -> Tensor:
         """The draft's `logits` `[A, V draft]` at the target's ids, -inf where the draft has no such token: `[A, V
@@ -222,9 +223,9 @@ class OtherVocabularyDrafter:
         moved[:, self._target_ids] = inside
         return moved
 
-    def _in_target_tokens(self, guess: _TranslatedGuess) -> Chain:
-        """The chain of the draft's own tokens as deterministic guesses of the target's."""
-        own, text, entry = [int(token) for token in guess.chain.tokens], guess.text, guess.entry
+    def _in_target_tokens(self, draft: _TranslatedDraft) -> Chain:
+        """The chain of the draft's own tokens as deterministic tokens of the target's."""
+        own, text, entry = [int(token) for token in draft.chain.tokens], draft.text, draft.entry
         end = self._twins.to_target[own.pop()] if own and own[-1] in self._twins.to_target else None
         written = draft_writes(self.draft.tokenizer, text.ids, own, text.at_start) if own else ""
         ids = continuation(self.target, self._spelling, text.ending, written) if written else []
@@ -241,7 +242,7 @@ class _Within:
     """A request's processors over the shared tokens alone.
 
     A row that bans every shared token is not dead: the target may well have others. So the rest of the vocabulary is
-    there when bans are counted, and goes afterwards; where nothing is left, the guess is free, and refused.
+    there when bans are counted, and goes afterwards; where nothing is left, the token is free, and refused.
     """
 
     def __init__(self, inner: Processors, outside: Tensor) -> None:
@@ -260,9 +261,7 @@ class _Within:
 
 
 def _num_allowed(processors: Processors | None, ids: Sequence[int], columns: Tensor) -> int:
-    """How many of the guesses `ids`, from the first, the request's processors do not ban; `columns` `[V]` is as wide as
-    its logits.
-    """
+    """How many of `ids`, from the first, the request's processors do not ban; `columns` [V] is as wide as its logits."""
     if processors is None or not ids:
         return len(ids)
     flat = torch.zeros(len(ids), columns.shape[0], device=columns.device)  # [n, V]

@@ -14,16 +14,16 @@ from foretoken.transfer import to_device
 
 _PIECE_TOKENS = 512  # rows of a long backlog that a model takes in one forward
 _USUAL_TOKENS = 8  # rows of committed text that any round may bring; more of them count as reading
-# A request that drafted within so many rounds keeps its cache: reading costs more than a few guesses gain.
+# A request that drafted within so many rounds keeps its cache: reading costs more than a few draft tokens gain.
 _IDLE_ROUNDS = 8
 
 
 class OwnCache:
-    """The cache of `model`, which guesses for many requests.
+    """The cache of `model`, which drafts for many requests.
 
     `text_of` tells the committed text that a sequence stands for, in the model's tokens. What the cache holds is a
-    beginning of it, the guesses of a round that is not committed apart. `num_read_tokens` is what the last round read
-    of texts that it had not seen.
+    beginning of it, the draft tokens of a round that is not committed apart. `num_read_tokens` is what the last round
+    read of texts that it had not seen.
     """
 
     def __init__(self, model: LanguageModel, text_of: Callable[[int], Sequence[int]]) -> None:

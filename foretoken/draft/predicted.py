@@ -2,7 +2,7 @@
 
 OpenAI's `prediction`. A cursor walks along the prediction while the answer agrees. Where it does not, the cursor waits,
 and takes up again where the prediction agrees with the last words of the answer: behind the place where it was lost
-first, since an answer that changed a line goes on after it. Right after that it guesses few tokens.
+first, since an answer that changed a line goes on after it. Right after that it drafts few tokens.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def num_followed(prediction: Sequence[int], tokens: Sequence[int]) -> int:
 
 
 class PredictedDrafter:
-    """Deterministic guesses from `SamplingParams.prediction`; the mass is a point at each guess."""
+    """Deterministic drafts from `SamplingParams.prediction`; the mass is a point at each draft token."""
 
     name = "predicted"
     keeps_answers = False  # see `base.FollowsText`

@@ -1,9 +1,9 @@
-"""Trees of ranks: which guesses of which heads are worth a node, from how often each rank was right (Medusa, Cai et al.
-2401.10774, section 2.3.3).
+"""Trees of ranks: which predictions of which heads are worth a node, from how often each rank was right (Medusa, Cai et
+al. 2401.10774, section 2.3.3).
 
-The guess of rank r at a place is right with a chance that does not depend on the text before, so the best tree of a
-size is made of the tuples of ranks with the largest products. The chances are counted for each request by itself, from
-the tokens that its rounds emitted.
+Whether the prediction of rank r at a place is right does not depend on the text before, so the best tree of a size is
+made of the tuples of ranks with the largest products. The chances are counted for each request by itself, from the
+tokens that its rounds emitted.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 
 from foretoken.draft.tree import TreeNode, grow_best_first
 
-NUM_RANKS = 10  # guesses of a head that are looked at, as in Medusa's own trees
+NUM_RANKS = 10  # predictions of a head that are looked at, as in Medusa's own trees
 _FIRST_CHANCE, _FALL_PER_PLACE = 0.6, 0.85  # before anything was counted: of rank 0 at place 0, and from place to place
 _PRIOR_WEIGHT = 8.0  # rounds that the typical chances count as
 
 
 class RankChances:
-    """How often the guess of each rank was right at each place of one request's drafts."""
+    """How often the prediction of each rank was right at each place of one request's drafts."""
 
     def __init__(self, num_places: int, num_ranks: int) -> None:
         self._right = [
@@ -29,7 +29,7 @@ class RankChances:
         self._seen = [_PRIOR_WEIGHT] * num_places
 
     def count(self, place: int, rank: int | None) -> None:
-        """At `place` the guess of `rank` was right; None: none of them."""
+        """At `place` the prediction of `rank` was right; None: none of them."""
         self._seen[place] += 1
         if rank is not None:
             self._right[place][rank] += 1

@@ -1,7 +1,7 @@
-"""Token recycling: the target's own runner-up tokens of earlier steps are guesses for later ones.
+"""Token recycling: the target's own runner-up tokens of earlier steps are draft tokens for later ones.
 
 Luo et al. 2024 (arXiv 2408.08696): a matrix keeps for every token the tokens that the target found likeliest after it
-the last time; guesses are a tree of ranks over that matrix. The tree is not a fixed one: it holds the likeliest paths,
+the last time; a draft is a tree of ranks over that matrix. The tree is not a fixed one: it holds the likeliest paths,
 by how often each rank was right so far, as many nodes as the round may draft.
 """
 
@@ -57,7 +57,7 @@ class RecyclingDrafter:
         return assemble(self.name, [self.look_up(entry) for entry in batch.decoding])
 
     def commit(self, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:
-        """Take over the target's likeliest tokens after every row, guessed rows included.
+        """Take over the target's likeliest tokens after every row, rows of draft tokens included.
 
         Where a token stands in several rows the deepest accepted one wins: it is the latest that the text really holds.
         """

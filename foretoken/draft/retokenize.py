@@ -12,8 +12,8 @@ import codecs
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from foretoken.model.tokenizer import Detokenizer, Tokenizer
-from foretoken.model.vocabulary import Side
+from foretoken.text.tokenizer import Detokenizer, Tokenizer
+from foretoken.text.vocabulary import Side
 
 _MAX_TAIL = 512  # characters that are encoded again after a round; a longer tail looks for a boundary
 _MIN_TAIL = 128  # characters kept behind a boundary, so that what comes can no longer change the tokens before it
@@ -99,7 +99,7 @@ class DraftText:
 
     @property
     def ending(self) -> Ending:
-        """What guesses must fit on to: the tail, and what is not in `ids` yet."""
+        """What a draft must continue: the tail, and what is not in `ids` yet."""
         return Ending(self._tail, self._stream.held, self._stream.begun)
 
     @property
@@ -155,15 +155,15 @@ class DraftText:
         return [token for token in ids if token < self._draft.num_columns]
 
 
-def draft_writes(draft: Tokenizer, before: list[int], guesses: list[int], at_start: bool) -> str:
-    """The text that the draft's `guesses` add behind its committed tokens `before`, up to the last whole character."""
+def draft_writes(draft: Tokenizer, before: list[int], drafted: list[int], at_start: bool) -> str:
+    """The text that `drafted` adds behind the draft's committed tokens `before`, up to the last whole character."""
     writes = draft.token_bytes
     if writes is None:
         # Only some of the past: the decoder needs to know what a token stands behind, not how the text began.
         context = before[-8:]
-        known, both = draft.decode(context), draft.decode([*context, *guesses])
+        known, both = draft.decode(context), draft.decode([*context, *drafted])
         return both[len(known) :] if both.startswith(known) else ""
-    written = b"".join(writes.get(token, b"") for token in guesses)
+    written = b"".join(writes.get(token, b"") for token in drafted)
     if at_start and draft.drops_first_space:
         written = written.removeprefix(b" ")
     text = codecs.getincrementaldecoder("utf-8")("replace").decode(written)

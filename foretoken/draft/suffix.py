@@ -67,10 +67,10 @@ class SharedStore:
 
 
 class SuffixDrafter:
-    """Deterministic trees from counts; the mass is a point at each guess.
+    """Deterministic trees from counts; the mass is a point at each draft token.
 
     A finished request's answer enters the store of its tenant (`SamplingParams.tenant`), never another's. `corpus` is a
-    text of token ids that everybody may be guessed from. Each store keeps `store_tokens`, all together `max_tokens`,
+    text of token ids that everybody's drafts may come from. Each store keeps `store_tokens`, all together `max_tokens`,
     where one that holds less counts as 256: the tenant unused longest is forgotten first.
     """
 

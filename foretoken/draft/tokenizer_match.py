@@ -8,15 +8,15 @@ from typing import Literal, cast
 
 from foretoken.errors import MismatchError
 from foretoken.model.interface import LanguageModel
-from foretoken.model.tokenizer import Tokenizer
-from foretoken.model.vocabulary import Side, differs_in_padding_only
+from foretoken.text.tokenizer import Tokenizer
+from foretoken.text.vocabulary import Side, differs_in_padding_only
 
 TextUse = Literal["auto", "strings", "intersection"]  # `SpecConfig.draft_vocabulary` where the tokenizers differ
 
 
 @dataclass(frozen=True)
 class Translation:
-    """The vocabularies of a target and a draft whose tokens differ, and how the draft's guesses are translated.
+    """The vocabularies of a target and a draft whose tokens differ, and how the draft's tokens are translated.
 
     `difference` says what differs; None if nothing does and the translation was asked for.
     """
@@ -60,7 +60,7 @@ def match_tokenizers(
 
 
 def warn_of_text(found: Translation, name: str, num_shared: int) -> None:
-    """Check and report how the draft `name` will guess, where `num_shared` tokens are in both vocabularies.
+    """Check and report how the draft `name` is translated, where `num_shared` tokens are in both vocabularies.
 
     Raises:
         MismatchError: the intersection was asked for, and is empty.
@@ -72,7 +72,7 @@ def warn_of_text(found: Translation, name: str, num_shared: int) -> None:
     if found.how == "auto":
         above = f"from the {num_shared:,} tokens that both have ('intersection')" if num_shared else "so too"
         warnings.warn(
-            f"{found.difference}. At temperature 0 it guesses text, which is encoded again "
+            f"{found.difference}. At temperature 0 it drafts text, which is encoded again "
             f"(draft_vocabulary='strings'), and above {above}",
             stacklevel=4,
         )

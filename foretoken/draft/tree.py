@@ -1,4 +1,4 @@
-"""Shapes of trees of guesses, and which guesses are worth a node: pure functions, no model.
+"""Shapes of draft trees, and which draft tokens are worth a node: pure functions, no model.
 
 A tree that holds with its estimates yields 1 + their sum tokens in expectation, so the best tree of a size is made of
 the likeliest paths. No path is likelier than its beginning: growing best first finds them, and they are closed under
@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 
 class TreeNode(NamedTuple):
-    """A deterministic guess: `parent` is its place in the list that holds it (-1: the committed text), before its own.
+    """A deterministic draft token: `parent` is an earlier place in the list that holds it (-1: the committed text).
 
-    `estimate` is the chance that the whole path to it will be accepted, `drafter` the name of the one that guessed it.
+    `estimate` is the chance that the whole path to it will be accepted, `drafter` the name of the one that drafted it.
     """
 
     token: int
@@ -83,11 +83,11 @@ def best_nodes(parents: Sequence[int], estimates: Sequence[float], budget: int) 
 
 
 def merge_trees(trees: Sequence[Sequence[TreeNode]], budget: int) -> list[TreeNode]:
-    """One tree of the `budget` likeliest guesses of several deterministic trees, likeliest first.
+    """One tree of the `budget` likeliest nodes of several deterministic trees, likeliest first.
 
     A path that several trees hold is one node; its estimate is the highest that any of them gives it, and that tree is
     its provenance (the earlier tree on a tie). An estimate above its parent's in the same tree counts as the parent's:
-    a path is never likelier than its beginning. Exact for guesses that were not sampled only: which of them stay may
+    a path is never likelier than its beginning. Exact only for tokens that were not sampled: which of them stay may
     depend on all of them.
     """
     union: list[TreeNode] = []
@@ -123,7 +123,7 @@ class TreeShape:
 
 
 def max_children(branching: int | Sequence[int], depth: int) -> int:
-    """How many children a guess of `depth` tokens may have: one limit for all depths, or one each and none below."""
+    """How many children a node at depth `depth` may have: one limit for all depths, or one each and none below."""
     if isinstance(branching, int):
         return branching
     return branching[depth] if depth < len(branching) else 0
@@ -131,7 +131,7 @@ def max_children(branching: int | Sequence[int], depth: int) -> int:
 
 @functools.lru_cache(maxsize=256)
 def static_shape(budget: int, branching: int | tuple[int, ...], max_depth: int) -> TreeShape:
-    """The best tree of `budget` nodes when the guess of rank r is right with the same chance everywhere, whatever
+    """The best tree of `budget` nodes when the prediction of rank r is right with the same chance everywhere, whatever
     stands before it.
 
     Chances that do not depend on the text make the best of all trees a fixed one; the dynamic programme of Sequoia
@@ -165,7 +165,7 @@ def sampled_shape(budget: int, branching: int | tuple[int, ...], max_depth: int)
 
     @functools.cache
     def below(budget: int, depth: int) -> tuple[float, tuple[int, ...]]:
-        """What `budget` nodes after a guess of `depth` tokens are worth, and how many of them go to each child, itself
+        """What `budget` nodes below a node at depth `depth` are worth, and how many of them go to each child, itself
         included.
         """
         most = min(budget, max_children(branching, depth), _MAX_SAMPLED_CHILDREN) if depth < max_depth else 0

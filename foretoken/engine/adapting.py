@@ -18,7 +18,7 @@ class AdaptationWatcher:
         self._adapter.begin(state.request)
 
     def round(self, view: RoundView) -> None:
-        """A guess was rejected where the rule corrected it, or where the target chose another token than it."""
+        """A draft token was rejected where the rule corrected it, or where the target chose another token than it."""
         num_accepted = len(view.verdict.accepted[view.b])
         if view.draft.lengths[view.b] and view.verdict.next_kinds[view.b] == "residual":
             self._adapter.rejected(view.entry.request.request_id, view.entry.round_start + num_accepted)

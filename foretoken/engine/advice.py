@@ -21,9 +21,9 @@ SHORT_ANSWER_TOKENS = 50
 MIN_RESERVE = 0.15  # of the memory
 CONCURRENT = 4.0  # requests in a step, from which on load is judged
 ENOUGH_ROUNDS = 256  # of requests, before load is judged
-MIN_GUESSING = 0.05  # of the rounds of requests whose number of guesses is left open
+MIN_DRAFTING = 0.05  # of the rounds of requests whose number of draft tokens is left open
 MAX_DRAFTING = 0.5  # of the time of steps, beside a neighbour: alone, drafting takes less where it pays
-MIN_SPEEDUP = 0.95  # of fixed numbers of guesses
+MIN_SPEEDUP = 0.95  # of fixed numbers of draft tokens
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,10 @@ class TextFormat:
 
 @dataclass(frozen=True)
 class LoadFacts:
-    """Finished requests: their rounds, those with guesses, and how many requests ran in a step on average.
+    """Finished requests: their rounds, those with draft tokens, and how many requests ran in a step on average.
 
-    `is_open`: the numbers of guesses are left to the engine. `estimated_speedup` is over plain decoding, None while
-    unknown.
+    `is_open`: the numbers of draft tokens are left to the engine. `estimated_speedup` is over plain decoding, None
+    while unknown.
     """
 
     num_rounds: int
@@ -71,7 +71,7 @@ def of_draft_size(name: str, target_bytes: int, draft_bytes: int) -> Advice | No
     return Advice(
         "draft size",
         f"draft {name!r} is only {target_bytes / draft_bytes:.1f} times smaller than the target "
-        f"({draft_bytes / 1e6:,.0f} of {target_bytes / 1e6:,.0f} MB per step), so guesses cost almost what they save",
+        f"({draft_bytes / 1e6:,.0f} of {target_bytes / 1e6:,.0f} MB per step), so drafting costs almost what it saves",
         "use a draft 10 or more times smaller, draft_dtype='int8' or 'int4', or a drafter without a model",
     )
 
@@ -90,13 +90,15 @@ def of_draft_text(name: str, target: TextFormat, draft: TextFormat) -> Advice | 
     found = " and ".join([*differs, *([f"{', '.join(others)}"] if others else [])])
     return Advice(
         "draft text",
-        f"draft {name!r} has another {found} than the target, so it guesses worse in chats and at the end of answers",
+        f"draft {name!r} has another {found} than the target, so it drafts worse in chats and at the end of answers",
         "use a draft of the same family and version, or one trained on the target's own chats",
     )
 
 
 def of_acceptance(drafter: str, num_drafted: int, num_accepted: int, accepted_per_draft: float) -> Advice | None:
-    """Guesses that are mostly rejected, after enough of them; `accepted_per_draft` is that of all drafters together."""
+    """Draft tokens that are mostly rejected, after enough of them; `accepted_per_draft` is that of all drafters
+    together.
+    """
     if num_drafted < ENOUGH_DRAFTED or accepted_per_draft >= MIN_ACCEPTED:
         return None
     rate = num_accepted / num_drafted
@@ -110,12 +112,12 @@ def of_acceptance(drafter: str, num_drafted: int, num_accepted: int, accepted_pe
 
 
 def of_temperature(temperature: float) -> Advice | None:
-    """Sampling that makes the target's own next token hard to guess."""
+    """Sampling that makes the target's own next token hard to draft."""
     if temperature <= 1.0:
         return None
     return Advice(
         "temperature",
-        f"temperature={temperature:g} flattens the target's distribution, so fewer guesses are accepted",
+        f"temperature={temperature:g} flattens the target's distribution, so fewer draft tokens are accepted",
         "use a temperature of at most 1, or drafter='none' where it must be higher",
     )
 
@@ -127,8 +129,8 @@ def of_short_answer(max_tokens: int, num_prompt_tokens: int, draft: str) -> Advi
     return Advice(
         "short answer",
         f"max_tokens={max_tokens}: for an answer of under {SHORT_ANSWER_TOKENS} tokens, reading a prompt of "
-        f"{num_prompt_tokens} with draft {draft!r} may take longer than its guesses save",
-        "use drafter='auto', which then guesses without the draft model, or 'ngram'",
+        f"{num_prompt_tokens} with draft {draft!r} may take longer than its draft tokens save",
+        "use drafter='auto', which then drafts without the draft model, or 'ngram'",
     )
 
 
@@ -146,13 +148,13 @@ def of_memory(used_bytes: int, memory_bytes: int, where: str) -> Advice | None:
 
 
 def of_load(facts: LoadFacts) -> Advice | None:
-    """Many requests at once, at which guesses were not worth making, or cost more than they brought."""
+    """Many requests at once, at which draft tokens were not worth making, or cost more than they brought."""
     if facts.num_rounds < ENOUGH_ROUNDS or facts.mean_requests < CONCURRENT:
         return None
-    if facts.is_open and facts.num_drafts < MIN_GUESSING * facts.num_rounds:
+    if facts.is_open and facts.num_drafts < MIN_DRAFTING * facts.num_rounds:
         return Advice(
             "load",
-            f"with {facts.mean_requests:.0f} requests at once, guesses were worth making in only "
+            f"with {facts.mean_requests:.0f} requests at once, draft tokens were worth making in only "
             f"{facts.num_drafts / facts.num_rounds:.0%} of {facts.num_rounds:,} rounds",
             "use drafter='none' under this load, or a lower max_batch_size",
         )
@@ -160,9 +162,9 @@ def of_load(facts: LoadFacts) -> Advice | None:
     if not facts.is_open and speedup is not None and speedup < MIN_SPEEDUP:
         return Advice(
             "load",
-            f"with {facts.mean_requests:.0f} requests at once, decoding with guesses was {speedup:.2f}x as fast as "
+            f"with {facts.mean_requests:.0f} requests at once, speculative decoding was {speedup:.2f}x as fast as "
             "plain decoding is estimated to be",
-            "leave num_draft to 'auto', which makes no guesses where they do not pay",
+            "leave num_draft to 'auto', which makes no draft tokens where they do not pay",
         )
     return None
 

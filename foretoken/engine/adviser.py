@@ -33,7 +33,7 @@ from foretoken.machine.neighbours import OtherLoad
 from foretoken.machine.waiting import current_waiting
 from foretoken.model.interface import LanguageModel
 from foretoken.model.names import model_folder
-from foretoken.model.tokenizer import Tokenizer, load_tokenizer
+from foretoken.text.tokenizer import Tokenizer, load_tokenizer
 
 
 class Adviser:
@@ -54,7 +54,10 @@ class Adviser:
         self._num_steps = self._num_rounds = 0  # of finished requests the rounds
         self._drafted: dict[str, list[int]] = {}  # by drafter: drafted and accepted tokens of finished requests
         self._num_accepted = 0
-        self._num_drafts = {True: 0, False: 0}  # rounds with guesses of finished requests, by whether numbers are open
+        self._num_drafts = {
+            True: 0,
+            False: 0,
+        }  # rounds with draft tokens of finished requests, by whether numbers are open
         self._num_own_rounds = {True: 0, False: 0}
         self._seconds = {True: [0.0, 0.0], False: [0.0, 0.0]}  # plain decoding's estimate, and what was taken
         self._has_news = False
@@ -106,7 +109,7 @@ class Adviser:
             self._tell(of_short_answer(params.max_tokens, len(state.request.prompt_ids), spec.draft))
 
     def end(self, state: RequestState) -> None:
-        """A request is over: what became of its guesses."""
+        """A request is over: what became of its draft tokens."""
         spec, stats = state.request.spec, state.stats
         self._num_rounds += state.num_rounds
         if spec.drafter is None:

@@ -18,9 +18,9 @@ from foretoken.model.interface import LanguageModel, OpenModel, QuantisedModel
 from foretoken.model.loader import dtype_of
 from foretoken.model.open import native_config, open_device, open_model
 from foretoken.model.quant import drafts_at_speed
-from foretoken.model.tokenizer import Tokenizer
 from foretoken.params import check_number
 from foretoken.registry import Traits, add_traits, load_source, traits_of
+from foretoken.text.tokenizer import Tokenizer
 
 DEFAULT_LIMIT_S = 10.0
 
@@ -101,7 +101,7 @@ class DrafterFactory:
         return model
 
     def corpus(self, path: str) -> list[int]:
-        """Token ids of a text file to guess from."""
+        """Token ids of a text file to draft from."""
         if self.tokenizer is None:
             raise InputError("corpus", path, f"{self.folder} has no tokenizer to read a text with")
         return self.tokenizer.encode(read_text("corpus", Path(path)), add_special_tokens=False)
@@ -124,9 +124,9 @@ def add_drafter(
     `make(factory, spec)` gives a new drafter for one target (see `draft.base.Factory`); a class is asked for its
     classmethod `make`. It is called once per `LLM` and kind of `spec`; adding a name again replaces the maker for what
     is made from then on. A call of the drafter that takes longer than `limit_s` is interrupted and counts as failed,
-    like one that raises; reading a long prompt counts too. `samples` says that guesses are drawn from a distribution,
-    `options` is the dataclass of its own options (a class: its attribute `Options`), and `fields` are those of
-    `SpecConfig` that it reads, such as "draft".
+    like one that raises; reading a long prompt counts too. `samples` says that draft tokens are drawn from a
+    distribution, `options` is the dataclass of its own options (a class: its attribute `Options`), and `fields` are
+    those of `SpecConfig` that it reads, such as "draft".
 
     Raises:
         ConfigError: the name is one of foretoken's own drafters, or not an identifier; `limit_s` is not a positive

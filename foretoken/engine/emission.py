@@ -11,7 +11,7 @@ from foretoken.engine.request import RequestState
 from foretoken.engine.runner import TargetOutput
 from foretoken.engine.stats import EngineStats, RequestStats, RoundCounts
 from foretoken.errors import NumericsError
-from foretoken.model.logprobs import log_law, log_model, token_logprobs
+from foretoken.text.logprobs import log_law, log_model, token_logprobs
 
 
 def emit(

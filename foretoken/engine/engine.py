@@ -36,9 +36,9 @@ from foretoken.engine.views import fixed_plan, only_decodes, outcome_of, plan_of
 from foretoken.engine.watch import RoundView, StepClock, Watcher, sees_rounds, show_round
 from foretoken.errors import EngineError, ForetokenError
 from foretoken.model.interface import LanguageModel, NeedsEqualThreads
-from foretoken.model.randomness import round_uniforms
-from foretoken.model.tokenizer import Tokenizer
 from foretoken.plan.profile import Curve, Profile
+from foretoken.text.randomness import round_uniforms
+from foretoken.text.tokenizer import Tokenizer
 from foretoken.verify import needs_uniforms, takes_trees, verify_batch
 
 
@@ -204,13 +204,13 @@ class Engine:
         return self.scheduler.decoding()
 
     def _preview(self, decoding: Sequence[RequestState]) -> Previews | None:
-        """What drafters have ready that show their guesses before anything is chosen; None if the chooser raised."""
+        """What drafters show before anything is chosen; None if the chooser raised."""
         now_s, asks, failed = self.chooser.clock(), list[PreviewAsk](), False
         self._views = [view_of(state, self.drafters, now_s, self.chooser.routing) for state in decoding]
         try:
             asks = self.chooser.begin(self._views)
         except Exception as error:  # noqa: BLE001 - plain decoding needs no chooser
-            self.faults.tell("the controller", error, "this step makes no guesses that are left to it")
+            self.faults.tell("the controller", error, "this step makes no draft tokens that are left to it")
             failed = True
         wanted = {ask.request_id for ask in asks}
         entries = {state.request_id: _next_entry(state) for state in decoding if state.request_id in wanted}
@@ -240,7 +240,7 @@ class Engine:
                     for state, budget in zip(decoding, budgets, strict=True)
                 }
             except Exception as error:  # noqa: BLE001 - plain decoding needs no chooser
-                self.faults.tell("the controller", error, "this step makes no guesses that are left to it")
+                self.faults.tell("the controller", error, "this step makes no draft tokens that are left to it")
         return {state.request_id: fixed_plan(state, self.drafters) for state in decoding if state.has_emitted}
 
     def _count_preempted(self) -> None:

@@ -36,7 +36,7 @@ from foretoken.engine.prompts import (
 )
 from foretoken.engine.request import PreparedRequest, RequestState
 from foretoken.engine.shadow.shadow import Shadow
-from foretoken.engine.startup.known_costs import KnownCosts, check_mode, know_costs
+from foretoken.engine.startup.known_costs import KnownCosts, check_mode, load_costs
 from foretoken.engine.stats import EngineStats
 from foretoken.engine.trace import Trace
 from foretoken.engine.turns import Owner, Turns
@@ -47,13 +47,13 @@ from foretoken.heads.kind import with_head_kind
 from foretoken.model.interface import LanguageModel, PrefixModel, SharesWeights
 from foretoken.model.names import model_folder
 from foretoken.model.open import open_device, open_model
-from foretoken.model.tokenizer import load_tokenizer
+from foretoken.text.tokenizer import load_tokenizer
 
 
 class LLM(BetweenRequests, Uncopied):
     """A target with its drafters, built from an `EngineConfig`, or from the same values as arguments.
 
-    `spec` of the configuration is the default for every request; without one the engine guesses with what needs no
+    `spec` of the configuration is the default for every request; without one the engine drafts with what needs no
     model of its own (`drafter="auto"`), and `self.spec` says what came of it. `on_profile` is called with a text when
     measuring the cost of steps takes longer than a second; `costs` is what came of it.
 
@@ -126,7 +126,7 @@ class LLM(BetweenRequests, Uncopied):
             self._adapter = self._adapt(target, engine)
             self._prepare_default()
             self._adviser.look_at_memory()
-            self.costs = self._know_costs(mode, on_profile)
+            self.costs = self._load_costs(mode, on_profile)
             if self._adapter is not None:
                 self._adapter.take_on()
         except BaseException:
@@ -472,11 +472,11 @@ class LLM(BetweenRequests, Uncopied):
                     SpeculationWarning(f"decoding plainly, since no drafter can be used: {error}"), stacklevel=3
                 )
 
-    def _know_costs(self, mode: str, on_profile: Callable[[str], None] | None) -> KnownCosts:
+    def _load_costs(self, mode: str, on_profile: Callable[[str], None] | None) -> KnownCosts:
         """Let the controller begin with what steps cost, as far as that is known."""
         made = [(spec, self._drafters.drafters[key]) for key, spec in own_drafters(self.spec).items()]
         is_open = bool(made) and self.spec.num_draft == "auto"
-        costs = know_costs(mode, self.target, str(self.folder), made, is_open, on_profile or (lambda _text: None))
+        costs = load_costs(mode, self.target, str(self.folder), made, is_open, on_profile or (lambda _text: None))
         if costs.profile is not None:
             self.engine.seed(costs.profile, costs.specs)
         self.engine.stats.profile_s = costs.measured_s

@@ -27,7 +27,7 @@ class MemoryPressure:
     """Limits on a step beside those of `SchedulerConfig`; None: no limit.
 
     `max_requests` may run at once, and a step reads at most `max_prompt_tokens` of prompts. A request that runs alone
-    makes no guesses, but for those on which the draws of its seed depend.
+    makes no draft tokens, but for those on which the draws of its seed depend.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class MemoryPressure:
 
     @property
     def is_tight(self) -> bool:
-        """Whether guesses have to go, too: one request runs at a time."""
+        """Whether draft tokens have to go, too: one request runs at a time."""
         return self.max_requests == 1
 
     def shrink(self, num_requests: int, config: SchedulerConfig) -> bool:

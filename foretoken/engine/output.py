@@ -9,7 +9,7 @@ from foretoken.config import SamplingParams
 from foretoken.core import FinishReason, TokenLogprobs, TokenOrigin
 from foretoken.engine.request import PreparedRequest, RequestState
 from foretoken.engine.stats import RequestStats
-from foretoken.model.randomness import derived_seed
+from foretoken.text.randomness import derived_seed
 
 
 @dataclass(frozen=True)

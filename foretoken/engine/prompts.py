@@ -8,8 +8,8 @@ from typing import Any
 
 from foretoken.engine.quoted_specials import QuotedSpecials
 from foretoken.errors import InputError, MismatchError
-from foretoken.model.tokenizer import Tokenizer
 from foretoken.params import check_text
+from foretoken.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]

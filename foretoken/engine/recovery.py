@@ -7,7 +7,7 @@ again while alone ends with an `EngineError`; the others continue together.
 
 A step for which the device has no memory is too large rather than faulty: its requests go on in smaller steps
 (`memory_pressure`), the most urgent half of them first. A request ends with a `CapacityError` only if it does not fit
-alone, without guesses and in small pieces.
+alone, without a draft and in small pieces.
 """
 
 from __future__ import annotations

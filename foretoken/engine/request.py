@@ -10,8 +10,8 @@ from typing import Protocol
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.core import FinishReason, Request, TokenLogprobs, TokenOrigin
 from foretoken.engine.stats import RequestStats
-from foretoken.model.processors import RequestProcessors
-from foretoken.model.randomness import RaceNoise
+from foretoken.text.processors import RequestProcessors
+from foretoken.text.randomness import RaceNoise
 from foretoken.verify import is_lossless
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from foretoken.config import SamplingParams
 from foretoken.core import NO_TAPS, Batch, BatchEntry, Draft, TapRequest
 from foretoken.model.interface import ForwardOutput, LanguageModel, Segment
-from foretoken.model.processors import RequestProcessors
-from foretoken.model.sampling import best_two, check_finite, near_ties_of, target_probs
+from foretoken.text.processors import RequestProcessors
+from foretoken.text.sampling import best_two, check_finite, near_ties_of, target_probs
 from foretoken.transfer import to_device, to_host
 from foretoken.verify import first_max
 
@@ -71,7 +71,7 @@ class Runner:
         rows = self._run(batch, draft, taps)
         if draft.probes is not None and not all(to_host(check_finite(rows.logits))[0]):
             rows = self._run(batch, replace(draft, probes=None), taps)
-        return self._law(batch, draft, rows)
+        return self._distributions(batch, draft, rows)
 
     def _run(self, batch: Batch, draft: Draft, taps: TapRequest) -> _Rows:
         segments: list[Segment] = []
@@ -97,7 +97,7 @@ class Runner:
         output = self.target.forward(_flat(batch, draft, pending, self.target.device), segments, taps.layers)
         return _split(batch, draft, segments, output)
 
-    def _law(self, batch: Batch, draft: Draft, rows: _Rows) -> TargetOutput:
+    def _distributions(self, batch: Batch, draft: Draft, rows: _Rows) -> TargetOutput:
         logits = rows.logits
         scores = (
             logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
@@ -160,8 +160,8 @@ def _read_together(batch: Batch, *parts: Tensor) -> list[list[float]]:
 
 
 def _flat(batch: Batch, draft: Draft, pending: Sequence[int], device: torch.device) -> Tensor:
-    """The step's tokens [T]: for each entry its part of all `pending` tokens, its guesses, its probes. Guesses stay on
-    their device.
+    """The step's tokens [T]: for each entry its part of all `pending` tokens, its draft tokens, its probes. Draft
+    tokens stay on their device.
     """
     own = to_device(pending, device)
     probes = draft.probes

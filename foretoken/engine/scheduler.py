@@ -23,7 +23,7 @@ class DraftPlan:
     """What a request may draft in its next round: at most `num_draft` nodes, under the option of this number and
     configuration (None: nothing).
 
-    `is_fixed`: what its seed draws depends on how much is guessed, and that on nothing but the request.
+    `is_fixed`: what its seed draws depends on how much is drafted, and that on nothing but the request.
     """
 
     num_draft: int = 0
@@ -62,8 +62,8 @@ class Scheduler(Queue[RequestState]):
         )
 
     def worst_case_tokens(self, state: RequestState) -> int:
-        """Most cache a request can ever hold: guesses are clamped to what may still be emitted, so its length bounds
-        it.
+        """Most cache a request can ever hold: draft tokens are clamped to what may still be emitted, so its length
+        bounds it.
 
         Probes come on top as far as the whole cache has room for them; they also use what is meant for text yet to
         come.
@@ -218,7 +218,7 @@ class Scheduler(Queue[RequestState]):
         )
 
     def _usable(self, state: RequestState, plan: DraftPlan) -> DraftPlan:
-        """No more guesses than can still be used: the round itself emits one token of the target's own.
+        """No more draft tokens than can still be used: the round itself emits one token of the target's own.
 
         The first token is never drafted, also where the last chunk of the prompt is a single token and looks like a
         decode step: neighbours decide where chunks end, and must not change what a request draws.
@@ -252,10 +252,11 @@ class Scheduler(Queue[RequestState]):
         )
 
     def _num_probe(self, state: RequestState, plan: DraftPlan) -> int:
-        """Probes that fit behind the text and the guesses within the request's own length; none where it does not
-        guess.
+        """Probes that fit behind the text and the draft tokens within the request's own length; none where it does not
+        draft token.
 
-        Neighbours have no say in it: what probes find changes later guesses, and so what a seed draws under most rules.
+        Neighbours have no say in it: what probes find changes later draft tokens, and so what a seed draws under most
+        rules.
         """
         if not plan.num_draft or plan.spec is None or not plan.spec.num_probe:
             return 0

@@ -122,7 +122,7 @@ class Counters:
             self.num_near_ties += len(counts.tie_gaps)
             self.near_tie_gap = max(self.near_tie_gap, *counts.tie_gaps)
         if counts.depths:
-            self._count_guesses(counts)
+            self._count_drafted(counts)
 
     def count_failure(self, drafter: str) -> None:
         """Add one failure of a drafter."""
@@ -133,7 +133,7 @@ class Counters:
         self.plain_s += plain_s
         self.compared_s += compared_s
 
-    def _count_guesses(self, counts: RoundCounts) -> None:
+    def _count_drafted(self, counts: RoundCounts) -> None:
         emitted = counts.path[: counts.num_emitted]
         self.num_drafts += 1
         names = {name for name in counts.provenance if name is not None}

@@ -38,8 +38,8 @@ def charge(
     what a step takes by its rows.
     """
     rows = [len(entry.pending) for entry in batch.entries]
-    for b, (guesses, probes) in enumerate(zip(draft.lengths, draft.probe_lengths, strict=True)):
-        rows[b] += guesses + probes
+    for b, (drafted, probes) in enumerate(zip(draft.lengths, draft.probe_lengths, strict=True)):
+        rows[b] += drafted + probes
     num_rows = sum(rows)
     row_s = (clock.target_s + clock.rule_s) / num_rows
     rejected = [length - len(path) for length, path in zip(draft.lengths, verdict.paths, strict=True)]
@@ -95,22 +95,22 @@ def _added_row_s(steps: CostTable, num_rows: int, num_rejected: int, row_s: floa
 def _drafting_s(
     entries: Sequence[BatchEntry], draft: Draft, spent_s: Mapping[DrafterKey, float], keys_of: KeysOf
 ) -> list[float]:
-    """Each entry's part of what its drafters took: by the guesses they made, evenly among their requests where they
-    made none.
+    """Each entry's part of what its drafters took: by the draft tokens they made, evenly among their requests where
+    they made none.
 
     Tokens forced by a grammar cost nothing.
     """
     parts = [0.0] * len(entries)
     if not spent_s:
         return parts
-    guesses: dict[DrafterKey, dict[int, int]] = {}  # by drafter and request
+    drafted: dict[DrafterKey, dict[int, int]] = {}  # by drafter and request
     for b, entry in enumerate(entries):
         for option, key in enumerate(keys_of(entry.request.request_id)):
             made = draft.lengths[b] if option == entry.option and draft.drafters[b] != GRAMMAR else 0
-            own = guesses.setdefault(key, {})
+            own = drafted.setdefault(key, {})
             own[b] = own.get(b, 0) + made
     for key, took_s in spent_s.items():
-        own = guesses.get(key, {})  # none: it showed guesses for a request that was then preempted
+        own = drafted.get(key, {})  # none: it previewed draft tokens for a request that was then preempted
         total = sum(own.values())
         for b, made in own.items():
             parts[b] += took_s * (made / total if total else 1 / len(own))

@@ -39,7 +39,7 @@ def view_of(state: RequestState, drafters: DrafterGroup, now_s: float, routing: 
 
 
 def reads_prompt(spec: SpecConfig) -> bool:
-    """Whether a drafter reads the prompt with a model of its own before it can guess."""
+    """Whether a drafter reads the prompt with a model of its own before it can draft."""
     return spec.draft is not None or any(reads_prompt(part) for part in spec.configs)
 
 

@@ -14,7 +14,7 @@ from foretoken.errors import StorageError
 from foretoken.files import to_json
 from foretoken.model.gguf.parts import part_files
 from foretoken.model.loader import read_raw_config
-from foretoken.model.tokenizer import load_tokenizer
+from foretoken.text.tokenizer import load_tokenizer
 
 _WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "spiece.model")

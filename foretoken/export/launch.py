@@ -34,13 +34,13 @@ class Launch:
 
 
 def launch_of(config: HeadConfig, engine: OtherEngine, target: str, head: str, num_draft: int) -> Launch:
-    """How `engine` starts `target` with the head in the folder `head`, guessing `num_draft` tokens."""
+    """How `engine` starts `target` with the head in the folder `head`, drafting `num_draft` tokens."""
     makers = {"vllm": _vllm, "sglang": _sglang, "trtllm": _trtllm, "llamacpp": _llamacpp, "tgi": _tgi}
     return makers[engine.name](config, engine, target, head, num_draft)
 
 
 def _vllm(config: HeadConfig, engine: OtherEngine, target: str, head: str, num_draft: int) -> Launch:  # noqa: ARG001
-    # Without "method" it is guessed from the path.
+    # Without "method" vLLM infers it from the path.
     spec: dict[str, object] = {"method": config.method, "model": head, "num_speculative_tokens": num_draft}
     kind = config.kind
     if kind == "eagle":
@@ -55,7 +55,7 @@ def _sglang(config: HeadConfig, engine: OtherEngine, target: str, head: str, num
     argv += ["--speculative-algorithm", algorithm, "--speculative-draft-model-path", head]
     if isinstance(config, BlockConfig):
         return Launch((*argv, f"--speculative-{algorithm.lower()}-block-size", str(config.block_size)))
-    # One guess per place is a chain, for which SGLang asks for one token more than steps.
+    # One draft token per place is a chain, for which SGLang asks for one token more than steps.
     argv += ["--speculative-num-steps", str(num_draft), "--speculative-eagle-topk", "1"]
     argv += ["--speculative-num-draft-tokens", str(num_draft + 1)]
     notes = ["Speculation lowers max_running_requests to 48 unless --max-running-requests is given."]

@@ -48,7 +48,7 @@ def export_head(
     `target_name` is what the launch line calls the target. `as_speculators` writes vLLM's exchange form.
 
     Raises:
-        ConfigError: a pair that cannot work, with the reason; more guesses than the head makes.
+        ConfigError: a pair that cannot work, with the reason; more draft tokens than the head makes.
         StorageError: `out` is in use or cannot be written.
         CheckpointError, MismatchError, UnsupportedModelError: see `load_head`.
     """
@@ -98,7 +98,7 @@ def _check(head: Head, engine: OtherEngine, num_draft: int, as_speculators: bool
         raise ConfigError("speculators", True, f"only vLLM reads this form, not {engine}")
     most = head.config.max_num_draft
     if most is not None and num_draft > most:
-        raise ConfigError("num_draft", num_draft, f"this head guesses at most {most} tokens")
+        raise ConfigError("num_draft", num_draft, f"this head drafts at most {most} tokens")
 
 
 def _adapt(folder: Path, head: Head, engine: OtherEngine, target_folder: Path) -> None:
@@ -193,7 +193,7 @@ def _readable(engine: OtherEngine, launch: Launch, method: str, num_draft: int) 
     lines = [
         f"# {method} in {engine}",
         "",
-        f"Guesses up to {num_draft} tokens per step. Run in this folder:",
+        f"Drafts up to {num_draft} tokens per step. Run in this folder:",
         "",
         "```",
     ]

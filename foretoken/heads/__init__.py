@@ -1,1 +1,1 @@
-"""Trained heads: small networks that read the target's hidden states and guess the tokens that follow."""
+"""Trained heads: small networks that read the target's hidden states and predict the tokens that follow."""

@@ -1,5 +1,5 @@
 """An early-exit adapter: a small network that turns the residual stream after a few layers into what the last layer
-would give, so that the target's own final norm and output matrix read better guesses from it.
+would give, so that the target's own final norm and output matrix predict better from it.
 
 x + MLP(norm(x)), one gated MLP (SwiGLU) and no attention. Kangaroo (Liu et al. 2404.18911) puts an attention layer with
 a cache of its own at this place. Without one, drafting needs no state beside the target's, and what the target
@@ -56,8 +56,8 @@ class ExitAdapter(Head):
         return out
 
     def places(self, batch: HeadBatch, target: SharedWeights, num_places: int, seed: int) -> Iterator[Place]:  # noqa: ARG002
-        """See `Head`. A guess depends on the tokens before it alone, not on earlier guesses: in training there is one
-        place, in evaluation later rows are given as later places.
+        """See `Head`. A prediction depends only on the text before it, not on earlier draft tokens: training has one
+        place, evaluation takes later rows as later places.
         """
         num_windows, num_rows = batch.tokens.shape[0], batch.tokens.shape[1] - 1
         wanted = batch.wanted[:, 1:]  # [B, S]

@@ -39,7 +39,7 @@ class HeadBatch:
 
 @dataclass(frozen=True)
 class Place:
-    """A head's guesses at one place of a draft, for some rows of a batch, in training.
+    """A head's predictions at one place of a draft, for some rows of a batch, in training.
 
     `logits` [R, V_d] over the head's vocabulary should equal the target's at `rows` [R] (of the batch, flattened over
     [B, S]). `number` counts from 0, the first drafted token. `extra_loss` is a scalar that the kind of head adds
@@ -88,8 +88,8 @@ class Head(nn.Module, ABC):
 
     @abstractmethod
     def places(self, batch: HeadBatch, target: SharedWeights, num_places: int, seed: int) -> Iterator[Place]:
-        """Its guesses along `batch` at the first `num_places` places of a draft, as they would be at inference: later
-        places build on its own earlier ones. `seed` chooses anchors, where a kind of head samples them.
+        """Its predictions along `batch` at the first `num_places` places of a draft, as they would be at inference:
+        later places build on its own earlier ones. `seed` chooses anchors, where a kind of head samples them.
 
         Rows whose target row would lie outside the window, or whose token is not `wanted`, are left out.
         """

@@ -1,4 +1,4 @@
-"""Block drafters: one pass guesses all the tokens behind the anchor (DFlash, `z-lab/dflash`; DSpark,
+"""Block drafters: one pass drafts all the tokens behind the anchor (DFlash, `z-lab/dflash`; DSpark,
 `deepseek-ai/DeepSpec`; JetSpec, `hao-ai-lab/JetSpec`).
 
 The target's states before the anchor are fused and read by every layer as keys and values. The slots begin as the
@@ -44,7 +44,7 @@ class MarkovHead(nn.Module):
 
 
 class ConfidenceHead(nn.Module):
-    """The chance that the token guessed at a slot will be accepted, as a logit."""
+    """The chance that the token drafted at a slot will be accepted, as a logit."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class BlockHead(LayeredHead):
         return own
 
     def correct(self, logits: Tensor, before: Tensor) -> Tensor:
-        """`logits` [R, V_d] with what the tokens `before` [R] the guessed ones make of them."""
+        """`logits` [R, V_d], corrected by the tokens `before` [R] the drafted ones."""
         return logits if self.markov_head is None else logits + self.markov_head(before)
 
     def places(self, batch: HeadBatch, target: SharedWeights, num_places: int, seed: int) -> Iterator[Place]:
@@ -151,13 +151,13 @@ class BlockHead(LayeredHead):
         config, tokens = self.config, batch.tokens
         num_windows, num_rows = tokens.shape[0], tokens.shape[1] - 1
         num_places = min(num_places, config.num_places)
-        first = config.block_size - config.num_places  # the first slot that guesses
+        first = config.block_size - config.num_places  # the first slot that drafts
         num_slots = num_places + first if config.is_causal else config.block_size
         anchors, is_anchor = random_rows(batch.wanted[:, 1:], _ROWS_PER_ANCHOR, seed)
         hidden = self._slots(batch, target, anchors, num_slots)  # [B, A, W, D]
         whole = torch.arange(num_windows, device=tokens.device)[:, None].expand_as(anchors)
         for number in range(num_places):
-            row = anchors + number  # what the target's row says, this place guesses
+            row = anchors + number  # this place predicts what the target's row gives
             inside = is_anchor & (row < num_rows)
             inside &= batch.wanted[whole, (row + 1).clamp(max=num_rows)]
             window, row = whole[inside], row[inside]  # [R] each
@@ -196,15 +196,13 @@ class BlockHead(LayeredHead):
         return torch.stack(losses).sum() if losses else None
 
     def _confidence_loss(
-        self, guessed: Tensor, logits: Tensor, batch: HeadBatch, rows: Tensor, target: SharedWeights
+        self, confidence: Tensor, logits: Tensor, batch: HeadBatch, rows: Tensor, target: SharedWeights
     ) -> Tensor:
-        """Cross entropy of the confidence `guessed` [R] and the chance sum min(p, q) that a guess is accepted; it
-        trains nothing else.
-        """
+        """Cross entropy of `confidence` [R] and the chance sum min(p, q) of acceptance; it trains nothing else."""
         with torch.no_grad():
             p = target.output_logits(batch.normed.flatten(0, 1)[rows]).float().softmax(-1)
             accepted = self.vocabulary.restrict(p).minimum(logits.float().softmax(-1)).sum(-1)  # [R]
-        return F.binary_cross_entropy_with_logits(guessed.float(), accepted.clamp(0, 1))
+        return F.binary_cross_entropy_with_logits(confidence.float(), accepted.clamp(0, 1))
 
     def layer_parts(self) -> list[LayerParts]:
         """See `layer_pass.LayerStack`."""

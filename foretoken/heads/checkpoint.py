@@ -212,7 +212,7 @@ def head_state(head: Head) -> dict[str, Tensor]:
 
 
 def vocabulary_tables(config: HeadConfig, vocabulary: DraftVocabulary) -> dict[str, Tensor]:
-    """The tables that tell an engine which tokens a head guesses among; none for the target's whole vocabulary.
+    """The tables that tell an engine which tokens a head drafts from; none for the target's whole vocabulary.
 
     vLLM has a place for the tables only where the draft vocabulary is smaller than the target's, and refuses others.
     """
@@ -279,7 +279,7 @@ def _check_embedding(weights: Weights, config: EagleConfig | BlockConfig) -> Non
 
 
 def draft_vocab_size(config: HeadConfig, fields: Fields) -> int:
-    """Tokens among which a head guesses."""
+    """Size of the vocabulary that a head drafts from."""
     return kind_of_config(config).draft_vocab_size(config, fields)
 
 

@@ -45,7 +45,7 @@ class EagleConfig:
 
     @property
     def max_num_draft(self) -> int | None:
-        """The most tokens that it guesses in one round; None: it continues from its own guesses."""
+        """The most tokens that it drafts in one round; None: it continues from its own draft."""
         return None
 
     def __post_init__(self) -> None:
@@ -59,7 +59,7 @@ class MedusaConfig:
     """Medusa heads, each `num_blocks` residual blocks and an output matrix over the last hidden state.
 
     With `is_sequential` (Hydra, Ankner et al. 2402.05109) head k, counted from 0, also sees the embeddings of the
-    anchor and of the k guesses before its own. Without `has_own_output` the target's output matrix is used.
+    anchor and of the k draft tokens before its own. Without `has_own_output` the target's output matrix is used.
     """
 
     kind: ClassVar[str] = "medusa"  # its row of `heads.kinds.KINDS`
@@ -84,7 +84,7 @@ class MedusaConfig:
 
 @dataclass(frozen=True)
 class BlockConfig:
-    """A block drafter (DFlash, DSpark): layers that see the target's states as more keys and values and guess
+    """A block drafter (DFlash, DSpark): layers that see the target's states as more keys and values and draft
     `block_size` tokens in one pass.
 
     Slot k sees the target's states before the anchor, the anchor and (if `is_causal`) the slots before it, else all
@@ -112,7 +112,7 @@ class BlockConfig:
 
     @property
     def num_places(self) -> int:
-        """Tokens that one pass guesses."""
+        """Tokens that one pass drafts."""
         return self.block_size - (not self.predicts_at_anchor)
 
     @property

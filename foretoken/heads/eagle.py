@@ -1,6 +1,6 @@
 """EAGLE heads: decoder layers that continue the target's hidden states by one position at a time.
 
-Row t pairs the target's state of position t with the token at t + 1, has rotary position t and guesses the token at
+Row t pairs the target's state of position t with the token at t + 1, has rotary position t and predicts the token at
 t + 2. Behind the last row of the text the head goes on from its own output.
 
 - Version 1 (EAGLE-1 and -2, Li et al. 2401.15077 and 2406.16858): the state behind the target's final norm and the
@@ -185,16 +185,16 @@ class EagleHead(LayeredHead):
             if step + 1 >= num_rows:
                 return
             if step == 1:
-                wanted = F.pad(batch.wanted[:, 2:], (0, 1))  # the token that row t guesses first, [B, S]
+                wanted = F.pad(batch.wanted[:, 2:], (0, 1))  # the token that row t predicts first, [B, S]
                 start = random_rows(wanted, _ROWS_PER_UNROLLED, seed).rows.sort(dim=1).values
                 features = features.view(num_windows, num_rows, -1)[window, start].flatten(0, 1)
                 attention.go_on_from(start)
             # Rows whose token lies behind the window read its last one: no row that is used sees them.
             tokens = batch.tokens[window, (start + 1 + step).clamp(max=num_rows)]  # [B, Q]
             rows = self.run(tokens.flatten(), features, (start + step).flatten(), attention, target)
-            guessed = start + 1 + step  # the target's row that each should equal
-            learnt = (guessed < num_rows) & batch.wanted[window, (guessed + 1).clamp(max=num_rows)]
-            output, chosen = rows.output[learnt.flatten()], (window * num_rows + guessed)[learnt]  # [R, D], [R]
+            predicted = start + 1 + step  # the target's row that each should equal
+            learnt = (predicted < num_rows) & batch.wanted[window, (predicted + 1).clamp(max=num_rows)]
+            output, chosen = rows.output[learnt.flatten()], (window * num_rows + predicted)[learnt]  # [R, D], [R]
             extra = None
             if own is not None and len(chosen):  # the mean over no row is no number
                 extra = FEATURE_WEIGHT * F.smooth_l1_loss(output, own[chosen])
@@ -223,7 +223,9 @@ def _check(config: EagleConfig, vocabulary: DraftVocabulary) -> None:
     hidden, target_hidden = config.layer.hidden_size, config.target_hidden_size
     if config.has_own_embedding and config.version == 1:
         raise ConfigError(
-            "hidden_size", hidden, f"must be the target's, {target_hidden}: an EAGLE-1 head guesses the target's states"
+            "hidden_size",
+            hidden,
+            f"must be the target's, {target_hidden}: an EAGLE-1 head predicts the target's states",
         )
     if config.has_own_embedding and not config.has_own_output and vocabulary.is_whole:
         raise ConfigError(

@@ -1,8 +1,8 @@
 """An EAGLE head over a cache of blocks: one pass for the rows of many requests.
 
 Row t of a sequence is that of the target's state of position t. Rows made from the target's states are kept; rows made
-from the head's own output are guesses, of which nothing is kept (they are made again from the target's states once they
-are accepted).
+from the head's own output are draft tokens, of which nothing is kept (they are made again from the target's states once
+they are accepted).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from foretoken.transfer import to_device
 
 
 @dataclass(frozen=True)
-class EagleGuess:
+class EagleOutput:
     """Of the rows that were asked for: `logits` [R, V] over the target's vocabulary, `feedback` [R, D]."""
 
     logits: Tensor
@@ -41,7 +41,7 @@ class CachedEagle:
         return self.head.features(states, self.target)
 
     @torch.inference_mode()
-    def run(self, tokens: Tensor, features: Tensor, segments: Sequence[Segment]) -> EagleGuess:
+    def run(self, tokens: Tensor, features: Tensor, segments: Sequence[Segment]) -> EagleOutput:
         """Run rows of `tokens` [T] with their `features` [T, D], and keep the pending ones."""
         inputs = self.cache.admit(segments)
         positions, slots = to_device([inputs.positions, inputs.slots], self.cache.device)
@@ -52,4 +52,4 @@ class CachedEagle:
             if segment.num_pending:
                 self.cache.commit(segment.sequence, segment.num_pending)
         logits = self.head.logits(rows.output[wanted], self.target)
-        return EagleGuess(self.vocabulary.expand(logits), rows.feedback[wanted])
+        return EagleOutput(self.vocabulary.expand(logits), rows.feedback[wanted])

@@ -18,7 +18,7 @@ _MAX_HEADER_BYTES = 1 << 26
 # What other engines run and this one does not, with what to take in its place.
 _REFUSED = {
     "mlp_speculator": "an MLP speculator (IBM); train medusa heads for this target (foretoken train medusa)",
-    "peagle": "P-EAGLE, which guesses in parallel; take an EAGLE-3 head, or train a block drafter",
+    "peagle": "P-EAGLE, which drafts in parallel; take an EAGLE-3 head, or train a block drafter",
     "dflash2": "DFlash2, whose convolutions are not run here; train a block drafter (foretoken train block)",
     "domino": "Domino, which only SGLang runs; train a block drafter (foretoken train block)",
 }

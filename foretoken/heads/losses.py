@@ -1,4 +1,4 @@
-"""Losses of trained heads over the rows of a `Place`, and how often its guesses would be accepted.
+"""Losses of trained heads over the rows of a `Place`, and how often its draft tokens would be accepted.
 
 p is the target's distribution, q the head's, alpha = sum_x min(p(x), q(x)) the probability that speculative sampling
 accepts a token of the head. A loss sees p renormalised over the head's vocabulary; alpha is reported against the whole

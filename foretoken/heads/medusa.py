@@ -1,7 +1,7 @@
-"""Medusa heads (Cai et al. 2401.10774), with Hydra's dependence on earlier guesses (Ankner et al. 2402.05109) as an
-option.
+"""Medusa heads (Cai et al. 2401.10774), with Hydra's dependence on earlier draft tokens (Ankner et al. 2402.05109)
+as an option.
 
-Each head reads the state behind the target's final norm at position t and guesses one token: head k that at t + 2 + k,
+Each head reads the state behind the target's final norm at position t and predicts one token: head k that at t + 2 + k,
 which the target's row t + 1 + k would give. The token at t + 1, the anchor, is known when the heads are asked.
 """
 
@@ -93,7 +93,7 @@ class MedusaHead(Head):
         """Logits `[R, V_d]` of head `number` over its vocabulary.
 
         `state` [R, D] behind the target's final norm; `beside` [R, (number + 1) * D], the embeddings of the anchor and
-        of the guesses before this one, is for sequential heads.
+        of the draft tokens before this one, is for sequential heads.
         """
         assert (beside is not None) == self.config.is_sequential
         first, *others = self._blocks[number]
@@ -107,13 +107,13 @@ class MedusaHead(Head):
         return logits
 
     def places(self, batch: HeadBatch, target: SharedWeights, num_places: int, seed: int) -> Iterator[Place]:  # noqa: ARG002
-        """See `Head`: head k along every row; a sequential one sees the text's own tokens as its earlier guesses."""
+        """See `Head`: head k along every row; a sequential one sees the text's tokens in place of draft tokens."""
         num_windows, num_rows = batch.tokens.shape[0], batch.tokens.shape[1] - 1
         embedded = None
         if self.config.is_sequential:
             embedded = target.embed(batch.tokens.flatten()).view(num_windows, num_rows + 1, -1)  # [B, S + 1, D]
         for number in range(min(num_places, self.config.num_heads)):
-            ahead = number + 1  # row t guesses what row t + ahead of the target gives
+            ahead = number + 1  # row t predicts what row t + ahead of the target gives
             if ahead >= num_rows:
                 return
             window, row = batch.wanted[:, ahead + 1 :].nonzero(as_tuple=True)  # [R] each

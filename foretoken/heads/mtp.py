@@ -4,7 +4,7 @@ GLM-4.5; Qwen3-Next).
 An EAGLE-1 head with norms: row t joins the normed embedding of the token at t + 1 with the normed state of position t,
 behind the target's final norm, projects both to the width of the target, runs one decoder layer and a norm; the
 target's output matrix reads it. Behind the last row of the text it goes on from its own output behind that norm, as
-SGLang has it. It was trained for one token ahead: further guesses are right much less often.
+SGLang has it. It was trained for one token ahead: later draft tokens are right much less often.
 
 The layer lies in the target's own checkpoint (`model.mtp_tensors`). Where there are several, the first is used.
 """

@@ -1,8 +1,8 @@
 """A short trial of a head at load: does it agree with its target along a text that the target writes itself?
 
-A head whose layers are counted in the other way, or with a norm flag turned, runs without an error and guesses at
+A head whose layers are counted in the other way, or with a norm flag turned, runs without an error and drafts at
 random: a checkpoint in that state was used at 1.2 % acceptance (vllm-project/vllm#50170). The target continues a token
-greedily for a few dozen steps, the head guesses along that text, and the neighbours of its configuration are tried too.
+greedily for a few dozen steps, the head drafts along that text, and the neighbours of its configuration are tried too.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Probe:
 
     @property
     def is_near_chance(self) -> bool:
-        """Whether the head guesses no better than an untrained one."""
+        """Whether the head predicts no better than an untrained one."""
         return not self.agreement or self.agreement[0] < _CHANCE
 
     def advice(self) -> str | None:
@@ -101,7 +101,7 @@ def probe(head: Head, target: SharesWeights, start: int = 0, num_rows: int = NUM
     for name, one in variants:
         theirs = _scores(one, batch, target)
         deviations, share = _deviations(theirs, ours, batch.tokens[0].tolist()), _shares(theirs)[0]
-        # A head that is hardly trained may be less wrong in another wiring: what guesses by chance is no remedy.
+        # A head that is hardly trained may be less wrong in another wiring: one at chance is no remedy.
         if deviations >= _FEWEST_DEVIATIONS and share >= max(agreement[0], _CHANCE):
             found.append((deviations, name, share))
     best = max(found, default=None)
@@ -169,8 +169,8 @@ def _deviations(theirs: _Scores, ours: _Scores, tokens: list[int]) -> float:
     return float(gains.mean() / gains.std()) * math.sqrt(len(gains)) if float(gains.std()) else 0.0
 
 
-def _share(guessed: Tensor, wanted: Tensor) -> float:
-    return float((guessed == wanted).float().mean()) if len(wanted) else 0.0
+def _share(predicted: Tensor, wanted: Tensor) -> float:
+    return float((predicted == wanted).float().mean()) if len(wanted) else 0.0
 
 
 def _neighbours(head: Head) -> Iterator[tuple[str, Head]]:
@@ -210,21 +210,19 @@ def _other_configs(config: HeadConfig) -> Iterator[tuple[str, HeadConfig]]:
 
 
 def _shifted(head: Head, batch: HeadBatch, target: SharesWeights) -> list[tuple[str, float]]:
-    """Agreement if the head's guesses were for the token before or behind, or its vocabulary were read in another
-    way.
-    """
+    """Agreement if the head predicted the token before or behind, or its vocabulary were read in another way."""
     place = next(iter(head.places(batch, target, 1, seed=0)), None)
     if place is None or not len(place.rows):
         return []
     tokens, own = batch.tokens[0], place.logits.argmax(-1)
-    guessed, found = head.vocabulary.to_target(own), []
+    predicted, found = head.vocabulary.to_target(own), []
     for step, name in ((-1, "before"), (1, "behind")):
         inside = place.rows + 1 + step < len(tokens)
         wanted = tokens[place.rows[inside] + 1 + step]
         # A text that repeats a token has the same one before and behind.
         differs = wanted != tokens[place.rows[inside] + 1]
-        share = float(((guessed[inside] == wanted) & differs).float().mean()) if len(wanted) else 0.0
-        found.append((f"its guesses taken for the token {name}", share))
+        share = float(((predicted[inside] == wanted) & differs).float().mean()) if len(wanted) else 0.0
+        found.append((f"its predictions taken for the token {name}", share))
     ids: DraftVocabulary = head.vocabulary
     if not ids.is_whole:
         absolute = ids.ids - torch.arange(len(ids.ids), device=ids.ids.device)

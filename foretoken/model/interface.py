@@ -218,8 +218,7 @@ class EarlySegment:
     """New rows of one sequence that run only some layers: behind its past and the `offset` rows that have run so before
     them.
 
-    Rows run early beyond `offset` are forgotten first: a chain of guesses may be taken up again anywhere, or begun anew
-    at 0.
+    Rows run early beyond `offset` are forgotten first: a draft may be resumed anywhere, or begun anew at 0.
     """
 
     sequence: int

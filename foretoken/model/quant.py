@@ -43,7 +43,7 @@ def check_quant(kind: str, dtype: torch.dtype, device: torch.device, field: str 
 
 def drafts_at_speed(kind: str, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether a drafter's weights should be held in `kind`, asked for by `draft_dtype`; a warning where they should
-    not, because no kernel can be compiled: guesses from the kernel's twin would cost many times what they save.
+    not, because no kernel can be compiled: drafting with the kernel's twin would cost many times what it saves.
 
     Raises:
         InputError: see `check_quant`.

@@ -93,8 +93,8 @@ class StrictModel(PagedModel):
         taps = taps if inputs.tapped else ()
         out = self._run(tokens, inputs, taps)
         if not bool(torch.isfinite(out.logits).all()):
-            # A masked key still counts 0 * NaN: a guess that overflows must not reach the rows before it, which share
-            # its call.
+            # A masked key still counts 0 * NaN: a draft token that overflows must not reach the rows before it,
+            # which share its call.
             out = self._run(tokens, inputs, taps, alone=True)
         return out
 

@@ -29,7 +29,7 @@ _PIECES = (
     (5, 10, 7),
     (7, 8, 8),
     (8, 12, 12),
-)  # rows from, to, and how many are kept: prompt, token, guesses cut back, ...
+)  # rows from, to, and how many are kept: prompt, token, drafts cut back, ...
 # What a family's own code raises when it is given less than it wants.
 _FOREIGN_ERRORS = (
     ArithmeticError,
@@ -134,7 +134,7 @@ class _Trial:
             self._refuse("gives a text other logits when more text follows it")
 
     def cache_agrees(self, new_cache: Callable[[], _Foreign]) -> bool:
-        """Whether the other text in pieces behind a cache, guesses cut back in between, has the logits of the whole."""
+        """Whether the other text in pieces behind a cache, drafts cut back in between, has the logits of the whole."""
         if len(self.ids) < _NUM_TOKENS:
             return False  # a context of a few tokens needs no cache
         try:

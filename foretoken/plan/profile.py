@@ -64,7 +64,8 @@ class Curve:
 class DrafterCost:
     """Seconds of a drafter in a round, for proposing and for committing what was emitted.
 
-    `guesses` by its longest draft, one request; `batch` by requests, with `batch_num_draft` drafted tokens each;
+    `guesses` (the key of saved profiles) by its longest draft, one request; `batch` by requests, with
+    `batch_num_draft` drafted tokens each;
     `prompt` by the length of a prompt that is read for the first time. `about` describes what determines this drafter's
     cost.
     """
@@ -194,13 +195,13 @@ def fingerprint(
 def _drafter(name: str, raw: object) -> DrafterCost:
     if not isinstance(raw, Mapping):
         raise InputError(f"profile.{name}", raw, "must hold curves")
-    guesses, num_draft = _curve(raw, "guesses", name), raw.get("batch_num_draft", 1)
+    drafting, num_draft = _curve(raw, "guesses", name), raw.get("batch_num_draft", 1)
     if isinstance(num_draft, bool) or not isinstance(num_draft, int) or num_draft < 1:
         raise InputError(f"profile.{name}.batch_num_draft", num_draft, "must be a whole number of at least 1")
     about = raw.get("about", {})
     if not isinstance(about, Mapping):
         raise InputError(f"profile.{name}.about", about, "must be an object")
-    return DrafterCost(guesses, _curve(raw, "batch", name), num_draft, _curve(raw, "prompt", name), about)
+    return DrafterCost(drafting, _curve(raw, "batch", name), num_draft, _curve(raw, "prompt", name), about)
 
 
 def _roofline(raw: Mapping[str, Any]) -> Roofline | None:

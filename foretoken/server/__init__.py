@@ -1,1 +1,1 @@
-"""The HTTP server: requests and responses over a `Service`, an engine in this process or in a worker."""
+"""The HTTP server: requests and responses over a `Backend`, an engine in this process or in a worker."""

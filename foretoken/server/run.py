@@ -15,9 +15,9 @@ from typing import Any
 
 import uvicorn
 
+from foretoken.backend.events import ModelInfo
 from foretoken.server.composition import Composed, compose
 from foretoken.server.config import ServerConfig
-from foretoken.server.events import ModelInfo
 from foretoken.server.life.fault_hooks import TEST_VARIABLE, is_test_build
 from foretoken.server.life.replicas import Replicas
 from foretoken.server.listening import listening_socket, url_of

@@ -157,7 +157,7 @@ def chances_from_bench(raw: object) -> dict[str, dict[str, Chances]]:
 
 
 def _conditional(shares: Sequence[float]) -> Chances:
-    """From the share of guesses kept at each place to the chance there given that those before were kept."""
+    """From the share of draft tokens kept at each place to the chance there given that those before were kept."""
     before, chances = 1.0, []
     for share in shares:
         chances.append(min(1.0, share / before) if before > 0 else 0.0)

@@ -67,7 +67,7 @@ SHAPES: dict[str, LoadShape] = {
 
 @dataclass(frozen=True)
 class Server:
-    """Who is to serve a trace: the machine, the limits, and the settings with what is known of their guesses."""
+    """Who is to serve a trace: the machine, the limits, and the settings with what is known of their draft tokens."""
 
     profile: Profile
     limits: Limits
@@ -79,7 +79,7 @@ class Server:
         return min(self._rate(jobs, setting, self.limits) for setting in self.settings)
 
     def alone_s(self, jobs: Sequence[Job]) -> float:
-        """What one request takes on the average that has an engine without guesses for itself."""
+        """What one request takes on the average that has an engine without a draft for itself."""
         return 1 / self._rate(jobs, SimSetting(), replace(self.limits, max_batch_size=1, max_step_tokens=None))
 
     def _rate(self, jobs: Sequence[Job], setting: SimSetting, limits: Limits) -> float:

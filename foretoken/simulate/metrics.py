@@ -40,7 +40,7 @@ class SimMetrics:
 
 @dataclass(frozen=True)
 class Served:
-    """What became of one request, simulated or real; times in seconds on one clock, tokens and guesses as counts."""
+    """What became of one request, simulated or real; times in seconds on one clock, tokens as counts."""
 
     arrival_s: float
     first_s: float

@@ -1,11 +1,11 @@
-"""What a drafter guessed in real rounds and what of it stood, kept so that a simulation can draw on it.
+"""What a drafter drafted in real rounds and what of it stood, kept so that a simulation can draw on it.
 
-Lookups guess where the text repeats itself and nothing elsewhere, and a place that was found goes on: their guesses do
-not stand independently of each other, nor do all answers gain alike. So no rates are kept but whole answers, place by
-place.
+Lookups draft where the text repeats itself and nothing elsewhere, and a place that was found goes on: their draft
+tokens do not stand independently of each other, nor do all answers gain alike. So no rates are kept but whole answers,
+place by place.
 
-Of a drafter that needs nothing but the text the guesses at every place are known exactly, once the answer is (`told`).
-Of others only the rounds that ran are known, and what lies between them follows from these (`record_of`).
+Of a drafter that needs nothing but the text the draft tokens at every place are known exactly, once the answer is
+(`told`). Of others only the rounds that ran are known, and what lies between them follows from these (`record_of`).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from dataclasses import dataclass
 
 from foretoken.control.previews import Preview
 
-_MAX_NODES = 24  # guesses of a round that are kept; what the policy asks for at most
+_MAX_NODES = 24  # draft tokens of a round that are kept; what the policy asks for at most
 
 
 @dataclass(frozen=True)
 class Round:
-    """Guesses as a tree: `parents` of the nodes in the drafter's own order (-1 none), and the `path` of nodes that
+    """Draft tokens as a tree: `parents` of the nodes in the drafter's own order (-1 none), and the `path` of nodes that
     stood.
     """
 
@@ -44,8 +44,8 @@ class Round:
         return Round(parents, tuple(below[node] for node in self.path[1:]))
 
     def under(self, first: bool, after: Round) -> Round:
-        """This round, every node of which stood or which has none, with a guess more at its end: it stands (`first`)
-        with `after` below.
+        """This round, every node of which stood or which has none, with a draft token more at its end: it stands
+        (`first`) with `after` below.
         """
         node = len(self.parents)
         end = self.path[-1] if self.path else -1
@@ -56,16 +56,16 @@ class Round:
 
 
 def chain(num_draft: int, num_kept: int) -> Round:
-    """`num_draft` guesses one after the other, of which the first ones stood."""
+    """`num_draft` draft tokens one after the other, of which the first ones stood."""
     return Round(tuple(range(-1, num_draft - 1)), tuple(range(num_kept)))
 
 
 @dataclass(frozen=True)
 class Record:
-    """One answer: the round that begins at each of its places, the second token's first (the first is never guessed).
+    """One answer: the round that begins at each of its places, the second token's first (the first is never drafted).
 
-    Of a drafter that shows its guesses also the answer's `tokens`, the `previews` at each place, and the seconds that
-    one takes.
+    Of a drafter that shows its draft tokens also the answer's `tokens`, the `previews` at each place, and the seconds
+    that one takes.
     """
 
     rounds: tuple[Round, ...]
@@ -78,7 +78,7 @@ class Record:
         return self.rounds[place % len(self.rounds)].within(num_draft)
 
     def preview_at(self, place: int, most: int) -> Preview:
-        """What was shown at `place`, `most` guesses at most."""
+        """What was shown at `place`, `most` draft tokens at most."""
         return self.previews[place % len(self.previews)].first(most)
 
     def emitted(self, place: int, count: int) -> tuple[int, ...]:
@@ -106,12 +106,12 @@ def told(tokens: Sequence[int], previews: Sequence[Preview], preview_s: float) -
 
 def record_of(seen: Mapping[int, tuple[int, Round]], seed: int = 0) -> Record | None:
     """The record of an answer whose rounds were seen: by place, the budget and the round. None where nothing was
-    guessed with a budget.
+    drafted with a budget.
 
-    A round that begins within what another one guessed rightly is the rest of that one. Where guesses ended because the
-    budget did, they are taken to go on: behind a guess that failed with guesses that fail, behind one that stood with
-    one that was never judged, drawn with the share of guesses that stood, and then with the round that really came
-    there.
+    A round that begins within what another one drafted rightly is the rest of that one. Where draft tokens ended
+    because the budget did, they are taken to go on: behind a draft token that failed with draft tokens that fail,
+    behind one that stood with one that was never judged, drawn with the share of draft tokens that stood, and then with
+    the round that really came there.
     """
     whole = {place: pair for place, pair in sorted(seen.items()) if pair[0] > 0}
     if not whole:

@@ -16,7 +16,7 @@ PLAIN, AUTO = "plain", "auto"
 
 @dataclass(frozen=True)
 class SimSetting:
-    """Which drafters guess (none: plain decoding) and how much (None: the policy chooses, among several drafters
+    """Which drafters draft (none: plain decoding) and how much (None: the policy chooses, among several drafters
     too).
     """
 

@@ -64,7 +64,7 @@ class SimCache:
 
 @dataclass(frozen=True)
 class _Part:
-    """A request's part in a step: one row and guesses under its budget (`decodes`), or `num_read` tokens of its
+    """A request's part in a step: one row and draft tokens under its budget (`decodes`), or `num_read` tokens of its
     text.
     """
 

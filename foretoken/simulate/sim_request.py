@@ -1,8 +1,8 @@
-"""One request on its way through a simulation: how far it has come, and what is guessed for it next.
+"""One request on its way through a simulation: how far it has come, and what is drafted for it next.
 
-What is left to chance is whether a guess is right. It is drawn once for every request and place of its answer: common
-random numbers across settings, so that settings differ by what they do, and so that more acceptance can never make a
-round emit less. Where answers were recorded a request follows one of them instead.
+What is left to chance is whether a draft token is right. It is drawn once for every request and place of its answer:
+common random numbers across settings, so that settings differ by what they do, and so that more acceptance can never
+make a round emit less. Where answers were recorded a request follows one of them instead.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ Known = Mapping[str, Mapping[str, Chances | Records]]  # by drafter and name: ch
 class SimRequest:
     """One request on its way: `tokens` is prompt and output. Times are None until they come.
 
-    `recorded` is what is known of its drafters' guesses, by option. A drafter that guesses for a request for the first
-    time, not in `read_by` yet, reads its text first.
+    `recorded` is what is known of its drafters' draft tokens, by option. A drafter that drafts for a request for the
+    first time, not in `read_by` yet, reads its text first.
     """
 
     index: int
     job: Job
     setting: SimSetting
     recorded: tuple[Chances | Record, ...]
-    draws: tuple[float, ...]  # [output tokens] uniforms: whether a guess of this token would be right
+    draws: tuple[float, ...]  # [output tokens] uniforms: whether a draft token of this token would be right
     output_tokens: int
     urgency: Urgency
     traits: tuple[OptionTraits, ...] = ()
@@ -67,7 +67,7 @@ class SimRequest:
         return self.num_emitted > 0
 
     def view(self, now_s: float) -> RequestView:
-        """The request as the control sees it; the first token is never guessed."""
+        """The request as the control sees it; the first token is never drafted."""
         deadline_s = self.job.deadline_s
         return RequestView(
             request_id=self.index,
@@ -90,7 +90,7 @@ class SimRequest:
         return chain(num_draft, self.num_kept(source, num_draft))
 
     def num_kept(self, chances: Chances, num_draft: int) -> int:
-        """How many of the next `num_draft` guesses are right."""
+        """How many of the next `num_draft` draft tokens are right."""
         for place in range(num_draft):
             if self.draws[self.num_emitted + place] >= chances[min(place, len(chances) - 1)]:
                 return place

@@ -1,4 +1,4 @@
-"""A draft model in the trainer of heads: it guesses from the text alone, one token at a time."""
+"""A draft model in the trainer of heads: it drafts from the text alone, one token at a time."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from foretoken.train.evaluate import logits_of
 class DraftStudent(nn.Module):
     """A small model that learns the target's distribution at every position.
 
-    In training there is one place: what it guesses further on, behind the text's own tokens, is the same distribution
-    at a later row. In evaluation those rows are given as later places, so that runs of guesses are measured.
+    In training there is one place: what it predicts further on, behind the text's own tokens, is the same distribution
+    at a later row. In evaluation those rows are given as later places, so that runs of draft tokens are measured.
     """
 
     name = "draft_model"

@@ -16,7 +16,7 @@ from foretoken.train.frozen_target import FrozenTarget
 
 @dataclass(frozen=True)
 class HeadAcceptance:
-    """A head along real text, from every position at which it guesses all its places.
+    """A head along real text, from every position at which it drafts all its places.
 
     `sampled[k]` is the mean of alpha = sum min(p, q) at place k, `greedy[k]` the share of equal argmax.
     `emitted_sampled` and `emitted_greedy` are 1 + sum_k prod_{i <= k} of these, by position and then averaged: tokens
@@ -56,7 +56,7 @@ def measure_head(head: Student, target: FrozenTarget, batches: Iterable[HeadBatc
 def _by_position(
     head: Student, target: FrozenTarget, batch: HeadBatch, num_places: int, seed: int
 ) -> tuple[Tensor, Tensor]:
-    """alpha and equal argmax by place and position of the first guess, each `[K, B * S]`, NaN where there is none."""
+    """alpha and equal argmax by place and first draft position, each `[K, B * S]`, NaN where there is none."""
     alphas: list[Tensor] = []
     matches: list[Tensor] = []
     with target.autocast():

@@ -74,7 +74,7 @@ class AdapterShape:
 
     @property
     def draft_vocab_size(self) -> None:
-        """It guesses with the target's output matrix, whose vocabulary is whole."""
+        """It drafts with the target's output matrix, whose vocabulary is whole."""
         return None
 
 
@@ -83,7 +83,7 @@ _Shape = TypeVar("_Shape", bound=HeadShape)
 
 
 def usual_training(shape: HeadShape) -> HeadTrainConfig:
-    """The training of each kind unless set: as many places as it guesses. Steps are small because an hour holds few of
+    """The training of each kind unless set: as many places as it drafts. Steps are small because an hour holds few of
     them. An output matrix of its own begins as the target's and learns slowly with the other vectors; the correction of
     a block drafter begins at nothing and learns fast.
     """
@@ -175,8 +175,8 @@ def _layer(target: ModelConfig, num_layers: int, intermediate_size: int | None) 
 class Recipe(Generic[_Shape]):
     """How a kind of head (`heads.kinds`) is made and trained.
 
-    `config` is the head's shape for a target and a vocabulary size; `num_places` guesses are learnt at each position.
-    `begins_as_exit`: a new head changes nothing, so it is measured before it is trained.
+    `config` is the head's shape for a target and a vocabulary size; `num_places` predictions are learnt at each
+    position. `begins_as_exit`: a new head changes nothing, so it is measured before it is trained.
     """
 
     kind: str

@@ -13,7 +13,7 @@ from foretoken.errors import ConfigError
 from foretoken.heads.checkpoint import load_head, save_head
 from foretoken.heads.kind import head_kind
 from foretoken.model.names import model_folder
-from foretoken.model.tokenizer import load_tokenizer
+from foretoken.text.tokenizer import load_tokenizer
 from foretoken.train.draft_vocabulary import coverage
 from foretoken.train.head_data import HeadData
 from foretoken.train.head_recipes import EagleShape, HeadShape, NewHead, new_head, recipe_of

@@ -1,4 +1,4 @@
-"""The training loop of heads: a frozen target reads windows of text, the head learns to guess on from its states.
+"""The training loop of heads: a frozen target reads windows of text, the head learns to draft from its states.
 
 Resumable: the batch of a step is a function of (seed, step), so a run that is killed goes on from its last state with
 the same loss curve. Heads are validated by the tokens a step would emit; the best one is kept as a checkpoint.
@@ -49,7 +49,7 @@ _SAME = (
 class HeadTrainConfig:
     """One run; lengths in tokens, times in seconds.
 
-    A step is `accumulate` batches of `batch_windows` windows of `length` tokens. `num_places` guesses are learnt at
+    A step is `accumulate` batches of `batch_windows` windows of `length` tokens. `num_places` predictions are learnt at
     each position, from a random `row_share` of the positions: in a small head the output matrix costs most, and
     neighbours teach much the same. The run ends early after `patience` validations without a better head (0: never).
     Up to `state_cache_bytes` of hidden states are kept on disk (0: none), see `state_cache`.

@@ -17,8 +17,8 @@ from foretoken.model.architecture import ModelConfig
 from foretoken.model.decoder import Decoder
 from foretoken.model.loader import load_decoder
 from foretoken.model.saving import save_checkpoint
-from foretoken.model.tokenizer import load_tokenizer
 from foretoken.printing.console import Console
+from foretoken.text.tokenizer import load_tokenizer
 from foretoken.train.corpus import standard_library
 from foretoken.train.tokens import END_OF_TEXT, encode, tokenizer_config, train_tokenizer
 from foretoken.train.train_config import TrainConfig

@@ -15,8 +15,8 @@ from foretoken.errors import ConfigError, MismatchError, StorageError
 from foretoken.files import check_folder, to_json
 from foretoken.model.names import model_folder
 from foretoken.model.open import open_device
-from foretoken.model.tokenizer import load_tokenizer
 from foretoken.printing.console import Console
+from foretoken.text.tokenizer import load_tokenizer
 from foretoken.train.answers import answered_data, folder_fingerprint
 from foretoken.train.frozen_target import FrozenTarget, Precision, fast_precision
 from foretoken.train.head_data import HeadData, TokenText

@@ -1,4 +1,4 @@
-"""Guesses that are asked for once an answer is known, against those that were made while it came."""
+"""Drafts that are asked for once an answer is known, against those that were made while it came."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHOWN = Preview((-1, -1, 0, 2), (0.6, 0.3, 0.5, 0.4), (6, 4, 7, 9))
 
 
 def test_a_record_of_what_was_shown_by_hand() -> None:
-    """The path is the answer's own; fewer guesses are the first ones; what a round emits ends with the answer."""
+    """The path is the answer's own; fewer draft tokens are the first ones; what a round emits ends with the answer."""
     nothing = Preview()
     record = told((5, 6, 7, 8, 9), (SHOWN, nothing, nothing, nothing), 0.5)
     assert record.rounds == (Round((-1, -1, 0, 2), (0, 2)), Round(), Round(), Round())
@@ -32,7 +32,7 @@ def test_a_record_of_what_was_shown_by_hand() -> None:
 
 
 @pytest.mark.parametrize("num_draft", [1, 4, 9])
-def test_what_was_really_guessed(pair: SimpleNamespace, num_draft: int) -> None:
+def test_what_was_really_drafted(pair: SimpleNamespace, num_draft: int) -> None:
     """Every round that ran, whatever its budget, is the beginning of what is asked for afterwards; places between are
     known as well.
     """

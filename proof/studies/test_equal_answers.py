@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from foretoken.errors import ConfigError, InputError
-from foretoken.model.tokenizer import load_tokenizer
+from foretoken.text.tokenizer import load_tokenizer
 from studies.equal_answers import folder
 from studies.equal_answers.__main__ import _parser, compare
 from studies.equal_answers.answers import Answerer, Turn, spec_of

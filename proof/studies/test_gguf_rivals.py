@@ -10,7 +10,7 @@ import torch
 from foretoken.errors import ForetokenError, InputError
 from foretoken.model.names import model_folder
 from foretoken.model.open import open_model
-from foretoken.model.tokenizer import load_tokenizer
+from foretoken.text.tokenizer import load_tokenizer
 from studies.gguf_rivals.__main__ import BITS, ROWS, summary
 from studies.gguf_rivals.prompts import prompt_lines
 from studies.gguf_rivals.quality import (

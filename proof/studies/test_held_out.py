@@ -41,7 +41,7 @@ def walks_of(llm: LLM, pair: SimpleNamespace, prompt: Prompt, **values: object) 
     return walks
 
 
-def test_the_answer_is_the_text_whoever_guesses(model: LLM, text_pair: SimpleNamespace) -> None:
+def test_the_answer_is_the_text_with_every_drafter(model: LLM, text_pair: SimpleNamespace) -> None:
     prompt = Prompt("a", "code", "abcab", continuation="cabcabcabcab xyz abcabcabc")
     wanted = continuation_ids(model, prompt, model.encode(prompt.text))[:24]
     walks = walks_of(model, text_pair, prompt, ways=(FORCED,))
@@ -63,7 +63,7 @@ def test_a_text_like_no_other_gives_a_lookup_nothing(model: LLM, text_pair: Simp
 
 
 def test_a_draft_model_does_not_see_the_text(model: LLM, text_pair: SimpleNamespace) -> None:
-    """It guesses as badly as a random model must, not what the target was made to say."""
+    """It predicts as badly as a random model must, not what the target was made to say."""
     prompt = Prompt("d", "text", "abc", continuation="".join(chr(33 + place) for place in range(60)))
     walks = walks_of(model, text_pair, prompt, ways=(FORCED,), settings=("draft_model-3",))
     assert walks[1].num_drafted > 20
@@ -71,7 +71,7 @@ def test_a_draft_model_does_not_see_the_text(model: LLM, text_pair: SimpleNamesp
 
 
 def test_a_forced_text_of_the_targets_own_is_its_greedy_answer(model: LLM, text_pair: SimpleNamespace) -> None:
-    """Along what the target says anyway, every drafter guesses and is judged as it is without force."""
+    """Along what the target says anyway, every drafter drafts and is judged as it is without force."""
     ids = model.encode("def f(x):")
     (output,) = model.generate([ids], SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True))
     chosen = options(text_pair)
@@ -84,13 +84,13 @@ def test_a_forced_text_of_the_targets_own_is_its_greedy_answer(model: LLM, text_
         assert replace(forced, way=GREEDY, chances=()) == greedy
 
 
-def test_force_leaves_the_other_tokens_and_counts_guesses_behind_the_text_alone() -> None:
+def test_force_leaves_the_other_tokens_and_counts_draft_tokens_behind_the_text_alone() -> None:
     logits = torch.tensor([[1.0, 2.0, 3.0, 0.0]] * 4)
     forced = ForcedText((1, 0, 3))
     found = forced.adjust(logits, [(), (1,), (2,), (2, 0)])
     assert found.argmax(-1).tolist() == [1, 0, 0, 3]
     assert torch.equal(found[0, [0, 2, 3]], logits[0, [0, 2, 3]])
-    assert [len(own) for own in forced.chances] == [2]  # what stands behind the wrong guess 2 counts nowhere
+    assert [len(own) for own in forced.chances] == [2]  # what stands behind the wrong draft token 2 counts nowhere
     assert forced.chances[0] == pytest.approx(torch.softmax(logits[0].double(), -1)[[1, 2]].tolist())
     forced.num_emitted = 2
     assert forced.adjust(logits[:1], [()]).argmax(-1).tolist() == [3]

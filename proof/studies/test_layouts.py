@@ -35,7 +35,7 @@ from studies.layouts.layouts import (
     measure_layouts,
     ratios,
 )
-from studies.layouts.replay import ReplayedDrafter, record_guesses
+from studies.layouts.replay import ReplayedDrafter, record_drafts
 from studies.layouts.run import uneven
 from studies.layouts.tables import layout_tables
 from tests.helpers.checkpoints import token_ids
@@ -49,7 +49,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.mark.parametrize("name", ["ngram", "draft_model"])
 def test_all_ways_answer_alike(llm: LLM, pair: SimpleNamespace, name: str):
-    """In float32, token for token; the same guesses are made, and the layout alone tells the ways apart."""
+    """In float32, token for token; the same drafts are made, and the layout alone tells the ways apart."""
     options = replace(OPTIONS, drafter=name, draft=str(pair.draft) if name == "draft_model" else None)
     drafter = NgramDrafter() if name == "ngram" else DraftModelDrafter(open_model(pair.draft, "float32", "cpu", 4096))
     rows = measure_layouts(Layouts(options, llm.target, lambda: drafter), prompts())
@@ -68,8 +68,8 @@ def test_all_ways_answer_alike(llm: LLM, pair: SimpleNamespace, name: str):
                 assert by_mode[padded].acceptance_rate == by_mode[ragged].acceptance_rate
 
 
-def test_replayed_guesses_are_those_of_the_drafter_along_the_same_text(llm: LLM):
-    """In float32 all layouts answer like plain decoding, so what is replayed is what `ngram` guesses by itself."""
+def test_replayed_drafts_are_those_of_the_drafter_along_the_same_text(llm: LLM):
+    """In float32 all layouts answer like plain decoding, so what is replayed is what `ngram` drafts by itself."""
     options = replace(OPTIONS, batch_sizes=(3,), repeats=1)
     counted = [
         [(row.mode, row.num_rounds, row.acceptance_rate, row.num_identical) for row in rows]
@@ -81,13 +81,13 @@ def test_replayed_guesses_are_those_of_the_drafter_along_the_same_text(llm: LLM)
     assert counted[0] == counted[1]
 
 
-def test_replayed_guesses_do_not_depend_on_the_text(llm: LLM):
-    """By prompt and place alone: wrong answers give wrong guesses, the same in every layout."""
+def test_replayed_drafts_do_not_depend_on_the_text(llm: LLM):
+    """By prompt and place alone: wrong answers give wrong drafts, the same in every layout."""
     layouts = Layouts(OPTIONS, llm.target, NgramDrafter)
     own = prompts()[:3]
     wrong = [[7] * OPTIONS.max_tokens for _ in own]
-    recorded = record_guesses(own, wrong, 3)
-    assert all(guesses[-1] == (7, 7, 7) for guesses in recorded.values())
+    recorded = record_drafts(own, wrong, 3)
+    assert all(drafts[-1] == (7, 7, 7) for drafts in recorded.values())
     layouts.make_drafter = lambda: ReplayedDrafter(recorded)
     samples = [layouts.run(mode, own, 3) for mode in (RAGGED, EQSPEC)]
     assert samples[0].answers == samples[1].answers

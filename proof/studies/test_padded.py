@@ -71,7 +71,7 @@ MODES = [
 def test_padded_answers_are_the_engines(
     llm: LLM, draft: LanguageModel, expected: tuple[tuple[int, ...], ...], name: str | None, options: dict[str, Any]
 ):
-    """Uneven prompts, rows without a guess beside rows with one, rows that finish in different rounds."""
+    """Uneven prompts, rows without a draft beside rows with one, rows that finish in different rounds."""
     run = PaddedDecoder(llm.target, drafter(name, draft), 4 if name else 0, 4, **options).generate(prompts(), PARAMS)
     assert run.answers == expected
     assert run.num_emitted == len(LENGTHS) * 23  # the first token of each came with its prompt
@@ -96,7 +96,7 @@ def test_every_kind_of_layer(tmp_path: Path, shape: str, options: dict[str, Any]
             assert run.answers == answers(llm, texts, PARAMS)
         assert (
             run.num_accepted == run.num_drafted > 0
-        )  # the target guesses for itself: every row runs its last two tokens
+        )  # the target drafts for itself: every row runs its last two tokens
 
 
 @pytest.mark.parametrize(("name", "options"), MODES)

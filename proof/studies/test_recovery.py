@@ -49,7 +49,7 @@ def test_steps_until_the_number_is_right() -> None:
 
 
 def test_the_script_says_what_stands(text_pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In good stretches every guess stands, in bad ones none; who chooses is told by what it chose."""
+    """In good stretches every draft token is accepted, in bad ones none; who chooses is told by what it chose."""
     monkeypatch.setattr(recovery, "_CHANCES", (0.0, 1.0))
     monkeypatch.setattr(recovery, "_STRETCH_STEPS", 6)
     with LLM(text_pair.target, dtype="float32", cache_tokens=1024) as llm:

@@ -1,6 +1,4 @@
-"""Rules of other engines: which number of guesses they give, when they change it, and that a round's own tokens do not
-count.
-"""
+"""Rules of other engines: their draft length, when they change it, and that a round's own tokens do not count."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ def numbers(policy: Policy, asked: list[RequestOptions]) -> list[int]:
 
 
 def run(policy: Policy, batch: int, rounds: int, accepted: Callable[[int, int], int]) -> list[list[int]]:
-    """Plans of some rounds in which `accepted(round, guesses)` guesses of every request stand."""
+    """Plans of some rounds in which `accepted(round, num_draft)` draft tokens of every request are accepted."""
     plans = []
     for turn in range(rounds):
         requests = requests_of(batch)
@@ -84,7 +82,7 @@ def test_a_measured_table_takes_the_fastest_number() -> None:
     assert measured_table({1: {0: 1.0, 3: 2.5, 5: 2.0}, 8: {0: 3.0, 1: 3.0, 3: 1.0}}) == {1: 3, 8: 0}
 
 
-def test_the_mean_moves_the_number_of_guesses_after_warm_up_every_fifth_round() -> None:
+def test_the_mean_moves_the_number_of_draft_tokens_after_warm_up_every_fifth_round() -> None:
     plans = [budgets[0] for budgets in run(EmaPolicy(), 1, 60, lambda turn, budget: budget)]
     assert set(plans[:15]) == {3}
     assert plans[15] == 5  # the mean is near 3 then: above 2.5, below 4.5
@@ -98,7 +96,7 @@ def test_the_mean_brings_the_number_down_to_the_least_of_its_set() -> None:
     assert numbers(EmaPolicy({1: (2,)}), requests_of(1)) == [2]
 
 
-def test_after_an_interval_without_guesses_the_least_number_is_tried() -> None:
+def test_after_an_interval_without_drafting_the_least_number_is_tried() -> None:
     plans = [budgets[0] for budgets in run(EmaPolicy(), 8, 80, lambda turn, budget: 0)]
     assert 0 in plans
     zero = plans.index(0)
@@ -133,9 +131,7 @@ def test_two_more_after_full_acceptance_and_one_less_otherwise() -> None:
 
 @pytest.mark.parametrize("make", MAKERS)
 def test_a_plan_does_not_depend_on_what_its_round_brings(make: Callable[[], Policy]) -> None:
-    """Two pasts alike up to round n, then other guesses stand in it: plans up to and with that of round n are the
-    same.
-    """
+    """Two pasts alike up to round n, then others are accepted in it: plans up to that of round n are the same."""
     for cut in (1, 12, 33):
         ways = []
         for seed in (0, 1):
@@ -146,7 +142,7 @@ def test_a_plan_does_not_depend_on_what_its_round_brings(make: Callable[[], Poli
         assert ways[0][: cut + 1] == ways[1][: cut + 1]
 
 
-def test_guesses_that_a_drafter_shows_count_as_far_as_they_were_used() -> None:
+def test_draft_tokens_that_a_drafter_shows_count_as_far_as_they_were_used() -> None:
     """Five are shown, three used: the fourth one, right too, is no news."""
     preview = Preview((-1, 0, 1, 2, 3), (0.9,) * 5, (7,) * 5)
     asked = [RequestOptions(0, (DrafterOption(1, "d", 5, preview=preview), DrafterOption(0, "other", 9)))]

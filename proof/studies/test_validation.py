@@ -43,7 +43,7 @@ from studies.validation.replay import Replayed, WallClock, replay
 from studies.validation.validate import ValidationPlan, causes, compare, median_profile, predict
 from tests.helpers.checkpoints import token_ids
 from tests.helpers.faults import Fault
-from tests.simulate.test_simulate import CURVED, UNIT, Guesser, Real, mixed_jobs
+from tests.simulate.test_simulate import CURVED, UNIT, DrawnDrafter, Real, mixed_jobs
 
 
 class Scripted:
@@ -75,7 +75,7 @@ def replayed(
 ) -> tuple[Replayed, list[Step], object]:
     steps: list[Step] = []
     ended = simulate(profile, jobs, setting, limits, seed=3, watch=steps.append)
-    scripted = Scripted(Real(profile, setting, limits, jobs, Guesser(ended.requests)))
+    scripted = Scripted(Real(profile, setting, limits, jobs, DrawnDrafter(ended.requests)))
     specs = [scripted.real.spec] * len(jobs)
     return (
         replay(scripted, jobs, [[1] * job.prompt_tokens for job in jobs], specs, setting.name, scripted),
@@ -167,7 +167,7 @@ def order(times: Iterable[float]) -> list[int]:
 
 @pytest.mark.filterwarnings("ignore:the draft has")
 def test_what_is_written_down_adds_up(pair: SimpleNamespace) -> None:
-    """Tokens, guesses and rows of a real run by its requests and by its steps; answers are those of plain decoding."""
+    """Tokens, drafts and rows of a real run by its requests and by its steps; answers are those of plain decoding."""
     jobs = [Job(0.001 * i, 5 + 7 * i, 6 + 3 * i) for i in range(6)]
     prompts = [token_ids(job.prompt_tokens, seed=i) for i, job in enumerate(jobs)]
     with LLM(pair.target, dtype="float32", max_batch_size=4, max_prompt_tokens=16) as llm:
@@ -178,7 +178,7 @@ def test_what_is_written_down_adds_up(pair: SimpleNamespace) -> None:
             jobs,
             prompts,
             [SpecConfig("draft_model", str(pair.draft), num_draft=3)] * 6,
-            "guessing",
+            "drafting",
             tell=heard.append,
         )
         assert not llm.engine.has_work
@@ -205,7 +205,7 @@ def test_what_is_written_down_adds_up(pair: SimpleNamespace) -> None:
     )  # the last token of a prompt may stand alone, as a row
     rounds = done.rounds()
     assert sum(len(seen.parents) for own in rounds for _, seen in own.values()) == done.outcome.num_drafted > 0
-    assert all(min(own) == 0 for own in rounds)  # the second token is the first that is guessed
+    assert all(min(own) == 0 for own in rounds)  # the second token is the first that is drafted
     assert [sum(len(seen.path) for _, seen in own.values()) for own in rounds] == [
         one.num_accepted for one in done.served
     ]
@@ -391,7 +391,7 @@ def test_the_study_from_its_command_line(
 ) -> None:
     """Predicted, measured and error of each setting: printed, and written with everything needed to judge it."""
     monkeypatch.chdir(tmp_path)
-    for name in ("_ROWS", "_BATCHES", "_GUESSES", "_DRAFT_BATCHES"):
+    for name in ("_ROWS", "_BATCHES", "_NUM_DRAFT", "_DRAFT_BATCHES"):
         monkeypatch.setattr(profile_module, name, getattr(profile_module, name)[:2])
     monkeypatch.setattr(run_module, "_MAX_PASSES", 1)
     Path("mine.jsonl").write_text(

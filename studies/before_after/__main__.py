@@ -115,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--mixed", action="store_true", help="also run the changing load")
     add("--no-grid", action="store_true", help="leave out the grid")
     add("--fixed-drafters", default=_FIXED, help="drafters of the fixed settings of --mixed")
-    add("--fixed-numbers", default="2,3,5,8", help="their numbers of guesses")
+    add("--fixed-numbers", default="2,3,5,8", help="their numbers of draft tokens")
     add("--finalists", type=int, default=3, help="fixed settings that are repeated, the fastest ones")
     add("--phase-s", type=float, default=4.0, help="seconds of plain decoding for each phase of --mixed")
     add("--out", type=Path, required=True)

@@ -11,11 +11,11 @@ from typing import Any
 
 from foretoken.bench.batch_prompts import asks
 from foretoken.model.names import model_folder
-from foretoken.model.tokenizer import load_tokenizer
+from foretoken.text.tokenizer import load_tokenizer
 from studies.before_after.checkout import Checkout, CheckoutError
 
 BEFORE, AFTER = "before", "after"
-_SPARE_TOKENS = 64  # of cache for each request, for guesses and rounding up to blocks
+_SPARE_TOKENS = 64  # of cache for each request, for draft tokens and rounding up to blocks
 _MAX_PROMPT_TOKENS = 4096  # the prompts of a batch are read in one step
 _OWN_DRAFT = ("draft_model", "cascade", "mix", "auto")  # drafters that take a draft model
 

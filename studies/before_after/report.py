@@ -122,7 +122,9 @@ def _caveats(run: Run) -> list[str]:
     if shared:
         found.append(f"All settings shared one policy, which learnt from all of them, in: {', '.join(shared)}.")
     else:
-        found.append("What chooses numbers of guesses began anew for each setting and learnt from cell to cell.")
+        found.append(
+            "The policy that chooses numbers of draft tokens began anew for each setting and learnt from cell to cell."
+        )
     return found
 
 

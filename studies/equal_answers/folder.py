@@ -15,10 +15,10 @@ from pathlib import Path
 from foretoken.errors import InputError
 from foretoken.model.gguf.header import is_gguf
 from foretoken.model.gguf.parts import read_header
-from foretoken.model.gguf.tokenizer import read_tokenizer
 from foretoken.model.loader import load_decoder
 from foretoken.model.names import model_folder
 from foretoken.model.saving import save_checkpoint
+from foretoken.text.gguf_tokenizer import read_tokenizer
 from studies.command import exit_code_of
 
 

@@ -29,7 +29,7 @@ from foretoken.measure.kept import KeptFile
 from foretoken.model.interface import LanguageModel
 from foretoken.model.names import model_folder
 from foretoken.model.open import open_model
-from foretoken.model.tokenizer import Tokenizer, load_tokenizer
+from foretoken.text.tokenizer import Tokenizer, load_tokenizer
 from studies.command import INTERRUPTED, exit_code_of, record, whole_numbers, words
 from studies.gguf_rivals.files import programs
 from studies.gguf_rivals.quality import held_out_text, our_nats, scored_bytes, their_nats, windows_of

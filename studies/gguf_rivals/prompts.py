@@ -16,7 +16,7 @@ from foretoken.bench.batch_prompts import asks
 from foretoken.errors import InputError
 from foretoken.files import check_file
 from foretoken.model.names import model_folder
-from foretoken.model.tokenizer import Tokenizer, load_tokenizer
+from foretoken.text.tokenizer import Tokenizer, load_tokenizer
 from studies.command import exit_code_of, words
 
 SLICES = ("code", "edit", "json", "chat")

@@ -21,7 +21,7 @@ import torch
 from foretoken.bench.llama_programs import LlamaCpp, parsed
 from foretoken.errors import ForetokenError, InputError, UnsupportedModelError
 from foretoken.model.interface import LanguageModel, Segment
-from foretoken.model.tokenizer import Tokenizer
+from foretoken.text.tokenizer import Tokenizer
 from foretoken.train.corpus import is_held_out
 
 _HEADER_BYTES = 8 + 3 * 4  # "_logits_", then context, vocabulary and windows as int32

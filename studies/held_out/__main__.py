@@ -1,4 +1,4 @@
-"""How many guesses agree with text that people wrote, beside the target's own greedy and sampled answers.
+"""How many draft tokens agree with text that people wrote, beside the target's own greedy and sampled answers.
 
     python -m studies.held_out --target DIR --draft DIR --settings ngram-5,draft_model-5 --out benchmarks
 

@@ -24,9 +24,9 @@ _AHEAD = 100.0  # in logits: more than any other token can have
 class ForcedText:
     """Makes token n of a greedy answer the likeliest behind the first n (`core.Processors`, for one step of a target).
 
-    A guess is then accepted where it equals the text. Other tokens keep their logits: drafters that read the target's
-    runner-up tokens see them as they are. `chances` collects, by place in the draft, the probability at temperature 1
-    that the target itself gives to each guess whose predecessors agree with the text.
+    A draft token is then accepted where it equals the text. Other tokens keep their logits: drafters that read the
+    target's runner-up tokens see them as they are. `chances` collects, by place in the draft, the probability at
+    temperature 1 that the target itself gives to each draft token whose predecessors agree with the text.
     """
 
     text: tuple[int, ...]

@@ -21,9 +21,9 @@ from studies.held_out.forced import ForcedText, forcing
 from studies.held_out.options import FORCED, SAMPLED, HeldOutOptions
 
 EXPLAINED = (
-    "`forced` goes along the text that really follows the prompt: a guess is accepted where it equals the text. "
+    "`forced` goes along the text that really follows the prompt: a draft token is accepted where it equals the text. "
     "`greedy` and `sampled` are the target's own answers of the same length. Tokens a step with a bootstrap interval "
-    "over prompts (95 %). `at place 1` is the share of first guesses that were accepted, `chance` what the target "
+    "over prompts (95 %). `at place 1` is the share of first draft tokens that were accepted, `chance` what the target "
     "itself gives to them at temperature 1. `repeats` is the share of 4-grams that a text had used before: where "
     "greedy answers repeat themselves and the held-out text does not, greedy acceptance flatters the drafter."
 )
@@ -45,7 +45,7 @@ class Walk:
     num_drafted: int
     num_accepted: int
     positions: tuple[tuple[int, int], ...]
-    chances: tuple[float, ...]  # of guesses at the first place, where the text was forced
+    chances: tuple[float, ...]  # of draft tokens at the first place, where the text was forced
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def main() -> int:
     parser.add_argument("--max-tokens", type=int, default=default.max_tokens)
     parser.add_argument("--repeats", type=int, default=default.repeats)
     parser.add_argument(
-        "--replay", action="store_true", help="the same guesses in every layout: ngram's along plain decoding's answers"
+        "--replay", action="store_true", help="the same drafts in every layout: ngram's along plain decoding's answers"
     )
     return run(study, parser.parse_args())
 

@@ -34,7 +34,7 @@ from foretoken.errors import ConfigError, InputError
 from foretoken.model.interface import LanguageModel
 from studies.layouts.padded import PaddedDecoder
 from studies.layouts.padded_draft import Clock
-from studies.layouts.replay import ReplayedDrafter, record_guesses
+from studies.layouts.replay import ReplayedDrafter, record_drafts
 
 RAGGED, EQSPEC, PUBLISHED, RAGGED_POOL, EXSPEC = "ragged", "eqspec", "eqspec-published", "ragged-pool", "exspec"
 RAGGED_PLAIN, PADDED_PLAIN = "ragged-plain", "padded-plain"
@@ -46,7 +46,7 @@ DRAFTERS = ("ngram", "draft_model")
 @dataclass(frozen=True)
 class LayoutOptions:
     """What to measure. `pool` is the number of batches of prompts, and of those in EXSPEC's window. With `replay` every
-    layout gets the guesses that `ngram` makes along plain decoding's answers (`replay`).
+    layout gets the drafts that `ngram` makes along plain decoding's answers (`replay`).
 
     Prompts are the library's code, cut from the left to different lengths. `threads=None` leaves torch's own number.
     """
@@ -74,7 +74,7 @@ class LayoutOptions:
                 "draft", self.draft, f"drafter {self.drafter} takes none; leave it out, or choose draft_model"
             )
         if self.replay and self.drafter != "ngram":
-            raise ConfigError("replay", self.replay, "replays the guesses of ngram; leave it out, or choose ngram")
+            raise ConfigError("replay", self.replay, "replays the drafts of ngram; leave it out, or choose ngram")
         if not self.batch_sizes:
             raise InputError("batch_sizes", self.batch_sizes, "give at least one")
         counts = {
@@ -257,7 +257,7 @@ def measure_layouts(
         own = prompts[: size * options.pool]
         if options.replay:
             answers = layouts.run(RAGGED_PLAIN, own, size).answers
-            layouts.make_drafter = partial(ReplayedDrafter, record_guesses(own, answers, options.num_draft))
+            layouts.make_drafter = partial(ReplayedDrafter, record_drafts(own, answers, options.num_draft))
         samples: dict[str, list[LayoutSample]] = {mode: [] for mode in MODES}
         for turn in range(1 + options.repeats):
             for mode in (*MODES[turn % len(MODES) :], *MODES[: turn % len(MODES)]):

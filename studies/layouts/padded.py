@@ -2,7 +2,7 @@
 
 After "Batch Speculative Decoding Done Right" (`eBay/spec_dec`), over our own decoder and kernels, so that against the
 engine the layout alone differs. Greedy only. Every round the target runs a rectangle: each row's last token and as many
-columns as the longest guess of the round. Rows then differ in what they accepted.
+columns as the longest draft of the round. Rows then differ in what they accepted.
 
 - EQSPEC takes the sequences in batches, and realigns the rows before every round.
 - EXSPEC holds a window of sequences larger than the batch. A round takes a batch of equal lengths, which needs no pads;
@@ -12,8 +12,8 @@ Both are made as well as the layout allows, and so not quite as published: a fin
 not move are not copied, and the cache is written in place. Two things of the published EQSPEC can be had with
 `published`: its target runs finished rows to the end of the batch, and every round copies every row into new tensors,
 also when they only get longer. Not followed at all: a draft model that reads the whole text anew in every round, and a
-round that emits nothing behind guesses which all stood. New sequences of EXSPEC's window read their prompts when they
-enter; when fewer are left than a batch holds, all of them at equal length are a group.
+round that emits nothing after a draft that was accepted whole. New sequences of EXSPEC's window read their prompts when
+they enter; when fewer are left than a batch holds, all of them at equal length are a group.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from foretoken.model.interface import LanguageModel
 from foretoken.model.paged import PagedModel
 from foretoken.verify import first_max
 from studies.layouts.padded_cache import PaddedCache, PooledCache, PublishedCache, in_place
-from studies.layouts.padded_draft import Clock, Guess, Guesser, LookupGuesser, ModelGuesser, NoGuesser, Row
+from studies.layouts.padded_draft import Chain, Clock, PaddedDrafter, PaddedDraftModel, PaddedLookup, PaddedNone, Row
 from studies.layouts.padded_model import PaddedModel
 
 _HONOURED = frozenset({"max_tokens", "temperature", "seed", "ignore_eos"})
@@ -185,14 +185,14 @@ class _Run:
     def __init__(self, decoder: PaddedDecoder) -> None:
         self.decoder, self.device = decoder, decoder.target_model.device
         self.target = PaddedModel(decoder.target_model.decoder, self._cache(decoder.target_model.decoder))
-        self.guesser = self._guesser()
+        self.drafter = self._make_drafter()
         self.clock = Clock(self.device)
         self.num_rounds = self.num_grouped = self.num_emitted = self.num_drafted = self.num_accepted = (
             self.num_moved
         ) = 0
 
     def batch(self, rows: Sequence[Row]) -> None:
-        """EQSPEC: one batch to its end; a row that finishes leaves, or, as published, is run on without a guess."""
+        """EQSPEC: one batch to its end; a row that finishes leaves, or, as published, is run on without a draft."""
         self._read(rows)
         while alive := [row for row in rows if not row.finished]:
             self._round(list(rows) if self.decoder.published else self._ordered(alive))
@@ -220,40 +220,40 @@ class _Run:
         logits = self.target.read_prompts([row.number for row in rows], [row.tokens for row in rows], 1)  # [B, 1, V]
         for row, token in zip(rows, first_max(logits[:, 0]).tolist(), strict=True):
             row.take([token])
-        self.guesser.start(rows)
+        self.drafter.start(rows)
         for row in rows:
             self._leave(row)
         self.clock.lap("prompt_s")
 
     def _round(self, rows: Sequence[Row]) -> None:
-        """Guess, realign, verify, accept; rows that have finished already are run, and nothing comes of it."""
+        """Draft, realign, verify, accept; rows that have finished already are run, and nothing comes of it."""
         clock, live = self.clock, [row for row in rows if not row.finished]
         clock.lap("rest_s")
         most = [min(self.decoder.num_draft, row.num_remaining - 1) for row in live]
-        found = self.guesser.guess(live, most, clock) if any(most) else [()] * len(live)
+        found = self.drafter.propose(live, most, clock) if any(most) else [()] * len(live)
         clock.lap("draft_s")
         self.num_moved += self.target.align([row.number for row in rows], [len(row.tokens) - 1 for row in rows])
         clock.lap("realign_s")
-        guesses = {row.number: guess for row, guess in zip(live, found, strict=True)}
-        best = self._verify(rows, guesses)
+        drafts = {row.number: draft for row, draft in zip(live, found, strict=True)}
+        best = self._verify(rows, drafts)
         clock.lap("forward_s")
-        accepted = [accepted_of(guess, best[row.number]) for row, guess in zip(live, found, strict=True)]
+        accepted = [accepted_of(draft, best[row.number]) for row, draft in zip(live, found, strict=True)]
         next_tokens = [best[row.number][len(stood)] for row, stood in zip(live, accepted, strict=True)]
-        for row, guess, stood, token in zip(live, found, accepted, next_tokens, strict=True):
+        for row, draft, stood, token in zip(live, found, accepted, next_tokens, strict=True):
             count = row.take([*stood, token])
             self.num_emitted += count
-            self.num_drafted += len(guess)
+            self.num_drafted += len(draft)
             self.num_accepted += min(count, len(stood))
-        self.guesser.learn(live, accepted, next_tokens)
+        self.drafter.learn(live, accepted, next_tokens)
         for row in live:
             self._leave(row)
         self.num_rounds += 1
         clock.lap("rest_s")
 
-    def _verify(self, rows: Sequence[Row], guesses: Mapping[int, Guess]) -> dict[int, list[int]]:
-        """What the target would say after the last token of every row and after each guess, by row."""
-        width = max(map(len, guesses.values()))
-        given = [(row.tokens[-1], *guesses.get(row.number, ())) for row in rows]
+    def _verify(self, rows: Sequence[Row], drafts: Mapping[int, Chain]) -> dict[int, list[int]]:
+        """What the target would say after the last token of every row and after each draft token, by row."""
+        width = max(map(len, drafts.values()))
+        given = [(row.tokens[-1], *drafts.get(row.number, ())) for row in rows]
         columns = [[*tokens, *[0] * (1 + width - len(tokens))] for tokens in given]
         logits = self.target.forward(torch.tensor(columns, device=self.device), 1 + width)  # [B, 1 + width, V]
         return {row.number: best for row, best in zip(rows, first_max(logits).tolist(), strict=True)}
@@ -262,7 +262,7 @@ class _Run:
         """Let the caches and the drafter forget a row that has finished."""
         if row.finished:
             self.target.cache.end(row.number)
-            self.guesser.finish(row)
+            self.drafter.finish(row)
 
     def _ordered(self, rows: Sequence[Row]) -> list[Row]:
         """The rows in the order that moves least in the target's cache."""
@@ -277,11 +277,11 @@ class _Run:
             return PaddedCache(model.config, weight.dtype, weight.device)
         return PooledCache(model.config, weight.dtype, weight.device, window)
 
-    def _guesser(self) -> Guesser:
+    def _make_drafter(self) -> PaddedDrafter:
         draft, drafter = self.decoder.draft_model, self.decoder.drafter
         if draft is not None:
-            return ModelGuesser(draft.decoder, self._cache(draft.decoder))
-        return LookupGuesser(drafter) if isinstance(drafter, NgramDrafter) else NoGuesser()
+            return PaddedDraftModel(draft.decoder, self._cache(draft.decoder))
+        return PaddedLookup(drafter) if isinstance(drafter, NgramDrafter) else PaddedNone()
 
 
 def choose_batch(alive: Sequence[Row], batch_size: int) -> tuple[list[Row], bool]:
@@ -298,9 +298,9 @@ def choose_batch(alive: Sequence[Row], batch_size: int) -> tuple[list[Row], bool
     return list(alive[:size]), False
 
 
-def accepted_of(guess: Guess, own: Sequence[int]) -> Guess:
-    """The guesses that stand: those up to the first that is not the target's own choice."""
+def accepted_of(draft: Chain, own: Sequence[int]) -> Chain:
+    """The accepted draft tokens: those before the first that is not the target's own choice."""
     count = 0
-    while count < len(guess) and guess[count] == own[count]:
+    while count < len(draft) and draft[count] == own[count]:
         count += 1
-    return guess[:count]
+    return draft[:count]

@@ -1,4 +1,4 @@
-"""Who guesses for a padded batch: a lookup drafter of the engine's, or a draft model that is padded too."""
+"""Drafters for a padded batch: a lookup drafter of the engine's, or a draft model that is padded too."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from foretoken.verify import first_max
 from studies.layouts.padded_cache import PaddedCache
 from studies.layouts.padded_model import PaddedModel
 
-Guess = tuple[int, ...]
+Chain = tuple[int, ...]
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Clock:
     """Seconds by what they went to; `lap` gives the time since the last one to a field.
 
     `prompt_s` is what reading prompts took, target and draft together; the others leave it out. `realign_s` is moving
-    keys and values of the target and of a draft model, `draft_s` guessing without that.
+    keys and values of the target and of a draft model, `draft_s` drafting without that.
     """
 
     device: torch.device
@@ -72,42 +72,40 @@ class Clock:
         self._last = now
 
 
-class Guesser(Protocol):
-    """Guesses for the rows of a padded batch."""
+class PaddedDrafter(Protocol):
+    """Drafts for the rows of a padded batch."""
 
     def start(self, rows: Sequence[Row]) -> None:
         """Take in the prompts of new rows."""
 
-    def guess(self, rows: Sequence[Row], most: Sequence[int], clock: Clock) -> list[Guess]:
+    def propose(self, rows: Sequence[Row], most: Sequence[int], clock: Clock) -> list[Chain]:
         """At most `most[b]` tokens that may follow row b."""
 
-    def learn(self, rows: Sequence[Row], accepted: Sequence[Guess], next_tokens: Sequence[int]) -> None:
-        """Take in what a round accepted of the guesses, and the target's own token behind it; the rows hold it
-        already.
-        """
+    def learn(self, rows: Sequence[Row], accepted: Sequence[Chain], next_tokens: Sequence[int]) -> None:
+        """Take in what a round accepted, and the target's own token behind it; the rows hold it already."""
 
     def finish(self, row: Row) -> None:
         """Forget a row."""
 
 
-class NoGuesser:
+class PaddedNone:
     """Plain decoding."""
 
     def start(self, rows: Sequence[Row]) -> None:
         """Nothing to take in."""
 
-    def guess(self, rows: Sequence[Row], most: Sequence[int], clock: Clock) -> list[Guess]:  # noqa: ARG002
-        """No guess for anybody."""
+    def propose(self, rows: Sequence[Row], most: Sequence[int], clock: Clock) -> list[Chain]:  # noqa: ARG002
+        """No draft for any row."""
         return [()] * len(rows)
 
-    def learn(self, rows: Sequence[Row], accepted: Sequence[Guess], next_tokens: Sequence[int]) -> None:
+    def learn(self, rows: Sequence[Row], accepted: Sequence[Chain], next_tokens: Sequence[int]) -> None:
         """Nothing to learn."""
 
     def finish(self, row: Row) -> None:
         """Nothing to forget."""
 
 
-class LookupGuesser:
+class PaddedLookup:
     """A lookup drafter of the engine's, asked for chains."""
 
     def __init__(self, drafter: Lookup) -> None:
@@ -124,16 +122,16 @@ class LookupGuesser:
             self.drafter.start(request)
         self.learn(rows, [()] * len(rows), [row.tokens[-1] for row in rows])
 
-    def guess(self, rows: Sequence[Row], most: Sequence[int], clock: Clock) -> list[Guess]:  # noqa: ARG002
-        """See `Guesser`."""
+    def propose(self, rows: Sequence[Row], most: Sequence[int], clock: Clock) -> list[Chain]:  # noqa: ARG002
+        """See `PaddedDrafter`."""
         return [self.drafter.look_up(self._entry(row, count)).tokens for row, count in zip(rows, most, strict=True)]
 
-    def learn(self, rows: Sequence[Row], accepted: Sequence[Guess], next_tokens: Sequence[int]) -> None:
-        """See `Guesser`."""
+    def learn(self, rows: Sequence[Row], accepted: Sequence[Chain], next_tokens: Sequence[int]) -> None:
+        """See `PaddedDrafter`."""
         size = len(rows)
         kinds: list[NextKind] = ["bonus" for _ in rows]
         verdict = Verdict(
-            tuple(tuple(range(len(guess))) for guess in accepted), tuple(accepted), tuple(next_tokens), tuple(kinds)
+            tuple(tuple(range(len(tokens))) for tokens in accepted), tuple(accepted), tuple(next_tokens), tuple(kinds)
         )
         draft = Draft(torch.empty(0, dtype=torch.int64), (), (0,) * (size + 1), (None,) * size)
         self.drafter.commit(
@@ -141,7 +139,7 @@ class LookupGuesser:
         )
 
     def finish(self, row: Row) -> None:
-        """See `Guesser`."""
+        """See `PaddedDrafter`."""
         del self._requests[row.number]
         self.drafter.finish(row.number)
 
@@ -151,13 +149,13 @@ class LookupGuesser:
         )
 
 
-class ModelGuesser:
+class PaddedDraftModel:
     """A draft model in the same layout as the target, with a cache of its own."""
 
     def __init__(self, decoder: Decoder, cache: PaddedCache) -> None:
         self.model = PaddedModel(decoder, cache)
         self._held: dict[int, int] = {}  # committed tokens in the draft's cache
-        self._ran = 0  # guesses of the last round that were inputs too
+        self._ran = 0  # draft tokens of the last round that were inputs too
 
     def start(self, rows: Sequence[Row]) -> None:
         """Read the prompts."""
@@ -165,12 +163,12 @@ class ModelGuesser:
         self._held |= {row.number: row.num_prompt for row in rows}
 
     @torch.inference_mode()
-    def guess(self, rows: Sequence[Row], most: Sequence[int], clock: Clock) -> list[Guess]:
-        """See `Guesser`; every row drafts as many tokens as the one that may draft most.
+    def propose(self, rows: Sequence[Row], most: Sequence[int], clock: Clock) -> list[Chain]:
+        """See `PaddedDrafter`; every row drafts as many tokens as the one that may draft most.
 
-        After a round that accepted everything a row lacks its last guess and the target's token, others the latter
-        alone. All rows then run their last two tokens: that costs B rows of the draft, a second forward would cost a
-        pass over its weights.
+        After a round that accepted everything a row lacks its last draft token and the target's token, others the
+        latter alone. All rows then run their last two tokens: that costs B rows of the draft, a second forward would
+        cost a pass over its weights.
         """
         num_behind = max(len(row.tokens) - self._held[row.number] for row in rows)
         clock.lap("draft_s")
@@ -186,15 +184,15 @@ class ModelGuesser:
         self._ran = max(most) - 1
         for row in rows:
             self._held[row.number] = len(row.tokens)
-        guesses: list[list[int]] = torch.cat(chosen, dim=1).tolist()
-        return [tuple(guess[:count]) for guess, count in zip(guesses, most, strict=True)]
+        drafts: list[list[int]] = torch.cat(chosen, dim=1).tolist()
+        return [tuple(draft[:count]) for draft, count in zip(drafts, most, strict=True)]
 
-    def learn(self, rows: Sequence[Row], accepted: Sequence[Guess], next_tokens: Sequence[int]) -> None:  # noqa: ARG002
-        """See `Guesser`."""
-        for row, guess in zip(rows, accepted, strict=True):
-            self._held[row.number] += min(len(guess), self._ran)
+    def learn(self, rows: Sequence[Row], accepted: Sequence[Chain], next_tokens: Sequence[int]) -> None:  # noqa: ARG002
+        """See `PaddedDrafter`."""
+        for row, tokens in zip(rows, accepted, strict=True):
+            self._held[row.number] += min(len(tokens), self._ran)
 
     def finish(self, row: Row) -> None:
-        """See `Guesser`."""
+        """See `PaddedDrafter`."""
         del self._held[row.number]
         self.model.cache.end(row.number)

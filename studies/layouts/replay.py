@@ -1,7 +1,7 @@
-"""The same guesses in every layout: those of `ngram` along the answers of plain decoding, by prompt and place.
+"""The same drafts in every layout: those of `ngram` along the answers of plain decoding, by prompt and place.
 
-In 16 bits two layouts resolve near ties differently, their texts part, and a lookup then finds other guesses in them.
-Replayed guesses depend on the prompt and the number of tokens emitted alone.
+In 16 bits two layouts resolve near ties differently, their texts part, and a lookup then finds other drafts in them.
+Replayed drafts depend on the prompt and the number of tokens emitted alone.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import torch
 from foretoken.core import BatchEntry, Request
 from foretoken.draft.lookup_tree import EMPTY, LookupTree
 from foretoken.draft.ngram import NgramDrafter
-from studies.layouts.padded_draft import Clock, Guess, LookupGuesser, Row
+from studies.layouts.padded_draft import Chain, Clock, PaddedLookup, Row
 
-Recorded = Mapping[tuple[int, ...], Sequence[Guess]]  # by prompt; place n holds the guess behind n emitted tokens
+Recorded = Mapping[tuple[int, ...], Sequence[Chain]]  # by prompt; place n holds the draft behind n emitted tokens
 
 
 class ReplayedDrafter(NgramDrafter):
-    """Guesses what was recorded; costs a look-up in a table."""
+    """Drafts what was recorded; costs a look-up in a table."""
 
     def __init__(self, recorded: Recorded) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class ReplayedDrafter(NgramDrafter):
         del self._prompts[request_id]
 
     def look_up(self, entry: BatchEntry, ahead: Sequence[int] = ()) -> LookupTree:
-        """The guess recorded for this place of the answer."""
+        """The draft recorded for this place of the answer."""
         prompt = self._prompts[entry.request.request_id]
         place = entry.start + len(entry.pending) + len(ahead) - len(prompt)
         recorded = self.recorded[prompt]
@@ -45,20 +45,20 @@ class ReplayedDrafter(NgramDrafter):
         return LookupTree(tokens, tuple(range(-1, len(tokens) - 1)), (1.0,) * len(tokens)) if tokens else EMPTY
 
 
-def record_guesses(
+def record_drafts(
     prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], num_draft: int
-) -> dict[tuple[int, ...], tuple[Guess, ...]]:
-    """What `ngram` guesses behind every token of each answer, at most `num_draft` tokens."""
+) -> dict[tuple[int, ...], tuple[Chain, ...]]:
+    """What `ngram` drafts behind every token of each answer, at most `num_draft` tokens."""
     recorded = {}
     for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        guesser, clock = LookupGuesser(NgramDrafter()), Clock(torch.device("cpu"))
+        drafter, clock = PaddedLookup(NgramDrafter()), Clock(torch.device("cpu"))
         row = Row(number, [*prompt, answer[0]], len(prompt), len(prompt) + len(answer), frozenset())
-        guesser.start([row])
-        guesses: list[Guess] = [()]  # before the first token nothing is drafted
+        drafter.start([row])
+        drafts: list[Chain] = [()]  # before the first token nothing is drafted
         for token in answer[1:]:
-            guesses += guesser.guess([row], [num_draft], clock)
+            drafts += drafter.propose([row], [num_draft], clock)
             row.tokens.append(token)
-            guesser.learn([row], [()], [token])
-        guesser.finish(row)
-        recorded[tuple(prompt)] = tuple(guesses)
+            drafter.learn([row], [()], [token])
+        drafter.finish(row)
+        recorded[tuple(prompt)] = tuple(drafts)
     return recorded

@@ -15,7 +15,7 @@ from foretoken.errors import ConfigError, InputError
 from foretoken.measure.report import Report
 from foretoken.model.names import model_folder
 from foretoken.model.open import open_model
-from foretoken.model.tokenizer import load_tokenizer
+from foretoken.text.tokenizer import load_tokenizer
 from studies.layouts.layouts import LayoutOptions, Layouts, Tell, measure_layouts, ratios
 from studies.layouts.padded import native
 from studies.layouts.tables import EXPLAINED, layout_tables

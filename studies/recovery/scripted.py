@@ -38,7 +38,7 @@ class ScriptedDrafter:
         offsets = (0, *itertools.accumulate(counts))
         parents = tuple(place - 1 for count in counts for place in range(count))
         tokens = [
-            token for entry in batch.decoding for token in self._guesses(entry.request.request_id, entry.num_draft)
+            token for entry in batch.decoding for token in self._drafted(entry.request.request_id, entry.num_draft)
         ]
         drafters = tuple(self.name if count else None for count in counts)
         return Draft(torch.tensor(tokens, dtype=torch.int64), parents, offsets, drafters)
@@ -51,7 +51,7 @@ class ScriptedDrafter:
     def finish(self, request_id: int) -> None:
         """Keep the recorded numbers."""
 
-    def _guesses(self, request_id: int, count: int) -> list[int]:
+    def _drafted(self, request_id: int, count: int) -> list[int]:
         round_number = len(self.chosen[request_id])
         chance = self.chances[min(round_number // self.stretch_steps, len(self.chances) - 1)]
         rng = random.Random(f"{self.seed} {request_id} {round_number}")

@@ -101,8 +101,8 @@ class _RivalPolicy(ABC):
     def _numbers_for(self, requests: Sequence[RequestOptions]) -> list[int]:
         """A number for each request."""
 
-    def _saw(self, request_id: int, num_guesses: int, num_accepted: float) -> None:
-        """Observe that `num_accepted` of a request's `num_guesses` draft tokens were accepted."""
+    def _saw(self, request_id: int, num_drafted: int, num_accepted: float) -> None:
+        """Observe that `num_accepted` of a request's `num_drafted` draft tokens were accepted."""
 
 
 class BatchTable(_RivalPolicy):
@@ -120,7 +120,7 @@ class BatchTable(_RivalPolicy):
             raise InputError(
                 "table",
                 dict(table),
-                "must map batch sizes of at least 1 to numbers of guesses of at least 0, such as 1:5,4:3,16:1",
+                "must map batch sizes of at least 1 to numbers of draft tokens of at least 0, such as 1:5,4:3,16:1",
             )
         super().__init__()
         self.table = dict(sorted(table.items()))
@@ -178,7 +178,7 @@ class EmaPolicy(_RivalPolicy):
     def __init__(self, step_sets: Mapping[int, Sequence[int]] = STEP_SETS) -> None:
         if not step_sets or not all(step_sets.values()):
             raise InputError(
-                "step_sets", dict(step_sets), "must map batch sizes to numbers of guesses, at least one each"
+                "step_sets", dict(step_sets), "must map batch sizes to numbers of draft tokens, at least one each"
             )
         super().__init__()
         self.slots = {batch: _StepSlot(steps) for batch, steps in sorted(step_sets.items())}
@@ -193,7 +193,7 @@ class EmaPolicy(_RivalPolicy):
         self._last = slot if any(request.is_open and request.options for request in requests) else None
         return [slot.current] * len(requests)
 
-    def _saw(self, request_id: int, num_guesses: int, num_accepted: float) -> None:
+    def _saw(self, request_id: int, num_drafted: int, num_accepted: float) -> None:
         self._accepted.append(num_accepted)
 
 
@@ -218,10 +218,10 @@ class HeuristicPolicy(_RivalPolicy):
     def _numbers_for(self, requests: Sequence[RequestOptions]) -> list[int]:
         return [self._numbers.get(request.request_id, self.first) for request in requests]
 
-    def _saw(self, request_id: int, num_guesses: int, num_accepted: float) -> None:
-        if num_guesses:
+    def _saw(self, request_id: int, num_drafted: int, num_accepted: float) -> None:
+        if num_drafted:
             number = self._numbers.get(request_id, self.first)
-            all_stood = num_accepted > num_guesses - _HALF
+            all_stood = num_accepted > num_drafted - _HALF
             self._numbers[request_id] = number + _HEURISTIC_MORE if all_stood else max(1, number - _HEURISTIC_LESS)
 
 

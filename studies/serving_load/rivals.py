@@ -36,8 +36,8 @@ from foretoken.errors import InputError, UnavailableError
 from foretoken.files import check_folder
 from foretoken.measure.kept import KeptFile
 from foretoken.model.names import model_folder
-from foretoken.model.tokenizer import load_tokenizer
 from foretoken.printing.console import Console
+from foretoken.text.tokenizer import load_tokenizer
 from studies.command import INTERRUPTED, end, exit_code_of, record, words
 from studies.gguf_rivals.files import programs
 from studies.gguf_rivals.prompts import SLICES, prompt_lines

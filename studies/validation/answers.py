@@ -21,7 +21,7 @@ from foretoken.simulate.records import Record, told
 FROM_TEXT = (
     "ngram",
     "suffix",
-)  # drafters whose guesses follow from the request's own text; recycling learns from other requests too
+)  # drafters whose drafts follow from the request's own text; recycling learns from other requests too
 
 _NOTHING = Feedback(torch.empty(0, 0), (0,))
 _numbers = itertools.count(-1, -1)  # of the requests that are asked for: no engine counts below 0
@@ -37,10 +37,10 @@ class Answer:
 
 
 def look_through(drafter: Lookup, spec: SpecConfig, answer: Answer) -> Record | None:
-    """The record of an answer; None of one that is too short to guess for.
+    """The record of an answer; None of one that is too short to draft for.
 
-    A chain or tree of the most guesses that the policy considers is asked for at each place, and fewer are its
-    first ones. That is exact of a drafter which guesses the same for every budget, as far as it goes (ngram).
+    A chain or tree of the most draft tokens that the policy considers is asked for at each place, and fewer are its
+    first ones. That is exact of a drafter that drafts the same for every budget, as far as it goes (ngram).
     """
     if len(answer.token_ids) < 2:
         return None

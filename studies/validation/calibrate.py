@@ -143,9 +143,7 @@ def calibrate(
 
 
 def records_from(llm: Serving, spec: SpecConfig, own: Calibration, answers: Sequence[Answer]) -> dict[str, Records]:
-    """What is known of a drafter's guesses, by slice: of one that needs nothing but texts from all `answers`, else from
-    its `own` rounds.
-    """
+    """What is known of a drafter, by slice: from all `answers` if it needs only texts, else from its `own` rounds."""
     if spec.drafter not in FROM_TEXT:
         return own.records()
     (drafter,) = llm.loaded_drafters(spec)

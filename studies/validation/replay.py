@@ -76,9 +76,9 @@ class Serving(Protocol):
 class MeasuredStep:
     """A real step: `step` as the simulator writes it down, and what decides its cost.
 
-    `contexts` is the past of each request in it, tokens. `longest_draft` guesses were asked for by the one of
+    `contexts` is the past of each request in it, tokens. `longest_draft` draft tokens were asked for by the one of
     `num_drafting` requests that was given most; `num_unread` tokens of text were new to the drafter. `seen` are the
-    rounds: request, place of the answer (0: its second token), budget, and what was guessed and stood.
+    rounds: request, place of the answer (0: its second token), budget, and what was drafted and accepted.
     """
 
     step: Step
@@ -109,7 +109,7 @@ class Replayed:
         return figures(self.setting, self.served, busy_s, len(self.steps))
 
     def rounds(self) -> list[dict[int, tuple[int, Round]]]:
-        """For each request its rounds with guesses: by place of the answer, the budget and the round."""
+        """For each request its rounds with draft tokens: by place of the answer, the budget and the round."""
         found: list[dict[int, tuple[int, Round]]] = [{} for _ in self.served]
         for one in self.steps:
             for index, place, budget, seen in one.seen:

@@ -27,8 +27,8 @@ from studies.worlds.worlds import World, all_worlds
 
 EXPLAINED = (
     "Tokens per second in simulated time, of recorded answers, at the costs of a measured profile. `full` is the same "
-    "setting under the policy as it is, `best fixed` the fastest setting of the world whose number of guesses never "
-    "changes, plain among them, picked after the fact. Means are geometric, over worlds."
+    "setting under the policy as it is, `best fixed` the fastest setting of the world whose number of draft tokens "
+    "never changes, plain among them, picked after the fact. Means are geometric, over worlds."
 )
 
 

@@ -50,10 +50,10 @@ ABLATIONS: tuple[Ablation, ...] = (
     Ablation("no_repeats", "budgets are decided anew in every round", {"max_repeats": 0}),
     Ablation("no_trials", "drafters that were passed over are not tried again", {"trial_share": 0.0}),
     Ablation("more_trials", "twice the time for trials", {"trial_share": 0.01}),
-    Ablation("no_first_guesses", "a drafter of unknown cost may guess as much as any", {"first_guesses": 24}),
+    Ablation("no_first_guesses", "a drafter of unknown cost may draft as much as any", {"first_draft_tokens": 24}),
     Ablation(
         "no_plain_steps",
-        "no step without guesses is run to learn its cost",
+        "no step without drafting is run to learn its cost",
         {"first_plain": _NEVER, "plain_every": _NEVER},
     ),
     Ablation("no_rate_memory", "the token rate is that of the last step", {"rate_memory": 0.0}),
@@ -72,7 +72,7 @@ ABLATIONS: tuple[Ablation, ...] = (
     Ablation(
         "no_chance_rates",
         "the chances that lookups name are not corrected by class",
-        constants={"acceptance._PRIOR_GUESSES": float(_NEVER)},
+        constants={"acceptance._PRIOR_COUNT": float(_NEVER)},
     ),
     Ablation(
         "no_place_rates",

@@ -1,6 +1,6 @@
 """The file of recorded answers, and the cost profiles beside it.
 
-    data/answers.json.gz      answers with what drafters would guess at each of their places
+    data/answers.json.gz      answers with what drafters would draft at each of their places
     data/profile-NAME.json    what `foretoken bench --profile` writes
 
 A place is a token of the answer, the first one excepted: `looks[drafter].places[i]` is what a lookup shows once
@@ -26,7 +26,7 @@ FORMAT = "foretoken-worlds-1"
 
 @dataclass(frozen=True)
 class Look:
-    """Guesses that a lookup shows at one place: nodes of a tree, best first, and the chance of the path to each."""
+    """The draft of a lookup at one place: nodes of a tree, best first, and the chance of the path to each."""
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
@@ -35,7 +35,7 @@ class Look:
 
 @dataclass(frozen=True)
 class Looks:
-    """A lookup's guesses at every place of an answer, and the seconds of one look."""
+    """A lookup's draft tokens at every place of an answer, and the seconds of one look."""
 
     look_s: float
     places: tuple[Look, ...]
@@ -43,7 +43,7 @@ class Looks:
 
 @dataclass(frozen=True)
 class RecordedAnswer:
-    """One answer of the target with what each drafter would have guessed; guesses equal to the answer's tokens stand.
+    """One answer of the target with what each drafter would have drafted; tokens equal to the answer's are accepted.
 
     That holds for sampled answers too: they were drawn with a seed under the coupled rule, in which target and draft
     share their noise.
@@ -78,7 +78,7 @@ class Recording:
 
 
 def joined(one: RecordedAnswer, other: RecordedAnswer) -> RecordedAnswer:
-    """An answer that goes on as another one; at the joint nothing is guessed."""
+    """An answer that goes on as another one; at the joint nothing is drafted."""
     looks = {
         name: Looks(
             max(own.look_s, other.looks[name].look_s), (*own.places, Look((), (), ()), *other.looks[name].places)

@@ -38,7 +38,7 @@ def measure(name: str, target: str, draft: str, passes: int, budget_s: float, fo
 
 
 def smallest(found: Sequence[Profile]) -> Profile:
-    """The smallest time of every point that any pass measured; curves of rows, requests, prompts and guesses ascend."""
+    """The smallest time of every point that any pass measured; curves of rows, requests, prompts and drafts ascend."""
     first = found[-1]
     drafters = {
         name: DrafterCost(

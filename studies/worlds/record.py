@@ -1,8 +1,8 @@
-"""Record answers of the reference pair, and what drafters would have guessed at every place of them.
+"""Record answers of the reference pair, and what drafters would have drafted at every place of them.
 
 The answers are plain decoding's. A lookup is asked at each place of the finished answer. What the draft model would
-guess is its own answer to the text so far, with the request's own temperature and seed: under the greedy and the
-coupled rule these are exactly the guesses of drafter `draft_model`.
+draft is its own answer to the text so far, with the request's own temperature and seed: under the greedy and the
+coupled rule these are exactly the drafts of drafter `draft_model`.
 """
 
 from __future__ import annotations

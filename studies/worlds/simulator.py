@@ -111,10 +111,10 @@ def _named(look: Look, world: World) -> tuple[float, ...]:
 
 def _from_chains(answer: RecordedAnswer, drafter: str, world: World) -> Record:  # noqa: ARG001 - as `_from_looks`
     rounds = []
-    for place, guesses in enumerate(answer.chains[drafter]):
+    for place, drafted in enumerate(answer.chains[drafter]):
         rest = answer.tokens[place + 1 :]
-        kept = next((i for i, (one, other) in enumerate(zip(guesses, rest, strict=False)) if one != other), None)
-        rounds.append(chain(len(guesses), min(len(guesses), len(rest)) if kept is None else kept))
+        kept = next((i for i, (one, other) in enumerate(zip(drafted, rest, strict=False)) if one != other), None)
+        rounds.append(chain(len(drafted), min(len(drafted), len(rest)) if kept is None else kept))
     return Record(tuple(rounds))
 
 

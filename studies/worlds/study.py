@@ -1,4 +1,4 @@
-"""Every world under the full policy, under each ablation, without guesses and under each fixed setting."""
+"""Every world under the full policy, under each ablation, without drafting and under each fixed setting."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def test_the_recording_in_the_tree_is_whole_small_and_names_no_folder() -> None:
         assert len(answer.looks["ngram"].places) == len(answer.chains["draft_model"]) == len(answer.tokens) - 1
 
 
-def test_guesses_stand_where_they_equal_the_answer() -> None:
+def test_draft_tokens_are_accepted_where_they_equal_the_answer() -> None:
     recording = Recording({}, (replace(ANSWER, looks=dict.fromkeys(("ngram", "suffix"), ANSWER.looks["ngram"])),))
     known = known_of(recording, World("p", ("code",), 1))
     lookups, models = known["ngram"]["code"], known["draft_model"]["code"]
@@ -77,7 +77,7 @@ def test_guesses_stand_where_they_equal_the_answer() -> None:
     assert [(len(one.parents), len(one.path)) for one in chains.rounds] == [(3, 3), (3, 1), (1, 0)]
 
 
-def test_recorded_chains_are_what_the_drafter_guesses() -> None:
+def test_recorded_chains_are_what_the_drafter_drafts() -> None:
     found = record.record("reference:target", "reference:draft", per_slice=1, answer_tokens=12)
     with LLM("reference:target", dtype="float32", profile="off") as llm:
         every = asks(record.SLICES, 1, llm.encode, record.PROMPT_TOKENS, record.SEED)
@@ -93,14 +93,14 @@ def test_recorded_chains_are_what_the_drafter_guesses() -> None:
 
 
 def walked(answer: RecordedAnswer, num_draft: int) -> tuple[int, int]:
-    """Guesses and those that stood, along an answer whose first token is never guessed."""
+    """Drafted and accepted tokens, along an answer whose first token is never drafted."""
     place = drafted = accepted = 0
     while place < len(answer.tokens) - 1:
         most = min(num_draft, len(answer.tokens) - place - 2)
-        guesses = answer.chains["draft_model"][place][:most]
+        tokens = answer.chains["draft_model"][place][:most]
         rest = answer.tokens[place + 1 :]
-        kept = next((i for i, guess in enumerate(guesses) if guess != rest[i]), len(guesses))
-        drafted, accepted, place = drafted + len(guesses), accepted + kept, place + kept + 1
+        kept = next((i for i, token in enumerate(tokens) if token != rest[i]), len(tokens))
+        drafted, accepted, place = drafted + len(tokens), accepted + kept, place + kept + 1
     return drafted, accepted
 
 
@@ -133,11 +133,11 @@ def test_conditions_change_what_lookups_name_and_how_steps_scatter() -> None:
     assert quiet != disturbed
 
 
-def test_guesses_that_stand_make_a_world_faster() -> None:
+def test_accepted_draft_tokens_make_a_world_faster() -> None:
     world, machine = World("p", ("edit",), 2), Machine(PROFILE, 0.05)
     known = known_of(data.load(), world)
-    plain, guessed = (run(world, name, machine, known, 64, 0) for name in ("plain", "ngram-5"))
-    assert guessed.tokens_per_s > 1.5 * plain.tokens_per_s
+    plain, drafted = (run(world, name, machine, known, 64, 0) for name in ("plain", "ngram-5"))
+    assert drafted.tokens_per_s > 1.5 * plain.tokens_per_s
     assert run(world, "auto", machine, known, 64, 0).tokens_per_s > 1.5 * plain.tokens_per_s
 
 

@@ -108,7 +108,7 @@ def test_the_newest_text_is_kept() -> None:
     assert buffer.sample() is None
 
 
-def test_windows_in_which_guesses_were_rejected_are_learnt_more_often() -> None:
+def test_windows_in_which_draft_tokens_were_rejected_are_learnt_more_often() -> None:
     buffer = ExampleBuffer(LAYERS, 100_000)
     for request in (1, 2):
         buffer.begin(request, 0, is_greedy=True)

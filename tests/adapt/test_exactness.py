@@ -101,8 +101,8 @@ def test_samples_follow_the_distribution_while_weights_change_between_every_two_
     assert engine.stats.num_accepted > 200
     assert not engine.stats.num_faults
     answers = np.array([state.output_ids[:LENGTH] for state in states])
-    law = exact_law(narrow, SamplingParams(temperature=1.0))
-    assert min(p_values(answers, law)) > ALARM
+    distribution = exact_law(narrow, SamplingParams(temperature=1.0))
+    assert min(p_values(answers, distribution)) > ALARM
 
 
 def with_head(llm: LLM, kind: str, seed: int = 0) -> tuple[SpecConfig, AdaptableDrafter]:
@@ -250,7 +250,7 @@ def test_learning_is_off_unless_it_is_asked_for(pair: SimpleNamespace, plain: li
 
 
 def test_a_head_learns_while_it_serves(pair: SimpleNamespace) -> None:
-    """Sampled, so that every bit learnt shows; by the coupled rule answers are the same with any guesses."""
+    """Sampled, so that every learnt bit shows; under the coupled rule answers are the same with any draft."""
     params = [SamplingParams(max_tokens=24, ignore_eos=True, temperature=1.0, seed=seed) for seed in range(5)]
     config = AdaptConfig(share=1.0, buffer_tokens=4096, swap_interval_s=0.0)
     with LLM(pair.target, SpecConfig(), dtype="float32", cache_tokens=2048, adapt=config) as llm:

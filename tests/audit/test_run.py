@@ -22,9 +22,9 @@ from foretoken.engine import engine as engine_module
 from foretoken.engine import runner as runner_module
 from foretoken.model.interface import ForwardOutput
 from foretoken.model.paged import PagedModel
-from foretoken.model.randomness import RaceNoise
-from foretoken.model.sampling import target_probs
 from foretoken.model.strict import StrictModel
+from foretoken.text.randomness import RaceNoise
+from foretoken.text.sampling import target_probs
 from foretoken.verify.greedy import GreedyRule
 from foretoken.verify.rejection import RejectionRule
 from tests.helpers.checkpoints import token_ids
@@ -83,12 +83,12 @@ def test_a_sound_engine_passes(pair: SimpleNamespace, rule: str, drafter: str | 
     undecided = {check.name for check in report.checks if check.result == "undecided"}
     assert undecided <= (
         {"distribution: no bias by the draft"} if drafter == "ngram" else set()
-    )  # random text has few repeats to guess from
+    )  # random text has few repeats to draft from
     assert all(
         check.num_tokens == 24 * 32 for check in report.checks if check.name == "distribution: only possible tokens"
     )
     pulls = [check.num_tokens for check in report.checks if check.name == "distribution: no bias by the draft"]
-    assert all(0 < count < 24 * 32 for count in pulls)  # places where nothing was guessed say nothing about it
+    assert all(0 < count < 24 * 32 for count in pulls)  # places without a draft say nothing about it
     promised = [
         check.sees for check in report.checks if check.name in ("distribution: sharpness", "distribution: ranks")
     ]
@@ -252,7 +252,7 @@ def test_a_filter_that_is_not_applied_is_found(pair: SimpleNamespace, monkeypatc
 
 @pytest.mark.parametrize("dtype", some_of(["float32", "bfloat16"], {"bfloat16"}))
 def test_wrong_greedy_answers_are_found(pair: SimpleNamespace, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every guess accepted: in 16-bit numbers too that is more than rounding explains."""
+    """Every draft token accepted: in 16-bit numbers too that is more than rounding explains."""
     verify = GreedyRule.verify
 
     def trusting(self: GreedyRule, draft: Draft, probs: Tensor, uniforms: Uniforms) -> Verdict:
@@ -324,7 +324,7 @@ def test_seeds_that_do_not_repeat_are_found(pair: SimpleNamespace, monkeypatch: 
 def test_coupled_noise_that_belongs_to_the_round_is_found(
     pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The distribution stays right and a run repeats itself, but another number of guesses gives another answer."""
+    """The distribution stays right and a run repeats itself, but another draft length gives another answer."""
     at = RaceNoise.at
 
     def of_the_round(self: RaceNoise, positions: Sequence[int]) -> Tensor:

@@ -20,7 +20,7 @@ from foretoken.core import Draft, Uniforms
 from foretoken.engine import engine as engine_module
 from foretoken.model.interface import ForwardOutput
 from foretoken.model.paged import PagedModel
-from foretoken.model.randomness import RaceNoise
+from foretoken.text.randomness import RaceNoise
 from tests.helpers.checkpoints import token_ids
 from tests.helpers.clock import jitter
 
@@ -67,7 +67,7 @@ def rounds_by_rows(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("temperature", [pytest.param(0.8, marks=pytest.mark.repeated), 0.01])
-def test_w3_the_number_of_guesses_follows_the_clock_and_no_audit_fails(
+def test_w3_the_number_of_draft_tokens_follows_the_clock_and_no_audit_fails(
     pair: SimpleNamespace, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Answers turn off at near ties, and only there. Which clock makes one turn off depends on the processor's bits."""

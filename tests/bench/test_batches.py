@@ -211,7 +211,7 @@ def test_a_turn_counts_what_came_after_everybody_had_begun(stage: Stage) -> None
 
 
 def test_every_request_is_a_tenant_of_its_own(stage: Stage) -> None:
-    """Or repeats would guess from earlier answers, and read none of their prompts."""
+    """Or repeats would draft from earlier answers, and read none of their prompts."""
     params = [stage.params(BatchSetting("plain"), Ask("a", (5,), slice="chat"), 0, 4) for _ in range(3)]
     assert len({one.tenant for one in params}) == 3
 

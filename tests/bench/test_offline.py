@@ -159,7 +159,7 @@ def test_prompts_are_cut_to_the_targets_context():
     assert any("Cut in the middle to 500 tokens" in caveat for caveat in report.caveats)
 
 
-def test_suffix_never_guesses_from_an_answer_to_the_same_prompt():
+def test_suffix_never_drafts_from_an_answer_to_the_same_prompt():
     (_, contender), _ = own_contenders(options(drafters=("suffix",)), llm := FakeLLM(), PROMPTS)
     for _ in range(3):
         contender.answer(PROMPTS[0], PARAMS)

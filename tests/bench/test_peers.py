@@ -373,7 +373,7 @@ def test_an_exported_head_is_converted_with_its_target(llama, checkpoints, tmp_p
     assert f"'--target-model-dir', '{checkpoints[0]}'" in (tmp_path / "calls").read_text(encoding="utf-8")
 
 
-def test_a_trained_head_checks_every_guess():
+def test_a_trained_head_checks_every_draft_token():
     kind = llama_cpp.trained_head("draft-eagle3")
     assert kind.arguments(None) == ("--spec-type", "draft-eagle3")
     assert kind.arguments(4)[2:] == llama_cpp.speculation("draft-simple", 4)[2:]

@@ -147,7 +147,7 @@ def test_a_tiny_model_is_measured(
     assert {"rows 16", "ngram batch 8", "context 128"} <= set(heard)
     print_profile(replace(found, caveats=("it was busy",)), Path("file.json"))
     out = capsys.readouterr().out
-    assert "draft_model: guesses" in out
+    assert "draft_model: draft tokens" in out
     assert "note: it was busy" in out
     assert "written: file.json" in out
 

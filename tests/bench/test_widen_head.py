@@ -1,4 +1,4 @@
-"""A head widened with its target guesses what the small pair guesses, with the same probabilities."""
+"""A head widened with its target predicts what the small pair predicts, with the same probabilities."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def configs(target: ModelConfig) -> dict[str, HeadConfig]:
 
 @pytest.mark.parametrize("name", list(configs(TARGET)))
 @torch.inference_mode()
-def test_the_same_guesses_with_the_same_probabilities(pair: Pair, name: str, tmp_path: Path) -> None:
+def test_the_same_draft_tokens_with_the_same_probabilities(pair: Pair, name: str, tmp_path: Path) -> None:
     head = stored_head(configs(pair.config)[name], dtype=torch.float32)
     save_head(head, tmp_path / "head", pair.config)
     widen_head(tmp_path / "head", tmp_path / "wide", pair.folder, SIZE)

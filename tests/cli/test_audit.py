@@ -145,7 +145,7 @@ def test_bad_input_is_refused_before_anything_is_loaded(
         (2, ["--temperatures", "warm"], "temperatures='warm': must be numbers separated by commas"),
         (2, ["--temperatures", ""], "temperatures='': name at least one"),
         (2, ["--num-prompts", 0], "num_prompts=0: must be at least 1"),
-        (2, ["--drafter", "none", "--num-draft", 3], "nobody guesses"),
+        (2, ["--drafter", "none", "--num-draft", 3], "needs a drafter"),
         (4, ["--prompts", "nowhere.txt"], "prompts: cannot read nowhere.txt"),
     ]
     for code, arguments, message in cases:
@@ -160,7 +160,7 @@ def test_bad_settings_of_the_engine(foretoken: Run, pair: SimpleNamespace, promp
         (
             2,
             ["--prompts", prompts, "--drafter", "none", "--rule", "greedy"],
-            "rule='greedy': nobody guesses: name a drafter, or leave it out",
+            "rule='greedy': nobody drafts: name a drafter, or leave it out",
         ),
         (
             2,

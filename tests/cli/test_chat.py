@@ -18,8 +18,8 @@ from foretoken.cli import chat
 from foretoken.cli.conversation import ChatTotals, StyledPieces, Talk
 from foretoken.core import StepOutput, TokenOrigin
 from foretoken.engine.stats import RequestStats
-from foretoken.model.tokenizer import Detokenizer
 from foretoken.printing.console import Console
+from foretoken.text.tokenizer import Detokenizer
 from tests.cli.conftest import Run
 from tests.helpers.checkpoints import tiny_checkpoint, tiny_tokenizer
 
@@ -342,4 +342,4 @@ def test_totals_fit_a_narrow_terminal() -> None:
         )
     )
     assert all(len(line) <= 50 for line in totals.lines())
-    assert "12345 of 99999 guesses kept (12%)" in totals.lines()
+    assert "12345 of 99999 draft tokens accepted (12%)" in totals.lines()

@@ -45,7 +45,8 @@ def test_token_ids_in_and_out(foretoken: Run, pair: SimpleNamespace, expected: l
         assert done.code == 0
         assert done.out.strip() == ",".join(map(str, expected))
     assert re.search(
-        r"12 tokens in \d+ steps, .* tokens/s, first token after .* s; \d+ of \d+ guesses kept \(\d+%\)", done.err
+        r"12 tokens in \d+ steps, .* tokens/s, first token after .* s; \d+ of \d+ draft tokens accepted \(\d+%\)",
+        done.err,
     )
 
 
@@ -234,7 +235,7 @@ def test_exit_codes_of_bad_input(
         ),
         (2, [*good, "--temperature", "nan"], "temperature=nan: must be a finite number"),
         (2, [*good, "--temperature", "hot"], "Invalid value for '--temperature'"),
-        (2, [*good, "--drafter", "none", "--num-draft", 3], "num_draft='3': nobody guesses: name a --drafter or"),
+        (2, [*good, "--drafter", "none", "--num-draft", 3], "num_draft='3': needs a drafter: name a --drafter or"),
         (2, [*good, "--drafter", "ngram", "--num-draft", "x"], "num_draft='x': must be a whole number or auto"),
         (2, [*good, "--drafter", "ngram", "--num-draft", "999"], "num_draft=999: must be smaller than the context"),
         (2, [*good, "--drafter", "oracle"], "drafter='oracle': choose one of"),

@@ -1,4 +1,4 @@
-"""`foretoken demo`: the same texts with and without guesses, end to end, and what came of it in plain words."""
+"""`foretoken demo`: the same texts with and without drafting, end to end, and a summary in plain words."""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ def test_plain_words() -> None:
         "All 2 answers are the same, token for token.",
         "Plain decoding took 3.0 s, auto 1.2 s, from the request to the last token, prompt included: "
         "2.40x (chat 2.00x, code 4.00x).",
-        "auto guessed 4 tokens, and the model kept 3: 2.00 tokens for each of its steps instead of 1.",
+        "auto drafted 4 tokens, and the model accepted 3: 2.00 tokens for each of its steps instead of 1.",
     ]
     other = [*ANSWERS[:-1], replace(ANSWERS[-1], token_ids=(5, 7), num_drafted=0)]
     assert plain_words(other, [PLAIN, "auto"])[0] == "auto: 1 of 2 answers differ from plain decoding."
     none = [replace(answer, num_drafted=0) for answer in ANSWERS]
-    assert plain_words(none, [PLAIN, "auto"])[-1] == "auto guessed nothing: no guess was worth its cost here."
+    assert plain_words(none, [PLAIN, "auto"])[-1] == "auto drafted nothing: no draft was worth its cost here."
     assert total_of(none, PLAIN, "code").num_tokens == 2
 
 
 @pytest.mark.parametrize("drafter", ["suffix", "recycling"])
-def test_w6_a_repeated_prompt_guesses_nothing_from_its_earlier_answer(drafter: str) -> None:
+def test_w6_a_repeated_prompt_drafts_nothing_from_its_earlier_answer(drafter: str) -> None:
     specs = {PLAIN: SpecConfig(), drafter: SpecConfig(drafter, num_draft=4)}
     with LLM("reference:target", specs[drafter], dtype="float32", profile="off") as llm:
         run = DemoRun(llm, specs, 16)

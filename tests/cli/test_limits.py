@@ -59,7 +59,7 @@ def test_without_flags_they_are_the_engines_own(foretoken: Run, opened: list) ->
         (("--prediction", "a = 1"), SpecConfig("predicted")),
     ],
 )
-def test_it_guesses_unless_told_otherwise(
+def test_it_drafts_unless_told_otherwise(
     foretoken: Run, opened: list, flags: tuple[object, ...], spec: SpecConfig
 ) -> None:
     done = foretoken(*PROMPT, *flags)
@@ -93,10 +93,10 @@ def test_every_flag_arrives(foretoken: Run, opened: list) -> None:
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize(("least", "guesses"), [(16, True), (17, False)])
-def test_a_short_answer_is_not_guessed_for(foretoken: Run, least: int, guesses: bool) -> None:
+@pytest.mark.parametrize(("least", "drafts"), [(16, True), (17, False)])
+def test_nothing_is_drafted_for_a_short_answer(foretoken: Run, least: int, drafts: bool) -> None:
     done = foretoken(*PROMPT, "--drafter", "ngram", "--min-tokens-to-speculate", least, "--json")
-    assert (json.loads(done.lines[-1])["stats"]["num_drafted"] > 0) == guesses
+    assert (json.loads(done.lines[-1])["stats"]["num_drafted"] > 0) == drafts
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_a_short_answer_is_not_guessed_for(foretoken: Run, least: int, guesses: 
         (("--drafter", "ngram", "--max-speculating-requests", -1), "max_speculating_requests=-1: must be at least 0"),
         (
             ("--drafter", "none", "--max-speculating-requests", 2),
-            "max_speculating_requests=2: .* nobody guesses: name a --drafter other than none",
+            "max_speculating_requests=2: .* there is no drafter: name a --drafter other than none",
         ),
         (
             ("--drafter", "ngram", "--num-draft", 2, "--min-tokens-to-speculate", 2),

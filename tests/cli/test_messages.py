@@ -56,7 +56,7 @@ A_DRAFT = "the folder or hub id of a draft model"
         ),
         (
             ("--drafter", "none", "--num-draft", "3"),
-            "num_draft='3': nobody guesses: name a --drafter or a --draft, or leave it out",
+            "num_draft='3': needs a drafter: name a --drafter or a --draft, or leave it out",
         ),
         (("--drafter", "auto", "--num-draft", "x"), "num_draft='x': must be a whole number or auto"),
         (("--drafter", "auto", "--num-draft", "-1"), "num_draft=-1: must be at least 0"),
@@ -119,4 +119,6 @@ def test_the_summary_stays_on_its_line(foretoken: Run, monkeypatch: pytest.Monke
     monkeypatch.setenv("COLUMNS", "40")
     done = foretoken(*GENERATE, *DRAFT, "--num-draft", "2")
     assert "tokens/s, first token after" in done.err
-    assert [line for line in done.err.splitlines() if "guesses kept" in line and line.startswith("4 tokens in")]
+    assert [
+        line for line in done.err.splitlines() if "draft tokens accepted" in line and line.startswith("4 tokens in")
+    ]

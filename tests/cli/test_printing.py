@@ -296,7 +296,7 @@ def test_a_name_that_no_file_can_have_is_an_error_like_any_other(foretoken: Run,
 
 # Programs of their own that answer in JSON, and what must speak before anything is imported: plain words, no text of
 # others.
-PROGRAMS = ("model/grammar_trial.py", "model/template_worker.py", "cli/exits.py")
+PROGRAMS = ("text/grammar_trial.py", "text/template_worker.py", "cli/exits.py")
 
 
 def test_c1_all_printing_goes_through_one_package() -> None:

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from foretoken import SpecConfig
+from foretoken.backend.events import ModelInfo
 from foretoken.option import options_of
 from foretoken.server import run
 from foretoken.server.api.config import ApiConfig
 from foretoken.server.config import ServerConfig
-from foretoken.server.events import ModelInfo
 from foretoken.server.guard.config import KEY_VARIABLE, GuardConfig
 from foretoken.server.life.config import LifeConfig
 from foretoken.server.observe.config import ObserveConfig

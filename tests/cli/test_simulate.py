@@ -16,7 +16,7 @@ from tests.cli.conftest import Run
 
 @pytest.fixture
 def profile(tmp_path: Path) -> Path:
-    """A second a step however many rows; guesses cost nothing."""
+    """A second a step however many rows; draft tokens cost nothing."""
     target = {"name": "t", "max_context_tokens": 100, "block_tokens": 32}
     one = Curve(((1, 1.0),))
     costs = {"ngram": DrafterCost(Curve()), "draft_model": DrafterCost(Curve(((1, 0.1), (8, 0.8))))}
@@ -73,14 +73,14 @@ def test_a_trace_with_chances_of_its_own_and_from_a_bench(
     ]
     done = foretoken(*common, "--price-per-hour", 3600)
     found = json.loads(done.lines[-1])
-    plain, guessing = found["rows"]
+    plain, drafting = found["rows"]
     assert (done.code, [row["setting"] for row in found["rows"]]) == (0, ["plain", "ngram-4"])
-    assert plain["num_tokens"] == guessing["num_tokens"] == 27
-    # Plain: 9 steps a request, from 0 and from 2. Guessing: 1 + 3 steps from 0; 1 + 4 and 1 + 8 from 2.
+    assert plain["num_tokens"] == drafting["num_tokens"] == 27
+    # Plain: 9 steps a request, from 0 and from 2. Drafting: 1 + 3 steps from 0; 1 + 4 and 1 + 8 from 2.
     assert (plain["makespan_s"], plain["num_steps"]) == (11.0, 11)
-    assert (guessing["makespan_s"], guessing["num_steps"]) == (11.0, 11)
+    assert (drafting["makespan_s"], drafting["num_steps"]) == (11.0, 11)
     assert plain["price_per_million_tokens"] == pytest.approx(11 / 27 * 1e6)
-    assert guessing["latency_s_p50"] == 5.0
+    assert drafting["latency_s_p50"] == 5.0
     first = json.loads(foretoken(*common, "--requests", 2).lines[-1])["rows"]
     assert [row["num_requests"] for row in first] == [2, 2]
 
@@ -208,7 +208,7 @@ def _longer(profile: Path) -> Path:
 
 def test_measured_then_simulated(foretoken: Run, pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the bench writes is what the simulator reads."""
-    for name in ("_ROWS", "_BATCHES", "_GUESSES", "_DRAFT_BATCHES", "_PROMPTS", "_CONTEXTS"):
+    for name in ("_ROWS", "_BATCHES", "_NUM_DRAFT", "_DRAFT_BATCHES", "_PROMPTS", "_CONTEXTS"):
         monkeypatch.setattr(profile_module, name, getattr(profile_module, name)[:2])
     common = ["bench", "profile", "-t", pair.target, "--draft", pair.draft, "--out", "results"]
     done = foretoken(*common)

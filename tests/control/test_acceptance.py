@@ -10,11 +10,11 @@ import pytest
 from foretoken.control.acceptance import Acceptance, ChanceRates, PlaceRates
 from foretoken.control.previews import Preview
 
-Observe = Callable[[int, Sequence[float]], None]  # guesses offered, and the chance with which each was emitted
+Observe = Callable[[int, Sequence[float]], None]  # draft tokens offered, and the chance with which each was emitted
 
 
 def simulate(observe: Observe, chance: float, budget: int, rounds: int, rng: random.Random, match: float = 1.0) -> None:
-    """Rounds of chains with `chance` per guess; a lookup that finds something in a share `match` of the rounds."""
+    """Rounds of chains with `chance` per draft token; a lookup that matches in a share `match` of the rounds."""
     for _ in range(rounds):
         if rng.random() >= match:
             observe(budget, [])
@@ -35,7 +35,7 @@ def by_request(acceptance: Acceptance, request_id: int, slice_: str = "") -> Obs
 
 
 def emitted_of(rates: PlaceRates, num_places: int) -> list[float]:
-    """The chance of each guess of a chain to be emitted."""
+    """The chance of each draft token of a chain to be emitted."""
     emitted: list[float] = []
     for drafted, once, _ in rates.estimates(num_places):
         emitted.append(min(drafted, once * (emitted[-1] if emitted else 1.0)))
@@ -70,7 +70,7 @@ def test_estimates_follow_the_truth_also_beyond_the_budget(chance: float) -> Non
     assert means[7] == pytest.approx(chance**8, abs=0.15)
 
 
-def test_what_is_seldom_guessed_costs_seldom() -> None:
+def test_what_is_seldom_drafted_costs_seldom() -> None:
     acceptance = Acceptance()
     simulate(by_request(acceptance, 0), 0.9, 6, 300, random.Random(2), match=0.1)
     drafted, emitted = acceptance.of_places(0, "d", 6)
@@ -150,9 +150,9 @@ def test_a_finished_request_is_forgotten_and_slices_are_bounded() -> None:
 
 
 @pytest.mark.parametrize(("first", "later"), [(0.02, 0.5), (0.5, 0.97), (0.97, 0.99)])
-def test_a_request_learns_how_often_the_guesses_shown_are_right(first: float, later: float) -> None:
-    """A drafter that always says 0.7: within thirty rounds the chances are the true ones, first guesses and later ones
-    apart.
+def test_a_request_learns_how_often_the_draft_tokens_shown_are_right(first: float, later: float) -> None:
+    """A drafter that always says 0.7: within thirty rounds the chances are the true ones, first draft tokens and later
+    ones apart.
     """
     rng, acceptance, preview = random.Random(1), Acceptance(), chain(0.7, 0.7, 0.7)
     acceptance.begin(0, "")
@@ -170,7 +170,7 @@ def test_a_request_learns_how_often_the_guesses_shown_are_right(first: float, la
         assert emitted[1] / emitted[0] == pytest.approx(later, abs=0.17)
 
 
-def test_guesses_shown_to_a_new_request_are_as_good_as_those_of_its_slice() -> None:
+def test_draft_tokens_shown_to_a_new_request_are_as_good_as_those_of_its_slice() -> None:
     acceptance, preview = Acceptance(), chain(0.8)
     acceptance.begin(0, "poems")
     before = acceptance.of_preview(0, "d", preview)[0]

@@ -31,7 +31,7 @@ def goodput(options: list[Candidate], budgets: tuple[int, ...], step_s, draft_s)
 
 
 def chain(drafter: str, chance: float, places: int, **more: float) -> Candidate:
-    """A chain whose every guess stands with `chance` once the one before it stood."""
+    """A chain whose every draft token stands with `chance` once the one before it stood."""
     return Candidate(drafter, (1.0,) * places, tuple(chance ** (i + 1) for i in range(places)), **more)
 
 
@@ -41,7 +41,7 @@ def best_by_brute_force(options: list[Candidate], step_s, draft_s) -> float:
 
 
 def test_the_known_optimum_of_one_chain() -> None:
-    """METHODS: acceptance 0.8, a draft step of 5 % of a target step, rows free: 8 guesses, 3.09 times plain."""
+    """METHODS: acceptance 0.8, a draft step of 5 % of a target step, rows free: 8 draft tokens, 3.09 times plain."""
     choice = choose([[chain("d", 0.8, 16)]], lambda _: 1.0, lambda _, n: 0.05 * n)
     assert choice.budgets == (8,)
     assert tokens_per_s(choice) == pytest.approx(3.09, abs=0.005)
@@ -76,7 +76,7 @@ def test_exact_where_drafting_is_free(seed: int) -> None:
 
 
 def test_a_drafter_that_gains_less_than_it_takes_is_left_out() -> None:
-    """Each guess alone would gain; all together do not gain what the drafter takes to start."""
+    """Each draft token alone would gain; all together do not gain what the drafter takes to start."""
     expensive = choose([[chain("d", 0.5, 4)]], lambda _: 1.0, lambda *_: 2.0)
     assert expensive == Allocation((None,), (0,), 1.0, 1.0)
     both = choose(
@@ -93,8 +93,8 @@ def test_what_the_caller_set_stands() -> None:
     assert choice.seconds == pytest.approx(2 + 5 + choice.budgets[1] + 1.0)
 
 
-def test_load_takes_guesses_away() -> None:
-    """When each row costs its full price nothing is guessed; in a small batch much is."""
+def test_load_takes_draft_tokens_away() -> None:
+    """When each row costs its full price nothing is drafted; in a small batch much is."""
 
     def step_s(rows: float) -> float:
         return max(1.0, rows / 12)
@@ -107,7 +107,7 @@ def test_load_takes_guesses_away() -> None:
 
 
 def test_equal_drafters_are_told_apart_by_their_order() -> None:
-    """A drafter's name hashes to another number in every process; who guesses must not hang on it."""
+    """A drafter's name hashes to another number in every process; who drafts must not hang on it."""
 
     class Named(str):
         """Equal as its text, with a hash that the test sets."""
@@ -130,11 +130,11 @@ def test_equal_drafters_are_told_apart_by_their_order() -> None:
     assert found[0].picks in ((0, 1), (1, 0))
 
 
-def test_guesses_are_valued_at_the_long_run_rate() -> None:
-    """A step that is better than the others takes fewer guesses than by its own ratio of tokens and seconds."""
+def test_draft_tokens_are_valued_at_the_long_run_rate() -> None:
+    """A step that is better than the others takes fewer draft tokens than by its own ratio of tokens and seconds."""
     demands = [Demand((chain("d", 0.8, 16),))]
     alone, late = (allocate(demands, lambda _: 1.0, lambda _, n: 0.05 * n, rate) for rate in (0.0, 6.0))
-    # The k-th guess adds 0.8^k tokens and 0.05 s: worth 0.3 tokens at 6 tokens a second.
+    # The k-th draft token adds 0.8^k tokens and 0.05 s: worth 0.3 tokens at 6 tokens a second.
     assert alone.budgets == (8,)
     assert late.budgets == (5,)
 

@@ -41,7 +41,7 @@ class Answer:
             self.seconds.append(target_s + spent_s)
             self.num_emitted.append(num_requests + sum(kept))
 
-    def steps_with_guesses(self, first: int, last: int) -> int:
+    def steps_with_draft(self, first: int, last: int) -> int:
         return sum(map(bool, self.num_drafted[first:last]))
 
     def over_plain(self, first: int, last: int, slower: float = 1.0) -> float:
@@ -53,11 +53,11 @@ class Answer:
 @pytest.mark.parametrize("num_requests", [1, 4])
 @pytest.mark.parametrize("draft_s", [0.03, 0.04])
 def test_speculation_that_stopped_paying_stops_within_20_steps(draft_s: float, num_requests: int) -> None:
-    """A guess takes as long as a plain step then, or more; single trials remain."""
+    """A draft token takes as long as a plain step then, or more; single trials remain."""
     answers = [Answer(draft_s, seed, num_requests) for seed in range(6)]
     for answer in answers:
-        assert answer.steps_with_guesses(SLOW_FROM, SLOW_FROM + 20) <= 9
-        assert answer.steps_with_guesses(SLOW_FROM + 20, SLOW_UNTIL) <= 12
+        assert answer.steps_with_draft(SLOW_FROM, SLOW_FROM + 20) <= 9
+        assert answer.steps_with_draft(SLOW_FROM + 20, SLOW_UNTIL) <= 12
         assert answer.over_plain(SLOW_FROM + 20, SLOW_UNTIL, slower=3.0) > 0.94
 
 
@@ -68,13 +68,13 @@ def test_speculation_resumes_when_it_pays_again() -> None:
     for draft_s in (0.02, 0.03, 0.04):
         for seed in range(4):
             answer = Answer(draft_s, seed)
-            assert answer.steps_with_guesses(SLOW_UNTIL + 80, SLOW_UNTIL + 120) >= 36
+            assert answer.steps_with_draft(SLOW_UNTIL + 80, SLOW_UNTIL + 120) >= 36
             assert answer.over_plain(SLOW_UNTIL + 80, 400) > 1.1
 
 
 def test_speculation_that_still_pays_goes_on() -> None:
     answer = Answer(0.005, seed=0)
-    assert answer.steps_with_guesses(SLOW_FROM, SLOW_UNTIL) >= 95
+    assert answer.steps_with_draft(SLOW_FROM, SLOW_UNTIL) >= 95
     assert answer.over_plain(SLOW_FROM, SLOW_UNTIL, slower=3.0) > 1.4
 
 

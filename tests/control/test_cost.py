@@ -136,7 +136,7 @@ def test_pauses_at_the_start_are_made_good(at: int) -> None:
 
 
 def test_tables_of_a_profile() -> None:
-    """Rows filled by the roofline, drafters by name, growing by the guess."""
+    """Rows filled by the roofline, drafters by name, growing by the draft token."""
     line = Roofline(step_bytes=1e9, row_flops=1e9, kv_bytes_per_token=0, bytes_per_s=2e10, flops_per_s=1e11)
     profile = Profile(
         {},
@@ -187,4 +187,4 @@ def test_drafting_for_many_has_a_table_of_its_own_and_reading_a_price() -> None:
     assert costs.seconds("d", 4, 8) == pytest.approx(0.8)
     costs.observe("d", 4, 10.4, num_requests=1, num_read_tokens=100)
     assert costs.read_s("d", 50) == pytest.approx(5.0)
-    assert costs.seconds("d", 4, 1) == pytest.approx(0.4)  # a round that reads says nothing of guessing
+    assert costs.seconds("d", 4, 1) == pytest.approx(0.4)  # a round that reads says nothing of drafting

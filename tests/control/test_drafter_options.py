@@ -21,8 +21,8 @@ COLD = 40  # rounds in which costs and texts become known
 
 @dataclass
 class Text:
-    """What guesses are worth in a text: a lookup finds something in `found` of the rounds and is right with `copied`, a
-    model with `modelled`.
+    """What draft tokens are worth in a text: a lookup finds something in `found` of the rounds and is right with
+    `copied`, a model with `modelled`.
     """
 
     found: float
@@ -32,8 +32,8 @@ class Text:
 
 @dataclass
 class World:
-    """A target whose step bends at `free` rows, a model with a price per guess (half as much again for every further
-    request).
+    """A target whose step bends at `free` rows, a model with a price per draft token (half as much again for every
+    further request).
     """
 
     free: float = 12

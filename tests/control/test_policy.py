@@ -19,8 +19,8 @@ MOST = PolicyConfig.max_num_draft
 
 
 class World:
-    """Requests that draft chains with a chance per guess, a target whose step time bends at `free` rows, a drafter with
-    a price per guess.
+    """Requests that draft chains with a chance per draft token, a target whose step time bends at `free` rows, a
+    drafter with a price per draft token.
     """
 
     def __init__(self, free: float = 12, price_s: float = 0.0, noise: float = 0.0, seed: int = 0) -> None:
@@ -28,7 +28,7 @@ class World:
         self.seconds, self.tokens = 0.0, 0
 
     def step(self, budgets: list[int], chances: list[float]) -> tuple[float, float, list[list[float]]]:
-        """One round: seconds of target and drafter, and which guesses stood."""
+        """One round: seconds of target and drafter, and which draft tokens stood."""
         rows = len(budgets) + sum(budgets)
         target_s = max(1.0, 0.95 + 0.05 * rows, rows / self.free) * (1 + self.noise * self.rng.uniform(-1, 1))
         draft_s = self.price_s * max(budgets, default=0)
@@ -97,7 +97,7 @@ def check_speed(batch: int, chance: float, price_s: float) -> None:
 
 
 def test_recovers_within_fifty_rounds_when_acceptance_changes() -> None:
-    """Guesses stop being right and, much later, begin again: the policy stops guessing and begins again."""
+    """Draft tokens stop being right and, much later, begin again: the policy stops drafting and begins again."""
     for price_s in (0.0, 0.25):
         budgets, times = [], []
         policy, world = BudgetPolicy(), World(price_s=price_s)
@@ -110,7 +110,7 @@ def test_recovers_within_fifty_rounds_when_acceptance_changes() -> None:
             budgets.append(budget.num_draft)
             times.append(target_s + draft_s)
         assert sum(budgets[200:300]) > 200
-        assert sum(times[350:600]) < 1.04 * 250  # trials only: the cheaper a guess, the more of them
+        assert sum(times[350:600]) < 1.04 * 250  # trials only: the cheaper a draft token, the more of them
         assert sum(budgets[650:700]) > 100
 
 
@@ -122,7 +122,7 @@ def test_requests_of_one_batch_are_told_apart() -> None:
     assert sum(budgets[1::2]) > 6 * max(1, sum(budgets[0::2]))
 
 
-def test_load_takes_guesses_away_and_gives_them_back() -> None:
+def test_load_takes_draft_tokens_away_and_gives_them_back() -> None:
     world = World(free=12)
     policy = run(world, lambda *_: 0.7, 100, 24)
     assert sum(num_draft for _, num_draft in plan(policy, [options_of(b, "d", MOST) for b in range(24)])) <= 12
@@ -132,8 +132,8 @@ def test_load_takes_guesses_away_and_gives_them_back() -> None:
 
 
 def test_rows_go_to_those_in_a_hurry() -> None:
-    """Four texts of a kind and room for few guesses: the one that counts more is given more; alone its weight changes
-    nothing.
+    """Four texts of a kind and room for few draft tokens: the one that counts more is given more; alone its weight
+    changes nothing.
     """
     policy = run(World(free=10), lambda *_: 0.9, 100, 4)
     wishes = [options_of(b, "d", 8, True)._replace(weight=3.0 if b == 2 else 1.0) for b in range(4)]
@@ -166,7 +166,9 @@ def test_a_finished_request_is_forgotten() -> None:
 
 
 def test_trials_ask_one_request_at_a_time_and_cost_little() -> None:
-    """A drafter that costs more than it brings, though its guesses would pay for their rows, is tried now and then."""
+    """A drafter that costs more than it brings, though its draft tokens would pay for their rows, is tried now and
+    then.
+    """
     policy, world, asked = BudgetPolicy(), World(free=24, price_s=1.5), list[int]()
     for turn in range(1000):
         requests = [options_of(b, "d", 8) for b in range(8)]
@@ -184,7 +186,7 @@ def test_trials_ask_one_request_at_a_time_and_cost_little() -> None:
 
 
 @pytest.mark.parametrize(("decisions_per_trial", "learns"), [(PolicyConfig.decisions_per_trial, True), (10**9, False)])
-def test_what_rows_take_is_tried_where_no_guess_seems_to_pay(decisions_per_trial: int, learns: bool) -> None:
+def test_what_rows_take_is_tried_where_no_draft_token_seems_to_pay(decisions_per_trial: int, learns: bool) -> None:
     """A profile says that a row takes as long as a token brings; here it takes a third of it."""
     policy = BudgetPolicy(PolicyConfig(decisions_per_trial=decisions_per_trial))
     policy.seed(Curve(((1, 1.0), (8, 8.0), (64, 64.0))), {})
@@ -203,7 +205,7 @@ def test_what_rows_take_is_tried_where_no_guess_seems_to_pay(decisions_per_trial
 
 @pytest.mark.parametrize("seed", range(3))
 def test_where_a_row_costs_what_a_token_brings_little_is_lost(seed: int) -> None:
-    """Sixteen rows that are bound by compute: a guess pays only if it is right nine times in ten."""
+    """Sixteen rows that are bound by compute: a draft token pays only if it is right nine times in ten."""
     rng, policy = random.Random(seed), BudgetPolicy()
     policy.seed(Curve(tuple((rows, 0.001 + 0.00175 * rows) for rows in (1, 2, 4, 8, 16, 32))), {})
     preview = Preview((-1, 0, 1), (0.8, 0.72, 0.68), (7, 7, 7))

@@ -14,7 +14,7 @@ from tests.helpers.control import observe, options_of, plan
 
 
 def learn(policy: BudgetPolicy, rounds: int, num_draft: int, target_s: float, draft_s: float, request: int = 0) -> None:
-    """Rounds of one request in which every guess is accepted."""
+    """Rounds of one request in which every draft token is accepted."""
     for _ in range(rounds):
         requests = [options_of(request, "d", 8)]
         plan(policy, requests)
@@ -24,7 +24,7 @@ def learn(policy: BudgetPolicy, rounds: int, num_draft: int, target_s: float, dr
 
 
 def plain_steps(policy: BudgetPolicy, requests: list[RequestOptions], rounds: int, target_s: float = 1.0) -> None:
-    """Rounds in which nothing is guessed, whatever was planned."""
+    """Rounds in which nothing is drafted, whatever was planned."""
     for _ in range(rounds):
         plan(policy, requests)
         observe(policy, requests, [DraftBudget(None, 0)] * len(requests), [0] * len(requests), target_s)
@@ -87,11 +87,11 @@ def test_deciding_takes_a_small_share_of_the_time(
     calls.clear()
     found = rounds(40)
     assert least <= len(calls) <= most
-    assert sum(map(bool, found)) >= 38  # but where a step without guesses is measured
+    assert sum(map(bool, found)) >= 38  # but where a step without a draft is measured
 
 
 def test_decoding_does_not_fall_behind_plain_whatever_is_expected() -> None:
-    """Guesses are said to be accepted and bring no tokens, as of a drafter whose chances are wrong."""
+    """Draft tokens are said to be accepted and bring no tokens, as of a drafter whose chances are wrong."""
     policy, lost_s, total_s, made = BudgetPolicy(), 0.0, 0.0, 0
     preview = Preview((-1,), (0.95,), (7,))
     for _ in range(400):
@@ -116,7 +116,7 @@ def test_a_clock_that_stands_still_breaks_nothing() -> None:
 
 
 def test_numbers_that_were_set_are_not_charged_to_those_left_open() -> None:
-    """Guesses that the caller set gain nothing; which of two drafters makes them is decided in every round all the
+    """Draft tokens that the caller set gain nothing; which of two drafters makes them is decided in every round all the
     same.
     """
     policy = BudgetPolicy()
@@ -124,7 +124,7 @@ def test_numbers_that_were_set_are_not_charged_to_those_left_open() -> None:
     requests = [RequestOptions(0, options, is_open=False)]
     for turn in range(60):
         policy.begin([0])
-        assert turn < 8 or policy._mode == "decide"  # but for the first step without open guesses
+        assert turn < 8 or policy._mode == "decide"  # but for the first step without open draft tokens
         (given,) = policy.plan(requests)
         assert given.num_draft == 4
         observe(policy, requests, [given], [0], 1.0, {"ab"[given.option or 0]: 0.3})

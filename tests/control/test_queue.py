@@ -75,7 +75,7 @@ def test_chunks(missing: list[int], budget: int, expected: list[int]) -> None:
 
 
 def test_the_budget_of_a_step() -> None:
-    """Those who decode first, then guesses, then prompts with the rest, which is a quarter at least."""
+    """Those who decode first, then draft tokens, then prompts with the rest, which is a quarter at least."""
     decode, prompt = RowDemand(50, 1, True, num_draft=6), RowDemand(0, 100, False)
     config = SchedulerConfig(4, 64, max_step_tokens=22)
     assert within_budget([decode, decode, prompt], config) == [RowGrant(1, 6), RowGrant(1, 6), RowGrant(8)]
@@ -101,7 +101,7 @@ def test_the_budget_of_a_step() -> None:
 
 
 def test_what_a_seed_draws_with_is_no_neighbours_business() -> None:
-    """`fixed` guesses: the same number alone and in any company, and never so many that the step grows too large."""
+    """`fixed` draft tokens: the same number alone and in any company, never so many that the step grows too large."""
     config = SchedulerConfig(4, 64, max_step_tokens=36)
     own, other, prompt = (
         RowDemand(9, 1, True, num_draft=20, fixed=True),
@@ -117,7 +117,7 @@ def test_what_a_seed_draws_with_is_no_neighbours_business() -> None:
 
 
 def test_a_full_cache() -> None:
-    """Guesses go first, the latest ones; then what is read, latest first; then somebody has to give way."""
+    """Draft tokens go first, the latest ones; then what is read, latest first; then somebody has to give way."""
     size = blocks_of(4)
     first, second, reader = RowDemand(7, 1, True, 4), RowDemand(10, 1, True, 4), RowDemand(4, 20, False)
     asks, grants = [first, second, reader], [RowGrant(1, 4), RowGrant(1, 4), RowGrant(12)]
@@ -127,7 +127,7 @@ def test_a_full_cache() -> None:
         RowGrant(1, 4),
         RowGrant(1, 1),
         RowGrant(12),
-    ]  # one guess costs no block
+    ]  # one draft token costs no block
     assert within_cache(asks, grants, 12, size) == [RowGrant(1, 0), RowGrant(1, 1), RowGrant(12)]
     assert within_cache(asks, grants, 8, size) == [RowGrant(1, 0), RowGrant(1, 1), RowGrant(8)]
     assert within_cache(asks, grants, 0, size) == [RowGrant(1, 0), RowGrant(1, 1), RowGrant(0)]

@@ -8,14 +8,14 @@ from foretoken import InputError, RoutingRules
 from foretoken.control.routing import Routing
 
 
-def test_a_draft_model_is_left_out_of_short_answers_where_others_can_guess() -> None:
+def test_a_draft_model_is_left_out_of_short_answers_where_others_can_draft() -> None:
     routing = Routing(RoutingRules())
     assert routing.is_short(49, 49)
     assert not routing.is_short(50, 50)
     assert not routing.is_short(48, 49)  # reading so short a prompt takes little
     assert not Routing(RoutingRules(min_tokens_for_draft_model=0)).is_short(9, 1)
     assert [routing.leaves_out(1, (False, True, True)) for _ in range(2)] == [{1, 2}] * 2
-    assert routing.leaves_out(2, (True, True)) == frozenset()  # named alone, it guesses
+    assert routing.leaves_out(2, (True, True)) == frozenset()  # named alone, it drafts
     assert routing.leaves_out(3, (False, False)) == frozenset()
     assert routing.num_by_reason["draft model"] == 1
 

@@ -1,5 +1,5 @@
-"""A drafter that is wrong costs its guesses and nothing else: E5 (nonsense), C11 (ids and parents), H3 (what it raises,
-and when).
+"""A drafter that is wrong costs its draft tokens and nothing else: E5 (nonsense), C11 (ids and parents), H3 (what it
+raises, and when).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def entries(*num_draft: int, takes_trees: bool = True, num_probe: int = 0) -> li
 
 
 def point(tokens: Sequence[int], parents: Sequence[int] | None = None, lengths: Sequence[int] | None = None) -> Draft:
-    """A draft of deterministic guesses; one request, or `lengths` of several."""
+    """A draft of deterministic draft tokens; one request, or `lengths` of several."""
     lengths = [len(tokens)] if lengths is None else lengths
     offsets = [sum(lengths[:b]) for b in range(len(lengths) + 1)]
     parents = [place - 1 for n in lengths for place in range(n)] if parents is None else parents
@@ -59,7 +59,7 @@ def point(tokens: Sequence[int], parents: Sequence[int] | None = None, lengths: 
 
 
 def drawn(distribution: Sequence[float], token: int = 2, rows: Sequence[int] = (0, -1)) -> Draft:
-    """One guess, drawn from `distribution`."""
+    """One draft token, drawn from `distribution`."""
     return replace(point([token]), sampled=(True,), mass=Mass(torch.tensor([distribution]), tuple(rows)))
 
 
@@ -138,7 +138,7 @@ def test_sound_drafts_pass() -> None:
     assert complaint(Draft(torch.tensor([1]), (-1,), (0, 2, 1), ("x", "x")), 4, 4) == "offsets that decrease"
 
 
-def test_only_the_request_concerned_loses_its_guesses() -> None:
+def test_only_the_request_concerned_loses_its_draft_tokens() -> None:
     draft = replace(
         point([1, V, 3], lengths=[1, 1, 1]),
         sampled=(True, False, True),
@@ -164,7 +164,7 @@ def test_only_the_request_concerned_loses_its_guesses() -> None:
         (LookupTree((1,), (-1,), (1.5,)), "a probability"),
     ],
 )
-def test_e5_guesses_that_are_shown_are_checked_too(tree: object, words: str) -> None:
+def test_e5_draft_tokens_that_are_shown_are_checked_too(tree: object, words: str) -> None:
     with pytest.raises(DraftError, match=words):
         check_tree(tree, 4, V, True)
     assert check_tree(LookupTree((1, 2), (-1, 0), (1.0, 0.5)), 4, V, True).tokens == (1, 2)
@@ -239,7 +239,7 @@ def boom() -> None:
 
 
 def outside(batch: Batch) -> Draft:
-    """Every guess is an id that the model does not have."""
+    """Every draft token is an id that the model does not have."""
     lengths = [entry.num_draft for entry in batch.decoding]
     draft = point([10**6] * sum(lengths), lengths=lengths)
     return replace(draft, drafters=tuple("bad" if n else None for n in lengths))
@@ -258,7 +258,7 @@ def generate(
 
 @pytest.mark.parametrize("params", [LONG, SamplingParams(max_tokens=16, ignore_eos=True, temperature=1.0, seed=5)])
 @pytest.mark.parametrize("at", ["start", "propose", "look_up", "commit", "finish", "taps"])
-def test_h3_what_a_drafter_raises_costs_its_guesses(
+def test_h3_what_a_drafter_raises_costs_its_draft_tokens(
     llm: LLM,
     registered: None,
     failed_drafters: list[str],
@@ -268,7 +268,7 @@ def test_h3_what_a_drafter_raises_costs_its_guesses(
 ) -> None:
     monkeypatch.setattr(llm.engine.chooser, "policy", BudgetPolicy(EVERY_ROUND))
     plain = [out.token_ids for out in llm.generate(PROMPTS, params)]
-    num_draft = "auto" if at == "look_up" else 3  # guesses are shown where the number is open
+    num_draft = "auto" if at == "look_up" else 3  # draft tokens are shown where the number is open
     with pytest.warns(DrafterWarning, match="'bad' failed"):
         outs = generate(llm, Faulty(at, boom), num_draft, params=params)
     assert [out.token_ids for out in outs] == plain
@@ -289,7 +289,7 @@ def test_h3_what_a_drafter_raises_costs_its_guesses(
 
 
 @pytest.mark.parametrize("name", [name for name in WRONG if "probe" not in name and "segments" not in name])
-def test_c11_nonsense_costs_its_guesses(llm: LLM, registered: None, failed_drafters: list[str], name: str) -> None:
+def test_c11_nonsense_costs_its_draft_tokens(llm: LLM, registered: None, failed_drafters: list[str], name: str) -> None:
     plain = [out.token_ids for out in llm.generate(PROMPTS, LONG)]
     with pytest.warns(DrafterWarning, match="'bad' failed"):
         outs = generate(llm, Faulty("propose", lambda: lambda batch: WRONG[name][0]()))
@@ -325,7 +325,7 @@ def test_a_chance_fault_costs_a_round(llm: LLM, registered: None, failed_drafter
 
 
 def test_other_arms_go_on(llm: LLM, registered: None, failed_drafters: list[str]) -> None:
-    """Where several may guess, the one that fails is not chosen any more."""
+    """Where several may draft, the one that fails is not chosen any more."""
     plain = [out.token_ids for out in llm.generate(PROMPTS, LONG)]
     drafter = Faulty("start", boom)
     add_drafter("bad", lambda factory, spec: drafter)
@@ -412,7 +412,7 @@ def test_an_interrupt_is_no_failure(llm: LLM, registered: None) -> None:
 
 
 def test_a_shared_engine_of_scripted_parts_is_checked_once(pair: SimpleNamespace) -> None:
-    """What is shown and then guessed passes the boundary without being changed."""
+    """What is shown and then drafted passes the boundary without being changed."""
     with LLM(pair.target, dtype="float32", cache_tokens=1024, spec=SpecConfig("ngram")) as llm:
         llm.engine.chooser.policy = BudgetPolicy(EVERY_ROUND)
         outs = llm.generate(PROMPTS, LONG)

@@ -16,7 +16,7 @@ from foretoken.core import BatchEntry, Request
 from foretoken.draft import branches
 from foretoken.draft.branches import Growth, extend
 from foretoken.draft.tree import sampled_chances, sampled_shape, share_level, static_shape
-from foretoken.model.randomness import RaceNoise
+from foretoken.text.randomness import RaceNoise
 from foretoken.verify import RULES
 from foretoken.verify.base import race_winner
 from tests.helpers.enumeration import (
@@ -204,7 +204,7 @@ def test_a_greedy_tree_holds_the_likeliest_paths(seed: int, branching: object, b
 
 
 @pytest.mark.parametrize(("tree", "temperature"), [("static", 0.0), ("best_first", 0.0), ("best_first", 1.0)])
-def test_guesses_come_likeliest_first(tree: str, temperature: float) -> None:
+def test_draft_tokens_come_likeliest_first(tree: str, temperature: float) -> None:
     """So that what is learnt about the k-th place holds for every budget; a smaller greedy tree is the beginning of a
     larger one.
     """
@@ -225,8 +225,8 @@ def test_guesses_come_likeliest_first(tree: str, temperature: float) -> None:
 
 @pytest.mark.parametrize("tree", ["static", "best_first"])
 def test_a_coupled_tree_holds_the_leaders_of_the_race(tree: str) -> None:
-    """The children of a guess are those that arrive first of the draft's distribution with the noise of their position,
-    the winner among them.
+    """The children of a draft token are those that arrive first of the draft's distribution with the noise of their
+    position, the winner among them.
     """
     distributions = RandomTables(6, seed=5)
     for seed in range(10):

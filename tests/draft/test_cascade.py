@@ -21,7 +21,7 @@ from foretoken.draft.ngram import NgramDrafter
 from foretoken.engine.engine import Engine
 from foretoken.model.loader import load_decoder
 from foretoken.model.paged import PagedModel
-from foretoken.model.randomness import RaceNoise
+from foretoken.text.randomness import RaceNoise
 from foretoken.verify import RULES
 from foretoken.verify.base import verdict_at
 from tests.helpers.checkpoints import token_ids
@@ -41,7 +41,7 @@ from tests.helpers.watch import Watched, check_cache
 from tests.verify.drafters import chain_drafter
 
 VOCAB = 4
-PROMPT = (1, 2, 3, 1, 2)  # repeats, so that the lookup guesses
+PROMPT = (1, 2, 3, 1, 2)  # repeats, so that the lookup drafts
 TWO = SpecConfig("cascade", parts=(SpecConfig("draft_model", draft="a"), SpecConfig("draft_model", draft="b")))
 ONE = SpecConfig("cascade", "b")
 
@@ -134,7 +134,7 @@ def test_drafted_tokens_follow_the_last_level() -> None:
 
 
 def test_a_middle_that_does_not_verify_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All inner guesses kept: the tokens then follow the first level, whatever mass is handed over."""
+    """All inner draft tokens kept: the tokens then follow the first level, whatever mass is handed over."""
     from foretoken.draft import cascade
 
     judge = cascade._judge
@@ -151,7 +151,7 @@ def test_a_middle_that_does_not_verify_is_seen(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("levels", [1, 2])
 @pytest.mark.parametrize("top_k", [0, 2])
 def test_the_mass_is_the_law_of_the_last_level(levels: int, top_k: int) -> None:
-    """At every row, cut to `draft_top_k`; the row of the last guess has none."""
+    """At every row, cut to `draft_top_k`; the row of the last draft token has none."""
     spec = SpecConfig(
         "cascade",
         "b",
@@ -177,7 +177,7 @@ def test_the_mass_is_the_law_of_the_last_level(levels: int, top_k: int) -> None:
 @pytest.mark.parametrize("coupled", [False, True])
 @pytest.mark.parametrize("levels", [1, 2])
 def test_without_a_draw_the_tokens_are_those_of_the_last_level_alone(coupled: bool, levels: int) -> None:
-    """Greedy, and in the race with the noise that the target uses too: whoever guessed below."""
+    """Greedy, and in the race with the noise that the target uses too: whoever drafted below."""
     params = SamplingParams(temperature=1.0 if coupled else 0.0)
     alone = draft_once(DraftModelDrafter(tables(2)), entries_of(60, 5, SpecConfig("draft_model", "b"), params, coupled))
     drafter = CascadeDrafter([tables(1), tables(2)][-levels:], NgramDrafter() if levels == 1 else None)
@@ -217,8 +217,8 @@ def test_inner_numbers_are_never_used_twice(monkeypatch: pytest.MonkeyPatch) -> 
 # --- cost and limits ---
 
 
-def test_good_guesses_below_save_forwards_above() -> None:
-    """The last level recites what the prompt holds: the lookup guesses it, and a draft of six tokens takes two
+def test_good_draft_tokens_below_save_forwards_above() -> None:
+    """The last level recites what the prompt holds: the lookup drafts it, and a draft of six tokens takes two
     forwards.
     """
     text = list(range(1, 12))
@@ -256,8 +256,8 @@ def test_a_part_hands_over_at_most_its_own_number() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_level_that_is_unsure_stops_before_the_draw(temperature: float) -> None:
-    """Where, its distribution alone decides: the tokens before are the same, and the place after the last guess leaves
-    no mass.
+    """Where, its distribution alone decides: the tokens before are the same, and the place after the last draft token
+    leaves no mass.
     """
     params = SamplingParams(temperature=temperature)
     drafter = CascadeDrafter([tables(2)], NgramDrafter())
@@ -294,8 +294,8 @@ def test_a_level_without_room_drafts_less_and_changes_nothing(llm: LLM, pair: Si
 
 @pytest.mark.filterwarnings("ignore:the draft has")
 def test_caches_of_all_levels_hold_the_text(llm: LLM, pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Greedy and sampled requests side by side, also with a last level that is the target itself: then every guess
-    stands.
+    """Greedy and sampled requests side by side, also with a last level that is the target itself: then every draft
+    token stands.
     """
     for top, always in ((pair.draft, False), (pair.target, True)):
         spec = SpecConfig(

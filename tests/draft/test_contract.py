@@ -122,7 +122,7 @@ def test_every_drafter_is_in_the_suite() -> None:
     assert {re.split("[:/]", case)[0] for case in CASES} == set(DRAFTERS) - choices
 
 
-# Every number of guesses in every size of batch: proof/test_contract.py.
+# Every number of draft tokens in every size of batch: proof/test_contract.py.
 @pytest.mark.parametrize(("num_draft", "batch"), [(5, 1), (8, 16)])
 def test_greedy_equals_plain(
     llm: LLM,
@@ -133,7 +133,7 @@ def test_greedy_equals_plain(
     num_draft: int,
     batch: int,
 ) -> None:
-    """In batches mixed with plain requests, the other drafters, and other numbers of guesses."""
+    """In batches mixed with plain requests, the other drafters, and other numbers of draft tokens."""
     others = [SpecConfig(), *(spec_of(other, pair.draft, num_draft=3) for other in CASES)]
     for start in range(0, len(PROMPTS) if batch > 1 else 3, batch):
         chosen = range(start, start + batch)
@@ -243,7 +243,7 @@ def test_eos_anywhere(
 
 @pytest.mark.parametrize("name", [case for case in CASES if case not in HEAD_CASES])
 def test_eos_inside_an_accepted_run(name: str) -> None:
-    """The target recites a text that the prompt holds already, so that every drafter guesses all of it, the end
+    """The target recites a text that the prompt holds already, so that every drafter drafts all of it, the end
     included. It has no hidden states: heads are in tests/draft/test_trained_heads.py.
     """
     text = list(range(1, 21))

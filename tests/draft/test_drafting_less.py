@@ -17,7 +17,7 @@ from foretoken.core import Batch, BatchEntry, Draft, Request
 from foretoken.draft.draft_model import DraftModelDrafter
 from foretoken.model.loader import load_decoder
 from foretoken.model.paged import PagedModel
-from foretoken.model.randomness import RaceNoise
+from foretoken.text.randomness import RaceNoise
 from tests.helpers.checkpoints import token_ids
 
 NUM_DRAFT = 5

@@ -1,7 +1,7 @@
 """The EAGLE drafter in the engine: every chain and every tree is what its head makes of a fresh run over the text.
 
-The oracle runs target and head over the whole text for each guess, without a cache. That the network is right is shown
-in `tests/heads/test_eagle.py`.
+The oracle runs target and head over the whole text for each draft token, without a cache. That the network is right is
+shown in `tests/heads/test_eagle.py`.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ def decoder(pair: SimpleNamespace) -> Decoder:
 
 
 @torch.no_grad()
-def expected_logits(head: EagleHead, decoder: Decoder, text: Sequence[int], guesses: Sequence[int]) -> Tensor:
-    """What the head says behind the text and `guesses`, [V]: the whole text anew for each of them."""
+def expected_logits(head: EagleHead, decoder: Decoder, text: Sequence[int], draft_tokens: Sequence[int]) -> Tensor:
+    """What the head says behind the text and `draft_tokens`, [V]: the whole text anew for each of them."""
     features = head.features(fresh_states(decoder, text[:-1], head.hidden_layers()), decoder)
-    tokens = [*text[1:], *guesses]
+    tokens = [*text[1:], *draft_tokens]
     while True:
         num_rows = len(features)
         attention = PackedAttention(head.config.layer, 1, num_rows)
@@ -188,9 +188,9 @@ def test_costs_are_measured_without_a_trace(pair: SimpleNamespace) -> None:
     # More time than any machine needs: a count is run five times at most.
     profile = measure_start(target, model_drafters([(spec, drafter)]), "tiny", budget_s=60.0)
     assert profile is not None
-    guesses = dict(profile.drafters["eagle"].guesses.points)
-    assert set(guesses) == {1, 2, 4, 8}
-    assert guesses[8] > guesses[1]  # it really guessed
+    draft_tokens = dict(profile.drafters["eagle"].guesses.points)
+    assert set(draft_tokens) == {1, 2, 4, 8}
+    assert draft_tokens[8] > draft_tokens[1]  # it really drafted
     assert not drafter._texts
     assert drafter.cache.num_free_tokens() == drafter.cache.capacity_tokens
     drafter.cache.check()

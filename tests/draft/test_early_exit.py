@@ -65,8 +65,8 @@ def run(
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_perfect_exit_is_always_right_and_no_row_runs_twice(folder: Path, temperature: float) -> None:
-    """The last four layers write nothing: every guess of the first two stands, and each layer runs each verified row
-    once.
+    """The last four layers write nothing: every draft token of the first two stands, and each layer runs each verified
+    row once.
     """
     decoder = silenced(folder, (2, 3, 4, 5))
     engine, _ = engine_of(decoder)
@@ -196,7 +196,7 @@ def test_a_search_without_room_waits(folder: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_mass_is_the_law_of_the_layers_that_drafted(folder: Path) -> None:
-    """At the anchor and behind every guess, by a pass of the shallow model over the whole text; a coin scales it."""
+    """At the anchor and at every draft token, by a pass of the shallow model over all of the text; a coin scales it."""
     decoder = silenced(folder, ())
     engine, drafter = engine_of(decoder)
     seen = []
@@ -243,7 +243,7 @@ def test_flags() -> None:
 
 
 def test_a_mixed_run_through_the_front(llm: LLM, pair: SimpleNamespace) -> None:
-    """Under penalties and with other drafters about, guesses obey the request's own processors."""
+    """Under penalties and with other drafters about, draft tokens obey the request's own processors."""
     params = [
         SamplingParams(max_tokens=20, ignore_eos=True, frequency_penalty=1.5, logit_bias={5: -100.0}, min_tokens=i)
         for i in range(6)

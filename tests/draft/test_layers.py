@@ -10,8 +10,8 @@ from foretoken.draft.layers import changed_skips, exit_candidates, first_skips, 
 
 
 def test_speed_by_hand() -> None:
-    """24 layers and a head worth 2; exit 6, three guesses that stand with 0.5: 1.875 tokens for 3 * 8 + 26 instead of
-    26.
+    """24 layers and a head worth 2; exit 6, three draft tokens that stand with 0.5: 1.875 tokens for 3 * 8 + 26 instead
+    of 26.
     """
     assert relative_speed(0.5, 3, 8, 26) == pytest.approx(1.875 * 26 / 50)
     assert relative_speed(0.9, 0, 8, 26) == 1.0  # plain decoding

@@ -126,7 +126,7 @@ def test_columns_keep_their_places(num_emitted: int) -> None:
 
 def test_the_prompt_fills_the_pool() -> None:
     one = Alone(LookaheadDrafter(), [1, 2, 3, 9, 2, 4, 5, 1, 2])
-    draft = one.guess(4)
+    draft = one.propose(4)
     assert (draft.tokens.tolist(), draft.parents) == ([4, 5, 3, 9], (-1, 0, -1, 2))  # the latest first
     assert draft.probes is None  # nobody allowed any
     one.takes_trees = False
@@ -151,7 +151,7 @@ def run_of(script: Script, prompt: list[int], vocab_size: int, num_tokens: int, 
 
 
 def test_a_window_that_foresees_the_text() -> None:
-    """Every token follows from its place alone, so parallel guesses come true; the text itself never repeats."""
+    """Every token follows from its place alone, so parallel draft tokens come true; the text itself never repeats."""
     answer = [3 + i for i in range(400)]
     state = run_of(recite(answer), [1], 500, 400, SpecConfig("lookahead", num_draft=4))
     assert state.stats.emitted_per_step > 1.5

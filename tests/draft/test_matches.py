@@ -146,7 +146,7 @@ def test_trees_by_hand(
     assert (tree.tokens, tree.parents) == (tokens, parents)
 
 
-def test_short_agreement_earns_few_guesses() -> None:
+def test_short_agreement_earns_few_draft_tokens() -> None:
     """One place that agrees with n tokens: the chain grows with n."""
     lengths = [len(grow_tree([list(range(100))], 100, 2, 1 / agreed, 0.12).tokens) for agreed in (2, 3, 6, 12, 32)]
     assert lengths == sorted(lengths)

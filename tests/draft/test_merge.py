@@ -1,4 +1,4 @@
-"""Merged guesses: what stands in the tree, and that no distribution is bent by it, by enumeration of every draw in
+"""Merged draft tokens: what stands in the tree, and that no distribution is bent by it, by enumeration of every draw in
 float64.
 """
 
@@ -39,7 +39,7 @@ VOCAB = 3
 
 
 def lookups(text: Tokens, seed: int) -> list[TreeNode]:
-    """What two lookups say after a text: two trees with guesses in common."""
+    """What two lookups say after a text: two trees with draft tokens in common."""
     rng = np.random.default_rng([seed, *text])
     trees = []
     for part in range(2):
@@ -81,7 +81,7 @@ def merged(
 @pytest.mark.parametrize("kind", ["model", "coin", "stopped", "cut", "point", "dropped"])
 @pytest.mark.parametrize("budget", [2, 3, 5])
 def test_a_merged_tree_has_the_law_of_the_target(rule: str, kind: str, budget: int) -> None:
-    """Also where guesses of the lookups say what was drawn, and where room that this leaves goes to others."""
+    """Also where draft tokens of the lookups say what was drawn, and where room that this leaves goes to others."""
     for seed, holes in itertools.product(range(5), (0.0, 0.4)):
         target, distributions = RandomTables(VOCAB, seed, holes=holes), RandomTables(VOCAB, seed + 10, holes=holes)
         distribution = emitted_law(
@@ -116,7 +116,7 @@ def _error_by_shape(choose: Callable[[Case], str], seed: int) -> float:
 def test_a_rule_chosen_by_the_shape_of_a_merged_draft_would_bend_the_law() -> None:
     """The shape tells what was drawn; that is why a merged request's rule is `tree` whatever its drafts look like."""
     assert (
-        max(_error_by_shape(lambda case: rule_for(draft_of([case.guessed], VOCAB), 0), seed) for seed in range(8))
+        max(_error_by_shape(lambda case: rule_for(draft_of([case.drafted], VOCAB), 0), seed) for seed in range(8))
         > 0.01
     )
     assert (
@@ -217,7 +217,7 @@ def test_first_nodes_undo_a_graft(seed: int) -> None:
     assert all(length <= 6 for length in draft.lengths)
     for b in range(3):
         paths = draft.paths(b)
-        assert len(set(paths)) == len(paths), "one guess stands twice"
+        assert len(set(paths)) == len(paths), "one draft token stands twice"
         own = found[b]
         said = {path for node in range(len(own)) for path in [_path(own, node)]}
         assert set(paths[1 + base.lengths[b] :]) <= said

@@ -1,4 +1,4 @@
-"""The mix: what is merged, that it never depends on what is drawn, which drafter a guess is counted for, and what
+"""The mix: what is merged, that it never depends on what is drawn, which drafter a draft token is counted for, and what
 every part knows.
 """
 
@@ -17,7 +17,7 @@ from foretoken.draft.draft_model import DraftModelDrafter
 from foretoken.draft.group import drafter_key
 from foretoken.draft.mix import MixDrafter
 from foretoken.draft.ngram import NgramDrafter
-from foretoken.model.randomness import RaceNoise
+from foretoken.text.randomness import RaceNoise
 from tests.helpers.checkpoints import token_ids
 from tests.helpers.scripted import ScriptedModel, recite
 from tests.helpers.watch import Watched, check_cache
@@ -44,7 +44,7 @@ class Recording(DraftModelDrafter):
 @pytest.mark.parametrize("takes_trees", [True, False])
 @pytest.mark.parametrize("prompt", [[1, 2, 3, 4, 9, 1, 2, 5, 6, 8, 1, 2], [1, 3, 5, 7, 2]], ids=["found", "nothing"])
 def test_the_choice_does_not_depend_on_what_is_drawn(prompt: list[int], takes_trees: bool) -> None:
-    """Whatever the seeds, and so the draws, of this round: the same parts guess the same number of nodes, which is
+    """Whatever the seeds, and so the draws, of this round: the same parts draft the same number of nodes, which is
     settled before any draw.
     """
     flat = ScriptedModel(lambda context: [0.0] * 10, 10)
@@ -82,7 +82,7 @@ def test_a_rule_for_chains_gets_the_likelier_chain() -> None:
 
 
 def test_a_tree_holds_what_is_likeliest() -> None:
-    """The model's first places are ranked with the lookup's guesses; a sure lookup leaves it fewer of them."""
+    """The model's first places are ranked with the lookup's draft tokens; a sure lookup leaves it fewer of them."""
     sure, _ = proposed(list(range(1, 12)) * 3, takes_trees=True)
     found, _ = proposed([1, 2, 3, 4, 9, 1, 2, 5, 6, 8, 1, 2], takes_trees=True)
     alone, _ = proposed([1, 3, 5, 7, 2], takes_trees=True)
@@ -91,8 +91,10 @@ def test_a_tree_holds_what_is_likeliest() -> None:
     assert all(draft.lengths == (4,) for draft in (sure, found, alone))
 
 
-def test_only_one_part_may_be_without_guesses_to_show() -> None:
-    with pytest.raises(ConfigError, match=r"all parts of a mix but one must show their guesses; use drafter='auto'"):
+def test_only_one_part_may_be_without_draft_tokens_to_show() -> None:
+    with pytest.raises(
+        ConfigError, match=r"all parts of a mix but one must show their draft tokens; use drafter='auto'"
+    ):
         MixDrafter([DraftModelDrafter(says([0], 0)), NgramDrafter(), DraftModelDrafter(says([0], 0))])
 
 
@@ -127,7 +129,7 @@ def specs_of(pair: SimpleNamespace) -> list[SpecConfig]:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_every_guess_is_counted_for_one_part(
+def test_every_draft_token_is_counted_for_one_part(
     llm: LLM, pair: SimpleNamespace, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The counts of the parts add up, in batches of requests with different parts; all parts' state is checked after
@@ -213,10 +215,10 @@ def test_a_model_in_company_keeps_the_cache_of_the_text(
             assert all(
                 out.stats.accepted_by["draft_model"] == out.stats.drafted_by["draft_model"] > 0 for out in outputs
             )
-    assert elsewhere or which == "target", "paths that left the model's guesses must be among them"
+    assert elsewhere or which == "target", "paths that left the model's draft tokens must be among them"
 
 
-def test_a_merged_tree_holds_guesses_of_all_and_keeps_the_budget(
+def test_a_merged_tree_holds_draft_tokens_of_all_and_keeps_the_budget(
     llm: LLM, pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = SpecConfig("mix", str(pair.draft), num_draft=8, rule="tree")

@@ -23,21 +23,21 @@ def twin(text: list[int], num_draft: int) -> list[int]:
     places = scan(text, text, num_draft)
     longest = max((length for length, _ in places), default=0)
     following = [tokens for length, tokens in places if length == longest]
-    guess: list[int] = []
+    chain: list[int] = []
     estimate = 1.0
-    while following and len(guess) < num_draft:
-        token, count = Counter(tokens[len(guess)] for tokens in following).most_common(1)[0]
+    while following and len(chain) < num_draft:
+        token, count = Counter(tokens[len(chain)] for tokens in following).most_common(1)[0]
         estimate *= count / (len(following) + 1 / longest)
         if estimate < MIN_ESTIMATE:
             break
-        following = [tokens for tokens in following if tokens[len(guess)] == token]
-        guess.append(token)
-    return guess
+        following = [tokens for tokens in following if tokens[len(chain)] == token]
+        chain.append(token)
+    return chain
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(texts, st.integers(0, 12))
-def test_guess_equals_the_twin(text: list[int], num_draft: int) -> None:
+def test_draft_token_equals_the_twin(text: list[int], num_draft: int) -> None:
     assert Alone(NgramDrafter(), text, takes_trees=False).chain(num_draft) == twin(text, num_draft)
 
 
@@ -50,7 +50,7 @@ def test_what_was_emitted_is_looked_up_like_the_prompt(prompt: list[int], answer
 
 
 @pytest.mark.parametrize(
-    ("text", "num_draft", "guess"),
+    ("text", "num_draft", "expected"),
     [
         ([1, 2, 3, 4, 1, 2], 5, [3, 4, 1, 2, 3]),  # on through the text's own end
         ([1, 2, 3, 4, 5, 1, 2, 3], 1, [4]),  # never more than asked
@@ -64,8 +64,8 @@ def test_what_was_emitted_is_looked_up_like_the_prompt(prompt: list[int], answer
         ([1, 1, 1], 4, [1, 1, 1, 1]),  # a run overlaps itself and goes on
     ],
 )
-def test_by_hand(text: list[int], num_draft: int, guess: list[int]) -> None:
-    assert Alone(NgramDrafter(), text, takes_trees=False).chain(num_draft) == guess
+def test_by_hand(text: list[int], num_draft: int, expected: list[int]) -> None:
+    assert Alone(NgramDrafter(), text, takes_trees=False).chain(num_draft) == expected
 
 
 def test_the_draft_grows_with_the_match() -> None:
@@ -80,13 +80,13 @@ def test_the_draft_grows_with_the_match() -> None:
 
 def test_a_tree_where_places_disagree_and_a_chain_for_rules_that_take_chains() -> None:
     text = [1, 2, 3, 4, 9, 1, 2, 5, 6, 8, 1, 2]
-    draft = Alone(NgramDrafter(), text).guess(4)
+    draft = Alone(NgramDrafter(), text).propose(4)
     assert draft.paths(0) == [(), (5,), (3,), (5, 6), (3, 4)]
     assert Alone(NgramDrafter(), text, takes_trees=False).chain(4) == [5, 6, 8]
 
 
 def test_no_match_is_an_empty_draft() -> None:
-    draft = Alone(NgramDrafter(), range(5)).guess(4)
+    draft = Alone(NgramDrafter(), range(5)).propose(4)
     assert (draft.num_nodes, draft.lengths, draft.drafters, draft.mass) == (0, (0,), (None,), None)
 
 

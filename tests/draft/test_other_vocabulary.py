@@ -1,4 +1,4 @@
-"""A draft model with another tokenizer changes nothing but the speed: exact distributions, equal texts, and guesses
+"""A draft model with another tokenizer changes nothing but the speed: exact distributions, equal texts, and drafts
 that are kept.
 """
 
@@ -27,9 +27,9 @@ from foretoken.engine.engine import Engine
 from foretoken.errors import DrafterWarning
 from foretoken.model.loader import load_decoder
 from foretoken.model.paged import PagedModel
-from foretoken.model.processors import RequestProcessors
-from foretoken.model.tokenizer import Tokenizer, load_tokenizer
-from foretoken.model.vocabulary import Side, spellings
+from foretoken.text.processors import RequestProcessors
+from foretoken.text.tokenizer import Tokenizer, load_tokenizer
+from foretoken.text.vocabulary import Side, spellings
 from foretoken.verify import RULES
 from tests.helpers import distribution
 from tests.helpers.checkpoints import PROSE, foreign_tokenizer, tiny_checkpoint, tiny_tokenizer, token_ids
@@ -261,9 +261,9 @@ def test_exact_law_by_enumeration(rule: str, options: dict, tmp_path: Path, monk
             if found.mass is None
             else [found.mass.distributions[r].numpy() if r >= 0 else None for r in found.mass.distribution_of_row]
         )
-        guesses = [DraftToken(token, mu) for token, mu in zip(found.tokens.tolist(), rows, strict=False)]
-        open_mass = rows[len(guesses)] if len(rows) > len(guesses) else None
-        return (*guesses, *([] if open_mass is None else [DraftToken(None, open_mass)]))
+        draft_tokens = [DraftToken(token, mu) for token, mu in zip(found.tokens.tolist(), rows, strict=False)]
+        open_mass = rows[len(draft_tokens)] if len(rows) > len(draft_tokens) else None
+        return (*draft_tokens, *([] if open_mass is None else [DraftToken(None, open_mass)]))
 
     tables = RandomTables(4, seed=1)
     for contexts in ({(): 1.0}, {(0,): 0.5, (3,): 0.3, (2, 0): 0.2}):
@@ -297,7 +297,7 @@ def test_moved_laws_are_the_drafts_own_over_the_shared_tokens(tmp_path: Path) ->
             (0, 1, 2),
             {},
             [0.1, 0.1, 0.2, 0.0],
-        ),  # only d is left, which the draft cannot say: any guess will do, it is refused
+        ),  # only d is left, which the draft cannot say: any draft token will do, it is refused
     ):
         params = SamplingParams(temperature=1.0, logit_bias=bias, bad_words=tuple((token,) for token in banned))
         processors = RequestProcessors(params, (0,), 4, (), {(token,) for token in banned})
@@ -387,12 +387,12 @@ def check_laws(
         for seed in range(20)
     ]
     assert not failed_drafters
-    with pytest.warns(DrafterWarning, match="KeyError"):  # a guess outside the shared tokens cannot be fed back
+    with pytest.warns(DrafterWarning, match="KeyError"):  # a draft token outside the shared tokens cannot be fed back
         distribution.sample_answers(narrow, broken)
     assert set(failed_drafters) == {"draft_model: KeyError: 4"}
 
 
-# ---- guesses that are kept
+# ---- draft tokens that are kept
 
 
 class Reader(ScriptedModel):
@@ -441,7 +441,7 @@ AGREEING = [
 def test_models_that_say_the_same_text_agree(
     folders: dict[str, Path], how: str, one: str, other: str, temperature: float
 ) -> None:
-    """Nearly all of the draft's guesses are kept, the end of the text included; all of them where every word is a
+    """Nearly all of the draft's draft tokens are kept, the end of the text included; all of them where every word is a
     shared token.
     """
     target, draft = load_tokenizer(folders[one]), load_tokenizer(folders[other])
@@ -469,7 +469,7 @@ def test_models_that_say_the_same_text_agree(
 
 
 def test_the_end_of_text_goes_over(folders: dict[str, Path]) -> None:
-    """A draft that ends the text guesses the target's end, in both ways, and nothing behind it."""
+    """A draft that ends the text draft tokens the target's end, in both ways, and nothing behind it."""
     target, draft = load_tokenizer(folders["bytes"]), load_tokenizer(folders["sentencepiece"])
     assert target is not None
     assert draft is not None
@@ -569,7 +569,7 @@ def test_pairs_that_cannot_be_translated_are_refused(folders: dict[str, Path], f
 @pytest.mark.parametrize(("columns", "others"), [(400, 416), (416, 400)])
 def test_padding_is_no_difference(tmp_path: Path, how: str, columns: int, others: int) -> None:
     """The same tokenizer, more or fewer columns behind its tokens: no translation, no warning; padding is never
-    guessed.
+    drafted.
     """
     for name, size, layers in (("target", columns, 2), ("draft", others, 1)):
         tiny_checkpoint(tmp_path / name, "llama", num_hidden_layers=layers, hidden_size=32, vocab_size=size)
@@ -587,7 +587,7 @@ def test_padding_is_no_difference(tmp_path: Path, how: str, columns: int, others
         assert drafter.model.vocab_size == columns
         llm._drafters.drafters[drafter_key(spec)] = Watched(
             drafter, min(columns, others)
-        )  # the ids that may be guessed
+        )  # the ids that may be drafted
         llm.generate(prompts * 2, [replace(LONG, temperature=i % 2 * 1.0) for i in range(18)], spec)
 
 

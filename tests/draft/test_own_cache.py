@@ -1,5 +1,5 @@
-"""The caches of drafters with models: read once, lent to whoever drafts, given back and read again; guesses stay what
-they were.
+"""The caches of drafters with models: read once, lent to whoever drafts, given back and read again; draft tokens stay
+what they were.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def alone(
     return Alone(drafter or drafter_of(name, model), prompt, request_id, spec(name), tenant=tenant)
 
 
-def guesses(one: Alone, num_draft: int = 3) -> list[int]:
-    """What it guesses now; a round in which all of it is refused follows."""
-    draft = one.guess(num_draft)
+def draft_tokens(one: Alone, num_draft: int = 3) -> list[int]:
+    """What it drafts now; a round in which all of it is refused follows."""
+    draft = one.propose(num_draft)
     verdict = Verdict(((),), ((),), (96,), ("residual",))
     one.drafter.commit(one.batch(num_draft), draft, verdict, NO_FEEDBACK)
     one.text.append(96)
@@ -68,7 +68,7 @@ def guesses(one: Alone, num_draft: int = 3) -> list[int]:
 
 
 def together(drafter: object, ones: list[Alone], num_draft: int = 3) -> Draft:
-    """One round of several requests, all of whose guesses are refused."""
+    """One round of several requests, all of whose draft tokens are refused."""
     batch = Batch(tuple(one.batch(num_draft).entries[0] for one in ones))
     draft = drafter.propose(batch)
     drafter.commit(
@@ -84,22 +84,22 @@ def together(drafter: object, ones: list[Alone], num_draft: int = 3) -> Draft:
 
 @pytest.mark.parametrize("name", WITH_CACHE)
 def test_who_lagged_behind_catches_up_in_one_forward(pair: SimpleNamespace, name: str) -> None:
-    """After 100 rounds without a guess: no forward more than a round has anyway, and told as reading."""
+    """After 100 rounds without a draft token: no forward more than a round has anyway, and told as reading."""
     model = Counting(pair)
     one = alone(name, model, PROMPT)
     assert isinstance(one.drafter, Reads)
     one.emit(*token_ids(100, seed=8))
     assert not model.rows
     fresh = alone(name, Counting(pair), one.text)
-    first = guesses(one)
-    assert first == guesses(fresh) != []
+    first = draft_tokens(one)
+    assert first == draft_tokens(fresh) != []
     assert model.rows[0] >= 160
     assert len(model.rows) <= 3
     assert one.drafter.num_read_tokens == 160
-    guesses(one)
+    draft_tokens(one)
     assert one.drafter.num_read_tokens == 0
     one.emit(*token_ids(9, seed=3))
-    guesses(one)
+    draft_tokens(one)
     assert one.drafter.num_read_tokens >= 9
     one.finish()
     fresh.finish()
@@ -108,7 +108,7 @@ def test_who_lagged_behind_catches_up_in_one_forward(pair: SimpleNamespace, name
 
 @pytest.mark.parametrize("name", WITH_CACHE)
 def test_what_was_given_back_is_read_again(pair: SimpleNamespace, name: str) -> None:
-    """From blocks that are still there, or anew when another request has written over them; the guesses are the
+    """From blocks that are still there, or anew when another request has written over them; the draft tokens are the
     same.
     """
     model = Counting(pair, 128)
@@ -116,22 +116,22 @@ def test_what_was_given_back_is_read_again(pair: SimpleNamespace, name: str) -> 
     drafter = drafters.drafters[drafter_key(spec(name))] = drafter_of(name, model)
     assert isinstance(drafter, Releases)
     one, fresh = alone(name, model, PROMPT, drafter=drafters), alone(name, Counting(pair), PROMPT)
-    expected = [guesses(fresh) for _ in range(4)]
-    got = [guesses(one)]
+    expected = [draft_tokens(fresh) for _ in range(4)]
+    got = [draft_tokens(one)]
     drafters.release(one.request)
     assert model.num_free_tokens() == model.capacity_tokens
     model.rows.clear()
-    got.append(guesses(one))
+    got.append(draft_tokens(one))
     assert sum(model.rows) < 20  # all but the end was there
     drafters.release(one.request)
     drafters.release(one.request)  # nothing left to give
     other = alone(name, model, token_ids(110, seed=5), 1, drafter=drafter)
-    guesses(other)  # writes over it
+    draft_tokens(other)  # writes over it
     other.finish()
     model.rows.clear()
-    got.append(guesses(one))
+    got.append(draft_tokens(one))
     assert sum(model.rows) > 50
-    got.append(guesses(one))
+    got.append(draft_tokens(one))
     assert got == expected
     drafters.finish(one.request)
     fresh.finish()
@@ -151,13 +151,13 @@ def test_room_goes_to_who_drafts(pair: SimpleNamespace, name: str) -> None:
     assert model.length(0)
     assert not model.tables[1].blocks
     model.rows.clear()
-    rounds = [guesses(new) for _ in range(8)]
+    rounds = [draft_tokens(new) for _ in range(8)]
     assert rounds[:-1] == [[]] * 7  # asked in vain, at no cost
     assert rounds[-1]
     assert len(model.rows) <= 3
     assert not model.length(0)
     fresh.emit(*[96] * 8)
-    assert guesses(fresh) == rounds[-1]
+    assert draft_tokens(fresh) == rounds[-1]
     assert together(drafter, [old, new]).lengths[0] == 0  # now the other way round
     old.finish()
     new.finish()
@@ -172,7 +172,7 @@ def test_a_level_without_room_costs_the_others_nothing(pair: SimpleNamespace) ->
         one = Alone(
             drafter, token_ids(80, seed=1), spec=SpecConfig("cascade", parts=[SpecConfig("draft_model", draft="d")] * 2)
         )
-        assert guesses(one) == []
+        assert draft_tokens(one) == []
         assert all(not model.tables[0].blocks for model in models)
         one.finish()
         assert not kept_by(drafter)
@@ -195,7 +195,7 @@ def test_texts_that_begin_alike_are_read_once_even_in_one_round(pair: SimpleName
     assert sum(model.rows) <= 2 * 65 + 2 * 5 + 4 * 3 * 4
     for i, one in enumerate(ones):
         fresh = alone(name, Counting(pair), [*PROMPT, *ends[i]])
-        assert guesses(fresh) == draft.select([i]).tokens.tolist()
+        assert draft_tokens(fresh) == draft.select([i]).tokens.tolist()
         fresh.finish()
         one.finish()
     assert not kept_by(drafter)
@@ -205,24 +205,24 @@ def test_texts_that_begin_alike_are_read_once_even_in_one_round(pair: SimpleName
 def test_a_text_that_outgrew_the_draft_holds_nothing(pair: SimpleNamespace, name: str) -> None:
     model = Counting(pair)
     one = alone(name, model, token_ids(250, seed=2))
-    assert guesses(one)
+    assert draft_tokens(one)
     one.emit(*token_ids(10, seed=1))
-    assert guesses(one) == []
+    assert draft_tokens(one) == []
     assert model.num_free_tokens() == model.capacity_tokens
     one.finish()
 
 
 def test_a_round_that_broke_down_leaves_nothing(pair: SimpleNamespace) -> None:
-    """Guesses were made and never judged: the request is over, and what is published is its text alone."""
+    """Draft tokens were made and never judged: the request is over, and what is published is its text alone."""
     model = Counting(pair)
     drafter = DraftModelDrafter(model)
     one = alone("draft_model", model, PROMPT, drafter=drafter)
-    one.guess(3)
+    one.propose(3)
     one.finish()
     assert not kept_by(drafter)
     text = [*PROMPT, *token_ids(8, seed=6)]
     again, fresh = alone("draft_model", model, text, 1, drafter=drafter), alone("draft_model", Counting(pair), text)
-    assert guesses(again) == guesses(fresh)
+    assert draft_tokens(again) == draft_tokens(fresh)
     assert model.prefix_stats.num_found_tokens == 60
     rested = Request(9, (1, 2), SamplingParams(), SpecConfig("draft_model", "d"), 0)
     drafter.start(rested)

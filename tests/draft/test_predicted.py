@@ -125,7 +125,7 @@ def test_accounts_in_openais_words(llm: LLM) -> None:
         SpecConfig("predicted", num_draft=12),
     )
     assert right.token_ids == wrong.token_ids == plain.token_ids
-    assert right.stats.num_steps <= 1 + 4  # twelve guesses and one of the target's own a step
+    assert right.stats.num_steps <= 1 + 4  # twelve draft tokens and one of the target's own a step
     assert right.stats.rejected_prediction_tokens == 0
     assert right.stats.accepted_prediction_tokens == right.stats.num_accepted > 30
     found = wrong.stats.as_dict()

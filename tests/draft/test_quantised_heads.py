@@ -60,7 +60,7 @@ def formats(head: Head) -> set[str]:
 def test_greedy_answers_are_plain_s(
     pair: SimpleNamespace, heads: dict[str, SpecConfig], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In bfloat16, where near ties would show a single wrong bit; heads have the target's number of bits, and guess the
+    """In bfloat16, where near ties would show a single wrong bit; heads have the target's number of bits, and draft the
     same without a compiled kernel.
     """
     with LLM(pair.target, SpecConfig(), dtype="bfloat16", numerics="strict", weights=kind, cache_tokens=2048) as llm:

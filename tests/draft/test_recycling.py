@@ -85,7 +85,7 @@ def test_ranks_that_were_right_are_learned() -> None:
 
 
 def test_nothing_is_drafted_from_unknown_tokens() -> None:
-    assert Alone(RecyclingDrafter(VOCAB), (3, 4)).guess(7).num_nodes == 0
+    assert Alone(RecyclingDrafter(VOCAB), (3, 4)).propose(7).num_nodes == 0
 
 
 def paths_of(successors: np.ndarray, anchor: int, chances: list[float], depth: int) -> list[float]:

@@ -13,8 +13,8 @@ from tokenizers import Tokenizer as Written
 from tokenizers import decoders, models
 
 from foretoken.draft.retokenize import DraftText, Ending, continuation, draft_writes
-from foretoken.model.tokenizer import load_tokenizer
-from foretoken.model.vocabulary import Side, special_twins, spellings
+from foretoken.text.tokenizer import load_tokenizer
+from foretoken.text.vocabulary import Side, special_twins, spellings
 from tests.helpers.checkpoints import PROSE, foreign_tokenizer, tiny_tokenizer
 
 KINDS = ("bytes", "sentencepiece", "unigram", "wordpiece")
@@ -137,8 +137,8 @@ def test_a_text_that_ends_inside_a_character_waits(sides: dict[str, Side]) -> No
         state.push([spelling[character[byte : byte + 1]]])
         assert (state.ids, state.ending) == (before, Ending("the", character[: byte + 1]))
         # the draft speaks of the whole character, and what is missing of it comes first
-        guesses = continuation(sides["bytes"], spelling, state.ending, "😀 cat")
-        assert b"".join(tokenizer.token_bytes[token] for token in guesses) == "😀 cat".encode()[byte + 1 :]
+        draft_tokens = continuation(sides["bytes"], spelling, state.ending, "😀 cat")
+        assert b"".join(tokenizer.token_bytes[token] for token in draft_tokens) == "😀 cat".encode()[byte + 1 :]
         assert not continuation(sides["bytes"], spelling, state.ending, "x cat")
     state.push([spelling[character[3:]]])
     assert state.ending == Ending("the😀")
@@ -168,8 +168,8 @@ def test_special_tokens_and_beginnings(sides: dict[str, Side]) -> None:
     ],
 )
 def test_a_text_goes_over_and_back(sides: dict[str, Side], target: str, draft: str, text: str) -> None:
-    """Wherever the target stands in its own text, a draft that goes on with this text guesses the target's own next
-    tokens.
+    """Wherever the target stands in its own text, a draft that goes on with this text draft tokens the target's own
+    next tokens.
     """
     whole = sides[target].tokenizer.encode(text, add_special_tokens=False)
     writes = sides[target].tokenizer.token_bytes
@@ -200,15 +200,15 @@ def test_a_word_that_the_target_began_in_its_own_way(sides: dict[str, Side]) -> 
     tokenizer, spelling = sides["bytes"].tokenizer, spellings(sides["bytes"])
     assert spelling is not None
     assert len(tokenizer.encode("return")) == 1
-    guesses = continuation(sides["bytes"], spelling, Ending("retu"), "rn self")
-    assert [tokenizer.token(token) for token in guesses] in (["r", "n", "Ġself"], ["rn", "Ġself"])
+    draft_tokens = continuation(sides["bytes"], spelling, Ending("retu"), "rn self")
+    assert [tokenizer.token(token) for token in draft_tokens] in (["r", "n", "Ġself"], ["rn", "Ġself"])
 
 
 def test_what_cannot_be_joined_gives_nothing(sides: dict[str, Side]) -> None:
     wordpiece = sides["wordpiece"]
     assert not continuation(wordpiece, spellings(wordpiece), Ending("the m"), "at")
-    guesses = continuation(wordpiece, spellings(wordpiece), Ending("the cat"), " sat on")
-    assert guesses == wordpiece.tokenizer.encode("sat on")
+    draft_tokens = continuation(wordpiece, spellings(wordpiece), Ending("the cat"), " sat on")
+    assert draft_tokens == wordpiece.tokenizer.encode("sat on")
     assert (
         draft_writes(
             wordpiece.tokenizer,
@@ -225,8 +225,11 @@ def test_what_cannot_be_joined_gives_nothing(sides: dict[str, Side]) -> None:
     )  # half a character is no text
 
 
-def test_columns_that_the_target_lacks_end_the_guesses(sides: dict[str, Side]) -> None:
+def test_columns_that_the_target_lacks_end_the_draft_tokens(sides: dict[str, Side]) -> None:
     spelling = spellings(sides["bytes"])
-    guesses = continuation(sides["bytes"], spelling, Ending("the"), " list is the class")
-    cut = Side(sides["bytes"].tokenizer, max(guesses), ())
-    assert continuation(cut, spelling, Ending("the"), " list is the class") == guesses[: guesses.index(max(guesses))]
+    draft_tokens = continuation(sides["bytes"], spelling, Ending("the"), " list is the class")
+    cut = Side(sides["bytes"].tokenizer, max(draft_tokens), ())
+    assert (
+        continuation(cut, spelling, Ending("the"), " list is the class")
+        == draft_tokens[: draft_tokens.index(max(draft_tokens))]
+    )

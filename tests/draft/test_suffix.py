@@ -83,8 +83,8 @@ def test_a_longer_agreement_beats_a_shorter_one_and_many_places_beat_few() -> No
 def test_tenants_never_see_each_others_text() -> None:
     drafter = SuffixDrafter()
     tell(drafter, (9,), [1, 2, 3, 4, 5])
-    for number, (tenant, guess) in enumerate(((ACME, [3, 4, 5]), (OTHER, []), ("", []))):
-        assert Alone(drafter, (8, 1, 2), number, tenant=tenant).chain(3) == guess
+    for number, (tenant, draft_token) in enumerate(((ACME, [3, 4, 5]), (OTHER, []), ("", []))):
+        assert Alone(drafter, (8, 1, 2), number, tenant=tenant).chain(3) == draft_token
     tell(drafter, (9,), [1, 2, 7, 7, 7], "")  # the nameless one is a tenant too
     assert Alone(drafter, (8, 1, 2), 7, tenant=OTHER).chain(3) == []
     assert Alone(drafter, (8, 1, 2), 8, tenant=ACME).chain(3) == [3, 4, 5]

@@ -68,7 +68,7 @@ def test_the_fixture_bites() -> None:
 
 @pytest.mark.parametrize("levels", [0, 1, 2])
 def test_every_level_of_a_cascade_says_what_the_target_says(levels: int) -> None:
-    """All models know the target's logits, so every guess stands; 0 levels: a draft model alone."""
+    """All models know the target's logits, so every draft token stands; 0 levels: a draft model alone."""
     models = [ScriptedModel(tied, VOCAB) for _ in range(max(1, levels))]
     if not levels:
         spec, drafter = SpecConfig("draft_model", "d", num_draft=4), DraftModelDrafter(models[0])

@@ -136,7 +136,7 @@ def test_sampled_answers_have_the_law(narrow: SimpleNamespace, toy: Callable[[],
 
 @pytest.mark.repeated
 def test_a_drafter_that_lies_about_its_mass_is_seen(narrow: SimpleNamespace, toy: Callable[[], Any]) -> None:
-    """The same guesses, said to be drawn from a uniform distribution."""
+    """The same draft tokens, said to be drawn from a uniform distribution."""
     honest = toy()
 
     class Liar:

@@ -56,10 +56,10 @@ def fresh_states(decoder: Decoder, text: Sequence[int], layers: Sequence[int]) -
 
 
 @torch.no_grad()
-def expected_logits(head: Head, decoder: Decoder, text: Sequence[int], guesses: Sequence[int]) -> Tensor:
-    """What the head says at the places of `guesses` and one more behind the text, [len(guesses) + 1, V]."""
+def expected_logits(head: Head, decoder: Decoder, text: Sequence[int], draft_tokens: Sequence[int]) -> Tensor:
+    """What the head says at the places of `draft_tokens` and one more behind the text, [len(draft tokens) + 1, V]."""
     states = fresh_states(decoder, text[:-1], head.hidden_layers())
-    before, found = [text[-1], *guesses], []
+    before, found = [text[-1], *draft_tokens], []
     if isinstance(head, MedusaHead):
         state = decoder.final_norm(states[decoder.config.num_layers][-1:])
         for place in range(min(len(before), head.config.num_heads)):
@@ -98,18 +98,18 @@ class CheckedHead:
         self.largest_batch = max(self.largest_batch, sum(length > 0 for length in draft.lengths))
         for b, entry in enumerate(batch.decoding):
             text = self.texts[entry.request.request_id]
-            guesses = draft.tokens[draft.offsets[b] : draft.offsets[b + 1]].tolist()
+            draft_tokens = draft.tokens[draft.offsets[b] : draft.offsets[b + 1]].tolist()
             assert entry.round_start == len(text)
             if len(entry.pending) > 1 or (len(text) == 1 and isinstance(self.inner, MedusaDrafter)):
-                assert not guesses
+                assert not draft_tokens
                 self.num_unread += 1
                 continue
             head = self.inner.head
             places = head.config.num_heads if isinstance(head, MedusaHead) else head.config.num_places
-            assert len(guesses) == min(entry.num_draft, places)
-            if guesses:
-                logits = expected_logits(head, self.decoder, text, guesses[:-1])
-                assert guesses == logits.argmax(-1).tolist()
+            assert len(draft_tokens) == min(entry.num_draft, places)
+            if draft_tokens:
+                logits = expected_logits(head, self.decoder, text, draft_tokens[:-1])
+                assert draft_tokens == logits.argmax(-1).tolist()
                 self.num_checked += 1
         return draft
 
@@ -190,7 +190,7 @@ def test_every_chain_is_that_of_a_fresh_run_over_the_text(
 
 @pytest.mark.parametrize("name", ["medusa", "block"])
 def test_rounds_without_a_draft_are_read_later(decoder: Decoder, name: str) -> None:
-    """Another drafter's rounds, and rounds with no guesses, come as states."""
+    """Another drafter's rounds, and rounds with no draft tokens, come as states."""
     engine, checked, spec = engine_of(decoder, name, 4096)
     params = replace(GREEDY, max_tokens=30)
     state = engine.submit(PROMPTS[4], params, spec)
@@ -298,7 +298,7 @@ def test_a_head_that_is_right_is_always_accepted(forgetful: Decoder, tree: str, 
 
 
 def test_eos_inside_an_accepted_run(forgetful: Decoder) -> None:
-    """Any token of a text that is guessed whole may be its end."""
+    """Any token of a text that is drafted whole may be its end."""
     head, prompt, cut_runs = exact_block(forgetful), PROMPTS[2], 0
     target = PagedModel(forgetful, 4096, BLOCK)
     (plain,) = run(Engine(target, DrafterGroup(target)), [prompt], [SpecConfig()], replace(GREEDY, max_tokens=20))

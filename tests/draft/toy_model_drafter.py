@@ -23,7 +23,7 @@ from foretoken.params import check_whole
 class Options:
     """Options of the toy."""
 
-    width: int = field(default=3, metadata={"help": "guess from so many of the likeliest tokens"})
+    width: int = field(default=3, metadata={"help": "draft token from so many of the likeliest tokens"})
 
     def __post_init__(self) -> None:
         check_whole("width", self.width, low=1)
@@ -87,7 +87,7 @@ class ToyDrafter:
         del self.texts[request_id]
 
     def _advance(self, chains: Sequence[Chain]) -> Tensor:
-        """Run what the model has not run of each text, and the last guess: logits [A, V]."""
+        """Run what the model has not run of each text, and the last draft token: logits [A, V]."""
         rows: list[int] = []
         segments: list[Segment] = []
         for chain in chains:

@@ -128,7 +128,7 @@ def test_each_warning_comes_once(pair: SimpleNamespace, told: _Texts) -> None:
     spec = SpecConfig("draft_model", str(pair.draft), num_draft=2)
     with LLM(pair.target, SpecConfig(), dtype="float32", cache_tokens=512) as llm:
         llm.generate([[1, 2]], SamplingParams(max_tokens=4, temperature=1.5, seed=1))
-        assert list(told) == []  # nobody guesses
+        assert list(told) == []  # no drafter
         for _ in range(2):
             llm.generate([[1, 2, 3, 4]] * 2, SamplingParams(max_tokens=4, temperature=1.5, seed=1), spec)
     assert [told.about(words) for words in ("times smaller", "temperature=1.5", "max_tokens=4")] == [1, 1, 1]
@@ -242,12 +242,12 @@ def test_a_draft_with_another_chat_template(tmp_path: Path, told: _Texts) -> Non
 # ---- the default drafter
 
 
-def test_an_engine_guesses_by_default_and_answers_as_plain_decoding(pair: SimpleNamespace) -> None:
+def test_an_engine_drafts_by_default_and_answers_as_plain_decoding(pair: SimpleNamespace) -> None:
     params = SamplingParams(max_tokens=60, ignore_eos=True)
     with LLM(pair.target, dtype="float32", cache_tokens=512) as llm:
         assert llm.spec == SpecConfig("auto")
-        guessed, plain = llm.generate([[1, 2, 3]], params)[0], llm.generate([[1, 2, 3]], params, SpecConfig("none"))[0]
-    assert guessed.token_ids == plain.token_ids
+        drafted, plain = llm.generate([[1, 2, 3]], params)[0], llm.generate([[1, 2, 3]], params, SpecConfig("none"))[0]
+    assert drafted.token_ids == plain.token_ids
     assert plain.stats.num_drafted == 0
     assert {origin.drafter for origin in plain.provenance} == {None}
 

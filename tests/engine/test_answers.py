@@ -13,7 +13,7 @@ import pytest
 from foretoken import LLM, InputError, SamplingParams, SpecConfig
 from foretoken.core import TokenOrigin
 from foretoken.engine.request import TextAssembler
-from foretoken.model.randomness import derived_seed
+from foretoken.text.randomness import derived_seed
 from tests.helpers.checkpoints import tiny_checkpoint, tiny_tokenizer, token_ids
 
 PROMPT = token_ids(7, seed=5) * 2
@@ -113,7 +113,7 @@ def test_bad_words_as_text_need_a_tokenizer(llm: LLM, tmp_path: Path) -> None:
         assert not set(out.token_ids) & {texts.encode(word)[0], *texts.encode(" " + word)[-1:]}
 
 
-def test_origins_carry_the_chance_of_an_accepted_guess(llm: LLM, pair: SimpleNamespace) -> None:
+def test_origins_carry_the_chance_of_an_accepted_draft_token(llm: LLM, pair: SimpleNamespace) -> None:
     spec = SpecConfig("draft_model", str(pair.draft), num_draft=3)
     out = llm.generate([PROMPT], SamplingParams(max_tokens=24, temperature=1.0, ignore_eos=True), spec)[0]
     by_kind = {

@@ -23,7 +23,7 @@ PROMPTS = [token_ids(3 + 2 * i, seed=20 + i) if i % 2 else token_ids(5 + i, seed
 
 
 class Whim:
-    """A policy that chooses any option and any number of guesses, anew in every round."""
+    """A policy that chooses any option and any number of draft tokens, anew in every round."""
 
     def __init__(self, llm: LLM, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rng, self.chosen, self.policy = random.Random(seed), set[int | None](), llm.engine.chooser.policy
@@ -138,8 +138,8 @@ def test_a_preview_is_not_made_twice(llm: LLM, monkeypatch: pytest.MonkeyPatch) 
     llm.prepare(spec)
     (key,) = own_drafters(spec)
     drafter, previews = llm._drafters.drafters[key], []
-    guess = drafter.look_up
-    monkeypatch.setattr(drafter, "look_up", lambda entry: previews.append(entry.round_start) or guess(entry))
+    look_up = drafter.look_up
+    monkeypatch.setattr(drafter, "look_up", lambda entry: previews.append(entry.round_start) or look_up(entry))
     (out,) = llm.generate([PROMPTS[0]], SamplingParams(max_tokens=40, ignore_eos=True), spec)
     assert len(previews) == len(set(previews))
     assert out.stats.num_drafted
@@ -174,14 +174,14 @@ def test_a_preview_is_judged_by_its_own_round_alone(llm: LLM, monkeypatch: pytes
 def test_a_draft_model_reads_no_prompt_for_a_short_answer(
     pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, least: int, is_left_out: bool
 ) -> None:
-    """Where something else can guess: one that was named alone goes on, and whatever number was set."""
+    """Where another drafter is available: one that was named alone goes on, and whatever number was set."""
     params, draft = SamplingParams(max_tokens=12, ignore_eos=True), str(pair.draft)
     open_spec = SpecConfig("auto", draft, parts=("recycling", "draft_model"))
     named, fixed = SpecConfig("draft_model", draft), SpecConfig("auto", draft, num_draft=2)
     with LLM(
         pair.target, dtype="float32", cache_tokens=512, routing=RoutingRules(min_tokens_for_draft_model=least)
     ) as llm:
-        offered: set[int] = set()  # places of the options; one that shows its guesses is there only with any
+        offered: set[int] = set()  # places of the options; one with a preview is there only if the preview has tokens
         plan = llm.engine.chooser.policy.plan
         monkeypatch.setattr(llm.engine.chooser.policy, "begin", lambda request_ids, may_draft=True: "decide")
         monkeypatch.setattr(

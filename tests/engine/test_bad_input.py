@@ -115,10 +115,10 @@ def test_stop_in_every_form(stop: Any) -> None:
         ({"rule": "lucky"}, "rule='lucky': choose one of auto, greedy, rejection"),
         ({"drafter": "ngram", "draft": "x"}, "draft='x': only drafter='draft_model' takes it"),
         ({"draft": "x"}, "draft='x': only drafter='draft_model' takes it, not drafter=None"),
-        ({"num_draft": 5}, "num_draft=5: nobody guesses: name a drafter, or leave it out"),
-        ({"num_draft": 0}, "num_draft=0: nobody guesses: name a drafter, or leave it out"),
-        ({"rule": "block"}, "rule='block': nobody guesses: name a drafter, or leave it out"),
-        ({"allow_lossy": True, "rule": "typical"}, "rule='typical': nobody guesses: name a drafter, or leave it out"),
+        ({"num_draft": 5}, "num_draft=5: nobody drafts: name a drafter, or leave it out"),
+        ({"num_draft": 0}, "num_draft=0: nobody drafts: name a drafter, or leave it out"),
+        ({"rule": "block"}, "rule='block': nobody drafts: name a drafter, or leave it out"),
+        ({"allow_lossy": True, "rule": "typical"}, "rule='typical': nobody drafts: name a drafter, or leave it out"),
         ({"draft_probability": 0.5}, "draft_probability=0.5: needs a drafter that samples"),
         ({"min_confidence": 0.5}, "min_confidence=0.5: needs a drafter that samples"),
         ({"draft_top_k": 2}, "draft_top_k=2: needs a drafter that samples"),
@@ -208,11 +208,11 @@ BAD_PARTS: list[tuple[dict[str, Any], str]] = [
     ({"drafter": "cascade"}, "draft=None: part 'draft_model' of drafter='cascade' needs the folder"),
     (
         {"drafter": "mix", "parts": ("ngram", "lookahead")},
-        "parts='lookahead': its probes run beside its own guesses",
+        "parts='lookahead': its probes run beside its own draft tokens",
     ),
     (
         {"drafter": "mix", "draft": "d", "tree": "static"},
-        "tree='static': a mix merges other guesses with chains only",
+        "tree='static': a mix merges other drafts with chains only",
     ),
     (
         {"drafter": "cascade", "draft": "d", "parts": ("ngram", SpecConfig("draft_model", "d", tree="static"))},
@@ -494,7 +494,7 @@ def test_c7_a_bad_option_is_named_before_anything_is_loaded(
         (
             SpecConfig(),
             (
-                "routing=.*: rules hold where the number of guesses is open, and nobody guesses: name a "
+                "routing=.*: rules hold where the number of draft tokens is open, and nobody drafts: name a "
                 "drafter, or leave this out"
             ),
         ),

@@ -34,8 +34,8 @@ from foretoken.engine.scheduler import SchedulerConfig
 from foretoken.engine.trace import Trace
 from foretoken.model.loader import load_decoder
 from foretoken.model.paged import PagedModel
-from foretoken.model.tokenizer import load_tokenizer
-from foretoken.model.vocabulary import Side
+from foretoken.text.tokenizer import load_tokenizer
+from foretoken.text.vocabulary import Side
 from tests.helpers.audit import check_idle
 from tests.helpers.checkpoints import PROSE, foreign_tokenizer, tiny_checkpoint, tiny_tokenizer
 from tests.helpers.specs import predicting

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from foretoken import LLM, SamplingParams, SpecConfig
-from foretoken.model.randomness import RaceNoise, race_noise
+from foretoken.text.randomness import RaceNoise, race_noise
 from tests.helpers.checkpoints import token_ids
 from tests.helpers.specs import predicting, spec_of
 
@@ -28,7 +28,7 @@ MIXED = ("ngram", "suffix", "recycling", "predicted", "draft_model")
 
 
 def specs_of(pair: SimpleNamespace) -> list[SpecConfig]:
-    """Every drafter and number of guesses, and ways to draft less."""
+    """Every drafter and number of draft tokens, and ways to draft less."""
     draft = str(pair.draft)
     return [
         *(SpecConfig("draft_model", draft, num_draft=n) for n in (1, 2, 3, 5, 8)),
@@ -70,7 +70,7 @@ def specs_of(pair: SimpleNamespace) -> list[SpecConfig]:
 
 
 def check_texts(llm: LLM, pair: SimpleNamespace, temperature: float, first_turn: int, stride: int) -> None:
-    """Drafters, numbers of guesses, batch sizes and orders of arrival against plain decoding one by one; each turn
+    """Drafters, numbers of draft tokens, batch sizes and orders of arrival against plain decoding one by one; each turn
     begins at another drafter, and neighbours in a batch have neighbouring drafters.
     """
     each = [params_of(temperature, i) for i in range(len(PROMPTS))]

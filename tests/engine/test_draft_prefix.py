@@ -127,7 +127,7 @@ def count_rows(cache: OwnCache, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_a_long_prompt_is_read_once_per_tenant(
     folders: dict[str, Path], name: str, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By every model that drafts; the second answer is the first, and that of a fresh engine that guesses nothing."""
+    """By every model that drafts; the second answer is the first, and that of a fresh engine that drafts nothing."""
     params = SamplingParams(max_tokens=12, temperature=temperature, seed=5, ignore_eos=temperature == 0)
     with open_llm(folders) as fresh:
         expected = fresh.generate([PROMPT], params)[0].token_ids
@@ -212,14 +212,14 @@ def plain_traffic(folders: dict[str, Path]) -> tuple[list[list[int]], PrefixStat
 def test_speculation_never_lowers_the_hit_rate(
     folders: dict[str, Path], name: str, plain_traffic: tuple[list[list[int]], PrefixStats]
 ) -> None:
-    """The same traffic plainly and with guesses: at least the same blocks are found, also where an answer ends inside
+    """The same traffic plainly and with drafting: at least the same blocks are found, also where an answer ends inside
     an accepted run.
     """
     check_hit_rate(folders, name, plain_traffic)
 
 
 def check_hit_rate(folders: dict[str, Path], name: str, plain_traffic: tuple[list[list[int]], PrefixStats]) -> None:
-    """The traffic with guesses of `name` finds what the plain one finds."""
+    """The traffic with drafts of `name` finds what the plain one finds."""
     (expected, plain), (answers, speculative) = plain_traffic, traffic(folders, name)
     assert answers == expected
     assert plain.num_evicted_blocks == speculative.num_evicted_blocks == 0
@@ -238,8 +238,8 @@ def test_every_drafter_is_compared() -> None:
 def test_a_full_cache_finds_as_much_but_for_its_oldest_block(
     folders: dict[str, Path], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guesses in front of a block's border take the block unused longest a little before the text would; if the answer
-    ends there, for nothing.
+    """Draft tokens in front of a block's border take the block unused longest a little before the text would; if the
+    answer ends there, for nothing.
     """
     found, lengths = [], []
     for spec in (SpecConfig(), spec_of(name, folders["draft"], num_draft=8)):

@@ -73,7 +73,7 @@ def test_it_is_frozen_and_refuses_by_name(pair: SimpleNamespace) -> None:
         LLM(config, SpecConfig())
     with pytest.raises(ConfigError, match="max_step_tokens=16: must be more than max_batch_size, 16"):
         EngineConfig("m", max_step_tokens=16)
-    with pytest.raises(ConfigError, match="rules hold where the number of guesses is open"):
+    with pytest.raises(ConfigError, match="rules hold where the number of draft tokens is open"):
         EngineConfig("m", SpecConfig("ngram", num_draft=3), routing=RoutingRules(min_tokens_to_speculate=2))
 
 

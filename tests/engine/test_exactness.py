@@ -25,7 +25,7 @@ Answers = list[tuple[int, ...]]
 
 
 def all_specs(draft: Path) -> list[SpecConfig]:
-    """Every drafter with every number of guesses, and plain; those that ask no model draft trees."""
+    """Every drafter with every number of draft tokens, and plain; those that ask no model draft trees."""
     return [
         SpecConfig(),
         *(SpecConfig("draft_model", str(draft), num_draft=n) for n in range(9)),
@@ -82,7 +82,7 @@ def reference(pair: SimpleNamespace) -> Answers:
 def test_greedy_equals_transformers(
     llm: LLM, pair: SimpleNamespace, reference: Answers, batch: int, stride: int
 ) -> None:
-    """Every drafter and number of guesses meets prompts of every length, side by side in one batch."""
+    """Every drafter and number of draft tokens meets prompts of every length, side by side in one batch."""
     specs = all_specs(pair.draft)
     for turn in range(0, len(specs), stride):
         for start in range(0, 16 if batch > 1 else 3, batch):
@@ -97,7 +97,7 @@ def test_greedy_equals_transformers(
 def test_every_lossless_rule_is_greedy_at_temperature_0(
     llm: LLM, pair: SimpleNamespace, reference: Answers, rule: str
 ) -> None:
-    """The target's distribution is a point there, and so are the guesses."""
+    """The target's distribution is a point there, and so are those of the drafts."""
     specs = [SpecConfig("draft_model", str(pair.draft), num_draft=3, rule=rule), SpecConfig("ngram", rule=rule)]
     outputs = llm.generate(PROMPTS[:8], LONG, [specs[i % 2] for i in range(8)])
     assert [out.token_ids for out in outputs] == reference[:8]
@@ -239,7 +239,7 @@ def test_seeds(llm: LLM, pair: SimpleNamespace) -> None:
 
 @pytest.mark.gpu
 def test_greedy_equality_on_a_gpu(pair: SimpleNamespace) -> None:
-    """Lookup guesses come from the CPU and must reach the target's device."""
+    """Drafts of lookups come from the CPU and must reach the target's device."""
     with LLM(pair.target, dtype="float64", device="cuda", cache_tokens=4096) as llm:
         expected = [out.token_ids for out in llm.generate(PROMPTS, LONG)]
         specs = all_specs(pair.draft)

@@ -14,7 +14,7 @@ from foretoken.draft.group import DrafterGroup, drafter_key
 from foretoken.draft.ngram import NgramDrafter
 from foretoken.engine import engine as engine_module
 from foretoken.engine.engine import Engine
-from foretoken.model.processors import RequestProcessors
+from foretoken.text.processors import RequestProcessors
 from tests.helpers.fake_cuda import Transfers, fake_cuda, fake_model
 
 PLAIN = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.0)

@@ -19,7 +19,7 @@ from tests.helpers.usual import some_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*injected:UserWarning")
 
-# Greedy and seeded, with and without guesses, short prompts and one of several chunks, with processors and prompt
+# Greedy and seeded, with and without drafting, short prompts and one of several chunks, with processors and prompt
 # log-probabilities.
 PROMPTS = [token_ids(3 + i, seed=i) for i in range(5)] + [token_ids(70, seed=9), token_ids(70, seed=9)[:40]]
 GREEDY = SamplingParams(max_tokens=9, ignore_eos=True)
@@ -154,7 +154,7 @@ def test_one_fault_of_a_drafter_changes_no_greedy_or_coupled_answer(
     name: str,
     when: str,
 ) -> None:
-    """Under another rule a seed draws something else, of the same distribution, where guesses are lost."""
+    """Under another rule a seed draws something else, of the same distribution, where draft tokens are lost."""
     (drafter,) = (one for one in llm.engine.drafters.drafters.values() if one.name == name)
     fault = Fault(getattr(drafter, when), nth=2)
     monkeypatch.setattr(drafter, when, fault)

@@ -110,7 +110,7 @@ def check_mixture(llm: LLM, pair: SimpleNamespace, asked: list[tuple[list[int], 
     for prompt, params, spec in requests:
         try:
             served.append((prompt, params, spec, llm.generate([prompt], params, spec)[0]))
-        except InputError:  # "greedy" at a temperature, a number of guesses beyond the context
+        except InputError:  # "greedy" at a temperature, a number of draft tokens beyond the context
             continue
     together = llm.generate([s[0] for s in served], [s[1] for s in served], [s[2] for s in served])
     for (_, params, spec, alone), out in zip(served, together, strict=True):

@@ -27,7 +27,7 @@ from foretoken.engine.startup.start_profile import measure_start, model_drafters
 from foretoken.errors import ConfigError, SpeculationWarning, StorageError
 from foretoken.files import cache_folder
 from foretoken.model.interface import LanguageModel
-from foretoken.model.tokenizer import Tokenizer
+from foretoken.text.tokenizer import Tokenizer
 from tests.helpers import audit
 from tests.helpers.checkpoints import foreign_tokenizer, tiny_checkpoint, token_ids
 

@@ -20,9 +20,9 @@ from foretoken.config import QUANTISED, TREES
 from foretoken.core import Batch, Draft, Uniforms, Verdict
 from foretoken.draft import branches, cascade
 from foretoken.draft.early_exit import EarlyExitDrafter
-from foretoken.model.processors import RequestProcessors
-from foretoken.model.randomness import Purpose, round_uniforms, uniforms
 from foretoken.registry import HEADS, MTP
+from foretoken.text.processors import RequestProcessors
+from foretoken.text.randomness import Purpose, round_uniforms, uniforms
 from foretoken.verify.base import verdict_at
 from foretoken.verify.rejection import RejectionRule
 from tests.helpers.distribution import (
@@ -161,7 +161,7 @@ def mix_specs(count: int) -> list[SpecConfig]:
 
 
 def auto_specs(count: int) -> list[SpecConfig]:
-    """Who guesses is chosen anew in every round, the number too or not, under every kind of rule."""
+    """The drafter is chosen anew in every round, with or without the draft length, under every kind of rule."""
     rules = ("tree", "block", "auto", "coupled", "rejection", "traversal")
     parts = ("ngram", SpecConfig("draft_model", "reverse", tree="best_first", branching=2), "recycling", "draft_model")
     return [
@@ -305,7 +305,7 @@ def _whole_law_as_mass(patch: pytest.MonkeyPatch) -> None:
 
 
 def check_trees_of_another_mass_are_seen(narrow: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The draft's whole distribution in place of what the deterministic guesses left of it."""
+    """The draft's whole distribution in place of what the deterministic draft tokens left of it."""
     _whole_law_as_mass(monkeypatch)
     spec = SpecConfig("draft_model", "reverse", num_draft=8, rule="tree", tree="best_first", branching=(2, 2, 2))
     asked = [(params, spec) for params in seeded(BASE, NUM_BROKEN)]
@@ -357,7 +357,7 @@ def _test_with_q(patch: pytest.MonkeyPatch) -> None:
 
 
 def _cascade_without_a_middle(patch: pytest.MonkeyPatch) -> None:
-    """Every inner guess is kept: tokens of the first level under the distribution of the second."""
+    """Every inner draft token is kept: tokens of the first level under the distribution of the second."""
     judge = cascade._judge
 
     def keep_all(runs: Sequence[object], draft: Draft, probs: torch.Tensor) -> Verdict:

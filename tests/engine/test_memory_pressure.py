@@ -64,8 +64,8 @@ def test_smaller_steps_give_the_same_answers(
     assert sum(out.stats.num_preempted for out in outputs) > 0
 
 
-def test_guesses_go_before_a_request_does(own: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two rows have room: a short prompt, or one token and one guess."""
+def test_draft_tokens_go_before_a_request_does(own: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rows have room: a short prompt, or one token and one draft token."""
     params, prompts = SamplingParams(max_tokens=9, ignore_eos=True), [[5, 6], [7, 8], [5, 9]]
     expected = [out.token_ids for out in own.generate(prompts, params)]
     monkeypatch.setattr(own.target, "forward", Small(own.engine, max_rows=2))
@@ -125,9 +125,7 @@ def test_limits_shrink_and_grow_back() -> None:
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_what_a_seed_draws_stays(own: LLM, pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """A number of guesses that the caller set stands, also while one request runs at a time: the rule's draws depend
-    on it.
-    """
+    """A draft length that the caller set stands, also while one request runs at a time: the draws depend on it."""
     params = SamplingParams(max_tokens=20, temperature=1.0, seed=seed, ignore_eos=True)
     spec = SpecConfig("draft_model", str(pair.draft), num_draft=3, rule="rejection")
     expected = [out.token_ids for out in own.generate(PROMPTS, params, spec)]

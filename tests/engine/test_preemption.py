@@ -21,7 +21,7 @@ from foretoken.engine.scheduler import SchedulerConfig
 from foretoken.model.hf import TransformersModel
 from foretoken.model.loader import load_decoder
 from foretoken.model.paged import PagedModel
-from foretoken.model.tokenizer import load_tokenizer
+from foretoken.text.tokenizer import load_tokenizer
 from tests.helpers.audit import check_idle, open_sequences
 from tests.helpers.checkpoints import token_ids
 from tests.helpers.specs import bare_drafter, key_of, predicting, spec_of
@@ -128,14 +128,15 @@ def test_every_drafter_in_one_batch(
     assert [state.output_ids for state in states] == [state.output_ids for state in expected]
     assert bench.engine.stats.num_preempted > 10
     assert bench.engine.stats.num_recomputed_tokens > 50
-    resumed_and_guessed = [s for s in states if s.stats.num_preempted and s.stats.num_accepted]
-    assert len({s.request.spec.drafter for s in resumed_and_guessed}) > 2
+    resumed_and_drafted = [s for s in states if s.stats.num_preempted and s.stats.num_accepted]
+    assert len({s.request.spec.drafter for s in resumed_and_drafted}) > 2
 
 
 @pytest.mark.parametrize("rule", some_of(["rejection", "block", "tree"], {"block", "tree"}))
 def test_a_seed_draws_the_same_in_any_company(pair: SimpleNamespace, rule: str) -> None:
-    """Under rules where the number of guesses matters: tokens, provenance and counts are those of the request alone in
-    this cache.
+    """Under rules where the draft length matters, results are those of the request alone in this cache.
+
+    Compared are tokens, provenance and counts.
     """
     names = ("draft_model", "draft_model/static", "ngram", "predicted", "early_exit", "lookahead")
     params = [replace(GREEDY, temperature=0.7, seed=i) for i in range(12)]
@@ -235,7 +236,7 @@ def models_of(drafter: object) -> list[PagedModel]:
 
 @pytest.mark.parametrize("name", some_of(["draft_model", "draft_model/static", "cascade", "mix"], {"cascade", "mix"}))
 def test_a_drafts_cache_is_given_back_too(pair: SimpleNamespace, name: str) -> None:
-    """While a request waits its draft holds nothing of it; then it guesses on."""
+    """While a request waits its draft holds nothing of it; then it goes on drafting."""
     bench = Bench(pair, 60, limits=SchedulerConfig(8, cache_reserve=0.0))
     states = [
         bench.engine.submit(PROMPTS[i], predicting(own, GREEDY), own)
@@ -257,7 +258,7 @@ def test_a_drafts_cache_is_given_back_too(pair: SimpleNamespace, name: str) -> N
 
 
 @pytest.mark.parametrize("name", some_of(["draft_model", "draft_model/static", "cascade", "mix"], {"cascade", "mix"}))
-def test_a_full_draft_cache_means_fewer_guesses(pair: SimpleNamespace, roomy: Bench, name: str) -> None:
+def test_a_full_draft_cache_means_fewer_draft_tokens(pair: SimpleNamespace, roomy: Bench, name: str) -> None:
     """With room for one or two requests in the draft's cache the others are answered without; nothing is taken from
     anybody.
     """
@@ -286,10 +287,10 @@ def test_what_was_computed_is_adopted_again(pair: SimpleNamespace) -> None:
 
 
 def test_room_that_came_to_nothing_is_used_first(pair: SimpleNamespace) -> None:
-    """Blocks that a request keeps for refused guesses are taken back before anybody gives way."""
+    """Blocks that a request keeps for rejected draft tokens are taken back before anybody gives way."""
     bench = Bench(pair, 60, limits=SchedulerConfig(8, cache_reserve=0.0))
-    guessing, plain = spec("recycling", pair, num_draft=8), SpecConfig()
-    asked = [(token_ids(4, seed=1), replace(GREEDY, max_tokens=40), guessing), (token_ids(4, seed=2), GREEDY, plain)]
+    drafting, plain = spec("recycling", pair, num_draft=8), SpecConfig()
+    asked = [(token_ids(4, seed=1), replace(GREEDY, max_tokens=40), drafting), (token_ids(4, seed=2), GREEDY, plain)]
     assert [state.stats.num_preempted for state in bench.run(asked)] == [0, 0]
 
 
@@ -346,9 +347,9 @@ def test_random_arrivals_aborts_and_priorities(pair: SimpleNamespace, roomy: Ben
             if rng.random() < 0.5:
                 params = replace(params, temperature=1.0, seed=rng.randrange(1000))
             drafter = rng.choice((None, *DRAFTERS))
-            guessing = SpecConfig() if drafter is None else spec(drafter, pair, num_draft=rng.choice((1, 5, "auto")))
-            params = replace(predicting(guessing, params), tenant=rng.choice(("", "b")))
-            served.append(bench.engine.submit(rng.choice(PROMPTS)[: rng.randint(1, 30)], params, guessing))
+            drafting = SpecConfig() if drafter is None else spec(drafter, pair, num_draft=rng.choice((1, 5, "auto")))
+            params = replace(predicting(drafting, params), tenant=rng.choice(("", "b")))
+            served.append(bench.engine.submit(rng.choice(PROMPTS)[: rng.randint(1, 30)], params, drafting))
         if bench.engine.states and rng.random() < 0.15:
             bench.engine.abort(rng.choice(list(bench.engine.states)))
         bench.step()
@@ -402,11 +403,11 @@ def test_abort_at_any_moment(pair: SimpleNamespace, moment: str) -> None:
 )
 def test_requests_of_a_whole_engine(text_pair: SimpleNamespace, options: dict[str, Any]) -> None:
     """Who follows a text with several drafters, or with one that has another vocabulary, goes on as well."""
-    guessing = SpecConfig(draft=str(text_pair.draft), **options)
+    drafting = SpecConfig(draft=str(text_pair.draft), **options)
     prompts, params = [token_ids(20 + i, 250, seed=i) for i in range(6)], replace(GREEDY, max_tokens=60)
     with LLM(text_pair.target, dtype="float32", cache_tokens=192, cache_reserve=0.0) as llm:
         expected = [llm.generate([prompt], params)[0].token_ids for prompt in prompts]
-        outputs = llm.generate(prompts, params, guessing)
+        outputs = llm.generate(prompts, params, drafting)
         assert [out.token_ids for out in outputs] == expected
         assert sum(out.stats.num_preempted for out in outputs) == llm.stats.num_preempted > 2
         assert any(out.stats.num_preempted and out.stats.num_drafted for out in outputs)

@@ -117,7 +117,7 @@ def test_whoever_wants_every_row_of_the_prompt_gets_it(llm: LLM, rows: list[int]
 
 
 def test_speculation_does_not_lower_the_hit_rate(llm: LLM, pair: SimpleNamespace) -> None:
-    """The same traffic, plainly and with trees of guesses: the same blocks are found."""
+    """The same traffic, plainly and with draft trees: the same blocks are found."""
     prompts = [[*PROMPT[: 40 * (1 + i % 3)], *token_ids(10, seed=i)] for i in range(9)]
     found = []
     for tenant, spec in (("plain", SpecConfig()), ("trees", SpecConfig("recycling", num_draft=7))):

@@ -118,7 +118,7 @@ def test_every_probe_sees_its_own_text(kind: str, tmp_path: Path) -> None:
 
 
 def test_the_cache_holds_the_text_alone(pair: SimpleNamespace) -> None:
-    """After every step, whatever stood behind it: guesses from trees, accepted and rejected, and probes."""
+    """After every step, whatever came before: draft tokens from trees, accepted and rejected, and probes."""
     target = PagedModel(load_decoder(pair.target), 4096, 4)
     engine, watched = engine_of(target)
     params = [SamplingParams(max_tokens=20, ignore_eos=True, temperature=(0.0, 0.7)[i % 2], seed=i) for i in range(6)]
@@ -174,7 +174,7 @@ def test_a_cache_without_room_takes_fewer_probes(pair: SimpleNamespace, num_slot
 
 
 def test_nothing_is_run_beyond_the_context() -> None:
-    """The window is cut to whole columns as the end comes near, and ends with the last guess."""
+    """The window is cut to whole columns as the end comes near, and ends with the last draft token."""
     positions, probed = [], []
 
     class Short(ScriptedModel):
@@ -208,8 +208,8 @@ def test_one_more_token_needs_no_probe() -> None:
 
 @pytest.mark.parametrize("rule", ["tree", "traversal", "block", "auto"])
 def test_neighbours_change_nothing(llm: LLM, pair: SimpleNamespace, rule: str) -> None:
-    """Sampled without shared noise, so that any other guess would show; prompts in chunks, others with trees and probes
-    beside it.
+    """Sampled without shared noise, so that any other draft token would show; prompts in chunks, others with trees and
+    probes beside it.
     """
     params = [SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.8, seed=i) for i in range(8)]
     specs = [
@@ -247,7 +247,7 @@ def test_a_probe_that_overflows_is_left_out() -> None:
     ]
     engine.drafters.drafters[key_of("lookahead")].inner._requests[
         0
-    ].pool._found.clear()  # no guess of 99 from the prompt
+    ].pool._found.clear()  # no draft of 99 from the prompt
     while engine.has_work:
         engine.step()
     assert states[0].error is None
@@ -335,7 +335,7 @@ def test_log_probabilities_are_those_of_plain_decoding(llm: LLM) -> None:
 
 
 def test_the_controller_counts_probes_as_rows(pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a step costs is told by all its rows; probes weigh on the first guess, since they come with it."""
+    """What a step costs is told by all its rows; probes weigh on the first draft token, since they come with it."""
     engine, _ = engine_of(PagedModel(load_decoder(pair.target), 1024, 4))
     policy, seen, planned = engine.chooser.policy, [], []
     observe, plan = policy.step_costs.observe, policy.plan

@@ -60,13 +60,13 @@ def broken_target(bad: float) -> ScriptedModel:
 @pytest.mark.parametrize("bad", [NOT_A_NUMBER, ENDLESS, -ENDLESS])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_broken_logits_fail_their_request_only(bad: float, temperature: float) -> None:
-    """Also when the broken row is that of a guess deep in the draft: nothing of that round leaves."""
-    guess = ScriptedModel(lambda context: (context[-1] + 1) % 7, 20)
+    """Also when the broken row is that of a token deep in the draft: nothing of that round leaves."""
+    draft = ScriptedModel(lambda context: (context[-1] + 1) % 7, 20)
     specs = [SpecConfig(), SpecConfig("ngram"), SpecConfig("draft_model", "d", num_draft=4)]
 
     def run(target: ScriptedModel) -> dict[int, list[StepOutput]]:
         drafters = DrafterGroup(target)
-        drafters.drafters = {key_of("ngram"): NgramDrafter(), key_of("draft_model", "d"): DraftModelDrafter(guess)}
+        drafters.drafters = {key_of("ngram"): NgramDrafter(), key_of("draft_model", "d"): DraftModelDrafter(draft)}
         engine = Engine(target, drafters)
         params = SamplingParams(max_tokens=15, temperature=temperature, seed=1)
         states = [engine.submit([9 if i % 2 else 8, 0, 1], params, specs[i // 2]) for i in range(6)]
@@ -352,10 +352,10 @@ def test_stats_add_up(llm: LLM, pair: SimpleNamespace, temperature: float) -> No
 
 def test_provenance_by_hand() -> None:
     """The draft knows the first two tokens after the anchor, then errs, then knows four."""
-    said, guessed = [1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 0, 5, 6, 7, 8, 9]
+    said, drafted = [1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 0, 5, 6, 7, 8, 9]
     target = ScriptedModel(recite(said), 10)
     drafters = DrafterGroup(target)
-    drafters.drafters[key_of("draft_model", "d")] = DraftModelDrafter(ScriptedModel(recite(guessed), 10))
+    drafters.drafters[key_of("draft_model", "d")] = DraftModelDrafter(ScriptedModel(recite(drafted), 10))
     engine = Engine(target, drafters)
     state = engine.submit([0], SamplingParams(max_tokens=9), SpecConfig("draft_model", "d", num_draft=4))
     while engine.has_work:

@@ -15,8 +15,8 @@ from foretoken import LLM, SamplingParams, SpecConfig
 from foretoken.engine.shadow.rescoring import Rescoring, ScoredRows, rescore
 from foretoken.errors import CapacityError, NumericsError
 from foretoken.model.interface import LanguageModel, Segment
-from foretoken.model.processors import make_processors
-from foretoken.model.sampling import target_probs
+from foretoken.text.processors import make_processors
+from foretoken.text.sampling import target_probs
 from tests.helpers.audit import open_sequences
 from tests.helpers.checkpoints import token_ids
 from tests.helpers.scripted import ScriptedModel
@@ -54,7 +54,7 @@ def test_any_size_of_pieces_gives_the_same_rows(llm: LLM, chunk: int) -> None:
 
 @pytest.mark.parametrize("rule", ["greedy", "rejection"])
 def test_the_log_probabilities_are_those_the_engine_reported(llm: LLM, pair: SimpleNamespace, rule: str) -> None:
-    """The engine computed them from rows of guesses, with the request's processors."""
+    """The engine computed them from rows of draft tokens, with the request's processors."""
     params = SamplingParams(
         max_tokens=24,
         temperature=0.0 if rule == "greedy" else 0.8,

@@ -63,7 +63,7 @@ def test_a_number_that_was_set(llm: LLM) -> None:
     assert [why is None for why in novel.all] == [num > 0 for num in novel.num_drafted]
 
 
-def test_the_last_token_needs_no_guess(llm: LLM) -> None:
+def test_the_last_token_needs_no_draft(llm: LLM) -> None:
     found = reasons(llm, [REPEATING], SpecConfig("ngram", num_draft=2), SamplingParams(max_tokens=2, ignore_eos=True))
     assert found.all == ["prefill", "length_clamped"]
 
@@ -83,7 +83,7 @@ def test_routing_rules(pair: SimpleNamespace) -> None:
 
 
 def test_a_plan_that_came_to_nothing() -> None:
-    """The chooser gave guesses, and the scheduler had no row for them."""
+    """The policy gave draft tokens, and the scheduler had no row for them."""
     chooser = Chooser(time.perf_counter)
     view = RequestView(4, (OptionTraits("d"),), num_draft=2, num_tokens=9, num_remaining=5)
     assert chooser.begin([view]) == []

@@ -158,7 +158,7 @@ def test_the_least_urgent_gives_way() -> None:
 
 
 def test_a_resumed_answer_goes_on_with_a_decode_step() -> None:
-    """All but the last token is read again in pieces that say nothing; then it may guess like anybody."""
+    """All but the last token is read again in pieces that say nothing; then it may draft like any other request."""
     watch = Watch(SchedulerConfig(max_prompt_tokens=16, cache_reserve=0.0), capacity=64)
     watch.submit(30, 18)
     state = watch.submit(20, 18, SpecConfig("ngram", num_draft=2))

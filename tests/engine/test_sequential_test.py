@@ -40,7 +40,7 @@ def drawn(distributions: Tensor, rng: np.random.Generator) -> Tensor:
     return torch.searchsorted(sums, points, right=True)[:, 0].clamp(max=distributions.shape[-1] - 1)
 
 
-def as_guesses(distributions: Tensor, likeliest: int = VOCAB) -> list[DraftChildren]:
+def children_of(distributions: Tensor, likeliest: int = VOCAB) -> list[DraftChildren]:
     best = distributions.topk(likeliest)
     return [
         DraftChildren(tuple(ids), tuple(mass))
@@ -51,7 +51,7 @@ def as_guesses(distributions: Tensor, likeliest: int = VOCAB) -> list[DraftChild
 def judge(distributions: Tensor, draft: Tensor | None, emitted: Tensor, rng: np.random.Generator) -> Evidence:
     """Evidence of one token per row, drawn from `emitted`."""
     return weigh(
-        distributions, drawn(emitted, rng), rng.random(len(distributions)), () if draft is None else as_guesses(draft)
+        distributions, drawn(emitted, rng), rng.random(len(distributions)), () if draft is None else children_of(draft)
     )
 
 
@@ -66,7 +66,7 @@ def test_moments_by_hand() -> None:
     assert found.surprisal.variance == pytest.approx((0.5 * two) ** 2)
     assert found.surprisal.third == pytest.approx(0)
     assert found.surprisal.distance == pytest.approx(0.5 * 0.5 * two)
-    # scores of the guess -1, -1, (0.5 - 0.25) / 0.5, 1 with mean -0.625
+    # scores of the draft tokens -1, -1, (0.5 - 0.25) / 0.5, 1 with mean -0.625
     assert found.draft.excess == pytest.approx(0.5 + 0.625)
     assert found.draft.variance == pytest.approx(0.75 * 0.375**2 + 0.25 * 1.125**2)
     assert found.draft.distance == pytest.approx(0.75)
@@ -75,7 +75,7 @@ def test_moments_by_hand() -> None:
     assert found.ranks.nonzero()[0].tolist() == [int(0.875 * sequential_test.NUM_BINS)]
 
 
-def test_ranks_are_uniform_whatever_the_law() -> None:
+def test_ranks_are_uniform_whatever_the_distribution() -> None:
     """Every token with its weight and noise at the middle of 100 steps: exactly flat."""
     distribution = torch.tensor([[0.15, 0.4, 0.15, 0.3]], dtype=torch.float64)
     counts = np.zeros(sequential_test.NUM_BINS)
@@ -92,17 +92,17 @@ def test_ranks_are_uniform_whatever_the_law() -> None:
 def test_evidence_adds_up_and_does_not_depend_on_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
     _, distributions, draft = pairs(40, rng)
-    tokens, noise, guesses = (
+    tokens, noise, drafts = (
         drawn(distributions, rng),
         rng.random(40),
-        [g if i % 3 else None for i, g in enumerate(as_guesses(draft))],
+        [g if i % 3 else None for i, g in enumerate(children_of(draft))],
     )
-    whole = weigh(distributions, tokens, noise, guesses)
-    parts = weigh(distributions[:7], tokens[:7], noise[:7], guesses[:7]) + weigh(
-        distributions[7:], tokens[7:], noise[7:], guesses[7:]
+    whole = weigh(distributions, tokens, noise, drafts)
+    parts = weigh(distributions[:7], tokens[:7], noise[:7], drafts[:7]) + weigh(
+        distributions[7:], tokens[7:], noise[7:], drafts[7:]
     )
     monkeypatch.setattr(sequential_test, "_BLOCK", 3 * VOCAB)
-    for other in (parts, weigh(distributions, tokens, noise, guesses)):
+    for other in (parts, weigh(distributions, tokens, noise, drafts)):
         assert (other.num_tokens, other.draft.num_tokens) == (40, 26)
         np.testing.assert_array_equal(other.ranks, whole.ranks)
         np.testing.assert_allclose(other.bets, whole.bets)
@@ -146,13 +146,13 @@ def test_false_alarms_are_as_rare_as_stated(scale: float, count: int) -> None:
     """
     rng = np.random.default_rng(int(10 * scale))
     _, distributions, draft = pairs(count, rng, scale)
-    guesses, runs = as_guesses(draft, 4), 150
+    drafts, runs = children_of(draft, 4), 150
     p_values = np.array(
         [
             [
                 test.p_value
                 for test in distribution_tests(
-                    weigh(distributions, drawn(distributions, rng), rng.random(count), guesses), 1e-4
+                    weigh(distributions, drawn(distributions, rng), rng.random(count), drafts), 1e-4
                 )
             ]
             for _ in range(runs)
@@ -201,9 +201,9 @@ def test_the_monitor_may_be_looked_at_for_ever() -> None:
     rng = np.random.default_rng(3)
     count, runs, reached, ends = 200, 250, 0, []
     _, distributions, draft = pairs(2, rng, 4.0)
-    guesses = as_guesses(draft)
+    drafts = children_of(draft)
     kinds = {
-        (a, b): weigh(distributions, torch.tensor([a, b]), np.array([(step + 0.5) / 5] * 2), guesses).bets
+        (a, b): weigh(distributions, torch.tensor([a, b]), np.array([(step + 0.5) / 5] * 2), drafts).bets
         for a in range(VOCAB)
         for b in range(VOCAB)
         for step in range(5)
@@ -246,7 +246,7 @@ def test_slack_makes_rounding_harmless() -> None:
 # ---- planted errors
 
 
-def emitted_law(
+def emitted_distribution(
     p: Tensor, q: Tensor, declared: Tensor | None = None, factor: float = 1.0, residual_is_target: bool = False
 ) -> Tensor:
     """What token-level rejection emits when it is wrong: `[n, V]`. Drawn from q; tested with `factor * declared`."""
@@ -258,15 +258,17 @@ def emitted_law(
 
 def test_the_planted_law_is_right_when_nothing_is_planted() -> None:
     _, p, q = pairs(50, np.random.default_rng(0))
-    torch.testing.assert_close(emitted_law(p, q), p)
+    torch.testing.assert_close(emitted_distribution(p, q), p)
 
 
 ERRORS = {
-    "residual is the target": lambda logits, p, q: emitted_law(p, q, residual_is_target=True),
-    "tested with 0.8 q": lambda logits, p, q: emitted_law(p, q, factor=0.8),
-    "tested with 1.25 q": lambda logits, p, q: emitted_law(p, q, factor=1.25),
-    "tested with another distribution than drawn from": lambda logits, p, q: emitted_law(p, q, declared=q.roll(1, 0)),
-    "every guess accepted": lambda logits, p, q: q,
+    "residual is the target": lambda logits, p, q: emitted_distribution(p, q, residual_is_target=True),
+    "tested with 0.8 q": lambda logits, p, q: emitted_distribution(p, q, factor=0.8),
+    "tested with 1.25 q": lambda logits, p, q: emitted_distribution(p, q, factor=1.25),
+    "tested with another distribution than drawn from": lambda logits, p, q: emitted_distribution(
+        p, q, declared=q.roll(1, 0)
+    ),
+    "every draft token accepted": lambda logits, p, q: q,
     "temperature off by 5 %": lambda logits, p, q: (logits / 1.05).softmax(-1),
     "temperature off by 10 %": lambda logits, p, q: (logits / 1.1).softmax(-1),
 }
@@ -284,8 +286,8 @@ def test_planted_errors_are_seen(error: str) -> None:
     few, many = NEEDED.get(error, (2_000, 3_000))
     rng = np.random.default_rng(11)
     logits, p, q = pairs(many, rng)
-    tokens, noise, guesses = drawn(ERRORS[error](logits, p, q), rng), rng.random(many), as_guesses(q)
-    first, rest = (weigh(p[part], tokens[part], noise[part], guesses[part]) for part in (slice(few), slice(few, many)))
+    tokens, noise, drafts = drawn(ERRORS[error](logits, p, q), rng), rng.random(many), children_of(q)
+    first, rest = (weigh(p[part], tokens[part], noise[part], drafts[part]) for part in (slice(few), slice(few, many)))
     failed = {test.name for test in distribution_tests(first, 1e-4) if not test.passed}
     assert ("surprisal" if "temperature" in error else "draft") in failed
     monitor = SequentialTest(1e-6)
@@ -294,14 +296,14 @@ def test_planted_errors_are_seen(error: str) -> None:
     assert monitor.alarm
 
 
-def test_only_the_guess_shows_a_wrong_residual() -> None:
+def test_only_the_draft_shows_a_wrong_residual() -> None:
     """The reason for that score: sharpness and ranks of the tokens stay what they were."""
     rng = np.random.default_rng(2)
     _, p, q = pairs(4_000, rng)
-    wrong = emitted_law(p, q, residual_is_target=True)
+    wrong = emitted_distribution(p, q, residual_is_target=True)
     assert float((wrong - p).abs().sum(-1).mean()) / 2 > 0.1
-    surprisal, rank, guess = distribution_tests(judge(p, q, wrong, rng), 1e-4)
-    assert (surprisal.passed, rank.passed, guess.passed) == (True, True, False)
+    surprisal, rank, draft = distribution_tests(judge(p, q, wrong, rng), 1e-4)
+    assert (surprisal.passed, rank.passed, draft.passed) == (True, True, False)
 
 
 def test_a_filter_left_out_is_seen_at_once() -> None:
@@ -320,7 +322,7 @@ def test_the_smallest_error_that_is_promised_is_really_seen(name: str) -> None:
     """An error of exactly the stated size is found in 99 of 100 streams, as is said; half of it is not."""
     rng = np.random.default_rng(9)
     logits, p, q = pairs(800, rng)
-    guesses = as_guesses(q)
+    drafts = children_of(q)
     level = 1e-3
     promised = next(test for test in distribution_tests(judge(p, q, p, rng), level) if test.name == name)
     size = float(promised.sees.split("%")[0].split()[-1]) / 100
@@ -328,7 +330,7 @@ def test_the_smallest_error_that_is_promised_is_really_seen(name: str) -> None:
     def share_found(size: float) -> float:
         wrong = (logits / (1 + size)).softmax(-1) if name == "surprisal" else (1 - size) * p + size * q
         assert float((wrong - p).abs().sum(-1).mean()) / 2 == pytest.approx(promised.smallest * size / full, rel=0.1)
-        tests = [distribution_tests(weigh(p, drawn(wrong, rng), rng.random(len(p)), guesses), level) for _ in range(80)]
+        tests = [distribution_tests(weigh(p, drawn(wrong, rng), rng.random(len(p)), drafts), level) for _ in range(80)]
         return float(np.mean([not test.passed for found in tests for test in found if test.name == name]))
 
     full = size

@@ -93,7 +93,7 @@ def test_answers_are_those_of_plain_decoding(folders: dict[str, Path], name: str
 
 
 def test_drafts_are_what_they_are_alone(folders: dict[str, Path]) -> None:
-    """Guesses too, and so how many stand, do not depend on who else uses the weights."""
+    """Drafts, and so how many tokens are accepted, do not depend on who else uses the weights."""
     asked = [specs(folders["draft"])[0], specs(folders["draft"])[3]]
     params = SamplingParams(max_tokens=24, temperature=1.0, seed=5, ignore_eos=True)
 

@@ -47,8 +47,8 @@ def engine_of(limits: SchedulerConfig | None = None) -> Engine:
     """An engine whose draft model errs at every 5 and whose target breaks where `counting` says so."""
     target = ScriptedModel(counting, 20)
     drafters = DrafterGroup(target)
-    guess = ScriptedModel(lambda context: (context[-1] + 1 + (context[-1] == 5)) % 7, 20)
-    drafters.drafters = {key_of("ngram"): NgramDrafter(), key_of("draft_model", "d"): DraftModelDrafter(guess)}
+    draft = ScriptedModel(lambda context: (context[-1] + 1 + (context[-1] == 5)) % 7, 20)
+    drafters.drafters = {key_of("ngram"): NgramDrafter(), key_of("draft_model", "d"): DraftModelDrafter(draft)}
     return Engine(target, drafters, limits=limits)
 
 
@@ -169,7 +169,7 @@ def verdict_of(*kept: int) -> Verdict:
 
 
 def test_a_drafter_that_nobody_of_the_step_has() -> None:
-    """It showed guesses for a request that was preempted before the step ran: all pay for that."""
+    """It showed draft tokens for a request that was preempted before the step ran: all pay for that."""
     batch = Batch((entry(0, DRAFT), entry(1, SpecConfig())))
     draft = draft_of([2, 0], ["draft_model", None])
     steps = CostTable(Curve(((14, 20.0), (18, 22.0))))
@@ -204,13 +204,13 @@ def test_who_pays_for_a_step() -> None:
 
 @pytest.mark.parametrize(("slope", "wasted"), [(0.0, 0.0), (0.25, 1.0), (100.0, 4 * 24.0 / 5)])
 def test_waste_is_what_the_rows_added_and_never_more_than_their_share(slope: float, wasted: float) -> None:
-    """A table without slope: guesses came for nothing."""
+    """A table without slope: draft tokens came for nothing."""
     steps = CostTable(Curve(tuple((rows, 20.0 + slope * rows) for rows in (1, 5))))
     (account,) = charged(Batch((entry(0, NGRAM),)), draft_of([4], [GRAMMAR]), verdict_of(0), steps, {})
     assert account.wasted_s == pytest.approx(wasted)
 
 
-def test_a_grammars_guesses_cost_no_drafting() -> None:
+def test_a_grammars_draft_tokens_cost_no_drafting() -> None:
     batch, draft = Batch((entry(0, NGRAM), entry(1, NGRAM))), draft_of([4, 1], [GRAMMAR, "ngram"])
     accounts = charged(batch, draft, verdict_of(2, 0), CostTable(), {drafter_key(NGRAM): 3.0})
     assert [account.draft_s for account in accounts] == [0.0, 3.0]
@@ -224,7 +224,7 @@ def test_the_last_token_of_a_prompt_is_prompt_also_alone() -> None:
 
 
 def test_the_gain_over_plain_decoding() -> None:
-    """Two requests, a step of 12 s; without guesses 10 s would have brought a token each."""
+    """Two requests, a step of 12 s; without drafting 10 s would have brought a token each."""
     steps, clock = CostTable(), StepClock(began=0.0, scheduled=1.0, proposed=2.0, forwarded=12.0, verified=13.0)
     batch = Batch((entry(0, NGRAM), entry(1, SpecConfig())))
     steps.observe(3, 8.0)
@@ -244,7 +244,7 @@ def test_the_gain_over_plain_decoding() -> None:
 # ---- what counts as what
 
 
-def test_guesses_are_accepted_rejected_or_cut() -> None:
+def test_draft_tokens_are_accepted_rejected_or_cut() -> None:
     """A tree whose path of three was emitted up to its second node, because the answer ended there."""
     counters = Counters()
     counters.count_round(
@@ -273,8 +273,8 @@ def test_guesses_are_accepted_rejected_or_cut() -> None:
     assert (counters.num_drafts, counters.num_drafted, counters.num_emitted) == (1, 4, 3)
 
 
-def test_guesses_behind_the_end_are_not_wasted() -> None:
-    """Every guess is right, and the end token comes in the middle of a draft."""
+def test_draft_tokens_behind_the_end_are_not_wasted() -> None:
+    """Every draft token is right, and the end token comes in the middle of a draft."""
     said = [1, 2, 3, 4, 5, 6, 7, 8, 9]
     target = ScriptedModel(recite(said), 10)
     drafters = DrafterGroup(target)

@@ -19,7 +19,7 @@ from foretoken.draft.draft_model import DraftModelDrafter
 from foretoken.draft.group import DrafterGroup
 from foretoken.engine.engine import Engine
 from foretoken.engine.request import RequestState, TextAssembler
-from foretoken.model.tokenizer import Tokenizer, load_tokenizer
+from foretoken.text.tokenizer import Tokenizer, load_tokenizer
 from tests.helpers.checkpoints import END_OF_TEXT, tiny_tokenizer
 from tests.helpers.scripted import ScriptedModel, recite
 from tests.helpers.specs import key_of
@@ -52,14 +52,14 @@ def speak(
     """The target says `ids`, then the end token; the draft knows them all, or all but every `wrong_every`th."""
     eos = tokenizer.vocabulary[END_OF_TEXT]
     said = recite(ids, len(PROMPT), eos)
-    guessed = [
+    drafted = [
         (token + 1) % VOCAB if wrong_every and i % wrong_every == wrong_every - 1 else token
         for i, token in enumerate(ids)
     ]
     target = ScriptedModel(said, VOCAB, [eos])
     drafters = DrafterGroup(target)
     drafters.drafters[key_of("draft_model", "d")] = DraftModelDrafter(
-        ScriptedModel(recite(guessed, len(PROMPT), eos), VOCAB)
+        ScriptedModel(recite(drafted, len(PROMPT), eos), VOCAB)
     )
     engine = Engine(target, drafters, tokenizer)
     state = engine.submit(PROMPT, params, SpecConfig("draft_model", "d", num_draft=num_draft))
@@ -111,7 +111,7 @@ STOPS += ["😀", ("😀😀", "猫 u"), "aab", ("abab", "bab"), ("aaab", "aab",
 @pytest.mark.parametrize("stop", STOPS, ids=repr)
 def test_stop_strings_cut_exactly(tokenizer: Tokenizer, text: str, stop: str | tuple[str, ...]) -> None:
     """Over one or several tokens and steps, several at once, overlapping, of multi-byte characters; any number of
-    guesses.
+    draft tokens.
     """
     ids, params = tokenizer.encode(text), SamplingParams(max_tokens=200, stop=stop)
     expected = by_hand(tokenizer, ids, params)
@@ -128,7 +128,7 @@ def test_max_tokens_cuts_anywhere(tokenizer: Tokenizer, num_draft: int) -> None:
         answer = speak(tokenizer, ids, params, num_draft)
         assert answer.summary == by_hand(tokenizer, ids, params)
         assert answer.state.finish_reason == ("length" if limit <= len(ids) else "stop")
-        assert answer.state.stats.num_drafted <= max(0, limit - 1)  # no guess that could never be used
+        assert answer.state.stats.num_drafted <= max(0, limit - 1)  # no draft token that could never be used
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
@@ -180,7 +180,10 @@ def test_tokens_after_the_cut_leave_no_trace(tokenizer: Tokenizer) -> None:
     state = speak(tokenizer, ids, SamplingParams(max_tokens=50, stop="d"), num_draft=8).state
     assert state.output_ids == ids[:4]
     assert state.stats.num_emitted == len(state.provenance) == 4
-    assert (state.stats.num_drafted, state.stats.num_accepted) == (8, 3)  # the rule took all eight; three guesses left
+    assert (state.stats.num_drafted, state.stats.num_accepted) == (
+        8,
+        3,
+    )  # the rule took all eight; three draft tokens left
     assert state.stats.accepted_per_position == ((1, 1),) * 3 + ((1, 0),) * 5
     assert [origin.kind for origin in state.provenance] == ["plain", *["accepted"] * 3]
 

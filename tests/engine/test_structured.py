@@ -48,9 +48,7 @@ def reference() -> Iterator[LLM]:
     ),
 )
 def test_json_answers_are_valid(reference: LLM, temperature: float, rule: str) -> None:
-    """Every drafter; a seeded coupled or greedy answer is the plain one, and every guess kept was one the grammar
-    allows.
-    """
+    """Every drafter; a seeded coupled or greedy answer is the plain one; the grammar allows every accepted token."""
     rule = "auto" if temperature == 0 else rule
     params = SamplingParams(max_tokens=90, temperature=temperature, seed=4, json_schema=SCHEMA)
     answers = []

@@ -86,7 +86,7 @@ def test_drafted_logits_are_the_formulas(folder: Path) -> None:
 
 @torch.no_grad()
 def test_places_are_rows_of_the_text(folder: Path) -> None:
-    """Place k of a draft that begins at row t is the guess at row t + k; tokens that nobody wants are left out."""
+    """Place k of a draft that begins at row t is the prediction at row t + k; tokens that nobody wants are left out."""
     decoder, adapter = load_decoder(folder, dtype="float64"), adapter_for(folder).double()
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(decoder.config.vocab_size, (2, 7), generator=generator)

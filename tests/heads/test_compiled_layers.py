@@ -113,7 +113,7 @@ def eagle_answers(head: EagleHead, target: PagedModel) -> list[Tensor]:
     chain = runner.run(ids[:1], both.feedback[5:6], [Segment(0, 0, (-1,), 1, 0)])
     deeper = runner.run(ids[1:2], chain.feedback, [Segment(0, 0, (-1, 0), 1, 1)])
     tree = runner.run(ids[:5], both.feedback[6:], [Segment(1, 0, TREE, 5, 0)])
-    return [part for guess in (both, chain, deeper, tree) for part in (guess.logits, guess.feedback)]
+    return [part for run in (both, chain, deeper, tree) for part in (run.logits, run.feedback)]
 
 
 @torch.inference_mode()

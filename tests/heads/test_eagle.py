@@ -181,14 +181,14 @@ def test_places_are_drafts_behind_every_row(name: str) -> None:
             assert len(rows) == len(set(rows))
             assert len(rows) <= 2 * 3 or place.number == 0  # a quarter of 9 rows of 2 windows goes on
             assert (place.extra_loss is not None) == (head.config.version == 1)
-    for number, found in seen.items():  # only rows whose first guess is wanted go on
+    for number, found in seen.items():  # only rows whose first draft token is wanted go on
         expected_rows = [(b, r) for b in range(2) for r in range(1 + number, num_rows) if wanted[b, r + 1]]
         assert found == {b * 9 + r for b, r in expected_rows if number == 0 or wanted[b, r + 1 - number]}
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("flag", FLAGS)
-def test_every_flag_changes_the_guesses(flag: str) -> None:
+def test_every_flag_changes_the_drafts(flag: str) -> None:
     """Of a head whose tensors of the same name are the same."""
     decoder = target()
     batch = batch_of(decoder)

@@ -86,7 +86,7 @@ class Twin:
         out = self.norm("shared_head.norm", x + self.linear("mlp.down_proj", gated))
         return self.decoder.output_logits(out), out
 
-    def guesses(self, text: Sequence[int], normed: Tensor, count: int) -> list[int]:
+    def drafts(self, text: Sequence[int], normed: Tensor, count: int) -> list[int]:
         """The greedy chain behind `text`; `normed` [len(text) - 1, D] are the target's states before its last token."""
         for position, state in enumerate(normed):
             logits, feedback = self.step(text[position + 1], state, position)
@@ -114,7 +114,7 @@ def test_drafts_are_those_of_the_formula(kind: str, tmp_path: Path) -> None:
         drafter.start(request)
         drafter.read_hidden([HiddenRows(number, 0, tuple(text[:-1]), text[-1], {target.num_layers: hidden})])
         entries.append(BatchEntry(request, len(text) - 1, (text[-1],), True, 4))
-        expected += Twin(added, decoder).guesses(text, decoder.final_norm(hidden), 4)
+        expected += Twin(added, decoder).drafts(text, decoder.final_norm(hidden), 4)
     assert drafter.propose(Batch(tuple(entries))).tokens.tolist() == expected
     for number in range(2):
         drafter.finish(number)

@@ -151,7 +151,7 @@ def test_rows_that_repeat_are_one_observation() -> None:
     assert _deviations(theirs, ours, list(range(43))) > 10.0, "where each row says something else, all count"
 
 
-def test_a_wiring_that_guesses_by_chance_is_no_remedy(
+def test_a_wiring_that_is_right_by_chance_is_no_remedy(
     target: SharesWeights, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`agrees at 0% of 16 rows; with layers [3, 16, 28] in place of [2, 15, 27] it would be 0%`."""

@@ -33,7 +33,7 @@ def observe(
     num_read: Mapping[Hashable, int] | None = None,
     decision_s: float = 0.0,
 ) -> None:
-    """Of each request's chain the first `accepted` guesses were emitted; drafters took `draft_s`."""
+    """Of each request's chain the first `accepted` tokens were emitted; drafters took `draft_s`."""
     draft_s, num_read = draft_s or {}, num_read or {}
     rounds = []
     counts: dict[Hashable, list[int]] = {}

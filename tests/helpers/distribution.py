@@ -55,7 +55,7 @@ TWO_LEVELS = SpecConfig(
 )
 EAGLE_1 = SpecConfig("eagle", head="eagle-1")  # a name that tells its drafter from that of EAGLE-3
 ADAPTED = SpecConfig("early_exit", head="adapter")
-PROMPT = [1, 2, 3, 1, 2]  # repeats, so that the lookup guesses
+PROMPT = [1, 2, 3, 1, 2]  # repeats, so that the lookup drafts
 WINDOWS = ((1, 2), (2, 3), (3, 4))  # places of neighbouring tokens; place 0 ends the prompt and is never drafted
 ALARM = 1e-5  # p-value below which one test fails
 # A step of models this small costs little more for more requests.

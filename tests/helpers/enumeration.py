@@ -85,13 +85,13 @@ class Child:
 Drafter = Callable[[Choice, Tokens], Chain | Spot]
 
 
-def spot_of(guessed: Chain | Spot) -> Spot:
-    """A chain as the tree that it is; a guess without a token leaves its distribution at the row where it stood."""
-    if isinstance(guessed, Spot):
-        return guessed
-    if not guessed:
+def spot_of(drafted: Chain | Spot) -> Spot:
+    """A chain as the tree that it is; an entry without a token leaves its distribution at the row where it stood."""
+    if isinstance(drafted, Spot):
+        return drafted
+    if not drafted:
         return Spot()
-    first, rest = guessed[0], guessed[1:]
+    first, rest = drafted[0], drafted[1:]
     assert first.token is not None or not rest, "nothing can follow a position without a token"
     return Spot(first.mu, () if first.token is None else (Child(first.token, first.mu is not None, spot_of(rest)),))
 
@@ -112,10 +112,10 @@ class Layout:
                 self.tokens.append(child.token)
                 self.sampled.append(child.sampled)
                 self.spots.append(child.below)
-        self._join_equal_guesses()
+        self._join_equal_tokens()
 
-    def _join_equal_guesses(self) -> None:
-        """`home` is the row that stands for each row: that of the first of equal deterministic guesses after one text.
+    def _join_equal_tokens(self) -> None:
+        """`home` is the row that stands for each row: that of the first of equal deterministic tokens after one text.
 
         `children` are the nodes after each home in the order of judgement, `drew` whether a distribution was used
         there.
@@ -143,27 +143,27 @@ class Case:
     """One request of the enumeration: the committed text, what was drafted after it, and how probable that was."""
 
     context: Tokens
-    guessed: Chain | Spot
+    drafted: Chain | Spot
     weight: float
 
     @cached_property
     def layout(self) -> Layout:
-        return Layout(spot_of(self.guessed))
+        return Layout(spot_of(self.drafted))
 
 
 def cases_of(drafter: Drafter, contexts: Distribution) -> list[Case]:
     """Every draft the drafter can produce after every context."""
     return [
-        Case(s, guessed, w * v)
+        Case(s, drafted, w * v)
         for s, w in contexts.items()
-        for guessed, v in branches(lambda choice, s=s: drafter(choice, s))
+        for drafted, v in branches(lambda choice, s=s: drafter(choice, s))
     ]
 
 
-def draft_of(guesses: Sequence[Chain | Spot], vocab: int, layouts: Sequence[Layout] | None = None) -> Draft:
+def draft_of(drafts: Sequence[Chain | Spot], vocab: int, layouts: Sequence[Layout] | None = None) -> Draft:
     """The ragged draft of several chains or trees, in float64."""
     tokens, parents, offsets, sampled, distributions, distribution_of_row = [], [], [0], [], [], []
-    for layout in layouts or [Layout(spot_of(guessed)) for guessed in guesses]:
+    for layout in layouts or [Layout(spot_of(drafted)) for drafted in drafts]:
         for spot in layout.spots:
             distributions += [] if spot.mu is None else [spot.mu]
             distribution_of_row.append(-1 if spot.mu is None else len(distributions) - 1)
@@ -176,7 +176,7 @@ def draft_of(guesses: Sequence[Chain | Spot], vocab: int, layouts: Sequence[Layo
         if distributions
         else None
     )
-    names = ("toy",) * len(guesses)
+    names = ("toy",) * len(drafts)
     return Draft(
         torch.tensor(tokens, dtype=torch.int64),
         tuple(parents),
@@ -195,7 +195,7 @@ def target_rows(cases: Sequence[Case], target: Tables) -> torch.Tensor:
 
 
 def batch_of(cases: Sequence[Case], target: Tables) -> tuple[Draft, torch.Tensor]:
-    return draft_of([c.guessed for c in cases], len(target[()]), [c.layout for c in cases]), target_rows(cases, target)
+    return draft_of([c.drafted for c in cases], len(target[()]), [c.layout for c in cases]), target_rows(cases, target)
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,7 @@ def stop_law(layout: Layout, accept: np.ndarray) -> np.ndarray:
         stops[row] = reach[row] - sum(reach[node + 1] for node in children)
         assert stops[row] > -1e-13, "the children of a row are accepted more than always"
     assert all(accept[node] == 0 for node in range(len(accept)) if layout.home[node + 1] != node + 1), (
-        "a guess that was there already"
+        "a draft token that was there already"
     )
     return stops
 

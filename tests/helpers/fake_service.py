@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
-from foretoken.server.events import AnswerEnded, Begun, Event, ModelInfo, Piece, TokenEvent
-from foretoken.server.service import Call, State
+from foretoken.backend.call import Call, State
+from foretoken.backend.events import AnswerEnded, Begun, Event, ModelInfo, Piece, TokenEvent
 
 INFO = ModelInfo(
     name="fake",

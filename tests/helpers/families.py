@@ -183,7 +183,7 @@ def family_model(family: str, seed: int = 0) -> Any:
 
 @torch.no_grad()
 def disturb(model: Any, seed: int = 1) -> Any:
-    """The model with weights a little off: a draft that guesses many of its tokens, and not all."""
+    """The model with weights a little off: a draft that predicts many of its tokens, and not all."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         if parameter.dim() >= 2:

@@ -21,7 +21,7 @@ HEADS = ("medusa", "medusa:hydra", "block", "block:open", "block:cut")
 
 def random_head(name: str, target: ModelConfig, seed: int = 0) -> Head:
     """`medusa:hydra` is sequential; `block:open` sees its whole block and predicts each slot's own token, `block:cut`
-    guesses every second token and has a confidence.
+    predicts every second token and has a confidence.
     """
     whole = DraftVocabulary.whole(target.vocab_size)
     head: Head

@@ -42,12 +42,12 @@ class Alone:
             )
         )
 
-    def guess(self, num_draft: int) -> Draft:
+    def propose(self, num_draft: int) -> Draft:
         return self.drafter.propose(self.batch(num_draft))
 
     def chain(self, num_draft: int) -> list[int]:
-        """The guess of a drafter that makes chains here."""
-        draft = self.guess(num_draft)
+        """The draft of a drafter that makes chains here."""
+        draft = self.propose(num_draft)
         assert draft.is_chain(0)
         return draft.tokens.tolist()
 
@@ -65,7 +65,7 @@ class Alone:
         self.emit(answer[0])
         rounds, wasted, done = 1, 0, 1
         while done < len(answer):
-            draft = self.guess(min(num_draft, len(answer) - done - 1))
+            draft = self.propose(min(num_draft, len(answer) - done - 1))
             assert draft.is_chain(0)
             kept: list[int] = []
             for token in draft.tokens.tolist():

@@ -33,7 +33,7 @@ def predicting(spec: SpecConfig, params: SamplingParams, prediction: Sequence[in
 
 
 def spec_of(name: str, draft: Path | str | None, **options: object) -> SpecConfig:
-    """`SpecConfig` of a drafter with the options it cannot do without; `early_exit` never gives up guessing.
+    """`SpecConfig` of a drafter with the options it cannot do without; `early_exit` never gives up drafting.
 
     `draft_model:int4` is a draft model in that format, `draft_model/static` one that drafts static trees, `eagle:1` an
     EAGLE-1 head, `medusa:hydra` and `block:cut` kinds of those, `early_exit:adapter` the exit with an adapter. Random

@@ -81,7 +81,7 @@ class Watched:
             check_matrix(self.inner, batch, draft, verdict, feedback)
         for b, entry in enumerate(batch.decoding):
             sequence, num_accepted = entry.request.request_id, len(verdict.accepted[b])
-            # A tree counts as its accepted path and, if that does not end at a leaf, one guess more.
+            # A tree counts as its accepted path and, if that does not end at a leaf, one draft token more.
             num_drafted = draft.lengths[b] if draft.is_chain(b) else num_accepted + goes_on(draft, b, verdict.paths[b])
             STATE_CHECKS[type(self.inner)](self.inner, sequence, self.texts[sequence], num_drafted, num_accepted)
 
@@ -120,7 +120,7 @@ class WatchedReader(Watched):
 
 
 def goes_on(draft: Draft, request: int, path: tuple[int, ...]) -> bool:
-    """Whether something was guessed after the end of a path."""
+    """Whether something was drafted after the end of a path."""
     return (path[-1] if path else -1) in draft.parents[draft.offsets[request] : draft.offsets[request + 1]]
 
 
@@ -139,7 +139,7 @@ def check_draft(draft: Draft, batch: Batch, name: str, vocab_size: int) -> None:
         assert all(-1 <= parent < node for node, parent in enumerate(own)), "a parent comes before its child"
         assert entry.takes_trees or draft.is_chain(b), "the rule takes chains only"
         siblings = list(zip(own, draft.tokens[draft.offsets[b] : draft.offsets[b + 1]].tolist(), strict=True))
-        assert len(set(siblings)) == len(siblings), "one guess stands twice"
+        assert len(set(siblings)) == len(siblings), "one draft token is there twice"
         check_probes(draft, b, entry.num_probe, entry.probe_depth, vocab_size)
     if draft.mass is None:
         return
@@ -231,9 +231,7 @@ def check_matrix(drafter: RecyclingDrafter, batch: Batch, draft: Draft, verdict:
 def check_draft_model_state(
     drafter: DraftModelDrafter, sequence: int, text: list[int], num_drafted: int, num_accepted: int
 ) -> None:
-    """I1 and I3: the drafter knows the text; after a round one token waits, or two when a guess with none after it was
-    kept.
-    """
+    """I1 and I3: the drafter knows the text; after a round one token waits, two after the accepted end of a draft."""
     assert drafter._texts[sequence] == text
     if num_drafted:
         assert 1 <= len(text) - drafter.model.length(sequence) <= (2 if num_accepted == num_drafted else 1)
@@ -281,7 +279,7 @@ def check_cascade_state(
 
 
 def check_mix_state(drafter: MixDrafter, sequence: int, text: list[int], num_drafted: int, num_accepted: int) -> None:
-    """Every part knows the whole text, whoever guessed."""
+    """Every part knows the whole text, whichever drafted."""
     assert not drafter._drawn
     for part in drafter.parts:
         STATE_CHECKS[type(part)](part, sequence, text, 0, 0)
@@ -308,7 +306,7 @@ def check_block_state(
 def check_eagle_state(
     drafter: EagleDrafter, sequence: int, text: list[int], num_drafted: int, num_accepted: int
 ) -> None:
-    """The text; states of all of it before the anchor; the cache holds rows of some of them, and no guess."""
+    """The text; states of all of it before the anchor; the cache holds rows of some of them, and no draft token."""
     own = drafter._states.requests[sequence]
     assert drafter._texts[sequence][: len(text)] == text
     assert own.num_rows in (0, len(text) - 1)

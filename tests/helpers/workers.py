@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from foretoken.backend.call import Call
+from foretoken.backend.events import AnswerEnded, Begun, Event, ModelInfo, Piece, TokenEvent
 from foretoken.errors import InputError
-from foretoken.server.events import AnswerEnded, Begun, Event, ModelInfo, Piece, TokenEvent
 from foretoken.server.life.wire import Channel, Command, LoadEngine, Message
 from foretoken.server.life.worker import Worker
-from foretoken.server.service import Call
 
 INFO = ModelInfo("stand-in", 100, 50, (0,), None, None, None, False, False, {}, 4)
 
@@ -58,7 +58,7 @@ class ScriptedGeneration:
 
 @dataclass
 class ScriptedService:
-    """Stands in for `LocalService`: answers every call with `token_ids`; those of tenant "hold" wait for a cancel."""
+    """Stands in for `LocalBackend`: answers every call with `token_ids`; those of tenant "hold" wait for a cancel."""
 
     token_ids: Sequence[int] = (3, 4)
     calls: list[Call] = field(default_factory=list)

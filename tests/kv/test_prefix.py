@@ -77,7 +77,7 @@ def test_what_was_unused_longest_makes_room_its_end_first() -> None:
 
 
 def test_a_block_that_is_written_again_is_forgotten() -> None:
-    """A draft's cache rolls back committed guesses: what stood there must not be found under its old text."""
+    """A draft's cache rolls back committed draft tokens: what stood there must not be found under its old text."""
     allocator = BlockAllocator(8, SIZE)
     table = hold(allocator, TEXT[:8])
     allocator.rollback(table, 6)

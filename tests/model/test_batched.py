@@ -113,7 +113,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 
 def decoding(count: int, chunk: int = 0) -> list[Reader]:
-    """Requests that decode with 0 to 4 guesses behind similar texts, and perhaps a chunk of a prompt."""
+    """Requests that decode with 0 to 4 draft tokens behind similar texts, and perhaps a chunk of a prompt."""
     segments = [(40 + b % 9, Segment(b, 1, tuple(range(-1, b % 5 - 1)))) for b in range(count)]
     segments += [(0, Segment(count, chunk, (), 0))] if chunk else []
     readers, first = list[Reader](), 0
@@ -203,12 +203,12 @@ def test_rows_that_ran_early(models: Callable[[], list[PagedModel]]) -> None:
             model.open(sequence)
             model.forward(torch.tensor(token_ids(11 + sequence)), [Segment(sequence, 11 + sequence)])
             model.commit(sequence, 11 + sequence)
-        anchor, guesses = token_ids(1, seed=5), token_ids(3, seed=6)
+        anchor, drafted = token_ids(1, seed=5), token_ids(3, seed=6)
         rows = [
             model.forward_early(torch.tensor([token]), [EarlySegment(0, offset, 1)], range(2))
-            for offset, token in enumerate((*anchor, *guesses))
+            for offset, token in enumerate((*anchor, *drafted))
         ]
-        flat = torch.tensor([*anchor, *guesses, *anchor])
+        flat = torch.tensor([*anchor, *drafted, *anchor])
         rows.append(model.forward(flat, [Segment(0, 1, (-1, 0, 1), 4), Segment(1, 1)]).logits)
         found.append(torch.cat(rows))
     torch.testing.assert_close(found[1], found[0], atol=1e-5, rtol=1e-5)

@@ -25,8 +25,8 @@ from foretoken.model.footprint import shape_of
 from foretoken.model.loader import load_decoder, read_config, read_raw_config
 from foretoken.model.open import native_config, open_model
 from foretoken.model.rope import TABLE_BLOCK, RotaryTable
-from foretoken.model.tokenizer import load_tokenizer
 from foretoken.model.weights import INDEX
+from foretoken.text.tokenizer import load_tokenizer
 from tests.helpers.broken_checkpoints import GOOD, make_bases, try_case
 from tests.helpers.checkpoints import tiny_checkpoint, tiny_tokenizer
 

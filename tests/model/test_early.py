@@ -114,7 +114,7 @@ def test_a_round_is_a_whole_pass(family: Family, exit_layer: int, num_kept: int)
         segment = Segment(0, 1, CHAIN, 5)
         with counted(family.decoder) as ran:
             got = model.forward(torch.tensor(rows), [segment]).logits
-        assert ran == [1] * exit_layer + [5] * (NUM_LAYERS - exit_layer)  # the last guess never ran
+        assert ran == [1] * exit_layer + [5] * (NUM_LAYERS - exit_layer)  # the last draft token never ran
         same(got, whole.forward(torch.tensor(rows), [segment]).logits)
         for one in (whole, model):
             one.commit(0, 1, range(num_kept))
@@ -175,7 +175,7 @@ def test_only_the_leading_layers_count(family: Family, layers: tuple[int, ...], 
 
 @pytest.mark.parametrize("changed", range(5))
 def test_other_tokens_are_not_taken_up(family: Family, changed: int) -> None:
-    """Only the rows before the first token that differs, a grammar's guess perhaps; all of them if it is the
+    """Only the rows before the first token that differs, a grammar's draft token perhaps; all of them if it is the
     anchor's.
     """
     prefix, rows = token_ids(11), token_ids(5, seed=2)
@@ -203,7 +203,7 @@ def test_a_tree_and_a_shorter_draft(llama: Family) -> None:
 
 @pytest.mark.parametrize("scattered", [False, True], ids=["one-piece", "scattered"])
 def test_a_mixed_batch(family: Family, scattered: bool) -> None:
-    """Exits at both layers, a plain row, a tree, a chunk of a prompt and foreign guesses in one verify pass."""
+    """Exits at both layers, a plain row, a tree, a chunk of a prompt and drafts of other drafters in one pass."""
     prefix = token_ids(11)
     early = {0: range(1), 1: range(2), 4: range(1), 5: range(2)}
     parents = {0: CHAIN, 1: CHAIN[:2], 2: (), 3: TREE, 4: CHAIN[:3], 5: CHAIN}
@@ -216,7 +216,7 @@ def test_a_mixed_batch(family: Family, scattered: bool) -> None:
                 model.forward_early(
                     torch.tensor([rows[s][step] for s in running]), [EarlySegment(s, step, 1) for s in running], layers
                 )
-    rows[4][1] = 5  # somebody else's guess
+    rows[4][1] = 5  # a draft token of another drafter
     for one in (whole, model):
         one.open(6)
     segments = [*(Segment(s, 1, parents[s], len(rows[s])) for s in rows), Segment(6, 9, (), 1)]

@@ -23,8 +23,8 @@ from foretoken.model.loader import load_decoder, read_config
 from foretoken.model.names import model_folder
 from foretoken.model.open import native_config, open_model
 from foretoken.model.paged import PagedModel
-from foretoken.model.tokenizer import load_tokenizer
 from foretoken.model.weights import AS_CODES
+from foretoken.text.tokenizer import load_tokenizer
 from foretoken.train.answers import folder_fingerprint
 from foretoken.train.draft_run import DraftJob, DraftSettings, train_draft
 from tests.helpers.checkpoints import token_ids, variant

@@ -13,7 +13,7 @@ from foretoken.errors import CheckpointError
 from foretoken.evaluate.identity import identity_of
 from foretoken.model.gguf.parts import part_files, read_header
 from foretoken.model.gguf.weights import GgufWeights
-from foretoken.model.tokenizer import load_tokenizer
+from foretoken.text.tokenizer import load_tokenizer
 from foretoken.train.answers import folder_fingerprint
 from tests.helpers.checkpoints import tiny_tokenizer, variant
 from tests.helpers.gguf_files import finish, write_gguf

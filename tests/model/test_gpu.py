@@ -17,7 +17,7 @@ from foretoken.model.attention.paged import PagedAttention
 from foretoken.model.interface import Segment
 from foretoken.model.loader import load_decoder
 from foretoken.model.paged import PagedModel
-from foretoken.model.sampling import near_ties, sample, target_probs
+from foretoken.text.sampling import near_ties, sample, target_probs
 from foretoken.transfer import to_device, to_host
 from tests.helpers.checkpoints import token_ids, variant
 

@@ -39,7 +39,7 @@ def test_a_file_s_codes_are_multiplied_as_they_are(tmp_path: Path, kind: str, mo
     model.open(1)
     extend(model, 1, text[:4])
     model.commit(1, 4)
-    assert torch.equal(extend(model, 1, text[4:], guesses=len(text) - 5), expected[4:])
+    assert torch.equal(extend(model, 1, text[4:], num_draft=len(text) - 5), expected[4:])
     model.close(1)
     monkeypatch.setattr(grouped_kernel, "kernel", lambda: None)
     assert torch.equal(by_token(model, text), expected)

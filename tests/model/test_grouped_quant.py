@@ -50,10 +50,10 @@ def test_a_matrix_in_pieces_is_that_of_one_piece(kind: str, num_rows: int, width
     assert (packed.multiply(x, None) - expected).norm() < (0.02 if kind == "int8" else 0.15) * expected.norm()
 
 
-def extend(model: LanguageModel, sequence: int, tokens: list[int], guesses: int = 0) -> Tensor:
-    """Logits of all rows: committed tokens, or one and a chain of guesses."""
-    parents = tuple(range(-1, guesses - 1))
-    segment = Segment(sequence, len(tokens) - guesses, parents, len(tokens))
+def extend(model: LanguageModel, sequence: int, tokens: list[int], num_draft: int = 0) -> Tensor:
+    """Logits of all rows: committed tokens, or one and a chain of draft tokens."""
+    parents = tuple(range(-1, num_draft - 1))
+    segment = Segment(sequence, len(tokens) - num_draft, parents, len(tokens))
     return model.forward(torch.tensor(tokens), [segment]).logits
 
 
@@ -94,20 +94,20 @@ def test_strict_numerics_of_quantised_weights(tmp_path: Path, kind: str, dtype: 
     folder, text = tiny_checkpoint(tmp_path, "llama", hidden_size=64), token_ids(40)
     model = open_model(folder, dtype, cache_tokens=512, numerics="strict", weights=kind)
     expected = by_token(model, text)
-    for guesses in (1, 3, 8, 17):
+    for num_draft in (1, 3, 8, 17):
         model.open(1)
         model.open(2)
         extend(model, 1, text[:7])
         model.commit(1, 7)
         extend(model, 2, text[:3])
         model.commit(2, 3)
-        rows, beside = text[7 : 8 + guesses], text[3:9]
+        rows, beside = text[7 : 8 + num_draft], text[3:9]
         chains = [
-            Segment(1, 1, tuple(range(-1, guesses - 1)), len(rows)),
+            Segment(1, 1, tuple(range(-1, num_draft - 1)), len(rows)),
             Segment(2, 1, tuple(range(-1, len(beside) - 2)), len(beside)),
         ]
         logits = model.forward(torch.tensor(rows + beside), chains).logits
-        assert torch.equal(logits[: len(rows)], expected[7 : 8 + guesses])
+        assert torch.equal(logits[: len(rows)], expected[7 : 8 + num_draft])
         assert torch.equal(logits[len(rows) :], expected[3:9])
         model.close(1)
         model.close(2)

@@ -83,7 +83,9 @@ def test_the_pass_equals_the_layers(
         {*((name, "auto") for name in ONE_OF_EACH), ("llama", "int4"), ("gemma2", "int4"), ("qwen3-moe", "int4")},
     ),
 )
-def test_guesses_get_the_bits_of_plain_decoding(tmp_path: Path, passes: list[bool], name: str, weights: str) -> None:
+def test_draft_tokens_get_the_bits_of_plain_decoding(
+    tmp_path: Path, passes: list[bool], name: str, weights: str
+) -> None:
     """Default numerics: every line of a tree, beside another sequence, against one token at a time."""
     model = opened(tmp_path / "m", name, weights)
     text = token_ids(20)

@@ -239,16 +239,16 @@ def test_a_tree_that_grows_level_by_level(family: Family, levels: tuple[int, ...
 
 
 @pytest.mark.parametrize("num_kept", range(5))
-def test_chain_of_guesses_partly_kept(some: Family, num_kept: int) -> None:
-    """The shape of every speculative round: anchor, four guesses, a prefix of them kept, the next anchor."""
-    model, prefix, guesses, after = some.model(), token_ids(10), token_ids(4, seed=2), token_ids(5, seed=3)
+def test_chain_of_draft_tokens_partly_kept(some: Family, num_kept: int) -> None:
+    """The shape of every speculative round: anchor, four draft tokens, a prefix of them kept, the next anchor."""
+    model, prefix, drafted, after = some.model(), token_ids(10), token_ids(4, seed=2), token_ids(5, seed=3)
     model.open(0)
     extend(model, 0, prefix[:-1])
     chain = Segment(0, 1, (-1, 0, 1, 2), 5)
-    got = model.forward(torch.tensor([prefix[-1], *guesses]), [chain]).logits
-    some.check(got, some.oracle([*prefix, *guesses])[9:])
+    got = model.forward(torch.tensor([prefix[-1], *drafted]), [chain]).logits
+    some.check(got, some.oracle([*prefix, *drafted])[9:])
     model.commit(0, 1, range(num_kept))
-    text = [*prefix, *guesses[:num_kept], *after]
+    text = [*prefix, *drafted[:num_kept], *after]
     got = model.forward(torch.tensor(after), [Segment(0, 1, (-1, 0, 1, 2), 5)]).logits
     some.check(got, some.oracle(text)[-5:])
 

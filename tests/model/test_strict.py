@@ -99,9 +99,9 @@ def extend(model: PagedModel, sequence: int, tokens: Sequence[int]) -> Tensor:
     return out
 
 
-def chain(num_guesses: int, sequence: int = 0) -> Segment:
-    """One pending token and a chain of guesses."""
-    return Segment(sequence, 1, tuple(range(-1, num_guesses - 1)), 1 + num_guesses)
+def chain(num_draft: int, sequence: int = 0) -> Segment:
+    """One pending token and a chain of draft tokens."""
+    return Segment(sequence, 1, tuple(range(-1, num_draft - 1)), 1 + num_draft)
 
 
 @pytest.fixture(autouse=True)
@@ -157,8 +157,8 @@ def some(request: pytest.FixtureRequest, one_thread: None, cases: Callable[[str,
 def ragged(model: PagedModel, text: Sequence[int], expected: Tensor, seed: int, num_rows: int = 500) -> int:
     """Serve several sequences that all continue `text`, in random batches of prompt chunks, chains and trees.
 
-    Guesses follow the text for a while and are wrong from then on; what agrees is kept. Returns the rows that differ
-    from `expected`.
+    Draft tokens follow the text for a while and are wrong from then on; what agrees is kept. Returns the rows that
+    differ from `expected`.
     """
     choose = random.Random(seed)
     wrong = rows_seen = 0
@@ -238,10 +238,10 @@ def test_verify_passes_of_every_size_around_the_edges_of_key_blocks(some: Case) 
     extend(model, 0, some.text[:130])
     for start in (129, 128, 127, 126, 120, 66, 65, 64, 63, 62, 55, 1):
         model.rollback(0, start)
-        for num_guesses in range(17):
-            tokens = some.text[start : start + 1 + num_guesses]
-            got = model.forward(torch.tensor(tokens), [chain(num_guesses)]).logits
-            assert torch.equal(got, some.expected[start : start + 1 + num_guesses]), (start, num_guesses)
+        for num_draft in range(17):
+            tokens = some.text[start : start + 1 + num_draft]
+            got = model.forward(torch.tensor(tokens), [chain(num_draft)]).logits
+            assert torch.equal(got, some.expected[start : start + 1 + num_draft]), (start, num_draft)
 
 
 @pytest.mark.parametrize(
@@ -332,8 +332,8 @@ def test_slots_that_are_not_ours_or_not_written_yet_are_never_read(
 
 
 @pytest.mark.parametrize("parents", [(-1, 0, 1), (-1, -1, 0)], ids=["chain", "tree"])
-def test_a_guess_that_overflows_harms_only_itself(some: Case, parents: tuple[int, ...]) -> None:
-    """Token 96 gives NaN; as a guess it must not reach the rows before and beside it, which share its calls."""
+def test_a_draft_token_that_overflows_harms_only_itself(some: Case, parents: tuple[int, ...]) -> None:
+    """Token 96 gives NaN; as a draft token it must not reach the rows before and beside it, which share its calls."""
     model, weight = some.model(), some.decoder.embedding.weight
     model.open(0)
     extend(model, 0, some.text[:20])
@@ -349,8 +349,8 @@ def test_a_guess_that_overflows_harms_only_itself(some: Case, parents: tuple[int
     assert torch.equal(extend(model, 0, some.text[22:30]), some.expected[22:30])
 
 
-def test_greedy_decoding_in_bf16_is_the_same_with_and_without_guesses(cases: Callable[[str, str], Case]) -> None:
-    """Token for token over a long answer, whatever is guessed: half of the guesses are right."""
+def test_greedy_decoding_in_bf16_is_the_same_with_and_without_a_draft(cases: Callable[[str, str], Case]) -> None:
+    """Token for token over a long answer, whatever is drafted: half of the draft tokens are right."""
     case, choose = cases("llama", "bfloat16"), random.Random(3)
     model, plain = case.model(), [7]
     model.open(0)
@@ -360,11 +360,11 @@ def test_greedy_decoding_in_bf16_is_the_same_with_and_without_guesses(cases: Cal
     model.open(1)
     while len(text) < 200:
         count = choose.randint(0, 9)
-        guesses = [
+        drafted = [
             token if choose.random() < 0.8 else choose.randrange(97) for token in plain[len(text) : len(text) + count]
         ]
-        answers = model.forward(torch.tensor([text[-1], *guesses]), [chain(len(guesses), 1)]).logits.argmax(-1).tolist()
-        right = next((i for i, guess in enumerate(guesses) if guess != answers[i]), len(guesses))
+        answers = model.forward(torch.tensor([text[-1], *drafted]), [chain(len(drafted), 1)]).logits.argmax(-1).tolist()
+        right = next((i for i, token in enumerate(drafted) if token != answers[i]), len(drafted))
         model.commit(1, 1, range(right))
         text += answers[: right + 1]
     assert text[:200] == plain

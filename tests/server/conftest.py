@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 
 from foretoken import LLM, SamplingParams, SpecConfig, registry
+from foretoken.backend.local import LocalBackend
 from foretoken.engine.async_engine import AsyncEngine
 from foretoken.model.names import model_folder
-from foretoken.server.local import LocalService
 from tests.helpers.http import Serving
 from tests.server.synthetic import SYNTHETIC
 
@@ -61,11 +61,11 @@ def golden(served_engine: AsyncEngine) -> list[tuple[int, float]]:
 @pytest.fixture
 def service(
     served_engine: AsyncEngine, golden: list[tuple[int, float]], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[LocalService]:
+) -> Iterator[LocalBackend]:
     """The shared engine as a service; LEAK0 and the canary follow every test that uses it."""
     monkeypatch.setitem(registry.ADDED, "synthetic", SYNTHETIC)
     before = _held()
-    yield LocalService(served_engine, "reference")
+    yield LocalBackend(served_engine, "reference")
     _leak0(served_engine, before)
     assert _canary(served_engine) == golden, "the canary's answer has changed"
 

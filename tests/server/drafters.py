@@ -25,7 +25,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "synthetic_1.0": {"drafter": "synthetic"},
 }
 
-# Over HTTP `suffix` guesses as `ngram` does, and `draft_model` too has a part of its guesses kept: where a case costs
+# Over HTTP `suffix` drafts as `ngram` does, and `draft_model` too has a part of its tokens accepted: where a case costs
 # seconds, these two are in proof/test_server_cases.py.
 REST = ("suffix", "synthetic_0.5")
 FEW = tuple(name for name in DRAFTERS if name not in REST)

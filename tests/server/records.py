@@ -17,7 +17,7 @@ def stats_of(*rounds: RoundCounts, **fields: Any) -> dict[str, Any]:
 
 
 def drafted(num_drafted: int, num_accepted: int, drafter: str = "ngram") -> RoundCounts:
-    """A round with a chain of guesses."""
+    """A round with a chain of draft tokens."""
     depths = range(1, num_drafted + 1)
     return RoundCounts(depths, [drafter] * num_drafted, range(num_accepted), num_accepted + 1)
 

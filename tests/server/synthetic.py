@@ -1,4 +1,4 @@
-"""A drafter whose guesses are right as often as a test says: it runs the target's weights."""
+"""A drafter whose draft tokens are accepted as often as a test says: it runs the target's weights."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class SyntheticOptions:
 
 
 class SyntheticDrafter(ToyDrafter):
-    """At a share of places its guesses are drawn as the target draws them; elsewhere from the same distribution moved
-    by one token, so that a greedy target never agrees. Which places is a matter of the place alone.
+    """At a share of places its draft tokens are drawn as the target draws them; elsewhere from the same distribution
+    moved by one token, so that a greedy target never agrees. Which places is a matter of the place alone.
     """
 
     name = "synthetic"

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from foretoken.backend.local import LocalBackend
 from foretoken.engine.stats import EngineStats
 from foretoken.engine_config import EngineConfig
 from foretoken.server.api.app import create_app
@@ -17,7 +18,6 @@ from foretoken.server.config import ServerConfig
 from foretoken.server.guard.access import PUBLIC_PATHS, need_of
 from foretoken.server.guard.app import App, guarded
 from foretoken.server.guard.config import GuardConfig
-from foretoken.server.local import LocalService
 from foretoken.server.observe.config import ObserveConfig
 from foretoken.server.observe.observation import Observation
 from tests.helpers.fake_service import FakeService
@@ -152,7 +152,7 @@ PROMPT = (
 )
 
 
-def test_salt_isolation(service: LocalService, tmp_path: Path) -> None:
+def test_salt_isolation(service: LocalBackend, tmp_path: Path) -> None:
     """Case 60: what one tenant sent neither speeds up nor warms another one's requests."""
     path = tmp_path / "keys.toml"
     path.write_text("".join(f'[{name}]\nkey = "{name}-key-123"\n' for name in ("alice", "bob", "carol")))
@@ -182,7 +182,7 @@ def test_salt_isolation(service: LocalService, tmp_path: Path) -> None:
     learnt = run("alice")
     assert first == fresh
     assert learnt[0] > 0
-    assert learnt[2] > first[2]  # the store of finished answers guesses the whole answer now
+    assert learnt[2] > first[2]  # the store of finished answers drafts the whole answer now
     assert run("bob") == fresh
     assert run("alice", cache_salt="another") == fresh
     assert run("alice", cache_salt="another")[0] > 0

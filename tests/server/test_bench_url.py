@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from foretoken import LLM, SpecConfig
+from foretoken.backend.local import LocalBackend
 from foretoken.bench.url_options import UrlOptions
 from foretoken.bench.url_run import run_url
 from foretoken.engine.async_engine import AsyncEngine
 from foretoken.server.api.app import create_app
-from foretoken.server.local import LocalService
 from tests.server.serving import served
 
 
@@ -26,7 +26,7 @@ def engine() -> Iterator[AsyncEngine]:
 def test_tokens_and_acceptance_are_those_of_the_engine(engine: AsyncEngine, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "def a():\\n    return 1\\n\\n\\ndef b():\\n    return 1\\n\\n\\ndef c():\\n"}\n')
-    with served(create_app(LocalService(engine, "reference"))) as url:
+    with served(create_app(LocalBackend(engine, "reference"))) as url:
         options = UrlOptions(url, prompts=prompts, rates=(50.0,), requests=4, max_tokens=24, warmup=0)
         report = run_url(options)
     (row,) = report.rows

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from foretoken import LLM, SpecConfig
+from foretoken.backend.local import LocalBackend
 from foretoken.engine.async_engine import AsyncEngine
 from foretoken.server.api.app import create_app
-from foretoken.server.local import LocalService
 from tests.helpers.http import client_of, run
 
 ASKED = (
@@ -46,7 +46,7 @@ def test_e1_e2_cold_cached_and_together(smollm2_file: Path) -> None:
     bodies = [_body(number, temperature) for number in range(3) for temperature in (0.0, 1.0)]
     llm = LLM(smollm2_file, SpecConfig("auto"), cache_tokens=4096, profile="off")
     with llm, AsyncEngine(llm) as engine:
-        app = create_app(LocalService(engine, "smollm2"))
+        app = create_app(LocalBackend(engine, "smollm2"))
 
         async def ask(together: bool) -> list[tuple[str, Any, int]]:
             async with client_of(app) as client:

@@ -9,10 +9,10 @@ import httpx2
 import pytest
 
 from foretoken import LLM, SpecConfig
+from foretoken.backend.local import LocalBackend
 from foretoken.engine.async_engine import AsyncEngine
 from foretoken.server.api.app import create_app
 from foretoken.server.life.fault_hooks import FaultHook
-from foretoken.server.local import LocalService
 from tests.helpers.faults import expect
 
 PROMPTS = ("def f(x):\n", "class Reader", "import os\n")
@@ -29,7 +29,7 @@ def engine() -> Iterator[AsyncEngine]:
 
 async def answers(engine: AsyncEngine, *prompts: str) -> list[httpx2.Response]:
     """One request for each prompt, all at once."""
-    transport = httpx2.ASGITransport(create_app(LocalService(engine, "m")))
+    transport = httpx2.ASGITransport(create_app(LocalBackend(engine, "m")))
     async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
         bodies = [
             {"model": "m", "prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True}

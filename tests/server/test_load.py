@@ -11,11 +11,11 @@ import httpx2
 import pytest
 
 from foretoken import LLM, SpecConfig
+from foretoken.backend.events import Begun
+from foretoken.backend.local import LocalBackend
 from foretoken.engine.async_engine import AsyncEngine
 from foretoken.server.api.app import create_app
 from foretoken.server.api.config import ApiConfig
-from foretoken.server.events import Begun
-from foretoken.server.local import LocalService
 from tests.helpers.fake_service import FakeService, ended, piece
 from tests.helpers.http import Records, client_of, events_of, run, text_of
 from tests.helpers.usual import some_of
@@ -36,7 +36,7 @@ def texts_of(responses: Sequence[httpx2.Response]) -> list[list[str]]:
     return [[choice["text"] for choice in response.json()["choices"]] for response in responses]
 
 
-def test_overload_queue_full(service: LocalService, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overload_queue_full(service: LocalBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     """Case 29."""
     monkeypatch.setattr(service.engine, "max_waiting", 3)
     records = Records()
@@ -56,7 +56,7 @@ def test_overload_queue_full(service: LocalService, monkeypatch: pytest.MonkeyPa
     assert sum(record.status == 200 for record in records.all) == len(accepted)
 
 
-def test_overload_token_budget(service: LocalService, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overload_token_budget(service: LocalBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     """Case 30."""
     app = create_app(service, ApiConfig(max_pending_tokens=100))
     body = {"prompt": PROMPT, "max_tokens": 20, "n": 4, "ignore_eos": True}
@@ -74,7 +74,7 @@ def test_overload_token_budget(service: LocalService, monkeypatch: pytest.Monkey
     assert service.engine.llm.stats.num_submitted == num_before
 
 
-def test_queue_deadline(service: LocalService) -> None:
+def test_queue_deadline(service: LocalBackend) -> None:
     """Case 31."""
     records = Records()
     fake = FakeService((Begun(((1,),)), asyncio.Event(), piece(0, "a"), ended(0, "a")))
@@ -129,12 +129,12 @@ def mixed_bodies(spec: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def coupled(spec: dict[str, Any]) -> dict[str, Any]:
-    """Under the coupled rule a seeded answer does not depend on what was guessed, nor on how much."""
+    """Under the coupled rule a seeded answer does not depend on what was drafted, nor on how much."""
     return {} if spec["drafter"] is None else {"rule": "coupled"}
 
 
 @pytest.mark.parametrize("drafter", some_of(FEW, {"off", "tree", "synthetic_0.0"}))
-def test_mixed_sampling_batch(service: LocalService, drafter: str) -> None:
+def test_mixed_sampling_batch(service: LocalBackend, drafter: str) -> None:
     """Case 32, and 33: alone or in company, drafted or not, cached or not."""
     app = create_app(service, config_for(drafter))
     bodies = mixed_bodies(DRAFTERS[drafter])
@@ -148,7 +148,7 @@ def test_mixed_sampling_batch(service: LocalService, drafter: str) -> None:
 
 
 @pytest.mark.parametrize("drafter", some_of(DRAFTERS, {"off", "tree", "synthetic_0.5"}))
-def test_seed_determinism(service: LocalService, drafter: str) -> None:
+def test_seed_determinism(service: LocalBackend, drafter: str) -> None:
     """Case 33: the same seed twice; the second time the prompt is cached."""
     app = create_app(service, config_for(drafter))
     body = {"prompt": PROMPT * 16, "seed": 11, "temperature": 1, "max_tokens": 10, "n": 2, "cache_salt": drafter}
@@ -161,7 +161,7 @@ def test_seed_determinism(service: LocalService, drafter: str) -> None:
     assert first.json()["choices"][0]["text"] != first.json()["choices"][1]["text"]
 
 
-def test_different_seed_differs(service: LocalService) -> None:
+def test_different_seed_differs(service: LocalBackend) -> None:
     """Case 34."""
     app = create_app(service)
     bodies = [{"prompt": PROMPT, "temperature": 1.2, "max_tokens": 12, "seed": seed} for seed in range(4)]
@@ -180,7 +180,7 @@ def small_engine(chat_folder: Path) -> Iterator[AsyncEngine]:
 
 
 @pytest.mark.parametrize("drafter", some_of(FEW, {"off", "synthetic_1.0"}))
-def test_kv_exhaustion_preempt(service: LocalService, small_engine: AsyncEngine, drafter: str) -> None:
+def test_kv_exhaustion_preempt(service: LocalBackend, small_engine: AsyncEngine, drafter: str) -> None:
     """Case 35: the answers are those of a cache that is large enough."""
     config = config_for(drafter)
     bodies = [
@@ -191,7 +191,7 @@ def test_kv_exhaustion_preempt(service: LocalService, small_engine: AsyncEngine,
         body["spec"] = DRAFTERS[drafter]
     expected = texts_of(run(post_all(create_app(service, config), bodies)))
     num_before = small_engine.llm.stats.num_preempted
-    found = texts_of(run(post_all(create_app(LocalService(small_engine, "small"), config), bodies)))
+    found = texts_of(run(post_all(create_app(LocalBackend(small_engine, "small"), config), bodies)))
     assert found == expected
     assert small_engine.llm.stats.num_preempted > num_before
     assert not small_engine.llm.engine.has_work
@@ -199,7 +199,7 @@ def test_kv_exhaustion_preempt(service: LocalService, small_engine: AsyncEngine,
 
 def test_kv_too_small_for_one(small_engine: AsyncEngine) -> None:
     """Case 36."""
-    app = create_app(LocalService(small_engine, "small"))
+    app = create_app(LocalBackend(small_engine, "small"))
     (refused,) = run(post_all(app, [{"prompt": PROMPT, "max_tokens": 500}]))
     assert refused.status_code == 400
     assert refused.json()["error"]["code"] == "capacity_exceeded"

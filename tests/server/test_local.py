@@ -11,15 +11,15 @@ import msgspec
 import pytest
 
 from foretoken import LLM, SamplingParams, SpecConfig
+from foretoken.backend.call import Call
+from foretoken.backend.events import AnswerEnded, Begun, Event, Piece
+from foretoken.backend.local import LocalBackend
+from foretoken.backend.plain import engine_config_of, plain
 from foretoken.engine.async_engine import AsyncEngine
 from foretoken.engine_config import EngineConfig
 from foretoken.errors import InputError, OverloadedError
-from foretoken.server.events import AnswerEnded, Begun, Event, Piece
 from foretoken.server.life.loading import build_engine
 from foretoken.server.life.merging import merged
-from foretoken.server.life.plain import engine_config_of, plain
-from foretoken.server.local import LocalService
-from foretoken.server.service import Call
 from tests.helpers.tiny_heads import tiny_head
 
 PROMPTS = ("def f(x):\n", "class Reader")
@@ -31,7 +31,7 @@ def engine() -> Iterator[AsyncEngine]:
         yield engine
 
 
-async def events_of(service: LocalService, call: Call) -> list[Event]:
+async def events_of(service: LocalBackend, call: Call) -> list[Event]:
     return [event async for event in await service.open(call)]
 
 
@@ -39,7 +39,7 @@ async def events_of(service: LocalService, call: Call) -> list[Event]:
 def test_events_add_up_to_the_answers_of_generate(engine: AsyncEngine, drafter: str | None) -> None:
     params = SamplingParams(max_tokens=12, n=2, logprobs=1, temperature=0.8, seed=3, prompt_logprobs=0)
     spec = SpecConfig(drafter, rule="coupled") if drafter else SpecConfig()
-    service = LocalService(engine, "reference")
+    service = LocalBackend(engine, "reference")
     found = asyncio.run(events_of(service, Call(params, PROMPTS, spec=spec)))
     assert [msgspec.msgpack.decode(msgspec.msgpack.encode(event), type=Event) for event in found] == found
 
@@ -63,7 +63,7 @@ def test_events_add_up_to_the_answers_of_generate(engine: AsyncEngine, drafter: 
 
 
 def test_a_call_is_queued_whole_or_not_at_all(engine: AsyncEngine) -> None:
-    service = LocalService(engine, "reference")
+    service = LocalBackend(engine, "reference")
     with pytest.raises(OverloadedError):
         asyncio.run(service.open(Call(SamplingParams(max_tokens=4, n=3), PROMPTS)))
     assert not engine.llm.engine.has_work
@@ -71,7 +71,7 @@ def test_a_call_is_queued_whole_or_not_at_all(engine: AsyncEngine) -> None:
 
 def test_cancel_frees_every_answer(engine: AsyncEngine) -> None:
     async def run() -> list[Event]:
-        generation = await LocalService(engine, "reference").open(
+        generation = await LocalBackend(engine, "reference").open(
             Call(SamplingParams(max_tokens=2000, n=2, ignore_eos=True, temperature=1.0), PROMPTS[:1])
         )
         found: list[Event] = []
@@ -88,7 +88,7 @@ def test_cancel_frees_every_answer(engine: AsyncEngine) -> None:
 
 
 def test_text_and_tokens_both_ways(engine: AsyncEngine) -> None:
-    service = LocalService(engine, "reference")
+    service = LocalBackend(engine, "reference")
     ids = asyncio.run(service.tokenize("def f(x):"))
     assert asyncio.run(service.detokenize(ids)) == "def f(x):"
     with pytest.raises(InputError, match="tokens=4096"):
@@ -98,13 +98,13 @@ def test_text_and_tokens_both_ways(engine: AsyncEngine) -> None:
 def test_what_learning_did_is_in_the_statistics(
     engine: AsyncEngine, text_pair: SimpleNamespace, tmp_path: Path
 ) -> None:
-    assert "adaptation" not in asyncio.run(LocalService(engine, "reference").stats())
+    assert "adaptation" not in asyncio.run(LocalBackend(engine, "reference").stats())
     head = tiny_head(tmp_path / "head", text_pair.target, "medusa")
     spec = SpecConfig("medusa", head=str(head), num_draft=2)
     config = engine_config_of(plain(EngineConfig(str(text_pair.target), spec, profile="off", adapt=True)))
     learning, _ = build_engine(config, max_waiting=4, draft_required=False)
     with learning.llm, learning:
-        service = LocalService(learning, "reference")
+        service = LocalBackend(learning, "reference")
         asyncio.run(events_of(service, Call(SamplingParams(max_tokens=8), PROMPTS[:1])))
         found = asyncio.run(service.stats())["adaptation"]
     assert (found["num_drafters"], found["num_swaps"]) == (1, 0)

@@ -9,12 +9,12 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from foretoken.backend.local import LocalBackend
 from foretoken.config import SpecConfig
 from foretoken.server.api.app import create_app
 from foretoken.server.api.config import ApiConfig
 from foretoken.server.guard.app import guarded
 from foretoken.server.guard.config import GuardConfig
-from foretoken.server.local import LocalService
 from foretoken.server.observe.config import ObserveConfig
 from foretoken.server.observe.observation import Observation
 from foretoken.server.observe.summaries import summarise
@@ -26,7 +26,7 @@ SECRET = "the users own words"
 DRAFTERS = (None, "ngram", "suffix", "draft_model")
 
 
-def test_metrics_and_history_count_what_responses_say(service: LocalService, tmp_path: Path) -> None:
+def test_metrics_and_history_count_what_responses_say(service: LocalBackend, tmp_path: Path) -> None:
     path = str(tmp_path / "history.db")
     observation = Observation(service, ObserveConfig(history=path, request_log="none", stats_max_age_s=0.0))
     api = ApiConfig(specs=(SpecConfig("draft_model", "reference:draft", num_draft=3),))
@@ -87,7 +87,7 @@ def test_metrics_and_history_count_what_responses_say(service: LocalService, tmp
     assert SECRET not in (tmp_path / "history.db").read_bytes().decode("latin-1")
 
 
-def test_a_client_that_leaves_counts_once(service: LocalService) -> None:
+def test_a_client_that_leaves_counts_once(service: LocalBackend) -> None:
     observation = Observation(service, ObserveConfig(request_log="none"))
     app = observation.around(guarded(create_app(service, observers=observation.observers), GuardConfig()))
     body = json.dumps({"prompt": "def f(x):", "max_tokens": 500, "ignore_eos": True}).encode()

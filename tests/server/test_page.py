@@ -14,13 +14,13 @@ import pytest
 from fastapi import FastAPI
 
 from foretoken import LLM
+from foretoken.backend.local import LocalBackend
 from foretoken.config import RULES
 from foretoken.engine.async_engine import AsyncEngine
 from foretoken.errors import UnavailableError
 from foretoken.registry import known_drafters
 from foretoken.server.api.config import ApiConfig
 from foretoken.server.api.exchange import Api
-from foretoken.server.local import LocalService
 from foretoken.server.page.board import drafter_groups, stats_router
 from foretoken.server.page.page import SCRIPTS, content_policy, document, page_router, script
 
@@ -45,9 +45,9 @@ def api_of(service: Any) -> Api:
 
 
 @pytest.fixture(scope="module")
-def service() -> Iterator[LocalService]:
+def service() -> Iterator[LocalBackend]:
     with LLM("reference:target", dtype="float32", profile="off") as llm, AsyncEngine(llm) as engine:
-        yield LocalService(engine, "reference")
+        yield LocalBackend(engine, "reference")
 
 
 def test_the_page_is_one_document_with_its_policy() -> None:
@@ -126,7 +126,7 @@ def test_every_field_has_a_label() -> None:
         assert is_inside or (identity and f'<label for="{identity[1]}"' in body), field
 
 
-def test_stats_have_the_model_and_the_counters(service: LocalService) -> None:
+def test_stats_have_the_model_and_the_counters(service: LocalBackend) -> None:
     found = get(app_with(stats_router(api_of(service))), "/v1/stats").json()
     assert found["state"] == "ready"
     assert found["model"]["name"] == "reference"
@@ -138,7 +138,7 @@ def test_stats_have_the_model_and_the_counters(service: LocalService) -> None:
     assert "draft_model" not in found["drafters"]  # this server has no draft
 
 
-def test_stats_of_a_service_that_is_not_ready(service: LocalService) -> None:
+def test_stats_of_a_service_that_is_not_ready(service: LocalBackend) -> None:
     class Loading:
         state, info = "loading", None
 

@@ -13,10 +13,10 @@ import httpx2
 import pytest
 
 from foretoken import LLM, SpecConfig
+from foretoken.backend.local import LocalBackend
 from foretoken.engine.async_engine import AsyncEngine
 from foretoken.server.api.app import create_app
 from foretoken.server.api.config import ApiConfig
-from foretoken.server.local import LocalService
 from foretoken.server.page.board import stats_router
 from foretoken.server.page.page import page_router
 from tests.server.serving import FOLDER, chromium, served
@@ -38,7 +38,7 @@ def engine() -> Iterator[AsyncEngine]:
 
 @pytest.fixture(scope="module")
 def url(engine: AsyncEngine) -> Iterator[str]:
-    service = LocalService(engine, "reference")
+    service = LocalBackend(engine, "reference")
     mix = SpecConfig("mix", parts=("ngram", SpecConfig("draft_model", draft="reference:draft")))
     with served(create_app(service, ApiConfig(specs=(mix,)), routers=(page_router(), stats_router))) as address:
         yield address
@@ -105,7 +105,7 @@ def test_a_prompt_gets_a_streamed_coloured_answer(page: Any, url: str) -> None:
     assert kinds & {"residual", "bonus"}
     assert page.evaluate("window.grown") > 5  # it came in pieces
     assert re.search(r"\d tokens/s", page.text_content(".pane .speed"))
-    assert re.search(r"48 tokens in \d+ steps .* guesses accepted", page.text_content(".pane .detail"))
+    assert re.search(r"48 tokens in \d+ steps .* draft tokens accepted", page.text_content(".pane .detail"))
     colours = page.eval_on_selector(".answer .tok.model", "e => getComputedStyle(e).textDecorationLine")
     assert colours == "underline"
 

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from foretoken import LLM, SamplingParams, SpecConfig
+from foretoken.backend.call import Backend, Call, Generation
+from foretoken.backend.events import AnswerEnded, Begun, Event
+from foretoken.backend.local import LocalBackend
 from foretoken.engine.async_engine import AsyncEngine
 from foretoken.errors import InputError, OverloadedError, UnavailableError, WorkerDiedError
-from foretoken.server.events import AnswerEnded, Begun, Event
 from foretoken.server.life.remote import RemoteService
 from foretoken.server.life.wire import Beat, Loaded, LoadEngine
-from foretoken.server.local import LocalService
-from foretoken.server.service import Call, Generation, Service
 from tests.helpers.workers import ScriptedService, WorkerHere, channels
 
 
@@ -81,7 +81,7 @@ async def read_into(found: list[Event], generation: Generation) -> None:
         found.append(event)
 
 
-async def events_of(service: Service, call: Call) -> list[Event]:
+async def events_of(service: Backend, call: Call) -> list[Event]:
     return [event async for event in await service.open(call)]
 
 
@@ -99,7 +99,7 @@ def without_times(events: list[Event]) -> list[Event]:
 def test_the_events_are_those_of_the_service_behind_it(engine: AsyncEngine) -> None:
     params = SamplingParams(max_tokens=6, n=2, logprobs=1, temperature=0.8, seed=3, prompt_logprobs=0)
     call = Call(params, ("def f(x):\n", [5, 6, 7]), spec=SpecConfig())
-    local = LocalService(engine, "reference")
+    local = LocalBackend(engine, "reference")
 
     async def run() -> tuple[list[Event], list[Event]]:
         async with remote(local) as service:
@@ -112,7 +112,7 @@ def test_the_events_are_those_of_the_service_behind_it(engine: AsyncEngine) -> N
 
 def test_texts_figures_and_refusals(engine: AsyncEngine) -> None:
     async def run() -> None:
-        async with remote(LocalService(engine, "reference")) as service:
+        async with remote(LocalBackend(engine, "reference")) as service:
             ids = await service.tokenize("def f(x):")
             assert await service.detokenize(ids) == "def f(x):"
             await service.ping()
@@ -135,7 +135,7 @@ def test_every_way_of_leaving_frees_the_call(engine: AsyncEngine) -> None:
     call = Call(SamplingParams(max_tokens=2000, n=2, ignore_eos=True, temperature=1.0), ["def f(x):"])
 
     async def run() -> None:
-        async with remote(LocalService(engine, "reference")) as service:
+        async with remote(LocalBackend(engine, "reference")) as service:
             generation = await service.open(call)  # cancelled: its ends still come
             found: list[Event] = []
             async for event in generation:

@@ -16,12 +16,12 @@ from fastapi import FastAPI
 from safetensors.torch import load_file, save_file
 
 from foretoken import EngineConfig, SamplingParams, SpecConfig
+from foretoken.backend.local import LocalBackend
 from foretoken.errors import CheckpointError, SpeculationWarning
 from foretoken.server.api.app import create_app
 from foretoken.server.api.config import ApiConfig
 from foretoken.server.life import supervisor
 from foretoken.server.life.loading import build_engine
-from foretoken.server.local import LocalService
 from tests.cli.conftest import Run, clean_place, foretoken  # noqa: F401 - fixtures
 from tests.helpers.checkpoints import foreign_tokenizer
 from tests.helpers.http import client_of, run
@@ -213,7 +213,7 @@ def test_draft_missing(text_pair: SimpleNamespace, tmp_path: Path) -> None:
         with engine, engine.llm as llm:
             assert "draft_model" not in llm.spec.leaves
             assert len(engine.submit("the list", SamplingParams(max_tokens=4)).result().token_ids) == 4
-            check_lost_drafter(create_app(LocalService(engine, "m", missing), ApiConfig(specs=(spec,))))
+            check_lost_drafter(create_app(LocalBackend(engine, "m", missing), ApiConfig(specs=(spec,))))
         with pytest.raises(CheckpointError):
             build_engine(config, max_waiting=4, draft_required=True)
 

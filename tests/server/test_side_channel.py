@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from foretoken.backend.events import AnswerEnded, Begun, Event, Piece, TokenEvent
 from foretoken.server.api.app import create_app
 from foretoken.server.api.config import ApiConfig
-from foretoken.server.events import AnswerEnded, Begun, Event, Piece, TokenEvent
 from foretoken.server.guard.app import guarded
 from foretoken.server.guard.config import GuardConfig
 from tests.helpers.fake_service import STATS, FakeService

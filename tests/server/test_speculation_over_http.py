@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 from foretoken import SpecConfig
-from foretoken.model.tokenizer import Detokenizer
+from foretoken.backend.local import LocalBackend
 from foretoken.server.api.app import create_app
 from foretoken.server.api.config import ApiConfig
-from foretoken.server.local import LocalService
+from foretoken.text.tokenizer import Detokenizer
 from tests.helpers.fake_service import FakeService
 from tests.helpers.faults import expect
 from tests.helpers.http import Records, client_of, events_of, run, text_of
@@ -24,7 +24,7 @@ from tests.server.drafters import DRAFTERS, FEW, config_for
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPT = "def read(self, path):\n    with open(path) as file:\n        return file.read()\n\ndef read_all("
 SPECULATIVE = [name for name in DRAFTERS if name != "off"]
-# Plain, a tree of which a part is kept, and guesses of which all are kept; over HTTP the others are one of these.
+# Plain, a tree that is accepted in part, and a draft that is accepted whole; over HTTP the others are one of these.
 USUAL = {"off", "tree", "synthetic_1.0"}
 
 
@@ -56,7 +56,7 @@ def near(found: Any, expected: Any, tolerance: float = 1e-3) -> bool:
 
 
 @pytest.mark.parametrize("drafter", some_of(SPECULATIVE, {"ngram", "tree", "synthetic_0.5", "synthetic_1.0"}))
-def test_lossless_greedy(service: LocalService, drafter: str) -> None:
+def test_lossless_greedy(service: LocalBackend, drafter: str) -> None:
     """Case 42: over HTTP; tests/engine/test_exactness.py has all drafters and rules."""
     app = create_app(service, config_for(drafter))
     plain, drafted = ask(app, *(greedy(logprobs=2, spec=spec) for spec in (DRAFTERS["off"], DRAFTERS[drafter])))
@@ -67,7 +67,7 @@ def test_lossless_greedy(service: LocalService, drafter: str) -> None:
 
 
 @pytest.mark.parametrize("rate", some_of(["0.0", "0.5", "1.0"], {"0.5", "1.0"}))
-def test_synthetic_0_and_1(service: LocalService, rate: str) -> None:
+def test_synthetic_0_and_1(service: LocalBackend, rate: str) -> None:
     """Case 44: what is accepted is what the rate says, and the answer ends where it would have ended."""
     app = create_app(service, config_for(f"synthetic_{rate}"))
     spec, plain = {"drafter": "synthetic"}, {"drafter": None}
@@ -100,7 +100,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("drafter", some_of(SPECULATIVE, {"ngram", "tree", "synthetic_0.5"}))
-def test_feature_cross(service: LocalService, drafter: str) -> None:
+def test_feature_cross(service: LocalBackend, drafter: str) -> None:
     """Case 45: every pair of features with one drafter, every feature with every drafter; the answer is that of plain
     decoding.
     """
@@ -135,7 +135,7 @@ def check_trimmed(app: Any, body: dict[str, Any], stop: str) -> str:
 
 
 @pytest.mark.parametrize("drafter", some_of(FEW, USUAL))
-def test_stop_string_spanning(service: LocalService, drafter: str) -> None:
+def test_stop_string_spanning(service: LocalBackend, drafter: str) -> None:
     """Case 53."""
     app = create_app(service, config_for(drafter))
     body = greedy(spec=DRAFTERS[drafter], max_tokens=20, return_token_ids=True)
@@ -154,7 +154,7 @@ def test_stop_string_spanning(service: LocalService, drafter: str) -> None:
 
 
 @pytest.mark.parametrize("drafter", some_of(DRAFTERS, USUAL))
-def test_utf8_split(service: LocalService, drafter: str) -> None:
+def test_utf8_split(service: LocalBackend, drafter: str) -> None:
     """Case 54: characters of several tokens each, forced one token after the other."""
     assert service.engine.llm.tokenizer is not None
     for wanted in ("\U0001f468\u200d\U0001f469\u200d\U0001f467", "한국어", "é😀猫"):
@@ -170,7 +170,7 @@ def test_utf8_split(service: LocalService, drafter: str) -> None:
 
 
 @pytest.mark.parametrize("drafter", some_of(DRAFTERS, USUAL))
-def test_utf8_that_breaks(service: LocalService, drafter: str) -> None:
+def test_utf8_that_breaks(service: LocalBackend, drafter: str) -> None:
     """Case 54: bytes that are no character, at the beginning of the answer and inside: the stream is the answer."""
     tokenizer = service.engine.llm.tokenizer
     assert tokenizer is not None
@@ -191,7 +191,7 @@ def test_utf8_that_breaks(service: LocalService, drafter: str) -> None:
         assert text_of(events) == whole["choices"][0]["text"]
 
 
-def test_a_decoder_that_fails_ends_its_request_alone(service: LocalService, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decoder_that_fails_ends_its_request_alone(service: LocalBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     """Case 54: an exception in the decoder, at the third token of one of two requests of a batch, streamed and not."""
     app, push = create_app(service), Detokenizer.push
     (fine,) = ask(app, greedy())
@@ -221,7 +221,7 @@ def test_a_decoder_that_fails_ends_its_request_alone(service: LocalService, monk
 
 
 @pytest.mark.parametrize("drafter", some_of(FEW, USUAL))
-def test_max_tokens_inside_run(service: LocalService, drafter: str) -> None:
+def test_max_tokens_inside_run(service: LocalBackend, drafter: str) -> None:
     """Case 55."""
     app = create_app(service, config_for(drafter))
     spec = DRAFTERS[drafter]
@@ -242,7 +242,7 @@ def prediction(content: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("drafter", some_of(["default", *FEW], {"default", "off", "tree"}))
-def test_prediction_api(service: LocalService, drafter: str) -> None:
+def test_prediction_api(service: LocalBackend, drafter: str) -> None:
     """Case 57: the answer is the same with it; every token of it is accepted or rejected."""
     app = create_app(service, config_for(drafter))
     spec = {} if drafter == "default" else {"spec": DRAFTERS[drafter]}
@@ -279,7 +279,7 @@ def test_prediction_api(service: LocalService, drafter: str) -> None:
 KINDS = ("accepted", "rejected")
 
 
-def test_prediction_that_is_refused_or_disabled(service: LocalService) -> None:
+def test_prediction_that_is_refused_or_disabled(service: LocalBackend) -> None:
     """Case 57."""
     app = create_app(service)
     (found,) = ask(app, greedy(prediction=prediction("word " * 200_000)), status=400)
@@ -303,7 +303,7 @@ STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
     [("off", "ngram", "tree", "synthetic_0.5"), pytest.param(tuple(DRAFTERS), marks=pytest.mark.repeated)],
     ids=["some", "all"],
 )
-def test_usage_conservation(service: LocalService, drafters: tuple[str, ...]) -> None:
+def test_usage_conservation(service: LocalBackend, drafters: tuple[str, ...]) -> None:
     """Case 58: responses, records, the engine's totals and the trace count the same tokens."""
     records, engine = Records(), service.engine.llm
     totals = []
@@ -447,7 +447,7 @@ def test_settings_of_a_request_reach_the_engine() -> None:
 
 
 @pytest.mark.parametrize("drafter", some_of(FEW, USUAL))
-def test_padded_chunks_have_one_size(service: LocalService, drafter: str) -> None:
+def test_padded_chunks_have_one_size(service: LocalBackend, drafter: str) -> None:
     """Case 59: with bursts and with log-probabilities."""
     app = create_app(service, config_for(drafter, obfuscation=True))
     body = greedy(spec=DRAFTERS[drafter], stream=True, stream_options={"include_usage": True})

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from fastapi import APIRouter
 
+from foretoken.backend.call import State
 from foretoken.server.api.app import create_app
 from foretoken.server.api.config import ApiConfig
 from foretoken.server.api.errors import CODES
-from foretoken.server.service import State
 from tests.helpers.fake_service import FakeService
 from tests.helpers.http import Records, client_of, run
 

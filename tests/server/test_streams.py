@@ -12,12 +12,12 @@ from typing import Any
 import httpx2
 import pytest
 
+from foretoken.backend.events import AnswerFailed, Begun
+from foretoken.backend.local import LocalBackend
 from foretoken.engine.async_engine import AsyncEngine
 from foretoken.errors import NumericsError, WorkerDiedError
 from foretoken.server.api.app import create_app
 from foretoken.server.api.config import ApiConfig
-from foretoken.server.events import AnswerFailed, Begun
-from foretoken.server.local import LocalService
 from tests.helpers.fake_service import FakeService, ended, piece
 from tests.helpers.http import RawClient, Records, Serving, client_of, events_of, run, text_of
 from tests.server.drafters import DRAFTERS, config_for
@@ -55,7 +55,7 @@ def stream(app: Any, path: str = TEXT, **body: Any) -> list[Any]:
 # ---- rules of section 6
 
 
-def test_a_stream_has_the_shape_that_clients_know(service: LocalService) -> None:
+def test_a_stream_has_the_shape_that_clients_know(service: LocalBackend) -> None:
     app = create_app(service)
     body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 5, "temperature": 0, "ignore_eos": True}
     events = stream(app, CHAT, **body, stream_options={"include_usage": True})
@@ -75,7 +75,7 @@ def test_a_stream_has_the_shape_that_clients_know(service: LocalService) -> None
     assert answer["choices"][0]["finish_reason"] == "length"
 
 
-def test_running_usage_stands_on_every_chunk_that_asks_for_it(service: LocalService) -> None:
+def test_running_usage_stands_on_every_chunk_that_asks_for_it(service: LocalBackend) -> None:
     events = stream(
         create_app(service),
         prompt=PROMPT,
@@ -89,7 +89,7 @@ def test_running_usage_stands_on_every_chunk_that_asks_for_it(service: LocalServ
     assert 0 < counts[0] < 4
 
 
-def test_an_event_is_sent_for_each_verify_step_token_or_interval(service: LocalService) -> None:
+def test_an_event_is_sent_for_each_verify_step_token_or_interval(service: LocalBackend) -> None:
     body = {"prompt": PROMPT * 3, "max_tokens": 40, "temperature": 0, "spec": {"drafter": "ngram", "num_draft": 4}}
 
     def chunks(granularity: str) -> list[Any]:
@@ -178,7 +178,7 @@ def test_sse_keepalive() -> None:
 @pytest.mark.parametrize(
     ("drafter", "style"), [*((name, "close") for name in DRAFTERS), ("off", "half_close"), ("off", "reset")]
 )
-def test_disconnect_stream(service: LocalService, serving: Serving, drafter: str, style: str) -> None:
+def test_disconnect_stream(service: LocalBackend, serving: Serving, drafter: str, style: str) -> None:
     """Case 24."""
     records, engine = Records(), service.engine
     address = serving(create_app(service, config_for(drafter), [records]))
@@ -208,7 +208,7 @@ def wait_closed(client: RawClient) -> None:
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_disconnect_nonstream(service: LocalService, serving: Serving, drafter: str) -> None:
+def test_disconnect_nonstream(service: LocalBackend, serving: Serving, drafter: str) -> None:
     """Case 25."""
     records, engine = Records(), service.engine
     address = serving(create_app(service, config_for(drafter), [records]))
@@ -220,7 +220,7 @@ def test_disconnect_nonstream(service: LocalService, serving: Serving, drafter: 
     assert (records.all[0].status, records.all[0].reason) == (499, "client")
 
 
-def test_disconnect_between_two_intervals(service: LocalService, serving: Serving) -> None:
+def test_disconnect_between_two_intervals(service: LocalBackend, serving: Serving) -> None:
     """Case 24: also while events are gathered, and traced."""
     records = Records()
     address = serving(create_app(service, ApiConfig(granularity="interval:30"), [records]))
@@ -234,7 +234,7 @@ def test_disconnect_between_two_intervals(service: LocalService, serving: Servin
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_disconnect_in_queue(service: LocalService, serving: Serving, is_stream: bool) -> None:
+def test_disconnect_in_queue(service: LocalBackend, serving: Serving, is_stream: bool) -> None:
     """Case 26: while eight others fill the batch."""
     engine, records = service.engine, Records()
     address = serving(create_app(service, observers=[records]))
@@ -252,7 +252,7 @@ def test_disconnect_in_queue(service: LocalService, serving: Serving, is_stream:
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_disconnect_in_prefill(service: LocalService, serving: Serving, is_stream: bool) -> None:
+def test_disconnect_in_prefill(service: LocalBackend, serving: Serving, is_stream: bool) -> None:
     """Case 26: a long prompt is read in chunks."""
     engine = service.engine
     address = serving(create_app(service))
@@ -265,7 +265,7 @@ def test_disconnect_in_prefill(service: LocalService, serving: Serving, is_strea
     assert engine.llm.stats.num_aborted == num_before + 1
 
 
-def test_disconnect_at_the_last_step(service: LocalService, serving: Serving) -> None:
+def test_disconnect_at_the_last_step(service: LocalBackend, serving: Serving) -> None:
     """Case 26: the answer is complete, and nobody is aborted for nothing."""
     engine, records = service.engine, Records()
     address = serving(create_app(service, observers=[records]))
@@ -278,7 +278,7 @@ def test_disconnect_at_the_last_step(service: LocalService, serving: Serving) ->
     assert engine.llm.stats.num_aborted == num_before
 
 
-def test_slow_client(service: LocalService, serving: Serving) -> None:
+def test_slow_client(service: LocalBackend, serving: Serving) -> None:
     """Case 27: a reader that does not read holds up nobody."""
     engine = service.engine
     address = serving(create_app(service))
@@ -307,7 +307,7 @@ def test_slow_client_is_dropped_when_its_buffer_is_full(serving: Serving) -> Non
     fast.close()
 
 
-def test_what_observers_raise_costs_nothing(service: LocalService) -> None:
+def test_what_observers_raise_costs_nothing(service: LocalBackend) -> None:
     class Broken:
         def finished(self, record: object) -> None:
             raise RuntimeError("broken")

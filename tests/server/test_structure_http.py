@@ -15,13 +15,13 @@ import msgspec
 import pytest
 
 from foretoken import LLM, EngineConfig, SamplingParams, SpecConfig, registry
+from foretoken.backend.local import LocalBackend
 from foretoken.engine.async_engine import AsyncEngine
-from foretoken.model import chat_template, structure
 from foretoken.model.names import model_folder
 from foretoken.server.api.app import create_app
 from foretoken.server.api.config import ApiConfig
 from foretoken.server.life.loading import build_engine
-from foretoken.server.local import LocalService
+from foretoken.text import chat_template, structure
 from tests.helpers.checkpoints import tiny_checkpoint
 from tests.helpers.specs import spec_of
 from tests.helpers.usual import some_of
@@ -49,7 +49,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncEngine]:
 class Server:
     """An application without a socket."""
 
-    def __init__(self, service: LocalService, config: ApiConfig | None = None) -> None:
+    def __init__(self, service: LocalBackend, config: ApiConfig | None = None) -> None:
         self.service = service
         self.app = create_app(service, config)
 
@@ -76,7 +76,7 @@ def events_of(reply: httpx2.Response) -> list[Any]:
 
 @pytest.fixture
 def server(engine: AsyncEngine) -> Server:
-    return Server(LocalService(engine, "reference"))
+    return Server(LocalBackend(engine, "reference"))
 
 
 # ---- forms of answers
@@ -104,7 +104,7 @@ def test_the_grammar_engine_starts_with_the_worker(monkeypatch: pytest.MonkeyPat
     with engine, engine.llm:
         here = threading.current_thread().name
         assert built == [here]
-        server = Server(LocalService(engine, "reference"))
+        server = Server(LocalBackend(engine, "reference"))
         body = {"prompt": "x", "max_tokens": 3, "structured_outputs": {"regex": "[ab]+"}}
         assert server.post("/v1/completions", body).status_code == 200
         assert built == [here]
@@ -201,7 +201,7 @@ def test_grammar_termination_inside_run(engine: AsyncEngine, heads: Path, drafte
     """Case 56: every drafter; drafts that go past the end of the form, a prediction above all, leave no trace."""
     draft = heads if drafter in registry.HEADS else "reference:draft"
     spec = spec_of("draft_model/static" if drafter == "tree" else drafter, draft, num_draft=4)
-    server = Server(LocalService(engine, "reference"), ApiConfig(specs=(spec,)))
+    server = Server(LocalBackend(engine, "reference"), ApiConfig(specs=(spec,)))
     form = {"type": "json_schema", "json_schema": {"name": "switch", "schema": SWITCH}}
     plain = server.chat(response_format=form, spec={"drafter": None})["choices"][0]
     text = plain["message"]["content"]
@@ -248,7 +248,7 @@ def test_odd_vocab(tmp_path: Path, vocab_size: int) -> None:
         3,
     )
     with LLM(str(folder), dtype="float32", profile="off") as llm, AsyncEngine(llm) as engine:
-        server = Server(LocalService(engine, "odd"), ApiConfig(specs=(draft,)))
+        server = Server(LocalBackend(engine, "odd"), ApiConfig(specs=(draft,)))
         last = vocab_size - 1
         for drafter in (None, "ngram", "suffix", "recycling", "lookahead", "draft_model"):
             body = {"prompt": [last, 0, last, 0], "max_tokens": 12, "temperature": 1.0, "seed": 2, "top_k": 5}
@@ -313,7 +313,7 @@ def test_a_form_beside_tools(server: Server) -> None:
 
 
 def test_tools_that_cannot_be_offered(server: Server, engine: AsyncEngine) -> None:
-    without = LocalService(engine, "reference")
+    without = LocalBackend(engine, "reference")
     without._info = msgspec.structs.replace(without.info, tool_style=None)
     refused = Server(without).post("/v1/chat/completions", {"messages": MESSAGES, "tools": [TOOL]})
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unsupported_feature")
@@ -439,7 +439,7 @@ def test_tokens_both_ways(server: Server) -> None:
 def test_suffix_fills_in_the_middle(server: Server, engine: AsyncEngine) -> None:
     refused = server.post("/v1/completions", {"prompt": "a", "suffix": "b"})
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unsupported_feature")
-    service = LocalService(engine, "reference")
+    service = LocalBackend(engine, "reference")
     service._info = msgspec.structs.replace(service.info, middle_marks=((5, 6), 7, 8))
     body = {"prompt": ["def f(", [9, 10]], "suffix": "return", "max_tokens": 2, "return_token_ids": True}
     reply = Server(service).post("/v1/completions", body)

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from foretoken import SamplingParams
+from foretoken.backend.call import Call, Generation
+from foretoken.backend.events import AnswerEnded, Event, Piece
 from foretoken.engine_config import EngineConfig
 from foretoken.errors import CheckpointError, ConfigError, EngineError, InputError, UnavailableError, WorkerDiedError
-from foretoken.server.events import AnswerEnded, Event, Piece
 from foretoken.server.life import supervisor
 from foretoken.server.life.canary import CanaryAnswer, difference
 from foretoken.server.life.config import LifeConfig
@@ -25,7 +26,6 @@ from foretoken.server.life.replicas import Replicas
 from foretoken.server.life.routing import PrefixRouting
 from foretoken.server.life.supervisor import Watchdog
 from foretoken.server.life.worker_process import worker_environment
-from foretoken.server.service import Call, Generation
 from tests.helpers.workers import ProcessHere, ScriptedService
 
 QUICK: dict[str, Any] = {"first_restart_s": 0.001, "longest_restart_s": 0.01, "beat_s": 0.01}

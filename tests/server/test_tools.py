@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from foretoken.backend.model_files import middle_marks, template_roles, tool_style
 from foretoken.server.api.errors import ApiError
 from foretoken.server.api.forms import ResponseFormat, StructuredOutputs, structure_fields
 from foretoken.server.api.tool_reader import ToolReader, ToolStyle
@@ -19,7 +20,6 @@ from foretoken.server.api.tools import (
     held_form,
     template_message,
 )
-from foretoken.server.model_files import middle_marks, template_roles, tool_style
 
 NAMES = ("f", "g")
 

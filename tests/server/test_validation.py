@@ -13,14 +13,14 @@ from typing import Any
 import msgspec
 import pytest
 
+from foretoken.backend.events import AnswerEnded, Begun, TokenEvent
+from foretoken.backend.local import LocalBackend
 from foretoken.config import SamplingParams
 from foretoken.errors import ContextLengthError, InputError
 from foretoken.server.api.app import create_app
 from foretoken.server.api.body import read_json
 from foretoken.server.api.config import ApiConfig
 from foretoken.server.api.errors import CODES, ApiError, clean, of_exception
-from foretoken.server.events import AnswerEnded, Begun, TokenEvent
-from foretoken.server.local import LocalService
 from tests.helpers.fake_service import INFO, FakeService, ended, piece
 from tests.helpers.http import JSON, Records, client_of, run
 
@@ -376,7 +376,7 @@ def test_unknown_model(trial: Trial) -> None:
         assert [status for status, _ in trial.post(path, body, {**body, "model": "fake"})] == [200, 200]
 
 
-def test_giant_prompt(service: LocalService) -> None:
+def test_giant_prompt(service: LocalBackend) -> None:
     """Case 18: token ids, and 2 MB of text."""
     app = create_app(service)
     context = service.info.max_model_len
@@ -411,7 +411,7 @@ def test_giant_prompt(service: LocalService) -> None:
     assert loops  # tokenising left the loop free to turn
 
 
-def test_invalid_utf8_request(trial: Trial, service: LocalService) -> None:
+def test_invalid_utf8_request(trial: Trial, service: LocalBackend) -> None:
     """Case 19."""
     trial.refused(TEXT, b"\xff\xfe", b'{"prompt": "\xff"}', b'{"prompt": "\\ud83d"}', b'{"prompt": "a\\udc00b"}')
     trial.refused(TEXT, b'{"prompt": ["\\ud800"], "stop": "a"}', b'{"prompt": "a", "stop": ["\\udfff"]}')
@@ -425,7 +425,7 @@ def test_invalid_utf8_request(trial: Trial, service: LocalService) -> None:
     assert run(ask()) == [200] * 4
 
 
-def test_special_tokens_as_text(service: LocalService) -> None:
+def test_special_tokens_as_text(service: LocalBackend) -> None:
     """Case 20."""
     llm = service.engine.llm
     assert llm.tokenizer is not None
@@ -445,7 +445,7 @@ def test_special_tokens_as_text(service: LocalService) -> None:
     assert run(ask()) == len(ids)
 
 
-def test_template_options_reach_the_template(service: LocalService) -> None:
+def test_template_options_reach_the_template(service: LocalBackend) -> None:
     app = create_app(service)
 
     async def ask(**fields: Any) -> int:

@@ -11,15 +11,15 @@ import msgspec.structs
 import pytest
 
 from foretoken import errors
+from foretoken.backend.call import Call
+from foretoken.backend.plain import engine_config_of, plain, sampling_params_of, spec_of
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.control.adaptation import AdaptConfig
 from foretoken.control.routing import RoutingRules
 from foretoken.engine_config import EngineConfig
 from foretoken.errors import ConfigError, ContextLengthError, EngineError, ForetokenError, InputError
 from foretoken.server.life import wire
-from foretoken.server.life.plain import engine_config_of, plain, sampling_params_of, spec_of
 from foretoken.server.life.wire_errors import from_wire, to_wire, to_wire_of_loading
-from foretoken.server.service import Call
 from tests.helpers.workers import channels
 
 SPECS = (

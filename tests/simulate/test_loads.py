@@ -49,8 +49,8 @@ def test_built_in_traces_follow_their_rates(name: str) -> None:
 
 
 def test_each_setting_has_its_own_capacity_and_the_slowest_counts() -> None:
-    """Guesses that never stand and take half a step make the trace two thirds as fast; those that always stand, and
-    cost nothing, faster.
+    """Draft tokens that never stand and take half a step make the trace two thirds as fast; those that always stand,
+    and cost nothing, faster.
     """
     lost, won = ({"ngram": dict.fromkeys(SHAPES["bursts"].slices, (chance,))} for chance in (0.0, 1.0))
     jobs = sample("steady", 200, 0)

@@ -28,7 +28,7 @@ def test_a_smaller_budget_gets_the_first_nodes() -> None:
     assert chain(3, 2) == Round((-1, 0, 1), (0, 1))
 
 
-def test_what_is_behind_a_guess_that_stood() -> None:
+def test_what_is_behind_a_draft_token_that_stood() -> None:
     assert TREE.behind() == Round((-1, -1, 0, 1, 3), (1, 3))
     assert TREE.behind().behind() == Round((-1, 0), (0,))
     assert TREE.behind().behind().behind() == Round((-1,), ())
@@ -36,7 +36,7 @@ def test_what_is_behind_a_guess_that_stood() -> None:
 
 
 def test_a_record_by_hand() -> None:
-    """Two of three guesses stood, then none was made, then one failed: each place has the round that begins there."""
+    """Two of three draft tokens were accepted, then none was made, then one failed: each place has its own round."""
     seen = {0: (4, chain(3, 2)), 3: (4, Round()), 4: (4, chain(1, 0))}
     record = record_of(seen)
     assert record == Record((chain(3, 2), chain(2, 1), chain(1, 0), Round(), chain(1, 0)))
@@ -45,7 +45,7 @@ def test_a_record_by_hand() -> None:
 
 
 def test_a_draft_that_its_budget_cut_goes_on() -> None:
-    """Behind a failure with guesses that fail; behind one that stood with the round that came, or with a failure,
+    """Behind a failure with draft tokens that fail; behind one that stood with the round that came, or with a failure,
     drawn.
     """
     failed = record_of({0: (2, chain(2, 1)), 2: (2, chain(1, 0))})

@@ -55,8 +55,8 @@ def says(length: int) -> int:
     return length % 50 + 1
 
 
-class Guesser:
-    """Guesses what the simulator drew: a right token where the draw says that it stands, a wrong one elsewhere."""
+class DrawnDrafter:
+    """Drafts what the simulator drew: a right token where the draw says that it stands, a wrong one elsewhere."""
 
     name = "ngram"
 
@@ -88,7 +88,7 @@ class Guesser:
         pass
 
 
-KEPT_BY_DRAFTER[Guesser] = lambda _: ()
+KEPT_BY_DRAFTER[DrawnDrafter] = lambda _: ()
 
 
 class Real:
@@ -202,7 +202,7 @@ def compare(profile: Profile, jobs: Sequence[Job], setting: SimSetting, limits: 
     """
     steps: list[Step] = []
     ended = simulate(profile, jobs, setting, limits, seed=3, watch=steps.append)
-    real = Real(profile, setting, limits, jobs, Guesser(ended.requests))
+    real = Real(profile, setting, limits, jobs, DrawnDrafter(ended.requests))
     real.run()
     assert_alike(steps, ended, real)
     return steps
@@ -242,7 +242,7 @@ def mixed_jobs(count: int, seed: int, rate: float = 0.4, urgent: bool = False) -
 @pytest.mark.parametrize("chance", [0.0, 1.0])
 @pytest.mark.parametrize("num_draft", [0, 3])
 def test_all_or_nothing_at_one_second_a_step(chance: float, num_draft: int) -> None:
-    """Every step costs a second; every guess stands or none does."""
+    """Every step costs a second; every draft token stands or none does."""
     jobs = [Job(float(i), 5, 13, (chance,)) for i in range(6)]
     steps = compare(UNIT, jobs, SimSetting(("ngram",), num_draft), Limits(max_batch_size=4))
     alone = compare(UNIT, jobs[:1], SimSetting(("ngram",), num_draft), Limits())
@@ -298,8 +298,8 @@ def test_priorities_preemption_and_the_token_budget_are_the_engines(setting: Sim
 @pytest.mark.filterwarnings("ignore:the draft has")
 @pytest.mark.parametrize("num_draft", [0, 3])
 def test_a_real_model_that_drafts_for_itself(pair: SimpleNamespace, num_draft: int) -> None:
-    """A tiny checkpoint as its own draft keeps every guess: steps and tokens are those simulated with acceptance 1,
-    blocks of 32 included.
+    """A tiny checkpoint as its own draft keeps every draft token: steps and tokens are those simulated with acceptance
+    1, blocks of 32 included.
     """
     jobs = [Job(float(i // 2), 3 + 9 * i, 6 + i, (1.0,)) for i in range(8)]
     steps: list[Step] = []
@@ -407,8 +407,8 @@ def test_same_seed_same_result() -> None:
 
 
 def test_the_policy_follows_acceptance_and_load() -> None:
-    """Where guesses always stand it comes close to the best fixed number, where none does to plain decoding, under load
-    it holds back.
+    """Where draft tokens always stand it comes close to the best fixed number, where none does to plain decoding, under
+    load it holds back.
     """
 
     def rate(setting: SimSetting, chance: float, batch: int) -> float:
@@ -483,7 +483,7 @@ def test_what_cannot_run_is_refused() -> None:
             call()
     assert (
         simulate(UNIT, [Job(0, 1, 2, "code")], SimSetting(), Limits()).requests[0].num_emitted == 2
-    )  # nobody guesses: no chance is asked for
+    )  # nobody drafts: no chance is asked for
     assert [parse_setting(text) for text in ("plain", "ngram-5", "draft_model-auto")] == [
         SimSetting(),
         SimSetting(("ngram",), 5),

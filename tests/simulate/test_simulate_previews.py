@@ -1,5 +1,5 @@
-"""The simulator against the real engine where a lookup shows its guesses and the policy chooses: from records, step
-by step.
+"""The simulator against the real engine where a lookup shows its draft tokens and the policy chooses: from records,
+step by step.
 """
 
 from __future__ import annotations
@@ -75,14 +75,14 @@ LIMITS = {
 @pytest.mark.parametrize("setting", STEPPED, ids=lambda s: s.name)
 @pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS)
 def test_every_step_is_the_engines(setting: SimSetting, limits: Limits, preview_s: float) -> None:
-    """What the engine sees before it chooses the simulator finds in its records: trees of real guesses, judged used or
-    not.
+    """What the engine sees before it chooses the simulator finds in its records: trees of real draft tokens, judged
+    used or not.
     """
     compare(NgramDrafter(), mixed_jobs(14, 0), setting, limits, preview_s)  # other seeds: proof/test_simulate.py
 
 
 def test_previews_decide() -> None:
-    """Guesses are made and accepted; where previews are expensive budgets are repeated without one."""
+    """Draft tokens are made and accepted; where previews are expensive budgets are repeated without one."""
     jobs = [replace(job, output_tokens=60) for job in mixed_jobs(10, 1)]
     num_free = []
     for preview_s in (2.0**-12, 2.0**-2):

@@ -37,7 +37,7 @@ def decoder(hidden: int = 32, seed: int = 0) -> Decoder:
 
 
 def data() -> Data:
-    """A text that repeats with a period of 13: easy to learn, impossible to guess."""
+    """A text that repeats with a period of 13: easy to learn, impossible to predict."""
     text = np.tile(np.random.default_rng(0).integers(1, 50, 13), 40).astype(np.uint16)
     return Data(text, text[:200], held_out_bytes=600)
 

@@ -18,7 +18,7 @@ def _sampled(choice: Choice, q: np.ndarray, keep: np.ndarray) -> DraftToken:
     return DraftToken(x if choice.coin(float(keep[x])) else None, q * keep)
 
 
-def guess(choice: Choice, kind: str, q: np.ndarray, rng: np.random.Generator, depth: int) -> DraftToken | None:
+def draft_token(choice: Choice, kind: str, q: np.ndarray, rng: np.random.Generator, depth: int) -> DraftToken | None:
     """One position drafted in the named way; None = stopped before anything could be drawn."""
     vocab = len(q)
     if kind == "mixed":
@@ -48,7 +48,7 @@ def chain_drafter(kind: str, length: int, draft_laws: Tables, seed: int) -> Draf
         chain: Chain = ()
         text = context
         while len(chain) < length:
-            one = guess(choice, kind, draft_laws[text], np.random.default_rng([seed, *text]), len(chain))
+            one = draft_token(choice, kind, draft_laws[text], np.random.default_rng([seed, *text]), len(chain))
             if one is None:
                 break
             chain += (one,)
@@ -92,7 +92,7 @@ def _grow(choice: Choice, kind: str, depth: int, levels: int, distributions: Tab
         return row(choice, q, below, fixed=1, drawn=1, apart=False)
     if kind == "two_and_one":
         return row(choice, q, below, fixed=1, drawn=2) if top else Spot(None, (Child(best),))
-    if kind == "twice":  # one guess given twice, each time with something else below
+    if kind == "twice":  # one draft token given twice, each time with something else below
         again = Child(best, False, _grow(choice, "thinned", depth - 1, levels, distributions, (*text, best), seed))
         return Spot(None, (Child(best), Child((best + 1) % len(q)), again, Child(best, False, below(best, "model"))))
     if kind == "model":

@@ -64,7 +64,7 @@ def chain(position: Callable[[Choice, np.ndarray, Tokens], DraftToken | None], l
     return propose
 
 
-# ---- randomized drafting: a guess with probability a, of mass a q whether or not it was made
+# ---- randomized drafting: a draft token with probability a, of mass a q whether or not it was made
 
 
 def _coin(choice: Choice, q: np.ndarray, text: Tokens) -> DraftToken:
@@ -107,7 +107,7 @@ def _as_is(draft: Draft) -> Draft:
 
 
 def _plain_where_nothing_came(draft: Draft) -> Draft:
-    """Forgets the distribution of every row where no guess was sampled: the next token there comes from p."""
+    """Forgets the distribution of every row where no draft token was sampled: the next token there comes from p."""
     assert draft.mass is not None
     with_sample = {r for r, sampled in zip(draft.parent_rows, draft.sampled, strict=True) if sampled}
     return replace(
@@ -163,7 +163,9 @@ def _kept(q: np.ndarray) -> np.ndarray:
 
 
 def _look_ahead(first: Callable[[np.ndarray], np.ndarray], second: Callable[[np.ndarray], np.ndarray]) -> Drafter:
-    """The first guess is dropped when the second one came out as 0; `first` and `second` make the declared masses."""
+    """The first draft token is dropped when the second one came out as 0; `first` and `second` make the declared
+    masses.
+    """
 
     def propose(choice: Choice, context: Tokens) -> Chain:
         q = LAWS[()]
@@ -177,7 +179,7 @@ def _look_ahead(first: Callable[[np.ndarray], np.ndarray], second: Callable[[np.
 
 
 @pytest.mark.parametrize("rule", RATIO)
-def test_a_choice_by_the_next_guess_must_be_in_both_masses(rule: str) -> None:
+def test_a_choice_by_the_next_draft_token_must_be_in_both_masses(rule: str) -> None:
     kept = np.array([1 - LAWS[(x,)][0] for x in range(VOCAB)])
 
     def others(q: np.ndarray) -> np.ndarray:
@@ -195,7 +197,7 @@ def _dropped(choice: Choice, q: np.ndarray, text: Tokens) -> DraftToken:
 
 
 @pytest.mark.parametrize("rule", RATIO)
-def test_a_guess_dropped_by_its_own_value_must_be_in_the_mass(rule: str) -> None:
+def test_a_draft_token_dropped_by_its_own_value_must_be_in_the_mass(rule: str) -> None:
     def right(choice: Choice, q: np.ndarray, text: Tokens) -> DraftToken:
         return replace(_dropped(choice, q, text), mu=q * _kept(q))
 
@@ -205,7 +207,7 @@ def test_a_guess_dropped_by_its_own_value_must_be_in_the_mass(rule: str) -> None
     assert error(law_of(bonus, chain(right))) > 0.049
 
 
-def test_the_example_of_a_dropped_guess() -> None:
+def test_the_example_of_a_dropped_draft_token() -> None:
     """p = (.7, .3), q = (.5, .5), token 1 always dropped and the bonus drawn from p: token 0 comes out with .85."""
     target = RandomTables(2, 0)
     target[()], q, keep = np.array([0.7, 0.3]), np.array([0.5, 0.5]), np.array([1.0, 0.0])
@@ -218,7 +220,7 @@ def test_the_example_of_a_dropped_guess() -> None:
     assert abs(distribution[(0,)] - 0.85) < EXACT
 
 
-# ---- how many guesses are handed over
+# ---- how many draft tokens are handed over
 
 
 SPEED = (1.0, 0.7, 0.62, 0.6)
@@ -319,13 +321,13 @@ def test_a_rule_chosen_by_a_shape_that_depends_on_draws_is_biased() -> None:
     drawn.
     """
     cases = cases_of(_branching_on_a_draw, {(): 1.0})
-    names = {rule_for(draft_of([case.guessed], VOCAB), 0) for case in cases}
+    names = {rule_for(draft_of([case.drafted], VOCAB), 0) for case in cases}
     assert names == {"block", "tree"}
     for rule in ("tree", "traversal"):
         assert error(emitted_law(RULES[rule], cases, TARGET)) < EXACT
     distribution: Distribution = {}
     for name in names:
-        own = [case for case in cases if rule_for(draft_of([case.guessed], VOCAB), 0) == name]
+        own = [case for case in cases if rule_for(draft_of([case.drafted], VOCAB), 0) == name]
         for text, weight in emitted_law(RULES[name], own, TARGET).items():
             distribution[text] = distribution.get(text, 0.0) + weight
     assert error(distribution) > 0.001
@@ -354,7 +356,7 @@ def test_a_cascade_is_tested_with_the_law_of_its_last_model() -> None:
         assert error(law_of(rule, propose(q)), length=2) > 0.01
 
 
-def test_a_sampled_guess_handed_over_as_a_point_is_exact_and_slower() -> None:
+def test_a_sampled_draft_token_handed_over_as_a_point_is_exact_and_slower() -> None:
     """Sample-and-compare: accepts sum p q in place of sum min(p, q)."""
 
     def sampled(as_point: bool) -> Drafter:

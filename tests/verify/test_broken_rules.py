@@ -255,7 +255,7 @@ def test_a_broken_tree_rule_shows(
 
 
 def test_one_draw_per_path_accepts_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    """p = (.5, .2, .3), guesses 0 and 1: a shared draw accepts .7 of the time, a draw for each path .6."""
+    """p = (.5, .2, .3), draft tokens 0 and 1: a shared draw accepts .7 of the time, a draw for each path .6."""
     target = RandomTables(3, 0)
     target[()] = np.array([0.5, 0.2, 0.3])
     cases = cases_of(

@@ -42,7 +42,7 @@ def _chain(position: Callable[[Choice, np.ndarray], DraftToken]) -> Drafter:
     def propose(choice: Choice, context: tuple[int, ...]) -> tuple[DraftToken, ...]:
         chain: tuple[DraftToken, ...] = ()
         while len(chain) < LENGTH and (not chain or chain[-1].token is not None):
-            text = context + tuple(guess.token for guess in chain if guess.token is not None)
+            text = context + tuple(draft_token.token for draft_token in chain if draft_token.token is not None)
             chain += (position(choice, LAWS[text]),)
         return chain
 
@@ -162,7 +162,7 @@ class MassScaled(RejectionRule):
 
 
 class DraftProbabilitiesLost(ResidualIsTarget):
-    """Accept with p(x) as if the guess were deterministic, but draw the rest from p."""
+    """Accept with p(x) as if the draft token were deterministic, but draw the rest from p."""
 
     def accept_terms(self, draft: Draft, target_probs: Tensor) -> tuple[Tensor, Tensor]:
         p, mu = super().accept_terms(draft, target_probs)

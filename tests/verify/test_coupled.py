@@ -43,8 +43,8 @@ def reference(seed: int, noise: Noise, length: int = LENGTH) -> Tokens:
 
 
 def grow(seed: int, turn: int, text: Tokens, plan: str, noise: Noise, depth: int = 0, twin: int = 0) -> Spot:
-    """One round's tree: children are the best of the drafter's own race, points, equal guesses or nothing, as the plan
-    says.
+    """One round's tree: children are the best of the drafter's own race, points, equal draft tokens or nothing, as the
+    plan says.
     """
     rng = np.random.default_rng([seed, turn, depth, twin, *text[-3:]])
     if plan == "none" or depth > int(rng.integers(4)):

@@ -99,7 +99,7 @@ def test_auto_is_settled_by_what_was_drafted() -> None:
     distributions = torch.full((1, 4), 0.25)
 
     def draft(parents: tuple[int, ...], sampled: tuple[bool, ...], distribution_of_row: tuple[int, ...]) -> Draft:
-        """Behind a request without guesses, so that its rows do not start at 0."""
+        """Behind a request without draft tokens, so that its rows do not start at 0."""
         mass = (
             Mass(distributions, (-1, *distribution_of_row))
             if any(distribution >= 0 for distribution in distribution_of_row)

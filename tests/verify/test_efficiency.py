@@ -50,8 +50,8 @@ def test_traversal_never_emits_fewer_tokens_than_tree(kind: str) -> None:
 
 
 def test_the_toy_of_the_block_paper() -> None:
-    """p = (1/3, 2/3), q = (2/3, 1/3), two guesses: 10/9 accepted token by token, 11/9 as a block (arXiv 2403.10444,
-    section 2).
+    """p = (1/3, 2/3), q = (2/3, 1/3), two draft tokens: 10/9 accepted token by token, 11/9 as a block (arXiv
+    2403.10444, section 2).
     """
     target, distributions = RandomTables(2, 0), RandomTables(2, 0)
     for text in ((), (0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)):
@@ -84,7 +84,9 @@ def _transport_value(p: np.ndarray, drafts: dict[frozenset[int], float]) -> floa
 
 @pytest.mark.parametrize("seed", range(20))
 def test_greedy_plus_one_accepts_what_optimal_transport_allows(seed: int) -> None:
-    """One sampled guess beside deterministic ones, with and without thinning: no rule accepts more of this proposal."""
+    """One sampled draft token beside deterministic ones, with and without thinning: no rule accepts more of this
+    proposal.
+    """
     rng = np.random.default_rng([seed, 77])
     vocab, fixed = int(rng.integers(3, 6)), int(rng.integers(0, 3))
     target, q = RandomTables(vocab, seed), rng.dirichlet(np.full(vocab, 0.7))

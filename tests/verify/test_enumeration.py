@@ -47,7 +47,7 @@ def test_one_round_has_the_law_of_the_target(rule: str, kind: str, vocab: int, h
 
 @pytest.mark.parametrize(
     ("rule", "kind"),
-    # Which of two equal guesses the coupled rule follows depends on the noise: see test_coupled.py.
+    # Which of two equal draft tokens the coupled rule follows depends on the noise: see test_coupled.py.
     [(rule, kind) for rule in (*ON_TREES, "coupled") for kind in TREES if (rule, kind) != ("coupled", "twice")],
 )
 @pytest.mark.parametrize(("vocab", "holes"), SHAPES)
@@ -132,7 +132,7 @@ def test_a_point_target_is_followed_through_a_tree(rule: str, kind: str) -> None
     cases = cases_of(tree_drafter(kind, 2, RandomTables(3, seed=43), 44), {(): 1.0})
     distribution = emitted_law(RULES[rule], cases, target)
     assert max_error(complete(distribution, target, 3), joint(target, 3)) < EXACT
-    if kind != "overlap" or rule != "greedy":  # greedy may follow either of two equal guesses
+    if kind != "overlap" or rule != "greedy":  # greedy may follow either of two equal draft tokens
         assert check_decisions(RULES[rule], cases, target) > 0
 
 

@@ -47,7 +47,7 @@ def test_branch_weights_are_laws(rule: str, tree: bool, seed: int) -> None:
         0, torch.tensor(draft.parent_rows, dtype=torch.int64), accept.double()
     )
     assert (total < 1 + 1e-5).all()
-    if rule != "coupled":  # where every token of a row was guessed nothing can end the round there, and nothing is left
+    if rule != "coupled":  # where every token of a row was drafted nothing can end the round there, and nothing is left
         weights = RULES[rule].next_token_weights(draft, probs, range(draft.num_rows))
         assert (weights >= 0).all()
         assert (weights.sum(-1) > 0).all()

@@ -48,7 +48,7 @@ def test_float32_is_as_good_as_float64_on_a_wide_vocabulary(rule: str, tree: boo
 
 
 def test_a_float32_probability_just_above_one_stays_harmless() -> None:
-    """The second guess is certain up to rounding, and its prefix nearly so: nothing is left to stop at it."""
+    """The second draft token is certain up to rounding, and its prefix nearly so: nothing is left to stop at it."""
     above = np.nextafter(np.float32(1), np.float32(2))
     p = torch.tensor([[1 - 1.5e-7, 1.5e-7], [above, 0.0], [0.5, 0.5]], dtype=torch.float32)
     draft = Draft(torch.tensor([0, 0]), (-1, 0), (0, 2), ("toy",))
@@ -77,9 +77,9 @@ def test_the_law_of_a_later_sibling_is_exact_to_the_last_bit() -> None:
         ]
 
 
-def test_what_follows_equal_guesses_is_judged_together() -> None:
-    """Both draws below a guess given twice are judged, the second one against what the first left; the walk reports its
-    own nodes.
+def test_what_follows_equal_draft_tokens_is_judged_together() -> None:
+    """Both draws below a draft token given twice are judged, the second one against what the first left; the walk
+    reports its own nodes.
     """
     p, distributions = (
         torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64),

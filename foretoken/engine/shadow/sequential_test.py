@@ -252,12 +252,12 @@ class SequentialTest:
     def __init__(self, alpha: float) -> None:
         self.alpha = alpha
         self.alarm = False
-        self._log_fortunes = _no_bets()
+        self._log_wealth = _no_bets()
         self._impossible = False
 
     def add(self, evidence: Evidence) -> None:
         """Add the next piece of evidence."""
-        self._log_fortunes = self._log_fortunes + evidence.bets
+        self._log_wealth = self._log_wealth + evidence.bets
         self._impossible |= evidence.num_impossible > 0
         self.alarm |= self.log_e_value >= -math.log(self.alpha)
 
@@ -266,8 +266,8 @@ class SequentialTest:
         """Logarithm of the wealth, split evenly over all bets at the start; infinite after an impossible token."""
         if self._impossible:
             return math.inf
-        best = float(self._log_fortunes.max())
-        return best + math.log(float(np.exp(self._log_fortunes - best).mean()))
+        best = float(self._log_wealth.max())
+        return best + math.log(float(np.exp(self._log_wealth - best).mean()))
 
     @property
     def e_value(self) -> float:

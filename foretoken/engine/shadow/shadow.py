@@ -34,7 +34,7 @@ from foretoken.engine.stats import ShadowStats
 from foretoken.engine.watch import RoundView
 from foretoken.errors import CapacityError, NumericsError
 from foretoken.model.interface import LanguageModel
-from foretoken.model.randomness import Purpose, uniforms
+from foretoken.text.randomness import Purpose, uniforms
 
 # How far 16-bit rounding may move the mean of a bounded score: half the variance of a logit's noise, and less
 # (SequentialTest).
@@ -74,7 +74,7 @@ class _Case:
     """One selected request: its output, its drafts, and finally its evidence."""
 
     request: Request
-    guesses: list[DraftChildren | None] = field(default_factory=list)
+    children: list[DraftChildren | None] = field(default_factory=list)
     output_ids: list[int] = field(default_factory=list)
     scored: bool = False
     evidence: Evidence = field(default_factory=Evidence)
@@ -123,7 +123,7 @@ class Shadow:
         """Record the drafts for the tokens of a round."""
         case = self._cases.get(view.entry.request.request_id)
         if case is not None and not case.request.params.greedy:
-            case.guesses += children_of(view)
+            case.children += children_of(view)
 
     def end(self, state: RequestState) -> None:
         """Queue a finished, failed or cancelled answer as far as it got: cancelled answers must count, because the
@@ -249,10 +249,10 @@ class Shadow:
             return
         places = range(rows.first, rows.first + len(rows.tokens))
         noise = uniforms([case.request.seed] * len(places), Purpose.SHADOW, places, [1] * len(places))
-        guesses = case.guesses[places.start : places.stop]
+        children = case.children[places.start : places.stop]
         slack = SLACK_16_BIT if rows.dtype in (torch.bfloat16, torch.float16) else 0.0
         distributions, edges = rows.certain()
-        case.evidence += weigh(distributions, rows.tokens, noise, guesses, edges, slack)
+        case.evidence += weigh(distributions, rows.tokens, noise, children, edges, slack)
 
     def _settle(self) -> None:
         """Count scored answers, in order of arrival: one that is still running holds back later ones."""

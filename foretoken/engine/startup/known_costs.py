@@ -66,7 +66,7 @@ def check_mode(profile: object) -> str:
     )
 
 
-def know_costs(
+def load_costs(
     mode: str,
     target: LanguageModel,
     name: str,

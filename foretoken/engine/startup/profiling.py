@@ -1,6 +1,6 @@
 """The core of every measurement of costs: real engine steps, timed, with stand-ins for requests.
 
-Whole engine steps are timed, scheduling and bookkeeping included, with random prompts, and a drafter that guesses a
+Whole engine steps are timed, scheduling and bookkeeping included, with random prompts, and a drafter that drafts a
 given number of tokens at no cost. Drafters are timed at their real work on the same engine. Medians count.
 `bench.profile` measures all curves with it, `start_profile` a few points before the first request.
 """
@@ -32,7 +32,7 @@ from foretoken.model.interface import LanguageModel
 from foretoken.plan.profile import Curve, Profile, profile_from_mapping
 
 SHORT_TOKENS = 32  # of the past where the past is not what is measured
-BATCH_NUM_DRAFT = 4  # guesses of each request where several draft together
+BATCH_NUM_DRAFT = 4  # draft tokens of each request where several draft together
 _MAX_CHUNK = 512
 _PERIOD = 16
 _FEWEST_STEPS, _MAX_STEPS, _POINT_S = 3, 9, 1.0  # timed steps of a point: as many as fit into a second
@@ -76,7 +76,7 @@ def save_profile(profile: Profile, path: Path) -> None:
 
 @dataclass(frozen=True)
 class Work:
-    """Steps to time: `batch` requests with a past of about `context_tokens`, `num_draft` guesses each."""
+    """Steps to time: `batch` requests with a past of about `context_tokens`, `num_draft` draft tokens each."""
 
     batch: int
     context_tokens: int

@@ -38,7 +38,7 @@ from foretoken.plan.roofline import Roofline
 
 BUDGET_S = 2.0
 _ROWS = (1, 2, 4, 8, 16, 32)
-_GUESSES = (1, 2, 4, 8)
+_DRAFT_COUNTS = (1, 2, 4, 8)
 _MAX_REPEATS = 5
 _MAX_TOKENS = 256  # of the stand-in's answer; a step emits at least one
 _MIN_TOKENS = 12  # room without which there is nothing to measure
@@ -124,8 +124,9 @@ def measure_start(
     """The short profile of an idle target and of `drafters` (`model_drafters`), called `name`; None where context or
     cache are too small.
 
-    Every count is run once, if the time allows, and again while it does: 1 to 32 rows of the target, 1 to 8 guesses of
-    each drafter. The target's first row, and each drafter's first guess, are measured whatever they take.
+    Every count is run once, if the time allows, and again while it does: 1 to 32 rows of the target, 1 to 8 draft
+    tokens of each drafter. The target's first row, and each drafter's first draft token, are measured whatever they
+    take.
     """
     began = time.perf_counter()
     run = _StartRun(target, {}, began, say or (lambda _s: None))
@@ -133,7 +134,7 @@ def measure_start(
     steps = run.times(None, [rows - 1 for rows in _ROWS], share_s)
     if not steps:
         return None
-    guesses = {label: run.times(made, _GUESSES, share_s) for label, made in drafters.items()}
+    draft_times = {label: run.times(made, _DRAFT_COUNTS, share_s) for label, made in drafters.items()}
     return Profile(
         target={"name": name, **describe_target(target)},
         machine=machine(),
@@ -146,7 +147,7 @@ def measure_start(
                 Curve(
                     tuple(
                         (count, median_low([draft_s for _, draft_s in times]))
-                        for count, times in guesses[label].items()
+                        for count, times in draft_times[label].items()
                     )
                 ),
                 about=describe_drafter(*made),
@@ -158,7 +159,7 @@ def measure_start(
 
 
 class _Metered:
-    """A drafter that is asked for `count` guesses at most, whatever the engine asks for."""
+    """A drafter that is asked for `count` draft tokens at most, whatever the engine asks for."""
 
     def __init__(self, inner: Drafter) -> None:
         self.inner, self.name, self.count = inner, inner.name, 0
@@ -168,7 +169,7 @@ class _Metered:
         self.inner.start(request)
 
     def propose(self, batch: Batch) -> Draft:
-        """Fewer guesses."""
+        """Fewer draft tokens."""
         return self.inner.propose(
             Batch(tuple(replace(entry, num_draft=min(entry.num_draft, self.count)) for entry in batch.entries))
         )
@@ -210,8 +211,8 @@ class _StartRun:
     first_s: float = field(default=0.0)
 
     def times(self, made: Made | None, counts: Sequence[int], share_s: float) -> dict[int, list[tuple[float, float]]]:
-        """Seconds of steps with so many guesses, without the drafter and of the drafter alone, by the count; {} where
-        there is no room.
+        """Seconds of steps with so many draft tokens, without the drafter and of the drafter alone, by the count; {}
+        where there is no room.
         """
         target, began = self.twin(self.target), time.perf_counter()
         max_tokens = min(

@@ -103,7 +103,7 @@ def refuse_variants(names: frozenset[str]) -> None:
     """Refuse P-EAGLE by name.
 
     Raises:
-        UnsupportedModelError: it guesses several tokens in one pass with a mask that these layers do not have.
+        UnsupportedModelError: it drafts several tokens in one pass with a mask that these layers do not have.
     """
     if "mask_hidden" in names:
         raise UnsupportedModelError(

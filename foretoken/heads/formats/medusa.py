@@ -68,7 +68,7 @@ def medusa_from_json(fields: Fields, target: ModelConfig, names: frozenset[str])
 
 
 def medusa_vocab_size(fields: Fields) -> int:
-    """Number of tokens that the heads guess among."""
+    """Size of the vocabulary that the heads draft from."""
     size = fields.whole_or("vocab_size", 1)
     return fields.whole_or("truncated_vocab_size", size, most=max(size, 1))
 

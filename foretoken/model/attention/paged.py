@@ -1,7 +1,7 @@
 """Attention of a ragged batch over a block-table cache.
 
 Every sequence reads its own past and its own new rows, through one call per sequence and layer: no padding, so the
-cost follows the real tokens. Guesses may form a tree; a row sees the past, the pending rows before it, and its
+cost follows the real tokens. Draft tokens may form a tree; a row sees the past, the pending rows before it, and its
 ancestors.
 """
 

@@ -1,1 +1,1 @@
-"""The HTTP API: an ASGI application over a `Service`."""
+"""The HTTP API: an ASGI application over a `Backend`."""

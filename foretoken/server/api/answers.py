@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from foretoken.server.events import AnswerEnded, Event, Piece, RoundEvent, TokenEvent
+from foretoken.backend.events import AnswerEnded, Event, Piece, RoundEvent, TokenEvent
 
 
 @dataclass

@@ -9,6 +9,7 @@ from fastapi import APIRouter, FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foretoken import __version__
+from foretoken.backend.call import Backend
 from foretoken.server.api import chat, completions, responses
 from foretoken.server.api.caller import caller_of
 from foretoken.server.api.config import ApiConfig
@@ -18,14 +19,13 @@ from foretoken.server.api.request_id import RequestIds, request_id_of
 from foretoken.server.api.status import status_router
 from foretoken.server.api.tokenization import tokenization_router
 from foretoken.server.record import RequestObserver, RequestRecord
-from foretoken.server.service import Service
 
 RouterMaker = Callable[[Api], APIRouter]
 GENERATING_PATHS = (chat.PATH, completions.PATH, responses.PATH)
 
 
 def create_app(
-    service: Service,
+    service: Backend,
     config: ApiConfig | None = None,
     observers: Sequence[RequestObserver] = (),
     routers: Sequence[APIRouter | RouterMaker] = (),

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from foretoken.backend.call import Call
+from foretoken.backend.events import ModelInfo
 from foretoken.config import SamplingParams
 from foretoken.errors import InputError
 from foretoken.server.api.caller import Caller, tenant_of
@@ -15,8 +17,6 @@ from foretoken.server.api.messages import checked_messages
 from foretoken.server.api.schemas import ChatRequest, CompletionRequest, SamplingFields
 from foretoken.server.api.speculation import spec_of, uses_prediction
 from foretoken.server.api.structure import structure_of, tools_of
-from foretoken.server.events import ModelInfo
-from foretoken.server.service import Call
 
 _TIERS = {"auto": 0, "default": 0, "scale": 0, "flex": 10, "priority": -10, "fast": -10}
 _COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions

@@ -7,6 +7,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from foretoken.backend.events import AnswerEnded
 from foretoken.server.api.body import JsonRoute
 from foretoken.server.api.call import Terms, chat_call, check_model
 from foretoken.server.api.caller import caller_of
@@ -18,7 +19,6 @@ from foretoken.server.api.pacing import PieceGroup
 from foretoken.server.api.schemas import ChatRequest
 from foretoken.server.api.structure import shaper_of, source_of
 from foretoken.server.api.writer import ResponseWriter
-from foretoken.server.events import AnswerEnded
 
 PATH = "/v1/chat/completions"
 

@@ -11,6 +11,8 @@ from collections.abc import AsyncGenerator, Awaitable, Coroutine, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from foretoken.backend.call import Backend, Call, Generation
+from foretoken.backend.events import AnswerEnded, AnswerFailed, Begun, Event, ModelInfo
 from foretoken.errors import ContextLengthError, ForetokenError, UnavailableError
 from foretoken.server.api.answers import AnswerBook
 from foretoken.server.api.budget import TokenBudget
@@ -27,9 +29,7 @@ from foretoken.server.api.errors import (
     unavailable,
 )
 from foretoken.server.api.request_id import request_id_of
-from foretoken.server.events import AnswerEnded, AnswerFailed, Begun, Event, ModelInfo
 from foretoken.server.record import RequestObserver, RequestRecord
-from foretoken.server.service import Call, Generation, Service
 
 _log = logging.getLogger("foretoken.server")
 _Result = TypeVar("_Result")
@@ -48,7 +48,7 @@ _LEFT: dict[str, tuple[int, ErrorCode, str]] = {
 class Api:
     """What all routes share."""
 
-    service: Service
+    service: Backend
     config: ApiConfig
     observers: Sequence[RequestObserver]
     budget: TokenBudget = field(default_factory=TokenBudget)

@@ -1,6 +1,6 @@
 """`response_format` and `structured_outputs`: what a request says of the form of its answer, as sampling parameters.
 
-Nothing is compiled here: the engine compiles in its preparing threads, within the limits of `foretoken.model.grammar`,
+Nothing is compiled here: the engine compiles in its preparing threads, within the limits of `foretoken.text.grammar`,
 and keeps what it compiled in a cache bounded by bytes. Schemas are passed on as JSON text, so that their nesting ends
 here.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from foretoken.server.events import TokenEvent
+from foretoken.backend.events import TokenEvent
 
 _LEAST = -9999.0  # OpenAI's number for a token that could not be drawn; JSON has no minus infinity
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from foretoken.backend.events import ModelInfo
 from foretoken.errors import ForetokenError
 from foretoken.server.api.errors import of_exception, unsupported
 from foretoken.server.api.exchange import Api
 from foretoken.server.api.schemas import CompletionRequest
-from foretoken.server.events import ModelInfo
 
 
 async def with_suffix(api: Api, body: CompletionRequest, info: ModelInfo) -> CompletionRequest:

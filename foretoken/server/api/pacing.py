@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import msgspec
 
+from foretoken.backend.events import Event, Piece, RoundEvent
 from foretoken.server.api.config import ApiConfig
 from foretoken.server.api.exchange import stop
-from foretoken.server.events import Event, Piece, RoundEvent
 
 
 @dataclass

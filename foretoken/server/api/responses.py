@@ -9,6 +9,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from foretoken.backend.events import AnswerEnded, TokenEvent
 from foretoken.server.api.body import JsonRoute
 from foretoken.server.api.call import Terms, chat_call, check_model, tier_of
 from foretoken.server.api.caller import caller_of
@@ -23,7 +24,6 @@ from foretoken.server.api.schemas import ChatRequest
 from foretoken.server.api.structure import shaper_of, source_of
 from foretoken.server.api.usage import usage
 from foretoken.server.api.writer import ResponseWriter
-from foretoken.server.events import AnswerEnded, TokenEvent
 
 PATH = "/v1/responses"
 _Json = dict[str, Any]

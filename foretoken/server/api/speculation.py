@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any, Literal
 
+from foretoken.backend.events import ModelInfo
 from foretoken.config import LOSSY_RULES, RULES, SpecConfig
 from foretoken.errors import ConfigError
 from foretoken.registry import PLAIN, known_drafters, traits_of
 from foretoken.server.api.config import ApiConfig
 from foretoken.server.api.errors import invalid, unsupported
 from foretoken.server.api.schemas import SamplingFields, SpecFields
-from foretoken.server.events import ModelInfo
 
 _ALIASES = {
     "num_draft_tokens": "num_draft_tokens",

@@ -8,12 +8,12 @@ from typing import Any
 from fastapi import APIRouter, Response
 
 from foretoken import __version__
+from foretoken.backend.events import ModelInfo
 from foretoken.config import known_drafters
 from foretoken.server.api.config import ApiConfig
 from foretoken.server.api.errors import CODES, MAX_MESSAGE_BYTES, ApiError, json_response, unavailable
 from foretoken.server.api.exchange import Api
 from foretoken.server.api.speculation import offered_specs
-from foretoken.server.events import ModelInfo
 
 _DEAD = ("failed", "restarting")
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
+from foretoken.backend.events import ModelInfo
 from foretoken.server.api.errors import unsupported
 from foretoken.server.api.forms import structure_fields
 from foretoken.server.api.messages import MessageShaper, PlainMessage
 from foretoken.server.api.schemas import ChatRequest, SamplingFields
 from foretoken.server.api.tool_reader import ToolReader, ToolStyle
 from foretoken.server.api.tools import Callables, callables, held_form
-from foretoken.server.events import ModelInfo
 
 
 def structure_of(body: SamplingFields, info: ModelInfo) -> Mapping[str, Any]:

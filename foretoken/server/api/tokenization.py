@@ -7,13 +7,13 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Response
 from pydantic import BaseModel, ConfigDict, Field
 
+from foretoken.backend.events import ModelInfo
 from foretoken.errors import ForetokenError
 from foretoken.server.api.body import JsonRoute
 from foretoken.server.api.call import check_model
 from foretoken.server.api.errors import invalid, json_response, of_exception, unsupported
 from foretoken.server.api.exchange import Api
 from foretoken.server.api.messages import checked_messages
-from foretoken.server.events import ModelInfo
 
 MAX_DETOKENIZED = 1 << 20  # tokens of one request
 

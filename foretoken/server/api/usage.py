@@ -7,10 +7,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from foretoken.backend.events import RoundEvent, TokenEvent
 from foretoken.registry import PLAIN
 from foretoken.server.api.answers import AnswerBook, AnswerProgress
 from foretoken.server.api.exchange import Exchange
-from foretoken.server.events import RoundEvent, TokenEvent
 
 
 def usage(exchange: Exchange, has_prediction: bool) -> dict[str, Any]:

@@ -6,13 +6,13 @@ import contextlib
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any, Protocol
 
+from foretoken.backend.events import AnswerEnded, RoundEvent, TokenEvent
 from foretoken.server.api.call import metrics_level, tier_of, wants_trace
 from foretoken.server.api.exchange import Exchange
 from foretoken.server.api.pacing import PieceGroup, paced
 from foretoken.server.api.schemas import SamplingFields, StreamOptions
 from foretoken.server.api.streaming import DONE, frame, padded_frame
 from foretoken.server.api.usage import metrics, spec_report, timings, trace_record, usage
-from foretoken.server.events import AnswerEnded, RoundEvent, TokenEvent
 
 _Json = dict[str, Any]
 

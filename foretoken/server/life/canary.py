@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import msgspec
 
+from foretoken.backend.call import Backend, Call
+from foretoken.backend.events import AnswerEnded, AnswerFailed, ModelInfo, Piece
 from foretoken.config import SamplingParams, SpecConfig
-from foretoken.server.events import AnswerEnded, AnswerFailed, ModelInfo, Piece
-from foretoken.server.service import Call, Service
 
 _TEXT = "def add(first, second):\n    return first"
 _MAX_TOKENS = 12
@@ -32,7 +32,7 @@ def canary_call(info: ModelInfo) -> Call:
     return Call(params, [prompt], spec=SpecConfig())
 
 
-async def ask_canary(service: Service, info: ModelInfo) -> CanaryAnswer | str:
+async def ask_canary(service: Backend, info: ModelInfo) -> CanaryAnswer | str:
     """The answer of a worker, or why there is none.
 
     Raises:

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from foretoken.backend.call import Call
+from foretoken.backend.plain import plain
 from foretoken.errors import InputError
-from foretoken.server.life.plain import plain
-from foretoken.server.service import Call
 
 _DEATHS = 2  # one may be chance: everything in flight dies with the worker
 

@@ -8,9 +8,10 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
+from foretoken.backend.call import Call, State
+from foretoken.backend.events import Event, ModelInfo
+from foretoken.backend.plain import plain
 from foretoken.errors import ForetokenError, InputError, OverloadedError, UnavailableError
-from foretoken.server.events import Event, ModelInfo
-from foretoken.server.life.plain import plain
 from foretoken.server.life.wire import (
     AskInvariants,
     AskStats,
@@ -28,13 +29,12 @@ from foretoken.server.life.wire import (
     Tokenize,
 )
 from foretoken.server.life.wire_errors import from_wire
-from foretoken.server.service import Call, State
 
 BEING_RESTARTED = "the engine is being restarted"
 
 
 class RemoteService:
-    """`Service` over a channel to a worker that has loaded its engine. Whoever reads the channel calls `take` with what
+    """`Backend` over a channel to a worker that has loaded its engine. Whoever reads the channel calls `take` with what
     comes, and `fail` once when the worker is gone.
     """
 
@@ -46,12 +46,12 @@ class RemoteService:
 
     @property
     def state(self) -> State:
-        """See `Service.state`."""
+        """See `Backend.state`."""
         return "ready" if self._death is None else "restarting"
 
     @property
     def info(self) -> ModelInfo:
-        """See `Service.info`."""
+        """See `Backend.info`."""
         return self._info
 
     @property
@@ -65,7 +65,7 @@ class RemoteService:
         return [pending.fingerprint for pending in self._pending.values() if pending.fingerprint]
 
     async def open(self, call: Call, fingerprint: bytes = b"") -> RemoteGeneration:
-        """See `Service.open`. `fingerprint` is remembered while the call is in flight.
+        """See `Backend.open`. `fingerprint` is remembered while the call is in flight.
 
         Raises:
             WorkerDiedError: the engine's process died meanwhile.
@@ -96,17 +96,17 @@ class RemoteService:
     async def tokenize(
         self, prompt: str | None, messages: Sequence[Mapping[str, Any]] | None = None, add_special_tokens: bool = True
     ) -> list[int]:
-        """See `Service.tokenize`."""
+        """See `Backend.tokenize`."""
         listed = None if messages is None else list(messages)
         found: list[int] = await self._ask(lambda number: Tokenize(number, prompt, listed, add_special_tokens))
         return found
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
-        """See `Service.detokenize`."""
+        """See `Backend.detokenize`."""
         return str(await self._ask(lambda number: Detokenize(number, list(token_ids))))
 
     async def stats(self) -> dict[str, Any]:
-        """See `Service.stats`."""
+        """See `Backend.stats`."""
         found: dict[str, Any] = await self._ask(AskStats)
         return found
 

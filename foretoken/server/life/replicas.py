@@ -1,4 +1,4 @@
-"""Several workers behind one front, as one `Service`; also how a single one is run."""
+"""Several workers behind one front, as one `Backend`; also how a single one is run."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from foretoken.backend.call import Call, State
+from foretoken.backend.events import ModelInfo
 from foretoken.engine_config import EngineConfig
 from foretoken.errors import ForetokenError, UnavailableError
-from foretoken.server.events import ModelInfo
 from foretoken.server.life.announcements import Announcements
 from foretoken.server.life.config import LifeConfig
 from foretoken.server.life.merging import merged
@@ -17,7 +18,6 @@ from foretoken.server.life.quarantine import Quarantine, fingerprint_of
 from foretoken.server.life.remote import BEING_RESTARTED, RemoteGeneration, RemoteService
 from foretoken.server.life.routing import PrefixRouting
 from foretoken.server.life.supervisor import SupervisedWorker
-from foretoken.server.service import Call, State
 
 _WHY: Mapping[State, str] = {
     "loading": "the model is being loaded",
@@ -28,7 +28,7 @@ _WHY: Mapping[State, str] = {
 
 
 class Replicas:
-    """`Service` over `config.workers` supervised workers with the same model. Each call runs in one of them.
+    """`Backend` over `config.workers` supervised workers with the same model. Each call runs in one of them.
 
     Everything happens in the event loop that called `start`; `close` ends the workers.
     """
@@ -49,7 +49,7 @@ class Replicas:
 
     @property
     def state(self) -> State:
-        """See `Service.state`: ready while any worker is."""
+        """See `Backend.state`: ready while any worker is."""
         if self._is_draining:
             return "draining"
         states = {worker.state for worker in self.workers}
@@ -60,7 +60,7 @@ class Replicas:
 
     @property
     def info(self) -> ModelInfo | None:
-        """See `Service.info`."""
+        """See `Backend.info`."""
         return next((worker.info for worker in self.workers if worker.info is not None), None)
 
     @property
@@ -75,7 +75,7 @@ class Replicas:
         return sum(worker.service.num_open for worker in self.workers if worker.service is not None)
 
     async def open(self, call: Call) -> RemoteGeneration:
-        """See `Service.open`.
+        """See `Backend.open`.
 
         Raises:
             InputError: the engine died twice while it answered this request.
@@ -90,15 +90,15 @@ class Replicas:
     async def tokenize(
         self, prompt: str | None, messages: Sequence[Mapping[str, Any]] | None = None, add_special_tokens: bool = True
     ) -> list[int]:
-        """See `Service.tokenize`."""
+        """See `Backend.tokenize`."""
         return await self._least_loaded().tokenize(prompt, messages, add_special_tokens)
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
-        """See `Service.detokenize`."""
+        """See `Backend.detokenize`."""
         return await self._least_loaded().detokenize(token_ids)
 
     async def stats(self) -> dict[str, Any]:
-        """See `Service.stats`: sums over the workers, rates and shares recomputed (`merging`). Also `num_restarts`, and
+        """See `Backend.stats`: sums over the workers, rates and shares recomputed (`merging`). Also `num_restarts`, and
         `replicas`: the statistics of each worker, `engine` naming its process.
         """
         pids = {worker.number: worker.pid for worker in self.workers}

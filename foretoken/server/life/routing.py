@@ -6,7 +6,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Mapping
 
-from foretoken.server.service import Call
+from foretoken.backend.call import Call
 
 # Beginnings that differ in these are different ones: a system prompt and the first question, as a rule.
 _PREFIX_CHARACTERS = 512

@@ -7,24 +7,24 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
+from foretoken.backend.call import State
+from foretoken.backend.events import ModelInfo
+from foretoken.backend.plain import plain
 from foretoken.engine_config import EngineConfig
 from foretoken.errors import EngineError, ForetokenError, WorkerDiedError
-from foretoken.server.events import ModelInfo
 from foretoken.server.life.canary import CanaryAnswer, ask_canary, difference
 from foretoken.server.life.config import LifeConfig
 from foretoken.server.life.fault_hooks import is_test_build
-from foretoken.server.life.plain import plain
 from foretoken.server.life.remote import RemoteService
 from foretoken.server.life.wire import ArmFaults, Beat, Loaded, LoadEngine, NotLoaded
 from foretoken.server.life.wire_errors import from_wire
 from foretoken.server.life.worker_process import WorkerProcess
-from foretoken.server.service import State
 
 _log = logging.getLogger("foretoken.server")
 
 
 class SupervisedWorker:
-    """The worker with this `number`, over all its lives.
+    """The worker with this `number`, across restarts.
 
     `on_change` is called when `state` has changed, `on_death` before the calls in flight of a dead worker get their
     error. `failure` is why no worker is started any more. `drafters` are those that requests get by default.
@@ -128,7 +128,7 @@ class SupervisedWorker:
             end = process.end  # the server ends: the worker may close its files
             raise
         finally:
-            self._mourn(ready_at is not None)
+            self._on_exit(ready_at is not None)
             if reading is not None:
                 reading.cancel()
             code = await end()
@@ -213,7 +213,7 @@ class SupervisedWorker:
         await process.dump_stacks()
         process.kill_now()
 
-    def _mourn(self, was_ready: bool) -> None:
+    def _on_exit(self, was_ready: bool) -> None:
         """The worker is gone, or has to go."""
         service, self.service = self.service, None
         self.num_deaths += was_ready

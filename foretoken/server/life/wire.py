@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec.msgpack import Decoder as MessageDecoder
 
+from foretoken.backend.events import Event, ModelInfo
 from foretoken.errors import EngineError
-from foretoken.server.events import Event, ModelInfo
 from foretoken.server.life.wire_errors import WireError
 
 _LENGTH_BYTES = 4
@@ -34,7 +34,7 @@ class LoadEngine(msgspec.Struct, frozen=True, tag="load"):
 
 
 class Open(msgspec.Struct, frozen=True, tag="open"):
-    """`Service.open`; `call` numbers everything that belongs to it from now on."""
+    """`Backend.open`; `call` numbers everything that belongs to it from now on."""
 
     call: int
     params: dict[str, Any]
@@ -54,7 +54,7 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
 
 
 class Tokenize(msgspec.Struct, frozen=True, tag="tokenize"):
-    """`Service.tokenize`."""
+    """`Backend.tokenize`."""
 
     call: int
     prompt: str | None
@@ -63,14 +63,14 @@ class Tokenize(msgspec.Struct, frozen=True, tag="tokenize"):
 
 
 class Detokenize(msgspec.Struct, frozen=True, tag="detokenize"):
-    """`Service.detokenize`."""
+    """`Backend.detokenize`."""
 
     call: int
     token_ids: list[int]
 
 
 class AskStats(msgspec.Struct, frozen=True, tag="stats"):
-    """`Service.stats`."""
+    """`Backend.stats`."""
 
     call: int
 

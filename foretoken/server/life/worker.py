@@ -21,8 +21,9 @@ import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from foretoken.backend.call import Call, Generation
+from foretoken.backend.plain import engine_config_of, sampling_params_of, spec_of
 from foretoken.errors import ForetokenError
-from foretoken.server.life.plain import engine_config_of, sampling_params_of, spec_of
 from foretoken.server.life.wire import (
     ArmFaults,
     AskInvariants,
@@ -45,12 +46,11 @@ from foretoken.server.life.wire import (
     Tokenize,
 )
 from foretoken.server.life.wire_errors import to_wire, to_wire_of_loading
-from foretoken.server.service import Call, Generation
 
 if TYPE_CHECKING:
+    from foretoken.backend.local import LocalBackend
     from foretoken.engine.async_engine import AsyncEngine
     from foretoken.server.life.fault_hooks import FaultHook
-    from foretoken.server.local import LocalService
 
 _log = logging.getLogger("foretoken.worker")
 
@@ -72,7 +72,7 @@ class Worker:
     def __init__(self, channel: Channel, load: LoadEngine) -> None:
         self._channel, self._load = channel, load
         self._running: dict[int, _Running] = {}
-        self._service: LocalService | None = None
+        self._service: LocalBackend | None = None
         self._hook: FaultHook | None = None
 
     async def run(self) -> None:
@@ -137,7 +137,7 @@ class Worker:
         _log.critical("the engine's thread has broken down: the worker ends")
         self._end(1)
 
-    def _build(self) -> tuple[AsyncEngine, LocalService]:
+    def _build(self) -> tuple[AsyncEngine, LocalBackend]:
         """Build the engine, in a thread: importing torch and reading weights take seconds."""
         if self._load.takes_faults:
             from foretoken.server.life.fault_hooks import fault_hook
@@ -146,14 +146,14 @@ class Worker:
             self._hook.is_armed = True
             self._hook.passes("load")
             self._hook.is_armed = False
+        from foretoken.backend.local import LocalBackend
         from foretoken.server.life.loading import build_engine
-        from foretoken.server.local import LocalService
 
         config = engine_config_of(self._load.engine)
         engine, missing_draft = build_engine(config, self._load.max_waiting, self._load.draft_required)
         if self._hook is not None:
             self._hook.watch_steps(engine.llm.engine)
-        return engine, LocalService(engine, self._load.name, missing_draft)
+        return engine, LocalBackend(engine, self._load.name, missing_draft)
 
     # ---- commands
 
@@ -187,7 +187,7 @@ class Worker:
         if task.cancelled():
             self._channel.send(Over(call))
 
-    async def _generate(self, command: Open, service: LocalService) -> None:
+    async def _generate(self, command: Open, service: LocalBackend) -> None:
         call = Call(
             params=sampling_params_of(command.params),
             prompts=command.prompts,
@@ -207,7 +207,7 @@ class Worker:
             await self._channel.drained()
         self._channel.send(Over(command.call))
 
-    async def _value(self, command: Any, service: LocalService) -> Any:  # noqa: ANN401
+    async def _value(self, command: Any, service: LocalBackend) -> Any:  # noqa: ANN401
         if isinstance(command, Tokenize):
             return await service.tokenize(command.prompt, command.messages, command.add_special_tokens)
         if isinstance(command, Detokenize):
@@ -219,7 +219,7 @@ class Worker:
         assert isinstance(command, Ping)
         return None
 
-    async def _invariants(self, service: LocalService) -> dict[str, Any]:
+    async def _invariants(self, service: LocalBackend) -> dict[str, Any]:
         files = "/proc/self/fd"
         return {
             **(await service.stats())["invariants"],

@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
+from foretoken.backend.call import Backend
 from foretoken.errors import ForetokenError
 from foretoken.server.api.errors import CODES
 from foretoken.server.observe.alias import alias_families
@@ -22,7 +23,6 @@ from foretoken.server.observe.figures import why_plain
 from foretoken.server.observe.loop_lag import LoopLag
 from foretoken.server.observe.metric_table import OF_ENGINE, OF_REQUESTS, OF_SERVER, PREFIX, Metric
 from foretoken.server.record import RequestRecord
-from foretoken.server.service import Service
 
 # Labels are from closed sets: what a set does not have counts as "other".
 FINISH_REASONS = frozenset({"stop", "length", "tool_calls", "content_filter", "abort", "error"})
@@ -42,7 +42,7 @@ _GAUGES = {
 class ServerMetrics(Collector):
     """Metrics of one server in a registry of its own. See `record.RequestObserver`."""
 
-    def __init__(self, service: Service, config: ObserveConfig) -> None:
+    def __init__(self, service: Backend, config: ObserveConfig) -> None:
         self._service, self._config = service, config
         self._registry = CollectorRegistry()
         self._counters = EngineCounters(config.slices)

@@ -7,6 +7,7 @@ from pathlib import Path
 from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from foretoken.backend.call import Backend
 from foretoken.server.observe.config import ObserveConfig
 from foretoken.server.observe.history import History
 from foretoken.server.observe.metrics import ServerMetrics
@@ -15,7 +16,6 @@ from foretoken.server.observe.request_log import RequestLog
 from foretoken.server.observe.responses import App, counted
 from foretoken.server.observe.tracing import OpenTelemetrySink, Tracing
 from foretoken.server.record import RequestObserver
-from foretoken.server.service import Service
 
 
 class Observation:
@@ -26,7 +26,7 @@ class Observation:
         StorageError: the history can never be written.
     """
 
-    def __init__(self, service: Service, config: ObserveConfig) -> None:
+    def __init__(self, service: Backend, config: ObserveConfig) -> None:
         self.metrics = ServerMetrics(service, config)
         self.tracing = Tracing(OpenTelemetrySink()) if config.tracing else None
         self.sent_metrics = OpenTelemetryMetrics(self.metrics) if config.tracing and is_wanted() else None

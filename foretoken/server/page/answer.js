@@ -98,7 +98,7 @@ export class AnswerPane {
     if (speed) this.rate = speed;
     this.speed.textContent = this.rate ? `${this.rate.toFixed(1)} tokens/s` : "ended";
     const parts = [`${tokens} tokens in ${steps} steps`];
-    if (drafted) parts.push(`${accepted} of ${drafted} guesses accepted (${percent(accepted / drafted)})`);
+    if (drafted) parts.push(`${accepted} of ${drafted} draft tokens accepted (${percent(accepted / drafted)})`);
     const reasons = [...why].sort((a, b) => b[1] - a[1]).slice(0, 3);
     if (reasons.length) parts.push(`why not more: ${reasons.map(([words, times]) => `${words} (${times})`).join(", ")}`);
     if (reason) parts.push(`ended: ${reason}`);

@@ -1,5 +1,5 @@
 // The strip below an answer: a column for each step of the target, a cell for each token that it emitted, and above
-// them an empty cell for each guess that was rejected.
+// them an empty cell for each draft token that was rejected.
 
 import { svg } from "./dom.js";
 

@@ -2,13 +2,13 @@
 
 // Class, name in the legend, and what it means.
 export const LEGEND = [
-  ["model", "accepted: model", "accepted, guessed by a model"],
+  ["model", "accepted: model", "accepted, drafted by a model"],
   ["lookup", "accepted: lookup", "accepted, found by lookup"],
   ["prediction", "accepted: prediction", "accepted, from the prediction"],
   ["grammar", "accepted: grammar", "accepted, forced by the grammar"],
-  ["residual", "residual", "the target's own, in place of a rejected guess"],
+  ["residual", "residual", "the target's own, in place of a rejected draft token"],
   ["bonus", "bonus", "the target's own, after an accepted draft"],
-  ["plain", "plain", "the target's own, nothing was guessed"],
+  ["plain", "plain", "the target's own, nothing was drafted"],
 ];
 
 // Why a step drafted nothing, or not all of a draft was accepted. Codes of the trace that are not here stay as they are.
@@ -16,16 +16,16 @@ const WHY = {
   off_request: "plain decoding was asked for",
   off_server: "the server has no drafter",
   prefill: "the prompt was read",
-  warmup: "what guessing costs was being learnt",
+  warmup: "the cost of drafting was being learnt",
   k0_cost: "drafting would have cost more than it brings",
   k0_short: "short answers are decoded plainly",
   k0_load: "too many requests ran",
-  k0_acceptance: "guesses were not expected to be accepted",
-  no_match: "nothing was found to guess from",
-  mismatch_at: "a guess was rejected",
+  k0_acceptance: "draft tokens were not expected to be accepted",
+  no_match: "nothing was found to draft from",
+  mismatch_at: "a draft token was rejected",
   budget_trimmed: "the step had no room for more",
   length_clamped: "the answer was about to end",
-  grammar_blocked: "the grammar forbids the guess",
+  grammar_blocked: "the grammar forbids the draft token",
   vocab_unmapped: "the draft's vocabulary lacks the token",
   drafter_failed: "the drafter failed",
   drafter_disabled: "the drafter was disabled",
@@ -55,11 +55,11 @@ export function describe(token, groups) {
   return parts.join(" · ");
 }
 
-// How many guesses a step had, in how large a batch it ran, and why no more were accepted.
+// How many draft tokens a step had, in how large a batch it ran, and why no more were accepted.
 function stepWords({ drafts = [], num_accepted: accepted, batch_size: batch, why }) {
   const drafted = drafts.reduce((sum, draft) => sum + draft.ids.length, 0);
   const words = [];
-  if (drafted) words.push(`${accepted} of ${drafted} guesses accepted`);
+  if (drafted) words.push(`${accepted} of ${drafted} draft tokens accepted`);
   if (batch > 1) words.push(`batch of ${batch}`);
   if (why) words.push(reasonWords(why));
   return words.length ? ` (${words.join(", ")})` : "";

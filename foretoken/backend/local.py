@@ -1,0 +1,256 @@
+"""A service whose engine runs in this process: what a worker serves, and the simple twin of `remote`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from foretoken.backend.call import Call, State
+from foretoken.backend.events import AnswerEnded, AnswerFailed, Begun, Event, ModelInfo, Piece, TokenEvent
+from foretoken.backend.gauges import gauges
+from foretoken.backend.model_files import middle_marks, template_roles, tool_style
+from foretoken.backend.plain import plain
+from foretoken.backend.rounds import RoundLog
+from foretoken.backend.spellings import TokenSpellings
+from foretoken.core import StepOutput, TokenLogprobs
+from foretoken.draft.predicted import num_followed
+from foretoken.engine.async_engine import AsyncEngine
+from foretoken.engine.output import GenerateOutput
+from foretoken.engine.ticket import Ticket
+from foretoken.errors import InputError
+from foretoken.text.tokenizer import Tokenizer
+
+
+class LocalBackend:
+    """`Backend` over an `AsyncEngine`, which stays the caller's to close. `missing_draft`: see `ModelInfo`."""
+
+    def __init__(self, engine: AsyncEngine, name: str, missing_draft: str | None = None) -> None:
+        self.engine = engine
+        self._texts = TokenSpellings(engine.llm.tokenizer)
+        self._rounds = RoundLog(engine.llm.engine.watchers, self._texts)
+        self._info = _info(engine, name, missing_draft)
+
+    @property
+    def state(self) -> State:
+        """See `Backend.state`: an engine that was built is ready."""
+        return "ready"
+
+    @property
+    def info(self) -> ModelInfo:
+        """See `Backend.info`."""
+        return self._info
+
+    async def open(self, call: Call) -> LocalGeneration:
+        """See `Backend.open`."""
+        prompt_ids, prediction = await self.engine.in_thread(lambda: (self._encode_all(call), self._predicted(call)))
+        params = call.params
+        if params.prediction is not None and prediction:
+            params = replace(params, prediction=prediction)
+        if not call.trace:
+            tickets = await self.engine.submit_all(prompt_ids, params, call.spec)
+            return LocalGeneration(tickets, prompt_ids, self._texts, _Followed.of(call, prediction))
+        with self._rounds.opening() as opened:
+            tickets = await self.engine.submit_all(prompt_ids, params, call.spec)
+            opened(tickets)
+        return LocalGeneration(tickets, prompt_ids, self._texts, _Followed.of(call, prediction), self._rounds)
+
+    async def tokenize(
+        self, prompt: str | None, messages: Sequence[Any] | None = None, add_special_tokens: bool = True
+    ) -> list[int]:
+        """See `Backend.tokenize`."""
+
+        def encode() -> list[int]:
+            if messages is not None:
+                return self.engine.llm.encode_chat(messages)
+            tokenizer = self._tokenizer("prompt", prompt)
+            return tokenizer.encode(prompt or "", add_special_tokens)
+
+        return await self.engine.in_thread(encode)
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """See `Backend.detokenize`."""
+        tokenizer = self._tokenizer("tokens", list(token_ids))
+        for token_id in token_ids:
+            if not 0 <= token_id < self._info.vocab_size:
+                raise InputError("tokens", token_id, f"must lie in [0, {self._info.vocab_size})")
+        return await self.engine.in_thread(lambda: tokenizer.decode(token_ids))
+
+    async def stats(self) -> dict[str, Any]:
+        """See `Backend.stats`."""
+        return self.engine.llm.stats.as_dict() | gauges(self.engine.llm)
+
+    def _tokenizer(self, field: str, value: object) -> Tokenizer:
+        tokenizer = self.engine.llm.tokenizer
+        if tokenizer is None:
+            raise InputError(field, value, "the model has no tokenizer; give token ids")
+        return tokenizer
+
+    def _encode_all(self, call: Call) -> list[list[int]]:
+        llm = self.engine.llm
+        if call.messages is not None:
+            return [llm.encode_chat(call.messages, call.tools, call.template_options)]
+        return [llm.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in call.prompts]
+
+    def _predicted(self, call: Call) -> tuple[int, ...]:
+        """The tokens of the prediction."""
+        if not call.prediction:
+            return ()
+        ids = self.engine.llm.encode_plain("prediction", call.prediction)
+        if len(ids) > self._info.max_model_len:
+            raise InputError("prediction", len(ids), f"must have at most {self._info.max_model_len} tokens")
+        return tuple(ids)
+
+
+@dataclass(frozen=True)
+class _Followed:
+    """How far answers followed the tokens of a prediction; `is_drafted`: whether they were drafted at all."""
+
+    tokens: tuple[int, ...]
+    is_drafted: bool
+
+    @classmethod
+    def of(cls, call: Call, tokens: tuple[int, ...]) -> _Followed | None:
+        return None if call.prediction is None else cls(tokens, call.params.prediction is not None)
+
+    def count(self, answer: Sequence[int]) -> tuple[int, int]:
+        """See `AnswerEnded.prediction`."""
+        num_kept = num_followed(self.tokens, answer) if self.is_drafted else 0
+        return num_kept, len(self.tokens) - num_kept
+
+
+class LocalGeneration:
+    """A call whose answers run in this process, one ticket each, prompt by prompt."""
+
+    def __init__(
+        self,
+        tickets: Sequence[Ticket],
+        prompt_ids: Sequence[Sequence[int]],
+        texts: TokenSpellings,
+        followed: _Followed | None = None,
+        rounds: RoundLog | None = None,
+    ) -> None:
+        self._tickets, self._prompt_ids, self._texts = tickets, prompt_ids, texts
+        self._followed, self._rounds = followed, rounds
+
+    async def __aiter__(self) -> AsyncGenerator[Event]:
+        try:
+            async with contextlib.aclosing(self._all()) as events:
+                async for event in events:
+                    yield event
+        finally:
+            if self._rounds is not None:
+                self._rounds.closed(self._tickets)
+
+    async def _all(self) -> AsyncGenerator[Event]:
+        yield Begun(tuple(tuple(ids) for ids in self._prompt_ids))
+        if len(self._tickets) == 1:
+            async with contextlib.aclosing(self._events(0)) as own:
+                async for event in own:
+                    yield event
+            return
+        async with contextlib.aclosing(self._merged()) as events:
+            async for event in events:
+                yield event
+
+    async def cancel(self) -> None:
+        """See `Generation.cancel`."""
+        for ticket in self._tickets:
+            ticket.cancel()
+
+    async def _merged(self) -> AsyncGenerator[Event]:
+        """The events of all answers as they come."""
+        queue: asyncio.Queue[Event | None] = asyncio.Queue()
+
+        async def pump(index: int) -> None:
+            try:
+                async for event in self._events(index):
+                    queue.put_nowait(event)
+            finally:
+                queue.put_nowait(None)
+
+        tasks = [asyncio.create_task(pump(index)) for index in range(len(self._tickets))]
+        try:
+            num_open = len(tasks)
+            while num_open:
+                event = await queue.get()
+                if event is None:
+                    num_open -= 1
+                else:
+                    yield event
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _events(self, index: int) -> AsyncGenerator[Event]:
+        ticket = self._tickets[index]
+        try:
+            async for output in ticket:
+                if output.token_ids or output.text:
+                    round_ = None if self._rounds is None else self._rounds.take(output)
+                    yield Piece(index, output.text, self._tokens(output), round_)
+            answer = await ticket.wait()
+        except Exception as error:  # noqa: BLE001 - the error of this answer; the others go on
+            yield _failure(index, error)
+            return
+        if answer.error is not None:
+            yield _failure(index, answer.error)
+        else:
+            yield AnswerEnded(
+                index,
+                answer.finish_reason,
+                answer.text,
+                len(answer.token_ids),
+                answer.stats.as_dict(),
+                self._prompt_tokens(answer),
+                None if self._followed is None else self._followed.count(answer.token_ids),
+            )
+
+    def _tokens(self, output: StepOutput) -> tuple[TokenEvent, ...]:
+        logprobs: Sequence[TokenLogprobs | None] = output.logprobs or (None,) * len(output.token_ids)
+        return tuple(
+            self._texts.event(token_id, scored, origin.kind, origin.drafter, origin.step, origin.probability)
+            for token_id, origin, scored in zip(output.token_ids, output.provenance, logprobs, strict=True)
+        )
+
+    def _prompt_tokens(self, answer: GenerateOutput) -> tuple[TokenEvent, ...]:
+        if answer.prompt_logprobs is None:
+            return ()
+        scored = zip(answer.prompt_ids, answer.prompt_logprobs, strict=True)
+        return tuple(self._texts.event(token_id, one, "prompt") for token_id, one in scored)
+
+
+def _failure(index: int, error: Exception) -> AnswerFailed:
+    if isinstance(error, InputError):
+        return AnswerFailed(index, type(error).__name__, error.remedy, error.field)
+    return AnswerFailed(index, type(error).__name__, str(error))
+
+
+def _info(engine: AsyncEngine, name: str, missing_draft: str | None) -> ModelInfo:
+    llm, target = engine.llm, engine.llm.target
+    tokenizer = llm.tokenizer
+
+    def spelt(token_id: int | None) -> str | None:
+        return None if tokenizer is None or token_id is None else tokenizer.token(token_id)
+
+    return ModelInfo(
+        name=name,
+        max_model_len=target.max_context_tokens,
+        vocab_size=target.vocab_size,
+        eos_token_ids=tuple(target.eos_token_ids),
+        eos_token=None if tokenizer is None else spelt(tokenizer.eos_token_id),
+        bos_token=None if tokenizer is None else spelt(tokenizer.bos_token_id),
+        pad_token=None,
+        has_tokenizer=tokenizer is not None,
+        has_chat_template=tokenizer is not None and tokenizer.chat_template is not None,
+        default_spec=plain(llm.spec),
+        max_waiting=engine.max_waiting,
+        tool_style=None if tokenizer is None else tool_style(tokenizer.chat_template),
+        template_roles=() if tokenizer is None else template_roles(tokenizer.chat_template),
+        middle_marks=None if tokenizer is None else middle_marks(tokenizer.vocabulary, tokenizer.opening_ids),
+        missing_draft=missing_draft,
+    )

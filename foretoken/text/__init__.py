@@ -1,0 +1,1 @@
+"""Between characters and the model: tokenizers, chat templates, grammars, logit processors, sampling."""

@@ -1,0 +1,476 @@
+"""Text to token ids and back: the `tokenizers` library on `tokenizer.json`, chat templates in a sandbox.
+
+A folder with another kind of tokenizer file goes through transformers once, which converts it; a GGUF file brings its
+own.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+import tokenizers
+
+from foretoken.errors import CheckpointError, InputError, UnsupportedModelError
+from foretoken.model.fields import check_links, read_json, shown
+from foretoken.model.gguf.header import is_gguf
+from foretoken.model.gguf.parts import read_header
+from foretoken.model.quiet import quiet_transformers
+from foretoken.params import check_text
+from foretoken.text.chat_template import render
+from foretoken.text.gguf_tokenizer import read_tokenizer
+from foretoken.text.token_bytes import BYTE_TOKEN, byte_level, token_writer
+
+_OTHER_FILES = (
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "vocab.json",
+    "vocab.txt",
+    "tokenizer_config.json",
+    "tekken.json",
+)
+_TRIAL = "Tokens: 12 naïve 猫 😀\n\tend\x00."
+_REPLACEMENT = "\ufffd"
+_MAX_HELD = 32  # no character needs as many tokens; a stream of broken bytes must not grow the window for ever
+
+_Foreign: TypeAlias = Any  # objects of transformers, which has no types
+
+
+class _Backend(Protocol):
+    """What is asked of the library underneath."""
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
+    def encode_plain(self, text: str) -> list[int]: ...
+    def decode(self, ids: Sequence[int]) -> str: ...
+    def token(self, token_id: int) -> str | None: ...
+    def vocabulary(self) -> dict[str, int]: ...
+    def special_ids(self) -> frozenset[int]: ...
+    def decoder(self) -> dict[str, Any]: ...
+
+
+class Tokenizer:
+    """The tokenizer of a checkpoint folder or GGUF file, with `settings` as in `tokenizer_config.json`."""
+
+    def __init__(self, backend: _Backend, folder: Path, settings: Mapping[str, Any]) -> None:
+        self._backend, self.folder, self._settings = backend, folder, settings
+        self.special_ids = backend.special_ids()
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; a BOS only if the tokenizer's own post-processor adds one and `add_special_tokens` is
+        left on.
+
+        Raises:
+            InputError: a lone surrogate, which no tokenizer takes.
+        """
+        check_text("text", text)
+        return self._backend.encode(text, add_special_tokens)
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids of `text` in which no part of it is read as a special token, and to which none is added.
+
+        Raises:
+            InputError: see `encode`.
+        """
+        check_text("text", text)
+        if not any(special in text for special in self.special_texts):
+            return self._backend.encode(text, False)
+        return self._backend.encode_plain(text)
+
+    @cached_property
+    def special_texts(self) -> tuple[str, ...]:
+        """The special tokens as they are spelt."""
+        return tuple(text for text in map(self.token, sorted(self.special_ids)) if text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids`, without special tokens; ids that the tokenizer does not know give nothing."""
+        return self._backend.decode(ids)
+
+    def token(self, token_id: int) -> str | None:
+        """The vocabulary's own spelling of one id; None for an id without a token."""
+        return self._backend.token(token_id)
+
+    @cached_property
+    def vocabulary(self) -> dict[str, int]:
+        """Every token with its id, added tokens included."""
+        return self._backend.vocabulary()
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens; the model may have a few more columns than this."""
+        return len(self.vocabulary)
+
+    @cached_property
+    def eos_token_id(self) -> int | None:
+        """The token that ends a text, as `tokenizer_config.json` says."""
+        return self._special("eos_token")
+
+    @cached_property
+    def bos_token_id(self) -> int | None:
+        """The token that begins a text, as `tokenizer_config.json` says."""
+        return self._special("bos_token")
+
+    def _special(self, name: str) -> int | None:
+        return self.vocabulary.get(_content(self._settings.get(name)) or "")
+
+    @cached_property
+    def decoder(self) -> Mapping[str, Any]:
+        """The tokenizer's decoder as `tokenizer.json` describes it; empty if unknown."""
+        return self._backend.decoder()
+
+    @cached_property
+    def token_bytes(self) -> dict[int, bytes] | None:
+        """The bytes that each id writes, special tokens as they are spelt; None if the decoder does more than join its
+        tokens.
+
+        What a decoder does at the ends of a text (SentencePiece drops the space in front) is not in here.
+        """
+        write = token_writer(self.decoder)
+        if write is None:
+            return None
+        return {
+            token_id: token.encode() if token_id in self.special_ids else write(token)
+            for token, token_id in self.vocabulary.items()
+        }
+
+    @cached_property
+    def drops_first_space(self) -> bool:
+        """Whether the decoder leaves out the space of a text's first token, as SentencePiece does."""
+        spaced = next(
+            (
+                token
+                for token, written in (self.token_bytes or {}).items()
+                if written.startswith(b" ") and len(written) > 1
+            ),
+            None,
+        )
+        return spaced is not None and not self.decode([spaced]).startswith(" ")
+
+    @cached_property
+    def opening_ids(self) -> tuple[int, ...]:
+        """Tokens that the tokenizer itself puts in front of every text: a BOS, or nothing."""
+        bare, dressed = (self.encode("a", add_special_tokens=special) for special in (False, True))
+        places = range(len(dressed) - len(bare) + 1)
+        return next((tuple(dressed[:place]) for place in places if dressed[place : place + len(bare)] == bare), ())
+
+    @cached_property
+    def chat_template(self) -> str | None:
+        """The Jinja source that lays out a chat; None when the folder has none."""
+        file = self.folder / "chat_template.jinja"
+        if file.exists():
+            try:
+                return file.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise CheckpointError(f"{file} cannot be read as UTF-8 text ({error}); download it again") from error
+        template = self._settings.get("chat_template")
+        if isinstance(template, list):  # several, by name
+            named = {str(entry.get("name")): entry.get("template") for entry in template if isinstance(entry, dict)}
+            template = named.get("default")
+        return template if isinstance(template, str) else None
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Lay out `messages` (role and content each) as the model was trained to read them.
+
+        Encode the result with `add_special_tokens=False`: the template writes its own BOS. `options` are variables of
+        the template, such as `enable_thinking`.
+
+        Raises:
+            InputError: the folder has no chat template, or the template refuses these messages.
+            CheckpointError: the template itself is broken, or does not come to an end.
+        """
+        if self.chat_template is None:
+            raise InputError(
+                "messages",
+                list(messages),
+                f"{self.folder} has no chat template; give plain text instead, take a checkpoint that was trained to "
+                "chat, or put its template into chat_template.jinja there",
+            )
+        specials = {
+            name: text
+            for name, value in self._settings.items()
+            if name.endswith("_token") and (text := _content(value)) is not None
+        }
+        return render(self.chat_template, messages, add_generation_prompt, tools, specials, str(self.folder), options)
+
+    def same_vocabulary(self, other: Tokenizer) -> str | None:
+        """Say how `other` differs: the sizes, and the first id that means another token; None when they agree."""
+        if self.vocabulary == other.vocabulary:
+            return None
+        mine = {token_id: token for token, token_id in self.vocabulary.items()}
+        theirs = {token_id: token for token, token_id in other.vocabulary.items()}
+        first = min(token_id for token_id in mine.keys() | theirs.keys() if mine.get(token_id) != theirs.get(token_id))
+        left, right = (repr(side[first]) if first in side else "nothing" for side in (mine, theirs))
+        sizes = f"{len(mine)} against {len(theirs)} tokens; " if len(mine) != len(theirs) else ""
+        return f"{sizes}token {first} is {left} here and {right} there"
+
+
+def load_tokenizer(folder: Path) -> Tokenizer | None:
+    """Return the tokenizer of a checkpoint folder; None when it has none, and token ids go in and out.
+
+    Raises:
+        CheckpointError: a tokenizer file that cannot be read or does not work, or that is a link out of the folder.
+        UnsupportedModelError: a GGUF file with a kind of tokenizer that is not known here.
+    """
+    if is_gguf(folder):
+        with _broken_means(f"the tokenizer in {folder} cannot be read", UnsupportedModelError):
+            found = read_tokenizer(read_header(folder))
+            return None if found is None else _tried(Tokenizer(_Fast(found[0], str(folder)), folder, found[1]))
+    check_links(folder)
+    file = folder / "tokenizer.json"
+    if file.exists():
+        with _broken_means(f"{file} cannot be read"):
+            backend = _Fast(tokenizers.Tokenizer.from_file(str(file)), str(file))
+        return _tried(Tokenizer(backend, folder, _read_settings(folder)))
+    others = [name for name in _OTHER_FILES if (folder / name).exists()]
+    if not others:
+        return None
+    return _tried(Tokenizer(_from_transformers(folder, others[0]), folder, _read_settings(folder)))
+
+
+def _tried(tokenizer: Tokenizer) -> Tokenizer:
+    """Use every part once: files that are read without complaint may still not work."""
+    with _broken_means(f"the tokenizer in {tokenizer.folder} does not work"):
+        for text in ("", "a", _TRIAL):
+            tokenizer.decode(tokenizer.encode(text))
+        ids = tokenizer.vocabulary.values()
+        tokenizer.decode(sorted(ids)[:: max(1, len(ids) // 256)])
+        _ = tokenizer.decoder, tokenizer.opening_ids, tokenizer.eos_token_id
+    return tokenizer
+
+
+@contextmanager
+def _broken_means(complaint: str, *mistakes: type[Exception]) -> Iterator[None]:
+    """Turn whatever the library underneath raises into a `CheckpointError`, except `mistakes`, which are the
+    caller's.
+    """
+    passed: tuple[type[Exception], ...] = (CheckpointError, *mistakes)
+    try:
+        yield
+    except passed:
+        raise
+    except Exception as error:  # the library raises nothing narrower
+        raise CheckpointError(f"{complaint} ({error}); download it again") from error
+    except BaseException as error:
+        if not _is_panic(error):
+            raise
+        raise CheckpointError(f"{complaint} (the library failed: {error}); download it again") from error
+
+
+def _is_panic(error: BaseException) -> bool:
+    """Whether the library's Rust code panicked: a class that derives from BaseException and can be imported from
+    nowhere.
+    """
+    return type(error).__name__ == "PanicException"
+
+
+class _Fast:
+    """The Rust library; `where` names the file in errors."""
+
+    def __init__(self, inner: tokenizers.Tokenizer, where: str) -> None:
+        self._inner, self._where = inner, where
+        inner.no_truncation()  # some files ask for it; a prompt must never be shortened in silence
+        inner.no_padding()
+        self._plain: tokenizers.Tokenizer | None = None  # a copy that reads special tokens as text
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        with _broken_means(f"{self._where} cannot encode {shown(text)}", TypeError):
+            ids: list[int] = self._inner.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def encode_plain(self, text: str) -> list[int]:
+        if self._plain is None:
+            plain = tokenizers.Tokenizer.from_str(self._inner.to_str())
+            plain.encode_special_tokens = True
+            self._plain = plain
+        with _broken_means(f"{self._where} cannot encode {shown(text)}", TypeError):
+            ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        with _broken_means(f"{self._where} cannot decode some tokens", TypeError, OverflowError):
+            text: str = self._inner.decode(list(ids), skip_special_tokens=True)
+        return text
+
+    def token(self, token_id: int) -> str | None:
+        token: str | None = self._inner.id_to_token(token_id)
+        return token
+
+    def vocabulary(self) -> dict[str, int]:
+        return dict(self._inner.get_vocab(with_added_tokens=True))
+
+    def special_ids(self) -> frozenset[int]:
+        return frozenset(
+            token_id for token_id, token in self._inner.get_added_tokens_decoder().items() if token.special
+        )
+
+    def decoder(self) -> dict[str, Any]:
+        if self._inner.decoder is None:
+            return {}
+        # What it is pickled as. Writing the whole tokenizer would list every id up to the largest, whatever that is.
+        described: dict[str, Any] = json.loads(self._inner.decoder.__getstate__())
+        return described
+
+
+class _Slow:
+    """A tokenizer that transformers implements in Python."""
+
+    def __init__(self, inner: _Foreign) -> None:
+        self._inner = inner
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return list(self._inner.encode(text, add_special_tokens=add_special_tokens))
+
+    def encode_plain(self, text: str) -> list[int]:
+        return list(self._inner.encode(text, add_special_tokens=False, split_special_tokens=True))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        known = [token_id for token_id in ids if self.token(token_id) is not None]
+        return str(self._inner.decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def token(self, token_id: int) -> str | None:
+        if not 0 <= token_id < len(self._inner):
+            return None
+        token: str | None = self._inner.convert_ids_to_tokens(token_id)
+        return token
+
+    def vocabulary(self) -> dict[str, int]:
+        return dict(self._inner.get_vocab())
+
+    def special_ids(self) -> frozenset[int]:
+        return frozenset(self._inner.all_special_ids)
+
+    def decoder(self) -> dict[str, Any]:
+        return {}
+
+
+def _from_transformers(folder: Path, file: str) -> _Backend:
+    from transformers import AutoTokenizer
+
+    try:
+        with quiet_transformers():
+            inner = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except BaseException as error:  # whatever a foreign file makes a foreign library raise
+        if not isinstance(error, Exception) and not _is_panic(error):
+            raise
+        remedy = "add a tokenizer.json, or install the package that reads it (sentencepiece, tiktoken)"
+        raise CheckpointError(f"the tokenizer in {folder} ({file}) cannot be read: {error}; {remedy}") from error
+    fast = getattr(inner, "backend_tokenizer", None)
+    return (
+        _Fast(fast, f"the tokenizer in {folder} ({file})") if isinstance(fast, tokenizers.Tokenizer) else _Slow(inner)
+    )
+
+
+def _read_settings(folder: Path) -> dict[str, Any]:
+    settings: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):  # the second one wins
+        file = folder / name
+        if file.exists():
+            settings |= {key: value for key, value in read_json(file).items() if value is not None}
+    return settings
+
+
+def _content(value: object) -> str | None:
+    """Text of a special token, which is written either plainly or as an object."""
+    if isinstance(value, Mapping):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+class Detokenizer:
+    """Turns a stream of token ids into text that never has to be taken back.
+
+    What `push` and `flush` return, joined, equals `Tokenizer.decode` of all ids. The cost of a token does not grow with
+    the text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._stream: _Stream = (
+            _ByteLevelStream() if tokenizer.decoder.get("type") == "ByteLevel" else _WindowStream(tokenizer)
+        )
+
+    def push(self, token_id: int) -> str:
+        """Take one id; return the text that is certain now, often the token's own, never half a character."""
+        if token_id in self._tokenizer.special_ids:
+            return ""
+        token = self._tokenizer.token(token_id)
+        return "" if token is None else self._stream.push(token_id, token)
+
+    def flush(self) -> str:
+        """Return what was held back: the text is over."""
+        return self._stream.flush()
+
+
+class _Stream(Protocol):
+    def push(self, token_id: int, token: str) -> str: ...
+    def flush(self) -> str: ...
+
+
+class _ByteLevelStream:
+    """Tokens are bytes: an incremental UTF-8 decoder knows by itself when a character is whole."""
+
+    def __init__(self) -> None:
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int, token: str) -> str:  # noqa: ARG002 - the other stream decodes by id
+        return self._utf8.decode(byte_level(token))
+
+    def flush(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+class _WindowStream:
+    """Any other decoder: decode the new tokens behind the last settled one, and give out what comes after that one.
+
+    The settled token in front carries what the decoder needs to know of the past: whether a leading space stays. Runs
+    of byte tokens are held to their end, because one invalid byte changes how the decoder writes the whole run.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._settled: list[int] = []
+        self._settled_text = ""
+        self._held: list[int] = []
+        self._in_bytes = False
+        described = json.dumps(dict(tokenizer.decoder))
+        self._has_bytes = "ByteFallback" in described
+        self._may_split = not tokenizer.decoder or "ByteLevel" in described
+
+    def push(self, token_id: int, token: str) -> str:
+        is_byte = self._has_bytes and BYTE_TOKEN.fullmatch(token) is not None
+        if is_byte:
+            self._in_bytes = True
+            self._held.append(token_id)
+            return ""
+        # The run of bytes is over: what it spells is certain even if the new token is not.
+        done = self._release(certain=True) if self._in_bytes else ""
+        self._in_bytes = False
+        self._held.append(token_id)
+        return done + self._release(certain=False)
+
+    def flush(self) -> str:
+        return self._release(certain=True)
+
+    def _release(self, certain: bool) -> str:
+        if not self._held:
+            return ""
+        text = self._tokenizer.decode(self._settled + self._held)
+        half = text.endswith(_REPLACEMENT) or text == self._settled_text
+        if half and self._may_split and not certain and len(self._held) < _MAX_HELD:
+            return ""
+        new = text[len(self._settled_text) :]
+        self._settled = self._held[-1:]
+        self._held = []
+        self._settled_text = self._tokenizer.decode(self._settled)
+        return new

@@ -1,0 +1,506 @@
+"""Text in and out: what is streamed is what `decode` says, character by character; templates can do no harm."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Raw
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+
+from foretoken import LLM, SamplingParams
+from foretoken.errors import CheckpointError, InputError, MismatchError
+from foretoken.text.tokenizer import Detokenizer, Tokenizer, load_tokenizer
+from tests.helpers.checkpoints import END_OF_TEXT, tiny_checkpoint, tiny_tokenizer
+
+TEXTS = [
+    "def f(self):\n    return 1",
+    "naïve für 猫が好き 😀👩‍👩‍👧 ü",
+    "  two  spaces ",
+    "\t\ttabs\r\n",
+    "a",
+    "é" * 9,
+    "🇩🇪🏴‍☠️",
+]
+
+
+def save(raw: Raw, folder: Path, **options: Any) -> Tokenizer:
+    folder.mkdir(parents=True, exist_ok=True)
+    raw.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(options))
+    loaded = load_tokenizer(folder)
+    assert loaded is not None
+    return loaded
+
+
+def byte_level(folder: Path) -> Tokenizer:
+    loaded = load_tokenizer(tiny_tokenizer(folder))
+    assert loaded is not None
+    return loaded
+
+
+def byte_fallback(folder: Path) -> Tokenizer:
+    """As in Llama 2: words with a leading mark, single bytes for the rest."""
+    words = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        "▁▁",
+        *"abcdefgü",
+        "▁de",
+        "▁f",
+        "ab",
+        "猫",
+        "\ufffd",
+    ]
+    raw = Raw(
+        models.BPE(
+            vocab={word: index for index, word in enumerate(words)},
+            merges=[("▁", "▁"), ("▁", "f"), ("a", "b")],
+            byte_fallback=True,
+            unk_token="<unk>",
+        )
+    )
+    raw.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    raw.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    raw.add_special_tokens(["<unk>", "<s>", "</s>"])
+    raw.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return save(raw, folder, bos_token="<s>", eos_token={"content": "</s>"})
+
+
+def metaspace(folder: Path) -> Tokenizer:
+    words = ["<unk>", "▁", "▁▁", "▁the", "▁cat", "s", "猫", "ü", "a", "b"]
+    raw = Raw(models.Unigram([(word, -float(index)) for index, word in enumerate(words)], unk_id=0))
+    raw.pre_tokenizer = pre_tokenizers.Metaspace()
+    raw.decoder = decoders.Metaspace()
+    return save(raw, folder)
+
+
+def word_piece(folder: Path) -> Tokenizer:
+    words = ["[UNK]", "do", "##n", "not", ".", ",", "n't", "'", "s", "##s", "cat"]
+    raw = Raw(models.WordPiece({word: index for index, word in enumerate(words)}, unk_token="[UNK]"))
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
+    raw.decoder = decoders.WordPiece()
+    return save(raw, folder)
+
+
+def byte_level_in_sequence(folder: Path) -> Tokenizer:
+    raw = Raw.from_file(str(tiny_tokenizer(folder) / "tokenizer.json"))
+    raw.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()])
+    return save(raw, folder)
+
+
+def words_only(folder: Path) -> Tokenizer:
+    return save(Raw(models.WordLevel({"one": 0, "two": 1, "three": 2}, unk_token="one")), folder)
+
+
+KINDS = {f.__name__: f for f in (byte_level, byte_fallback, metaspace, word_piece, byte_level_in_sequence, words_only)}
+
+
+@pytest.fixture(scope="module")
+def by_kind(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+    return {name: make(tmp_path_factory.mktemp(name)) for name, make in KINDS.items()}
+
+
+def stream(tokenizer: Tokenizer, ids: list[int]) -> tuple[list[str], str]:
+    detokenizer = Detokenizer(tokenizer)
+    return [detokenizer.push(token_id) for token_id in ids], detokenizer.flush()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_streamed_text_is_the_decoded_text(by_kind: dict[str, Tokenizer], kind: str) -> None:
+    """Random ids: broken UTF-8, special tokens and ids beyond the vocabulary among them."""
+    tokenizer, generator = by_kind[kind], random.Random(0)
+    for _ in range(1500):
+        ids = [generator.randrange(tokenizer.vocab_size + 2) for _ in range(generator.randrange(14))]
+        pieces, rest = stream(tokenizer, ids)
+        assert "".join(pieces) + rest == tokenizer.decode(ids)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(text=st.text(max_size=30))
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
+def test_any_text_survives_the_round_trip_and_the_stream(by_kind: dict[str, Tokenizer], kind: str, text: str) -> None:
+    tokenizer = by_kind[kind]
+    if any(special in text for special in (END_OF_TEXT, "<s>", "</s>", "<unk>")):
+        return
+    ids = tokenizer.encode(text)
+    pieces, rest = stream(tokenizer, ids)
+    assert "".join(pieces) + rest == tokenizer.decode(ids)
+    if kind == "byte_level" or ("▁" not in text and "<0x" not in text):
+        assert tokenizer.decode(ids) == text
+        assert not any("\ufffd" in piece for piece in pieces) or "\ufffd" in text
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(raw=st.binary(max_size=24))
+def test_any_bytes_stream_like_pythons_own_decoder(by_kind: dict[str, Tokenizer], raw: bytes) -> None:
+    tokenizer = by_kind["byte_level"]
+    alphabet = {token: index for token, index in tokenizer.vocabulary.items() if len(token) == 1}
+    byte_ids = [alphabet[token] for token in _byte_tokens(raw)]
+    pieces, rest = stream(tokenizer, byte_ids)
+    assert "".join(pieces) + rest == tokenizer.decode(byte_ids) == raw.decode("utf-8", "replace")
+
+
+def _byte_tokens(raw: bytes) -> list[str]:
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return [chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in raw]
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "byte_level_in_sequence"])
+@pytest.mark.parametrize("text", TEXTS)
+def test_no_piece_is_half_a_character(by_kind: dict[str, Tokenizer], kind: str, text: str) -> None:
+    pieces, rest = stream(by_kind[kind], by_kind[kind].encode(text))
+    assert "".join(pieces) + rest == text
+    assert not any("\ufffd" in piece for piece in [*pieces, rest])
+
+
+def test_text_comes_out_as_soon_as_it_is_certain(by_kind: dict[str, Tokenizer]) -> None:
+    tokenizer = by_kind["byte_level"]
+    euro = [tokenizer.vocabulary[token] for token in _byte_tokens("€".encode())]
+    pieces, rest = stream(tokenizer, [*euro, *tokenizer.encode("x")])
+    assert pieces == ["", "", "€", "x"]
+    assert rest == ""
+    pieces, rest = stream(tokenizer, [*euro[:2], *tokenizer.encode("x"), *euro[:1]])
+    assert pieces == ["", "", "\ufffdx", ""]
+    assert rest == "\ufffd"
+
+
+def test_the_cost_of_a_token_does_not_grow(by_kind: dict[str, Tokenizer], monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in ("byte_fallback", "metaspace", "byte_level_in_sequence"):
+        tokenizer, sizes = by_kind[kind], []
+        decode = tokenizer.decode
+        monkeypatch.setattr(
+            tokenizer, "decode", lambda ids, sizes=sizes, decode=decode: (sizes.append(len(ids)), decode(ids))[1]
+        )
+        broken = 255 if kind == "byte_level_in_sequence" else tokenizer.encode("a", add_special_tokens=False)[-1]
+        stream(tokenizer, [broken] * 500)
+        assert max(sizes) < 40
+        assert sum(sizes) < 500 * 20
+        monkeypatch.undo()
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "byte_level_in_sequence", "metaspace"])
+def test_a_text_is_made_of_its_tokens_bytes(by_kind: dict[str, Tokenizer], kind: str) -> None:
+    """Inside a text; at its beginning SentencePiece drops a space."""
+    tokenizer, generator = by_kind[kind], random.Random(1)
+    assert tokenizer.token_bytes is not None
+    assert tokenizer.token_bytes.keys() == set(tokenizer.vocabulary.values())
+    head = tokenizer.encode("a", add_special_tokens=False)
+    plain = [token_id for token_id in tokenizer.token_bytes if token_id not in tokenizer.special_ids]
+    for text in [*TEXTS, *(None,) * 200]:
+        ids = tokenizer.encode(text) if text else generator.choices(plain, k=5)
+        raw = b"".join(
+            tokenizer.token_bytes[token_id] for token_id in head + ids if token_id not in tokenizer.special_ids
+        )
+        if text or _is_utf8(raw):
+            assert tokenizer.decode(head + ids).lstrip(" ") == raw.decode().lstrip(" ")
+    assert all(
+        tokenizer.token_bytes[token_id].decode() == tokenizer.token(token_id) for token_id in tokenizer.special_ids
+    )
+
+
+def test_a_special_token_is_spelt_as_it_is(tmp_path: Path) -> None:
+    byte_fallback(tmp_path)
+    raw = Raw.from_file(str(tmp_path / "tokenizer.json"))
+    raw.add_special_tokens(["<|end▁of▁turn|>"])
+    tokenizer = save(raw, tmp_path)
+    assert tokenizer.token_bytes is not None
+    assert tokenizer.token_bytes[tokenizer.vocabulary["<|end▁of▁turn|>"]].decode() == "<|end▁of▁turn|>"
+
+
+def _is_utf8(raw: bytes) -> bool:
+    return "\ufffd" not in raw.decode("utf-8", "replace")
+
+
+@pytest.mark.parametrize("kind", ["word_piece", "words_only"])
+def test_bytes_that_depend_on_the_neighbours_are_not_made_up(by_kind: dict[str, Tokenizer], kind: str) -> None:
+    assert by_kind[kind].token_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("decoder", "known"),
+    [
+        (decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]), True),
+        (decoders.Sequence([decoders.Metaspace(), decoders.ByteFallback()]), True),
+        (
+            decoders.Sequence([decoders.Replace("▁", " "), decoders.Strip(" ", 1, 0)]),
+            False,
+        ),  # every token loses its space
+        (decoders.Sequence([decoders.Fuse(), decoders.Replace("▁▁", " ")]), False),  # a mark may lie across two tokens
+        (decoders.Sequence([decoders.Replace("▁", " "), decoders.Replace("d", "d"), decoders.ByteFallback()]), True),
+        (decoders.BPEDecoder(), False),
+        (decoders.CTC(), False),
+    ],
+    ids=str,
+)
+def test_only_decoders_that_join_tokens_say_what_each_writes(tmp_path: Path, decoder: Any, known: bool) -> None:
+    byte_fallback(tmp_path)
+    raw = Raw.from_file(str(tmp_path / "tokenizer.json"))
+    raw.decoder = decoder
+    tokenizer = save(raw, tmp_path)
+    assert (tokenizer.token_bytes is not None) == known
+    if known:
+        assert tokenizer.token_bytes[tokenizer.vocabulary["▁de"]] == b" de"
+        assert tokenizer.token_bytes[tokenizer.vocabulary["<0xE7>"]] == b"\xe7"
+
+
+def test_begin_token_comes_from_the_post_processor_only(by_kind: dict[str, Tokenizer]) -> None:
+    tokenizer = by_kind["byte_fallback"]
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (1, 2)
+    assert tokenizer.encode("ab")[0] == 1
+    assert tokenizer.encode("ab", add_special_tokens=False)[0] != 1
+    plain = by_kind["byte_level"]
+    assert plain.bos_token_id == plain.eos_token_id == plain.vocabulary[END_OF_TEXT]
+    assert plain.encode("ab")[0] != plain.bos_token_id
+    assert plain.decode([plain.vocabulary[END_OF_TEXT], *plain.encode("ab")]) == "ab"
+
+
+def test_truncation_asked_for_by_the_file_is_not_done(tmp_path: Path) -> None:
+    raw = Raw.from_file(str(tiny_tokenizer(tmp_path) / "tokenizer.json"))
+    raw.enable_truncation(4)
+    raw.enable_padding(length=50)
+    text = "abcdefgh" * 5
+    tokenizer = save(raw, tmp_path)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert len(tokenizer.encode("a")) == 1
+
+
+# --- folders ---
+
+
+def test_a_folder_without_tokenizer_gives_none(tmp_path: Path) -> None:
+    assert load_tokenizer(tmp_path) is None
+
+
+def test_broken_files_are_named(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read"):
+        load_tokenizer(tmp_path)
+    tiny_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json holds list, not a JSON object"):
+        load_tokenizer(tmp_path)
+
+
+def test_other_formats_go_through_transformers(tmp_path: Path) -> None:
+    fast = byte_level(tmp_path / "fast")
+    described = json.loads((tmp_path / "fast" / "tokenizer.json").read_text())["model"]
+    old = tmp_path / "old"
+    old.mkdir()
+    (old / "vocab.json").write_text(json.dumps(described["vocab"]))
+    (old / "merges.txt").write_text("\n".join(" ".join(pair) for pair in described["merges"]))
+    (old / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "GPT2Tokenizer", "eos_token": END_OF_TEXT, "unk_token": END_OF_TEXT})
+    )
+    loaded = load_tokenizer(old)
+    assert loaded is not None
+    assert loaded.same_vocabulary(fast) is None
+    for text in TEXTS:
+        assert loaded.encode(text) == fast.encode(text)
+        pieces, rest = stream(loaded, loaded.encode(text))
+        assert "".join(pieces) + rest == text
+
+
+def test_tokenizers_written_in_python_work_too(tmp_path: Path) -> None:
+    from transformers import ByT5Tokenizer
+
+    ByT5Tokenizer().save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer is not None
+    assert tokenizer.eos_token_id == 1
+    ids = tokenizer.encode("für 😀", add_special_tokens=False)
+    assert len(ids) == len("für 😀".encode())
+    pieces, rest = stream(tokenizer, ids)
+    assert "".join(pieces) + rest == tokenizer.decode(ids) == "für 😀"
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_a_foreign_file_nobody_can_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(b"nonsense")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}))
+    with pytest.raises(CheckpointError, match=r"\(tokenizer\.model\) cannot be read"):
+        load_tokenizer(tmp_path)
+
+
+def test_differing_vocabularies_are_told_apart_by_their_first_difference(tmp_path: Path) -> None:
+    one = byte_level(tmp_path / "one")
+    assert one.same_vocabulary(byte_level(tmp_path / "same")) is None
+    described = json.loads((tmp_path / "one" / "tokenizer.json").read_text())
+    vocab = described["model"]["vocab"]
+    first, second = (token for token, index in sorted(vocab.items(), key=lambda item: item[1]) if index in (10, 11))
+    vocab[first], vocab[second] = 11, 10
+    shutil.copytree(tmp_path / "one", tmp_path / "swapped")
+    (tmp_path / "swapped" / "tokenizer.json").write_text(json.dumps(described))
+    swapped = load_tokenizer(tmp_path / "swapped")
+    assert swapped is not None
+    assert one.same_vocabulary(swapped) == f"token 10 is {first!r} here and {second!r} there"
+    larger = load_tokenizer(tiny_tokenizer(tmp_path / "larger", vocab_size=290))
+    assert larger is not None
+    difference = one.same_vocabulary(larger)
+    assert difference is not None
+    assert difference.startswith("300 against 290 tokens; token 290 is ")
+    assert difference.endswith("nothing there")
+
+
+# --- chat templates ---
+
+CHATML = (
+    "{{ bos_token }}{% for message in messages %}{% if message.role not in ['system', 'user', 'assistant'] %}"
+    "{{ raise_exception('unknown role ' + message.role) }}{% endif %}"
+    "<{{ message.role }}>{% generation %}{{ message.content | trim }}{% endgeneration %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+MESSAGES = [{"role": "user", "content": " hi <b> "}, {"role": "assistant", "content": "für"}]
+
+
+def with_template(folder: Path, template: str | None) -> Tokenizer:
+    loaded = load_tokenizer(tiny_tokenizer(folder, chat_template=template))
+    assert loaded is not None
+    return loaded
+
+
+def test_a_chat_is_laid_out_by_the_template(tmp_path: Path) -> None:
+    tokenizer = with_template(tmp_path, CHATML)
+    expected = f"{END_OF_TEXT}<user>hi <b>\n<assistant>für\n"
+    assert tokenizer.apply_chat_template(MESSAGES) == expected + "<assistant>"
+    assert tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=False) == expected
+    ids = tokenizer.encode(expected, add_special_tokens=False)
+    assert ids[0] == tokenizer.bos_token_id
+
+
+def test_a_template_file_wins_and_named_templates_have_a_default(tmp_path: Path) -> None:
+    tokenizer = with_template(tmp_path, CHATML)
+    (tmp_path / "chat_template.jinja").write_text("file")
+    assert tokenizer.apply_chat_template(MESSAGES) == "file"
+    tiny_tokenizer(tmp_path / "named")
+    names = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
+    (tmp_path / "named" / "tokenizer_config.json").write_text(json.dumps({"chat_template": names}))
+    named = load_tokenizer(tmp_path / "named")
+    assert named is not None
+    assert named.apply_chat_template(MESSAGES) == "plain"
+
+
+def test_a_refused_chat_and_a_missing_template_are_input_errors(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="refuses them: unknown role robot"):
+        with_template(tmp_path / "a", CHATML).apply_chat_template([{"role": "robot", "content": ""}])
+    with pytest.raises(InputError, match="has no chat template; give plain text"):
+        with_template(tmp_path / "b", None).apply_chat_template(MESSAGES)
+
+
+# --- C9: files that are read and do not work ---
+
+
+def edit_tokenizer(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: content.update(
+            model={"type": "WordLevel", "vocab": {"x": 0}, "unk_token": "<unk>"}
+        ),  # every text is unknown
+        lambda content: content.update(
+            post_processor={"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}]}
+        ),
+        lambda content: content["model"].update(merges=[["a", "nothing"]]),
+        lambda content: content["model"].update(vocab=["a"]),
+        lambda content: content.update(model=None),
+        lambda content: content.update(decoder={"type": "x"}),
+        lambda content: content.update(added_tokens=[{"id": -1, "content": "x"}]),
+        lambda content: content.update(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
+    ],
+)
+def test_c9_a_tokenizer_that_does_not_work_is_refused_when_it_is_opened(
+    tmp_path: Path, change: Callable[[dict[str, Any]], None]
+) -> None:
+    folder = tiny_tokenizer(tmp_path)
+    edit_tokenizer(folder, change)
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json|the tokenizer in"):
+        load_tokenizer(folder)
+
+
+class PanicException(BaseException):
+    """As the library's: raised by its Rust code, no `Exception`."""
+
+
+def test_c9_a_panic_of_the_library_is_a_broken_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tiny_tokenizer(tmp_path)
+
+    def panic(*_: object, **__: object) -> None:
+        raise PanicException("index out of bounds")
+
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer is not None
+    monkeypatch.setattr(tokenizer._backend, "_inner", SimpleNamespace(encode=panic, decode=panic))
+    for use in (lambda: tokenizer.encode("a"), lambda: tokenizer.decode([1])):
+        with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot .*index out of bounds"):
+            use()
+    monkeypatch.setattr(tokenizers, "Tokenizer", SimpleNamespace(from_file=panic))
+    with pytest.raises(
+        CheckpointError, match=r"tokenizer\.json cannot be read \(the library failed: index out of bounds\)"
+    ):
+        load_tokenizer(folder)
+
+
+def test_c9_an_interrupt_is_no_broken_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(_path: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tokenizers, "Tokenizer", SimpleNamespace(from_file=interrupt))
+    with pytest.raises(KeyboardInterrupt):
+        load_tokenizer(tiny_tokenizer(tmp_path))
+
+
+def test_c9_a_huge_id_takes_no_memory(tmp_path: Path) -> None:
+    """Writing the tokenizer out again would list every id up to this one."""
+    folder = tiny_tokenizer(tmp_path)
+    edit_tokenizer(
+        folder, lambda content: content["model"]["vocab"].update({next(iter(content["model"]["vocab"])): 2**31})
+    )
+    code = (
+        "import resource, sys; from pathlib import Path; from foretoken.text.tokenizer import load_tokenizer as load; "
+    )
+    code += "resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30)); print(load(Path(sys.argv[1])).decoder['type'])"
+    run = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "ByteLevel"
+
+
+def test_c9_a_template_that_is_not_text_is_named(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(tiny_tokenizer(tmp_path))
+    assert tokenizer is not None
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(CheckpointError, match=r"chat_template\.jinja cannot be read as UTF-8"):
+        tokenizer.apply_chat_template(MESSAGES)
+
+
+def test_c9_a_token_that_the_model_lacks_is_named(tmp_path: Path) -> None:
+    """More tokens than columns: texts without such a token are answered, others blame the pair, not the user."""
+    folder = tiny_checkpoint(tmp_path, "llama", vocab_size=260)
+    tokenizer = load_tokenizer(tiny_tokenizer(folder, vocab_size=300))
+    assert tokenizer is not None
+    with LLM(folder, cache_tokens=128, profile="off") as llm:
+        assert llm.generate("q", SamplingParams(max_tokens=2, ignore_eos=True))[0].token_ids
+        beyond = next(text for text in ("return", "class", "the", "list", "self") if max(tokenizer.encode(text)) >= 260)
+        with pytest.raises(MismatchError, match=r"writes token 2\d\d .*, and the model's vocabulary ends at 259"):
+            llm.generate(beyond)
