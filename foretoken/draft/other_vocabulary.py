@@ -261,7 +261,7 @@ class _Within:
 
 
 def _num_allowed(processors: Processors | None, ids: Sequence[int], columns: Tensor) -> int:
-    """How many of `ids`, from the first, the request's processors do not ban; `columns` [V] is as wide as its logits."""
+    """How many of `ids`, from the first, the processors do not ban; `columns` [V] has the width of its logits."""
     if processors is None or not ids:
         return len(ids)
     flat = torch.zeros(len(ids), columns.shape[0], device=columns.device)  # [n, V]
