@@ -11,7 +11,7 @@ from foretoken.engine.request import RequestState
 from foretoken.engine.runner import TargetOutput
 from foretoken.engine.stats import EngineStats, RequestStats, RoundCounts
 from foretoken.errors import NumericsError
-from foretoken.text.logprobs import log_law, log_model, token_logprobs
+from foretoken.text.logprobs import log_model, sampling_log_probs, token_logprobs
 
 
 def emit(
@@ -159,6 +159,6 @@ def _logprobs(
     distribution = (
         log_model(target.logits[rows])
         if params.logprobs_of == "model"
-        else log_law(target.processed[rows], [params] * len(rows))
+        else sampling_log_probs(target.processed[rows], [params] * len(rows))
     )
     return tuple(token_logprobs(distribution, tokens, params.logprobs))

@@ -37,7 +37,7 @@ class HeadKind(Generic[_Config]):
     - `from_json`: the shape from `config.json`, the target's shape and the names of the tensors; raises ModelError.
     - `to_json`: `config.json` of a shape, number format, vocabulary size and name of the target; raises ConfigError.
     - `tensors`: name and shape of every tensor of a network with that vocabulary size: its `state_dict()`.
-    - `draft_vocab_size`: size of the vocabulary that it drafts from, by the shape and `config.json`.
+    - `draft_vocab_size`: size of the vocabulary that it drafts from, given the shape and `config.json`.
     - `samples_rows`: `Head.places` chooses rows by its seed.
     """
 

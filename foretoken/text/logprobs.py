@@ -12,7 +12,7 @@ from foretoken.core import TokenLogprobs
 from foretoken.text.sampling import target_probs
 
 
-def log_law(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+def sampling_log_probs(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """Log-probabilities of the distribution that each row's token is drawn from: processed logits [n, V] -> [n, V].
 
     `params` are each row's parameters. Tokens that the filters remove get -inf. At temperature 0 it is the distribution

@@ -73,7 +73,7 @@ def test_a_worse_draft_is_exit_code_5_and_named(
     assert "ngram" not in done.err.split("error: ")[1]
     assert "2 of 6 lost more than 0.05 of acceptance rate" in done.out
     assert json.loads(Path("second.json").read_text())["comparison"]["cells"][0]["outcome"] == "lost"
-    assert foretoken(*common, "--draft", worse, "--against", "first.json", "--most-lost", 1).code == 0
+    assert foretoken(*common, "--draft", worse, "--against", "first.json", "--max-lost", 1).code == 0
 
 
 def test_chat_prompts_and_texts(foretoken: Run, text_pair: SimpleNamespace, tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_wrong_input_is_refused_before_anything_is_loaded(
         (2, ["--against", "a.json"], "acceptance depends on max_tokens, which is 64 here"),
         (4, ["--out", "no/folder/a.json"], "out: cannot write"),
         (2, ["--against", "a.json", "--out", "./a.json"], "is the earlier result itself; name another file"),
-        (2, ["--most-lost", 2], "max_lost=2.0: must lie in [0, 1]"),
+        (2, ["--max-lost", 2], "max_lost=2.0: must lie in [0, 1]"),
         (2, ["--drafters", "auto"], "evaluate drafters by name"),
         (2, ["--drafters", "ngram:num_draft=auto"], "evaluate drafters by name"),
         (2, ["--drafters", "draft_model"], "needs a draft model: give --draft"),

@@ -16,7 +16,7 @@ from transformers.generation.logits_process import (
 
 from foretoken.config import SamplingParams
 from foretoken.core import TokenLogprobs
-from foretoken.text.logprobs import log_law, log_model, token_logprobs
+from foretoken.text.logprobs import log_model, sampling_log_probs, token_logprobs
 from foretoken.text.sampling import target_probs
 
 
@@ -42,7 +42,7 @@ def test_the_law_is_that_of_transformers_warpers(dtype: torch.dtype) -> None:
         scores = TopKLogitsWarper(k)(None, scores) if k else scores
         scores = TopPLogitsWarper(p)(None, scores) if p < 1 else scores
         scores = MinPLogitsWarper(m)(None, scores) if m else scores
-        distribution = log_law(logits, params)
+        distribution = sampling_log_probs(logits, params)
         assert distribution.dtype == wide.dtype
         assert torch.equal(distribution > -torch.inf, target_probs(logits, params) > 0)
         torch.testing.assert_close(
@@ -58,15 +58,15 @@ def test_at_temperature_zero_the_law_before_the_argmax() -> None:
     logits = noise(3, 40)
     logits[0, 7] = -torch.inf
     greedy, warm = SamplingParams(top_k=1, top_p=0.1, min_p=0.9), SamplingParams(temperature=0.5, top_k=3)
-    assert torch.equal(log_law(logits, [greedy] * 3), logits.log_softmax(-1))
-    mixed = log_law(logits, [greedy, warm, greedy])
+    assert torch.equal(sampling_log_probs(logits, [greedy] * 3), logits.log_softmax(-1))
+    mixed = sampling_log_probs(logits, [greedy, warm, greedy])
     torch.testing.assert_close(mixed[::2], logits[::2].log_softmax(-1), rtol=1e-12, atol=0)
-    assert torch.equal(mixed[1], log_law(logits[1:2], [warm])[0])
+    assert torch.equal(mixed[1], sampling_log_probs(logits[1:2], [warm])[0])
     assert int((mixed[1] > -torch.inf).sum()) == 3
     far = torch.tensor(
         [[0.0, -150.0]]
     )  # beyond float32's smallest probability, but no distribution of its own at temperature 0
-    assert log_law(far, [greedy]).tolist() == [[0.0, -150.0]]
+    assert sampling_log_probs(far, [greedy]).tolist() == [[0.0, -150.0]]
 
 
 def test_the_models_own_softmax() -> None:
@@ -97,11 +97,11 @@ def test_lists_and_ranks_follow_the_definition(kind: str, top: int) -> None:
 def test_the_token_of_the_argmax_has_rank_one_and_leads_the_list() -> None:
     logits = noise(20, 50, torch.bfloat16).round()
     chosen = target_probs(logits, [SamplingParams()] * 20).argmax(-1).tolist()
-    for answer in token_logprobs(log_law(logits, [SamplingParams()] * 20), chosen, 3):
+    for answer in token_logprobs(sampling_log_probs(logits, [SamplingParams()] * 20), chosen, 3):
         assert answer.rank == 1
         assert answer.top[0] == (answer.token_id, answer.logprob)
 
 
 def test_no_rows() -> None:
     assert token_logprobs(torch.empty(0, 5), [], 3) == []
-    assert log_law(torch.empty(0, 5), []).shape == (0, 5)
+    assert sampling_log_probs(torch.empty(0, 5), []).shape == (0, 5)
