@@ -23,7 +23,7 @@ BUFFERS_BYTES = 24 * 2**20  # beside that: pieces under way and the allocator's 
 _LOAD = """
 import sys
 from pathlib import Path
-from foretoken.model.grouped_kernel import kernel
+from foretoken.model.matrices.grouped_kernel import kernel
 from foretoken.model.loader import load_decoder
 
 def status(key):

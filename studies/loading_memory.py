@@ -22,7 +22,8 @@ from studies.command import exit_code_of, record, setting_of
 _LOAD = """
 import sys
 from pathlib import Path
-from foretoken.model import dense_kernel, grouped_kernel
+from foretoken.model.matrices import grouped_kernel
+from foretoken.model.matrices import dense as dense_kernel
 from foretoken.model.loader import load_decoder
 
 def status(key):

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from foretoken.kernels.build import built
-from foretoken.model.grouped import SUPER, GroupedCodes, WholeScales
-from foretoken.model.grouped_kernel import SOURCE, GroupedWeight, instructions
 from foretoken.model.layers import Linear, PackedWeight
+from foretoken.model.matrices.codes import SUPER, GroupedCodes, WholeScales
+from foretoken.model.matrices.grouped_kernel import SOURCE, GroupedWeight, instructions
 from studies.command import record
 
 # bits, code of zero, group, whether there are minimums, whether float16 holds the scales (else they are whole numbers)

@@ -161,8 +161,8 @@ def _head_shape(name: str, target: str, shape: ModelShape, draft_dtype: str, dev
 
     from foretoken.heads.footprint import head_shape
     from foretoken.model.loader import parse_dtype, read_config
+    from foretoken.model.matrices.quant import check_quant, head_format
     from foretoken.model.names import model_folder
-    from foretoken.model.quant import check_quant, head_format
 
     if draft_dtype in QUANTISED:
         check_quant(draft_dtype, torch.bfloat16, torch.device(device), field="draft_dtype")

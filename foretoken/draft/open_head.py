@@ -18,9 +18,9 @@ from foretoken.heads.probe import probe_at_load
 from foretoken.heads.weights import pack
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.interface import LanguageModel, QuantisedModel, SharesWeights
+from foretoken.model.matrices.quant import drafts_at_speed, head_format
 from foretoken.model.names import model_folder
 from foretoken.model.open import native_config
-from foretoken.model.quant import drafts_at_speed, head_format
 
 _Head = TypeVar("_Head", bound=Head)
 

@@ -12,8 +12,8 @@ from foretoken.heads.config import ExitAdapterConfig, HeadConfig, MedusaConfig
 from foretoken.heads.formats.block import MARKOV_IN
 from foretoken.heads.kind import head_kind
 from foretoken.model.architecture import ModelConfig
-from foretoken.model.grouped_layout import BLOCK_ROWS
-from foretoken.model.grouped_quant import grouped_bytes
+from foretoken.model.matrices.codes import BLOCK_ROWS
+from foretoken.model.matrices.quant import grouped_bytes
 from foretoken.model.rope import TABLE_BLOCK
 from foretoken.plan.memory import ModelShape
 

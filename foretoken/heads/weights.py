@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from foretoken.heads.base import Head
-from foretoken.model.grouped_kernel import GroupedWeight
-from foretoken.model.grouped_layout import BLOCK_ROWS
-from foretoken.model.grouped_quant import GroupQuantiser
 from foretoken.model.layers import Embedding, Linear
-from foretoken.model.weight_format import format_of
+from foretoken.model.matrices.codes import BLOCK_ROWS
+from foretoken.model.matrices.grouped_kernel import GroupedWeight
+from foretoken.model.matrices.held import format_of
+from foretoken.model.matrices.quant import GroupQuantiser
 
 HeadWeight: TypeAlias = Tensor | GroupedWeight  # numbers, or the codes of a quantised matrix
 WeightFormat: TypeAlias = torch.dtype | str  # of numbers, or "int8" or "int4"

@@ -1,4 +1,4 @@
-// Products of activations with bfloat16 weights; dense_kernel.py has the layout.
+// Products of activations with bfloat16 weights; model/matrices/dense.py has the layout.
 //
 // For row t and output n the products are added in float32 in ascending order of the inputs, two at a time where the
 // processor has an instruction for that. A result therefore depends neither on the other rows, nor on their number, nor

@@ -21,9 +21,9 @@ from foretoken.model.experts import Experts
 from foretoken.model.layer_pass import LayerParts, layer_pass
 from foretoken.model.layer_tensors import layer_norms
 from foretoken.model.layers import MLP, Embedding, Linear, Norm, norm_of, softcapped
+from foretoken.model.matrices.held import usual_format
 from foretoken.model.rope import RotaryTable, rotate
 from foretoken.model.sharding import Collective, Shard, SingleRank
-from foretoken.model.weight_format import usual_format
 
 Rotation = tuple[Tensor, Tensor]  # cos and sin, each [T, 1, K]
 

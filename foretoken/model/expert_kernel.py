@@ -18,7 +18,7 @@ from torch import Tensor
 
 from foretoken.model.expert_config import ExpertsConfig
 from foretoken.model.layers import Linear
-from foretoken.model.product import ProductFields, array_of
+from foretoken.model.matrices.dense import ProductFields, array_of
 from foretoken.model.row_kernels import RowKernels
 
 

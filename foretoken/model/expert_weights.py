@@ -15,9 +15,7 @@ from pathlib import Path
 from torch import Tensor
 
 from foretoken.model.expert_config import MAX_EXPERTS, ExpertKeys
-from foretoken.model.grouped import GroupedCodes
-from foretoken.model.grouped_layout import BLOCK_ROWS
-from foretoken.model.mxfp4 import GROUP, mxfp4_codes
+from foretoken.model.matrices.codes import BLOCK_ROWS, GROUP, GroupedCodes, mxfp4_codes
 from foretoken.model.weights import AS_CODES, StoredKind, Weights, opened, stored_bytes, stored_kinds
 
 _DIMENSIONS = {"": 3, "_bias": 2, "_blocks": 4}

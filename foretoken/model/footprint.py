@@ -15,12 +15,12 @@ from foretoken.errors import InputError, UnsupportedModelError
 from foretoken.kv.pool import bytes_per_token
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.fields import Fields, shown
-from foretoken.model.held import MatrixMemory
 from foretoken.model.layer_tensors import layer_scores
 from foretoken.model.loader import open_weights, parse_dtype, read_raw_config, stored_dtype
+from foretoken.model.matrices.held import MatrixMemory
+from foretoken.model.matrices.quant import check_quant
 from foretoken.model.open import native_config
 from foretoken.model.paged_cache import DEFAULT_BLOCK_SIZE
-from foretoken.model.quant import check_quant
 from foretoken.model.rope import TABLE_BLOCK
 from foretoken.model.rope_json import rope_context_cap
 from foretoken.model.weights import TensorSource, hf_tensors

@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foretoken.model.architecture import Activation, NormConfig
-from foretoken.model.dense_kernel import DenseWeight, dense_bytes, has_amx
-from foretoken.model.dense_kernel import kernel as dense_kernel
-from foretoken.model.product import Product
+from foretoken.model.matrices.dense import DenseWeight, Product, dense_bytes, has_amx
+from foretoken.model.matrices.dense import kernel as dense_kernel
 from foretoken.model.row_kernels import kernels_for
 
 # Row count that oneDNN lays packed weights out for. Decode and verify passes hold 1-16 rows; measured flat over 1-8

@@ -29,16 +29,15 @@ from foretoken.model.gguf.header import is_gguf
 from foretoken.model.gguf.names import config_fields
 from foretoken.model.gguf.parts import read_header
 from foretoken.model.gguf.weights import GgufWeights
-from foretoken.model.grouped import GroupedCodes
-from foretoken.model.grouped_kernel import GroupedWeight, merged
-from foretoken.model.grouped_quant import GroupQuantiser
 from foretoken.model.layer_tensors import MatrixTensors, layer_matrices, layer_norms, layer_scores, sinks_name
 from foretoken.model.layers import Embedding, Linear, packs_with_own_kernel
+from foretoken.model.matrices.codes import GroupedCodes
+from foretoken.model.matrices.grouped_kernel import GroupedWeight, merged
+from foretoken.model.matrices.quant import ACTIVATIONS, GroupQuantiser, check_quant
 from foretoken.model.mtp_tensors import mtp_tensors
 from foretoken.model.packed.assembly import assembled
 from foretoken.model.packed.scheme import method_of, packed_format
 from foretoken.model.packed.weights import PackedWeights
-from foretoken.model.quant import ACTIVATIONS, check_quant
 from foretoken.model.row_order import RowOrders, in_order
 from foretoken.model.sharding import Collective, Shard
 from foretoken.model.weights import EMBEDDING, HEAD, TensorSource, Weights

@@ -28,10 +28,10 @@ from foretoken.model.attention.strict import (
     texts_of,
 )
 from foretoken.model.decoder import Decoder
-from foretoken.model.grouped_kernel import GroupedWeight, MergedWeight
 from foretoken.model.interface import ForwardOutput, Segment
 from foretoken.model.layer_pass import has_exact_rows
 from foretoken.model.layers import Linear
+from foretoken.model.matrices.grouped_kernel import GroupedWeight, MergedWeight
 from foretoken.model.paged import PagedModel
 from foretoken.model.paged_cache import DEFAULT_BLOCK_SIZE, ForwardInputs
 

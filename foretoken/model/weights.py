@@ -22,8 +22,8 @@ from torch import Tensor
 from foretoken.errors import CheckpointError, ModelError
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.fields import Fields, check_links, checkpoint_file, read_json
-from foretoken.model.grouped import GroupedCodes
 from foretoken.model.layer_tensors import layer_tensors
+from foretoken.model.matrices.codes import GroupedCodes
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

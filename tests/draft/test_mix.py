@@ -92,9 +92,7 @@ def test_a_tree_holds_what_is_likeliest() -> None:
 
 
 def test_only_one_part_may_be_without_draft_tokens_to_show() -> None:
-    with pytest.raises(
-        ConfigError, match=r"all parts of a mix but one must show their drafts; use drafter='auto'"
-    ):
+    with pytest.raises(ConfigError, match=r"all parts of a mix but one must show their drafts; use drafter='auto'"):
         MixDrafter([DraftModelDrafter(says([0], 0)), NgramDrafter(), DraftModelDrafter(says([0], 0))])
 
 

@@ -16,12 +16,12 @@ from foretoken.errors import ConfigError, InputError
 from foretoken.heads.base import Head
 from foretoken.heads.footprint import head_shape
 from foretoken.heads.weights import head_bytes
-from foretoken.model import grouped_kernel
 from foretoken.model.footprint import shape_of
-from foretoken.model.grouped_kernel import GroupedWeight, KernelWarning
 from foretoken.model.layers import Linear
 from foretoken.model.loader import read_config
-from foretoken.model.weight_format import format_of
+from foretoken.model.matrices import grouped_kernel
+from foretoken.model.matrices.grouped_kernel import GroupedWeight, KernelWarning
+from foretoken.model.matrices.held import format_of
 from tests.helpers.checkpoints import token_ids
 from tests.helpers.gguf_files import write_gguf
 from tests.helpers.tiny_heads import tiny_head

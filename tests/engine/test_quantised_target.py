@@ -10,7 +10,7 @@ from foretoken import LLM, SamplingParams, SpecConfig
 from foretoken.audit.plan import AuditOptions
 from foretoken.audit.run import run_audit
 from foretoken.config import QUANTISED
-from foretoken.model import grouped_kernel
+from foretoken.model.matrices import grouped_kernel
 from tests.helpers.checkpoints import token_ids
 
 # Tiny models: the draft is no smaller than the target once that is quantised.

@@ -37,9 +37,9 @@ from foretoken.heads.eagle import EagleHead
 from foretoken.heads.eagle_cache import CachedEagle
 from foretoken.heads.weights import pack
 from foretoken.model.decoder import Decoder
-from foretoken.model.grouped_kernel import GroupedWeight
 from foretoken.model.layers import Linear
 from foretoken.model.loader import load_decoder
+from foretoken.model.matrices.grouped_kernel import GroupedWeight
 from foretoken.model.paged import PagedModel
 from foretoken.registry import HEADS
 from tests.helpers.checkpoints import tiny_checkpoint

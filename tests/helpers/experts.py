@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from foretoken.model.dense_kernel import DenseWeight
 from foretoken.model.expert_config import ClampedGate, ExpertsConfig
 from foretoken.model.experts import Experts
-from foretoken.model.grouped_kernel import GroupedWeight
-from foretoken.model.grouped_quant import grouped_codes
 from foretoken.model.layers import Linear
+from foretoken.model.matrices.dense import DenseWeight
+from foretoken.model.matrices.grouped_kernel import GroupedWeight
+from foretoken.model.matrices.quant import grouped_codes
 
 HIDDEN = 96
 MIXTURES = {

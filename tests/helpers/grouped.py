@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from foretoken.model.grouped import SUPER, GroupedCodes, WholeScales
+from foretoken.model.matrices.codes import SUPER, GroupedCodes, WholeScales
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 
 from foretoken.kernels import build
 from foretoken.kernels.build import BuildError, built
-from foretoken.model.grouped_kernel import GroupedWeight, KernelWarning, kernel, load
+from foretoken.model.matrices.grouped_kernel import GroupedWeight, KernelWarning, kernel, load
 from tests.helpers.grouped import grouped
 
 SOURCE = """extern "C" {

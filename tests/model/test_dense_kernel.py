@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from foretoken.kernels.build import built
-from foretoken.model import dense_kernel
-from foretoken.model.dense_kernel import SOURCE, DenseWeight, kernel, load
 from foretoken.model.layers import Linear, MkldnnWeight
-from foretoken.model.product import merged_product
+from foretoken.model.matrices import dense as dense_kernel
+from foretoken.model.matrices.dense import SOURCE, DenseWeight, kernel, load, merged_product
 from foretoken.model.row_kernels import FLAGS
 from tests.helpers.instruction_sets import INSTRUCTION_SETS
 

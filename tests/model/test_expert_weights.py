@@ -19,10 +19,10 @@ from torch import Tensor
 from foretoken.errors import CheckpointError, UnsupportedModelError
 from foretoken.model.experts import Expert, Experts
 from foretoken.model.gguf.weights import GgufWeights
-from foretoken.model.grouped_kernel import MergedWeight
 from foretoken.model.interface import MixtureModel, Segment
 from foretoken.model.loader import load_decoder, open_weights, read_config
-from foretoken.model.mxfp4 import mxfp4_codes
+from foretoken.model.matrices.codes import mxfp4_codes
+from foretoken.model.matrices.grouped_kernel import MergedWeight
 from foretoken.model.open import open_model
 from foretoken.model.paged import PagedModel
 from tests.helpers.checkpoints import token_ids, transformers_logits, variant

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from foretoken import LLM, SamplingParams, SpecConfig
-from foretoken.model import grouped_kernel
 from foretoken.model.gguf.weights import GgufWeights
-from foretoken.model.grouped_kernel import GroupedWeight, MergedWeight
 from foretoken.model.layers import Embedding, Linear
 from foretoken.model.loader import load_decoder
+from foretoken.model.matrices import grouped_kernel
+from foretoken.model.matrices.grouped_kernel import GroupedWeight, MergedWeight
 from foretoken.model.open import open_model
 from tests.helpers.checkpoints import token_ids, variant
 from tests.helpers.gguf_files import QUANTISED, write_gguf

@@ -10,11 +10,18 @@ import torch
 from torch import Tensor
 
 from foretoken.kernels.build import FLAGS, built
-from foretoken.model import grouped_kernel
-from foretoken.model.grouped import SUPER, GroupedCodes
-from foretoken.model.grouped_kernel import SOURCE, GroupedWeight, instructions, kernel, load, merged
-from foretoken.model.grouped_twin import code_rows, products
-from foretoken.model.large_pages import LARGE_PAGE_BYTES, large_page_tensor
+from foretoken.model.matrices import grouped_kernel
+from foretoken.model.matrices.codes import LARGE_PAGE_BYTES, SUPER, GroupedCodes, large_page_tensor
+from foretoken.model.matrices.grouped_kernel import (
+    SOURCE,
+    GroupedWeight,
+    code_rows,
+    instructions,
+    kernel,
+    load,
+    merged,
+    products,
+)
 from foretoken.model.packed.assembly import assembled
 from tests.helpers.grouped import FORMATS, grouped
 from tests.helpers.instruction_sets import INSTRUCTION_SETS

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from foretoken.config import QUANTISED
 from foretoken.errors import ConfigError
-from foretoken.model import grouped_kernel
-from foretoken.model.grouped_kernel import GroupedWeight
-from foretoken.model.grouped_quant import GroupQuantiser, grouped_bytes, grouped_codes
 from foretoken.model.interface import LanguageModel, Segment
 from foretoken.model.layers import Embedding, Linear
 from foretoken.model.loader import load_decoder
+from foretoken.model.matrices import grouped_kernel
+from foretoken.model.matrices.grouped_kernel import GroupedWeight
+from foretoken.model.matrices.quant import GroupQuantiser, grouped_bytes, grouped_codes
 from foretoken.model.open import open_model
 from foretoken.model.paged import PagedModel
 from tests.helpers.checkpoints import tiny_checkpoint, token_ids, variant

@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from foretoken import LLM, SamplingParams, SpecConfig
 from foretoken.cli.app import run
 from foretoken.errors import CheckpointError, UnsupportedModelError
-from foretoken.model import grouped_kernel
-from foretoken.model.grouped_kernel import GroupedWeight, MergedWeight
 from foretoken.model.layers import Linear
 from foretoken.model.loader import DequantisedWarning, load_decoder, open_weights, read_config
+from foretoken.model.matrices import grouped_kernel
+from foretoken.model.matrices.grouped_kernel import GroupedWeight, MergedWeight
 from foretoken.model.open import native_config, open_model
 from foretoken.model.packed.weights import PackedWeights
 from tests.helpers.checkpoints import tiny_checkpoint, token_ids

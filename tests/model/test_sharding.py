@@ -14,9 +14,9 @@ from torch import Tensor
 
 from foretoken.errors import ConfigError, ModelError
 from foretoken.model.decoder import Decoder
-from foretoken.model.grouped_quant import GroupQuantiser
 from foretoken.model.interface import Segment
 from foretoken.model.loader import load_decoder, read_config
+from foretoken.model.matrices.quant import GroupQuantiser
 from foretoken.model.paged import PagedModel
 from foretoken.model.saving import save_checkpoint
 from foretoken.model.sharding import Shard, SingleRank

@@ -21,10 +21,10 @@ from foretoken.model import strict
 from foretoken.model.attention import strict as strict_attention
 from foretoken.model.attention.strict import key_range
 from foretoken.model.decoder import Decoder
-from foretoken.model.dense_kernel import has_amx
 from foretoken.model.interface import LanguageModel, Segment
 from foretoken.model.layers import Linear
 from foretoken.model.loader import load_decoder
+from foretoken.model.matrices.dense import has_amx
 from foretoken.model.open import open_model
 from foretoken.model.paged import PagedModel
 from foretoken.model.row_kernels import row_kernels

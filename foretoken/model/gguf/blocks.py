@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from foretoken.model.gguf.kinds import GgmlType
-from foretoken.model.grouped import GroupedCodes, WholeScales
-from foretoken.model.mxfp4 import BITS, ZERO, codes_of, scales_of
+from foretoken.model.matrices.codes import BITS, ZERO, GroupedCodes, WholeScales, codes_of, scales_of
 
 _Bytes: TypeAlias = npt.NDArray[np.uint8]
 _Floats: TypeAlias = npt.NDArray[np.float32]

@@ -31,8 +31,7 @@ from foretoken.model.gguf.names import (
     mixture_in,
 )
 from foretoken.model.gguf.parts import read_header
-from foretoken.model.grouped import GroupedCodes
-from foretoken.model.grouped_layout import BLOCK_ROWS
+from foretoken.model.matrices.codes import BLOCK_ROWS, GroupedCodes
 from foretoken.model.weights import AS_CODES, StoredKind, hf_tensors, stored_kinds
 
 _CHUNK_NUMBERS = 1 << 24  # dequantised at a time: intermediate results take some ten bytes a number

@@ -9,10 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretoken.model.grouped import GroupedCodes
-from foretoken.model.grouped_kernel import GroupedWeight
-from foretoken.model.grouped_layout import BLOCK_ROWS
-from foretoken.model.large_pages import large_page_tensor
+from foretoken.model.matrices.codes import BLOCK_ROWS, GroupedCodes, large_page_tensor
+from foretoken.model.matrices.grouped_kernel import GroupedWeight
 
 _NO_SUPERS: dict[str, Any] = {"super_scales": None, "super_minimums": None}
 

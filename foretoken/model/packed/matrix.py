@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from foretoken.model.grouped import GroupedCodes
-from foretoken.model.grouped_twin import SPAN
+from foretoken.model.matrices.codes import GroupedCodes
+from foretoken.model.matrices.grouped_kernel import SPAN
 
 _NIBBLE = 4
 _LOW_BITS = 0xFF  # of a float32: without them 16 significant bits are left, and the product with 8 bits is exact

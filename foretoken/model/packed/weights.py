@@ -11,8 +11,7 @@ from torch import Tensor
 
 from foretoken.errors import CheckpointError
 from foretoken.model.architecture import ModelConfig
-from foretoken.model.grouped import GroupedCodes
-from foretoken.model.grouped_layout import BLOCK_ROWS
+from foretoken.model.matrices.codes import BLOCK_ROWS, GroupedCodes
 from foretoken.model.packed.form import FoundParts, Packed, PackedFormat
 from foretoken.model.packed.matrix import CodedMatrix
 from foretoken.model.weights import AS_CODES, HEAD, StoredKind, Weights, hf_tensors, stored_bytes, stored_kinds

@@ -1,6 +1,7 @@
 """How a decoder's matrices are held, and the memory they take: as numbers, packed for oneDNN, or in codes.
 
 Follows `loader`: which kernel takes a matrix, which matrices are merged, and when a tied head is a copy of its own.
+`format_of` gives the name of `LLM(weights=...)` for what a file or a quantiser gave them.
 """
 
 from __future__ import annotations
@@ -9,17 +10,36 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import nn
 
 from foretoken.model.architecture import ModelConfig
-from foretoken.model.grouped_kernel import GroupedWeight
-from foretoken.model.grouped_layout import BLOCK_ROWS
-from foretoken.model.grouped_quant import grouped_bytes
-from foretoken.model.grouped_twin import SPAN
 from foretoken.model.layer_tensors import EXPERTS, layer_matrices
-from foretoken.model.layers import can_pack, packed_bytes
-from foretoken.model.quant import ACTIVATIONS
-from foretoken.model.weight_format import format_of
+from foretoken.model.layers import Linear, can_pack, packed_bytes
+from foretoken.model.matrices.codes import BLOCK_ROWS
+from foretoken.model.matrices.grouped_kernel import SPAN, GroupedWeight, MergedWeight
+from foretoken.model.matrices.quant import ACTIVATIONS, grouped_bytes
 from foretoken.model.weights import EMBEDDING, HEAD, TensorSource
+
+
+def format_of(weight: GroupedWeight) -> str:
+    """ "int4" for at most 4 bits, otherwise "int8"."""
+    return "int4" if weight.bits <= 4 else "int8"
+
+
+def usual_format(layers: nn.Module) -> str:
+    """The format of most weights in the matrices of `layers`; "auto" is none of the quantised ones."""
+    num_weights: Counter[str] = Counter()
+    for module in layers.modules():
+        if not isinstance(module, Linear):
+            continue
+        if isinstance(module.packed, GroupedWeight | MergedWeight):
+            parts = module.packed.parts if isinstance(module.packed, MergedWeight) else (module.packed,)
+            for part in parts:
+                num_weights[format_of(part)] += part.num_rows * part.width
+        else:
+            num_weights["auto"] += module.in_features * module.out_features
+    return num_weights.most_common(1)[0][0]
+
 
 _FLOAT_BYTES = 4  # the kernel for codes takes and gives float32
 

@@ -1,13 +1,15 @@
-"""Weights in groups of inputs, multiplied in integers by a kernel that is compiled on first use.
+"""Weights in groups of inputs, multiplied in integers by a kernel that is compiled on first use; its twin in torch.
 
-Activations are coded per row and 32 inputs: scale = max|x| / 127, codes of 8 bits (`grouped_twin.code_rows`). The
-products inside a group are sums of integers, exact in any order, and the groups are added in ascending order in
-float32. So a row's result depends neither on the rows beside it nor on the number of threads: a verification pass
-equals single-row decoding bit for bit. `kernels/grouped.cpp` has the formula and the instructions; `grouped_twin`
-computes the same bits with torch's own operations, and stands in where nothing can be compiled.
+Activations are coded per row and 32 inputs: scale = max|x| / 127, codes of 8 bits (`code_rows`). The products inside a
+group are sums of integers, exact in any order, and the groups are added in ascending order in float32. So a row's
+result depends neither on the rows beside it nor on the number of threads: a verification pass equals single-row
+decoding bit for bit. `kernels/grouped.cpp` has the formula and the instructions.
+
+The twin (`products`) computes the same bits with torch's own operations, slowly, and stands in where nothing can be
+compiled: sums inside a group are integers below 2^24, which float32 holds exactly in any order of summation, so an
+ordinary matrix product computes them; all else is one rounded operation at a time, in the kernel's order.
 
 A row of activations that holds NaN or infinity gives NaN for every output; the other rows are not touched by it.
-`grouped_layout` says where a code lies.
 """
 
 from __future__ import annotations
@@ -25,13 +27,70 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foretoken.kernels.build import BuildError, built, opened
-from foretoken.model.grouped import SUPER, GroupedCodes
-from foretoken.model.grouped_layout import BLOCK_ROWS, laid_out, stored_bits, unpacked
-from foretoken.model.grouped_twin import SPAN, products
-from foretoken.model.large_pages import large_page_tensor
-from foretoken.model.product import ARGUMENTS, CompiledWeight, Multiply, Product, array_of
+from foretoken.model.matrices.codes import (
+    BLOCK_ROWS,
+    SUPER,
+    GroupedCodes,
+    laid_out,
+    large_page_tensor,
+    stored_bits,
+    unpacked,
+)
+from foretoken.model.matrices.dense import ARGUMENTS, CompiledWeight, Multiply, Product, array_of
 
-SOURCE = Path(__file__).resolve().parent.parent / "kernels" / "grouped.cpp"
+SPAN = 32  # inputs that share a scale of activations
+_CHUNK_BLOCKS = 64  # 1,024 outputs are turned into float32 at a time
+
+
+def products(weight: GroupedWeight, x: Tensor) -> Tensor:
+    """`x` [T, K] float32 times the transpose of `weight`, [T, N] float32."""
+    codes, scales = code_rows(x)
+    parts = [
+        _of_blocks(weight, slice(start, start + _CHUNK_BLOCKS), codes, scales)
+        for start in range(0, len(weight.codes), _CHUNK_BLOCKS)
+    ]
+    return torch.cat(parts, dim=1)[:, : weight.num_rows]
+
+
+def code_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes [T, spans * 32] in -127..127, as float32, and scales [T, spans] of the activations `x` [T, K] float32.
+
+    Codes are the nearest of x / scale, ties to even. A span that holds NaN or infinity has the scale NaN and codes 0.
+    """
+    spans = F.pad(x, (0, -x.shape[1] % SPAN)).view(len(x), -1, SPAN)
+    is_finite = torch.isfinite(spans).all(2)
+    scales = torch.where(is_finite, spans.abs().amax(2) / 127, torch.nan)
+    nearest = (spans / scales[..., None]).round().clamp(-127, 127)
+    codes = torch.where((scales > 0)[..., None], nearest, 0.0)
+    return codes.view(len(x), -1), scales
+
+
+def _of_blocks(weight: GroupedWeight, blocks: slice, codes: Tensor, x_scales: Tensor) -> Tensor:
+    """The outputs of some blocks, [T, N']."""
+    group = weight.group
+    stored = unpacked(weight.codes[blocks], weight.bits, group)  # [B, groups, group / 4, 16, 4]
+    numbers = (
+        stored.permute(1, 2, 4, 0, 3).reshape(stored.shape[1], group, -1).float() - weight.zero
+    )  # [groups, group, N']
+    inputs = codes.view(len(codes), -1, group).transpose(0, 1)  # [groups, T, group]
+    dots, sums = torch.bmm(inputs, numbers), inputs.sum(2)  # [groups, T, N'], [groups, T]
+    scales, minimums = (None if own is None else _by_group(own) for own in weight.numbers(blocks))
+    assert scales is not None
+    total = torch.zeros(len(codes), scales.shape[1])
+    for index in range(len(scales)):
+        part = scales[index] * dots[index]
+        if minimums is not None:
+            part = part + minimums[index] * sums[index, :, None]
+        total = total + part * x_scales[:, index * group // SPAN, None]
+    return total
+
+
+def _by_group(numbers: Tensor) -> Tensor:
+    """`[B, groups, 16]` as `[groups, 16 B]`."""
+    return numbers.transpose(0, 1).reshape(numbers.shape[1], len(numbers) * BLOCK_ROWS)
+
+
+SOURCE = Path(__file__).resolve().parents[2] / "kernels" / "grouped.cpp"
 INSTRUCTIONS = ("plain C++", "AVX2", "AVX-512 VNNI")
 _INTERFACE = 3  # of the compiled library: what its function takes
 _FORMS = {torch.float32: 0, torch.float16: 1, torch.int8: 2}  # of scales, and of minimums if those are the same
@@ -66,7 +125,7 @@ class KernelWarning(UserWarning):
 class GroupedWeight(CompiledWeight):
     """A matrix [N, K], or a table of rows, in the kernel's layout.
 
-    `codes` [blocks, groups, group * bits / 32, 16, 4] uint8, see `grouped_layout`. `scales` and `minimums` [blocks,
+    `codes` [blocks, groups, group * bits / 32, 16, 4] uint8, see the module `codes`. `scales` and `minimums` [blocks,
     groups, 16]: int8 where they are multiplied by `super_scales` and `super_minimums` [blocks, supers, 16] float16 of
     256 inputs, else float16 where that holds every one of them exactly, otherwise float32. Beside scales in float16,
     minimums in int8 are multiples of the scales. K is filled up to whole spans, N to whole blocks. `dtype` is that of

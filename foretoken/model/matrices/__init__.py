@@ -1,0 +1,1 @@
+"""How a matrix is held and multiplied by: numbers, codes in groups, kernels."""
