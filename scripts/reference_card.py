@@ -16,8 +16,7 @@ from foretoken.bench.workload import SLICES, slices
 from foretoken.model.decoder import Decoder
 from foretoken.model.loader import load_decoder
 from foretoken.text.tokenizer import load_tokenizer
-from foretoken.train.evaluate import bits_per_byte, logits_of
-from foretoken.train.losses import acceptance
+from foretoken.train.evaluate import acceptance, bits_per_byte, logits_of
 from foretoken.train.recipes import prepare
 
 

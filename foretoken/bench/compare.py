@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from foretoken.bench.best_fixed import best_fixed
 from foretoken.bench.measure import ALL_SLICES, DEFAULT_NUMERICS, ENGINE, PLAIN
 from foretoken.bench.speed_rows import SpeedRow
-from foretoken.printing import markdown
+from foretoken.printing import text as markdown
 
 _LLAMA_CPP = "llama.cpp"
 _NGRAM = "ngram"  # the counterpart of every lookup of another engine

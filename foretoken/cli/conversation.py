@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from foretoken.cli.show import style_of
+from foretoken.cli.answer import style_of
 from foretoken.config import SamplingParams
 from foretoken.core import StepOutput
 from foretoken.engine.llm import LLM

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretoken.cli.common import DEFAULT_MODEL, JsonOption, announcer, fetch_models, print_json, progress
-from foretoken.cli.demo_prompts import PROMPTS, DemoPrompt
+from foretoken.cli.demo_run import PROMPTS, DemoPrompt
 from foretoken.cli.flags import takes
 from foretoken.config import DRAFTERS, PLAIN, SamplingParams, SpecConfig
 from foretoken.engine_config import EngineConfig

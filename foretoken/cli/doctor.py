@@ -16,7 +16,7 @@ import typer
 
 from foretoken import __version__
 from foretoken.cli.common import JsonOption, print_json
-from foretoken.cli.imports import ctrl_c_ends
+from foretoken.cli.verb import ctrl_c_ends
 from foretoken.machine.cores import find_cores
 from foretoken.machine.features import features, precision_advice, processor
 from foretoken.machine.processes import neighbours

@@ -146,9 +146,9 @@ def _check_fits(target: str, load: Load, budget: Budget, rows: Sequence[Mapping[
 
 def _draft_shape(name: str, dtype: str, target_format: str, draft_dtype: str, device: str) -> ModelShape:
     """A draft model as the engine loads it: in the target's format unless it has its own."""
-    from foretoken.model.draft_weights import draft_weights
     from foretoken.model.footprint import shape_of
     from foretoken.model.names import model_folder
+    from foretoken.model.open import draft_weights
 
     folder = model_folder(name)
     own = dtype if draft_dtype in (*QUANTISED, "auto") else draft_dtype

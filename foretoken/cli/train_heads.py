@@ -12,8 +12,14 @@ import typer
 from foretoken.cli.common import JsonOption, print_json
 from foretoken.cli.flags import config_from, takes
 from foretoken.printing.console import Console
-from foretoken.train.overrides import read_settings, with_overrides, with_settings
-from foretoken.train.run_options import DraftOptions, HeadOptions, RunOptions
+from foretoken.train.run_options import (
+    DraftOptions,
+    HeadOptions,
+    RunOptions,
+    read_settings,
+    with_overrides,
+    with_settings,
+)
 
 if TYPE_CHECKING:
     from foretoken.train.head_recipes import HeadShape

@@ -13,9 +13,8 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from foretoken.cli.imports import ctrl_c_ends
 from foretoken.cli.usage import Group
-from foretoken.cli.verb import EngineVerb, Verb
+from foretoken.cli.verb import EngineVerb, Verb, ctrl_c_ends
 
 
 @dataclass(frozen=True)

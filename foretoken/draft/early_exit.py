@@ -15,6 +15,7 @@ that was found holds for all requests of the target.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
@@ -24,14 +25,110 @@ from foretoken.config import SpecConfig
 from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict
 from foretoken.draft.base import Factory, Feedback, product_of
 from foretoken.draft.chain import PROBABILITIES, Chain, assemble, extend
-from foretoken.draft.layer_choice import SkipSearch, kept_layers
-from foretoken.draft.layers import exit_candidates
 from foretoken.draft.open_head import open_head
 from foretoken.errors import ConfigError
 from foretoken.heads.adapter import ExitAdapter
 from foretoken.model.families import NATIVE_MODEL_TYPES
 from foretoken.model.interface import EarlyExitModel, EarlySegment, LanguageModel
+from foretoken.text.randomness import Purpose, uniforms
 from foretoken.verify import first_max
+
+
+def relative_speed(rate: float, num_draft: int, draft_cost: float, target_cost: float) -> float:
+    """Expected tokens per cost of rounds of `num_draft` tokens, each accepted with chance `rate`; plain decoding is 1.
+
+    1 + a + ... + a^n tokens for n draft steps and one of the target (tokens per layer of DEL, Entezari Zarch et al.
+    2504.05598).
+    """
+    tokens = sum(rate**place for place in range(num_draft + 1))
+    return tokens * target_cost / (num_draft * draft_cost + target_cost)
+
+
+def exit_candidates(num_layers: int) -> tuple[int, ...]:
+    """Exit layers to choose from: the first, an eighth, a quarter, a half and three quarters of the way."""
+    return tuple(sorted({max(1, num_layers * eighths // 8) for eighths in (0, 1, 2, 4, 6)} - {num_layers}))
+
+
+def first_skips(num_layers: int) -> frozenset[int]:
+    """Every other layer, the first and the last excepted: where the search for a set begins (SWIFT, 2410.06916, starts
+    with as many).
+    """
+    return frozenset(range(1, num_layers - 1, 2))
+
+
+def changed_skips(skipped: frozenset[int], num_layers: int, numbers: Sequence[float]) -> frozenset[int]:
+    """A neighbour of a set: one layer more, one less, or one for another, as three `numbers` in [0, 1) have it.
+
+    First and last layer are never skipped, and something always is.
+    """
+    inner = range(1, num_layers - 1)
+    spare, used = sorted(set(inner) - skipped), sorted(skipped)
+    added = frozenset(spare[int(numbers[1] * len(spare)) :][:1])
+    dropped = frozenset(used[int(numbers[2] * len(used)) :][:1])
+    if numbers[0] < 1 / 3 or len(used) == 1:
+        return skipped | added
+    if numbers[0] < 2 / 3 or not spare:
+        return skipped - dropped
+    return (skipped - dropped) | added
+
+
+_TRIAL_EVERY = 8  # rounds between two trials of a set of skipped layers
+NUM_TRIALS = 48  # trials of the search
+
+
+@dataclass
+class SkipSearch:
+    """A set of layers to leave out, found by trying neighbours of the best so far on text that was generated already
+    (SWIFT, 2410.06916).
+
+    A trial runs the best set and a neighbour over the same recent rows and keeps the one with the greater expected
+    speed. There is a trial every eighth round, or as soon after as there is text enough, `NUM_TRIALS` in all.
+    """
+
+    num_layers: int
+    head: float
+    skipped: frozenset[int] = field(init=False)
+    num_trials: int = 0
+    _rounds: int = 0  # since the last trial
+
+    def __post_init__(self) -> None:
+        self.skipped = first_skips(self.num_layers)
+
+    def layers(self, skipped: frozenset[int] | None = None) -> tuple[int, ...]:
+        """The layers that run."""
+        return kept_layers(self.skipped if skipped is None else skipped, self.num_layers)
+
+    def tries(self) -> bool:
+        """End a round; whether a trial is due."""
+        self._rounds += 1
+        return self.num_trials < NUM_TRIALS and self._rounds >= _TRIAL_EVERY
+
+    def trial(self, agree: Callable[[tuple[int, ...]], Sequence[float]], most: int) -> None:
+        """Learn from rows of finished text: `agree(layers)` tells for each whether a draft of these layers would have
+        said what was said; `most` is the number of draft tokens in a round.
+        """
+        self._rounds = 0
+        numbers = uniforms([0] * 3, Purpose.SEARCH, [self.num_trials] * 3, range(3))
+        self.num_trials += 1
+        other = changed_skips(self.skipped, self.num_layers, [float(number) for number in numbers])
+        if other == self.skipped:
+            return
+        known, found = agree(self.layers()), agree(self.layers(other))
+        if self._speed(found, other, most) > self._speed(known, self.skipped, most):
+            self.skipped = other
+
+    def _cost(self, skipped: frozenset[int]) -> float:
+        return self.num_layers - len(skipped) + self.head
+
+    def _speed(self, shares: Sequence[float], skipped: frozenset[int], most: int) -> float:
+        rate, whole = sum(shares) / len(shares), self.num_layers + self.head
+        return max(relative_speed(rate, num, self._cost(skipped), whole) for num in range(1, max(most, 1) + 1))
+
+
+def kept_layers(skipped: frozenset[int], num_layers: int) -> tuple[int, ...]:
+    """The layers that are left, ascending."""
+    return tuple(layer for layer in range(num_layers) if layer not in skipped)
+
 
 _TRIAL_ROWS = 24  # rows of finished text in a trial of a set of layers
 _TRIAL_SEQUENCE = -(1 << 50)  # opened and closed within one call

@@ -28,7 +28,7 @@ from foretoken.engine.advice import (
 )
 from foretoken.engine.request import RequestState
 from foretoken.errors import SpeculationWarning
-from foretoken.kv.limit import largest_cache_bytes
+from foretoken.kv.pool import largest_cache_bytes
 from foretoken.machine.neighbours import OtherLoad
 from foretoken.machine.waiting import current_waiting
 from foretoken.model.interface import LanguageModel

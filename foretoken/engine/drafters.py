@@ -13,11 +13,10 @@ from foretoken.draft.base import Drafter, ModelDrafter, parts_of
 from foretoken.draft.hidden_states import reads_hidden_states
 from foretoken.errors import ConfigError, InputError
 from foretoken.files import read_text
-from foretoken.model.draft_weights import draft_weights
 from foretoken.model.interface import LanguageModel, OpenModel, QuantisedModel
 from foretoken.model.loader import dtype_of
 from foretoken.model.matrices.quant import drafts_at_speed
-from foretoken.model.open import native_config, open_device, open_model
+from foretoken.model.open import draft_weights, native_config, open_device, open_model
 from foretoken.params import check_number
 from foretoken.registry import Traits, add_traits, load_source, traits_of
 from foretoken.text.tokenizer import Tokenizer

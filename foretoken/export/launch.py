@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from foretoken.export.engines import OtherEngine
 from foretoken.heads.config import BlockConfig, EagleConfig, HeadConfig
-from foretoken.heads.formats.layer_ids import are_default_taps, taps_to_outputs
+from foretoken.heads.formats.layers import are_default_taps, taps_to_outputs
 
 _VLLM_NOTES = {
     "medusa": "vLLM runs Medusa as a chain of first choices.",

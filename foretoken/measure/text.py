@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.measure.report import Report, Table
-from foretoken.printing import markdown as pages
+from foretoken.printing import text as pages
 from foretoken.printing.console import Console
 
 

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import torch
 
-from foretoken.config import NUMERICS
+from foretoken.config import NUMERICS, QUANTISED
 from foretoken.errors import ConfigError, UnsupportedModelError
-from foretoken.kv.limit import largest_cache_bytes
-from foretoken.kv.pool import bytes_per_token
+from foretoken.kv.pool import bytes_per_token, largest_cache_bytes
 from foretoken.machine.features import warn_of_slow_bf16
 from foretoken.machine.forks import note_computing
 from foretoken.model.architecture import ModelConfig
@@ -20,7 +19,7 @@ from foretoken.model.fields import shown
 from foretoken.model.gguf.header import is_gguf
 from foretoken.model.interface import OpenModel
 from foretoken.model.layers import Linear
-from foretoken.model.loader import load_decoder, read_config, read_raw_config
+from foretoken.model.loader import load_decoder, open_weights, read_config, read_raw_config
 from foretoken.model.paged import PagedModel
 from foretoken.model.paged_cache import DEFAULT_BLOCK_SIZE
 from foretoken.model.strict import strict_kind
@@ -155,3 +154,20 @@ def open_device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError("device", name, f"this machine has {torch.cuda.device_count()} CUDA devices, numbered from 0")
     return device
+
+
+def draft_weights(folder: Path, draft_dtype: str, target_format: str) -> str:
+    """`weights` of `open_model` for the draft model in `folder`.
+
+    `draft_dtype` "auto" takes the format of the target's matrices, `target_format`, as trained heads do; a draft whose
+    file holds codes keeps those, and one that runs through transformers keeps its numbers.
+
+    Raises:
+        CheckpointError, UnsupportedModelError: a file of the draft is missing or broken.
+    """
+    if draft_dtype in QUANTISED:
+        return draft_dtype
+    if draft_dtype != "auto" or target_format == "auto" or native_config(folder) is None:
+        return "auto"
+    stored = open_weights(folder)
+    return "auto" if any(stored.sample(name) is not None for name in stored.own_names) else target_format

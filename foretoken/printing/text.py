@@ -1,13 +1,13 @@
 """Escaping of foreign text (paths, model names, answers, errors of libraries) for a terminal or a page.
 
-A character that must not be printed unchanged becomes its Python backslash escape, as in \\x1b, \\n or \\u202e.
+A character that must not be printed unchanged becomes its Python backslash escape, as in \x1b, \n or \u202e.
 Backslashes in the text are not doubled, so the form is for readers; `--json` is lossless.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 _NOT_IN_A_BLOCK = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 _CUT = " ... ({} characters left out) ... "
@@ -58,3 +58,18 @@ def map_texts(value: object, change: Callable[[str], str]) -> object:
 
 def _escape(character: str) -> str:
     return repr(character)[1:-1]
+
+
+def table(headings: Sequence[str], rows: Sequence[Sequence[str]], justify: str = "lr") -> list[str]:
+    """The lines of a table; `justify` holds l or r for each column, its last letter goes on."""
+    rules = ["---:" if justify[min(place, len(justify) - 1)] == "r" else "---" for place in range(len(headings))]
+    return [_row(headings), f"|{'|'.join(rules)}|", *map(_row, rows)]
+
+
+def page(lines: Sequence[str]) -> str:
+    """The page as one text: line ends and control characters within a line are escaped."""
+    return "\n".join(map(visible, lines)) + "\n"
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from foretoken.errors import UnsupportedModelError
 from foretoken.heads.base import HeadBatch
-from foretoken.model.attention.packed import PackedAttention
+from foretoken.model.attention.scores import PackedAttention
 from foretoken.model.decoder import Decoder
 from foretoken.model.loader import load_decoder
 from foretoken.model.open import native_config

@@ -15,7 +15,7 @@ from foretoken.heads.base import Head
 from foretoken.heads.checkpoint import make_head
 from foretoken.heads.config import BlockConfig, EagleConfig, ExitAdapterConfig, HeadConfig, MedusaConfig, default_taps
 from foretoken.model.architecture import ModelConfig
-from foretoken.train.draft_vocabulary import most_frequent
+from foretoken.train.draft_student import most_frequent
 from foretoken.train.frozen_target import FrozenTarget
 from foretoken.train.head_trainer import HeadTrainConfig
 from foretoken.train.optimizer import OptimizerConfig

@@ -14,7 +14,7 @@ from foretoken.heads.checkpoint import load_head, save_head
 from foretoken.heads.kind import head_kind
 from foretoken.model.names import model_folder
 from foretoken.text.tokenizer import load_tokenizer
-from foretoken.train.draft_vocabulary import coverage
+from foretoken.train.draft_student import coverage
 from foretoken.train.head_data import HeadData
 from foretoken.train.head_recipes import EagleShape, HeadShape, NewHead, new_head, recipe_of
 from foretoken.train.head_trainer import HeadResult, HeadTrainConfig, HeadTrainer

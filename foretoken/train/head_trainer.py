@@ -26,13 +26,19 @@ from foretoken.train.draft_student import Student
 from foretoken.train.frozen_target import FrozenTarget
 from foretoken.train.head_data import HeadData
 from foretoken.train.head_measure import HeadAcceptance, measure_head
-from foretoken.train.interruption import end_by, interruption
 from foretoken.train.optimizer import OptimizerConfig, make_optimizers, set_rate
 from foretoken.train.parallel import Ranks
-from foretoken.train.progress import training_progress
-from foretoken.train.run_state import check_same, read_meta, restore_state, save_state
-from foretoken.train.schedule import rate_share
+from foretoken.train.run_state import (
+    check_same,
+    end_by,
+    interruption,
+    read_meta,
+    restore_state,
+    save_state,
+    training_progress,
+)
 from foretoken.train.state_cache import StateCache
+from foretoken.train.train_config import rate_share
 
 CURVE = "curve.jsonl"
 _SAME = (

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
+import tomllib
+import types
+import typing
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 from foretoken.engine_config import THREADS, EngineConfig
+from foretoken.errors import ConfigError, StorageError
+from foretoken.files import read_json, read_text
 from foretoken.option import option, same_option
 
 
@@ -70,3 +79,100 @@ class DraftOptions(RunOptions):
     on_policy: bool = field(
         default=False, metadata=option("The answers are those of the draft model --init, not of the target.")
     )
+
+
+_Config = TypeVar("_Config")
+
+
+def read_settings(path: Path) -> Mapping[str, Any]:
+    """The object of a .json or .toml file.
+
+    Raises:
+        StorageError: it cannot be read.
+        ConfigError: it is no object.
+    """
+    if path.suffix == ".toml":
+        try:
+            return tomllib.loads(read_text("config", path))
+        except tomllib.TOMLDecodeError as error:
+            raise StorageError(f"config: cannot read {path}: {error}") from error
+    found = read_json("config", path)
+    if not isinstance(found, dict):
+        raise ConfigError("config", str(path), "must hold an object of settings")
+    return found
+
+
+def with_settings(config: _Config, settings: Mapping[str, Any], prefix: str = "") -> _Config:
+    """`config` (a frozen dataclass) with the values of `settings`, nested as the dataclasses are.
+
+    Raises:
+        ConfigError: an unknown name, with the nearest known one; or a value of another type.
+    """
+    kinds = typing.get_type_hints(type(config))
+    changed: dict[str, Any] = {}
+    for name, value in settings.items():
+        if name not in kinds:
+            near = difflib.get_close_matches(name, kinds, n=1)
+            hint = f"did you mean {prefix}{near[0]}?" if near else f"known: {', '.join(prefix + one for one in kinds)}"
+            raise ConfigError(f"{prefix}{name}", value, f"no such setting; {hint}")
+        own = getattr(config, name)
+        if dataclasses.is_dataclass(own) and not isinstance(own, type):
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"{prefix}{name}", value, "is a group of settings: give an object")
+            changed[name] = with_settings(own, value, f"{prefix}{name}.")
+        else:
+            changed[name] = _typed(f"{prefix}{name}", value, kinds[name])
+    return dataclasses.replace(config, **changed)  # type: ignore[type-var]
+
+
+def with_overrides(config: _Config, overrides: Sequence[str]) -> _Config:
+    """`config` with `name=value` texts such as `loss.kind=tv`.
+
+    Raises:
+        ConfigError: not of that form; or see `with_settings`.
+    """
+    for text in overrides:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise ConfigError("set", text, "write NAME=VALUE, such as loss.kind=tv")
+        settings: Any = value
+        for part in reversed(name.split(".")):
+            settings = {part: settings}
+        config = with_settings(config, settings)
+    return config
+
+
+def _typed(name: str, value: Any, kind: Any) -> Any:  # noqa: ANN401 - a setting of any type
+    """`value` as `kind`, read from a text if it is one."""
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
+        if value is None or value == "none":
+            return None
+        (kind,) = (part for part in parts if part is not type(None))
+        return _typed(name, value, kind)
+    if origin is typing.Literal:
+        chosen = {str(part): part for part in parts}.get(str(value))
+        if chosen is None:
+            raise ConfigError(name, value, f"choose one of {', '.join(map(str, parts))}")
+        return chosen
+    if origin is tuple:
+        items = value.split(",") if isinstance(value, str) else value
+        if not isinstance(items, Sequence):
+            raise ConfigError(name, value, "must be a list")
+        return tuple(_typed(name, item, parts[0]) for item in items)
+    return _plain(name, value, kind)
+
+
+def _plain(name: str, value: Any, kind: type) -> Any:  # noqa: ANN401
+    if kind is bool:
+        known = {"true": True, "false": False, "True": True, "False": False}
+        if isinstance(value, bool) or value in known:
+            return value if isinstance(value, bool) else known[value]
+        raise ConfigError(name, value, "must be true or false")
+    try:
+        if isinstance(value, bool) or (kind is int and isinstance(value, float) and not value.is_integer()):
+            raise ValueError
+        return kind(float(value)) if kind is int and "e" in str(value).lower() else kind(value)
+    except (TypeError, ValueError):
+        shown = {int: "a whole number", float: "a number"}.get(kind, "a text")
+        raise ConfigError(name, value, f"must be {shown}") from None

@@ -19,12 +19,17 @@ from torch import Tensor
 
 from foretoken.model.decoder import Decoder
 from foretoken.printing.console import Console
-from foretoken.train.evaluate import Agreement, agreement, bits_per_byte, logits_of
-from foretoken.train.interruption import end_by, interruption
-from foretoken.train.losses import cross_entropy, distillation
+from foretoken.train.evaluate import Agreement, agreement, bits_per_byte, cross_entropy, distillation, logits_of
 from foretoken.train.optimizer import OptimizerConfig, make_optimizers, set_rate
-from foretoken.train.progress import training_progress
-from foretoken.train.run_state import check_same, read_meta, restore_state, save_state
+from foretoken.train.run_state import (
+    check_same,
+    end_by,
+    interruption,
+    read_meta,
+    restore_state,
+    save_state,
+    training_progress,
+)
 from foretoken.train.tokens import windows
 from foretoken.train.train_config import TrainConfig
 

@@ -16,7 +16,7 @@ from foretoken.bench.widen import widen
 from foretoken.bench.widen_plan import PRESETS, plan
 from foretoken.errors import InputError, StorageError
 from foretoken.model.architecture import ModelConfig
-from foretoken.model.attention.packed import PackedAttention
+from foretoken.model.attention.scores import PackedAttention
 from foretoken.model.loader import load_decoder, read_config
 from foretoken.model.weights import Weights
 from tests.helpers.checkpoints import tiny_checkpoint, tiny_tokenizer, token_ids, transformers_logits, variant

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from foretoken import LLM, SamplingParams, SpecConfig
-from foretoken.cli.show import legend, marks
+from foretoken.cli.answer import legend, marks
 from foretoken.core import TokenOrigin
 from foretoken.model.names import model_folder
 from tests.cli.conftest import Run

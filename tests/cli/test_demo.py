@@ -10,8 +10,7 @@ import pytest
 
 from foretoken.cli import demo
 from foretoken.cli.demo import FREE_STANDING, busy_line, plain_words, summary
-from foretoken.cli.demo_prompts import PROMPTS, DemoPrompt
-from foretoken.cli.demo_run import DemoAnswer, DemoRun, total_of
+from foretoken.cli.demo_run import PROMPTS, DemoAnswer, DemoPrompt, DemoRun, total_of
 from foretoken.config import PLAIN, SpecConfig
 from foretoken.engine.llm import LLM
 from foretoken.machine.processes import Neighbour

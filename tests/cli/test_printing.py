@@ -19,7 +19,7 @@ from foretoken.cli import models
 from foretoken.engine.output import GenerateOutput
 from foretoken.measure.text import markdown
 from foretoken.measure.write import write_report
-from foretoken.printing import markdown as pages
+from foretoken.printing import text as pages
 from foretoken.printing.console import Console
 from foretoken.printing.text import encodable, shortened, visible, visible_block
 from tests.cli.conftest import Run

@@ -18,8 +18,7 @@ from foretoken.control.policy import BudgetPolicy, PolicyConfig
 from foretoken.core import Batch, BatchEntry, Draft, Mass, Probes, Request, Verdict
 from foretoken.draft.base import Feedback
 from foretoken.draft.boundary import check_tree, draft_faults
-from foretoken.draft.deadline import Deadline
-from foretoken.draft.failures import MAX_FAILURES
+from foretoken.draft.failures import MAX_FAILURES, Deadline
 from foretoken.draft.group import drafter_key
 from foretoken.draft.lookup_tree import LookupTree
 from foretoken.draft.ngram import NgramDrafter

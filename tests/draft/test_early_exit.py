@@ -14,12 +14,11 @@ from foretoken import LLM, ConfigError, SamplingParams, SpecConfig
 from foretoken.cli.spec_options import spec_from
 from foretoken.core import Batch, Draft
 from foretoken.draft.base import variants_of
-from foretoken.draft.early_exit import EarlyExitDrafter
+from foretoken.draft.early_exit import NUM_TRIALS, EarlyExitDrafter, SkipSearch
 from foretoken.draft.group import DrafterGroup
-from foretoken.draft.layer_choice import NUM_TRIALS, SkipSearch
 from foretoken.engine.engine import Engine
 from foretoken.engine.request import RequestState
-from foretoken.model.attention.packed import PackedAttention
+from foretoken.model.attention.scores import PackedAttention
 from foretoken.model.decoder import Decoder
 from foretoken.model.loader import load_decoder
 from foretoken.model.paged import PagedModel

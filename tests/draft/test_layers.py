@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from foretoken.draft.layers import changed_skips, exit_candidates, first_skips, relative_speed
+from foretoken.draft.early_exit import changed_skips, exit_candidates, first_skips, relative_speed
 
 
 def test_speed_by_hand() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from foretoken.core import Draft, Mass
-from foretoken.draft.merge import first_nodes, graft, share_of
+from foretoken.draft.mix import first_nodes, graft, share_of
 from foretoken.draft.tree import TreeNode, merge_trees
 from foretoken.verify import RULES, resolve, rule_for
 from tests.helpers.enumeration import (

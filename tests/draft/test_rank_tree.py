@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from foretoken.draft.rank_tree import RankChances, RankTree, best_ranks
+from foretoken.draft.medusa import RankChances, RankTree, best_ranks
 
 
 def counted(rows: list[list[int]], num_ranks: int = 3) -> RankChances:

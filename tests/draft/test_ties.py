@@ -10,9 +10,8 @@ from foretoken import SamplingParams, SpecConfig
 from foretoken.draft.base import Drafter, Feedback
 from foretoken.draft.cascade import CascadeDrafter
 from foretoken.draft.draft_model import DraftModelDrafter
-from foretoken.draft.early_exit import EarlyExitDrafter
+from foretoken.draft.early_exit import EarlyExitDrafter, SkipSearch
 from foretoken.draft.group import DrafterGroup, drafter_key
-from foretoken.draft.layer_choice import SkipSearch
 from foretoken.draft.ngram import NgramDrafter
 from foretoken.engine.engine import Engine
 from foretoken.engine.request import RequestState

@@ -20,7 +20,7 @@ from foretoken.heads.checkpoint import load_head, save_head
 from foretoken.heads.config import ExitAdapterConfig
 from foretoken.heads.probe import _other_configs
 from foretoken.heads.vocabulary import DraftVocabulary
-from foretoken.model.attention.packed import PackedAttention
+from foretoken.model.attention.scores import PackedAttention
 from foretoken.model.interface import EarlySegment
 from foretoken.model.loader import load_decoder, read_config
 from foretoken.model.paged import PagedModel

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from foretoken.errors import CheckpointError, ConfigError, MismatchError, UnsupportedModelError
 from foretoken.heads.checkpoint import load_head, save_head, save_speculators
 from foretoken.heads.config import BlockConfig, EagleConfig
-from foretoken.heads.formats.layer_ids import are_default_taps, outputs_to_taps, taps_to_outputs
+from foretoken.heads.formats.layers import are_default_taps, outputs_to_taps, taps_to_outputs
 from foretoken.heads.kind import head_kind
 from tests.helpers.stored_heads import TARGET, block_config, eagle_config, stored_head
 

@@ -28,8 +28,7 @@ from foretoken.bench.speed_rows import SpeedRow
 from foretoken.bench.speed_tables import speed_report
 from foretoken.cli import answer, audit, demo, models, origins
 from foretoken.cli.app import run
-from foretoken.cli.demo_prompts import DemoPrompt
-from foretoken.cli.demo_run import DemoAnswer
+from foretoken.cli.demo_run import DemoAnswer, DemoPrompt
 from foretoken.config import PLAIN
 from foretoken.core import StepOutput, TokenLogprobs, TokenOrigin
 from foretoken.engine.output import GenerateOutput

@@ -13,8 +13,7 @@ import torch
 import foretoken.model.open
 from foretoken import LLM
 from foretoken.errors import CapacityError, InputError
-from foretoken.kv.limit import largest_cache_bytes
-from foretoken.kv.pool import KVPool
+from foretoken.kv.pool import KVPool, largest_cache_bytes
 from foretoken.model.open import open_model
 from tests.helpers.checkpoints import tiny_checkpoint
 

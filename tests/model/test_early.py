@@ -16,12 +16,11 @@ from torch import Tensor
 
 from foretoken.errors import CapacityError
 from foretoken.kv.blocks import slots_of
-from foretoken.model.attention.packed import PackedAttention
+from foretoken.model.attention.scores import PackedAttention
 from foretoken.model.decoder import Decoder
-from foretoken.model.early import first_missing
 from foretoken.model.hf import TransformersModel
 from foretoken.model.interface import EarlyExitModel, EarlySegment, Segment
-from foretoken.model.paged import PagedModel
+from foretoken.model.paged import PagedModel, first_missing
 from foretoken.model.strict import StrictModel
 from tests.helpers.checkpoints import token_ids, variant
 from tests.model.test_paged import BLOCK, TREE, Family, extend, is_scattered, scatter

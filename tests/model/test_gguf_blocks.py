@@ -9,7 +9,7 @@ import torch
 from gguf import GGMLQuantizationType, quants
 
 from foretoken.model.gguf.blocks import grouped, is_grouped, plain, plain_dtype, runnable_types
-from foretoken.model.gguf.kinds import GGML_TYPES
+from foretoken.model.gguf.header import GGML_TYPES
 
 GROUPED = {number: kind for number, kind in GGML_TYPES.items() if is_grouped(kind)}
 # Where a block has its float16 numbers.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from foretoken.train.losses import acceptance, cross_entropy, distillation
+from foretoken.train.evaluate import acceptance, cross_entropy, distillation
 
 
 def distributions() -> tuple[torch.Tensor, torch.Tensor]:

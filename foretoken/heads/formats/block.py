@@ -8,8 +8,14 @@ from typing import Any
 from foretoken.errors import ConfigError, MismatchError, UnsupportedModelError
 from foretoken.heads.config import BlockConfig
 from foretoken.heads.formats.eagle import layer_ids
-from foretoken.heads.formats.layer_ids import outputs_to_taps, taps_to_outputs
-from foretoken.heads.formats.layers import Shape, layer_from_json, layer_json, layer_tensors
+from foretoken.heads.formats.layers import (
+    Shape,
+    layer_from_json,
+    layer_json,
+    layer_tensors,
+    outputs_to_taps,
+    taps_to_outputs,
+)
 from foretoken.heads.formats.pairing import check_sizes, cover_context
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.fields import Fields, shown

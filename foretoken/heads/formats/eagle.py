@@ -9,8 +9,15 @@ from typing import Any
 
 from foretoken.errors import ConfigError, UnsupportedModelError
 from foretoken.heads.config import EagleConfig, default_taps
-from foretoken.heads.formats.layer_ids import are_default_taps, outputs_to_taps, taps_to_outputs
-from foretoken.heads.formats.layers import Shape, layer_from_json, layer_json, layer_tensors
+from foretoken.heads.formats.layers import (
+    Shape,
+    are_default_taps,
+    layer_from_json,
+    layer_json,
+    layer_tensors,
+    outputs_to_taps,
+    taps_to_outputs,
+)
 from foretoken.heads.formats.pairing import check_sizes, cover_context
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.fields import Fields

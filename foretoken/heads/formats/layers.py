@@ -5,8 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from foretoken.errors import ConfigError
+from foretoken.heads.config import default_taps
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.config_json import config_from_hf, config_to_hf
+
+
+def taps_to_outputs(taps: tuple[int, ...]) -> list[int]:
+    """Output ids of taps; tap 0, the embedding, becomes -1, which only foretoken reads."""
+    return [tap - 1 for tap in taps]
+
+
+def outputs_to_taps(ids: tuple[int, ...]) -> tuple[int, ...]:
+    """Taps of output ids."""
+    return tuple(number + 1 for number in ids)
+
+
+def are_default_taps(taps: tuple[int, ...], num_layers: int) -> bool:
+    """Whether every engine reads these layers of its own accord."""
+    try:
+        return taps == default_taps(num_layers)
+    except ConfigError:  # too few layers to have defaults
+        return False
+
 
 Shape = tuple[int, ...]
 

@@ -12,7 +12,7 @@ from foretoken.errors import ConfigError
 from foretoken.heads.config import BlockConfig, EagleConfig
 from foretoken.heads.formats.block import DFLASH, DSPARK, block_json
 from foretoken.heads.formats.eagle import ARCHITECTURE_3, NORM_FLAGS, eagle_json, layer_ids
-from foretoken.heads.formats.layer_ids import taps_to_outputs
+from foretoken.heads.formats.layers import taps_to_outputs
 from foretoken.model.fields import Fields
 
 VERSION = "0.9.0"  # of speculators, whose keys these are

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from foretoken.model.gguf.kinds import GgmlType
+from foretoken.model.gguf.header import GgmlType
 from foretoken.model.matrices.codes import BITS, ZERO, GroupedCodes, WholeScales, codes_of, scales_of
 
 _Bytes: TypeAlias = npt.NDArray[np.uint8]

@@ -18,8 +18,7 @@ from foretoken.model.config_json import config_from_hf
 from foretoken.model.gguf.blocks import grouped, is_grouped, plain, plain_dtype, runnable_types
 from foretoken.model.gguf.experts import expert_tensors
 from foretoken.model.gguf.families import layer_parts
-from foretoken.model.gguf.header import Header, TensorInfo
-from foretoken.model.gguf.kinds import GgmlType
+from foretoken.model.gguf.header import GgmlType, Header, TensorInfo
 from foretoken.model.gguf.names import (
     LONG_FACTORS,
     ROPE_FACTORS,
