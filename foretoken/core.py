@@ -354,7 +354,7 @@ def merge_drafts(
     inner: list[tuple[int, int]] = []
     distributions = [draft.mass.distributions for _, draft in parts if draft.mass is not None]
     counts = [0 if draft.mass is None else draft.mass.distributions.shape[0] for _, draft in parts]
-    law_base = [0, *accumulate(counts)]
+    distribution_base = [0, *accumulate(counts)]
     distribution_of_row: list[int] = []
     for b in range(num_requests):
         if b not in owner:
@@ -377,7 +377,7 @@ def merge_drafts(
         distribution_of_row.extend(
             -1
             if draft.mass is None or draft.mass.distribution_of_row[r] < 0
-            else law_base[part] + draft.mass.distribution_of_row[r]
+            else distribution_base[part] + draft.mass.distribution_of_row[r]
             for r in rows
         )
     flat = torch.cat(tokens) if tokens else torch.empty(0, dtype=torch.int64, device=device)

@@ -155,13 +155,13 @@ class SamplingParams:
             if not isinstance(text, str) or not text:
                 raise InputError("stop", text, "each stop string must be a text of at least one character")
             check_text("stop", text)
-        self._check_law()
+        self._check_distribution()
         self._check_output()
         self._check_structure()
         self._check_service()
         self._check_prediction()
 
-    def _check_law(self) -> None:
+    def _check_distribution(self) -> None:
         check_number("temperature", self.temperature, *TEMPERATURES)
         check_number("top_p", self.top_p, low=0.0, high=1.0, open_low=True)
         check_number("min_p", self.min_p, low=0.0, high=1.0)

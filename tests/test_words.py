@@ -33,6 +33,29 @@ RETIRED = {
     r"(?:is|are|was|were) told": "receives, is reported",
     r"fortunes?": "wealth",
     r"intake": "admission",
+    r"guess(?:es|ed|ing)?": "draft token, drafts",
+}
+# Parts of names, with the part that stands for them. `guesses` is a key of saved profiles.
+RETIRED_PARTS = {
+    "guess": "draft",
+    "most": "max",
+    "least": "min",
+    "law": "distribution, log_probs",
+    "fortunes": "wealth",
+    "mourn": "on_exit",
+    "pupil": "trainee",
+}
+_ALLOWED_NAMES = {
+    "guesses",
+    "most",
+    "least",
+    "at_most",
+    "at_least",
+    "most_common",
+    "most_frequent",
+    "most_adoptable",
+    "at_least_one",
+    "least_loaded",
 }
 _RETIRED = re.compile(rf"\b({'|'.join(RETIRED)})\b", re.IGNORECASE)
 _PAGES = ("README.md", "CONTRIBUTING.md", "docs/*.md", "docs/serving/*.md", "tests/reference/README.md")
@@ -75,6 +98,21 @@ def retired_words(path: Path) -> list[str]:
 def test_no_retired_word_is_used() -> None:
     offences = [word for path in (*modules(), *pages()) for word in retired_words(path)]
     assert not offences, "\n".join(["retired words are used:", *offences])
+
+
+def test_no_retired_word_is_a_part_of_a_name() -> None:
+    """Identifiers of the package, split at underscores; what a library calls its own is allowed."""
+    offences = set()
+    for path in modules():
+        for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+            name = token.string.strip("_").lower()
+            if (
+                token.type == tokenize.NAME
+                and name not in _ALLOWED_NAMES
+                and RETIRED_PARTS.keys() & set(name.split("_"))
+            ):
+                offences.add(f"{path.relative_to(ROOT)}:{token.start[0]}: {token.string}")
+    assert not offences, "\n".join(["retired parts of names:", *sorted(offences)])
 
 
 def glossary() -> list[str]:

@@ -214,11 +214,11 @@ class Residuals:
 
     def _refuse_draw(self, rows: Sequence[int]) -> None:
         """Reject the next sample of every given row, whether it gave a token or nothing."""
-        law_of = {row: self.proposals[row].distributions[self.num_refused[row]] for row in rows}
-        ordered = sorted(rows, key=law_of.__getitem__)  # consecutive distributions are read without a copy
+        distribution_of = {row: self.proposals[row].distributions[self.num_refused[row]] for row in rows}
+        ordered = sorted(rows, key=distribution_of.__getitem__)  # consecutive distributions are read without a copy
         for some in pieces(ordered, self.target_probs):
             scales = [self.reach[row] / self.total[row] for row in some]
-            left = left_over(self._owed(some), scales, take(self.distributions, [law_of[row] for row in some]))
+            left = left_over(self._owed(some), scales, take(self.distributions, [distribution_of[row] for row in some]))
             nodes = [(i, node) for i, row in enumerate(some) for node in self.proposals[row].children]
             at_nodes = left[_pairs([(i, self.tokens[node]) for i, node in nodes], left.device)]
             totals, found = to_host(left.sum(-1, dtype=torch.float64), at_nodes)
