@@ -2,7 +2,7 @@
 
 python -m studies.mutate_rules                      # everything; picks up where an earlier run stopped
 python -m studies.mutate_rules --only base          # some files, names separated by commas
-python -m studies.mutate_rules --most-minutes 60    # stop after an hour; the next run goes on
+python -m studies.mutate_rules --max-minutes 60    # stop after an hour; the next run goes on
 python -m studies.mutate_rules --only none          # only write the report from what is known
 python -m studies.mutate_rules --fresh              # forget earlier runs
 
@@ -540,7 +540,7 @@ def main() -> int:
     parser.add_argument(
         "--limit-s", type=int, default=0, help="CPU seconds of one mutant (default: 3 times the tests as they are)"
     )
-    parser.add_argument("--most-minutes", type=float, help="begin no further mutant after so many minutes")
+    parser.add_argument("--max-minutes", type=float, help="begin no further mutant after so many minutes")
     parser.add_argument("--fresh", action="store_true", help="forget earlier runs")
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT))

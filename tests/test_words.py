@@ -46,16 +46,8 @@ RETIRED_PARTS = {
     "pupil": "trainee",
 }
 _ALLOWED_NAMES = {
-    "guesses",
-    "most",
-    "least",
-    "at_most",
-    "at_least",
-    "most_common",
-    "most_frequent",
-    "most_adoptable",
-    "at_least_one",
-    "least_loaded",
+    *("guesses", "most", "least", "at_most", "at_least"),
+    *("most_common", "most_frequent", "most_adoptable", "at_least_one", "least_loaded"),
 }
 _RETIRED = re.compile(rf"\b({'|'.join(RETIRED)})\b", re.IGNORECASE)
 _PAGES = ("README.md", "CONTRIBUTING.md", "docs/*.md", "docs/serving/*.md", "tests/reference/README.md")

@@ -50,7 +50,7 @@ def entries(*num_draft: int, takes_trees: bool = True, num_probe: int = 0) -> li
 
 
 def point(tokens: Sequence[int], parents: Sequence[int] | None = None, lengths: Sequence[int] | None = None) -> Draft:
-    """A draft of deterministic draft tokens; one request, or `lengths` of several."""
+    """A draft of deterministic tokens; one request, or `lengths` of several."""
     lengths = [len(tokens)] if lengths is None else lengths
     offsets = [sum(lengths[:b]) for b in range(len(lengths) + 1)]
     parents = [place - 1 for n in lengths for place in range(n)] if parents is None else parents
@@ -163,7 +163,7 @@ def test_only_the_request_concerned_loses_its_draft_tokens() -> None:
         (LookupTree((1,), (-1,), (1.5,)), "a probability"),
     ],
 )
-def test_e5_draft_tokens_that_are_shown_are_checked_too(tree: object, words: str) -> None:
+def test_e5_drafts_that_are_shown_are_checked_too(tree: object, words: str) -> None:
     with pytest.raises(DraftError, match=words):
         check_tree(tree, 4, V, True)
     assert check_tree(LookupTree((1, 2), (-1, 0), (1.0, 0.5)), 4, V, True).tokens == (1, 2)
@@ -267,7 +267,7 @@ def test_h3_what_a_drafter_raises_costs_its_draft_tokens(
 ) -> None:
     monkeypatch.setattr(llm.engine.chooser, "policy", BudgetPolicy(EVERY_ROUND))
     plain = [out.token_ids for out in llm.generate(PROMPTS, params)]
-    num_draft = "auto" if at == "look_up" else 3  # draft tokens are shown where the number is open
+    num_draft = "auto" if at == "look_up" else 3  # drafts are shown where the number is open
     with pytest.warns(DrafterWarning, match="'bad' failed"):
         outs = generate(llm, Faulty(at, boom), num_draft, params=params)
     assert [out.token_ids for out in outs] == plain

@@ -225,7 +225,7 @@ def test_draft_tokens_come_likeliest_first(tree: str, temperature: float) -> Non
 
 @pytest.mark.parametrize("tree", ["static", "best_first"])
 def test_a_coupled_tree_holds_the_leaders_of_the_race(tree: str) -> None:
-    """The children of a draft token are those that arrive first of the draft's distribution with the noise of their
+    """The children of a node are those that arrive first of the draft's distribution with the noise of their
     position, the winner among them.
     """
     distributions = RandomTables(6, seed=5)

@@ -217,7 +217,7 @@ def test_inner_numbers_are_never_used_twice(monkeypatch: pytest.MonkeyPatch) -> 
 # --- cost and limits ---
 
 
-def test_good_draft_tokens_below_save_forwards_above() -> None:
+def test_good_drafts_below_save_forwards_above() -> None:
     """The last level recites what the prompt holds: the lookup drafts it, and a draft of six tokens takes two
     forwards.
     """

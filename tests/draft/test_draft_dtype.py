@@ -104,7 +104,7 @@ def test_one_drafter_per_draft_and_format(llm: LLM, pair: SimpleNamespace) -> No
     assert [out.token_ids for out in llm.generate(prompts, SAMPLED, asked)] == alone
 
 
-def test_the_targets_own_copy_in_fewer_bits_draft_tokens_well_and_is_not_warned_about(
+def test_the_targets_own_copy_in_fewer_bits_drafts_well_and_is_not_warned_about(
     llm: LLM, pair: SimpleNamespace
 ) -> None:
     """What counts is what a step reads, not the number of parameters."""

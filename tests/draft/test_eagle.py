@@ -188,9 +188,9 @@ def test_costs_are_measured_without_a_trace(pair: SimpleNamespace) -> None:
     # More time than any machine needs: a count is run five times at most.
     profile = measure_start(target, model_drafters([(spec, drafter)]), "tiny", budget_s=60.0)
     assert profile is not None
-    draft_tokens = dict(profile.drafters["eagle"].guesses.points)
-    assert set(draft_tokens) == {1, 2, 4, 8}
-    assert draft_tokens[8] > draft_tokens[1]  # it really drafted
+    draft_seconds = dict(profile.drafters["eagle"].guesses.points)
+    assert set(draft_seconds) == {1, 2, 4, 8}
+    assert draft_seconds[8] > draft_seconds[1]  # it really drafted
     assert not drafter._texts
     assert drafter.cache.num_free_tokens() == drafter.cache.capacity_tokens
     drafter.cache.check()

@@ -217,7 +217,7 @@ def test_first_nodes_undo_a_graft(seed: int) -> None:
     assert all(length <= 6 for length in draft.lengths)
     for b in range(3):
         paths = draft.paths(b)
-        assert len(set(paths)) == len(paths), "one draft token stands twice"
+        assert len(set(paths)) == len(paths), "one node stands twice"
         own = found[b]
         said = {path for node in range(len(own)) for path in [_path(own, node)]}
         assert set(paths[1 + base.lengths[b] :]) <= said

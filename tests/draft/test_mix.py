@@ -91,7 +91,7 @@ def test_a_tree_holds_what_is_likeliest() -> None:
     assert all(draft.lengths == (4,) for draft in (sure, found, alone))
 
 
-def test_only_one_part_may_be_without_draft_tokens_to_show() -> None:
+def test_only_one_part_may_be_without_a_draft_to_show() -> None:
     with pytest.raises(ConfigError, match=r"all parts of a mix but one must show their drafts; use drafter='auto'"):
         MixDrafter([DraftModelDrafter(says([0], 0)), NgramDrafter(), DraftModelDrafter(says([0], 0))])
 

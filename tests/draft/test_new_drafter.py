@@ -129,7 +129,7 @@ def test_it_is_on_the_command_line(pair: SimpleNamespace, capsys: pytest.Capture
         ("width=0", "width=0: must be at least 1"),
         ("width=x", "width='x': must be a whole number"),
         ("widht=2", "did you mean 'width'?"),
-        ("q=2", "its options: width (draft token from so many of the likeliest tokens)"),
+        ("q=2", "its options: width (draft from so many of the likeliest tokens)"),
         ("width", "must be NAME=VALUE"),
     ):
         assert run([*asked, "--drafter-option", value]) == 2

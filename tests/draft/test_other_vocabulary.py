@@ -441,7 +441,7 @@ AGREEING = [
 def test_models_that_say_the_same_text_agree(
     folders: dict[str, Path], how: str, one: str, other: str, temperature: float
 ) -> None:
-    """Nearly all of the draft's draft tokens are kept, the end of the text included; all of them where every word is a
+    """Nearly all of the draft tokens are kept, the end of the text included; all of them where every word is a
     shared token.
     """
     target, draft = load_tokenizer(folders[one]), load_tokenizer(folders[other])
@@ -469,7 +469,7 @@ def test_models_that_say_the_same_text_agree(
 
 
 def test_the_end_of_text_goes_over(folders: dict[str, Path]) -> None:
-    """A draft that ends the text draft tokens the target's end, in both ways, and nothing behind it."""
+    """A draft that ends the text drafts the target's end, in both ways, and nothing behind it."""
     target, draft = load_tokenizer(folders["bytes"]), load_tokenizer(folders["sentencepiece"])
     assert target is not None
     assert draft is not None

@@ -43,7 +43,7 @@ def test_counts_move_the_order_of_ranks() -> None:
 
 
 def test_ranks_are_counted_along_what_was_emitted() -> None:
-    """At the place behind the last draft token that stood as well, if its draft tokens were looked at; no further."""
+    """At the place behind the last draft token that stood as well, if predictions were looked at there; no further."""
     chances = RankChances(3, 3)
     tree = RankTree(best_ranks(chances, 6, 3))
     frontier, tops = tree.inner([-1]), iter(([5, 6, 7], [8, 9, 10], [11, 12, 13], [14, 15, 16]))

@@ -168,7 +168,7 @@ def test_special_tokens_and_beginnings(sides: dict[str, Side]) -> None:
     ],
 )
 def test_a_text_goes_over_and_back(sides: dict[str, Side], target: str, draft: str, text: str) -> None:
-    """Wherever the target stands in its own text, a draft that goes on with this text draft tokens the target's own
+    """Wherever the target stands in its own text, a draft that goes on with this text drafts the target's own
     next tokens.
     """
     whole = sides[target].tokenizer.encode(text, add_special_tokens=False)

@@ -57,7 +57,7 @@ def fresh_states(decoder: Decoder, text: Sequence[int], layers: Sequence[int]) -
 
 @torch.no_grad()
 def expected_logits(head: Head, decoder: Decoder, text: Sequence[int], draft_tokens: Sequence[int]) -> Tensor:
-    """What the head says at the places of `draft_tokens` and one more behind the text, [len(draft tokens) + 1, V]."""
+    """What the head says at the places of `draft_tokens` and one more behind the text, [len(draft_tokens) + 1, V]."""
     states = fresh_states(decoder, text[:-1], head.hidden_layers())
     before, found = [text[-1], *draft_tokens], []
     if isinstance(head, MedusaHead):

@@ -1,4 +1,4 @@
-"""Trees of draft tokens: best-first growth and merging against brute force, ties, ancestors, drafters."""
+"""Draft trees: best-first growth and merging against brute force, ties, ancestors, drafters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def paths_of(nodes: Sequence[TreeNode]) -> list[Path]:
     for place, node in enumerate(nodes):
         assert -1 <= node.parent < place, "a parent comes before its child"
         paths.append((*(paths[node.parent] if node.parent >= 0 else ()), node.token))
-    assert len(set(paths)) == len(paths), "one draft token stands twice"
+    assert len(set(paths)) == len(paths), "one node stands twice"
     return paths
 
 

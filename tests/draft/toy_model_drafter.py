@@ -23,7 +23,7 @@ from foretoken.params import check_whole
 class Options:
     """Options of the toy."""
 
-    width: int = field(default=3, metadata={"help": "draft token from so many of the likeliest tokens"})
+    width: int = field(default=3, metadata={"help": "draft from so many of the likeliest tokens"})
 
     def __post_init__(self) -> None:
         check_whole("width", self.width, low=1)

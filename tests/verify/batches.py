@@ -12,7 +12,7 @@ ANY = [(name, tree) for name, rule in RULES.items() for tree in (False, True) if
 QUICK = settings(max_examples=40, deadline=None, derandomize=True)
 
 
-def random_law(rng: np.random.Generator, vocab: int, mass: float = 1.0) -> np.ndarray:
+def random_distribution(rng: np.random.Generator, vocab: int, mass: float = 1.0) -> np.ndarray:
     """A distribution with holes, sometimes a point, sometimes flat, sometimes with weights that only just exist."""
     shape = rng.integers(5)
     distribution = np.full(vocab, 1.0) if shape == 0 else rng.dirichlet(np.full(vocab, 0.3)) * (rng.random(vocab) > 0.4)
@@ -39,25 +39,25 @@ def random_batch(seed: int, tree: bool = False) -> tuple[Draft, torch.Tensor, Un
         own = random_parents(rng, tree)
         rows: list[int] = []
         for row in range(len(own) + 1):
-            has_law = rng.random() < (0.7 if row - 1 in own else 0.2)
-            distributions += [random_law(rng, vocab, float(rng.choice([1.0, 0.6])))] if has_law else []
-            rows.append(len(distributions) - 1 if has_law else -1)
+            has_mass = rng.random() < (0.7 if row - 1 in own else 0.2)
+            distributions += [random_distribution(rng, vocab, float(rng.choice([1.0, 0.6])))] if has_mass else []
+            rows.append(len(distributions) - 1 if has_mass else -1)
         drawn: dict[int, set[int]] = {}
         for parent in own:
             distribution = distributions[rows[parent + 1]].copy() if rows[parent + 1] >= 0 else np.zeros(vocab)
             distribution[list(drawn.get(parent, ()))] = 0
-            from_law = distribution.sum() > 0 and (not tree or rng.random() < 0.6)
-            sampled.append(bool(from_law))
+            is_drawn = distribution.sum() > 0 and (not tree or rng.random() < 0.6)
+            sampled.append(bool(is_drawn))
             tokens.append(
-                int(rng.choice(vocab, p=distribution / distribution.sum())) if from_law else int(rng.integers(vocab))
+                int(rng.choice(vocab, p=distribution / distribution.sum())) if is_drawn else int(rng.integers(vocab))
             )
-            if from_law:
+            if is_drawn:
                 drawn.setdefault(parent, set()).add(tokens[-1])
         parents += own
         distribution_of_row += rows
         offsets.append(len(tokens))
     num_rows = len(distribution_of_row)
-    target = np.array([random_law(rng, vocab) for _ in range(num_rows)])
+    target = np.array([random_distribution(rng, vocab) for _ in range(num_rows)])
     if rng.random() < 0.4:
         off = float(rng.choice([0.0, 1e-7, 1e-12]))
         for row, distribution in enumerate(distribution_of_row):
@@ -150,7 +150,7 @@ class Extreme(RandomTables):
 
     def __missing__(self, text: tuple[int, ...]) -> np.ndarray:
         rng = np.random.default_rng([self.seed, 1, *text])
-        distribution = random_law(rng, self.vocab)
+        distribution = random_distribution(rng, self.vocab)
         if self.near is not None and rng.random() < 0.5:
             distribution = self.near[text] * (
                 1 + float(rng.choice([0.0, 1e-6, 1e-13])) * rng.standard_normal(self.vocab)

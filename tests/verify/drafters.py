@@ -41,14 +41,14 @@ def draft_token(choice: Choice, kind: str, q: np.ndarray, rng: np.random.Generat
     return DraftToken(choice.pick(q), q)
 
 
-def chain_drafter(kind: str, length: int, draft_laws: Tables, seed: int) -> Drafter:
+def chain_drafter(kind: str, length: int, draft_tables: Tables, seed: int) -> Drafter:
     """Drafts up to `length` tokens; what it does at a position is a function of the text before it."""
 
     def propose(choice: Choice, context: Tokens) -> Chain:
         chain: Chain = ()
         text = context
         while len(chain) < length:
-            one = draft_token(choice, kind, draft_laws[text], np.random.default_rng([seed, *text]), len(chain))
+            one = draft_token(choice, kind, draft_tables[text], np.random.default_rng([seed, *text]), len(chain))
             if one is None:
                 break
             chain += (one,)
@@ -60,11 +60,11 @@ def chain_drafter(kind: str, length: int, draft_laws: Tables, seed: int) -> Draf
     return propose
 
 
-def tree_drafter(kind: str, depth: int, draft_laws: Tables, seed: int) -> Drafter:
+def tree_drafter(kind: str, depth: int, draft_tables: Tables, seed: int) -> Drafter:
     """Grows a tree of at most `depth` levels; the shape at a row is a function of the text before it."""
 
     def propose(choice: Choice, context: Tokens) -> Spot:
-        return _grow(choice, kind, depth, depth, draft_laws, context, seed)
+        return _grow(choice, kind, depth, depth, draft_tables, context, seed)
 
     return propose
 

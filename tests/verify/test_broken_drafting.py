@@ -35,7 +35,7 @@ from tests.verify.drafters import row
 
 RATIO = ("rejection", "block", "tree", "traversal")
 VOCAB, LENGTH = 3, 3
-TARGET, LAWS = RandomTables(VOCAB, seed=61), RandomTables(VOCAB, seed=62)
+TARGET, DRAFT = RandomTables(VOCAB, seed=61), RandomTables(VOCAB, seed=62)
 COIN = 0.6
 
 
@@ -43,7 +43,7 @@ def error(distribution: Distribution, target: Tables = TARGET, length: int = LEN
     return max_error(complete(distribution, target, length), joint(target, length))
 
 
-def law_of(rule: Rule | str, drafter: Drafter, target: Tables = TARGET) -> Distribution:
+def outcome_of(rule: Rule | str, drafter: Drafter, target: Tables = TARGET) -> Distribution:
     return emitted_law(RULES[rule] if isinstance(rule, str) else rule, cases_of(drafter, {(): 1.0}), target)
 
 
@@ -54,7 +54,7 @@ def chain(position: Callable[[Choice, np.ndarray, Tokens], DraftToken | None], l
         found: Chain = ()
         text = context
         while len(found) < length:
-            one = position(choice, LAWS[text], text)
+            one = position(choice, DRAFT[text], text)
             found += () if one is None else (one,)
             if one is None or one.token is None:
                 break
@@ -77,7 +77,7 @@ def _tree_with_coins(choice: Choice, text: Tokens, depth: int = 2) -> Spot:
         return Spot()
     return row(
         choice,
-        LAWS[text],
+        DRAFT[text],
         lambda token: _tree_with_coins(choice, (*text, token), depth - 1),
         1,
         1,
@@ -130,9 +130,9 @@ def _not_scaled(draft: Draft) -> Draft:
 
 @pytest.mark.parametrize("rule", RATIO)
 def test_randomized_drafting_is_exact(rule: str) -> None:
-    assert error(law_of(rule, chain(_coin))) < EXACT
+    assert error(outcome_of(rule, chain(_coin))) < EXACT
     if RULES[rule].takes_trees:
-        assert error(law_of(rule, _tree_with_coins)) < EXACT
+        assert error(outcome_of(rule, _tree_with_coins)) < EXACT
 
 
 @pytest.mark.parametrize(
@@ -149,9 +149,9 @@ def test_randomized_drafting_is_exact(rule: str) -> None:
 def test_randomized_drafting_done_wrong_shows(rule: str, on_tree: bool, plain: float, unscaled: float) -> None:
     """p where nothing was drafted; (p - q)_+ in place of (p - a q)_+; and the coin left out of the mass altogether."""
     drafter = _tree_with_coins if on_tree else chain(_coin)
-    assert error(law_of(Planted(rule, _plain_where_nothing_came, _plain_where_nothing_came), drafter)) > plain
-    assert error(law_of(Planted(rule, _as_is, _not_scaled), drafter)) > unscaled
-    assert error(law_of(Planted(rule, _not_scaled, _not_scaled), drafter)) > plain
+    assert error(outcome_of(Planted(rule, _plain_where_nothing_came, _plain_where_nothing_came), drafter)) > plain
+    assert error(outcome_of(Planted(rule, _as_is, _not_scaled), drafter)) > unscaled
+    assert error(outcome_of(Planted(rule, _not_scaled, _not_scaled), drafter)) > plain
 
 
 # ---- decisions that look at what was drawn
@@ -168,27 +168,27 @@ def _look_ahead(first: Callable[[np.ndarray], np.ndarray], second: Callable[[np.
     """
 
     def propose(choice: Choice, context: Tokens) -> Chain:
-        q = LAWS[()]
+        q = DRAFT[()]
         x = choice.pick(q)
-        y = choice.pick(LAWS[(x,)])
+        y = choice.pick(DRAFT[(x,)])
         if y == 0:
             return (DraftToken(None, first(q)),)
-        return (DraftToken(x, first(q)), DraftToken(y, second(LAWS[(x,)])))
+        return (DraftToken(x, first(q)), DraftToken(y, second(DRAFT[(x,)])))
 
     return propose
 
 
 @pytest.mark.parametrize("rule", RATIO)
 def test_a_choice_by_the_next_draft_token_must_be_in_both_masses(rule: str) -> None:
-    kept = np.array([1 - LAWS[(x,)][0] for x in range(VOCAB)])
+    kept = np.array([1 - DRAFT[(x,)][0] for x in range(VOCAB)])
 
     def others(q: np.ndarray) -> np.ndarray:
         rest = np.where(np.arange(VOCAB) == 0, 0, q)
         return rest / rest.sum()
 
-    assert error(law_of(rule, _look_ahead(lambda q: q * kept, others))) < EXACT
-    assert error(law_of(rule, _look_ahead(lambda q: q, lambda q: q))) > 0.01
-    assert error(law_of(rule, _look_ahead(lambda q: q * kept, lambda q: q))) > 0.009
+    assert error(outcome_of(rule, _look_ahead(lambda q: q * kept, others))) < EXACT
+    assert error(outcome_of(rule, _look_ahead(lambda q: q, lambda q: q))) > 0.01
+    assert error(outcome_of(rule, _look_ahead(lambda q: q * kept, lambda q: q))) > 0.009
 
 
 def _dropped(choice: Choice, q: np.ndarray, text: Tokens) -> DraftToken:
@@ -201,10 +201,10 @@ def test_a_draft_token_dropped_by_its_own_value_must_be_in_the_mass(rule: str) -
     def right(choice: Choice, q: np.ndarray, text: Tokens) -> DraftToken:
         return replace(_dropped(choice, q, text), mu=q * _kept(q))
 
-    assert error(law_of(rule, chain(right))) < EXACT
-    assert error(law_of(rule, chain(_dropped))) > 0.007
+    assert error(outcome_of(rule, chain(right))) < EXACT
+    assert error(outcome_of(rule, chain(_dropped))) > 0.007
     bonus = Planted(rule, _plain_where_nothing_came, _plain_where_nothing_came)
-    assert error(law_of(bonus, chain(right))) > 0.049
+    assert error(outcome_of(bonus, chain(right))) > 0.049
 
 
 def test_the_example_of_a_dropped_draft_token() -> None:
@@ -216,7 +216,7 @@ def test_the_example_of_a_dropped_draft_token() -> None:
         x = choice.pick(q)
         return (DraftToken(x, q),) if keep[x] else ()
 
-    distribution = complete(law_of("rejection", propose, target), target, 1)
+    distribution = complete(outcome_of("rejection", propose, target), target, 1)
     assert abs(distribution[(0,)] - 0.85) < EXACT
 
 
@@ -235,13 +235,13 @@ def _live(stop_at_first_drop: bool, as_points: bool = False) -> Drafter:
     def propose(choice: Choice, context: Tokens) -> Chain:
         text: Tokens = ()
         for _ in range(LENGTH):
-            text += (choice.pick(LAWS[text]),)
+            text += (choice.pick(DRAFT[text]),)
         alive = np.cumprod([1.0, *(confidence(text) for confidence in CONFIDENCE)])
         worth = [SPEED[n] * alive[: n + 1].sum() for n in range(LENGTH + 1)]
         n = int(np.argmax(worth))
         if stop_at_first_drop:
             n = next((k for k in range(LENGTH) if worth[k + 1] <= worth[k]), LENGTH)
-        return tuple(DraftToken(text[i], None if as_points else LAWS[text[:i]]) for i in range(n))
+        return tuple(DraftToken(text[i], None if as_points else DRAFT[text[:i]]) for i in range(n))
 
     return propose
 
@@ -251,9 +251,9 @@ def test_the_best_length_over_drawn_tokens_is_biased(rule: str) -> None:
     """Lawful: stop where it first gets worse, for then a position is judged before it is drawn; or hand tokens over as
     points.
     """
-    assert error(law_of(rule, _live(stop_at_first_drop=True))) < EXACT
-    assert error(law_of(rule, _live(stop_at_first_drop=False))) > 0.003
-    assert error(law_of(rule, _live(stop_at_first_drop=False, as_points=True))) < EXACT
+    assert error(outcome_of(rule, _live(stop_at_first_drop=True))) < EXACT
+    assert error(outcome_of(rule, _live(stop_at_first_drop=False))) > 0.003
+    assert error(outcome_of(rule, _live(stop_at_first_drop=False, as_points=True))) < EXACT
 
 
 # ---- trees
@@ -267,11 +267,11 @@ def _pruned(drops: Callable[[np.ndarray, int, Spot], bool]) -> Drafter:
     def grow(choice: Choice, text: Tokens, depth: int = 2) -> Spot:
         if depth == 0:
             return Spot()
-        found = row(choice, LAWS[text], lambda token: grow(choice, (*text, token), depth - 1), 1, 1)
+        found = row(choice, DRAFT[text], lambda token: grow(choice, (*text, token), depth - 1), 1, 1)
         return replace(
             found,
             children=tuple(
-                one for one in found.children if not (one.sampled and drops(LAWS[text], one.token, one.below))
+                one for one in found.children if not (one.sampled and drops(DRAFT[text], one.token, one.below))
             ),
         )
 
@@ -280,11 +280,11 @@ def _pruned(drops: Callable[[np.ndarray, int, Spot], bool]) -> Drafter:
 
 @pytest.mark.parametrize(("rule", "by_itself", "by_its_child"), [("tree", 0.11, 0.09), ("traversal", 0.11, 0.11)])
 def test_a_sampled_child_ranked_away_shows(rule: str, by_itself: float, by_its_child: float) -> None:
-    assert error(law_of(rule, _pruned(lambda q, token, below: False)), length=3) < EXACT
-    assert error(law_of(rule, _pruned(lambda q, token, below: q[token] < 0.25)), length=3) > by_itself
+    assert error(outcome_of(rule, _pruned(lambda q, token, below: False)), length=3) < EXACT
+    assert error(outcome_of(rule, _pruned(lambda q, token, below: q[token] < 0.25)), length=3) > by_itself
     assert (
         error(
-            law_of(
+            outcome_of(
                 rule,
                 _pruned(lambda q, token, below: any(one.token == 0 for one in below.children)),
             ),
@@ -299,9 +299,9 @@ def test_a_child_of_the_rest_tested_with_the_whole_law_shows(rule: str, least: f
     """x was drawn from q without the deterministic children, renormalised; q itself is declared."""
 
     def propose(choice: Choice, text: Tokens) -> Spot:
-        return row(choice, LAWS[text], lambda token: Spot(), 1, 1, declared=LAWS[text])
+        return row(choice, DRAFT[text], lambda token: Spot(), 1, 1, declared=DRAFT[text])
 
-    assert error(law_of(rule, propose), length=2) > least
+    assert error(outcome_of(rule, propose), length=2) > least
 
 
 def _branching_on_a_draw(choice: Choice, text: Tokens) -> Spot:
@@ -310,10 +310,10 @@ def _branching_on_a_draw(choice: Choice, text: Tokens) -> Spot:
     """
 
     def third(text: Tokens) -> Spot:
-        return row(choice, LAWS[text], lambda token: Spot(), 1 if text[1] == 0 else 0, 1)
+        return row(choice, DRAFT[text], lambda token: Spot(), 1 if text[1] == 0 else 0, 1)
 
-    second = lambda text: row(choice, LAWS[text], lambda token: third((*text, token)), 0, 1)  # noqa: E731
-    return row(choice, LAWS[text], lambda token: second((token,)), 0, 1)
+    second = lambda text: row(choice, DRAFT[text], lambda token: third((*text, token)), 0, 1)  # noqa: E731
+    return row(choice, DRAFT[text], lambda token: second((token,)), 0, 1)
 
 
 def test_a_rule_chosen_by_a_shape_that_depends_on_draws_is_biased() -> None:
@@ -352,20 +352,25 @@ def test_a_cascade_is_tested_with_the_law_of_its_last_model() -> None:
         return draft
 
     for rule in RATIO:
-        assert error(law_of(rule, propose(p)), length=2) < EXACT
-        assert error(law_of(rule, propose(q)), length=2) > 0.01
+        assert error(outcome_of(rule, propose(p)), length=2) < EXACT
+        assert error(outcome_of(rule, propose(q)), length=2) > 0.01
 
 
 def test_a_sampled_draft_token_handed_over_as_a_point_is_exact_and_slower() -> None:
     """Sample-and-compare: accepts sum p q in place of sum min(p, q)."""
 
     def sampled(as_point: bool) -> Drafter:
-        return lambda choice, text: Spot(None if as_point else LAWS[()], (Child(choice.pick(LAWS[()]), not as_point),))
+        return lambda choice, text: Spot(
+            None if as_point else DRAFT[()], (Child(choice.pick(DRAFT[()]), not as_point),)
+        )
 
     for rule in RATIO:
-        distribution = law_of(rule, sampled(True))
+        distribution = outcome_of(rule, sampled(True))
         assert error(distribution, length=2) < EXACT
-        assert abs(sum(w for text, w in distribution.items() if len(text) == 2) - (TARGET[()] * LAWS[()]).sum()) < EXACT
         assert (
-            sum(len(text) * w for text, w in law_of(rule, sampled(False)).items()) > 1 + (TARGET[()] * LAWS[()]).sum()
+            abs(sum(w for text, w in distribution.items() if len(text) == 2) - (TARGET[()] * DRAFT[()]).sum()) < EXACT
+        )
+        assert (
+            sum(len(text) * w for text, w in outcome_of(rule, sampled(False)).items())
+            > 1 + (TARGET[()] * DRAFT[()]).sum()
         )

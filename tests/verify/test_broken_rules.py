@@ -33,8 +33,8 @@ from tests.helpers.enumeration import (
 from tests.verify.drafters import chain_drafter, row, tree_drafter
 
 VOCAB, LENGTH = 3, 3
-TARGET, LAWS = RandomTables(VOCAB, seed=21), RandomTables(VOCAB, seed=22)
-MODEL, DROPPED, COIN = (chain_drafter(kind, LENGTH, LAWS, 3) for kind in ("model", "dropped", "coin"))
+TARGET, DRAFT = RandomTables(VOCAB, seed=21), RandomTables(VOCAB, seed=22)
+MODEL, DROPPED, COIN = (chain_drafter(kind, LENGTH, DRAFT, 3) for kind in ("model", "dropped", "coin"))
 
 
 def error(rule: Rule, drafter: Drafter, target: Tables = TARGET, length: int = LENGTH + 1) -> float:

@@ -34,7 +34,7 @@ from tests.helpers.enumeration import (
 )
 
 VOCAB, LENGTH, COIN = 3, 2, 0.6
-TARGET, LAWS = RandomTables(VOCAB, seed=21), RandomTables(VOCAB, seed=22)
+TARGET, DRAFT = RandomTables(VOCAB, seed=21), RandomTables(VOCAB, seed=22)
 HOLED = RandomTables(VOCAB, seed=23, holes=0.3)
 
 
@@ -43,7 +43,7 @@ def _chain(position: Callable[[Choice, np.ndarray], DraftToken]) -> Drafter:
         chain: tuple[DraftToken, ...] = ()
         while len(chain) < LENGTH and (not chain or chain[-1].token is not None):
             text = context + tuple(draft_token.token for draft_token in chain if draft_token.token is not None)
-            chain += (position(choice, LAWS[text]),)
+            chain += (position(choice, DRAFT[text]),)
         return chain
 
     return propose
@@ -250,7 +250,7 @@ def _law_over_one_uniform(rule: RejectionRule, p: np.ndarray, q: np.ndarray) -> 
 
 
 def test_the_uniform_that_drew_the_token_must_not_test_it() -> None:
-    p, q = TARGET[()], LAWS[()]
+    p, q = TARGET[()], DRAFT[()]
     assert np.abs(_law_over_one_uniform(RejectionRule(), p, q) - p).max() > 0.16
 
 

@@ -19,7 +19,7 @@ from tests.helpers.enumeration import (
 from tests.verify.drafters import KINDS, TREES, chain_drafter, row, tree_drafter
 
 
-def _law(rule: str, drafter: Drafter, target: Tables) -> Distribution:
+def _emitted(rule: str, drafter: Drafter, target: Tables) -> Distribution:
     return emitted_law(RULES[rule], cases_of(drafter, {(): 1.0}), target)
 
 
@@ -33,7 +33,7 @@ def test_block_never_emits_fewer_tokens_than_rejection(kind: str) -> None:
     gains = []
     for (vocab, length), seed in itertools.product(((2, 3), (3, 3), (4, 2)), range(6)):
         target, drafter = RandomTables(vocab, seed), chain_drafter(kind, length, RandomTables(vocab, seed + 100), seed)
-        gains.append(_tokens(_law("block", drafter, target)) - _tokens(_law("rejection", drafter, target)))
+        gains.append(_tokens(_emitted("block", drafter, target)) - _tokens(_emitted("rejection", drafter, target)))
     assert min(gains) > -EXACT
     assert max(gains) < EXACT if kind == "point" else max(gains) > 0.001
 
@@ -43,7 +43,7 @@ def test_traversal_never_emits_fewer_tokens_than_tree(kind: str) -> None:
     gains = []
     for vocab, seed in itertools.product((2, 3), range(4)):
         target, drafter = RandomTables(vocab, seed), tree_drafter(kind, 2, RandomTables(vocab, seed + 100), seed)
-        gains.append(_tokens(_law("traversal", drafter, target)) - _tokens(_law("tree", drafter, target)))
+        gains.append(_tokens(_emitted("traversal", drafter, target)) - _tokens(_emitted("tree", drafter, target)))
     assert min(gains) > -EXACT
     if kind == "fixed":
         assert max(gains) < EXACT
@@ -58,7 +58,7 @@ def test_the_toy_of_the_block_paper() -> None:
         target[text], distributions[text] = np.array([1 / 3, 2 / 3]), np.array([2 / 3, 1 / 3])
     drafter = chain_drafter("model", 2, distributions, 0)
     for rule, accepted in (("rejection", 10 / 9), ("tree", 10 / 9), ("block", 11 / 9), ("traversal", 11 / 9)):
-        assert abs(_tokens(_law(rule, drafter, target)) - 1 - accepted) < EXACT
+        assert abs(_tokens(_emitted(rule, drafter, target)) - 1 - accepted) < EXACT
 
 
 @pytest.mark.parametrize(("on_trees", "on_chains"), [("tree", "rejection"), ("traversal", "block")])
@@ -66,14 +66,14 @@ def test_the_toy_of_the_block_paper() -> None:
 def test_on_a_chain_the_tree_rules_are_the_chain_rules(on_trees: str, on_chains: str, kind: str) -> None:
     for (vocab, length), holes in itertools.product(((2, 3), (3, 3)), (0.0, 0.3)):
         target, drafter = RandomTables(vocab, 5, holes=holes), chain_drafter(kind, length, RandomTables(vocab, 6), 7)
-        assert max_error(_law(on_trees, drafter, target), _law(on_chains, drafter, target)) < EXACT
+        assert max_error(_emitted(on_trees, drafter, target), _emitted(on_chains, drafter, target)) < EXACT
 
 
 @pytest.mark.parametrize("kind", TREES)
 def test_on_one_level_traversal_is_tree(kind: str) -> None:
     for vocab in (2, 3, 4):
         target, drafter = RandomTables(vocab, 8), tree_drafter(kind, 1, RandomTables(vocab, 9), 10)
-        assert max_error(_law("traversal", drafter, target), _law("tree", drafter, target)) < EXACT
+        assert max_error(_emitted("traversal", drafter, target), _emitted("tree", drafter, target)) < EXACT
 
 
 def _transport_value(p: np.ndarray, drafts: dict[frozenset[int], float]) -> float:
@@ -109,7 +109,7 @@ def test_greedy_plus_one_accepts_what_optimal_transport_allows(seed: int) -> Non
 def test_acceptance_is_the_overlap_of_the_laws() -> None:
     target, distributions = RandomTables(4, seed=15), RandomTables(4, seed=16)
     for rule in ("rejection", "block", "tree", "traversal"):
-        distribution = _law(rule, chain_drafter("model", 1, distributions, 0), target)
+        distribution = _emitted(rule, chain_drafter("model", 1, distributions, 0), target)
         assert (
             abs(
                 sum(w for text, w in distribution.items() if len(text) == 2)
@@ -135,5 +135,5 @@ def test_several_draws_accept_more_than_one() -> None:
             def grow(choice, text, f=fixed, d=drawn, distribution=q):
                 return row(choice, distribution, lambda token: row(choice, distribution, None), f, d)
 
-            accepted[name] += sum(w for text, w in _law("tree", grow, target).items() if len(text) == 2) / 40
+            accepted[name] += sum(w for text, w in _emitted("tree", grow, target).items() if len(text) == 2) / 40
     assert accepted["one"] + 0.05 < accepted["two"] < accepted["plus_one"] - 0.005

@@ -68,8 +68,8 @@ def test_waiting_does_not_grow_with_the_batch(rule: str, tree: bool) -> None:
 def test_a_tree_without_sampled_siblings_is_one_step() -> None:
     """The trees that drafters propose most: at most one sampled child of a row, decided top down."""
     parents, num_rows = (-1, -1, 0, 0, 2), 6
-    sampled, laws = (True, False, True, False, False), (0, 1, -1, 2, -1, -1)
-    draft = Draft(torch.arange(5), parents, (0, 5), ("toy",), sampled, Mass(torch.full((3, 7), 1 / 7), laws))
+    sampled, mass_rows = (True, False, True, False, False), (0, 1, -1, 2, -1, -1)
+    draft = Draft(torch.arange(5), parents, (0, 5), ("toy",), sampled, Mass(torch.full((3, 7), 1 / 7), mass_rows))
     uniforms = Uniforms(torch.rand(5, dtype=torch.float64), torch.rand(1, dtype=torch.float64))
     with fake_cuda(vocab_size=7) as transfers:
         RULES["tree"].verify(*there(draft, torch.full((num_rows, 7), 1 / 7), uniforms))
