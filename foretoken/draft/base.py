@@ -99,8 +99,7 @@ class Drafter(Protocol):
         """Take in a new request's prompt."""
 
     def propose(self, batch: Batch) -> Draft:
-        """Draft for every decoding entry of `batch`, at most `entry.num_draft` nodes each; B segments, empty ones
-        allowed.
+        """Draft at most `entry.num_draft` nodes for every decoding entry of `batch`; B segments, some may be empty.
 
         In addition `Draft.probes`, at most `entry.num_probe` each and none deeper than `entry.probe_depth`.
         """
@@ -183,9 +182,7 @@ class AdaptableDrafter(HiddenStateReader, Drafter, Protocol):
         """
 
     def drop_computed(self) -> None:
-        """Called between two steps, after the weights were changed: drop the keys and values that the old ones
-        computed.
-        """
+        """Drop the keys and values of the old weights; called between two steps, after a change of weights."""
 
 
 @runtime_checkable

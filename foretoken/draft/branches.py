@@ -120,9 +120,7 @@ class Growth:
         return counts
 
     def _add_children(self, node: int, ranked: Ranked, row: int) -> list[_Draw]:
-        """The children of one node, likeliest first, so that the largest subtree of a static shape is that of the
-        likeliest.
-        """
+        """The children of one node, likeliest first: in a static shape the first child has the largest subtree."""
         reach = 1.0 if node < 0 else self.estimates[node]
         children = [(reach * min(chance, 1.0), token) for chance, token in ranked]
         if self.draws and children:

@@ -84,9 +84,7 @@ def _processed(chains: list[Chain], logits: Tensor) -> Tensor:
 
 
 def _draw(chains: list[Chain], probs: Tensor, position: int) -> Tensor:
-    """One token `[A]` per chain: the likeliest for a greedy request, the winner of the race for a coupled one, else a
-    sample.
-    """
+    """One token `[A]` per chain: the likeliest if greedy, the winner of the race if coupled, else a sample."""
     chosen = first_max(probs)
     sampled = [
         i for i, chain in enumerate(chains) if not chain.entry.request.params.greedy and chain.entry.noise is None

@@ -135,9 +135,7 @@ _TRIAL_SEQUENCE = -(1 << 50)  # opened and closed within one call
 
 
 class EarlyExitDrafter:
-    """Chains sampled from the target's own first layers, or from all but some, under the request's own sampling
-    parameters.
-    """
+    """Chains sampled from the target's first layers, or from all but some, with the request's sampling parameters."""
 
     name = "early_exit"
 
@@ -253,9 +251,7 @@ class EarlyExitDrafter:
         return self.target.forward_early(torch.cat(pieces), segments, layers, self.adapter)
 
     def _try_skips(self, batch: Batch) -> None:
-        """A trial on the end of the first text that is long enough, when one is due and there is room for a copy of its
-        last block.
-        """
+        """Run a trial on the end of the first long enough text, when one is due and a copy of its last block fits."""
         if not self.skips.tries():
             return
         ready = [entry for entry in batch.decoding if len(self._recent.get(entry.request.request_id, ())) > _TRIAL_ROWS]

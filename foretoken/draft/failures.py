@@ -24,8 +24,7 @@ _AGAIN_S = 1.0  # for a body that caught the exception and went on
 
 
 class Deadline:
-    """`with deadline:` runs its body for at most `limit_s` seconds, then raises `DraftTimeout` in it repeatedly until
-    it ends.
+    """`with deadline:` runs its body for at most `limit_s` seconds, then raises `DraftTimeout` in it until it ends.
 
     A watcher thread starts at the first use and ends when it has been idle for a while. The exception may arrive as
     late as the exit of the block, so catch it around the whole `with`.

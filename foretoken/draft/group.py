@@ -81,8 +81,7 @@ class _Routed:
 
 
 class DrafterGroup:
-    """Routes requests to drafters by `drafter_key`; where a request may choose among several, all of them follow its
-    text.
+    """Routes requests to drafters by `drafter_key`; all drafters that a request may choose follow its text.
 
     Every draft is checked (`boundary`); when a drafter fails, only its draft tokens are lost (`failures`).
     """
@@ -98,9 +97,7 @@ class DrafterGroup:
         self._shown: dict[int, dict[int, LookupTree]] = {}  # previews of the coming round, by request and option
 
     def add(self, key: DrafterKey, drafter: Drafter, limit_s: float | None = None) -> None:
-        """Serve requests with `drafter`; a call of it that lasts longer than `limit_s` is interrupted and has
-        failed.
-        """
+        """Serve requests with `drafter`; a call that lasts longer than `limit_s` is interrupted and fails."""
         self.drafters[key] = drafter
         if limit_s is not None:
             self.failures.deadlines[key] = Deadline(limit_s)
@@ -242,9 +239,7 @@ class DrafterGroup:
         drafter.commit(Batch(tuple(routed.values())), draft.select(indices), part, own)
 
     def release(self, request: Request) -> None:
-        """Let the request's drafters give back what they hold in caches of their own; the request may go on, at once or
-        later.
-        """
+        """Let the request's drafters free what they hold in their own caches; the request may resume at any time."""
         request_id = request.request_id
         for key in dict.fromkeys(self._requests[request_id].keys):
             drafter = self.drafters[key]

@@ -22,9 +22,7 @@ _ENTRY_BYTES = 140  # a dictionary entry with its two numbers, roughly
 
 @dataclass(frozen=True)
 class Matches:
-    """Places that agree with the end of a text, latest first: `lengths` [m] of the agreement, `following` [m][d] tokens
-    after each.
-    """
+    """Places that agree with a text's end, latest first: `lengths` [m] of the agreement, `following` [m][d] tokens."""
 
     lengths: list[int]
     following: list[list[int]]
@@ -50,9 +48,7 @@ class MatchIndex:
         return len(self._text)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append tokens. A place enters the index with the token that stands there, so the text's own end never
-        matches.
-        """
+        """Append tokens. A place is indexed with the token that stands there, so the text's end never matches."""
         start = len(self._text)
         self._text.extend(array("i", tokens))
         stop = len(self._text)
@@ -83,8 +79,7 @@ class MatchIndex:
         return self._text[max(0, len(self._text) - count) :].tolist()
 
     def matches(self, end: Sequence[int], depth: int, most: int = MAX_PLACES) -> Matches | None:
-        """Places that agree with at least the last two tokens of `end`, with `depth` tokens after each; None if there
-        is none.
+        """Places that agree with the last two tokens of `end` or more, and `depth` tokens after each, or None.
 
         The `most` latest that agree with six tokens, filled up with the latest that agree with two. Where the text ends
         a place copies itself on (a text that repeats).

@@ -177,9 +177,7 @@ class OtherVocabularyDrafter:
         return cached
 
     def _advance(self, growing: Sequence[_TranslatedDraft]) -> Tensor:
-        """Run the next input of every chain, a backlog of committed tokens first; the draft's own logits `[A, V]` after
-        it.
-        """
+        """Run the next input of every chain, after any backlog of committed tokens; the draft's logits `[A, V]`."""
         rows: list[int] = []
         segments: list[Segment] = []
         for draft in growing:

@@ -47,17 +47,14 @@ class OwnCache:
         self._tenants[sequence], self._used[sequence] = tenant, self._round
 
     def begin_round(self, sequences: Iterable[int]) -> None:
-        """Call before the first `make_room` of a round: none of `sequences`, which want to draft in it, gives way to
-        another one.
-        """
+        """Protect `sequences`, which draft in this round, from giving way; call before its first `make_room`."""
         self._round += 1
         self._used.update(dict.fromkeys(sequences, self._round))
         self._readers.clear()
         self.num_read_tokens = 0
 
     def make_room(self, sequence: int, num_rows: int) -> bool:
-        """Room for what is missing of the text and `num_rows` more; False, with nothing read or held for it, if there
-        is none.
+        """Make room for the missing text and `num_rows` more; False, with nothing read or held, if there is none.
 
         An empty sequence begins with what is known of its text. Where another one is about to read the same in this
         round, that happens first, so that it is read once.

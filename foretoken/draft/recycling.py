@@ -29,9 +29,7 @@ _MAX_TRIES = 2000  # then old texts count half
 
 
 class RecyclingDrafter:
-    """Deterministic trees from one matrix that all requests share: of a text it keeps what last followed each single
-    token.
-    """
+    """Deterministic trees from a matrix that all requests share; it keeps what last followed each single token."""
 
     name = "recycling"
 

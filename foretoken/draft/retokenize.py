@@ -217,9 +217,7 @@ def _behind_bytes(target: Side, spelling: Mapping[bytes, int], ids: list[int], e
 
 
 def _spell(fragment: bytes, spelling: Mapping[bytes, int]) -> list[int] | None:
-    """Tokens that write `fragment`, the longest possible first; None if that comes to a byte that no token begins
-    with.
-    """
+    """Tokens that write `fragment`, the longest possible first; None where no token begins with the next byte."""
     found: list[int] = []
     while fragment:
         length = next((n for n in range(len(fragment), 0, -1) if fragment[:n] in spelling), None)

@@ -81,9 +81,7 @@ def warn_of_text(found: Translation, name: str, num_shared: int) -> None:
 def _difference(
     target: LanguageModel, target_text: Tokenizer | None, draft: LanguageModel, draft_text: Tokenizer | None, name: str
 ) -> str | None:
-    """Why the draft's tokens are not the target's, the first difference named; None if they are, padding at the end
-    apart.
-    """
+    """The first difference between the tokens of draft and target; None if they only differ in padding at the end."""
     if target_text is not None and draft_text is not None:
         difference = target_text.same_vocabulary(draft_text)
         if difference is not None:

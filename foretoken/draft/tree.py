@@ -153,8 +153,7 @@ def static_shape(budget: int, branching: int | tuple[int, ...], max_depth: int) 
 
 @functools.lru_cache(maxsize=256)
 def sampled_shape(budget: int, branching: int | tuple[int, ...], max_depth: int) -> TreeShape:
-    """The best tree of `budget` nodes when each node's last child is drawn from what the others leave of the draft's
-    distribution.
+    """The best tree of `budget` nodes when each node's last child is drawn from the rest of the distribution.
 
     Another child takes chance from its siblings here, so that splitting a path costs what would have stood on it. The
     dynamic programme of Sequoia (Chen et al. 2024, arXiv 2402.12374), over typical chances for each number of children;
@@ -165,9 +164,7 @@ def sampled_shape(budget: int, branching: int | tuple[int, ...], max_depth: int)
 
     @functools.cache
     def below(budget: int, depth: int) -> tuple[float, tuple[int, ...]]:
-        """What `budget` nodes below a node at depth `depth` are worth, and how many of them go to each child, itself
-        included.
-        """
+        """The value of `budget` nodes below a node at `depth`, and how many each child gets, itself included."""
         most = min(budget, max_children(branching, depth), _MAX_SAMPLED_CHILDREN) if depth < max_depth else 0
         return max((split(budget, depth, count, 0) for count in range(1, most + 1)), default=(0.0, ()))
 
