@@ -112,7 +112,7 @@ def of_acceptance(drafter: str, num_drafted: int, num_accepted: int, accepted_pe
 
 
 def of_temperature(temperature: float) -> Advice | None:
-    """Sampling that makes the target's own next token hard to draft."""
+    """Sampling that makes the target's own next token hard to predict."""
     if temperature <= 1.0:
         return None
     return Advice(

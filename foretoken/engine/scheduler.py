@@ -252,8 +252,7 @@ class Scheduler(Queue[RequestState]):
         )
 
     def _num_probe(self, state: RequestState, plan: DraftPlan) -> int:
-        """Probes that fit behind the text and the draft tokens within the request's own length; none where it does not
-        draft token.
+        """Probes that fit behind the text and the draft tokens within the request's own length; none without a draft.
 
         Neighbours have no say in it: what probes find changes later draft tokens, and so what a seed draws under most
         rules.
