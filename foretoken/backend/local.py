@@ -11,8 +11,7 @@ from typing import Any
 from foretoken.backend.call import Call, State
 from foretoken.backend.events import AnswerEnded, AnswerFailed, Begun, Event, ModelInfo, Piece, TokenEvent
 from foretoken.backend.gauges import gauges
-from foretoken.backend.model_files import middle_marks, template_roles, tool_style
-from foretoken.backend.plain import plain
+from foretoken.backend.model_files import fim_tokens, template_roles, tool_style
 from foretoken.backend.rounds import RoundLog
 from foretoken.backend.spellings import TokenSpellings
 from foretoken.core import StepOutput, TokenLogprobs
@@ -247,10 +246,10 @@ def _info(engine: AsyncEngine, name: str, missing_draft: str | None) -> ModelInf
         pad_token=None,
         has_tokenizer=tokenizer is not None,
         has_chat_template=tokenizer is not None and tokenizer.chat_template is not None,
-        default_spec=plain(llm.spec),
+        default_spec=llm.spec,
         max_waiting=engine.max_waiting,
         tool_style=None if tokenizer is None else tool_style(tokenizer.chat_template),
         template_roles=() if tokenizer is None else template_roles(tokenizer.chat_template),
-        middle_marks=None if tokenizer is None else middle_marks(tokenizer.vocabulary, tokenizer.opening_ids),
+        fim_tokens=None if tokenizer is None else fim_tokens(tokenizer.vocabulary, tokenizer.opening_ids),
         missing_draft=missing_draft,
     )

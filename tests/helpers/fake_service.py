@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
+from foretoken import SpecConfig
 from foretoken.backend.call import Call, State
 from foretoken.backend.events import AnswerEnded, Begun, Event, ModelInfo, Piece, TokenEvent
 
@@ -19,7 +20,7 @@ INFO = ModelInfo(
     pad_token=None,
     has_tokenizer=True,
     has_chat_template=True,
-    default_spec={},
+    default_spec=SpecConfig(),
     max_waiting=64,
 )
 # `RequestStats.as_dict()` of an answer of two tokens

@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from foretoken import SpecConfig
 from foretoken.backend.call import Call
 from foretoken.backend.events import AnswerEnded, Begun, Event, ModelInfo, Piece, TokenEvent
 from foretoken.errors import InputError
 from foretoken.server.life.wire import Channel, Command, LoadEngine, Message
 from foretoken.server.life.worker import Worker
 
-INFO = ModelInfo("stand-in", 100, 50, (0,), None, None, None, False, False, {}, 4)
+INFO = ModelInfo("stand-in", 100, 50, (0,), None, None, None, False, False, SpecConfig(), 4)
 
 
 async def channels() -> tuple[Channel, Channel]:

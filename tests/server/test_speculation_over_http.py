@@ -378,7 +378,7 @@ def spec_for(config: ApiConfig | None = None, default: dict[str, Any] | None = N
     fake = FakeService()
     assert fake.info is not None
     if default is not None:
-        fake.info = msgspec.structs.replace(fake.info, default_spec=default)
+        fake.info = msgspec.structs.replace(fake.info, default_spec=SpecConfig(**default))
     ask(create_app(fake, config), {"prompt": "a", **fields})
     spec = fake.calls[-1].spec
     assert spec is not None

@@ -440,7 +440,7 @@ def test_suffix_fills_in_the_middle(server: Server, engine: AsyncEngine) -> None
     refused = server.post("/v1/completions", {"prompt": "a", "suffix": "b"})
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unsupported_feature")
     service = LocalBackend(engine, "reference")
-    service._info = msgspec.structs.replace(service.info, middle_marks=((5, 6), 7, 8))
+    service._info = msgspec.structs.replace(service.info, fim_tokens=((5, 6), 7, 8))
     body = {"prompt": ["def f(", [9, 10]], "suffix": "return", "max_tokens": 2, "return_token_ids": True}
     reply = Server(service).post("/v1/completions", body)
     assert reply.status_code == 200, reply.text

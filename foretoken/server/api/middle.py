@@ -17,11 +17,11 @@ async def with_suffix(api: Api, body: CompletionRequest, info: ModelInfo) -> Com
     """
     if not body.suffix:
         return body
-    if info.middle_marks is None:
+    if info.fim_tokens is None:
         raise unsupported("suffix", "the model has no tokens for a text in the middle; leave it out")
     if body.echo:
         raise unsupported("echo", "cannot stand beside suffix; leave one of them out")
-    before_prefix, before_suffix, before_middle = info.middle_marks
+    before_prefix, before_suffix, before_middle = info.fim_tokens
     try:
         behind = await api.service.tokenize(body.suffix, add_special_tokens=False)
         prefixes = [

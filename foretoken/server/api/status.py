@@ -9,6 +9,7 @@ from fastapi import APIRouter, Response
 
 from foretoken import __version__
 from foretoken.backend.events import ModelInfo
+from foretoken.backend.plain import plain
 from foretoken.config import known_drafters
 from foretoken.server.api.config import ApiConfig
 from foretoken.server.api.errors import CODES, MAX_MESSAGE_BYTES, ApiError, json_response, unavailable
@@ -66,7 +67,7 @@ def _model(info: ModelInfo) -> dict[str, Any]:
         "vocab_size": info.vocab_size,
         "num_parameters": info.num_parameters,
         "has_chat_template": info.has_chat_template,
-        "spec": dict(info.default_spec),
+        "spec": plain(info.default_spec),
     }
 
 

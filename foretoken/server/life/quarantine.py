@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+import msgspec
+
 from foretoken.backend.call import Call
-from foretoken.backend.plain import plain
 from foretoken.errors import InputError
 
 _DEATHS = 2  # one may be chance: everything in flight dies with the worker
@@ -56,7 +57,6 @@ class Quarantine:
 
 def fingerprint_of(call: Call) -> bytes:
     """The same for the same request, whatever its seed and tenant."""
-    params = plain(replace(call.params, seed=None, tenant=""))
-    spec = None if call.spec is None else plain(call.spec)
-    parts = (params, call.prompts, call.messages, call.tools, call.template_options, spec, call.prediction)
-    return hashlib.sha256(repr(parts).encode("utf-8", "surrogatepass")).digest()
+    params = replace(call.params, seed=None, tenant="")
+    asked = repr(msgspec.structs.replace(call, params=params, trace=False))
+    return hashlib.sha256(asked.encode("utf-8", "surrogatepass")).digest()

@@ -10,7 +10,6 @@ from typing import Any
 
 from foretoken.backend.call import Call, State
 from foretoken.backend.events import Event, ModelInfo
-from foretoken.backend.plain import plain
 from foretoken.errors import ForetokenError, InputError, OverloadedError, UnavailableError
 from foretoken.server.life.wire import (
     AskInvariants,
@@ -71,20 +70,7 @@ class RemoteService:
             WorkerDiedError: the engine's process died meanwhile.
         """
         number = next(self._numbers)
-        pending = self._send(
-            number,
-            lambda: Open(
-                call=number,
-                params=plain(call.params),
-                prompts=[prompt if isinstance(prompt, str) else list(prompt) for prompt in call.prompts],
-                messages=None if call.messages is None else list(call.messages),
-                tools=None if call.tools is None else list(call.tools),
-                template_options=dict(call.template_options),
-                spec=None if call.spec is None else plain(call.spec),
-                prediction=call.prediction,
-                trace=call.trace,
-            ),
-        )
+        pending = self._send(number, Open(number, call))
         pending.fingerprint = fingerprint
         try:
             await pending.first
@@ -164,7 +150,7 @@ class RemoteService:
             self.leave(number)
             pending.end(UnavailableError(reason))
 
-    def _send(self, number: int, command: Callable[[], Command]) -> _Pending:
+    def _send(self, number: int, command: Command) -> _Pending:
         """Send a command, and wait for what comes.
 
         Raises:
@@ -174,7 +160,7 @@ class RemoteService:
         if self._death is not None:
             raise UnavailableError(BEING_RESTARTED)
         try:
-            self._channel.send(command())
+            self._channel.send(command)
         except (OverflowError, UnicodeEncodeError, TypeError, ValueError) as error:
             raise InputError(
                 "request", None, "holds a number beyond 64 bits, a text that is not Unicode, or is too long"
@@ -184,7 +170,7 @@ class RemoteService:
 
     async def _ask(self, command: Callable[[int], Command]) -> Any:  # noqa: ANN401 - what the command returns
         number = next(self._numbers)
-        pending = self._send(number, lambda: command(number))
+        pending = self._send(number, command(number))
         try:
             return await pending.first
         except asyncio.CancelledError:

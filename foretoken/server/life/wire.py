@@ -12,7 +12,9 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec.msgpack import Decoder as MessageDecoder
 
+from foretoken.backend.call import Call
 from foretoken.backend.events import Event, ModelInfo
+from foretoken.backend.plain import builtin
 from foretoken.errors import EngineError
 from foretoken.server.life.wire_errors import WireError
 
@@ -37,14 +39,7 @@ class Open(msgspec.Struct, frozen=True, tag="open"):
     """`Backend.open`; `call` numbers everything that belongs to it from now on."""
 
     call: int
-    params: dict[str, Any]
-    prompts: list[str | list[int]]
-    messages: list[Any] | None = None
-    tools: list[Any] | None = None
-    template_options: dict[str, Any] = {}
-    spec: dict[str, Any] | None = None
-    prediction: str | None = None
-    trace: bool = False
+    request: Call
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
@@ -159,7 +154,7 @@ class Channel:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, kind: Any) -> None:  # noqa: ANN401 - a union
         self._reader, self._writer = reader, writer
         self._decoder = MessageDecoder(kind)
-        self._encoder = msgspec.msgpack.Encoder()
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=builtin)
         self._unsent: list[bytes] = []
 
     def send(self, message: Command | Message) -> None:

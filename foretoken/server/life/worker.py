@@ -21,8 +21,8 @@ import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from foretoken.backend.call import Call, Generation
-from foretoken.backend.plain import engine_config_of, sampling_params_of, spec_of
+from foretoken.backend.call import Generation
+from foretoken.backend.plain import engine_config_of
 from foretoken.errors import ForetokenError
 from foretoken.server.life.wire import (
     ArmFaults,
@@ -188,19 +188,9 @@ class Worker:
             self._channel.send(Over(call))
 
     async def _generate(self, command: Open, service: LocalBackend) -> None:
-        call = Call(
-            params=sampling_params_of(command.params),
-            prompts=command.prompts,
-            messages=command.messages,
-            tools=command.tools,
-            template_options=command.template_options,
-            spec=spec_of(command.spec),
-            prediction=command.prediction,
-            trace=command.trace,
-        )
         if self._hook is not None:
             self._hook.passes("open")
-        generation = await service.open(call)
+        generation = await service.open(command.request)
         self._running[command.call].generation = generation
         async for event in generation:
             self._channel.send(Happened(command.call, event))
