@@ -13,13 +13,12 @@ from foretoken.backend.local import LocalBackend
 from foretoken.engine.stats import EngineStats
 from foretoken.engine_config import EngineConfig
 from foretoken.server.api.app import create_app
-from foretoken.server.composition import compose
 from foretoken.server.config import ServerConfig
-from foretoken.server.guard.access import PUBLIC_PATHS, need_of
-from foretoken.server.guard.app import App, guarded
+from foretoken.server.guard.app import PUBLIC_PATHS, App, guarded, need_of
 from foretoken.server.guard.config import GuardConfig
 from foretoken.server.observe.config import ObserveConfig
 from foretoken.server.observe.observation import Observation
+from foretoken.server.run import compose
 from tests.helpers.fake_service import FakeService
 from tests.server.asgi import HOST, Reply, ask, scope_of
 

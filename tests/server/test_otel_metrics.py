@@ -11,10 +11,10 @@ import pytest
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 from foretoken.errors import ConfigError, UnavailableError
-from foretoken.server.observe import otel_metrics
+from foretoken.server.observe import otel
 from foretoken.server.observe.metric_table import METRICS, PREFIX
 from foretoken.server.observe.metrics import ServerMetrics
-from foretoken.server.observe.otel_metrics import OpenTelemetryMetrics, is_wanted
+from foretoken.server.observe.otel import OpenTelemetryMetrics, is_wanted
 from tests.server.records import drafted, record, stats_of
 from tests.server.test_metrics import FakeService, engine_stats, metrics_of, read, value
 
@@ -108,7 +108,7 @@ def test_without_a_loop_or_an_answer_the_last_reading_is_sent(
     service.values = engine_stats(num_steps=3)
     assert points(reader)[PREFIX + "engine_steps"][()].value == 0
     assert while_serving(metrics, reader)[PREFIX + "engine_steps"][()].value == 3
-    monkeypatch.setattr(otel_metrics, "_PATIENCE_S", 0.01)
+    monkeypatch.setattr(otel, "_PATIENCE_S", 0.01)
 
     async def silent() -> dict[str, Any]:
         await asyncio.sleep(60)

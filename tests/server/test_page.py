@@ -21,8 +21,15 @@ from foretoken.errors import UnavailableError
 from foretoken.registry import known_drafters
 from foretoken.server.api.config import ApiConfig
 from foretoken.server.api.exchange import Api
-from foretoken.server.page.board import drafter_groups, stats_router
-from foretoken.server.page.page import SCRIPTS, content_policy, document, page_router, script
+from foretoken.server.page.page import (
+    SCRIPTS,
+    content_policy,
+    document,
+    drafter_groups,
+    page_router,
+    script,
+    stats_router,
+)
 
 
 def get(app: FastAPI, path: str) -> httpx2.Response:

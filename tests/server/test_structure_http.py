@@ -15,12 +15,11 @@ import msgspec
 import pytest
 
 from foretoken import LLM, EngineConfig, SamplingParams, SpecConfig, registry
-from foretoken.backend.local import LocalBackend
+from foretoken.backend.local import LocalBackend, build_engine
 from foretoken.engine.async_engine import AsyncEngine
 from foretoken.model.names import model_folder
 from foretoken.server.api.app import create_app
 from foretoken.server.api.config import ApiConfig
-from foretoken.server.life.loading import build_engine
 from foretoken.text import chat_template, structure
 from tests.helpers.checkpoints import tiny_checkpoint
 from tests.helpers.specs import spec_of

@@ -17,15 +17,12 @@ from foretoken.backend.events import AnswerEnded, Event, Piece
 from foretoken.engine_config import EngineConfig
 from foretoken.errors import CheckpointError, ConfigError, EngineError, InputError, UnavailableError, WorkerDiedError
 from foretoken.server.life import supervisor
-from foretoken.server.life.canary import CanaryAnswer, difference
 from foretoken.server.life.config import LifeConfig
 from foretoken.server.life.fault_hooks import FaultOnDemand, fault_hook
-from foretoken.server.life.merging import merged
-from foretoken.server.life.quarantine import Quarantine
-from foretoken.server.life.replicas import Replicas
-from foretoken.server.life.routing import PrefixRouting
-from foretoken.server.life.supervisor import Watchdog
-from foretoken.server.life.worker_process import worker_environment
+from foretoken.server.life.health import CanaryAnswer, Watchdog, difference
+from foretoken.server.life.replicas import Replicas, merged
+from foretoken.server.life.routing import PrefixRouting, Quarantine
+from foretoken.server.life.supervisor import worker_environment
 from tests.helpers.workers import ProcessHere, ScriptedService
 
 QUICK: dict[str, Any] = {"first_restart_s": 0.001, "longest_restart_s": 0.01, "beat_s": 0.01}
@@ -67,7 +64,7 @@ async def left(generation: Generation) -> list[Event]:
 
 async def until(service: Replicas, condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(60):
-        await service.changes.until(condition)
+        await service.changes.wait_for(condition)
 
 
 async def ready(service: Replicas) -> None:

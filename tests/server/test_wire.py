@@ -19,7 +19,7 @@ from foretoken.control.routing import RoutingRules
 from foretoken.engine_config import EngineConfig
 from foretoken.errors import ConfigError, ContextLengthError, EngineError, ForetokenError, InputError
 from foretoken.server.life import wire
-from foretoken.server.life.wire_errors import from_wire, to_wire, to_wire_of_loading
+from foretoken.server.life.wire import from_wire, to_wire, to_wire_of_loading
 from tests.helpers.workers import channels
 
 SPECS = (

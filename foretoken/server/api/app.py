@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 
@@ -11,15 +12,20 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from foretoken import __version__
 from foretoken.backend.call import Backend
 from foretoken.server.api import chat, completions, responses
-from foretoken.server.api.caller import caller_of
 from foretoken.server.api.config import ApiConfig
-from foretoken.server.api.errors import CODE_KEY, ERROR_SCHEMA, install_handlers
-from foretoken.server.api.exchange import RECORDED_KEY, Api
-from foretoken.server.api.request_id import RequestIds, request_id_of
-from foretoken.server.api.status import status_router
-from foretoken.server.api.tokenization import tokenization_router
-from foretoken.server.record import RequestObserver, RequestRecord
+from foretoken.server.api.errors import CODE_KEY, ERROR_SCHEMA, final, install_handlers
+from foretoken.server.api.exchange import Api
+from foretoken.server.api.model_routes import status_router, tokenization_router
+from foretoken.server.record import (
+    RECORDED_KEY,
+    REQUEST_ID_HEADER,
+    RequestObserver,
+    RequestRecord,
+    caller_of,
+    request_id_of,
+)
 
+_log = logging.getLogger("foretoken.server")
 RouterMaker = Callable[[Api], APIRouter]
 GENERATING_PATHS = (chat.PATH, completions.PATH, responses.PATH)
 
@@ -94,3 +100,35 @@ class RefusalRecords:
                         tenant=caller.tenant,
                     )
                 )
+
+
+class RequestIds:
+    """ASGI layer: a response to every request, whatever breaks, and `x-request-id` on it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id_of(scope)
+        has_begun = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal has_begun
+            if message["type"] == "http.response.start":
+                has_begun = True
+                headers = [pair for pair in message.get("headers", ()) if pair[0].lower() != REQUEST_ID_HEADER]
+                message["headers"] = [*headers, (REQUEST_ID_HEADER, request_id_of(scope).encode("ascii"))]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception:  # the client gets an envelope, the log gets the traceback
+            _log.exception("request %s broke down", request_id_of(scope))
+            if has_begun:
+                raise
+            error = final(500, "internal_error", "the server failed to answer this request")
+            await error.response()(scope, receive, send_with_id)

@@ -2,27 +2,45 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from fastapi import Request
 
 from foretoken.backend.call import Call
 from foretoken.backend.events import ModelInfo
 from foretoken.config import SamplingParams
 from foretoken.errors import InputError
-from foretoken.server.api.caller import Caller, tenant_of
 from foretoken.server.api.config import ApiConfig
 from foretoken.server.api.errors import ApiError, invalid, unsupported
-from foretoken.server.api.messages import checked_messages
+from foretoken.server.api.messages import checked_messages, structure_of, tools_of
 from foretoken.server.api.schemas import ChatRequest, CompletionRequest, SamplingFields
 from foretoken.server.api.speculation import spec_of, uses_prediction
-from foretoken.server.api.structure import structure_of, tools_of
+from foretoken.server.record import Caller, name_request, tenant_of
 
+_log = logging.getLogger("foretoken.server")
+_MAX_NOTICED = 256  # a client that makes up names must not fill the memory
+_noticed: set[str] = set()
 _TIERS = {"auto": 0, "default": 0, "scale": 0, "flex": 10, "priority": -10, "fast": -10}
 _COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
 _CALLERS_OWN = {"max_tokens": "max_tokens", "prediction": "prediction.content", "tenant": "cache_salt"}
 # What each template may be told; anything else could replace what the server itself says.
 TEMPLATE_OPTIONS = ("enable_thinking", "thinking", "reasoning_effort")
+_PASSED_ON = (
+    "frequency_penalty",
+    "presence_penalty",
+    "logit_bias",
+    "n",
+    "seed",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "ignore_eos",
+    "min_tokens",
+    "bad_words",
+)
 
 
 @dataclass(frozen=True)
@@ -169,21 +187,6 @@ def _params(
         raise invalid(_CALLERS_OWN.get(error.field, error.field), error.remedy, error.value) from None
 
 
-_PASSED_ON = (
-    "frequency_penalty",
-    "presence_penalty",
-    "logit_bias",
-    "n",
-    "seed",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "ignore_eos",
-    "min_tokens",
-    "bad_words",
-)
-
-
 def _check_counts(body: SamplingFields, terms: Terms, num_answers: int, max_tokens: int) -> None:
     """Numbers whose product could be large, before anything of that size is made."""
     config, info = terms.config, terms.info
@@ -267,3 +270,27 @@ def _template_options(body: ChatRequest) -> Mapping[str, Any]:
     if body.reasoning_effort is not None:
         given.setdefault("reasoning_effort", body.reasoning_effort)
     return given
+
+
+def name_of(body: SamplingFields, request: Request) -> None:
+    """Take over the name that the body gives the request."""
+    if body.request_id is not None:
+        name_request(request.scope, body.request_id)
+
+
+def notice_unknown(body: SamplingFields, config: ApiConfig) -> None:
+    """Warn once of each unknown field, or refuse it.
+
+    Raises:
+        ApiError: a field is unknown and the server is strict.
+    """
+    unknown = [*(body.model_extra or ()), *((body.stream_options and body.stream_options.model_extra) or ())]
+    if not unknown:
+        return
+    if config.strict:
+        name = unknown[0] if unknown[0].isidentifier() and len(unknown[0]) <= 64 else None
+        raise ApiError(400, "unknown_field", "the body has a field that this server does not know", name)
+    for name in unknown:
+        if name not in _noticed and len(_noticed) < _MAX_NOTICED:
+            _noticed.add(name)
+            _log.warning("ignored an unknown field of a request: %.64r", name)

@@ -9,16 +9,14 @@ from fastapi import APIRouter, Request, Response
 
 from foretoken.backend.events import AnswerEnded
 from foretoken.server.api.body import JsonRoute
-from foretoken.server.api.call import Terms, chat_call, check_model
-from foretoken.server.api.caller import caller_of
+from foretoken.server.api.call import Terms, chat_call, check_model, name_of, notice_unknown
 from foretoken.server.api.errors import ApiError
 from foretoken.server.api.exchange import Api, Exchange
-from foretoken.server.api.generating import answer, name_of, notice_unknown
-from foretoken.server.api.logprobs import chat_logprobs
-from foretoken.server.api.pacing import PieceGroup
+from foretoken.server.api.messages import shaper_of, source_of
 from foretoken.server.api.schemas import ChatRequest
-from foretoken.server.api.structure import shaper_of, source_of
-from foretoken.server.api.writer import ResponseWriter
+from foretoken.server.api.streaming import PieceGroup
+from foretoken.server.api.writer import ResponseWriter, answer, chat_logprobs
+from foretoken.server.record import caller_of
 
 PATH = "/v1/chat/completions"
 

@@ -1,4 +1,6 @@
-"""`/v1/completions`."""
+"""`/v1/completions`, with `suffix`: a text is filled in (FIM), its prompt and suffix in the order that models trained
+for it read them.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +9,17 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from foretoken.backend.events import AnswerEnded
+from foretoken.backend.events import AnswerEnded, ModelInfo
+from foretoken.errors import ForetokenError
 from foretoken.server.api.body import JsonRoute
-from foretoken.server.api.call import Terms, check_model, completion_call
-from foretoken.server.api.caller import caller_of
-from foretoken.server.api.errors import ApiError, unsupported
+from foretoken.server.api.call import Terms, check_model, completion_call, name_of, notice_unknown
+from foretoken.server.api.errors import ApiError, of_exception, unsupported
 from foretoken.server.api.exchange import Api, Exchange
-from foretoken.server.api.generating import answer, name_of, notice_unknown
-from foretoken.server.api.logprobs import completion_logprobs
-from foretoken.server.api.middle import with_suffix
-from foretoken.server.api.pacing import PieceGroup
+from foretoken.server.api.messages import source_of
 from foretoken.server.api.schemas import CompletionRequest
-from foretoken.server.api.structure import source_of
-from foretoken.server.api.writer import ResponseWriter
+from foretoken.server.api.streaming import PieceGroup
+from foretoken.server.api.writer import ResponseWriter, answer, completion_logprobs
+from foretoken.server.record import caller_of
 
 PATH = "/v1/completions"
 
@@ -107,3 +107,28 @@ class TextChoices:
 
 def _choice(index: int, text: str, finish_reason: str | None = None) -> dict[str, Any]:
     return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
+
+
+async def with_suffix(api: Api, body: CompletionRequest, info: ModelInfo) -> CompletionRequest:
+    """The request with its suffix among the token ids of each prompt.
+
+    Raises:
+        ApiError: the model has no tokens for it, or the prompt is echoed, which has no meaning here.
+    """
+    if not body.suffix:
+        return body
+    if info.fim_tokens is None:
+        raise unsupported("suffix", "the model has no tokens for a text in the middle; leave it out")
+    if body.echo:
+        raise unsupported("echo", "cannot stand beside suffix; leave one of them out")
+    before_prefix, before_suffix, before_middle = info.fim_tokens
+    try:
+        behind = await api.service.tokenize(body.suffix, add_special_tokens=False)
+        prefixes = [
+            await api.service.tokenize(prompt, add_special_tokens=False) if isinstance(prompt, str) else prompt
+            for prompt in body.prompt
+        ]
+    except ForetokenError as error:
+        raise of_exception(error, api.config.retry_after_s) from error
+    filled = [[*before_prefix, *prefix, before_suffix, *behind, before_middle] for prefix in prefixes]
+    return body.model_copy(update={"prompt": filled, "suffix": None})

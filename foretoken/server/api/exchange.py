@@ -1,4 +1,4 @@
-"""One HTTP request that generates: from opening its call to its record."""
+"""One HTTP request that generates: from opening its call to its record, and what came of each of its answers."""
 
 from __future__ import annotations
 
@@ -7,16 +7,13 @@ import contextlib
 import logging
 import re
 import time
-from collections.abc import AsyncGenerator, Awaitable, Coroutine, MutableMapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Coroutine, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from foretoken.backend.call import Backend, Call, Generation
-from foretoken.backend.events import AnswerEnded, AnswerFailed, Begun, Event, ModelInfo
+from foretoken.backend.events import AnswerEnded, AnswerFailed, Begun, Event, ModelInfo, Piece, RoundEvent, TokenEvent
 from foretoken.errors import ContextLengthError, ForetokenError, UnavailableError
-from foretoken.server.api.answers import AnswerBook
-from foretoken.server.api.budget import TokenBudget
-from foretoken.server.api.caller import caller_of
 from foretoken.server.api.config import ApiConfig
 from foretoken.server.api.errors import (
     CLIENT_GONE,
@@ -28,12 +25,10 @@ from foretoken.server.api.errors import (
     of_failure,
     unavailable,
 )
-from foretoken.server.api.request_id import request_id_of
-from foretoken.server.record import RequestObserver, RequestRecord
+from foretoken.server.record import RECORDED_KEY, RequestObserver, RequestRecord, caller_of, request_id_of
 
 _log = logging.getLogger("foretoken.server")
 _Result = TypeVar("_Result")
-RECORDED_KEY = "foretoken.recorded"  # of the ASGI scope: its request has a record
 
 # HTTP code, reason in the record and metrics, text; for requests that were left before their end.
 _LEFT: dict[str, tuple[int, ErrorCode, str]] = {
@@ -42,6 +37,30 @@ _LEFT: dict[str, tuple[int, ErrorCode, str]] = {
     "queue_deadline": (504, "queue_deadline", "no token came within the server's limit for queue and prompt"),
     "generation_deadline": (504, "generation_deadline", "the answer took longer than the server's limit"),
 }
+
+
+class TokenBudget:
+    """Counts the tokens that open requests may still write."""
+
+    def __init__(self) -> None:
+        self.num_taken = 0
+
+    def take(self, num_tokens: int, config: ApiConfig) -> None:
+        """Reserve for a whole request.
+
+        Raises:
+            ApiError: 429, not enough is free now.
+        """
+        most = config.max_pending_tokens
+        if most is not None and self.num_taken + num_tokens > most:
+            message = f"open requests may write {most} tokens together, and {self.num_taken} are taken"
+            raise later(429, "token_budget_full", message, config.retry_after_s)
+        self.num_taken += num_tokens
+
+    def give_back(self, num_tokens: int) -> None:
+        """Free what a request had reserved."""
+        self.num_taken -= num_tokens
+        assert self.num_taken >= 0
 
 
 @dataclass(frozen=True)
@@ -264,6 +283,69 @@ def _attributes(call: Call) -> dict[str, Any]:
         "gen_ai.request.presence_penalty": params.presence_penalty,
         "gen_ai.request.choice.count": params.n,
     }
+
+
+@dataclass
+class AnswerProgress:
+    """One answer: its tokens and rounds as they came, and its end."""
+
+    tokens: list[TokenEvent] = field(default_factory=list)
+    rounds: list[RoundEvent] = field(default_factory=list)
+    ended: AnswerEnded | None = None
+    last_s: float = 0.0
+
+    @property
+    def text(self) -> str:
+        """The whole text, once it has ended."""
+        return "" if self.ended is None else self.ended.text
+
+    def steps(self) -> Iterator[list[TokenEvent]]:
+        """The tokens by step."""
+        begin = 0
+        for end in range(1, len(self.tokens) + 1):
+            if end == len(self.tokens) or self.tokens[end].step != self.tokens[begin].step:
+                yield self.tokens[begin:end]
+                begin = end
+
+
+class AnswerBook:
+    """All answers of a call, by index, and when their tokens came (seconds since `began_s`)."""
+
+    def __init__(self, num_answers: int, began_s: float) -> None:
+        self.answers = [AnswerProgress() for _ in range(num_answers)]
+        self.began_s = began_s
+        self.ttft_s: float | None = None
+        self.inter_token_s: list[float] = []
+
+    def note(self, event: Event) -> None:
+        """Take in one event."""
+        if isinstance(event, Piece):
+            self._note_piece(self.answers[event.index], event)
+        elif isinstance(event, AnswerEnded):
+            self.answers[event.index].ended = event
+
+    @property
+    def ended(self) -> list[AnswerEnded]:
+        """The ends of all answers that have one."""
+        return [answer.ended for answer in self.answers if answer.ended is not None]
+
+    @property
+    def num_tokens(self) -> int:
+        """Emitted tokens of all answers."""
+        return sum(len(answer.tokens) for answer in self.answers)
+
+    def _note_piece(self, answer: AnswerProgress, piece: Piece) -> None:
+        now = time.perf_counter()
+        if piece.tokens:
+            if self.ttft_s is None:
+                self.ttft_s = now - self.began_s
+            if answer.tokens:
+                gap_s = (now - answer.last_s) / len(piece.tokens)
+                self.inter_token_s += [gap_s] * len(piece.tokens)
+            answer.last_s = now
+        answer.tokens += piece.tokens
+        if piece.round is not None:
+            answer.rounds.append(piece.round)
 
 
 async def hung_up(receive: Any) -> None:  # noqa: ANN401 - ASGI's

@@ -26,8 +26,8 @@ from foretoken.server.life.wire import (
     Refused,
     Returned,
     Tokenize,
+    from_wire,
 )
-from foretoken.server.life.wire_errors import from_wire
 
 BEING_RESTARTED = "the engine is being restarted"
 

@@ -1,4 +1,4 @@
-"""Several workers behind one front, as one `Backend`; also how a single one is run."""
+"""Several workers behind one front, as one `Backend`, with their statistics as one; also how a single one is run."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from foretoken.backend.call import Call, State
 from foretoken.backend.events import ModelInfo
 from foretoken.engine_config import EngineConfig
 from foretoken.errors import ForetokenError, UnavailableError
-from foretoken.server.life.announcements import Announcements
 from foretoken.server.life.config import LifeConfig
-from foretoken.server.life.merging import merged
-from foretoken.server.life.quarantine import Quarantine, fingerprint_of
 from foretoken.server.life.remote import BEING_RESTARTED, RemoteGeneration, RemoteService
-from foretoken.server.life.routing import PrefixRouting
+from foretoken.server.life.routing import PrefixRouting, Quarantine, fingerprint_of
 from foretoken.server.life.supervisor import SupervisedWorker
 
+# A mean over workers says nothing about rates: these are computed anew from their sums, numerator by denominator.
+_RATES: Mapping[str, tuple[str, str]] = {"acceptance_rate": ("num_accepted", "num_drafted")}
+# Of values that cannot be added, what describes all workers: the largest.
+_LARGEST = ("near_tie_gap", "longest_gap_s", "kv_cache_usage", "draft_kv_cache_usage", "max_greedy_gap", "e_value")
+# Means by request or token: weighed by what they are means of.
+_MEANS: Mapping[str, str] = {"inter_token_s": "num_emitted", "estimated_speedup": "num_emitted"}
 _WHY: Mapping[State, str] = {
     "loading": "the model is being loaded",
     "draining": "the server is shutting down",
@@ -34,12 +37,12 @@ class Replicas:
     """
 
     def __init__(self, engine: EngineConfig, name: str, config: LifeConfig, draft_required: bool = False) -> None:
-        self.changes = Announcements()
+        self.changes = AsyncCondition()
         self._routing, self._quarantine = PrefixRouting(), Quarantine(config.quarantine_s)
         self._is_draining = False
         self._tasks: list[asyncio.Task[None]] = []
         self.workers = [
-            SupervisedWorker(number, engine, name, config, draft_required, self.changes.announce, self._note_death)
+            SupervisedWorker(number, engine, name, config, draft_required, self.changes.notify_all, self._note_death)
             for number in range(config.workers)
         ]
 
@@ -132,7 +135,7 @@ class Replicas:
         end with an `UnavailableError`.
         """
         self._is_draining = True
-        self.changes.announce()
+        self.changes.notify_all()
         with suppress(TimeoutError):
             async with asyncio.timeout(drain_s):
                 while self.num_open:
@@ -188,3 +191,73 @@ class Replicas:
 
     def _note_death(self, service: RemoteService) -> None:
         self._quarantine.died(service.fingerprints)
+
+
+class AsyncCondition:
+    """`asyncio.Condition` without its lock: also code that cannot wait, such as a callback, may notify. For one event
+    loop.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: set[asyncio.Future[None]] = set()
+
+    def notify_all(self) -> None:
+        """Something has changed: whoever waits looks again."""
+        for one in self._waiting:
+            if not one.done():
+                one.set_result(None)
+
+    async def wait_for(self, predicate: Callable[[], bool]) -> None:
+        """Return once `predicate` holds."""
+        while not predicate():
+            changed = asyncio.get_running_loop().create_future()
+            self._waiting.add(changed)
+            try:
+                await changed
+            finally:
+                self._waiting.discard(changed)
+
+
+def merged(stats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Statistics of all workers together: counts and times are added, rates computed anew, extremes kept; those of a
+    single worker are returned as they are.
+    """
+    if len(stats) == 1:
+        return dict(stats[0])
+    found: dict[str, Any] = _merge(stats)
+    for name, (over, under) in _RATES.items():
+        if name in found:
+            found[name] = found[over] / found[under] if found[under] else 0.0
+    for name, weight in _MEANS.items():
+        known = [(one[name], one[weight]) for one in stats if one.get(name) is not None]
+        total = sum(count for _, count in known)
+        if known:
+            found[name] = sum(value * count for value, count in known) / total if total else known[0][0]
+    return found
+
+
+def _merge(values: Sequence[Any]) -> Any:  # noqa: ANN401 - JSON of any shape
+    first = next((value for value in values if value is not None), None)
+    if isinstance(first, Mapping):
+        given = [value for value in values if value is not None]
+        names = dict.fromkeys(name for value in given for name in value)
+        return {name: _merge_named(name, [value.get(name) for value in given]) for name in names}
+    if isinstance(first, bool):
+        return any(values)
+    if isinstance(first, int | float):
+        return sum(value for value in values if value is not None)
+    if isinstance(first, list):
+        return _merge_lists([value for value in values if value is not None])
+    return first
+
+
+def _merge_named(name: str, values: Sequence[Any]) -> Any:  # noqa: ANN401
+    if name in _LARGEST:
+        return max((value for value in values if value is not None), default=None)
+    return _merge(values)
+
+
+def _merge_lists(lists: Sequence[list[Any]]) -> list[Any]:
+    """Counts by position: entry by entry, the longest list wins."""
+    longest = max(map(len, lists))
+    return [_merge([one[place] for one in lists if place < len(one)]) for place in range(longest)]

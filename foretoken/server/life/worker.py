@@ -44,8 +44,9 @@ from foretoken.server.life.wire import (
     Returned,
     Stop,
     Tokenize,
+    to_wire,
+    to_wire_of_loading,
 )
-from foretoken.server.life.wire_errors import to_wire, to_wire_of_loading
 
 if TYPE_CHECKING:
     from foretoken.backend.local import LocalBackend
@@ -146,8 +147,7 @@ class Worker:
             self._hook.is_armed = True
             self._hook.passes("load")
             self._hook.is_armed = False
-        from foretoken.backend.local import LocalBackend
-        from foretoken.server.life.loading import build_engine
+        from foretoken.backend.local import LocalBackend, build_engine
 
         config = engine_config_of(self._load.engine)
         engine, missing_draft = build_engine(config, self._load.max_waiting, self._load.draft_required)
