@@ -18,12 +18,13 @@ from typing import Any
 
 import uvicorn
 from fastapi import APIRouter
+from starlette.types import ASGIApp
 
 from foretoken.backend.events import ModelInfo
 from foretoken.errors import ConfigError, StorageError
 from foretoken.server.api.app import RouterMaker, create_app
 from foretoken.server.config import ServerConfig
-from foretoken.server.guard.app import App, guarded
+from foretoken.server.guard.app import guarded
 from foretoken.server.guard.connection import uvicorn_options
 from foretoken.server.life.fault_hooks import TEST_VARIABLE, debug_router, is_test_build
 from foretoken.server.life.replicas import Replicas
@@ -88,13 +89,13 @@ class _Front:
         service.start()
         serving = asyncio.create_task(server.serve(sockets=[self._listener]))
         serving.add_done_callback(lambda _task: changes.notify_all())
-        announcing = asyncio.create_task(self._announce())
+        reporting = asyncio.create_task(self._report_ready())
         try:
             await changes.wait_for(lambda: bool(self._signals) or service.failure is not None or serving.done())
             if self._signals:
                 await self._drain()
         finally:
-            announcing.cancel()
+            reporting.cancel()
             server.should_exit = True
             await serving
             await service.close()
@@ -103,7 +104,7 @@ class _Front:
             raise service.failure
         return next((_CODES[number] for number in self._signals if number in _CODES), 0)
 
-    async def _announce(self) -> None:
+    async def _report_ready(self) -> None:
         service = self._service
         await service.changes.wait_for(lambda: service.state == "ready")
         first = next(worker for worker in service.workers if worker.state == "ready")
@@ -171,7 +172,7 @@ def _logging_to_stderr() -> Iterator[None]:
 class Composed:
     """`app` is served with `uvicorn_options`; `close` is called after the server."""
 
-    app: App
+    app: ASGIApp
     uvicorn_options: dict[str, Any]
     close: Callable[[], None]
 

@@ -14,7 +14,7 @@ from foretoken.engine.stats import EngineStats
 from foretoken.engine_config import EngineConfig
 from foretoken.server.api.app import create_app
 from foretoken.server.config import ServerConfig
-from foretoken.server.guard.app import PUBLIC_PATHS, App, guarded, need_of
+from foretoken.server.guard.app import PUBLIC_PATHS, ASGIApp, guarded, need_of
 from foretoken.server.guard.config import GuardConfig
 from foretoken.server.observe.config import ObserveConfig
 from foretoken.server.observe.observation import Observation
@@ -41,13 +41,13 @@ TRICKS = (
 )
 
 
-def whole_app(service: Any, guard: GuardConfig) -> App:
+def whole_app(service: Any, guard: GuardConfig) -> ASGIApp:
     """The application as it is served."""
     config = ServerConfig(EngineConfig("reference:target"), guard=guard, observe=ObserveConfig(request_log="none"))
     return compose(service, config).app
 
 
-def paths_of(app: App) -> set[str]:
+def paths_of(app: ASGIApp) -> set[str]:
     """The templates of its routes."""
     described = asyncio.run(ask(app, scope_of("GET", "/openapi.json", headers_for(USER))))
     return {*json.loads(described.body)["paths"], "/", "/metrics", "/openapi.json"}
@@ -64,7 +64,7 @@ def headers_for(token: str | None) -> list[tuple[bytes, bytes]]:
     return [HOST, *([] if token is None else [(b"authorization", f"Bearer {token}".encode())])]
 
 
-def status(app: App, method: str, path: str, token: str | None) -> int:
+def status(app: ASGIApp, method: str, path: str, token: str | None) -> int:
     reply = asyncio.run(ask(app, scope_of(method, path, headers_for(token))))
     if reply.status >= 400:
         assert reply.headers["content-type"].startswith("application/json"), (method, path)
@@ -189,7 +189,7 @@ def test_salt_isolation(service: LocalBackend, tmp_path: Path) -> None:
     assert run("bob", cache_salt="another") == fresh
 
 
-async def _whole(app: App, headers: list[tuple[bytes, bytes]], body: bytes) -> Reply:
+async def _whole(app: ASGIApp, headers: list[tuple[bytes, bytes]], body: bytes) -> Reply:
     """An answer whose client waits for it."""
     reply, waiting = Reply(), [body]
 

@@ -1,4 +1,4 @@
-"""Workers over several lives: restarts, canary, watchdog, quarantine, replicas, drain. No process is started here."""
+"""Workers across restarts: canary, watchdog, quarantine, replicas, drain. No process is started here."""
 
 from __future__ import annotations
 

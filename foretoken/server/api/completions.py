@@ -12,14 +12,12 @@ from fastapi import APIRouter, Request, Response
 from foretoken.backend.events import AnswerEnded, ModelInfo
 from foretoken.errors import ForetokenError
 from foretoken.server.api.body import JsonRoute
-from foretoken.server.api.call import Terms, check_model, completion_call, name_of, notice_unknown
-from foretoken.server.api.errors import ApiError, of_exception, unsupported
+from foretoken.server.api.call import completion_call, terms_of
+from foretoken.server.api.errors import of_exception, unsupported
 from foretoken.server.api.exchange import Api, Exchange
-from foretoken.server.api.messages import source_of
 from foretoken.server.api.schemas import CompletionRequest
 from foretoken.server.api.streaming import PieceGroup
-from foretoken.server.api.writer import ResponseWriter, answer, completion_logprobs
-from foretoken.server.record import caller_of
+from foretoken.server.api.writer import ResponseWriter, completion_logprobs
 
 PATH = "/v1/completions"
 
@@ -30,26 +28,19 @@ def completion_router(api: Api) -> APIRouter:
 
     @router.post(PATH, summary="The continuation of a text")
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        info = api.ready_info()
-        notice_unknown(body, api.config)
-        check_model(body.model, info)
-        name_of(body, request)
+        terms = terms_of(api, body, request.scope)
+        info = terms.info
         if body.stream and body.echo and body.logprobs is not None:
             raise unsupported("echo", "with logprobs is not streamed; leave stream out")
         body = await with_suffix(api, body, info)
-        call = completion_call(body, Terms(info, api.config, caller_of(request.scope)))
+        call = completion_call(body, terms)
         exchange = Exchange(api, request.scope, call, info, bool(body.stream))
         echoed = [
             prompt if isinstance(prompt, str) else await api.service.detokenize(prompt) if info.has_tokenizer else ""
             for prompt in (body.prompt if body.echo else ())
         ]
         frame = ResponseWriter(exchange, body, "cmpl", "text_completion", "text_completion")
-        choices = TextChoices(frame, body, echoed)
-        try:
-            return await answer(exchange, request, lambda: frame.stream(choices), lambda: frame.whole(choices.whole()))
-        except ApiError as error:
-            error.param = source_of(body, error.param)
-            raise
+        return await frame.answer(TextChoices(frame, body, echoed), request)
 
     return router
 

@@ -51,9 +51,9 @@ class TokenBudget:
         Raises:
             ApiError: 429, not enough is free now.
         """
-        most = config.max_pending_tokens
-        if most is not None and self.num_taken + num_tokens > most:
-            message = f"open requests may write {most} tokens together, and {self.num_taken} are taken"
+        max_tokens = config.max_pending_tokens
+        if max_tokens is not None and self.num_taken + num_tokens > max_tokens:
+            message = f"open requests may write {max_tokens} tokens together, and {self.num_taken} are taken"
             raise later(429, "token_budget_full", message, config.retry_after_s)
         self.num_taken += num_tokens
 
@@ -216,9 +216,9 @@ class Exchange:
         """The prompts are known: whether the list of their log-probabilities would be too long."""
         self.prompt_ids = event.prompt_ids
         count = self.call.params.prompt_logprobs
-        most = self.api.config.max_prompt_logprobs
-        if count is not None and sum(map(len, event.prompt_ids)) * (count + 1) > most:
-            message = f"echo: prompt tokens times alternatives must be at most {most} with logprobs"
+        max_listed = self.api.config.max_prompt_logprobs
+        if count is not None and sum(map(len, event.prompt_ids)) * (count + 1) > max_listed:
+            message = f"echo: prompt tokens times alternatives must be at most {max_listed} with logprobs"
             raise ApiError(400, "too_many_tokens", message, "logprobs")
 
     def _refusal(self, error: ForetokenError) -> ApiError:

@@ -14,7 +14,7 @@ from fastapi import APIRouter, Request, Response
 
 from foretoken.backend.events import AnswerEnded, TokenEvent
 from foretoken.server.api.body import JsonRoute
-from foretoken.server.api.call import Terms, chat_call, check_model, name_of, notice_unknown, tier_of
+from foretoken.server.api.call import chat_call, terms_of, tier_of
 from foretoken.server.api.errors import ApiError
 from foretoken.server.api.exchange import Api, Exchange
 from foretoken.server.api.messages import shaper_of, source_of
@@ -23,7 +23,6 @@ from foretoken.server.api.schemas import ChatRequest
 from foretoken.server.api.streaming import PieceGroup, paced
 from foretoken.server.api.usage import usage
 from foretoken.server.api.writer import ResponseWriter, answer, chat_logprobs
-from foretoken.server.record import caller_of
 
 _Json = dict[str, Any]
 PATH = "/v1/responses"
@@ -42,15 +41,11 @@ def responses_router(api: Api) -> APIRouter:
 
     @router.post(PATH, summary="A response to a conversation")
     async def responses(body: ResponsesRequest, request: Request) -> Response:
-        info = api.ready_info()
-        notice_unknown(body, api.config)
-        check_model(body.model, info)
-        name_of(body, request)
+        terms = terms_of(api, body, request.scope)
         chat: ChatRequest | None = None
         try:
-            chat = as_chat(body, info.template_roles)
-            call = chat_call(chat, Terms(info, api.config, caller_of(request.scope)))
-            exchange = Exchange(api, request.scope, call, info, bool(body.stream))
+            chat = as_chat(body, terms.info.template_roles)
+            exchange = Exchange(api, request.scope, chat_call(chat, terms), terms.info, bool(body.stream))
             writer = ResponsesWriter(exchange, body, chat)
             return await answer(exchange, request, writer.stream, writer.whole)
         except ApiError as error:

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from foretoken.backend.events import Event, Piece, RoundEvent
 from foretoken.server.api.config import ApiConfig
-from foretoken.server.api.errors import ApiError, final
+from foretoken.server.api.errors import CLIENT_GONE, ApiError, final
 from foretoken.server.api.exchange import Exchange, hung_up, stop
 
 _log = logging.getLogger("foretoken.server")
@@ -162,7 +162,7 @@ class EventStream(Response):
             if watcher.done():
                 self._exchange.leave("client")
                 await feeder
-                raise self._error or final(499, "client_gone", "the client closed the connection")
+                raise self._error or final(CLIENT_GONE, "client_gone", "the client closed the connection")
             if self._error is not None and not self._buffer:
                 raise self._error
         except BaseException:
@@ -199,7 +199,7 @@ class EventStream(Response):
         exchange = self._exchange
         if exchange.left:
             is_gone = exchange.left in ("client", "slow_consumer")
-            exchange.finish(499 if is_gone else 200, exchange.left)
+            exchange.finish(CLIENT_GONE if is_gone else 200, exchange.left)
         else:
             exchange.finish(200, "" if self._error is None else self._error.code)
 

@@ -15,6 +15,7 @@ from foretoken.backend.events import AnswerEnded, RoundEvent, TokenEvent
 from foretoken.server.api.call import metrics_level, tier_of, wants_trace
 from foretoken.server.api.errors import ApiError, final, json_response
 from foretoken.server.api.exchange import Exchange
+from foretoken.server.api.messages import source_of
 from foretoken.server.api.schemas import SamplingFields, StreamOptions
 from foretoken.server.api.streaming import DONE, EventStream, PieceGroup, frame, paced, padded_frame
 from foretoken.server.api.usage import metrics, spec_report, timings, trace_record, usage
@@ -74,6 +75,9 @@ class ChoiceWriter(Protocol):
     def ended(self, event: AnswerEnded) -> _Json:
         """The choice of the last chunk of an answer."""
 
+    def whole(self) -> list[_Json]:
+        """The choices of a response that is not streamed."""
+
 
 class ResponseWriter:
     """The fields around the choices: names, times, and the reports of what it cost."""
@@ -107,9 +111,22 @@ class ResponseWriter:
         """Whether a chunk without text tells something."""
         return self.shows_ids or self._has_trace or self._options.continuous_usage_stats
 
-    def whole(self, choices: list[_Json]) -> _Json:
+    async def answer(self, writer: ChoiceWriter, request: Request) -> Response:
+        """See `answer`; an error names the field of the request.
+
+        Raises:
+            ApiError: see `answer`.
+        """
+        try:
+            return await answer(self.exchange, request, lambda: self.stream(writer), lambda: self._response(writer))
+        except ApiError as error:
+            error.param = source_of(self.body, error.param)
+            raise
+
+    def _response(self, writer: ChoiceWriter) -> _Json:
         """A response that is not streamed."""
-        return {**self._head, "object": self._whole, "choices": choices, "usage": self._usage(), **self.reports()}
+        head = {**self._head, "object": self._whole, "choices": writer.whole()}
+        return {**head, "usage": self._usage(), **self.reports()}
 
     def of_choice(self, event: AnswerEnded) -> _Json:
         """What a choice reports of itself: metrics, where there are several answers."""

@@ -7,8 +7,9 @@ here needs the same headers.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any, Literal
+from typing import Literal
+
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from foretoken.server.api.errors import ApiError
 from foretoken.server.guard.config import GuardConfig
@@ -16,8 +17,6 @@ from foretoken.server.guard.keys import Identity, KeyRing, key_ring
 from foretoken.server.guard.origins import Headers, Origins, values_of
 from foretoken.server.guard.request import (
     GuardedRequest,
-    Receive,
-    Send,
     bad_framing,
     bad_host,
     bad_length,
@@ -36,16 +35,14 @@ PUBLIC_PATHS = frozenset({"/", "/health", "/ready"})
 METRICS_PATHS = frozenset({"/metrics"})
 ADMIN_SEGMENTS = frozenset({"admin", "debug"})
 _READING = frozenset({"GET", "HEAD"})
-Scope = MutableMapping[str, Any]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _SAFE_HEADERS = ((b"x-content-type-options", b"nosniff"),)
 
 
-def guarded(app: App, config: GuardConfig, public_paths: frozenset[str] = frozenset()) -> App:
-    """`app` behind the checks of `config`; `public_paths` are read without a key, besides `access.PUBLIC_PATHS`.
+def guarded(app: ASGIApp, config: GuardConfig, public_paths: frozenset[str] = frozenset()) -> ASGIApp:
+    """`app` behind the checks of `config`; `public_paths` are read without a key, besides `PUBLIC_PATHS`.
 
-    The application finds the `Caller` of a request in its scope (`api.caller`).
+    The application finds the `Caller` of a request in its scope (`record.caller_of`).
 
     Raises:
         ConfigError: keys that are malformed.
@@ -55,7 +52,7 @@ def guarded(app: App, config: GuardConfig, public_paths: frozenset[str] = frozen
 
 
 class _Guard:
-    def __init__(self, app: App, config: GuardConfig, public_paths: frozenset[str]) -> None:
+    def __init__(self, app: ASGIApp, config: GuardConfig, public_paths: frozenset[str]) -> None:
         self._app, self._config, self._keys, self._origins = app, config, key_ring(config), Origins(config)
         self._public = PUBLIC_PATHS | public_paths | (METRICS_PATHS if config.metrics_public else frozenset())
 

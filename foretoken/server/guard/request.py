@@ -5,17 +5,14 @@ the application, in the API's envelope of errors.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+
+from starlette.types import Message, Receive, Scope, Send
 
 from foretoken.server.api.errors import ApiError, final, json_response
 from foretoken.server.guard.config import GuardConfig
 from foretoken.server.guard.origins import Headers, values_of
-from foretoken.server.record import RECORDED_KEY, request_id_of
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
+from foretoken.server.record import RECORDED_KEY, REQUEST_ID_HEADER, request_id_of
 
 _LINGER_S = 2.0  # how long a refused client may go on sending before its connection is closed
 
@@ -27,9 +24,7 @@ class GuardedRequest:
     sends is dropped.
     """
 
-    def __init__(
-        self, scope: Message, receive: Receive, send: Send, config: GuardConfig, added_headers: Headers
-    ) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, config: GuardConfig, added_headers: Headers) -> None:
         self._scope, self._receive, self._send, self._config = scope, receive, send, config
         self._headers: Headers = scope["headers"]
         self._added_headers = list(added_headers)
@@ -167,4 +162,4 @@ def too_many_connections() -> ApiError:
 def raw(error: ApiError, request_id: str) -> tuple[list[tuple[bytes, bytes]], bytes]:
     """Headers and body of an error, for a response that is sent without a framework."""
     response = json_response(error.body, error.status_code, error.headers)
-    return [*response.raw_headers, (b"x-request-id", request_id.encode("ascii"))], bytes(response.body)
+    return [*response.raw_headers, (REQUEST_ID_HEADER, request_id.encode("ascii"))], bytes(response.body)

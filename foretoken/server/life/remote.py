@@ -45,7 +45,7 @@ class RemoteService:
 
     @property
     def state(self) -> State:
-        """See `Backend.state`."""
+        """See `Backend.state`; known before the supervisor notices that the worker is gone."""
         return "ready" if self._death is None else "restarting"
 
     @property
@@ -97,7 +97,7 @@ class RemoteService:
         return found
 
     async def invariants(self) -> dict[str, Any]:
-        """What the worker holds now, see `wire.Invariants`."""
+        """What the worker holds now, see `wire.AskInvariants`."""
         found: dict[str, Any] = await self._ask(AskInvariants)
         return found
 
@@ -131,11 +131,6 @@ class RemoteService:
         """Let the worker end a call; its last events are still taken."""
         if number in self._pending:
             self._channel.send(Cancel(number))
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether its worker is gone; its supervisor may not have noticed yet."""
-        return self._death is not None
 
     def fail(self, error: ForetokenError) -> None:
         """End everything in flight, and whatever is asked from now on, with `error`."""
@@ -210,10 +205,10 @@ class _Pending:
         self._error: ForetokenError | None = None
         self._has_ended = False
 
-    def put(self, event: Event, most: int) -> bool:
+    def put(self, event: Event, max_unread: int) -> bool:
         """Keep an event for the reader; False, and an error for the reader, if too many wait for it."""
-        if len(self._events) >= most:
-            self.end(OverloadedError(f"{most} events of the answer were not read: the call was cancelled"))
+        if len(self._events) >= max_unread:
+            self.end(OverloadedError(f"{max_unread} events of the answer were not read: the call was cancelled"))
             return False
         self._events.append(event)
         self._arrived.set()

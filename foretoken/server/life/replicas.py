@@ -101,7 +101,7 @@ class Replicas:
         return await self._least_loaded().detokenize(token_ids)
 
     async def stats(self) -> dict[str, Any]:
-        """See `Backend.stats`: sums over the workers, rates and shares recomputed (`merging`). Also `num_restarts`, and
+        """See `Backend.stats`: sums over the workers, rates and shares recomputed (`merged`). Also `num_restarts`, and
         `replicas`: the statistics of each worker, `engine` naming its process.
         """
         pids = {worker.number: worker.pid for worker in self.workers}
@@ -168,7 +168,7 @@ class Replicas:
             for worker in self.workers
             if worker.service is not None and worker.state == "ready" and not self._is_draining
         }
-        there = {number: service for number, service in found.items() if not service.is_lost}
+        there = {number: service for number, service in found.items() if service.state == "ready"}
         if not there:
             raise UnavailableError(BEING_RESTARTED if found else _WHY.get(self.state, "the engine takes no requests"))
         return there

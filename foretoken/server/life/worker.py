@@ -1,4 +1,4 @@
-"""The process of one engine: `python -m foretoken.server.life.worker FD`, started by `worker_process`.
+"""The process of one engine: `python -m foretoken.server.life.worker FD`, started by `supervisor`.
 
 It answers commands (`wire`) from the front over the inherited socket FD, and ends when that is closed: no worker
 outlives its front. SIGINT and SIGTERM are the front's matter and ignored here, since a terminal and a service manager

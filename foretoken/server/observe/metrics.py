@@ -20,7 +20,7 @@ from prometheus_client.samples import Sample
 
 from foretoken.backend.call import Backend
 from foretoken.errors import ForetokenError
-from foretoken.server.api.errors import CODES
+from foretoken.server.api.errors import CLIENT_GONE, CODES
 from foretoken.server.observe.config import ObserveConfig
 from foretoken.server.observe.engine_counters import EngineCounters
 from foretoken.server.observe.figures import why_plain
@@ -37,7 +37,6 @@ FINISH_REASONS = frozenset({"stop", "length", "tool_calls", "content_filter", "a
 REASONS = frozenset({*CODES, "client"})
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _REJECTED = frozenset({429, 503})
-_CLIENT_LEFT = 499  # never sent: what is below was refused for its content
 
 _GAUGES = {
     "num_requests_running": "num_running",
@@ -80,7 +79,7 @@ class ServerMetrics(Collector):
             self._counted["request_success"].labels(_within(reason, FINISH_REASONS)).inc()
         if record.status in _REJECTED:
             self._counted["admission_rejections"].labels(_within(record.reason, REASONS)).inc()
-        elif record.reason and not 400 <= record.status < _CLIENT_LEFT:
+        elif record.reason and not 400 <= record.status < CLIENT_GONE:
             self._counted["requests_aborted"].labels(_within(record.reason, REASONS)).inc()
         self._count_answers(record)
 

@@ -7,14 +7,14 @@ HTTP) does not.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, MutableMapping
 from pathlib import Path
-from typing import Any
 
 from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foretoken.backend.call import Backend
+from foretoken.server.api.errors import CLIENT_GONE
 from foretoken.server.observe.config import ObserveConfig
 from foretoken.server.observe.history import History
 from foretoken.server.observe.metrics import ServerMetrics
@@ -22,15 +22,8 @@ from foretoken.server.observe.otel import TRACE_HEADERS, OpenTelemetryMetrics, O
 from foretoken.server.observe.request_log import RequestLog
 from foretoken.server.record import RequestObserver
 
-Message = MutableMapping[str, Any]
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
-
 _TRACE_NAMES = (b"traceparent", b"tracestate")
 _MAX_HEADER_CHARS = 512
-_CLIENT_LEFT = 499
 
 
 class Observation:
@@ -68,7 +61,7 @@ class Observation:
         """The route `/metrics`."""
         return (metrics_router(self.metrics),)
 
-    def around(self, app: App) -> App:
+    def around(self, app: ASGIApp) -> ASGIApp:
         """`app` with its responses counted and its trace context kept."""
         return counted(app, self.metrics)
 
@@ -90,7 +83,7 @@ def metrics_router(metrics: ServerMetrics) -> APIRouter:
     return router
 
 
-def counted(app: App, metrics: ServerMetrics) -> App:
+def counted(app: ASGIApp, metrics: ServerMetrics) -> ASGIApp:
     """`app` with its responses counted."""
 
     async def layer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -112,7 +105,7 @@ def counted(app: App, metrics: ServerMetrics) -> App:
         finally:
             TRACE_HEADERS.reset(token)
             if not codes:
-                metrics.count_response(route_of(scope), scope["method"], _CLIENT_LEFT)
+                metrics.count_response(route_of(scope), scope["method"], CLIENT_GONE)
 
     return layer
 
