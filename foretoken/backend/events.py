@@ -1,4 +1,4 @@
-"""What a service reports of a call: values that msgspec can write and read, so that they can cross a process boundary.
+"""What a backend reports of a call: values that msgspec can write and read, so that they can cross a process boundary.
 
 A call is one prompt or several, each with `n` answers; answer `choice` of prompt `p` has index `p * n + choice`.
 """

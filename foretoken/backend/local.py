@@ -1,4 +1,4 @@
-"""A service whose engine runs in this process: what a worker builds and serves, and the simple twin of `remote`."""
+"""A backend whose engine runs in this process: what a worker builds and serves, and the simple twin of `remote`."""
 
 from __future__ import annotations
 

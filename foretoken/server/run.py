@@ -75,57 +75,57 @@ def run_server(config: ServerConfig, on_ready: Callable[[Readiness], None]) -> i
 class _Front:
     def __init__(self, config: ServerConfig, listener: socket.socket, on_ready: Callable[[Readiness], None]) -> None:
         self._config, self._listener, self._on_ready = config, listener, on_ready
-        self._service = Replicas(config.engine, config.model_name, config.life, config.draft_required)
+        self._backend = Replicas(config.engine, config.model_name, config.life, config.draft_required)
         self._signals: list[int] = []
         self._url = url_of(listener, config.tls_cert is not None)
 
     async def run(self) -> int:
-        service, changes = self._service, self._service.changes
-        composed = compose(service, self._config)
+        backend, changes = self._backend, self._backend.changes
+        composed = compose(backend, self._config)
         server = _HttpServer(_uvicorn_config(composed, self._config), self._on_signal)
         self._loop = asyncio.get_running_loop()
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
             self._loop.add_signal_handler(signal.SIGHUP, self._on_signal, signal.SIGHUP)
-        service.start()
+        backend.start()
         serving = asyncio.create_task(server.serve(sockets=[self._listener]))
         serving.add_done_callback(lambda _task: changes.notify_all())
         reporting = asyncio.create_task(self._report_ready())
         try:
-            await changes.wait_for(lambda: bool(self._signals) or service.failure is not None or serving.done())
+            await changes.wait_for(lambda: bool(self._signals) or backend.failure is not None or serving.done())
             if self._signals:
                 await self._drain()
         finally:
             reporting.cancel()
             server.should_exit = True
             await serving
-            await service.close()
+            await backend.close()
             composed.close()
-        if service.failure is not None:
-            raise service.failure
+        if backend.failure is not None:
+            raise backend.failure
         return next((_CODES[number] for number in self._signals if number in _CODES), 0)
 
     async def _report_ready(self) -> None:
-        service = self._service
-        await service.changes.wait_for(lambda: service.state == "ready")
-        first = next(worker for worker in service.workers if worker.state == "ready")
+        backend = self._backend
+        await backend.changes.wait_for(lambda: backend.state == "ready")
+        first = next(worker for worker in backend.workers if worker.state == "ready")
         assert first.info is not None
-        self._on_ready(Readiness(self._url, first.info, first.drafters, first.load_s, len(service.workers)))
+        self._on_ready(Readiness(self._url, first.info, first.drafters, first.load_s, len(backend.workers)))
 
     async def _drain(self) -> None:
         drain_s = self._config.life.drain_s
-        num_open = self._service.num_open
+        num_open = self._backend.num_open
         name = signal.Signals(self._signals[0]).name
         _log.info("%s: draining, %d requests in flight, at most %g s", name, num_open, drain_s)
-        if not await self._service.drain(drain_s):
+        if not await self._backend.drain(drain_s):
             _log.warning("requests were still in flight after %g s: they ended with an error", drain_s)
 
     def _on_signal(self, number: int) -> None:
         if number == signal.SIGINT and signal.SIGINT in self._signals:
-            self._service.kill_now()
+            self._backend.kill_now()
             os.write(2, b"interrupted\n")
             os._exit(INTERRUPTED)
         self._signals.append(number)
-        self._loop.call_soon_threadsafe(self._service.changes.notify_all)
+        self._loop.call_soon_threadsafe(self._backend.changes.notify_all)
 
 
 class _HttpServer(uvicorn.Server):
@@ -177,18 +177,18 @@ class Composed:
     close: Callable[[], None]
 
 
-def compose(service: Replicas, config: ServerConfig) -> Composed:
-    """Everything over a service.
+def compose(backend: Replicas, config: ServerConfig) -> Composed:
+    """Everything over a backend.
 
     Raises:
         ConfigError, StorageError: keys, history or tracing that cannot be used.
     """
-    observation = Observation(service, config.observe)
+    observation = Observation(backend, config.observe)
     routers: list[APIRouter | RouterMaker] = [*observation.routers, page_router()]
     routers.append(stats_router)
     if is_test_build():
-        routers.append(debug_router(service))
-    app = create_app(service, config.api, observation.observers, routers)
+        routers.append(debug_router(backend))
+    app = create_app(backend, config.api, observation.observers, routers)
     return Composed(observation.around(guarded(app, config.guard)), uvicorn_options(config.guard), observation.close)
 
 

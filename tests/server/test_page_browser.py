@@ -37,9 +37,9 @@ def engine() -> Iterator[AsyncEngine]:
 
 @pytest.fixture(scope="module")
 def url(engine: AsyncEngine) -> Iterator[str]:
-    service = LocalBackend(engine, "reference")
+    backend = LocalBackend(engine, "reference")
     mix = SpecConfig("mix", parts=("ngram", SpecConfig("draft_model", draft="reference:draft")))
-    with served(create_app(service, ApiConfig(specs=(mix,)), routers=(page_router(), stats_router))) as address:
+    with served(create_app(backend, ApiConfig(specs=(mix,)), routers=(page_router(), stats_router))) as address:
         yield address
 
 

@@ -31,13 +31,13 @@ GENERATING_PATHS = (chat.PATH, completions.PATH, responses.PATH)
 
 
 def create_app(
-    service: Backend,
+    backend: Backend,
     config: ApiConfig | None = None,
     observers: Sequence[RequestObserver] = (),
     routers: Sequence[APIRouter | RouterMaker] = (),
 ) -> FastAPI:
-    """The application over a service. `routers` are further routes: routers, or functions that make one of an `Api`."""
-    api = Api(service, config or ApiConfig(), tuple(observers))
+    """The application over a backend. `routers` are further routes: routers, or functions that make one of an `Api`."""
+    api = Api(backend, config or ApiConfig(), tuple(observers))
     app = FastAPI(
         title="foretoken",
         version=__version__,
@@ -86,7 +86,7 @@ class RefusalRecords:
             await self._app(scope, receive, send_and_note)
         finally:
             if RECORDED_KEY not in scope:
-                caller, info = caller_of(scope), self._api.service.info
+                caller, info = caller_of(scope), self._api.backend.info
                 self._api.tell(
                     RequestRecord(
                         request_id=request_id_of(scope),

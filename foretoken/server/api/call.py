@@ -1,4 +1,4 @@
-"""From the fields of a request to the `Call` that a service answers."""
+"""From the fields of a request to the `Call` that a backend answers."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def completion_router(api: Api) -> APIRouter:
         call = completion_call(body, terms)
         exchange = Exchange(api, request.scope, call, info, bool(body.stream))
         echoed = [
-            prompt if isinstance(prompt, str) else await api.service.detokenize(prompt) if info.has_tokenizer else ""
+            prompt if isinstance(prompt, str) else await api.backend.detokenize(prompt) if info.has_tokenizer else ""
             for prompt in (body.prompt if body.echo else ())
         ]
         frame = ResponseWriter(exchange, body, "cmpl", "text_completion", "text_completion")
@@ -114,9 +114,9 @@ async def with_suffix(api: Api, body: CompletionRequest, info: ModelInfo) -> Com
         raise unsupported("echo", "cannot stand beside suffix; leave one of them out")
     before_prefix, before_suffix, before_middle = info.fim_tokens
     try:
-        behind = await api.service.tokenize(body.suffix, add_special_tokens=False)
+        behind = await api.backend.tokenize(body.suffix, add_special_tokens=False)
         prefixes = [
-            await api.service.tokenize(prompt, add_special_tokens=False) if isinstance(prompt, str) else prompt
+            await api.backend.tokenize(prompt, add_special_tokens=False) if isinstance(prompt, str) else prompt
             for prompt in body.prompt
         ]
     except ForetokenError as error:

@@ -67,7 +67,7 @@ class TokenBudget:
 class Api:
     """What all routes share."""
 
-    service: Backend
+    backend: Backend
     config: ApiConfig
     observers: Sequence[RequestObserver]
     budget: TokenBudget = field(default_factory=TokenBudget)
@@ -78,7 +78,7 @@ class Api:
         Raises:
             ApiError: 503 while no requests are taken.
         """
-        state, info = self.service.state, self.service.info
+        state, info = self.backend.state, self.backend.info
         if state != "ready" or info is None:
             raise unavailable(state, self.config.retry_after_s)
         return info
@@ -112,7 +112,7 @@ class Exchange:
         self._is_finished = False
 
     async def open(self) -> None:
-        """Have the service queue the call.
+        """Have the backend queue the call.
 
         Raises:
             ApiError: it is refused, or was not queued in time.
@@ -124,7 +124,7 @@ class Exchange:
         deadline = loop.time() + config.first_token_timeout_s
         try:
             async with asyncio.timeout_at(deadline):
-                self._generation = await self.api.service.open(self.call)
+                self._generation = await self.api.backend.open(self.call)
         except TimeoutError:
             raise self._leave_error("queue_deadline") from None
         except ForetokenError as error:
@@ -222,8 +222,8 @@ class Exchange:
             raise ApiError(400, "too_many_tokens", message, "logprobs")
 
     def _refusal(self, error: ForetokenError) -> ApiError:
-        if isinstance(error, UnavailableError) and self.api.service.state != "ready":
-            return unavailable(self.api.service.state, self.api.config.retry_after_s)
+        if isinstance(error, UnavailableError) and self.api.backend.state != "ready":
+            return unavailable(self.api.backend.state, self.api.config.retry_after_s)
         made = of_exception(error, self.api.config.retry_after_s)
         if isinstance(error, ContextLengthError):
             found = re.match(r"\d+", str(error.value))

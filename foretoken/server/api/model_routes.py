@@ -42,21 +42,21 @@ def status_router(api: Api) -> APIRouter:
 
     @router.get("/v1/models", summary="The served models")
     async def models() -> Response:
-        info = api.service.info
+        info = api.backend.info
         return json_response({"object": "list", "data": [] if info is None else [_model(info)]})
 
     @router.get("/v1/models/{name:path}", summary="One served model")
     async def model(name: str) -> Response:
-        info = api.service.info
+        info = api.backend.info
         if info is None or name != info.name:
             raise ApiError(404, "model_not_found", "model: is not served here; see /v1/models", "model")
         return json_response(_model(info))
 
     @router.get("/health", summary="Whether the engine lives")
     async def health() -> Response:
-        if api.service.state in _DEAD:
-            raise unavailable(api.service.state, api.config.retry_after_s)
-        return json_response({"status": "ok", "state": api.service.state})
+        if api.backend.state in _DEAD:
+            raise unavailable(api.backend.state, api.config.retry_after_s)
+        return json_response({"status": "ok", "state": api.backend.state})
 
     @router.get("/ready", summary="Whether requests are taken")
     async def ready() -> Response:
@@ -69,7 +69,7 @@ def status_router(api: Api) -> APIRouter:
 
     @router.get("/v1/limits", summary="Every limit in force")
     async def limits() -> Response:
-        return json_response(limits_in_force(api.config, api.service.info))
+        return json_response(limits_in_force(api.config, api.backend.info))
 
     return router
 
@@ -139,7 +139,7 @@ def tokenization_router(api: Api) -> APIRouter:
             raise unsupported("messages", "the model has no chat template; give a prompt")
         messages = None if body.messages is None else checked_messages(body.messages, info.template_roles)
         try:
-            tokens = await api.service.tokenize(body.prompt, messages, body.add_special_tokens)
+            tokens = await api.backend.tokenize(body.prompt, messages, body.add_special_tokens)
         except ForetokenError as error:
             raise of_exception(error, api.config.retry_after_s) from error
         return json_response({"count": len(tokens), "max_model_len": info.max_model_len, "tokens": tokens})
@@ -152,7 +152,7 @@ def tokenization_router(api: Api) -> APIRouter:
             if type(token) is not int or not 0 <= token < info.vocab_size:
                 raise invalid("tokens", f"must be whole numbers from 0 to {info.vocab_size - 1}", token)
         try:
-            return json_response({"prompt": await api.service.detokenize(body.tokens)})
+            return json_response({"prompt": await api.backend.detokenize(body.tokens)})
         except ForetokenError as error:
             raise of_exception(error, api.config.retry_after_s) from error
 

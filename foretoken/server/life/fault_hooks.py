@@ -125,12 +125,12 @@ def fault_hook() -> FaultHook:
     return FaultHook(point, int(nth), action, repeats)
 
 
-def debug_router(service: Replicas) -> APIRouter:
+def debug_router(backend: Replicas) -> APIRouter:
     """`/debug/invariants`: what the front and its workers hold at this moment."""
     router = APIRouter()
 
     async def read_invariants() -> dict[str, Any]:
-        return await service.invariants()
+        return await backend.invariants()
 
     router.add_api_route("/debug/invariants", read_invariants, methods=["GET"], include_in_schema=False)
     return router

@@ -32,7 +32,7 @@ def canary_call(info: ModelInfo) -> Call:
     return Call(params, [prompt], spec=SpecConfig())
 
 
-async def ask_canary(service: Backend, info: ModelInfo) -> CanaryAnswer | str:
+async def ask_canary(backend: Backend, info: ModelInfo) -> CanaryAnswer | str:
     """The answer of a worker, or why there is none.
 
     Raises:
@@ -41,7 +41,7 @@ async def ask_canary(service: Backend, info: ModelInfo) -> CanaryAnswer | str:
     token_ids: list[int] = []
     logprobs: list[str] = []
     text, failure = "", "the answer did not end"
-    async for event in await service.open(canary_call(info)):
+    async for event in await backend.open(canary_call(info)):
         if isinstance(event, Piece):
             token_ids += [token.token_id for token in event.tokens]
             logprobs += ["" if token.logprob is None else token.logprob.hex() for token in event.tokens]

@@ -1,4 +1,4 @@
-"""`RemoteService`: the engine of a worker process, seen from the front."""
+"""`RemoteBackend`: the engine of a worker process, seen from the front."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from foretoken.server.life.wire import (
 BEING_RESTARTED = "the engine is being restarted"
 
 
-class RemoteService:
+class RemoteBackend:
     """`Backend` over a channel to a worker that has loaded its engine. Whoever reads the channel calls `take` with what
     comes, and `fail` once when the worker is gone.
     """
@@ -176,8 +176,8 @@ class RemoteService:
 class RemoteGeneration:
     """A call that runs in a worker."""
 
-    def __init__(self, service: RemoteService, number: int, pending: _Pending) -> None:
-        self._service, self._number, self._pending = service, number, pending
+    def __init__(self, backend: RemoteBackend, number: int, pending: _Pending) -> None:
+        self._backend, self._number, self._pending = backend, number, pending
 
     async def __aiter__(self) -> AsyncGenerator[Event]:
         try:
@@ -187,11 +187,11 @@ class RemoteGeneration:
                     return
                 yield event
         finally:
-            self._service.leave(self._number)
+            self._backend.leave(self._number)
 
     async def cancel(self) -> None:
         """See `Generation.cancel`."""
-        self._service.ask_to_stop(self._number)
+        self._backend.ask_to_stop(self._number)
 
 
 class _Pending:

@@ -12,7 +12,7 @@ from foretoken.backend.events import ModelInfo
 from foretoken.engine_config import EngineConfig
 from foretoken.errors import ForetokenError, UnavailableError
 from foretoken.server.life.config import LifeConfig
-from foretoken.server.life.remote import BEING_RESTARTED, RemoteGeneration, RemoteService
+from foretoken.server.life.remote import BEING_RESTARTED, RemoteBackend, RemoteGeneration
 from foretoken.server.life.routing import PrefixRouting, Quarantine, fingerprint_of
 from foretoken.server.life.supervisor import SupervisedWorker
 
@@ -75,7 +75,7 @@ class Replicas:
     @property
     def num_open(self) -> int:
         """Commands in flight."""
-        return sum(worker.service.num_open for worker in self.workers if worker.service is not None)
+        return sum(worker.backend.num_open for worker in self.workers if worker.backend is not None)
 
     async def open(self, call: Call) -> RemoteGeneration:
         """See `Backend.open`.
@@ -84,11 +84,11 @@ class Replicas:
             InputError: the engine died twice while it answered this request.
             WorkerDiedError: the engine's process died meanwhile.
         """
-        services = self._services()
+        backends = self._backends()
         fingerprint = fingerprint_of(call)
         self._quarantine.check(fingerprint)
-        number = self._routing.choose(call, {number: service.num_open for number, service in services.items()})
-        return await services[number].open(call, fingerprint)
+        number = self._routing.choose(call, {number: backend.num_open for number, backend in backends.items()})
+        return await backends[number].open(call, fingerprint)
 
     async def tokenize(
         self, prompt: str | None, messages: Sequence[Mapping[str, Any]] | None = None, add_special_tokens: bool = True
@@ -105,14 +105,14 @@ class Replicas:
         `replicas`: the statistics of each worker, `engine` naming its process.
         """
         pids = {worker.number: worker.pid for worker in self.workers}
-        found = await self._of_each(lambda service: service.stats())
+        found = await self._of_each(lambda backend: backend.stats())
         restarts = sum(max(0, worker.num_starts - 1) for worker in self.workers)
         replicas = [{**stats, "engine": str(pids[number])} for number, stats in found.items()]
         return merged(list(found.values())) | {"num_restarts": restarts, "replicas": replicas}
 
     async def invariants(self) -> dict[str, Any]:
         """What every worker holds now, and what the front holds for them."""
-        found = await self._of_each(lambda service: service.invariants())
+        found = await self._of_each(lambda backend: backend.invariants())
         return {
             "state": self.state,
             "num_open": self.num_open,
@@ -142,8 +142,8 @@ class Replicas:
                     await asyncio.sleep(0.02)
         all_ended = not self.num_open
         for worker in self.workers:
-            if worker.service is not None:
-                worker.service.abandon("the server is shutting down")
+            if worker.backend is not None:
+                worker.backend.abandon("the server is shutting down")
         return all_ended
 
     async def close(self) -> None:
@@ -157,40 +157,40 @@ class Replicas:
         for worker in self.workers:
             worker.kill_now()
 
-    def _services(self) -> dict[int, RemoteService]:
+    def _backends(self) -> dict[int, RemoteBackend]:
         """The workers that take calls.
 
         Raises:
             UnavailableError: there is none.
         """
         found = {
-            worker.number: worker.service
+            worker.number: worker.backend
             for worker in self.workers
-            if worker.service is not None and worker.state == "ready" and not self._is_draining
+            if worker.backend is not None and worker.state == "ready" and not self._is_draining
         }
-        there = {number: service for number, service in found.items() if service.state == "ready"}
+        there = {number: backend for number, backend in found.items() if backend.state == "ready"}
         if not there:
             raise UnavailableError(BEING_RESTARTED if found else _WHY.get(self.state, "the engine takes no requests"))
         return there
 
-    def _least_loaded(self) -> RemoteService:
-        return min(self._services().values(), key=lambda service: service.num_open)
+    def _least_loaded(self) -> RemoteBackend:
+        return min(self._backends().values(), key=lambda backend: backend.num_open)
 
-    async def _of_each(self, ask: Callable[[RemoteService], Any]) -> dict[int, dict[str, Any]]:
+    async def _of_each(self, ask: Callable[[RemoteBackend], Any]) -> dict[int, dict[str, Any]]:
         """What each worker says; one that dies meanwhile says nothing.
 
         Raises:
             UnavailableError: no worker says anything.
         """
-        services = {worker.number: worker.service for worker in self.workers if worker.service is not None}
-        found = await asyncio.gather(*map(ask, services.values()), return_exceptions=True)
-        said = {number: one for number, one in zip(services, found, strict=True) if isinstance(one, dict)}
+        backends = {worker.number: worker.backend for worker in self.workers if worker.backend is not None}
+        found = await asyncio.gather(*map(ask, backends.values()), return_exceptions=True)
+        said = {number: one for number, one in zip(backends, found, strict=True) if isinstance(one, dict)}
         if not said:
             raise UnavailableError(_WHY.get(self.state, "the engine takes no requests"))
         return said
 
-    def _note_death(self, service: RemoteService) -> None:
-        self._quarantine.died(service.fingerprints)
+    def _note_death(self, backend: RemoteBackend) -> None:
+        self._quarantine.died(backend.fingerprints)
 
 
 class AsyncCondition:

@@ -24,7 +24,7 @@ from foretoken.machine.threads import names_waiting, sleeping
 from foretoken.server.life.config import LifeConfig
 from foretoken.server.life.fault_hooks import is_test_build
 from foretoken.server.life.health import CanaryAnswer, Watchdog, ask_canary, difference
-from foretoken.server.life.remote import RemoteService
+from foretoken.server.life.remote import RemoteBackend
 from foretoken.server.life.wire import ArmFaults, Beat, Channel, Loaded, LoadEngine, Message, NotLoaded, from_wire
 
 _READ_BYTES = 4 << 20  # what may wait to be decoded: a step of many answers with log-probabilities
@@ -48,7 +48,7 @@ class SupervisedWorker:
         config: LifeConfig,
         draft_required: bool,
         on_change: Callable[[], None],
-        on_death: Callable[[RemoteService], None],
+        on_death: Callable[[RemoteBackend], None],
     ) -> None:
         self.number, self._config, self._name, self._draft_required = number, config, name, draft_required
         device = config.device_of(number)
@@ -58,7 +58,7 @@ class SupervisedWorker:
         self.info: ModelInfo | None = None
         self.drafters: tuple[str, ...] = ()
         self.load_s = 0.0
-        self.service: RemoteService | None = None  # of a worker that is ready
+        self.backend: RemoteBackend | None = None  # of a worker that is ready
         self.failure: ForetokenError | None = None
         self.num_starts = self.num_deaths = 0
         self._process: WorkerProcess | None = None
@@ -119,16 +119,16 @@ class SupervisedWorker:
         reading: asyncio.Task[None] | None = None
         end = process.kill
         try:
-            service = await self._load(process)
-            if service is None:
+            backend = await self._load(process)
+            if backend is None:
                 return None
-            reading = asyncio.create_task(self._read(process, service))
+            reading = asyncio.create_task(self._read(process, backend))
             watching = asyncio.create_task(self._watch(process))
             try:
-                if not await self._passes_canary(service):
+                if not await self._passes_canary(backend):
                     return None
                 process.channel.send(ArmFaults())
-                self.service, ready_at = service, clock()
+                self.backend, ready_at = backend, clock()
                 _log.info("worker %d: ready, pid %d, loaded in %.1f s", self.number, process.pid, self.load_s)
                 self._become("ready")
                 await reading
@@ -146,7 +146,7 @@ class SupervisedWorker:
         _log.warning("worker %d: its process has ended with %d", self.number, code)
         return None if ready_at is None else clock() - ready_at
 
-    async def _load(self, process: WorkerProcess) -> RemoteService | None:
+    async def _load(self, process: WorkerProcess) -> RemoteBackend | None:
         """Wait until the engine is loaded; None if it could not be."""
         is_first = self.num_starts == 1  # a fault on demand that came again could not be recovered from
         config = self._config
@@ -172,11 +172,11 @@ class SupervisedWorker:
             _log.warning("worker %d: died while it loaded", self.number)
             return None
         self.info, self.load_s, self.drafters = message.info, message.load_s, message.drafters
-        return RemoteService(process.channel, message.info, config.max_unread_events)
+        return RemoteBackend(process.channel, message.info, config.max_unread_events)
 
-    async def _passes_canary(self, service: RemoteService) -> bool:
+    async def _passes_canary(self, backend: RemoteBackend) -> bool:
         try:
-            answer = await ask_canary(service, service.info)
+            answer = await ask_canary(backend, backend.info)
         except ForetokenError as error:
             answer = str(error)
         if isinstance(answer, str):
@@ -194,7 +194,7 @@ class SupervisedWorker:
             )
         return not wrong
 
-    async def _read(self, process: WorkerProcess, service: RemoteService) -> None:
+    async def _read(self, process: WorkerProcess, backend: RemoteBackend) -> None:
         """Deliver what the worker sends, until it is gone."""
         clock = asyncio.get_running_loop().time
         try:
@@ -202,12 +202,12 @@ class SupervisedWorker:
                 if isinstance(message, Beat):
                     self._stuck.beat(message.step_s, clock())
                 else:
-                    service.take(message)
+                    backend.take(message)
         except (EngineError, TypeError) as error:
             _log.warning("worker %d: %s", self.number, error)
         finally:
-            self._on_death(service)
-            service.fail(_death())
+            self._on_death(backend)
+            backend.fail(_death())
 
     async def _watch(self, process: WorkerProcess) -> None:
         """Kill a worker that is stuck."""
@@ -225,11 +225,11 @@ class SupervisedWorker:
 
     def _on_exit(self, was_ready: bool) -> None:
         """The worker is gone, or has to go."""
-        service, self.service = self.service, None
+        backend, self.backend = self.backend, None
         self.num_deaths += was_ready
         self._become("restarting" if self.info is not None else "loading")
-        if service is not None:
-            service.fail(_death())
+        if backend is not None:
+            backend.fail(_death())
 
 
 def _death() -> WorkerDiedError:

@@ -49,8 +49,8 @@ _GAUGES = {
 class ServerMetrics(Collector):
     """Metrics of one server in a registry of its own. See `record.RequestObserver`."""
 
-    def __init__(self, service: Backend, config: ObserveConfig) -> None:
-        self._service, self._config = service, config
+    def __init__(self, backend: Backend, config: ObserveConfig) -> None:
+        self._backend, self._config = backend, config
         self._registry = CollectorRegistry()
         self._counters = EngineCounters(config.slices)
         self._stats: Mapping[str, Any] = {}
@@ -151,7 +151,7 @@ class ServerMetrics(Collector):
             if time.monotonic() - self._read_s < self._config.stats_max_age_s:
                 return
             try:
-                stats = await self._service.stats()
+                stats = await self._backend.stats()
             except ForetokenError:
                 self._stats, self._is_up = {}, False
             else:

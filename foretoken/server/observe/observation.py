@@ -34,8 +34,8 @@ class Observation:
         StorageError: the history can never be written.
     """
 
-    def __init__(self, service: Backend, config: ObserveConfig) -> None:
-        self.metrics = ServerMetrics(service, config)
+    def __init__(self, backend: Backend, config: ObserveConfig) -> None:
+        self.metrics = ServerMetrics(backend, config)
         self.tracing = Tracing(OpenTelemetrySink()) if config.tracing else None
         self.sent_metrics = OpenTelemetryMetrics(self.metrics) if config.tracing and is_wanted() else None
         self.history = (

@@ -1,5 +1,5 @@
 """The page at `/`: one document with its style and script inside, and a policy that lets nothing else run or load; and
-`/v1/stats`, the counters of the service with what the page needs to know of the model.
+`/v1/stats`, the counters of the backend with what the page needs to know of the model.
 """
 
 from __future__ import annotations
@@ -95,20 +95,20 @@ def _read(name: str) -> str:
 
 
 def stats_router(api: Api) -> APIRouter:
-    """A router with the numbers of the service; the page computes rates from two readings."""
-    router, service = APIRouter(), api.service
+    """A router with the numbers of the backend; the page computes rates from two readings."""
+    router, backend = APIRouter(), api.backend
 
     @router.get("/v1/stats")
     async def stats() -> dict[str, Any]:
         """Counters since the engine started, gauges, and the served model; `engine` is null while there is none."""
-        info = service.info
+        info = backend.info
         try:
-            engine = await service.stats()
+            engine = await backend.stats()
         except UnavailableError:
             engine = None
         return {
             "time_s": time.monotonic(),
-            "state": service.state,
+            "state": backend.state,
             "model": None if info is None else {name: getattr(info, name) for name in _SHOWN},
             "drafters": [] if info is None else list(offered_specs(info, api.config)),
             "groups": drafter_groups(),

@@ -1,4 +1,4 @@
-"""A service without a model: it answers from a script, so that what HTTP makes of events can be seen alone."""
+"""A backend without a model: it answers from a script, so that what HTTP makes of events can be seen alone."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class FakeGeneration:
         self._cancelled.set()
 
 
-class FakeService:
+class FakeBackend:
     """See `Service`; keeps the calls and generations that it opened."""
 
     def __init__(self, script: Sequence[Event | Exception | asyncio.Event] = (), info: ModelInfo = INFO) -> None:
