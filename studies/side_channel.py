@@ -119,12 +119,12 @@ def _distance(one: Sequence[float], other: Sequence[float]) -> float:
     return (apart + abs(len(one) - len(other))) / max(1, shared)
 
 
-async def measure(options: argparse.Namespace, service: LocalBackend) -> list[dict[str, Any]]:
+async def measure(options: argparse.Namespace, backend: LocalBackend) -> list[dict[str, Any]]:
     """A row for each setting and kind of answer."""
     rows = []
     for is_fixed in (True, False):
         for name, setting in SETTINGS.items():
-            app = create_app(service, ApiConfig(**setting))  # type: ignore[arg-type]  # texts and flags
+            app = create_app(backend, ApiConfig(**setting))  # type: ignore[arg-type]  # texts and flags
             streams = []
             for repeat in range(options.repeats):
                 for prompt, text in enumerate(_TEXTS[: options.prompts]):

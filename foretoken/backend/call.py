@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
+
+import msgspec
 
 from foretoken.backend.events import Event, ModelInfo
 from foretoken.config import SamplingParams, SpecConfig
@@ -12,9 +13,9 @@ from foretoken.config import SamplingParams, SpecConfig
 State = Literal["loading", "ready", "draining", "restarting", "failed"]
 
 
-@dataclass(frozen=True)
-class Call:
-    """One HTTP request: `prompts`, or one conversation `messages`; each prompt is answered `params.n` times.
+class Call(msgspec.Struct, frozen=True):
+    """One HTTP request: `prompts`, or one conversation `messages`; each prompt is answered `params.n` times. What a
+    process sends to another one is read with all checks of `SamplingParams` and `SpecConfig`.
 
     `spec` None: the server's default. `template_options` go to the chat template (white-listed by the HTTP layer).
     `prediction` is the text that the answers are expected to resemble: counted in any case (`AnswerEnded.prediction`)
@@ -26,7 +27,7 @@ class Call:
     prompts: Sequence[str | Sequence[int]] = ()
     messages: Sequence[Mapping[str, Any]] | None = None
     tools: Sequence[Mapping[str, Any]] | None = None
-    template_options: Mapping[str, Any] = field(default_factory=dict)
+    template_options: Mapping[str, Any] = {}
     spec: SpecConfig | None = None
     prediction: str | None = None
     trace: bool = False

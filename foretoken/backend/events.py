@@ -1,4 +1,4 @@
-"""What a service reports of a call: values that msgspec can write and read, so that they can cross a process boundary.
+"""What a backend reports of a call: values that msgspec can write and read, so that they can cross a process boundary.
 
 A call is one prompt or several, each with `n` answers; answer `choice` of prompt `p` has index `p * n + choice`.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+
+from foretoken.config import SpecConfig
 
 
 class Alternative(msgspec.Struct, frozen=True, array_like=True):
@@ -113,7 +115,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
 
     `tool_style` is how its chat template lets it write calls (`model_files.tool_style`), None where it takes no tools.
     `template_roles` are the roles of messages that its chat template names.
-    `middle_marks` are the tokens before prefix, suffix and middle of a text that is filled in, None without such.
+    `fim_tokens` are those before prefix, suffix and middle of a text that is filled in, None without such.
     `missing_draft` is the draft that could not be loaded and is done without, None where nothing is missing.
     """
 
@@ -126,10 +128,10 @@ class ModelInfo(msgspec.Struct, frozen=True):
     pad_token: str | None
     has_tokenizer: bool
     has_chat_template: bool
-    default_spec: dict[str, Any]
+    default_spec: SpecConfig
     max_waiting: int
     num_parameters: int | None = None
     tool_style: str | None = None
     template_roles: tuple[str, ...] = ()
-    middle_marks: tuple[tuple[int, ...], int, int] | None = None
+    fim_tokens: tuple[tuple[int, ...], int, int] | None = None
     missing_draft: str | None = None

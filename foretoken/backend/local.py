@@ -1,9 +1,11 @@
-"""A service whose engine runs in this process: what a worker serves, and the simple twin of `remote`."""
+"""A backend whose engine runs in this process: what a worker builds and serves, and the simple twin of `remote`."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import warnings
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,17 +13,23 @@ from typing import Any
 from foretoken.backend.call import Call, State
 from foretoken.backend.events import AnswerEnded, AnswerFailed, Begun, Event, ModelInfo, Piece, TokenEvent
 from foretoken.backend.gauges import gauges
-from foretoken.backend.model_files import middle_marks, template_roles, tool_style
-from foretoken.backend.plain import plain
+from foretoken.backend.model_files import fim_tokens, template_roles, tool_style
 from foretoken.backend.rounds import RoundLog
 from foretoken.backend.spellings import TokenSpellings
 from foretoken.core import StepOutput, TokenLogprobs
 from foretoken.draft.predicted import num_followed
 from foretoken.engine.async_engine import AsyncEngine
+from foretoken.engine.llm import LLM
 from foretoken.engine.output import GenerateOutput
 from foretoken.engine.ticket import Ticket
-from foretoken.errors import InputError
+from foretoken.engine_config import EngineConfig
+from foretoken.errors import CheckpointError, InputError, SpeculationWarning, StorageError, UnsupportedModelError
 from foretoken.text.tokenizer import Tokenizer
+
+_log = logging.getLogger("foretoken.worker")
+
+# Faults of a draft that is missing or broken. One that does not fit its target (MismatchError) always ends the start.
+_BROKEN_DRAFT = (CheckpointError, StorageError, UnsupportedModelError)
 
 
 class LocalBackend:
@@ -247,10 +255,35 @@ def _info(engine: AsyncEngine, name: str, missing_draft: str | None) -> ModelInf
         pad_token=None,
         has_tokenizer=tokenizer is not None,
         has_chat_template=tokenizer is not None and tokenizer.chat_template is not None,
-        default_spec=plain(llm.spec),
+        default_spec=llm.spec,
         max_waiting=engine.max_waiting,
         tool_style=None if tokenizer is None else tool_style(tokenizer.chat_template),
         template_roles=() if tokenizer is None else template_roles(tokenizer.chat_template),
-        middle_marks=None if tokenizer is None else middle_marks(tokenizer.vocabulary, tokenizer.opening_ids),
+        fim_tokens=None if tokenizer is None else fim_tokens(tokenizer.vocabulary, tokenizer.opening_ids),
         missing_draft=missing_draft,
     )
+
+
+def build_engine(config: EngineConfig, max_waiting: int, draft_required: bool) -> tuple[AsyncEngine, str | None]:
+    """An engine that is ready for requests, and the draft that it runs without: one that cannot be loaded is done
+    without, with a warning, unless it is required.
+
+    Raises:
+        ForetokenError: the engine cannot be built.
+    """
+    missing = None
+    try:
+        llm = LLM(config, on_profile=_say)
+    except _BROKEN_DRAFT as error:
+        if draft_required or config.spec is None or config.spec.draft is None:
+            raise
+        llm = LLM(replace(config, spec=None), on_profile=_say)  # raises the same where the target is at fault
+        missing = str(config.spec.draft)
+        words = f"serving without the draft {missing}: {error}; --draft-required makes an error of this"
+        warnings.warn(SpeculationWarning(words), stacklevel=1)
+    llm.engine.admission.warm()
+    return AsyncEngine(llm, max_waiting), missing
+
+
+def _say(text: str) -> None:
+    _log.info("%s", text)

@@ -9,7 +9,7 @@ _TAKES_TOOLS = re.compile(r"\btools\b")
 # A role compared with a text, or with a list of texts: message['role'] == 'user', message.role in ["tool", "ipython"].
 _COMPARED_ROLE = re.compile(r"""\brole['"\])\s]*(?:==|!=|(?:not\s+)?in\b)\s*([\[(][^\])]*[\])]|'[^']*'|"[^"]*")""")
 _QUOTED = re.compile(r"""['"]([\w-]{1,64})['"]""")
-_MIDDLE_MARKS = (  # before the prefix, before the suffix, before the middle
+_FIM_TOKENS = (  # before the prefix, before the suffix, before the middle
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen-Coder, CodeGemma
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
     ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
@@ -33,11 +33,11 @@ def template_roles(chat_template: str | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(role for texts in compared for role in _QUOTED.findall(texts)))
 
 
-def middle_marks(vocabulary: Mapping[str, int], opening_ids: Sequence[int]) -> tuple[tuple[int, ...], int, int] | None:
+def fim_tokens(vocabulary: Mapping[str, int], opening_ids: Sequence[int]) -> tuple[tuple[int, ...], int, int] | None:
     """Tokens before the prefix (`opening_ids` with them, which begin every text), before the suffix and before the
     middle, for models trained to fill in the middle; None for others.
     """
-    for marks in _MIDDLE_MARKS:
+    for marks in _FIM_TOKENS:
         if all(mark in vocabulary for mark in marks):
             before_prefix, before_suffix, before_middle = (vocabulary[mark] for mark in marks)
             return (*opening_ids, before_prefix), before_suffix, before_middle

@@ -1,4 +1,4 @@
-"""Configurations as plain maps, and back: what arrives is built anew, and so checked again."""
+"""Configurations as values that msgpack has, and back: what arrives is built anew, and so checked again."""
 
 from __future__ import annotations
 
@@ -7,42 +7,19 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from foretoken.config import SamplingParams, SpecConfig, from_mapping
+import msgspec
+
+from foretoken.config import SpecConfig, from_mapping
 from foretoken.control.adaptation import AdaptConfig
 from foretoken.control.routing import RoutingRules
 from foretoken.engine_config import EngineConfig
 
-_Config = SamplingParams | SpecConfig | EngineConfig | RoutingRules | AdaptConfig
 
-
-def plain(config: _Config) -> dict[str, Any]:
+def plain(config: SpecConfig | EngineConfig) -> dict[str, Any]:
     """The fields of a configuration that are not the default, as values that msgpack has."""
     return {
         field.name: _value(value) for field in fields(config) if (value := getattr(config, field.name)) != field.default
     }
-
-
-def sampling_params_of(values: Mapping[str, Any]) -> SamplingParams:
-    """Sampling parameters from `plain` values.
-
-    Raises:
-        InputError: a value that cannot be honoured.
-    """
-    return from_mapping(SamplingParams, values)
-
-
-def spec_of(values: Mapping[str, Any] | None) -> SpecConfig | None:
-    """What to speculate with from `plain` values; None stays None.
-
-    Raises:
-        ConfigError: a value that cannot be honoured.
-    """
-    if values is None:
-        return None
-    given = dict(values)
-    if "parts" in given:
-        given["parts"] = tuple(part if isinstance(part, str) else spec_of(part) for part in given["parts"])
-    return from_mapping(SpecConfig, given)
 
 
 def engine_config_of(values: Mapping[str, Any]) -> EngineConfig:
@@ -50,23 +27,29 @@ def engine_config_of(values: Mapping[str, Any]) -> EngineConfig:
 
     Raises:
         InputError: a value that cannot be honoured.
+        msgspec.ValidationError: one inside `spec`, `routing` or `adapt`.
     """
-    given = dict(values)
-    given["spec"] = spec_of(given.get("spec"))
-    if given.get("routing") is not None:
-        given["routing"] = from_mapping(RoutingRules, given["routing"])
-    if isinstance(given.get("adapt"), Mapping):
-        given["adapt"] = from_mapping(AdaptConfig, given["adapt"])
-    return from_mapping(EngineConfig, given)
+    kinds: dict[str, Any] = {"spec": SpecConfig, "routing": RoutingRules, "adapt": AdaptConfig | bool}
+    built = {name: msgspec.convert(values[name], kind) for name, kind in kinds.items() if name in values}
+    return from_mapping(EngineConfig, {**values, **built})
 
 
-def _value(value: Any) -> Any:  # noqa: ANN401 - a field of any type
-    if isinstance(value, SpecConfig | RoutingRules | AdaptConfig):
-        return plain(value)
+def builtin(value: object) -> object:
+    """What msgspec writes in place of a value that it does not know (`enc_hook`).
+
+    Raises:
+        TypeError: a value of another kind.
+    """
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, Mapping):
-        return {key: _value(one) for key, one in value.items()}
+        return dict(value)
+    raise TypeError(f"{type(value).__name__} cannot be written")
+
+
+def _value(value: Any) -> Any:  # noqa: ANN401 - a field of any type
+    if isinstance(value, SpecConfig):
+        return plain(value)
     if isinstance(value, list | tuple):
         return [_value(one) for one in value]
-    return value
+    return msgspec.to_builtins(value, enc_hook=builtin)

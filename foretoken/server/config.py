@@ -11,9 +11,8 @@ from foretoken.errors import ConfigError
 from foretoken.option import option
 from foretoken.params import check_flag, check_text, check_whole
 from foretoken.server.api.config import ApiConfig
-from foretoken.server.guard.bind import refuse_public_bind
 from foretoken.server.guard.config import GuardConfig
-from foretoken.server.guard.keys import key_ring
+from foretoken.server.guard.keys import key_ring, refuse_public_bind
 from foretoken.server.life.config import LifeConfig
 from foretoken.server.observe.config import ObserveConfig
 

@@ -1,10 +1,62 @@
-"""`RequestRecord`: what is known of a finished HTTP request: the one source of logs, metrics and history."""
+"""What is known of an HTTP request: who sent it, its name, and the record of it once it has finished, the one source of
+logs, metrics and history.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+import secrets
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+CALLER_KEY = "foretoken.caller"
+REQUEST_ID_HEADER = b"x-request-id"
+_VALID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
+_NAME_KEY = "foretoken.request_id"
+RECORDED_KEY = "foretoken.recorded"  # of the ASGI scope: its request has a record
+
+
+@dataclass(frozen=True)
+class Caller:
+    """`key` is the name of the API key, never the key; `tenant` names those who share caches. "" without keys."""
+
+    key: str = ""
+    tenant: str = ""
+
+
+def caller_of(scope: MutableMapping[str, Any]) -> Caller:
+    """The caller of an ASGI scope, under `CALLER_KEY`; nobody in particular where no layer checks keys."""
+    found = scope.get(CALLER_KEY, Caller())
+    assert isinstance(found, Caller)
+    return found
+
+
+def tenant_of(caller: Caller, cache_salt: str) -> str:
+    """The tenant of a request: the key's own, divided by the salt that the request gave. No name contains NUL, so two
+    pairs never give one tenant.
+    """
+    return f"{caller.tenant}\0{cache_salt}" if cache_salt else caller.tenant
+
+
+def is_request_id(text: str) -> bool:
+    """Whether a client may call its request so."""
+    return _VALID.fullmatch(text) is not None
+
+
+def request_id_of(scope: MutableMapping[str, Any]) -> str:
+    """The request's name: the one in the scope, a valid one in its header, or a new one; kept in the scope."""
+    found = scope.get(_NAME_KEY)
+    if not isinstance(found, str):
+        sent = (value for name, value in scope.get("headers", ()) if name == REQUEST_ID_HEADER)
+        given = next(sent, b"").decode("latin-1")
+        found = scope[_NAME_KEY] = given if is_request_id(given) else secrets.token_hex(12)
+    return found
+
+
+def name_request(scope: MutableMapping[str, Any], request_id: str) -> None:
+    """Call the request as its body says."""
+    scope[_NAME_KEY] = request_id
 
 
 @dataclass(frozen=True)

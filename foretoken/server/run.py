@@ -1,8 +1,11 @@
-"""`run_server`: the HTTP server in front of its workers, from the first connection to an orderly end."""
+"""`run_server`: the HTTP server in front of its workers, put together from its configuration, from the first connection
+to an orderly end.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import signal
@@ -14,14 +17,21 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
+from fastapi import APIRouter
+from starlette.types import ASGIApp
 
 from foretoken.backend.events import ModelInfo
-from foretoken.server.composition import Composed, compose
+from foretoken.errors import ConfigError, StorageError
+from foretoken.server.api.app import RouterMaker, create_app
 from foretoken.server.config import ServerConfig
-from foretoken.server.life.fault_hooks import TEST_VARIABLE, is_test_build
+from foretoken.server.guard.app import guarded
+from foretoken.server.guard.connection import uvicorn_options
+from foretoken.server.life.fault_hooks import TEST_VARIABLE, debug_router, is_test_build
 from foretoken.server.life.replicas import Replicas
-from foretoken.server.listening import listening_socket, url_of
+from foretoken.server.observe.observation import Observation
+from foretoken.server.page.page import page_router, stats_router
 
+_BACKLOG = 2048  # connections that wait to be accepted; the kernel's own limit cuts it
 _log = logging.getLogger("foretoken.server")
 
 INTERRUPTED = 130
@@ -65,57 +75,57 @@ def run_server(config: ServerConfig, on_ready: Callable[[Readiness], None]) -> i
 class _Front:
     def __init__(self, config: ServerConfig, listener: socket.socket, on_ready: Callable[[Readiness], None]) -> None:
         self._config, self._listener, self._on_ready = config, listener, on_ready
-        self._service = Replicas(config.engine, config.model_name, config.life, config.draft_required)
+        self._backend = Replicas(config.engine, config.model_name, config.life, config.draft_required)
         self._signals: list[int] = []
         self._url = url_of(listener, config.tls_cert is not None)
 
     async def run(self) -> int:
-        service, changes = self._service, self._service.changes
-        composed = compose(service, self._config)
+        backend, changes = self._backend, self._backend.changes
+        composed = compose(backend, self._config)
         server = _HttpServer(_uvicorn_config(composed, self._config), self._on_signal)
         self._loop = asyncio.get_running_loop()
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
             self._loop.add_signal_handler(signal.SIGHUP, self._on_signal, signal.SIGHUP)
-        service.start()
+        backend.start()
         serving = asyncio.create_task(server.serve(sockets=[self._listener]))
-        serving.add_done_callback(lambda _task: changes.announce())
-        announcing = asyncio.create_task(self._announce())
+        serving.add_done_callback(lambda _task: changes.notify_all())
+        reporting = asyncio.create_task(self._report_ready())
         try:
-            await changes.until(lambda: bool(self._signals) or service.failure is not None or serving.done())
+            await changes.wait_for(lambda: bool(self._signals) or backend.failure is not None or serving.done())
             if self._signals:
                 await self._drain()
         finally:
-            announcing.cancel()
+            reporting.cancel()
             server.should_exit = True
             await serving
-            await service.close()
+            await backend.close()
             composed.close()
-        if service.failure is not None:
-            raise service.failure
+        if backend.failure is not None:
+            raise backend.failure
         return next((_CODES[number] for number in self._signals if number in _CODES), 0)
 
-    async def _announce(self) -> None:
-        service = self._service
-        await service.changes.until(lambda: service.state == "ready")
-        first = next(worker for worker in service.workers if worker.state == "ready")
+    async def _report_ready(self) -> None:
+        backend = self._backend
+        await backend.changes.wait_for(lambda: backend.state == "ready")
+        first = next(worker for worker in backend.workers if worker.state == "ready")
         assert first.info is not None
-        self._on_ready(Readiness(self._url, first.info, first.drafters, first.load_s, len(service.workers)))
+        self._on_ready(Readiness(self._url, first.info, first.drafters, first.load_s, len(backend.workers)))
 
     async def _drain(self) -> None:
         drain_s = self._config.life.drain_s
-        num_open = self._service.num_open
+        num_open = self._backend.num_open
         name = signal.Signals(self._signals[0]).name
         _log.info("%s: draining, %d requests in flight, at most %g s", name, num_open, drain_s)
-        if not await self._service.drain(drain_s):
+        if not await self._backend.drain(drain_s):
             _log.warning("requests were still in flight after %g s: they ended with an error", drain_s)
 
     def _on_signal(self, number: int) -> None:
         if number == signal.SIGINT and signal.SIGINT in self._signals:
-            self._service.kill_now()
+            self._backend.kill_now()
             os.write(2, b"interrupted\n")
             os._exit(INTERRUPTED)
         self._signals.append(number)
-        self._loop.call_soon_threadsafe(self._service.changes.announce)
+        self._loop.call_soon_threadsafe(self._backend.changes.notify_all)
 
 
 class _HttpServer(uvicorn.Server):
@@ -156,3 +166,64 @@ def _logging_to_stderr() -> Iterator[None]:
     finally:
         for logger in levels:
             logger.removeHandler(handler)
+
+
+@dataclass(frozen=True)
+class Composed:
+    """`app` is served with `uvicorn_options`; `close` is called after the server."""
+
+    app: ASGIApp
+    uvicorn_options: dict[str, Any]
+    close: Callable[[], None]
+
+
+def compose(backend: Replicas, config: ServerConfig) -> Composed:
+    """Everything over a backend.
+
+    Raises:
+        ConfigError, StorageError: keys, history or tracing that cannot be used.
+    """
+    observation = Observation(backend, config.observe)
+    routers: list[APIRouter | RouterMaker] = [*observation.routers, page_router()]
+    routers.append(stats_router)
+    if is_test_build():
+        routers.append(debug_router(backend))
+    app = create_app(backend, config.api, observation.observers, routers)
+    return Composed(observation.around(guarded(app, config.guard)), uvicorn_options(config.guard), observation.close)
+
+
+def listening_socket(host: str, port: int) -> socket.socket:
+    """A socket bound to an address of this machine.
+
+    Raises:
+        ConfigError: no such address.
+        StorageError: the port is in use, or needs other rights.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except (socket.gaierror, UnicodeError) as error:
+        raise ConfigError("host", host, "is no address of this machine") from error
+    found = socket.socket(family, kind, protocol)
+    try:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(address)
+        found.listen(_BACKLOG)
+    except OSError as error:
+        found.close()
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise ConfigError("host", host, "is no address of this machine") from error
+        if error.errno == errno.EADDRINUSE:
+            raise StorageError(
+                f"port {port} of {host} is in use: stop the other program, or give another --port"
+            ) from error
+        raise StorageError(f"cannot listen on port {port} of {host}: {error.strerror}") from error
+    found.setblocking(False)
+    return found
+
+
+def url_of(listener: socket.socket, is_tls: bool) -> str:
+    """The address of the server as clients write it."""
+    host, port = listener.getsockname()[:2]
+    return f"{'https' if is_tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"

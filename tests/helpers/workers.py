@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from foretoken import SpecConfig
 from foretoken.backend.call import Call
 from foretoken.backend.events import AnswerEnded, Begun, Event, ModelInfo, Piece, TokenEvent
 from foretoken.errors import InputError
 from foretoken.server.life.wire import Channel, Command, LoadEngine, Message
 from foretoken.server.life.worker import Worker
 
-INFO = ModelInfo("stand-in", 100, 50, (0,), None, None, None, False, False, {}, 4)
+INFO = ModelInfo("stand-in", 100, 50, (0,), None, None, None, False, False, SpecConfig(), 4)
 
 
 async def channels() -> tuple[Channel, Channel]:
@@ -57,7 +58,7 @@ class ScriptedGeneration:
 
 
 @dataclass
-class ScriptedService:
+class ScriptedBackend:
     """Stands in for `LocalBackend`: answers every call with `token_ids`; those of tenant "hold" wait for a cancel."""
 
     token_ids: Sequence[int] = (3, 4)
@@ -93,15 +94,15 @@ class ScriptedService:
 
 
 class WorkerHere(Worker):
-    """A worker whose engine is `service`, or whose start fails with what `service` raises."""
+    """A worker whose engine is `backend`, or whose start fails with what `backend` raises."""
 
     def __init__(self, channel: Channel, load: LoadEngine, make: Callable[[], Any]) -> None:
         super().__init__(channel, load)
         self._make = make
 
     def _build(self) -> tuple[Any, Any]:
-        service = self._make()
-        return service.engine, service
+        backend = self._make()
+        return backend.engine, backend
 
 
 class ProcessHere:

@@ -59,10 +59,10 @@ def golden(served_engine: AsyncEngine) -> list[tuple[int, float]]:
 
 
 @pytest.fixture
-def service(
+def backend(
     served_engine: AsyncEngine, golden: list[tuple[int, float]], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[LocalBackend]:
-    """The shared engine as a service; LEAK0 and the canary follow every test that uses it."""
+    """The shared engine as a backend; LEAK0 and the canary follow every test that uses it."""
     monkeypatch.setitem(registry.ADDED, "synthetic", SYNTHETIC)
     before = _held()
     yield LocalBackend(served_engine, "reference")

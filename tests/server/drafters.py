@@ -1,6 +1,6 @@
 """The drafters over which cases marked SPEC run; each is cheap on the reference pair.
 
-The fixture `service` registers `synthetic`.
+The fixture `backend` registers `synthetic`.
 """
 
 from __future__ import annotations

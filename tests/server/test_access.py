@@ -13,14 +13,13 @@ from foretoken.backend.local import LocalBackend
 from foretoken.engine.stats import EngineStats
 from foretoken.engine_config import EngineConfig
 from foretoken.server.api.app import create_app
-from foretoken.server.composition import compose
 from foretoken.server.config import ServerConfig
-from foretoken.server.guard.access import PUBLIC_PATHS, need_of
-from foretoken.server.guard.app import App, guarded
+from foretoken.server.guard.app import PUBLIC_PATHS, ASGIApp, guarded, need_of
 from foretoken.server.guard.config import GuardConfig
 from foretoken.server.observe.config import ObserveConfig
 from foretoken.server.observe.observation import Observation
-from tests.helpers.fake_service import FakeService
+from foretoken.server.run import compose
+from tests.helpers.fake_backend import FakeBackend
 from tests.server.asgi import HOST, Reply, ask, scope_of
 
 USER, ADMIN = "user-key-1234", "admin-key-1234"
@@ -42,20 +41,20 @@ TRICKS = (
 )
 
 
-def whole_app(service: Any, guard: GuardConfig) -> App:
+def whole_app(backend: Any, guard: GuardConfig) -> ASGIApp:
     """The application as it is served."""
     config = ServerConfig(EngineConfig("reference:target"), guard=guard, observe=ObserveConfig(request_log="none"))
-    return compose(service, config).app
+    return compose(backend, config).app
 
 
-def paths_of(app: App) -> set[str]:
+def paths_of(app: ASGIApp) -> set[str]:
     """The templates of its routes."""
     described = asyncio.run(ask(app, scope_of("GET", "/openapi.json", headers_for(USER))))
     return {*json.loads(described.body)["paths"], "/", "/metrics", "/openapi.json"}
 
 
-class StatsService(FakeService):
-    """A service of a script whose engine has done nothing yet."""
+class StatsBackend(FakeBackend):
+    """A backend of a script whose engine has done nothing yet."""
 
     async def stats(self) -> dict[str, Any]:
         return EngineStats().as_dict()
@@ -65,7 +64,7 @@ def headers_for(token: str | None) -> list[tuple[bytes, bytes]]:
     return [HOST, *([] if token is None else [(b"authorization", f"Bearer {token}".encode())])]
 
 
-def status(app: App, method: str, path: str, token: str | None) -> int:
+def status(app: ASGIApp, method: str, path: str, token: str | None) -> int:
     reply = asyncio.run(ask(app, scope_of(method, path, headers_for(token))))
     if reply.status >= 400:
         assert reply.headers["content-type"].startswith("application/json"), (method, path)
@@ -76,7 +75,7 @@ def status(app: App, method: str, path: str, token: str | None) -> int:
 
 def test_auth_matrix() -> None:
     """Case 71: every route and method with no key, a wrong one, a user's and the operator's."""
-    app = whole_app(StatsService(), GuardConfig(api_key=USER, admin_key=ADMIN))
+    app = whole_app(StatsBackend(), GuardConfig(api_key=USER, admin_key=ADMIN))
     paths = paths_of(app)
     assert {
         "/v1/chat/completions",
@@ -99,26 +98,26 @@ def test_auth_matrix() -> None:
 @pytest.mark.parametrize("path", TRICKS)
 def test_auth_matrix_of_odd_paths(path: str) -> None:
     """Case 71: no spelling of a path gets around the key, and none that a user has the key for reaches more."""
-    app = whole_app(StatsService(), GuardConfig(api_key=USER, admin_key=ADMIN))
+    app = whole_app(StatsBackend(), GuardConfig(api_key=USER, admin_key=ADMIN))
     assert status(app, "GET", path, None) == 401
     assert status(app, "GET", path, USER) == 404
 
 
 def test_auth_matrix_of_admin_routes() -> None:
     """Case 71: a user's key opens no admin route, whatever its spelling; nor does a server without an admin key."""
-    app = whole_app(StatsService(), GuardConfig(api_key=USER, admin_key=ADMIN))
+    app = whole_app(StatsBackend(), GuardConfig(api_key=USER, admin_key=ADMIN))
     for path in ("/debug/invariants", "//debug/invariants", "/DEBUG/invariants", "/admin", "/./admin/x"):
         assert [status(app, "GET", path, token) for token in (None, "x" * 12, USER, ADMIN)] == [401, 401, 403, 404]
     for guard in (GuardConfig(), GuardConfig(api_key=USER)):
-        app = whole_app(StatsService(), guard)
+        app = whole_app(StatsBackend(), guard)
         assert status(app, "GET", "/debug/invariants", USER) == 403
     assert need_of("GET", "/administration") == "key"
 
 
 def test_refused_requests_count_with_their_codes() -> None:
-    service = StatsService()
-    observation = Observation(service, ObserveConfig(request_log="none"))
-    app = observation.around(guarded(create_app(service), GuardConfig(api_key=USER)))
+    backend = StatsBackend()
+    observation = Observation(backend, ObserveConfig(request_log="none"))
+    app = observation.around(guarded(create_app(backend), GuardConfig(api_key=USER)))
     for token in (None, USER, USER):
         status(app, "GET", "/v1/models", token)
     counted = {tuple(s.labels.values()): s.value for s in _samples(observation, "foretoken_http_requests_total")}
@@ -126,9 +125,9 @@ def test_refused_requests_count_with_their_codes() -> None:
 
 
 def test_a_body_that_is_refused_half_way_is_no_client_that_left() -> None:
-    service = StatsService()
-    observation = Observation(service, ObserveConfig(request_log="none"))
-    app = create_app(service, observers=observation.observers)
+    backend = StatsBackend()
+    observation = Observation(backend, ObserveConfig(request_log="none"))
+    app = create_app(backend, observers=observation.observers)
     headers = [HOST, (b"content-type", b"application/json"), (b"transfer-encoding", b"chunked")]
     small = observation.around(guarded(app, GuardConfig(max_body_bytes=100)))
     reply = asyncio.run(ask(small, scope_of("POST", "/v1/completions", headers), *[b"x" * 60] * 3))
@@ -152,11 +151,11 @@ PROMPT = (
 )
 
 
-def test_salt_isolation(service: LocalBackend, tmp_path: Path) -> None:
+def test_salt_isolation(backend: LocalBackend, tmp_path: Path) -> None:
     """Case 60: what one tenant sent neither speeds up nor warms another one's requests."""
     path = tmp_path / "keys.toml"
     path.write_text("".join(f'[{name}]\nkey = "{name}-key-123"\n' for name in ("alice", "bob", "carol")))
-    app = guarded(create_app(service), GuardConfig(keys_file=str(path)))
+    app = guarded(create_app(backend), GuardConfig(keys_file=str(path)))
 
     def run(key: str, **more: Any) -> tuple[int, int, int]:
         """Cached prompt tokens, drafted and accepted tokens of an answer."""
@@ -190,7 +189,7 @@ def test_salt_isolation(service: LocalBackend, tmp_path: Path) -> None:
     assert run("bob", cache_salt="another") == fresh
 
 
-async def _whole(app: App, headers: list[tuple[bytes, bytes]], body: bytes) -> Reply:
+async def _whole(app: ASGIApp, headers: list[tuple[bytes, bytes]], body: bytes) -> Reply:
     """An answer whose client waits for it."""
     reply, waiting = Reply(), [body]
 

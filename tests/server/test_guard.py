@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 
 from foretoken.errors import ConfigError, InputError, StorageError
-from foretoken.server.api.caller import SCOPE_KEY, Caller
 from foretoken.server.guard import keys as keys_module
 from foretoken.server.guard.app import guarded
-from foretoken.server.guard.bind import refuse_public_bind
 from foretoken.server.guard.config import GuardConfig, is_loopback
-from foretoken.server.guard.keys import KeyRing, key_ring, read_keys
+from foretoken.server.guard.keys import KeyRing, key_ring, read_keys, refuse_public_bind
+from foretoken.server.record import CALLER_KEY, Caller
 from tests.server.asgi import HOST, Reply, ask, scope_of
 
 USER, ADMIN = "user-key-1234", "admin-key-1234"
@@ -34,7 +33,7 @@ class Echo:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         self.num_calls += 1
-        self.callers.append(scope[SCOPE_KEY])
+        self.callers.append(scope[CALLER_KEY])
         body, more = b"", True
         while more:
             message = await receive()

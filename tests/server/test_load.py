@@ -16,7 +16,7 @@ from foretoken.backend.local import LocalBackend
 from foretoken.engine.async_engine import AsyncEngine
 from foretoken.server.api.app import create_app
 from foretoken.server.api.config import ApiConfig
-from tests.helpers.fake_service import FakeService, ended, piece
+from tests.helpers.fake_backend import FakeBackend, ended, piece
 from tests.helpers.http import Records, client_of, events_of, run, text_of
 from tests.helpers.usual import some_of
 from tests.server.drafters import DRAFTERS, FEW, config_for
@@ -36,11 +36,11 @@ def texts_of(responses: Sequence[httpx2.Response]) -> list[list[str]]:
     return [[choice["text"] for choice in response.json()["choices"]] for response in responses]
 
 
-def test_overload_queue_full(service: LocalBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overload_queue_full(backend: LocalBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     """Case 29."""
-    monkeypatch.setattr(service.engine, "max_waiting", 3)
+    monkeypatch.setattr(backend.engine, "max_waiting", 3)
     records = Records()
-    app = create_app(service, observers=[records])
+    app = create_app(backend, observers=[records])
     body = {"prompt": PROMPT, "max_tokens": 6, "ignore_eos": True, "temperature": 0}
     responses = run(post_all(app, [body] * 40))
     accepted = [one for one in responses if one.status_code == 200]
@@ -56,9 +56,9 @@ def test_overload_queue_full(service: LocalBackend, monkeypatch: pytest.MonkeyPa
     assert sum(record.status == 200 for record in records.all) == len(accepted)
 
 
-def test_overload_token_budget(service: LocalBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overload_token_budget(backend: LocalBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     """Case 30."""
-    app = create_app(service, ApiConfig(max_pending_tokens=100))
+    app = create_app(backend, ApiConfig(max_pending_tokens=100))
     body = {"prompt": PROMPT, "max_tokens": 20, "n": 4, "ignore_eos": True}
     responses = run(post_all(app, [body, body]))
     assert sorted(one.status_code for one in responses) == [200, 429]
@@ -67,17 +67,17 @@ def test_overload_token_budget(service: LocalBackend, monkeypatch: pytest.Monkey
     assert refused.headers["retry-after"]
     assert app.state.api.budget.num_taken == 0
     assert run(post_all(app, [{**body, "n": 6}]))[0].status_code == 400  # never
-    num_before = service.engine.llm.stats.num_submitted
-    monkeypatch.setattr(service.engine, "max_waiting", 3)
+    num_before = backend.engine.llm.stats.num_submitted
+    monkeypatch.setattr(backend.engine, "max_waiting", 3)
     (all_or_none,) = run(post_all(app, [body]))
     assert all_or_none.status_code == 429
-    assert service.engine.llm.stats.num_submitted == num_before
+    assert backend.engine.llm.stats.num_submitted == num_before
 
 
-def test_queue_deadline(service: LocalBackend) -> None:
+def test_queue_deadline(backend: LocalBackend) -> None:
     """Case 31."""
     records = Records()
-    fake = FakeService((Begun(((1,),)), asyncio.Event(), piece(0, "a"), ended(0, "a")))
+    fake = FakeBackend((Begun(((1,),)), asyncio.Event(), piece(0, "a"), ended(0, "a")))
     app = create_app(fake, ApiConfig(first_token_timeout_s=0.02), [records])
     for response in run(post_all(app, [{"prompt": "a"}, {"prompt": "a", "stream": True}])):
         assert (response.status_code, response.json()["error"]["code"]) == (504, "queue_deadline")
@@ -86,9 +86,9 @@ def test_queue_deadline(service: LocalBackend) -> None:
     assert [(record.status, record.reason) for record in records.all] == [(504, "queue_deadline")] * 2
 
     async def behind_others() -> httpx2.Response:
-        async with client_of(create_app(service)) as other, client_of(create_app(service, short)) as late:
+        async with client_of(create_app(backend)) as other, client_of(create_app(backend, short)) as late:
             long = asyncio.create_task(other.post(TEXT, json={"prompt": PROMPT, "n": 8, "max_tokens": 1900}))
-            while len(service.engine.llm.engine.scheduler.running) < 8:
+            while len(backend.engine.llm.engine.scheduler.running) < 8:
                 await asyncio.sleep(0.001)
             response = await late.post(TEXT, json={"prompt": PROMPT, "max_tokens": 2})
             long.cancel()
@@ -100,7 +100,7 @@ def test_queue_deadline(service: LocalBackend) -> None:
 
 
 def test_generation_deadline_is_an_event_after_the_first_byte() -> None:
-    fake = FakeService((Begun(((1,),)), piece(0, "a"), asyncio.Event(), ended(0, "a")))
+    fake = FakeBackend((Begun(((1,),)), piece(0, "a"), asyncio.Event(), ended(0, "a")))
     app = create_app(fake, ApiConfig(request_timeout_s=0.5))
     streamed, whole = run(post_all(app, [{"prompt": "a", "stream": True}, {"prompt": "a"}]))
     events = events_of(streamed.text)
@@ -134,9 +134,9 @@ def coupled(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("drafter", some_of(FEW, {"off", "tree", "synthetic_0.0"}))
-def test_mixed_sampling_batch(service: LocalBackend, drafter: str) -> None:
+def test_mixed_sampling_batch(backend: LocalBackend, drafter: str) -> None:
     """Case 32, and 33: alone or in company, drafted or not, cached or not."""
-    app = create_app(service, config_for(drafter))
+    app = create_app(backend, config_for(drafter))
     bodies = mixed_bodies(DRAFTERS[drafter])
     together = texts_of(run(post_all(app, bodies)))
     for number in range(0, 32, 11):
@@ -148,9 +148,9 @@ def test_mixed_sampling_batch(service: LocalBackend, drafter: str) -> None:
 
 
 @pytest.mark.parametrize("drafter", some_of(DRAFTERS, {"off", "tree", "synthetic_0.5"}))
-def test_seed_determinism(service: LocalBackend, drafter: str) -> None:
+def test_seed_determinism(backend: LocalBackend, drafter: str) -> None:
     """Case 33: the same seed twice; the second time the prompt is cached."""
-    app = create_app(service, config_for(drafter))
+    app = create_app(backend, config_for(drafter))
     body = {"prompt": PROMPT * 16, "seed": 11, "temperature": 1, "max_tokens": 10, "n": 2, "cache_salt": drafter}
     body["spec"] = {**DRAFTERS[drafter], **coupled(DRAFTERS[drafter])}
     (first,) = run(post_all(app, [body]))
@@ -161,9 +161,9 @@ def test_seed_determinism(service: LocalBackend, drafter: str) -> None:
     assert first.json()["choices"][0]["text"] != first.json()["choices"][1]["text"]
 
 
-def test_different_seed_differs(service: LocalBackend) -> None:
+def test_different_seed_differs(backend: LocalBackend) -> None:
     """Case 34."""
-    app = create_app(service)
+    app = create_app(backend)
     bodies = [{"prompt": PROMPT, "temperature": 1.2, "max_tokens": 12, "seed": seed} for seed in range(4)]
     assert len({text for (text,) in texts_of(run(post_all(app, bodies)))}) == 4
     unseeded = [{"prompt": PROMPT, "temperature": 1.2, "max_tokens": 12}] * 2
@@ -180,7 +180,7 @@ def small_engine(chat_folder: Path) -> Iterator[AsyncEngine]:
 
 
 @pytest.mark.parametrize("drafter", some_of(FEW, {"off", "synthetic_1.0"}))
-def test_kv_exhaustion_preempt(service: LocalBackend, small_engine: AsyncEngine, drafter: str) -> None:
+def test_kv_exhaustion_preempt(backend: LocalBackend, small_engine: AsyncEngine, drafter: str) -> None:
     """Case 35: the answers are those of a cache that is large enough."""
     config = config_for(drafter)
     bodies = [
@@ -189,7 +189,7 @@ def test_kv_exhaustion_preempt(service: LocalBackend, small_engine: AsyncEngine,
     ]
     for body in bodies:
         body["spec"] = DRAFTERS[drafter]
-    expected = texts_of(run(post_all(create_app(service, config), bodies)))
+    expected = texts_of(run(post_all(create_app(backend, config), bodies)))
     num_before = small_engine.llm.stats.num_preempted
     found = texts_of(run(post_all(create_app(LocalBackend(small_engine, "small"), config), bodies)))
     assert found == expected

@@ -1,4 +1,4 @@
-"""The service in one process: events of a call are the answers of `LLM.generate`, and cross a process boundary."""
+"""The backend in one process: events of a call are the answers of `LLM.generate`, and cross a process boundary."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ import pytest
 from foretoken import LLM, SamplingParams, SpecConfig
 from foretoken.backend.call import Call
 from foretoken.backend.events import AnswerEnded, Begun, Event, Piece
-from foretoken.backend.local import LocalBackend
+from foretoken.backend.local import LocalBackend, build_engine
 from foretoken.backend.plain import engine_config_of, plain
 from foretoken.engine.async_engine import AsyncEngine
 from foretoken.engine_config import EngineConfig
 from foretoken.errors import InputError, OverloadedError
-from foretoken.server.life.loading import build_engine
-from foretoken.server.life.merging import merged
+from foretoken.server.life.replicas import merged
 from tests.helpers.tiny_heads import tiny_head
 
 PROMPTS = ("def f(x):\n", "class Reader")
@@ -31,16 +30,16 @@ def engine() -> Iterator[AsyncEngine]:
         yield engine
 
 
-async def events_of(service: LocalBackend, call: Call) -> list[Event]:
-    return [event async for event in await service.open(call)]
+async def events_of(backend: LocalBackend, call: Call) -> list[Event]:
+    return [event async for event in await backend.open(call)]
 
 
 @pytest.mark.parametrize("drafter", [None, "ngram"])
 def test_events_add_up_to_the_answers_of_generate(engine: AsyncEngine, drafter: str | None) -> None:
     params = SamplingParams(max_tokens=12, n=2, logprobs=1, temperature=0.8, seed=3, prompt_logprobs=0)
     spec = SpecConfig(drafter, rule="coupled") if drafter else SpecConfig()
-    service = LocalBackend(engine, "reference")
-    found = asyncio.run(events_of(service, Call(params, PROMPTS, spec=spec)))
+    backend = LocalBackend(engine, "reference")
+    found = asyncio.run(events_of(backend, Call(params, PROMPTS, spec=spec)))
     assert [msgspec.msgpack.decode(msgspec.msgpack.encode(event), type=Event) for event in found] == found
 
     async def generate() -> list[str]:
@@ -63,9 +62,9 @@ def test_events_add_up_to_the_answers_of_generate(engine: AsyncEngine, drafter: 
 
 
 def test_a_call_is_queued_whole_or_not_at_all(engine: AsyncEngine) -> None:
-    service = LocalBackend(engine, "reference")
+    backend = LocalBackend(engine, "reference")
     with pytest.raises(OverloadedError):
-        asyncio.run(service.open(Call(SamplingParams(max_tokens=4, n=3), PROMPTS)))
+        asyncio.run(backend.open(Call(SamplingParams(max_tokens=4, n=3), PROMPTS)))
     assert not engine.llm.engine.has_work
 
 
@@ -88,11 +87,11 @@ def test_cancel_frees_every_answer(engine: AsyncEngine) -> None:
 
 
 def test_text_and_tokens_both_ways(engine: AsyncEngine) -> None:
-    service = LocalBackend(engine, "reference")
-    ids = asyncio.run(service.tokenize("def f(x):"))
-    assert asyncio.run(service.detokenize(ids)) == "def f(x):"
+    backend = LocalBackend(engine, "reference")
+    ids = asyncio.run(backend.tokenize("def f(x):"))
+    assert asyncio.run(backend.detokenize(ids)) == "def f(x):"
     with pytest.raises(InputError, match="tokens=4096"):
-        asyncio.run(service.detokenize([4096]))
+        asyncio.run(backend.detokenize([4096]))
 
 
 def test_what_learning_did_is_in_the_statistics(
@@ -104,9 +103,9 @@ def test_what_learning_did_is_in_the_statistics(
     config = engine_config_of(plain(EngineConfig(str(text_pair.target), spec, profile="off", adapt=True)))
     learning, _ = build_engine(config, max_waiting=4, draft_required=False)
     with learning.llm, learning:
-        service = LocalBackend(learning, "reference")
-        asyncio.run(events_of(service, Call(SamplingParams(max_tokens=8), PROMPTS[:1])))
-        found = asyncio.run(service.stats())["adaptation"]
+        backend = LocalBackend(learning, "reference")
+        asyncio.run(events_of(backend, Call(SamplingParams(max_tokens=8), PROMPTS[:1])))
+        found = asyncio.run(backend.stats())["adaptation"]
     assert (found["num_drafters"], found["num_swaps"]) == (1, 0)
     two = merged([{"adaptation": found}, {"adaptation": found | {"num_swaps": 2}}])
     assert two["adaptation"]["num_swaps"] == 2

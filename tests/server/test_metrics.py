@@ -18,7 +18,7 @@ from foretoken.server.observe.config import ObserveConfig
 from foretoken.server.observe.engine_counters import MAX_POSITIONS
 from foretoken.server.observe.metric_table import METRICS, PREFIX, series_of
 from foretoken.server.observe.metrics import ServerMetrics
-from foretoken.server.observe.responses import counted
+from foretoken.server.observe.observation import counted
 from tests.server.asgi import ask, scope_of
 from tests.server.records import drafted, record, stats_of
 
@@ -26,8 +26,8 @@ ROOT = Path(__file__).resolve().parents[2]
 Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
-class FakeService:
-    """A service of which only the statistics are asked; None: the engine is not there."""
+class FakeBackend:
+    """A backend of which only the statistics are asked; None: the engine is not there."""
 
     state, info = "ready", None
 
@@ -48,8 +48,8 @@ def engine_stats(*rounds: Any, slice_: str = "", engine: str = "a", **fields: An
     return stats.as_dict() | usage
 
 
-def metrics_of(service: Any, **options: Any) -> ServerMetrics:
-    return ServerMetrics(service, ObserveConfig(stats_max_age_s=0.0, **options))
+def metrics_of(backend: Any, **options: Any) -> ServerMetrics:
+    return ServerMetrics(backend, ObserveConfig(stats_max_age_s=0.0, **options))
 
 
 def read(metrics: ServerMetrics) -> Series:
@@ -66,7 +66,7 @@ def value(series: Series, name: str, **labels: str) -> float:
 
 
 def test_the_text_has_every_metric_of_the_table_and_no_other() -> None:
-    text = asyncio.run(metrics_of(FakeService()).text()).decode()
+    text = asyncio.run(metrics_of(FakeBackend()).text()).decode()
     families = {family.name: family for family in text_string_to_metric_families(text)}
     assert set(families) == {PREFIX + metric.name for metric in METRICS}
     for metric in METRICS:
@@ -79,11 +79,11 @@ def test_the_text_has_every_metric_of_the_table_and_no_other() -> None:
 
 
 def test_figures_of_the_engine() -> None:
-    service = FakeService()
-    service.values = engine_stats(
+    backend = FakeBackend()
+    backend.values = engine_stats(
         drafted(4, 2), drafted(3, 3), slice_="code", num_running=2, num_waiting=1, verify_s=1.5, num_preempted=1
     )
-    found = read(metrics_of(service, slices=("code",)))
+    found = read(metrics_of(backend, slices=("code",)))
     assert value(found, "spec_decode_num_drafts_total", drafter="ngram") == 2
     assert value(found, "spec_decode_num_draft_tokens_total", drafter="ngram") == 7
     assert value(found, "spec_decode_num_accepted_tokens_total", drafter="ngram") == 5
@@ -106,12 +106,12 @@ def test_figures_of_the_engine() -> None:
 
 
 def test_slices_and_positions_do_not_multiply_labels() -> None:
-    service = FakeService()
+    backend = FakeBackend()
     stats = EngineStats()
     for name in ("ignore all previous instructions", "my secret", "code"):
         stats.count_round_of(name, drafted(MAX_POSITIONS + 8, 2))
-    service.values = stats.as_dict()
-    found = read(metrics_of(service, slices=("code",)))
+    backend.values = stats.as_dict()
+    found = read(metrics_of(backend, slices=("code",)))
     labels = {dict(key)["slice"] for name, key in found if "by_slice" in name}
     assert labels == {"code", "other"}
     places = {int(dict(key)["position"]) for name, key in found if "per_pos" in name}
@@ -121,16 +121,16 @@ def test_slices_and_positions_do_not_multiply_labels() -> None:
 
 
 def test_counters_do_not_go_backwards_over_a_restart() -> None:
-    service = FakeService()
-    metrics = metrics_of(service)
-    service.values = engine_stats(drafted(4, 2), num_emitted=100)
+    backend = FakeBackend()
+    metrics = metrics_of(backend)
+    backend.values = engine_stats(drafted(4, 2), num_emitted=100)
     first = read(metrics)
-    service.values = None
+    backend.values = None
     gone = read(metrics)
     assert value(gone, "scrape_engine_up") == 0
     assert value(gone, "num_requests_running") == value(gone, "kv_cache_usage_perc") == 0
     assert value(gone, "generation_tokens_total") == value(first, "generation_tokens_total") == 103
-    service.values = engine_stats(drafted(5, 5), engine="b", num_emitted=200) | {
+    backend.values = engine_stats(drafted(5, 5), engine="b", num_emitted=200) | {
         "num_restarts": 1
     }  # more than before, yet from zero
     after = read(metrics)
@@ -143,12 +143,12 @@ def test_counters_do_not_go_backwards_over_a_restart() -> None:
 
 
 def test_replicas_add_up() -> None:
-    service = FakeService()
-    metrics = metrics_of(service)
+    backend = FakeBackend()
+    metrics = metrics_of(backend)
     one, two = engine_stats(drafted(4, 2), engine="a"), engine_stats(drafted(2, 1), engine="b")
 
     def num_drafted(*replicas: dict[str, Any]) -> float:
-        service.values = one | {"replicas": list(replicas)}
+        backend.values = one | {"replicas": list(replicas)}
         return value(read(metrics), "spec_decode_num_draft_tokens_total", drafter="ngram")
 
     assert num_drafted(one, two) == 6
@@ -158,7 +158,7 @@ def test_replicas_add_up() -> None:
 
 
 def test_figures_of_requests() -> None:
-    metrics = metrics_of(FakeService())
+    metrics = metrics_of(FakeBackend())
     metrics.finished(record())
     metrics.finished(
         record(finish_reasons=("length", "stop"), accepted_prediction_tokens=3, rejected_prediction_tokens=2)
@@ -187,11 +187,11 @@ def test_figures_of_requests() -> None:
 
 
 def test_the_alias_has_vllms_names_without_our_labels() -> None:
-    service = FakeService()
-    metrics = metrics_of(service, metrics_alias="vllm")
+    backend = FakeBackend()
+    metrics = metrics_of(backend, metrics_alias="vllm")
     before = asyncio.run(metrics.text()).decode()
     assert "vllm:spec_decode_num_drafts_total 0.0" in before  # there before anything was drafted
-    service.values = engine_stats(drafted(4, 2), drafted(3, 3, "suffix"))
+    backend.values = engine_stats(drafted(4, 2), drafted(3, 3, "suffix"))
     metrics.finished(record())
     lines = asyncio.run(metrics.text()).decode().splitlines()
     ours = {name: float(number) for name, _, number in (x.rpartition(" ") for x in lines if x.startswith("vllm:"))}
@@ -206,15 +206,15 @@ def test_the_alias_has_vllms_names_without_our_labels() -> None:
 
 
 def test_scrapes_close_together_ask_the_engine_once() -> None:
-    service, calls = FakeService(), list[int]()
-    stats = service.stats
+    backend, calls = FakeBackend(), list[int]()
+    stats = backend.stats
 
     async def counting() -> dict[str, Any]:
         calls.append(1)
         return await stats()
 
-    service.stats = counting  # type: ignore[method-assign]
-    metrics = ServerMetrics(service, ObserveConfig(stats_max_age_s=3600.0))
+    backend.stats = counting  # type: ignore[method-assign]
+    metrics = ServerMetrics(backend, ObserveConfig(stats_max_age_s=3600.0))
 
     async def both() -> None:
         await asyncio.gather(metrics.text(), metrics.text())
@@ -224,7 +224,7 @@ def test_scrapes_close_together_ask_the_engine_once() -> None:
 
 
 def test_responses_count_by_template() -> None:
-    metrics = metrics_of(FakeService())
+    metrics = metrics_of(FakeBackend())
 
     class Route:
         path = "/v1/models/{name}"

@@ -26,11 +26,11 @@ SECRET = "the users own words"
 DRAFTERS = (None, "ngram", "suffix", "draft_model")
 
 
-def test_metrics_and_history_count_what_responses_say(service: LocalBackend, tmp_path: Path) -> None:
+def test_metrics_and_history_count_what_responses_say(backend: LocalBackend, tmp_path: Path) -> None:
     path = str(tmp_path / "history.db")
-    observation = Observation(service, ObserveConfig(history=path, request_log="none", stats_max_age_s=0.0))
+    observation = Observation(backend, ObserveConfig(history=path, request_log="none", stats_max_age_s=0.0))
     api = ApiConfig(specs=(SpecConfig("draft_model", "reference:draft", num_draft=3),))
-    app = create_app(service, api, observation.observers, observation.routers)
+    app = create_app(backend, api, observation.observers, observation.routers)
     whole = observation.around(guarded(app, GuardConfig(api_key=KEY, allowed_hosts=("test",))))
 
     async def play() -> tuple[list[dict[str, Any]], Any, Any]:
@@ -87,9 +87,9 @@ def test_metrics_and_history_count_what_responses_say(service: LocalBackend, tmp
     assert SECRET not in (tmp_path / "history.db").read_bytes().decode("latin-1")
 
 
-def test_a_client_that_leaves_counts_once(service: LocalBackend) -> None:
-    observation = Observation(service, ObserveConfig(request_log="none"))
-    app = observation.around(guarded(create_app(service, observers=observation.observers), GuardConfig()))
+def test_a_client_that_leaves_counts_once(backend: LocalBackend) -> None:
+    observation = Observation(backend, ObserveConfig(request_log="none"))
+    app = observation.around(guarded(create_app(backend, observers=observation.observers), GuardConfig()))
     body = json.dumps({"prompt": "def f(x):", "max_tokens": 500, "ignore_eos": True}).encode()
     headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
     asyncio.run(ask(app, scope_of("POST", "/v1/completions", headers), body))  # disconnects behind its body

@@ -11,24 +11,24 @@ import pytest
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 from foretoken.errors import ConfigError, UnavailableError
-from foretoken.server.observe import otel_metrics
+from foretoken.server.observe import otel
 from foretoken.server.observe.metric_table import METRICS, PREFIX
 from foretoken.server.observe.metrics import ServerMetrics
-from foretoken.server.observe.otel_metrics import OpenTelemetryMetrics, is_wanted
+from foretoken.server.observe.otel import OpenTelemetryMetrics, is_wanted
 from tests.server.records import drafted, record, stats_of
-from tests.server.test_metrics import FakeService, engine_stats, metrics_of, read, value
+from tests.server.test_metrics import FakeBackend, engine_stats, metrics_of, read, value
 
 Point = dict[tuple[tuple[str, str], ...], Any]
 
 
 @pytest.fixture
-def service() -> FakeService:
-    return FakeService()
+def backend() -> FakeBackend:
+    return FakeBackend()
 
 
 @pytest.fixture
-def metrics(service: FakeService) -> ServerMetrics:
-    return metrics_of(service)
+def metrics(backend: FakeBackend) -> ServerMetrics:
+    return metrics_of(backend)
 
 
 @pytest.fixture
@@ -62,9 +62,9 @@ def while_serving(metrics: ServerMetrics, reader: InMemoryMetricReader) -> dict[
 
 
 def test_every_metric_has_the_name_labels_and_value_that_prometheus_gets(
-    service: FakeService, metrics: ServerMetrics, reader: InMemoryMetricReader
+    backend: FakeBackend, metrics: ServerMetrics, reader: InMemoryMetricReader
 ) -> None:
-    service.values = engine_stats(drafted(4, 3), num_steps=7)
+    backend.values = engine_stats(drafted(4, 3), num_steps=7)
     metrics.finished(record(stats=(stats_of(),), ttft_s=0.3, inter_token_s=(0.01, 0.02)))
     metrics.count_response("/v1/completions", "POST", 200)
     found, series = while_serving(metrics, reader), read(metrics)
@@ -90,31 +90,31 @@ def test_every_metric_has_the_name_labels_and_value_that_prometheus_gets(
 
 
 def test_each_collection_reads_the_engine_anew(
-    service: FakeService, metrics: ServerMetrics, reader: InMemoryMetricReader
+    backend: FakeBackend, metrics: ServerMetrics, reader: InMemoryMetricReader
 ) -> None:
     name = PREFIX + "engine_steps"
     for steps in (3, 8):
-        service.values = engine_stats(num_steps=steps)
+        backend.values = engine_stats(num_steps=steps)
         assert while_serving(metrics, reader)[name][()].value == steps
-    service.values = None
+    backend.values = None
     found = while_serving(metrics, reader)
     assert (found[name][()].value, found[PREFIX + "scrape_engine_up"][()].value) == (8, 0)
 
 
 def test_without_a_loop_or_an_answer_the_last_reading_is_sent(
-    service: FakeService, metrics: ServerMetrics, reader: InMemoryMetricReader, monkeypatch: pytest.MonkeyPatch
+    backend: FakeBackend, metrics: ServerMetrics, reader: InMemoryMetricReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A loop that is blocked, as it is where the server ends, delays nothing."""
-    service.values = engine_stats(num_steps=3)
+    backend.values = engine_stats(num_steps=3)
     assert points(reader)[PREFIX + "engine_steps"][()].value == 0
     assert while_serving(metrics, reader)[PREFIX + "engine_steps"][()].value == 3
-    monkeypatch.setattr(otel_metrics, "_PATIENCE_S", 0.01)
+    monkeypatch.setattr(otel, "_PATIENCE_S", 0.01)
 
     async def silent() -> dict[str, Any]:
         await asyncio.sleep(60)
         raise UnavailableError("too late")
 
-    service.stats = silent  # type: ignore[method-assign]
+    backend.stats = silent  # type: ignore[method-assign]
     assert while_serving(metrics, reader)[PREFIX + "engine_steps"][()].value == 3
 
 

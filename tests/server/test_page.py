@@ -21,8 +21,15 @@ from foretoken.errors import UnavailableError
 from foretoken.registry import known_drafters
 from foretoken.server.api.config import ApiConfig
 from foretoken.server.api.exchange import Api
-from foretoken.server.page.board import drafter_groups, stats_router
-from foretoken.server.page.page import SCRIPTS, content_policy, document, page_router, script
+from foretoken.server.page.page import (
+    SCRIPTS,
+    content_policy,
+    document,
+    drafter_groups,
+    page_router,
+    script,
+    stats_router,
+)
 
 
 def get(app: FastAPI, path: str) -> httpx2.Response:
@@ -40,12 +47,12 @@ def app_with(*routers: Any) -> FastAPI:
     return app
 
 
-def api_of(service: Any) -> Api:
-    return Api(service, ApiConfig(), ())
+def api_of(backend: Any) -> Api:
+    return Api(backend, ApiConfig(), ())
 
 
 @pytest.fixture(scope="module")
-def service() -> Iterator[LocalBackend]:
+def backend() -> Iterator[LocalBackend]:
     with LLM("reference:target", dtype="float32", profile="off") as llm, AsyncEngine(llm) as engine:
         yield LocalBackend(engine, "reference")
 
@@ -126,8 +133,8 @@ def test_every_field_has_a_label() -> None:
         assert is_inside or (identity and f'<label for="{identity[1]}"' in body), field
 
 
-def test_stats_have_the_model_and_the_counters(service: LocalBackend) -> None:
-    found = get(app_with(stats_router(api_of(service))), "/v1/stats").json()
+def test_stats_have_the_model_and_the_counters(backend: LocalBackend) -> None:
+    found = get(app_with(stats_router(api_of(backend))), "/v1/stats").json()
     assert found["state"] == "ready"
     assert found["model"]["name"] == "reference"
     assert found["model"]["has_chat_template"] is False
@@ -138,7 +145,7 @@ def test_stats_have_the_model_and_the_counters(service: LocalBackend) -> None:
     assert "draft_model" not in found["drafters"]  # this server has no draft
 
 
-def test_stats_of_a_service_that_is_not_ready(service: LocalBackend) -> None:
+def test_stats_of_a_backend_that_is_not_ready(backend: LocalBackend) -> None:
     class Loading:
         state, info = "loading", None
 

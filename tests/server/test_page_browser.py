@@ -17,8 +17,7 @@ from foretoken.backend.local import LocalBackend
 from foretoken.engine.async_engine import AsyncEngine
 from foretoken.server.api.app import create_app
 from foretoken.server.api.config import ApiConfig
-from foretoken.server.page.board import stats_router
-from foretoken.server.page.page import page_router
+from foretoken.server.page.page import page_router, stats_router
 from tests.server.serving import FOLDER, chromium, served
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -38,9 +37,9 @@ def engine() -> Iterator[AsyncEngine]:
 
 @pytest.fixture(scope="module")
 def url(engine: AsyncEngine) -> Iterator[str]:
-    service = LocalBackend(engine, "reference")
+    backend = LocalBackend(engine, "reference")
     mix = SpecConfig("mix", parts=("ngram", SpecConfig("draft_model", draft="reference:draft")))
-    with served(create_app(service, ApiConfig(specs=(mix,)), routers=(page_router(), stats_router))) as address:
+    with served(create_app(backend, ApiConfig(specs=(mix,)), routers=(page_router(), stats_router))) as address:
         yield address
 
 

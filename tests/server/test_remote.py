@@ -1,4 +1,4 @@
-"""A service over the socket is the service behind it: same events, same errors, same release."""
+"""A backend over the socket is the backend behind it: same events, same errors, same release."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from foretoken.backend.events import AnswerEnded, Begun, Event
 from foretoken.backend.local import LocalBackend
 from foretoken.engine.async_engine import AsyncEngine
 from foretoken.errors import InputError, OverloadedError, UnavailableError, WorkerDiedError
-from foretoken.server.life.remote import RemoteService
+from foretoken.server.life.remote import RemoteBackend
 from foretoken.server.life.wire import Beat, Loaded, LoadEngine
-from tests.helpers.workers import ScriptedService, WorkerHere, channels
+from tests.helpers.workers import ScriptedBackend, WorkerHere, channels
 
 
 @pytest.fixture(scope="module")
@@ -27,14 +27,14 @@ def engine() -> Iterator[AsyncEngine]:
 
 
 class Kept:
-    """A service whose engine is not closed with its worker."""
+    """A backend whose engine is not closed with its worker."""
 
-    def __init__(self, service: Any) -> None:
-        self.service = service
-        self.engine = _KeptEngine(service.engine)
+    def __init__(self, backend: Any) -> None:
+        self.backend = backend
+        self.engine = _KeptEngine(backend.engine)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.service, name)
+        return getattr(self.backend, name)
 
 
 class _KeptEngine:
@@ -52,13 +52,13 @@ class _KeptEngine:
 
 
 @asynccontextmanager
-async def remote(service: Any, max_unread: int = 1000) -> AsyncIterator[RemoteService]:
-    """`service` seen through a socket."""
+async def remote(backend: Any, max_unread: int = 1000) -> AsyncIterator[RemoteBackend]:
+    """`backend` seen through a socket."""
     front, theirs = await channels()
-    worker = asyncio.create_task(WorkerHere(theirs, LoadEngine({}, "m", 4, 0.05), lambda: Kept(service)).run())
+    worker = asyncio.create_task(WorkerHere(theirs, LoadEngine({}, "m", 4, 0.05), lambda: Kept(backend)).run())
     loaded = await front.receive()
     assert isinstance(loaded, Loaded)
-    found = RemoteService(front, loaded.info, max_unread)
+    found = RemoteBackend(front, loaded.info, max_unread)
 
     async def read() -> None:
         while (message := await front.receive()) is not None:
@@ -81,8 +81,8 @@ async def read_into(found: list[Event], generation: Generation) -> None:
         found.append(event)
 
 
-async def events_of(service: Backend, call: Call) -> list[Event]:
-    return [event async for event in await service.open(call)]
+async def events_of(backend: Backend, call: Call) -> list[Event]:
+    return [event async for event in await backend.open(call)]
 
 
 def without_times(events: list[Event]) -> list[Event]:
@@ -96,15 +96,15 @@ def without_times(events: list[Event]) -> list[Event]:
     return sorted(plain, key=lambda one: -1 if isinstance(one, Begun) else one.index)
 
 
-def test_the_events_are_those_of_the_service_behind_it(engine: AsyncEngine) -> None:
+def test_the_events_are_those_of_the_backend_behind_it(engine: AsyncEngine) -> None:
     params = SamplingParams(max_tokens=6, n=2, logprobs=1, temperature=0.8, seed=3, prompt_logprobs=0)
     call = Call(params, ("def f(x):\n", [5, 6, 7]), spec=SpecConfig())
     local = LocalBackend(engine, "reference")
 
     async def run() -> tuple[list[Event], list[Event]]:
-        async with remote(local) as service:
-            assert service.info == local.info
-            return await events_of(local, call), await events_of(service, call)
+        async with remote(local) as backend:
+            assert backend.info == local.info
+            return await events_of(local, call), await events_of(backend, call)
 
     here, there = asyncio.run(run())
     assert without_times(there) == without_times(here)
@@ -112,21 +112,21 @@ def test_the_events_are_those_of_the_service_behind_it(engine: AsyncEngine) -> N
 
 def test_texts_figures_and_refusals(engine: AsyncEngine) -> None:
     async def run() -> None:
-        async with remote(LocalBackend(engine, "reference")) as service:
-            ids = await service.tokenize("def f(x):")
-            assert await service.detokenize(ids) == "def f(x):"
-            await service.ping()
-            held = await service.invariants()
+        async with remote(LocalBackend(engine, "reference")) as backend:
+            ids = await backend.tokenize("def f(x):")
+            assert await backend.detokenize(ids) == "def f(x):"
+            await backend.ping()
+            held = await backend.invariants()
             assert held["num_calls"] == held["num_running"] == held["pools"]["target"]["used"] == 0
             assert held["pools"]["target"]["total"] > 0
             with pytest.raises(InputError, match=r"tokens=4096: must lie in \[0, 4096\)"):
-                await service.detokenize([4096])
+                await backend.detokenize([4096])
             with pytest.raises(OverloadedError):
-                await service.open(Call(SamplingParams(max_tokens=4, n=5), ["x"]))
+                await backend.open(Call(SamplingParams(max_tokens=4, n=5), ["x"]))
             for prompt in ("\ud800", [2**64]):
                 with pytest.raises(InputError, match=r"cannot|Unicode|64 bits"):
-                    await service.open(Call(SamplingParams(max_tokens=4), [prompt]))
-            assert service.num_open == 0
+                    await backend.open(Call(SamplingParams(max_tokens=4), [prompt]))
+            assert backend.num_open == 0
 
     asyncio.run(run())
 
@@ -135,8 +135,8 @@ def test_every_way_of_leaving_frees_the_call(engine: AsyncEngine) -> None:
     call = Call(SamplingParams(max_tokens=2000, n=2, ignore_eos=True, temperature=1.0), ["def f(x):"])
 
     async def run() -> None:
-        async with remote(LocalBackend(engine, "reference")) as service:
-            generation = await service.open(call)  # cancelled: its ends still come
+        async with remote(LocalBackend(engine, "reference")) as backend:
+            generation = await backend.open(call)  # cancelled: its ends still come
             found: list[Event] = []
             async for event in generation:
                 found.append(event)
@@ -144,28 +144,28 @@ def test_every_way_of_leaving_frees_the_call(engine: AsyncEngine) -> None:
                     await generation.cancel()
                     await generation.cancel()
             assert [event.finish_reason for event in found if isinstance(event, AnswerEnded)] == ["abort", "abort"]
-            events = aiter(await service.open(call))  # left half-way
+            events = aiter(await backend.open(call))  # left half-way
             await anext(events)
             await events.aclose()  # type: ignore[attr-defined]
-            opening = asyncio.create_task(service.open(call))  # left before it was opened
+            opening = asyncio.create_task(backend.open(call))  # left before it was opened
             await asyncio.sleep(0)
             opening.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await opening
-            held = await service.invariants()
+            held = await backend.invariants()
             while held["num_calls"]:
-                held = await service.invariants()
-            assert held["num_running"] == held["num_waiting"] == service.num_open == 0
+                held = await backend.invariants()
+            assert held["num_running"] == held["num_waiting"] == backend.num_open == 0
 
     asyncio.run(run())
 
 
 def test_a_reader_that_does_not_read_loses_the_call() -> None:
     async def run() -> None:
-        async with remote(ScriptedService(token_ids=range(50)), max_unread=10) as service:
-            generation = await service.open(Call(SamplingParams(), [[1]]))
-            while service.num_open:
-                await service.ping()
+        async with remote(ScriptedBackend(token_ids=range(50)), max_unread=10) as backend:
+            generation = await backend.open(Call(SamplingParams(), [[1]]))
+            while backend.num_open:
+                await backend.ping()
             found: list[Event] = []
             with pytest.raises(OverloadedError, match="10 events"):
                 await read_into(found, generation)
@@ -176,17 +176,17 @@ def test_a_reader_that_does_not_read_loses_the_call() -> None:
 
 def test_what_is_in_flight_fails_with_the_worker() -> None:
     async def run() -> None:
-        async with remote(ScriptedService()) as service:
-            generation = await service.open(Call(SamplingParams(tenant="hold"), [[1]]))
+        async with remote(ScriptedBackend()) as backend:
+            generation = await backend.open(Call(SamplingParams(tenant="hold"), [[1]]))
             found: list[Event] = []
             reading = asyncio.create_task(read_into(found, generation))
             while len(found) < 2:
-                await service.ping()
-            service.fail(WorkerDiedError("died"))
+                await backend.ping()
+            backend.fail(WorkerDiedError("died"))
             with pytest.raises(WorkerDiedError):
                 await reading
             assert len(found) == 2
             with pytest.raises(UnavailableError):
-                await service.tokenize("x")
+                await backend.tokenize("x")
 
     asyncio.run(run())

@@ -16,12 +16,11 @@ from fastapi import FastAPI
 from safetensors.torch import load_file, save_file
 
 from foretoken import EngineConfig, SamplingParams, SpecConfig
-from foretoken.backend.local import LocalBackend
+from foretoken.backend.local import LocalBackend, build_engine
 from foretoken.errors import CheckpointError, SpeculationWarning
 from foretoken.server.api.app import create_app
 from foretoken.server.api.config import ApiConfig
 from foretoken.server.life import supervisor
-from foretoken.server.life.loading import build_engine
 from tests.cli.conftest import Run, clean_place, foretoken  # noqa: F401 - fixtures
 from tests.helpers.checkpoints import foreign_tokenizer
 from tests.helpers.http import client_of, run

@@ -16,7 +16,7 @@ from foretoken.server.api.app import create_app
 from foretoken.server.api.config import ApiConfig
 from foretoken.server.guard.app import guarded
 from foretoken.server.guard.config import GuardConfig
-from tests.helpers.fake_service import STATS, FakeService
+from tests.helpers.fake_backend import STATS, FakeBackend
 from tests.helpers.virtual_loop import run_virtually
 from tests.server.asgi import HOST, scope_of
 
@@ -49,7 +49,7 @@ class TimedGeneration:
         return
 
 
-class PatternService(FakeService):
+class PatternBackend(FakeBackend):
     def __init__(self, pattern: Sequence[int]) -> None:
         super().__init__()
         self._pattern = pattern
@@ -69,7 +69,7 @@ class Packet:
 def packets(pattern: Sequence[int], config: ApiConfig, **body: Any) -> list[Packet]:
     """What is sent for a streamed request."""
     request = {"model": "fake", "prompt": "x", "stream": True, "max_tokens": NUM_TOKENS} | body
-    app, found = guarded(create_app(PatternService(pattern), config), GuardConfig()), list[Packet]()
+    app, found = guarded(create_app(PatternBackend(pattern), config), GuardConfig()), list[Packet]()
 
     async def play() -> None:
         loop = asyncio.get_running_loop()

@@ -15,7 +15,7 @@ from foretoken.backend.local import LocalBackend
 from foretoken.server.api.app import create_app
 from foretoken.server.api.config import ApiConfig
 from foretoken.text.tokenizer import Detokenizer
-from tests.helpers.fake_service import FakeService
+from tests.helpers.fake_backend import FakeBackend
 from tests.helpers.faults import expect
 from tests.helpers.http import Records, client_of, events_of, run, text_of
 from tests.helpers.usual import some_of
@@ -56,9 +56,9 @@ def near(found: Any, expected: Any, tolerance: float = 1e-3) -> bool:
 
 
 @pytest.mark.parametrize("drafter", some_of(SPECULATIVE, {"ngram", "tree", "synthetic_0.5", "synthetic_1.0"}))
-def test_lossless_greedy(service: LocalBackend, drafter: str) -> None:
+def test_lossless_greedy(backend: LocalBackend, drafter: str) -> None:
     """Case 42: over HTTP; tests/engine/test_exactness.py has all drafters and rules."""
-    app = create_app(service, config_for(drafter))
+    app = create_app(backend, config_for(drafter))
     plain, drafted = ask(app, *(greedy(logprobs=2, spec=spec) for spec in (DRAFTERS["off"], DRAFTERS[drafter])))
     assert drafted["choices"][0]["text"] == plain["choices"][0]["text"]
     assert near(drafted["choices"][0]["logprobs"], plain["choices"][0]["logprobs"])
@@ -67,9 +67,9 @@ def test_lossless_greedy(service: LocalBackend, drafter: str) -> None:
 
 
 @pytest.mark.parametrize("rate", some_of(["0.0", "0.5", "1.0"], {"0.5", "1.0"}))
-def test_synthetic_0_and_1(service: LocalBackend, rate: str) -> None:
+def test_synthetic_0_and_1(backend: LocalBackend, rate: str) -> None:
     """Case 44: what is accepted is what the rate says, and the answer ends where it would have ended."""
-    app = create_app(service, config_for(f"synthetic_{rate}"))
+    app = create_app(backend, config_for(f"synthetic_{rate}"))
     spec, plain = {"drafter": "synthetic"}, {"drafter": None}
     free, drafted = ask(app, *(greedy(ignore_eos=True, spec=one) for one in (plain, spec)))
     text, report = free["choices"][0]["text"], drafted["foretoken"]["spec"]
@@ -100,11 +100,11 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("drafter", some_of(SPECULATIVE, {"ngram", "tree", "synthetic_0.5"}))
-def test_feature_cross(service: LocalBackend, drafter: str) -> None:
+def test_feature_cross(backend: LocalBackend, drafter: str) -> None:
     """Case 45: every pair of features with one drafter, every feature with every drafter; the answer is that of plain
     decoding.
     """
-    app = create_app(service, config_for(drafter))
+    app = create_app(backend, config_for(drafter))
     pairs = list(itertools.combinations(FEATURES, 2))[SPECULATIVE.index(drafter) % 4 :: 4]
     assert {name for pair in pairs for name in pair} == set(FEATURES)
     for first, second in pairs:
@@ -135,9 +135,9 @@ def check_trimmed(app: Any, body: dict[str, Any], stop: str) -> str:
 
 
 @pytest.mark.parametrize("drafter", some_of(FEW, USUAL))
-def test_stop_string_spanning(service: LocalBackend, drafter: str) -> None:
+def test_stop_string_spanning(backend: LocalBackend, drafter: str) -> None:
     """Case 53."""
-    app = create_app(service, config_for(drafter))
+    app = create_app(backend, config_for(drafter))
     body = greedy(spec=DRAFTERS[drafter], max_tokens=20, return_token_ids=True)
     (free,) = ask(app, body)
     text = free["choices"][0]["text"]
@@ -154,13 +154,13 @@ def test_stop_string_spanning(service: LocalBackend, drafter: str) -> None:
 
 
 @pytest.mark.parametrize("drafter", some_of(DRAFTERS, USUAL))
-def test_utf8_split(service: LocalBackend, drafter: str) -> None:
+def test_utf8_split(backend: LocalBackend, drafter: str) -> None:
     """Case 54: characters of several tokens each, forced one token after the other."""
-    assert service.engine.llm.tokenizer is not None
+    assert backend.engine.llm.tokenizer is not None
     for wanted in ("\U0001f468\u200d\U0001f469\u200d\U0001f467", "한국어", "é😀猫"):
-        ids = service.engine.llm.tokenizer.encode(wanted)
+        ids = backend.engine.llm.tokenizer.encode(wanted)
         assert len(ids) > len(wanted)
-        app = create_app(service, config_for(drafter))
+        app = create_app(backend, config_for(drafter))
         pattern = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"const": wanted}}}
         body = {"prompt": f'"{wanted}" "{wanted}" "', "temperature": 0, "max_tokens": 40, "response_format": pattern}
         whole, events = ask(app, *({**body, "spec": DRAFTERS[drafter], "stream": flag} for flag in (False, True)))
@@ -170,13 +170,13 @@ def test_utf8_split(service: LocalBackend, drafter: str) -> None:
 
 
 @pytest.mark.parametrize("drafter", some_of(DRAFTERS, USUAL))
-def test_utf8_that_breaks(service: LocalBackend, drafter: str) -> None:
+def test_utf8_that_breaks(backend: LocalBackend, drafter: str) -> None:
     """Case 54: bytes that are no character, at the beginning of the answer and inside: the stream is the answer."""
-    tokenizer = service.engine.llm.tokenizer
+    tokenizer = backend.engine.llm.tokenizer
     assert tokenizer is not None
     parts = tokenizer.encode("\U0001f468", add_special_tokens=False)
     assert len(parts) > 1
-    app = create_app(service, config_for(drafter))
+    app = create_app(backend, config_for(drafter))
     for prompt, forced in ((parts[:1], parts[0]), (parts, parts[-1]), (parts[:1], parts[-1])):
         body = {
             "prompt": prompt,
@@ -191,9 +191,9 @@ def test_utf8_that_breaks(service: LocalBackend, drafter: str) -> None:
         assert text_of(events) == whole["choices"][0]["text"]
 
 
-def test_a_decoder_that_fails_ends_its_request_alone(service: LocalBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decoder_that_fails_ends_its_request_alone(backend: LocalBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     """Case 54: an exception in the decoder, at the third token of one of two requests of a batch, streamed and not."""
-    app, push = create_app(service), Detokenizer.push
+    app, push = create_app(backend), Detokenizer.push
     (fine,) = ask(app, greedy())
     broken = greedy(logit_bias={"40": 100})
 
@@ -221,17 +221,17 @@ def test_a_decoder_that_fails_ends_its_request_alone(service: LocalBackend, monk
 
 
 @pytest.mark.parametrize("drafter", some_of(FEW, USUAL))
-def test_max_tokens_inside_run(service: LocalBackend, drafter: str) -> None:
+def test_max_tokens_inside_run(backend: LocalBackend, drafter: str) -> None:
     """Case 55."""
-    app = create_app(service, config_for(drafter))
+    app = create_app(backend, config_for(drafter))
     spec = DRAFTERS[drafter]
     for count in (1, 2, 3, 5, 7):
         (found,) = ask(app, greedy(max_tokens=count, ignore_eos=True, spec=spec))
         assert found["usage"]["completion_tokens"] == count
         assert found["choices"][0]["finish_reason"] == "length"
-    assert service.info.max_model_len == 2048
+    assert backend.info.max_model_len == 2048
     (found,) = ask(app, {"prompt": [100, 101, 102] * 681, "max_tokens": 50, "ignore_eos": True, "spec": spec})
-    assert found["usage"]["total_tokens"] == service.info.max_model_len
+    assert found["usage"]["total_tokens"] == backend.info.max_model_len
     assert found["choices"][0]["finish_reason"] == "length"
     (found,) = ask(app, greedy(min_tokens=9, max_tokens=12, stop=["e", " ", "\n"], spec=spec))
     assert 9 <= found["usage"]["completion_tokens"] <= 12
@@ -242,9 +242,9 @@ def prediction(content: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("drafter", some_of(["default", *FEW], {"default", "off", "tree"}))
-def test_prediction_api(service: LocalBackend, drafter: str) -> None:
+def test_prediction_api(backend: LocalBackend, drafter: str) -> None:
     """Case 57: the answer is the same with it; every token of it is accepted or rejected."""
-    app = create_app(service, config_for(drafter))
+    app = create_app(backend, config_for(drafter))
     spec = {} if drafter == "default" else {"spec": DRAFTERS[drafter]}
     body = greedy(max_tokens=16, ignore_eos=True, **spec)
     (free,) = ask(app, body)
@@ -256,7 +256,7 @@ def test_prediction_api(service: LocalBackend, drafter: str) -> None:
         (found,) = ask(app, {**body, "prediction": prediction(content)})
         assert found["choices"][0]["text"] == text
         details = found["usage"]["completion_tokens_details"]
-        num_tokens = len(service.engine.llm.encode_plain("prediction", content if isinstance(content, str) else text))
+        num_tokens = len(backend.engine.llm.encode_plain("prediction", content if isinstance(content, str) else text))
         assert details["accepted_prediction_tokens"] + details["rejected_prediction_tokens"] == num_tokens
         if content == text and is_used:
             assert details["accepted_prediction_tokens"] >= 13
@@ -279,15 +279,15 @@ def test_prediction_api(service: LocalBackend, drafter: str) -> None:
 KINDS = ("accepted", "rejected")
 
 
-def test_prediction_that_is_refused_or_disabled(service: LocalBackend) -> None:
+def test_prediction_that_is_refused_or_disabled(backend: LocalBackend) -> None:
     """Case 57."""
-    app = create_app(service)
+    app = create_app(backend)
     (found,) = ask(app, greedy(prediction=prediction("word " * 200_000)), status=400)
     assert found["error"]["param"] == "prediction"
     for wrong in (3, "text", {"content": "a"}, prediction(3), prediction([{"type": "image"}]), prediction(["a"])):
         (found,) = ask(app, greedy(prediction=wrong), status=400)
         assert found["error"]["param"] == "prediction"
-    disabled = create_app(service, ApiConfig(predictions=False))
+    disabled = create_app(backend, ApiConfig(predictions=False))
     (found,) = ask(disabled, greedy(prediction=prediction("def read(")))
     details = found["usage"]["completion_tokens_details"]
     assert details["accepted_prediction_tokens"] == 0
@@ -303,13 +303,13 @@ STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
     [("off", "ngram", "tree", "synthetic_0.5"), pytest.param(tuple(DRAFTERS), marks=pytest.mark.repeated)],
     ids=["some", "all"],
 )
-def test_usage_conservation(service: LocalBackend, drafters: tuple[str, ...]) -> None:
+def test_usage_conservation(backend: LocalBackend, drafters: tuple[str, ...]) -> None:
     """Case 58: responses, records, the engine's totals and the trace count the same tokens."""
-    records, engine = Records(), service.engine.llm
+    records, engine = Records(), backend.engine.llm
     totals = []
     before = engine.stats.as_dict()
     for drafter in drafters:
-        spec, app = DRAFTERS[drafter], create_app(service, config_for(drafter), [records])
+        spec, app = DRAFTERS[drafter], create_app(backend, config_for(drafter), [records])
         bodies = [
             greedy(spec=spec, foretoken={"trace": True, "metrics": "detailed"}),
             greedy(spec=spec, n=2, temperature=1, seed=3, foretoken={"trace": True}, return_token_ids=True),
@@ -375,10 +375,10 @@ def check_trace(found: Any, trace: Sequence[Any]) -> None:
 
 def spec_for(config: ApiConfig | None = None, default: dict[str, Any] | None = None, **fields: Any) -> SpecConfig:
     """The configuration that a request runs with."""
-    fake = FakeService()
+    fake = FakeBackend()
     assert fake.info is not None
     if default is not None:
-        fake.info = msgspec.structs.replace(fake.info, default_spec=default)
+        fake.info = msgspec.structs.replace(fake.info, default_spec=SpecConfig(**default))
     ask(create_app(fake, config), {"prompt": "a", **fields})
     spec = fake.calls[-1].spec
     assert spec is not None
@@ -402,7 +402,7 @@ def test_a_request_chooses_its_drafter() -> None:
 
 
 def refusal(config: ApiConfig | None = None, **fields: Any) -> Any:
-    (found,) = ask(create_app(FakeService(), config), {"prompt": "a", **fields}, status=400)
+    (found,) = ask(create_app(FakeBackend(), config), {"prompt": "a", **fields}, status=400)
     return found["error"]
 
 
@@ -422,7 +422,7 @@ def test_what_a_request_may_not_choose() -> None:
 
 
 def test_settings_of_a_request_reach_the_engine() -> None:
-    fake = FakeService()
+    fake = FakeBackend()
     ask(
         create_app(fake),
         {"prompt": "a", "service_tier": "flex", "cache_salt": "s", "metadata": {"slice": "code"}, "request_id": "r-1"},
@@ -447,9 +447,9 @@ def test_settings_of_a_request_reach_the_engine() -> None:
 
 
 @pytest.mark.parametrize("drafter", some_of(FEW, USUAL))
-def test_padded_chunks_have_one_size(service: LocalBackend, drafter: str) -> None:
+def test_padded_chunks_have_one_size(backend: LocalBackend, drafter: str) -> None:
     """Case 59: with bursts and with log-probabilities."""
-    app = create_app(service, config_for(drafter, obfuscation=True))
+    app = create_app(backend, config_for(drafter, obfuscation=True))
     body = greedy(spec=DRAFTERS[drafter], stream=True, stream_options={"include_usage": True})
 
     async def sizes(**fields: Any) -> list[int]:

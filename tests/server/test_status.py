@@ -11,7 +11,7 @@ from foretoken.backend.call import State
 from foretoken.server.api.app import create_app
 from foretoken.server.api.config import ApiConfig
 from foretoken.server.api.errors import CODES
-from tests.helpers.fake_service import FakeService
+from tests.helpers.fake_backend import FakeBackend
 from tests.helpers.http import Records, client_of, run
 
 
@@ -35,8 +35,8 @@ def fetch(app: Any, *requests: tuple[str, str], **options: Any) -> list[Any]:
         ("failed", 503, 503, "engine_failed"),
     ],
 )
-def test_health_and_readiness_follow_the_service(state: State, health: int, ready: int, code: str | None) -> None:
-    fake = FakeService()
+def test_health_and_readiness_follow_the_backend(state: State, health: int, ready: int, code: str | None) -> None:
+    fake = FakeBackend()
     fake.state = state
     app = create_app(fake)
     found = fetch(app, ("GET", "/health"), ("GET", "/ready"), ("GET", "/v1/models"))
@@ -51,7 +51,7 @@ def test_health_and_readiness_follow_the_service(state: State, health: int, read
 
 
 def test_before_the_first_load_there_is_no_model() -> None:
-    fake = FakeService()
+    fake = FakeBackend()
     fake.info = None
     models, limits, ready = fetch(create_app(fake), ("GET", "/v1/models"), ("GET", "/v1/limits"), ("GET", "/ready"))
     assert models.json() == {"object": "list", "data": []}
@@ -60,7 +60,7 @@ def test_before_the_first_load_there_is_no_model() -> None:
 
 
 def test_limits_are_those_in_force() -> None:
-    (response,) = fetch(create_app(FakeService(), ApiConfig(max_choices=7)), ("GET", "/v1/limits"))
+    (response,) = fetch(create_app(FakeBackend(), ApiConfig(max_choices=7)), ("GET", "/v1/limits"))
     limits = response.json()
     assert (limits["max_choices"], limits["max_model_len"], limits["max_waiting"]) == (7, 2048, 64)
     assert set(limits["error_codes"]) == set(CODES)
@@ -69,7 +69,7 @@ def test_limits_are_those_in_force() -> None:
 
 
 def test_everything_else_has_the_envelope() -> None:
-    app = create_app(FakeService())
+    app = create_app(FakeBackend())
     places = [("GET", "/nowhere"), ("POST", "/v1/embeddings"), ("GET", "/v1/completions"), ("GET", "/v1/models/other")]
     for response, status in zip(fetch(app, *places), (404, 404, 405, 404), strict=True):
         assert response.status_code == status
@@ -86,7 +86,7 @@ def test_a_route_that_breaks_has_the_envelope_too() -> None:
     async def broken() -> None:
         raise RuntimeError("secret")
 
-    (response,) = fetch(create_app(FakeService(), routers=[router]), ("GET", "/broken"))
+    (response,) = fetch(create_app(FakeBackend(), routers=[router]), ("GET", "/broken"))
     assert (response.status_code, response.json()["error"]["code"]) == (500, "internal_error")
     assert response.headers["x-should-retry"] == "false"
     assert "secret" not in response.text
@@ -94,7 +94,7 @@ def test_a_route_that_breaks_has_the_envelope_too() -> None:
 
 def test_a_request_keeps_its_name() -> None:
     records = Records()
-    app = create_app(FakeService(), observers=[records])
+    app = create_app(FakeBackend(), observers=[records])
     for given, kept in (("mine-1", True), ("not a name", False), ("x" * 200, False)):
         (response,) = fetch(app, ("POST", "/v1/completions"), json={"prompt": "a"}, headers={"x-request-id": given})
         name = response.headers["x-request-id"]
@@ -104,7 +104,7 @@ def test_a_request_keeps_its_name() -> None:
 
 
 def test_the_description_names_every_field() -> None:
-    (response,) = fetch(create_app(FakeService()), ("GET", "/openapi.json"))
+    (response,) = fetch(create_app(FakeBackend()), ("GET", "/openapi.json"))
     described = response.json()
     assert "/v1/chat/completions" in described["paths"]
     fields = described["components"]["schemas"]["ChatRequest"]["properties"]

@@ -18,7 +18,7 @@ from foretoken.engine.async_engine import AsyncEngine
 from foretoken.errors import NumericsError, WorkerDiedError
 from foretoken.server.api.app import create_app
 from foretoken.server.api.config import ApiConfig
-from tests.helpers.fake_service import FakeService, ended, piece
+from tests.helpers.fake_backend import FakeBackend, ended, piece
 from tests.helpers.http import RawClient, Records, Serving, client_of, events_of, run, text_of
 from tests.server.drafters import DRAFTERS, config_for
 
@@ -55,8 +55,8 @@ def stream(app: Any, path: str = TEXT, **body: Any) -> list[Any]:
 # ---- rules of section 6
 
 
-def test_a_stream_has_the_shape_that_clients_know(service: LocalBackend) -> None:
-    app = create_app(service)
+def test_a_stream_has_the_shape_that_clients_know(backend: LocalBackend) -> None:
+    app = create_app(backend)
     body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 5, "temperature": 0, "ignore_eos": True}
     events = stream(app, CHAT, **body, stream_options={"include_usage": True})
     assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
@@ -75,9 +75,9 @@ def test_a_stream_has_the_shape_that_clients_know(service: LocalBackend) -> None
     assert answer["choices"][0]["finish_reason"] == "length"
 
 
-def test_running_usage_stands_on_every_chunk_that_asks_for_it(service: LocalBackend) -> None:
+def test_running_usage_stands_on_every_chunk_that_asks_for_it(backend: LocalBackend) -> None:
     events = stream(
-        create_app(service),
+        create_app(backend),
         prompt=PROMPT,
         max_tokens=4,
         ignore_eos=True,
@@ -89,11 +89,11 @@ def test_running_usage_stands_on_every_chunk_that_asks_for_it(service: LocalBack
     assert 0 < counts[0] < 4
 
 
-def test_an_event_is_sent_for_each_verify_step_token_or_interval(service: LocalBackend) -> None:
+def test_an_event_is_sent_for_each_verify_step_token_or_interval(backend: LocalBackend) -> None:
     body = {"prompt": PROMPT * 3, "max_tokens": 40, "temperature": 0, "spec": {"drafter": "ngram", "num_draft": 4}}
 
     def chunks(granularity: str) -> list[Any]:
-        app = create_app(service, ApiConfig(granularity=granularity))
+        app = create_app(backend, ApiConfig(granularity=granularity))
         events = stream(app, **body, return_token_ids=True, foretoken={"trace": True})
         return [event for event in events if event["choices"][0].get("token_ids")]
 
@@ -123,7 +123,7 @@ def test_an_event_is_sent_for_each_verify_step_token_or_interval(service: LocalB
 )
 def test_errors_are_codes_before_the_first_byte_and_events_after_it(last: Any, code: str) -> None:
     records = Records()
-    app = create_app(FakeService((Begun(((1,),)), last)), observers=[records])
+    app = create_app(FakeBackend((Begun(((1,),)), last)), observers=[records])
 
     async def ask(is_stream: bool) -> httpx2.Response:
         async with client_of(app) as client:
@@ -134,7 +134,7 @@ def test_errors_are_codes_before_the_first_byte_and_events_after_it(last: Any, c
         assert response.status_code == (503 if code == "draining" else 500)
         assert response.json()["error"]["code"] == code
         assert response.headers.get("x-should-retry") == (None if code == "draining" else "false")
-    app = create_app(FakeService((Begun(((1,),)), piece(0, "a"), last)), observers=[records])
+    app = create_app(FakeBackend((Begun(((1,),)), piece(0, "a"), last)), observers=[records])
     events = stream(app, prompt="a")
     assert events[-1]["error"]["code"] == code
     assert text_of(events[:-1]) == "a"
@@ -144,7 +144,7 @@ def test_errors_are_codes_before_the_first_byte_and_events_after_it(last: Any, c
 def test_sse_keepalive() -> None:
     """Case 41."""
     release = asyncio.Event()
-    app = create_app(FakeService((Begun(((1,),)), release, piece(0, "a"), ended(0, "a"))), ApiConfig(ping_s=0.01))
+    app = create_app(FakeBackend((Begun(((1,),)), release, piece(0, "a"), ended(0, "a"))), ApiConfig(ping_s=0.01))
     sent: list[bytes] = []
 
     async def read() -> None:
@@ -178,10 +178,10 @@ def test_sse_keepalive() -> None:
 @pytest.mark.parametrize(
     ("drafter", "style"), [*((name, "close") for name in DRAFTERS), ("off", "half_close"), ("off", "reset")]
 )
-def test_disconnect_stream(service: LocalBackend, serving: Serving, drafter: str, style: str) -> None:
+def test_disconnect_stream(backend: LocalBackend, serving: Serving, drafter: str, style: str) -> None:
     """Case 24."""
-    records, engine = Records(), service.engine
-    address = serving(create_app(service, config_for(drafter), [records]))
+    records, engine = Records(), backend.engine
+    address = serving(create_app(backend, config_for(drafter), [records]))
     client = RawClient(address, {**LONG, "stream": True, "spec": DRAFTERS[drafter]})
     client.read_until(b"data: ")
     leave(client, style)
@@ -208,10 +208,10 @@ def wait_closed(client: RawClient) -> None:
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_disconnect_nonstream(service: LocalBackend, serving: Serving, drafter: str) -> None:
+def test_disconnect_nonstream(backend: LocalBackend, serving: Serving, drafter: str) -> None:
     """Case 25."""
-    records, engine = Records(), service.engine
-    address = serving(create_app(service, config_for(drafter), [records]))
+    records, engine = Records(), backend.engine
+    address = serving(create_app(backend, config_for(drafter), [records]))
     client = RawClient(address, {**LONG, "spec": DRAFTERS[drafter]})
     wait_until(lambda: engine.llm.engine.has_work, "it never ran")
     client.close()
@@ -220,24 +220,24 @@ def test_disconnect_nonstream(service: LocalBackend, serving: Serving, drafter: 
     assert (records.all[0].status, records.all[0].reason) == (499, "client")
 
 
-def test_disconnect_between_two_intervals(service: LocalBackend, serving: Serving) -> None:
+def test_disconnect_between_two_intervals(backend: LocalBackend, serving: Serving) -> None:
     """Case 24: also while events are gathered, and traced."""
     records = Records()
-    address = serving(create_app(service, ApiConfig(granularity="interval:30"), [records]))
+    address = serving(create_app(backend, ApiConfig(granularity="interval:30"), [records]))
     client = RawClient(address, {**LONG, "stream": True, "n": 2, "foretoken": {"trace": True}})
     client.read_until(b"data: ")
     client.close()
     wait_until(lambda: bool(records.all), "no record")
     assert records.all[0].reason == "client"
-    assert not service._rounds._tickets
-    assert service._rounds not in service.engine.llm.engine.watchers
+    assert not backend._rounds._tickets
+    assert backend._rounds not in backend.engine.llm.engine.watchers
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_disconnect_in_queue(service: LocalBackend, serving: Serving, is_stream: bool) -> None:
+def test_disconnect_in_queue(backend: LocalBackend, serving: Serving, is_stream: bool) -> None:
     """Case 26: while eight others fill the batch."""
-    engine, records = service.engine, Records()
-    address = serving(create_app(service, observers=[records]))
+    engine, records = backend.engine, Records()
+    address = serving(create_app(backend, observers=[records]))
     others = RawClient(address, {**LONG, "n": 8, "stream": True})
     others.read_until(b"data: ")
     client = RawClient(address, {**LONG, "stream": is_stream})
@@ -252,10 +252,10 @@ def test_disconnect_in_queue(service: LocalBackend, serving: Serving, is_stream:
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_disconnect_in_prefill(service: LocalBackend, serving: Serving, is_stream: bool) -> None:
+def test_disconnect_in_prefill(backend: LocalBackend, serving: Serving, is_stream: bool) -> None:
     """Case 26: a long prompt is read in chunks."""
-    engine = service.engine
-    address = serving(create_app(service))
+    engine = backend.engine
+    address = serving(create_app(backend))
     tokens = [100 + place % 3000 for place in range(1900)]
     client = RawClient(address, {"prompt": tokens, "max_tokens": 100, "stream": is_stream})
     wait_until(lambda: engine.llm.engine.has_work, "it never ran")
@@ -265,10 +265,10 @@ def test_disconnect_in_prefill(service: LocalBackend, serving: Serving, is_strea
     assert engine.llm.stats.num_aborted == num_before + 1
 
 
-def test_disconnect_at_the_last_step(service: LocalBackend, serving: Serving) -> None:
+def test_disconnect_at_the_last_step(backend: LocalBackend, serving: Serving) -> None:
     """Case 26: the answer is complete, and nobody is aborted for nothing."""
-    engine, records = service.engine, Records()
-    address = serving(create_app(service, observers=[records]))
+    engine, records = backend.engine, Records()
+    address = serving(create_app(backend, observers=[records]))
     num_before = engine.llm.stats.num_aborted
     client = RawClient(address, {"prompt": PROMPT, "max_tokens": 3, "ignore_eos": True, "stream": True})
     client.read_until(b'"finish_reason":"length"')
@@ -278,10 +278,10 @@ def test_disconnect_at_the_last_step(service: LocalBackend, serving: Serving) ->
     assert engine.llm.stats.num_aborted == num_before
 
 
-def test_slow_client(service: LocalBackend, serving: Serving) -> None:
+def test_slow_client(backend: LocalBackend, serving: Serving) -> None:
     """Case 27: a reader that does not read holds up nobody."""
-    engine = service.engine
-    address = serving(create_app(service))
+    engine = backend.engine
+    address = serving(create_app(backend))
     slow = RawClient(address, {**LONG, "stream": True, "logprobs": 20, "n": 4}, buffer=4096)
     with httpx2.Client(base_url=f"http://{address[0]}:{address[1]}", timeout=60) as client:
         fast = client.post(TEXT, json={"prompt": PROMPT, "max_tokens": 30, "ignore_eos": True})
@@ -294,7 +294,7 @@ def test_slow_client(service: LocalBackend, serving: Serving) -> None:
 def test_slow_client_is_dropped_when_its_buffer_is_full(serving: Serving) -> None:
     """Case 27."""
     records, text = Records(), "x" * 20_000
-    fake = FakeService((Begun(((1,),)), *(piece(0, text, step) for step in range(1000)), ended(0, text)))
+    fake = FakeBackend((Begun(((1,),)), *(piece(0, text, step) for step in range(1000)), ended(0, text)))
     address = serving(create_app(fake, ApiConfig(stream_buffer_bytes=200_000), [records]))
     slow = RawClient(address, {"prompt": "a", "stream": True}, buffer=4096)
     wait_until(lambda: bool(records.all), "the slow reader was not dropped")
@@ -307,13 +307,13 @@ def test_slow_client_is_dropped_when_its_buffer_is_full(serving: Serving) -> Non
     fast.close()
 
 
-def test_what_observers_raise_costs_nothing(service: LocalBackend) -> None:
+def test_what_observers_raise_costs_nothing(backend: LocalBackend) -> None:
     class Broken:
         def finished(self, record: object) -> None:
             raise RuntimeError("broken")
 
     records = Records()
-    events = stream(create_app(service, observers=[Broken(), records]), prompt=PROMPT, max_tokens=2)
+    events = stream(create_app(backend, observers=[Broken(), records]), prompt=PROMPT, max_tokens=2)
     assert text_of(events)
     assert len(records.all) == 1
     assert json.dumps(records.all[0].attributes)

@@ -15,12 +15,11 @@ import msgspec
 import pytest
 
 from foretoken import LLM, EngineConfig, SamplingParams, SpecConfig, registry
-from foretoken.backend.local import LocalBackend
+from foretoken.backend.local import LocalBackend, build_engine
 from foretoken.engine.async_engine import AsyncEngine
 from foretoken.model.names import model_folder
 from foretoken.server.api.app import create_app
 from foretoken.server.api.config import ApiConfig
-from foretoken.server.life.loading import build_engine
 from foretoken.text import chat_template, structure
 from tests.helpers.checkpoints import tiny_checkpoint
 from tests.helpers.specs import spec_of
@@ -49,9 +48,9 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncEngine]:
 class Server:
     """An application without a socket."""
 
-    def __init__(self, service: LocalBackend, config: ApiConfig | None = None) -> None:
-        self.service = service
-        self.app = create_app(service, config)
+    def __init__(self, backend: LocalBackend, config: ApiConfig | None = None) -> None:
+        self.backend = backend
+        self.app = create_app(backend, config)
 
     def post(self, path: str, body: object) -> httpx2.Response:
         return asyncio.run(self.posted(path, body))
@@ -164,7 +163,7 @@ def test_schema_bombs(server: Server) -> None:
     for name, reply in asyncio.run(run()).items():
         assert reply.status_code in (200, 400), (name, reply.text)
         assert len(reply.content) < 8192, name
-    assert not server.service.engine.llm.engine.has_work
+    assert not server.backend.engine.llm.engine.has_work
 
 
 def test_a_bomb_is_refused_by_its_field(server: Server) -> None:
@@ -439,11 +438,11 @@ def test_tokens_both_ways(server: Server) -> None:
 def test_suffix_fills_in_the_middle(server: Server, engine: AsyncEngine) -> None:
     refused = server.post("/v1/completions", {"prompt": "a", "suffix": "b"})
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unsupported_feature")
-    service = LocalBackend(engine, "reference")
-    service._info = msgspec.structs.replace(service.info, middle_marks=((5, 6), 7, 8))
+    backend = LocalBackend(engine, "reference")
+    backend._info = msgspec.structs.replace(backend.info, fim_tokens=((5, 6), 7, 8))
     body = {"prompt": ["def f(", [9, 10]], "suffix": "return", "max_tokens": 2, "return_token_ids": True}
-    reply = Server(service).post("/v1/completions", body)
+    reply = Server(backend).post("/v1/completions", body)
     assert reply.status_code == 200, reply.text
-    prefix, behind = (asyncio.run(service.tokenize(text)) for text in ("def f(", "return"))
+    prefix, behind = (asyncio.run(backend.tokenize(text)) for text in ("def f(", "return"))
     ids = [choice["prompt_token_ids"] for choice in reply.json()["choices"]]
     assert ids == [[5, 6, *prefix, 7, *behind, 8], [5, 6, 9, 10, 7, *behind, 8]]

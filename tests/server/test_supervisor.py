@@ -1,4 +1,4 @@
-"""Workers over several lives: restarts, canary, watchdog, quarantine, replicas, drain. No process is started here."""
+"""Workers across restarts: canary, watchdog, quarantine, replicas, drain. No process is started here."""
 
 from __future__ import annotations
 
@@ -17,23 +17,20 @@ from foretoken.backend.events import AnswerEnded, Event, Piece
 from foretoken.engine_config import EngineConfig
 from foretoken.errors import CheckpointError, ConfigError, EngineError, InputError, UnavailableError, WorkerDiedError
 from foretoken.server.life import supervisor
-from foretoken.server.life.canary import CanaryAnswer, difference
 from foretoken.server.life.config import LifeConfig
 from foretoken.server.life.fault_hooks import FaultOnDemand, fault_hook
-from foretoken.server.life.merging import merged
-from foretoken.server.life.quarantine import Quarantine
-from foretoken.server.life.replicas import Replicas
-from foretoken.server.life.routing import PrefixRouting
-from foretoken.server.life.supervisor import Watchdog
-from foretoken.server.life.worker_process import worker_environment
-from tests.helpers.workers import ProcessHere, ScriptedService
+from foretoken.server.life.health import CanaryAnswer, Watchdog, difference
+from foretoken.server.life.replicas import Replicas, merged
+from foretoken.server.life.routing import PrefixRouting, Quarantine
+from foretoken.server.life.supervisor import worker_environment
+from tests.helpers.workers import ProcessHere, ScriptedBackend
 
 QUICK: dict[str, Any] = {"first_restart_s": 0.001, "longest_restart_s": 0.01, "beat_s": 0.01}
 CALL = Call(SamplingParams(), [[1]])
 HELD = Call(SamplingParams(tenant="hold"), [[1]])
 
 
-def broken() -> ScriptedService:
+def broken() -> ScriptedBackend:
     raise CheckpointError("no such folder")
 
 
@@ -52,12 +49,12 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> type[ProcessHere]:
 async def replicas(processes: type[ProcessHere], *makers: Callable[[], Any], **options: Any) -> AsyncIterator[Replicas]:
     """Started; each start of a worker takes the next maker."""
     processes.makers = makers
-    service = Replicas(EngineConfig("m"), "m", LifeConfig(**QUICK | options))
-    service.start()
+    backend = Replicas(EngineConfig("m"), "m", LifeConfig(**QUICK | options))
+    backend.start()
     try:
-        yield service
+        yield backend
     finally:
-        await service.close()
+        await backend.close()
 
 
 async def left(generation: Generation) -> list[Event]:
@@ -65,57 +62,57 @@ async def left(generation: Generation) -> list[Event]:
     return [event async for event in generation]
 
 
-async def until(service: Replicas, condition: Callable[[], bool]) -> None:
+async def until(backend: Replicas, condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(60):
-        await service.changes.until(condition)
+        await backend.changes.wait_for(condition)
 
 
-async def ready(service: Replicas) -> None:
-    await until(service, lambda: service.state == "ready")
+async def ready(backend: Replicas) -> None:
+    await until(backend, lambda: backend.state == "ready")
 
 
-async def tokens_of(service: Replicas, call: Call) -> list[int]:
-    pieces = [event async for event in await service.open(call) if isinstance(event, Piece)]
+async def tokens_of(backend: Replicas, call: Call) -> list[int]:
+    pieces = [event async for event in await backend.open(call) if isinstance(event, Piece)]
     return [token.token_id for piece in pieces for token in piece.tokens]
 
 
 def test_a_worker_that_died_is_restarted_and_its_calls_end(processes: type[ProcessHere]) -> None:
     async def run() -> None:
-        async with replicas(processes, ScriptedService, quarantine_s=0.0) as service:
-            assert service.state == "loading"
-            assert service.info is None
+        async with replicas(processes, ScriptedBackend, quarantine_s=0.0) as backend:
+            assert backend.state == "loading"
+            assert backend.info is None
             with pytest.raises(UnavailableError, match="being loaded"):
-                await service.open(CALL)
-            await ready(service)
-            assert await tokens_of(service, CALL) == [3, 4]
+                await backend.open(CALL)
+            await ready(backend)
+            assert await tokens_of(backend, CALL) == [3, 4]
             for number in range(3):
-                held = await service.open(HELD)
+                held = await backend.open(HELD)
                 processes.started[number].kill_now()
                 with pytest.raises(WorkerDiedError):
                     await left(held)
-                await until(service, lambda: service.state != "ready")
+                await until(backend, lambda: backend.state != "ready")
                 with pytest.raises(UnavailableError, match="restarted"):
-                    await service.tokenize("x")
-                await ready(service)
-            assert await service.tokenize("x") == [1]
-            held_now = await service.invariants()
+                    await backend.tokenize("x")
+                await ready(backend)
+            assert await backend.tokenize("x") == [1]
+            held_now = await backend.invariants()
             assert (held_now["num_open"], held_now["workers"][0]["num_starts"]) == (0, 4)
-            assert (await service.stats())["num_restarts"] == 3
+            assert (await backend.stats())["num_restarts"] == 3
 
     asyncio.run(run())
 
 
 def test_a_worker_that_sends_nonsense_is_replaced(processes: type[ProcessHere]) -> None:
     async def run() -> None:
-        async with replicas(processes, ScriptedService) as service:
+        async with replicas(processes, ScriptedBackend) as backend:
             for number, nonsense in enumerate((b"\xff\xff\xff\xff", b"\x00\x00\x00\x01x", bytes((0, 0, 0, 1, 0xC0)))):
-                await ready(service)
-                held = await service.open(Call(SamplingParams(tenant="hold"), [[number]]))
+                await ready(backend)
+                held = await backend.open(Call(SamplingParams(tenant="hold"), [[number]]))
                 processes.started[number]._theirs._writer.write(nonsense)
                 with pytest.raises(WorkerDiedError):
                     await left(held)
-                await until(service, lambda: service.state != "ready")
-            await ready(service)
+                await until(backend, lambda: backend.state != "ready")
+            await ready(backend)
 
     asyncio.run(run())
 
@@ -125,33 +122,33 @@ def test_no_room_for_a_process_is_a_failed_start(processes: type[ProcessHere], m
         raise OSError(12, "Cannot allocate memory")
 
     async def run() -> None:
-        async with replicas(processes, ScriptedService, failed_starts=3) as service:
-            await ready(service)
+        async with replicas(processes, ScriptedBackend, failed_starts=3) as backend:
+            await ready(backend)
             monkeypatch.setattr(processes, "start", no_room)
             processes.started[0].kill_now()
-            await until(service, lambda: service.failure is not None)
+            await until(backend, lambda: backend.failure is not None)
 
     asyncio.run(run())
 
 
 def test_a_start_that_cannot_succeed_is_not_repeated(processes: type[ProcessHere]) -> None:
     async def run() -> None:
-        async with replicas(processes, broken) as service:
-            await until(service, lambda: service.failure is not None)
-            assert isinstance(service.failure, CheckpointError)
-            assert (service.state, len(processes.started)) == ("failed", 1)
+        async with replicas(processes, broken) as backend:
+            await until(backend, lambda: backend.failure is not None)
+            assert isinstance(backend.failure, CheckpointError)
+            assert (backend.state, len(processes.started)) == ("failed", 1)
 
     asyncio.run(run())
 
 
 def test_starts_that_fail_later_are_repeated_a_few_times(processes: type[ProcessHere]) -> None:
     async def run() -> None:
-        async with replicas(processes, ScriptedService, broken, failed_starts=3) as service:
-            await ready(service)
+        async with replicas(processes, ScriptedBackend, broken, failed_starts=3) as backend:
+            await ready(backend)
             processes.started[0].kill_now()
-            await until(service, lambda: service.failure is not None)
-            assert isinstance(service.failure, EngineError)
-            assert "3 times in a row" in str(service.failure)
+            await until(backend, lambda: backend.failure is not None)
+            assert isinstance(backend.failure, EngineError)
+            assert "3 times in a row" in str(backend.failure)
             assert len(processes.started) == 4
 
     asyncio.run(run())
@@ -161,12 +158,12 @@ def test_another_answer_to_the_canary_keeps_the_worker_out(
     processes: type[ProcessHere], caplog: pytest.LogCaptureFixture
 ) -> None:
     async def run() -> None:
-        makers = (ScriptedService, lambda: ScriptedService((3, 5)), ScriptedService)
-        async with replicas(processes, *makers) as service:
-            await ready(service)
+        makers = (ScriptedBackend, lambda: ScriptedBackend((3, 5)), ScriptedBackend)
+        async with replicas(processes, *makers) as backend:
+            await ready(backend)
             processes.started[0].kill_now()
-            await until(service, lambda: service.state == "restarting")
-            await ready(service)
+            await until(backend, lambda: backend.state == "restarting")
+            await ready(backend)
             assert len(processes.started) == 3
 
     with caplog.at_level(logging.CRITICAL, "foretoken.server"):
@@ -196,11 +193,11 @@ def test_the_watchdog_sees_long_steps_and_silence() -> None:
 
 def test_a_stuck_worker_is_killed_and_its_calls_end(processes: type[ProcessHere]) -> None:
     async def run() -> None:
-        async with replicas(processes, ScriptedService) as service:
-            await ready(service)
+        async with replicas(processes, ScriptedBackend) as backend:
+            await ready(backend)
             first = processes.started[0]
-            held = await service.open(HELD)
-            stuck = service.workers[0]._stuck
+            held = await backend.open(HELD)
+            stuck = backend.workers[0]._stuck
             stuck.beat = lambda _step_s, _now_s: None  # type: ignore[method-assign]  # the worker says nothing more,
             stuck._beaten_s = -math.inf  # and has not for longer than any limit
             with pytest.raises(WorkerDiedError):
@@ -208,25 +205,25 @@ def test_a_stuck_worker_is_killed_and_its_calls_end(processes: type[ProcessHere]
             assert first.num_dumps == 1
             assert first.task.done()
             del stuck.beat
-            await ready(service)
+            await ready(backend)
 
     asyncio.run(run())
 
 
 def test_a_request_in_flight_at_two_deaths_is_refused(processes: type[ProcessHere]) -> None:
     async def run() -> None:
-        async with replicas(processes, ScriptedService) as service:
+        async with replicas(processes, ScriptedBackend) as backend:
             for number in range(2):
-                await ready(service)
-                held = await service.open(HELD)
+                await ready(backend)
+                held = await backend.open(HELD)
                 processes.started[number].kill_now()
                 with pytest.raises(WorkerDiedError):
                     await left(held)
-                await until(service, lambda: service.state != "ready")
-            await ready(service)
+                await until(backend, lambda: backend.state != "ready")
+            await ready(backend)
             with pytest.raises(InputError, match="died 2 times"):
-                await service.open(HELD)
-            assert await tokens_of(service, Call(SamplingParams(), [[2]])) == [3, 4]
+                await backend.open(HELD)
+            assert await tokens_of(backend, Call(SamplingParams(), [[2]])) == [3, 4]
 
     asyncio.run(run())
 
@@ -252,33 +249,33 @@ def test_no_call_goes_to_a_worker_that_is_gone_and_not_yet_noticed(processes: ty
     """The connection ends before the supervisor changes the worker's state."""
 
     async def run() -> None:
-        async with replicas(processes, ScriptedService, workers=2) as service:
-            await until(service, lambda: all(worker.state == "ready" for worker in service.workers))
-            gone = service.workers[0].service
+        async with replicas(processes, ScriptedBackend, workers=2) as backend:
+            await until(backend, lambda: all(worker.state == "ready" for worker in backend.workers))
+            gone = backend.workers[0].backend
             assert gone is not None
             gone.fail(WorkerDiedError("gone"))
-            assert service.workers[0].state == "ready"
+            assert backend.workers[0].state == "ready"
             for _ in range(3):
-                assert await tokens_of(service, CALL) == [3, 4]
+                assert await tokens_of(backend, CALL) == [3, 4]
 
     asyncio.run(run())
 
 
 def test_calls_are_spread_and_follow_their_prefix(processes: type[ProcessHere]) -> None:
     async def run() -> None:
-        async with replicas(processes, ScriptedService, workers=2) as service:
-            await until(service, lambda: all(worker.state == "ready" for worker in service.workers))
-            held = [await service.open(Call(SamplingParams(tenant="hold"), [[number]])) for number in range(6)]
-            assert [worker.service.num_open for worker in service.workers if worker.service] == [3, 3]
-            again = await service.open(Call(SamplingParams(tenant="hold"), [[1]]))  # known to the second worker
-            assert [worker.service.num_open for worker in service.workers if worker.service] == [3, 4]
+        async with replicas(processes, ScriptedBackend, workers=2) as backend:
+            await until(backend, lambda: all(worker.state == "ready" for worker in backend.workers))
+            held = [await backend.open(Call(SamplingParams(tenant="hold"), [[number]])) for number in range(6)]
+            assert [worker.backend.num_open for worker in backend.workers if worker.backend] == [3, 3]
+            again = await backend.open(Call(SamplingParams(tenant="hold"), [[1]]))  # known to the second worker
+            assert [worker.backend.num_open for worker in backend.workers if worker.backend] == [3, 4]
             processes.started[0].kill_now()
-            await until(service, lambda: service.workers[0].state != "ready")
-            assert service.state == "ready"  # the other one goes on
+            await until(backend, lambda: backend.workers[0].state != "ready")
+            assert backend.state == "ready"  # the other one goes on
             for one in (*held[1::2], again):
                 await one.cancel()
                 assert [event async for event in one][-1] == AnswerEnded(0, "abort", "", 2, {})
-            stats = await service.stats()
+            stats = await backend.stats()
             assert stats["acceptance_rate"] == 0.5
 
     asyncio.run(run())
@@ -318,14 +315,14 @@ def test_statistics_of_workers_add_up() -> None:
 @pytest.mark.parametrize("drain_s", [0.0, 0.05])
 def test_a_drain_refuses_new_calls_and_ends_the_others(processes: type[ProcessHere], drain_s: float) -> None:
     async def run() -> None:
-        async with replicas(processes, ScriptedService) as service:
-            await ready(service)
-            held = await service.open(HELD)
-            draining = asyncio.create_task(service.drain(drain_s))
+        async with replicas(processes, ScriptedBackend) as backend:
+            await ready(backend)
+            held = await backend.open(HELD)
+            draining = asyncio.create_task(backend.drain(drain_s))
             await asyncio.sleep(0)
-            assert service.state == "draining"
+            assert backend.state == "draining"
             with pytest.raises(UnavailableError, match="shutting down"):
-                await service.open(CALL)
+                await backend.open(CALL)
             assert not await draining
             with pytest.raises(UnavailableError, match="shutting down"):
                 await left(held)
@@ -335,10 +332,10 @@ def test_a_drain_refuses_new_calls_and_ends_the_others(processes: type[ProcessHe
 
 def test_a_drain_waits_for_what_is_in_flight(processes: type[ProcessHere]) -> None:
     async def run() -> None:
-        async with replicas(processes, ScriptedService) as service:
-            await ready(service)
-            held = await service.open(HELD)
-            draining = asyncio.create_task(service.drain(60.0))
+        async with replicas(processes, ScriptedBackend) as backend:
+            await ready(backend)
+            held = await backend.open(HELD)
+            draining = asyncio.create_task(backend.drain(60.0))
             await held.cancel()
             assert isinstance([event async for event in held][-1], AnswerEnded)
             assert await draining

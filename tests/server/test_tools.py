@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from foretoken.backend.model_files import middle_marks, template_roles, tool_style
+from foretoken.backend.model_files import fim_tokens, template_roles, tool_style
 from foretoken.server.api.errors import ApiError
 from foretoken.server.api.forms import ResponseFormat, StructuredOutputs, structure_fields
 from foretoken.server.api.tool_reader import ToolReader, ToolStyle
@@ -157,8 +157,8 @@ def test_what_model_files_say() -> None:
     assert tool_style('{{ tools }} {"name": name, "parameters": object}') == "json_parameters"
     assert tool_style('{{ tools }} {\\"name\\": name, \\"parameters\\": object}') == "json_parameters"
     assert tool_style("{{ tools }} [TOOL_CALLS]") == "json_arguments"
-    assert middle_marks({"<fim_prefix>": 1, "<fim_suffix>": 2, "<fim_middle>": 3}, [9]) == ((9, 1), 2, 3)
-    assert middle_marks({"<fim_prefix>": 1}, []) is None
+    assert fim_tokens({"<fim_prefix>": 1, "<fim_suffix>": 2, "<fim_middle>": 3}, [9]) == ((9, 1), 2, 3)
+    assert fim_tokens({"<fim_prefix>": 1}, []) is None
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from foretoken.server.api.app import create_app
 from foretoken.server.api.body import read_json
 from foretoken.server.api.config import ApiConfig
 from foretoken.server.api.errors import CODES, ApiError, clean, of_exception
-from tests.helpers.fake_service import INFO, FakeService, ended, piece
+from tests.helpers.fake_backend import INFO, FakeBackend, ended, piece
 from tests.helpers.http import JSON, Records, client_of, run
 
 TEXT, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
@@ -29,11 +29,11 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 
 class Trial:
-    """One application over a scripted service, and what it answers to one body after another."""
+    """One application over a scripted backend, and what it answers to one body after another."""
 
-    def __init__(self, config: ApiConfig | None = None, service: FakeService | None = None) -> None:
-        self.service, self.records = service or FakeService(), Records()
-        self.app = create_app(self.service, config, [self.records])
+    def __init__(self, config: ApiConfig | None = None, backend: FakeBackend | None = None) -> None:
+        self.backend, self.records = backend or FakeBackend(), Records()
+        self.app = create_app(self.backend, config, [self.records])
 
     def post(self, path: str, *bodies: Any, headers: dict[str, str] | None = None) -> list[tuple[int, Any]]:
         """Status and JSON for each body; bytes are sent as they are."""
@@ -52,7 +52,7 @@ class Trial:
 
     def refused(self, path: str, *bodies: Any, status: int = 400, param: str | None = "") -> list[dict[str, Any]]:
         """The errors of bodies that must all be refused; the engine has seen none, and each has a record."""
-        before = len(self.records.all), len(self.service.calls)
+        before = len(self.records.all), len(self.backend.calls)
         errors = []
         for body, (code, answer) in zip(bodies, self.post(path, *bodies), strict=True):
             assert code == status, (str(body)[:200], answer)
@@ -61,7 +61,7 @@ class Trial:
             assert error["type"] == "invalid_request_error" or status in (404, 429)
             assert param == "" or error["param"] == param, (str(body)[:200], error)
             errors.append(error)
-        assert len(self.service.calls) == before[1]
+        assert len(self.backend.calls) == before[1]
         new = self.records.all[before[0] :]
         assert [(record.status, record.reason) for record in new] == [(status, one["code"]) for one in errors]
         return errors
@@ -137,7 +137,7 @@ def test_messages_shapes(trial: Trial) -> None:
     turns = [ok, {"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}]
     parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
     assert [status for status, _ in trial.post(CHAT, {"messages": turns}, {"messages": parts})] == [200, 200]
-    assert trial.service.calls[-1].messages == [{"role": "user", "content": "a\nb"}]
+    assert trial.backend.calls[-1].messages == [{"role": "user", "content": "a\nb"}]
 
 
 def test_c2_a_role_that_nobody_knows_is_refused_by_name(trial: Trial) -> None:
@@ -148,7 +148,7 @@ def test_c2_a_role_that_nobody_knows_is_refused_by_name(trial: Trial) -> None:
     trial.refused(RESPONSES, {"input": [*HELLO, wizard], "instructions": "b"}, param="input.1.role")
     trial.refused(RESPONSES, {"input": [{"type": "message", "content": "a"}]}, param="input.0.role")
     assert trial.post("/tokenize", {"messages": [wizard]})[0][0] == 400
-    own = Trial(service=FakeService(info=msgspec.structs.replace(INFO, template_roles=("user", "wizard"))))
+    own = Trial(backend=FakeBackend(info=msgspec.structs.replace(INFO, template_roles=("user", "wizard"))))
     assert own.post(CHAT, {"messages": [*HELLO, wizard]})[0][0] == 200
     assert own.post(RESPONSES, {"input": [*HELLO, wizard]})[0][0] == 200
     assert own.post("/tokenize", {"messages": [wizard]})[0][0] == 200
@@ -186,12 +186,12 @@ def test_c1_tools_that_may_not_be_called_are_left_out(fields: dict[str, Any]) ->
     trial = Trial()
     ((status, answer),) = trial.post(CHAT, {"messages": HELLO, **fields})
     assert status == 200, answer
-    assert trial.service.calls[-1].tools is None
+    assert trial.backend.calls[-1].tools is None
     if "functions" not in fields and "function_call" not in fields:
         flat = [{"type": "function", "name": "f"}] if fields.get("tools") else fields.get("tools")
         ((status, answer),) = trial.post(RESPONSES, {"input": "a", **fields, "tools": flat})
         assert status == 200, answer
-        assert trial.service.calls[-1].tools is None
+        assert trial.backend.calls[-1].tools is None
 
 
 def test_c1_tools_that_might_be_called_are_refused(trial: Trial) -> None:
@@ -219,7 +219,7 @@ def test_c3_a_limit_beyond_the_context_is_cut_to_it(path: str, name: str) -> Non
         trial = Trial()
         ((status, answer),) = trial.post(path, {**bodies[path], name: most})
         assert status == 200, answer
-        assert trial.service.calls[-1].params.max_tokens == INFO.max_model_len
+        assert trial.backend.calls[-1].params.max_tokens == INFO.max_model_len
 
 
 SAME_BOUNDS: dict[str, tuple[float, ...]] = {
@@ -322,10 +322,10 @@ def test_huge_logprobs(trial: Trial) -> None:
     trial.refused(TEXT, texts(logprobs=10**6), texts(logprobs=21), param="logprobs")
     token = TokenEvent(1, "a", b"a", "prompt", logprob=-1.0)
     script = (Begun(((1,) * 8000,)), piece(0, "a"), AnswerEnded(0, "stop", "a", 1, ended(0, "").stats, (token,) * 8000))
-    capped = Trial(service=FakeService(script))
+    capped = Trial(backend=FakeBackend(script))
     ((status, answer),) = capped.post(TEXT, texts(echo=True, logprobs=20, max_tokens=1))
     assert (answer["error"]["code"], answer["error"]["param"], status) == ("too_many_tokens", "logprobs", 400)
-    assert capped.service.generations[0].num_cancelled
+    assert capped.backend.generations[0].num_cancelled
     assert capped.post(TEXT, texts(echo=True, logprobs=5, max_tokens=1))[0][0] == 200
 
 
@@ -337,7 +337,7 @@ def test_logit_bias_bad(trial: Trial) -> None:
     values.append({str(token): 1 for token in range(10**5)})
     trial.refused(TEXT, *(texts(logit_bias=value) for value in values), param="logit_bias")
     assert trial.post(TEXT, texts(logit_bias={"5": -100}))[0][0] == 200
-    assert trial.service.calls[-1].params.logit_bias == {5: -100}
+    assert trial.backend.calls[-1].params.logit_bias == {5: -100}
 
 
 def test_stop_limits(trial: Trial) -> None:
@@ -376,10 +376,10 @@ def test_unknown_model(trial: Trial) -> None:
         assert [status for status, _ in trial.post(path, body, {**body, "model": "fake"})] == [200, 200]
 
 
-def test_giant_prompt(service: LocalBackend) -> None:
+def test_giant_prompt(backend: LocalBackend) -> None:
     """Case 18: token ids, and 2 MB of text."""
-    app = create_app(service)
-    context = service.info.max_model_len
+    app = create_app(backend)
+    context = backend.info.max_model_len
     loops: list[float] = []
 
     async def watch() -> None:
@@ -411,11 +411,11 @@ def test_giant_prompt(service: LocalBackend) -> None:
     assert loops  # tokenising left the loop free to turn
 
 
-def test_invalid_utf8_request(trial: Trial, service: LocalBackend) -> None:
+def test_invalid_utf8_request(trial: Trial, backend: LocalBackend) -> None:
     """Case 19."""
     trial.refused(TEXT, b"\xff\xfe", b'{"prompt": "\xff"}', b'{"prompt": "\\ud83d"}', b'{"prompt": "a\\udc00b"}')
     trial.refused(TEXT, b'{"prompt": ["\\ud800"], "stop": "a"}', b'{"prompt": "a", "stop": ["\\udfff"]}')
-    app = create_app(service)
+    app = create_app(backend)
 
     async def ask() -> list[int]:
         async with client_of(app) as client:
@@ -425,9 +425,9 @@ def test_invalid_utf8_request(trial: Trial, service: LocalBackend) -> None:
     assert run(ask()) == [200] * 4
 
 
-def test_special_tokens_as_text(service: LocalBackend) -> None:
+def test_special_tokens_as_text(backend: LocalBackend) -> None:
     """Case 20."""
-    llm = service.engine.llm
+    llm = backend.engine.llm
     assert llm.tokenizer is not None
     special = llm.tokenizer.token(next(iter(llm.tokenizer.special_ids)))
     assert special
@@ -435,7 +435,7 @@ def test_special_tokens_as_text(service: LocalBackend) -> None:
     ids = llm.encode_chat(spelt)
     assert not set(ids) & llm.tokenizer.special_ids
     assert llm.tokenizer.decode(ids) == llm.render_chat(spelt)
-    app = create_app(service)
+    app = create_app(backend)
 
     async def ask() -> int:
         async with client_of(app) as client:
@@ -445,8 +445,8 @@ def test_special_tokens_as_text(service: LocalBackend) -> None:
     assert run(ask()) == len(ids)
 
 
-def test_template_options_reach_the_template(service: LocalBackend) -> None:
-    app = create_app(service)
+def test_template_options_reach_the_template(backend: LocalBackend) -> None:
+    app = create_app(backend)
 
     async def ask(**fields: Any) -> int:
         async with client_of(app) as client:
@@ -485,8 +485,8 @@ def test_error_text_clean(trial: Trial) -> None:
         assert status in (400, 404)
         assert marker not in answer["error"]["message"]
         assert "Traceback" not in answer["error"]["message"]
-    broken = Trial(service=FakeService())
-    broken.service.refusal = RuntimeError(f"secret {SECRETS[0]}")
+    broken = Trial(backend=FakeBackend())
+    broken.backend.refusal = RuntimeError(f"secret {SECRETS[0]}")
     ((status, answer),) = broken.post(TEXT, texts())
     assert (status, answer["error"]["code"]) == (500, "internal_error")
     assert "secret" not in msgspec.json.encode(answer).decode()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import msgspec.structs
@@ -12,14 +12,14 @@ import pytest
 
 from foretoken import errors
 from foretoken.backend.call import Call
-from foretoken.backend.plain import engine_config_of, plain, sampling_params_of, spec_of
+from foretoken.backend.plain import builtin, engine_config_of, plain
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.control.adaptation import AdaptConfig
 from foretoken.control.routing import RoutingRules
 from foretoken.engine_config import EngineConfig
 from foretoken.errors import ConfigError, ContextLengthError, EngineError, ForetokenError, InputError
 from foretoken.server.life import wire
-from foretoken.server.life.wire_errors import from_wire, to_wire, to_wire_of_loading
+from foretoken.server.life.wire import from_wire, to_wire, to_wire_of_loading
 from tests.helpers.workers import channels
 
 SPECS = (
@@ -43,16 +43,17 @@ PARAMS = SamplingParams(
 )
 
 
-def crossed(values: object) -> dict[str, object]:
-    found: dict[str, object] = msgspec.msgpack.decode(msgspec.msgpack.encode(values))
-    return found
+def crossed(value: object, kind: Any = Any) -> Any:
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(value, enc_hook=builtin), type=kind)
 
 
 def test_configurations_cross_unchanged() -> None:
-    assert sampling_params_of(crossed(plain(PARAMS))) == PARAMS
-    assert plain(SamplingParams()) == {}
+    whole = SamplingParams(temperature=1, top_p=1, presence_penalty=1, deadline_s=3, json_schema="{}")
+    for params in (PARAMS, SamplingParams(), whole):
+        assert crossed(params, SamplingParams) == params
+    assert plain(SpecConfig()) == {}
     for spec in SPECS:
-        assert spec_of(crossed(plain(spec))) == spec
+        assert crossed(spec, SpecConfig) == spec
     config = EngineConfig(
         Path("folder"),
         SPECS[2],
@@ -70,12 +71,12 @@ def test_configurations_cross_unchanged() -> None:
 
 
 def test_what_arrives_is_checked_again() -> None:
-    with pytest.raises(InputError, match="temperature"):
-        sampling_params_of({"temperature": -1.0})
-    with pytest.raises(ConfigError, match="max_tokens"):
-        sampling_params_of({"max_tokenz": 1})
-    with pytest.raises(ConfigError, match="did you mean"):
-        spec_of({"drafter": "ngran"})
+    with pytest.raises(msgspec.ValidationError, match="temperature"):
+        crossed({"temperature": -1.0}, SamplingParams)
+    with pytest.raises(msgspec.ValidationError, match="did you mean"):
+        crossed({"drafter": "ngran"}, SpecConfig)
+    with pytest.raises(ConfigError, match="max_batch_size"):
+        engine_config_of({"model": "m", "max_batch_sizes": 1})
     with pytest.raises(InputError):
         engine_config_of({"model": "m", "device": "tpu"})
 
@@ -114,15 +115,16 @@ def test_numbers_of_errors_cross() -> None:
 
 
 def test_every_field_of_a_call_crosses() -> None:
-    assert {field.name for field in fields(Call)} | {"call"} == {
-        field.name for field in msgspec.structs.fields(wire.Open)
-    }
+    message = {"role": "user", "content": [{"type": "text", "text": "ü"}]}
+    call = Call(PARAMS, ["é", [1, 2]], [message], [{"type": "function"}], {"a": 1}, SPECS[2], "text", True)
+    assert all(getattr(call, field.name) != field.default for field in msgspec.structs.fields(Call))
+    assert crossed(call, Call) == call
 
 
 def test_messages_are_read_as_they_were_sent_and_nothing_else() -> None:
     async def run() -> None:
         front, worker = await channels()
-        sent = [wire.Ping(1), wire.Open(2, {"seed": 2**64 - 1}, ["é" * 70_000, [1, 2]]), wire.Cancel(2), wire.Stop()]
+        sent = [wire.Ping(1), wire.Open(2, Call(PARAMS, ["é" * 70_000, [1, 2]])), wire.Cancel(2), wire.Stop()]
         for one in sent:
             front.send(one)
         assert [await worker.receive() for _ in sent] == sent

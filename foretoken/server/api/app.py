@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 
@@ -11,27 +12,32 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from foretoken import __version__
 from foretoken.backend.call import Backend
 from foretoken.server.api import chat, completions, responses
-from foretoken.server.api.caller import caller_of
 from foretoken.server.api.config import ApiConfig
-from foretoken.server.api.errors import CODE_KEY, ERROR_SCHEMA, install_handlers
-from foretoken.server.api.exchange import RECORDED_KEY, Api
-from foretoken.server.api.request_id import RequestIds, request_id_of
-from foretoken.server.api.status import status_router
-from foretoken.server.api.tokenization import tokenization_router
-from foretoken.server.record import RequestObserver, RequestRecord
+from foretoken.server.api.errors import CODE_KEY, ERROR_SCHEMA, final, install_handlers
+from foretoken.server.api.exchange import Api
+from foretoken.server.api.model_routes import status_router, tokenization_router
+from foretoken.server.record import (
+    RECORDED_KEY,
+    REQUEST_ID_HEADER,
+    RequestObserver,
+    RequestRecord,
+    caller_of,
+    request_id_of,
+)
 
+_log = logging.getLogger("foretoken.server")
 RouterMaker = Callable[[Api], APIRouter]
 GENERATING_PATHS = (chat.PATH, completions.PATH, responses.PATH)
 
 
 def create_app(
-    service: Backend,
+    backend: Backend,
     config: ApiConfig | None = None,
     observers: Sequence[RequestObserver] = (),
     routers: Sequence[APIRouter | RouterMaker] = (),
 ) -> FastAPI:
-    """The application over a service. `routers` are further routes: routers, or functions that make one of an `Api`."""
-    api = Api(service, config or ApiConfig(), tuple(observers))
+    """The application over a backend. `routers` are further routes: routers, or functions that make one of an `Api`."""
+    api = Api(backend, config or ApiConfig(), tuple(observers))
     app = FastAPI(
         title="foretoken",
         version=__version__,
@@ -80,7 +86,7 @@ class RefusalRecords:
             await self._app(scope, receive, send_and_note)
         finally:
             if RECORDED_KEY not in scope:
-                caller, info = caller_of(scope), self._api.service.info
+                caller, info = caller_of(scope), self._api.backend.info
                 self._api.tell(
                     RequestRecord(
                         request_id=request_id_of(scope),
@@ -94,3 +100,35 @@ class RefusalRecords:
                         tenant=caller.tenant,
                     )
                 )
+
+
+class RequestIds:
+    """ASGI layer: a response to every request, whatever breaks, and `x-request-id` on it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id_of(scope)
+        has_begun = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal has_begun
+            if message["type"] == "http.response.start":
+                has_begun = True
+                headers = [pair for pair in message.get("headers", ()) if pair[0].lower() != REQUEST_ID_HEADER]
+                message["headers"] = [*headers, (REQUEST_ID_HEADER, request_id_of(scope).encode("ascii"))]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception:  # the client gets an envelope, the log gets the traceback
+            _log.exception("request %s broke down", request_id_of(scope))
+            if has_begun:
+                raise
+            error = final(500, "internal_error", "the server failed to answer this request")
+            await error.response()(scope, receive, send_with_id)

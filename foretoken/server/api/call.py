@@ -1,8 +1,9 @@
-"""From the fields of a request to the `Call` that a service answers."""
+"""From the fields of a request to the `Call` that a backend answers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,19 +11,35 @@ from foretoken.backend.call import Call
 from foretoken.backend.events import ModelInfo
 from foretoken.config import SamplingParams
 from foretoken.errors import InputError
-from foretoken.server.api.caller import Caller, tenant_of
 from foretoken.server.api.config import ApiConfig
 from foretoken.server.api.errors import ApiError, invalid, unsupported
-from foretoken.server.api.messages import checked_messages
+from foretoken.server.api.exchange import Api
+from foretoken.server.api.messages import checked_messages, structure_of, tools_of
 from foretoken.server.api.schemas import ChatRequest, CompletionRequest, SamplingFields
 from foretoken.server.api.speculation import spec_of, uses_prediction
-from foretoken.server.api.structure import structure_of, tools_of
+from foretoken.server.record import Caller, caller_of, name_request, tenant_of
 
+_log = logging.getLogger("foretoken.server")
+_MAX_NOTICED = 256  # a client that makes up names must not fill the memory
+_noticed: set[str] = set()
 _TIERS = {"auto": 0, "default": 0, "scale": 0, "flex": 10, "priority": -10, "fast": -10}
 _COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
 _CALLERS_OWN = {"max_tokens": "max_tokens", "prediction": "prediction.content", "tenant": "cache_salt"}
 # What each template may be told; anything else could replace what the server itself says.
 TEMPLATE_OPTIONS = ("enable_thinking", "thinking", "reasoning_effort")
+_PASSED_ON = (
+    "frequency_penalty",
+    "presence_penalty",
+    "logit_bias",
+    "n",
+    "seed",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "ignore_eos",
+    "min_tokens",
+    "bad_words",
+)
 
 
 @dataclass(frozen=True)
@@ -32,6 +49,20 @@ class Terms:
     info: ModelInfo
     config: ApiConfig
     caller: Caller
+
+
+def terms_of(api: Api, body: SamplingFields, scope: MutableMapping[str, Any]) -> Terms:
+    """What a request is checked against. Its scope takes over the name that the body gives it.
+
+    Raises:
+        ApiError: no requests are taken now, an unknown field where the server is strict, or another model's name.
+    """
+    info = api.ready_info()
+    _notice_unknown(body, api.config)
+    check_model(body.model, info)
+    if body.request_id is not None:
+        name_request(scope, body.request_id)
+    return Terms(info, api.config, caller_of(scope))
 
 
 def chat_call(body: ChatRequest, terms: Terms) -> Call:
@@ -50,9 +81,9 @@ def chat_call(body: ChatRequest, terms: Terms) -> Call:
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("top_logprobs", "needs logprobs=true", body.top_logprobs)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    most = max((limit for limit in limits if limit is not None), default=terms.config.default_max_tokens)
+    max_tokens = max((limit for limit in limits if limit is not None), default=terms.config.default_max_tokens)
     messages = checked_messages(body.messages, info.template_roles)
-    params = _params(body, terms, most, logprobs, "top_logprobs", num_prompts=1)
+    params = _params(body, terms, max_tokens, logprobs, "top_logprobs", num_prompts=1)
     return Call(
         params,
         messages=messages,
@@ -73,8 +104,8 @@ def completion_call(body: CompletionRequest, terms: Terms) -> Call:
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise unsupported("best_of", "other than n is not supported")
     _check_prompts(body.prompt, terms)
-    most = body.max_tokens or _COMPLETION_MAX_TOKENS
-    params = _params(body, terms, most, body.logprobs, "logprobs", len(body.prompt), bool(body.echo))
+    max_tokens = body.max_tokens or _COMPLETION_MAX_TOKENS
+    params = _params(body, terms, max_tokens, body.logprobs, "logprobs", len(body.prompt), bool(body.echo))
     return Call(
         params,
         prompts=body.prompt,
@@ -139,9 +170,9 @@ def _params(
     has_prompt_logprobs: bool = False,
 ) -> SamplingParams:
     config = terms.config
-    most = min(max_tokens or terms.info.max_model_len, terms.info.max_model_len)
+    max_tokens = min(max_tokens or terms.info.max_model_len, terms.info.max_model_len)
     num_answers = num_prompts * (body.n or 1)
-    _check_counts(body, terms, num_answers, most)
+    _check_counts(body, terms, num_answers, max_tokens)
     if logprobs is not None and logprobs > config.max_logprobs:
         raise invalid(logprobs_param, f"must be at most {config.max_logprobs}", logprobs)
     given: dict[str, Any] = {
@@ -150,7 +181,7 @@ def _params(
         if (value := getattr(body, name)) is not None and not (name == "min_tokens" and value == 0)
     }
     given |= {
-        "max_tokens": most,
+        "max_tokens": max_tokens,
         "temperature": 1.0 if body.temperature is None else body.temperature,
         "top_k": max(0, body.top_k or 0),
         "stop": _checked_stops(body, config),
@@ -167,21 +198,6 @@ def _params(
         return SamplingParams(**given)
     except InputError as error:
         raise invalid(_CALLERS_OWN.get(error.field, error.field), error.remedy, error.value) from None
-
-
-_PASSED_ON = (
-    "frequency_penalty",
-    "presence_penalty",
-    "logit_bias",
-    "n",
-    "seed",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "ignore_eos",
-    "min_tokens",
-    "bad_words",
-)
 
 
 def _check_counts(body: SamplingFields, terms: Terms, num_answers: int, max_tokens: int) -> None:
@@ -267,3 +283,21 @@ def _template_options(body: ChatRequest) -> Mapping[str, Any]:
     if body.reasoning_effort is not None:
         given.setdefault("reasoning_effort", body.reasoning_effort)
     return given
+
+
+def _notice_unknown(body: SamplingFields, config: ApiConfig) -> None:
+    """Warn once of each unknown field, or refuse it.
+
+    Raises:
+        ApiError: a field is unknown and the server is strict.
+    """
+    unknown = [*(body.model_extra or ()), *((body.stream_options and body.stream_options.model_extra) or ())]
+    if not unknown:
+        return
+    if config.strict:
+        name = unknown[0] if unknown[0].isidentifier() and len(unknown[0]) <= 64 else None
+        raise ApiError(400, "unknown_field", "the body has a field that this server does not know", name)
+    for name in unknown:
+        if name not in _noticed and len(_noticed) < _MAX_NOTICED:
+            _noticed.add(name)
+            _log.warning("ignored an unknown field of a request: %.64r", name)

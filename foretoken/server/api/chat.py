@@ -9,16 +9,12 @@ from fastapi import APIRouter, Request, Response
 
 from foretoken.backend.events import AnswerEnded
 from foretoken.server.api.body import JsonRoute
-from foretoken.server.api.call import Terms, chat_call, check_model
-from foretoken.server.api.caller import caller_of
-from foretoken.server.api.errors import ApiError
+from foretoken.server.api.call import chat_call, terms_of
 from foretoken.server.api.exchange import Api, Exchange
-from foretoken.server.api.generating import answer, name_of, notice_unknown
-from foretoken.server.api.logprobs import chat_logprobs
-from foretoken.server.api.pacing import PieceGroup
+from foretoken.server.api.messages import shaper_of
 from foretoken.server.api.schemas import ChatRequest
-from foretoken.server.api.structure import shaper_of, source_of
-from foretoken.server.api.writer import ResponseWriter
+from foretoken.server.api.streaming import PieceGroup
+from foretoken.server.api.writer import ResponseWriter, chat_logprobs
 
 PATH = "/v1/chat/completions"
 
@@ -29,19 +25,10 @@ def chat_router(api: Api) -> APIRouter:
 
     @router.post(PATH, summary="The next message of a conversation")
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        info = api.ready_info()
-        notice_unknown(body, api.config)
-        check_model(body.model, info)
-        name_of(body, request)
-        call = chat_call(body, Terms(info, api.config, caller_of(request.scope)))
-        exchange = Exchange(api, request.scope, call, info, bool(body.stream))
+        terms = terms_of(api, body, request.scope)
+        exchange = Exchange(api, request.scope, chat_call(body, terms), terms.info, bool(body.stream))
         frame = ResponseWriter(exchange, body, "chatcmpl", "chat.completion", "chat.completion.chunk")
-        choices = ChatChoices(frame, body)
-        try:
-            return await answer(exchange, request, lambda: frame.stream(choices), lambda: frame.whole(choices.whole()))
-        except ApiError as error:
-            error.param = source_of(body, error.param)
-            raise
+        return await frame.answer(ChatChoices(frame, body), request)
 
     return router
 

@@ -1,4 +1,6 @@
-"""`/v1/completions`."""
+"""`/v1/completions`, with `suffix`: a text is filled in (FIM), its prompt and suffix in the order that models trained
+for it read them.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +9,15 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from foretoken.backend.events import AnswerEnded
+from foretoken.backend.events import AnswerEnded, ModelInfo
+from foretoken.errors import ForetokenError
 from foretoken.server.api.body import JsonRoute
-from foretoken.server.api.call import Terms, check_model, completion_call
-from foretoken.server.api.caller import caller_of
-from foretoken.server.api.errors import ApiError, unsupported
+from foretoken.server.api.call import completion_call, terms_of
+from foretoken.server.api.errors import of_exception, unsupported
 from foretoken.server.api.exchange import Api, Exchange
-from foretoken.server.api.generating import answer, name_of, notice_unknown
-from foretoken.server.api.logprobs import completion_logprobs
-from foretoken.server.api.middle import with_suffix
-from foretoken.server.api.pacing import PieceGroup
 from foretoken.server.api.schemas import CompletionRequest
-from foretoken.server.api.structure import source_of
-from foretoken.server.api.writer import ResponseWriter
+from foretoken.server.api.streaming import PieceGroup
+from foretoken.server.api.writer import ResponseWriter, completion_logprobs
 
 PATH = "/v1/completions"
 
@@ -30,26 +28,19 @@ def completion_router(api: Api) -> APIRouter:
 
     @router.post(PATH, summary="The continuation of a text")
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        info = api.ready_info()
-        notice_unknown(body, api.config)
-        check_model(body.model, info)
-        name_of(body, request)
+        terms = terms_of(api, body, request.scope)
+        info = terms.info
         if body.stream and body.echo and body.logprobs is not None:
             raise unsupported("echo", "with logprobs is not streamed; leave stream out")
         body = await with_suffix(api, body, info)
-        call = completion_call(body, Terms(info, api.config, caller_of(request.scope)))
+        call = completion_call(body, terms)
         exchange = Exchange(api, request.scope, call, info, bool(body.stream))
         echoed = [
-            prompt if isinstance(prompt, str) else await api.service.detokenize(prompt) if info.has_tokenizer else ""
+            prompt if isinstance(prompt, str) else await api.backend.detokenize(prompt) if info.has_tokenizer else ""
             for prompt in (body.prompt if body.echo else ())
         ]
         frame = ResponseWriter(exchange, body, "cmpl", "text_completion", "text_completion")
-        choices = TextChoices(frame, body, echoed)
-        try:
-            return await answer(exchange, request, lambda: frame.stream(choices), lambda: frame.whole(choices.whole()))
-        except ApiError as error:
-            error.param = source_of(body, error.param)
-            raise
+        return await frame.answer(TextChoices(frame, body, echoed), request)
 
     return router
 
@@ -107,3 +98,28 @@ class TextChoices:
 
 def _choice(index: int, text: str, finish_reason: str | None = None) -> dict[str, Any]:
     return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
+
+
+async def with_suffix(api: Api, body: CompletionRequest, info: ModelInfo) -> CompletionRequest:
+    """The request with its suffix among the token ids of each prompt.
+
+    Raises:
+        ApiError: the model has no tokens for it, or the prompt is echoed, which has no meaning here.
+    """
+    if not body.suffix:
+        return body
+    if info.fim_tokens is None:
+        raise unsupported("suffix", "the model has no tokens for a text in the middle; leave it out")
+    if body.echo:
+        raise unsupported("echo", "cannot stand beside suffix; leave one of them out")
+    before_prefix, before_suffix, before_middle = info.fim_tokens
+    try:
+        behind = await api.backend.tokenize(body.suffix, add_special_tokens=False)
+        prefixes = [
+            await api.backend.tokenize(prompt, add_special_tokens=False) if isinstance(prompt, str) else prompt
+            for prompt in body.prompt
+        ]
+    except ForetokenError as error:
+        raise of_exception(error, api.config.retry_after_s) from error
+    filled = [[*before_prefix, *prefix, before_suffix, *behind, before_middle] for prefix in prefixes]
+    return body.model_copy(update={"prompt": filled, "suffix": None})

@@ -223,7 +223,7 @@ def _worker_died(_error: errors.ForetokenError, _retry_after_s: int) -> ApiError
 
 
 def unavailable(state: str, retry_after_s: int) -> ApiError:
-    """503 for a service in this state; one that says "ready" was not so a moment ago."""
+    """503 for a backend in this state; one that says "ready" was not so a moment ago."""
     code: ErrorCode = _BY_STATE.get(state, "loading")
     return later(503, code, f"the server takes no requests now: {code}", retry_after_s)
 

@@ -1,4 +1,4 @@
-"""One HTTP request that generates: from opening its call to its record."""
+"""One HTTP request that generates: from opening its call to its record, and what came of each of its answers."""
 
 from __future__ import annotations
 
@@ -7,16 +7,13 @@ import contextlib
 import logging
 import re
 import time
-from collections.abc import AsyncGenerator, Awaitable, Coroutine, MutableMapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Coroutine, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from foretoken.backend.call import Backend, Call, Generation
-from foretoken.backend.events import AnswerEnded, AnswerFailed, Begun, Event, ModelInfo
+from foretoken.backend.events import AnswerEnded, AnswerFailed, Begun, Event, ModelInfo, Piece, RoundEvent, TokenEvent
 from foretoken.errors import ContextLengthError, ForetokenError, UnavailableError
-from foretoken.server.api.answers import AnswerBook
-from foretoken.server.api.budget import TokenBudget
-from foretoken.server.api.caller import caller_of
 from foretoken.server.api.config import ApiConfig
 from foretoken.server.api.errors import (
     CLIENT_GONE,
@@ -28,12 +25,10 @@ from foretoken.server.api.errors import (
     of_failure,
     unavailable,
 )
-from foretoken.server.api.request_id import request_id_of
-from foretoken.server.record import RequestObserver, RequestRecord
+from foretoken.server.record import RECORDED_KEY, RequestObserver, RequestRecord, caller_of, request_id_of
 
 _log = logging.getLogger("foretoken.server")
 _Result = TypeVar("_Result")
-RECORDED_KEY = "foretoken.recorded"  # of the ASGI scope: its request has a record
 
 # HTTP code, reason in the record and metrics, text; for requests that were left before their end.
 _LEFT: dict[str, tuple[int, ErrorCode, str]] = {
@@ -44,11 +39,35 @@ _LEFT: dict[str, tuple[int, ErrorCode, str]] = {
 }
 
 
+class TokenBudget:
+    """Counts the tokens that open requests may still write."""
+
+    def __init__(self) -> None:
+        self.num_taken = 0
+
+    def take(self, num_tokens: int, config: ApiConfig) -> None:
+        """Reserve for a whole request.
+
+        Raises:
+            ApiError: 429, not enough is free now.
+        """
+        max_tokens = config.max_pending_tokens
+        if max_tokens is not None and self.num_taken + num_tokens > max_tokens:
+            message = f"open requests may write {max_tokens} tokens together, and {self.num_taken} are taken"
+            raise later(429, "token_budget_full", message, config.retry_after_s)
+        self.num_taken += num_tokens
+
+    def give_back(self, num_tokens: int) -> None:
+        """Free what a request had reserved."""
+        self.num_taken -= num_tokens
+        assert self.num_taken >= 0
+
+
 @dataclass(frozen=True)
 class Api:
     """What all routes share."""
 
-    service: Backend
+    backend: Backend
     config: ApiConfig
     observers: Sequence[RequestObserver]
     budget: TokenBudget = field(default_factory=TokenBudget)
@@ -59,7 +78,7 @@ class Api:
         Raises:
             ApiError: 503 while no requests are taken.
         """
-        state, info = self.service.state, self.service.info
+        state, info = self.backend.state, self.backend.info
         if state != "ready" or info is None:
             raise unavailable(state, self.config.retry_after_s)
         return info
@@ -93,7 +112,7 @@ class Exchange:
         self._is_finished = False
 
     async def open(self) -> None:
-        """Have the service queue the call.
+        """Have the backend queue the call.
 
         Raises:
             ApiError: it is refused, or was not queued in time.
@@ -105,7 +124,7 @@ class Exchange:
         deadline = loop.time() + config.first_token_timeout_s
         try:
             async with asyncio.timeout_at(deadline):
-                self._generation = await self.api.service.open(self.call)
+                self._generation = await self.api.backend.open(self.call)
         except TimeoutError:
             raise self._leave_error("queue_deadline") from None
         except ForetokenError as error:
@@ -197,14 +216,14 @@ class Exchange:
         """The prompts are known: whether the list of their log-probabilities would be too long."""
         self.prompt_ids = event.prompt_ids
         count = self.call.params.prompt_logprobs
-        most = self.api.config.max_prompt_logprobs
-        if count is not None and sum(map(len, event.prompt_ids)) * (count + 1) > most:
-            message = f"echo: prompt tokens times alternatives must be at most {most} with logprobs"
+        max_listed = self.api.config.max_prompt_logprobs
+        if count is not None and sum(map(len, event.prompt_ids)) * (count + 1) > max_listed:
+            message = f"echo: prompt tokens times alternatives must be at most {max_listed} with logprobs"
             raise ApiError(400, "too_many_tokens", message, "logprobs")
 
     def _refusal(self, error: ForetokenError) -> ApiError:
-        if isinstance(error, UnavailableError) and self.api.service.state != "ready":
-            return unavailable(self.api.service.state, self.api.config.retry_after_s)
+        if isinstance(error, UnavailableError) and self.api.backend.state != "ready":
+            return unavailable(self.api.backend.state, self.api.config.retry_after_s)
         made = of_exception(error, self.api.config.retry_after_s)
         if isinstance(error, ContextLengthError):
             found = re.match(r"\d+", str(error.value))
@@ -264,6 +283,69 @@ def _attributes(call: Call) -> dict[str, Any]:
         "gen_ai.request.presence_penalty": params.presence_penalty,
         "gen_ai.request.choice.count": params.n,
     }
+
+
+@dataclass
+class AnswerProgress:
+    """One answer: its tokens and rounds as they came, and its end."""
+
+    tokens: list[TokenEvent] = field(default_factory=list)
+    rounds: list[RoundEvent] = field(default_factory=list)
+    ended: AnswerEnded | None = None
+    last_s: float = 0.0
+
+    @property
+    def text(self) -> str:
+        """The whole text, once it has ended."""
+        return "" if self.ended is None else self.ended.text
+
+    def steps(self) -> Iterator[list[TokenEvent]]:
+        """The tokens by step."""
+        begin = 0
+        for end in range(1, len(self.tokens) + 1):
+            if end == len(self.tokens) or self.tokens[end].step != self.tokens[begin].step:
+                yield self.tokens[begin:end]
+                begin = end
+
+
+class AnswerBook:
+    """All answers of a call, by index, and when their tokens came (seconds since `began_s`)."""
+
+    def __init__(self, num_answers: int, began_s: float) -> None:
+        self.answers = [AnswerProgress() for _ in range(num_answers)]
+        self.began_s = began_s
+        self.ttft_s: float | None = None
+        self.inter_token_s: list[float] = []
+
+    def note(self, event: Event) -> None:
+        """Take in one event."""
+        if isinstance(event, Piece):
+            self._note_piece(self.answers[event.index], event)
+        elif isinstance(event, AnswerEnded):
+            self.answers[event.index].ended = event
+
+    @property
+    def ended(self) -> list[AnswerEnded]:
+        """The ends of all answers that have one."""
+        return [answer.ended for answer in self.answers if answer.ended is not None]
+
+    @property
+    def num_tokens(self) -> int:
+        """Emitted tokens of all answers."""
+        return sum(len(answer.tokens) for answer in self.answers)
+
+    def _note_piece(self, answer: AnswerProgress, piece: Piece) -> None:
+        now = time.perf_counter()
+        if piece.tokens:
+            if self.ttft_s is None:
+                self.ttft_s = now - self.began_s
+            if answer.tokens:
+                gap_s = (now - answer.last_s) / len(piece.tokens)
+                self.inter_token_s += [gap_s] * len(piece.tokens)
+            answer.last_s = now
+        answer.tokens += piece.tokens
+        if piece.round is not None:
+            answer.rounds.append(piece.round)
 
 
 async def hung_up(receive: Any) -> None:  # noqa: ANN401 - ASGI's

@@ -1,12 +1,18 @@
-"""Messages of a chat: those of the request as the template takes them, and the answer's as it grows."""
+"""Messages of a chat: those of the request as the template takes them, the structure that the answer is held to, and
+the answer's message as it grows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, cast
 
+from foretoken.backend.events import ModelInfo
 from foretoken.server.api.errors import invalid, unsupported
-from foretoken.server.api.tools import template_message
+from foretoken.server.api.forms import structure_fields
+from foretoken.server.api.schemas import ChatRequest, SamplingFields
+from foretoken.server.api.tool_reader import ToolReader, ToolStyle
+from foretoken.server.api.tools import Callables, callables, held_form, template_message
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # OpenAI's
 
@@ -91,3 +97,57 @@ class PlainMessage:
     def message(self) -> dict[str, Any]:
         """See `MessageShaper`."""
         return {"content": "".join(self._texts)}
+
+
+def structure_of(body: SamplingFields, info: ModelInfo) -> Mapping[str, Any]:
+    """Fields of `SamplingParams` that hold the answer to a structure.
+
+    Raises:
+        ApiError: a format that does not exist, contradicts another field, or that this server does not have.
+    """
+    form = structure_fields(body.response_format, body.structured_outputs)
+    if form and not info.has_tokenizer:
+        raise unsupported("response_format", "the model has no tokenizer; leave it out")
+    if not isinstance(body, ChatRequest):
+        return form
+    called, style = _called(body, info), _style(info)
+    if not called.functions or style is None:
+        return form
+    is_parallel = body.parallel_tool_calls is not False and not called.is_single
+    return held_form(called, style, is_parallel, form)
+
+
+def tools_of(body: ChatRequest, info: ModelInfo) -> list[dict[str, Any]] | None:
+    """The tools that the chat template lists; none where none may be called.
+
+    Raises:
+        ApiError: tools that the model does not take.
+    """
+    if not _called(body, info).functions:
+        return None
+    return [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in body.tools or ()]
+
+
+def shaper_of(body: ChatRequest, info: ModelInfo) -> MessageShaper:
+    """What makes message deltas of one answer's text."""
+    called, style = _called(body, info), _style(info)
+    if not called.functions or style is None:
+        return PlainMessage()
+    return ToolReader(style, [function.name for function in called.functions])
+
+
+def source_of(body: SamplingFields, param: str | None) -> str | None:
+    """The field of the request behind a field of `SamplingParams` that an error names."""
+    if param not in ("json_schema", "regex", "grammar"):
+        return param
+    if body.structured_outputs is not None:
+        return "structured_outputs"
+    return "tools" if isinstance(body, ChatRequest) and body.tools and param == "grammar" else "response_format"
+
+
+def _called(body: ChatRequest, info: ModelInfo) -> Callables:
+    return callables(body.tools, body.tool_choice, _style(info))
+
+
+def _style(info: ModelInfo) -> ToolStyle | None:
+    return cast(ToolStyle | None, info.tool_style)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 from foretoken.backend.events import ModelInfo
@@ -21,15 +20,6 @@ _ALIASES = {
 }
 
 
-def _default_spec(info_spec: Mapping[str, Any]) -> SpecConfig:
-    """The service's default as a configuration, from its description in `ModelInfo`."""
-    known = {field.name for field in fields(SpecConfig)}
-    given = {name: value for name, value in info_spec.items() if name in known}
-    if given.get("parts"):
-        given["parts"] = tuple(_default_spec(part) if isinstance(part, Mapping) else part for part in given["parts"])
-    return SpecConfig(**given)
-
-
 def spec_of(body: SamplingFields, info: ModelInfo, config: ApiConfig) -> SpecConfig:
     """The configuration that a request runs with. Where nobody drafts, how much and under which rule has no effect;
     the response's report says so.
@@ -38,7 +28,7 @@ def spec_of(body: SamplingFields, info: ModelInfo, config: ApiConfig) -> SpecCon
         ApiError: a drafter that this server does not have, names that contradict each other, a rule that is refused.
     """
     asked = body.spec or SpecFields()
-    num_draft, wants_none, spec = _num_draft(body, asked), _wants_none(asked), _default_spec(info.default_spec)
+    num_draft, wants_none, spec = _num_draft(body, asked), _wants_none(asked), info.default_spec
     if wants_none and num_draft not in (None, 0, "auto"):
         raise invalid("spec.num_draft", "drafter null is plain decoding; leave num_draft out", num_draft)
     if wants_none or num_draft == 0:
@@ -121,9 +111,8 @@ def offered_specs(info: ModelInfo, config: ApiConfig) -> dict[str, SpecConfig]:
     """What a request may name: the operator's settings by drafter, without those of a draft that could not be loaded,
     then drafters that need no file.
     """
-    default = _default_spec(info.default_spec)
     kept = [spec for spec in config.specs if info.missing_draft is None or spec.draft != info.missing_draft]
-    found = {spec.drafter: spec for spec in (default, *kept) if spec.drafter is not None}
+    found = {spec.drafter: spec for spec in (info.default_spec, *kept) if spec.drafter is not None}
     for name in known_drafters():
         if name not in found and traits_of(name).is_lookup and name != "predicted":
             found[name] = SpecConfig(name)

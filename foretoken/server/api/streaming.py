@@ -1,18 +1,22 @@
-"""Server-sent events: a bounded buffer between the engine's events and a socket that may be slow or gone."""
+"""Server-sent events: when pieces are sent, and a bounded buffer between them and a socket that may be slow or gone."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
-from foretoken.server.api.errors import ApiError, final
+from foretoken.backend.events import Event, Piece, RoundEvent
+from foretoken.server.api.config import ApiConfig
+from foretoken.server.api.errors import CLIENT_GONE, ApiError, final
 from foretoken.server.api.exchange import Exchange, hung_up, stop
 
 _log = logging.getLogger("foretoken.server")
@@ -23,6 +27,95 @@ _HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+
+
+@dataclass
+class PieceGroup:
+    """Pieces of one answer that are sent as one."""
+
+    piece: Piece
+    rounds: list[RoundEvent]
+
+
+async def paced(events: AsyncIterator[Event], config: ApiConfig) -> AsyncGenerator[Event | PieceGroup]:
+    """The events in their order for each answer, pieces grouped as the settings say."""
+    if config.interval_s:
+        async with contextlib.aclosing(_by_interval(events, config.interval_s)) as groups:
+            async for group in groups:
+                yield group
+        return
+    async for event in events:
+        if not isinstance(event, Piece):
+            yield event
+        elif config.granularity == "token":
+            for one in _by_token(event):
+                yield one
+        else:
+            yield PieceGroup(event, [] if event.round is None else [event.round])
+
+
+def _by_token(piece: Piece) -> Iterator[PieceGroup]:
+    """A piece as one for each token, its text divided as far as tokens and characters agree."""
+    rest = piece.text
+    for place, token in enumerate(piece.tokens):
+        is_last = place == len(piece.tokens) - 1
+        text = rest if is_last else rest[: len(token.text)]
+        rest = rest[len(text) :]
+        rounds = [piece.round] if place == 0 and piece.round is not None else []
+        yield PieceGroup(msgspec.structs.replace(piece, text=text, tokens=(token,)), rounds)
+    if not piece.tokens:
+        yield PieceGroup(piece, [])
+
+
+async def _by_interval(events: AsyncIterator[Event], interval_s: float) -> AsyncGenerator[Event | PieceGroup]:
+    """What came in each interval, on a clock that does not depend on when it came."""
+    arrived: asyncio.Queue[Event | None] = asyncio.Queue()
+
+    async def pump() -> None:
+        try:
+            async for event in events:
+                arrived.put_nowait(event)
+        finally:
+            arrived.put_nowait(None)
+
+    task, loop = asyncio.create_task(pump()), asyncio.get_running_loop()
+    due_s, is_open = loop.time() + interval_s, True
+    try:
+        while is_open:
+            await asyncio.sleep(max(0.0, due_s - loop.time()))
+            due_s = max(due_s + interval_s, loop.time())
+            batch: list[Event] = []
+            while not arrived.empty():
+                event = arrived.get_nowait()
+                if event is None:
+                    is_open = False
+                else:
+                    batch.append(event)
+            for one in _merged(batch):
+                yield one
+        await task
+    finally:
+        await stop(task)
+
+
+def _merged(events: list[Event]) -> Iterator[Event | PieceGroup]:
+    """Pieces of each answer put together; other events stay behind the pieces that came before them."""
+    open_groups: dict[int, PieceGroup] = {}
+    for event in events:
+        if isinstance(event, Piece):
+            group = open_groups.get(event.index)
+            rounds = [] if event.round is None else [event.round]
+            if group is None:
+                open_groups[event.index] = PieceGroup(event, rounds)
+            else:
+                text, tokens = group.piece.text + event.text, group.piece.tokens + event.tokens
+                group.piece = msgspec.structs.replace(group.piece, text=text, tokens=tokens)
+                group.rounds += rounds
+            continue
+        yield from open_groups.values()
+        open_groups.clear()
+        yield event
+    yield from open_groups.values()
 
 
 def frame(body: object) -> bytes:
@@ -69,7 +162,7 @@ class EventStream(Response):
             if watcher.done():
                 self._exchange.leave("client")
                 await feeder
-                raise self._error or final(499, "client_gone", "the client closed the connection")
+                raise self._error or final(CLIENT_GONE, "client_gone", "the client closed the connection")
             if self._error is not None and not self._buffer:
                 raise self._error
         except BaseException:
@@ -106,7 +199,7 @@ class EventStream(Response):
         exchange = self._exchange
         if exchange.left:
             is_gone = exchange.left in ("client", "slow_consumer")
-            exchange.finish(499 if is_gone else 200, exchange.left)
+            exchange.finish(CLIENT_GONE if is_gone else 200, exchange.left)
         else:
             exchange.finish(200, "" if self._error is None else self._error.code)
 

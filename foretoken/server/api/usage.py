@@ -9,8 +9,7 @@ from typing import Any
 
 from foretoken.backend.events import RoundEvent, TokenEvent
 from foretoken.registry import PLAIN
-from foretoken.server.api.answers import AnswerBook, AnswerProgress
-from foretoken.server.api.exchange import Exchange
+from foretoken.server.api.exchange import AnswerBook, AnswerProgress, Exchange
 
 
 def usage(exchange: Exchange, has_prediction: bool) -> dict[str, Any]:

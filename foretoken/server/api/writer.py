@@ -1,20 +1,66 @@
-"""What chats and completions share when they write a response: its frame, its reports, and its stream."""
+"""How a request that generates is answered, whole or as a stream: the frame of the response, its reports, its
+log-probabilities.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, Iterator, Sequence
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, Protocol
+
+from fastapi import Request, Response
 
 from foretoken.backend.events import AnswerEnded, RoundEvent, TokenEvent
 from foretoken.server.api.call import metrics_level, tier_of, wants_trace
+from foretoken.server.api.errors import ApiError, final, json_response
 from foretoken.server.api.exchange import Exchange
-from foretoken.server.api.pacing import PieceGroup, paced
+from foretoken.server.api.messages import source_of
 from foretoken.server.api.schemas import SamplingFields, StreamOptions
-from foretoken.server.api.streaming import DONE, frame, padded_frame
+from foretoken.server.api.streaming import DONE, EventStream, PieceGroup, frame, paced, padded_frame
 from foretoken.server.api.usage import metrics, spec_report, timings, trace_record, usage
 
+_LEAST = -9999.0  # OpenAI's number for a token that could not be drawn; JSON has no minus infinity
+_log = logging.getLogger("foretoken.server")
 _Json = dict[str, Any]
+
+
+async def answer(
+    exchange: Exchange, request: Request, stream: Callable[[], AsyncIterator[bytes]], whole: Callable[[], object]
+) -> Response:
+    """Run the call and respond: with the events of `stream`, or with what `whole` returns after the call's end.
+
+    Raises:
+        ApiError: it was refused, or failed before anything was sent.
+    """
+    try:
+        if exchange.is_stream:
+            await exchange.unless_gone(request.receive, exchange.open())
+            response = EventStream(exchange, stream())
+            await response.start(request.receive)
+            return response
+        await exchange.unless_gone(request.receive, _run(exchange))
+        made = json_response(whole())
+    except ApiError as error:
+        await exchange.closed()
+        exchange.finish(error.status_code, exchange.left or error.code)
+        raise
+    except Exception as error:
+        _log.exception("request %s broke down", exchange.request_id)
+        await exchange.closed()
+        exchange.finish(500, "internal_error")
+        raise final(500, "internal_error", "the server failed to answer this request") from error
+    except BaseException:  # the server itself stops
+        exchange.finish(500, "internal_error")
+        raise
+    exchange.finish(200)
+    return made
+
+
+async def _run(exchange: Exchange) -> None:
+    await exchange.open()
+    async for _ in exchange.events():
+        pass
 
 
 class ChoiceWriter(Protocol):
@@ -28,6 +74,9 @@ class ChoiceWriter(Protocol):
 
     def ended(self, event: AnswerEnded) -> _Json:
         """The choice of the last chunk of an answer."""
+
+    def whole(self) -> list[_Json]:
+        """The choices of a response that is not streamed."""
 
 
 class ResponseWriter:
@@ -62,9 +111,22 @@ class ResponseWriter:
         """Whether a chunk without text tells something."""
         return self.shows_ids or self._has_trace or self._options.continuous_usage_stats
 
-    def whole(self, choices: list[_Json]) -> _Json:
+    async def answer(self, writer: ChoiceWriter, request: Request) -> Response:
+        """See `answer`; an error names the field of the request.
+
+        Raises:
+            ApiError: see `answer`.
+        """
+        try:
+            return await answer(self.exchange, request, lambda: self.stream(writer), lambda: self._response(writer))
+        except ApiError as error:
+            error.param = source_of(self.body, error.param)
+            raise
+
+    def _response(self, writer: ChoiceWriter) -> _Json:
         """A response that is not streamed."""
-        return {**self._head, "object": self._whole, "choices": choices, "usage": self._usage(), **self.reports()}
+        head = {**self._head, "object": self._whole, "choices": writer.whole()}
+        return {**head, "usage": self._usage(), **self.reports()}
 
     def of_choice(self, event: AnswerEnded) -> _Json:
         """What a choice reports of itself: metrics, where there are several answers."""
@@ -146,3 +208,52 @@ class ResponseWriter:
         by_step = {one.step: one for one in rounds}
         name, why_off = self.exchange.request_id, self._why_off()
         return [trace_record(name, index, step, emitted[step], by_step.get(step), why_off) for step in sorted(emitted)]
+
+
+def chat_logprobs(tokens: Sequence[TokenEvent]) -> dict[str, Any]:
+    """The object of a chat's choice."""
+    return {"content": [_chat_entry(token) for token in tokens], "refusal": None}
+
+
+def _chat_entry(token: TokenEvent) -> dict[str, Any]:
+    return {
+        "token": token.text,
+        "logprob": _bounded(token.logprob),
+        "bytes": _bytes(token.data),
+        "top_logprobs": [
+            {"token": one.text, "logprob": _bounded(one.logprob), "bytes": _bytes(one.data)} for one in token.top
+        ],
+    }
+
+
+def completion_logprobs(tokens: Sequence[TokenEvent], offset: int) -> dict[str, Any]:
+    """The object of a completion's choice; `offset` is where the first token's text begins."""
+    offsets = []
+    for token in tokens:
+        offsets.append(offset)
+        offset += len(token.text)
+    return {
+        "text_offset": offsets,
+        "token_logprobs": [None if token.logprob is None else _bounded(token.logprob) for token in tokens],
+        "tokens": [token.text for token in tokens],
+        "top_logprobs": [_tops(token) for token in tokens],
+    }
+
+
+def _tops(token: TokenEvent) -> dict[str, float] | None:
+    """The likeliest texts, and the token's own; of two tokens with one text the likelier counts."""
+    if token.logprob is None:
+        return None
+    found: dict[str, float] = {}
+    for one in token.top:
+        found.setdefault(one.text, _bounded(one.logprob))
+    found.setdefault(token.text, _bounded(token.logprob))
+    return found
+
+
+def _bounded(logprob: float | None) -> float:
+    return _LEAST if logprob is None else max(logprob, _LEAST)
+
+
+def _bytes(data: bytes | None) -> list[int] | None:
+    return None if data is None else list(data)

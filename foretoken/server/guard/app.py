@@ -1,4 +1,4 @@
-"""`guarded`: one pure-ASGI layer around the application, closed by default.
+"""`guarded`: one pure-ASGI layer around the application, closed by default: everything that is not listed needs a key.
 
 It decides by `scope["path"]` alone: a path that is rebuilt from the `Host` header can be chosen by the client
 (CVE-2026-48746). Starlette's CORS middleware is not used because it answers in plain text, and because what is refused
@@ -7,17 +7,16 @@ here needs the same headers.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from typing import Literal
 
-from foretoken.server.api.caller import SCOPE_KEY
+from starlette.types import ASGIApp, Receive, Scope, Send
+
 from foretoken.server.api.errors import ApiError
-from foretoken.server.guard.access import METRICS_PATHS, PUBLIC_PATHS, identify, need_of
-from foretoken.server.guard.body import GuardedRequest, Receive, Send
 from foretoken.server.guard.config import GuardConfig
-from foretoken.server.guard.keys import Identity, key_ring
+from foretoken.server.guard.keys import Identity, KeyRing, key_ring
 from foretoken.server.guard.origins import Headers, Origins, values_of
-from foretoken.server.guard.refusal import (
+from foretoken.server.guard.request import (
+    GuardedRequest,
     bad_framing,
     bad_host,
     bad_length,
@@ -27,17 +26,23 @@ from foretoken.server.guard.refusal import (
     no_admin,
     no_key,
 )
+from foretoken.server.record import CALLER_KEY
 
-Scope = MutableMapping[str, Any]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
+Need = Literal["nothing", "key", "admin"]
+
+# Read by load balancers and browsers before anybody can send a key.
+PUBLIC_PATHS = frozenset({"/", "/health", "/ready"})
+METRICS_PATHS = frozenset({"/metrics"})
+ADMIN_SEGMENTS = frozenset({"admin", "debug"})
+_READING = frozenset({"GET", "HEAD"})
 
 _SAFE_HEADERS = ((b"x-content-type-options", b"nosniff"),)
 
 
-def guarded(app: App, config: GuardConfig, public_paths: frozenset[str] = frozenset()) -> App:
-    """`app` behind the checks of `config`; `public_paths` are read without a key, besides `access.PUBLIC_PATHS`.
+def guarded(app: ASGIApp, config: GuardConfig, public_paths: frozenset[str] = frozenset()) -> ASGIApp:
+    """`app` behind the checks of `config`; `public_paths` are read without a key, besides `PUBLIC_PATHS`.
 
-    The application finds the `Caller` of a request in its scope (`api.caller`).
+    The application finds the `Caller` of a request in its scope (`record.caller_of`).
 
     Raises:
         ConfigError: keys that are malformed.
@@ -47,7 +52,7 @@ def guarded(app: App, config: GuardConfig, public_paths: frozenset[str] = frozen
 
 
 class _Guard:
-    def __init__(self, app: App, config: GuardConfig, public_paths: frozenset[str]) -> None:
+    def __init__(self, app: ASGIApp, config: GuardConfig, public_paths: frozenset[str]) -> None:
         self._app, self._config, self._keys, self._origins = app, config, key_ring(config), Origins(config)
         self._public = PUBLIC_PATHS | public_paths | (METRICS_PATHS if config.metrics_public else frozenset())
 
@@ -69,7 +74,7 @@ class _Guard:
         if isinstance(found, ApiError):
             await request.refuse(found)
         else:
-            scope[SCOPE_KEY] = found.caller
+            scope[CALLER_KEY] = found.caller
             await self._pass_on(scope, request)
 
     async def _pass_on(self, scope: Scope, request: GuardedRequest) -> None:
@@ -115,3 +120,28 @@ class _Guard:
         if need == "admin" and not identity.is_admin:
             return no_admin()
         return identity
+
+
+def need_of(method: str, path: str, public_paths: frozenset[str] = PUBLIC_PATHS) -> Need:
+    """What a request needs; `path` is `scope["path"]`, decoded. Only exact paths are public, and only to read.
+
+    A path whose first segment is an admin one, in any spelling, needs the admin key.
+    """
+    first = next((segment for segment in path.split("/") if segment not in ("", ".", "..")), "")
+    if first.strip().casefold() in ADMIN_SEGMENTS:
+        return "admin"
+    return "nothing" if path in public_paths and method in _READING else "key"
+
+
+def identify(keys: KeyRing, headers: Headers) -> Identity | None:
+    """Who sends a request: the key behind `Authorization: Bearer`, or in `x-api-key`. None: no key, or a wrong one.
+
+    More than one key in a request is none.
+    """
+    if keys.is_open:
+        return Identity()
+    tokens = [*values_of(headers, b"x-api-key")]
+    for value in values_of(headers, b"authorization"):
+        scheme, _, token = value.partition(" ")
+        tokens.append(token.strip() if scheme.lower() == "bearer" else "")
+    return keys.find(tokens[0].encode("latin-1")) if len(tokens) == 1 and tokens[0] else None

@@ -1,4 +1,4 @@
-"""API keys: kept as SHA-256 digests, compared in constant time, never logged."""
+"""API keys: kept as SHA-256 digests, compared in constant time, never logged; without one, no public address."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 
 from foretoken.errors import ConfigError
 from foretoken.files import read_text
-from foretoken.server.api.caller import Caller
-from foretoken.server.guard.config import GuardConfig
+from foretoken.server.guard.config import GuardConfig, is_loopback
+from foretoken.server.record import Caller
 
 MIN_KEY_CHARACTERS = 8  # shorter ones can be tried out over the network
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -138,3 +138,18 @@ def _hashed(name: str, token: object, where: str, tenant: str, is_admin: bool) -
         remedy = f"{size} characters: a key has {MIN_KEY_CHARACTERS} to 512, ASCII without spaces"
         raise ConfigError(where, "(not shown)", remedy)
     return ApiKey(name, hashlib.sha256(token.encode()).digest(), tenant, is_admin)
+
+
+def refuse_public_bind(host: str, keys: KeyRing, insecure: bool) -> None:
+    """Call before listening on `host`.
+
+    Raises:
+        ConfigError: others than this machine can reach it, there is no key, and `insecure` does not allow that.
+    """
+    if not is_loopback(host) and keys.is_open and not insecure:
+        raise ConfigError(
+            "host",
+            host,
+            "other machines can reach this address, and no key is set: give --api-key (or FORETOKEN_API_KEY, or a file "
+            "of keys), listen on 127.0.0.1, or add --insecure",
+        )

@@ -1,4 +1,5 @@
-"""Faults on demand, for tests: `FORETOKEN_FAULT=point:nth:action`, obeyed only where `FORETOKEN_TEST=1`.
+"""What only test builds (`FORETOKEN_TEST=1`) have: `/debug/invariants`, and faults on demand,
+`FORETOKEN_FAULT=point:nth:action`.
 
 | point | counted | actions |
 |---|---|---|
@@ -18,7 +19,9 @@ import signal
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter
 
 from foretoken.errors import ConfigError
 from foretoken.params import is_count
@@ -26,6 +29,7 @@ from foretoken.params import is_count
 if TYPE_CHECKING:  # the front asks `is_test_build`, and has no torch
     from foretoken.core import Batch
     from foretoken.engine.engine import Engine
+    from foretoken.server.life.replicas import Replicas
 
 TEST_VARIABLE = "FORETOKEN_TEST"
 FAULT_VARIABLE = "FORETOKEN_FAULT"
@@ -119,3 +123,14 @@ def fault_hook() -> FaultHook:
         known = ", ".join(f"{one}:1:{what}" for one, actions in _ACTIONS.items() for what in actions)
         raise ConfigError(FAULT_VARIABLE, text, f"must be point:nth:action, such as {known}")
     return FaultHook(point, int(nth), action, repeats)
+
+
+def debug_router(backend: Replicas) -> APIRouter:
+    """`/debug/invariants`: what the front and its workers hold at this moment."""
+    router = APIRouter()
+
+    async def read_invariants() -> dict[str, Any]:
+        return await backend.invariants()
+
+    router.add_api_route("/debug/invariants", read_invariants, methods=["GET"], include_in_schema=False)
+    return router

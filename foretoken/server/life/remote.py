@@ -1,4 +1,4 @@
-"""`RemoteService`: the engine of a worker process, seen from the front."""
+"""`RemoteBackend`: the engine of a worker process, seen from the front."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 from foretoken.backend.call import Call, State
 from foretoken.backend.events import Event, ModelInfo
-from foretoken.backend.plain import plain
 from foretoken.errors import ForetokenError, InputError, OverloadedError, UnavailableError
 from foretoken.server.life.wire import (
     AskInvariants,
@@ -27,13 +26,13 @@ from foretoken.server.life.wire import (
     Refused,
     Returned,
     Tokenize,
+    from_wire,
 )
-from foretoken.server.life.wire_errors import from_wire
 
 BEING_RESTARTED = "the engine is being restarted"
 
 
-class RemoteService:
+class RemoteBackend:
     """`Backend` over a channel to a worker that has loaded its engine. Whoever reads the channel calls `take` with what
     comes, and `fail` once when the worker is gone.
     """
@@ -46,7 +45,7 @@ class RemoteService:
 
     @property
     def state(self) -> State:
-        """See `Backend.state`."""
+        """See `Backend.state`; known before the supervisor notices that the worker is gone."""
         return "ready" if self._death is None else "restarting"
 
     @property
@@ -71,20 +70,7 @@ class RemoteService:
             WorkerDiedError: the engine's process died meanwhile.
         """
         number = next(self._numbers)
-        pending = self._send(
-            number,
-            lambda: Open(
-                call=number,
-                params=plain(call.params),
-                prompts=[prompt if isinstance(prompt, str) else list(prompt) for prompt in call.prompts],
-                messages=None if call.messages is None else list(call.messages),
-                tools=None if call.tools is None else list(call.tools),
-                template_options=dict(call.template_options),
-                spec=None if call.spec is None else plain(call.spec),
-                prediction=call.prediction,
-                trace=call.trace,
-            ),
-        )
+        pending = self._send(number, Open(number, call))
         pending.fingerprint = fingerprint
         try:
             await pending.first
@@ -111,7 +97,7 @@ class RemoteService:
         return found
 
     async def invariants(self) -> dict[str, Any]:
-        """What the worker holds now, see `wire.Invariants`."""
+        """What the worker holds now, see `wire.AskInvariants`."""
         found: dict[str, Any] = await self._ask(AskInvariants)
         return found
 
@@ -146,11 +132,6 @@ class RemoteService:
         if number in self._pending:
             self._channel.send(Cancel(number))
 
-    @property
-    def is_lost(self) -> bool:
-        """Whether its worker is gone; its supervisor may not have noticed yet."""
-        return self._death is not None
-
     def fail(self, error: ForetokenError) -> None:
         """End everything in flight, and whatever is asked from now on, with `error`."""
         self._death = error
@@ -164,7 +145,7 @@ class RemoteService:
             self.leave(number)
             pending.end(UnavailableError(reason))
 
-    def _send(self, number: int, command: Callable[[], Command]) -> _Pending:
+    def _send(self, number: int, command: Command) -> _Pending:
         """Send a command, and wait for what comes.
 
         Raises:
@@ -174,7 +155,7 @@ class RemoteService:
         if self._death is not None:
             raise UnavailableError(BEING_RESTARTED)
         try:
-            self._channel.send(command())
+            self._channel.send(command)
         except (OverflowError, UnicodeEncodeError, TypeError, ValueError) as error:
             raise InputError(
                 "request", None, "holds a number beyond 64 bits, a text that is not Unicode, or is too long"
@@ -184,7 +165,7 @@ class RemoteService:
 
     async def _ask(self, command: Callable[[int], Command]) -> Any:  # noqa: ANN401 - what the command returns
         number = next(self._numbers)
-        pending = self._send(number, lambda: command(number))
+        pending = self._send(number, command(number))
         try:
             return await pending.first
         except asyncio.CancelledError:
@@ -195,8 +176,8 @@ class RemoteService:
 class RemoteGeneration:
     """A call that runs in a worker."""
 
-    def __init__(self, service: RemoteService, number: int, pending: _Pending) -> None:
-        self._service, self._number, self._pending = service, number, pending
+    def __init__(self, backend: RemoteBackend, number: int, pending: _Pending) -> None:
+        self._backend, self._number, self._pending = backend, number, pending
 
     async def __aiter__(self) -> AsyncGenerator[Event]:
         try:
@@ -206,11 +187,11 @@ class RemoteGeneration:
                     return
                 yield event
         finally:
-            self._service.leave(self._number)
+            self._backend.leave(self._number)
 
     async def cancel(self) -> None:
         """See `Generation.cancel`."""
-        self._service.ask_to_stop(self._number)
+        self._backend.ask_to_stop(self._number)
 
 
 class _Pending:
@@ -224,10 +205,10 @@ class _Pending:
         self._error: ForetokenError | None = None
         self._has_ended = False
 
-    def put(self, event: Event, most: int) -> bool:
+    def put(self, event: Event, max_unread: int) -> bool:
         """Keep an event for the reader; False, and an error for the reader, if too many wait for it."""
-        if len(self._events) >= most:
-            self.end(OverloadedError(f"{most} events of the answer were not read: the call was cancelled"))
+        if len(self._events) >= max_unread:
+            self.end(OverloadedError(f"{max_unread} events of the answer were not read: the call was cancelled"))
             return False
         self._events.append(event)
         self._arrived.set()

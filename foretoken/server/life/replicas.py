@@ -1,4 +1,4 @@
-"""Several workers behind one front, as one `Backend`; also how a single one is run."""
+"""Several workers behind one front, as one `Backend`, with their statistics as one; also how a single one is run."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from foretoken.backend.call import Call, State
 from foretoken.backend.events import ModelInfo
 from foretoken.engine_config import EngineConfig
 from foretoken.errors import ForetokenError, UnavailableError
-from foretoken.server.life.announcements import Announcements
 from foretoken.server.life.config import LifeConfig
-from foretoken.server.life.merging import merged
-from foretoken.server.life.quarantine import Quarantine, fingerprint_of
-from foretoken.server.life.remote import BEING_RESTARTED, RemoteGeneration, RemoteService
-from foretoken.server.life.routing import PrefixRouting
+from foretoken.server.life.remote import BEING_RESTARTED, RemoteBackend, RemoteGeneration
+from foretoken.server.life.routing import PrefixRouting, Quarantine, fingerprint_of
 from foretoken.server.life.supervisor import SupervisedWorker
 
+# A mean over workers says nothing about rates: these are computed anew from their sums, numerator by denominator.
+_RATES: Mapping[str, tuple[str, str]] = {"acceptance_rate": ("num_accepted", "num_drafted")}
+# Of values that cannot be added, what describes all workers: the largest.
+_LARGEST = ("near_tie_gap", "longest_gap_s", "kv_cache_usage", "draft_kv_cache_usage", "max_greedy_gap", "e_value")
+# Means by request or token: weighed by what they are means of.
+_MEANS: Mapping[str, str] = {"inter_token_s": "num_emitted", "estimated_speedup": "num_emitted"}
 _WHY: Mapping[State, str] = {
     "loading": "the model is being loaded",
     "draining": "the server is shutting down",
@@ -34,12 +37,12 @@ class Replicas:
     """
 
     def __init__(self, engine: EngineConfig, name: str, config: LifeConfig, draft_required: bool = False) -> None:
-        self.changes = Announcements()
+        self.changes = AsyncCondition()
         self._routing, self._quarantine = PrefixRouting(), Quarantine(config.quarantine_s)
         self._is_draining = False
         self._tasks: list[asyncio.Task[None]] = []
         self.workers = [
-            SupervisedWorker(number, engine, name, config, draft_required, self.changes.announce, self._note_death)
+            SupervisedWorker(number, engine, name, config, draft_required, self.changes.notify_all, self._note_death)
             for number in range(config.workers)
         ]
 
@@ -72,7 +75,7 @@ class Replicas:
     @property
     def num_open(self) -> int:
         """Commands in flight."""
-        return sum(worker.service.num_open for worker in self.workers if worker.service is not None)
+        return sum(worker.backend.num_open for worker in self.workers if worker.backend is not None)
 
     async def open(self, call: Call) -> RemoteGeneration:
         """See `Backend.open`.
@@ -81,11 +84,11 @@ class Replicas:
             InputError: the engine died twice while it answered this request.
             WorkerDiedError: the engine's process died meanwhile.
         """
-        services = self._services()
+        backends = self._backends()
         fingerprint = fingerprint_of(call)
         self._quarantine.check(fingerprint)
-        number = self._routing.choose(call, {number: service.num_open for number, service in services.items()})
-        return await services[number].open(call, fingerprint)
+        number = self._routing.choose(call, {number: backend.num_open for number, backend in backends.items()})
+        return await backends[number].open(call, fingerprint)
 
     async def tokenize(
         self, prompt: str | None, messages: Sequence[Mapping[str, Any]] | None = None, add_special_tokens: bool = True
@@ -98,18 +101,18 @@ class Replicas:
         return await self._least_loaded().detokenize(token_ids)
 
     async def stats(self) -> dict[str, Any]:
-        """See `Backend.stats`: sums over the workers, rates and shares recomputed (`merging`). Also `num_restarts`, and
+        """See `Backend.stats`: sums over the workers, rates and shares recomputed (`merged`). Also `num_restarts`, and
         `replicas`: the statistics of each worker, `engine` naming its process.
         """
         pids = {worker.number: worker.pid for worker in self.workers}
-        found = await self._of_each(lambda service: service.stats())
+        found = await self._of_each(lambda backend: backend.stats())
         restarts = sum(max(0, worker.num_starts - 1) for worker in self.workers)
         replicas = [{**stats, "engine": str(pids[number])} for number, stats in found.items()]
         return merged(list(found.values())) | {"num_restarts": restarts, "replicas": replicas}
 
     async def invariants(self) -> dict[str, Any]:
         """What every worker holds now, and what the front holds for them."""
-        found = await self._of_each(lambda service: service.invariants())
+        found = await self._of_each(lambda backend: backend.invariants())
         return {
             "state": self.state,
             "num_open": self.num_open,
@@ -132,15 +135,15 @@ class Replicas:
         end with an `UnavailableError`.
         """
         self._is_draining = True
-        self.changes.announce()
+        self.changes.notify_all()
         with suppress(TimeoutError):
             async with asyncio.timeout(drain_s):
                 while self.num_open:
                     await asyncio.sleep(0.02)
         all_ended = not self.num_open
         for worker in self.workers:
-            if worker.service is not None:
-                worker.service.abandon("the server is shutting down")
+            if worker.backend is not None:
+                worker.backend.abandon("the server is shutting down")
         return all_ended
 
     async def close(self) -> None:
@@ -154,37 +157,107 @@ class Replicas:
         for worker in self.workers:
             worker.kill_now()
 
-    def _services(self) -> dict[int, RemoteService]:
+    def _backends(self) -> dict[int, RemoteBackend]:
         """The workers that take calls.
 
         Raises:
             UnavailableError: there is none.
         """
         found = {
-            worker.number: worker.service
+            worker.number: worker.backend
             for worker in self.workers
-            if worker.service is not None and worker.state == "ready" and not self._is_draining
+            if worker.backend is not None and worker.state == "ready" and not self._is_draining
         }
-        there = {number: service for number, service in found.items() if not service.is_lost}
+        there = {number: backend for number, backend in found.items() if backend.state == "ready"}
         if not there:
             raise UnavailableError(BEING_RESTARTED if found else _WHY.get(self.state, "the engine takes no requests"))
         return there
 
-    def _least_loaded(self) -> RemoteService:
-        return min(self._services().values(), key=lambda service: service.num_open)
+    def _least_loaded(self) -> RemoteBackend:
+        return min(self._backends().values(), key=lambda backend: backend.num_open)
 
-    async def _of_each(self, ask: Callable[[RemoteService], Any]) -> dict[int, dict[str, Any]]:
+    async def _of_each(self, ask: Callable[[RemoteBackend], Any]) -> dict[int, dict[str, Any]]:
         """What each worker says; one that dies meanwhile says nothing.
 
         Raises:
             UnavailableError: no worker says anything.
         """
-        services = {worker.number: worker.service for worker in self.workers if worker.service is not None}
-        found = await asyncio.gather(*map(ask, services.values()), return_exceptions=True)
-        said = {number: one for number, one in zip(services, found, strict=True) if isinstance(one, dict)}
+        backends = {worker.number: worker.backend for worker in self.workers if worker.backend is not None}
+        found = await asyncio.gather(*map(ask, backends.values()), return_exceptions=True)
+        said = {number: one for number, one in zip(backends, found, strict=True) if isinstance(one, dict)}
         if not said:
             raise UnavailableError(_WHY.get(self.state, "the engine takes no requests"))
         return said
 
-    def _note_death(self, service: RemoteService) -> None:
-        self._quarantine.died(service.fingerprints)
+    def _note_death(self, backend: RemoteBackend) -> None:
+        self._quarantine.died(backend.fingerprints)
+
+
+class AsyncCondition:
+    """`asyncio.Condition` without its lock: also code that cannot wait, such as a callback, may notify. For one event
+    loop.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: set[asyncio.Future[None]] = set()
+
+    def notify_all(self) -> None:
+        """Something has changed: whoever waits looks again."""
+        for one in self._waiting:
+            if not one.done():
+                one.set_result(None)
+
+    async def wait_for(self, predicate: Callable[[], bool]) -> None:
+        """Return once `predicate` holds."""
+        while not predicate():
+            changed = asyncio.get_running_loop().create_future()
+            self._waiting.add(changed)
+            try:
+                await changed
+            finally:
+                self._waiting.discard(changed)
+
+
+def merged(stats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Statistics of all workers together: counts and times are added, rates computed anew, extremes kept; those of a
+    single worker are returned as they are.
+    """
+    if len(stats) == 1:
+        return dict(stats[0])
+    found: dict[str, Any] = _merge(stats)
+    for name, (over, under) in _RATES.items():
+        if name in found:
+            found[name] = found[over] / found[under] if found[under] else 0.0
+    for name, weight in _MEANS.items():
+        known = [(one[name], one[weight]) for one in stats if one.get(name) is not None]
+        total = sum(count for _, count in known)
+        if known:
+            found[name] = sum(value * count for value, count in known) / total if total else known[0][0]
+    return found
+
+
+def _merge(values: Sequence[Any]) -> Any:  # noqa: ANN401 - JSON of any shape
+    first = next((value for value in values if value is not None), None)
+    if isinstance(first, Mapping):
+        given = [value for value in values if value is not None]
+        names = dict.fromkeys(name for value in given for name in value)
+        return {name: _merge_named(name, [value.get(name) for value in given]) for name in names}
+    if isinstance(first, bool):
+        return any(values)
+    if isinstance(first, int | float):
+        return sum(value for value in values if value is not None)
+    if isinstance(first, list):
+        return _merge_lists([value for value in values if value is not None])
+    return first
+
+
+def _merge_named(name: str, values: Sequence[Any]) -> Any:  # noqa: ANN401
+    if name in _LARGEST:
+        return max((value for value in values if value is not None), default=None)
+    return _merge(values)
+
+
+def _merge_lists(lists: Sequence[list[Any]]) -> list[Any]:
+    """Counts by position: entry by entry, the longest list wins."""
+    longest = max(map(len, lists))
+    return [_merge([one[place] for one in lists if place < len(one)]) for place in range(longest)]

@@ -1,25 +1,35 @@
-"""One worker, supervised: started, asked for its canary, watched, and started again after it has died."""
+"""One worker, supervised: its process started, asked for its canary, watched, and started again after it has died."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
+import foretoken
 from foretoken.backend.call import State
 from foretoken.backend.events import ModelInfo
 from foretoken.backend.plain import plain
 from foretoken.engine_config import EngineConfig
 from foretoken.errors import EngineError, ForetokenError, WorkerDiedError
-from foretoken.server.life.canary import CanaryAnswer, ask_canary, difference
+from foretoken.machine.threads import names_waiting, sleeping
 from foretoken.server.life.config import LifeConfig
 from foretoken.server.life.fault_hooks import is_test_build
-from foretoken.server.life.remote import RemoteService
-from foretoken.server.life.wire import ArmFaults, Beat, Loaded, LoadEngine, NotLoaded
-from foretoken.server.life.wire_errors import from_wire
-from foretoken.server.life.worker_process import WorkerProcess
+from foretoken.server.life.health import CanaryAnswer, Watchdog, ask_canary, difference
+from foretoken.server.life.remote import RemoteBackend
+from foretoken.server.life.wire import ArmFaults, Beat, Channel, Loaded, LoadEngine, Message, NotLoaded, from_wire
 
+_READ_BYTES = 4 << 20  # what may wait to be decoded: a step of many answers with log-probabilities
+_DUMP_S = 0.5  # for the stacks of all threads to be written; nothing says when they are
+_CLOSING_S = 10.0  # a worker that was asked to end, and did not, is killed
 _log = logging.getLogger("foretoken.server")
 
 
@@ -38,7 +48,7 @@ class SupervisedWorker:
         config: LifeConfig,
         draft_required: bool,
         on_change: Callable[[], None],
-        on_death: Callable[[RemoteService], None],
+        on_death: Callable[[RemoteBackend], None],
     ) -> None:
         self.number, self._config, self._name, self._draft_required = number, config, name, draft_required
         device = config.device_of(number)
@@ -48,7 +58,7 @@ class SupervisedWorker:
         self.info: ModelInfo | None = None
         self.drafters: tuple[str, ...] = ()
         self.load_s = 0.0
-        self.service: RemoteService | None = None  # of a worker that is ready
+        self.backend: RemoteBackend | None = None  # of a worker that is ready
         self.failure: ForetokenError | None = None
         self.num_starts = self.num_deaths = 0
         self._process: WorkerProcess | None = None
@@ -109,16 +119,16 @@ class SupervisedWorker:
         reading: asyncio.Task[None] | None = None
         end = process.kill
         try:
-            service = await self._load(process)
-            if service is None:
+            backend = await self._load(process)
+            if backend is None:
                 return None
-            reading = asyncio.create_task(self._read(process, service))
+            reading = asyncio.create_task(self._read(process, backend))
             watching = asyncio.create_task(self._watch(process))
             try:
-                if not await self._passes_canary(service):
+                if not await self._passes_canary(backend):
                     return None
                 process.channel.send(ArmFaults())
-                self.service, ready_at = service, clock()
+                self.backend, ready_at = backend, clock()
                 _log.info("worker %d: ready, pid %d, loaded in %.1f s", self.number, process.pid, self.load_s)
                 self._become("ready")
                 await reading
@@ -136,7 +146,7 @@ class SupervisedWorker:
         _log.warning("worker %d: its process has ended with %d", self.number, code)
         return None if ready_at is None else clock() - ready_at
 
-    async def _load(self, process: WorkerProcess) -> RemoteService | None:
+    async def _load(self, process: WorkerProcess) -> RemoteBackend | None:
         """Wait until the engine is loaded; None if it could not be."""
         is_first = self.num_starts == 1  # a fault on demand that came again could not be recovered from
         config = self._config
@@ -162,11 +172,11 @@ class SupervisedWorker:
             _log.warning("worker %d: died while it loaded", self.number)
             return None
         self.info, self.load_s, self.drafters = message.info, message.load_s, message.drafters
-        return RemoteService(process.channel, message.info, config.max_unread_events)
+        return RemoteBackend(process.channel, message.info, config.max_unread_events)
 
-    async def _passes_canary(self, service: RemoteService) -> bool:
+    async def _passes_canary(self, backend: RemoteBackend) -> bool:
         try:
-            answer = await ask_canary(service, service.info)
+            answer = await ask_canary(backend, backend.info)
         except ForetokenError as error:
             answer = str(error)
         if isinstance(answer, str):
@@ -184,7 +194,7 @@ class SupervisedWorker:
             )
         return not wrong
 
-    async def _read(self, process: WorkerProcess, service: RemoteService) -> None:
+    async def _read(self, process: WorkerProcess, backend: RemoteBackend) -> None:
         """Deliver what the worker sends, until it is gone."""
         clock = asyncio.get_running_loop().time
         try:
@@ -192,12 +202,12 @@ class SupervisedWorker:
                 if isinstance(message, Beat):
                     self._stuck.beat(message.step_s, clock())
                 else:
-                    service.take(message)
+                    backend.take(message)
         except (EngineError, TypeError) as error:
             _log.warning("worker %d: %s", self.number, error)
         finally:
-            self._on_death(service)
-            service.fail(_death())
+            self._on_death(backend)
+            backend.fail(_death())
 
     async def _watch(self, process: WorkerProcess) -> None:
         """Kill a worker that is stuck."""
@@ -215,34 +225,106 @@ class SupervisedWorker:
 
     def _on_exit(self, was_ready: bool) -> None:
         """The worker is gone, or has to go."""
-        service, self.service = self.service, None
+        backend, self.backend = self.backend, None
         self.num_deaths += was_ready
         self._become("restarting" if self.info is not None else "loading")
-        if service is not None:
-            service.fail(_death())
-
-
-class Watchdog:
-    """Whether a worker is stuck, from its signs of life: how long its running step has lasted when it was sent."""
-
-    def __init__(self, watchdog_s: float) -> None:
-        self._watchdog_s = watchdog_s
-        self._step_s: float | None = None
-        self._beaten_s = 0.0
-
-    def beat(self, step_s: float | None, now_s: float) -> None:
-        """A sign of life."""
-        self._step_s, self._beaten_s = step_s, now_s
-
-    def reason(self, now_s: float) -> str:
-        """Why the worker counts as stuck; "" while it does not."""
-        silent_s = now_s - self._beaten_s
-        if silent_s > self._watchdog_s:
-            return f"no sign of life for {silent_s:.1f} s"
-        if self._step_s is not None and self._step_s + silent_s > self._watchdog_s:
-            return f"a step has lasted {self._step_s + silent_s:.1f} s"
-        return ""
+        if backend is not None:
+            backend.fail(_death())
 
 
 def _death() -> WorkerDiedError:
     return WorkerDiedError("the engine's process died; it is being restarted")
+
+
+class WorkerProcess:
+    """A running worker. It leads a process group of its own, so what it has started ends with it."""
+
+    def __init__(self, process: subprocess.Popen[bytes], channel: Channel) -> None:
+        self._process, self.channel = process, channel
+
+    @classmethod
+    async def start(cls) -> WorkerProcess:
+        """Start a process that waits for its first command.
+
+        Raises:
+            OSError: the system has no room for one.
+        """
+        ours, theirs = socket.socketpair()
+        try:
+            command = [sys.executable, "-P", "-m", "foretoken.server.life.worker", str(theirs.fileno())]
+            process = subprocess.Popen(
+                command,
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # standard output is for results of the command
+                start_new_session=True,
+                env=worker_environment(),
+            )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        ours.setblocking(False)
+        try:
+            reader, writer = await asyncio.open_connection(sock=ours, limit=_READ_BYTES)
+        except BaseException:  # such as a front that ends meanwhile: nobody else knows of the process
+            ours.close()
+            process.kill()
+            process.wait()
+            raise
+        return cls(process, Channel(reader, writer, Message))
+
+    @property
+    def pid(self) -> int:
+        """The number of the process."""
+        return self._process.pid
+
+    async def dump_stacks(self) -> None:
+        """Have it write the stacks of its threads to standard error."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGUSR1)
+        await asyncio.sleep(_DUMP_S)
+
+    async def end(self) -> int:
+        """Let it end, kill what has not, and return its exit code (minus the number of the signal that ended it)."""
+        self.channel.close()
+        waiting = asyncio.to_thread(self._wait)
+        return await waiting
+
+    async def kill(self) -> int:
+        """End it at once."""
+        self._kill_group()
+        return await self.end()
+
+    def kill_now(self) -> None:
+        """End it without waiting: for a front that ends itself."""
+        self._kill_group()
+
+    def _wait(self) -> int:
+        try:
+            code = self._process.wait(_CLOSING_S)
+        except subprocess.TimeoutExpired:
+            self._kill_group()
+            code = self._process.wait()
+        return code
+
+    def _kill_group(self) -> None:
+        if self._process.returncode is None:  # not waited for: the number is still its own
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+
+def worker_environment() -> dict[str, str]:
+    """The environment of a worker: this one's, with threads of OpenMP that sleep while they wait for each other.
+
+    By default they spin, and keep the event loop of the worker, which hands out what a step emitted, from a core. It
+    must be said before torch is imported; where the user said how they wait, that stands.
+    """
+    waiting = {} if names_waiting(os.environ) is not None else sleeping()
+    return {**waiting, **os.environ, "PYTHONPATH": _import_path()}
+
+
+def _import_path() -> str:
+    """Where the worker finds this package, also where it was not installed; `-P` keeps the working folder out."""
+    return os.pathsep.join(filter(None, [str(Path(foretoken.__file__).parents[1]), os.environ.get("PYTHONPATH")]))

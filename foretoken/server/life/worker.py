@@ -1,4 +1,4 @@
-"""The process of one engine: `python -m foretoken.server.life.worker FD`, started by `worker_process`.
+"""The process of one engine: `python -m foretoken.server.life.worker FD`, started by `supervisor`.
 
 It answers commands (`wire`) from the front over the inherited socket FD, and ends when that is closed: no worker
 outlives its front. SIGINT and SIGTERM are the front's matter and ignored here, since a terminal and a service manager
@@ -21,8 +21,8 @@ import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from foretoken.backend.call import Call, Generation
-from foretoken.backend.plain import engine_config_of, sampling_params_of, spec_of
+from foretoken.backend.call import Generation
+from foretoken.backend.plain import engine_config_of
 from foretoken.errors import ForetokenError
 from foretoken.server.life.wire import (
     ArmFaults,
@@ -44,8 +44,9 @@ from foretoken.server.life.wire import (
     Returned,
     Stop,
     Tokenize,
+    to_wire,
+    to_wire_of_loading,
 )
-from foretoken.server.life.wire_errors import to_wire, to_wire_of_loading
 
 if TYPE_CHECKING:
     from foretoken.backend.local import LocalBackend
@@ -72,7 +73,7 @@ class Worker:
     def __init__(self, channel: Channel, load: LoadEngine) -> None:
         self._channel, self._load = channel, load
         self._running: dict[int, _Running] = {}
-        self._service: LocalBackend | None = None
+        self._backend: LocalBackend | None = None
         self._hook: FaultHook | None = None
 
     async def run(self) -> None:
@@ -91,12 +92,12 @@ class Worker:
                 task = asyncio.create_task(self._answer(command))
                 self._running[command.call] = _Running(task)
                 task.add_done_callback(lambda task, call=command.call: self._ended(call, task))  # type: ignore[misc]  # bound in the loop
-        if self._service is None and not loading.done():
+        if self._backend is None and not loading.done():
             self._end(0)  # no thread can be interrupted while it loads
         loading.cancel()
         await asyncio.gather(loading, return_exceptions=True)
-        if self._service is not None:
-            await self._close(self._service.engine)
+        if self._backend is not None:
+            await self._close(self._backend.engine)
 
     async def _close(self, engine: AsyncEngine) -> None:
         timer = threading.Timer(_CLOSING_S, self._end, (0,))
@@ -118,7 +119,7 @@ class Worker:
     async def _start(self) -> None:
         began = time.perf_counter()
         try:
-            engine, service = await asyncio.to_thread(self._build)
+            engine, backend = await asyncio.to_thread(self._build)
         except Exception as error:  # noqa: BLE001 - reported to the front
             code = error.exit_code if isinstance(error, ForetokenError) else 1
             if not isinstance(error, ForetokenError):
@@ -126,9 +127,9 @@ class Worker:
             self._channel.send(NotLoaded(to_wire_of_loading(error), code))
             self._channel.close()
             return
-        self._service, llm = service, engine.llm
+        self._backend, llm = backend, engine.llm
         drafters = tuple(sorted(llm.spec.leaves))
-        self._channel.send(Loaded(service.info, time.perf_counter() - began, drafters))
+        self._channel.send(Loaded(backend.info, time.perf_counter() - began, drafters))
         while engine.is_running:
             began_s = engine.turn_began_s
             step_s = None if began_s is None else time.perf_counter() - began_s
@@ -146,8 +147,7 @@ class Worker:
             self._hook.is_armed = True
             self._hook.passes("load")
             self._hook.is_armed = False
-        from foretoken.backend.local import LocalBackend
-        from foretoken.server.life.loading import build_engine
+        from foretoken.backend.local import LocalBackend, build_engine
 
         config = engine_config_of(self._load.engine)
         engine, missing_draft = build_engine(config, self._load.max_waiting, self._load.draft_required)
@@ -169,12 +169,12 @@ class Worker:
     async def _answer(self, command: Any) -> None:  # noqa: ANN401 - a command with a call
         call = command.call
         try:
-            if self._service is None:
+            if self._backend is None:
                 raise AssertionError("the front asks before the engine is loaded")
             if isinstance(command, Open):
-                await self._generate(command, self._service)
+                await self._generate(command, self._backend)
             else:
-                self._channel.send(Returned(call, await self._value(command, self._service)))
+                self._channel.send(Returned(call, await self._value(command, self._backend)))
         except Exception as error:  # noqa: BLE001 - the error of this call; the others go on
             if not isinstance(error, ForetokenError):  # without its message, which may hold a user's text
                 where = "".join(traceback.format_tb(error.__traceback__))
@@ -187,42 +187,32 @@ class Worker:
         if task.cancelled():
             self._channel.send(Over(call))
 
-    async def _generate(self, command: Open, service: LocalBackend) -> None:
-        call = Call(
-            params=sampling_params_of(command.params),
-            prompts=command.prompts,
-            messages=command.messages,
-            tools=command.tools,
-            template_options=command.template_options,
-            spec=spec_of(command.spec),
-            prediction=command.prediction,
-            trace=command.trace,
-        )
+    async def _generate(self, command: Open, backend: LocalBackend) -> None:
         if self._hook is not None:
             self._hook.passes("open")
-        generation = await service.open(call)
+        generation = await backend.open(command.request)
         self._running[command.call].generation = generation
         async for event in generation:
             self._channel.send(Happened(command.call, event))
             await self._channel.drained()
         self._channel.send(Over(command.call))
 
-    async def _value(self, command: Any, service: LocalBackend) -> Any:  # noqa: ANN401
+    async def _value(self, command: Any, backend: LocalBackend) -> Any:  # noqa: ANN401
         if isinstance(command, Tokenize):
-            return await service.tokenize(command.prompt, command.messages, command.add_special_tokens)
+            return await backend.tokenize(command.prompt, command.messages, command.add_special_tokens)
         if isinstance(command, Detokenize):
-            return await service.detokenize(command.token_ids)
+            return await backend.detokenize(command.token_ids)
         if isinstance(command, AskStats):
-            return await service.stats()
+            return await backend.stats()
         if isinstance(command, AskInvariants):
-            return await self._invariants(service)
+            return await self._invariants(backend)
         assert isinstance(command, Ping)
         return None
 
-    async def _invariants(self, service: LocalBackend) -> dict[str, Any]:
+    async def _invariants(self, backend: LocalBackend) -> dict[str, Any]:
         files = "/proc/self/fd"
         return {
-            **(await service.stats())["invariants"],
+            **(await backend.stats())["invariants"],
             "pid": os.getpid(),
             "num_calls": len(self._running) - 1,  # without this one
             "num_tasks": len(asyncio.all_tasks()),

@@ -1,4 +1,8 @@
-"""`ServerMetrics`: what `/metrics` shows, from the engine's statistics, finished requests and responses."""
+"""`ServerMetrics`: what `/metrics` shows, from the engine's statistics, finished requests and responses.
+
+The series that vLLM has too are also shown under vLLM's names, if that is asked for: tools that read those read ours.
+Labels that vLLM does not have are summed out.
+"""
 
 from __future__ import annotations
 
@@ -12,24 +16,27 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from foretoken.backend.call import Backend
 from foretoken.errors import ForetokenError
-from foretoken.server.api.errors import CODES
-from foretoken.server.observe.alias import alias_families
+from foretoken.server.api.errors import CLIENT_GONE, CODES
 from foretoken.server.observe.config import ObserveConfig
 from foretoken.server.observe.engine_counters import EngineCounters
 from foretoken.server.observe.figures import why_plain
-from foretoken.server.observe.loop_lag import LoopLag
-from foretoken.server.observe.metric_table import OF_ENGINE, OF_REQUESTS, OF_SERVER, PREFIX, Metric
+from foretoken.server.observe.metric_table import METRICS, OF_ENGINE, OF_REQUESTS, OF_SERVER, PREFIX, Metric
 from foretoken.server.record import RequestRecord
 
+_ALIASES = {PREFIX + metric.name: metric.alias for metric in METRICS if metric.alias}
+_OURS_ALONE = frozenset({"drafter"})
+# Readers take the difference of two readings: these are there, at 0, before anything was drafted.
+_FROM_THE_START = frozenset(PREFIX + metric.name for metric in METRICS if metric.labels == ("drafter",))
+EVERY_S = 0.05  # 20 timers a second cost nothing, and a block of 50 ms is never missed
 # Labels are from closed sets: what a set does not have counts as "other".
 FINISH_REASONS = frozenset({"stop", "length", "tool_calls", "content_filter", "abort", "error"})
 REASONS = frozenset({*CODES, "client"})
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _REJECTED = frozenset({429, 503})
-_CLIENT_LEFT = 499  # never sent: what is below was refused for its content
 
 _GAUGES = {
     "num_requests_running": "num_running",
@@ -42,8 +49,8 @@ _GAUGES = {
 class ServerMetrics(Collector):
     """Metrics of one server in a registry of its own. See `record.RequestObserver`."""
 
-    def __init__(self, service: Backend, config: ObserveConfig) -> None:
-        self._service, self._config = service, config
+    def __init__(self, backend: Backend, config: ObserveConfig) -> None:
+        self._backend, self._config = backend, config
         self._registry = CollectorRegistry()
         self._counters = EngineCounters(config.slices)
         self._stats: Mapping[str, Any] = {}
@@ -72,7 +79,7 @@ class ServerMetrics(Collector):
             self._counted["request_success"].labels(_within(reason, FINISH_REASONS)).inc()
         if record.status in _REJECTED:
             self._counted["admission_rejections"].labels(_within(record.reason, REASONS)).inc()
-        elif record.reason and not 400 <= record.status < _CLIENT_LEFT:
+        elif record.reason and not 400 <= record.status < CLIENT_GONE:
             self._counted["requests_aborted"].labels(_within(record.reason, REASONS)).inc()
         self._count_answers(record)
 
@@ -144,7 +151,7 @@ class ServerMetrics(Collector):
             if time.monotonic() - self._read_s < self._config.stats_max_age_s:
                 return
             try:
-                stats = await self._service.stats()
+                stats = await self._backend.stats()
             except ForetokenError:
                 self._stats, self._is_up = {}, False
             else:
@@ -247,3 +254,42 @@ def _without_created(families: Iterable[Family]) -> Iterator[Family]:
 
 def _within(value: str, known: Iterable[str]) -> str:
     return value if value in known else "other"
+
+
+class LoopLag:
+    """Calls `note` with the lateness of a timer, in seconds, as long as the loop runs."""
+
+    def __init__(self, note: Callable[[float], None]) -> None:
+        self._note = note
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def watch(self) -> None:
+        """Begin in the running loop; without effect where that was done."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._loop = loop
+            loop.call_later(EVERY_S, self._tick, loop, loop.time() + EVERY_S)
+
+    def _tick(self, loop: asyncio.AbstractEventLoop, due_s: float) -> None:
+        now_s = loop.time()
+        self._note(max(0.0, now_s - due_s))
+        loop.call_later(EVERY_S, self._tick, loop, now_s + EVERY_S)
+
+
+def alias_families(families: Iterable[Family]) -> list[Family]:
+    """The families of `families` that have an alias, under it."""
+    return [_alias(family) for family in families if family.name in _ALIASES]
+
+
+def _alias(family: Family) -> Family:
+    name = _ALIASES[family.name]
+    values: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+    for sample in family.samples:
+        labels = tuple((key, value) for key, value in sample.labels.items() if key not in _OURS_ALONE)
+        series = (name + sample.name.removeprefix(family.name), labels)
+        values[series] = values.get(series, 0.0) + sample.value
+    if not values and family.name in _FROM_THE_START:
+        values[(f"{name}_total", ())] = 0.0
+    found = Family(name, family.documentation, family.type)
+    found.samples = [Sample(series, dict(labels), value) for (series, labels), value in values.items()]
+    return found

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from foretoken.errors import ConfigError
 from foretoken.server.observe.figures import quantile
-from foretoken.server.observe.history_schema import COLUMNS, connect_reading
+from foretoken.server.observe.history import COLUMNS, connect_reading
 
 # What requests can be grouped by, and filtered by. Days are those of UTC.
 GROUPS: Mapping[str, str] = {

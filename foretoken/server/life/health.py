@@ -1,4 +1,4 @@
-"""A request with a known answer, asked of every worker before it takes any other.
+"""Whether a worker is well: its answer to a known request, and its signs of life.
 
 The answer of the first start is the golden one. A later start that does not repeat it, text and log-probabilities byte
 for byte, computes something else than before: a damaged file, a faulty device, other code.
@@ -32,7 +32,7 @@ def canary_call(info: ModelInfo) -> Call:
     return Call(params, [prompt], spec=SpecConfig())
 
 
-async def ask_canary(service: Backend, info: ModelInfo) -> CanaryAnswer | str:
+async def ask_canary(backend: Backend, info: ModelInfo) -> CanaryAnswer | str:
     """The answer of a worker, or why there is none.
 
     Raises:
@@ -41,7 +41,7 @@ async def ask_canary(service: Backend, info: ModelInfo) -> CanaryAnswer | str:
     token_ids: list[int] = []
     logprobs: list[str] = []
     text, failure = "", "the answer did not end"
-    async for event in await service.open(canary_call(info)):
+    async for event in await backend.open(canary_call(info)):
         if isinstance(event, Piece):
             token_ids += [token.token_id for token in event.tokens]
             logprobs += ["" if token.logprob is None else token.logprob.hex() for token in event.tokens]
@@ -61,3 +61,25 @@ def difference(golden: CanaryAnswer, found: CanaryAnswer) -> str:
         place = next((number for number, (one, other) in pairs if one != other), "the end")
         return f"other tokens, from {place} on"
     return "other text" if golden.text != found.text else "the same tokens with other log-probabilities"
+
+
+class Watchdog:
+    """Whether a worker is stuck, from its signs of life: how long its running step has lasted when it was sent."""
+
+    def __init__(self, watchdog_s: float) -> None:
+        self._watchdog_s = watchdog_s
+        self._step_s: float | None = None
+        self._beaten_s = 0.0
+
+    def beat(self, step_s: float | None, now_s: float) -> None:
+        """A sign of life."""
+        self._step_s, self._beaten_s = step_s, now_s
+
+    def reason(self, now_s: float) -> str:
+        """Why the worker counts as stuck; "" while it does not."""
+        silent_s = now_s - self._beaten_s
+        if silent_s > self._watchdog_s:
+            return f"no sign of life for {silent_s:.1f} s"
+        if self._step_s is not None and self._step_s + silent_s > self._watchdog_s:
+            return f"a step has lasted {self._step_s + silent_s:.1f} s"
+        return ""

@@ -1,4 +1,4 @@
-"""A service without a model: it answers from a script, so that what HTTP makes of events can be seen alone."""
+"""A backend without a model: it answers from a script, so that what HTTP makes of events can be seen alone."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
+from foretoken import SpecConfig
 from foretoken.backend.call import Call, State
 from foretoken.backend.events import AnswerEnded, Begun, Event, ModelInfo, Piece, TokenEvent
 
@@ -19,7 +20,7 @@ INFO = ModelInfo(
     pad_token=None,
     has_tokenizer=True,
     has_chat_template=True,
-    default_spec={},
+    default_spec=SpecConfig(),
     max_waiting=64,
 )
 # `RequestStats.as_dict()` of an answer of two tokens
@@ -95,7 +96,7 @@ class FakeGeneration:
         self._cancelled.set()
 
 
-class FakeService:
+class FakeBackend:
     """See `Service`; keeps the calls and generations that it opened."""
 
     def __init__(self, script: Sequence[Event | Exception | asyncio.Event] = (), info: ModelInfo = INFO) -> None:
