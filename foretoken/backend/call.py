@@ -13,7 +13,7 @@ from foretoken.config import SamplingParams, SpecConfig
 State = Literal["loading", "ready", "draining", "restarting", "failed"]
 
 
-class Call(msgspec.Struct, frozen=True):
+class Call(msgspec.Struct, frozen=True, omit_defaults=True):
     """One HTTP request: `prompts`, or one conversation `messages`; each prompt is answered `params.n` times. What a
     process sends to another one is read with all checks of `SamplingParams` and `SpecConfig`.
 

@@ -9,6 +9,7 @@ from typing import Any
 from foretoken import SpecConfig
 from foretoken.backend.call import Call, State
 from foretoken.backend.events import AnswerEnded, Begun, Event, ModelInfo, Piece, TokenEvent
+from tests.helpers.workers import crossed
 
 INFO = ModelInfo(
     name="fake",
@@ -97,7 +98,7 @@ class FakeGeneration:
 
 
 class FakeBackend:
-    """See `Service`; keeps the calls and generations that it opened."""
+    """See `Backend`; keeps the calls and generations that it opened."""
 
     def __init__(self, script: Sequence[Event | Exception | asyncio.Event] = (), info: ModelInfo = INFO) -> None:
         self.script = script or (Begun(((1, 2, 3),)), piece(0, "Hel"), piece(0, "lo", 1), ended(0, "Hello"))
@@ -108,7 +109,8 @@ class FakeBackend:
         self.info: ModelInfo | None = info
 
     async def open(self, call: Call) -> FakeGeneration:
-        """See `Service`."""
+        """See `Backend`."""
+        assert crossed(call, Call) == call  # whatever HTTP lets through reaches a worker unchanged
         self.calls.append(call)
         if self.refusal is not None:
             raise self.refusal
@@ -118,13 +120,13 @@ class FakeBackend:
     async def tokenize(
         self, prompt: str | None, messages: Sequence[Mapping[str, Any]] | None = None, add_special_tokens: bool = True
     ) -> list[int]:
-        """See `Service`."""
+        """See `Backend`."""
         return list(range(len(prompt or "")))
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
-        """See `Service`."""
+        """See `Backend`."""
         return "".join(map(chr, token_ids))
 
     async def stats(self) -> dict[str, Any]:
-        """See `Service`."""
+        """See `Backend`."""
         return {}

@@ -9,14 +9,22 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
+
 from foretoken import SpecConfig
 from foretoken.backend.call import Call
 from foretoken.backend.events import AnswerEnded, Begun, Event, ModelInfo, Piece, TokenEvent
+from foretoken.backend.plain import builtin
 from foretoken.errors import InputError
 from foretoken.server.life.wire import Channel, Command, LoadEngine, Message
 from foretoken.server.life.worker import Worker
 
 INFO = ModelInfo("stand-in", 100, 50, (0,), None, None, None, False, False, SpecConfig(), 4)
+
+
+def crossed(value: object, kind: Any = Any) -> Any:
+    """What arrives at the other end of a channel that reads messages of `kind`."""
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(value, enc_hook=builtin), type=kind)
 
 
 async def channels() -> tuple[Channel, Channel]:

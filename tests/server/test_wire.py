@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import msgspec.structs
@@ -12,7 +11,7 @@ import pytest
 
 from foretoken import errors
 from foretoken.backend.call import Call
-from foretoken.backend.plain import builtin, engine_config_of, plain
+from foretoken.backend.plain import engine_config_of, plain
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.control.adaptation import AdaptConfig
 from foretoken.control.routing import RoutingRules
@@ -20,7 +19,7 @@ from foretoken.engine_config import EngineConfig
 from foretoken.errors import ConfigError, ContextLengthError, EngineError, ForetokenError, InputError
 from foretoken.server.life import wire
 from foretoken.server.life.wire import from_wire, to_wire, to_wire_of_loading
-from tests.helpers.workers import channels
+from tests.helpers.workers import channels, crossed
 
 SPECS = (
     SpecConfig(),
@@ -41,10 +40,6 @@ PARAMS = SamplingParams(
     deadline_s=2.5,
     tenant="a",
 )
-
-
-def crossed(value: object, kind: Any = Any) -> Any:
-    return msgspec.msgpack.decode(msgspec.msgpack.encode(value, enc_hook=builtin), type=kind)
 
 
 def test_configurations_cross_unchanged() -> None:
