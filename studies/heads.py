@@ -19,10 +19,9 @@ import torch
 
 from foretoken import LLM, SpecConfig
 from foretoken.bench.batch_settings import NO_POLICIES, BatchSetting, Stage
-from foretoken.bench.chat_prompts import with_template
 from foretoken.bench.drafting import DrafterChoice
 from foretoken.bench.progress import Tell, progress
-from foretoken.bench.prompts import ALL, fit
+from foretoken.bench.prompts import ALL, fit, with_template
 from foretoken.core import Batch, BatchEntry, Draft
 from foretoken.draft.base import Drafter
 from foretoken.errors import ConfigError

@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from foretoken.bench.chat_prompts import messages_of
-from foretoken.bench.prompts import choose, read_prompts
+from foretoken.bench.prompts import choose, messages_of, read_prompts
 from foretoken.bench.workload import SLICES, Prompt, slices
 from foretoken.errors import InputError
 

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from foretoken.bench.batch_prompts import Ask
 from foretoken.bench.drafting import SWEEP, DrafterChoice, parse_drafters, swept_drafters
@@ -33,6 +33,16 @@ from foretoken.params import is_count
 if TYPE_CHECKING:
     from foretoken.engine.llm import LLM
     from foretoken.engine.stats import RequestStats
+
+_Setting = TypeVar("_Setting")
+
+
+def best_fixed(
+    settings: Iterable[_Setting], adapts: Callable[[_Setting], bool], speed: Callable[[_Setting], float]
+) -> _Setting | None:
+    """The fastest of the settings that do not adapt, the first of equal ones; None where all adapt."""
+    return max((setting for setting in settings if not adapts(setting)), key=speed, default=None)
+
 
 AUTO = "auto"
 AUTO_SLICES = "auto-slices"

@@ -15,7 +15,16 @@ from dataclasses import asdict
 from typing import Any
 
 from foretoken.bench.batch_prompts import Ask
-from foretoken.bench.batch_rows import BatchSample, grid_summary, summarise_grid
+from foretoken.bench.batch_rows import (
+    BatchSample,
+    batch_plots,
+    choice_tables,
+    grid_summary,
+    request_tables,
+    slice_tables,
+    summarise_grid,
+    summary_table,
+)
 from foretoken.bench.batch_settings import (
     NO_POLICIES,
     Answered,
@@ -26,11 +35,9 @@ from foretoken.bench.batch_settings import (
     parse_batch_settings,
     together,
 )
-from foretoken.bench.batch_tables import batch_plots, choice_tables, request_tables, slice_tables, summary_table
 from foretoken.bench.caveats import load_average
-from foretoken.bench.load_kept import RESUMED, kept_turns
 from foretoken.bench.load_options import LoadOptions
-from foretoken.bench.load_run import announce, make_report, opened
+from foretoken.bench.load_run import RESUMED, announce, kept_turns, make_report, opened
 from foretoken.bench.measure import PLAIN, STRICT
 from foretoken.bench.progress import Tell, progress
 from foretoken.machine.neighbours import contention_notes

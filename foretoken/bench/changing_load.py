@@ -17,12 +17,10 @@ from typing import Any
 
 from foretoken.bench.batch_prompts import Ask
 from foretoken.bench.batch_rows import contended_turns
-from foretoken.bench.batch_settings import NO_POLICIES, BatchSetting, Policies, Stage, parse_batch_settings
-from foretoken.bench.best_fixed import best_fixed
+from foretoken.bench.batch_settings import NO_POLICIES, BatchSetting, Policies, Stage, best_fixed, parse_batch_settings
 from foretoken.bench.caveats import load_average
-from foretoken.bench.load_kept import RESUMED, kept_turns
 from foretoken.bench.load_options import LoadOptions, LoadPhase
-from foretoken.bench.load_run import announce, make_report, opened
+from foretoken.bench.load_run import RESUMED, announce, kept_turns, make_report, opened
 from foretoken.bench.measure import PLAIN
 from foretoken.bench.progress import Tell, progress
 from foretoken.machine.neighbours import contention_notes, is_contended

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from foretoken.bench.best_fixed import best_fixed
+from foretoken.bench.batch_settings import best_fixed
 from foretoken.bench.measure import ALL_SLICES, DEFAULT_NUMERICS, ENGINE, PLAIN
 from foretoken.bench.speed_rows import SpeedRow
 from foretoken.printing import text as markdown

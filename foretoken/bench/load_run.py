@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -14,13 +14,34 @@ from foretoken.bench.batch_settings import NO_POLICIES, Policies, Stage
 from foretoken.bench.caveats import source_caveats
 from foretoken.bench.load_options import LoadOptions
 from foretoken.engine.llm import LLM
+from foretoken.engine.startup.machine import machine, versions
 from foretoken.errors import InputError
+from foretoken.measure.kept import KeptFile, digest, run_of
 from foretoken.measure.plots import Plot
 from foretoken.measure.report import Report, Table
 from foretoken.measure.write import write_report
 from foretoken.model.names import model_folder
 from foretoken.printing.console import Console
 from foretoken.text.tokenizer import load_tokenizer
+
+RESUMED = "The run was stopped and resumed; policies of adaptive settings started without measurements again."
+
+
+def kept_turns(
+    options: LoadOptions, found: Mapping[str, Sequence[Ask]], without_effect: Iterable[str]
+) -> KeptFile | None:
+    """The file of `options.resume`, None without one. Besides the options, prompts, machine and versions must agree;
+    `without_effect` names options that this kind of run does not read.
+
+    Raises:
+        InputError, StorageError: see `KeptFile`.
+    """
+    if options.resume is None:
+        return None
+    prompts = digest({name: [list(ask.prompt_ids) for ask in own] for name, own in found.items()})
+    run = run_of(options, without_effect, machine=machine(), versions=versions())
+    return KeptFile(options.resume, "bench load", run | {"prompts by content": prompts})
+
 
 _SPARE_TOKENS = 64  # of cache per request, for draft tokens and rounding up to whole blocks
 

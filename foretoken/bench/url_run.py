@@ -7,28 +7,80 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from foretoken.bench.caveats import load_average
 from foretoken.bench.progress import Tell, progress
 from foretoken.bench.url_client import Endpoint, UrlSample, open_client
-from foretoken.bench.url_kept import KeptRuns, UrlRun
-from foretoken.bench.url_options import UrlOptions
 from foretoken.bench.url_plan import (
+    UrlOptions,
     UrlRequest,
     chosen_prompts,
     poisson_requests,
     trace_requests,
     warmup_requests,
 )
-from foretoken.bench.url_rows import UrlRow, summarise_url
-from foretoken.bench.url_tables import EXPLAINED, url_plots, url_tables
+from foretoken.bench.url_rows import EXPLAINED, UrlRow, summarise_url, url_plots, url_tables
 from foretoken.errors import UnavailableError
+from foretoken.measure.kept import KeptFile, digest, run_of
 from foretoken.measure.report import Report
 from foretoken.measure.write import write_report
 from foretoken.printing.console import Console
+
+
+@dataclass
+class UrlRun:
+    """One load: what was planned, what came of it, and what the endpoint's own counters said before and after.
+
+    `is_known`: it was measured before the run was stopped.
+    """
+
+    setting: str
+    requests: Sequence[UrlRequest]
+    samples: list[UrlSample] = field(default_factory=list)
+    counters: list[dict[str, float] | None] = field(default_factory=list)
+    is_known: bool = False
+
+
+class KeptRuns:
+    """Whole loads in a file. A load that was interrupted is measured again: what its last requests met depends on all
+    before them.
+
+    Raises:
+        InputError, StorageError: see `KeptFile`.
+    """
+
+    def __init__(self, path: Path, options: UrlOptions, model: str, runs: Sequence[UrlRun]) -> None:
+        planned = digest([[asdict(request) for request in run.requests] for run in runs])
+        about = run_of(options, model=model) | {"requests by content": planned}
+        self._file = KeptFile(path, "bench url", about)
+        self._runs = {run.setting: run for run in runs}
+        self._file.restored(self._restore)
+
+    def _restore(self, line: Mapping[str, Any]) -> None:
+        run = self._runs[line["setting"]]
+        run.samples = [
+            UrlSample(**one | {"pieces": [tuple(piece) for piece in one["pieces"]]}) for one in line["samples"]
+        ]
+        run.counters = list(line["counters"])
+        run.is_known = True
+
+    def keep(self, run: UrlRun) -> None:
+        """Write a load that has ended.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        samples = [asdict(sample) for sample in run.samples]
+        self._file.append({"setting": run.setting, "samples": samples, "counters": run.counters})
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
 
 _BUSY_LOAD = 0.9  # load average per core, above which the client may have been too slow
 _MAX_LAG_S = 0.05

@@ -23,9 +23,8 @@ from typing import Any
 import torch
 
 from foretoken import LLM
-from foretoken.bench.chat_prompts import with_template
 from foretoken.bench.progress import Tell, progress
-from foretoken.bench.prompts import choose, fit, read_prompts
+from foretoken.bench.prompts import choose, fit, read_prompts, with_template
 from foretoken.bench.workload import in_turns
 from foretoken.engine.startup.machine import machine, versions
 from foretoken.errors import InputError

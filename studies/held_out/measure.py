@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from foretoken.bench.batch_settings import NO_POLICIES, BatchSetting, Stage, parse_batch_settings
-from foretoken.bench.chat_prompts import with_template
 from foretoken.bench.measure import ALL_SLICES
-from foretoken.bench.prompts import ALL, choose, fit, read_prompts
+from foretoken.bench.prompts import ALL, choose, fit, read_prompts, with_template
 from foretoken.bench.speed_rows import repeated_ngrams
 from foretoken.bench.workload import SLICES, Prompt, slices
 from foretoken.config import SamplingParams

@@ -29,9 +29,8 @@ import torch
 
 from foretoken import LLM
 from foretoken.bench.caveats import load_average, source_caveats
-from foretoken.bench.chat_prompts import with_template
 from foretoken.bench.progress import progress
-from foretoken.bench.prompts import choose, fit, read_prompts
+from foretoken.bench.prompts import choose, fit, read_prompts, with_template
 from foretoken.bench.workload import Prompt, in_turns
 from foretoken.engine.startup.machine import machine, versions
 from foretoken.errors import InputError

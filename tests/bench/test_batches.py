@@ -14,9 +14,8 @@ from foretoken import LLM, SpecConfig
 from foretoken.bench import batches as batches_module
 from foretoken.bench import changing_load
 from foretoken.bench.batch_prompts import BATCH_SLICES, Ask, asks
-from foretoken.bench.batch_rows import BatchSample, grid_summary, summarise_grid
+from foretoken.bench.batch_rows import BatchSample, grid_summary, slice_tables, summarise_grid
 from foretoken.bench.batch_settings import Answered, BatchSetting, Stage, Turn, parse_batch_settings, together
-from foretoken.bench.batch_tables import slice_tables
 from foretoken.bench.batches import measure_grid, run_batches
 from foretoken.bench.changing_load import LoadTurn, load_summary, run_changing_load, summarise_load
 from foretoken.bench.drafting import swept_drafters

@@ -13,8 +13,8 @@ from foretoken.bench import offline
 from foretoken.bench.measure import SpeedSample, SpeedSetting
 from foretoken.bench.offline import SAMPLES_SUFFIX, run_speed
 from foretoken.bench.progress import progress
-from foretoken.bench.samples import open_samples
 from foretoken.bench.speed_options import SpeedOptions
+from foretoken.bench.turns import open_samples
 from foretoken.errors import InputError, StorageError
 from foretoken.printing.console import Console
 from tests.bench.fakes import FakeLLM, answer
