@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-_CHEAP_SHARE = 0.01  # a drafter that takes less of a step than this need not be weighed as a whole
+from foretoken.control.config import DEFAULT, BudgetConfig
 
 StepSeconds = Callable[[float], float]  # of the target, by rows
 DraftSeconds = Callable[[Hashable, int], float]  # of a drafter, by its longest draft
@@ -61,7 +61,13 @@ class Allocation:
     seconds: float
 
 
-def allocate(demands: Sequence[Demand], step_s: StepSeconds, draft_s: DraftSeconds, rate: float = 0.0) -> Allocation:
+def allocate(
+    demands: Sequence[Demand],
+    step_s: StepSeconds,
+    draft_s: DraftSeconds,
+    rate: float = 0.0,
+    config: BudgetConfig = DEFAULT.budget,
+) -> Allocation:
     """The best allocation: `step_s(rows)` is what the target takes, `draft_s(drafter, num_draft)` what a drafter takes.
 
     A drafter that does not gain what it takes is left out as a whole. `rate` is the long-run token rate, 0 where that
@@ -76,7 +82,7 @@ def allocate(demands: Sequence[Demand], step_s: StepSeconds, draft_s: DraftSecon
     active = set(users)
     best = step.best(active)
     # In order: of equals the first goes, whatever their hashes are.
-    expensive = [drafter for drafter in users if draft_s(drafter, 1) > _CHEAP_SHARE * best.seconds]
+    expensive = [drafter for drafter in users if draft_s(drafter, 1) > config.cheap_share * best.seconds]
     while expensive:  # draft tokens are admitted without their drafter's time: leave out, one by one, who gains least
         fewer = {drafter: step.best(active - {drafter}) for drafter in expensive}
         least = max(fewer, key=lambda drafter: step.value(fewer[drafter].tokens, fewer[drafter].seconds))

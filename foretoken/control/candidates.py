@@ -9,9 +9,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from foretoken.control.config import DEFAULT, BudgetConfig
 from foretoken.control.previews import Preview
-
-_FACTOR_OF_PRIORITY, _MAX_PRIORITY, _FACTOR_OF_LATENESS = 1.2, 8, 2.0
 
 
 @dataclass(frozen=True)
@@ -142,11 +141,13 @@ class StepOutcome:
     num_read_tokens: Mapping[Hashable, int] = field(default_factory=dict)
 
 
-def weight_of(priority: int, seconds_left: float | None, seconds_needed: float) -> float:
+def weight_of(
+    priority: int, seconds_left: float | None, seconds_needed: float, config: BudgetConfig = DEFAULT.budget
+) -> float:
     """What a request's tokens count: a fifth more for every step of priority, twice where its deadline will be missed.
 
     `seconds_left` until the deadline, None if it has none; `seconds_needed` for what may still come without a draft.
     """
     is_late = seconds_left is not None and seconds_needed > seconds_left
-    factor = _FACTOR_OF_PRIORITY ** -max(-_MAX_PRIORITY, min(_MAX_PRIORITY, priority))
-    return factor * (_FACTOR_OF_LATENESS if is_late else 1.0)
+    factor = config.priority_factor ** -max(-config.max_priority, min(config.max_priority, priority))
+    return factor * (config.lateness_factor if is_late else 1.0)

@@ -20,12 +20,11 @@ from foretoken.control.candidates import (
     StepOutcome,
     weight_of,
 )
-from foretoken.control.policy import BudgetPolicy, Mode, Policy, PolicyConfig
+from foretoken.control.config import DEFAULT, PolicyConfig
+from foretoken.control.policy import BudgetPolicy, Mode, Policy
 from foretoken.control.previews import PreviewAsk, Previews
 from foretoken.control.routing import Routing, RoutingRules
 from foretoken.plan.profile import Curve
-
-_FIRST_PREVIEW = 8  # draft tokens that are looked at where few were made before
 
 
 class Chooser:
@@ -35,11 +34,11 @@ class Chooser:
     """
 
     def __init__(
-        self, clock: Callable[[], float], rules: RoutingRules | None = None, config: PolicyConfig | None = None
+        self, clock: Callable[[], float], rules: RoutingRules | None = None, config: PolicyConfig = DEFAULT
     ) -> None:
         self.clock = clock
         self.routing = Routing(rules or RoutingRules())
-        self._config = config
+        self.config = config
         self._known_costs: tuple[Curve, Mapping[Hashable, Curve]] | None = None  # see `seed`
         self.policy: Policy = BudgetPolicy(config)
         self._views: dict[int, RequestView] = {}  # of the round that is planned or ran last
@@ -60,7 +59,7 @@ class Chooser:
         Returns the policy in use: given here again later, it goes on from what it has observed until then.
         """
         if policy is None:
-            policy = new = BudgetPolicy(self._config)
+            policy = new = BudgetPolicy(self.config)
             if self._known_costs is not None:
                 new.seed(*self._known_costs)
         self.policy = policy
@@ -151,7 +150,7 @@ class Chooser:
             return []
         if request.num_draft is not None and len(request.options) < 2:
             return []
-        reach = _FIRST_PREVIEW + 2 * self._last_num_draft.get(request.request_id, 0)
+        reach = self.config.budget.first_preview + 2 * self._last_num_draft.get(request.request_id, 0)
         return [
             PreviewAsk(request.request_id, number, min(_at_most(option, most), reach))
             for number, option in enumerate(request.options)
@@ -186,14 +185,14 @@ class Chooser:
 
     def _most(self, request: RequestView) -> int:
         """Draft tokens that can still be used: the round itself emits one token of the target's own."""
-        wanted = PolicyConfig.max_num_draft if request.num_draft is None else request.num_draft
+        wanted = self.config.max_num_draft if request.num_draft is None else request.num_draft
         return max(0, min(wanted, request.num_remaining - 1)) if request.options else 0
 
     def _weight(self, request: RequestView, num_running: int) -> float:
         if not request.priority and request.deadline_s is None:
             return 1.0
         needed_s = request.num_remaining * self.policy.target_cost.seconds(num_running)
-        return weight_of(request.priority, request.deadline_s, needed_s)
+        return weight_of(request.priority, request.deadline_s, needed_s, self.config.budget)
 
     def _is_routed_away(self, request: RequestView, num_running: int) -> bool:
         return self.routing.reason(request.request_id, request.max_new_tokens, num_running) is not None

@@ -34,52 +34,10 @@ from foretoken.control.candidates import (
     RequestOptions,
     StepOutcome,
 )
+from foretoken.control.config import DEFAULT, PolicyConfig
 from foretoken.control.cost import CostTable, DraftCosts, StepCosts, load_of
 from foretoken.control.previews import Preview
 from foretoken.plan.profile import Curve
-
-_MAX_CREDIT_STEPS = 4  # of trials, saved up at most
-_MIN_EMITTED = 0.02  # a draft token that is emitted less often pays on no machine: it need not be weighed
-
-
-@dataclass(frozen=True)
-class PolicyConfig:
-    """Every constant of the policy.
-
-    - `max_num_draft`: draft tokens per request and round that are considered where the caller leaves the number open.
-    - `slack_share`, `first_slack_steps`: by how much decoding may fall behind plain decoding, as a share of the time,
-      and in plain steps when a request is new; `max_slack_steps`, `min_slack_steps`: gains are kept for later
-      losses, and losses for later gains, up to so many plain steps.
-    - `decision_share`, `max_repeats`: share of the time that deciding may take (previews are paid from the account);
-      budgets are repeated until it is kept, for at most so many rounds.
-    - `trial_share`: share of the time that goes into trying again what did not pay: a drafter by one request in a
-      round, or, after `decisions_per_trial` decisions against any draft token, what would be chosen if rows took half
-      as long. What rows take beyond those that run is not learnt otherwise. With as many requests the next such trial
-      waits for twice as many decisions, at most `max_decisions_per_trial`.
-    - `first_draft_tokens`: at most so many for a drafter whose cost is not known, by one request.
-    - `first_plain`, `plain_every`: after so many steps with draft tokens one without is run, so that its cost is known;
-      later after every so many.
-    - `rate_memory`: weight of the past in the long-run token rate, per request and step.
-    - `first_rows`: rows beside the requests' own that may be run before anything is known; later twice the largest
-      step.
-    """
-
-    max_num_draft: int = 24
-    slack_share: float = 0.015
-    first_slack_steps: float = 0.25
-    max_slack_steps: float = 8.0
-    min_slack_steps: float = -0.5
-    decision_share: float = 0.025
-    max_repeats: int = 16
-    trial_share: float = 0.005
-    decisions_per_trial: int = 4
-    max_decisions_per_trial: int = 64
-    first_draft_tokens: int = 2
-    first_plain: int = 4
-    plain_every: int = 128
-    rate_memory: float = 0.96
-    first_rows: int = 8
-
 
 Mode = Literal["decide", "repeat", "plain"]
 
@@ -140,10 +98,10 @@ class _RequestHistory:
 class BudgetPolicy:
     """Plans a round before anything in it is drawn; what it learns comes from finished rounds only."""
 
-    def __init__(self, config: PolicyConfig | None = None) -> None:
-        self.config = config or PolicyConfig()
-        self.step_costs, self.draft_costs = StepCosts(), DraftCosts()
-        self.acceptance = Acceptance()
+    def __init__(self, config: PolicyConfig = DEFAULT) -> None:
+        self.config = config
+        self.step_costs, self.draft_costs = StepCosts(config=config.cost), DraftCosts(config=config.cost)
+        self.acceptance = Acceptance(config.acceptance)
         self._requests: dict[int, _RequestHistory] = {}
         self._num_requests = 1  # of the round that is planned or was last
         self._open: set[int] = set()  # requests of this round whose number of draft tokens is left open
@@ -164,7 +122,8 @@ class BudgetPolicy:
 
     def seed(self, target_cost: Curve, draft_costs: Mapping[Hashable, Curve]) -> None:
         """Begin with these costs, before any step was observed."""
-        self.step_costs, self.draft_costs = StepCosts(target_cost), DraftCosts(draft_costs)
+        self.step_costs = StepCosts(target_cost, self.config.cost)
+        self.draft_costs = DraftCosts(draft_costs, self.config.cost)
         self._since_plain[load_of(1)] = 0
 
     @property
@@ -178,17 +137,21 @@ class BudgetPolicy:
         if not may_draft:
             self._open.clear()
             return self._mode
-        known = [self._requests[request_id] for request_id in request_ids if request_id in self._requests]
         due = self.config.plain_every
         self._is_overdrawn = self._slack_s < 0
         if self._since_plain.get(load_of(len(request_ids)), due - self.config.first_plain) >= due or self._is_overdrawn:
             self._mode = "plain"
-        elif self._repeats_left > 0 and 4 * sum(one.budget is not None for one in known) >= 3 * len(request_ids):
+        elif self._repeats_left > 0 and self._may_repeat(request_ids):
             self._repeats_left -= 1
             self._mode = "repeat"
         else:
             self._mode = "decide"
         return self._mode
+
+    def _may_repeat(self, request_ids: Sequence[int]) -> bool:
+        """Whether enough of the round's requests have a budget."""
+        known = [self._requests[request_id] for request_id in request_ids if request_id in self._requests]
+        return sum(one.budget is not None for one in known) >= self.config.repeat_share * len(request_ids)
 
     def plan(self, requests: Sequence[RequestOptions]) -> list[DraftBudget]:
         """What each request of the round may do."""
@@ -225,7 +188,7 @@ class BudgetPolicy:
             was_plain = self._mode == "plain" or not step.num_nodes  # but for numbers that were set
             self._since_plain[load] = 0 if was_plain else self._since_plain.get(load, due) + 1
         self._credit_s = min(
-            self._credit_s + self.config.trial_share * step.target_s, _MAX_CREDIT_STEPS * step.target_s
+            self._credit_s + self.config.trial_share * step.target_s, self.config.max_credit_steps * step.target_s
         )
         self._charge(step, decision_s, preview_s)
 
@@ -342,7 +305,7 @@ class BudgetPolicy:
         rate = max(1.0, self._rate.of_late) / self._token_s if self._token_s and self._rate.of_late else 0.0
         self._worth_s = 1 / rate if rate else self._token_s
         step_s, draft_s = self._step_times(), self._draft_times()
-        found = allocate(demands, step_s, draft_s, rate)
+        found = allocate(demands, step_s, draft_s, rate, self.config.budget)
         found = self._with_cheaper_rows(demands, found, step_s, draft_s, rate)
         trial = self._trial(requests, demands, found, step_s, draft_s)
         budgets = []
@@ -385,7 +348,7 @@ class BudgetPolicy:
             emitted = self.acceptance.of_preview(request_id, option.drafter, option.preview)
             drafted = [1.0] * len(emitted)
         else:
-            least = _MIN_EMITTED if request.is_open else 0.0
+            least = self.config.budget.min_emitted if request.is_open else 0.0
             drafted, emitted = self.acceptance.of_places(request_id, option.drafter, option.most, least)
             entry_s = self._entry_s(request, option) * min(1.0, (1 + sum(emitted)) / max(1, request.num_remaining))
         if option.num_probe and drafted:
@@ -466,7 +429,7 @@ class BudgetPolicy:
         if self._num_declined < wait:
             return found
         self._num_declined, own_s = 0, found.seconds
-        hoped = allocate(demands, lambda rows: own_s + (step_s(rows) - own_s) / 2, draft_s, rate)
+        hoped = allocate(demands, lambda rows: own_s + (step_s(rows) - own_s) / 2, draft_s, rate, self.config.budget)
         loss_s = 2 * (hoped.seconds - own_s) - (hoped.tokens - found.tokens) * self._worth_s
         if not any(hoped.budgets) or loss_s > self._credit_s:
             return found

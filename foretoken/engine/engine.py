@@ -56,7 +56,8 @@ class Engine:
     ) -> None:
         self.target, self.drafters = target, drafters
         self.runner, self.chooser = Runner(target), Chooser(time.perf_counter, routing)
-        self.threads = StepThreads(adapts=target.device.type == "cpu" and not isinstance(target, NeedsEqualThreads))
+        adapts = target.device.type == "cpu" and not isinstance(target, NeedsEqualThreads)
+        self.threads = StepThreads(adapts, config=self.chooser.config.threads)
         self.stats = EngineStats()
         self.faults = Faults(self.stats)
         prefixes = PrefixSharing(target, drafters.hidden_states)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Hashable, Sequence
 from foretoken.config import SpecConfig
 from foretoken.control.candidates import DraftBudget, NoDraftReason, RequestView, RoundOutcome, StepOutcome
 from foretoken.control.chooser import Chooser
-from foretoken.control.routing import Routing
+from foretoken.control.routing import Routing, is_short
 from foretoken.core import Batch, BatchEntry, Draft, Verdict
 from foretoken.draft.group import GRAMMAR, DrafterGroup
 from foretoken.engine.request import RequestState
@@ -21,7 +21,7 @@ def view_of(state: RequestState, drafters: DrafterGroup, now_s: float, routing: 
     may_draft = state.has_emitted and bool(spec.drafter_options)
     max_new_tokens = state.max_total_tokens - len(request.prompt_ids)
     disabled = drafters.disabled(state.request_id) if may_draft else frozenset[int]()
-    if may_draft and spec.num_draft == "auto" and routing.is_short(len(request.prompt_ids), max_new_tokens):
+    if may_draft and spec.num_draft == "auto" and is_short(len(request.prompt_ids), max_new_tokens, routing.rules):
         reads = [reads_prompt(option) for option in drafters.specs(state.request_id)]
         disabled |= routing.leaves_out(state.request_id, reads)
     return RequestView(

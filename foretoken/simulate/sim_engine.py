@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from foretoken.control.candidates import NO_DRAFT, DraftBudget, RoundOutcome, StepOutcome
 from foretoken.control.chooser import Chooser
-from foretoken.control.policy import PolicyConfig
+from foretoken.control.config import DEFAULT, PolicyConfig
 from foretoken.control.previews import Preview, PreviewAsk, Previews
 from foretoken.control.queue import Drafting, Queue
 from foretoken.plan.profile import Profile
@@ -89,7 +89,7 @@ class SimEngine:
     setting: SimSetting
     limits: Limits
     watch: Callable[[Step], None] | None = None
-    config: PolicyConfig | None = None
+    config: PolicyConfig = DEFAULT
     clock_s: float = 0.0
     busy_s: float = 0.0
     num_steps: int = 0

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from foretoken.control.candidates import DraftBudget, DrafterOption, RequestOptions
-from foretoken.control.policy import BudgetPolicy, PolicyConfig
+from foretoken.control.config import PolicyConfig
+from foretoken.control.policy import BudgetPolicy
 from foretoken.control.previews import Preview
 from tests.helpers.control import observe, plan
 
