@@ -13,18 +13,20 @@ from foretoken.control.candidates import (
     DraftBudget,
     DrafterOption,
     NoDraftReason,
-    OptionTraits,
-    RequestOptions,
     RequestView,
     RoundOutcome,
     StepOutcome,
+    max_useful_draft,
     weight_of,
 )
 from foretoken.control.config import DEFAULT, PolicyConfig
 from foretoken.control.policy import BudgetPolicy, Mode, Policy
-from foretoken.control.previews import PreviewAsk, Previews
+from foretoken.control.previews import Preview, PreviewAsk, Previews
 from foretoken.control.routing import Routing, RoutingRules
 from foretoken.plan.profile import Curve
+
+_Key = tuple[tuple[DrafterOption, ...], frozenset[int], int, int | None]  # options, disabled, draft tokens, probes
+_Usable = tuple[_Key, tuple[DrafterOption, ...]]
 
 
 class Chooser:
@@ -44,6 +46,7 @@ class Chooser:
         self._views: dict[int, RequestView] = {}  # of the round that is planned or ran last
         self._previews = Previews()
         self._last_num_draft: dict[int, int] = {}
+        self._usable: dict[int, _Usable] = {}  # made anew where something changed
         self._num_probed: dict[int, int] = {}  # probes that came with a request's last draft tokens
         self._overhead_s = 0.0
         self._mode: Mode = "decide"
@@ -85,7 +88,7 @@ class Chooser:
         began = self.clock()
         self._views = {request.request_id: request for request in requests}
         self._previews = previews
-        budgets = self.policy.plan([self._options(request, len(requests)) for request in requests])
+        budgets = self.policy.plan([self._told(request, len(requests)) for request in requests])
         self._overhead_s += self.clock() - began
         return budgets
 
@@ -102,7 +105,7 @@ class Chooser:
                 self.policy.observe_rest(round_.request_id)
                 continue
             self._last_num_draft[round_.request_id] = round_.budget.num_draft
-            if option.previews:
+            if option.shows:
                 continue  # judged by what it showed; what it took was spent before it was chosen
             drafting.setdefault(option.drafter, []).append(round_.budget.num_draft)
             self._num_probed[round_.request_id] = round_.num_probed
@@ -126,7 +129,7 @@ class Chooser:
         view = self._views.get(request_id)
         if view is None or not view.options:
             return "prefill"
-        if not self._most(view):
+        if not self._max_draft(view):
             return "length_clamped"
         if is_planned:
             return "budget_trimmed"
@@ -139,54 +142,65 @@ class Chooser:
 
     def finish(self, request_id: int) -> None:
         """Forget a request."""
-        for own in (self._views, self._last_num_draft, self._num_probed):
+        for own in (self._views, self._last_num_draft, self._num_probed, self._usable):
             own.pop(request_id, None)
         self.routing.finish(request_id)
         self.policy.finish(request_id)
 
     def _asks(self, request: RequestView, num_running: int) -> list[PreviewAsk]:
-        most = self._most(request)
-        if not most or (request.num_draft is None and self._is_routed_away(request, num_running)):
+        max_draft = self._max_draft(request)
+        if not max_draft or (request.is_open and self._is_routed_away(request, num_running)):
             return []
-        if request.num_draft is not None and len(request.options) < 2:
+        if not request.is_open and len(request.options) < 2:
             return []
         reach = self.config.budget.first_preview + 2 * self._last_num_draft.get(request.request_id, 0)
         return [
-            PreviewAsk(request.request_id, number, min(_at_most(option, most), reach))
+            PreviewAsk(request.request_id, number, min(option.max_draft, max_draft, reach))
             for number, option in enumerate(request.options)
-            if option.previews and number not in request.disabled
+            if option.shows and number not in request.disabled
         ]
 
-    def _options(self, request: RequestView, num_running: int) -> RequestOptions:
-        """What a request may do."""
-        most, is_open = self._most(request), request.num_draft is None
-        options: list[DrafterOption] = []
-        if most and not (is_open and (self._mode == "plain" or self._is_routed_away(request, num_running))):
-            shown = self._previews.of(request.request_id)
-            for number, traits in enumerate(request.options):
-                if number in request.disabled:
-                    continue
-                preview = shown.get(number)
-                count = _at_most(traits, most)
-                if is_open and preview is not None:
-                    count = min(count, len(preview.parents))
-                num_probe = traits.num_probe and self._num_probed.get(request.request_id, traits.num_probe)
-                if count or not is_open:
-                    options.append(DrafterOption(number, traits.drafter, count, num_probe, preview))
-        return RequestOptions(
-            request_id=request.request_id,
-            options=tuple(options),
-            is_open=is_open,
-            slice=request.slice,
-            num_tokens=request.num_tokens,
-            num_remaining=request.num_remaining,
-            weight=self._weight(request, num_running),
-        )
+    def _told(self, request: RequestView, num_running: int) -> RequestView:
+        """The request as the policy is told of it, with the options that can draft now."""
+        if request.is_open and self._mode == "plain":
+            return request
+        max_draft = self._max_draft(request)
+        if not max_draft or (request.is_open and self._is_routed_away(request, num_running)):
+            return request._replace(options=())
+        options = self._usable_options(request, max_draft)
+        shown = self._previews.of(request.request_id)
+        if shown:
+            options = tuple(
+                found
+                for option in options
+                if (found := _shown(option, shown.get(option.number), request.is_open)).max_draft or not request.is_open
+            )
+        return request._replace(options=options, weight=self._weight(request, num_running))
 
-    def _most(self, request: RequestView) -> int:
-        """Draft tokens that can still be used: the round itself emits one token of the target's own."""
+    def _usable_options(self, request: RequestView, max_draft: int) -> tuple[DrafterOption, ...]:
+        """Options that are not switched off, under what the request can still use."""
+        num_probed = self._num_probed.get(request.request_id)
+        key = (request.options, request.disabled, max_draft, num_probed)
+        known = self._usable.get(request.request_id)
+        if known is not None and known[0] == key:
+            return known[1]
+        options = tuple(
+            option._replace(
+                max_draft=min(max_draft, option.max_draft),
+                num_probe=option.num_probe and (option.num_probe if num_probed is None else num_probed),
+            )
+            for option in request.options
+            if option.number not in request.disabled and (option.max_draft or not request.is_open)
+        )
+        self._usable[request.request_id] = (key, options)
+        return options
+
+    def _max_draft(self, request: RequestView) -> int:
+        """Draft tokens that can still be used."""
+        if not request.options:
+            return 0
         wanted = self.config.max_num_draft if request.num_draft is None else request.num_draft
-        return max(0, min(wanted, request.num_remaining - 1)) if request.options else 0
+        return min(wanted, max_useful_draft(request.num_remaining))
 
     def _weight(self, request: RequestView, num_running: int) -> float:
         if not request.priority and request.deadline_s is None:
@@ -203,12 +217,16 @@ class Chooser:
             found = preview.outcomes(round_.emitted)
             self.policy.observe_preview(round_.request_id, options[number].drafter, preview, found)
 
-    def _option_of(self, round_: RoundOutcome) -> OptionTraits | None:
+    def _option_of(self, round_: RoundOutcome) -> DrafterOption | None:
         number = round_.budget.option
         if number is None or not round_.budget.num_draft:
             return None
         return self._views[round_.request_id].options[number]
 
 
-def _at_most(option: OptionTraits, count: int) -> int:
-    return count if option.most is None else min(count, option.most)
+def _shown(option: DrafterOption, preview: Preview | None, is_open: bool) -> DrafterOption:
+    """An option with what it shows; where the number is open no more than that."""
+    if preview is None:
+        return option
+    count = min(option.max_draft, len(preview.parents)) if is_open else option.max_draft
+    return option._replace(max_draft=count, preview=preview)

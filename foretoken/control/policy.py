@@ -11,7 +11,7 @@ behind plain decoding, whatever the estimates say.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Literal, Protocol
@@ -19,8 +19,6 @@ from typing import Literal, Protocol
 from foretoken.control.acceptance import Acceptance
 from foretoken.control.budget import (
     Allocation,
-    Candidate,
-    Demand,
     DraftSeconds,
     StepSeconds,
     TokenRate,
@@ -28,10 +26,11 @@ from foretoken.control.budget import (
 )
 from foretoken.control.candidates import (
     NO_DRAFT,
+    Candidate,
     DraftBudget,
     DrafterOption,
     NoDraftReason,
-    RequestOptions,
+    RequestView,
     StepOutcome,
 )
 from foretoken.control.config import DEFAULT, PolicyConfig
@@ -55,7 +54,7 @@ class Policy(Protocol):
         `may_draft`: any request of it has a drafter. Where none has, `plan` is not called.
         """
 
-    def plan(self, requests: Sequence[RequestOptions]) -> list[DraftBudget]:
+    def plan(self, requests: Sequence[RequestView]) -> list[DraftBudget]:
         """What each request of the round may do."""
 
     def observe_step(self, step: StepOutcome, decision_s: float, preview_s: float) -> None:
@@ -108,7 +107,9 @@ class BudgetPolicy:
         self._num_users: dict[Hashable, int] = {}  # requests that may use a drafter in this round
         self._mode: Mode = "decide"
         self._is_overdrawn = False  # why this round is plain, if it is
-        self._weighed: list[tuple[RequestOptions, Demand]] = []  # when budgets were last decided, of live requests
+        self._weighed: list[
+            tuple[RequestView, tuple[Candidate, ...]]
+        ] = []  # when budgets were last decided, of live requests
         self._repeats_left = 0
         self._slack_s = 0.0  # by which decoding is ahead of plain decoding, with what it may fall behind
         self._joined = 0.0  # share of this round's requests that are new
@@ -153,7 +154,7 @@ class BudgetPolicy:
         known = [self._requests[request_id] for request_id in request_ids if request_id in self._requests]
         return sum(one.budget is not None for one in known) >= self.config.repeat_share * len(request_ids)
 
-    def plan(self, requests: Sequence[RequestOptions]) -> list[DraftBudget]:
+    def plan(self, requests: Sequence[RequestView]) -> list[DraftBudget]:
         """What each request of the round may do."""
         self._num_requests = len(requests)
         self._open = {request.request_id for request in requests if request.is_open}
@@ -232,14 +233,14 @@ class BudgetPolicy:
         """See `Policy.why_none`."""
         if self._mode == "plain":
             return "k0_cost" if self._is_overdrawn else "warmup"
-        for request, demand in self._weighed:
+        for request, candidates in self._weighed:
             if request.request_id != request_id:
                 continue
             if not request.options:
                 return "no_match"
-            if not demand.candidates:  # left to another request, as long as the drafter's cost is not known
+            if not candidates:  # left to another request, as long as the drafter's cost is not known
                 return "warmup"
-            return "k0_cost" if any(one.emitted for one in demand.candidates) else "k0_acceptance"
+            return "k0_cost" if any(one.emitted for one in candidates) else "k0_acceptance"
         return "warmup"  # it joined after the last decision
 
     def finish(self, request_id: int) -> None:
@@ -275,18 +276,20 @@ class BudgetPolicy:
         min_s, max_s = self.config.min_slack_steps * base_s, self.config.max_slack_steps * base_s
         self._slack_s = max(min_s, min(max_s, slack_s))
 
-    def _repeated(self, request: RequestOptions) -> DraftBudget:
+    def _repeated(self, request: RequestView) -> DraftBudget:
         """The request's last budget again, as far as its option is there; a number that was set stands in any case."""
+        if self._mode == "plain" and request.is_open:
+            return NO_DRAFT
         known = self._requests[request.request_id].budget
         last = None if known is None else next((one for one in request.options if one.number == known.option), None)
         if not request.is_open:
             option = last or (request.options[0] if request.options else None)
-            return NO_DRAFT if option is None else DraftBudget(option.number, option.most)
-        if self._mode == "plain" or last is None or known is None:
+            return NO_DRAFT if option is None else DraftBudget(option.number, option.max_draft)
+        if last is None or known is None:
             return NO_DRAFT
-        return DraftBudget(last.number, min(known.num_draft, last.most))
+        return DraftBudget(last.number, min(known.num_draft, last.max_draft))
 
-    def _weigh(self, requests: Sequence[RequestOptions]) -> list[DraftBudget]:
+    def _weigh(self, requests: Sequence[RequestView]) -> list[DraftBudget]:
         """The best for all together; what was given up is tried again where there is time for it."""
         self.draft_costs.drop_outpaced(len(requests), self.target_cost.seconds(len(requests)))
         given, requests = requests, self._one_by_one(requests)
@@ -295,26 +298,27 @@ class BudgetPolicy:
             for option in request.options:
                 self._num_users[option.drafter] = self._num_users.get(option.drafter, 0) + 1
         mean_weight = sum(request.weight for request in requests) / max(1, len(requests))
-        demands = [
-            Demand(tuple(self._candidate(request, option) for option in request.options), request.weight / mean_weight)
-            for request in requests
-        ]
-        self._weighed = list(zip(given, demands, strict=True))
+        weights = [request.weight / mean_weight for request in requests]
+        candidates = [tuple(self._candidate(request, option) for option in request.options) for request in requests]
+        self._weighed = list(zip(given, candidates, strict=True))
         self._token_s = self.target_cost.seconds(len(requests)) / max(1, len(requests))
         # Without a draft the rate is 1: what pays less is never worth its time, whatever noise and trials made of late.
         rate = max(1.0, self._rate.of_late) / self._token_s if self._token_s and self._rate.of_late else 0.0
         self._worth_s = 1 / rate if rate else self._token_s
         step_s, draft_s = self._step_times(), self._draft_times()
-        found = allocate(demands, step_s, draft_s, rate, self.config.budget)
-        found = self._with_cheaper_rows(demands, found, step_s, draft_s, rate)
-        trial = self._trial(requests, demands, found, step_s, draft_s)
+
+        def chosen(step_s: StepSeconds) -> Allocation:
+            return allocate(candidates, weights, step_s, draft_s, rate, self.config.budget)
+
+        found = self._with_cheaper_rows(chosen, chosen(step_s), len(requests), step_s)
+        trial = self._trial(requests, candidates, found, step_s, draft_s)
         budgets = []
         for b, (request, pick, budget) in enumerate(zip(requests, found.picks, found.budgets, strict=True)):
             place, count = (trial[1], 1) if trial is not None and trial[0] == b else (pick, budget)
             budgets.append(NO_DRAFT if place is None else DraftBudget(request.options[place].number, count))
         return budgets
 
-    def _one_by_one(self, requests: Sequence[RequestOptions]) -> Sequence[RequestOptions]:
+    def _one_by_one(self, requests: Sequence[RequestView]) -> Sequence[RequestView]:
         """Leave a drafter of unknown cost to one request and few draft tokens: all others would have it read their
         texts.
         """
@@ -327,7 +331,7 @@ class BudgetPolicy:
             return requests
 
         def few(option: DrafterOption) -> DrafterOption:
-            return option._replace(most=min(option.most, self.config.first_draft_tokens))
+            return option._replace(max_draft=min(option.max_draft, self.config.first_draft_tokens))
 
         return [
             request._replace(
@@ -342,21 +346,21 @@ class BudgetPolicy:
             for request in requests
         ]
 
-    def _candidate(self, request: RequestOptions, option: DrafterOption) -> Candidate:
+    def _candidate(self, request: RequestView, option: DrafterOption) -> Candidate:
         request_id, entry_s = request.request_id, 0.0
         if option.preview is not None:
             emitted = self.acceptance.of_preview(request_id, option.drafter, option.preview)
             drafted = [1.0] * len(emitted)
         else:
             least = self.config.budget.min_emitted if request.is_open else 0.0
-            drafted, emitted = self.acceptance.of_places(request_id, option.drafter, option.most, least)
+            drafted, emitted = self.acceptance.of_places(request_id, option.drafter, option.max_draft, least)
             entry_s = self._entry_s(request, option) * min(1.0, (1 + sum(emitted)) / max(1, request.num_remaining))
         if option.num_probe and drafted:
             drafted[0] += option.num_probe
-        at_least = 0 if request.is_open else option.most
+        at_least = 0 if request.is_open else option.max_draft
         return Candidate(option.drafter, tuple(drafted), tuple(emitted), at_least, entry_s)
 
-    def _entry_s(self, request: RequestOptions, option: DrafterOption) -> float:
+    def _entry_s(self, request: RequestView, option: DrafterOption) -> float:
         """What a drafter takes to read the text of a request that it never drafted for."""
         if not self.acceptance.is_new(request.request_id, option.drafter):
             return 0.0
@@ -384,8 +388,8 @@ class BudgetPolicy:
 
     def _trial(
         self,
-        requests: Sequence[RequestOptions],
-        demands: Sequence[Demand],
+        requests: Sequence[RequestView],
+        candidates: Sequence[Sequence[Candidate]],
         found: Allocation,
         step_s: StepSeconds,
         draft_s: DraftSeconds,
@@ -402,9 +406,8 @@ class BudgetPolicy:
         }
         for _, b, place in sorted(self._passed_over(requests, found), reverse=True):
             request, option, pick = requests[b], requests[b].options[place], found.picks[b]
-            candidates = demands[b].candidates
-            expected = candidates[place].emitted[0]
-            gain = expected - (sum(candidates[pick].emitted[: found.budgets[b]]) if pick is not None else 0.0)
+            expected = candidates[b][place].emitted[0]
+            gain = expected - (sum(candidates[b][pick].emitted[: found.budgets[b]]) if pick is not None else 0.0)
             more_s = max(0.0, step_s(rows + 1 + option.num_probe) - step_s(rows)) + self._entry_s(request, option)
             if option.drafter not in running:
                 more_s += draft_s(option.drafter, 1)
@@ -416,7 +419,7 @@ class BudgetPolicy:
         return None
 
     def _with_cheaper_rows(
-        self, demands: Sequence[Demand], found: Allocation, step_s: StepSeconds, draft_s: DraftSeconds, rate: float
+        self, chosen: Callable[[StepSeconds], Allocation], found: Allocation, num_requests: int, step_s: StepSeconds
     ) -> Allocation:
         """Where no draft token was chosen for some time: what would be if rows took half as long, as far as trials may
         lose.
@@ -424,12 +427,12 @@ class BudgetPolicy:
         A draft token more or less is not told from the noise of a step, many are.
         """
         self._num_declined = 0 if any(found.budgets) else self._num_declined + 1
-        load = load_of(len(demands))
+        load = load_of(num_requests)
         wait = self._decisions_per_trial.get(load, self.config.decisions_per_trial)
         if self._num_declined < wait:
             return found
         self._num_declined, own_s = 0, found.seconds
-        hoped = allocate(demands, lambda rows: own_s + (step_s(rows) - own_s) / 2, draft_s, rate, self.config.budget)
+        hoped = chosen(lambda rows: own_s + (step_s(rows) - own_s) / 2)
         loss_s = 2 * (hoped.seconds - own_s) - (hoped.tokens - found.tokens) * self._worth_s
         if not any(hoped.budgets) or loss_s > self._credit_s:
             return found
@@ -437,7 +440,7 @@ class BudgetPolicy:
         self._decisions_per_trial[load] = min(2 * wait, self.config.max_decisions_per_trial)
         return hoped
 
-    def _passed_over(self, requests: Sequence[RequestOptions], found: Allocation) -> list[tuple[int, int, int]]:
+    def _passed_over(self, requests: Sequence[RequestView], found: Allocation) -> list[tuple[int, int, int]]:
         """Rounds since the last draft token, request and place of the option, of those passed over that show no draft
         tokens.
         """
@@ -445,6 +448,6 @@ class BudgetPolicy:
         for b, request in enumerate(requests):
             untried = self._requests[request.request_id].untried
             for place, option in enumerate(request.options):
-                if request.is_open and option.preview is None and option.most and place != found.picks[b]:
+                if request.is_open and option.preview is None and option.max_draft and place != found.picks[b]:
                     passed.append((untried.get(option.drafter, 1 << 30), b, place))
         return passed

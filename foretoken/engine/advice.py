@@ -129,8 +129,8 @@ def of_short_answer(max_tokens: int, num_prompt_tokens: int, draft: str) -> Advi
         return None
     return Advice(
         "short answer",
-        f"max_tokens={max_tokens}: for an answer of under {rules.min_tokens_for_draft_model} tokens, reading a prompt of "
-        f"{num_prompt_tokens} with draft {draft!r} may take longer than its draft tokens save",
+        f"max_tokens={max_tokens}: for an answer of under {rules.min_tokens_for_draft_model} tokens, reading a prompt "
+        f"of {num_prompt_tokens} with draft {draft!r} may take longer than its draft tokens save",
         "use drafter='auto', which then drafts without the draft model, or 'ngram'",
     )
 

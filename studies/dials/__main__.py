@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
+from typing import Any
 
 from foretoken.control.config import DEFAULT, PolicyConfig
 from foretoken.engine.startup.machine import machine, versions
@@ -119,7 +120,13 @@ def write(folder: Path, found: Mapping[Key, float], command: str) -> Path:
         judged.append({"dial": dial, "form": form, "mean": mean, "worlds": by_world, "worse_in": worse})
         rows.append([dial, form, f"{mean:.3f}", f"{means[worst]:.3f}", worst, f"{len(worse)} of {len(means)}"])
     raw = folder / f"{date}-dials.json"
-    about = {"kind": "dials", "command": command, "date": date, "machine": machine(), "versions": versions()}
+    about: dict[str, Any] = {
+        "kind": "dials",
+        "command": command,
+        "date": date,
+        "machine": machine(),
+        "versions": versions(),
+    }
     about |= {"setting": SETTING, "noise": NOISE, "standard_errors": ERRORS}
     base = [[*key, speed] for key, speed in found.items() if key[1:3] == _BASE]
     raw.write_text(json.dumps({**about, "judged": judged, "tokens_per_s_as_it_is": base}, indent=1) + "\n", "utf-8")
@@ -130,8 +137,8 @@ def write(folder: Path, found: Mapping[Key, float], command: str) -> Path:
         "",
         f"- machine: {about['machine'].get('cpu')}; raw numbers: [{raw.name}]({raw.name})",
         "",
-        "Tokens per second in simulated time, over those of the policy as it is with the same seed. Worse: below 1 by more",
-        f"than {ERRORS:g} standard errors of the seeds' mean.",
+        "Tokens per second in simulated time, over those of the policy as it is with the same seed. Worse: below 1 by",
+        f"more than {ERRORS:g} standard errors of the seeds' mean.",
         "",
         *markdown.table(["dial", "form", "mean", "worst", "at", "worse in"], rows, "llrrlr"),
     ]
