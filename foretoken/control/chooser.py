@@ -162,8 +162,9 @@ class Chooser:
 
     def _told(self, request: RequestView, num_running: int) -> RequestView:
         """The request as the policy is told of it, with the options that can draft now."""
+        weight = self._weight(request, num_running)
         if request.is_open and self._mode == "plain":
-            return request
+            return request if weight == request.weight else request._replace(weight=weight)
         max_draft = self._max_draft(request)
         if not max_draft or (request.is_open and self._is_routed_away(request, num_running)):
             return request._replace(options=())
@@ -175,7 +176,7 @@ class Chooser:
                 for option in options
                 if (found := _shown(option, shown.get(option.number), request.is_open)).max_draft or not request.is_open
             )
-        return request._replace(options=options, weight=self._weight(request, num_running))
+        return request._replace(options=options, weight=weight)
 
     def _usable_options(self, request: RequestView, max_draft: int) -> tuple[DrafterOption, ...]:
         """Options that are not switched off, under what the request can still use."""
@@ -214,6 +215,8 @@ class Chooser:
     def _observe_previews(self, round_: RoundOutcome) -> None:
         options = self._views[round_.request_id].options
         for number, preview in self._previews.of(round_.request_id).items():
+            if not preview.tokens:
+                continue
             found = preview.outcomes(round_.emitted)
             self.policy.observe_preview(round_.request_id, options[number].drafter, preview, found)
 

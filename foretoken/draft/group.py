@@ -12,7 +12,7 @@ import torch
 
 from foretoken.config import SpecConfig
 from foretoken.control.candidates import NO_BOUND, DrafterOption, set_number
-from foretoken.control.previews import Preview, PreviewAsk, Previews
+from foretoken.control.previews import NO_PREVIEW, Preview, PreviewAsk, Previews
 from foretoken.core import Batch, BatchEntry, Draft, Request, TapRequest, Verdict, empty_draft, merge_drafts
 from foretoken.draft.base import Drafter, DrafterKey, Feedback, FollowsText, Releases, Taps, variants_of
 from foretoken.draft.boundary import check_tree, draft_faults
@@ -161,11 +161,11 @@ class DrafterGroup:
             drafter = self.drafters[key]
             if not self._tell(key, ask.request_id):
                 continue
-            own = replace(self._under(entries[ask.request_id], ask.option), num_draft=ask.num_draft)
+            own = self._under(entries[ask.request_id], ask.option, ask.num_draft)
             call = partial(self._checked_tree, cast(Lookup, drafter), own)
             tree = self.failures.attempt(key, drafter, [ask.request_id], call) or EMPTY
             self._shown.setdefault(ask.request_id, {})[ask.option] = tree
-            shown = Preview(tree.parents, tree.chances, tree.tokens)
+            shown = Preview(tree.parents, tree.chances, tree.tokens) if tree.tokens else NO_PREVIEW
             previews.setdefault(ask.request_id, {})[ask.option] = shown
             took_s = time.perf_counter() - began
             self.spent_s[key] = self.spent_s.get(key, 0.0) + took_s
@@ -355,10 +355,12 @@ class DrafterGroup:
                     routes.setdefault(key, {})[b] = self._under(entry, option)
         return routes
 
-    def _under(self, entry: BatchEntry, option: int) -> BatchEntry:
-        """`entry` as the drafter of one of the request's options sees it."""
+    def _under(self, entry: BatchEntry, option: int, num_draft: int | None = None) -> BatchEntry:
+        """`entry` as the drafter of one of the request's options sees it, maybe with another number of draft tokens."""
         request = self._requests[entry.request.request_id].requests[option]
-        return entry if request is entry.request else entry.under(request)
+        if num_draft is None:
+            num_draft = entry.num_draft
+        return entry if request is entry.request and num_draft == entry.num_draft else entry.under(request, num_draft)
 
 
 def _forced(entry: BatchEntry) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ from foretoken.printing import markdown
 from studies.dials.dials import Variant, table, variants
 from studies.worlds import data
 from studies.worlds.simulator import Machine, known_of, run
-from studies.worlds.worlds import World
+from studies.worlds.worlds import World, all_worlds
 
 MIXED = ("code", "docstring", "edit", "json", "chat", "random")
 WORLDS = (
@@ -47,7 +47,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m studies.dials", description=__doc__)
     parser.add_argument("--out", type=Path, help="folder of the results")
     parser.add_argument("--table", action="store_true", help="print the table of dials")
-    parser.add_argument("--worlds", type=int, default=len(WORLDS), help="only the first so many worlds")
+    parser.add_argument("--every", type=int, help="instead of eight worlds every so manieth of all recorded ones")
+    parser.add_argument("--dials", default="", help="names, separated by commas; all that a world can tell")
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--forms", default="neutral,halved,doubled", help="neutral, halved, doubled")
     chosen = parser.parse_args(argv)
@@ -56,12 +57,17 @@ def main(argv: list[str] | None = None) -> int:
     if chosen.out is None:
         return 0
     chosen.out.mkdir(parents=True, exist_ok=True)
-    found = measure(
-        chosen.out / "dials.jsonl", WORLDS[: chosen.worlds], chosen.seeds, variants(tuple(chosen.forms.split(",")))
+    wanted = [
+        one
+        for one in variants(tuple(chosen.forms.split(",")))
+        if not chosen.dials or one.dial in chosen.dials.split(",")
+    ]
+    worlds = WORLDS if chosen.every is None else all_worlds(data.profiles(), data.load().slices)[:: chosen.every]
+    found = measure(chosen.out / "dials.jsonl", worlds, chosen.seeds, wanted)
+    words = " ".join(
+        ["--out", "DIR", *(word for word in (argv or sys.argv[1:]) if word not in ("--out", str(chosen.out)))]
     )
-    command = (
-        f"python -m studies.dials --out DIR --worlds {chosen.worlds} --seeds {chosen.seeds} --forms {chosen.forms}"
-    )
+    command = f"python -m studies.dials {words}"
     print(f"written: {write(chosen.out, found, command)}")
     return 0
 
