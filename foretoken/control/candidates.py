@@ -14,6 +14,7 @@ from foretoken.control.config import DEFAULT, BudgetConfig
 from foretoken.control.previews import Preview
 
 NO_BOUND = 1 << 30
+Mode = Literal["decide", "repeat", "plain"]  # what a round does about budgets that are open
 
 
 class DrafterOption(NamedTuple):

@@ -7,11 +7,13 @@ A round is `begin` (which previews are computed), `plan` (drafter and number of 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Protocol
 
 from foretoken.control.candidates import (
     NO_DRAFT,
     DraftBudget,
     DrafterOption,
+    Mode,
     NoDraftReason,
     RequestView,
     RoundOutcome,
@@ -20,10 +22,56 @@ from foretoken.control.candidates import (
     weight_of,
 )
 from foretoken.control.config import DEFAULT, PolicyConfig
-from foretoken.control.policy import BudgetPolicy, Mode, Policy
+from foretoken.control.cost import CostTable
+from foretoken.control.policy import BudgetPolicy
 from foretoken.control.previews import Preview, PreviewAsk, Previews
 from foretoken.control.routing import Routing, RoutingRules
 from foretoken.plan.profile import Curve
+
+
+class Policy(Protocol):
+    """Decides numbers of draft tokens before a round, and learns from finished rounds."""
+
+    @property
+    def target_cost(self) -> CostTable:
+        """Seconds of a step of the target by rows."""
+
+    def begin(self, request_ids: Sequence[int], may_draft: bool = True) -> Mode:
+        """Called first in every round: whether budgets that are open are chosen anew, repeated, or zero.
+
+        `may_draft`: any request of it has a drafter. Where none has, `plan` is not called.
+        """
+
+    def plan(self, requests: Sequence[RequestView]) -> list[DraftBudget]:
+        """What each request of the round may do."""
+
+    def observe_step(self, step: StepOutcome, decision_s: float, preview_s: float) -> None:
+        """Take in a step: deciding took `decision_s`, and `preview_s` of its drafting were previews."""
+
+    def observe_draft(
+        self, drafter: Hashable, longest: int, draft_s: float, num_requests: int, num_read_tokens: int
+    ) -> None:
+        """Take in what a drafter took for `num_requests` requests, the longest draft being `longest`."""
+
+    def observe_round(
+        self, request_id: int, drafter: Hashable, num_offered: int, chances: Sequence[float], parents: Sequence[int]
+    ) -> None:
+        """Take in with which chance each draft token of a request was emitted."""
+
+    def observe_preview(
+        self, request_id: int, drafter: Hashable, preview: Preview, found: Sequence[bool | None]
+    ) -> None:
+        """Take in what became of draft tokens that a drafter showed, used or not."""
+
+    def observe_rest(self, request_id: int) -> None:
+        """Take in a round in which a request was given no draft token."""
+
+    def why_none(self, request_id: int) -> NoDraftReason:
+        """Why a request that might draft was given no draft token in the round that ran last."""
+
+    def finish(self, request_id: int) -> None:
+        """Forget a request."""
+
 
 _Key = tuple[tuple[DrafterOption, ...], frozenset[int], int, int | None]  # options, disabled, draft tokens, probes
 _Usable = tuple[_Key, tuple[DrafterOption, ...]]

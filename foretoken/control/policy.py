@@ -3,9 +3,8 @@
 A number of draft tokens that the caller set always stands. Budgets left open are chosen jointly for all requests of the
 step, to maximise expected tokens per second (`budget`), zero included.
 
-An account keeps what draft tokens, trials and deciding itself made steps longer against the tokens that draft tokens
-brought. When it is overdrawn beyond a small share of the time, steps run without a draft: the engine does not fall
-behind plain decoding, whatever the estimates say.
+While the `account` is overdrawn, steps run without a draft: the engine does not fall behind plain decoding, whatever
+the estimates say.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Literal, Protocol
 
 from foretoken.control.acceptance import Acceptance
+from foretoken.control.account import Account
 from foretoken.control.budget import (
     Allocation,
     DraftSeconds,
@@ -29,6 +28,7 @@ from foretoken.control.candidates import (
     Candidate,
     DraftBudget,
     DrafterOption,
+    Mode,
     NoDraftReason,
     RequestView,
     StepOutcome,
@@ -37,52 +37,6 @@ from foretoken.control.config import DEFAULT, PolicyConfig
 from foretoken.control.cost import CostTable, DraftCosts, StepCosts, load_of
 from foretoken.control.previews import Preview
 from foretoken.plan.profile import Curve
-
-Mode = Literal["decide", "repeat", "plain"]
-
-
-class Policy(Protocol):
-    """Decides numbers of draft tokens before a round, and learns from finished rounds."""
-
-    @property
-    def target_cost(self) -> CostTable:
-        """Seconds of a step of the target by rows."""
-
-    def begin(self, request_ids: Sequence[int], may_draft: bool = True) -> Mode:
-        """Called first in every round: whether budgets that are open are chosen anew, repeated, or zero.
-
-        `may_draft`: any request of it has a drafter. Where none has, `plan` is not called.
-        """
-
-    def plan(self, requests: Sequence[RequestView]) -> list[DraftBudget]:
-        """What each request of the round may do."""
-
-    def observe_step(self, step: StepOutcome, decision_s: float, preview_s: float) -> None:
-        """Take in a step: deciding took `decision_s`, and `preview_s` of its drafting were previews."""
-
-    def observe_draft(
-        self, drafter: Hashable, longest: int, draft_s: float, num_requests: int, num_read_tokens: int
-    ) -> None:
-        """Take in what a drafter took for `num_requests` requests, the longest draft being `longest`."""
-
-    def observe_round(
-        self, request_id: int, drafter: Hashable, num_offered: int, chances: Sequence[float], parents: Sequence[int]
-    ) -> None:
-        """Take in with which chance each draft token of a request was emitted."""
-
-    def observe_preview(
-        self, request_id: int, drafter: Hashable, preview: Preview, found: Sequence[bool | None]
-    ) -> None:
-        """Take in what became of draft tokens that a drafter showed, used or not."""
-
-    def observe_rest(self, request_id: int) -> None:
-        """Take in a round in which a request was given no draft token."""
-
-    def why_none(self, request_id: int) -> NoDraftReason:
-        """Why a request that might draft was given no draft token in the round that ran last."""
-
-    def finish(self, request_id: int) -> None:
-        """Forget a request."""
 
 
 @dataclass
@@ -111,9 +65,8 @@ class BudgetPolicy:
             tuple[RequestView, tuple[Candidate, ...]]
         ] = []  # when budgets were last decided, of live requests
         self._repeats_left = 0
-        self._slack_s = 0.0  # by which decoding is ahead of plain decoding, with what it may fall behind
+        self.account = Account(config)
         self._joined = 0.0  # share of this round's requests that are new
-        self._credit_s = 0.0  # seconds that trials may lose; those that gain pay back
         self._token_s = 0.0  # what a token takes without a draft
         self._worth_s = 0.0  # what a token takes of late, draft tokens and all
         self._rate = TokenRate()
@@ -133,13 +86,12 @@ class BudgetPolicy:
         return self.step_costs.at(self._num_requests)
 
     def begin(self, request_ids: Sequence[int], may_draft: bool = True) -> Mode:
-        """See `Policy.begin`."""
+        """See `chooser.Policy.begin`."""
         self._num_requests, self._mode = len(request_ids), "plain"
         if not may_draft:
             self._open.clear()
             return self._mode
-        due = self.config.plain_every
-        self._is_overdrawn = self._slack_s < 0
+        due, self._is_overdrawn = self.config.plain_every, self.account.is_overdrawn
         if self._since_plain.get(load_of(len(request_ids)), due - self.config.first_plain) >= due or self._is_overdrawn:
             self._mode = "plain"
         elif self._repeats_left > 0 and self._may_repeat(request_ids):
@@ -172,7 +124,7 @@ class BudgetPolicy:
         return budgets
 
     def observe_step(self, step: StepOutcome, decision_s: float = 0.0, preview_s: float = 0.0) -> None:
-        """See `Policy.observe_step`."""
+        """See `chooser.Policy.observe_step`."""
         num_requests, draft_s = len(step.rounds), sum(step.draft_s.values())
         if self._mode == "decide":
             allowed_s = self.config.decision_share * (step.target_s + draft_s)
@@ -188,15 +140,13 @@ class BudgetPolicy:
             load, due = load_of(num_requests), self.config.plain_every - self.config.first_plain
             was_plain = self._mode == "plain" or not step.num_nodes  # but for numbers that were set
             self._since_plain[load] = 0 if was_plain else self._since_plain.get(load, due) + 1
-        self._credit_s = min(
-            self._credit_s + self.config.trial_share * step.target_s, self.config.max_credit_steps * step.target_s
-        )
+        self.account.save_for_trials(step.target_s)
         self._charge(step, decision_s, preview_s)
 
     def observe_draft(
         self, drafter: Hashable, longest: int, draft_s: float, num_requests: int = 1, num_read_tokens: int = 0
     ) -> None:
-        """See `Policy.observe_draft`."""
+        """See `chooser.Policy.observe_draft`."""
         self.draft_costs.observe(drafter, longest, draft_s, num_requests, num_read_tokens)
         self.draft_costs.keep_pace(drafter, self._num_requests, self.target_cost.seconds(self._num_requests))
 
@@ -208,29 +158,29 @@ class BudgetPolicy:
         chances: Sequence[float],
         parents: Sequence[int] | None = None,
     ) -> None:
-        """See `Policy.observe_round`; without `parents` the draft tokens are a chain."""
-        own = range(-1, len(chances) - 1) if parents is None else parents
-        self.acceptance.observe_round(request_id, drafter, num_offered, chances, own)
+        """See `chooser.Policy.observe_round`; without `parents` the draft tokens are a chain."""
+        parents = range(-1, len(chances) - 1) if parents is None else parents
+        self.acceptance.observe_round(request_id, drafter, num_offered, chances, parents)
         known = self._requests[request_id]
         self.observe_rest(request_id)
         known.untried[drafter] = 0
         if known.trial_tokens is not None:
-            self._credit_s += (sum(chances) - known.trial_tokens) * self._worth_s
+            self.account.credit_s += (sum(chances) - known.trial_tokens) * self._worth_s
 
     def observe_preview(
         self, request_id: int, drafter: Hashable, preview: Preview, found: Sequence[bool | None]
     ) -> None:
-        """See `Policy.observe_preview`."""
+        """See `chooser.Policy.observe_preview`."""
         self.acceptance.observe_preview(request_id, drafter, preview, found)
 
     def observe_rest(self, request_id: int) -> None:
-        """See `Policy.observe_rest`."""
+        """See `chooser.Policy.observe_rest`."""
         untried = self._requests[request_id].untried
         for drafter in untried:
             untried[drafter] += 1
 
     def why_none(self, request_id: int) -> NoDraftReason:
-        """See `Policy.why_none`."""
+        """See `chooser.Policy.why_none`."""
         if self._mode == "plain":
             return "k0_cost" if self._is_overdrawn else "warmup"
         for request, candidates in self._weighed:
@@ -271,10 +221,7 @@ class BudgetPolicy:
             read_s = self.draft_costs.read_s(drafter, step.num_read_tokens.get(drafter, 0))
             more_s += max(0.0, draft_s - read_s) * len(drafted) / len(drafting)
         gained = sum(len(one.emitted) - 1 for one in drafted) / len(step.rounds)
-        share = self.config.slack_share + self._joined * self.config.first_slack_steps
-        slack_s = self._slack_s + (share + gained) * base_s - more_s
-        min_s, max_s = self.config.min_slack_steps * base_s, self.config.max_slack_steps * base_s
-        self._slack_s = max(min_s, min(max_s, slack_s))
+        self.account.settle(base_s, gained, more_s, self._joined)
 
     def _repeated(self, request: RequestView) -> DraftBudget:
         """The request's last budget again, as far as its option is there; a number that was set stands in any case."""
@@ -412,8 +359,8 @@ class BudgetPolicy:
             if option.drafter not in running:
                 more_s += draft_s(option.drafter, 1)
             loss_s = more_s - gain * self._worth_s
-            if loss_s <= max(0.0, min(self._credit_s, self._slack_s)):
-                self._credit_s -= loss_s
+            if loss_s <= self.account.trial_s:
+                self.account.credit_s -= loss_s
                 self._requests[request.request_id].trial_tokens = expected
                 return b, place
         return None
@@ -434,9 +381,9 @@ class BudgetPolicy:
         self._num_declined, own_s = 0, found.seconds
         hoped = chosen(lambda rows: own_s + (step_s(rows) - own_s) / 2)
         loss_s = 2 * (hoped.seconds - own_s) - (hoped.tokens - found.tokens) * self._worth_s
-        if not any(hoped.budgets) or loss_s > self._credit_s:
+        if not any(hoped.budgets) or loss_s > self.account.credit_s:
             return found
-        self._credit_s -= max(0.0, loss_s)
+        self.account.credit_s -= max(0.0, loss_s)
         self._decisions_per_trial[load] = min(2 * wait, self.config.max_decisions_per_trial)
         return hoped
 

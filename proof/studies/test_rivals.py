@@ -12,7 +12,8 @@ import pytest
 from foretoken.bench.batches import run_batches
 from foretoken.bench.load_options import LoadOptions, LoadPhase
 from foretoken.control.candidates import DraftBudget, DrafterOption, RequestView
-from foretoken.control.policy import BudgetPolicy, Policy
+from foretoken.control.chooser import Policy
+from foretoken.control.policy import BudgetPolicy
 from foretoken.control.previews import Preview
 from foretoken.errors import InputError
 from studies.rivals import __main__ as study_module

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 
 from foretoken.control.candidates import DraftBudget, DrafterOption, RequestView, RoundOutcome, StepOutcome
-from foretoken.control.policy import Policy
+from foretoken.control.chooser import Policy
 from foretoken.control.previews import Preview
 
 
