@@ -1,4 +1,4 @@
-"""The dials of the policy: each explained once, in docs/controller.md too, and the study that tells what they are worth."""
+"""The dials of the policy: each explained once, in docs/controller.md too, and what the study of them measures."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_dials_are_frozen_and_named_once() -> None:
 def test_other_values() -> None:
     changed = with_dials({"cost.pace_ratio": 4.0, "first_rows": 2})
     assert (changed.cost.pace_ratio, changed.first_rows) == (4.0, 2)
-    assert DEFAULT == with_dials({})
+    assert with_dials({}) == DEFAULT
     for one in variants():
         assert set(named_dials(one.config)) - set(named_dials()) == {(one.dial, one.value)}
     assert {one.dial for one in variants(("neutral",))} == set(NEUTRAL)
