@@ -26,11 +26,6 @@ class Account:
         """What a trial may lose now."""
         return max(0.0, min(self.credit_s, self.slack_s))
 
-    def save_for_trials(self, step_s: float) -> None:
-        """A step of the target took `step_s`: a share of it may be lost by trials."""
-        config = self.config
-        self.credit_s = min(self.credit_s + config.trial_share * step_s, config.max_credit_steps * step_s)
-
     def settle(self, base_s: float, gained: float, more_s: float, joined: float) -> None:
         """A step that takes `base_s` without a draft took `more_s` longer and brought `gained` tokens more per request;
         a share `joined` of its requests is new.

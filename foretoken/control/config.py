@@ -91,7 +91,6 @@ class CostConfig:
     rows_per_step: int = field(
         default=48, metadata=_why("rows", "of a step never run that cost as much as the step: cheap, so they are tried")
     )
-    read_memory: float = field(default=4.0, metadata=_why("readings", "that the price of reading a text averages"))
     exact_counts: int = field(
         default=16, metadata=_why("counts", "that are told apart; larger ones share buckets an eighth wide")
     )
@@ -163,12 +162,11 @@ class PolicyConfig:
     trial_share: float = field(
         default=0.005, metadata=_why("share of the time", "for trying again what did not pay: not run, not learnt")
     )
-    max_credit_steps: float = field(default=4.0, metadata=_why("steps", "of time for trials, saved up at most"))
     decisions_per_trial: int = field(
-        default=4, metadata=_why("decisions", "against any draft token before rows are taken to cost half, once")
-    )
-    max_decisions_per_trial: int = field(
-        default=64, metadata=_why("decisions", "between two such trials: the number doubles with each up to here")
+        default=4,
+        metadata=_why(
+            "decisions", "against any draft token before rows are taken to cost half, once; doubled each time"
+        ),
     )
     first_draft_tokens: int = field(
         default=2, metadata=_why("draft tokens", "of a drafter of unknown cost, by one request")

@@ -215,9 +215,8 @@ class DraftCosts:
         A round in which it first read `num_read_tokens` of texts tells the cost of reading, not that of drafting.
         """
         if num_read_tokens:
-            price_s = max(0.0, seconds - self.seconds(drafter, longest, num_requests)) / num_read_tokens
-            known_s = self._read_token_s.get(drafter, price_s)
-            self._read_token_s[drafter] = known_s + (price_s - known_s) / self.config.read_memory
+            read_s = max(0.0, seconds - self.seconds(drafter, longest, num_requests))
+            self._read_token_s[drafter] = read_s / num_read_tokens
             return
         tables = self._tables.setdefault(drafter, {})
         tables.setdefault(_batch_bucket(num_requests), CostTable(None, True, self.config)).observe(longest, seconds)

@@ -140,7 +140,7 @@ class BudgetPolicy:
             load, due = load_of(num_requests), self.config.plain_every - self.config.first_plain
             was_plain = self._mode == "plain" or not step.num_nodes  # but for numbers that were set
             self._since_plain[load] = 0 if was_plain else self._since_plain.get(load, due) + 1
-        self.account.save_for_trials(step.target_s)
+        self.account.credit_s += self.config.trial_share * step.target_s
         self._charge(step, decision_s, preview_s)
 
     def observe_draft(
@@ -384,7 +384,7 @@ class BudgetPolicy:
         if not any(hoped.budgets) or loss_s > self.account.credit_s:
             return found
         self.account.credit_s -= max(0.0, loss_s)
-        self._decisions_per_trial[load] = min(2 * wait, self.config.max_decisions_per_trial)
+        self._decisions_per_trial[load] = 2 * wait
         return hoped
 
     def _passed_over(self, requests: Sequence[RequestView], found: Allocation) -> list[tuple[int, int, int]]:

@@ -121,9 +121,10 @@ def write(folder: Path, found: Mapping[Key, float], command: str) -> Path:
         by_world = ratios(found, dial, form)
         means = {world: fmean(own) for world, own in by_world.items()}
         worse = [world for world, own in by_world.items() if is_worse(own)]
+        rounded = {world: [round(value, 4) for value in own] for world, own in by_world.items()}
         worst = min(means, key=lambda world: means[world])
         mean = math.exp(fmean(math.log(value) for value in means.values()))
-        judged.append({"dial": dial, "form": form, "mean": mean, "worlds": by_world, "worse_in": worse})
+        judged.append({"dial": dial, "form": form, "mean": round(mean, 4), "worlds": rounded, "worse_in": worse})
         rows.append([dial, form, f"{mean:.3f}", f"{means[worst]:.3f}", worst, f"{len(worse)} of {len(means)}"])
     raw = folder / f"{date}-dials.json"
     about: dict[str, Any] = {
