@@ -92,11 +92,11 @@ class BatchEntry:
         """Number of committed tokens when the round begins: the absolute position of the first drafted token."""
         return self.start + len(self.pending)
 
-    def under(self, request: Request) -> BatchEntry:
-        """The same entry for another drafter option of the request."""
+    def under(self, request: Request, num_draft: int) -> BatchEntry:
+        """The same entry for another drafter option of the request, with another number of draft tokens."""
         entry = object.__new__(BatchEntry)
         # `replace` goes through every field, for every drafter option in every round.
-        entry.__dict__.update(self.__dict__, request=request)
+        entry.__dict__.update(self.__dict__, request=request, num_draft=num_draft)
         return entry
 
 

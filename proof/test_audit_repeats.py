@@ -9,7 +9,8 @@ from foretoken.audit.checks import check_greedy, check_seeds
 from foretoken.audit.plan import AuditOptions
 from foretoken.audit.report import Check
 from foretoken.audit.session import Session
-from foretoken.control.policy import BudgetPolicy, PolicyConfig
+from foretoken.control.config import PolicyConfig
+from foretoken.control.policy import BudgetPolicy
 from tests.helpers.clock import jitter
 
 PROMPTS = ["def main():\n", "class Parser:\n    ", "import os\n", "x = [1,"]

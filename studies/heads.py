@@ -80,7 +80,7 @@ def _make_deterministic(drafter: Drafter) -> None:
 
 
 def _greedy(entry: BatchEntry) -> BatchEntry:
-    return entry.under(replace(entry.request, params=replace(entry.request.params, temperature=0.0)))
+    return entry.under(replace(entry.request, params=replace(entry.request.params, temperature=0.0)), entry.num_draft)
 
 
 def main() -> int:

@@ -24,7 +24,7 @@ from foretoken.bench.batch_prompts import Ask
 from foretoken.bench.drafting import SWEEP, DrafterChoice, parse_drafters, swept_drafters
 from foretoken.bench.measure import PLAIN
 from foretoken.config import SamplingParams, SpecConfig, known_drafters
-from foretoken.control.policy import Policy
+from foretoken.control.chooser import Policy
 from foretoken.core import StepOutput
 from foretoken.errors import ConfigError
 from foretoken.machine.neighbours import OtherLoad, is_contended

@@ -13,7 +13,7 @@ from foretoken.bench.measure import DEFAULT_NUMERICS, PLAIN, Answer, Contender, 
 from foretoken.bench.speed_options import SpeedOptions
 from foretoken.bench.workload import Prompt
 from foretoken.config import LOSSY_RULES, SamplingParams, SpecConfig
-from foretoken.control.policy import Policy
+from foretoken.control.chooser import Policy
 from foretoken.core import StepOutput
 from foretoken.draft.base import Drafter, DrafterKey
 from foretoken.errors import ConfigError, ForetokenError

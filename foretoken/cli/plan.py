@@ -18,7 +18,7 @@ from foretoken.cli.common import (
 )
 from foretoken.cli.flags import takes
 from foretoken.config import QUANTISED, SpecConfig
-from foretoken.control.policy import PolicyConfig
+from foretoken.control.config import PolicyConfig
 from foretoken.engine_config import EngineConfig
 from foretoken.errors import CapacityError, ConfigError, InputError, StorageError
 from foretoken.params import is_count

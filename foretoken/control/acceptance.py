@@ -13,19 +13,8 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from foretoken.control.config import DEFAULT, AcceptanceConfig
 from foretoken.control.previews import Preview
-
-_KEEP = 0.98  # weight of the past per observation of a place: about the last fifty count
-_KEEP_CHANCES = 0.995  # weight of the past per draft token of a class
-_KEEP_REQUEST = 0.9  # per observation of one request: its text may change
-_PRIOR_ROUNDS = 3.0  # observations that the prior of a place counts as
-_PRIOR_COUNT = 6.0  # draft tokens that the prior of a class counts as
-_FIRST_CHANCE = 0.6  # of any draft token, before anything is known
-_MAX_PLACES = 128
-_MAX_SLICES = 256
-_EDGES = (0.15, 0.3, 0.45, 0.6, 0.75, 0.85, 0.92, 0.96)  # between classes of the chance that a lookup names
-_MIDDLES = tuple((low + high) / 2 for low, high in zip((0.0, *_EDGES), (*_EDGES, 1.0), strict=True))
-_CLASSES = len(_MIDDLES)
 
 
 @dataclass
@@ -45,14 +34,15 @@ class _Place:
 
 @dataclass(eq=False)
 class PlaceRates:
-    """Acceptance by place; `prior` is the same over more texts. The past has the weight `keep` per observation.
+    """Acceptance by place; `prior` is the same over more texts, `is_request`: these are of one request.
 
     Place k is the k-th node in the drafter's own order, best first: a smaller budget is a prefix of a larger one, for
     chains and for trees alike.
     """
 
     prior: PlaceRates | None = None
-    keep: float = _KEEP
+    config: AcceptanceConfig = DEFAULT.acceptance
+    is_request: bool = False
     _places: list[_Place] = field(default_factory=list)
 
     @property
@@ -66,10 +56,11 @@ class PlaceRates:
 
         `parents` are the places that the draft tokens follow (-1: none).
         """
+        keep = self.config.request_memory if self.is_request else self.config.memory
         while len(self._places) < num_offered:
             self._places.append(_Place(len(self._places) - 1))
         for k, place in enumerate(self._places[:num_offered]):
-            place.fade(self.keep)
+            place.fade(keep)
             place.offered += 1
             if k < len(chances):
                 place.drafted += 1
@@ -89,6 +80,7 @@ class PlaceRates:
         place of that one.
         """
         wider = None if self.prior is None else self.prior.estimates(num_places)
+        prior_rounds, first_chance = self.config.prior_rounds, self.config.first_chance
         last, first, later = 1.0, 0.0, 0.0  # the share at the place before; the chance of the first, and of the rest
         for k in range(num_places):
             if wider is not None:
@@ -97,12 +89,12 @@ class PlaceRates:
             else:
                 # Behind an accepted first draft token the next ones are as likely as those between: a copied text goes
                 # on.
-                share, chance, parent = last, later / (k - 1) if k > 1 else max(_FIRST_CHANCE, first), k - 1
+                share, chance, parent = last, later / (k - 1) if k > 1 else max(first_chance, first), k - 1
             if k < len(self._places):
                 place = self._places[k]
                 parent = place.parent
-                share = (place.drafted + _PRIOR_ROUNDS * share) / (place.offered + _PRIOR_ROUNDS)
-                chance = (place.emitted + _PRIOR_ROUNDS * chance) / (place.judged + _PRIOR_ROUNDS)
+                share = (place.drafted + prior_rounds * share) / (place.offered + prior_rounds)
+                chance = (place.emitted + prior_rounds * chance) / (place.judged + prior_rounds)
             last, first, later = share, first if k else chance, later + (chance if k else 0.0)
             yield share, chance, parent
 
@@ -114,31 +106,41 @@ class ChanceRates:
     """
 
     prior: ChanceRates | None = None
-    keep: float = _KEEP_CHANCES
-    _right: list[float] = field(default_factory=lambda: [0.0] * (2 * _CLASSES))
-    _judged: list[float] = field(default_factory=lambda: [0.0] * (2 * _CLASSES))
+    config: AcceptanceConfig = DEFAULT.acceptance
+    is_request: bool = False
+
+    def __post_init__(self) -> None:
+        self._right, self._judged = ([0.0] * (2 * len(self.config.class_middles)) for _ in range(2))
 
     def rates(self, preview: Preview) -> list[float]:
         """For each draft token the share of those like it that were right once the draft token before them was."""
-        return [self._rate(place) for place in map(_class_of, preview.parents, preview.steps)]
+        return [self._rate(place) for place in map(self._class_of, preview.parents, preview.steps)]
 
     def observe(self, preview: Preview, found: Sequence[bool | None]) -> None:
         """Take in a round: for each draft token whether it was right, None where it was not judged."""
+        keep = self.config.request_memory if self.is_request else self.config.chance_memory
         for parent, step, right in zip(preview.parents, preview.steps, found, strict=True):
             if right is not None:
-                place = _class_of(parent, step)
-                self._right[place] = self.keep * self._right[place] + right
-                self._judged[place] = self.keep * self._judged[place] + 1
+                place = self._class_of(parent, step)
+                self._right[place] = keep * self._right[place] + right
+                self._judged[place] = keep * self._judged[place] + 1
 
     def _rate(self, place: int) -> float:
-        before = _MIDDLES[place % _CLASSES] if self.prior is None else self.prior._rate(place)
-        return (self._right[place] + _PRIOR_COUNT * before) / (self._judged[place] + _PRIOR_COUNT)
+        middles, count = self.config.class_middles, self.config.prior_count
+        before = middles[place % len(middles)] if self.prior is None else self.prior._rate(place)
+        return (self._right[place] + count * before) / (self._judged[place] + count)
+
+    def _class_of(self, parent: int, step: float) -> int:
+        """First draft tokens of a path, then later ones, each by the chance that was named."""
+        edges = self.config.class_edges
+        return bisect_right(edges, step) + (len(edges) + 1 if parent >= 0 else 0)
 
 
 @dataclass(eq=False)
 class _Rates:
     """What is known of one request, one slice or all texts, by drafter."""
 
+    config: AcceptanceConfig
     prior: _Rates | None = None
     is_request: bool = False
     places: dict[Hashable, PlaceRates] = field(default_factory=dict)
@@ -148,14 +150,14 @@ class _Rates:
         """Begun when they are asked for the first time."""
         if drafter not in self.places:
             prior = None if self.prior is None else self.prior.places_of(drafter)
-            self.places[drafter] = PlaceRates(prior, _KEEP_REQUEST if self.is_request else _KEEP)
+            self.places[drafter] = PlaceRates(prior, self.config, self.is_request)
         return self.places[drafter]
 
     def chances_of(self, drafter: Hashable) -> ChanceRates:
         """Begun when they are asked for the first time."""
         if drafter not in self.chances:
             prior = None if self.prior is None else self.prior.chances_of(drafter)
-            self.chances[drafter] = ChanceRates(prior, _KEEP_REQUEST if self.is_request else _KEEP_CHANCES)
+            self.chances[drafter] = ChanceRates(prior, self.config, self.is_request)
         return self.chances[drafter]
 
 
@@ -165,15 +167,15 @@ class Acceptance:
     A request begins where earlier ones of its slice are; a slice where all texts are.
     """
 
-    def __init__(self) -> None:
-        self._every = _Rates()
+    def __init__(self, config: AcceptanceConfig = DEFAULT.acceptance) -> None:
+        self.config, self._every = config, _Rates(config)
         self._slices: OrderedDict[str, _Rates] = OrderedDict()  # used last at the end
         self._requests: dict[int, _Rates] = {}
 
     def begin(self, request_id: int, slice_: str) -> None:
         """Keep estimates for a request; nothing happens if they are kept already."""
         if request_id not in self._requests:
-            self._requests[request_id] = _Rates(self._of_slice(slice_), is_request=True)
+            self._requests[request_id] = _Rates(self.config, self._of_slice(slice_), is_request=True)
 
     def of_places(
         self, request_id: int, drafter: Hashable, num_places: int, least: float = 0.0
@@ -207,7 +209,7 @@ class Acceptance:
         self, request_id: int, drafter: Hashable, num_offered: int, chances: Sequence[float], parents: Sequence[int]
     ) -> None:
         """Take in a round without a preview: for each draft token the chance with which it was emitted."""
-        num_offered = min(max(num_offered, len(chances)), _MAX_PLACES)
+        num_offered = min(max(num_offered, len(chances)), self.config.max_places)
         rates: PlaceRates | None = self._requests[request_id].places_of(drafter)
         assert rates is not None
         own_parents = rates.parents(num_offered)
@@ -238,8 +240,8 @@ class Acceptance:
         if not slice_:
             return self._every
         if slice_ not in self._slices:
-            self._slices[slice_] = _Rates(self._every)
-            if len(self._slices) > _MAX_SLICES:
+            self._slices[slice_] = _Rates(self.config, self._every)
+            if len(self._slices) > self.config.max_slices:
                 self._slices.popitem(last=False)
         self._slices.move_to_end(slice_)
         return self._slices[slice_]
@@ -253,7 +255,3 @@ def judged(num_offered: int, chances: Sequence[float], parents: Sequence[int]) -
         parent = parents[k]
         if parent < 0 or (parent < len(chances) and chances[parent] > 0):
             yield k, (chances[k] / (chances[parent] if parent >= 0 else 1.0) if k < len(chances) else 0.0)
-
-
-def _class_of(parent: int, step: float) -> int:
-    return bisect_right(_EDGES, step) + (_CLASSES if parent >= 0 else 0)

@@ -19,34 +19,12 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
 
-_CHEAP_SHARE = 0.01  # a drafter that takes less of a step than this need not be weighed as a whole
+from foretoken.control.candidates import Candidate
+from foretoken.control.config import DEFAULT, BudgetConfig
 
 StepSeconds = Callable[[float], float]  # of the target, by rows
 DraftSeconds = Callable[[Hashable, int], float]  # of a drafter, by its longest draft
-
-
-class Candidate(NamedTuple):
-    """What one request gains by one drafter: for each place of its draft the share of rounds in which it is drafted,
-    and in which it is emitted.
-
-    `at_least` draft tokens are not up for choice (a number that the caller set). `entry_s` is what the drafter takes on
-    top because the request is new to it, spread over the rounds it may serve.
-    """
-
-    drafter: Hashable
-    drafted: tuple[float, ...] = ()
-    emitted: tuple[float, ...] = ()
-    at_least: int = 0
-    entry_s: float = 0.0
-
-
-class Demand(NamedTuple):
-    """One request of the step: its candidates, and what a token of it counts."""
-
-    candidates: tuple[Candidate, ...] = ()
-    weight: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -61,22 +39,29 @@ class Allocation:
     seconds: float
 
 
-def allocate(demands: Sequence[Demand], step_s: StepSeconds, draft_s: DraftSeconds, rate: float = 0.0) -> Allocation:
-    """The best allocation: `step_s(rows)` is what the target takes, `draft_s(drafter, num_draft)` what a drafter takes.
+def allocate(
+    candidates: Sequence[Sequence[Candidate]],
+    weights: Sequence[float],
+    step_s: StepSeconds,
+    draft_s: DraftSeconds,
+    rate: float = 0.0,
+    config: BudgetConfig = DEFAULT.budget,
+) -> Allocation:
+    """The best allocation over the `candidates` of each request, whose tokens count `weights`.
 
-    A drafter that does not gain what it takes is left out as a whole. `rate` is the long-run token rate, 0 where that
-    is not known.
+    `step_s(rows)` is what the target takes, `draft_s(drafter, num_draft)` what a drafter takes. A drafter that does not
+    gain what it takes is left out as a whole. `rate` is the long-run token rate, 0 where that is not known.
     """
     users: dict[Hashable, int] = {}
-    for demand in demands:
-        for candidate in demand.candidates:
+    for own in candidates:
+        for candidate in own:
             if candidate.emitted or candidate.at_least:
                 users[candidate.drafter] = users.get(candidate.drafter, 0) + 1
-    step = _Step(demands, step_s, draft_s, users, rate)
+    step = _Step(candidates, weights, step_s, draft_s, users, rate)
     active = set(users)
     best = step.best(active)
     # In order: of equals the first goes, whatever their hashes are.
-    expensive = [drafter for drafter in users if draft_s(drafter, 1) > _CHEAP_SHARE * best.seconds]
+    expensive = [drafter for drafter in users if draft_s(drafter, 1) > config.cheap_share * best.seconds]
     while expensive:  # draft tokens are admitted without their drafter's time: leave out, one by one, who gains least
         fewer = {drafter: step.best(active - {drafter}) for drafter in expensive}
         least = max(fewer, key=lambda drafter: step.value(fewer[drafter].tokens, fewer[drafter].seconds))
@@ -91,14 +76,16 @@ class _Step:
 
     def __init__(
         self,
-        demands: Sequence[Demand],
+        candidates: Sequence[Sequence[Candidate]],
+        weights: Sequence[float],
         step_s: StepSeconds,
         draft_s: DraftSeconds,
         users: dict[Hashable, int],
         rate: float,
     ) -> None:
-        self.demands, self.rate, self.step_s, self.draft_s, self.users = demands, rate, step_s, draft_s, users
-        self.own_s = step_s(len(demands))
+        self.candidates, self.weights, self.rate = candidates, weights, rate
+        self.step_s, self.draft_s, self.users = step_s, draft_s, users
+        self.own_s = step_s(len(candidates))
         self._alone = cache(self._alone_anew)  # requests that are new to a drafter are alike
 
     def value(self, tokens: float, seconds: float) -> float:
@@ -106,27 +93,26 @@ class _Step:
         return tokens - self.rate * seconds if self.rate else tokens / max(seconds, 1e-12)
 
     def best(self, active: set[Hashable]) -> Allocation:
-        picks = [self._pick(demand, active) for demand in self.demands]
-        chosen = [
-            None if pick is None else demand.candidates[pick] for demand, pick in zip(self.demands, picks, strict=True)
-        ]
+        picks = [self._pick(own, weight, active) for own, weight in zip(self.candidates, self.weights, strict=True)]
+        chosen = [None if pick is None else own[pick] for own, pick in zip(self.candidates, picks, strict=True)]
         budgets, tokens, seconds = _Admission(self, chosen, active).run()
         made = tuple(pick if budget else None for pick, budget in zip(picks, budgets, strict=True))
         return Allocation(made, tuple(budgets), tokens, seconds)
 
-    def _pick(self, demand: Demand, active: set[Hashable]) -> int | None:
+    def _pick(self, candidates: Sequence[Candidate], weight: float, active: set[Hashable]) -> int | None:
         """The candidate that would pay best if the others made no draft tokens; a number that was set must be met by
         one.
         """
-        candidates = demand.candidates
+        if not candidates:
+            return None
         if len(candidates) == 1:
             return 0 if candidates[0].drafter in active or candidates[0].at_least else None
         fixed = any(candidate.at_least for candidate in candidates)
-        best = -math.inf if fixed else self.value(len(self.demands), self.own_s)
+        best = -math.inf if fixed else self.value(len(self.candidates), self.own_s)
         pick: int | None = None
         for place, candidate in enumerate(candidates):
             if candidate.drafter in active or candidate.at_least:
-                value = self._alone(candidate, demand.weight)
+                value = self._alone(candidate, weight)
                 if value > best:
                     best, pick = value, place
         return pick
@@ -134,7 +120,7 @@ class _Step:
     def _alone_anew(self, candidate: Candidate, weight: float) -> float:
         """The value of a step in which only this candidate drafts, its drafter's time shared with who may use it."""
         share = 1 / self.users[candidate.drafter]
-        rows = tokens = float(len(self.demands))
+        rows = tokens = float(len(self.candidates))
         best = -math.inf
         for place, (drafted, emitted) in enumerate(zip(candidate.drafted, candidate.emitted, strict=True)):
             rows, tokens = rows + drafted, tokens + weight * emitted
@@ -150,7 +136,7 @@ class _Admission:
     def __init__(self, step: _Step, chosen: Sequence[Candidate | None], active: set[Hashable]) -> None:
         self.step, self.chosen, self.active = step, chosen, active
         self.budgets = [0 if candidate is None else candidate.at_least for candidate in chosen]
-        self.rows, self.tokens, self.draft_s = float(len(chosen)), sum(d.weight for d in step.demands), 0.0
+        self.rows, self.tokens, self.draft_s = float(len(chosen)), sum(step.weights), 0.0
         self.longest: dict[Hashable, int] = {}
         self.heap: list[tuple[float, int, int]] = []
 
@@ -183,7 +169,7 @@ class _Admission:
     def _add(self, b: int, candidate: Candidate, place: int) -> None:
         if place < len(candidate.emitted):
             self.rows += candidate.drafted[place]
-            self.tokens += self.step.demands[b].weight * candidate.emitted[place]
+            self.tokens += self.step.weights[b] * candidate.emitted[place]
         if not place:
             self.draft_s += candidate.entry_s
         known = self.longest.get(candidate.drafter, 0)
@@ -194,7 +180,7 @@ class _Admission:
 
     def _offer(self, b: int, candidate: Candidate, place: int) -> None:
         if place < len(candidate.emitted) and candidate.emitted[place] > 0:
-            gain = self.step.demands[b].weight * candidate.emitted[place] / max(candidate.drafted[place], 1e-9)
+            gain = self.step.weights[b] * candidate.emitted[place] / max(candidate.drafted[place], 1e-9)
             heapq.heappush(self.heap, (-gain, b, place))
 
 

@@ -9,76 +9,83 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from foretoken.config import SpecConfig
+from foretoken.control.config import DEFAULT, BudgetConfig
 from foretoken.control.previews import Preview
 
-_FACTOR_OF_PRIORITY, _MAX_PRIORITY, _FACTOR_OF_LATENESS = 1.2, 8, 2.0
+NO_BOUND = 1 << 30
+Mode = Literal["decide", "repeat", "plain"]  # what a round does about budgets that are open
 
 
-@dataclass(frozen=True)
-class OptionTraits:
-    """One drafter option of a request, as long as it is there: the `drafter` whose costs and acceptance it shares.
+class DrafterOption(NamedTuple):
+    """One drafter option of a request, by its `number` among them: the `drafter` whose costs and acceptance it shares.
 
-    `most` draft tokens at once; `num_probe` rows come with the first of them. One that `previews` shows its draft
-    tokens.
+    At most `max_draft` draft tokens at once; `num_probe` rows come with the first of them. One that `shows` its draft
+    tokens has a `preview` in rounds in which it was asked for.
     """
 
+    number: int
     drafter: Hashable
-    most: int | None = None
+    max_draft: int = NO_BOUND
     num_probe: int = 0
-    previews: bool = False
+    shows: bool = False
+    preview: Preview | None = None
 
 
 class RequestView(NamedTuple):
     """One decoding request as the control sees it before a round.
 
-    `options` are its drafter options; those at `disabled` places may not be used. `num_draft` is the number that the
-    caller set, None where it is left open. `num_tokens` are there by now, `num_remaining` may still come,
-    `max_new_tokens` is its limit. `deadline_s` is how long is left, None without a deadline.
-    """
-
-    request_id: int
-    options: tuple[OptionTraits, ...] = ()
-    num_draft: int | None = None
-    slice: str = ""
-    num_tokens: int = 0
-    num_remaining: int = 1 << 30
-    max_new_tokens: int = 1 << 30
-    priority: int = 0
-    deadline_s: float | None = None
-    disabled: frozenset[int] = frozenset()
-
-
-class DrafterOption(NamedTuple):
-    """One drafter that a request may use now: by the `number` of its option, at most `most` draft tokens."""
-
-    number: int
-    drafter: Hashable
-    most: int
-    num_probe: int = 0
-    preview: Preview | None = None
-
-
-class RequestOptions(NamedTuple):
-    """What a request brings into a round: its drafter options, none if it does not draft now.
-
-    `is_open`: the number of draft tokens is left to the policy; otherwise as many are made as the option allows.
-    `weight` is what a token of the request counts.
+    `options` are its drafter options; those at `disabled` places may not be used. The policy is told of those that can
+    draft now, under what the request can still use. `num_draft` is the number that the caller set, None where it is
+    left open. `num_tokens` are there by now, `num_remaining` may still come, `max_new_tokens` is its limit.
+    `deadline_s` is how long is left, None without a deadline. `weight` is what a token of the request counts.
     """
 
     request_id: int
     options: tuple[DrafterOption, ...] = ()
-    is_open: bool = True
+    num_draft: int | None = None
     slice: str = ""
     num_tokens: int = 0
-    num_remaining: int = 1 << 30
+    num_remaining: int = NO_BOUND
+    max_new_tokens: int = NO_BOUND
+    priority: int = 0
+    deadline_s: float | None = None
+    disabled: frozenset[int] = frozenset()
     weight: float = 1.0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the number of draft tokens is left to the policy; otherwise as many are made as an option allows."""
+        return self.num_draft is None
+
+
+class Candidate(NamedTuple):
+    """What one request gains by one drafter: for each place of its draft the share of rounds in which it is drafted,
+    and in which it is emitted.
+
+    `at_least` draft tokens are not up for choice (a number that the caller set). `entry_s` is what the drafter takes on
+    top because the request is new to it, spread over the rounds it may serve.
+    """
+
+    drafter: Hashable
+    drafted: tuple[float, ...] = ()
+    emitted: tuple[float, ...] = ()
+    at_least: int = 0
+    entry_s: float = 0.0
 
 
 class DraftBudget(NamedTuple):
-    """What a request may do in a round: the number of its option (None: no draft tokens), and how many draft tokens."""
+    """What a request may do in a round: the number of its option (None: no draft tokens), at most so many draft tokens
+    and probes, each position drafted with `draft_probability`.
+
+    `is_fixed`: what its seed draws depends on how much is drafted, and that on nothing but the request.
+    """
 
     option: int | None
     num_draft: int
+    num_probe: int = 0
+    draft_probability: float = 1.0
+    is_fixed: bool = False
 
 
 NO_DRAFT = DraftBudget(None, 0)
@@ -142,11 +149,25 @@ class StepOutcome:
     num_read_tokens: Mapping[Hashable, int] = field(default_factory=dict)
 
 
-def weight_of(priority: int, seconds_left: float | None, seconds_needed: float) -> float:
+def set_number(spec: SpecConfig) -> int | None:
+    """The number of draft tokens that the caller set, None where it is left open."""
+    return None if spec.num_draft == "auto" else spec.num_draft
+
+
+def max_useful_draft(num_remaining: int) -> int:
+    """Draft tokens that can be used while `num_remaining` tokens may come: the round itself emits one of the
+    target's own.
+    """
+    return max(0, num_remaining - 1)
+
+
+def weight_of(
+    priority: int, seconds_left: float | None, seconds_needed: float, config: BudgetConfig = DEFAULT.budget
+) -> float:
     """What a request's tokens count: a fifth more for every step of priority, twice where its deadline will be missed.
 
     `seconds_left` until the deadline, None if it has none; `seconds_needed` for what may still come without a draft.
     """
     is_late = seconds_left is not None and seconds_needed > seconds_left
-    factor = _FACTOR_OF_PRIORITY ** -max(-_MAX_PRIORITY, min(_MAX_PRIORITY, priority))
-    return factor * (_FACTOR_OF_LATENESS if is_late else 1.0)
+    factor = config.priority_factor ** -max(-config.max_priority, min(config.max_priority, priority))
+    return factor * (config.lateness_factor if is_late else 1.0)

@@ -7,25 +7,74 @@ A round is `begin` (which previews are computed), `plan` (drafter and number of 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Protocol
 
 from foretoken.control.candidates import (
     NO_DRAFT,
     DraftBudget,
     DrafterOption,
+    Mode,
     NoDraftReason,
-    OptionTraits,
-    RequestOptions,
     RequestView,
     RoundOutcome,
     StepOutcome,
+    max_useful_draft,
     weight_of,
 )
-from foretoken.control.policy import BudgetPolicy, Mode, Policy, PolicyConfig
-from foretoken.control.previews import PreviewAsk, Previews
+from foretoken.control.config import DEFAULT, PolicyConfig
+from foretoken.control.cost import CostTable
+from foretoken.control.policy import BudgetPolicy
+from foretoken.control.previews import Preview, PreviewAsk, Previews
 from foretoken.control.routing import Routing, RoutingRules
 from foretoken.plan.profile import Curve
 
-_FIRST_PREVIEW = 8  # draft tokens that are looked at where few were made before
+
+class Policy(Protocol):
+    """Decides numbers of draft tokens before a round, and learns from finished rounds."""
+
+    @property
+    def target_cost(self) -> CostTable:
+        """Seconds of a step of the target by rows."""
+
+    def begin(self, request_ids: Sequence[int], may_draft: bool = True) -> Mode:
+        """Called first in every round: whether budgets that are open are chosen anew, repeated, or zero.
+
+        `may_draft`: any request of it has a drafter. Where none has, `plan` is not called.
+        """
+
+    def plan(self, requests: Sequence[RequestView]) -> list[DraftBudget]:
+        """What each request of the round may do."""
+
+    def observe_step(self, step: StepOutcome, decision_s: float, preview_s: float) -> None:
+        """Take in a step: deciding took `decision_s`, and `preview_s` of its drafting were previews."""
+
+    def observe_draft(
+        self, drafter: Hashable, longest: int, draft_s: float, num_requests: int, num_read_tokens: int
+    ) -> None:
+        """Take in what a drafter took for `num_requests` requests, the longest draft being `longest`."""
+
+    def observe_round(
+        self, request_id: int, drafter: Hashable, num_offered: int, chances: Sequence[float], parents: Sequence[int]
+    ) -> None:
+        """Take in with which chance each draft token of a request was emitted."""
+
+    def observe_preview(
+        self, request_id: int, drafter: Hashable, preview: Preview, found: Sequence[bool | None]
+    ) -> None:
+        """Take in what became of draft tokens that a drafter showed, used or not."""
+
+    def observe_rest(self, request_id: int) -> None:
+        """Take in a round in which a request was given no draft token."""
+
+    def why_none(self, request_id: int) -> NoDraftReason:
+        """Why a request that might draft was given no draft token in the round that ran last."""
+
+    def finish(self, request_id: int) -> None:
+        """Forget a request."""
+
+
+_Key = tuple[tuple[DrafterOption, ...], frozenset[int], int, int | None]  # options, disabled, draft tokens, probes
+_Usable = tuple[_Key, tuple[DrafterOption, ...]]
 
 
 class Chooser:
@@ -35,16 +84,17 @@ class Chooser:
     """
 
     def __init__(
-        self, clock: Callable[[], float], rules: RoutingRules | None = None, config: PolicyConfig | None = None
+        self, clock: Callable[[], float], rules: RoutingRules | None = None, config: PolicyConfig = DEFAULT
     ) -> None:
         self.clock = clock
         self.routing = Routing(rules or RoutingRules())
-        self._config = config
+        self.config = config
         self._known_costs: tuple[Curve, Mapping[Hashable, Curve]] | None = None  # see `seed`
         self.policy: Policy = BudgetPolicy(config)
         self._views: dict[int, RequestView] = {}  # of the round that is planned or ran last
         self._previews = Previews()
         self._last_num_draft: dict[int, int] = {}
+        self._usable: dict[int, _Usable] = {}  # made anew where something changed
         self._num_probed: dict[int, int] = {}  # probes that came with a request's last draft tokens
         self._overhead_s = 0.0
         self._mode: Mode = "decide"
@@ -60,7 +110,7 @@ class Chooser:
         Returns the policy in use: given here again later, it goes on from what it has observed until then.
         """
         if policy is None:
-            policy = new = BudgetPolicy(self._config)
+            policy = new = BudgetPolicy(self.config)
             if self._known_costs is not None:
                 new.seed(*self._known_costs)
         self.policy = policy
@@ -86,7 +136,7 @@ class Chooser:
         began = self.clock()
         self._views = {request.request_id: request for request in requests}
         self._previews = previews
-        budgets = self.policy.plan([self._options(request, len(requests)) for request in requests])
+        budgets = self.policy.plan([self._told(request, len(requests)) for request in requests])
         self._overhead_s += self.clock() - began
         return budgets
 
@@ -103,7 +153,7 @@ class Chooser:
                 self.policy.observe_rest(round_.request_id)
                 continue
             self._last_num_draft[round_.request_id] = round_.budget.num_draft
-            if option.previews:
+            if option.shows:
                 continue  # judged by what it showed; what it took was spent before it was chosen
             drafting.setdefault(option.drafter, []).append(round_.budget.num_draft)
             self._num_probed[round_.request_id] = round_.num_probed
@@ -127,7 +177,7 @@ class Chooser:
         view = self._views.get(request_id)
         if view is None or not view.options:
             return "prefill"
-        if not self._most(view):
+        if not self._max_draft(view):
             return "length_clamped"
         if is_planned:
             return "budget_trimmed"
@@ -140,60 +190,72 @@ class Chooser:
 
     def finish(self, request_id: int) -> None:
         """Forget a request."""
-        for own in (self._views, self._last_num_draft, self._num_probed):
+        for own in (self._views, self._last_num_draft, self._num_probed, self._usable):
             own.pop(request_id, None)
         self.routing.finish(request_id)
         self.policy.finish(request_id)
 
     def _asks(self, request: RequestView, num_running: int) -> list[PreviewAsk]:
-        most = self._most(request)
-        if not most or (request.num_draft is None and self._is_routed_away(request, num_running)):
+        max_draft = self._max_draft(request)
+        if not max_draft or (request.is_open and self._is_routed_away(request, num_running)):
             return []
-        if request.num_draft is not None and len(request.options) < 2:
+        if not request.is_open and len(request.options) < 2:
             return []
-        reach = _FIRST_PREVIEW + 2 * self._last_num_draft.get(request.request_id, 0)
+        reach = self.config.budget.first_preview + 2 * self._last_num_draft.get(request.request_id, 0)
         return [
-            PreviewAsk(request.request_id, number, min(_at_most(option, most), reach))
+            PreviewAsk(request.request_id, number, min(option.max_draft, max_draft, reach))
             for number, option in enumerate(request.options)
-            if option.previews and number not in request.disabled
+            if option.shows and number not in request.disabled
         ]
 
-    def _options(self, request: RequestView, num_running: int) -> RequestOptions:
-        """What a request may do."""
-        most, is_open = self._most(request), request.num_draft is None
-        options: list[DrafterOption] = []
-        if most and not (is_open and (self._mode == "plain" or self._is_routed_away(request, num_running))):
-            shown = self._previews.of(request.request_id)
-            for number, traits in enumerate(request.options):
-                if number in request.disabled:
-                    continue
-                preview = shown.get(number)
-                count = _at_most(traits, most)
-                if is_open and preview is not None:
-                    count = min(count, len(preview.parents))
-                num_probe = traits.num_probe and self._num_probed.get(request.request_id, traits.num_probe)
-                if count or not is_open:
-                    options.append(DrafterOption(number, traits.drafter, count, num_probe, preview))
-        return RequestOptions(
-            request_id=request.request_id,
-            options=tuple(options),
-            is_open=is_open,
-            slice=request.slice,
-            num_tokens=request.num_tokens,
-            num_remaining=request.num_remaining,
-            weight=self._weight(request, num_running),
-        )
+    def _told(self, request: RequestView, num_running: int) -> RequestView:
+        """The request as the policy is told of it, with the options that can draft now."""
+        weight = self._weight(request, num_running)
+        if request.is_open and self._mode == "plain":
+            return request if weight == request.weight else request._replace(weight=weight)
+        max_draft = self._max_draft(request)
+        if not max_draft or (request.is_open and self._is_routed_away(request, num_running)):
+            return request._replace(options=())
+        options = self._usable_options(request, max_draft)
+        shown = self._previews.of(request.request_id)
+        if shown:
+            options = tuple(
+                found
+                for option in options
+                if (found := _shown(option, shown.get(option.number), request.is_open)).max_draft or not request.is_open
+            )
+        return request._replace(options=options, weight=weight)
 
-    def _most(self, request: RequestView) -> int:
-        """Draft tokens that can still be used: the round itself emits one token of the target's own."""
-        wanted = PolicyConfig.max_num_draft if request.num_draft is None else request.num_draft
-        return max(0, min(wanted, request.num_remaining - 1)) if request.options else 0
+    def _usable_options(self, request: RequestView, max_draft: int) -> tuple[DrafterOption, ...]:
+        """Options that are not switched off, under what the request can still use."""
+        num_probed = self._num_probed.get(request.request_id)
+        key = (request.options, request.disabled, max_draft, num_probed)
+        known = self._usable.get(request.request_id)
+        if known is not None and known[0] == key:
+            return known[1]
+        options = tuple(
+            option._replace(
+                max_draft=min(max_draft, option.max_draft),
+                num_probe=option.num_probe and (option.num_probe if num_probed is None else num_probed),
+            )
+            for option in request.options
+            if option.number not in request.disabled and (option.max_draft or not request.is_open)
+        )
+        self._usable[request.request_id] = (key, options)
+        return options
+
+    def _max_draft(self, request: RequestView) -> int:
+        """Draft tokens that can still be used."""
+        if not request.options:
+            return 0
+        wanted = self.config.max_num_draft if request.num_draft is None else request.num_draft
+        return min(wanted, max_useful_draft(request.num_remaining))
 
     def _weight(self, request: RequestView, num_running: int) -> float:
         if not request.priority and request.deadline_s is None:
             return 1.0
         needed_s = request.num_remaining * self.policy.target_cost.seconds(num_running)
-        return weight_of(request.priority, request.deadline_s, needed_s)
+        return weight_of(request.priority, request.deadline_s, needed_s, self.config.budget)
 
     def _is_routed_away(self, request: RequestView, num_running: int) -> bool:
         return self.routing.reason(request.request_id, request.max_new_tokens, num_running) is not None
@@ -201,15 +263,21 @@ class Chooser:
     def _observe_previews(self, round_: RoundOutcome) -> None:
         options = self._views[round_.request_id].options
         for number, preview in self._previews.of(round_.request_id).items():
+            if not preview.tokens:
+                continue
             found = preview.outcomes(round_.emitted)
             self.policy.observe_preview(round_.request_id, options[number].drafter, preview, found)
 
-    def _option_of(self, round_: RoundOutcome) -> OptionTraits | None:
+    def _option_of(self, round_: RoundOutcome) -> DrafterOption | None:
         number = round_.budget.option
         if number is None or not round_.budget.num_draft:
             return None
         return self._views[round_.request_id].options[number]
 
 
-def _at_most(option: OptionTraits, count: int) -> int:
-    return count if option.most is None else min(count, option.most)
+def _shown(option: DrafterOption, preview: Preview | None, is_open: bool) -> DrafterOption:
+    """An option with what it shows; where the number is open no more than that."""
+    if preview is None:
+        return option
+    count = min(option.max_draft, len(preview.parents)) if is_open else option.max_draft
+    return option._replace(max_draft=count, preview=preview)

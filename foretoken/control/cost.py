@@ -7,26 +7,10 @@ from bisect import bisect_left, insort
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
+from foretoken.control.config import DEFAULT, CostConfig
 from foretoken.plan.profile import Curve, Profile
 
-_EXACT_COUNTS = 16  # counts up to here have a bucket each, larger ones share buckets about an eighth wide
-_SPEED_VARIANCE, _SPEED_DRIFT = 1.0, 7e-5  # relative: of the speed factor before anything ran, and added by each step
-_SHAPE_VARIANCE, _MIN_SHAPE_VARIANCE = 0.15**2, 2e-4  # of a count's place on a measured prior, at first and at least
-_FIRST_VARIANCE = 1.0  # of a count's place on a prior that is only the first observation
-_STEP_VARIANCE = 0.1**2  # of one step
-_BOUND, _MIN_BOUND = (
-    3.0,
-    0.5,
-)  # a step counts as so many deviations slower than expected at most, or half as slow again
-_MIN_CHANGE = 0.1  # share of an estimate that one observation leaves at least
-# Another pace: so many steps in a row are off by such a factor. Noise and disturbances stay below; beside a process
-# that loops, steps on two cores take three times as long.
-_NEW_PACE, _NEW_PACE_STEPS = 2.0, 3
-_MIN_S = 1e-9
-_ROWS_PER_STEP = (
-    48  # rows of a step that was never run are taken to cost a forty-eighth of a step each, so they are tried
-)
-_READ_MEMORY = 4
+_MIN_S = 1e-9  # a clock may stand still
 
 
 @dataclass
@@ -53,12 +37,12 @@ class CostTable:
     machines pause. Several such steps in a row are no pause: the speed factor takes all of them, and no count lags.
     """
 
-    def __init__(self, prior: Curve | None = None, grows: bool = False) -> None:
+    def __init__(self, prior: Curve | None = None, grows: bool = False, config: CostConfig = DEFAULT.cost) -> None:
         assert prior is None or prior.points
-        self._grows = grows
+        self.config, self._grows = config, grows
         self._prior = prior
         self._first: tuple[int, float] | None = None  # stands for the prior where none was measured
-        self._speed, self._speed_variance = 1.0, _SPEED_VARIANCE
+        self._speed, self._speed_variance = 1.0, config.speed_variance
         self._counts: list[int] = []  # that ran, ascending
         self._offsets: dict[int, _Offset] = {}
         self._num_slow = self._num_fast = 0  # in a row, far off what was expected
@@ -89,26 +73,28 @@ class CostTable:
 
     def observe(self, count: int, seconds: float) -> None:
         """Take in one measurement."""
-        seconds = max(seconds, _MIN_S)
+        config, seconds = self.config, max(seconds, _MIN_S)
         if self.is_empty:
             self._first = (count, seconds)
-        bucket = _bucket(count)
+        bucket = _bucket(count, config.exact_counts)
         offset = self._offsets.get(bucket)
         if offset is None:
-            variance = _SHAPE_VARIANCE if self._prior is not None else _FIRST_VARIANCE if self._counts else 0.0
+            variance = config.first_variance if self._counts else 0.0
+            variance = config.shape_variance if self._prior is not None else variance
             offset = self._offsets[bucket] = _Offset(self._offset(bucket), variance)
             insort(self._counts, bucket)
-        self._speed_variance += _SPEED_DRIFT
+        self._speed_variance += config.speed_drift
         ratio = seconds / (self._speed * offset.factor * self._prior_s(count))
         if self._has_new_pace(ratio):
-            self._speed_variance, offset.variance = _SPEED_VARIANCE, min(offset.variance, _SHAPE_VARIANCE)
-        total = self._speed_variance + offset.variance + _STEP_VARIANCE
-        surprise = min(ratio - 1, max(_MIN_BOUND, _BOUND * total**0.5))
+            self._speed_variance = config.speed_variance
+            offset.variance = min(offset.variance, config.shape_variance)
+        total = self._speed_variance + offset.variance + config.step_variance
+        surprise = min(ratio - 1, max(config.min_outlier, config.outlier_deviations * total**0.5))
         to_speed, to_count = self._speed_variance / total, offset.variance / total
-        self._speed *= max(_MIN_CHANGE, 1 + to_speed * surprise)
-        offset.factor *= max(_MIN_CHANGE, 1 + to_count * surprise)
+        self._speed *= max(config.min_change, 1 + to_speed * surprise)
+        offset.factor *= max(config.min_change, 1 + to_count * surprise)
         self._speed_variance *= 1 - to_speed
-        offset.variance = max(_MIN_SHAPE_VARIANCE, offset.variance * (1 - to_count))
+        offset.variance = max(config.min_shape_variance, offset.variance * (1 - to_count))
 
     def seconds(self, count: float) -> float:
         """What `count` is expected to take; 0 while nothing is known."""
@@ -120,9 +106,9 @@ class CostTable:
 
     def _has_new_pace(self, ratio: float) -> bool:
         """Take in by what factor a step was slower than expected; whether the machine runs at another pace now."""
-        self._num_slow = self._num_slow + 1 if ratio >= _NEW_PACE else 0
-        self._num_fast = self._num_fast + 1 if ratio <= 1 / _NEW_PACE else 0
-        if max(self._num_slow, self._num_fast) < _NEW_PACE_STEPS:
+        self._num_slow = self._num_slow + 1 if ratio >= self.config.pace_ratio else 0
+        self._num_fast = self._num_fast + 1 if ratio <= 1 / self.config.pace_ratio else 0
+        if max(self._num_slow, self._num_fast) < self.config.pace_steps:
             return False
         self._num_slow = self._num_fast = 0
         return True
@@ -133,7 +119,7 @@ class CostTable:
         known, known_s = self._prior.points[0] if self._prior is not None else self._first or (1, _MIN_S)
         if self._grows:
             return max(known_s * count / known, _MIN_S)
-        more = (count - known) / _ROWS_PER_STEP
+        more = (count - known) / self.config.rows_per_step
         return known_s * (1 + more) if more >= 0 else known_s / (1 - more)
 
     def _offset(self, count: float) -> float:
@@ -155,8 +141,8 @@ class StepCosts:
     took beyond the nearest number known.
     """
 
-    def __init__(self, prior: Curve | None = None) -> None:
-        self._tables = {load_of(1): CostTable(prior)}
+    def __init__(self, prior: Curve | None = None, config: CostConfig = DEFAULT.cost) -> None:
+        self.config, self._tables = config, {load_of(1): CostTable(prior, config=config)}
 
     def at(self, num_requests: int) -> CostTable:
         """The table of steps of about so many requests, else of the nearest number."""
@@ -167,12 +153,12 @@ class StepCosts:
         """Take in one step."""
         load, nearest = load_of(num_requests), self.at(num_requests)
         if load not in self._tables and nearest.is_empty:
-            self._tables = {load: CostTable()}
+            self._tables = {load: CostTable(config=self.config)}
         elif load not in self._tables:
             extra_s = seconds - nearest.seconds(num_rows)
             counts = sorted({*nearest.counts, num_rows})
             points = tuple((count, max(_MIN_S, nearest.seconds(count) + extra_s)) for count in counts)
-            self._tables[load] = CostTable(Curve(points))
+            self._tables[load] = CostTable(Curve(points), config=self.config)
         self._tables[load].observe(num_rows, seconds)
 
 
@@ -181,8 +167,9 @@ class DraftCosts:
     them.
     """
 
-    def __init__(self, priors: Mapping[Hashable, Curve] | None = None) -> None:
-        self._tables = {drafter: {0: CostTable(prior, grows=True)} for drafter, prior in (priors or {}).items()}
+    def __init__(self, priors: Mapping[Hashable, Curve] | None = None, config: CostConfig = DEFAULT.cost) -> None:
+        self.config = config
+        self._tables = {drafter: {0: CostTable(prior, True, config)} for drafter, prior in (priors or {}).items()}
         self._read_token_s: dict[Hashable, float] = {}
         self._pace: dict[Hashable, tuple[int, float]] = {}  # load and plain step, in seconds, when it last drafted
 
@@ -215,7 +202,7 @@ class DraftCosts:
         own = {drafter: before_s for drafter, (load, before_s) in self._pace.items() if load == load_of(num_requests)}
         ratios = {drafter: plain_s / before_s for drafter, before_s in own.items() if before_s > 0}
         for drafter, ratio in ratios.items():
-            if 1 / _NEW_PACE < ratio < _NEW_PACE:
+            if 1 / self.config.pace_ratio < ratio < self.config.pace_ratio:
                 continue
             del self._pace[drafter]
             self._tables.pop(drafter, None)
@@ -228,12 +215,11 @@ class DraftCosts:
         A round in which it first read `num_read_tokens` of texts tells the cost of reading, not that of drafting.
         """
         if num_read_tokens:
-            price_s = max(0.0, seconds - self.seconds(drafter, longest, num_requests)) / num_read_tokens
-            known_s = self._read_token_s.get(drafter, price_s)
-            self._read_token_s[drafter] = known_s + (price_s - known_s) / _READ_MEMORY
+            read_s = max(0.0, seconds - self.seconds(drafter, longest, num_requests))
+            self._read_token_s[drafter] = read_s / num_read_tokens
             return
         tables = self._tables.setdefault(drafter, {})
-        tables.setdefault(_batch_bucket(num_requests), CostTable(grows=True)).observe(longest, seconds)
+        tables.setdefault(_batch_bucket(num_requests), CostTable(None, True, self.config)).observe(longest, seconds)
 
 
 def priors_of(profile: Profile) -> tuple[Curve, dict[str, Curve]]:
@@ -252,8 +238,8 @@ def _batch_bucket(num_requests: int) -> int:
     return (max(1, num_requests) - 1).bit_length()
 
 
-def _bucket(count: int) -> int:
-    if count <= _EXACT_COUNTS:
+def _bucket(count: int, exact_counts: int) -> int:
+    if count <= exact_counts:
         return count
     step = 1 << (count.bit_length() - 4)
     return round(count / step) * step

@@ -3,24 +3,21 @@
 A number of draft tokens that the caller set always stands. Budgets left open are chosen jointly for all requests of the
 step, to maximise expected tokens per second (`budget`), zero included.
 
-An account keeps what draft tokens, trials and deciding itself made steps longer against the tokens that draft tokens
-brought. When it is overdrawn beyond a small share of the time, steps run without a draft: the engine does not fall
-behind plain decoding, whatever the estimates say.
+While the `account` is overdrawn, steps run without a draft: the engine does not fall behind plain decoding, whatever
+the estimates say.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Literal, Protocol
 
 from foretoken.control.acceptance import Acceptance
+from foretoken.control.account import Account
 from foretoken.control.budget import (
     Allocation,
-    Candidate,
-    Demand,
     DraftSeconds,
     StepSeconds,
     TokenRate,
@@ -28,104 +25,18 @@ from foretoken.control.budget import (
 )
 from foretoken.control.candidates import (
     NO_DRAFT,
+    Candidate,
     DraftBudget,
     DrafterOption,
+    Mode,
     NoDraftReason,
-    RequestOptions,
+    RequestView,
     StepOutcome,
 )
+from foretoken.control.config import DEFAULT, PolicyConfig
 from foretoken.control.cost import CostTable, DraftCosts, StepCosts, load_of
 from foretoken.control.previews import Preview
 from foretoken.plan.profile import Curve
-
-_MAX_CREDIT_STEPS = 4  # of trials, saved up at most
-_MIN_EMITTED = 0.02  # a draft token that is emitted less often pays on no machine: it need not be weighed
-
-
-@dataclass(frozen=True)
-class PolicyConfig:
-    """Every constant of the policy.
-
-    - `max_num_draft`: draft tokens per request and round that are considered where the caller leaves the number open.
-    - `slack_share`, `first_slack_steps`: by how much decoding may fall behind plain decoding, as a share of the time,
-      and in plain steps when a request is new; `max_slack_steps`, `min_slack_steps`: gains are kept for later
-      losses, and losses for later gains, up to so many plain steps.
-    - `decision_share`, `max_repeats`: share of the time that deciding may take (previews are paid from the account);
-      budgets are repeated until it is kept, for at most so many rounds.
-    - `trial_share`: share of the time that goes into trying again what did not pay: a drafter by one request in a
-      round, or, after `decisions_per_trial` decisions against any draft token, what would be chosen if rows took half
-      as long. What rows take beyond those that run is not learnt otherwise. With as many requests the next such trial
-      waits for twice as many decisions, at most `max_decisions_per_trial`.
-    - `first_draft_tokens`: at most so many for a drafter whose cost is not known, by one request.
-    - `first_plain`, `plain_every`: after so many steps with draft tokens one without is run, so that its cost is known;
-      later after every so many.
-    - `rate_memory`: weight of the past in the long-run token rate, per request and step.
-    - `first_rows`: rows beside the requests' own that may be run before anything is known; later twice the largest
-      step.
-    """
-
-    max_num_draft: int = 24
-    slack_share: float = 0.015
-    first_slack_steps: float = 0.25
-    max_slack_steps: float = 8.0
-    min_slack_steps: float = -0.5
-    decision_share: float = 0.025
-    max_repeats: int = 16
-    trial_share: float = 0.005
-    decisions_per_trial: int = 4
-    max_decisions_per_trial: int = 64
-    first_draft_tokens: int = 2
-    first_plain: int = 4
-    plain_every: int = 128
-    rate_memory: float = 0.96
-    first_rows: int = 8
-
-
-Mode = Literal["decide", "repeat", "plain"]
-
-
-class Policy(Protocol):
-    """Decides numbers of draft tokens before a round, and learns from finished rounds."""
-
-    @property
-    def target_cost(self) -> CostTable:
-        """Seconds of a step of the target by rows."""
-
-    def begin(self, request_ids: Sequence[int], may_draft: bool = True) -> Mode:
-        """Called first in every round: whether budgets that are open are chosen anew, repeated, or zero.
-
-        `may_draft`: any request of it has a drafter. Where none has, `plan` is not called.
-        """
-
-    def plan(self, requests: Sequence[RequestOptions]) -> list[DraftBudget]:
-        """What each request of the round may do."""
-
-    def observe_step(self, step: StepOutcome, decision_s: float, preview_s: float) -> None:
-        """Take in a step: deciding took `decision_s`, and `preview_s` of its drafting were previews."""
-
-    def observe_draft(
-        self, drafter: Hashable, longest: int, draft_s: float, num_requests: int, num_read_tokens: int
-    ) -> None:
-        """Take in what a drafter took for `num_requests` requests, the longest draft being `longest`."""
-
-    def observe_round(
-        self, request_id: int, drafter: Hashable, num_offered: int, chances: Sequence[float], parents: Sequence[int]
-    ) -> None:
-        """Take in with which chance each draft token of a request was emitted."""
-
-    def observe_preview(
-        self, request_id: int, drafter: Hashable, preview: Preview, found: Sequence[bool | None]
-    ) -> None:
-        """Take in what became of draft tokens that a drafter showed, used or not."""
-
-    def observe_rest(self, request_id: int) -> None:
-        """Take in a round in which a request was given no draft token."""
-
-    def why_none(self, request_id: int) -> NoDraftReason:
-        """Why a request that might draft was given no draft token in the round that ran last."""
-
-    def finish(self, request_id: int) -> None:
-        """Forget a request."""
 
 
 @dataclass
@@ -140,21 +51,22 @@ class _RequestHistory:
 class BudgetPolicy:
     """Plans a round before anything in it is drawn; what it learns comes from finished rounds only."""
 
-    def __init__(self, config: PolicyConfig | None = None) -> None:
-        self.config = config or PolicyConfig()
-        self.step_costs, self.draft_costs = StepCosts(), DraftCosts()
-        self.acceptance = Acceptance()
+    def __init__(self, config: PolicyConfig = DEFAULT) -> None:
+        self.config = config
+        self.step_costs, self.draft_costs = StepCosts(config=config.cost), DraftCosts(config=config.cost)
+        self.acceptance = Acceptance(config.acceptance)
         self._requests: dict[int, _RequestHistory] = {}
         self._num_requests = 1  # of the round that is planned or was last
         self._open: set[int] = set()  # requests of this round whose number of draft tokens is left open
         self._num_users: dict[Hashable, int] = {}  # requests that may use a drafter in this round
         self._mode: Mode = "decide"
         self._is_overdrawn = False  # why this round is plain, if it is
-        self._weighed: list[tuple[RequestOptions, Demand]] = []  # when budgets were last decided, of live requests
+        self._weighed: list[
+            tuple[RequestView, tuple[Candidate, ...]]
+        ] = []  # when budgets were last decided, of live requests
         self._repeats_left = 0
-        self._slack_s = 0.0  # by which decoding is ahead of plain decoding, with what it may fall behind
+        self.account = Account(config)
         self._joined = 0.0  # share of this round's requests that are new
-        self._credit_s = 0.0  # seconds that trials may lose; those that gain pay back
         self._token_s = 0.0  # what a token takes without a draft
         self._worth_s = 0.0  # what a token takes of late, draft tokens and all
         self._rate = TokenRate()
@@ -164,7 +76,8 @@ class BudgetPolicy:
 
     def seed(self, target_cost: Curve, draft_costs: Mapping[Hashable, Curve]) -> None:
         """Begin with these costs, before any step was observed."""
-        self.step_costs, self.draft_costs = StepCosts(target_cost), DraftCosts(draft_costs)
+        self.step_costs = StepCosts(target_cost, self.config.cost)
+        self.draft_costs = DraftCosts(draft_costs, self.config.cost)
         self._since_plain[load_of(1)] = 0
 
     @property
@@ -173,24 +86,27 @@ class BudgetPolicy:
         return self.step_costs.at(self._num_requests)
 
     def begin(self, request_ids: Sequence[int], may_draft: bool = True) -> Mode:
-        """See `Policy.begin`."""
+        """See `chooser.Policy.begin`."""
         self._num_requests, self._mode = len(request_ids), "plain"
         if not may_draft:
             self._open.clear()
             return self._mode
-        known = [self._requests[request_id] for request_id in request_ids if request_id in self._requests]
-        due = self.config.plain_every
-        self._is_overdrawn = self._slack_s < 0
+        due, self._is_overdrawn = self.config.plain_every, self.account.is_overdrawn
         if self._since_plain.get(load_of(len(request_ids)), due - self.config.first_plain) >= due or self._is_overdrawn:
             self._mode = "plain"
-        elif self._repeats_left > 0 and 4 * sum(one.budget is not None for one in known) >= 3 * len(request_ids):
+        elif self._repeats_left > 0 and self._may_repeat(request_ids):
             self._repeats_left -= 1
             self._mode = "repeat"
         else:
             self._mode = "decide"
         return self._mode
 
-    def plan(self, requests: Sequence[RequestOptions]) -> list[DraftBudget]:
+    def _may_repeat(self, request_ids: Sequence[int]) -> bool:
+        """Whether enough of the round's requests have a budget."""
+        known = [self._requests[request_id] for request_id in request_ids if request_id in self._requests]
+        return sum(one.budget is not None for one in known) >= self.config.repeat_share * len(request_ids)
+
+    def plan(self, requests: Sequence[RequestView]) -> list[DraftBudget]:
         """What each request of the round may do."""
         self._num_requests = len(requests)
         self._open = {request.request_id for request in requests if request.is_open}
@@ -208,7 +124,7 @@ class BudgetPolicy:
         return budgets
 
     def observe_step(self, step: StepOutcome, decision_s: float = 0.0, preview_s: float = 0.0) -> None:
-        """See `Policy.observe_step`."""
+        """See `chooser.Policy.observe_step`."""
         num_requests, draft_s = len(step.rounds), sum(step.draft_s.values())
         if self._mode == "decide":
             allowed_s = self.config.decision_share * (step.target_s + draft_s)
@@ -224,15 +140,13 @@ class BudgetPolicy:
             load, due = load_of(num_requests), self.config.plain_every - self.config.first_plain
             was_plain = self._mode == "plain" or not step.num_nodes  # but for numbers that were set
             self._since_plain[load] = 0 if was_plain else self._since_plain.get(load, due) + 1
-        self._credit_s = min(
-            self._credit_s + self.config.trial_share * step.target_s, _MAX_CREDIT_STEPS * step.target_s
-        )
+        self.account.credit_s += self.config.trial_share * step.target_s
         self._charge(step, decision_s, preview_s)
 
     def observe_draft(
         self, drafter: Hashable, longest: int, draft_s: float, num_requests: int = 1, num_read_tokens: int = 0
     ) -> None:
-        """See `Policy.observe_draft`."""
+        """See `chooser.Policy.observe_draft`."""
         self.draft_costs.observe(drafter, longest, draft_s, num_requests, num_read_tokens)
         self.draft_costs.keep_pace(drafter, self._num_requests, self.target_cost.seconds(self._num_requests))
 
@@ -244,39 +158,39 @@ class BudgetPolicy:
         chances: Sequence[float],
         parents: Sequence[int] | None = None,
     ) -> None:
-        """See `Policy.observe_round`; without `parents` the draft tokens are a chain."""
-        own = range(-1, len(chances) - 1) if parents is None else parents
-        self.acceptance.observe_round(request_id, drafter, num_offered, chances, own)
+        """See `chooser.Policy.observe_round`; without `parents` the draft tokens are a chain."""
+        parents = range(-1, len(chances) - 1) if parents is None else parents
+        self.acceptance.observe_round(request_id, drafter, num_offered, chances, parents)
         known = self._requests[request_id]
         self.observe_rest(request_id)
         known.untried[drafter] = 0
         if known.trial_tokens is not None:
-            self._credit_s += (sum(chances) - known.trial_tokens) * self._worth_s
+            self.account.credit_s += (sum(chances) - known.trial_tokens) * self._worth_s
 
     def observe_preview(
         self, request_id: int, drafter: Hashable, preview: Preview, found: Sequence[bool | None]
     ) -> None:
-        """See `Policy.observe_preview`."""
+        """See `chooser.Policy.observe_preview`."""
         self.acceptance.observe_preview(request_id, drafter, preview, found)
 
     def observe_rest(self, request_id: int) -> None:
-        """See `Policy.observe_rest`."""
+        """See `chooser.Policy.observe_rest`."""
         untried = self._requests[request_id].untried
         for drafter in untried:
             untried[drafter] += 1
 
     def why_none(self, request_id: int) -> NoDraftReason:
-        """See `Policy.why_none`."""
+        """See `chooser.Policy.why_none`."""
         if self._mode == "plain":
             return "k0_cost" if self._is_overdrawn else "warmup"
-        for request, demand in self._weighed:
+        for request, candidates in self._weighed:
             if request.request_id != request_id:
                 continue
             if not request.options:
                 return "no_match"
-            if not demand.candidates:  # left to another request, as long as the drafter's cost is not known
+            if not candidates:  # left to another request, as long as the drafter's cost is not known
                 return "warmup"
-            return "k0_cost" if any(one.emitted for one in demand.candidates) else "k0_acceptance"
+            return "k0_cost" if any(one.emitted for one in candidates) else "k0_acceptance"
         return "warmup"  # it joined after the last decision
 
     def finish(self, request_id: int) -> None:
@@ -307,23 +221,22 @@ class BudgetPolicy:
             read_s = self.draft_costs.read_s(drafter, step.num_read_tokens.get(drafter, 0))
             more_s += max(0.0, draft_s - read_s) * len(drafted) / len(drafting)
         gained = sum(len(one.emitted) - 1 for one in drafted) / len(step.rounds)
-        share = self.config.slack_share + self._joined * self.config.first_slack_steps
-        slack_s = self._slack_s + (share + gained) * base_s - more_s
-        min_s, max_s = self.config.min_slack_steps * base_s, self.config.max_slack_steps * base_s
-        self._slack_s = max(min_s, min(max_s, slack_s))
+        self.account.settle(base_s, gained, more_s, self._joined)
 
-    def _repeated(self, request: RequestOptions) -> DraftBudget:
+    def _repeated(self, request: RequestView) -> DraftBudget:
         """The request's last budget again, as far as its option is there; a number that was set stands in any case."""
+        if self._mode == "plain" and request.is_open:
+            return NO_DRAFT
         known = self._requests[request.request_id].budget
         last = None if known is None else next((one for one in request.options if one.number == known.option), None)
         if not request.is_open:
             option = last or (request.options[0] if request.options else None)
-            return NO_DRAFT if option is None else DraftBudget(option.number, option.most)
-        if self._mode == "plain" or last is None or known is None:
+            return NO_DRAFT if option is None else DraftBudget(option.number, option.max_draft)
+        if last is None or known is None:
             return NO_DRAFT
-        return DraftBudget(last.number, min(known.num_draft, last.most))
+        return DraftBudget(last.number, min(known.num_draft, last.max_draft))
 
-    def _weigh(self, requests: Sequence[RequestOptions]) -> list[DraftBudget]:
+    def _weigh(self, requests: Sequence[RequestView]) -> list[DraftBudget]:
         """The best for all together; what was given up is tried again where there is time for it."""
         self.draft_costs.drop_outpaced(len(requests), self.target_cost.seconds(len(requests)))
         given, requests = requests, self._one_by_one(requests)
@@ -332,26 +245,27 @@ class BudgetPolicy:
             for option in request.options:
                 self._num_users[option.drafter] = self._num_users.get(option.drafter, 0) + 1
         mean_weight = sum(request.weight for request in requests) / max(1, len(requests))
-        demands = [
-            Demand(tuple(self._candidate(request, option) for option in request.options), request.weight / mean_weight)
-            for request in requests
-        ]
-        self._weighed = list(zip(given, demands, strict=True))
+        weights = [request.weight / mean_weight for request in requests]
+        candidates = [tuple(self._candidate(request, option) for option in request.options) for request in requests]
+        self._weighed = list(zip(given, candidates, strict=True))
         self._token_s = self.target_cost.seconds(len(requests)) / max(1, len(requests))
         # Without a draft the rate is 1: what pays less is never worth its time, whatever noise and trials made of late.
         rate = max(1.0, self._rate.of_late) / self._token_s if self._token_s and self._rate.of_late else 0.0
         self._worth_s = 1 / rate if rate else self._token_s
         step_s, draft_s = self._step_times(), self._draft_times()
-        found = allocate(demands, step_s, draft_s, rate)
-        found = self._with_cheaper_rows(demands, found, step_s, draft_s, rate)
-        trial = self._trial(requests, demands, found, step_s, draft_s)
+
+        def chosen(step_s: StepSeconds) -> Allocation:
+            return allocate(candidates, weights, step_s, draft_s, rate, self.config.budget)
+
+        found = self._with_cheaper_rows(chosen, chosen(step_s), len(requests), step_s)
+        trial = self._trial(requests, candidates, found, step_s, draft_s)
         budgets = []
         for b, (request, pick, budget) in enumerate(zip(requests, found.picks, found.budgets, strict=True)):
             place, count = (trial[1], 1) if trial is not None and trial[0] == b else (pick, budget)
             budgets.append(NO_DRAFT if place is None else DraftBudget(request.options[place].number, count))
         return budgets
 
-    def _one_by_one(self, requests: Sequence[RequestOptions]) -> Sequence[RequestOptions]:
+    def _one_by_one(self, requests: Sequence[RequestView]) -> Sequence[RequestView]:
         """Leave a drafter of unknown cost to one request and few draft tokens: all others would have it read their
         texts.
         """
@@ -364,7 +278,7 @@ class BudgetPolicy:
             return requests
 
         def few(option: DrafterOption) -> DrafterOption:
-            return option._replace(most=min(option.most, self.config.first_draft_tokens))
+            return option._replace(max_draft=min(option.max_draft, self.config.first_draft_tokens))
 
         return [
             request._replace(
@@ -379,21 +293,21 @@ class BudgetPolicy:
             for request in requests
         ]
 
-    def _candidate(self, request: RequestOptions, option: DrafterOption) -> Candidate:
+    def _candidate(self, request: RequestView, option: DrafterOption) -> Candidate:
         request_id, entry_s = request.request_id, 0.0
         if option.preview is not None:
             emitted = self.acceptance.of_preview(request_id, option.drafter, option.preview)
             drafted = [1.0] * len(emitted)
         else:
-            least = _MIN_EMITTED if request.is_open else 0.0
-            drafted, emitted = self.acceptance.of_places(request_id, option.drafter, option.most, least)
+            least = self.config.budget.min_emitted if request.is_open else 0.0
+            drafted, emitted = self.acceptance.of_places(request_id, option.drafter, option.max_draft, least)
             entry_s = self._entry_s(request, option) * min(1.0, (1 + sum(emitted)) / max(1, request.num_remaining))
         if option.num_probe and drafted:
             drafted[0] += option.num_probe
-        at_least = 0 if request.is_open else option.most
+        at_least = 0 if request.is_open else option.max_draft
         return Candidate(option.drafter, tuple(drafted), tuple(emitted), at_least, entry_s)
 
-    def _entry_s(self, request: RequestOptions, option: DrafterOption) -> float:
+    def _entry_s(self, request: RequestView, option: DrafterOption) -> float:
         """What a drafter takes to read the text of a request that it never drafted for."""
         if not self.acceptance.is_new(request.request_id, option.drafter):
             return 0.0
@@ -421,8 +335,8 @@ class BudgetPolicy:
 
     def _trial(
         self,
-        requests: Sequence[RequestOptions],
-        demands: Sequence[Demand],
+        requests: Sequence[RequestView],
+        candidates: Sequence[Sequence[Candidate]],
         found: Allocation,
         step_s: StepSeconds,
         draft_s: DraftSeconds,
@@ -439,21 +353,20 @@ class BudgetPolicy:
         }
         for _, b, place in sorted(self._passed_over(requests, found), reverse=True):
             request, option, pick = requests[b], requests[b].options[place], found.picks[b]
-            candidates = demands[b].candidates
-            expected = candidates[place].emitted[0]
-            gain = expected - (sum(candidates[pick].emitted[: found.budgets[b]]) if pick is not None else 0.0)
+            expected = candidates[b][place].emitted[0]
+            gain = expected - (sum(candidates[b][pick].emitted[: found.budgets[b]]) if pick is not None else 0.0)
             more_s = max(0.0, step_s(rows + 1 + option.num_probe) - step_s(rows)) + self._entry_s(request, option)
             if option.drafter not in running:
                 more_s += draft_s(option.drafter, 1)
             loss_s = more_s - gain * self._worth_s
-            if loss_s <= max(0.0, min(self._credit_s, self._slack_s)):
-                self._credit_s -= loss_s
+            if loss_s <= self.account.trial_s:
+                self.account.credit_s -= loss_s
                 self._requests[request.request_id].trial_tokens = expected
                 return b, place
         return None
 
     def _with_cheaper_rows(
-        self, demands: Sequence[Demand], found: Allocation, step_s: StepSeconds, draft_s: DraftSeconds, rate: float
+        self, chosen: Callable[[StepSeconds], Allocation], found: Allocation, num_requests: int, step_s: StepSeconds
     ) -> Allocation:
         """Where no draft token was chosen for some time: what would be if rows took half as long, as far as trials may
         lose.
@@ -461,20 +374,20 @@ class BudgetPolicy:
         A draft token more or less is not told from the noise of a step, many are.
         """
         self._num_declined = 0 if any(found.budgets) else self._num_declined + 1
-        load = load_of(len(demands))
+        load = load_of(num_requests)
         wait = self._decisions_per_trial.get(load, self.config.decisions_per_trial)
         if self._num_declined < wait:
             return found
         self._num_declined, own_s = 0, found.seconds
-        hoped = allocate(demands, lambda rows: own_s + (step_s(rows) - own_s) / 2, draft_s, rate)
+        hoped = chosen(lambda rows: own_s + (step_s(rows) - own_s) / 2)
         loss_s = 2 * (hoped.seconds - own_s) - (hoped.tokens - found.tokens) * self._worth_s
-        if not any(hoped.budgets) or loss_s > self._credit_s:
+        if not any(hoped.budgets) or loss_s > self.account.credit_s:
             return found
-        self._credit_s -= max(0.0, loss_s)
-        self._decisions_per_trial[load] = min(2 * wait, self.config.max_decisions_per_trial)
+        self.account.credit_s -= max(0.0, loss_s)
+        self._decisions_per_trial[load] = 2 * wait
         return hoped
 
-    def _passed_over(self, requests: Sequence[RequestOptions], found: Allocation) -> list[tuple[int, int, int]]:
+    def _passed_over(self, requests: Sequence[RequestView], found: Allocation) -> list[tuple[int, int, int]]:
         """Rounds since the last draft token, request and place of the option, of those passed over that show no draft
         tokens.
         """
@@ -482,6 +395,6 @@ class BudgetPolicy:
         for b, request in enumerate(requests):
             untried = self._requests[request.request_id].untried
             for place, option in enumerate(request.options):
-                if request.is_open and option.preview is None and option.most and place != found.picks[b]:
+                if request.is_open and option.preview is None and option.max_draft and place != found.picks[b]:
                     passed.append((untried.get(option.drafter, 1 << 30), b, place))
         return passed

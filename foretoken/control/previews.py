@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,10 @@ class Preview:
         return found
 
 
-@dataclass(frozen=True)
-class PreviewAsk:
+NO_PREVIEW = Preview()
+
+
+class PreviewAsk(NamedTuple):
     """Ask the drafter of one option of a request for at most `num_draft` draft tokens."""
 
     request_id: int

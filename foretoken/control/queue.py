@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
+from foretoken.control.candidates import NO_DRAFT, DraftBudget
 from foretoken.errors import ConfigError
 from foretoken.option import option
 
@@ -94,29 +95,20 @@ def may_join(needed_tokens: int, owed_tokens: int, reserved_tokens: float, free_
     return needed_tokens + owed_tokens + reserved_tokens <= free_tokens
 
 
-@dataclass(frozen=True)
-class RowDemand:
-    """What a running request could do in a step: its cache holds `held` tokens.
+class Rows(NamedTuple):
+    """What a running request could do in a step, or may do: its cache holds `held` tokens.
 
-    Either it decodes: one row (`missing` is 1), at most `num_draft` draft tokens and `num_probe` probes; or it reads,
-    `missing` tokens at most. `fixed` draft tokens may not depend on neighbours.
+    Either it decodes: one row (`num_pending` is 1), at most `num_draft` draft tokens and `num_probe` probes; or it
+    reads, `num_pending` tokens at most (0: it sits this step out). `is_fixed`: its draft tokens may not depend on
+    neighbours.
     """
 
     held: int
-    missing: int
+    num_pending: int
     decodes: bool
     num_draft: int = 0
     num_probe: int = 0
-    fixed: bool = False
-
-
-@dataclass(frozen=True)
-class RowGrant:
-    """What it may do: run `num_pending` committed tokens (0: sit this step out), then draft tokens and probes."""
-
-    num_pending: int
-    num_draft: int = 0
-    num_probe: int = 0
+    is_fixed: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -124,30 +116,30 @@ class RowGrant:
         return self.num_pending + self.num_draft + self.num_probe
 
 
-def within_budget(asks: Sequence[RowDemand], config: SchedulerConfig) -> list[RowGrant]:
+def within_budget(asks: Sequence[Rows], config: SchedulerConfig) -> list[Rows]:
     """The rows of a step, `asks` most urgent first: a row for everyone who decodes, draft tokens, and prompts with what
     is left.
 
     Prompts get a quarter of what the first leave, if they want so much. Draft tokens are cut from the least urgent on,
-    but `fixed` ones: those have what they would have in a full batch, whoever is there.
+    but fixed ones: those have what they would have in a full batch, whoever is there.
     """
-    wanted = sum(ask.missing for ask in asks if not ask.decodes)
+    wanted = sum(ask.num_pending for ask in asks if not ask.decodes)
     prompt_tokens = min(wanted, config.max_prompt_tokens)
-    grants = [RowGrant(1, ask.num_draft, ask.num_probe) if ask.decodes else RowGrant(0) for ask in asks]
+    grants = list(asks)
     if config.max_step_tokens is not None:
         left = config.max_step_tokens - sum(ask.decodes for ask in asks)
         room, own = left - min(prompt_tokens, _least(left)), fixed_rows(config)
-        room -= sum(
-            _cut(grant, own).num_rows - 1 for ask, grant in zip(asks, grants, strict=True) if ask.decodes and ask.fixed
-        )
+        room -= sum(_cut(ask, own).num_rows - 1 for ask in asks if ask.decodes and ask.is_fixed)
         for place, ask in enumerate(asks):
             if ask.decodes:
-                grants[place] = _cut(grants[place], own if ask.fixed else room)
-                room -= 0 if ask.fixed else grants[place].num_rows - 1
-        prompt_tokens = min(prompt_tokens, config.max_step_tokens - sum(grant.num_rows for grant in grants))
+                grants[place] = _cut(ask, own if ask.is_fixed else room)
+                room -= 0 if ask.is_fixed else grants[place].num_rows - 1
+        decoding = sum(grant.num_rows for grant in grants if grant.decodes)
+        prompt_tokens = min(prompt_tokens, config.max_step_tokens - decoding)
     reading = [place for place, ask in enumerate(asks) if not ask.decodes]
-    for place, length in zip(reading, chunks([asks[place].missing for place in reading], prompt_tokens), strict=True):
-        grants[place] = RowGrant(length)
+    lengths = chunks([asks[place].num_pending for place in reading], prompt_tokens) if reading else []
+    for place, length in zip(reading, lengths, strict=True):
+        grants[place] = asks[place]._replace(num_pending=length)
     return grants
 
 
@@ -179,35 +171,30 @@ def chunks(missing: Sequence[int], budget: int) -> list[int]:
     return lengths
 
 
-def growth_tokens(asks: Sequence[RowDemand], grants: Sequence[RowGrant], footprint: Footprint) -> int:
+def growth_tokens(rows: Sequence[Rows], footprint: Footprint) -> int:
     """Free tokens that the rows of a step take."""
-    return sum(_growth(ask, grant, footprint) for ask, grant in zip(asks, grants, strict=True))
+    return sum(_growth(own, footprint) for own in rows)
 
 
-def within_cache(
-    asks: Sequence[RowDemand], grants: Sequence[RowGrant], free_tokens: float, footprint: Footprint
-) -> list[RowGrant] | None:
-    """`grants` cut until their rows fit into `free_tokens`, `asks` most urgent first; None: the least urgent has to
-    give way.
+def within_cache(rows: Sequence[Rows], free_tokens: float, footprint: Footprint) -> list[Rows] | None:
+    """`rows` cut until they fit into `free_tokens`, most urgent first; None: the least urgent has to give way.
 
     First go draft tokens and probes that take room of their own, then what is read, each from the least urgent on. The
-    most urgent goes on reading, if only by a row. `fixed` draft tokens are never cut: neighbours would have a say in
-    what a seed draws.
+    most urgent goes on reading, if only by a row. Fixed draft tokens are never cut: neighbours would have a say in what
+    a seed draws.
     """
-    cut = list(grants)
-    excess = growth_tokens(asks, cut, footprint) - free_tokens
-    for place in reversed(range(len(cut))):
-        ask, grant = asks[place], cut[place]
-        if excess > 0 and ask.decodes and not ask.fixed:
-            cut[place] = _cut(grant, footprint(ask.held + 1) - ask.held - 1)
-            excess -= _growth(ask, grant, footprint) - _growth(ask, cut[place], footprint)
-    for place in reversed(range(len(cut))):
-        ask, grant = asks[place], cut[place]
-        if excess > 0 and not ask.decodes:
-            room = footprint(ask.held) + max(0, _growth(ask, grant, footprint) - math.ceil(excess)) - ask.held
-            cut[place] = RowGrant(max(min(grant.num_pending, room), int(place == 0)))
-            excess -= _growth(ask, grant, footprint) - _growth(ask, cut[place], footprint)
-    return None if excess > 0 and len(asks) > 1 else cut
+    cut = list(rows)
+    excess = growth_tokens(cut, footprint) - free_tokens
+    for place, own in reversed(list(enumerate(cut))):
+        if excess > 0 and own.decodes and not own.is_fixed:
+            cut[place] = _cut(own, footprint(own.held + 1) - own.held - 1)
+            excess -= _growth(own, footprint) - _growth(cut[place], footprint)
+    for place, own in reversed(list(enumerate(cut))):
+        if excess > 0 and not own.decodes:
+            room = footprint(own.held) + max(0, _growth(own, footprint) - math.ceil(excess)) - own.held
+            cut[place] = own._replace(num_pending=max(min(own.num_pending, room), int(place == 0)))
+            excess -= _growth(own, footprint) - _growth(cut[place], footprint)
+    return None if excess > 0 and len(rows) > 1 else cut
 
 
 def _least(left: int) -> int:
@@ -215,14 +202,16 @@ def _least(left: int) -> int:
     return max(1, left // _SHARE)
 
 
-def _cut(grant: RowGrant, room: int) -> RowGrant:
+def _cut(rows: Rows, room: int) -> Rows:
     """At most `room` draft tokens and probes, draft tokens first."""
-    num_draft = min(grant.num_draft, max(0, room))
-    return replace(grant, num_draft=num_draft, num_probe=min(grant.num_probe, max(0, room - num_draft)))
+    if rows.num_draft + rows.num_probe <= room:
+        return rows
+    num_draft = min(rows.num_draft, max(0, room))
+    return rows._replace(num_draft=num_draft, num_probe=min(rows.num_probe, max(0, room - num_draft)))
 
 
-def _growth(ask: RowDemand, grant: RowGrant, footprint: Footprint) -> int:
-    return footprint(ask.held + grant.num_rows) - footprint(ask.held) if grant.num_rows else 0
+def _growth(rows: Rows, footprint: Footprint) -> int:
+    return footprint(rows.held + rows.num_rows) - footprint(rows.held) if rows.num_rows else 0
 
 
 class Cache(Protocol):
@@ -262,14 +251,6 @@ class Queued(Protocol):
     @property
     def has_emitted(self) -> bool:
         """Whether its answer has begun: then it reads all but its last token, whose row is a decode step."""
-
-
-class Drafting(NamedTuple):
-    """What a decoding request is to draft: draft tokens and probes; `fixed` ones may not depend on neighbours."""
-
-    num_draft: int = 0
-    num_probe: int = 0
-    fixed: bool = False
 
 
 QueuedT = TypeVar("QueuedT", bound=Queued)
@@ -325,22 +306,22 @@ class Queue(Generic[QueuedT]):
         """The running requests that decode next, most urgent first."""
         return [one for one in self._ordered() if self.decodes(one)]
 
-    def rows(self, drafting: Mapping[int, Drafting]) -> list[tuple[QueuedT, RowDemand, RowGrant]]:
+    def rows(self, budgets: Mapping[int, DraftBudget]) -> list[tuple[QueuedT, Rows]]:
         """Rows of every request, most urgent first; the last ones are preempted until those of the others fit."""
         requests = self._ordered()
-        demands = [self._demand(one, drafting.get(one.request_id, Drafting())) for one in requests]
+        asks = [self._asked(one, budgets.get(one.request_id, NO_DRAFT)) for one in requests]
         footprint = self.cache.footprint_tokens
         while True:
-            del demands[len(requests) :]
-            wanted = within_budget(demands, self.config)
-            if growth_tokens(demands, wanted, footprint) > self.cache.num_free_tokens():
+            del asks[len(requests) :]
+            granted = within_budget(asks, self.config)
+            if growth_tokens(granted, footprint) > self.cache.num_free_tokens():
                 self.gather(requests)
-                grants = within_cache(demands, wanted, self.cache.num_free_tokens(), footprint)
-                if grants is None:
+                fitting = within_cache(granted, self.cache.num_free_tokens(), footprint)
+                if fitting is None:
                     self.preempt(requests.pop())
                     continue
-                wanted = grants
-            return list(zip(requests, demands, wanted, strict=True))
+                granted = fitting
+            return list(zip(requests, granted, strict=True))
 
     def decodes(self, request: QueuedT) -> bool:
         """Whether only its last token is missing in the cache."""
@@ -385,9 +366,9 @@ class Queue(Generic[QueuedT]):
     def _ordered(self) -> list[QueuedT]:
         return sorted(self.running.values(), key=self.key)
 
-    def _demand(self, request: QueuedT, drafting: Drafting) -> RowDemand:
+    def _asked(self, request: QueuedT, budget: DraftBudget) -> Rows:
         held = self.cache.length(request.request_id)
         missing = request.num_tokens - held
         if missing == 1:
-            return RowDemand(held, 1, True, *drafting)
-        return RowDemand(held, missing - request.has_emitted, False)
+            return Rows(held, 1, True, budget.num_draft, budget.num_probe, budget.is_fixed)
+        return Rows(held, missing - request.has_emitted, False)

@@ -53,6 +53,11 @@ class RoutingRules:
             check_whole("max_speculating_requests", self.max_speculating_requests, low=0)
 
 
+def is_short(num_prompt_tokens: int, max_new_tokens: int, rules: RoutingRules) -> bool:
+    """Whether a request is too short for a drafter that reads its prompt with a model."""
+    return max_new_tokens < rules.min_tokens_for_draft_model and num_prompt_tokens >= max_new_tokens
+
+
 class Routing:
     """Applies the rules; `num_by_reason` counts the requests that were not speculated for, each once per reason."""
 
@@ -71,10 +76,6 @@ class Routing:
         if found is not None:
             self._count(request_id, found)
         return found
-
-    def is_short(self, num_prompt_tokens: int, max_new_tokens: int) -> bool:
-        """Whether a request is too short for a drafter that reads its prompt with a model."""
-        return max_new_tokens < self.rules.min_tokens_for_draft_model and num_prompt_tokens >= max_new_tokens
 
     def leaves_out(self, request_id: int, reads_prompt: Sequence[bool]) -> frozenset[int]:
         """Places of a short request's drafter options that are left out, where another one can draft; `reads_prompt`

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
+from foretoken.control.config import DEFAULT, ThreadConfig
 from foretoken.machine.threads import Waiting
 
 
@@ -21,32 +21,6 @@ class Threading(NamedTuple):
 
     num_threads: int
     waiting: Waiting
-
-
-@dataclass(frozen=True)
-class ThreadConfig:
-    """Every constant of the choice.
-
-    - `trial_steps`: steps on which another way is tried; `abort_ratio`: a trial ends at the first step that is slower
-      by this factor.
-    - `base_steps`, `min_base_steps`: steps of the present way that a trial is compared with, at most and at least.
-    - `min_gain`: share by which another way must be faster to be taken.
-    - `trial_share`: share of the time that trying ways again may cost; `min_trial_loss`: each of its steps is taken to
-      lose this share at least, so that ways which are about equal are seldom tried.
-    - `new_pace_ratio`, `new_pace_steps`, `min_pace_s`: after so many steps in a row off by such a factor all ways are
-      tried anew, at most once in so many seconds; after a trial that is off by it too.
-    """
-
-    trial_steps: int = 4
-    abort_ratio: float = 3.0
-    base_steps: int = 16
-    min_base_steps: int = 4
-    min_gain: float = 0.05
-    trial_share: float = 0.005
-    min_trial_loss: float = 0.15
-    new_pace_ratio: float = 1.5
-    new_pace_steps: int = 3
-    min_pace_s: float = 5.0
 
 
 def ways(max_threads: int, may_spin: bool, may_sleep: bool, may_reduce: bool) -> tuple[Threading, ...]:
@@ -80,9 +54,9 @@ class ThreadTuner:
     as twenty that do not. Where nothing is known of other processes, spinning is one way among others.
     """
 
-    def __init__(self, allowed: tuple[Threading, ...], config: ThreadConfig | None = None) -> None:
+    def __init__(self, allowed: tuple[Threading, ...], config: ThreadConfig = DEFAULT.threads) -> None:
         assert allowed
-        self.config, self._allowed = config or ThreadConfig(), allowed
+        self.config, self._allowed = config, allowed
         self.current = allowed[0]
         self._is_contended: bool | None = None
         self._trial: Threading | None = None

@@ -11,8 +11,8 @@ from typing import cast
 import torch
 
 from foretoken.config import SpecConfig
-from foretoken.control.candidates import OptionTraits
-from foretoken.control.previews import Preview, PreviewAsk, Previews
+from foretoken.control.candidates import NO_BOUND, DrafterOption, set_number
+from foretoken.control.previews import NO_PREVIEW, Preview, PreviewAsk, Previews
 from foretoken.core import Batch, BatchEntry, Draft, Request, TapRequest, Verdict, empty_draft, merge_drafts
 from foretoken.draft.base import Drafter, DrafterKey, Feedback, FollowsText, Releases, Taps, variants_of
 from foretoken.draft.boundary import check_tree, draft_faults
@@ -66,7 +66,8 @@ def _wants_taps(kind: type) -> bool:
 
 @dataclass(frozen=True)
 class _Routed:
-    """The options of one request: the drafter of each, its configuration, the request under it, and its traits.
+    """The options of one request: the drafter of each, its configuration, the request under it, and what the
+    control knows of it.
 
     `emitted` are all of the request's tokens so far, if any drafter only follows the text: `num_told` of them each such
     drafter knows.
@@ -75,7 +76,7 @@ class _Routed:
     keys: tuple[DrafterKey, ...]
     specs: tuple[SpecConfig, ...]
     requests: tuple[Request, ...]
-    traits: tuple[OptionTraits, ...]
+    options: tuple[DrafterOption, ...]
     emitted: list[int]
     num_told: dict[DrafterKey, int]
 
@@ -117,7 +118,7 @@ class DrafterGroup:
             keys=tuple(keys),
             specs=tuple(specs),
             requests=tuple(request if spec is request.spec else replace(request, spec=spec) for spec in specs),
-            traits=tuple(self._traits(key, spec) for key, spec in zip(keys, specs, strict=True)),
+            options=tuple(map(self._option, range(len(keys)), keys, specs)),
             emitted=[],
             num_told={key: 0 for key in base if isinstance(self.drafters[key], FollowsText)},
         )
@@ -134,9 +135,9 @@ class DrafterGroup:
         """The configuration of each option of a request."""
         return self._requests[request_id].specs
 
-    def traits(self, request_id: int) -> tuple[OptionTraits, ...]:
+    def options(self, request_id: int) -> tuple[DrafterOption, ...]:
         """The options of a request as the control sees them."""
-        return self._requests[request_id].traits
+        return self._requests[request_id].options
 
     def disabled(self, request_id: int) -> frozenset[int]:
         """Options of a request whose drafters are switched off because they failed."""
@@ -156,11 +157,11 @@ class DrafterGroup:
             drafter = self.drafters[key]
             if not self._tell(key, ask.request_id):
                 continue
-            own = replace(self._under(entries[ask.request_id], ask.option), num_draft=ask.num_draft)
+            own = self._under(entries[ask.request_id], ask.option, ask.num_draft)
             call = partial(self._checked_tree, cast(Lookup, drafter), own)
             tree = self.failures.attempt(key, drafter, [ask.request_id], call) or EMPTY
             self._shown.setdefault(ask.request_id, {})[ask.option] = tree
-            shown = Preview(tree.parents, tree.chances, tree.tokens)
+            shown = Preview(tree.parents, tree.chances, tree.tokens) if tree.tokens else NO_PREVIEW
             previews.setdefault(ask.request_id, {})[ask.option] = shown
             took_s = time.perf_counter() - began
             self.spent_s[key] = self.spent_s.get(key, 0.0) + took_s
@@ -306,12 +307,10 @@ class DrafterGroup:
     def _checked_tree(self, drafter: Lookup, entry: BatchEntry) -> LookupTree:
         return check_tree(drafter.look_up(entry), entry.num_draft, self.vocab_size, entry.takes_trees)
 
-    def _traits(self, key: DrafterKey, spec: SpecConfig) -> OptionTraits:
-        return OptionTraits(
-            drafter=option_kind(spec),
-            most=None if spec.num_draft == "auto" else spec.num_draft,
-            num_probe=spec.num_probe,
-            previews=previews_drafts(type(self.drafters[key])),
+    def _option(self, number: int, key: DrafterKey, spec: SpecConfig) -> DrafterOption:
+        num_draft, shows = set_number(spec), previews_drafts(type(self.drafters[key]))
+        return DrafterOption(
+            number, option_kind(spec), NO_BOUND if num_draft is None else num_draft, spec.num_probe, shows
         )
 
     def _layers(self, drafter: Taps) -> tuple[int, ...]:
@@ -350,10 +349,12 @@ class DrafterGroup:
                     routes.setdefault(key, {})[b] = self._under(entry, option)
         return routes
 
-    def _under(self, entry: BatchEntry, option: int) -> BatchEntry:
-        """`entry` as the drafter of one of the request's options sees it."""
+    def _under(self, entry: BatchEntry, option: int, num_draft: int | None = None) -> BatchEntry:
+        """`entry` as the drafter of one of the request's options sees it, maybe with another number of draft tokens."""
         request = self._requests[entry.request.request_id].requests[option]
-        return entry if request is entry.request else entry.under(request)
+        if num_draft is None:
+            num_draft = entry.num_draft
+        return entry if request is entry.request and num_draft == entry.num_draft else entry.under(request, num_draft)
 
 
 def _forced(entry: BatchEntry) -> tuple[int, ...]:

@@ -111,8 +111,10 @@ class MatchIndex:
         return found
 
     def _places(self, end: Sequence[int], most: int) -> list[int]:
-        """Latest first."""
+        """Latest first. What agrees with six tokens agrees with two: where two stood nowhere, nothing did."""
         found: set[int] = set()
+        if len(end) < _KEY_SIZES[-1] or hash(tuple(end[-_KEY_SIZES[-1] :])) not in self._latest[-1]:
+            return []
         for size, latest, previous in zip(_KEY_SIZES, self._latest, self._previous, strict=True):
             place = latest.get(hash(tuple(end[-size:])), -1) if len(end) >= size else -1
             while place >= 0 and len(found) < most:

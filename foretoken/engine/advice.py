@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from foretoken.control.routing import RoutingRules, is_short
 from foretoken.machine.neighbours import NEIGHBOUR_CORES
 
 Topic = Literal["draft size", "draft text", "acceptance", "temperature", "short answer", "memory", "load", "neighbours"]
@@ -17,7 +18,6 @@ MIN_SIZE_RATIO = 3.0  # a draft that reads more than a third of the target's byt
 MIN_ACCEPTANCE = 0.15  # of drafted tokens
 MIN_ACCEPTED = 0.5  # of a draft, on average: trees are wide, so that their share of accepted tokens is small
 ENOUGH_DRAFTED = 256  # tokens, before acceptance is judged
-SHORT_ANSWER_TOKENS = 50
 MIN_RESERVE = 0.15  # of the memory
 CONCURRENT = 4.0  # requests in a step, from which on load is judged
 ENOUGH_ROUNDS = 256  # of requests, before load is judged
@@ -124,12 +124,13 @@ def of_temperature(temperature: float) -> Advice | None:
 
 def of_short_answer(max_tokens: int, num_prompt_tokens: int, draft: str) -> Advice | None:
     """An answer too short for the draft model that has to read a prompt at least as long for it."""
-    if max_tokens >= SHORT_ANSWER_TOKENS or num_prompt_tokens < max_tokens:
+    rules = RoutingRules()
+    if not is_short(num_prompt_tokens, max_tokens, rules):
         return None
     return Advice(
         "short answer",
-        f"max_tokens={max_tokens}: for an answer of under {SHORT_ANSWER_TOKENS} tokens, reading a prompt of "
-        f"{num_prompt_tokens} with draft {draft!r} may take longer than its draft tokens save",
+        f"max_tokens={max_tokens}: for an answer of under {rules.min_tokens_for_draft_model} tokens, reading a prompt "
+        f"of {num_prompt_tokens} with draft {draft!r} may take longer than its draft tokens save",
         "use drafter='auto', which then drafts without the draft model, or 'ngram'",
     )
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from foretoken.config import SpecConfig
+from foretoken.control.candidates import set_number
 from foretoken.draft.base import DrafterKey
 from foretoken.draft.group import drafter_key
 from foretoken.engine.advice import (
@@ -104,7 +105,7 @@ class Adviser:
         if spec.drafter is None:
             return
         self._tell(of_temperature(params.temperature))
-        leaves_draft_out = spec.drafter == "auto" and spec.num_draft == "auto"  # by the routing rules
+        leaves_draft_out = spec.drafter == "auto" and set_number(spec) is None  # by the routing rules
         if spec.draft is not None and not leaves_draft_out:
             self._tell(of_short_answer(params.max_tokens, len(state.request.prompt_ids), spec.draft))
 
@@ -114,7 +115,7 @@ class Adviser:
         self._num_rounds += state.num_rounds
         if spec.drafter is None:
             return
-        is_open = spec.num_draft == "auto"
+        is_open = set_number(spec) is None
         self._num_drafts[is_open] += stats.num_drafts
         self._num_own_rounds[is_open] += state.num_rounds
         self._num_accepted += stats.num_accepted

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from foretoken.config import SpecConfig
-from foretoken.control.policy import Policy
+from foretoken.control.chooser import Policy
 from foretoken.draft.base import Drafter, DrafterKey
 from foretoken.engine.admission import check_spec
 from foretoken.engine.drafter_loading import DrafterLoader

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from foretoken.config import SamplingParams, SpecConfig
-from foretoken.control.candidates import RequestView
+from foretoken.control.candidates import DraftBudget, RequestView
 from foretoken.control.chooser import Chooser
 from foretoken.control.cost import priors_of
 from foretoken.control.previews import PreviewAsk, Previews
@@ -28,11 +28,11 @@ from foretoken.engine.prefix_sharing import PrefixSharing
 from foretoken.engine.recovery import recover
 from foretoken.engine.request import PreparedRequest, RequestState
 from foretoken.engine.runner import Runner, TargetOutput, race_rows
-from foretoken.engine.scheduler import DraftPlan, Scheduler
+from foretoken.engine.scheduler import Scheduler
 from foretoken.engine.stats import EngineStats
 from foretoken.engine.step_threads import StepThreads
 from foretoken.engine.time_attribution import charge, gain
-from foretoken.engine.views import fixed_plan, only_decodes, outcome_of, plan_of, view_of, why_none
+from foretoken.engine.views import budget_of, fixed_budget, only_decodes, outcome_of, view_of, why_none
 from foretoken.engine.watch import RoundView, StepClock, Watcher, sees_rounds, show_round
 from foretoken.errors import EngineError, ForetokenError
 from foretoken.model.interface import LanguageModel, NeedsEqualThreads
@@ -56,7 +56,8 @@ class Engine:
     ) -> None:
         self.target, self.drafters = target, drafters
         self.runner, self.chooser = Runner(target), Chooser(time.perf_counter, routing)
-        self.threads = StepThreads(adapts=target.device.type == "cpu" and not isinstance(target, NeedsEqualThreads))
+        adapts = target.device.type == "cpu" and not isinstance(target, NeedsEqualThreads)
+        self.threads = StepThreads(adapts, config=self.chooser.config.threads)
         self.stats = EngineStats()
         self.faults = Faults(self.stats)
         prefixes = PrefixSharing(target, drafters.hidden_states)
@@ -220,7 +221,7 @@ class Engine:
 
     def _schedule(self, decoding: Sequence[RequestState], previews: Previews | None) -> Batch:
         try:
-            batch = self.scheduler.schedule(self._plans(decoding, previews))
+            batch = self.scheduler.schedule(self._budgets(decoding, previews))
         finally:
             self._views = []
             self._count_preempted()
@@ -230,18 +231,18 @@ class Engine:
         self.clock.scheduled = time.perf_counter()
         return batch
 
-    def _plans(self, decoding: Sequence[RequestState], previews: Previews | None) -> dict[int, DraftPlan]:
+    def _budgets(self, decoding: Sequence[RequestState], previews: Previews | None) -> dict[int, DraftBudget]:
         """What each may draft; if the chooser raises, what callers set themselves."""
         if previews is not None:
             try:
                 budgets = self.chooser.plan(self._views, previews)
                 return {
-                    state.request_id: plan_of(state, budget, self.drafters)
+                    state.request_id: budget_of(state, budget, self.drafters)
                     for state, budget in zip(decoding, budgets, strict=True)
                 }
             except Exception as error:  # noqa: BLE001 - plain decoding needs no chooser
                 self.faults.tell("the controller", error, "this step makes no draft tokens that are left to it")
-        return {state.request_id: fixed_plan(state, self.drafters) for state in decoding if state.has_emitted}
+        return {state.request_id: fixed_budget(state, self.drafters) for state in decoding if state.has_emitted}
 
     def _count_preempted(self) -> None:
         self.stats.num_preempted += len(self.scheduler.preempted)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
 
-from foretoken.config import SpecConfig
-from foretoken.control.queue import Drafting, Queue, RowDemand, RowGrant, SchedulerConfig, urgency
+from foretoken.control.candidates import NO_DRAFT, DraftBudget, max_useful_draft
+from foretoken.control.queue import Queue, Rows, SchedulerConfig, urgency
 from foretoken.core import Batch, BatchEntry
 from foretoken.engine.memory_pressure import MemoryPressure
 from foretoken.engine.prefix_sharing import PrefixSharing
@@ -15,24 +14,7 @@ from foretoken.engine.request import RequestState
 from foretoken.model.interface import LanguageModel
 from foretoken.verify import takes_trees
 
-__all__ = ["DraftPlan", "Scheduler", "SchedulerConfig"]
-
-
-@dataclass(frozen=True)
-class DraftPlan:
-    """What a request may draft in its next round: at most `num_draft` nodes, under the option of this number and
-    configuration (None: nothing).
-
-    `is_fixed`: what its seed draws depends on how much is drafted, and that on nothing but the request.
-    """
-
-    num_draft: int = 0
-    option: int | None = None
-    spec: SpecConfig | None = None
-    is_fixed: bool = False
-
-
-_NOTHING = DraftPlan()
+__all__ = ["Scheduler", "SchedulerConfig"]
 
 
 class Scheduler(Queue[RequestState]):
@@ -81,37 +63,33 @@ class Scheduler(Queue[RequestState]):
                 if self.alone:
                     self.preempt(state)
 
-    def schedule(self, plans: Mapping[int, DraftPlan]) -> Batch:
+    def schedule(self, budgets: Mapping[int, DraftBudget]) -> Batch:
         """The next batch: requests that decode, then those that read the last of their prompt, then other chunks.
 
-        Each group most urgent first. `plans` are those of requests that decode, by number.
+        Each group most urgent first. `budgets` are those of requests that decode, by number.
         """
-        used = {request_id: self._usable(self.running[request_id], plan) for request_id, plan in plans.items()}
-        drafting = {
-            request_id: Drafting(plan.num_draft, self._num_probe(self.running[request_id], plan), plan.is_fixed)
-            for request_id, plan in used.items()
-        }
+        usable = {request_id: self._usable(self.running[request_id], own) for request_id, own in budgets.items()}
         anchors: list[BatchEntry] = []
         lasts: list[BatchEntry] = []
         others: list[BatchEntry] = []
-        for state, demand, grant in self.rows(drafting):
-            plan = used.get(state.request_id, _NOTHING)
-            if demand.decodes:
-                anchors.append(self._entry(state, demand, grant, True, plan))
-            elif grant.num_pending:
+        for state, rows in self.rows(usable):
+            budget = usable.get(state.request_id, NO_DRAFT)
+            if rows.decodes:
+                anchors.append(self._entry(state, rows, True, budget))
+            elif rows.num_pending:
                 # Drafts nothing: the first token is not delayed by a drafter's own prefill.
-                whole = demand.held + grant.num_pending == len(state.tokens)
-                (lasts if whole else others).append(self._entry(state, demand, grant, whole, plan))
+                whole = rows.held + rows.num_pending == len(state.tokens)
+                (lasts if whole else others).append(self._entry(state, rows, whole, budget))
         return Batch((*anchors, *lasts, *others))
 
-    def rows(self, drafting: Mapping[int, Drafting]) -> list[tuple[RequestState, RowDemand, RowGrant]]:
+    def rows(self, budgets: Mapping[int, DraftBudget]) -> list[tuple[RequestState, Rows]]:
         """See `Queue.rows`; after a step that was too large for the device's memory prompts are read in smaller
         pieces.
         """
         own = self.config
         self.config = self.pressure.narrowed(own)
         try:
-            return super().rows(drafting)
+            return super().rows(budgets)
         finally:
             self.config = own
 
@@ -217,50 +195,53 @@ class Scheduler(Queue[RequestState]):
             for other in self.running.values()
         )
 
-    def _usable(self, state: RequestState, plan: DraftPlan) -> DraftPlan:
-        """No more draft tokens than can still be used: the round itself emits one token of the target's own.
+    def _usable(self, state: RequestState, budget: DraftBudget) -> DraftBudget:
+        """No more draft tokens than can still be used, and the probes that fit.
 
         The first token is never drafted, also where the last chunk of the prompt is a single token and looks like a
         decode step: neighbours decide where chunks end, and must not change what a request draws.
         """
-        most = max(0, state.num_remaining - 1) if state.has_emitted else 0
-        if self.pressure.is_tight and not plan.is_fixed:
-            most = 0
-        return plan if plan.num_draft <= most else replace(plan, num_draft=most)
+        if not budget.num_draft:
+            return budget
+        max_draft = max_useful_draft(state.num_remaining) if state.has_emitted else 0
+        if self.pressure.is_tight and not budget.is_fixed:
+            max_draft = 0
+        num_draft = min(budget.num_draft, max_draft)
+        num_probe = self._num_probe(state, budget.num_probe, num_draft)
+        if (num_draft, num_probe) == (budget.num_draft, budget.num_probe):
+            return budget
+        return budget._replace(num_draft=num_draft, num_probe=num_probe)
 
-    def _entry(
-        self, state: RequestState, demand: RowDemand, grant: RowGrant, decodes: bool, plan: DraftPlan
-    ) -> BatchEntry:
-        start = demand.held
-        probability = 1.0 if plan.spec is None else plan.spec.draft_probability
-        assert probability != "auto"
+    def _entry(self, state: RequestState, rows: Rows, decodes: bool, budget: DraftBudget) -> BatchEntry:
+        start = rows.held
         return BatchEntry(
             request=state.request,
             start=start,
-            pending=tuple(state.tokens[start : start + grant.num_pending]),
+            pending=tuple(state.tokens[start : start + rows.num_pending]),
             decodes=decodes,
-            num_draft=grant.num_draft,
+            num_draft=rows.num_draft,
             processors=state.processors,
             noise=state.noise,
-            draft_probability=probability,
+            draft_probability=budget.draft_probability,
             takes_trees=takes_trees(state.rule),
-            num_probe=grant.num_probe,
-            probe_depth=self.target.max_context_tokens - len(state.tokens) if grant.num_probe else 0,
-            option=plan.option,
-            num_prompt_rows=_num_prompt_rows(state, start, grant.num_pending - decodes),
-            next_token=None if decodes else state.tokens[start + grant.num_pending],
+            num_probe=rows.num_probe,
+            probe_depth=self.target.max_context_tokens - len(state.tokens) if rows.num_probe else 0,
+            option=budget.option,
+            num_prompt_rows=_num_prompt_rows(state, start, rows.num_pending - decodes),
+            next_token=None if decodes else state.tokens[start + rows.num_pending],
         )
 
-    def _num_probe(self, state: RequestState, plan: DraftPlan) -> int:
-        """Probes that fit behind the text and the draft tokens within the request's own length; none without a draft.
+    def _num_probe(self, state: RequestState, wanted: int, num_draft: int) -> int:
+        """Of `wanted` probes those that fit behind text and draft tokens within the request's length; none without a
+        draft.
 
         Neighbours have no say in it: what probes find changes later draft tokens, and so what a seed draws under most
         rules.
         """
-        if not plan.num_draft or plan.spec is None or not plan.spec.num_probe:
+        if not num_draft or not wanted:
             return 0
-        room = self.worst_case_tokens(state) - len(state.tokens) - plan.num_draft
-        return max(0, min(plan.spec.num_probe, room))
+        room = self.worst_case_tokens(state) - len(state.tokens) - num_draft
+        return max(0, min(wanted, room))
 
 
 def _num_prompt_rows(state: RequestState, start: int, num_rows: int) -> int:

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from foretoken.control.config import DEFAULT, ThreadConfig
 from foretoken.control.cost import CostTable
 from foretoken.control.threads import Threading, ThreadTuner, ways
 from foretoken.machine.neighbours import ContentionWatch
@@ -31,8 +32,8 @@ class StepThreads:
     steps, is the most from then on.
     """
 
-    def __init__(self, adapts: bool, watch: Watch = _watch) -> None:
-        self._adapts, self._watch = adapts, watch
+    def __init__(self, adapts: bool, watch: Watch = _watch, config: ThreadConfig = DEFAULT.threads) -> None:
+        self._adapts, self._watch, self._config = adapts, watch, config
         self._max_threads = 0
         self._tuner: ThreadTuner | None = None
         self._is_changed = False  # by the step that runs
@@ -53,7 +54,7 @@ class StepThreads:
             return
         num_threads = torch.get_num_threads()
         if num_threads != self._max_threads:
-            self._max_threads, self._tuner = num_threads, _tuner(num_threads)
+            self._max_threads, self._tuner = num_threads, _tuner(num_threads, self._config)
         if self._tuner is None:
             return
         is_contended = self._watch.is_contended(num_threads)
@@ -76,9 +77,9 @@ class StepThreads:
             self._tuner.observe(seconds, weight, time.perf_counter())
 
 
-def _tuner(max_threads: int) -> ThreadTuner | None:
+def _tuner(max_threads: int, config: ThreadConfig) -> ThreadTuner | None:
     """The tuner of what may be changed here, None where nothing may."""
     is_free = may_change()
     spins = waiting_of(os.environ) == "spin"
     found = ways(max_threads, is_free or spins, is_free or not spins, not names_number(os.environ))
-    return ThreadTuner(found) if len(found) > 1 else None
+    return ThreadTuner(found, config) if len(found) > 1 else None

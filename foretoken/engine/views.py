@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Sequence
 
 from foretoken.config import SpecConfig
-from foretoken.control.candidates import DraftBudget, NoDraftReason, RequestView, RoundOutcome, StepOutcome
+from foretoken.control.candidates import (
+    NO_DRAFT,
+    DraftBudget,
+    NoDraftReason,
+    RequestView,
+    RoundOutcome,
+    StepOutcome,
+    set_number,
+)
 from foretoken.control.chooser import Chooser
-from foretoken.control.routing import Routing
+from foretoken.control.routing import Routing, is_short
 from foretoken.core import Batch, BatchEntry, Draft, Verdict
 from foretoken.draft.group import GRAMMAR, DrafterGroup
 from foretoken.engine.request import RequestState
-from foretoken.engine.scheduler import DraftPlan
 
 
 def view_of(state: RequestState, drafters: DrafterGroup, now_s: float, routing: Routing) -> RequestView:
@@ -19,15 +26,16 @@ def view_of(state: RequestState, drafters: DrafterGroup, now_s: float, routing: 
     request, spec = state.request, state.request.spec
     params = request.params
     may_draft = state.has_emitted and bool(spec.drafter_options)
+    num_draft = set_number(spec)
     max_new_tokens = state.max_total_tokens - len(request.prompt_ids)
     disabled = drafters.disabled(state.request_id) if may_draft else frozenset[int]()
-    if may_draft and spec.num_draft == "auto" and routing.is_short(len(request.prompt_ids), max_new_tokens):
+    if may_draft and num_draft is None and is_short(len(request.prompt_ids), max_new_tokens, routing.rules):
         reads = [reads_prompt(option) for option in drafters.specs(state.request_id)]
         disabled |= routing.leaves_out(state.request_id, reads)
     return RequestView(
         request_id=state.request_id,
-        options=drafters.traits(state.request_id) if may_draft else (),
-        num_draft=None if spec.num_draft == "auto" else spec.num_draft,
+        options=drafters.options(state.request_id) if may_draft else (),
+        num_draft=num_draft,
         slice=params.slice,
         num_tokens=len(state.tokens),
         num_remaining=state.num_remaining,
@@ -43,22 +51,24 @@ def reads_prompt(spec: SpecConfig) -> bool:
     return spec.draft is not None or any(reads_prompt(part) for part in spec.configs)
 
 
-def plan_of(state: RequestState, budget: DraftBudget, drafters: DrafterGroup) -> DraftPlan:
-    """What a request may draft under its budget."""
+def budget_of(state: RequestState, budget: DraftBudget, drafters: DrafterGroup) -> DraftBudget:
+    """A request's budget, with what the configuration of its option says."""
     if budget.option is None:
-        return DraftPlan()
+        return budget
     specs = drafters.specs(state.request_id)
-    is_open = state.request.spec.num_draft == "auto" or len(specs) > 1
+    is_open = set_number(state.request.spec) is None or len(specs) > 1
     seeded = state.request.params.seed is not None and state.rule not in ("greedy", "coupled")
-    return DraftPlan(budget.num_draft, budget.option, specs[budget.option], is_fixed=seeded and not is_open)
+    spec = specs[budget.option]
+    assert spec.draft_probability != "auto"
+    return DraftBudget(*budget[:2], spec.num_probe, spec.draft_probability, is_fixed=seeded and not is_open)
 
 
-def fixed_plan(state: RequestState, drafters: DrafterGroup) -> DraftPlan:
+def fixed_budget(state: RequestState, drafters: DrafterGroup) -> DraftBudget:
     """What a request may draft when the control raised: what its caller set stands, what is left open is nothing."""
-    num_draft, specs = state.request.spec.num_draft, drafters.specs(state.request_id)
-    if num_draft == "auto" or len(specs) != 1:
-        return DraftPlan()
-    return plan_of(state, DraftBudget(0, num_draft), drafters)
+    num_draft = set_number(state.request.spec)
+    if num_draft is None or len(drafters.specs(state.request_id)) != 1:
+        return NO_DRAFT
+    return budget_of(state, DraftBudget(0, num_draft), drafters)
 
 
 def why_none(entry: BatchEntry, num_drafted: int, chooser: Chooser, failed: Collection[int]) -> NoDraftReason | None:
@@ -89,10 +99,10 @@ def outcome_of(
     for round_ in rounds:
         if round_.budget.option is not None and round_.budget.num_draft:
             key = drafters.keys(round_.request_id)[round_.budget.option]
-            traits = drafters.traits(round_.request_id)[round_.budget.option]
-            if not traits.previews:
-                draft_s[traits.drafter] = drafters.spent_s.get(key, 0.0)
-                num_read[traits.drafter] = drafters.num_read_tokens.get(key, 0)
+            option = drafters.options(round_.request_id)[round_.budget.option]
+            if not option.shows:
+                draft_s[option.drafter] = drafters.spent_s.get(key, 0.0)
+                num_read[option.drafter] = drafters.num_read_tokens.get(key, 0)
     return StepOutcome(
         rounds=rounds,
         only_decodes=only_decodes(batch) and not is_trial,

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from foretoken.control.candidates import NO_DRAFT, DraftBudget, RoundOutcome, StepOutcome
 from foretoken.control.chooser import Chooser
-from foretoken.control.policy import PolicyConfig
+from foretoken.control.config import DEFAULT, PolicyConfig
 from foretoken.control.previews import Preview, PreviewAsk, Previews
-from foretoken.control.queue import Drafting, Queue
+from foretoken.control.queue import Queue
 from foretoken.plan.profile import Profile
 from foretoken.simulate.records import Record, Round
 from foretoken.simulate.setting import Limits, SimSetting
@@ -89,7 +89,7 @@ class SimEngine:
     setting: SimSetting
     limits: Limits
     watch: Callable[[Step], None] | None = None
-    config: PolicyConfig | None = None
+    config: PolicyConfig = DEFAULT
     clock_s: float = 0.0
     busy_s: float = 0.0
     num_steps: int = 0
@@ -167,15 +167,14 @@ class SimEngine:
 
     def _parts(self, budgets: dict[int, DraftBudget]) -> list[_Part]:
         """What each request does in the step, most urgent first, those that decode before those that read."""
-        drafting = {request_id: Drafting(budget.num_draft) for request_id, budget in budgets.items()}
         decode: list[_Part] = []
         read: list[_Part] = []
-        for request, demand, grant in self.queue.rows(drafting):
-            if demand.decodes:
-                budget = DraftBudget(budgets[request.index].option, grant.num_draft)
-                decode.append(_Part(request, True, 0, budget, request.draft_round(*budget)))
-            elif grant.num_pending:
-                read.append(_Part(request, False, grant.num_pending))
+        for request, rows in self.queue.rows(budgets):
+            if rows.decodes:
+                budget = DraftBudget(budgets[request.index].option, rows.num_draft)
+                decode.append(_Part(request, True, 0, budget, request.draft_round(budget.option, budget.num_draft)))
+            elif rows.num_pending:
+                read.append(_Part(request, False, rows.num_pending))
         return decode + read
 
     def _run(self, parts: Sequence[_Part], previews: Previews) -> tuple[StepOutcome, float]:

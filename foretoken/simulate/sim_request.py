@@ -11,7 +11,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from foretoken.control.candidates import OptionTraits, RequestView
+from foretoken.control.candidates import DrafterOption, RequestView
 from foretoken.control.queue import Urgency, urgency
 from foretoken.errors import CapacityError, InputError
 from foretoken.simulate.arrivals import Chances, Job
@@ -36,7 +36,7 @@ class SimRequest:
     draws: tuple[float, ...]  # [output tokens] uniforms: whether a draft token of this token would be right
     output_tokens: int
     urgency: Urgency
-    traits: tuple[OptionTraits, ...] = ()
+    options: tuple[DrafterOption, ...] = ()
     tokens: int = 0
     num_preempted: int = 0
     read_by: set[int] = field(default_factory=set)
@@ -71,7 +71,7 @@ class SimRequest:
         deadline_s = self.job.deadline_s
         return RequestView(
             request_id=self.index,
-            options=self.traits if self.has_emitted else (),
+            options=self.options if self.has_emitted else (),
             num_draft=self.setting.num_draft,
             num_tokens=self.tokens,
             num_remaining=self.output_tokens - self.num_emitted,
@@ -135,9 +135,9 @@ def start(index: int, job: Job, setting: SimSetting, limits: Limits, seed: int, 
         draws=draws,
         output_tokens=output_tokens,
         urgency=urgency(index, job.arrival_s, job.priority, job.deadline_s, limits.aging_s),
-        traits=tuple(
-            OptionTraits(drafter, previews=isinstance(source, Record) and bool(source.previews))
-            for drafter, source in zip(setting.drafters, sources, strict=True)
+        options=tuple(
+            DrafterOption(number, drafter, shows=isinstance(source, Record) and bool(source.previews))
+            for number, (drafter, source) in enumerate(zip(setting.drafters, sources, strict=True))
         ),
         tokens=job.prompt_tokens,
     )

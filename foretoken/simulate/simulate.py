@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from foretoken.control.policy import PolicyConfig
+from foretoken.control.config import DEFAULT, PolicyConfig
 from foretoken.errors import ConfigError
 from foretoken.option import check_fields, option
 from foretoken.plan.profile import Profile
@@ -52,7 +52,7 @@ def simulate(
     fleet: Fleet | None = None,
     known: Known | None = None,
     watch: Callable[[Step], None] | None = None,
-    config: PolicyConfig | None = None,
+    config: PolicyConfig = DEFAULT,
 ) -> Ended:
     """Run `jobs`, in order of arrival, to their end; the same arguments give the same result.
 

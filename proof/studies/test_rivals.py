@@ -11,8 +11,9 @@ import pytest
 
 from foretoken.bench.batches import run_batches
 from foretoken.bench.load_options import LoadOptions, LoadPhase
-from foretoken.control.candidates import DrafterOption, RequestOptions
-from foretoken.control.policy import BudgetPolicy, Policy
+from foretoken.control.candidates import DraftBudget, DrafterOption, RequestView
+from foretoken.control.chooser import Policy
+from foretoken.control.policy import BudgetPolicy
 from foretoken.control.previews import Preview
 from foretoken.errors import InputError
 from studies.rivals import __main__ as study_module
@@ -23,11 +24,11 @@ from tests.helpers.control import observe, options_of, plan
 MAKERS: list[Callable[[], Policy]] = [BatchTable, EmaPolicy, HeuristicPolicy, BudgetPolicy]
 
 
-def requests_of(batch: int, most: int = 24, is_open: bool = True) -> list[RequestOptions]:
+def requests_of(batch: int, most: int = 24, is_open: bool = True) -> list[RequestView]:
     return [options_of(request, "d", most, is_open) for request in range(batch)]
 
 
-def numbers(policy: Policy, asked: list[RequestOptions]) -> list[int]:
+def numbers(policy: Policy, asked: list[RequestView]) -> list[int]:
     return [budget.num_draft for budget in plan(policy, asked)]
 
 
@@ -145,11 +146,11 @@ def test_a_plan_does_not_depend_on_what_its_round_brings(make: Callable[[], Poli
 def test_draft_tokens_that_a_drafter_shows_count_as_far_as_they_were_used() -> None:
     """Five are shown, three used: the fourth one, right too, is no news."""
     preview = Preview((-1, 0, 1, 2, 3), (0.9,) * 5, (7,) * 5)
-    asked = [RequestOptions(0, (DrafterOption(1, "d", 5, preview=preview), DrafterOption(0, "other", 9)))]
+    asked = [RequestView(0, (DrafterOption(1, "d", 5, preview=preview), DrafterOption(0, "other", 9)))]
     heuristic, ema = HeuristicPolicy(3), EmaPolicy({1: (3,)})
     for rule in (heuristic, ema):
         (budget,) = plan(rule, asked)
-        assert budget == (1, 3)
+        assert budget == DraftBudget(1, 3)
         rule.observe_preview(0, "d", preview, [True, True, True, True, False])
     assert numbers(heuristic, requests_of(1)) == [5]
     assert ema._accepted == [3]

@@ -15,7 +15,7 @@ import pytest
 from foretoken import LLM, SamplingParams, SpecConfig
 from foretoken.bench import profile as profile_module
 from foretoken.bench.workload import slices
-from foretoken.control.policy import Policy
+from foretoken.control.chooser import Policy
 from foretoken.core import StepOutput
 from foretoken.engine.adviser import Adviser
 from foretoken.engine.request import RequestState

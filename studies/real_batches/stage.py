@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from foretoken import LLM, SamplingParams, SpecConfig
-from foretoken.control.policy import Policy
+from foretoken.control.chooser import Policy
 from foretoken.engine.stats import RequestStats
 from foretoken.machine.neighbours import OtherLoad
 

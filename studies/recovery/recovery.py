@@ -21,7 +21,7 @@ from foretoken.bench.load_options import LoadOptions
 from foretoken.bench.load_run import announce, make_report, opened
 from foretoken.bench.progress import Tell, progress
 from foretoken.config import SamplingParams, SpecConfig
-from foretoken.control.policy import PolicyConfig
+from foretoken.control.config import PolicyConfig
 from foretoken.draft.group import drafter_key
 from foretoken.engine.request import RequestState
 from foretoken.measure.report import Report, Table

@@ -12,9 +12,9 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
-from foretoken.control.candidates import NO_DRAFT, DraftBudget, NoDraftReason, RequestOptions, StepOutcome
+from foretoken.control.candidates import NO_DRAFT, DraftBudget, Mode, NoDraftReason, RequestView, StepOutcome
+from foretoken.control.chooser import Policy
 from foretoken.control.cost import CostTable
-from foretoken.control.policy import Mode, Policy
 from foretoken.control.previews import Preview
 from foretoken.errors import InputError
 from foretoken.params import is_count
@@ -40,7 +40,7 @@ class _RivalPolicy(ABC):
         self.target_cost = CostTable()
         self._granted: dict[int, int] = {}  # draft tokens of the last planned round, by request with an open number
 
-    def plan(self, requests: Sequence[RequestOptions]) -> list[DraftBudget]:
+    def plan(self, requests: Sequence[RequestView]) -> list[DraftBudget]:
         """The policy's number for every request that left it open, at most what its drafter can use."""
         drafting = {request.request_id for request in requests if request.is_open and request.options}
         numbers = self._numbers_for(requests)
@@ -98,7 +98,7 @@ class _RivalPolicy(ABC):
         self._granted.pop(request_id, None)
 
     @abstractmethod
-    def _numbers_for(self, requests: Sequence[RequestOptions]) -> list[int]:
+    def _numbers_for(self, requests: Sequence[RequestView]) -> list[int]:
         """A number for each request."""
 
     def _saw(self, request_id: int, num_drafted: int, num_accepted: float) -> None:
@@ -125,7 +125,7 @@ class BatchTable(_RivalPolicy):
         super().__init__()
         self.table = dict(sorted(table.items()))
 
-    def _numbers_for(self, requests: Sequence[RequestOptions]) -> list[int]:
+    def _numbers_for(self, requests: Sequence[RequestView]) -> list[int]:
         return [self.table[_slot(tuple(self.table), len(requests))]] * len(requests)
 
 
@@ -185,7 +185,7 @@ class EmaPolicy(_RivalPolicy):
         self._last: _StepSlot | None = None
         self._accepted: list[float] = []
 
-    def _numbers_for(self, requests: Sequence[RequestOptions]) -> list[int]:
+    def _numbers_for(self, requests: Sequence[RequestView]) -> list[int]:
         if self._last is not None:
             self._last.take_in(self._accepted)
         self._accepted = []
@@ -215,7 +215,7 @@ class HeuristicPolicy(_RivalPolicy):
         super().finish(request_id)
         self._numbers.pop(request_id, None)
 
-    def _numbers_for(self, requests: Sequence[RequestOptions]) -> list[int]:
+    def _numbers_for(self, requests: Sequence[RequestView]) -> list[int]:
         return [self._numbers.get(request.request_id, self.first) for request in requests]
 
     def _saw(self, request_id: int, num_drafted: int, num_accepted: float) -> None:
@@ -256,9 +256,9 @@ def _slot(sizes: Sequence[int], batch: int) -> int:
     return sizes[max(0, bisect_right(sizes, batch) - 1)]
 
 
-def _granted(request: RequestOptions, number: int) -> DraftBudget:
+def _granted(request: RequestView, number: int) -> DraftBudget:
     if not request.options:
         return NO_DRAFT
     option = request.options[0]
-    count = min(number, option.most) if request.is_open else option.most
+    count = min(number, option.max_draft) if request.is_open else option.max_draft
     return DraftBudget(option.number, count) if count else NO_DRAFT

@@ -11,7 +11,7 @@ from statistics import median
 import torch
 
 from foretoken.config import SamplingParams, SpecConfig
-from foretoken.control.policy import PolicyConfig
+from foretoken.control.config import PolicyConfig
 from foretoken.control.previews import Preview
 from foretoken.core import Batch, BatchEntry, Request, Verdict, empty_draft
 from foretoken.draft.base import Feedback

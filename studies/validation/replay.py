@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from foretoken.config import SamplingParams, SpecConfig
-from foretoken.control.policy import BudgetPolicy, Policy
+from foretoken.control.chooser import Policy
+from foretoken.control.policy import BudgetPolicy
 from foretoken.core import StepOutput
 from foretoken.draft.base import Drafter
 from foretoken.engine.engine import Engine

@@ -107,8 +107,7 @@ def _write(study: Study, outcomes: list[Outcome], command: str, interrupted: boo
         "ablations": {
             one.name: {
                 "about": one.about,
-                "config": one.config,
-                "constants": {name: "changed" if callable(value) else value for name, value in one.constants.items()},
+                "dials": one.dials,
             }
             for one in study.ablations
         },

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from foretoken.control.policy import PolicyConfig
+from foretoken.control.config import DEFAULT, PolicyConfig
 from foretoken.control.previews import Preview
 from foretoken.plan.profile import DrafterCost, Profile
 from foretoken.simulate.arrivals import Job
@@ -46,7 +46,7 @@ class Machine:
 
     profile: Profile
     noise: float = 0.0
-    config: PolicyConfig | None = None
+    config: PolicyConfig = DEFAULT
 
 
 @dataclass

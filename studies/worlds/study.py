@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from foretoken.plan.profile import Profile
-from studies.worlds.ablations import FULL, Ablation, applied
+from studies.worlds.ablations import FULL, Ablation
 from studies.worlds.data import Recording
 from studies.worlds.simulator import FIXED, PLAIN, Machine, known_of, run
 from studies.worlds.worlds import World
@@ -77,8 +77,7 @@ class Study:
         outcomes = []
         for setting, ablation in plans:
             machine = Machine(self.profiles[world.profile], self.noise, ablation.policy_config())
-            with applied(ablation):
-                found = [run(world, setting, machine, known, answer_tokens, seed) for seed in range(self.seeds)]
+            found = [run(world, setting, machine, known, answer_tokens, seed) for seed in range(self.seeds)]
             outcomes.append(
                 Outcome(
                     world.name,

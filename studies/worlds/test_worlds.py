@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import gzip
-import importlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -10,12 +9,12 @@ import pytest
 
 from foretoken import LLM, SamplingParams, SpecConfig
 from foretoken.bench.batch_prompts import asks
-from foretoken.control.policy import PolicyConfig
 from foretoken.plan.profile import Curve, DrafterCost, Profile
 from foretoken.simulate.records import Records
+from studies.dials.dials import named_dials
 from studies.worlds import __main__ as command
 from studies.worlds import data, record
-from studies.worlds.ablations import ABLATIONS, Ablation, applied
+from studies.worlds.ablations import ABLATIONS, Ablation
 from studies.worlds.data import Look, Looks, RecordedAnswer, Recording
 from studies.worlds.profiles import smallest
 from studies.worlds.simulator import Machine, known_of, noisy, run
@@ -153,21 +152,15 @@ def test_scatter_is_the_same_for_the_same_seed_and_right_on_average() -> None:
 
 
 @pytest.mark.parametrize("ablation", ABLATIONS, ids=lambda one: one.name)
-def test_an_ablation_changes_what_there_is_and_puts_it_back(ablation: Ablation) -> None:
-    names = [name.rpartition(".") for name in ablation.constants]
-    modules = [(importlib.import_module(f"foretoken.control.{module}"), constant) for module, _, constant in names]
-    before = [getattr(module, constant) for module, constant in modules]
-    with applied(ablation):
-        inside = [getattr(module, constant) for module, constant in modules]
-    assert all(one != other for one, other in zip(before, inside, strict=True))
-    assert (ablation.policy_config() != PolicyConfig()) == bool(ablation.config)
-    assert ablation.config or ablation.constants
-    assert before == [getattr(module, constant) for module, constant in modules]
+def test_an_ablation_changes_every_dial_that_it_names(ablation: Ablation) -> None:
+    assert ablation.dials
+    assert len(set(named_dials(ablation.policy_config())) - set(named_dials())) == len(ablation.dials)
 
 
 def test_an_ablation_of_what_is_not_there_is_refused() -> None:
-    with pytest.raises(AttributeError), applied(Ablation("x", "", constants={"policy._NOT_THERE": 1})):
-        pass
+    for name in ("not_there", "cost.not_there", "nor.this"):
+        with pytest.raises((TypeError, AttributeError)):
+            Ablation("x", "", {name: 1}).policy_config()
 
 
 def test_comparisons_are_geometric_means_with_their_extremes() -> None:

@@ -10,7 +10,8 @@ from foretoken.bench.measure import Answer, SpeedSample, SpeedSetting
 from foretoken.bench.speed_rows import SpeedRow, summarise
 from foretoken.bench.workload import Prompt
 from foretoken.config import SamplingParams, SpecConfig
-from foretoken.control.policy import BudgetPolicy, Policy
+from foretoken.control.chooser import Policy
+from foretoken.control.policy import BudgetPolicy
 from foretoken.core import StepOutput
 from foretoken.draft.base import Drafter, DrafterKey
 from foretoken.engine.stats import EngineStats, RequestStats, RoundCounts

@@ -7,12 +7,13 @@ import random
 
 import pytest
 
-from foretoken.control.budget import Allocation, Candidate, Demand, DraftSeconds, StepSeconds, allocate
+from foretoken.control.budget import Allocation, DraftSeconds, StepSeconds, allocate
+from foretoken.control.candidates import Candidate
 
 
 def choose(candidates: list[list[Candidate]], step_s: StepSeconds, draft_s: DraftSeconds) -> Allocation:
     """The allocation for requests with these candidates, a long-run rate not known."""
-    return allocate([Demand(tuple(own)) for own in candidates], step_s, draft_s)
+    return allocate(candidates, [1.0] * len(candidates), step_s, draft_s)
 
 
 def tokens_per_s(found: Allocation) -> float:
@@ -132,8 +133,8 @@ def test_equal_drafters_are_told_apart_by_their_order() -> None:
 
 def test_draft_tokens_are_valued_at_the_long_run_rate() -> None:
     """A step that is better than the others takes fewer draft tokens than by its own ratio of tokens and seconds."""
-    demands = [Demand((chain("d", 0.8, 16),))]
-    alone, late = (allocate(demands, lambda _: 1.0, lambda _, n: 0.05 * n, rate) for rate in (0.0, 6.0))
+    own = [[chain("d", 0.8, 16)]]
+    alone, late = (allocate(own, [1.0], lambda _: 1.0, lambda _, n: 0.05 * n, rate) for rate in (0.0, 6.0))
     # The k-th draft token adds 0.8^k tokens and 0.05 s: worth 0.3 tokens at 6 tokens a second.
     assert alone.budgets == (8,)
     assert late.budgets == (5,)
@@ -143,20 +144,15 @@ def test_a_request_that_counts_more_is_given_more() -> None:
     def step_s(rows: float) -> float:
         return max(1.0, rows / 8)
 
-    own = (chain("d", 0.7, 8),)
-    found = allocate([Demand(own, 3.0), Demand(own), Demand(own)], step_s, lambda *_: 0.0)
+    found = allocate([[chain("d", 0.7, 8)]] * 3, [3.0, 1.0, 1.0], step_s, lambda *_: 0.0)
     assert found.budgets[0] > max(found.budgets[1:])
 
 
 def test_each_request_takes_the_candidate_that_pays_best_for_it() -> None:
-    demands = [
-        Demand((chain("a", 0.9, 8), chain("b", 0.3, 8))),
-        Demand((chain("a", 0.2, 8), chain("b", 0.8, 8))),
-        Demand((chain("a", 0.01, 8), chain("b", 0.01, 8))),
-    ]
-    assert allocate(demands, lambda rows: 1.0 + 0.05 * rows, lambda *_: 0.01).picks == (0, 1, None)
+    own = [[chain("a", a, 8), chain("b", b, 8)] for a, b in ((0.9, 0.3), (0.2, 0.8), (0.01, 0.01))]
+    assert choose(own, lambda rows: 1.0 + 0.05 * rows, lambda *_: 0.01).picks == (0, 1, None)
 
 
 def test_what_a_new_drafter_reads_first_is_counted() -> None:
-    cheap, late = (Demand((chain("d", 0.6, 4, entry_s=entry_s),)) for entry_s in (0.0, 5.0))
-    assert [allocate([one], lambda _: 1.0, lambda *_: 0.0).budgets for one in (cheap, late)] == [(4,), (0,)]
+    cheap, late = ([chain("d", 0.6, 4, entry_s=entry_s)] for entry_s in (0.0, 5.0))
+    assert [choose([one], lambda _: 1.0, lambda *_: 0.0).budgets for one in (cheap, late)] == [(4,), (0,)]

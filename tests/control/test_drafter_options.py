@@ -8,8 +8,9 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from foretoken.control.candidates import DraftBudget, DrafterOption, RequestOptions
-from foretoken.control.policy import BudgetPolicy, PolicyConfig
+from foretoken.control.candidates import DraftBudget, DrafterOption, RequestView
+from foretoken.control.config import PolicyConfig
+from foretoken.control.policy import BudgetPolicy
 from foretoken.control.previews import Preview
 from tests.helpers.control import observe, plan
 
@@ -50,7 +51,7 @@ class World:
         return next((i for i in range(most) if self.rng.random() >= chance), most)
 
 
-Choose = Callable[[list[RequestOptions]], list[DraftBudget]]
+Choose = Callable[[list[RequestView]], list[DraftBudget]]
 
 
 def run(
@@ -68,7 +69,7 @@ def run(
             look = Preview(tuple(range(-1, number - 1)), tuple(0.8 ** (k + 1) for k in range(number)))
             said.append((text, world.kept(text.copied, number)))
             arms = [DrafterOption(LOOKUP, "lookup", number, preview=look)] if number else []
-            wishes.append(RequestOptions(b, (*arms, DrafterOption(MODEL, "model", MAX_NUM_DRAFT)), num_tokens=100))
+            wishes.append(RequestView(b, (*arms, DrafterOption(MODEL, "model", MAX_NUM_DRAFT)), num_tokens=100))
         if choose is None:
             step(world, policy, wishes, said, plan(policy, wishes), started)
         else:
@@ -81,7 +82,7 @@ def run(
 def step(
     world: World,
     policy: BudgetPolicy | None,
-    wishes: list[RequestOptions],
+    wishes: list[RequestView],
     said: list[tuple[Text, int]],
     grants: list[DraftBudget],
     started: set[int],
@@ -101,7 +102,9 @@ def step(
         kept = 0
         for arm in wish.options:
             if policy is not None and arm.preview is not None:
-                right = [True] * copied + [False] * (copied < arm.most) + [None] * max(0, arm.most - copied - 1)
+                right = (
+                    [True] * copied + [False] * (copied < arm.max_draft) + [None] * max(0, arm.max_draft - copied - 1)
+                )
                 # No more is known of the text than came out.
                 emits = min(copied, grant.num_draft if grant.option == LOOKUP else 0) + 1
                 found = [r if k < emits else None for k, r in enumerate(right)]
@@ -120,7 +123,10 @@ def step(
 
 def fixed(arm: int, count: int) -> Choose:
     return lambda wishes: [
-        next((DraftBudget(a.number, min(count, a.most)) for a in wish.options if a.number == arm), DraftBudget(None, 0))
+        next(
+            (DraftBudget(a.number, min(count, a.max_draft)) for a in wish.options if a.number == arm),
+            DraftBudget(None, 0),
+        )
         for wish in wishes
     ]
 
@@ -187,7 +193,7 @@ def test_another_drafter_takes_over_within_fifty_rounds() -> None:
                 look = Preview(tuple(range(-1, number - 1)), tuple(0.8 ** (k + 1) for k in range(number)))
                 said.append((text, world.kept(text.copied, number)))
                 arms = [DrafterOption(LOOKUP, "lookup", number, preview=look)] if number else []
-                wishes.append(RequestOptions(b, (*arms, DrafterOption(MODEL, "model", MAX_NUM_DRAFT)), num_tokens=100))
+                wishes.append(RequestView(b, (*arms, DrafterOption(MODEL, "model", MAX_NUM_DRAFT)), num_tokens=100))
             grants = plan(policy, wishes)
             chosen.append([grant.option if grant.num_draft else None for grant in grants])
             step(world, policy, wishes, said, grants, started)

@@ -10,7 +10,8 @@ from collections.abc import Callable
 import pytest
 
 from foretoken.control.candidates import weight_of
-from foretoken.control.policy import BudgetPolicy, PolicyConfig
+from foretoken.control.config import PolicyConfig
+from foretoken.control.policy import BudgetPolicy
 from foretoken.control.previews import Preview
 from foretoken.plan.profile import Curve
 from tests.helpers.control import observe, options_of, plan
@@ -125,7 +126,7 @@ def test_requests_of_one_batch_are_told_apart() -> None:
 def test_load_takes_draft_tokens_away_and_gives_them_back() -> None:
     world = World(free=12)
     policy = run(world, lambda *_: 0.7, 100, 24)
-    assert sum(num_draft for _, num_draft in plan(policy, [options_of(b, "d", MOST) for b in range(24)])) <= 12
+    assert sum(own.num_draft for own in plan(policy, [options_of(b, "d", MOST) for b in range(24)])) <= 12
     alone = World(free=12)
     policy = run(alone, lambda *_: 0.7, 100, 1)
     assert plan(policy, [options_of(0, "d", MOST)])[0].num_draft >= 3

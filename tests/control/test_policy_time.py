@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import pytest
 
 from foretoken.control import policy as module
-from foretoken.control.candidates import DraftBudget, DrafterOption, RequestOptions, StepOutcome
+from foretoken.control.candidates import DraftBudget, DrafterOption, RequestView, StepOutcome
 from foretoken.control.policy import BudgetPolicy
 from foretoken.control.previews import Preview
 from tests.helpers.control import observe, options_of, plan
@@ -23,7 +23,7 @@ def learn(policy: BudgetPolicy, rounds: int, num_draft: int, target_s: float, dr
         )
 
 
-def plain_steps(policy: BudgetPolicy, requests: list[RequestOptions], rounds: int, target_s: float = 1.0) -> None:
+def plain_steps(policy: BudgetPolicy, requests: list[RequestView], rounds: int, target_s: float = 1.0) -> None:
     """Rounds in which nothing is drafted, whatever was planned."""
     for _ in range(rounds):
         plan(policy, requests)
@@ -121,7 +121,7 @@ def test_numbers_that_were_set_are_not_charged_to_those_left_open() -> None:
     """
     policy = BudgetPolicy()
     options = tuple(DrafterOption(number, drafter, 4) for number, drafter in enumerate("ab"))
-    requests = [RequestOptions(0, options, is_open=False)]
+    requests = [RequestView(0, options, num_draft=4)]
     for turn in range(60):
         policy.begin([0])
         assert turn < 8 or policy._mode == "decide"  # but for the first step without open draft tokens

@@ -10,8 +10,7 @@ from itertools import pairwise
 import pytest
 
 from foretoken.control.queue import (
-    RowDemand,
-    RowGrant,
+    Rows,
     SchedulerConfig,
     chunks,
     fixed_rows,
@@ -28,6 +27,11 @@ from foretoken.errors import ConfigError
 def blocks_of(size: int) -> Callable[[int], int]:
     """Footprints of a cache in blocks."""
     return lambda tokens: -(-tokens // size) * size
+
+
+def granted(rows: list[Rows]) -> list[tuple[int, int, int]]:
+    """Committed tokens, draft tokens and probes of each."""
+    return [(own.num_pending, own.num_draft, own.num_probe) for own in rows]
 
 
 def test_order_of_service() -> None:
@@ -76,27 +80,27 @@ def test_chunks(missing: list[int], budget: int, expected: list[int]) -> None:
 
 def test_the_budget_of_a_step() -> None:
     """Those who decode first, then draft tokens, then prompts with the rest, which is a quarter at least."""
-    decode, prompt = RowDemand(50, 1, True, num_draft=6), RowDemand(0, 100, False)
+    decode, prompt = Rows(50, 1, True, num_draft=6), Rows(0, 100, False)
     config = SchedulerConfig(4, 64, max_step_tokens=22)
-    assert within_budget([decode, decode, prompt], config) == [RowGrant(1, 6), RowGrant(1, 6), RowGrant(8)]
-    assert within_budget([decode, decode, decode, prompt], config) == [
-        RowGrant(1, 6),
-        RowGrant(1, 6),
-        RowGrant(1, 3),
-        RowGrant(4),
+    assert granted(within_budget([decode, decode, prompt], config)) == [(1, 6, 0), (1, 6, 0), (8, 0, 0)]
+    assert granted(within_budget([decode, decode, decode, prompt], config)) == [
+        (1, 6, 0),
+        (1, 6, 0),
+        (1, 3, 0),
+        (4, 0, 0),
     ]
-    assert within_budget([decode, decode, decode], config) == [RowGrant(1, 6), RowGrant(1, 6), RowGrant(1, 6)]
-    assert within_budget([decode, RowDemand(0, 2, False)], config) == [RowGrant(1, 6), RowGrant(2)]
-    assert within_budget([prompt], config) == [RowGrant(22)]
-    assert within_budget([decode, decode, prompt], SchedulerConfig(4, 64)) == [
-        RowGrant(1, 6),
-        RowGrant(1, 6),
-        RowGrant(64),
+    assert granted(within_budget([decode, decode, decode], config)) == [(1, 6, 0), (1, 6, 0), (1, 6, 0)]
+    assert granted(within_budget([decode, Rows(0, 2, False)], config)) == [(1, 6, 0), (2, 0, 0)]
+    assert granted(within_budget([prompt], config)) == [(22, 0, 0)]
+    assert granted(within_budget([decode, decode, prompt], SchedulerConfig(4, 64))) == [
+        (1, 6, 0),
+        (1, 6, 0),
+        (64, 0, 0),
     ]
-    probing = RowDemand(50, 1, True, num_draft=3, num_probe=9)
-    assert within_budget([probing, probing], SchedulerConfig(2, 64, max_step_tokens=14)) == [
-        RowGrant(1, 3, 9),
-        RowGrant(1, 0, 0),
+    probing = Rows(50, 1, True, num_draft=3, num_probe=9)
+    assert granted(within_budget([probing, probing], SchedulerConfig(2, 64, max_step_tokens=14))) == [
+        (1, 3, 9),
+        (1, 0, 0),
     ]
 
 
@@ -104,43 +108,41 @@ def test_what_a_seed_draws_with_is_no_neighbours_business() -> None:
     """`fixed` draft tokens: the same number alone and in any company, never so many that the step grows too large."""
     config = SchedulerConfig(4, 64, max_step_tokens=36)
     own, other, prompt = (
-        RowDemand(9, 1, True, num_draft=20, fixed=True),
-        RowDemand(9, 1, True, num_draft=20),
-        RowDemand(0, 500, False),
+        Rows(9, 1, True, num_draft=20, is_fixed=True),
+        Rows(9, 1, True, num_draft=20),
+        Rows(0, 500, False),
     )
     assert fixed_rows(config) == 6
     for company in ([], [other] * 3, [own] * 3, [prompt] * 3, [own, other, prompt]):
         for place in range(len(company) + 1):
             grants = within_budget([*company[:place], own, *company[place:]], config)
-            assert grants[place] == RowGrant(1, 6)
+            assert granted(grants[place : place + 1]) == [(1, 6, 0)]
             assert sum(grant.num_rows for grant in grants) <= 36
 
 
 def test_a_full_cache() -> None:
     """Draft tokens go first, the latest ones; then what is read, latest first; then somebody has to give way."""
     size = blocks_of(4)
-    first, second, reader = RowDemand(7, 1, True, 4), RowDemand(10, 1, True, 4), RowDemand(4, 20, False)
-    asks, grants = [first, second, reader], [RowGrant(1, 4), RowGrant(1, 4), RowGrant(12)]
-    assert growth_tokens(asks, grants, size) == 4 + 4 + 12
-    assert within_cache(asks, grants, 20, size) == grants
-    assert within_cache(asks, grants, 16, size) == [
-        RowGrant(1, 4),
-        RowGrant(1, 1),
-        RowGrant(12),
-    ]  # one draft token costs no block
-    assert within_cache(asks, grants, 12, size) == [RowGrant(1, 0), RowGrant(1, 1), RowGrant(12)]
-    assert within_cache(asks, grants, 8, size) == [RowGrant(1, 0), RowGrant(1, 1), RowGrant(8)]
-    assert within_cache(asks, grants, 0, size) == [RowGrant(1, 0), RowGrant(1, 1), RowGrant(0)]
-    assert (
-        within_cache([RowDemand(8, 1, True), second, reader], [RowGrant(1), RowGrant(1), RowGrant(12)], 0, size) is None
-    )
-    assert within_cache([reader, first], [RowGrant(12), RowGrant(1)], 4, size) == [RowGrant(4), RowGrant(1)]
-    assert (
-        within_cache([reader, first], [RowGrant(12), RowGrant(1)], 0, size) is None
-    )  # the most urgent reads on; the other gives way
-    fixed = RowDemand(7, 1, True, 4, fixed=True)
-    assert within_cache([first, fixed], [RowGrant(1, 4), RowGrant(1, 4)], 4, size) == [RowGrant(1, 0), RowGrant(1, 4)]
-    assert within_cache([fixed, fixed], [RowGrant(1, 4), RowGrant(1, 4)], 4, size) is None
+
+    def fitting(rows: list[Rows], free_tokens: int) -> list[tuple[int, int, int]] | None:
+        found = within_cache(rows, free_tokens, size)
+        return None if found is None else granted(found)
+
+    first, second, reader = Rows(7, 1, True, 4), Rows(10, 1, True, 4), Rows(4, 12, False)
+    rows = [first, second, reader]
+    assert growth_tokens(rows, size) == 4 + 4 + 12
+    assert within_cache(rows, 20, size) == rows
+    assert fitting(rows, 16) == [(1, 4, 0), (1, 1, 0), (12, 0, 0)]  # one draft token costs no block
+    assert fitting(rows, 12) == [(1, 0, 0), (1, 1, 0), (12, 0, 0)]
+    assert fitting(rows, 8) == [(1, 0, 0), (1, 1, 0), (8, 0, 0)]
+    assert fitting(rows, 0) == [(1, 0, 0), (1, 1, 0), (0, 0, 0)]
+    assert fitting([Rows(8, 1, True), second._replace(num_draft=0), reader], 0) is None
+    alone = first._replace(num_draft=0)
+    assert fitting([reader, alone], 4) == [(4, 0, 0), (1, 0, 0)]
+    assert fitting([reader, alone], 0) is None  # the most urgent reads on; the other gives way
+    fixed = Rows(7, 1, True, 4, is_fixed=True)
+    assert fitting([first, fixed], 4) == [(1, 0, 0), (1, 4, 0)]
+    assert fitting([fixed, fixed], 4) is None
 
 
 @pytest.mark.parametrize("size", [1, 4, 32])
@@ -157,8 +159,8 @@ def test_any_step_keeps_its_limits(size: int) -> None:
         asks = []
         for _ in range(rng.randint(1, most)):
             held, fixed = rng.randint(0, 70), rng.random() < 0.3
-            decode = RowDemand(held, 1, True, rng.choice((0, 1, 5, 30)), rng.choice((0, 0, 7)), fixed)
-            asks.append(decode if rng.random() < 0.6 else RowDemand(held, rng.randint(1, 99), False))
+            decode = Rows(held, 1, True, rng.choice((0, 1, 5, 30)), rng.choice((0, 0, 7)), fixed)
+            asks.append(decode if rng.random() < 0.6 else Rows(held, rng.randint(1, 99), False))
         wanted = within_budget(asks, config)
         rows, prompts = (
             sum(g.num_rows for g in wanted),
@@ -168,25 +170,25 @@ def test_any_step_keeps_its_limits(size: int) -> None:
         assert prompts <= config.max_prompt_tokens
         assert not any(not a.decodes for a in asks) or prompts > 0
         free = rng.randint(0, 20) * size
-        while (grants := within_cache(asks, wanted, free, footprint)) is None:
+        while (grants := within_cache(wanted, free, footprint)) is None:
             asks, wanted = asks[:-1], within_budget(asks[:-1], config)
             free += size
         for ask, grant, had in zip(asks, grants, wanted, strict=True):
-            assert grant.num_pending <= had.num_pending <= ask.missing
+            assert grant.num_pending <= had.num_pending <= ask.num_pending
             assert grant.num_draft <= had.num_draft <= ask.num_draft
             assert grant.num_probe <= had.num_probe <= ask.num_probe
             assert grant.num_pending == 1 or not ask.decodes
-            assert not ask.fixed or grant == had
+            assert not ask.is_fixed or grant == had
         assert grants[0].num_pending > 0
-        assert growth_tokens(asks, grants, footprint) <= free or len(asks) == 1
+        assert growth_tokens(grants, footprint) <= free or len(asks) == 1
 
 
 def test_more_room_never_means_fewer_rows() -> None:
     rng, footprint = random.Random(1), blocks_of(8)
     for _ in range(300):
-        asks = [RowDemand(rng.randint(0, 40), 1, True, rng.randint(0, 9)) for _ in range(4)]
+        asks = [Rows(rng.randint(0, 40), 1, True, rng.randint(0, 9)) for _ in range(4)]
         wanted = within_budget(asks, SchedulerConfig(4))
-        found = [within_cache(asks, wanted, 8 * room, footprint) for room in range(12)]
+        found = [within_cache(wanted, 8 * room, footprint) for room in range(12)]
         rows = [-1 if grants is None else sum(grant.num_rows for grant in grants) for grants in found]
         assert all(less <= more for less, more in pairwise(rows))
 

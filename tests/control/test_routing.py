@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from foretoken import InputError, RoutingRules
-from foretoken.control.routing import Routing
+from foretoken.control.routing import Routing, is_short
 
 
 def test_a_draft_model_is_left_out_of_short_answers_where_others_can_draft() -> None:
     routing = Routing(RoutingRules())
-    assert routing.is_short(49, 49)
-    assert not routing.is_short(50, 50)
-    assert not routing.is_short(48, 49)  # reading so short a prompt takes little
-    assert not Routing(RoutingRules(min_tokens_for_draft_model=0)).is_short(9, 1)
+    assert is_short(49, 49, routing.rules)
+    assert not is_short(50, 50, routing.rules)
+    assert not is_short(48, 49, routing.rules)  # reading so short a prompt takes little
+    assert not is_short(9, 1, RoutingRules(min_tokens_for_draft_model=0))
     assert [routing.leaves_out(1, (False, True, True)) for _ in range(2)] == [{1, 2}] * 2
     assert routing.leaves_out(2, (True, True)) == frozenset()  # named alone, it drafts
     assert routing.leaves_out(3, (False, False)) == frozenset()

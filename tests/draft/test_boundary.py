@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from foretoken import LLM, ConfigError, InputError, SamplingParams, SpecConfig, add_drafter, registry
-from foretoken.control.policy import BudgetPolicy, PolicyConfig
+from foretoken.control.config import PolicyConfig
+from foretoken.control.policy import BudgetPolicy
 from foretoken.core import Batch, BatchEntry, Draft, Mass, Probes, Request, Verdict
 from foretoken.draft.base import Feedback
 from foretoken.draft.boundary import check_tree, draft_faults

@@ -134,7 +134,7 @@ def test_auto_offers_four_options_that_are_weighed_apart(llm: LLM, pair: SimpleN
     drafters = llm.engine.drafters
     assert [one.draft_probability for one in drafters.specs(state.request_id)] == [0.25, 0.5, 0.75, 1.0]
     assert len(set(drafters.keys(state.request_id))) == 1
-    assert len({one.drafter for one in drafters.traits(state.request_id)}) == 4
+    assert len({one.drafter for one in drafters.options(state.request_id)}) == 4
     llm.engine.abort(state.request_id)
 
 
@@ -173,7 +173,7 @@ def test_auto_learns_from_finished_rounds(llm: LLM, pair: SimpleNamespace) -> No
     sampling = SamplingParams(max_tokens=60, temperature=1.0, ignore_eos=True, seed=1)
     state = llm.submit(PROMPT, sampling, spec)
     policy = llm.engine.chooser.policy
-    names = [one.drafter for one in llm.engine.drafters.traits(state.request_id)]
+    names = [one.drafter for one in llm.engine.drafters.options(state.request_id)]
     for _ in range(8):
         llm.engine.step()
     assert not all(policy.acceptance.is_new(state.request_id, name) for name in names)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 
 from foretoken import LLM, SamplingParams, SpecConfig
+from foretoken.control.candidates import DraftBudget
 from foretoken.draft.group import drafter_key
 from foretoken.draft.ngram import NgramDrafter
 from foretoken.engine.request import RequestState
-from foretoken.engine.scheduler import DraftPlan
 from tests.helpers.checkpoints import token_ids
 from tests.helpers.faults import Injected
 
@@ -60,15 +59,15 @@ def rare(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> CountingDrafter:
     llm.prepare(spec)
     drafter = CountingDrafter()
     monkeypatch.setitem(llm._drafters.drafters, drafter_key(spec), drafter)
-    plans, rounds = llm.engine._plans, iter(range(1 << 20))
+    plans, rounds = llm.engine._budgets, iter(range(1 << 20))
 
-    def rarely(decoding: Sequence[RequestState], previews) -> dict[int, DraftPlan]:
+    def rarely(decoding: Sequence[RequestState], previews) -> dict[int, DraftBudget]:
         wanted = plans(decoding, previews)
         return (
-            wanted if next(rounds) % EVERY == EVERY - 1 else {key: replace(p, num_draft=0) for key, p in wanted.items()}
+            wanted if next(rounds) % EVERY == EVERY - 1 else {key: p._replace(num_draft=0) for key, p in wanted.items()}
         )
 
-    monkeypatch.setattr(llm.engine, "_plans", rarely)
+    monkeypatch.setattr(llm.engine, "_budgets", rarely)
     return drafter
 
 

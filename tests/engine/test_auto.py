@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from foretoken import LLM, RoutingRules, SamplingParams, SpecConfig
-from foretoken.control.candidates import NO_DRAFT, DraftBudget, RequestOptions
+from foretoken.control.candidates import NO_DRAFT, DraftBudget, RequestView
 from foretoken.control.policy import BudgetPolicy
 from foretoken.draft.group import own_drafters
 from foretoken.engine.views import view_of
@@ -31,12 +31,14 @@ class Whim:
         monkeypatch.setattr(self.policy, "begin", lambda request_ids, may_draft=True: "decide")
         monkeypatch.setattr(self.policy, "plan", self.plan)
 
-    def plan(self, requests: Sequence[RequestOptions]) -> list[DraftBudget]:
+    def plan(self, requests: Sequence[RequestView]) -> list[DraftBudget]:
         self.plan_anew(requests)  # registers the requests
         budgets = []
         for request in requests:
             option = self.rng.choice([None, *request.options])
-            budgets.append(NO_DRAFT if option is None else DraftBudget(option.number, self.rng.randint(0, option.most)))
+            budgets.append(
+                NO_DRAFT if option is None else DraftBudget(option.number, self.rng.randint(0, option.max_draft))
+            )
             self.chosen.add(budgets[-1].option)
         return budgets
 
@@ -53,10 +55,10 @@ def eager_policy(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> BudgetPolicy:
     policy = fresh_policy(llm, monkeypatch)
     plan_anew = policy.plan
 
-    def plan(requests: Sequence[RequestOptions]) -> list[DraftBudget]:
+    def plan(requests: Sequence[RequestView]) -> list[DraftBudget]:
         plan_anew(requests)  # registers the requests
-        longest = [max(request.options, key=lambda option: option.most, default=None) for request in requests]
-        return [NO_DRAFT if one is None else DraftBudget(one.number, one.most) for one in longest]
+        longest = [max(request.options, key=lambda option: option.max_draft, default=None) for request in requests]
+        return [NO_DRAFT if one is None else DraftBudget(one.number, one.max_draft) for one in longest]
 
     monkeypatch.setattr(policy, "begin", lambda request_ids, may_draft=True: "decide")
     monkeypatch.setattr(policy, "plan", plan)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from foretoken import LLM, RoutingRules, SamplingParams, SpecConfig
-from foretoken.control.candidates import NoDraftReason, OptionTraits, RequestView
+from foretoken.control.candidates import DrafterOption, NoDraftReason, RequestView
 from foretoken.control.chooser import Chooser
 from foretoken.control.policy import BudgetPolicy
 from foretoken.control.previews import Preview, Previews
@@ -85,7 +85,7 @@ def test_routing_rules(pair: SimpleNamespace) -> None:
 def test_a_plan_that_came_to_nothing() -> None:
     """The policy gave draft tokens, and the scheduler had no row for them."""
     chooser = Chooser(time.perf_counter)
-    view = RequestView(4, (OptionTraits("d"),), num_draft=2, num_tokens=9, num_remaining=5)
+    view = RequestView(4, (DrafterOption(0, "d"),), num_draft=2, num_tokens=9, num_remaining=5)
     assert chooser.begin([view]) == []
     chooser.plan([view], Previews())
     assert chooser.why_none(4, is_planned=True) == "budget_trimmed"

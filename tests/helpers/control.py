@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 
-from foretoken.control.candidates import DraftBudget, DrafterOption, RequestOptions, RoundOutcome, StepOutcome
-from foretoken.control.policy import Policy
+from foretoken.control.candidates import DraftBudget, DrafterOption, RequestView, RoundOutcome, StepOutcome
+from foretoken.control.chooser import Policy
 from foretoken.control.previews import Preview
 
 
 def options_of(
     request_id: int, drafter: Hashable | None, most: int, is_open: bool = True, preview: Preview | None = None, **given
-) -> RequestOptions:
+) -> RequestView:
     """A request with a single drafter; None does not draft."""
     options = () if drafter is None or most < 1 else (DrafterOption(0, drafter, most, preview=preview),)
-    return RequestOptions(request_id, options, is_open, **given)
+    return RequestView(request_id, options, None if is_open else most, **given)
 
 
-def plan(policy: Policy, requests: Sequence[RequestOptions]) -> list[DraftBudget]:
+def plan(policy: Policy, requests: Sequence[RequestView]) -> list[DraftBudget]:
     """What each may do."""
     policy.begin([request.request_id for request in requests])
     return policy.plan(requests)
@@ -25,7 +25,7 @@ def plan(policy: Policy, requests: Sequence[RequestOptions]) -> list[DraftBudget
 
 def observe(
     policy: Policy,
-    requests: Sequence[RequestOptions],
+    requests: Sequence[RequestView],
     budgets: Sequence[DraftBudget],
     accepted: Sequence[int],
     target_s: float,

@@ -11,14 +11,14 @@ from types import SimpleNamespace
 import pytest
 
 from foretoken import LLM, SamplingParams, SpecConfig
-from foretoken.control.candidates import StepOutcome
+from foretoken.control.candidates import DraftBudget, StepOutcome
 from foretoken.control.previews import PreviewAsk, Previews
 from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict
 from foretoken.draft.base import Drafter, Feedback
 from foretoken.draft.group import DrafterGroup, drafter_key, option_kind
 from foretoken.draft.lookup_tree import LookupTree, assemble
 from foretoken.engine.engine import Engine
-from foretoken.engine.scheduler import DraftPlan, SchedulerConfig
+from foretoken.engine.scheduler import SchedulerConfig
 from foretoken.errors import CapacityError, ConfigError, InputError
 from foretoken.plan.profile import Curve, DrafterCost, Profile
 from foretoken.simulate.arrivals import Job, Lengths, poisson
@@ -131,9 +131,9 @@ class Real:
         self.preview, group.preview = group.preview, self.previewed
         self.rows = self.prompt_tokens = 0
 
-    def scheduled(self, plans: Mapping[int, DraftPlan]) -> Batch:
+    def scheduled(self, budgets: Mapping[int, DraftBudget]) -> Batch:
         """Keep what was scheduled: an outcome does not say what was read, nor behind how much context."""
-        self.batch = self.schedule(plans)
+        self.batch = self.schedule(budgets)
         return self.batch
 
     def previewed(self, asks: Sequence[PreviewAsk], entries: Mapping[int, BatchEntry]) -> Previews:
@@ -160,8 +160,8 @@ class Real:
         if not users:
             return drafts, {}
         kind = option_kind(self.spec)
-        (traits,) = self.engine.drafters.traits(users[0].request.request_id)
-        if traits.previews and self.setting.num_draft is None:  # budgets were repeated without a preview
+        (option,) = self.engine.drafters.options(users[0].request.request_id)
+        if option.shows and self.setting.num_draft is None:  # budgets were repeated without a preview
             return drafts | {kind: self.preview_s * len(users)}, {}
         unread = sum(e.round_start for e in users if e.request.request_id not in self.drafted)
         self.drafted |= {e.request.request_id for e in users}
