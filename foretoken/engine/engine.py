@@ -24,11 +24,10 @@ from foretoken.draft.group import DrafterGroup, option_kind
 from foretoken.engine.admission import Admission
 from foretoken.engine.emission import emit, fail, note_prompt
 from foretoken.engine.faults import Faults, engine_error
-from foretoken.engine.prefix_sharing import PrefixSharing
 from foretoken.engine.recovery import recover
 from foretoken.engine.request import PreparedRequest, RequestState
 from foretoken.engine.runner import Runner, TargetOutput, race_rows
-from foretoken.engine.scheduler import DraftPlan, Scheduler
+from foretoken.engine.scheduler import DraftPlan, PrefixSharing, Scheduler
 from foretoken.engine.stats import EngineStats
 from foretoken.engine.step_threads import StepThreads
 from foretoken.engine.time_attribution import charge, gain
