@@ -28,16 +28,15 @@ from foretoken.config import SamplingParams, SpecConfig
 from foretoken.core import StepOutput
 from foretoken.engine.admission import check_types
 from foretoken.engine.engine import Engine
-from foretoken.engine.faults import engine_error
 from foretoken.engine.llm import LLM
 from foretoken.engine.output import GenerateOutput, answer_of, unanswered
 from foretoken.engine.prompts import Conversation, Prompt, as_prompt
+from foretoken.engine.recovery import engine_error
 from foretoken.engine.request import PreparedRequest, RequestState
 from foretoken.engine.ticket import Ticket
-from foretoken.engine.uncopied import Uncopied
 from foretoken.engine_config import EngineConfig
 from foretoken.errors import EngineError, InputError, OverloadedError
-from foretoken.machine.forks import check_not_forked
+from foretoken.machine.forks import Uncopied, check_not_forked
 from foretoken.params import check_limits
 
 _Command = Callable[[Engine], None]

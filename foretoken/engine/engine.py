@@ -23,8 +23,7 @@ from foretoken.draft.base import Feedback
 from foretoken.draft.group import DrafterGroup, option_kind
 from foretoken.engine.admission import Admission
 from foretoken.engine.emission import emit, fail, note_prompt
-from foretoken.engine.faults import Faults, engine_error
-from foretoken.engine.recovery import recover
+from foretoken.engine.recovery import Faults, engine_error, recover
 from foretoken.engine.request import PreparedRequest, RequestState
 from foretoken.engine.runner import Runner, TargetOutput, race_rows
 from foretoken.engine.scheduler import DraftPlan, PrefixSharing, Scheduler

@@ -19,8 +19,7 @@ from foretoken.engine.adapting import AdaptationWatcher
 from foretoken.engine.admission import check_spec, check_types
 from foretoken.engine.adviser import Adviser
 from foretoken.engine.between_requests import BetweenRequests
-from foretoken.engine.drafter_loading import DrafterLoader
-from foretoken.engine.drafters import DrafterFactory, ModelOptions
+from foretoken.engine.drafters import DrafterFactory, DrafterLoader, ModelOptions
 from foretoken.engine.driver import Driver, OnStep
 from foretoken.engine.engine import Engine
 from foretoken.engine.output import GenerateOutput, collect, each_answer
@@ -40,10 +39,10 @@ from foretoken.engine.startup.known_costs import KnownCosts, check_mode, load_co
 from foretoken.engine.stats import EngineStats
 from foretoken.engine.trace import Trace
 from foretoken.engine.turns import Owner, Turns
-from foretoken.engine.uncopied import Uncopied
 from foretoken.engine_config import EngineConfig, EngineOptions, config_of
 from foretoken.errors import ForetokenError, InputError, SpeculationWarning, StorageError
 from foretoken.heads.kind import with_head_kind
+from foretoken.machine.forks import Uncopied
 from foretoken.model.interface import LanguageModel, PrefixModel, SharesWeights
 from foretoken.model.names import model_folder
 from foretoken.model.open import open_device, open_model
@@ -101,7 +100,7 @@ class LLM(BetweenRequests, Uncopied):
             self._loader: DrafterLoader | None = DrafterLoader(
                 DrafterFactory(self.folder, target, self.tokenizer, loaded_with),
                 self._drafters,
-                self._turns,
+                lambda: self._turns.lock,
                 check_open=self._check_open,
                 on_load=self._adviser.loaded,
             )
