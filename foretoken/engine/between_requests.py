@@ -11,8 +11,7 @@ from foretoken.control.policy import Policy
 from foretoken.draft.base import Drafter, DrafterKey
 from foretoken.engine.admission import check_spec
 from foretoken.engine.drafters import DrafterLoader
-from foretoken.engine.driver import Driver
-from foretoken.engine.turns import Turns
+from foretoken.engine.driver import Driver, Turns
 from foretoken.errors import InputError
 
 
