@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from foretoken.config import SpecConfig
-from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict, empty_draft, merge_drafts
+from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict, empty_draft
 from foretoken.draft.base import (
     Drafter,
     Factory,
@@ -33,6 +33,7 @@ from foretoken.draft.base import (
 )
 from foretoken.draft.lookup_tree import Lookup
 from foretoken.draft.merge import first_nodes, graft, share_of
+from foretoken.draft.merging import merge_drafts
 from foretoken.draft.tree import OVERLAP, TreeNode, merge_trees
 from foretoken.errors import ConfigError
 
