@@ -11,15 +11,27 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from typing import Any, Literal, TypeVar
 
-from foretoken.composite_checks import A_DRAFT, A_HEAD, check_nesting, check_parts, is_lookup, leaves_of
 from foretoken.errors import ConfigError
 from foretoken.option import check_fields, option
 from foretoken.params import SamplingParams as SamplingParams
-from foretoken.params import check_flag, check_number, check_text, check_whole
+from foretoken.params import check_flag, check_whole
 from foretoken.registry import DRAFTERS as DRAFTERS
 from foretoken.registry import HEAD_KINDS, HEADS, FrozenOptions, check_options, traits_of
 from foretoken.registry import PLAIN as PLAIN
 from foretoken.registry import known_drafters as known_drafters
+from foretoken.spec_checks import (
+    check_draft,
+    check_drafting_less,
+    check_lookahead,
+    check_names,
+    check_nesting,
+    check_parts,
+    check_read,
+    check_texts,
+    is_lookup,
+    leaves_of,
+    only_for,
+)
 
 QUANTISED: tuple[str, ...] = ("int8", "int4")
 WEIGHTS: tuple[str, ...] = ("auto", *QUANTISED)
@@ -33,7 +45,6 @@ RULES: tuple[str, ...] = ("auto", "greedy", "rejection", "block", "coupled", "tr
 DRAFT_VOCABULARIES: tuple[str, ...] = ("auto", "same", "strings", "intersection")
 LOSSY_RULES: tuple[str, ...] = ("typical",)
 COMPOSITES: tuple[str, ...] = tuple(name for name, traits in DRAFTERS.items() if traits.composite)
-SAMPLERS: tuple[str, ...] = tuple(name for name, traits in DRAFTERS.items() if traits.samples)
 
 DRAFTING = "Drafting"  # the group of these options
 
@@ -168,18 +179,7 @@ class SpecConfig:
     def __post_init__(self) -> None:
         if self.drafter == PLAIN:
             object.__setattr__(self, "drafter", None)
-        if self.drafter is not None and self.drafter not in known_drafters():
-            near = difflib.get_close_matches(str(self.drafter).lower(), (*known_drafters(), PLAIN), n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise ConfigError(
-                "drafter",
-                self.drafter,
-                f"{hint}choose one of {', '.join(known_drafters())}, or {PLAIN} for plain decoding",
-            )
-        if self.draft is not None and (not isinstance(self.draft, str) or not self.draft):
-            raise ConfigError("draft", self.draft, f"must be {A_DRAFT}")
-        if self.head is not None and (not isinstance(self.head, str) or not self.head):
-            raise ConfigError("head", self.head, f"must be {A_HEAD}")
+        check_names(self)
         self._check_given_parts()
         check_nesting(self)
         check_fields(self)
@@ -196,12 +196,12 @@ class SpecConfig:
             for name in ("num_draft", "rule"):
                 if getattr(self, name) != "auto":
                     raise ConfigError(name, getattr(self, name), "nobody drafts: name a drafter, or leave it out")
-        self._check_draft()
-        self._check_drafting_less()
+        check_draft(self)
+        check_drafting_less(self)
         self._check_tree()
-        self._check_texts()
+        check_texts(self)
         self._check_layers()
-        self._check_lookahead()
+        check_lookahead(self)
         self._check_options()
         if self.is_composite:
             check_parts(self)
@@ -260,7 +260,7 @@ class SpecConfig:
             spec = replace(self, parts=tuple(names), head_kind="auto")
         takes_prediction = "predicted" in leaves_of(spec, spec.declared)
         if prediction is not None and not takes_prediction:
-            raise self._only_for("prediction", prediction, ["predicted"])
+            raise only_for(self, "prediction", prediction, ["predicted"])
         if prediction is None and takes_prediction:
             raise ConfigError(
                 "prediction", None, "drafter='predicted' needs the text that you expect: set SamplingParams.prediction"
@@ -297,25 +297,6 @@ class SpecConfig:
             return 0
         window = LOOKAHEAD_WINDOW if self.lookahead_window == "auto" else self.lookahead_window
         return window * (self.lookahead_ngram - 1)
-
-    def _needs(self, name: str) -> None:
-        """Refuse a field that none of the drafters at work reads."""
-        if any(name in traits_of(leaf).fields for leaf in leaves_of(self, self.declared)):
-            return
-        takers = [one for one, traits in DRAFTERS.items() if name in traits.fields and not traits.composite]
-        raise self._only_for(name, getattr(self, name), takers)
-
-    def _only_for(self, field: str, value: object, takers: Sequence[str]) -> ConfigError:
-        """The error for an option that only the drafters `takers` read, none of which is at work here."""
-        others = ", ".join("head" if self.needs_head_kind and one.head else str(one.drafter) for one in self.declared)
-        named = takers[0] if len(takers) == 1 else "one of them"
-        remedy = f" (parts: {others}): name {named} among the parts" if others else f": name {named} as the drafter"
-        either = " or ".join(filter(None, (", ".join(map(repr, takers[:-1])), repr(takers[-1]))))
-        return ConfigError(
-            field,
-            value,
-            f"only drafter={either} takes it, not drafter={self.drafter!r}{remedy}, or leave it out",
-        )
 
     def _check_given_parts(self) -> None:
         """Make every given part a configuration."""
@@ -361,25 +342,6 @@ class SpecConfig:
             return (*usual, *asked)
         return (*usual, *asked, HEADS[0] if self.head_kind == "auto" else self.head_kind)
 
-    def _check_texts(self) -> None:
-        for name in ("draft", "corpus", "head"):
-            value = getattr(self, name)
-            if isinstance(value, str):
-                check_text(name, value)
-        if self.corpus is not None and (not isinstance(self.corpus, str) or not self.corpus):
-            raise ConfigError("corpus", self.corpus, "must be the name of a text file")
-        if self.corpus:
-            self._needs("corpus")
-
-    def _check_draft(self) -> None:
-        for name in ("draft", "head"):
-            if getattr(self, name) is not None:
-                self._needs(name)
-        if self.draft_dtype != "auto":
-            self._needs("draft_dtype")
-        if self.draft_vocabulary != "auto":
-            self._needs("draft_vocabulary")
-
     def _check_options(self) -> None:
         if not isinstance(self.options, Mapping):
             raise ConfigError("options", self.options, "must be a mapping, such as {'width': 3}")
@@ -388,17 +350,9 @@ class SpecConfig:
         checked = FrozenOptions() if self.drafter is None else check_options(self.drafter, self.options)
         object.__setattr__(self, "options", checked)
 
-    def _check_lookahead(self) -> None:
-        if self.lookahead_window != "auto":
-            check_whole("lookahead_window", self.lookahead_window, low=0, high=64)
-            self._needs("lookahead_window")
-        check_whole("lookahead_ngram", self.lookahead_ngram, low=2, high=16)
-        if self.lookahead_ngram != SpecConfig.lookahead_ngram:
-            self._needs("lookahead_ngram")
-
     def _check_tree(self) -> None:
         if self.tree != "chain":
-            self._needs("tree")
+            check_read(self, "tree")
             if self.draft_probability != 1.0:
                 raise ConfigError(
                     "draft_probability", self.draft_probability, f"is for chains; leave it at 1 with tree={self.tree!r}"
@@ -417,27 +371,10 @@ class SpecConfig:
         for number in by_depth:
             check_whole("branching", number, low=1, high=64)
 
-    def _check_drafting_less(self) -> None:
-        if self.draft_probability != "auto":
-            check_number("draft_probability", self.draft_probability, low=0.0, high=1.0, open_low=True)
-        check_number("min_confidence", self.min_confidence, low=0.0, high=1.0)
-        check_whole("draft_top_k", self.draft_top_k, low=0)
-        for name, neutral in (("draft_probability", 1.0), ("min_confidence", 0.0), ("draft_top_k", 0)):
-            value = getattr(self, name)
-            if value != neutral and not self.samples:
-                without = (
-                    ""
-                    if self.drafter is None
-                    else f", and drafter={self.drafter!r} has none; choose one, or leave it out"
-                )
-                raise ConfigError(
-                    name, value, f"needs a drafter that samples from a distribution ({', '.join(SAMPLERS)}){without}"
-                )
-
     def _check_layers(self) -> None:
         if self.exit_layer != "auto":
             check_whole("exit_layer", self.exit_layer, low=1)
-            self._needs("exit_layer")
+            check_read(self, "exit_layer")
         if self.drafter == "early_exit" and self.head is not None:
             for name, unset in (("exit_layer", "auto"), ("skip_layers", None)):
                 if getattr(self, name) != unset:
@@ -445,7 +382,7 @@ class SpecConfig:
                     raise ConfigError(name, getattr(self, name), remedy)
         if self.skip_layers is None:
             return
-        self._needs("skip_layers")
+        check_read(self, "skip_layers")
         if self.exit_layer != "auto":
             raise ConfigError(
                 "skip_layers",

@@ -66,34 +66,10 @@ class StubLLM(LLM):
     def claim(self, owner: Any) -> Any:
         assert self.owner is None, "two owners at once"
         self.owner = owner
-        return self.stub_engine
-
-    def disclaim(self) -> None:
-        assert not self.states, "requests outlive their engine"
-        self.owner = None
+        return StubDriver(self)
 
     def prepare_request(self, prompt: Any, params: SamplingParams, spec: SpecConfig) -> Any:
         return SimpleNamespace(prompt_ids=tuple(prompt), params=params)
-
-    def enqueue_for(self, owner: Any, prepared: Any) -> Any:
-        assert owner is self.owner
-        self.perhaps_raise()
-        state = StubState(next(self.numbers), self.random.randrange(1, 5), prepared.params)
-        self.states[state.request_id] = state
-        return state
-
-    def step_for(self, owner: Any) -> list[StepOutput]:
-        assert owner is self.owner
-        self.perhaps_raise()
-        outputs = []
-        for state in list(self.states.values()):
-            state.num_left -= 1
-            state.output_ids.append(7)
-            state.finish_reason = None if state.num_left else "length"
-            outputs.append(StepOutput(state.request_id, (7,), "", (), state.finish_reason))
-            if not state.num_left:
-                del self.states[state.request_id]
-        return outputs
 
     def abort(self, number: int) -> None:
         state = self.states.pop(number, None)
@@ -109,11 +85,47 @@ class StubEngine:
     """What `AsyncEngine` asks of the engine itself."""
 
     def __init__(self, llm: StubLLM) -> None:
-        self.states, self.abort, self.scheduler = llm.states, llm.abort, SimpleNamespace(waiting=())
+        self.states, self.scheduler = llm.states, SimpleNamespace(waiting=())
 
     @property
     def has_work(self) -> bool:
         return bool(self.states)
+
+
+class StubDriver:
+    """Runs the steps of a `StubLLM`."""
+
+    def __init__(self, llm: StubLLM) -> None:
+        self.llm, self.engine, self.receivers = llm, llm.engine, dict[int, Any]()
+
+    def disclaim(self) -> None:
+        assert not self.llm.states, "requests outlive their engine"
+        self.llm.owner = None
+
+    def enqueue(self, prepared: Any, receive: Any, owner: Any) -> Any:
+        assert owner is self.llm.owner
+        self.llm.perhaps_raise()
+        state = StubState(next(self.llm.numbers), self.llm.random.randrange(1, 5), prepared.params)
+        self.llm.states[state.request_id] = state
+        self.receivers[state.request_id] = receive
+        return state
+
+    def step(self, owner: Any) -> None:
+        assert owner is self.llm.owner
+        self.llm.perhaps_raise()
+        for state in list(self.llm.states.values()):
+            state.num_left -= 1
+            state.output_ids.append(7)
+            state.finish_reason = None if state.num_left else "length"
+            receive = self.receivers[state.request_id]
+            if not state.num_left:
+                del self.llm.states[state.request_id], self.receivers[state.request_id]
+            receive(StepOutput(state.request_id, (7,), "", (), state.finish_reason))
+
+    def leave(self, states: Any) -> None:
+        for state in states:
+            self.receivers.pop(state.request_id, None)
+            self.llm.abort(state.request_id)
 
 
 class Pausing:
@@ -177,7 +189,6 @@ class Race:
                 assert not worker.is_alive(), "somebody waits for ever"
             engine.close()
             assert not engine._orders
-            assert not engine._tickets
             assert not engine._thread.is_alive()
             assert not self.failures, self.failures[0]
 

@@ -235,7 +235,7 @@ def paged_models() -> list[PagedModel]:
 def kept(engine: AsyncEngine) -> Iterator[str]:
     """What an idle engine should not hold."""
     idle = engine.llm.engine
-    if engine._tickets or idle.states or idle.scheduler.running or idle.scheduler.waiting:
+    if engine._orders or idle.states or idle.scheduler.running or idle.scheduler.waiting:
         yield "a request"
     for model in paged_models():
         try:

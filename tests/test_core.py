@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from foretoken.core import Draft, Mass, Probes, Verdict, empty_draft, merge_drafts
+from foretoken.core import Draft, Mass, Probes, Verdict, empty_draft
+from foretoken.draft.merging import merge_drafts
 
 VOCAB = 5
 Part = tuple[tuple[int, ...], tuple[int, ...], tuple[bool, ...], list[tuple[float, ...] | None]]

@@ -209,7 +209,7 @@ class Chooser:
         ]
 
     def _told(self, request: RequestView, num_running: int) -> RequestView:
-        """The request as the policy is told of it, with the options that can draft now."""
+        """The request as the policy sees it, with the options that can draft now."""
         weight = self._weight(request, num_running)
         if request.is_open and self._mode == "plain":
             return request if weight == request.weight else request._replace(weight=weight)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, NamedTuple, Protocol, TypeVar
@@ -269,6 +269,7 @@ class Queue(Generic[QueuedT]):
         self.running: dict[int, QueuedT] = {}
         self.preempted: list[QueuedT] = []
         self.urgencies: dict[int, Urgency] = {}
+        self._owed_tokens: int | None = None  # known while requests join: each adds its own
 
     def enqueue(self, request: QueuedT, urgency_: Urgency | None = None) -> None:
         """Queue a request, with its urgency when it is new."""
@@ -296,11 +297,19 @@ class Queue(Generic[QueuedT]):
         """
         self.preempted = []
         self.make_way()
-        while self.waiting and len(self.running) < self.config.max_batch_size:
-            place = self.next_place()
-            if place is None:
-                return
-            self.join(place)
+        if not self.waiting or len(self.running) >= self.config.max_batch_size:
+            return
+        self._owed_tokens = self._owed(self.running.values())
+        try:
+            while self.waiting and len(self.running) < self.config.max_batch_size:
+                place = self.next_place()
+                if place is None:
+                    return
+                request = self.waiting[place]
+                self.join(place)
+                self._owed_tokens += self._owed((request,))
+        finally:
+            self._owed_tokens = None
 
     def decoding(self) -> list[QueuedT]:
         """The running requests that decode next, most urgent first."""
@@ -355,10 +364,14 @@ class Queue(Generic[QueuedT]):
 
     def fits(self, num_tokens: int) -> bool:
         """Whether so many tokens fit beside what running requests have yet to read, and the reserve."""
-        footprint, length = self.cache.footprint_tokens, self.cache.length
-        owed = sum(footprint(one.num_tokens) - footprint(length(one.request_id)) for one in self.running.values())
+        owed = self._owed(self.running.values()) if self._owed_tokens is None else self._owed_tokens
         reserved = reserve_tokens(self.config, self.cache.capacity_tokens) if self.running else 0
         return may_join(num_tokens, owed, reserved, self.cache.num_free_tokens())
+
+    def _owed(self, requests: Iterable[QueuedT]) -> int:
+        """Tokens that running requests have yet to read."""
+        footprint, length = self.cache.footprint_tokens, self.cache.length
+        return sum(footprint(one.num_tokens) - footprint(length(one.request_id)) for one in requests)
 
     def _footprint(self, request: QueuedT) -> int:
         return self.cache.footprint_tokens(request.num_tokens)

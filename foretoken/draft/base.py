@@ -227,7 +227,7 @@ class Releases(Protocol):
 class Resets(Protocol):
     """A drafter that can drop what it keeps from one request to the next, so that measured answers are independent.
 
-    One without `reset` is made anew instead (`engine.drafter_loading`), which is right for every drafter, and slow for
+    One without `reset` is made anew instead (`engine.drafters`), which is right for every drafter, and slow for
     one that loads weights or reads a file.
     """
 

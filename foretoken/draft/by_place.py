@@ -8,10 +8,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from foretoken.core import BatchEntry, Draft, merge_drafts
+from foretoken.core import BatchEntry, Draft
 from foretoken.draft import branches, chain
 from foretoken.draft.branches import Growth
 from foretoken.draft.chain import Chain
+from foretoken.draft.merging import merge_drafts
 from foretoken.transfer import to_device
 
 

@@ -14,13 +14,13 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from foretoken.composite_checks import A_DRAFT
 from foretoken.config import SpecConfig
-from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict, merge_drafts
+from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict
 from foretoken.draft import branches
 from foretoken.draft.base import Drafter, Factory, Feedback, product_of
 from foretoken.draft.branches import Growth
 from foretoken.draft.chain import PROBABILITIES, Chain, assemble, extend
+from foretoken.draft.merging import merge_drafts
 from foretoken.draft.other_vocabulary import OtherVocabularyDrafter
 from foretoken.draft.own_cache import OwnCache
 from foretoken.draft.tokenizer_match import match_tokenizers, warn_of_text
@@ -28,6 +28,7 @@ from foretoken.errors import ConfigError
 from foretoken.model.interface import LanguageModel, Segment
 from foretoken.model.names import model_folder
 from foretoken.model.resized import resized
+from foretoken.spec_checks import A_DRAFT
 from foretoken.text.tokenizer import load_tokenizer
 from foretoken.transfer import to_device
 

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from foretoken.config import SpecConfig
-from foretoken.core import Batch, BatchEntry, Draft, Request, merge_drafts
+from foretoken.core import Batch, BatchEntry, Draft, Request
 from foretoken.draft import branches, chain
 from foretoken.draft.base import Factory, HiddenRows
 from foretoken.draft.branches import Growth
 from foretoken.draft.chain import Chain
 from foretoken.draft.head_drafter import StatesDrafter, twin_target
 from foretoken.draft.head_states import USUAL_TOKENS, HeadStates
+from foretoken.draft.merging import merge_drafts
 from foretoken.draft.open_head import open_head
 from foretoken.heads.eagle import EagleHead
 from foretoken.heads.eagle_cache import CachedEagle, EagleOutput

@@ -13,12 +13,13 @@ import torch
 from foretoken.config import SpecConfig
 from foretoken.control.candidates import NO_BOUND, DrafterOption, set_number
 from foretoken.control.previews import NO_PREVIEW, Preview, PreviewAsk, Previews
-from foretoken.core import Batch, BatchEntry, Draft, Request, TapRequest, Verdict, empty_draft, merge_drafts
+from foretoken.core import Batch, BatchEntry, Draft, Request, TapRequest, Verdict, empty_draft
 from foretoken.draft.base import Drafter, DrafterKey, Feedback, FollowsText, Releases, Taps, variants_of
 from foretoken.draft.boundary import check_tree, draft_faults
 from foretoken.draft.failures import Deadline, DrafterFailures
 from foretoken.draft.hidden_states import HiddenStates, check_layers
 from foretoken.draft.lookup_tree import EMPTY, Lookup, LookupTree, assemble
+from foretoken.draft.merging import merge_drafts
 from foretoken.model.interface import LanguageModel
 
 GRAMMAR = "grammar"  # the drafter's name in the provenance of tokens that a grammar forced

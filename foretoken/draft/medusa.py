@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from foretoken.config import SpecConfig
-from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict, merge_drafts
+from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict
 from foretoken.draft.base import Factory, Feedback, HiddenRows
 from foretoken.draft.by_place import propose_by_place
 from foretoken.draft.head_drafter import HeadDrafter, twin_target
 from foretoken.draft.lookup_tree import LookupTree, assemble
+from foretoken.draft.merging import merge_drafts
 from foretoken.draft.open_head import open_head
 from foretoken.draft.tree import TreeNode, grow_best_first
 from foretoken.heads.medusa import MedusaHead

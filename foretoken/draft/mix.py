@@ -19,7 +19,7 @@ from typing import Self
 import torch
 
 from foretoken.config import SpecConfig
-from foretoken.core import Batch, BatchEntry, Draft, Mass, Request, Verdict, empty_draft, merge_drafts
+from foretoken.core import Batch, BatchEntry, Draft, Mass, Request, Verdict, empty_draft
 from foretoken.draft.base import (
     Drafter,
     Factory,
@@ -34,6 +34,7 @@ from foretoken.draft.base import (
     variants_of,
 )
 from foretoken.draft.lookup_tree import Lookup
+from foretoken.draft.merging import merge_drafts
 from foretoken.draft.tree import OVERLAP, TreeNode, merge_trees
 from foretoken.errors import ConfigError
 

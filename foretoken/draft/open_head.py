@@ -6,7 +6,6 @@ from typing import TypeVar
 
 import torch
 
-from foretoken.composite_checks import A_HEAD
 from foretoken.config import QUANTISED, SpecConfig
 from foretoken.draft.base import Factory
 from foretoken.errors import ConfigError
@@ -21,6 +20,7 @@ from foretoken.model.interface import LanguageModel, QuantisedModel, SharesWeigh
 from foretoken.model.matrices.quant import drafts_at_speed, head_format
 from foretoken.model.names import model_folder
 from foretoken.model.open import native_config
+from foretoken.spec_checks import A_HEAD
 
 _Head = TypeVar("_Head", bound=Head)
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from foretoken.adapt.adapter import Adapter
+from foretoken.engine.engine import Engine
 from foretoken.engine.request import RequestState
 from foretoken.engine.watch import RoundView
+from foretoken.engine_config import EngineConfig
+from foretoken.errors import InputError
+from foretoken.model.interface import SharesWeights
 
 
 class AdaptationWatcher:
@@ -34,3 +38,19 @@ class AdaptationWatcher:
     def close(self) -> None:
         """Learning ends."""
         self._adapter.close()
+
+
+def adapt(engine: Engine, config: EngineConfig) -> Adapter | None:
+    """Let the drafters of `engine` learn while it serves, where `config` asks for it.
+
+    Raises:
+        InputError: the target has no weights that trained heads share.
+    """
+    if config.adaptation is None:
+        return None
+    if not isinstance(engine.target, SharesWeights):
+        raise InputError("adapt", config.adapt, "trained heads need a target that our own decoder runs")
+    adapter = Adapter(engine.target, engine.drafters.drafters, config.adaptation)
+    engine.drafters.hidden_states.listener = adapter
+    engine.watchers.append(AdaptationWatcher(adapter))
+    return adapter

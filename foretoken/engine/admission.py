@@ -188,3 +188,11 @@ class Admission:
                     "prediction", token, f"token ids must be whole numbers from 0 to {self._target.vocab_size - 1}"
                 )
         return tuple(prediction)
+
+
+def end_tokens(target: LanguageModel, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """The model's end tokens, or the tokenizer's when the model's own files name none."""
+    ids = target.eos_token_ids
+    if not ids and tokenizer is not None and tokenizer.eos_token_id is not None:
+        return (tokenizer.eos_token_id,)
+    return ids

@@ -21,26 +21,26 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.core import StepOutput
 from foretoken.engine.admission import check_types
-from foretoken.engine.engine import Engine
-from foretoken.engine.faults import engine_error
+from foretoken.engine.driver import Driver
 from foretoken.engine.llm import LLM
 from foretoken.engine.output import GenerateOutput, answer_of, unanswered
 from foretoken.engine.prompts import Conversation, Prompt, as_prompt
+from foretoken.engine.recovery import engine_error
 from foretoken.engine.request import PreparedRequest, RequestState
 from foretoken.engine.ticket import Ticket
-from foretoken.engine.uncopied import Uncopied
 from foretoken.engine_config import EngineConfig
 from foretoken.errors import EngineError, InputError, OverloadedError
-from foretoken.machine.forks import check_not_forked
+from foretoken.machine.forks import Uncopied, check_not_forked
 from foretoken.params import check_limits
 
-_Command = Callable[[Engine], None]
+_Command = Callable[[Driver], None]
 _Result = TypeVar("_Result")
 
 # Worker threads that prepare the requests of coroutines. Preparing is mostly tokenising, which is short; a few threads
@@ -76,7 +76,6 @@ class AsyncEngine(Uncopied):
         self._owns_llm = isinstance(llm, EngineConfig)
         self.llm, self.max_waiting = LLM(llm) if isinstance(llm, EngineConfig) else llm, max_waiting
         self._orders: dict[Ticket, _Order] = {}  # of all tickets that have not ended
-        self._tickets: dict[int, Ticket] = {}  # of those that were begun, by request
         self._commands: deque[_Command] = deque()
         self._wake = threading.Condition()
         self._num_coming = 0  # being prepared, or prepared and not yet seen by the engine's thread
@@ -86,12 +85,12 @@ class AsyncEngine(Uncopied):
         self._process = os.getpid()
         self._preparing = ThreadPoolExecutor(_NUM_PREPARING, thread_name_prefix="foretoken-prepare")
         self._loading = ThreadPoolExecutor(1, thread_name_prefix="foretoken-load")  # drafters, which take seconds
-        engine = self.llm.claim(self)
-        self._thread = threading.Thread(target=self._run, args=(engine,), name="foretoken-engine", daemon=True)
+        driver = self.llm.claim(self)
+        self._thread = threading.Thread(target=self._run, args=(driver,), name="foretoken-engine", daemon=True)
         try:
             self._thread.start()
         except BaseException:
-            self.llm.disclaim()
+            driver.disclaim()
             if self._owns_llm:
                 self.llm.close()
             raise
@@ -178,7 +177,7 @@ class AsyncEngine(Uncopied):
         """Leave a ticket, from any thread; one that has ended is not changed."""
         with self._wake:
             if ticket in self._orders:
-                self._commands.append(lambda engine: self._leave(engine, ticket))
+                self._commands.append(lambda driver: self._leave(driver, ticket))
                 self._wake.notify()
 
     def close(self) -> None:
@@ -291,17 +290,17 @@ class AsyncEngine(Uncopied):
             for one in prepared:
                 ticket, order = Ticket(self), _Order(one)
                 self._orders[ticket] = order
-                self._commands.append(lambda _engine, ticket=ticket, order=order: self._begin(ticket, order))  # type: ignore[misc]  # bound in the loop
+                self._commands.append(lambda driver, ticket=ticket, order=order: self._begin(driver, ticket, order))  # type: ignore[misc]  # bound in the loop
                 tickets.append(ticket)
             self._wake.notify()
         return tickets
 
     # ---- the engine's thread
 
-    def _run(self, engine: Engine) -> None:
+    def _run(self, driver: Driver) -> None:
         cause: BaseException | None = None
         try:
-            while self._turn(engine):
+            while self._turn(driver):
                 pass
         except BaseException as error:  # noqa: BLE001 - all tickets must end with this thread
             cause = error
@@ -310,67 +309,67 @@ class AsyncEngine(Uncopied):
             self._commands.clear()
         broken = None if cause is None else engine_error("the engine's thread has broken down", cause)
         for ticket in list(self._orders):
-            self._drop(engine, ticket, broken)
-        self.llm.disclaim()
+            self._drop(driver, ticket, broken)
+        driver.disclaim()
 
-    def _turn(self, engine: Engine) -> bool:
+    def _turn(self, driver: Driver) -> bool:
         """What was asked for since the last step, then a step; False when it is time to stop."""
         with self._wake:
-            while not (self._commands or engine.has_work or self._is_closing):
+            while not (self._commands or driver.engine.has_work or self._is_closing):
                 self._wake.wait()
             commands, self._commands = self._commands, deque()
             is_closing = self._is_closing
             self.turn_began_s = time.perf_counter()
         for command in commands:
-            command(engine)
+            command(driver)
         if is_closing:
             return False
-        if engine.has_work:
-            self._step(engine)
+        if driver.engine.has_work:
+            self._step(driver)
         self.turn_began_s = None
         return True
 
-    def _step(self, engine: Engine) -> None:
+    def _step(self, driver: Driver) -> None:
         try:
-            outputs: Sequence[StepOutput] = self.llm.step_for(self)
+            driver.step(self)
         except Exception as error:  # noqa: BLE001 - requests that wait go on
             broken = engine_error("the engine could not recover from a step that broke down", error)
-            for ticket in list(self._tickets.values()):
-                self._drop(engine, ticket, broken)
-            return
-        for output in outputs:
-            if (reader := self._tickets.get(output.request_id)) is None:
-                continue
-            if output.error is None:
-                reader.put(output)
-            if output.finish_reason is not None:
-                self._end(reader, output.error)
+            with self._wake:
+                begun = [ticket for ticket, order in self._orders.items() if order.state is not None]
+            for ticket in begun:
+                self._drop(driver, ticket, broken)
 
-    def _begin(self, ticket: Ticket, order: _Order) -> None:
+    def _receive(self, ticket: Ticket, output: StepOutput) -> None:
+        """What a step emitted for a ticket."""
+        if output.error is None:
+            ticket.put(output)
+        if output.finish_reason is not None:
+            self._end(ticket, output.error)
+
+    def _begin(self, driver: Driver, ticket: Ticket, order: _Order) -> None:
         with self._wake:
             self._num_coming -= 1
         if ticket not in self._orders:
             return  # cancelled before
         try:
-            order.state = self.llm.enqueue_for(self, order.prepared)
+            order.state = driver.enqueue(order.prepared, partial(self._receive, ticket), self)
         except Exception as error:  # noqa: BLE001 - the error of this ticket
             del self._orders[ticket]
             ticket.end(None, error)
             return
         ticket.request_id = order.state.request_id
-        self._tickets[ticket.request_id] = ticket
 
-    def _leave(self, engine: Engine, ticket: Ticket) -> None:
+    def _leave(self, driver: Driver, ticket: Ticket) -> None:
         """Abort the request of a ticket that was cancelled; it may have ended meanwhile."""
         if ticket in self._orders:
-            self._drop(engine, ticket, None)
+            self._drop(driver, ticket, None)
 
-    def _drop(self, engine: Engine, ticket: Ticket, error: EngineError | None) -> None:
+    def _drop(self, driver: Driver, ticket: Ticket, error: EngineError | None) -> None:
         """End a ticket whose request has not: cancelled, closed, or broken by `error`."""
         state = self._orders[ticket].state
         if state is not None:
             try:
-                engine.abort(state.request_id)
+                driver.leave([state])
             except Exception as broken:  # noqa: BLE001 - its ticket must end
                 error = error or engine_error("the request could not be aborted", broken)
         self._end(ticket, error)
@@ -380,6 +379,5 @@ class AsyncEngine(Uncopied):
         if order.state is None:
             ticket.end(None if error is not None else unanswered(order.prepared), error)
             return
-        del self._tickets[order.state.request_id]
         answer = answer_of(order.state)
         ticket.end(answer if error is None else replace(answer, finish_reason="error", error=error), error)

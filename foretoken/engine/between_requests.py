@@ -10,9 +10,8 @@ from foretoken.config import SpecConfig
 from foretoken.control.chooser import Policy
 from foretoken.draft.base import Drafter, DrafterKey
 from foretoken.engine.admission import check_spec
-from foretoken.engine.drafter_loading import DrafterLoader
-from foretoken.engine.driver import Driver
-from foretoken.engine.turns import Turns
+from foretoken.engine.drafters import DrafterLoader
+from foretoken.engine.driver import Driver, Turns
 from foretoken.errors import InputError
 
 

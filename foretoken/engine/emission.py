@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 
 from foretoken.core import Draft, StepOutput, TokenKind, TokenLogprobs, TokenOrigin, Verdict
-from foretoken.engine.faults import engine_error
+from foretoken.engine.recovery import engine_error
 from foretoken.engine.request import RequestState
 from foretoken.engine.runner import TargetOutput
 from foretoken.engine.stats import EngineStats, RequestStats, RoundCounts

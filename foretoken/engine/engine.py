@@ -9,8 +9,6 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-import torch
-
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.control.candidates import DraftBudget, RequestView
 from foretoken.control.chooser import Chooser
@@ -18,28 +16,25 @@ from foretoken.control.cost import priors_of
 from foretoken.control.previews import PreviewAsk, Previews
 from foretoken.control.queue import SchedulerConfig
 from foretoken.control.routing import RoutingRules
-from foretoken.core import Batch, BatchEntry, Draft, StepOutput, Uniforms, Verdict
+from foretoken.core import Batch, BatchEntry, Draft, StepOutput, Verdict
 from foretoken.draft.base import Feedback
 from foretoken.draft.group import DrafterGroup, option_kind
 from foretoken.engine.admission import Admission
 from foretoken.engine.emission import emit, fail, note_prompt
-from foretoken.engine.faults import Faults, engine_error
-from foretoken.engine.prefix_sharing import PrefixSharing
-from foretoken.engine.recovery import recover
+from foretoken.engine.recovery import Faults, engine_error, recover
 from foretoken.engine.request import PreparedRequest, RequestState
-from foretoken.engine.runner import Runner, TargetOutput, race_rows
-from foretoken.engine.scheduler import Scheduler
+from foretoken.engine.runner import Runner, TargetOutput, race_rows, uniforms_of
+from foretoken.engine.scheduler import PrefixSharing, Scheduler
 from foretoken.engine.stats import EngineStats
 from foretoken.engine.step_threads import StepThreads
-from foretoken.engine.time_attribution import charge, gain
+from foretoken.engine.time_attribution import book, charge, gain
 from foretoken.engine.views import budget_of, fixed_budget, only_decodes, outcome_of, view_of, why_none
 from foretoken.engine.watch import RoundView, StepClock, Watcher, sees_rounds, show_round
 from foretoken.errors import EngineError, ForetokenError
 from foretoken.model.interface import LanguageModel, NeedsEqualThreads
 from foretoken.plan.profile import Curve, Profile
-from foretoken.text.randomness import round_uniforms
 from foretoken.text.tokenizer import Tokenizer
-from foretoken.verify import needs_uniforms, takes_trees, verify_batch
+from foretoken.verify import takes_trees, verify_batch
 
 
 class Engine:
@@ -262,7 +257,7 @@ class Engine:
     def _verify(self, batch: Batch, draft: Draft, target: TargetOutput) -> Verdict:
         entries = batch.decoding
         rules = [self.states[entry.request.request_id].rule for entry in entries]
-        uniforms = self._uniforms(batch, draft, rules)
+        uniforms = uniforms_of(batch, draft, rules, self.target.device)
         if any(entry.noise is not None for entry in entries):
             uniforms = replace(
                 uniforms, race=tuple(race_rows(entry, draft, b, target) for b, entry in enumerate(entries))
@@ -270,20 +265,6 @@ class Engine:
         verdict = verify_batch(draft, target.probs, uniforms, rules)
         self.clock.verified = time.perf_counter()
         return verdict
-
-    def _uniforms(self, batch: Batch, draft: Draft, rules: Sequence[str]) -> Uniforms:
-        """The round's random numbers; where no rule reads any, as in greedy rounds, numbers that would break one that
-        did.
-        """
-        device = self.target.device
-        if not any(needs_uniforms(rule) for rule in set(rules)):
-            return Uniforms(
-                torch.full((draft.num_nodes,), torch.nan, device=device),
-                torch.full((draft.num_requests,), torch.nan, device=device),
-            )
-        return round_uniforms(
-            draft, [e.request.seed for e in batch.decoding], [e.round_start for e in batch.decoding], device
-        )
 
     def _commit(self, batch: Batch, draft: Draft, target: TargetOutput, verdict: Verdict) -> None:
         for b, entry in enumerate(batch.decoding):
@@ -366,22 +347,11 @@ class Engine:
                 self.faults.watch(self.watchers, partial(show_round, view=view))
             if state.finish_reason is not None:
                 self.release(state)
-        self._book()
+        self.clock.emitted = time.perf_counter()
+        self.stats.num_threads, self.stats.waiting = self.threads.current
+        book(self.clock, self.stats)
         if self.watchers:
             self.faults.watch(self.watchers, lambda watcher: watcher.between_steps())
-
-    def _book(self) -> None:
-        """Add the step's phases to the totals; the drafting is there already, charged to the requests."""
-        clock, stats = self.clock, self.stats
-        clock.emitted = time.perf_counter()
-        stats.num_steps += 1
-        stats.num_threads, stats.waiting = self.threads.current
-        stats.schedule_s += clock.schedule_s
-        stats.target_s += clock.target_s
-        stats.rule_s += clock.rule_s
-        stats.commit_s += clock.commit_s
-        stats.observe_s += clock.observe_s
-        stats.emit_s += clock.emit_s
 
     def _count_start(self, state: RequestState, entry: BatchEntry) -> None:
         """A request takes part for the first time: it has waited, and the cache knew the beginning of its prompt."""

@@ -11,17 +11,15 @@ from types import TracebackType
 from typing import Any, Unpack
 
 from foretoken.adapt.adaptation import AdaptationState
-from foretoken.adapt.adapter import Adapter
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.core import StepOutput
 from foretoken.draft.group import DrafterGroup, own_drafters
-from foretoken.engine.adapting import AdaptationWatcher
-from foretoken.engine.admission import check_spec, check_types
+from foretoken.engine.adapting import adapt
+from foretoken.engine.admission import check_spec, check_types, end_tokens
 from foretoken.engine.adviser import Adviser
 from foretoken.engine.between_requests import BetweenRequests
-from foretoken.engine.drafter_loading import DrafterLoader
-from foretoken.engine.drafters import DrafterFactory, ModelOptions
-from foretoken.engine.driver import Driver, OnStep
+from foretoken.engine.drafters import DrafterFactory, DrafterLoader, ModelOptions
+from foretoken.engine.driver import Driver, OnStep, Owner, Turns
 from foretoken.engine.engine import Engine
 from foretoken.engine.output import GenerateOutput, collect, each_answer
 from foretoken.engine.prompts import (
@@ -39,12 +37,11 @@ from foretoken.engine.shadow.shadow import Shadow
 from foretoken.engine.startup.known_costs import KnownCosts, check_mode, load_costs
 from foretoken.engine.stats import EngineStats
 from foretoken.engine.trace import Trace
-from foretoken.engine.turns import Owner, Turns
-from foretoken.engine.uncopied import Uncopied
 from foretoken.engine_config import EngineConfig, EngineOptions, config_of
 from foretoken.errors import ForetokenError, InputError, SpeculationWarning, StorageError
 from foretoken.heads.kind import with_head_kind
-from foretoken.model.interface import LanguageModel, PrefixModel, SharesWeights
+from foretoken.machine.forks import Uncopied
+from foretoken.model.interface import LanguageModel, PrefixModel
 from foretoken.model.names import model_folder
 from foretoken.model.open import open_device, open_model
 from foretoken.text.tokenizer import load_tokenizer
@@ -86,7 +83,6 @@ class LLM(BetweenRequests, Uncopied):
         self.folder = model_folder(config.model)
         self.spec = with_head_kind(self.spec)  # a head that is not there is found before the target is loaded
         self._turns = Turns()
-        self._owner: Owner | None = None
         self._trace = None if config.trace is None else Trace(Path(config.trace))
         try:
             self.tokenizer = load_tokenizer(self.folder)
@@ -101,7 +97,7 @@ class LLM(BetweenRequests, Uncopied):
             self._loader: DrafterLoader | None = DrafterLoader(
                 DrafterFactory(self.folder, target, self.tokenizer, loaded_with),
                 self._drafters,
-                self._turns,
+                lambda: self._turns.lock,
                 check_open=self._check_open,
                 on_load=self._adviser.loaded,
             )
@@ -110,10 +106,12 @@ class LLM(BetweenRequests, Uncopied):
                 self._drafters,
                 tokenizer=self.tokenizer,
                 limits=config.scheduler,
-                eos_token_ids=self._eos_token_ids(),
+                eos_token_ids=end_tokens(target, self.tokenizer),
                 routing=config.routing,
             )
-            self._driver: Driver | None = Driver(engine, self._turns, self._check_open)
+            self._driver: Driver | None = Driver(
+                engine, self._turns, str(self.folder), self._check_open, self._adviser.conclude
+            )
             self._shadow = Shadow(
                 target,
                 config.shadow_rate,
@@ -123,7 +121,7 @@ class LLM(BetweenRequests, Uncopied):
             engine.watchers += [] if self._trace is None else [self._trace]
             engine.watchers += [self._shadow] if config.shadow_rate else []
             engine.watchers.append(self._adviser)
-            self._adapter = self._adapt(target, engine)
+            self._adapter = adapt(engine, config)
             self._prepare_default()
             self._adviser.look_at_memory()
             self.costs = self._load_costs(mode, on_profile)
@@ -178,7 +176,6 @@ class LLM(BetweenRequests, Uncopied):
         for prompt, one_params, one_spec in zip(batch, each_params, each_spec, strict=True):
             prepared += self.prepare_requests(prompt, one_params, one_spec)
         states = self._check_open().answer(prepared, on_step)
-        self._adviser.conclude()
         return collect(states, [one.n for one in each_params])
 
     def chat(
@@ -259,13 +256,7 @@ class LLM(BetweenRequests, Uncopied):
 
     def step(self) -> list[StepOutput]:
         """One step of the engine; what it emitted for open streams waits for their readers."""
-        driver = self._check_free()
-        with self._turns:
-            with self._turns.lock:
-                outputs = driver.step()
-            self._turns.pause()
-        self._adviser.conclude()
-        return outputs
+        return self._check_open().step()
 
     @property
     def stats(self) -> EngineStats:
@@ -314,8 +305,8 @@ class LLM(BetweenRequests, Uncopied):
         """Drop every request and the models, for good; closing again, or in a forked process, does nothing."""
         if self._turns.is_forked:
             return
-        if self._owner is not None:
-            self._owner.close()
+        if self._driver is not None and self._driver.owner is not None:
+            self._driver.owner.close()
         with self._turns.lock:
             if self._driver is None:
                 return
@@ -341,8 +332,7 @@ class LLM(BetweenRequests, Uncopied):
         """
         driver = self._check_free()
         prepared = self.prepare_request(as_prompt(prompt), params, spec)
-        with self._turns:
-            return driver.enqueue(prepared)
+        return driver.enqueue(prepared)
 
     def prepare_request(self, prompt: Prompt, params: SamplingParams, spec: SpecConfig) -> PreparedRequest:
         """Do for one answer all that comes before queueing it: load its drafters, tokenise, check, compile its grammar.
@@ -379,51 +369,21 @@ class LLM(BetweenRequests, Uncopied):
         """Whether `prepare` has nothing to load for `spec`."""
         return self._loader is not None and self._loader.has_all(spec)
 
-    # ---- what `AsyncEngine` uses
-
-    def claim(self, owner: Owner) -> Engine:
-        """Let `owner` alone run requests, until `disclaim`.
+    def claim(self, owner: Owner) -> Driver:
+        """Let `owner`, an `AsyncEngine`, alone run requests until `Driver.disclaim`; returns what runs them.
 
         Raises:
             InputError: this was closed, has an owner, or still answers requests.
         """
-        with self._turns.lock:
-            engine = self.engine
-            if self._owner is not None:
-                raise InputError(
-                    "llm", str(self.folder), "is served by another AsyncEngine: submit to that one, or close it first"
-                )
-            if engine.has_work:
-                remedy = "still answers requests: let them end, or close their streams, then open an AsyncEngine"
-                raise InputError("llm", str(self.folder), remedy)
-            self._owner = owner
-            return engine
-
-    def disclaim(self) -> None:
-        """The owner is done."""
-        self._owner = None
-
-    def enqueue_for(self, owner: Owner, prepared: PreparedRequest) -> RequestState:
-        """Queue a prepared request, for the owner."""
-        assert owner is self._owner
-        return self._check_open().enqueue(prepared)
-
-    def step_for(self, owner: Owner) -> list[StepOutput]:
-        """`step`, for the owner."""
-        assert owner is self._owner
-        with self._turns.lock:
-            outputs = self._check_open().step()
-        self._adviser.conclude()
-        return outputs
+        driver = self._check_open()
+        driver.claim(owner)
+        return driver
 
     # ---- how it is done
 
     def _stream(self, prompt: Prompt, params: SamplingParams, spec: SpecConfig) -> Iterator[StepOutput]:
         prepared = self.prepare_request(prompt, params, spec)
-        state = yield from self._check_open().stream(prepared)
-        self._adviser.conclude()
-        if state.finish_reason == "abort":
-            self._check_open()  # closed half-way: what came is not the whole answer
+        yield from self._check_open().stream(prepared)
 
     def _check_open(self) -> Driver:
         """What runs the engine; refuses when this was closed, and in a forked process."""
@@ -435,8 +395,7 @@ class LLM(BetweenRequests, Uncopied):
     def _check_free(self) -> Driver:
         """The same for a caller who wants to run requests; refuses beside an owner."""
         driver = self._check_open()
-        if self._owner is not None:
-            raise InputError("llm", str(self.folder), "is served by an AsyncEngine: submit to that, or close it first")
+        driver.check_user()
         return driver
 
     def _open_loader(self) -> DrafterLoader:
@@ -446,18 +405,6 @@ class LLM(BetweenRequests, Uncopied):
 
     def _was_closed(self) -> InputError:
         return InputError("llm", str(self.folder), "was closed; open it again")
-
-    def _adapt(self, target: LanguageModel, engine: Engine) -> Adapter | None:
-        """Let drafters learn, where that is wanted."""
-        config = self.config.adaptation
-        if config is None:
-            return None
-        if not isinstance(target, SharesWeights):
-            raise InputError("adapt", self.config.adapt, "trained heads need a target that our own decoder runs")
-        adapter = Adapter(target, self._drafters.drafters, config)
-        self._drafters.hidden_states.listener = adapter
-        engine.watchers.append(AdaptationWatcher(adapter))
-        return adapter
 
     def _prepare_default(self) -> None:
         """Load the drafters of requests that name none; where nobody asked for them, plain decoding will do instead."""
@@ -481,10 +428,3 @@ class LLM(BetweenRequests, Uncopied):
             self.engine.seed(costs.profile, costs.specs)
         self.engine.stats.profile_s = costs.measured_s
         return costs
-
-    def _eos_token_ids(self) -> tuple[int, ...]:
-        """The model's end tokens, or the tokenizer's when the model's own files name none."""
-        ids = self.target.eos_token_ids
-        if not ids and self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
-            return (self.tokenizer.eos_token_id,)
-        return ids

@@ -1,4 +1,4 @@
-"""Recovery after an exception inside the engine: no other request fails and no cache block is lost.
+"""Exceptions inside the engine: contained and told, or recovered from; no other request fails, no cache block is lost.
 
 A step changes a request's text only when it emits. So whatever a step has done to caches and drafters before it raised
 can be discarded and repeated: randomness is a function of the position, so the tokens are the same. After a fault every
@@ -12,6 +12,9 @@ alone, without a draft and in small pieces.
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from traceback import clear_frames
 from typing import Protocol
@@ -19,12 +22,55 @@ from typing import Protocol
 import torch
 
 from foretoken.draft.group import DrafterGroup
-from foretoken.engine.faults import Faults, engine_error
 from foretoken.engine.memory_pressure import is_out_of_memory
 from foretoken.engine.request import RequestState
 from foretoken.engine.scheduler import Scheduler
 from foretoken.engine.stats import EngineStats
-from foretoken.errors import CapacityError
+from foretoken.engine.watch import Watcher
+from foretoken.errors import CapacityError, EngineError
+
+
+class Faults:
+    """Counts contained exceptions (`EngineStats.num_faults`) and warns about them."""
+
+    def __init__(self, stats: EngineStats) -> None:
+        self._stats = stats
+
+    def tell(self, what: str, error: Exception, consequence: str) -> None:
+        """Count a fault and warn: the place, the error, and the consequence.
+
+        Where the caller's filters turn warnings into errors, the fault is only counted: generation continues.
+        """
+        self._stats.num_faults += 1
+        with suppress(Warning):
+            warnings.warn(f"{what} raised {type(error).__name__}: {error}; {consequence}", stacklevel=3)
+
+    @contextmanager
+    def contained(self, what: str, consequence: str) -> Iterator[None]:
+        """Run the body; an exception is counted and suppressed."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - contains any error
+            self.tell(what, error, consequence)
+
+    def watch(self, watchers: list[Watcher], call: Callable[[Watcher], None]) -> None:
+        """Call every observer; one that raises is removed and closed."""
+        for watcher in tuple(watchers):
+            try:
+                call(watcher)
+            except Exception as error:  # noqa: BLE001 - an observer must not fail a request
+                watchers[:] = [other for other in watchers if other is not watcher]
+                name = type(watcher).__name__
+                with self.contained(f"closing the observer {name}", "it is left open"):
+                    watcher.close()
+                self.tell(f"the observer {name}", error, "it is removed, and generation continues")
+
+
+def engine_error(what: str, error: BaseException) -> EngineError:
+    """The error of a request that cannot continue, with its cause attached."""
+    broken = EngineError(f"{what}: {type(error).__name__}: {error}")
+    broken.__cause__ = error
+    return broken
 
 
 class Recoverable(Protocol):

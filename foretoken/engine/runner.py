@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from foretoken.config import SamplingParams
-from foretoken.core import NO_TAPS, Batch, BatchEntry, Draft, TapRequest
+from foretoken.core import NO_TAPS, Batch, BatchEntry, Draft, TapRequest, Uniforms
 from foretoken.model.interface import ForwardOutput, LanguageModel, Segment
 from foretoken.text.processors import RequestProcessors
+from foretoken.text.randomness import round_uniforms
 from foretoken.text.sampling import best_two, check_finite, near_ties_of, target_probs
 from foretoken.transfer import to_device, to_host
-from foretoken.verify import first_max
+from foretoken.verify import first_max, needs_uniforms
 
 
 @dataclass(frozen=True)
@@ -263,3 +264,17 @@ def race_rows(entry: BatchEntry, draft: Draft, b: int, target: TargetOutput) -> 
     except Exception as error:  # noqa: BLE001 - as above
         target.faults[b] = error
         return torch.ones(1 + draft.lengths[b], target.probs.shape[-1], device=target.probs.device)
+
+
+def uniforms_of(batch: Batch, draft: Draft, rules: Sequence[str], device: torch.device) -> Uniforms:
+    """The round's random numbers; where no rule reads any, as in greedy rounds, numbers that would break one that
+    did.
+    """
+    if not any(needs_uniforms(rule) for rule in set(rules)):
+        return Uniforms(
+            torch.full((draft.num_nodes,), torch.nan, device=device),
+            torch.full((draft.num_requests,), torch.nan, device=device),
+        )
+    return round_uniforms(
+        draft, [e.request.seed for e in batch.decoding], [e.round_start for e in batch.decoding], device
+    )

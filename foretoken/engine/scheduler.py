@@ -1,4 +1,4 @@
-"""Which requests run in a step, in which order, with how many rows: the queue over the target's own cache."""
+"""Which requests run in a step, in which order, with how many rows: the queue over the target's cache and prefixes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,79 @@ from contextlib import suppress
 from foretoken.control.candidates import NO_DRAFT, DraftBudget, max_useful_draft
 from foretoken.control.queue import Queue, Rows, SchedulerConfig, urgency
 from foretoken.core import Batch, BatchEntry
+from foretoken.draft.hidden_states import HiddenStates
 from foretoken.engine.memory_pressure import MemoryPressure
-from foretoken.engine.prefix_sharing import PrefixSharing
 from foretoken.engine.request import RequestState
-from foretoken.model.interface import LanguageModel
+from foretoken.model.interface import LanguageModel, PrefixModel
 from foretoken.verify import takes_trees
 
 __all__ = ["Scheduler", "SchedulerConfig"]
+
+FirstBlock = tuple[str, tuple[int, ...]]
+
+
+class PrefixSharing:
+    """The target's prefix cache, by request; every call does nothing for a target that has none."""
+
+    def __init__(self, target: LanguageModel, hidden_states: HiddenStates) -> None:
+        self._prefix = target if isinstance(target, PrefixModel) else None
+        self._block_tokens = target.footprint_tokens(1)
+        self._hidden_states = hidden_states
+
+    def adopt(self, state: RequestState) -> int:
+        """Begin a request that has just joined with cached blocks of its text; returns the number of tokens adopted."""
+        if self._prefix is None or not _adopts(state):
+            return 0
+        request_id, tenant = state.request_id, state.request.params.tenant
+        most = self._hidden_states.most_adoptable(request_id, state.tokens, tenant)
+        num_tokens = self._prefix.adopt(request_id, state.tokens, tenant, most)
+        self._hidden_states.adopted(request_id, state.tokens, tenant, num_tokens)
+        return num_tokens
+
+    def publish(self, state: RequestState) -> None:
+        """Let later requests of the same tenant begin with what the target holds of a running request's text."""
+        if self._prefix is not None:
+            self._prefix.publish(state.request_id, state.tokens, state.request.params.tenant)
+            self._hidden_states.publish(state.request_id, state.tokens, state.request.params.tenant)
+
+    def shared_tokens(self, state: RequestState) -> int:
+        """How many tokens a waiting request could adopt from blocks that running requests hold."""
+        if self._prefix is None or not _adopts(state):
+            return 0
+        tenant = state.request.params.tenant
+        most = self._hidden_states.most_adoptable(state.request_id, state.tokens, tenant)
+        return self._prefix.shared_tokens(state.tokens, tenant, most)
+
+    def first_block(self, state: RequestState) -> FirstBlock | None:
+        """The tenant and the first block of a text: only requests that have both in common share blocks. None for a
+        text too short for that.
+        """
+        if self._prefix is None or len(state.tokens) <= self._block_tokens:
+            return None
+        return state.request.params.tenant, tuple(state.tokens[: self._block_tokens])
+
+    def is_reading(self, state: RequestState) -> bool:
+        """Whether a running request is about to compute whole blocks."""
+        assert self._prefix is not None
+        size = self._block_tokens
+        return self._prefix.length(state.request_id) < (len(state.tokens) - 1) // size * size
+
+    def can_wait_for(self, state: RequestState, other: RequestState) -> bool:
+        """Whether a waiting request could adopt blocks that running request `other`, which has the same
+        `first_block`, is about to compute.
+        """
+        size, num_tokens = self._block_tokens, min(len(state.tokens), len(other.tokens))
+        return (
+            self._prefix is not None
+            and _adopts(state)
+            and self._prefix.length(other.request_id) < (num_tokens - 1) // size * size
+            and self._hidden_states.shares_states(state.request_id, other.request_id)
+        )
+
+
+def _adopts(state: RequestState) -> bool:
+    """Whether a request may begin with cached blocks: not one that wants log-probabilities of every prompt token."""
+    return bool(state.provenance) or state.request.params.prompt_logprobs is None
 
 
 class Scheduler(Queue[RequestState]):
@@ -32,6 +98,7 @@ class Scheduler(Queue[RequestState]):
         self.alone: dict[int, int] = {}
         self.pressure = MemoryPressure()
         self._joining: RequestState | None = None  # on its way from `waiting` to `running`
+        self._readers: dict[FirstBlock, list[RequestState]] | None = None  # that run; known while requests join
         self._lost: dict[int, int] = {}  # tokens that a preempted request had in the cache
         self._reclaim: Callable[[], None] | None = None  # takes back cache that is lent to background work
 
@@ -62,6 +129,13 @@ class Scheduler(Queue[RequestState]):
                 del self.alone[state.request_id]
                 if self.alone:
                     self.preempt(state)
+
+    def admit(self) -> None:
+        """See `Queue.admit`."""
+        try:
+            super().admit()
+        finally:
+            self._readers = None
 
     def schedule(self, budgets: Mapping[int, DraftBudget]) -> Batch:
         """The next batch: requests that decode, then those that read the last of their prompt, then other chunks.
@@ -162,6 +236,8 @@ class Scheduler(Queue[RequestState]):
         super().join(place)
         self._joining = None
         adopted = self._prefixes.adopt(state)
+        if self._readers is not None:
+            self._note_reader(state)
         self.num_recomputed_tokens += max(0, self._lost.pop(state.request_id, 0) - adopted)
 
     def gather(self, requests: list[RequestState]) -> None:  # type: ignore[override]
@@ -190,10 +266,24 @@ class Scheduler(Queue[RequestState]):
 
     def _will_share(self, state: RequestState) -> bool:
         """Whether a more urgent request is just reading a prompt that begins alike: it is cheaper to wait for that."""
+        first_block = self._prefixes.first_block(state)
+        if first_block is None:
+            return False
+        if self._readers is None:
+            self._readers = {}
+            for one in self.running.values():
+                self._note_reader(one)
         return any(
             self.key(other) < self.key(state) and self._prefixes.can_wait_for(state, other)
-            for other in self.running.values()
+            for other in self._readers.get(first_block, ())
         )
+
+    def _note_reader(self, state: RequestState) -> None:
+        """Enter a running request into `_readers`, if others could wait for what it reads."""
+        assert self._readers is not None
+        first_block = self._prefixes.first_block(state)
+        if first_block is not None and self._prefixes.is_reading(state):
+            self._readers.setdefault(first_block, []).append(state)
 
     def _usable(self, state: RequestState, budget: DraftBudget) -> DraftBudget:
         """No more draft tokens than can still be used, and the probes that fit.

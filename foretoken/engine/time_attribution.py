@@ -115,3 +115,14 @@ def _drafting_s(
         for b, made in own.items():
             parts[b] += took_s * (made / total if total else 1 / len(own))
     return parts
+
+
+def book(clock: StepClock, stats: EngineStats) -> None:
+    """Add a step's phases to the totals; the drafting is there already, charged to the requests."""
+    stats.num_steps += 1
+    stats.schedule_s += clock.schedule_s
+    stats.target_s += clock.target_s
+    stats.rule_s += clock.rule_s
+    stats.commit_s += clock.commit_s
+    stats.observe_s += clock.observe_s
+    stats.emit_s += clock.emit_s

@@ -1,10 +1,13 @@
-"""Forked processes. A child has none of its parent's threads, and OpenMP (torch, our kernels) waits for its own for
-ever: the first product that is shared among threads hangs.
+"""What belongs to the process that made it: it is neither copied nor used in a fork.
+
+A forked child has none of its parent's threads, and OpenMP (torch, our kernels) waits for its own for ever: the first
+product that is shared among threads hangs.
 """
 
 from __future__ import annotations
 
 import os
+from typing import ClassVar, NoReturn
 
 from foretoken.errors import InputError
 
@@ -37,3 +40,17 @@ def note_computing(num_threads: int) -> None:
         remedy = f"{REMEDY}, or let the child compute on one thread (torch.set_num_threads(1))"
         raise InputError("model", f"a model was opened in process {_computing[0]} before the fork", remedy)
     _computing[:] = [mine]
+
+
+class Uncopied:
+    """Base of classes whose objects neither `pickle` nor `copy` takes; `copy_remedy` says what to do instead."""
+
+    copy_remedy: ClassVar[str]
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse `pickle.dumps`, `copy.copy` and `copy.deepcopy`, which all come here.
+
+        Raises:
+            InputError: always.
+        """
+        raise InputError(type(self).__name__, "pickled or copied", self.copy_remedy)

@@ -5,7 +5,8 @@ through the decoder in tiles of row counts that were measured to give equal bits
 and number of threads: `prove` compares them once, and uses only those that agree. If none does, rows run one at a
 time. Attention sums over a number of keys that follows from the position alone (`attention/strict.py`).
 
-Where the compiled kernels run all of a model, none of this is needed: `PagedModel` is strict (`has_exact_rows`).
+Where the compiled kernels run all of a model on a CPU, none of this is needed: `PagedModel` is strict
+(`has_exact_rows`). A GPU, a shard of a model, and a CPU without those kernels multiply by libraries, and need it.
 """
 
 from __future__ import annotations

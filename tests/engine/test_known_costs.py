@@ -91,7 +91,7 @@ def everything(llm: LLM) -> object:
     """
     engine = llm.engine
     numbers = (torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state()))
-    own = (engine.scheduler, engine.chooser, engine.states, engine.stats, repr(engine._ids), llm._driver._inboxes)
+    own = (engine.scheduler, engine.chooser, engine.states, engine.stats, repr(engine._ids), llm._driver._receivers)
     return plain([own, llm.target, llm._drafters.drafters, numbers])
 
 

@@ -10,10 +10,9 @@ import pytest
 
 from foretoken.control.queue import Queue, SchedulerConfig, urgency
 from foretoken.core import StepOutput
-from foretoken.engine.driver import Driver
+from foretoken.engine.driver import Driver, Turns
 from foretoken.engine.engine import Engine
 from foretoken.engine.request import PreparedRequest
-from foretoken.engine.turns import Turns
 
 
 class CountedState:
@@ -55,7 +54,7 @@ class OneAtATime:
 @pytest.mark.parametrize("order", [range(1000), range(999, -1, -1), [*range(500, 1000), *range(500)]])
 def test_waiting_for_many_answers_looks_at_each_a_few_times(order: Sequence[int]) -> None:
     CountedState.num_looks = 0
-    driver = Driver(cast(Engine, OneAtATime(order)), Turns(), lambda: None)
+    driver = Driver(cast(Engine, OneAtATime(order)), Turns(), "it", lambda: None, lambda: None)
     states = driver.answer([cast(PreparedRequest, None)] * 1000, None)
     assert [state.request_id for state in states] == list(range(1000))
     assert CountedState.num_looks < 4 * 1000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from foretoken.engine.quoted_specials import QuotedSpecials
+from foretoken.engine.prompts import QuotedSpecials
 from foretoken.errors import InputError
 
 SPECIALS = ("<|end|>", "<|end|>x", "<s>")

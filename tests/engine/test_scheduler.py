@@ -4,17 +4,20 @@ counted.
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 
 from foretoken import LLM, ConfigError, InputError, SamplingParams, SpecConfig
+from foretoken.control.queue import reserve_tokens
 from foretoken.core import Batch
 from foretoken.draft.group import DrafterGroup
 from foretoken.draft.ngram import NgramDrafter
 from foretoken.engine.engine import Engine
 from foretoken.engine.request import RequestState
-from foretoken.engine.scheduler import SchedulerConfig
+from foretoken.engine.scheduler import Scheduler, SchedulerConfig
 from foretoken.model.loader import load_decoder
 from foretoken.model.paged import PagedModel
 from tests.helpers.audit import check_idle
@@ -279,3 +282,84 @@ def test_settings_are_checked_before_anything_is_loaded(options: dict[str, objec
 def test_priorities_and_deadlines_are_checked(options: dict[str, object], message: str) -> None:
     with pytest.raises(InputError, match=message):
         SamplingParams(**options)  # type: ignore[arg-type]
+
+
+# ---- admission takes time by those who join, and decides as if it looked at all that run
+
+
+def fits_by_all(scheduler: Scheduler, num_tokens: int) -> bool:
+    """`Queue.fits` from every running request."""
+    footprint, length = scheduler.target.footprint_tokens, scheduler.target.length
+    owed = sum(footprint(one.num_tokens) - footprint(length(one.request_id)) for one in scheduler.running.values())
+    reserved = reserve_tokens(scheduler.config, scheduler.target.capacity_tokens) if scheduler.running else 0
+    return num_tokens + owed + reserved <= scheduler.target.num_free_tokens()
+
+
+def will_share_by_all(scheduler: Scheduler, state: RequestState) -> bool:
+    """`Scheduler._will_share` from every running request's tokens."""
+    size, length = scheduler.target.footprint_tokens(1), scheduler.target.length
+    return any(
+        scheduler.key(other) < scheduler.key(state)
+        and state.num_tokens > size
+        and other.tokens[:size] == state.tokens[:size]
+        and other.request.params.tenant == state.request.params.tenant
+        and length(other.request_id) < min(other.num_tokens - 1, state.num_tokens - 1) // size * size
+        for other in scheduler.running.values()
+    )
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_admission_decides_as_if_it_looked_at_all_that_run(
+    pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Random queues of texts that begin alike, with preemptions: each decision beside the one from all requests."""
+    rng, seen = random.Random(seed), Counter[tuple[str, bool]]()
+    fits, will_share = Scheduler.fits, Scheduler._will_share
+
+    def checked(name: str, found: bool, expected: bool) -> bool:
+        assert found == expected
+        seen[name, found] += 1
+        return found
+
+    monkeypatch.setattr(
+        Scheduler, "fits", lambda own, count: checked("fits", fits(own, count), fits_by_all(own, count))
+    )
+    monkeypatch.setattr(
+        Scheduler,
+        "_will_share",
+        lambda own, state: checked("share", will_share(own, state), will_share_by_all(own, state)),
+    )
+    target = PagedModel(load_decoder(pair.target), 160, 4)
+    limits = SchedulerConfig(8, 24, cache_reserve=0.1)
+    engine, beginnings = Engine(target, DrafterGroup(target), limits=limits), [token_ids(20, seed=i) for i in range(3)]
+    for _ in range(12):
+        for _ in range(rng.randrange(8)):
+            prompt = rng.choice(beginnings)[: rng.randrange(1, 20)]
+            prompt += token_ids(rng.randrange(1, 8), seed=rng.randrange(9))
+            params = SamplingParams(
+                max_tokens=rng.randrange(1, 24), priority=rng.randrange(2), tenant=rng.choice("ab"), ignore_eos=True
+            )
+            engine.submit(prompt, params, SpecConfig())
+        for _ in range(rng.randrange(6)):
+            engine.step()
+    while engine.has_work:
+        engine.step()
+    check_idle(engine)
+    assert engine.stats.num_preempted
+    assert all(seen[name, found] for name in ("fits", "share") for found in (False, True)), seen
+
+
+def test_admitting_many_looks_at_each_running_request_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch, looks = Watch(SchedulerConfig(400, 10_000)), [0]
+    length = watch.engine.target.length
+
+    def counted(request_id: int) -> int:
+        looks[0] += 1
+        return length(request_id)
+
+    for _ in range(400):
+        watch.submit(5, 3)
+    monkeypatch.setattr(watch.engine.target, "length", counted)
+    watch.engine.scheduler.admit()
+    assert len(watch.engine.scheduler.running) == 400
+    assert looks[0] < 4 * 400

@@ -227,7 +227,7 @@ def test_h2_a_trace_on_a_full_disk_ends_and_answers_go_on(pair: SimpleNamespace,
 
 @pytest.mark.filterwarnings("ignore:.*injected:UserWarning")
 @pytest.mark.parametrize("kind", [Injected, Interrupt])
-@pytest.mark.parametrize("place", ["enqueue_for", "step_for", "watcher"])
+@pytest.mark.parametrize("place", ["enqueue", "step", "watcher"])
 def test_h2_whatever_raises_in_the_thread_every_ticket_ends(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, place: str, kind: type[BaseException]
 ) -> None:
@@ -236,7 +236,7 @@ def test_h2_whatever_raises_in_the_thread_every_ticket_ends(
     if place == "watcher":
         llm.engine.watchers.append(Broken("round", kind=kind))
     else:
-        monkeypatch.setattr(llm, place, Fault(getattr(llm, place), nth=3, kind=kind))
+        monkeypatch.setattr(llm._driver, place, Fault(getattr(llm._driver, place), nth=3, kind=kind))
     with Paced(llm) as paced:
         tickets = [engine.submit(PROMPTS[i], GREEDY) for i in range(2)]
         paced.go(1)
@@ -251,7 +251,7 @@ def test_h2_whatever_raises_in_the_thread_every_ticket_ends(
             engine.submit(PROMPTS[0], GREEDY)
         assert isinstance(caught.value.__cause__, Interrupt)
     else:
-        assert len(broken) == {"enqueue_for": 1, "step_for": 4, "watcher": 0}[place]
+        assert len(broken) == {"enqueue": 1, "step": 4, "watcher": 0}[place]
         monkeypatch.undo()
         assert engine.submit(PROMPTS[0], GREEDY).result().finish_reason == "length"
     engine.close()

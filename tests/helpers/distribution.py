@@ -188,7 +188,7 @@ def sample_answers(narrow: SimpleNamespace, asked: Sequence[tuple[SamplingParams
     engine, states = narrow_engine(narrow), []
     for params, spec in asked:
         states.append(engine.submit(PROMPT, predicting(spec, params, (0, 1, 2, 3, 1, 2)), spec))
-        while len(engine.scheduler.waiting) > _BATCH_SIZE:  # every step goes through all that wait
+        while len(engine.scheduler.waiting) > _BATCH_SIZE:  # requests also arrive between steps
             engine.step()
     while engine.has_work:
         engine.step()

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from foretoken.core import Draft, Mass, Uniforms, merge_drafts
+from foretoken.core import Draft, Mass, Uniforms
+from foretoken.draft.merging import merge_drafts
 from foretoken.transfer import to_device
 from foretoken.verify import RULES, verify_batch
 from tests.helpers.fake_cuda import DEVICE, fake_cuda

@@ -1,13 +1,15 @@
-"""What the parts of a composite drafter may be."""
+"""Which values of a `SpecConfig` go together, and what the parts of a composite drafter may be."""
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from foretoken.errors import ConfigError
-from foretoken.registry import DRAFTERS, HEAD_KINDS, HEADS, traits_of
+from foretoken.params import check_number, check_text, check_whole
+from foretoken.registry import DRAFTERS, HEAD_KINDS, HEADS, PLAIN, known_drafters, traits_of
 
 if TYPE_CHECKING:
     from foretoken.config import SpecConfig
@@ -26,6 +28,92 @@ def leaves_of(spec: SpecConfig, parts: Sequence[SpecConfig]) -> frozenset[str]:
     if not parts:
         return frozenset() if spec.drafter is None else frozenset({spec.drafter})
     return frozenset(name for part in parts for name in leaves_of(part, part.declared))
+
+
+def check_read(spec: SpecConfig, name: str) -> None:
+    """Refuse a field that none of the drafters at work reads."""
+    if any(name in traits_of(leaf).fields for leaf in leaves_of(spec, spec.declared)):
+        return
+    takers = [one for one, traits in DRAFTERS.items() if name in traits.fields and not traits.composite]
+    raise only_for(spec, name, getattr(spec, name), takers)
+
+
+def only_for(spec: SpecConfig, field: str, value: object, takers: Sequence[str]) -> ConfigError:
+    """The error for an option that only the drafters `takers` read, none of which is at work here."""
+    others = ", ".join("head" if spec.needs_head_kind and one.head else str(one.drafter) for one in spec.declared)
+    named = takers[0] if len(takers) == 1 else "one of them"
+    remedy = f" (parts: {others}): name {named} among the parts" if others else f": name {named} as the drafter"
+    either = " or ".join(filter(None, (", ".join(map(repr, takers[:-1])), repr(takers[-1]))))
+    return ConfigError(
+        field,
+        value,
+        f"only drafter={either} takes it, not drafter={spec.drafter!r}{remedy}, or leave it out",
+    )
+
+
+def check_names(spec: SpecConfig) -> None:
+    """Whether the drafter is known, and models have names."""
+    if spec.drafter is not None and spec.drafter not in known_drafters():
+        near = difflib.get_close_matches(str(spec.drafter).lower(), (*known_drafters(), PLAIN), n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ConfigError(
+            "drafter",
+            spec.drafter,
+            f"{hint}choose one of {', '.join(known_drafters())}, or {PLAIN} for plain decoding",
+        )
+    if spec.draft is not None and (not isinstance(spec.draft, str) or not spec.draft):
+        raise ConfigError("draft", spec.draft, f"must be {A_DRAFT}")
+    if spec.head is not None and (not isinstance(spec.head, str) or not spec.head):
+        raise ConfigError("head", spec.head, f"must be {A_HEAD}")
+
+
+def check_texts(spec: SpecConfig) -> None:
+    """Whether names and the corpus are texts that somebody reads."""
+    for name in ("draft", "corpus", "head"):
+        value = getattr(spec, name)
+        if isinstance(value, str):
+            check_text(name, value)
+    if spec.corpus is not None and (not isinstance(spec.corpus, str) or not spec.corpus):
+        raise ConfigError("corpus", spec.corpus, "must be the name of a text file")
+    if spec.corpus:
+        check_read(spec, "corpus")
+
+
+def check_draft(spec: SpecConfig) -> None:
+    """Whether a drafter at work reads what is said of a draft model or head."""
+    for name in ("draft", "head"):
+        if getattr(spec, name) is not None:
+            check_read(spec, name)
+    if spec.draft_dtype != "auto":
+        check_read(spec, "draft_dtype")
+    if spec.draft_vocabulary != "auto":
+        check_read(spec, "draft_vocabulary")
+
+
+def check_lookahead(spec: SpecConfig) -> None:
+    """Whether the n-grams of lookahead have sizes it can use."""
+    if spec.lookahead_window != "auto":
+        check_whole("lookahead_window", spec.lookahead_window, low=0, high=64)
+        check_read(spec, "lookahead_window")
+    check_whole("lookahead_ngram", spec.lookahead_ngram, low=2, high=16)
+    if spec.lookahead_ngram != type(spec).lookahead_ngram:
+        check_read(spec, "lookahead_ngram")
+
+
+def check_drafting_less(spec: SpecConfig) -> None:
+    """Whether the ways to draft less are in range, beside a drafter that samples."""
+    if spec.draft_probability != "auto":
+        check_number("draft_probability", spec.draft_probability, low=0.0, high=1.0, open_low=True)
+    check_number("min_confidence", spec.min_confidence, low=0.0, high=1.0)
+    check_whole("draft_top_k", spec.draft_top_k, low=0)
+    for name, neutral in (("draft_probability", 1.0), ("min_confidence", 0.0), ("draft_top_k", 0)):
+        value = getattr(spec, name)
+        if value != neutral and not spec.samples:
+            samplers = ", ".join(other for other, traits in DRAFTERS.items() if traits.samples)
+            without = (
+                "" if spec.drafter is None else f", and drafter={spec.drafter!r} has none; choose one, or leave it out"
+            )
+            raise ConfigError(name, value, f"needs a drafter that samples from a distribution ({samplers}){without}")
 
 
 def _check_head_kind(spec: SpecConfig) -> None:
