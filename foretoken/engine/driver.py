@@ -92,7 +92,7 @@ class Driver:
     """One engine and those who use it, each for one step or submission at a time.
 
     `name` stands for the engine in errors. `check_open` raises when it was closed, maybe while a caller prepared its
-    requests; `conclude` is called when requests may have ended, outside the lock.
+    requests; `conclude` is called when requests may have ended: before anybody is told the end of one by `enqueue`.
     """
 
     def __init__(
@@ -168,9 +168,8 @@ class Driver:
         with self._turns:
             with self._turns.lock:
                 self.check_user(user)
-                outputs = self._step()
+                outputs = self._step(self._conclude)
             self._turns.pause()
-        self._conclude()
         return outputs
 
     def leave(self, states: Sequence[RequestState]) -> None:
@@ -262,14 +261,19 @@ class Driver:
             self._step()
             return False
 
-    def _step(self) -> list[StepOutput]:
-        """A step, under the lock; what was emitted before it raised is delivered too."""
+    def _step(self, then: Callable[[], None] = lambda: None) -> list[StepOutput]:
+        """A step, under the lock, and `then` before its outputs are delivered; so is what was emitted before it
+        raised.
+        """
         try:
             outputs = self.engine.step()
         except BaseException:
             self._deliver(self.engine.take_outputs())
             raise
-        self._deliver(outputs)
+        try:
+            then()
+        finally:
+            self._deliver(outputs)
         return outputs
 
     def _deliver(self, outputs: Sequence[StepOutput]) -> None:

@@ -89,7 +89,6 @@ class LLM(BetweenRequests, Uncopied):
             target: LanguageModel = open_model(
                 self.folder, config.dtype, config.device, config.cache_tokens, config.numerics, config.weights
             )
-            self._target: LanguageModel | None = target
             self._drafters = DrafterGroup(target)
             self._adviser = Adviser(target, self.tokenizer)
             self._encoder = PromptEncoder(self.tokenizer, self.folder, target.vocab_size)
@@ -148,9 +147,7 @@ class LLM(BetweenRequests, Uncopied):
         Raises:
             InputError: this was closed.
         """
-        if self._target is None:
-            raise self._was_closed()
-        return self._target
+        return self.engine.target
 
     def generate(
         self,
@@ -312,7 +309,7 @@ class LLM(BetweenRequests, Uncopied):
                 return
             self._driver.engine.close()
             self._drafters.drafters.clear()
-            self._driver = self._target = self._loader = None
+            self._driver = self._loader = None
             self._adapter = None
             del self._shadow, self._drafters  # all that holds weights
 

@@ -203,6 +203,30 @@ def test_l1_a_callback_that_raises_leaves_nothing(llm: LLM) -> None:
         check_idle(llm)
 
 
+def test_a_call_that_an_async_engine_overtakes_is_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine opens while the call prepares its request, before anything is queued."""
+    prepare, opened = llm.prepare, list[AsyncEngine]()
+
+    def overtaken(spec: SpecConfig) -> None:
+        prepare(spec)
+        if not opened:
+            opened.append(AsyncEngine(llm))
+
+    calls: list[Callable[[], object]] = [
+        lambda: llm.generate([PROMPTS[0]], GREEDY),
+        lambda: list(llm.stream(PROMPTS[0], GREEDY)),
+    ]
+    for call in calls:
+        with monkeypatch.context() as patched:
+            patched.setattr(llm, "prepare", overtaken)
+            with pytest.raises(InputError, match="is served by an AsyncEngine"):
+                call()
+        check_idle(llm)
+        assert opened[0].submit(PROMPTS[0], GREEDY).result().finish_reason == "length"
+        opened.pop().close()
+    assert llm.generate([PROMPTS[0]], GREEDY)[0].finish_reason == "length"
+
+
 # ---- C6
 
 
