@@ -37,7 +37,9 @@ class AcceptanceConfig:
     first_chance: float = field(
         default=0.6, metadata=_why("chance", "of any draft token before anything is known: high enough to be tried")
     )
-    max_places: int = field(default=128, metadata=_why("places", "of a draft that are told apart: bounds the memory"))
+    max_places: int = field(
+        default=128, metadata=_why("places", "of a draft that are distinguished: bounds the memory")
+    )
     max_slices: int = field(default=256, metadata=_why("slices", "that are kept: callers name them freely"))
     class_edges: tuple[float, ...] = field(
         default=(0.15, 0.3, 0.45, 0.6, 0.75, 0.85, 0.92, 0.96),
@@ -92,7 +94,7 @@ class CostConfig:
         default=48, metadata=_why("rows", "of a step never run that cost as much as the step: cheap, so they are tried")
     )
     exact_counts: int = field(
-        default=16, metadata=_why("counts", "that are told apart; larger ones share buckets an eighth wide")
+        default=16, metadata=_why("counts", "that are distinguished; larger ones share buckets an eighth wide")
     )
 
 
