@@ -136,6 +136,9 @@ class ChanceRates:
         return bisect_right(edges, step) + (len(edges) + 1 if parent >= 0 else 0)
 
 
+_Known = tuple[tuple[int, int, float], tuple[tuple[float, ...], tuple[float, ...]]]
+
+
 @dataclass(eq=False)
 class _Rates:
     """What is known of one request, one slice or all texts, by drafter."""
@@ -145,6 +148,7 @@ class _Rates:
     is_request: bool = False
     places: dict[Hashable, PlaceRates] = field(default_factory=dict)
     chances: dict[Hashable, ChanceRates] = field(default_factory=dict)
+    known: dict[Hashable, _Known] = field(default_factory=dict)  # by drafter what `of_places` found last
 
     def places_of(self, drafter: Hashable) -> PlaceRates:
         """Begun when they are asked for the first time."""
@@ -171,6 +175,7 @@ class Acceptance:
         self.config, self._every = config, _Rates(config)
         self._slices: OrderedDict[str, _Rates] = OrderedDict()  # used last at the end
         self._requests: dict[int, _Rates] = {}
+        self._num_rounds: dict[Hashable, int] = {}  # observed, by drafter: what is kept of `of_places` is of as many
 
     def begin(self, request_id: int, slice_: str) -> None:
         """Keep estimates for a request; nothing happens if they are kept already."""
@@ -179,14 +184,18 @@ class Acceptance:
 
     def of_places(
         self, request_id: int, drafter: Hashable, num_places: int, least: float = 0.0
-    ) -> tuple[list[float], list[float]]:
+    ) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """For each of the first places: the share of rounds in which a draft token is made, and in which it is emitted.
 
         Places behind the first one that is emitted in a smaller share than `least` are left out.
         """
         drafted: list[float] = []
         emitted: list[float] = []
-        rates = self._requests[request_id].places_of(drafter)
+        own = self._requests[request_id]
+        key, known = (self._num_rounds.get(drafter, 0), num_places, least), own.known.get(drafter)
+        if known is not None and known[0] == key:
+            return known[1]
+        rates = own.places_of(drafter)
         while rates.is_empty and rates.prior is not None:
             rates = rates.prior
         for share, chance, parent in rates.estimates(num_places):
@@ -195,7 +204,9 @@ class Acceptance:
             emitted.append(min(share, chance * above))
             if emitted[-1] < least:
                 break
-        return drafted, emitted
+        found = tuple(drafted), tuple(emitted)
+        own.known[drafter] = (key, found)
+        return found
 
     def of_preview(self, request_id: int, drafter: Hashable, preview: Preview) -> list[float]:
         """The chance of each draft token that is shown to be emitted."""
@@ -209,6 +220,7 @@ class Acceptance:
         self, request_id: int, drafter: Hashable, num_offered: int, chances: Sequence[float], parents: Sequence[int]
     ) -> None:
         """Take in a round without a preview: for each draft token the chance with which it was emitted."""
+        self._num_rounds[drafter] = self._num_rounds.get(drafter, 0) + 1
         num_offered = min(max(num_offered, len(chances)), self.config.max_places)
         rates: PlaceRates | None = self._requests[request_id].places_of(drafter)
         assert rates is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from foretoken.control.config import PolicyConfig
 
 
-class Account:
+class TimeAccount:
     """Keeps what draft tokens, trials and deciding made steps longer against the tokens that draft tokens brought.
 
     `slack_s` is by how much decoding is ahead of plain decoding, with what it may fall behind. `credit_s` is what

@@ -86,38 +86,48 @@ class _Step:
         self.candidates, self.weights, self.rate = candidates, weights, rate
         self.step_s, self.draft_s, self.users = step_s, draft_s, users
         self.own_s = step_s(len(candidates))
-        self._alone = cache(self._alone_anew)  # requests that are new to a drafter are alike
+        self._alone = self._values_alone()
+        self._found: dict[tuple[tuple[int | None, ...], frozenset[Hashable]], Allocation] = {}
 
     def value(self, tokens: float, seconds: float) -> float:
         """What is maximised."""
         return tokens - self.rate * seconds if self.rate else tokens / max(seconds, 1e-12)
 
     def best(self, active: set[Hashable]) -> Allocation:
-        picks = [self._pick(own, weight, active) for own, weight in zip(self.candidates, self.weights, strict=True)]
+        """The best where only `active` drafters may be given more than they must."""
+        picks = tuple(self._pick(b, active) for b in range(len(self.candidates)))
         chosen = [None if pick is None else own[pick] for own, pick in zip(self.candidates, picks, strict=True)]
-        budgets, tokens, seconds = _Admission(self, chosen, active).run()
-        made = tuple(pick if budget else None for pick, budget in zip(picks, budgets, strict=True))
-        return Allocation(made, tuple(budgets), tokens, seconds)
+        used = frozenset(one.drafter for one in chosen if one is not None and one.drafter in active)
+        if (picks, used) not in self._found:  # leaving out a drafter that nobody takes changes nothing
+            budgets, tokens, seconds = _Admission(self, chosen, used).run()
+            made = tuple(pick if budget else None for pick, budget in zip(picks, budgets, strict=True))
+            self._found[picks, used] = Allocation(made, tuple(budgets), tokens, seconds)
+        return self._found[picks, used]
 
-    def _pick(self, candidates: Sequence[Candidate], weight: float, active: set[Hashable]) -> int | None:
+    def _pick(self, b: int, active: set[Hashable]) -> int | None:
         """The candidate that would pay best if the others made no draft tokens; a number that was set must be met by
         one.
         """
-        if not candidates:
-            return None
-        if len(candidates) == 1:
-            return 0 if candidates[0].drafter in active or candidates[0].at_least else None
+        candidates = self.candidates[b]
+        if len(candidates) < 2:
+            return 0 if candidates and (candidates[0].drafter in active or candidates[0].at_least) else None
         fixed = any(candidate.at_least for candidate in candidates)
         best = -math.inf if fixed else self.value(len(self.candidates), self.own_s)
         pick: int | None = None
-        for place, candidate in enumerate(candidates):
-            if candidate.drafter in active or candidate.at_least:
-                value = self._alone(candidate, weight)
-                if value > best:
-                    best, pick = value, place
+        for place, (candidate, value) in enumerate(zip(candidates, self._alone[b], strict=True)):
+            if value > best and (candidate.drafter in active or candidate.at_least):
+                best, pick = value, place
         return pick
 
-    def _alone_anew(self, candidate: Candidate, weight: float) -> float:
+    def _values_alone(self) -> list[list[float]]:
+        """Of each candidate what `_pick` goes by, where there is a choice; requests new to a drafter are alike."""
+        alone = cache(self._value_alone)
+        return [
+            [alone(one, weight) if one.drafter in self.users else -math.inf for one in own] if len(own) > 1 else []
+            for own, weight in zip(self.candidates, self.weights, strict=True)
+        ]
+
+    def _value_alone(self, candidate: Candidate, weight: float) -> float:
         """The value of a step in which only this candidate drafts, its drafter's time shared with who may use it."""
         share = 1 / self.users[candidate.drafter]
         rows = tokens = float(len(self.candidates))
@@ -133,7 +143,7 @@ class _Step:
 class _Admission:
     """Admits draft tokens of the chosen candidates, the likeliest per row first, and remembers the best count."""
 
-    def __init__(self, step: _Step, chosen: Sequence[Candidate | None], active: set[Hashable]) -> None:
+    def __init__(self, step: _Step, chosen: Sequence[Candidate | None], active: frozenset[Hashable]) -> None:
         self.step, self.chosen, self.active = step, chosen, active
         self.budgets = [0 if candidate is None else candidate.at_least for candidate in chosen]
         self.rows, self.tokens, self.draft_s = float(len(chosen)), sum(step.weights), 0.0
@@ -147,19 +157,25 @@ class _Admission:
                 for place in range(candidate.at_least):
                     self._add(b, candidate, place)
                 if candidate.drafter in self.active:
-                    self._offer(b, candidate, candidate.at_least)
-        best_s = self.step.step_s(self.rows) + self.draft_s
+                    self.heap += self._offers(b, candidate, candidate.at_least)
+        heapq.heapify(self.heap)
+        step_s, value_of, heap = self.step.step_s, self.step.value, self.heap
+        best_s = step_s(self.rows) + self.draft_s
         best_tokens, admitted, best = self.tokens, list[int](), 0
-        most = self.step.value(best_tokens, best_s)
-        while self.heap:
-            _, b, place = heapq.heappop(self.heap)
+        most = value_of(best_tokens, best_s)
+        while heap:
+            _, b, place = heap[0]
             candidate = self.chosen[b]
             assert candidate is not None
             admitted.append(b)
             self._add(b, candidate, place)
-            self._offer(b, candidate, place + 1)
-            seconds = self.step.step_s(self.rows) + self.draft_s
-            value = self.step.value(self.tokens, seconds)
+            offers = self._offers(b, candidate, place + 1)
+            if offers:
+                heapq.heapreplace(heap, offers[0])
+            else:
+                heapq.heappop(heap)
+            seconds = step_s(self.rows) + self.draft_s
+            value = value_of(self.tokens, seconds)
             if value > most:
                 best, best_tokens, best_s, most = len(admitted), self.tokens, seconds, value
         for b in admitted[:best]:
@@ -178,10 +194,12 @@ class _Admission:
             self.longest[candidate.drafter] = place + 1
             self.draft_s += self.step.draft_s(candidate.drafter, place + 1) - before_s
 
-    def _offer(self, b: int, candidate: Candidate, place: int) -> None:
+    def _offers(self, b: int, candidate: Candidate, place: int) -> list[tuple[float, int, int]]:
+        """The request's next draft token by what it gains per row, if there is one."""
         if place < len(candidate.emitted) and candidate.emitted[place] > 0:
             gain = self.step.weights[b] * candidate.emitted[place] / max(candidate.drafted[place], 1e-9)
-            heapq.heappush(self.heap, (-gain, b, place))
+            return [(-gain, b, place)]
+        return []
 
 
 @dataclass

@@ -35,7 +35,7 @@ class DrafterOption(NamedTuple):
 class RequestView(NamedTuple):
     """One decoding request as the control sees it before a round.
 
-    `options` are its drafter options; those at `disabled` places may not be used. The policy gets those that can
+    `options` are its drafter options; those at `disabled` places may not be used. The policy sees those that can
     draft now, under what the request can still use. `num_draft` is the number that the caller set, None where it is
     left open. `num_tokens` are there by now, `num_remaining` may still come, `max_new_tokens` is its limit.
     `deadline_s` is how long is left, None without a deadline. `weight` is what a token of the request counts.

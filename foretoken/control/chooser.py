@@ -136,7 +136,7 @@ class Chooser:
         began = self.clock()
         self._views = {request.request_id: request for request in requests}
         self._previews = previews
-        budgets = self.policy.plan([self._told(request, len(requests)) for request in requests])
+        budgets = self.policy.plan([self._seen(request, len(requests)) for request in requests])
         self._overhead_s += self.clock() - began
         return budgets
 
@@ -208,7 +208,7 @@ class Chooser:
             if option.shows and number not in request.disabled
         ]
 
-    def _told(self, request: RequestView, num_running: int) -> RequestView:
+    def _seen(self, request: RequestView, num_running: int) -> RequestView:
         """The request as the policy sees it, with the options that can draft now."""
         weight = self._weight(request, num_running)
         if request.is_open and self._mode == "plain":

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from foretoken.control.acceptance import Acceptance
-from foretoken.control.account import Account
+from foretoken.control.account import TimeAccount
 from foretoken.control.budget import (
     Allocation,
     DraftSeconds,
@@ -65,7 +65,7 @@ class BudgetPolicy:
             tuple[RequestView, tuple[Candidate, ...]]
         ] = []  # when budgets were last decided, of live requests
         self._repeats_left = 0
-        self.account = Account(config)
+        self.account = TimeAccount(config)
         self._joined = 0.0  # share of this round's requests that are new
         self._token_s = 0.0  # what a token takes without a draft
         self._worth_s = 0.0  # what a token takes of late, draft tokens and all
@@ -296,16 +296,16 @@ class BudgetPolicy:
     def _candidate(self, request: RequestView, option: DrafterOption) -> Candidate:
         request_id, entry_s = request.request_id, 0.0
         if option.preview is not None:
-            emitted = self.acceptance.of_preview(request_id, option.drafter, option.preview)
-            drafted = [1.0] * len(emitted)
+            emitted = tuple(self.acceptance.of_preview(request_id, option.drafter, option.preview))
+            drafted = (1.0,) * len(emitted)
         else:
             least = self.config.budget.min_emitted if request.is_open else 0.0
             drafted, emitted = self.acceptance.of_places(request_id, option.drafter, option.max_draft, least)
             entry_s = self._entry_s(request, option) * min(1.0, (1 + sum(emitted)) / max(1, request.num_remaining))
         if option.num_probe and drafted:
-            drafted[0] += option.num_probe
+            drafted = (drafted[0] + option.num_probe, *drafted[1:])
         at_least = 0 if request.is_open else option.max_draft
-        return Candidate(option.drafter, tuple(drafted), tuple(emitted), at_least, entry_s)
+        return Candidate(option.drafter, drafted, emitted, at_least, entry_s)
 
     def _entry_s(self, request: RequestView, option: DrafterOption) -> float:
         """What a drafter takes to read the text of a request that it never drafted for."""
