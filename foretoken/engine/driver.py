@@ -92,7 +92,7 @@ class Driver:
     """One engine and those who use it, each for one step or submission at a time.
 
     `name` stands for the engine in errors. `check_open` raises when it was closed, maybe while a caller prepared its
-    requests; `conclude` is called when requests may have ended: before anybody is told the end of one by `enqueue`.
+    requests; `conclude` is called when requests may have ended: before receivers get the outputs of a step.
     """
 
     def __init__(

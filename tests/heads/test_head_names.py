@@ -13,7 +13,7 @@ from typing import NoReturn
 import pytest
 
 from foretoken import LLM, SamplingParams, SpecConfig
-from foretoken.engine import drafter_loading
+from foretoken.engine import drafters
 from foretoken.errors import CheckpointError, ConfigError
 from foretoken.heads import kind
 from foretoken.heads.kind import with_head_kind
@@ -91,7 +91,7 @@ def test_c6_a_request_reads_the_kind_of_its_head_once(
         read.append(name)
         return kind.kind_of_head(name)
 
-    monkeypatch.setattr(drafter_loading, "kind_of_head", kind_of_head)
+    monkeypatch.setattr(drafters, "kind_of_head", kind_of_head)
     with LLM(pair.target, SpecConfig(), dtype="float32", cache_tokens=64, profile="off") as llm:
         for prediction in (None, [3, 4]):
             params = SamplingParams(max_tokens=3, ignore_eos=True, prediction=prediction)
