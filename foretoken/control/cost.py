@@ -28,8 +28,7 @@ class CostTable:
     target's weights are read once for all rows), or as much again for each further one (`grows` True: a drafter's
     draft tokens come one after the other). The speed factor is common to all counts: a machine under another load or at
     another clock is uniformly slower or faster, and counts that were not run lately follow. `offset` is what a count
-    takes beside that:
-    a factor for each count that ran, straight lines between them, the nearest one outside.
+    takes beside that: a factor for each count that ran, straight lines between them, the nearest one outside.
 
     An observation that differs from what was expected is attributed to the speed factor and to the count's offset by
     their variances: two scalar Kalman filters that share one innovation. A step far slower than expected counts as
