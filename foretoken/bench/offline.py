@@ -14,11 +14,12 @@ from foretoken.bench import peers
 from foretoken.bench.caveats import load_average, source_caveats
 from foretoken.bench.measure import ALL_SLICES, Contender, SpeedPlan, SpeedSample
 from foretoken.bench.own import Generator, own_contenders
+from foretoken.bench.plot import write_plot
 from foretoken.bench.progress import progress
 from foretoken.bench.prompts import ALL, choose, fit, read_prompts, with_template
 from foretoken.bench.speed_options import SpeedOptions
 from foretoken.bench.speed_rows import summarise
-from foretoken.bench.speed_tables import speed_report, write_plot
+from foretoken.bench.speed_tables import speed_report
 from foretoken.bench.turns import Samples, measure, open_samples
 from foretoken.bench.workload import SLICES, Prompt, slices
 from foretoken.config import SpecConfig

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 
 from foretoken.bench.caveats import load_average, source_caveats
 from foretoken.bench.drafting import DrafterChoice
-from foretoken.bench.speed_options import SpeedOptions
+from foretoken.bench.profile_options import ProfileOptions
 from foretoken.config import SpecConfig
 from foretoken.draft.base import Drafter
 from foretoken.engine.drafters import DrafterFactory, ModelOptions
@@ -30,31 +29,9 @@ from foretoken.measure.write import free_path
 from foretoken.model.interface import LanguageModel
 from foretoken.model.names import model_folder
 from foretoken.model.open import open_model
-from foretoken.option import check_fields, same_option
 from foretoken.plan.profile import DrafterCost, Profile
 from foretoken.printing.console import Console
 from foretoken.text.tokenizer import load_tokenizer
-
-
-@dataclass(frozen=True)
-class ProfileOptions:
-    """What to measure, in at most about `budget_s`: points that do not fit are left out, and a caveat says so.
-
-    `threads=None` keeps torch's number.
-    """
-
-    target: str = field(metadata=same_option(SpeedOptions, "target"))
-    draft: str | None = field(default=None, metadata=same_option(SpeedOptions, "draft"))
-    drafters: tuple[DrafterChoice, ...] = field(default=(), metadata=same_option(SpeedOptions, "drafters"))
-    dtype: str = field(default="auto", metadata=same_option(SpeedOptions, "dtype"))
-    device: str = field(default="auto", metadata=same_option(SpeedOptions, "device"))
-    threads: int | None = field(default=None, metadata=same_option(SpeedOptions, "threads"))
-    budget_s: float = 45.0
-    seed: int = field(default=0, metadata=same_option(SpeedOptions, "seed"))
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-
 
 _ROWS = (1, 2, 4, 8, 16, 32, 64)
 _BATCHES = (1, 2, 4, 8, 16)

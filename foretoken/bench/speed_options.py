@@ -11,8 +11,8 @@ from foretoken.bench.drafting import DrafterChoice, parse_drafters
 from foretoken.bench.measure import DEFAULT_NUMERICS
 from foretoken.bench.peer_kinds import EVERY as EVERY_KIND
 from foretoken.bench.peer_kinds import KINDS, check_kinds
+from foretoken.bench.plot import check_plot
 from foretoken.bench.prompts import ALL
-from foretoken.bench.speed_tables import check_plot
 from foretoken.bench.workload import MAX_PROMPTS, SLICES
 from foretoken.config import DRAFTERS, NUMERICS, RULES, SpecConfig
 from foretoken.engine_config import THREADS, EngineConfig

@@ -11,7 +11,8 @@ from typing import Any
 
 import httpx2
 
-from foretoken.bench.url_plan import UrlOptions, UrlRequest
+from foretoken.bench.url_options import UrlOptions
+from foretoken.bench.url_plan import UrlRequest
 from foretoken.errors import UnavailableError
 
 _CONNECT_S = 10.0

@@ -15,14 +15,8 @@ from typing import Any
 from foretoken.bench.caveats import load_average
 from foretoken.bench.progress import Tell, progress
 from foretoken.bench.url_client import Endpoint, UrlSample, open_client
-from foretoken.bench.url_plan import (
-    UrlOptions,
-    UrlRequest,
-    chosen_prompts,
-    poisson_requests,
-    trace_requests,
-    warmup_requests,
-)
+from foretoken.bench.url_options import UrlOptions
+from foretoken.bench.url_plan import UrlRequest, chosen_prompts, poisson_requests, trace_requests, warmup_requests
 from foretoken.bench.url_rows import EXPLAINED, UrlRow, summarise_url, url_plots, url_tables
 from foretoken.errors import UnavailableError
 from foretoken.measure.kept import KeptFile, digest, run_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from foretoken.bench.url_plan import UrlOptions
+from foretoken.bench.url_options import UrlOptions
 from foretoken.bench.url_run import run_url
 from foretoken.cli.bench_options import command_line, finish
 from foretoken.cli.common import JsonOption, was_given

@@ -30,7 +30,7 @@ from typing import Any
 
 from foretoken.bench.llama_cpp import speculation
 from foretoken.bench.llama_programs import LLAMA_CPP
-from foretoken.bench.url_plan import UrlOptions
+from foretoken.bench.url_options import UrlOptions
 from foretoken.bench.url_run import run_url
 from foretoken.errors import InputError, UnavailableError
 from foretoken.files import check_folder

@@ -12,7 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from foretoken.bench.drafting import parse_drafters
-from foretoken.bench.profile import ProfileOptions, run_profile
+from foretoken.bench.profile import run_profile
+from foretoken.bench.profile_options import ProfileOptions
 from foretoken.engine.startup.profiling import save_profile
 from foretoken.plan.profile import Curve, DrafterCost, Profile
 from studies.worlds.data import DATA

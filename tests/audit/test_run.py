@@ -18,7 +18,6 @@ from foretoken.audit.report import AuditReport
 from foretoken.audit.run import run_audit
 from foretoken.core import Draft, Mass, Uniforms, Verdict
 from foretoken.draft.draft_model import DraftModelDrafter
-from foretoken.engine import engine as engine_module
 from foretoken.engine import runner as runner_module
 from foretoken.model.interface import ForwardOutput
 from foretoken.model.paged import PagedModel
@@ -315,7 +314,7 @@ def test_seeds_that_do_not_repeat_are_found(pair: SimpleNamespace, monkeypatch: 
             torch.from_numpy(shared.random(draft.num_nodes)), torch.from_numpy(shared.random(draft.num_requests))
         )
 
-    monkeypatch.setattr(engine_module, "round_uniforms", numbers)
+    monkeypatch.setattr(runner_module, "round_uniforms", numbers)
     report = audit(pair, temperatures=(0.8,))
     assert failures(report) == {"equal seeds, equal answers"}
     assert [check.where for check in report.failed] == ["temperature 0.8, the same again"]

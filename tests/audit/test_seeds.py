@@ -17,7 +17,7 @@ from foretoken.audit.plan import AuditOptions
 from foretoken.audit.report import Check
 from foretoken.audit.session import Run, Session
 from foretoken.core import Draft, Uniforms
-from foretoken.engine import engine as engine_module
+from foretoken.engine import runner as runner_module
 from foretoken.model.interface import ForwardOutput
 from foretoken.model.paged import PagedModel
 from foretoken.text.randomness import RaceNoise
@@ -113,7 +113,7 @@ def test_w3_drawn_rules_claim_no_equality_in_16_bit_numbers(
             torch.from_numpy(shared.random(draft.num_nodes)), torch.from_numpy(shared.random(draft.num_requests))
         )
 
-    monkeypatch.setattr(engine_module, "round_uniforms", numbers)
+    monkeypatch.setattr(runner_module, "round_uniforms", numbers)
     (told,) = checks_of(pair, draft_of(pair, rule="block"))
     assert (told.result, told.demanded) == ("info", "")
     assert told.detail.startswith(DRAWN)

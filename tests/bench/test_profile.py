@@ -13,14 +13,8 @@ import pytest
 
 from foretoken.bench import profile as module
 from foretoken.bench.drafting import parse_drafters
-from foretoken.bench.profile import (
-    ProfileOptions,
-    load_profile,
-    measure_profile,
-    print_profile,
-    run_profile,
-    write_profile,
-)
+from foretoken.bench.profile import load_profile, measure_profile, print_profile, run_profile, write_profile
+from foretoken.bench.profile_options import ProfileOptions
 from foretoken.engine.startup import profiling
 from foretoken.errors import ConfigError, InputError, StorageError
 from foretoken.model.open import open_model

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from foretoken.bench.caveats import is_widened, source_caveats
+from foretoken.bench.plot import check_plot, write_plot
 from foretoken.bench.speed_rows import SpeedRow
-from foretoken.bench.speed_tables import check_plot, speed_report, write_plot
+from foretoken.bench.speed_tables import speed_report
 from foretoken.engine.startup.machine import machine, versions
 from foretoken.errors import InputError, StorageError
 from foretoken.measure.report import Report

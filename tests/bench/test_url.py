@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from foretoken.bench.url_client import UrlSample, read_spec_counters
-from foretoken.bench.url_plan import UrlOptions, chosen_prompts, poisson_requests, trace_requests
+from foretoken.bench.url_options import UrlOptions
+from foretoken.bench.url_plan import chosen_prompts, poisson_requests, trace_requests
 from foretoken.bench.url_rows import percentiles, summarise_url, throughput
 from foretoken.bench.url_run import run_url
 from foretoken.errors import InputError, UnavailableError

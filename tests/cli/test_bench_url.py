@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from foretoken.bench.url_plan import UrlOptions
+from foretoken.bench.url_options import UrlOptions
 from foretoken.cli import bench_url
 from tests.cli.conftest import Run
 

@@ -14,7 +14,7 @@ from rich.cells import cell_len
 
 import foretoken
 from foretoken import LLM, SamplingParams
-from foretoken.bench.speed_tables import write_plot
+from foretoken.bench.plot import write_plot
 from foretoken.cli import models
 from foretoken.engine.output import GenerateOutput
 from foretoken.measure.text import markdown

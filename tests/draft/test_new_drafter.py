@@ -17,7 +17,8 @@ import pytest
 
 from foretoken import LLM, ConfigError, SamplingParams, SpecConfig, add_drafter, registry
 from foretoken.bench.drafting import parse_drafters
-from foretoken.bench.profile import ProfileOptions, run_profile
+from foretoken.bench.profile import run_profile
+from foretoken.bench.profile_options import ProfileOptions
 from foretoken.cli.app import run
 from foretoken.cli.spec_options import spec_from
 from foretoken.draft.base import Drafter, Factory, ModelDrafter, parts_of

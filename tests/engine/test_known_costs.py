@@ -19,7 +19,8 @@ import torch
 
 from foretoken import LLM, SamplingParams, SpecConfig, files
 from foretoken.bench.drafting import parse_drafters
-from foretoken.bench.profile import ProfileOptions, run_profile, write_profile
+from foretoken.bench.profile import run_profile, write_profile
+from foretoken.bench.profile_options import ProfileOptions
 from foretoken.draft.group import option_kind
 from foretoken.engine.startup import known_costs, profiling, start_profile
 from foretoken.engine.startup.profiling import load_profile, save_profile

@@ -375,7 +375,7 @@ def _reuse_the_draft_uniform(patch: pytest.MonkeyPatch) -> None:
         numbers = uniforms([seeds[b] for b in owner], Purpose.DRAFT, [starts[b] for b in owner], places)
         return Uniforms(torch.from_numpy(numbers), round_uniforms(draft, seeds, starts, device).next)
 
-    patch.setattr("foretoken.engine.engine.round_uniforms", reused)
+    patch.setattr("foretoken.engine.runner.round_uniforms", reused)
 
 
 BREAKAGES = {one.__name__: one for one in (_residual_is_target, _test_with_q, _reuse_the_draft_uniform)}

@@ -9,7 +9,7 @@ import pytest
 
 from foretoken import LLM, SpecConfig
 from foretoken.backend.local import LocalBackend
-from foretoken.bench.url_plan import UrlOptions
+from foretoken.bench.url_options import UrlOptions
 from foretoken.bench.url_run import run_url
 from foretoken.engine.async_engine import AsyncEngine
 from foretoken.server.api.app import create_app
