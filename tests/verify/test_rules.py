@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from foretoken.core import Draft, Mass, Uniforms, Verdict, empty_draft
 from foretoken.verify import RULES, draw, verify_batch
+from foretoken.verify.base import take
 from foretoken.verify.siblings import Residuals
 from tests.verify.batches import QUICK
 
@@ -316,3 +317,20 @@ def test_draw_takes_the_last_token_with_weight_when_the_number_is_too_large() ->
     weights = torch.tensor([[0.2, 0.8, 0.0], [0.0, 0.0, 0.0]])
     assert draw(weights, torch.tensor([1.0, 0.3], dtype=torch.float64)).tolist()[0] == 1
     assert 0 <= int(draw(weights, torch.tensor([1.0, 0.3], dtype=torch.float64))[1]) < 3
+
+
+def test_draws_beyond_the_end_change_no_other_row() -> None:
+    """A uniform that was rounded to 1 takes the row's last token that has weight; the rows beside it are drawn as ever."""
+    weights = torch.tensor([[0.0, 1.0, 0.0], [1.0, 1.0, 0.0], [1.0, 0.0, 0.0], [0.0, 0.0, 2.0]])
+    assert draw(weights, torch.tensor([1.0, 0.3, 1.0, 0.5], dtype=torch.float64)).tolist() == [1, 0, 0, 2]
+
+
+def test_consecutive_rows_are_taken_without_a_copy() -> None:
+    matrix = torch.arange(12.0).view(4, 3)
+    for rows in ((1, 2), (0, 1, 2, 3), (3,)):
+        found = take(matrix, rows)
+        assert found.tolist() == matrix[list(rows)].tolist()
+        assert found.data_ptr() == matrix[rows[0]].data_ptr()
+    for rows in ((2, 1), (0, 2), (1, 1)):
+        assert take(matrix, rows).tolist() == matrix[list(rows)].tolist()
+    assert take(matrix, ()).shape == (0, 3)
