@@ -320,7 +320,7 @@ def test_draw_takes_the_last_token_with_weight_when_the_number_is_too_large() ->
 
 
 def test_draws_beyond_the_end_change_no_other_row() -> None:
-    """A uniform that was rounded to 1 takes the row's last token that has weight; the rows beside it are drawn as ever."""
+    """A number that was rounded to 1 takes the row's last token with weight; the other rows are drawn as ever."""
     weights = torch.tensor([[0.0, 1.0, 0.0], [1.0, 1.0, 0.0], [1.0, 0.0, 0.0], [0.0, 0.0, 2.0]])
     assert draw(weights, torch.tensor([1.0, 0.3, 1.0, 0.5], dtype=torch.float64)).tolist() == [1, 0, 0, 2]
 
