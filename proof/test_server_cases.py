@@ -8,38 +8,38 @@ from foretoken.backend.local import LocalBackend
 from foretoken.engine.async_engine import AsyncEngine
 from tests.server import test_load as load
 from tests.server import test_speculation_over_http as over_http
-from tests.server.conftest import chat_folder, golden, served_engine, service
+from tests.server.conftest import backend, chat_folder, golden, served_engine
 from tests.server.drafters import REST
 from tests.server.test_load import small_engine
 
-__all__ = ["chat_folder", "golden", "served_engine", "service", "small_engine"]  # fixtures
+__all__ = ["backend", "chat_folder", "golden", "served_engine", "small_engine"]  # fixtures
 
 
 @pytest.mark.parametrize("drafter", REST)
-def test_stop_string_spanning(service: LocalBackend, drafter: str) -> None:
-    over_http.test_stop_string_spanning(service, drafter)
+def test_stop_string_spanning(backend: LocalBackend, drafter: str) -> None:
+    over_http.test_stop_string_spanning(backend, drafter)
 
 
 @pytest.mark.parametrize("drafter", REST)
-def test_max_tokens_inside_run(service: LocalBackend, drafter: str) -> None:
-    over_http.test_max_tokens_inside_run(service, drafter)
+def test_max_tokens_inside_run(backend: LocalBackend, drafter: str) -> None:
+    over_http.test_max_tokens_inside_run(backend, drafter)
 
 
 @pytest.mark.parametrize("drafter", REST)
-def test_prediction_api(service: LocalBackend, drafter: str) -> None:
-    over_http.test_prediction_api(service, drafter)
+def test_prediction_api(backend: LocalBackend, drafter: str) -> None:
+    over_http.test_prediction_api(backend, drafter)
 
 
 @pytest.mark.parametrize("drafter", REST)
-def test_padded_chunks_have_one_size(service: LocalBackend, drafter: str) -> None:
-    over_http.test_padded_chunks_have_one_size(service, drafter)
+def test_padded_chunks_have_one_size(backend: LocalBackend, drafter: str) -> None:
+    over_http.test_padded_chunks_have_one_size(backend, drafter)
 
 
 @pytest.mark.parametrize("drafter", REST)
-def test_mixed_sampling_batch(service: LocalBackend, drafter: str) -> None:
-    load.test_mixed_sampling_batch(service, drafter)
+def test_mixed_sampling_batch(backend: LocalBackend, drafter: str) -> None:
+    load.test_mixed_sampling_batch(backend, drafter)
 
 
 @pytest.mark.parametrize("drafter", REST)
-def test_kv_exhaustion_preempt(service: LocalBackend, small_engine: AsyncEngine, drafter: str) -> None:
-    load.test_kv_exhaustion_preempt(service, small_engine, drafter)
+def test_kv_exhaustion_preempt(backend: LocalBackend, small_engine: AsyncEngine, drafter: str) -> None:
+    load.test_kv_exhaustion_preempt(backend, small_engine, drafter)
