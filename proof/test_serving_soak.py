@@ -12,6 +12,9 @@ from studies.serving_load.soak import soak
 
 ROOT = Path(__file__).resolve().parents[1]
 PAIR = ("--target", "reference:target", "--draft", "reference:draft")
+# Pools of the front and the worker start a thread when a call finds the others busy, so the number of threads grows for
+# a while and then stays: prompts (4), the loop's own pool (cores + 4). A thread kept by each request would make 50.
+NUM_POOL_THREADS = 16
 
 
 @pytest.mark.parametrize("minutes", [0.5, pytest.param(1.75, marks=pytest.mark.release)])
@@ -28,7 +31,7 @@ def test_soak(monkeypatch: pytest.MonkeyPatch, minutes: float) -> None:
     assert found["errors"] == {}
     assert found["kept"] == []
     assert found["files_after"] <= found["files_before"] + 1
-    assert found["threads_after"] <= found["threads_before"] + 1
+    assert found["threads_after"] <= found["threads_before"] + NUM_POOL_THREADS
     aborted = metrics['foretoken_requests_aborted_total{reason="client"}']
     ended = sum(value for name, value in metrics.items() if name.startswith("foretoken_request_success_total{"))
     assert ended + aborted == first["num_requests"] + found["num_requests"]
