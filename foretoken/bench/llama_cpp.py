@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from foretoken.backend.answering import Answer
 from foretoken.bench.llama_programs import LLAMA_CPP, LlamaCpp, parsed, run_program
-from foretoken.bench.measure import Answer, Contender, SpeedSetting
+from foretoken.bench.measure import Contender, SpeedSetting
 from foretoken.bench.workload import Prompt
 from foretoken.config import SamplingParams
 from foretoken.errors import ForetokenError, InputError, StorageError

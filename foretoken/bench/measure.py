@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from foretoken.backend.answering import Answer
 from foretoken.bench.workload import Prompt
 from foretoken.config import SamplingParams
 
@@ -45,33 +46,6 @@ class SpeedSetting:
     def runs_on(self, prompt: Prompt) -> bool:
         """Whether it is measured on this prompt."""
         return self.slices is None or prompt.slice in self.slices
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One setting's answer to one prompt; None for what an engine does not report.
-
-    `decode_tokens` left the engine during the last `decode_s` seconds, in `decode_steps` target forwards: what was out
-    after the prompt's own pass is not counted. `draft_s` and `verify_s` lie within `decode_s`, `rule_s` within
-    `verify_s`, `wasted_s` (rejected draft tokens) within both together. `positions[i]` counts (drafted, accepted)
-    at the i-th place of a draft. `token_ids` is empty when only the text is known.
-    """
-
-    token_ids: tuple[int, ...]
-    text: str
-    num_emitted: int
-    decode_tokens: int
-    decode_s: float
-    ttft_s: float | None = None
-    num_steps: int | None = None
-    decode_steps: int | None = None
-    num_drafted: int | None = None
-    num_accepted: int | None = None
-    draft_s: float | None = None
-    verify_s: float | None = None
-    rule_s: float | None = None
-    wasted_s: float | None = None
-    positions: tuple[tuple[int, int], ...] = ()
 
 
 class Contender(Protocol):

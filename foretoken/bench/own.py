@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from foretoken.backend.answering import Answer
 from foretoken.bench.drafting import DrafterChoice
-from foretoken.bench.measure import DEFAULT_NUMERICS, PLAIN, Answer, Contender, SpeedSetting
+from foretoken.bench.measure import DEFAULT_NUMERICS, PLAIN, Contender, SpeedSetting
 from foretoken.bench.speed_options import SpeedOptions
 from foretoken.bench.workload import Prompt
 from foretoken.config import LOSSY_RULES, SamplingParams, SpecConfig

@@ -14,9 +14,10 @@ from typing import Any, Protocol
 
 import torch
 
+from foretoken.backend.answering import Answer
 from foretoken.bench import llama_cpp
 from foretoken.bench.llama_programs import LLAMA_CPP, LlamaCpp
-from foretoken.bench.measure import Answer, Contender, SpeedSetting
+from foretoken.bench.measure import Contender, SpeedSetting
 from foretoken.bench.peer_kinds import EVERY, KINDS, TRANSFORMERS_KINDS
 from foretoken.bench.workload import Prompt
 from foretoken.config import SamplingParams

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import TypeVar
 
-from foretoken.bench.measure import ALL_SLICES, DEFAULT_NUMERICS, ENGINE, STRICT, Answer, SpeedSample
+from foretoken.backend.answering import Answer
+from foretoken.bench.measure import ALL_SLICES, DEFAULT_NUMERICS, ENGINE, STRICT, SpeedSample
 from foretoken.bench.workload import Prompt
 from foretoken.machine.neighbours import is_contended
 from foretoken.measure.stats import paired_ratio

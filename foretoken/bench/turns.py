@@ -12,7 +12,8 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from foretoken.bench.measure import ENGINE, Answer, Contender, SpeedPlan, SpeedSample, SpeedSetting
+from foretoken.backend.answering import Answer
+from foretoken.bench.measure import ENGINE, Contender, SpeedPlan, SpeedSample, SpeedSetting
 from foretoken.errors import ForetokenError, InputError, ModelError, StorageError
 from foretoken.machine.neighbours import OtherLoad
 from foretoken.measure.kept import KeptFile

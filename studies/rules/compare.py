@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
-from foretoken.bench.measure import ALL_SLICES, Answer, SpeedSample
+from foretoken.backend.answering import Answer
+from foretoken.bench.measure import ALL_SLICES, SpeedSample
 from foretoken.bench.offline import measure_speed
 from foretoken.bench.own import Generator
 from foretoken.bench.speed_options import SpeedOptions

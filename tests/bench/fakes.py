@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
-from foretoken.bench.measure import Answer, SpeedSample, SpeedSetting
+from foretoken.backend.answering import Answer
+from foretoken.bench.measure import SpeedSample, SpeedSetting
 from foretoken.bench.speed_rows import SpeedRow, summarise
 from foretoken.bench.workload import Prompt
 from foretoken.config import SamplingParams, SpecConfig

@@ -11,9 +11,10 @@ from types import SimpleNamespace
 import pytest
 
 from foretoken import LLM, SpecConfig
+from foretoken.backend.answering import Answer
 from foretoken.bench.batch_prompts import Ask
 from foretoken.bench.batch_settings import Stage, parse_batch_settings
-from foretoken.bench.measure import Answer, SpeedPlan, SpeedSetting
+from foretoken.bench.measure import SpeedPlan, SpeedSetting
 from foretoken.bench.own import Own, own_contenders
 from foretoken.bench.speed_options import SpeedOptions
 from foretoken.bench.turns import measure
