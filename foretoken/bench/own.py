@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from foretoken.backend.answering import Answer
-from foretoken.bench.drafting import DrafterChoice
+from foretoken.backend.drafting import DrafterChoice
 from foretoken.bench.measure import DEFAULT_NUMERICS, PLAIN, Contender, SpeedSetting
 from foretoken.bench.speed_options import SpeedOptions
 from foretoken.bench.workload import Prompt

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from foretoken.bench.drafting import DrafterChoice, parse_drafters
+from foretoken.backend.drafting import DrafterChoice, parse_drafters
 from foretoken.bench.measure import DEFAULT_NUMERICS
 from foretoken.bench.peer_kinds import EVERY as EVERY_KIND
 from foretoken.bench.peer_kinds import KINDS, check_kinds

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from foretoken.bench.drafting import DrafterChoice, parse_drafters
+from foretoken.backend.drafting import DrafterChoice, parse_drafters
 from foretoken.bench.speed_options import SpeedOptions
 from foretoken.config import RULES, SpecConfig
 from foretoken.engine_config import EngineConfig

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from foretoken import LLM, SpecConfig
+from foretoken.backend.drafting import swept_drafters
 from foretoken.bench import batches as batches_module
 from foretoken.bench import changing_load
 from foretoken.bench.batch_prompts import BATCH_SLICES, Ask, asks
@@ -18,7 +19,6 @@ from foretoken.bench.batch_rows import BatchSample, grid_summary, slice_tables, 
 from foretoken.bench.batch_settings import Answered, BatchSetting, Stage, Turn, parse_batch_settings, together
 from foretoken.bench.batches import measure_grid, run_batches
 from foretoken.bench.changing_load import LoadTurn, load_summary, run_changing_load, summarise_load
-from foretoken.bench.drafting import swept_drafters
 from foretoken.bench.load_options import LoadOptions, LoadPhase, parse_phases, slice_names
 from foretoken.bench.load_run import opened
 from foretoken.config import known_drafters
