@@ -31,13 +31,17 @@ _NO_IDS = "the answers carry no token ids, and another spelling of a text is no 
 
 
 def check_greedy(session: BackendSession, drafting: Drafting) -> list[Check]:
-    """Temperature 0: the answer is that of plain decoding, and every token is the target's own choice."""
+    """Temperature 0: the answer is that of plain decoding and comes again, and every token is the target's choice."""
     where = f"temperature 0, {drafting_name(drafting)}"
     answers = session.answers(session.questions, drafting)
-    return [_against_plain(session, drafting, where, answers), _choice(session, where, answers)]
+    return [
+        _against_plain(session, where, answers),
+        _choice(session, where, answers),
+        *_again(session, drafting, where, answers),
+    ]
 
 
-def _against_plain(session: BackendSession, drafting: Drafting, where: str, answers: Sequence[Answer]) -> Check:
+def _against_plain(session: BackendSession, where: str, answers: Sequence[Answer]) -> Check:
     """The comparison with the other backend, or with the same one's plain answers."""
     other, name = session.against or session.backend, session.backend.name
     if session.against is None:
@@ -49,6 +53,16 @@ def _against_plain(session: BackendSession, drafting: Drafting, where: str, answ
     way = _PLAIN if other.capabilities.plain else other.draftings((session.options.num_draft,))[0]
     base = session.answers(session.questions, way, backend=other)
     return session.compared(f"the same answers as {other.name}", where, base, answers)
+
+
+def _again(session: BackendSession, drafting: Drafting, where: str, answers: Sequence[Answer]) -> list[Check]:
+    """The same answer to the same question, alone and among others."""
+    first, questions = answers[:_NUM_AGAIN], session.questions[:_NUM_AGAIN]
+    checks = [session.compared(_AGAIN, f"{where}, alone", first, session.answers(questions, drafting))]
+    if not session.options.source.is_address:
+        return [*checks, not_asked(_AGAIN, f"{where}, among others", f"{session.backend.name} takes one at a time")]
+    together = session.answers(session.questions, drafting, together=True)
+    return [*checks, session.compared(_AGAIN, f"{where}, among others", answers, together)]
 
 
 def _choice(session: BackendSession, where: str, answers: Sequence[Answer]) -> Check:
@@ -65,18 +79,6 @@ def _choice(session: BackendSession, where: str, answers: Sequence[Answer]) -> C
     found = f"{chosen.num_other} others, largest gap {chosen.max_gap:.2g}"
     result: Result = "fail" if chosen.num_beyond else "pass"
     return Check(_CHOICE, where, result, chosen.num_tokens, found, "0 beyond rounding")
-
-
-def check_again(session: BackendSession, drafting: Drafting) -> list[Check]:
-    """Temperature 0: the same answer to the same question, alone and among others."""
-    where = f"temperature 0, {drafting_name(drafting)}"
-    questions = session.questions[:_NUM_AGAIN]
-    base = session.answers(questions, drafting)
-    checks = [session.compared(_AGAIN, f"{where}, alone", base, session.answers(questions, drafting))]
-    if not session.options.source.is_address:
-        return [*checks, not_asked(_AGAIN, f"{where}, among others", f"{session.backend.name} takes one at a time")]
-    together = session.answers(session.questions, drafting, together=True)[: len(questions)]
-    return [*checks, session.compared(_AGAIN, f"{where}, among others", base, together)]
 
 
 def check_seeds(session: BackendSession, drafting: Drafting) -> list[Check]:

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
-from foretoken.audit.backend_checks import check_again, check_distribution, check_greedy, check_seeds, unasked
+from foretoken.audit.backend_checks import check_distribution, check_greedy, check_seeds, unasked
 from foretoken.audit.backend_plan import BackendAuditOptions
 from foretoken.audit.backend_session import BackendSession, questions_of
 from foretoken.audit.judge import Judge
@@ -49,9 +49,8 @@ def run_backend_audit(
             judge = stack.enter_context(Judge(options))
         ids = [] if judge is None else [judge.prompt_ids(question) for question in questions]
         session = BackendSession(options, backend, questions, judge, against, ids)
-        checks = [
-            check for drafting in draftings for check in _checks(session, drafting, options.alpha / len(draftings), tell)
-        ]
+        alpha = options.alpha / len(draftings)
+        checks = [check for drafting in draftings for check in _checks(session, drafting, alpha, tell)]
         found = {**versions, backend.name: backend.version()}
         if against is not None:
             found[against.name] = against.version()
@@ -64,7 +63,6 @@ def _checks(session: BackendSession, drafting: Drafting, alpha: float, tell: Cal
     if 0.0 in options.temperatures:
         tell(f"greedy answers, {name}")
         checks += _guarded("greedy answers", name, lambda: check_greedy(session, drafting))
-        checks += _guarded("the same answer again", name, lambda: check_again(session, drafting))
     if options.sampled:
         tell(f"sampled answers, {name}")
         checks += _guarded("distribution", name, lambda: check_distribution(session, drafting, alpha))

@@ -112,9 +112,7 @@ def not_asked(name: str, where: str, why: str) -> Check:
     return Check(name, where, "not asked", found=why)
 
 
-def questions_of(
-    prompts: Sequence[Prompt], options: BackendAuditOptions, backend: AnsweringBackend
-) -> list[Question]:
+def questions_of(prompts: Sequence[Prompt], options: BackendAuditOptions, backend: AnsweringBackend) -> list[Question]:
     """The audit's prompts as questions.
 
     Raises:

@@ -53,9 +53,7 @@ def check_greedy(session: Session) -> list[Check]:
         return abs(float(logits[plain[i].token_ids[place]] - logits[outputs[i].token_ids[place]])), rounding
 
     return [
-        equality(
-            "the same answers as plain decoding", "temperature 0", _ids(plain), _ids(outputs), session.exact, gap
-        ),
+        equality("the same answers as plain decoding", "temperature 0", _ids(plain), _ids(outputs), session.exact, gap),
         *checks,
     ]
 

@@ -53,7 +53,9 @@ def check_distribution(session: Session, temperature: float, rule: str, number: 
     return judged(evidence, where, options.alpha / count, rule in LOSSY_RULES)
 
 
-def judged(evidence: Evidence, where: str, alpha: float, lossy: bool = False, name: str = "distribution") -> list[Check]:
+def judged(
+    evidence: Evidence, where: str, alpha: float, lossy: bool = False, name: str = "distribution"
+) -> list[Check]:
     """The checks of some tokens' distribution, of which a correct engine fails any with probability `alpha` at most."""
     possible: Result = "fail" if evidence.num_impossible else "pass"
     edges = f", {evidence.num_edges} at the edge of a filter" if evidence.num_edges else ""

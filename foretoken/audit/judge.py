@@ -104,14 +104,12 @@ class Judge:
         (rows,) = self.rows(prompt_ids, [0], params)
         return rows.distributions[0]
 
-    def by_text(
-        self, prompt_ids: Sequence[int], distribution: Tensor, texts: Sequence[str]
-    ) -> tuple[Tensor, Tensor]:
+    def by_text(self, prompt_ids: Sequence[int], distribution: Tensor, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
         """A distribution `[V]` of first tokens as one of the texts that they write `[T]`, and the numbers of `texts` in
         it `[n]`.
 
-        Tokens that write nothing, or a part of a character, are one text. The last number is that of texts that no token
-        writes, of probability 0.
+        Tokens that write nothing, or a part of a character, are one text. The last number is that of texts that no
+        token writes, of probability 0.
         """
         if prompt_ids[-1] not in self._texts:
             self._texts[prompt_ids[-1]] = self._first_texts(prompt_ids)

@@ -1,5 +1,7 @@
 """`foretoken audit`: tests that target, drafter and rule answer as the target alone would, with a report."""
 
+# ruff: noqa: ARG001 - most options are read from the context
+
 from __future__ import annotations
 
 import shlex

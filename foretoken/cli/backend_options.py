@@ -52,8 +52,14 @@ def source_of(context: typer.Context, backend: str) -> BackendSource:
     if is_address(backend):
         return BackendSource(backend, served_model=given["model"])
     fetch_models(given["target"], given["draft"])
-    own = {name: given.get(name) for name in ("dtype", "device") if name in given}
-    return BackendSource(backend, given["target"], given["draft"], threads=given.get("threads"), **own)
+    return BackendSource(
+        backend,
+        given["target"],
+        given["draft"],
+        dtype=given["dtype"],
+        device=given["device"],
+        threads=given.get("threads"),
+    )
 
 
 def refuse_of_engines(context: typer.Context, address: str, names: Sequence[str] = _OF_ENGINES) -> None:

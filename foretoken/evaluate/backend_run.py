@@ -39,11 +39,8 @@ class BackendEvalRun:
             InputError: what the backend cannot be asked, or does not report; names the field.
         """
         options, backend = self.options, self.backend
-        self.counts_itself = backend.capabilities.draft_counts != "none"
-        if not self.counts_itself and backend.counters() is None:
-            raise InputError(
-                "backend", backend.name, f"reports no drafted and accepted tokens: {_SERVER_SETTINGS}"
-            )
+        self.has_promised = backend.capabilities.draft_counts != "none"
+        self.counts_itself = self.has_promised or backend.counters() is None
         self.draftings = chosen_draftings(backend, "drafters", options.drafters, options.num_draft)
         temperatures = options.temperatures_for(backend)
         asked = [(self._question(prompt), prompt) for prompt in in_turns(self.prompts)]
@@ -67,14 +64,14 @@ class BackendEvalRun:
         for question, prompt, drafting, temperature in self.jobs:
             tell(drafting_name(drafting))
             self.samples.append(self._measured(question, prompt, drafting, temperature))
+            if self.num_silent and not self.has_promised:
+                break
         if self.num_silent == len(self.samples):
             self.samples.clear()
-            remedy = f"reported no drafted and accepted tokens with any answer; does it draft? Else {_SERVER_SETTINGS}"
+            remedy = f"reports no drafted and accepted tokens; {_SERVER_SETTINGS}"
             raise InputError("backend", self.backend.name, remedy)
 
-    def _measured(
-        self, question: Question, prompt: EvalPrompt, drafting: Drafting, temperature: float
-    ) -> EvalSample:
+    def _measured(self, question: Question, prompt: EvalPrompt, drafting: Drafting, temperature: float) -> EvalSample:
         seed = answer_seed(self.options.seed, prompt) if temperature > 0 else None
         asked = Question(**{**vars(question), "temperature": temperature, "seed": seed})
         self.backend.reset()

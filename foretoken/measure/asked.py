@@ -61,7 +61,8 @@ class BackendSource:
 def chosen_draftings(
     backend: AnsweringBackend, field: str, kinds: Sequence[str] | None, num_draft: int
 ) -> tuple[Drafting, ...]:
-    """The ways to draft of these kinds, which the field `field` names (None: every one), with `num_draft` draft tokens.
+    """The ways to draft of these kinds, which the field `field` names (None: every one), with `num_draft` draft tokens
+    where that can be chosen.
 
     Raises:
         ConfigError: a kind that the backend does not have here, or it has none at all.
@@ -74,7 +75,9 @@ def chosen_draftings(
         if kind not in known:
             only = "drafts as it was started" if known == [SERVED] else "drafts otherwise"
             raise ConfigError(field, kind, f"{backend.name} {only}; choose from {', '.join(known)}")
-    return tuple(one for one in offered if kinds is None or one.kind in kinds)
+    numbered = {one.kind for one in offered if one.num_draft is not None}
+    wanted = [one for one in offered if kinds is None or one.kind in kinds]
+    return tuple(one for one in wanted if one.num_draft is not None or one.kind not in numbered)
 
 
 def drafting_name(drafting: Drafting) -> str:
