@@ -252,7 +252,7 @@ class HttpBackend:
         """How it is timed."""
         return (
             f"{self.name} serves {self.model} with the drafting that it was started with; times are those of the "
-            "pieces that its client received.",
+            "pieces that its client received, and what it caches or drafts from stays from answer to answer.",
         )
 
     def answer(self, question: Question, drafting: Drafting) -> Answer:
