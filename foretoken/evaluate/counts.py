@@ -62,18 +62,19 @@ class AnswerCounts:
 def reported_counts(answer: Answer, num_drafted: int, num_accepted: int) -> AnswerCounts:
     """The counts of an answer from what its engine reports of it, with the drafted and accepted tokens in total.
 
-    Counts by position say how often a token was drafted and accepted there, not how often it was reached. Where the
-    drafts differ in length, a position counts as reached as often as both allow, so that its chance is a lower bound.
+    Counts by position say how many tokens were drafted and accepted there, not how often it was reached. Where drafts
+    are trees or differ in length, a position counts as reached as often as these allow, so that its chance is a lower
+    bound; the number of drafts is unknown.
     """
     num_rounds, num_emitted = answer.num_steps, answer.num_emitted
     if num_rounds is None and answer.decode_steps is not None:
         num_rounds, num_emitted = answer.decode_steps, answer.decode_tokens
     places = [(drafted, accepted) for drafted, accepted in answer.positions if drafted]
-    before = [places[0][0], *(accepted for _, accepted in places)] if places else []
-    reached = [min(most, drafted) for most, (drafted, _) in zip(before, places, strict=False)]
+    bounds = [num_drafted if num_rounds is None else num_rounds, *(accepted for _, accepted in places)]
+    reached = [min(bound, drafted) for bound, (drafted, _) in zip(bounds, places, strict=False)]
     return AnswerCounts(
         num_rounds=num_rounds,
-        num_drafts=places[0][0] if places else None if num_drafted else 0,
+        num_drafts=None if num_drafted else 0,
         num_drafted=num_drafted,
         num_accepted=num_accepted,
         num_emitted=num_emitted,

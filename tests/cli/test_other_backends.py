@@ -65,7 +65,7 @@ def test_a_server_is_evaluated_and_compared(foretoken: Run, prompts: Path) -> No
         worse = foretoken(*common, "--against", "a.json")
     found = json.loads(Path("a.json").read_text())
     assert (found["schema"], found["complete"], len(found["answers"])) == (BACKEND_SCHEMA, True, 6)
-    assert found["identity"] == {"backend": {"name": fake.url, "version": "None", "model": "fake"}}
+    assert found["identity"] == {"backend": {"name": fake.url, "version": "someone", "model": "fake"}}
     assert (found["rows"][0]["drafter"], found["rows"][0]["num_drafted"], found["rows"][0]["positions"]) == (
         "served",
         48,
@@ -96,7 +96,7 @@ def test_an_engine_in_this_process_is_evaluated(foretoken: Run, prompts: Path) -
     assert [one["position"] for one in rows[0]["positions"]] == [1, 2, 3]
     ours = foretoken(*common[:1], *common[3:], "--drafters", "ngram", "--num-draft", 3, "--dtype", "float32", "--json")
     (own, *_) = json.loads(ours.lines[-1])["rows"]
-    same = ("num_drafted", "num_accepted", "num_drafts", "num_emitted", "acceptance_rate")
+    same = ("num_drafted", "num_accepted", "num_rounds", "num_emitted", "acceptance_rate", "emitted_per_step")
     assert [rows[0][name] for name in same] == [own[name] for name in same]
 
 

@@ -96,9 +96,11 @@ def stored(result: EvalResult, path: Path) -> EvalResult:
 
 def test_positions_that_are_reported_are_counted() -> None:
     answer = replace(ANSWER, num_steps=6, positions=((5, 4), (5, 3), (4, 1)))
-    assert reported_counts(answer, 14, 8) == AnswerCounts(6, 5, 14, 8, 12, reached=[5, 4, 3], passed=[4, 3, 1])
+    assert reported_counts(answer, 14, 8) == AnswerCounts(6, None, 14, 8, 12, reached=[5, 4, 3], passed=[4, 3, 1])
     shorter = replace(answer, positions=((5, 4), (2, 2)))
     assert reported_counts(shorter, 7, 6).reached == [5, 2]  # at most as often as something was drafted there
+    tree = replace(answer, positions=((12, 4), (12, 3)))
+    assert reported_counts(tree, 24, 7).reached == [6, 4]  # several tokens of a step stand at one place
 
 
 def test_totals_leave_the_rest_unknown() -> None:
