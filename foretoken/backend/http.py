@@ -58,7 +58,7 @@ KINDS: Mapping[str, ServerKind] = {
 
 
 @dataclass(frozen=True)
-class Server:
+class ServerAddress:
     """Where a server is and how it is asked. `model` "": the first that it names."""
 
     url: str
@@ -141,7 +141,7 @@ class Endpoint:
     There is no limit of connections: an open loop never waits for one.
     """
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: ServerAddress) -> None:
         self.server, self.model = server, server.model
         self.client = httpx2.AsyncClient(**server.client_options())
 
@@ -195,7 +195,7 @@ class HttpBackend:
     Where its answers do not say what was drafted, its counters before and after do: nobody else may use it meanwhile.
     """
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: ServerAddress) -> None:
         """Ask for its model.
 
         Raises:
@@ -342,4 +342,4 @@ def open_http(options: BackendOptions) -> HttpBackend:
     key_variable = str(own.get("key_variable", DEFAULT_KEY_VARIABLE))
     check_address("backends", options.name, key_variable)
     timeout_s = float(own.get("timeout_s", DEFAULT_TIMEOUT_S))
-    return HttpBackend(Server(options.name, str(own.get("served_model", "")), key_variable, timeout_s))
+    return HttpBackend(ServerAddress(options.name, str(own.get("served_model", "")), key_variable, timeout_s))

@@ -16,7 +16,7 @@ from foretoken.option import option, same_option
 from foretoken.params import TEMPERATURES, check_number, check_whole
 
 if TYPE_CHECKING:
-    from foretoken.backend.http import Server
+    from foretoken.backend.http import ServerAddress
 
 MAX_REQUESTS = 1_000_000  # all are planned before the first is sent
 _RATES = (1e-6, 1e6)  # requests per second
@@ -110,8 +110,8 @@ class UrlOptions:
         return base_of(self.url)
 
     @property
-    def server(self) -> Server:
+    def server(self) -> ServerAddress:
         """What clients of the endpoint are made with."""
-        from foretoken.backend.http import Server  # help is printed without an HTTP client
+        from foretoken.backend.http import ServerAddress  # help is printed without an HTTP client
 
-        return Server(self.url, self.model or "", self.key_variable, self.timeout_s)
+        return ServerAddress(self.url, self.model or "", self.key_variable, self.timeout_s)
