@@ -28,7 +28,7 @@ RESUMED = "The run was stopped and resumed; policies of adaptive settings starte
 
 
 def kept_turns(
-    options: LoadOptions, found: Mapping[str, Sequence[Ask]], without_effect: Iterable[str]
+    options: LoadOptions, found: Mapping[str, Sequence[Ask]], without_effect: Iterable[str] = ()
 ) -> KeptFile | None:
     """The file of `options.resume`, None without one. Besides the options, prompts, machine and versions must agree;
     `without_effect` names options that this kind of run does not read.

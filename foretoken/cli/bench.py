@@ -25,7 +25,9 @@ class _BenchGroup(DefaultGroup):
     chosen_within: Mapping[tuple[str, str], str] = {("load", "--url"): "url"}
     moved: Mapping[str, str] = {
         "--profile": "foretoken bench profile",
-        "--trace": "foretoken bench load --load",
+        "--load": "python -m studies.changing_load --load",
+        "--phase-s": "python -m studies.changing_load --phase-s",
+        "--trace": "python -m studies.changing_load --load",
         "--recovery": "python -m studies.recovery",
         "--table": "python -m studies.rivals --table",
     }
