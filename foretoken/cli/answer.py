@@ -94,9 +94,7 @@ def report(llm: LLM, output: GenerateOutput, show: bool, as_json: bool, streamed
 
 
 def summary(stats: RequestStats) -> str:
-    """What an answer cost: speed, acceptance, and what plain decoding would have taken, estimated from the measured
-    times of steps.
-    """
+    """What an answer cost: speed, acceptance, and what plain decoding would have taken by the measured steps."""
     line = (
         f"{stats.num_emitted} tokens in {stats.num_steps} steps, {stats.tokens_per_s:.1f} tokens/s, "
         f"first token after {stats.ttft_s:.2f} s"

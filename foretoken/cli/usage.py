@@ -1,6 +1,4 @@
-"""Help and usage errors as plain text: typer's boxes truncate words on narrow terminals, and need characters that not
-every encoding has.
-"""
+"""Help and usage errors as plain text: typer's boxes truncate words, and need characters that few encodings have."""
 
 from __future__ import annotations
 

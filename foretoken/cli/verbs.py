@@ -1,6 +1,4 @@
-"""The verbs, each imported when it is first needed: the help of the command, a wrong verb and the completion of verbs
-need none of them.
-"""
+"""The verbs, each imported when it is needed: help, a wrong verb and the completion of verbs need none of them."""
 
 from __future__ import annotations
 

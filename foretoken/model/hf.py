@@ -39,9 +39,7 @@ _Foreign: TypeAlias = Any  # objects of transformers, which has no types
 
 @dataclass
 class _Sequence:
-    """`tokens` are committed; `cached` are the ids whose keys and values `cache` holds; `reserved` counts rows
-    promised.
-    """
+    """`tokens` are committed; `cached`: ids whose keys and values `cache` holds; `reserved`: rows promised."""
 
     tokens: list[int] = field(default_factory=list)
     reserved: int = 0

@@ -1,6 +1,4 @@
-"""Whether a checkpoint's files hold the model that transformers would build from its config.json, asked before it
-allocates anything.
-"""
+"""Whether a checkpoint holds the model that transformers would build from its config.json, before it is built."""
 
 from __future__ import annotations
 

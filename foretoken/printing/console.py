@@ -89,9 +89,7 @@ class Console:
         self._stream.flush()
 
     def json_line(self, text: str) -> None:
-        """Write one line of JSON that `json.dumps` made; its only control character, DEL, is escaped as JSON does
-        it.
-        """
+        """Write one line of JSON that `json.dumps` made; its only control character, DEL, is escaped as in JSON."""
         self.exact(text.replace("\x7f", "\\u007f") + "\n")
 
     def table(
@@ -153,9 +151,7 @@ class Console:
 
     @contextmanager
     def bar(self, description: str, total: float | None, *, counts: bool = False, stays: bool = False) -> Iterator[Bar]:
-        """A progress bar on a terminal, else nothing; `counts` shows counts instead of a percentage, `stays` keeps the
-        finished bar.
-        """
+        """A progress bar on a terminal, else nothing; `counts`: counts, no percentage; `stays`: also once finished."""
 
         def cut() -> Column:  # rich's ellipsis is a character that not every encoding has
             return Column(no_wrap=True, overflow="crop")
@@ -241,9 +237,7 @@ class Bar:
 
 
 def tolerate_encoding() -> None:
-    """Make standard output and error escape what their encoding lacks, for the text that other libraries write
-    to them.
-    """
+    """Make standard output and error escape what their encoding lacks, for text that other libraries write."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

@@ -251,9 +251,7 @@ def _tried(tokenizer: Tokenizer) -> Tokenizer:
 
 @contextmanager
 def _broken_means(complaint: str, *mistakes: type[Exception]) -> Iterator[None]:
-    """Turn whatever the library underneath raises into a `CheckpointError`, except `mistakes`, which are the
-    caller's.
-    """
+    """Turn what the library underneath raises into a `CheckpointError`, but `mistakes`, which are the caller's."""
     passed: tuple[type[Exception], ...] = (CheckpointError, *mistakes)
     try:
         yield
@@ -268,9 +266,7 @@ def _broken_means(complaint: str, *mistakes: type[Exception]) -> Iterator[None]:
 
 
 def _is_panic(error: BaseException) -> bool:
-    """Whether the library's Rust code panicked: a class that derives from BaseException and can be imported from
-    nowhere.
-    """
+    """Whether the library's Rust code panicked: a BaseException whose class can be imported from nowhere."""
     return type(error).__name__ == "PanicException"
 
 

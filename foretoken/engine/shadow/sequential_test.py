@@ -231,9 +231,7 @@ def _dense(drafts: Sequence[DraftChildren], vocab: int, device: torch.device) ->
 
 
 def _bets(scores: NDArray[np.float64], slack: float) -> NDArray[np.float64]:
-    """log of prod(1 + stake * score) over tokens, every score shifted by `slack` against the stake: `[scores, n]` ->
-    `[scores, stakes]`.
-    """
+    """log of prod(1 + stake * score) over tokens, scores less `slack`: `[scores, n]` -> `[scores, stakes]`."""
     stakes = np.array(STAKES)[:, None]  # [stakes, 1]
     grown: NDArray[np.float64] = np.stack(
         [np.log1p(stakes * score[None, :] - np.abs(stakes) * slack).sum(-1) for score in scores]
@@ -312,9 +310,7 @@ def distribution_tests(evidence: Evidence, alpha: float) -> tuple[DistributionTe
 
 
 def _mean_test(name: str, moments: Moments, level: float) -> DistributionTest:
-    """Test the sum of a score against its expectation, with the tails of the gamma distribution of the same three
-    moments.
-    """
+    """Test a score's sum against its expectation, with the tails of the gamma distribution of the same moments."""
     if moments.variance <= 0:
         return DistributionTest(
             name,
@@ -451,9 +447,7 @@ class GreedyEvidence:
 
 
 def weigh_greedy(logits: Tensor, tokens: Tensor, tolerance: Tensor) -> GreedyEvidence:
-    """Compare `tokens` [n] with the best of `logits` [n, V]; `tolerance` [n] is the difference that rounding
-    explains.
-    """
+    """Compare `tokens` [n] with the best of `logits` [n, V]; `tolerance` [n] is what rounding explains."""
     best = logits.max(-1)
     gaps = (best.values - logits.gather(-1, tokens[:, None])[:, 0]).double()  # [n]
     other = best.indices != tokens
