@@ -272,7 +272,7 @@ class QuantisedModel(Protocol):
 
     @property
     def weight_format(self) -> str:
-        """"int8" or "int4" where most weights of its layers have so many bits or fewer, otherwise "auto"."""
+        """ "int8" or "int4" where most weights of its layers have so many bits or fewer, otherwise "auto"."""
 
 
 @runtime_checkable

@@ -21,7 +21,7 @@ from foretoken.bench.speed_options import SpeedOptions
 from foretoken.bench.workload import Prompt
 from foretoken.config import SamplingParams
 from foretoken.errors import ForetokenError, StorageError
-from foretoken.train.tokens import tokenizer_config, train_tokenizer
+from foretoken.train.corpus import tokenizer_config, train_tokenizer
 from tests.bench.fakes import FakeLLM
 from tests.helpers.gguf_files import write_gguf
 
