@@ -12,7 +12,7 @@ from foretoken.engine.llm import LLM
 from foretoken.engine.output import GenerateOutput
 from foretoken.engine.stats import RequestStats
 from foretoken.printing.console import Console, Part
-from foretoken.text.tokenizer import Detokenizer
+from foretoken.text.detokenizer import Detokenizer
 
 # kind -> (style, what it means). The styles differ in weight and underline too, so colour is never alone.
 _STYLES = {
