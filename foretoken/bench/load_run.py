@@ -14,8 +14,8 @@ from foretoken.bench.batch_settings import NO_POLICIES, Policies, Stage
 from foretoken.bench.caveats import source_caveats
 from foretoken.bench.load_options import LoadOptions
 from foretoken.engine.llm import LLM
-from foretoken.engine.startup.machine import machine, versions
 from foretoken.errors import InputError
+from foretoken.machine.identity import machine, versions
 from foretoken.measure.kept import KeptFile, digest, run_of
 from foretoken.measure.plots import Plot
 from foretoken.measure.report import Report, Table

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from foretoken.engine.startup.machine import machine, versions
 from foretoken.files import as_plain
+from foretoken.machine.identity import machine, versions
 from foretoken.measure.plots import Plot
 
 

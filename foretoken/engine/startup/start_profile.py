@@ -30,8 +30,8 @@ from foretoken.draft.base import (
 )
 from foretoken.draft.group import DrafterGroup, drafter_key
 from foretoken.engine.engine import Engine
-from foretoken.engine.startup.machine import machine, versions
 from foretoken.engine.startup.profiling import SHORT_TOKENS, StandInDrafter, stand_in, timed
+from foretoken.machine.identity import machine, versions
 from foretoken.model.interface import LanguageModel, MixtureModel, TwinModel
 from foretoken.plan.profile import Curve, DrafterCost, Profile
 from foretoken.plan.roofline import Roofline
