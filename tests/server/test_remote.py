@@ -190,3 +190,15 @@ def test_what_is_in_flight_fails_with_the_worker() -> None:
                 await backend.tokenize("x")
 
     asyncio.run(run())
+
+
+def test_a_call_of_wrong_types_is_refused_alone() -> None:
+    async def run() -> None:
+        async with remote(ScriptedBackend()) as backend:
+            with pytest.raises(InputError, match="request"):
+                await backend.open(Call(SamplingParams(), prompts=[(1.5,)]))  # type: ignore[list-item]
+            events: list[Event] = []
+            await read_into(events, await backend.open(Call(SamplingParams(), prompts=[(1, 2)])))
+            assert isinstance(events[-1], AnswerEnded)
+
+    asyncio.run(run())

@@ -168,6 +168,20 @@ Command = LoadEngine | Open | Cancel | Tokenize | Detokenize | AskStats | AskInv
 Message = Loaded | NotLoaded | Beat | Happened | Over | Refused | Returned
 
 
+class UnreadableError(EngineError):
+    """A message with values of wrong types; `call` is the command that it was, None where that cannot be told."""
+
+    def __init__(self, call: int | None, why: str) -> None:
+        super().__init__(f"what came from the other process is no message: {why}")
+        self.call, self.why = call, why
+
+
+class _Numbered(msgspec.Struct):
+    """What is read of a message that cannot be read as a whole."""
+
+    call: int | None = None
+
+
 class Channel:
     """One end of the pair: writes what it is given, reads messages of `kind` (a union of the classes above).
 
@@ -201,17 +215,19 @@ class Channel:
         """The next message; None when the other side has closed or died.
 
         Raises:
-            EngineError: what came is no message.
+            EngineError: what came is no message; `UnreadableError` where its values have wrong types.
         """
         try:
             length = int.from_bytes(await self._reader.readexactly(_LENGTH_BYTES), "big")
             if length > MAX_MESSAGE_BYTES:
                 raise EngineError(f"a message of {length} bytes was announced; at most {MAX_MESSAGE_BYTES} are taken")
-            return self._decoder.decode(await self._reader.readexactly(length))
+            data = await self._reader.readexactly(length)
         except (asyncio.IncompleteReadError, ConnectionError):
             return None
+        try:
+            return self._decoder.decode(data)
         except (msgspec.ValidationError, msgspec.DecodeError) as error:
-            raise EngineError(f"what came from the other process is no message: {error}") from error
+            raise UnreadableError(_call_of(data), str(error)) from error
 
     def close(self) -> None:
         """Write what is left, and end the stream."""
@@ -222,6 +238,14 @@ class Channel:
         data, self._unsent = b"".join(self._unsent), []
         if data and not self._writer.is_closing():
             self._writer.write(data)
+
+
+def _call_of(data: bytes) -> int | None:
+    """The command that a message belongs to, as far as it can be read."""
+    try:
+        return msgspec.msgpack.decode(data, type=_Numbered).call
+    except (msgspec.ValidationError, msgspec.DecodeError):
+        return None
 
 
 def to_wire(error: BaseException) -> WireError:

@@ -44,6 +44,8 @@ from foretoken.server.life.wire import (
     Returned,
     Stop,
     Tokenize,
+    UnreadableError,
+    WireError,
     to_wire,
     to_wire_of_loading,
 )
@@ -80,7 +82,7 @@ class Worker:
         """Load, then answer commands until the front closes or asks to stop."""
         loading = asyncio.create_task(self._start())
         while True:
-            command = await self._channel.receive()
+            command = await self._command()
             if command is None or isinstance(command, Stop):
                 break
             if isinstance(command, Cancel):
@@ -98,6 +100,16 @@ class Worker:
         await asyncio.gather(loading, return_exceptions=True)
         if self._backend is not None:
             await self._close(self._backend.engine)
+
+    async def _command(self) -> Any:  # noqa: ANN401 - of the union
+        """The next command that can be read; one whose values have wrong types is refused alone."""
+        while True:
+            try:
+                return await self._channel.receive()
+            except UnreadableError as error:
+                if error.call is None:
+                    raise
+                self._channel.send(Refused(error.call, WireError("InputError", field="request", remedy=error.why)))
 
     async def _close(self, engine: AsyncEngine) -> None:
         timer = threading.Timer(_CLOSING_S, self._end, (0,))
