@@ -213,9 +213,7 @@ class SpecConfig:
 
     @property
     def shape_follows_draws(self) -> bool:
-        """Whether the shape of a draft may depend on tokens drawn in the same round: a model's trees, and what `mix`
-        merges with drawn tokens.
-        """
+        """Whether a draft's shape may depend on tokens drawn in its round: a model's trees, and what `mix` merges."""
         merges = self.drafter == "mix" and not all(is_lookup(part) for part in self.configs)
         return self.tree != "chain" or merges or any(part.shape_follows_draws for part in self.configs)
 
@@ -273,9 +271,7 @@ class SpecConfig:
 
     @cached_property
     def drafter_options(self) -> tuple[SpecConfig, ...]:
-        """The configurations of which one runs in a round: the parts of `auto`, else this one; none for plain
-        decoding.
-        """
+        """The configurations of which one runs in a round: the parts of `auto`, else this one; none for plain."""
         if self.drafter == "auto":
             return self.configs
         return () if self.drafter is None else (self,)

@@ -47,9 +47,7 @@ class Processors(Protocol):
         """Logits `[n, V]` of rows that follow the committed text and `paths[i]` -> the same shape, processed."""
 
     def forced(self, most: int) -> tuple[int, ...]:
-        """Up to `most` tokens of text that is forced next; () if there is a choice. Other tokenisations of it may be
-        allowed too.
-        """
+        """Up to `most` tokens of text that is forced next; () if there is a choice. Other tokens may spell it too."""
 
 
 class Noise(Protocol):
@@ -125,9 +123,7 @@ class TapRequest:
     whole: frozenset[int] = frozenset()  # request ids
 
     def num_rows(self, entry: BatchEntry, num_answered: int) -> int:
-        """Rows of `entry`, counted from its last, whose taps are wanted; `num_answered` are those of its anchor, nodes
-        and probes.
-        """
+        """Rows of `entry`, from its last, whose taps are wanted; `num_answered`: of its anchor, nodes and probes."""
         if not self.layers:
             return 0
         if entry.request.request_id in self.whole:
@@ -382,9 +378,7 @@ class TokenOrigin:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Log-probability and rank (1 = most probable) of one token, and the most probable tokens with theirs, best
-    first.
-    """
+    """Log-probability and rank (1 = most probable) of one token, and of the most probable tokens, best first."""
 
     token_id: int
     logprob: float

@@ -79,9 +79,7 @@ class OverloadedError(CapacityError):
 
 
 class EngineError(ForetokenError, RuntimeError):
-    """An exception inside the engine without which the request cannot continue; `__cause__` is the exception. Other
-    requests continue.
-    """
+    """An exception (`__cause__`) inside the engine after which the request cannot continue. Other requests continue."""
 
 
 class WorkerDiedError(EngineError):

@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from foretoken.files import cache_folder
-from foretoken.text.tokenizer import Detokenizer, Tokenizer, load_tokenizer
+from foretoken.text.detokenizer import Detokenizer
+from foretoken.text.tokenizer import Tokenizer, load_tokenizer
 from foretoken.text.vocabulary import Side, spellings
 
 NAMES = (

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from foretoken.engine.startup.machine import machine, versions
 from foretoken.errors import ForetokenError
 from foretoken.files import to_json
+from foretoken.machine.identity import machine, versions
 from foretoken.measure.report import Report, now
 from foretoken.measure.text import print_report
 from foretoken.measure.write import check_name, check_out, write_report

@@ -198,7 +198,6 @@ def test_cli_options_are_those_on_the_list() -> None:
         "bench url",
         "plan",
         "simulate",
-        "widen",
         "models list",
         "models inspect",
         "train lm",

@@ -137,9 +137,7 @@ class Adaptation:
             self._learner.restart(self._in_use)
 
     def _prove(self) -> Iterator[Rest]:
-        """Compare the weights in use with the earlier ones on text served since the change; return to those if they
-        were better.
-        """
+        """Compare the weights in use with the earlier ones on text served since; return to those if better."""
         fresh = self.buffer.held_out(self._first_window)[-_MAX_JUDGED:]
         if self._earlier is None or len(fresh) < MIN_WINDOWS:
             return

@@ -57,9 +57,6 @@ EXPLAINED = (
 )
 
 
-_OF_CHANGING_LOAD = ("phases", "phase_s")
-
-
 def run_batches(
     options: LoadOptions,
     command: str = "foretoken bench load",
@@ -87,7 +84,7 @@ def run_batches(
         policies=policies,
     )
     with opening as (stage, found):
-        kept = kept_turns(options, found, _OF_CHANGING_LOAD)
+        kept = kept_turns(options, found)
         try:
             if kept is not None:
                 samples += kept.restored(lambda line: restored(line, settings))

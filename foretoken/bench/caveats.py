@@ -31,7 +31,7 @@ def source_caveats(target: Path, draft: Path | None, load: float) -> list[str]:
 
 
 def is_widened(checkpoint: Path) -> bool:
-    """Whether `foretoken widen` made this checkpoint: its config says so."""
+    """Whether `studies.widen` made this checkpoint: its config says so."""
     try:
         config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

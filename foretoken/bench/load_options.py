@@ -19,9 +19,9 @@ from foretoken.errors import ConfigError, InputError
 from foretoken.field_text import wholes, words
 from foretoken.measure.write import check_name, check_out
 from foretoken.option import check_fields, option, same_option
-from foretoken.params import check_limits, check_number, check_share, check_whole, is_count
+from foretoken.params import check_limits, check_share, check_whole, is_count
 
-_MAX_BATCH = 4096  # each request of a batch has a cache of its own
+MAX_BATCH = 4096  # each request of a batch has a cache of its own
 DEFAULT_SETTINGS = (
     "plain",
     "ngram-2",
@@ -36,43 +36,11 @@ _PROMPT_TOKENS_PER_STEP = 4096  # all prompts of a batch in one step, so that it
 
 
 @dataclass(frozen=True)
-class LoadPhase:
-    """A part of a changing load: a number of concurrent requests, and their slice."""
-
-    batch: int
-    slice: str
-
-
-MIXED = (
-    LoadPhase(1, "code"),
-    LoadPhase(16, "random"),
-    LoadPhase(4, "edit"),
-    LoadPhase(32, "chat"),
-    LoadPhase(2, "json"),
-)
-
-
-def parse_phases(text: str) -> tuple[LoadPhase, ...]:
-    """The phases of a load written as 1:code,16:random; `mixed` names the built-in one.
-
-    Raises:
-        InputError: anything else.
-    """
-    if text == "mixed":
-        return MIXED
-    pairs = [part.strip().partition(":") for part in text.split(",") if part.strip()]
-    if not pairs or not all(is_count(batch) and int(batch) and slice_ for batch, _, slice_ in pairs):
-        raise InputError("load", text, "must be mixed, or BATCH:SLICE separated by commas, such as 1:code,16:random")
-    return tuple(LoadPhase(int(batch), slice_) for batch, _, slice_ in pairs)
-
-
-@dataclass(frozen=True)
 class LoadOptions:
     """What to measure under load, on which engine.
 
     `prompts` is a file or folder of prompts that replaces the library's. A cell answers `prompts_per_slice` requests,
-    or a whole batch where that is more; prompts are cut to `prompt_tokens`. `phases` are those of a changing load;
-    each has as many requests as plain decoding answers in `phase_s`.
+    or a whole batch where that is more; prompts are cut to `prompt_tokens`.
 
     The engine's limits are those of `foretoken.LLM`. By default a step takes all prompts of a batch, and batch and
     cache have room for the largest one. `min_tokens_to_speculate` and `max_speculating_requests` are `RoutingRules`,
@@ -94,16 +62,6 @@ class LoadOptions:
         default=DEFAULT_SETTINGS,
         metadata=option("Settings with commas: plain, DRAFTER-N, DRAFTER-auto, auto, auto-slices, sweep.", read=words),
     )
-    phases: tuple[LoadPhase, ...] = field(
-        default=MIXED,
-        metadata=option(
-            "A load that changes, in place of batches: BATCH:SLICE,... in sequence, such as 1:code,16:random; "
-            "or mixed.",
-            name="load",
-            read=lambda _name, text: parse_phases(text),
-        ),
-    )
-    phase_s: float = field(default=4.0, metadata=option("Seconds that plain decoding takes for each phase of --load."))
     prompts: Path | None = field(default=None, metadata=same_option(SpeedOptions, "prompts"))
     prompt_tokens: int = field(default=64, metadata=option("Tokens that prompts are cut to."))
     cache_tokens: int | None = field(
@@ -142,27 +100,19 @@ class LoadOptions:
         default=None,
         metadata=option("File that keeps each turn; a run that was stopped goes on from it with the same options."),
     )
-    name: str = field(default="batches", metadata=option("End of the result's file name; batches or load."))
+    name: str = field(default="batches", metadata=option("End of the result's file name."))
     seed: int = field(default=0, metadata=same_option(SpeedOptions, "seed"))
 
     def __post_init__(self) -> None:
         lows = {"prompt_tokens": 1, "prompts_per_slice": 1, "max_tokens": 4, "repeats": 1, "warmup": 0, "seed": 0}
         for name, low in lows.items():
             check_whole(name, getattr(self, name), low, {"prompts_per_slice": MAX_PROMPTS, "seed": 2**63}.get(name))
-        if not self.batches or not all(1 <= batch <= _MAX_BATCH for batch in self.batches):
-            raise InputError("batches", self.batches, f"give batch sizes from 1 to {_MAX_BATCH}, separated by commas")
+        if not self.batches or not all(1 <= batch <= MAX_BATCH for batch in self.batches):
+            raise InputError("batches", self.batches, f"give batch sizes from 1 to {MAX_BATCH}, separated by commas")
         if not self.settings:
             raise InputError("settings", self.settings, "name at least one; plain is always measured")
-        if any(phase.batch > _MAX_BATCH for phase in self.phases):
-            raise InputError(
-                "load", max(phase.batch for phase in self.phases), f"at most {_MAX_BATCH} requests at a time"
-            )
         check_fields(self)
-        check_number("phase_s", self.phase_s, low=0.0, high=1e6, open_low=True)
-        if self.prompts is None:
-            for name in (*self.slices, *(phase.slice for phase in self.phases)):
-                if name not in BATCH_SLICES:
-                    raise InputError("slices", name, f"choose from {', '.join(BATCH_SLICES)}")
+        self._check_slices(self.slices)
         if not self.slices:
             raise InputError("slices", self.slices, f"give at least one of {', '.join(BATCH_SLICES)}")
         check_limits(
@@ -184,6 +134,12 @@ class LoadOptions:
         return RoutingRules(
             min_tokens_to_speculate=self.min_tokens_to_speculate, max_speculating_requests=self.max_speculating_requests
         )
+
+    def _check_slices(self, names: Sequence[str]) -> None:
+        """The library has prompts of these slices."""
+        unknown = [name for name in names if name not in BATCH_SLICES]
+        if self.prompts is None and unknown:
+            raise InputError("slices", unknown[0], f"choose from {', '.join(BATCH_SLICES)}")
 
     def _check_routing(self) -> None:
         """Routing rules are valid, and at least one setting follows them."""

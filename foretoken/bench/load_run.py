@@ -14,8 +14,8 @@ from foretoken.bench.batch_settings import NO_POLICIES, Policies, Stage
 from foretoken.bench.caveats import source_caveats
 from foretoken.bench.load_options import LoadOptions
 from foretoken.engine.llm import LLM
-from foretoken.engine.startup.machine import machine, versions
 from foretoken.errors import InputError
+from foretoken.machine.identity import machine, versions
 from foretoken.measure.kept import KeptFile, digest, run_of
 from foretoken.measure.plots import Plot
 from foretoken.measure.report import Report, Table
@@ -28,7 +28,7 @@ RESUMED = "The run was stopped and resumed; policies of adaptive settings starte
 
 
 def kept_turns(
-    options: LoadOptions, found: Mapping[str, Sequence[Ask]], without_effect: Iterable[str]
+    options: LoadOptions, found: Mapping[str, Sequence[Ask]], without_effect: Iterable[str] = ()
 ) -> KeptFile | None:
     """The file of `options.resume`, None without one. Besides the options, prompts, machine and versions must agree;
     `without_effect` names options that this kind of run does not read.

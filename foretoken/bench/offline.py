@@ -26,9 +26,9 @@ from foretoken.bench.turns import Samples, measure, open_samples
 from foretoken.bench.workload import SLICES, Prompt, slices
 from foretoken.config import SpecConfig
 from foretoken.engine.llm import LLM
-from foretoken.engine.startup.machine import machine, versions
 from foretoken.errors import InputError
 from foretoken.files import check_file, check_folder
+from foretoken.machine.identity import machine, versions
 from foretoken.machine.neighbours import OtherLoad, contention_notes, is_contended
 from foretoken.measure.kept import digest, run_of
 from foretoken.measure.report import Report, now

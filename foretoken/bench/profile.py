@@ -18,11 +18,11 @@ from foretoken.bench.profile_options import ProfileOptions
 from foretoken.config import SpecConfig
 from foretoken.draft.base import Drafter
 from foretoken.engine.drafters import DrafterFactory, ModelOptions
-from foretoken.engine.startup.machine import machine, versions
 from foretoken.engine.startup.profiling import BATCH_NUM_DRAFT, SHORT_TOKENS, StepBench, Tell, Work, save_profile
 from foretoken.engine.startup.profiling import load_profile as load_profile
 from foretoken.engine.startup.start_profile import describe_drafter, describe_target, measure_roofline
 from foretoken.errors import ConfigError
+from foretoken.machine.identity import machine, versions
 from foretoken.measure.report import Table, now
 from foretoken.measure.text import print_notes, print_tables
 from foretoken.measure.write import free_path

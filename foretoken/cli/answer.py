@@ -12,7 +12,7 @@ from foretoken.engine.llm import LLM
 from foretoken.engine.output import GenerateOutput
 from foretoken.engine.stats import RequestStats
 from foretoken.printing.console import Console, Part
-from foretoken.text.tokenizer import Detokenizer
+from foretoken.text.detokenizer import Detokenizer
 
 # kind -> (style, what it means). The styles differ in weight and underline too, so colour is never alone.
 _STYLES = {
@@ -94,9 +94,7 @@ def report(llm: LLM, output: GenerateOutput, show: bool, as_json: bool, streamed
 
 
 def summary(stats: RequestStats) -> str:
-    """What an answer cost: speed, acceptance, and what plain decoding would have taken, estimated from the measured
-    times of steps.
-    """
+    """What an answer cost: speed, acceptance, and what plain decoding would have taken by the measured steps."""
     line = (
         f"{stats.num_emitted} tokens in {stats.num_steps} steps, {stats.tokens_per_s:.1f} tokens/s, "
         f"first token after {stats.ttft_s:.2f} s"

@@ -26,9 +26,9 @@ from foretoken.cli.common import DEFAULT_MODEL, JsonOption, fetch_models, is_set
 from foretoken.cli.flags import config_from, takes
 from foretoken.cli.spec_options import check_sources, named_drafter, spec_from
 from foretoken.config import SpecConfig
-from foretoken.engine.startup.machine import machine, versions
 from foretoken.errors import GateError
 from foretoken.field_text import wholes, words
+from foretoken.machine.identity import machine, versions
 from foretoken.measure.text import print_report
 from foretoken.measure.write import write_report
 from foretoken.option import options_of, setting_name

@@ -26,7 +26,9 @@ class _BenchGroup(DefaultGroup):
     moved: Mapping[str, str] = {
         "--peers": "foretoken bench speed --backends local,transformers,llama.cpp",
         "--profile": "foretoken bench profile",
-        "--trace": "foretoken bench load --load",
+        "--load": "python -m studies.changing_load --load",
+        "--phase-s": "python -m studies.changing_load --phase-s",
+        "--trace": "python -m studies.changing_load --load",
         "--recovery": "python -m studies.recovery",
         "--table": "python -m studies.rivals --table",
     }

@@ -16,7 +16,7 @@ from foretoken.engine.stats import RequestStats
 from foretoken.errors import ConfigError
 from foretoken.field_text import parse_field
 from foretoken.printing.console import Console
-from foretoken.text.tokenizer import Detokenizer
+from foretoken.text.detokenizer import Detokenizer
 
 # What /set changes: the numbers of `SamplingParams` that make sense for one answer at a time.
 SETTINGS = (

@@ -112,7 +112,7 @@ class _ShownAnswer:
 
     def __init__(self, llm: LLM, setting: str, console: Console) -> None:
         from foretoken.cli.conversation import StyledPieces
-        from foretoken.text.tokenizer import Detokenizer
+        from foretoken.text.detokenizer import Detokenizer
 
         assert llm.tokenizer is not None
         self._pieces, self._console = StyledPieces(Detokenizer(llm.tokenizer)), console

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -12,19 +12,24 @@ from foretoken.cli.flags import config_from
 from foretoken.cli.simulate_requests import arrival_names, jobs_of, settings_of
 from foretoken.errors import InputError
 from foretoken.files import read_json
+from foretoken.measure.plots import Plot, Point, Series
+from foretoken.measure.report import Report, Table
 from foretoken.measure.text import print_report
 from foretoken.measure.write import check_out, write_report
 from foretoken.params import check_number
 from foretoken.plan.profile import Profile
 from foretoken.simulate.arrivals import chances_from_bench
 from foretoken.simulate.loads import Server, built_in
-from foretoken.simulate.metrics import outcome
-from foretoken.simulate.setting import Limits, SimSetting
+from foretoken.simulate.metrics import SimMetrics, outcome
+from foretoken.simulate.setting import PLAIN, Limits, SimSetting
 from foretoken.simulate.simulate import Fleet, simulate
-from foretoken.simulate.tables import simulate_report
 
 _ACCEPTANCE = "0.7"
 _MAX_PRICE = 1e12
+_HEADINGS = (
+    *("setting", "tok/s", "first token", "p95", "per token", "p95", "whole answer", "p95"),
+    *("busy", "there", "tok/step", "price/M"),
+)
 
 
 def predict(given: Mapping[str, Any]) -> None:
@@ -95,3 +100,47 @@ def _target_number(profile: Profile, name: str) -> int | None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
         raise InputError(f"profile.target.{name}", value, "must be a whole number of at least 1")
     return value
+
+
+def simulate_report(rows: Sequence[SimMetrics], profile: Profile, about: Mapping[str, Any], command: str) -> Report:
+    """The report of settings simulated on a profile; `about` is what was asked for."""
+    cpu = profile.machine.get("cpu", "unknown machine")
+    speeds = tuple(Series(row.setting, (Point("all requests", row.tokens_per_s),)) for row in rows)
+    return Report(
+        title="Simulation",
+        command=command,
+        options=about,
+        results={"target": profile.target, "rows": tuple(rows)},
+        tables=(Table("", _HEADINGS, tuple(map(_cells, rows))),),
+        plots=(Plot("Throughput", "tokens per second", speeds),),
+        conclusions=(*_against_plain(rows), f"predicted from {profile.date or 'an undated profile'}, {cpu}"),
+        caveats=tuple(profile.caveats),
+        machine=profile.machine,
+        versions=profile.versions,
+    )
+
+
+def _against_plain(rows: Sequence[SimMetrics]) -> tuple[str, ...]:
+    plain = next((row for row in rows if row.setting == PLAIN), None)
+    if plain is None or plain.tokens_per_s <= 0 or len(rows) < 2:
+        return ()
+    ratios = [f"{row.setting} {row.tokens_per_s / plain.tokens_per_s:.2f}x" for row in rows if row is not plain]
+    return (f"against plain: {', '.join(ratios)}",)
+
+
+def _cells(row: SimMetrics) -> tuple[str, ...]:
+    times = (
+        row.ttft_s_p50,
+        row.ttft_s_p95,
+        row.inter_token_s_p50,
+        row.inter_token_s_p95,
+        row.latency_s_p50,
+        row.latency_s_p95,
+    )
+    price = "" if row.price_per_million_tokens is None else f"{row.price_per_million_tokens:.3g}"
+    shares = (f"{row.utilisation:.0%}", f"{row.mean_in_system:.1f}", f"{row.emitted_per_step:.2f}")
+    return (row.setting, f"{row.tokens_per_s:.4g}", *map(_time, times), *shares, price)
+
+
+def _time(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

@@ -1,6 +1,4 @@
-"""Help and usage errors as plain text: typer's boxes truncate words on narrow terminals, and need characters that not
-every encoding has.
-"""
+"""Help and usage errors as plain text: typer's boxes truncate words, and need characters that few encodings have."""
 
 from __future__ import annotations
 
@@ -68,7 +66,7 @@ class Group(TyperGroup):
 class DefaultGroup(Group):
     """A group that runs `default_command` where the command line names none of its commands.
 
-    `moved` maps options that the default command no longer has to what replaces them. `chosen_by` maps options to the
+    `moved` maps options that no command has any longer to what replaces them. `chosen_by` maps options to the
     command that they choose; `chosen_within` the same for options given to a command that does not have them.
     """
 
@@ -83,23 +81,25 @@ class DefaultGroup(Group):
         if not args or (args[0].startswith("-") and args[0] not in ctx.help_option_names):
             chosen = next((self.chosen_by[flag] for flag in flags if flag in self.chosen_by), self.default_command)
             if chosen == self.default_command:
-                self._refuse_others(ctx, args)
+                self._refuse_others(ctx, chosen, args)
             args = [chosen, *args]
         else:
             found = (self.chosen_within.get((args[0], flag)) for flag in flags[1:])
             args = [next(filter(None, found), args[0]), *args[1:]]
+            if args[0] in self.commands:
+                self._refuse_others(ctx, args[0], args[1:])
         return super().parse_args(ctx, args)
 
-    def _refuse_others(self, ctx: Any, args: list[str]) -> None:  # noqa: ANN401
-        """Name the command that has an option which the default command does not have.
+    def _refuse_others(self, ctx: Any, name: str, args: list[str]) -> None:  # noqa: ANN401
+        """Say which command has an option that the command `name` does not have.
 
         Raises:
             USAGE_ERROR: such an option is given.
         """
-        own = _flags(self.commands[self.default_command])
+        own = _flags(self.commands[name])
         for flag in (arg.partition("=")[0] for arg in args if arg.startswith("--")):
-            others = [name for name, command in self.commands.items() if flag in _flags(command)]
-            use = self.moved.get(flag) or " or ".join(f"{ctx.command_path} {name} {flag}" for name in others)
+            others = [other for other, command in self.commands.items() if flag in _flags(command)]
+            use = self.moved.get(flag) or " or ".join(f"{ctx.command_path} {other} {flag}" for other in others)
             if flag not in own and use:
                 raise USAGE_ERROR(f"no such option: {flag}; use {use}", ctx=ctx)
 

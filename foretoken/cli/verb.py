@@ -47,9 +47,7 @@ _MOST = 1 << 64  # exclusive upper limit of seeds, counts and sizes
 
 
 class Verb(Command):
-    """Refuses invalid numbers and texts that cannot be encoded, by name; names the environment variable or file that
-    set them.
-    """
+    """Refuses invalid numbers and texts that cannot be encoded, by name and by the variable or file that set them."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401, D102 - click's own context, which typer hides
         with _blame(ctx):

@@ -1,6 +1,4 @@
-"""The verbs, each imported when it is first needed: the help of the command, a wrong verb and the completion of verbs
-need none of them.
-"""
+"""The verbs, each imported when it is needed: help, a wrong verb and the completion of verbs need none of them."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from foretoken.cli.usage import Group
+from foretoken.cli.usage import USAGE_ERROR, Group
 from foretoken.cli.verb import EngineVerb, Verb, ctrl_c_ends
 
 
@@ -80,11 +78,6 @@ VERBS: Mapping[str, VerbSource] = {
             "same requests and random numbers."
         ),
     ),
-    "widen": VerbSource(
-        "widen",
-        "widen",
-        ("Enlarge a small checkpoint without changing its function, to measure real acceptance at a realistic cost."),
-    ),
     "export": VerbSource(
         "export",
         "export",
@@ -118,6 +111,8 @@ VERBS: Mapping[str, VerbSource] = {
     ),
 }
 
+MOVED: Mapping[str, str] = {"widen": "python -m studies.widen"}  # verbs of earlier versions: what replaces them
+
 
 class LazyVerbs(Mapping[str, Any]):
     """The commands of the root by name, made when they are asked for."""
@@ -149,6 +144,16 @@ class Root(Group):
 
     def list_commands(self, ctx: Any) -> list[str]:  # noqa: ANN401, ARG002, D102
         return list(VERBS)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:  # noqa: ANN401
+        """The verb that `args` begin with.
+
+        Raises:
+            USAGE_ERROR: there is none of this name; names what replaces one of earlier versions.
+        """
+        if args[0] in MOVED:
+            raise USAGE_ERROR(f"no such command: {args[0]}; use {MOVED[args[0]]}", ctx=ctx)
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ANN401
         """Write the verbs."""

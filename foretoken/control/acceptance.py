@@ -76,9 +76,7 @@ class PlaceRates:
         return [*known, *rest[len(known) :]]
 
     def estimates(self, num_places: int) -> Iterator[tuple[float, float, int]]:
-        """By place the share of rounds with a draft token, its chance once the draft token before it stood, and the
-        place of that one.
-        """
+        """By place the share of rounds with a draft token, its chance once its parent stood, and the parent's place."""
         wider = None if self.prior is None else self.prior.estimates(num_places)
         prior_rounds, first_chance = self.config.prior_rounds, self.config.first_chance
         last, first, later = 1.0, 0.0, 0.0  # the share at the place before; the chance of the first, and of the rest
@@ -101,9 +99,7 @@ class PlaceRates:
 
 @dataclass(eq=False)
 class ChanceRates:
-    """Share of a lookup's draft tokens that were right, by the chance it named; first draft tokens of a path and later
-    ones apart.
-    """
+    """Share of a lookup's draft tokens that were right, by the chance it named; the first of a path apart."""
 
     prior: ChanceRates | None = None
     config: AcceptanceConfig = DEFAULT.acceptance
@@ -260,9 +256,7 @@ class Acceptance:
 
 
 def judged(num_offered: int, chances: Sequence[float], parents: Sequence[int]) -> Iterator[tuple[int, float]]:
-    """The places whose parent was emitted, each with the chance that it was emitted then; 0 where nothing was
-    drafted.
-    """
+    """The places whose parent was emitted, each with its chance to be emitted then; 0 where nothing was drafted."""
     for k in range(num_offered):
         parent = parents[k]
         if parent < 0 or (parent < len(chances) and chances[parent] > 0):

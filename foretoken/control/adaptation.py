@@ -67,9 +67,7 @@ class ShareBudget:
 
 @dataclass(frozen=True)
 class Change:
-    """The mean change of a score over windows that two versions of the weights were both scored on, and its standard
-    error.
-    """
+    """The mean change of a score over windows that two versions of the weights were scored on, and its error."""
 
     mean: float
     error: float

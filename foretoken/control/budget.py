@@ -29,9 +29,7 @@ DraftSeconds = Callable[[Hashable, int], float]  # of a drafter, by its longest 
 
 @dataclass(frozen=True)
 class Allocation:
-    """The candidate of every request (its place among them, None: no draft tokens), its draft tokens, and what is
-    expected.
-    """
+    """The candidate of every request (its place, None: no draft tokens), its draft tokens, and what is expected."""
 
     picks: tuple[int | None, ...]
     budgets: tuple[int, ...]
@@ -105,9 +103,7 @@ class _Step:
         return self._found[picks, used]
 
     def _pick(self, b: int, active: set[Hashable]) -> int | None:
-        """The candidate that would pay best if the others made no draft tokens; a number that was set must be met by
-        one.
-        """
+        """The candidate that pays best if the others make no draft tokens; a number that was set must be met by one."""
         candidates = self.candidates[b]
         if len(candidates) < 2:
             return 0 if candidates and (candidates[0].drafter in active or candidates[0].at_least) else None

@@ -154,9 +154,7 @@ def set_number(spec: SpecConfig) -> int | None:
 
 
 def max_useful_draft(num_remaining: int) -> int:
-    """Draft tokens that can be used while `num_remaining` tokens may come: the round itself emits one of the
-    target's own.
-    """
+    """Draft tokens of use while `num_remaining` tokens may come: the round itself emits one of the target's own."""
     return max(0, num_remaining - 1)
 
 

@@ -162,9 +162,7 @@ class StepCosts:
 
 
 class DraftCosts:
-    """Seconds of drafters by their longest draft, by how many requests they draft for; and of reading what is new to
-    them.
-    """
+    """Seconds of drafters by longest draft and number of requests; and of reading what is new to them."""
 
     def __init__(self, priors: Mapping[Hashable, Curve] | None = None, config: CostConfig = DEFAULT.cost) -> None:
         self.config = config

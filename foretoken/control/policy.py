@@ -266,9 +266,7 @@ class BudgetPolicy:
         return budgets
 
     def _one_by_one(self, requests: Sequence[RequestView]) -> Sequence[RequestView]:
-        """Leave a drafter of unknown cost to one request and few draft tokens: all others would have it read their
-        texts.
-        """
+        """Leave a drafter of unknown cost to one request and few draft tokens: it would read the others' texts."""
         unknown: dict[Hashable, int] = {}
         for request in requests:
             for option in request.options:
@@ -388,9 +386,7 @@ class BudgetPolicy:
         return hoped
 
     def _passed_over(self, requests: Sequence[RequestView], found: Allocation) -> list[tuple[int, int, int]]:
-        """Rounds since the last draft token, request and place of the option, of those passed over that show no draft
-        tokens.
-        """
+        """Rounds since the last draft token, request and option, of those passed over that show no draft tokens."""
         passed: list[tuple[int, int, int]] = []
         for b, request in enumerate(requests):
             untried = self._requests[request.request_id].untried

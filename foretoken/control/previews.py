@@ -32,9 +32,7 @@ class Preview:
         )
 
     def first(self, count: int) -> Preview:
-        """The first `count` draft tokens: what a smaller budget is given, and never behind a draft token that is left
-        out.
-        """
+        """The first `count` draft tokens, as of a smaller budget: none behind a draft token that is left out."""
         if count >= len(self.tokens):
             return self
         return Preview(self.parents[:count], self.chances[:count], self.tokens[:count])

@@ -89,9 +89,7 @@ def reserve_tokens(config: SchedulerConfig, capacity_tokens: float) -> float:
 
 
 def may_join(needed_tokens: int, owed_tokens: int, reserved_tokens: float, free_tokens: float) -> bool:
-    """Whether a text of `needed_tokens` fits beside the `owed_tokens` that running requests have yet to read, and the
-    reserve.
-    """
+    """Whether `needed_tokens` fit beside the reserve and the `owed_tokens` that running requests have yet to read."""
     return needed_tokens + owed_tokens + reserved_tokens <= free_tokens
 
 
@@ -144,9 +142,7 @@ def within_budget(asks: Sequence[Rows], config: SchedulerConfig) -> list[Rows]:
 
 
 def fixed_rows(config: SchedulerConfig) -> int:
-    """Draft tokens and probes that a request may have if neighbours have no say in their number: an equal share of a
-    full batch's.
-    """
+    """Draft tokens and probes that a request may have whoever its neighbours are: an equal share of a full batch's."""
     assert config.max_step_tokens is not None
     left = config.max_step_tokens - config.max_batch_size
     return (left - _least(left)) // config.max_batch_size
@@ -292,9 +288,7 @@ class Queue(Generic[QueuedT]):
         return found
 
     def admit(self) -> None:
-        """Begin a step: let waiting requests join, strictly in their order; small ones do not pass one that needs
-        room.
-        """
+        """Begin a step: let waiting requests join, in their order; small ones do not pass one that needs room."""
         self.preempted = []
         self.make_way()
         if not self.waiting or len(self.running) >= self.config.max_batch_size:

@@ -85,9 +85,7 @@ def _tree_fault(
     takes_trees: bool,
     are_probes: bool = False,
 ) -> str | None:
-    """Why one request's tokens are not a tree of at most `most` tokens of the vocabulary; probes may repeat a token
-    below one parent.
-    """
+    """Why one request's tokens are no tree of at most `most` known tokens; probes may repeat one below one parent."""
     if not tokens:
         return None
     if len(tokens) > most:

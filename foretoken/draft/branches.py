@@ -156,9 +156,7 @@ class Growth:
 
 
 def extend(growths: Sequence[Growth], logits: Tensor) -> None:
-    """Grow every tree by a level, from the logits `[A, V]` after the nodes of their frontiers, one tree's after the
-    other's.
-    """
+    """Grow every tree by a level, from the logits `[A, V]` after the nodes of their frontiers, tree by tree."""
     owners = [(growth, node) for growth in growths for node in growth.frontier]
     params = [growth.entry.request.params for growth, _ in owners]
     # A model that overflows drafts at random from here on: NaN in the mass would reach the target's residual.
@@ -264,9 +262,7 @@ def _noise(growth: Growth) -> Tensor:
 
 
 def _draw(draws: Sequence[_Draw], probs: Tensor) -> None:
-    """Draw every waiting token from its distribution without the deterministic siblings, scaled back to 1, and keep
-    that as the mass.
-    """
+    """Draw every waiting token from its distribution without deterministic siblings, scaled to 1: the mass."""
     rest = probs[to_device([one.row for one in draws], probs.device)]  # [n, V]
     places = [(i, token) for i, one in enumerate(draws) for token in one.fixed]
     rows, columns = to_device([[i for i, _ in places], [token for _, token in places]], probs.device)

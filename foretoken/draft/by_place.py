@@ -31,9 +31,7 @@ class PlaceLogits(Protocol):
 def propose_by_place(
     name: str, device: torch.device, entries: Sequence[BatchEntry], most: Sequence[int], logits: PlaceLogits
 ) -> Draft:
-    """Drafts of all `entries`, no deeper than `most` of each: trees where the configuration wants them and the rule
-    takes them, else chains.
-    """
+    """Drafts of all `entries`, no deeper than `most` of each: trees where they are wanted and taken, else chains."""
     trees = [b for b, entry in enumerate(entries) if entry.takes_trees and entry.request.spec.tree != "chain"]
     chains = [b for b in range(len(entries)) if b not in trees]
     parts = []

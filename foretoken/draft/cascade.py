@@ -130,9 +130,7 @@ class _LevelTokens:
 
 
 class CascadeDrafter:
-    """Chains whose tokens follow the distribution of the last of `models`; each verifies the one before it, the first
-    one `lookup`'s drafts.
-    """
+    """Chains that follow the distribution of the last of `models`; each verifies the one before, the first `lookup`."""
 
     name = "cascade"
 
@@ -307,9 +305,7 @@ class CascadeDrafter:
 def _level_probs(
     runs: Sequence[_LevelTokens], draft: Draft, logits: Tensor, parts: Sequence[SpecConfig]
 ) -> _LevelProbs:
-    """A level's distributions at all rows of `draft`, from its `logits` `[R, V]`, under the requests' own parameters
-    and the level's `parts`.
-    """
+    """A level's distributions at all rows of `draft` from `logits` `[R, V]`, by request and by its `parts`."""
     # A model that overflows drafts at random from here on: NaN in the mass would reach the target's residual.
     logits = torch.where(check_finite(logits)[:, None], logits, torch.zeros_like(logits))
     if any(run.course.entry.processors is not None for run in runs) and logits.dtype not in (

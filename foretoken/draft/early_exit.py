@@ -50,9 +50,7 @@ def exit_candidates(num_layers: int) -> tuple[int, ...]:
 
 
 def first_skips(num_layers: int) -> frozenset[int]:
-    """Every other layer, the first and the last excepted: where the search for a set begins (SWIFT, 2410.06916, starts
-    with as many).
-    """
+    """Every other layer but the first and the last: where the search for a set begins, as in SWIFT (2410.06916)."""
     return frozenset(range(1, num_layers - 1, 2))
 
 

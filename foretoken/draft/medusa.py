@@ -196,9 +196,7 @@ class MedusaDrafter(HeadDrafter):
             own.state, own.stop = one.states[layer][-1:].clone(), one.stop  # a copy: the rest is not held on to
 
     def propose(self, batch: Batch) -> Draft:
-        """Draft up to `num_draft` tokens per request, all of the batch together; none where the newest state is not
-        that before the anchor.
-        """
+        """Draft for the whole batch together; nothing where the newest state is not that before the anchor."""
         entries = batch.decoding
         owns = [self._requests[entry.request.request_id] for entry in entries]
         most = [

@@ -212,9 +212,7 @@ class OtherVocabularyDrafter:
                 draft.chain.stopped = True
 
     def _moved(self, logits: Tensor) -> Tensor:
-        """The draft's `logits` `[A, V draft]` at the target's ids, -inf where the draft has no such token: `[A, V
-        target]`.
-        """
+        """The draft's `logits` `[A, V draft]` at the target's ids, -inf where it has no such token: `[A, V target]`."""
         inside = logits[:, self._draft_ids]  # [A, S]
         inside = torch.where(check_finite(inside)[:, None], inside, torch.zeros_like(inside))
         moved = inside.new_full((logits.shape[0], self.target.num_columns), -torch.inf)

@@ -12,7 +12,8 @@ import codecs
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from foretoken.text.tokenizer import Detokenizer, Tokenizer
+from foretoken.text.detokenizer import Detokenizer
+from foretoken.text.tokenizer import Tokenizer
 from foretoken.text.vocabulary import Side
 
 _MAX_TAIL = 512  # characters that are encoded again after a round; a longer tail looks for a boundary

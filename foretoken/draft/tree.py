@@ -191,9 +191,7 @@ def sampled_shape(budget: int, branching: int | tuple[int, ...], max_depth: int)
 
 
 def sampled_chances(count: int) -> tuple[float, ...]:
-    """Typical chances of a node's `count` children, largest first: all but one are the draft's likeliest tokens, one is
-    drawn from the rest.
-    """
+    """Typical chances of `count` children, largest first: the draft's likeliest tokens, and one drawn from the rest."""
     fixed = [_FIRST_CHANCE / (1 + rank) ** 2 for rank in range(count - 1)]
     return tuple(sorted((*fixed, OVERLAP * (1 - sum(fixed))), reverse=True))
 

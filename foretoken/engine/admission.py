@@ -15,10 +15,11 @@ from foretoken.core import Request
 from foretoken.engine.request import PreparedRequest, TextAssembler
 from foretoken.errors import CapacityError, ConfigError, ContextLengthError, InputError
 from foretoken.model.interface import LanguageModel
+from foretoken.text.detokenizer import Detokenizer
 from foretoken.text.processors import RequestProcessors, make_processors
 from foretoken.text.randomness import RaceNoise
 from foretoken.text.structure import StructureCompiler
-from foretoken.text.tokenizer import Detokenizer, Tokenizer
+from foretoken.text.tokenizer import Tokenizer
 from foretoken.verify import resolve
 
 

@@ -96,9 +96,7 @@ def of_draft_text(name: str, target: TextFormat, draft: TextFormat) -> Advice | 
 
 
 def of_acceptance(drafter: str, num_drafted: int, num_accepted: int, accepted_per_draft: float) -> Advice | None:
-    """Draft tokens that are mostly rejected, after enough of them; `accepted_per_draft` is that of all drafters
-    together.
-    """
+    """Draft tokens that are mostly rejected, after enough of them; `accepted_per_draft` is of all drafters together."""
     if num_drafted < ENOUGH_DRAFTED or accepted_per_draft >= MIN_ACCEPTED:
         return None
     rate = num_accepted / num_drafted

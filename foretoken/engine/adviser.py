@@ -68,9 +68,7 @@ class Adviser:
     # ---- models
 
     def loaded(self, spec: SpecConfig, models: Sequence[LanguageModel], head_bytes: int) -> None:
-        """A drafter of `spec` was loaded, which runs `models` of its own; its trained heads take `head_bytes`, their
-        full caches included.
-        """
+        """A drafter of `spec` was loaded, with its `models`; its heads take `head_bytes`, full caches included."""
         self._drafter_bytes[drafter_key(spec)] = head_bytes + sum(_cache_bytes(model) for model in models)
         name = spec.draft or next((part.draft for part in spec.configs if part.draft), None)
         if name is not None and models and (name, spec.draft_dtype) not in self._drafts:

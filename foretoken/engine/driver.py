@@ -262,9 +262,7 @@ class Driver:
             return False
 
     def _step(self, then: Callable[[], None] = lambda: None) -> list[StepOutput]:
-        """A step, under the lock, and `then` before its outputs are delivered; so is what was emitted before it
-        raised.
-        """
+        """A step, under the lock, and `then` before its outputs, or those before its error, are delivered."""
         try:
             outputs = self.engine.step()
         except BaseException:

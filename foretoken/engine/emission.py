@@ -74,9 +74,7 @@ def fail(state: RequestState, error: Exception) -> StepOutput:
 
 
 def note_prompt(state: RequestState, target: TargetOutput) -> Exception | None:
-    """Store the log-probabilities of the next prompt tokens, without repeating known ones after a preemption; returns
-    the error, if any.
-    """
+    """Store the log-probabilities of the next prompt tokens but those known already; returns the error, if any."""
     logits, count = target.prompt_logits.get(state.request_id), state.request.params.prompt_logprobs
     assert count is not None
     known = state.prompt_logprobs

@@ -136,9 +136,7 @@ class Engine:
         return state
 
     def abort(self, request_id: int) -> None:
-        """Drop a request, at once or when the step that runs is over; unknown numbers are ignored, since it may just
-        have finished.
-        """
+        """Drop a request, at once or after the step that runs; ignore an unknown one: it may just have finished."""
         if self._is_stepping:
             self._leaving.append(request_id)
             return

@@ -92,9 +92,7 @@ def _plain(value: object) -> object:
 
 
 class PromptEncoder:
-    """Turns texts and conversations into token ids of one model, whose files are in `folder`. May be used from several
-    threads.
-    """
+    """Turns texts and conversations into token ids of the model in `folder`. May be used from several threads."""
 
     def __init__(self, tokenizer: Tokenizer | None, folder: Path, vocab_size: int) -> None:
         self._tokenizer, self._folder, self._vocab_size = tokenizer, folder, vocab_size

@@ -47,9 +47,7 @@ class TextAssembler:
         return self._decoder is not None and self._add(self._decoder.push(token_id), may_stop)
 
     def finish(self, cut: bool) -> bool:
-        """End of the answer; unless it was `cut` at a stop string, the last held-back bytes still join. True as in
-        `push`.
-        """
+        """End of the answer; unless it was `cut` at a stop string, held-back bytes still join. True as in `push`."""
         return False if cut or self._decoder is None else self._add(self._decoder.flush(), may_stop=True)
 
     def release(self, final: bool) -> str:

@@ -1,6 +1,4 @@
-"""One forward of the target over a whole batch: committed rows and draft nodes in, the target's probabilities of every
-row out.
-"""
+"""One forward of the target over a whole batch: committed rows and draft nodes in, probabilities of every row out."""
 
 from __future__ import annotations
 
@@ -267,9 +265,7 @@ def race_rows(entry: BatchEntry, draft: Draft, b: int, target: TargetOutput) -> 
 
 
 def uniforms_of(batch: Batch, draft: Draft, rules: Sequence[str], device: torch.device) -> Uniforms:
-    """The round's random numbers; where no rule reads any, as in greedy rounds, numbers that would break one that
-    did.
-    """
+    """The round's random numbers; where no rule reads any (greedy rounds), numbers that would break one that did."""
     if not any(needs_uniforms(rule) for rule in set(rules)):
         return Uniforms(
             torch.full((draft.num_nodes,), torch.nan, device=device),

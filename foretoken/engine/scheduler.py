@@ -157,9 +157,7 @@ class Scheduler(Queue[RequestState]):
         return Batch((*anchors, *lasts, *others))
 
     def rows(self, budgets: Mapping[int, DraftBudget]) -> list[tuple[RequestState, Rows]]:
-        """See `Queue.rows`; after a step that was too large for the device's memory prompts are read in smaller
-        pieces.
-        """
+        """See `Queue.rows`; after a step that was too large for the memory prompts are read in smaller pieces."""
         own = self.config
         self.config = self.pressure.narrowed(own)
         try:
@@ -335,9 +333,7 @@ class Scheduler(Queue[RequestState]):
 
 
 def _num_prompt_rows(state: RequestState, start: int, num_rows: int) -> int:
-    """Of `num_rows` rows from `start` on, how many are followed by prompt tokens whose log-probability is wanted and
-    not known yet.
-    """
+    """Of `num_rows` rows from `start` on, those followed by prompt tokens whose log-probability is still wanted."""
     if state.request.params.prompt_logprobs is None or state.has_emitted:
         return 0
     return max(0, start + num_rows - max(start, len(state.prompt_logprobs) - 1))

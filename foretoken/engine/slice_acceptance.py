@@ -26,9 +26,7 @@ class SliceAcceptance:
     def count(
         self, slice_: str, depths: Sequence[int], provenance: Sequence[str | None], emitted: Sequence[int]
     ) -> None:
-        """Add one round: `depths` [n] and `provenance` [n] of its drafted tokens, and those that were emitted, as
-        indices.
-        """
+        """Add one round: `depths` [n] and `provenance` [n] of its drafted tokens, and indices of the emitted ones."""
         drafters = self._drafters(slice_)
         accepted = set(emitted)
         for node, (depth, drafter) in enumerate(zip(depths, provenance, strict=True)):
@@ -40,9 +38,7 @@ class SliceAcceptance:
             positions[depth - 1] = (num_drafted + 1, num_accepted + (node in accepted))
 
     def of(self, slice_: str, drafter: str) -> tuple[tuple[int, int], ...]:
-        """(drafted, accepted) counts at each position of the draft, first position first; empty where nothing was
-        drafted.
-        """
+        """(drafted, accepted) counts at each position of the draft, the first one first; empty without drafts."""
         return tuple(self._counts.get(slice_, {}).get(drafter, ()))
 
     @property

@@ -229,9 +229,7 @@ class RequestStats(Counters):
 
     @property
     def tokens_per_s(self) -> float:
-        """Decoding speed: tokens after the first one, per second after the first one. For a single token: 1 / total
-        time.
-        """
+        """Decoding speed: tokens per second after the first token. For a single token: 1 / total time."""
         if self.num_emitted > 1 and self.decode_s > 0:
             return (self.num_emitted - 1) / self.decode_s
         return self.num_emitted / self.total_s if self.total_s > 0 else 0.0

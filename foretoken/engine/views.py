@@ -89,9 +89,7 @@ def only_decodes(batch: Batch) -> bool:
 def outcome_of(
     batch: Batch, draft: Draft, verdict: Verdict, drafters: DrafterGroup, target_s: float, is_trial: bool = False
 ) -> StepOutcome:
-    """What came of a step; `target_s` is what the target's forward and the rules took, on a trial of other threads
-    where `is_trial`.
-    """
+    """What came of a step; `target_s`: of the target's forward and the rules; `is_trial`: with other threads."""
     num_probed = sum(draft.probe_lengths)
     rounds = [_round(batch, draft, verdict, b) for b in range(draft.num_requests)]
     draft_s: dict[Hashable, float] = {}

@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 
 from foretoken.backend.answering import AnsweringBackend, Drafting, Question
-from foretoken.engine.startup.machine import machine, versions
 from foretoken.errors import InputError
 from foretoken.evaluate.backend_options import BackendEvalOptions
 from foretoken.evaluate.counts import reported_counts
 from foretoken.evaluate.prompts import EvalPrompt, in_turns
 from foretoken.evaluate.result import EvalResult, EvalSample
 from foretoken.evaluate.run import answer_seed, few_prompts
+from foretoken.machine.identity import machine, versions
 from foretoken.measure.asked import chosen_draftings, drafting_name
 from foretoken.measure.report import now
 

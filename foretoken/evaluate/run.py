@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, field
 
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.engine.llm import LLM
-from foretoken.engine.startup.machine import machine, versions
 from foretoken.errors import InputError
 from foretoken.evaluate.counts import AcceptanceCounter
 from foretoken.evaluate.identity import identity_of
@@ -16,6 +15,7 @@ from foretoken.evaluate.options import EvalDrafter, EvalOptions
 from foretoken.evaluate.prompts import EvalPrompt, encoded, in_turns
 from foretoken.evaluate.result import EvalResult, EvalSample
 from foretoken.heads.kind import with_head_kind
+from foretoken.machine.identity import machine, versions
 from foretoken.measure.report import now
 from foretoken.model.names import model_folder
 

@@ -145,9 +145,7 @@ class BlockHead(LayeredHead):
         return logits if self.markov_head is None else logits + self.markov_head(before)
 
     def places(self, batch: HeadBatch, target: SharedWeights, num_places: int, seed: int) -> Iterator[Place]:
-        """See `Head`: blocks at random anchors, all of them in one pass; each place is corrected by the text's own
-        token before it.
-        """
+        """See `Head`: blocks at random anchors, in one pass; each place is corrected by the text's token before it."""
         config, tokens = self.config, batch.tokens
         num_windows, num_rows = tokens.shape[0], tokens.shape[1] - 1
         num_places = min(num_places, config.num_places)

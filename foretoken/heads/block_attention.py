@@ -25,9 +25,7 @@ class ContextAttention(Protocol):
     """Stores this pass's keys and values and returns what each slot's query reads."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """`query` [T, H, K] of the slots; `key` and `value` [C + T, G, K] of C new context rows, then of the slots ->
-        [T, H, K].
-        """
+        """`query` [T, H, K] of slots; `key`, `value` [C + T, G, K] of C new context rows, then slots -> [T, H, K]."""
         ...
 
 

@@ -26,9 +26,7 @@ _ROWS_AT_A_TIME = 1024  # of a matrix that is turned back into numbers: they tak
 
 @torch.no_grad()
 def weights_of(head: Head) -> dict[str, HeadWeight]:
-    """The parameters of a head by their names in its checkpoint, each in its own format; numbers are copies, quantised
-    matrices never change.
-    """
+    """A head's parameters by name in its checkpoint, each in its format: numbers copied, quantised ones shared."""
     found: dict[str, HeadWeight] = {name: own.detach().clone() for name, own in head.named_parameters()}
     for name, linear in _packed(head):
         assert linear.packed is not None
@@ -98,9 +96,7 @@ def plain_copy(head: Head) -> Head:
 
 @torch.no_grad()
 def replace_weights(head: Head, weights: Mapping[str, HeadWeight]) -> None:
-    """Give the named parameters of a head in use new values, in the formats of `weights_of`; what was packed is packed
-    again.
-    """
+    """Give the named parameters of a head in use new values, as of `weights_of`; what was packed is packed again."""
     parameters, packed = dict(head.named_parameters()), dict(_packed(head))
     for name, value in weights.items():
         if isinstance(value, GroupedWeight):

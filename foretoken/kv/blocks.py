@@ -112,9 +112,7 @@ class BlockAllocator:
         return table.length
 
     def num_shared_tokens(self, salt: str, tokens: Sequence[int], max_tokens: int | None = None) -> int:
-        """How many of the tokens that `adopt` would find are in blocks that a sequence holds: adopting those takes no
-        free block.
-        """
+        """How many of the tokens that `adopt` would find are in held blocks: adopting those takes no free block."""
         return sum(self._references[block] > 0 for block in self._find(salt, tokens, max_tokens)) * self.block_size
 
     def publish(self, table: BlockTable, salt: str, tokens: Sequence[int]) -> None:

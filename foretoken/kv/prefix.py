@@ -21,9 +21,7 @@ _Key = tuple[
 
 @dataclass
 class PrefixStats:
-    """How often a prefix was found: tokens of the prompts that were looked up, and those that were there; blocks
-    forgotten to make room.
-    """
+    """Tokens of prompts that were looked up, and those that were there; blocks forgotten to make room."""
 
     num_looked_up_tokens: int = 0
     num_found_tokens: int = 0
@@ -67,9 +65,7 @@ class PrefixIndex:
         return found
 
     def add(self, salt: str, tokens: Sequence[int], blocks: Sequence[int]) -> None:
-        """Note that `blocks` hold the full blocks of `tokens`. Where a text is known already, the block that was first
-        stays.
-        """
+        """Note that `blocks` hold the full blocks of `tokens`. Of a text that is known the first block stays."""
         pairs = list(zip(self._pieces(tokens), blocks, strict=False))
         if not pairs:
             return

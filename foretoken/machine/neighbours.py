@@ -101,9 +101,7 @@ def is_contended(share: float | None) -> bool:
 
 
 def contention_notes(counts: Iterable[tuple[int | None, int]], what: str) -> list[str]:
-    """A caveat where other processes took the cores, or where that is not known; `counts` are (contended, measured) by
-    row, of `what`.
-    """
+    """A caveat where other processes took the cores, or may have; `counts`: (contended, measured) `what` by row."""
     pairs = list(counts)
     known = [count for count, _ in pairs if count is not None]
     if not pairs or (known and not sum(known)):

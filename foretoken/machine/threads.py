@@ -84,9 +84,7 @@ def choose(environment: Mapping[str, str], verb: str | None, cores: Cores, other
 
 
 def watch_neighbours(load: OtherLoad, began_s: float, sleep: Callable[[float], None] = time.sleep) -> float | None:
-    """Cores that other processes take since `load` was started at `began_s` of its clock, for at least a tenth of a
-    second.
-    """
+    """Cores that others take since `load` was started at `began_s` of its clock, a tenth of a second at least."""
     left_s = _WATCH_S - (time.perf_counter() - began_s)
     if left_s > 0:
         sleep(left_s)

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from foretoken.engine.startup.machine import machine, versions
 from foretoken.files import as_plain
+from foretoken.machine.identity import machine, versions
 from foretoken.measure.plots import Plot
 
 
@@ -74,9 +74,7 @@ class Report:
         return bool(self.results.get("interrupted", False))
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON, without tables and plots, which repeat the rows; numbers that are not finite are
-        None.
-        """
+        """Plain values for JSON, without tables and plots, which repeat the rows; None where not finite."""
         names = ("command", "machine", "versions", "options", "caveats", "date", "files")
         found = {name: as_plain(getattr(self, name)) for name in names}
         return found | {str(name): as_plain(value) for name, value in self.results.items()}

@@ -61,9 +61,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class PairedRatio:
-    """One setting's rate over another's, and its interval; None with a single prompt. `by_prompt` holds each prompt's
-    own ratio.
-    """
+    """One setting's rate over another's, its interval (None with a single prompt), and each prompt's own ratio."""
 
     ratio: float
     low: float | None

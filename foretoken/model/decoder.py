@@ -267,9 +267,7 @@ class Decoder(nn.Module):
 
     @property
     def rotaries(self) -> Sequence[RotaryTable]:
-        """Tables of cos and sin that layers rotate by, in the weights' own dtype and device; they grow with the
-        positions that are used.
-        """
+        """Tables of cos and sin that layers rotate by, in the weights' dtype and device; they grow with use."""
         if self._rotaries is None:
             weight = self.norm.weight
             self._rotaries = [RotaryTable(self.config, weight.device, weight.dtype, rope) for rope in self.config.ropes]

@@ -60,9 +60,7 @@ class ExpertsConfig:
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """The tensors of a layer's experts behind `model.layers.N.`; an expert has its number between `experts` and the
-    name of a matrix.
-    """
+    """A layer's tensors of experts behind `model.layers.N.`; an expert's number stands behind `experts`."""
 
     router: str = "mlp.gate"
     experts: str = "mlp.experts"

@@ -35,9 +35,7 @@ class ExpertsFields(ctypes.Structure):
 
 @dataclass(frozen=True)
 class ExpertParts:
-    """The weights of one layer's experts, a shared one last; `router` [E, D], `router_bias` [E], `shared_gate`
-    [1, D].
-    """
+    """Weights of one layer's experts, a shared one last; `router` [E, D], `router_bias` [E], `shared_gate` [1, D]."""
 
     config: ExpertsConfig
     gate_up: Sequence[Linear]
@@ -71,9 +69,7 @@ class ExpertStack(Protocol):
 
 
 def expert_table(parts: ExpertParts, dtype: torch.dtype) -> ExpertTable | None:
-    """What the kernel takes for rows of `dtype`; None where a matrix has no product of ours, or a table is not
-    float32.
-    """
+    """What the kernel takes for rows of `dtype`; None: a matrix has no product of ours, or a table is not float32."""
     config = parts.config
     linears = (*parts.gate_up, *parts.down)
     products = [None if linear.packed is None else linear.packed.product for linear in linears]

@@ -1,6 +1,4 @@
-"""What a checkpoint will take in memory, read from its configuration and the headers of its safetensors or GGUF file;
-no weight is loaded.
-"""
+"""What a checkpoint will take in memory, by its configuration and the headers of its files; no weight is loaded."""
 
 from __future__ import annotations
 

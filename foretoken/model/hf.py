@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,30 +17,25 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from foretoken.errors import CapacityError, CheckpointError, ModelError, UnsupportedModelError
-from foretoken.model.config_json import check_causal
-from foretoken.model.hf_size import check_counts, check_size
+from foretoken.errors import CapacityError, UnsupportedModelError
+from foretoken.model.hf_loading import load_with_transformers
 from foretoken.model.interface import ForwardOutput, Segment
-from foretoken.model.loader import parse_dtype, read_raw_config
+from foretoken.model.loader import read_raw_config
 from foretoken.model.quiet import quiet_transformers
 from foretoken.model.rope_json import rope_context_cap
 from foretoken.model.trial import Findings, try_out
-from foretoken.model.weights import WEIGHTS, Weights
 
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length", "seq_length")
 # Recurrent models have no longest sequence of their own; a bound keeps the bookkeeping finite.
 _UNBOUNDED_CONTEXT_TOKENS = 131_072
 _DEFAULT_CAPACITY_TOKENS = 65_536
-_IN_A_LAYER = re.compile(r"\.\d+(\.|$)")
 
 _Foreign: TypeAlias = Any  # objects of transformers, which has no types
 
 
 @dataclass
 class _Sequence:
-    """`tokens` are committed; `cached` are the ids whose keys and values `cache` holds; `reserved` counts rows
-    promised.
-    """
+    """`tokens` are committed; `cached`: ids whose keys and values `cache` holds; `reserved`: rows promised."""
 
     tokens: list[int] = field(default_factory=list)
     reserved: int = 0
@@ -72,7 +66,7 @@ class TransformersModel:
         self.folder = folder
         raw = read_raw_config(folder)
         with quiet_transformers() as reports:
-            self._model = _load(folder, raw, dtype, torch.device(device), reports)
+            self._model = load_with_transformers(folder, raw, dtype, torch.device(device), reports)
             self._text = self._model.config.get_text_config(decoder=True)
             self._findings, self._context = _try_out(self._model, self._text)
         self._eos = _as_ids(raw.get("eos_token_id", getattr(self._text, "eos_token_id", None)))
@@ -318,91 +312,6 @@ class TransformersModel:
         if shared < len(state.cached):
             state.cache.crop(shared - len(state.cached))
         return shared
-
-
-def _load(
-    folder: Path, raw: dict[str, Any], dtype: str | torch.dtype, device: torch.device, reports: list[str]
-) -> _Foreign:
-    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    model_type = check_causal(raw)
-    if model_type not in CONFIG_MAPPING:
-        code = "; it needs code from its own repository (auto_map), which is never run" if raw.get("auto_map") else ""
-        raise UnsupportedModelError(
-            f"model_type={model_type!r} is unknown to foretoken and to this version of transformers{code}"
-        )
-    weights, where = (
-        Weights(folder),
-        str(folder / "config.json"),
-    )  # names the broken or missing file before transformers builds anything
-    check_counts(raw, weights, where)
-    wanted = "auto" if dtype == "auto" else parse_dtype(dtype)
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-            raise UnsupportedModelError(
-                f"model_type={model_type!r} has no causal language model in transformers: foretoken "
-                "cannot continue text with it"
-            )
-        if "lsh" in (
-            getattr(config, "attn_layers", None) or ()
-        ):  # in texts longer than a chunk, which no trial at loading reads
-            raise UnsupportedModelError(
-                f"model_type={model_type!r} hashes at random which tokens attend to each other: its "
-                "answers cannot be repeated"
-            )
-        check_size(config, weights, where)
-        model, report = AutoModelForCausalLM.from_pretrained(
-            folder,
-            config=config,
-            dtype=wanted,
-            trust_remote_code=False,
-            use_safetensors=True,
-            local_files_only=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # named below
-        )
-    except ModelError:
-        raise
-    except Exception as error:  # whatever a foreign library raises; quantised ones need their own packages
-        said = " ".join(" ".join(reports).split())
-        raise CheckpointError(
-            f"transformers cannot load the {model_type!r} model in {folder}: {error}{f' ({said})' if said else ''}"
-        ) from error
-    _check_report(weights, model, report)
-    return model.to(device).eval()
-
-
-def _check_report(weights: Weights, model: _Foreign, report: dict[str, Any]) -> None:
-    """Every weight of the model comes from the file, and every tensor of a layer that the model has goes into it.
-
-    Tensors of parts that the model lacks as a whole (a vision tower, a classifier, layers that predict further tokens)
-    stay behind.
-    """
-    for name, stored, wanted in sorted(report["mismatched_keys"]):
-        raise CheckpointError(
-            f"tensor {name} in {weights.folder} has shape {list(stored)}; config.json asks for {list(wanted)}"
-        )
-    missing = sorted(report["missing_keys"])
-    if missing:
-        raise CheckpointError(
-            f"tensor {missing[0]} is missing in {weights.folder}/{WEIGHTS}: the checkpoint is incomplete "
-            "or of another architecture"
-        )
-    modules = {name for name, _ in model.named_modules()}
-    for name in sorted(set(report["unexpected_keys"]) & set(weights.own_names)):
-        parents = (name.rsplit(".", depth)[0] for depth in range(1, name.count(".") + 1))
-        owner = next(
-            (parent for parent in parents if parent in modules or f"{model.base_model_prefix}.{parent}" in modules), ""
-        )
-        if _IN_A_LAYER.search(owner):
-            reason = (
-                f"belongs to {owner}, and the {model.config.model_type!r} model of transformers has no place for it"
-            )
-            raise CheckpointError(
-                f"tensor {name} in {weights.folder} {reason}: the checkpoint is of another architecture"
-            )
 
 
 def _context_tokens(text: _Foreign) -> int:

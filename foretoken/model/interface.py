@@ -96,9 +96,7 @@ class LanguageModel(Protocol):
 
     @property
     def step_bytes(self) -> int:
-        """Weights that a step of one token reads: all of them, except a table of embeddings that serves nothing
-        else.
-        """
+        """Weights that a step of one token reads: all, except a table of embeddings that serves nothing else."""
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -132,9 +130,7 @@ class LanguageModel(Protocol):
         """What a sequence of `num_tokens` takes out of `num_free_tokens`, rounding included."""
 
     def reserve(self, sequence: int, num_rows: int) -> bool:
-        """Make room for `num_rows` rows of `sequence` behind what is committed; False (and no change) if there is
-        none.
-        """
+        """Make room for `num_rows` rows of `sequence` behind what is committed; False, and no change, without room."""
 
     def forward(self, tokens: Tensor, segments: Sequence[Segment], taps: Sequence[int] = ()) -> ForwardOutput:
         """Run the flat `tokens` [T] int64, laid out segment after segment.
@@ -174,9 +170,7 @@ class PrefixModel(LanguageModel, Protocol):
         """
 
     def shared_tokens(self, tokens: Sequence[int], tenant: str, max_tokens: int | None = None) -> int:
-        """How many of the tokens that `adopt` would find are in blocks held by open sequences: adopting those takes
-        nothing out of `num_free_tokens`.
-        """
+        """How many of the tokens that `adopt` would find open sequences hold: those take no `num_free_tokens`."""
 
     def publish(self, sequence: int, tokens: Sequence[int], tenant: str) -> None:
         """Make the full blocks of `sequence`, whose text begins with `tokens`, available to later sequences."""
@@ -278,9 +272,7 @@ class QuantisedModel(Protocol):
 
     @property
     def weight_format(self) -> str:
-        """ "int8" or "int4" where most weights of its layers are quantised to so many bits or fewer, otherwise
-        "auto".
-        """
+        """ "int8" or "int4" where most weights of its layers have so many bits or fewer, otherwise "auto"."""
 
 
 @runtime_checkable

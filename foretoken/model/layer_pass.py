@@ -195,9 +195,7 @@ def layer_pass(
 
 
 def has_exact_rows(decoder: Decoder) -> bool:
-    """Whether the pass and the head's product, with `KernelAttention`, compute each row's logits from its text alone,
-    to the last bit.
-    """
+    """Whether pass and head, with `KernelAttention`, compute each row's logits from its text alone, to the last bit."""
     with torch.inference_mode():
         kernels = kernels_for(decoder.norm.weight)
     head = decoder.lm_head.packed

@@ -223,9 +223,7 @@ class MLP(nn.Module):
 
 
 def activated(x: Tensor, activation: Activation, is_gated: bool) -> Tensor:
-    """The activation of each row of `x` [T, I]; where `is_gated`, that of the first half of `x` [T, 2 I] times the
-    second: [T, I].
-    """
+    """The activation of `x` [T, I]; where `is_gated`, that of the first half of `x` [T, 2 I] times the second."""
     kernels = kernels_for(x)
     if kernels is not None:
         return kernels.gate(x, activation) if is_gated else kernels.activate(x, activation)

@@ -21,9 +21,7 @@ from foretoken.transfer import to_device, to_host
 
 @dataclass(frozen=True)
 class EarlyRows:
-    """What ran early behind the past of one sequence: `tokens` [n], and their stream `hidden` [n, D] after `depth`
-    layers.
-    """
+    """What ran early behind one sequence's past: `tokens` [n], their stream `hidden` [n, D] after `depth` layers."""
 
     depth: int
     tokens: Tensor
@@ -44,9 +42,7 @@ class EarlyRows:
 
 @dataclass(frozen=True)
 class Join:
-    """The first `count` rows of segment `index`, which wait until layer `depth`; `rows` are their places in the flat
-    run.
-    """
+    """The first `count` rows of segment `index`, which wait until layer `depth`; `rows`: their places in the run."""
 
     index: int
     count: int

@@ -12,9 +12,7 @@ from foretoken.model.interface import ForwardOutput, LanguageModel, PrefixModel,
 
 
 def resized(model: LanguageModel, vocab_size: int) -> LanguageModel:
-    """`model` with logits `[R, vocab_size]`: cut, or filled up with -inf. Tokens it has no column for are read as its
-    last one.
-    """
+    """`model` with logits `[R, vocab_size]`: cut, or filled with -inf. Tokens it lacks are read as its last one."""
     if model.vocab_size == vocab_size:
         return model
     return _ResizedPrefix(model, vocab_size) if isinstance(model, PrefixModel) else _Resized(model, vocab_size)

@@ -158,9 +158,7 @@ class RotaryTable:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate `x` `[T, H, head_dim]` by its positions; pairs are channel i and i + head_dim / 2 (the Hugging Face
-    order).
-    """
+    """Rotate `x` `[T, H, head_dim]` by its positions; pairs are channels i and i + head_dim / 2 (Hugging Face's)."""
     kernels = kernels_for(x)
     if kernels is not None and cos.dtype == x.dtype:
         return kernels.rotate(x, cos, sin)

@@ -48,9 +48,7 @@ _MAX_KEYS = 512 + KEY_BLOCK
 
 @dataclass(frozen=True)
 class Proven:
-    """Row counts of a tile that give each row the same bits, ascending, and how many positions may share an attention
-    call.
-    """
+    """Row counts of a tile that give each row the same bits, ascending; positions that may share an attention call."""
 
     sizes: tuple[int, ...]
     positions_per_call: int
@@ -128,9 +126,7 @@ class StrictModel(PagedModel):
 
 
 def cut(num_rows: int, sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """(start, stop, tile size) over `num_rows` rows: the largest size while it fills, then the smallest that holds the
-    rest.
-    """
+    """(start, stop, tile size) over `num_rows` rows: the largest while it fills, then the smallest for the rest."""
     start = 0
     while start < num_rows:
         size = next((size for size in sizes if size >= num_rows - start), sizes[-1])
@@ -149,9 +145,7 @@ def by_tiles(function: Callable[[Tensor], Tensor], x: Tensor, sizes: Sequence[in
 
 
 def _padded(x: Tensor, size: int) -> Tensor:
-    """`x` with zero rows up to `size`, in memory of its own: kernels may look at the alignment of what they are
-    given.
-    """
+    """`x` with zero rows up to `size`, in memory of its own: kernels may look at the alignment of their input."""
     padded = x.new_zeros(size, *x.shape[1:])
     padded[: len(x)] = x
     return padded
@@ -238,9 +232,7 @@ class _OwnValue:
 
 
 def _alone_in_its_text(decoder: Decoder, tokens: Tensor, positions: Tensor) -> Tensor:
-    """All that the first layer and the head compute for rows that see only themselves: [n] -> [n, (H + 2G) K + D +
-    V].
-    """
+    """What the first layer and the head compute for rows that see only themselves: [n] -> [n, (H + 2G) K + D + V]."""
     attention = _OwnValue()
     last = decoder(tokens, positions, attention, num_layers=1).last
     return torch.cat((attention.given, last, decoder.logits(last)), dim=1)

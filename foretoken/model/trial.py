@@ -195,9 +195,7 @@ def _difference(left: Tensor, right: Tensor) -> Tensor:
 
 
 class _PositionTables(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Watches look-ups in tables: one whose index goes up by one from token to token holds positions, and ends where
-    its rows do.
-    """
+    """Watches look-ups in tables: one whose index goes up by one per token holds positions; its rows are its end."""
 
     def __init__(self, model: _Foreign, num_tokens: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

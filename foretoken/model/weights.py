@@ -361,9 +361,7 @@ def refuse_pickle(folder: Path) -> None:
 
 
 def hf_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every tensor of a checkpoint, one after the other: a caller may stop at the first that is not
-    there.
-    """
+    """Name and shape of every tensor of a checkpoint, in turn: a caller may stop at the first that is missing."""
     hidden = config.hidden_size
     yield EMBEDDING, (config.vocab_size, hidden)
     for layer in range(config.num_layers):

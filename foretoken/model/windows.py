@@ -28,9 +28,7 @@ def everywhere_behind_a_switch(fields: Fields, layers: int) -> Windows:
 
 
 def every_second_behind_a_switch(fields: Fields, layers: int) -> Windows:
-    """Qwen2-MoE: where `use_sliding_window`, the layers of `layer_types`, or every second one, from the first on, below
-    `max_window_layers`.
-    """
+    """Qwen2-MoE: where `use_sliding_window`, those of `layer_types`, or every second one below `max_window_layers`."""
     types = _layer_types(fields, layers)
     window = _window(fields) if fields.flag("use_sliding_window") else None
     if types is not None:

@@ -110,9 +110,7 @@ class Profile:
     roofline: Roofline | None = None
 
     def step_s(self, decode_rows: int, contexts: Sequence[int], prompt_tokens: int = 0) -> float:
-        """A step over `decode_rows` rows and `prompt_tokens` of prompts, of requests with `contexts` cached tokens
-        each.
-        """
+        """A step over `decode_rows` rows and `prompt_tokens` of prompts, of requests with `contexts` cached tokens."""
         seconds = self.rows.seconds(decode_rows) if decode_rows else 0.0
         if prompt_tokens:
             seconds += self._beside_s(decode_rows, prompt_tokens) if decode_rows else self.chunk.seconds(prompt_tokens)

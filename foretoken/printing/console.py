@@ -89,9 +89,7 @@ class Console:
         self._stream.flush()
 
     def json_line(self, text: str) -> None:
-        """Write one line of JSON that `json.dumps` made; its only control character, DEL, is escaped as JSON does
-        it.
-        """
+        """Write one line of JSON that `json.dumps` made; its only control character, DEL, is escaped as in JSON."""
         self.exact(text.replace("\x7f", "\\u007f") + "\n")
 
     def table(
@@ -123,24 +121,6 @@ class Console:
             for row, style in styled:
                 self.line(_drawn(row, widths, justify), style=style)
 
-    def side_by_side(self, left: tuple[str, Sequence[Part]], right: tuple[str, Sequence[Part]]) -> None:
-        """Print two texts of several lines, each under its title: side by side if they fit, else one after the
-        other.
-        """
-        columns = [self._lines([(title, "bold"), "\n", *parts]) for title, parts in (left, right)]
-        widths = [max(map(_width, column)) for column in columns]
-        has_tabs = any("\t" in _text(part) for _, parts in (left, right) for part in parts)
-        if has_tabs or sum(widths) + 2 * len(_GAP) > self._max_width():
-            for title, parts in (left, right):
-                self.line((title, "bold"))
-                self.block(*parts)
-                self.line()
-            return
-        for one, other in zip_longest(*columns, fillvalue=[]):
-            space = " " * (widths[0] - _width(one)) + 2 * _GAP if _width(other) else ""
-            self.line(*one, space, *other)
-        self.line()
-
     @contextmanager
     def spinner(self, message: str) -> Iterator[Spinner | None]:
         """A spinner during long work; without a terminal one plain line, and None."""
@@ -153,9 +133,7 @@ class Console:
 
     @contextmanager
     def bar(self, description: str, total: float | None, *, counts: bool = False, stays: bool = False) -> Iterator[Bar]:
-        """A progress bar on a terminal, else nothing; `counts` shows counts instead of a percentage, `stays` keeps the
-        finished bar.
-        """
+        """A progress bar on a terminal, else nothing; `counts`: counts, no percentage; `stays`: also once finished."""
 
         def cut() -> Column:  # rich's ellipsis is a character that not every encoding has
             return Column(no_wrap=True, overflow="crop")
@@ -179,17 +157,6 @@ class Console:
     def _shown(self, text: str, block: bool) -> str:
         return encodable(visible_block(text) if block else visible(text), self._stream.encoding)
 
-    def _lines(self, parts: Sequence[Part]) -> list[list[Part]]:
-        """The parts of each line, escaped."""
-        lines: list[list[Part]] = [[]]
-        for part in parts:
-            style = None if isinstance(part, str) else part[1]
-            pieces = [self._shown(piece, block=False) for piece in _text(part).split("\n")]
-            first, *others = pieces if style is None else [(piece, style) for piece in pieces]
-            lines[-1].append(first)
-            lines += [[piece] for piece in others]
-        return lines
-
     def _description(self, text: str) -> Text:
         return Text(self._shown(shortened(text, _MAX_DESCRIPTION), block=False), overflow="fold")
 
@@ -198,12 +165,9 @@ class Console:
         most = max(10, self._rich.width // 2)
         return self._shown(text[:most], block=False)[:most]
 
-    def _max_width(self) -> int:
-        return self._rich.width if self.is_terminal else _MAX_WIDTH
-
     def _widths(self, rows: Sequence[Sequence[str]]) -> list[int] | None:
         """The width of each column; None if the table does not fit."""
-        most = self._max_width()
+        most = self._rich.width if self.is_terminal else _MAX_WIDTH
         if any(len(cell) > 4 * most for row in rows for cell in row):  # cannot fit
             return None
         widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
@@ -241,9 +205,7 @@ class Bar:
 
 
 def tolerate_encoding() -> None:
-    """Make standard output and error escape what their encoding lacks, for the text that other libraries write
-    to them.
-    """
+    """Make standard output and error escape what their encoding lacks, for text that other libraries write."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -257,11 +219,3 @@ def _drawn(cells: Sequence[str], widths: Sequence[int], justify: str) -> str:
         to_the_right = justify[min(place, len(justify) - 1)] == "r"
         padded.append(space + cell if to_the_right else cell if place == len(cells) - 1 else cell + space)
     return _GAP.join(padded)
-
-
-def _text(part: Part) -> str:
-    return part if isinstance(part, str) else part[0]
-
-
-def _width(line: Sequence[Part]) -> int:
-    return sum(cell_len(_text(part)) for part in line)

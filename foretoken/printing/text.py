@@ -14,18 +14,14 @@ _CUT = " ... ({} characters left out) ... "
 
 
 def visible(text: str) -> str:
-    """`text` on one line: every character that `str.isprintable` refuses is escaped, line ends, tabs and direction
-    marks among them.
-    """
+    """`text` on one line: what `str.isprintable` refuses is escaped, line ends, tabs and direction marks among it."""
     if text.isprintable():
         return text
     return "".join(character if character.isprintable() else _escape(character) for character in text)
 
 
 def visible_block(text: str) -> str:
-    """`text` with its line ends and tabs: control characters and lone surrogates are escaped, everything else is
-    unchanged.
-    """
+    """`text` with its line ends and tabs: control characters and lone surrogates are escaped, nothing else."""
     return _NOT_IN_A_BLOCK.sub(lambda found: _escape(found.group()), text)
 
 
@@ -35,9 +31,7 @@ def encodable(text: str, encoding: str | None) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """`text` cut in the middle to about `most` characters, with the number left out: the end of a message often holds
-    its remedy.
-    """
+    """`text` cut in the middle to about `most` characters: the end of a message often holds its remedy."""
     if len(text) <= most:
         return text
     head = most * 3 // 4

@@ -1,6 +1,4 @@
-"""What is known of an HTTP request: who sent it, its name, and the record of it once it has finished, the one source of
-logs, metrics and history.
-"""
+"""What is known of an HTTP request, and its record once it has finished: the source of logs, metrics and history."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`run_server`: the HTTP server in front of its workers, put together from its configuration, from the first connection
-to an orderly end.
-"""
+"""`run_server`: the HTTP server in front of its workers, from its configuration to an orderly end."""
 
 from __future__ import annotations
 

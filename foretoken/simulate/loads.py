@@ -38,9 +38,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class LoadShape:
-    """What a built-in trace is made of: phases one after the other, `times` over; slices that take turns at random;
-    lengths.
-    """
+    """What a built-in trace is made of: phases in sequence, `times` over; slices that take turns at random; lengths."""
 
     phases: tuple[Phase, ...]
     slices: tuple[str, ...]

@@ -21,9 +21,7 @@ _MAX_NODES = 24  # draft tokens of a round that are kept; what the policy asks f
 
 @dataclass(frozen=True)
 class Round:
-    """Draft tokens as a tree: `parents` of the nodes in the drafter's own order (-1 none), and the `path` of nodes that
-    stood.
-    """
+    """Draft tokens as a tree: `parents` of nodes in the drafter's order (-1 none), the `path` that stood."""
 
     parents: tuple[int, ...] = ()
     path: tuple[int, ...] = ()

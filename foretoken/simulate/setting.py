@@ -16,9 +16,7 @@ PLAIN, AUTO = "plain", "auto"
 
 @dataclass(frozen=True)
 class SimSetting:
-    """Which drafters draft (none: plain decoding) and how much (None: the policy chooses, among several drafters
-    too).
-    """
+    """Which drafters draft (none: plain decoding) and how much (None: the policy chooses, also among drafters)."""
 
     drafters: tuple[str, ...] = ()
     num_draft: int | None = 0
@@ -56,9 +54,7 @@ def parse_setting(text: str, drafters: Sequence[str] = ()) -> SimSetting:
 
 @dataclass(frozen=True)
 class Limits(SchedulerConfig):
-    """The scheduler's limits and the cache's. `cache_tokens` None: more than is ever needed; `max_context_tokens` None:
-    no bound.
-    """
+    """Limits of scheduler and cache. `cache_tokens` None: more than is needed; `max_context_tokens` None: no bound."""
 
     cache_tokens: int | None = field(default=None, metadata=same_option(EngineConfig, "cache_tokens"))
     block_tokens: int = 32

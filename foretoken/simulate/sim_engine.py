@@ -64,9 +64,7 @@ class SimCache:
 
 @dataclass(frozen=True)
 class _Part:
-    """A request's part in a step: one row and draft tokens under its budget (`decodes`), or `num_read` tokens of its
-    text.
-    """
+    """A request's part in a step: a row and draft tokens under its budget (`decodes`), or `num_read` tokens of text."""
 
     request: SimRequest
     decodes: bool

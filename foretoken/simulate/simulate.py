@@ -19,9 +19,7 @@ DISPATCHES = ("round_robin", "least_loaded")
 
 @dataclass(frozen=True)
 class Fleet:
-    """Engines that share the arrivals: each request goes to the next one in turn, or to the one with the fewest
-    unfinished.
-    """
+    """Engines that share the arrivals: each request goes to the next one, or to that with the fewest unfinished."""
 
     replicas: int = field(default=1, metadata=option("Engines that share the requests."))
     dispatch: str = field(

@@ -21,9 +21,7 @@ _BORDER = b"\xff"  # no text has this byte
 
 
 class TokenSequences:
-    """Sequences of at least two tokens that must not be completed, looked up by what stands in front of their last
-    token.
-    """
+    """Sequences of two or more tokens that must not be completed, by what stands in front of their last token."""
 
     def __init__(self, words: Collection[tuple[int, ...]], prompt_ids: Sequence[int]) -> None:
         self._last: dict[tuple[int, ...], list[int]] = {}  # what comes before -> the tokens that would complete a word
@@ -48,9 +46,7 @@ class TokenSequences:
 
 
 class TokenTexts:
-    """The bytes that the tokens of a vocabulary write, special tokens none, in an order that finds the tokens of a
-    text.
-    """
+    """The bytes that tokens of a vocabulary write (special ones none), in an order that finds the tokens of a text."""
 
     def __init__(self, written: Mapping[int, bytes]) -> None:
         self.written = written

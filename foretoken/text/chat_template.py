@@ -1,6 +1,4 @@
-"""Chat templates: Jinja from a model folder, rendered in a process that is bounded in time and memory and opens no
-file.
-"""
+"""Chat templates: Jinja from a model folder, rendered by a process bounded in time and memory, without files."""
 
 from __future__ import annotations
 
@@ -109,9 +107,7 @@ def _with_reasoning(message: _Json) -> _Json:
 
 
 class _Worker:
-    """The process that renders, started when it is first needed and again after a template has ended it. Serves one
-    caller at a time.
-    """
+    """The process that renders, started on first use and after a template has ended it. Serves one caller at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

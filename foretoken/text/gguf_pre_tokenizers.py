@@ -13,9 +13,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """Expressions applied in turn, each to the pieces that the one before left: a match is a piece, and so is the
-    text between two matches.
-    """
+    """Expressions in turn, each on the pieces of the one before: matches are pieces, and the text between them."""
 
     splits: tuple[str, ...]
     ignore_merges: bool = False  # a piece that is a token is that token, whatever the merges make of it

@@ -114,9 +114,7 @@ def _schema(value: Mapping[str, Any] | str) -> dict[str, Any]:
 
 
 class Vocabulary:
-    """The model's columns as llguidance wants them: the bytes of each, its special tokens, and how a text is
-    tokenised.
-    """
+    """The model's columns for llguidance: the bytes of each, special tokens, and how a text is tokenised."""
 
     eos_token_id = None  # llguidance adds a column of its own behind the last one
     bos_token_id = None
@@ -132,9 +130,7 @@ class Vocabulary:
         self.special_token_ids = sorted(self.special)
 
     def __call__(self, text: str) -> list[int]:
-        """Tokens of a text that stands inside another one: no BOS, and no space in front as at the beginning of a
-        text.
-        """
+        """Tokens of a text inside another one: no BOS, and no space in front as at the beginning of a text."""
         if not isinstance(text, str):
             raise TypeError(f"text, not {type(text).__name__}")  # llguidance asks whether bytes would do
         encode = self._tokenizer.encode

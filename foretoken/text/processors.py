@@ -33,9 +33,7 @@ class OutputConstraint(Protocol):
         """Why the grammar engine gave up; from then on every token is allowed."""
 
     def mask(self, paths: Sequence[tuple[int, ...]]) -> Tensor:
-        """Tokens that may follow the answer and `paths[i]`: bool `[n, V]`; what it says behind a path it refuses is
-        never used.
-        """
+        """Tokens that may follow the answer and `paths[i]`: bool `[n, V]`; unused behind a path that it refuses."""
 
     def commit(self, tokens: Sequence[int]) -> None:
         """Move on by emitted tokens."""
@@ -163,9 +161,7 @@ class RequestProcessors:
                 self._error = self._error or InputError("min_tokens", self._params.min_tokens, remedy)
 
     def forced(self, most: int) -> tuple[int, ...]:
-        """Up to `most` tokens that spell text which must come next; () when there is a choice, or when the only token
-        is banned.
-        """
+        """Up to `most` tokens of text that must come next; () for a choice, or when the only token is banned."""
         tokens = self._structure.forced(most) if self._structure is not None else ()
         for length, token in enumerate(tokens):
             before = tokens[:length]
@@ -182,9 +178,7 @@ class RequestProcessors:
         return [] if self._bad_texts is None else self._bad_texts.after(path)
 
     def _bans(self, paths: Sequence[tuple[int, ...]]) -> tuple[list[int], list[int]]:
-        """(row, token) of every token that a longer bad word or `min_tokens` forbids behind its own path, as two
-        lists.
-        """
+        """(row, token) of tokens that a longer bad word or `min_tokens` forbids behind their path, as two lists."""
         rows, ids = [], []
         for row, path in enumerate(paths):
             banned = self._bad_words.after(path) + (self._end_ids if self._is_short(path) else [])
@@ -231,9 +225,7 @@ class _Touched:
         self._counts = torch.zeros(len(ids), dtype=torch.int64)  # [U] in the output
 
     def correct(self, raw: Tensor, paths: Sequence[tuple[int, ...]]) -> Tensor:
-        """Logits `[n, V]` with bias, repetition, presence and frequency penalty, each row counting its own path; `raw`
-        if none applies.
-        """
+        """Logits `[n, V]` with bias and penalties, each row counting its own path; `raw` if none applies."""
         flat = list(chain.from_iterable(paths)) if self._counting else []
         unseen = {token: len(self._column) + i for i, token in enumerate(sorted(set(flat) - self._column.keys()))}
         if not self._column and not unseen:

@@ -64,9 +64,7 @@ def check_finite(logits: Tensor) -> Tensor:
 
 
 def without_broken(logits: Tensor) -> Tensor:
-    """`[R, V]` with zeros in the rows that cannot be sampled from; the input itself where a CPU sees that there are
-    none.
-    """
+    """`[R, V]`, zeros in rows that cannot be sampled from; the input itself where a CPU sees that there are none."""
     finite = check_finite(logits)
     if logits.device.type == "cpu" and bool(finite.all()):  # elsewhere asking would wait for the device
         return logits
@@ -111,9 +109,7 @@ def near_ties_of(peaks: Sequence[float], seconds: Sequence[float], dtype: torch.
 
 
 def coldest(temperature: float) -> float:
-    """The temperature that logits are divided by: below 1e-20 the distribution is the same, and dividing may overflow
-    float32.
-    """
+    """The temperature that logits are divided by: below 1e-20 nothing changes but that float32 may overflow."""
     return max(temperature, _COLDEST)
 
 

@@ -104,9 +104,7 @@ class _Compiled:
 
 
 class Structure:
-    """The structure of one answer, and how far the answer has come. Only `commit` moves on: drafted paths leave no
-    trace.
-    """
+    """The structure of one answer, and how far it has come. Only `commit` moves on: drafted paths leave no trace."""
 
     def __init__(self, compiled: _Compiled) -> None:
         self._compiled = compiled
@@ -238,9 +236,7 @@ class Structure:
             self._restart(broken.complaint)
 
     def _restart(self, complaint: str) -> None:
-        """Walk the answer again with a lexer of our own; give up when that is too much work or comes to no better
-        end.
-        """
+        """Walk the answer again with a lexer of our own; give up where that is too much work or ends no better."""
         self._restarts += 1
         self._root = None
         walked = self._restarts <= _MAX_RESTARTS and self._compiled.compile_s <= _RESTART_COMPILE_S
@@ -325,9 +321,7 @@ class StructureCompiler:
         return compiled
 
     def _build(self, field: Field, value: object, text: str) -> _Compiled | str:
-        """The compiled grammar, or the complaint about it. A grammar that allows nothing at all shows at the first
-        mask.
-        """
+        """The compiled grammar, or the complaint about it. One that allows nothing at all shows at the first mask."""
         assert self._columns is not None
         vocabulary, tokenizer = self._columns
         if complaint := try_grammar(vocabulary, text):

@@ -25,9 +25,7 @@ _FEW = 1024  # tokens that are sorted first; only a flat distribution has more i
 
 @dataclass(frozen=True)
 class Support:
-    """The tokens of some rows: `certain` [n, V] bool are kept under every rounding, `possible` [n, V] bool under at
-    least one.
-    """
+    """Tokens of rows, bool [n, V]: `certain` are kept under every rounding, `possible` under at least one."""
 
     certain: Tensor
     possible: Tensor
@@ -61,9 +59,7 @@ def support(logits: Tensor, rounding: Tensor, params: SamplingParams) -> Support
 
 
 def _borders(scores: Tensor, move: float, params: SamplingParams) -> tuple[float, float]:
-    """The least score `[V]` that is kept for certain and the least that may be kept, inf where nothing is certain; the
-    best score is 0.
-    """
+    """The least score `[V]` kept for certain (inf: none is), and the least that may be kept; the best score is 0."""
     ranked = scores.topk(min(len(scores), max(2, params.top_k + 1))).values.tolist()
     second = ranked[1] if len(ranked) > 1 else -math.inf
     is_best = (

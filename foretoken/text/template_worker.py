@@ -54,9 +54,7 @@ class _RefusalError(TemplateError):
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks the assistant's words for training; for rendering it is a block with a scope of its
-    own.
-    """
+    """`{% generation %}` marks the assistant's words for training; here it is a block with a scope of its own."""
 
     tags = {"generation"}  # noqa: RUF012 - the name and form are Jinja's
 

@@ -30,9 +30,7 @@ def byte_level(token: str) -> bytes:
 
 
 def token_writer(decoder: Mapping[str, Any]) -> Callable[[str], bytes] | None:
-    """What a decoder (as `tokenizer.json` describes it) makes of one token inside a text; None if that depends on
-    others.
-    """
+    """What a decoder of `tokenizer.json` makes of one token inside a text; None if that depends on others."""
     steps = list(decoder.get("decoders", [])) if decoder.get("type") == "Sequence" else [decoder]
     kinds = [step.get("type") for step in steps]
     if kinds in (["ByteLevel"], ["ByteLevel", "Fuse"]):

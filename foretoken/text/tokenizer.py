@@ -6,7 +6,6 @@ own.
 
 from __future__ import annotations
 
-import codecs
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from foretoken.model.quiet import quiet_transformers
 from foretoken.params import check_text
 from foretoken.text.chat_template import render
 from foretoken.text.gguf_tokenizer import read_tokenizer
-from foretoken.text.token_bytes import BYTE_TOKEN, byte_level, token_writer
+from foretoken.text.token_bytes import token_writer
 
 _OTHER_FILES = (
     "tokenizer.model",
@@ -36,8 +35,6 @@ _OTHER_FILES = (
     "tekken.json",
 )
 _TRIAL = "Tokens: 12 naïve 猫 😀\n\tend\x00."
-_REPLACEMENT = "\ufffd"
-_MAX_HELD = 32  # no character needs as many tokens; a stream of broken bytes must not grow the window for ever
 
 _Foreign: TypeAlias = Any  # objects of transformers, which has no types
 
@@ -251,9 +248,7 @@ def _tried(tokenizer: Tokenizer) -> Tokenizer:
 
 @contextmanager
 def _broken_means(complaint: str, *mistakes: type[Exception]) -> Iterator[None]:
-    """Turn whatever the library underneath raises into a `CheckpointError`, except `mistakes`, which are the
-    caller's.
-    """
+    """Turn what the library underneath raises into a `CheckpointError`, but `mistakes`, which are the caller's."""
     passed: tuple[type[Exception], ...] = (CheckpointError, *mistakes)
     try:
         yield
@@ -268,9 +263,7 @@ def _broken_means(complaint: str, *mistakes: type[Exception]) -> Iterator[None]:
 
 
 def _is_panic(error: BaseException) -> bool:
-    """Whether the library's Rust code panicked: a class that derives from BaseException and can be imported from
-    nowhere.
-    """
+    """Whether the library's Rust code panicked: a BaseException whose class can be imported from nowhere."""
     return type(error).__name__ == "PanicException"
 
 
@@ -385,92 +378,3 @@ def _content(value: object) -> str | None:
     if isinstance(value, Mapping):
         value = value.get("content")
     return value if isinstance(value, str) else None
-
-
-class Detokenizer:
-    """Turns a stream of token ids into text that never has to be taken back.
-
-    What `push` and `flush` return, joined, equals `Tokenizer.decode` of all ids. The cost of a token does not grow with
-    the text.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._stream: _Stream = (
-            _ByteLevelStream() if tokenizer.decoder.get("type") == "ByteLevel" else _WindowStream(tokenizer)
-        )
-
-    def push(self, token_id: int) -> str:
-        """Take one id; return the text that is certain now, often the token's own, never half a character."""
-        if token_id in self._tokenizer.special_ids:
-            return ""
-        token = self._tokenizer.token(token_id)
-        return "" if token is None else self._stream.push(token_id, token)
-
-    def flush(self) -> str:
-        """Return what was held back: the text is over."""
-        return self._stream.flush()
-
-
-class _Stream(Protocol):
-    def push(self, token_id: int, token: str) -> str: ...
-    def flush(self) -> str: ...
-
-
-class _ByteLevelStream:
-    """Tokens are bytes: an incremental UTF-8 decoder knows by itself when a character is whole."""
-
-    def __init__(self) -> None:
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def push(self, token_id: int, token: str) -> str:  # noqa: ARG002 - the other stream decodes by id
-        return self._utf8.decode(byte_level(token))
-
-    def flush(self) -> str:
-        return self._utf8.decode(b"", final=True)
-
-
-class _WindowStream:
-    """Any other decoder: decode the new tokens behind the last settled one, and give out what comes after that one.
-
-    The settled token in front carries what the decoder needs to know of the past: whether a leading space stays. Runs
-    of byte tokens are held to their end, because one invalid byte changes how the decoder writes the whole run.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._settled: list[int] = []
-        self._settled_text = ""
-        self._held: list[int] = []
-        self._in_bytes = False
-        described = json.dumps(dict(tokenizer.decoder))
-        self._has_bytes = "ByteFallback" in described
-        self._may_split = not tokenizer.decoder or "ByteLevel" in described
-
-    def push(self, token_id: int, token: str) -> str:
-        is_byte = self._has_bytes and BYTE_TOKEN.fullmatch(token) is not None
-        if is_byte:
-            self._in_bytes = True
-            self._held.append(token_id)
-            return ""
-        # The run of bytes is over: what it spells is certain even if the new token is not.
-        done = self._release(certain=True) if self._in_bytes else ""
-        self._in_bytes = False
-        self._held.append(token_id)
-        return done + self._release(certain=False)
-
-    def flush(self) -> str:
-        return self._release(certain=True)
-
-    def _release(self, certain: bool) -> str:
-        if not self._held:
-            return ""
-        text = self._tokenizer.decode(self._settled + self._held)
-        half = text.endswith(_REPLACEMENT) or text == self._settled_text
-        if half and self._may_split and not certain and len(self._held) < _MAX_HELD:
-            return ""
-        new = text[len(self._settled_text) :]
-        self._settled = self._held[-1:]
-        self._held = []
-        self._settled_text = self._tokenizer.decode(self._settled)
-        return new

@@ -16,9 +16,7 @@ from foretoken.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Side:
-    """One model's vocabulary: its tokenizer, the number of its logits, and the tokens that end a text, the usual one
-    first.
-    """
+    """One model's vocabulary: its tokenizer, number of logits, and tokens that end a text, the usual one first."""
 
     tokenizer: Tokenizer
     num_columns: int

@@ -32,9 +32,7 @@ _MAX_SEED = 1 << 63
 
 @dataclass(frozen=True)
 class AnswerConfig:
-    """How the answers are drawn: at the temperature of use. `batch_size` prompts run at once; `chat` sends texts as a
-    user's message.
-    """
+    """How answers are drawn. `batch_size` prompts run at once; `chat` sends texts as a user's message."""
 
     max_tokens: int = field(default=256, metadata=option("Tokens per answer."))
     temperature: float = field(default=0.8, metadata=option("Temperature of use; 0 is greedy."))

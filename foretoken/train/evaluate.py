@@ -60,9 +60,7 @@ def logits_of(model: Decoder, batch: Tensor) -> Tensor:
 
 @torch.no_grad()
 def loss_nats(model: Decoder, ids: Sequence[int], length: int = 1024) -> float:
-    """Summed negative log-likelihood of `ids` in nats, in consecutive windows of `length` tokens (the first token is
-    given).
-    """
+    """Summed negative log-likelihood of `ids` in nats, in windows of `length` tokens in turn (the first is given)."""
     total, length = 0.0, min(length, model.config.max_context_tokens)
     device = next(model.parameters()).device
     with torch.autocast(device.type, torch.bfloat16):

@@ -19,8 +19,7 @@ from foretoken.model.loader import load_decoder
 from foretoken.model.saving import save_checkpoint
 from foretoken.printing.console import Console
 from foretoken.text.tokenizer import load_tokenizer
-from foretoken.train.corpus import standard_library
-from foretoken.train.tokens import END_OF_TEXT, encode, tokenizer_config, train_tokenizer
+from foretoken.train.corpus import END_OF_TEXT, encode, standard_library, tokenizer_config, train_tokenizer
 from foretoken.train.train_config import TrainConfig
 from foretoken.train.trainer import Data, Result, Trainer
 

@@ -106,9 +106,7 @@ def restore_state(folder: Path, model: nn.Module, optimizers: Sequence[torch.opt
 
 @contextmanager
 def interruption() -> Iterator[list[int]]:
-    """Collects the signals that would end the process, so that a step is never interrupted. Does nothing outside the
-    main thread.
-    """
+    """Collects the signals that would end the process, so that no step is cut. In the main thread only."""
     came: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield came

@@ -106,9 +106,7 @@ class StateCache:
         return f"; {self.used_bytes / 2**20:,.1f} MiB are there" if self.used_bytes else ""
 
     def _load(self, path: Path, shape: tuple[int, int]) -> dict[str, Tensor] | None:
-        """The tensors of an entry on the target's device; None where there is none, or a broken one, which is dropped
-        with a notice.
-        """
+        """The tensors of an entry on the target's device; None without one. A broken one is dropped with a notice."""
         if not path.exists():
             return None
         expected, width = {*map(str, self.layers), _NORMED}, self.target.decoder.config.hidden_size

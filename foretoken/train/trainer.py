@@ -19,6 +19,7 @@ from torch import Tensor
 
 from foretoken.model.decoder import Decoder
 from foretoken.printing.console import Console
+from foretoken.train.corpus import windows
 from foretoken.train.evaluate import Agreement, agreement, bits_per_byte, cross_entropy, distillation, logits_of
 from foretoken.train.optimizer import OptimizerConfig, make_optimizers, set_rate
 from foretoken.train.run_state import (
@@ -30,7 +31,6 @@ from foretoken.train.run_state import (
     save_state,
     training_progress,
 )
-from foretoken.train.tokens import windows
 from foretoken.train.train_config import TrainConfig
 
 

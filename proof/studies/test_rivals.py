@@ -10,12 +10,13 @@ from types import SimpleNamespace
 import pytest
 
 from foretoken.bench.batches import run_batches
-from foretoken.bench.load_options import LoadOptions, LoadPhase
+from foretoken.bench.load_options import LoadOptions
 from foretoken.control.candidates import DraftBudget, DrafterOption, RequestView
 from foretoken.control.chooser import Policy
 from foretoken.control.policy import BudgetPolicy
 from foretoken.control.previews import Preview
 from foretoken.errors import InputError
+from studies.changing_load.options import ChangingLoadOptions, LoadPhase
 from studies.rivals import __main__ as study_module
 from studies.rivals.__main__ import main, measure_table
 from studies.rivals.policies import BatchTable, EmaPolicy, HeuristicPolicy, measured_table, parse_table, rival_policies
@@ -184,9 +185,9 @@ def test_answers_are_plains_under_rival_policies(text_pair: SimpleNamespace) -> 
 
 
 def test_a_table_is_measured_at_the_batch_sizes_of_the_run(text_pair: SimpleNamespace) -> None:
-    assert sorted(measure_table(options(text_pair), changing=False)) == [1, 2]
+    assert sorted(measure_table(options(text_pair))) == [1, 2]
     phases = (LoadPhase(3, "chat"), LoadPhase(1, "chat"))
-    found = measure_table(options(text_pair, phases=phases, max_tokens=4), changing=True)
+    found = measure_table(ChangingLoadOptions(**vars(options(text_pair, max_tokens=4)), phases=phases))
     assert sorted(found) == [1, 3]
     assert set(found.values()) <= {0, 1, 3, 5}
 
@@ -204,7 +205,7 @@ def test_a_measured_table_has_the_fastest_numbers(monkeypatch: pytest.MonkeyPatc
         for name, speed in own.items()
     ]
     monkeypatch.setattr(study_module, "run_batches", lambda _options: SimpleNamespace(results={"rows": rows}))
-    assert measure_table(LoadOptions("t"), changing=False) == {1: 3, 8: 0}
+    assert measure_table(LoadOptions("t")) == {1: 3, 8: 0}
 
 
 def test_the_study_from_its_command_line(

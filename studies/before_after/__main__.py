@@ -15,10 +15,10 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from foretoken.bench.load_options import MIXED
 from foretoken.measure.write import write_report
 from studies.before_after import grid, mixed, report
 from studies.before_after.pair import AFTER, BEFORE, Options, opened, setting_fields
+from studies.changing_load.options import MIXED
 
 _FIXED = "ngram,suffix,recycling,lookahead,early_exit,cascade,draft_model,mix"
 _NEEDS_DRAFT = ("draft_model", "cascade")

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from foretoken.bench.load_options import MIXED
 from studies.before_after.grid import Ratio, Tell
 from studies.before_after.pair import AFTER, Pair
+from studies.changing_load.options import MIXED
 
 _LENGTHS = (0.5, 1.0, 1.5)  # of answers, in turn, so that requests do not end together
 _MAX_REQUESTS = 2000

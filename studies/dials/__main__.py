@@ -18,7 +18,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from foretoken.control.config import DEFAULT, PolicyConfig
-from foretoken.engine.startup.machine import machine, versions
+from foretoken.machine.identity import machine, versions
 from foretoken.printing import text as markdown
 from studies.dials.dials import Variant, table, variants
 from studies.worlds import data

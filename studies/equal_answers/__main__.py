@@ -26,9 +26,9 @@ from foretoken import LLM
 from foretoken.bench.progress import Tell, progress
 from foretoken.bench.prompts import choose, fit, read_prompts, with_template
 from foretoken.bench.workload import in_turns
-from foretoken.engine.startup.machine import machine, versions
 from foretoken.errors import InputError
 from foretoken.machine.features import features, stepping
+from foretoken.machine.identity import machine, versions
 from foretoken.measure.kept import KeptFile
 from foretoken.measure.report import Report
 from foretoken.model.names import model_folder

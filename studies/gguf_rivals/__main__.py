@@ -21,9 +21,9 @@ import torch
 
 from foretoken.backend.llama_programs import LLAMA_CPP, LlamaCpp
 from foretoken.bench.progress import progress
-from foretoken.engine.startup.machine import machine
 from foretoken.errors import InputError
 from foretoken.files import read_text
+from foretoken.machine.identity import machine
 from foretoken.machine.neighbours import OtherLoad
 from foretoken.measure.kept import KeptFile
 from foretoken.model.interface import LanguageModel

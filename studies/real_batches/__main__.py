@@ -32,9 +32,9 @@ from foretoken.bench.caveats import load_average, source_caveats
 from foretoken.bench.progress import progress
 from foretoken.bench.prompts import choose, fit, read_prompts, with_template
 from foretoken.bench.workload import Prompt, in_turns
-from foretoken.engine.startup.machine import machine, versions
 from foretoken.errors import InputError
 from foretoken.machine.features import features, stepping
+from foretoken.machine.identity import machine, versions
 from foretoken.machine.threads import names_waiting
 from foretoken.measure.kept import KeptFile
 from foretoken.measure.report import Report

@@ -4,8 +4,8 @@
     python -m studies.rivals --batches 1,8,32 --target DIR --draft DIR --out results
     python -m studies.rivals --load mixed --table measured
 
-A `foretoken bench load` run with three more settings, alone (`table`, `ema`, `heuristic`, with the draft model where
-there is one) or behind a drafter (`ngram-ema`). docs/batching.md describes settings and columns.
+A `foretoken bench load` or `studies.changing_load` run with three more settings, alone (`table`, `ema`, `heuristic`,
+with the draft model where there is one) or behind a drafter (`ngram-ema`). docs/studies.md describes settings.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from dataclasses import replace
 
 from foretoken.bench.batch_rows import BatchRow
 from foretoken.bench.batches import run_batches
-from foretoken.bench.changing_load import run_changing_load
-from foretoken.bench.load_options import DEFAULT_SETTINGS, LoadOptions, parse_phases, slice_names
+from foretoken.bench.load_options import DEFAULT_SETTINGS, LoadOptions, slice_names
 from foretoken.bench.load_run import announce
 from foretoken.bench.measure import PLAIN
 from foretoken.measure.report import Report
+from studies.changing_load.measure import run_changing_load
+from studies.changing_load.options import ChangingLoadOptions, parse_phases
 from studies.command import arguments, command_line, run, whole_numbers, words
 from studies.rivals.policies import TABLE, measured_table, parse_table, rival_policies, table_text
 
@@ -30,7 +31,7 @@ _RIVALS = ("table", "ema")
 
 def main() -> int:
     """Measure, and print or write the report."""
-    default = LoadOptions("reference:target")
+    default = ChangingLoadOptions("reference:target")
     parser = arguments("rivals", __doc__, "rivals")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--batches", type=whole_numbers, default=default.batches, help="batch sizes with commas")
@@ -62,26 +63,25 @@ def study(given: argparse.Namespace) -> Report:
     known = (*DEFAULT_SETTINGS[:-3], *_RIVALS, *DEFAULT_SETTINGS[-3:])
     settings = given.settings or tuple(name for name in known if draft is not None or "draft_model" not in name)
     same = ("target", "dtype", "device", "threads", "prompt_tokens", "prompts_per_slice", "max_tokens", "repeats")
-    options = LoadOptions(
-        **{name: getattr(given, name) for name in (*same, "phase_s", "seed", "batches")},
-        draft=draft,
-        settings=settings,
-        slices=slice_names(given.slices, None),
-        phases=LoadOptions.phases if given.load is None else parse_phases(given.load),
-    )
+    values = {name: getattr(given, name) for name in (*same, "seed", "batches")}
+    values |= {"draft": draft, "settings": settings, "slices": slice_names(given.slices, None)}
+    changing = None
+    options = LoadOptions(**values)
+    if given.load is not None:
+        options = changing = ChangingLoadOptions(**values, phases=parse_phases(given.load), phase_s=given.phase_s)
     source = "given"
     if table is None:
         announce("measuring the table")
-        source, table = "measured first, on all slices", measure_table(options, changing=given.load is not None)
+        source, table = "measured first, on all slices", measure_table(options)
     remark = f"The table of draft tokens by batch size, {source}: {table_text(table)}."
-    measure = run_batches if given.load is None else run_changing_load
-    return measure(options, command_line("rivals"), rival_policies(table), (remark,))
+    rest = (command_line("rivals"), rival_policies(table), (remark,))
+    return run_batches(options, *rest) if changing is None else run_changing_load(changing, *rest)
 
 
-def measure_table(options: LoadOptions, changing: bool) -> dict[int, int]:
+def measure_table(options: LoadOptions) -> dict[int, int]:
     """The fastest fixed number of draft tokens at each batch size of the run, over all of its slices."""
     drafter = "ngram" if options.draft is None else "draft_model"
-    if changing:
+    if isinstance(options, ChangingLoadOptions):
         options = replace(
             options,
             batches=tuple(dict.fromkeys(phase.batch for phase in options.phases)),

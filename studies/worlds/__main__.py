@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from foretoken.engine.startup.machine import machine, versions
+from foretoken.machine.identity import machine, versions
 from foretoken.printing import text as markdown
 from studies.worlds import data
 from studies.worlds.ablations import ABLATIONS, FULL, Ablation

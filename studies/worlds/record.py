@@ -22,7 +22,7 @@ from foretoken.draft.base import Feedback
 from foretoken.draft.lookup_tree import Lookup, LookupTree
 from foretoken.draft.ngram import NgramDrafter
 from foretoken.draft.suffix import SuffixDrafter
-from foretoken.engine.startup.machine import machine, versions
+from foretoken.machine.identity import machine, versions
 from studies.worlds.data import Look, Looks, RecordedAnswer, Recording
 
 SLICES = ("code", "docstring", "edit", "json", "chat", "random")

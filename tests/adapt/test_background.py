@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from foretoken.adapt.adaptation import Rest
-from foretoken.adapt.background import LearnerThread
+from foretoken.adapt.adapter import LearnerThread
 
 
 class Source:

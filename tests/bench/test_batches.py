@@ -1,4 +1,4 @@
-"""Settings under load: names, cells, ratios, traces, recovery; on tiny models, and nothing that hangs on a clock."""
+"""Settings under load: names, cells, ratios; on tiny models, and nothing that hangs on a clock."""
 
 from __future__ import annotations
 
@@ -13,20 +13,17 @@ import pytest
 from foretoken import LLM, SpecConfig
 from foretoken.backend.drafting import swept_drafters
 from foretoken.bench import batches as batches_module
-from foretoken.bench import changing_load
 from foretoken.bench.batch_prompts import BATCH_SLICES, Ask, asks
 from foretoken.bench.batch_rows import BatchSample, grid_summary, slice_tables, summarise_grid
 from foretoken.bench.batch_settings import Answered, BatchSetting, Stage, Turn, parse_batch_settings, together
 from foretoken.bench.batches import measure_grid, run_batches
-from foretoken.bench.changing_load import LoadTurn, load_summary, run_changing_load, summarise_load
-from foretoken.bench.load_options import LoadOptions, LoadPhase, parse_phases, slice_names
+from foretoken.bench.load_options import LoadOptions, slice_names
 from foretoken.bench.load_run import opened
 from foretoken.config import known_drafters
 from foretoken.control.policy import BudgetPolicy
 from foretoken.control.routing import RoutingRules
 from foretoken.errors import ConfigError, InputError
 from foretoken.machine.neighbours import contention_notes
-from foretoken.measure.text import print_report
 
 
 class Always(BudgetPolicy):
@@ -53,8 +50,6 @@ def options(pair: SimpleNamespace, **values: object) -> LoadOptions:
         "prompt_tokens": 24,
         "repeats": 2,
         "warmup": 0,
-        "phases": (LoadPhase(1, "chat"), LoadPhase(3, "random"), LoadPhase(2, "chat")),
-        "phase_s": 0.01,
     }
     return LoadOptions(**(small | values))
 
@@ -122,12 +117,7 @@ def test_settings_that_mean_nothing_are_refused(name: str, field: str) -> None:
         parse_batch_settings(("draft_model-2",), None)
 
 
-def test_what_is_written_as_text() -> None:
-    assert parse_phases("1:code,16:random") == (LoadPhase(1, "code"), LoadPhase(16, "random"))
-    assert parse_phases("mixed") == LoadOptions("t").phases
-    for wrong in ("", "code", "0:code", "3:"):
-        with pytest.raises(InputError, match="load"):
-            parse_phases(wrong)
+def test_all_means_every_slice() -> None:
     assert slice_names(("all",), None) == BATCH_SLICES
 
 
@@ -336,88 +326,6 @@ def test_an_interrupted_run_keeps_what_there_is(
     assert "machine:" in page
 
 
-def test_a_trace_answers_the_same_requests_under_every_setting(
-    text_pair: SimpleNamespace, capsys: pytest.CaptureFixture[str]
-) -> None:
-    report = run_changing_load(options(text_pair))
-    assert [row.setting for row in report.rows] == ["plain", "draft_model-2", "ngram-auto", "draft_model-auto"]
-    assert all(len(row.phases) == 3 for row in report.rows)
-    assert report.rows[0].speedup == 1.0
-    assert report.results["summary"]["single_fixed"] in ("plain", "draft_model-2")
-    print_report(report)
-    assert "ratio to best single fixed" in capsys.readouterr().out
-    json.loads(report.json_line())
-
-
-def test_a_stopped_load_goes_on_with_the_runs_that_are_missing(
-    text_pair: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "kept.jsonl"
-    small = options(text_pair, settings=("plain", "ngram-2"), max_tokens=4, resume=path)
-    whole, asked = changing_load.run_through, 0
-    sizes: list[list[int]] = []
-
-    def until_the_sixth(stage: Stage, setting: object, phases: object, jobs: list[list[object]]) -> LoadTurn:
-        nonlocal asked
-        asked += 1
-        if asked == 6:  # two warm-ups of plain, one of each setting, one measured run
-            raise KeyboardInterrupt
-        sizes.append([len(own) for own in jobs])
-        return whole(stage, setting, phases, jobs)
-
-    monkeypatch.setattr(changing_load, "run_through", until_the_sixth)
-    assert run_changing_load(small).interrupted
-    assert len(path.read_text(encoding="utf-8").splitlines()) == 1 + 1 + 1
-    measured, first = sizes[-1], asked
-    sizes.clear()
-    report = run_changing_load(small)
-    assert asked - first == 1 + 2 + 2 * small.repeats - 1
-    assert sizes[3:] == [measured] * (2 * small.repeats - 1)  # as many requests as before, whatever plain takes now
-    assert [(row.setting, row.num_runs) for row in report.rows] == [("plain", 2), ("ngram-2", 2)]
-    assert any("stopped and resumed" in caveat for caveat in report.caveats)
-    with pytest.raises(InputError, match="max_tokens=4, this run has 5"):
-        run_changing_load(replace(small, max_tokens=5))
-
-
-def test_phases_follow_each_other_without_a_gap(stage: Stage) -> None:
-    """Never more requests at a time than the phase has, and every token counts in the phase in which it came."""
-    phases = (LoadPhase(2, "a"), LoadPhase(1, "a"))
-    jobs = [
-        changing_load._jobs(phase, {"a": [Ask("a", (5, 6))]}, count, 6)
-        for phase, count in zip(phases, (5, 2), strict=True)
-    ]
-    sizes: list[int] = []
-    step = stage.llm.step
-
-    def watched():
-        sizes.append(len(stage.llm.engine.states))
-        return step()
-
-    stage.llm.step = watched  # type: ignore[method-assign]
-    turn = changing_load.run_through(stage, PLAIN, phases, jobs)
-    wanted = [job.max_tokens for own in jobs for job in own]
-    assert wanted == [3, 6, 9, 3, 6, 3, 6]
-    assert sum(turn.tokens) == sum(wanted)
-    assert all(turn.tokens)
-    assert max(sizes) == 2
-    assert sizes[-1] == 1
-    assert not stage.llm.engine.has_work
-
-
-def test_a_trace_is_held_against_the_best_single_fixed_setting() -> None:
-    def turns(*speeds: float) -> dict[int, LoadTurn]:
-        return {
-            repeat: LoadTurn((5.0, 5.0), (round(speed * 5), round(speed * 5))) for repeat, speed in enumerate(speeds)
-        }
-
-    rows = summarise_load({PLAIN: turns(10, 20), TWO: turns(20, 40), OWN: turns(30, 60)})
-    assert [row.to_single_fixed for row in rows] == [0.5, 1.0, 1.5]
-    assert [row.speedup for row in rows] == [1.0, 2.0, 3.0]
-    assert rows[2].phases == (45.0, 45.0)
-    assert load_summary(rows)["single_fixed"] == "ngram-2"
-    assert summarise_load({OWN: turns(1)}) == ()
-
-
 def test_the_engine_has_the_limits_that_were_asked_for(text_pair: SimpleNamespace) -> None:
     """By default a whole batch reads in one step, runs at once and fits; the answers are the same under any limits."""
     limits = {
@@ -490,7 +398,6 @@ def test_limits_that_make_no_sense_are_refused(wrong: dict[str, object]) -> None
         {"slices": ()},
         {"slices": ("poems",)},
         {"max_tokens": 1},
-        {"phase_s": 0.0},
         {"threads": 0},
     ],
 )

@@ -23,7 +23,7 @@ from foretoken.bench.offline import run_speed
 from foretoken.bench.others import Other
 from foretoken.bench.speed_options import SpeedOptions
 from foretoken.errors import ForetokenError, InputError, StorageError
-from foretoken.train.tokens import tokenizer_config, train_tokenizer
+from foretoken.train.corpus import tokenizer_config, train_tokenizer
 from tests.bench.fakes import FakeLLM
 from tests.helpers.gguf_files import write_gguf
 

@@ -14,8 +14,8 @@ from foretoken.bench.caveats import is_widened, source_caveats
 from foretoken.bench.plot import check_plot, write_plot
 from foretoken.bench.speed_rows import SpeedRow
 from foretoken.bench.speed_tables import speed_report
-from foretoken.engine.startup.machine import machine, versions
 from foretoken.errors import InputError, StorageError
+from foretoken.machine.identity import machine, versions
 from foretoken.measure.report import Report
 from foretoken.measure.text import markdown, print_report
 from foretoken.measure.write import write_report

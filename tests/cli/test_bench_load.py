@@ -35,7 +35,6 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
         return run
 
     monkeypatch.setattr("foretoken.bench.batches.run_batches", stand_in("batches"))
-    monkeypatch.setattr("foretoken.bench.changing_load.run_changing_load", stand_in("load"))
     monkeypatch.setattr("foretoken.bench.offline.run_speed", stand_in("speed"))
     return found
 
@@ -72,39 +71,28 @@ def test_without_a_draft_its_settings_are_left_out(foretoken: Run, asked: dict[s
     assert asked["batches"].draft is None
 
 
-def test_a_load_that_changes(foretoken: Run, asked: dict[str, object]) -> None:
-    assert foretoken("bench", "load", "--load", "2:code,4:chat", "--phase-s", "1.5", "--json").code == 0
-    assert [(phase.batch, phase.slice) for phase in asked["load"].phases] == [(2, "code"), (4, "chat")]
-    assert (asked["load"].phase_s, asked["load"].name) == (1.5, "load")
-    assert foretoken("bench", "load", "--load", "mixed", "--name", "mine", "--json").code == 0
-    assert (asked["load"].phases, asked["load"].name) == (LoadOptions.phases, "mine")
-
-
 def test_limits_and_rules_of_the_engine(foretoken: Run, asked: dict[str, object]) -> None:
-    """For batches and for a changing load alike; the rest keeps its default."""
+    """The rest keeps its default."""
     limits = (
         *("--max-batch-size", "3", "--max-prompt-tokens", "64", "--max-step-tokens", "20"),
         *("--cache-tokens", "640", "--cache-reserve", "0.3"),
     )
     rules = ("--min-tokens-to-speculate", "4", "--max-speculating-requests", "2")
-    for kind, value in (("batches", "4"), ("load", "mixed")):
-        assert foretoken("bench", "load", f"--{kind}", value, *limits, *rules, "--json").code == 0
-        options = asked[kind]
-        assert (options.max_batch_size, options.max_prompt_tokens, options.max_step_tokens) == (3, 64, 20)
-        assert (options.cache_tokens, options.cache_reserve) == (640, 0.3)
-        assert (options.routing.min_tokens_to_speculate, options.routing.max_speculating_requests) == (4, 2)
-        assert foretoken("bench", "load", f"--{kind}", value, "--max-step-tokens", "40", "--json").code == 0
-        assert replace(asked[kind], max_step_tokens=None) == replace(
-            options, **{f.name: f.default for f in fields(options) if f.name in LIMITS}
-        )
+    assert foretoken("bench", "load", "--batches", "4", *limits, *rules, "--json").code == 0
+    options = asked["batches"]
+    assert (options.max_batch_size, options.max_prompt_tokens, options.max_step_tokens) == (3, 64, 20)
+    assert (options.cache_tokens, options.cache_reserve) == (640, 0.3)
+    assert (options.routing.min_tokens_to_speculate, options.routing.max_speculating_requests) == (4, 2)
+    assert foretoken("bench", "load", "--batches", "4", "--max-step-tokens", "40", "--json").code == 0
+    assert replace(asked["batches"], max_step_tokens=None) == replace(
+        options, **{f.name: f.default for f in fields(options) if f.name in LIMITS}
+    )
 
 
 def test_strict_numerics_are_a_gate(foretoken: Run, asked: dict[str, object], tmp_path: Path) -> None:
     kept = tmp_path / "kept.jsonl"
-    for kind, value in (("batches", "4"), ("load", "mixed")):
-        given = (f"--{kind}", value, "--numerics", "strict", "--resume", kept, "--json")
-        assert foretoken("bench", "load", *given).code == 0
-        assert (asked[kind].numerics, asked[kind].resume) == ("strict", kept)
+    assert foretoken("bench", "load", "--numerics", "strict", "--resume", kept, "--json").code == 0
+    assert (asked["batches"].numerics, asked["batches"].resume) == ("strict", kept)
     asked["differing"] = 2
     failed = foretoken("bench", "load", "--json")
     assert failed.code == 5
@@ -121,12 +109,8 @@ def test_an_interrupted_run_prints_what_there_is_and_says_so(foretoken: Run, ask
 @pytest.mark.parametrize(
     ("arguments", "field"),
     [
-        (("--phase-s", "2"), "phase_s"),
-        (("--load", "mixed", "--slices", "code"), "slices"),
-        (("--load", "mixed", "--batches", "1"), "batches"),
-        (("--load", "mixed", "--prompts-per-slice", "1"), "prompts_per_slice"),
-        (("--load", "mixed", "--warmup", "1"), "warmup"),
-        (("--load", "x"), "load"),
+        (("--load", "mixed"), "python -m studies.changing_load --load"),
+        (("--drafters", "ngram"), "foretoken bench speed --drafters"),
         (("--batches", "x"), "batches"),
         (("--slices", "poems"), "slices"),
         (("--cache-reserve", "2"), "cache_reserve"),
@@ -163,7 +147,7 @@ def test_speed_runs_where_nothing_is_named(foretoken: Run, asked: dict[str, obje
     [
         (("--batches", "1"), "foretoken bench load --batches"),
         (("--json", "--settings=plain"), "foretoken bench load --settings"),
-        (("--trace", "mixed"), "foretoken bench load --load"),
+        (("--trace", "mixed"), "python -m studies.changing_load --load"),
         (("--profile",), "foretoken bench profile"),
         (("--recovery",), "python -m studies.recovery"),
     ],

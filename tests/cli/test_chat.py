@@ -19,7 +19,7 @@ from foretoken.cli.conversation import ChatTotals, StyledPieces, Talk
 from foretoken.core import StepOutput, TokenOrigin
 from foretoken.engine.stats import RequestStats
 from foretoken.printing.console import Console
-from foretoken.text.tokenizer import Detokenizer
+from foretoken.text.detokenizer import Detokenizer
 from tests.cli.conftest import Run
 from tests.helpers.checkpoints import tiny_checkpoint, tiny_tokenizer
 

@@ -260,6 +260,7 @@ def test_exit_codes_of_bad_input(
         ),
         (2, [*good, "--wrong-flag"], "No such option: --wrong-flag"),
         (2, ["frobnicate"], "No such command 'frobnicate'"),
+        (2, ["widen", "--to", "1b"], "no such command: widen; use python -m studies.widen"),
         (2, [*good, "--device", "toaster"], "device='toaster': use auto"),
         (3, ["generate", "-t", tmp_path / "nowhere", "--prompt-ids", "1"], "nowhere"),
         (3, ["generate", "-t", tmp_path / "bert", "--prompt-ids", "1"], "encoder-only"),

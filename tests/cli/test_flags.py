@@ -34,7 +34,6 @@ OTHERS = {
     "plan": {"draft", "head"},  # several, to compare them
     "demo": {"drafter"},  # of those that need no other file
     "export": {"target", "head", "drafter", "draft", "num_draft"},  # for another engine
-    "widen": {"dtype", "seed", "head"},  # of the checkpoint that is written
     "train lm": {"corpus", "device"},  # a folder of a run; the CPU by default
     "train answers": {"prompts", "out"},  # JSON lines of prompts, and the file of the answers
     "eval": {"prompts", "slices", "out"},  # also prompts of token ids; one JSON file

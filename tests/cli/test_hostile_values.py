@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import typer
 
-import foretoken.bench.widen
 import foretoken.model.open
 import foretoken.train.recipes
 from foretoken.cli import origins
@@ -33,17 +32,15 @@ EMPTY_IS_WRONG = {
         "peer_num_drafts",
         "name",
     ),
-    "bench load": ("batches", "load", "settings", "slices", "name"),
+    "bench load": ("batches", "settings", "slices", "name"),
     "bench profile": ("drafters", "name"),
     "bench url": ("url", "rate", "slices", "name"),
     "simulate": ("arrivals", "settings"),
-    "widen": ("to", "dtype"),
     "train lm": ("shape",),
 }
 NEEDED = {
     "bench url": ["--url", "http://127.0.0.1:9"],
     "generate": ["--prompt", "x"],
-    "widen": ["--out", "wide", "--to", "25m"],
     "train lm": ["--out", "run"],
     "train answers": ["--target", "reference:target", "--prompts", "prompts.jsonl", "--out", "answers.jsonl"],
     **{
@@ -72,7 +69,6 @@ def no_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     monkeypatch.setattr(foretoken.model.open, "load_decoder", loaded)
     monkeypatch.setattr(foretoken.train.recipes, "prepare", loaded)
-    monkeypatch.setattr(foretoken.bench.widen, "_write", loaded)
     (tmp_path / "profile.json").write_text(json.dumps(PROFILE))
 
 
@@ -136,7 +132,6 @@ def test_w1_an_empty_list_is_refused(foretoken: Run) -> None:
         ("bench", "load", "--batches", "1,2", "--settings", ","),
         ("bench", "load", "--batches", "2", "--settings", "ngram-²"),
         ("bench", "load", "--batches", "1,2", "--prompts-per-slice", "1000000000000"),
-        ("bench", "load", "--load", "1000000:code"),
         ("generate", "--prompt", "x", "--numerics", "foo"),
         ("generate", "--prompt", "x", "--dtype", "int8"),
         ("plan", "--memory", "9" * 400 + "GiB"),
@@ -149,7 +144,6 @@ def test_w1_an_empty_list_is_refused(foretoken: Run) -> None:
         ("simulate", "--profile", "profile.json", "--arrivals", "poisson:1e-320"),
         ("simulate", "--profile", "profile.json", "--arrivals", "poisson:1", "--prompt-tokens", "²"),
         ("simulate", "--profile", "profile.json", "--arrivals", "poisson:1", "--price-per-hour", "-1"),
-        ("widen", "--out", "wide", "--to", "25m", "--dtype", "int8"),
         ("train", "lm", "--out", "run", "--length", "4096", "--batch-tokens", "8192"),
         ("train", "lm", "--out", "run", "--device", "toaster"),
         ("demo", "--drafter", "predicted"),
@@ -165,8 +159,6 @@ def test_w1_values_that_only_some_options_refuse(foretoken: Run, arguments: tupl
     ("code", "arguments"),
     [
         (4, ("train", "lm", "--out", "file")),
-        (4, ("widen", "--to", "25m", "--out", "file")),
-        (4, ("widen", "--to", "25m", "--out", "file/below")),
         (4, ("bench", "--out", "file")),
         (4, ("bench", "--out", "file/below")),
         (4, ("bench", "--plot", "folder.png")),

@@ -131,17 +131,6 @@ def test_in_a_pipe_the_width_of_a_terminal_does_not_count(monkeypatch: pytest.Mo
     assert stream.shown.splitlines() == ["a: " + "x" * 500, "  b: y", "a: z", "  b: y"]
 
 
-def test_two_texts_stand_beside_each_other_or_below() -> None:
-    left, right = ("one", ["a[b]\n", ("c", "bold")]), ("two", ["longer"])
-    stream, console = on(20)
-    console.side_by_side(left, right)
-    assert stream.shown.splitlines() == ["one     two", "a[b]    longer", "c", ""]
-    for width, parts in ((11, ["longer"]), (20, ["lon\tger"])):  # a tab has no width of its own
-        stream, console = on(width)
-        console.side_by_side(left, ("two", parts))
-        assert stream.shown.splitlines() == ["one", "a[b]", "c", "", "two", *parts, ""]
-
-
 def test_models_are_listed_with_their_whole_paths_in_a_pipe(foretoken: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     path = "/home/" + "long/" * 50 + "model"
     row = {"model": path, "family": "llama", "parameters": "", "layers": "", "context": "", "runs_on": "native decoder"}

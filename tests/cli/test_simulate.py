@@ -245,8 +245,8 @@ def test_measured_then_simulated(foretoken: Run, pair: SimpleNamespace, monkeypa
 
 def test_a_profile_takes_no_other_options_of_the_bench(foretoken: Run, pair: SimpleNamespace) -> None:
     cases = [
-        (["--repeats", 2], "No such option: --repeats"),
-        (["--peers"], "No such option: --peers"),
+        (["--repeats", 2], "no such option: --repeats; use foretoken bench speed"),
+        (["--peers"], "no such option: --peers; use foretoken bench speed"),
         (["--drafters", "eagle"], "drafters='eagle'"),
         (["--drafters", "draft_model"], "draft_model needs a draft"),
         (["--name", "a/b"], "name='a/b'"),

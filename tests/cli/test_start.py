@@ -77,15 +77,15 @@ def test_ctrl_c_reaches_what_tests_start_in_a_background_job() -> None:
 
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGHUP", 129)])
 def test_l3_a_signal_leaves_nothing_behind(tmp_path: Path, name: str, code: int) -> None:
-    """The signal comes while `widen` writes a model."""
+    """The signal comes while `export` writes its folder."""
     script = (
-        "import os, signal, foretoken.bench.widen as widen\n"
+        "import os, signal, foretoken.export.write as write\n"
         f"signal.signal(signal.{name}, signal.SIG_DFL)\n"  # nohup ignores SIGHUP, and children inherit it
-        "widen._write = lambda weights, plan, folder, *_: (open(folder / 'half', 'w').close(), "
-        f"os.kill(os.getpid(), signal.{name}))\n"
+        f"write._readable = lambda *_: os.kill(os.getpid(), signal.{name})\n"
         "from foretoken.cli import main; main()"
     )
-    arguments = ("widen", "--source", "reference:target", "--to", "25m", "--out", str(tmp_path / "wide"))
+    out = ("--out", str(tmp_path / "out"))
+    arguments = ("export", "--target", "reference:target", "--drafter", "ngram", "--to", "vllm", *out)
     done = subprocess.run(
         [sys.executable, "-c", script, *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},

@@ -10,7 +10,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from foretoken.engine.shadow import sequential_test
+from foretoken.engine.shadow import sequential_test, tails
 from foretoken.engine.shadow.sequential_test import (
     DraftChildren,
     Evidence,
@@ -175,9 +175,7 @@ def test_tails_of_rare_events_are_never_too_short(mean: float) -> None:
     events = np.arange(int(mean + 25 * deviation))
     weights = stats.binom.pmf(events, count, chance)
     z, skew = (events - mean) / deviation, (1 - 2 * chance) / deviation
-    p_values = np.array(
-        [min(1.0, 2 * min(sequential_test._upper_tail(x, skew), sequential_test._upper_tail(-x, -skew))) for x in z]
-    )
+    p_values = np.array([min(1.0, 2 * min(tails.upper_tail(x, skew), tails.upper_tail(-x, -skew))) for x in z])
     for level in (1e-2, 1e-3, 1e-4, 1e-5, 1e-6):
         assert weights[p_values < level].sum() <= level
     if mean < 10:
@@ -186,11 +184,11 @@ def test_tails_of_rare_events_are_never_too_short(mean: float) -> None:
 
 def test_tails_equal_scipys() -> None:
     for z in (0.0, 1.0, 3.0, 6.0):
-        assert sequential_test._upper_tail(z, 0.0) == pytest.approx(stats.norm.sf(z))
-        assert sequential_test._upper_tail(z, 0.5) == pytest.approx(stats.pearson3.sf(z, 0.5))
-        assert sequential_test._chi2_tail(10 * z, 19) == pytest.approx(stats.chi2.sf(10 * z, 19))
-    assert sequential_test._upper_tail(-9.0, 0.5) == 1
-    shift = sequential_test._noncentrality(19, 1e-4)
+        assert tails.upper_tail(z, 0.0) == pytest.approx(stats.norm.sf(z))
+        assert tails.upper_tail(z, 0.5) == pytest.approx(stats.pearson3.sf(z, 0.5))
+        assert tails.chi2_tail(10 * z, 19) == pytest.approx(stats.chi2.sf(10 * z, 19))
+    assert tails.upper_tail(-9.0, 0.5) == 1
+    shift = tails.noncentrality(19, 1e-4, sequential_test._POWER)
     assert stats.ncx2.sf(stats.chi2.isf(1e-4, 19), 19, shift) == pytest.approx(0.99, abs=1e-6)
 
 

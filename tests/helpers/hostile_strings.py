@@ -400,21 +400,6 @@ def _no_option(_patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
     return Scene(["generate", f"--{text.replace('=', '')}"], code=2)
 
 
-def _widened(patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
-    result = SimpleNamespace(num_parameters=1, dead_share=0.5, nonzero_share=0.5)
-    patched.setattr("foretoken.bench.widen.widen", lambda *_: result)
-    if not _can_be_a_path(text):
-        return Scene(["widen", "--to", "25m", f"--out={text}"], code=2)
-    return Scene(["widen", "--to", "25m", f"--out={text}"], out=1)
-
-
-def _can_be_a_path(text: str) -> bool:
-    try:
-        return b"\0" not in os.fsencode(text)
-    except UnicodeEncodeError:
-        return False
-
-
 def _trained(patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
     patched.setattr("foretoken.train.recipes.train_lm", lambda *_: (Result(1, 2, 3.0, 4.0, 5.0), text))
     return Scene(["train", "lm", "--out", "x"], out=1)
@@ -442,7 +427,6 @@ SCENES: Mapping[str, Callable[[pytest.MonkeyPatch, Path, str], Scene]] = {
     "config show, wrong": _unknown_setting,
     "help": _help,
     "no such option": _no_option,
-    "widen": _widened,
     "train": _trained,
 }
 

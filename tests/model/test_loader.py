@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from foretoken import LLM, SamplingParams, SpecConfig
-from foretoken.bench.widen import widen
 from foretoken.errors import CheckpointError, InputError, ModelError, StorageError, UnsupportedModelError
 from foretoken.model.attention.scores import PackedAttention
 from foretoken.model.config_json import check_causal, config_from_hf, config_to_hf
@@ -354,14 +353,6 @@ def test_e1_the_same_head_in_every_form_of_the_model(tmp_path: Path, options: di
                 drafted, plain = llm.generate([token_ids(8)] * 2, SamplingParams(max_tokens=8), [spec, SpecConfig()])
                 assert drafted.token_ids == plain.token_ids
     assert answers[0] == answers[1]
-
-
-def test_e1_a_widened_copy_keeps_the_head(tmp_path: Path) -> None:
-    folder, ids = tied_with_head(tmp_path / "in", "llama", equal=False), token_ids(20)
-    widen(folder, tmp_path / "out", "hidden=96,intermediate=128,layers=4,heads=8,kv_heads=4", dtype="float32")
-    torch.testing.assert_close(
-        logits_of(load_decoder(tmp_path / "out"), ids), transformers_logits(folder, ids), atol=1e-3, rtol=0
-    )
 
 
 def test_e2_mistral_with_layer_types_is_written_and_read_again(tmp_path: Path) -> None:

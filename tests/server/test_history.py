@@ -270,7 +270,7 @@ class Sink:
         self.spans: list[tuple[Any, ...]] = []
         self.is_closed = False
 
-    def add(self, *span: Any) -> None:
+    def add(self, span: tuple[Any, ...]) -> None:
         self.spans.append(span)
 
     def close(self) -> None:

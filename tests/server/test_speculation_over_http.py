@@ -14,7 +14,7 @@ from foretoken import SpecConfig
 from foretoken.backend.local import LocalBackend
 from foretoken.server.api.app import create_app
 from foretoken.server.api.config import ApiConfig
-from foretoken.text.tokenizer import Detokenizer
+from foretoken.text.detokenizer import Detokenizer
 from tests.helpers.fake_backend import FakeBackend
 from tests.helpers.faults import expect
 from tests.helpers.http import Records, client_of, events_of, run, text_of

@@ -16,9 +16,10 @@ from foretoken.errors import CheckpointError, UnsupportedModelError
 from foretoken.model.gguf.names import config_fields
 from foretoken.model.gguf.parts import read_header
 from foretoken.model.gguf.special_tokens import end_tokens
+from foretoken.text.detokenizer import Detokenizer
 from foretoken.text.gguf_pre_tokenizers import PRE_TOKENIZERS
 from foretoken.text.gguf_tokenizer import read_tokenizer
-from foretoken.text.tokenizer import Detokenizer, Tokenizer, load_tokenizer
+from foretoken.text.tokenizer import Tokenizer, load_tokenizer
 from tests.helpers.checkpoints import PROSE, foreign_tokenizer, tiny_tokenizer, variant
 from tests.helpers.gguf_files import add_bpe, add_sentencepiece, finish, write_gguf
 from tests.helpers.slow_tokenizers import merge_by_score

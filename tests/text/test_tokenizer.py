@@ -21,7 +21,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from foretoken import LLM, SamplingParams
 from foretoken.errors import CheckpointError, InputError, MismatchError
-from foretoken.text.tokenizer import Detokenizer, Tokenizer, load_tokenizer
+from foretoken.text.detokenizer import Detokenizer
+from foretoken.text.tokenizer import Tokenizer, load_tokenizer
 from tests.helpers.checkpoints import END_OF_TEXT, tiny_checkpoint, tiny_tokenizer
 
 TEXTS = [

@@ -7,8 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from foretoken.train.corpus import HELD_OUT_MODULES, documents, edit_prompt, is_held_out, standard_library
-from foretoken.train.tokens import END_OF_TEXT, encode, train_tokenizer, windows
+from foretoken.train.corpus import (
+    END_OF_TEXT,
+    HELD_OUT_MODULES,
+    documents,
+    edit_prompt,
+    encode,
+    is_held_out,
+    standard_library,
+    train_tokenizer,
+    windows,
+)
 
 MODULE = '''"""A module."""
 

@@ -18,14 +18,15 @@ distribution is a point mass and the check is exact: `weigh_greedy`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from functools import cache
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from foretoken.engine.shadow.tails import chi2_tail, noncentrality, quantile, upper_tail
 
 NUM_BINS = 20
 STAKES = tuple(sign * stake for stake in (0.5, 0.2, 0.08, 0.03, 0.012) for sign in (1, -1))
@@ -231,9 +232,7 @@ def _dense(drafts: Sequence[DraftChildren], vocab: int, device: torch.device) ->
 
 
 def _bets(scores: NDArray[np.float64], slack: float) -> NDArray[np.float64]:
-    """log of prod(1 + stake * score) over tokens, every score shifted by `slack` against the stake: `[scores, n]` ->
-    `[scores, stakes]`.
-    """
+    """log of prod(1 + stake * score) over tokens, scores less `slack`: `[scores, n]` -> `[scores, stakes]`."""
     stakes = np.array(STAKES)[:, None]  # [stakes, 1]
     grown: NDArray[np.float64] = np.stack(
         [np.log1p(stakes * score[None, :] - np.abs(stakes) * slack).sum(-1) for score in scores]
@@ -312,9 +311,7 @@ def distribution_tests(evidence: Evidence, alpha: float) -> tuple[DistributionTe
 
 
 def _mean_test(name: str, moments: Moments, level: float) -> DistributionTest:
-    """Test the sum of a score against its expectation, with the tails of the gamma distribution of the same three
-    moments.
-    """
+    """Test a score's sum against its expectation, with the tails of the gamma distribution of the same moments."""
     if moments.variance <= 0:
         return DistributionTest(
             name,
@@ -328,9 +325,9 @@ def _mean_test(name: str, moments: Moments, level: float) -> DistributionTest:
         )
     deviation = math.sqrt(moments.variance)
     z, skew = moments.excess / deviation, moments.third / deviation**3
-    p_value = min(1.0, 2 * min(_upper_tail(z, skew), _upper_tail(-z, -skew)))
-    border = max(_quantile(level / 2, skew), _quantile(level / 2, -skew))
-    size = (border + _quantile(1 - _POWER, 0.0)) * deviation / abs(moments.shift) if moments.shift else math.inf
+    p_value = min(1.0, 2 * min(upper_tail(z, skew), upper_tail(-z, -skew)))
+    border = max(quantile(level / 2, skew), quantile(level / 2, -skew))
+    size = (border + quantile(1 - _POWER, 0.0)) * deviation / abs(moments.shift) if moments.shift else math.inf
     smallest = size * moments.distance / moments.num_tokens
     what = (
         f"a temperature off by {size:.1%}"
@@ -362,70 +359,18 @@ def _rank_test(ranks: NDArray[np.int64], level: float) -> DistributionTest:
     expected = count / bins
     square = float(((grouped - expected) ** 2).sum() / expected)
     # By Cauchy-Schwarz, a total variation of d between bin probabilities gives a noncentrality of at least 4 n d^2.
-    smallest = math.sqrt(_noncentrality(bins - 1, level) / (4 * count))
+    smallest = math.sqrt(noncentrality(bins - 1, level, _POWER) / (4 * count))
     sees = f"ranks off by {smallest:.3g} in total variation"
     return DistributionTest(
         "rank",
         count,
         f"chi2({bins - 1}) = {square:.1f}",
-        _chi2_tail(square, bins - 1),
+        chi2_tail(square, bins - 1),
         level,
         smallest,
         sees,
         conclusive=True,
     )
-
-
-def _upper_tail(z: float, skew: float) -> float:
-    """P(Z > z) for a standardised sum of this skewness: a gamma distribution on the long tail, the normal distribution
-    on the short one.
-
-    Both are conservative for sums of rare events, whose kurtosis is below the gamma distribution's.
-    """
-    if skew < 1e-4:
-        return math.erfc(z / math.sqrt(2)) / 2
-    shape = 4 / skew**2
-    place = shape + z * math.sqrt(shape)
-    return _gamma_tail(shape, place) if place > 0 else 1.0
-
-
-def _gamma_tail(shape: float, place: float) -> float:
-    return float(
-        torch.special.gammaincc(torch.tensor(shape, dtype=torch.float64), torch.tensor(place, dtype=torch.float64))
-    )
-
-
-def _chi2_tail(value: float, freedom: int) -> float:
-    return _gamma_tail(freedom / 2, value / 2)
-
-
-def _quantile(level: float, skew: float) -> float:
-    """The z that is exceeded with probability `level`."""
-    return _solve(lambda z: _upper_tail(z, skew) <= level, 40.0)
-
-
-@cache
-def _noncentrality(freedom: int, level: float) -> float:
-    """The noncentrality that a chi-square test at `level` detects with probability `_POWER`."""
-    border = _solve(lambda x: _chi2_tail(x, freedom) <= level, 1000.0)
-    counts = torch.arange(2000, dtype=torch.float64)
-    tails = torch.special.gammaincc(freedom / 2 + counts, torch.full_like(counts, border / 2))
-
-    def seen(noncentrality: float) -> bool:
-        weights = torch.exp(
-            counts * math.log(noncentrality / 2) - noncentrality / 2 - torch.lgamma(counts + 1)
-        )  # Poisson
-        return float((weights * tails).sum()) >= _POWER
-
-    return _solve(seen, 1000.0, low=1e-6)
-
-
-def _solve(reached: Callable[[float], bool], high: float, low: float = 0.0) -> float:
-    """The smallest number in [low, high] from which on `reached` holds, by bisection."""
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (low, middle) if reached(middle) else (middle, high)
-    return high
 
 
 @dataclass(frozen=True)
@@ -451,9 +396,7 @@ class GreedyEvidence:
 
 
 def weigh_greedy(logits: Tensor, tokens: Tensor, tolerance: Tensor) -> GreedyEvidence:
-    """Compare `tokens` [n] with the best of `logits` [n, V]; `tolerance` [n] is the difference that rounding
-    explains.
-    """
+    """Compare `tokens` [n] with the best of `logits` [n, V]; `tolerance` [n] is what rounding explains."""
     best = logits.max(-1)
     gaps = (best.values - logits.gather(-1, tokens[:, None])[:, 0]).double()  # [n]
     other = best.indices != tokens

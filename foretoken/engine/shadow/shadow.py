@@ -47,9 +47,7 @@ class Room(Protocol):
     """Lends free cache of the target."""
 
     def borrow(self, num_tokens: int, reclaim: Callable[[], None]) -> bool:
-        """Lend `num_tokens` until `give_back`; False if they are not free. `reclaim` is called when a request needs
-        them.
-        """
+        """Lend `num_tokens` until `give_back`, False if not free. `reclaim` is called when a request needs them."""
 
     def give_back(self) -> None:
         """Return the borrowed cache, if any."""
@@ -145,18 +143,14 @@ class Shadow:
     # ---- work
 
     def offer(self, request: Request, output_ids: list[int]) -> bool:
-        """Offer a request that has already ended; returns whether it was selected. Offer requests in order of
-        arrival.
-        """
+        """Offer a request that has ended; returns whether it was selected. Offer requests in order of arrival."""
         chosen = self._follow(request)
         if chosen:
             self._take(request, output_ids)
         return chosen
 
     def advance(self, max_tokens: int) -> int:
-        """Run up to `max_tokens` tokens of finished answers through the target; returns how many were run, 0 without
-        work or cache.
-        """
+        """Run up to `max_tokens` tokens of finished answers through the target; returns how many were run."""
         run = 0
         while self._finished and run < max_tokens:
             case = self._finished[0]

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from foretoken.config import SpecConfig
-from foretoken.engine.startup.machine import machine, versions
 from foretoken.engine.startup.profiling import load_profile, save_profile
 from foretoken.engine.startup.start_profile import (
     BUDGET_S,
@@ -27,6 +26,7 @@ from foretoken.engine.startup.start_profile import (
 )
 from foretoken.errors import ConfigError, InputError, StorageError
 from foretoken.files import CACHE_VARIABLE, cache_folder
+from foretoken.machine.identity import machine, versions
 from foretoken.model.interface import LanguageModel
 from foretoken.plan.profile import Profile, fingerprint
 

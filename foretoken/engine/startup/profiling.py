@@ -85,9 +85,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of a kind of step: the prompts' own steps, then for each decode step the whole but the drafter, and the
-    drafter.
-    """
+    """Seconds of a kind of step: the prompts' own, then of each decode step all but the drafter, and the drafter."""
 
     prompt_s: tuple[float, ...]
     step_s: tuple[float, ...]
@@ -157,9 +155,7 @@ class StepBench:
         return self._points(f"{name} prompt", counts, lambda count: Work(1, count, BATCH_NUM_DRAFT), extra_s)
 
     def long_texts(self, counts: Sequence[int]) -> tuple[Curve, Curve]:
-        """Seconds of a prompt's chunk by tokens, and of a decode step by tokens of the past; one request serves
-        both.
-        """
+        """Seconds of a prompt's chunk by tokens, and of a decode step by tokens of the past, from one request."""
         chunks: dict[int, float] = {}
         steps: dict[int, float] = {}
         before, last_s = SHORT_TOKENS, 0.0
@@ -224,9 +220,7 @@ class StepBench:
         return Curve(tuple(points))
 
     def _fits(self, work: Work) -> bool:
-        """Whether context and cache hold the work; what does not fit into the context is no point of this model's at
-        all.
-        """
+        """Whether context and cache hold the work; what does not fit into the context is no point of this model's."""
         tokens = work.context_tokens + room(work)
         if tokens > self.target.max_context_tokens:
             return False

@@ -30,8 +30,8 @@ from foretoken.draft.base import (
 )
 from foretoken.draft.group import DrafterGroup, drafter_key
 from foretoken.engine.engine import Engine
-from foretoken.engine.startup.machine import machine, versions
 from foretoken.engine.startup.profiling import SHORT_TOKENS, StandInDrafter, stand_in, timed
+from foretoken.machine.identity import machine, versions
 from foretoken.model.interface import LanguageModel, MixtureModel, TwinModel
 from foretoken.plan.profile import Curve, DrafterCost, Profile
 from foretoken.plan.roofline import Roofline
@@ -96,9 +96,7 @@ def model_drafters(made: Sequence[Made]) -> dict[str, Made]:
 
 
 def measure_roofline(target: LanguageModel) -> Roofline:
-    """The target on this machine: one copy and one matrix product, the best of a few tries each; a fraction of a
-    second.
-    """
+    """The target on this machine, within a second: one copy and one matrix product, the best of a few tries each."""
     size = min(_DTYPES, key=lambda size: abs(size - target.weight_bytes / target.num_parameters))
     rows, width = _PRODUCT
     source = torch.ones(_COPY_BYTES // 4, dtype=torch.float32, device=target.device)

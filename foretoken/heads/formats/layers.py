@@ -60,9 +60,7 @@ def layer_from_json(raw: Mapping[str, Any], where: str, model_type: str) -> Mode
 def layer_tensors(
     layer: ModelConfig, prefix: str, in_features: int, norms: tuple[str, ...]
 ) -> Iterator[tuple[str, Shape]]:
-    """Name and shape of every tensor of one layer whose attention reads `in_features`; `norms` are of the hidden
-    size.
-    """
+    """Name and shape of every tensor of a layer whose attention reads `in_features`; `norms` are of the hidden size."""
     hidden, wide, size = layer.hidden_size, layer.intermediate_size, layer.head_dim
     q, kv = layer.num_heads * size, layer.num_kv_heads * size
     linears = (

@@ -104,9 +104,7 @@ class PagedAttention:
         return out
 
     def kernel_segments(self, like: Tensor) -> Sequence[SegmentRows] | None:
-        """What the compiled kernel reads of every layer, if it reads all segments of all layers; `like` is of the kind
-        of the queries.
-        """
+        """What the compiled kernel reads of every layer, if it reads all segments of all; `like`: as the queries."""
         plan = self._plan(like)
         return None if plan.others else plan.segments
 
@@ -176,9 +174,7 @@ def _plan(readers: Sequence[Reader], max_kernel_rows: int, kernels: RowKernels |
 
 
 def additive_mask(segment: Segment, past: int, window: int | None, per_group: int, like: Tensor) -> Tensor | None:
-    """What is added to the scores of a segment's rows, `[1, 1, per_group * num_rows, C]` of the kind of `like`; None:
-    every row sees everything.
-    """
+    """What is added to a segment's scores, `[1, 1, per_group * num_rows, C]` like `like`; None: all rows see all."""
     num_rows = segment.num_rows
     if window is None and segment.is_chain:
         if num_rows == 1:
@@ -194,9 +190,7 @@ def additive_mask(segment: Segment, past: int, window: int | None, per_group: in
 
 
 def visible_slots(segment: Segment, past: int, window: int | None) -> Tensor:
-    """Which of the past, the held nodes and the new rows each new row may see, `[num_rows, past + num_held + num_rows]`
-    bool on the CPU.
-    """
+    """Which of past, held and new rows each new row sees: `[num_rows, past + num_held + num_rows]`, on the CPU."""
     new, depth = visible_new(segment)
     num_rows = len(depth)
     visible = torch.cat((torch.ones(num_rows, past, dtype=torch.bool), new), dim=1)

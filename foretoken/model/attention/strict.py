@@ -105,16 +105,12 @@ def max_positions(config: ModelConfig) -> int:
 
 
 def padded_rows(num_positions: int, config: ModelConfig) -> int:
-    """Rows of the matrix product for so many positions: a row per query head of a group, and up to a multiple of
-    `_ROW_STEP`.
-    """
+    """Rows of the product for so many positions: one per query head of a group, up to a multiple of `_ROW_STEP`."""
     return -(-num_positions * (config.num_heads // config.num_kv_heads) // _ROW_STEP) * _ROW_STEP
 
 
 def additive_mask(seen: Tensor, config: ModelConfig) -> Tensor:
-    """From what each position sees, bool [n, C], the float32 mask [M, C] of its rows and of the padding, which sees
-    everything.
-    """
+    """The float32 mask [M, C] of rows and padding (sees everything), from what each position sees, bool [n, C]."""
     rows = (
         torch.zeros(seen.shape)
         .masked_fill_(~seen, float("-inf"))
@@ -151,9 +147,7 @@ def key_range(position: int, window: int | None) -> tuple[int, int]:
 
 
 def texts_of(reader: Reader, device: torch.device, alone: bool = False) -> Iterator[Text]:
-    """The texts that a segment's rows belong to: one for a chain, for a tree one per leaf; with `alone`, one per
-    row.
-    """
+    """The texts of a segment's rows: one for a chain, one per leaf of a tree; with `alone`, one per row."""
     assert not reader.segment.num_held, "drafts grow their trees in default numerics"
     slots = (
         torch.arange(reader.slots.index.start, reader.slots.index.stop, device=device)

@@ -124,9 +124,7 @@ def _q8_0(blocks: _Bytes) -> _Parts:
 
 
 def _k_scales(blocks: _Bytes) -> tuple[_Products, _Products]:
-    """Scales and minimums of the eight groups of a Q4_K or Q5_K block: 6 bits of 12 packed bytes, times the block's
-    two float16 numbers.
-    """
+    """Scales and minimums of the eight groups of a Q4_K or Q5_K block: 6 of 96 bits each, times two float16 numbers."""
     first, second, third = (blocks[:, at : at + 4] for at in (4, 8, 12))
     scales = np.concatenate([first & 63, (third & 15) | ((first >> 2) & 48)], axis=1)
     minimums = np.concatenate([second & 63, (third >> 4) | ((second >> 2) & 48)], axis=1)

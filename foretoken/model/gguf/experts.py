@@ -85,9 +85,7 @@ MIXTURE_ARCHITECTURES = tuple(name for name in _MIXTURES if name != "llama")
 
 
 def mixture_of(architecture: str, metadata: Mapping[str, Any]) -> Mixture | None:
-    """What the file is a mixture of; None for an ordinary decoder. `metadata` is the architecture's, without its
-    prefix.
-    """
+    """What the file is a mixture of, None for a plain decoder. `metadata`: the architecture's, without prefix."""
     found = _MIXTURES.get(architecture)
     return None if architecture == "llama" and not metadata.get("expert_count") else found
 

@@ -46,9 +46,7 @@ _NEUTRAL: dict[str, object] = {
 
 
 def hf_name(name: str, parts: Mapping[str, str]) -> str:
-    """The Hugging Face name of one of llama.cpp's tensors; its own where there is none. `parts` are those of a layer
-    (`families.layer_parts`).
-    """
+    """The Hugging Face name of one of llama.cpp's tensors, or its own. `parts` are `families.layer_parts`."""
     found = _IN_LAYER.fullmatch(name)
     if found is not None and found[2] in parts:
         own = f"model.layers.{found[1]}.{parts[found[2]]}"
@@ -60,9 +58,7 @@ def hf_name(name: str, parts: Mapping[str, str]) -> str:
 
 
 def interleaved_heads(name: str, family: GgufFamily, raw: dict[str, Any]) -> int | None:
-    """The number of heads among which the rows of a tensor (by its Hugging Face name) were interleaved; None if they
-    were not.
-    """
+    """The number of heads among which a tensor's rows were interleaved, by its Hugging Face name; None if not."""
     if not family.permutes:
         return None
     if ".self_attn.q_proj." in name:

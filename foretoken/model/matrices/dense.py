@@ -81,9 +81,7 @@ class Product:
 
 
 def merged_product(products: Sequence[Product | None]) -> Product | None:
-    """Products of one input as one whose outputs follow one another; None where one is missing, or they are of
-    different functions.
-    """
+    """Products of one input as one, outputs in sequence; None where one is missing, or their functions differ."""
     first = products[0]
     if first is None or len(products) == 1:
         return first

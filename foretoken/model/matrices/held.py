@@ -82,9 +82,7 @@ class MatrixMemory:
 
     @property
     def row_bytes(self) -> int:
-        """What a row takes beside its activations while a matrix in codes is multiplied: float32 on both sides, and
-        codes.
-        """
+        """What a row takes beside activations in a product with codes: float32 on both sides, and codes."""
         widest = max(self._config.hidden_size, self._config.intermediate_size)
         tallest = max(2 * self._config.intermediate_size, self._config.hidden_size, self._query_rows)
         codes = widest + -(-widest // SPAN) * _FLOAT_BYTES

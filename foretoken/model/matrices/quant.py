@@ -117,18 +117,14 @@ class RowBlocks:
 
 
 def row_codes(full: Tensor, dtype: torch.dtype) -> Tensor:
-    """Turn the rows of `full` [N, K] float32, in place, into codes in -127..127; the scales [N] that go with them, in
-    `dtype`.
-    """
+    """Turn rows of `full` [N, K] float32, in place, into codes in -127..127; the scales [N], in `dtype`."""
     scales = _scales(torch.linalg.vector_norm(full, float("inf"), dim=1) / 127, dtype)
     full.div_(scales[:, None].float()).round_().clamp_(-127, 127)
     return scales
 
 
 def group_codes(full: Tensor, group: int, dtype: torch.dtype) -> Tensor:
-    """Turn every group of `full` [N, K] float32, in place, into codes in -8..7; the scales [N, K / group] that go with
-    them, in `dtype`.
-    """
+    """Turn groups of `full` [N, K] float32, in place, into codes in -8..7; the scales [N, K / group], in `dtype`."""
     groups = full.view(len(full), -1, group)
     low, high = groups.amin(2), groups.amax(2)
     scales = _scales(torch.where(high > -low, high, low) / -8, dtype)

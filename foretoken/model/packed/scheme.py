@@ -23,9 +23,7 @@ _NO_SUPERS: dict[str, Any] = {"super_scales": None, "super_minimums": None}
 
 
 def assembled(parts: Iterable[GroupedCodes], num_rows: int, dtype: torch.dtype) -> GroupedWeight:
-    """The matrix [N, K] whose rows come in `parts`, each but the last of whole blocks of rows; `dtype` is that of a
-    table's rows.
-    """
+    """The matrix [N, K] of `parts`, all but the last of whole blocks of rows; `dtype` is that of a table's rows."""
     blocks, filled = -(-num_rows // BLOCK_ROWS), 0
     whole: dict[str, Tensor] = {}  # by field
     for part in parts:

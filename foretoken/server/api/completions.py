@@ -1,6 +1,4 @@
-"""`/v1/completions`, with `suffix`: a text is filled in (FIM), its prompt and suffix in the order that models trained
-for it read them.
-"""
+"""`/v1/completions`; with `suffix` a text is filled in (FIM), in the order that models trained for it read."""
 
 from __future__ import annotations
 

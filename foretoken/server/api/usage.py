@@ -1,6 +1,4 @@
-"""What a request cost, in the four shapes that clients know: OpenAI's `usage`, llama.cpp's `timings`, vLLM's `metrics`,
-and our own `foretoken`.
-"""
+"""What a request cost: OpenAI's `usage`, llama.cpp's `timings`, vLLM's `metrics`, and our own `foretoken`."""
 
 from __future__ import annotations
 
@@ -144,9 +142,7 @@ def spec_report(book: AnswerBook, drafter: str | None, why_off: str | None) -> d
 def trace_record(
     request_id: str, index: int, step: int, tokens: Sequence[TokenEvent], one: RoundEvent | None, why_off: str
 ) -> dict[str, Any]:
-    """One step of one answer in `foretoken.trace`: what was drafted and what was emitted. `why_off`: the reason where
-    nobody drafts.
-    """
+    """One step of one answer in `foretoken.trace`: drafted and emitted; `why_off`: why nobody drafts."""
     record: dict[str, Any] = {"request": request_id, "index": index, "step": step}
     if one is not None:
         draft = {"drafter": one.drafter or PLAIN, "ids": one.token_ids, "texts": one.texts, "parents": one.parents}

@@ -1,6 +1,4 @@
-"""How a request that generates is answered, whole or as a stream: the frame of the response, its reports, its
-log-probabilities.
-"""
+"""How a request that generates is answered, whole or as a stream: frame, reports and log-probabilities."""
 
 from __future__ import annotations
 

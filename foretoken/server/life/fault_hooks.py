@@ -47,9 +47,7 @@ class FaultOnDemand(RuntimeError):
 
 @dataclass
 class FaultHook:
-    """One fault: `action` at the `nth` time that `point` is passed since it was armed; if it `repeats`, at every such
-    number of passages.
-    """
+    """One fault: `action` at the `nth` time that `point` is passed, at every nth one if it `repeats`."""
 
     point: str = ""
     nth: int = 0

@@ -194,9 +194,7 @@ class Replicas:
 
 
 class AsyncCondition:
-    """`asyncio.Condition` without its lock: also code that cannot wait, such as a callback, may notify. For one event
-    loop.
-    """
+    """`asyncio.Condition` without its lock: code that cannot wait may notify too. For one event loop."""
 
     def __init__(self) -> None:
         self._waiting: set[asyncio.Future[None]] = set()

@@ -249,9 +249,7 @@ def _call_of(data: bytes) -> int | None:
 
 
 def to_wire(error: BaseException) -> WireError:
-    """The error of a call. What is no error of ours is an `EngineError` that names the class only: its message may hold
-    a user's text.
-    """
+    """The error of a call; of one that is not ours the class alone: its message may hold a user's text."""
     if isinstance(error, InputError):
         return WireError(
             type(error).__name__,

@@ -1,12 +1,18 @@
-"""A thread that does what may block, with a bounded queue: what does not fit is dropped and counted."""
+"""A thread that does what may block, with a bounded queue: what does not fit is dropped and counted; and observers that
+write figures of requests from one.
+"""
 
 from __future__ import annotations
 
 import logging
 import queue
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
+
+from foretoken.server.observe.figures import RequestFigures, figures_of
+from foretoken.server.record import RequestRecord
 
 _Item = TypeVar("_Item")
 
@@ -94,3 +100,34 @@ class Background(Generic[_Item]):
     def _count_dropped(self, count: int) -> None:
         with self._lock:
             self._num_dropped += count
+
+
+class FiguresWriter(ABC):
+    """A `record.RequestObserver` that writes the figures of finished requests, in batches from a thread of its own.
+
+    What cannot be written costs figures, which are counted, and nothing else.
+    """
+
+    def __init__(self, name: str, idle_s: float = 60.0) -> None:
+        self._background: Background[RequestFigures] = Background(name, self._write, idle_s=idle_s)
+
+    @property
+    def num_dropped(self) -> int:
+        """Requests whose figures were not written."""
+        return self._background.num_dropped
+
+    def finished(self, record: RequestRecord) -> None:
+        """See `RequestObserver.finished`."""
+        self._background.put(figures_of(record))
+
+    def drain(self) -> None:
+        """Wait until every request that has finished is written, or counted as dropped."""
+        self._background.drain()
+
+    def close(self) -> None:
+        """Write what is queued."""
+        self._background.close()
+
+    @abstractmethod
+    def _write(self, batch: Sequence[RequestFigures]) -> int:
+        """Write a batch, in the thread; how many of it are lost."""

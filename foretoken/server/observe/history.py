@@ -16,9 +16,8 @@ from dataclasses import fields
 from pathlib import Path
 
 from foretoken.errors import StorageError
-from foretoken.server.observe.background import Background
-from foretoken.server.observe.figures import RequestFigures, figures_of
-from foretoken.server.record import RequestRecord
+from foretoken.server.observe.background import FiguresWriter
+from foretoken.server.observe.figures import RequestFigures
 
 COLUMNS = tuple(field.name for field in fields(RequestFigures))
 _APPLICATION = 0x666F7265  # "fore": tells the file from other SQLite files
@@ -132,8 +131,8 @@ def _version(connection: sqlite3.Connection, path: Path) -> int:
     return version
 
 
-class History:
-    """See `record.RequestObserver`. Requests older than `max_age_days` are deleted, and the oldest ones of a file
+class History(FiguresWriter):
+    """A row of every request. Requests older than `max_age_days` are deleted, and the oldest ones of a file
     larger than `max_bytes`.
 
     Raises:
@@ -146,30 +145,16 @@ class History:
         self._connection: sqlite3.Connection | None = None
         self._retained_s = float("-inf")
         self._has_failed = False
-        self._background: Background[RequestFigures] = Background("foretoken-history", self._write, idle_s=_RETENTION_S)
-
-    @property
-    def num_dropped(self) -> int:
-        """Requests that are missing in the file."""
-        return self._background.num_dropped
-
-    def finished(self, record: RequestRecord) -> None:
-        """See `RequestObserver.finished`."""
-        self._background.put(figures_of(record))
-
-    def drain(self) -> None:
-        """Wait until every request that has finished is written, or counted as dropped."""
-        self._background.drain()
+        super().__init__("foretoken-history", _RETENTION_S)
 
     def close(self) -> None:
         """Write what is queued and close the file."""
-        self._background.close()
+        super().close()
         if self._connection is not None:
             self._connection.close()
             self._connection = None
 
     def _write(self, batch: Sequence[RequestFigures]) -> int:
-        """Write a batch; how many of it are lost."""
         num_lost = len(batch)
         try:
             if self._connection is None:

@@ -142,9 +142,7 @@ class ServerMetrics(Collector):
         return list(self._registry.collect())
 
     async def _read(self) -> None:
-        """Ask the engine, unless that was just done. An engine that does not answer keeps its counters and has no
-        requests.
-        """
+        """Ask the engine, unless that was just done. Without an answer counters stay, and there are no requests."""
         if self._reading is None:
             self._reading = asyncio.Lock()  # belongs to the loop that serves
         async with self._reading:

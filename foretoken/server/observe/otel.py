@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from prometheus_client.samples import Sample
 
@@ -34,19 +34,22 @@ AttributeValue = str | bool | int | float | Sequence[str]
 _PATIENCE_S = 5.0  # for the loop that serves; the SDK gives an export 30
 
 
+class Span(NamedTuple):
+    """A span of kind SERVER; `parent` has the headers of its trace context."""
+
+    name: str
+    start_unix_s: float
+    end_unix_s: float
+    attributes: Mapping[str, AttributeValue]
+    parent: Mapping[str, str] | None
+    error: str | None
+
+
 class SpanSink(Protocol):
     """Where spans go: `OpenTelemetrySink`, or a list in tests."""
 
-    def add(
-        self,
-        name: str,
-        start_unix_s: float,
-        end_unix_s: float,
-        attributes: Mapping[str, AttributeValue],
-        parent: Mapping[str, str] | None,
-        error: str | None,
-    ) -> None:
-        """One span of kind SERVER; `parent` has the headers of its trace context."""
+    def add(self, span: Span) -> None:
+        """Send one, some time."""
 
     def close(self) -> None:
         """Send what is left."""
@@ -65,8 +68,8 @@ class Tracing:
         name = f"{attributes['gen_ai.operation.name']} {record.model}"
         end_unix_s = record.began_unix_s + record.duration_s
         error = attributes.get("error.type")
-        parent = TRACE_HEADERS.get()
-        self._sink.add(name, record.began_unix_s, end_unix_s, attributes, parent, None if error is None else str(error))
+        failed = None if error is None else str(error)
+        self._sink.add(Span(name, record.began_unix_s, end_unix_s, attributes, TRACE_HEADERS.get(), failed))
 
     def close(self) -> None:
         """Send what is left."""
@@ -122,29 +125,21 @@ class OpenTelemetrySink:
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
         self._tracer = self._provider.get_tracer(PROVIDER)
 
-    def add(
-        self,
-        name: str,
-        start_unix_s: float,
-        end_unix_s: float,
-        attributes: Mapping[str, AttributeValue],
-        parent: Mapping[str, str] | None,
-        error: str | None,
-    ) -> None:
+    def add(self, span: Span) -> None:
         """See `SpanSink.add`."""
         from opentelemetry import trace
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        span = self._tracer.start_span(
-            name,
-            context=TraceContextTextMapPropagator().extract(dict(parent or {})),
+        sent = self._tracer.start_span(
+            span.name,
+            context=TraceContextTextMapPropagator().extract(dict(span.parent or {})),
             kind=trace.SpanKind.SERVER,
-            attributes=dict(attributes),
-            start_time=int(start_unix_s * _NS),
+            attributes=dict(span.attributes),
+            start_time=int(span.start_unix_s * _NS),
         )
-        if error is not None:
-            span.set_status(trace.Status(trace.StatusCode.ERROR, error))
-        span.end(end_time=int(end_unix_s * _NS))
+        if span.error is not None:
+            sent.set_status(trace.Status(trace.StatusCode.ERROR, span.error))
+        sent.end(end_time=int(span.end_unix_s * _NS))
 
     def close(self) -> None:
         """See `SpanSink.close`."""

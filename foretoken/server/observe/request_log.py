@@ -8,38 +8,18 @@ import time
 from collections.abc import Sequence
 from typing import Any, TextIO
 
-from foretoken.server.observe.background import Background
+from foretoken.server.observe.background import FiguresWriter
 from foretoken.server.observe.config import LogFormat
-from foretoken.server.observe.figures import RequestFigures, figures_of
-from foretoken.server.record import RequestRecord
+from foretoken.server.observe.figures import RequestFigures
 
 
-class RequestLog:
-    """See `record.RequestObserver`. Lines are written from a thread: a stream that blocks, or a full disk, costs
-    lines, which are counted, and nothing else.
-    """
+class RequestLog(FiguresWriter):
+    """A line of every request, on `stream`."""
 
     def __init__(self, log_format: LogFormat, stream: TextIO | None = None) -> None:
         self._write_line = json_line if log_format == "json" else text_line
         self._stream = sys.stderr if stream is None else stream
-        self._background: Background[RequestFigures] = Background("foretoken-request-log", self._write)
-
-    @property
-    def num_dropped(self) -> int:
-        """Lines that were not written."""
-        return self._background.num_dropped
-
-    def finished(self, record: RequestRecord) -> None:
-        """See `RequestObserver.finished`."""
-        self._background.put(figures_of(record))
-
-    def drain(self) -> None:
-        """Wait until a line was written, or dropped, for every request that has finished."""
-        self._background.drain()
-
-    def close(self) -> None:
-        """Write what is queued."""
-        self._background.close()
+        super().__init__("foretoken-request-log")
 
     def _write(self, batch: Sequence[RequestFigures]) -> int:
         if not batch:

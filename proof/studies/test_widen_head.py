@@ -10,9 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken.bench.widen import widen
-from foretoken.bench.widen_head import widen_head
-from foretoken.cli.app import run
 from foretoken.errors import ConfigError
 from foretoken.heads.checkpoint import load_head, save_head
 from foretoken.heads.config import HeadConfig
@@ -20,6 +17,9 @@ from foretoken.heads.probe import _own_text
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.loader import read_config
 from foretoken.model.open import open_model
+from studies.widen.__main__ import main
+from studies.widen.checkpoint import widen
+from studies.widen.head import widen_head
 from tests.helpers.checkpoints import tiny_checkpoint
 from tests.helpers.stored_heads import (
     CUT,
@@ -106,10 +106,21 @@ def test_a_feedback_behind_the_norm_needs_an_output_of_its_own(pair: Pair, tmp_p
         widen_head(tmp_path / "head", tmp_path / "wide", pair.folder, SIZE)
 
 
-def test_the_verb_widens_both(pair: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_widens_both(
+    pair: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(*words: object) -> int:
+        monkeypatch.setattr("sys.argv", ["widen", *map(str, words)])
+        return main()
+
     save_head(stored_head(medusa_config(target=pair.config)), tmp_path / "head", pair.config)
     out = ["--out", str(tmp_path / "target"), "--source", str(pair.folder), "--to", SIZE, "--json"]
-    assert run(["widen", *out, "--head", str(tmp_path / "head"), "--head-out", str(tmp_path / "wide")]) == 0
+    assert run(*out, "--head", tmp_path / "head", "--head-out", tmp_path / "wide") == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["folder"] == str(tmp_path / "target")
     assert load_head(tmp_path / "wide", read_config(tmp_path / "target")).config.hidden_size == 144  # type: ignore[union-attr]
-    assert run(["widen", *out, "--head", str(tmp_path / "head")]) == 2
+    assert run(*out, "--head", tmp_path / "head") == 2
+    capsys.readouterr()
+    for wrong in (tmp_path / "target", pair.folder / "config.json" / "below"):  # in use, and no folder
+        assert run("--to", SIZE, "--source", pair.folder, "--out", wrong) == 4
+    assert run("--to", SIZE, "--source", pair.folder, "--out", tmp_path / "new", "--dtype", "int8") == 2
+    assert capsys.readouterr().out == ""

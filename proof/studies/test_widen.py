@@ -12,14 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from foretoken.bench.widen import widen
-from foretoken.bench.widen_plan import PRESETS, plan
 from foretoken.errors import InputError, StorageError
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.attention.scores import PackedAttention
 from foretoken.model.loader import load_decoder, read_config
 from foretoken.model.weights import Weights
+from studies.widen.checkpoint import widen
+from studies.widen.plan import PRESETS, plan
 from tests.helpers.checkpoints import tiny_checkpoint, tiny_tokenizer, token_ids, transformers_logits, variant
+from tests.model.test_loader import tied_with_head
 
 SIZE = "hidden=192,intermediate=160,layers=5,heads=8,kv_heads=4"
 
@@ -197,7 +198,13 @@ def test_a_disk_that_fills_up_leaves_nothing_behind(tmp_path: Path, monkeypatch:
     def full(*_args: object, **_options: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("foretoken.bench.widen.save_file", full)
+    monkeypatch.setattr("studies.widen.checkpoint.save_file", full)
     with pytest.raises(StorageError, match="No space left"):
         widen(source, tmp_path / "big", SIZE)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["small"]
+
+
+def test_a_widened_copy_keeps_a_head_of_its_own(tmp_path: Path) -> None:
+    folder, ids = tied_with_head(tmp_path / "in", "llama", equal=False), token_ids(20)
+    widen(folder, tmp_path / "out", "hidden=96,intermediate=128,layers=4,heads=8,kv_heads=4", dtype="float32")
+    torch.testing.assert_close(logits(tmp_path / "out", ids), transformers_logits(folder, ids), atol=1e-3, rtol=0)

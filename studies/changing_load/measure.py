@@ -1,4 +1,4 @@
-"""`foretoken bench load --load`: a load that changes in batch size and slice while it runs.
+"""A load that changes in batch size and slice while it runs.
 
 Each phase keeps a number of requests of one slice running: where one ends the next begins. All settings answer the same
 requests. When a phase has sent its last request the next phase begins, while earlier requests still run.
@@ -19,7 +19,6 @@ from foretoken.bench.batch_prompts import Ask
 from foretoken.bench.batch_rows import contended_turns
 from foretoken.bench.batch_settings import NO_POLICIES, BatchSetting, Policies, Stage, best_fixed, parse_batch_settings
 from foretoken.bench.caveats import load_average
-from foretoken.bench.load_options import LoadOptions, LoadPhase
 from foretoken.bench.load_run import RESUMED, announce, kept_turns, make_report, opened
 from foretoken.bench.measure import PLAIN
 from foretoken.bench.progress import Tell, progress
@@ -27,6 +26,7 @@ from foretoken.machine.neighbours import contention_notes, is_contended
 from foretoken.measure.kept import KeptFile
 from foretoken.measure.plots import Plot, Point, Series
 from foretoken.measure.report import Report, Table
+from studies.changing_load.options import ChangingLoadOptions, LoadPhase
 
 EXPLAINED = (
     "Tokens per second of the whole load, prefill included, from the first step to the last token (median over "
@@ -84,8 +84,8 @@ class LoadRow:
 
 
 def run_changing_load(
-    options: LoadOptions,
-    command: str = "foretoken bench load --load mixed",
+    options: ChangingLoadOptions,
+    command: str = "python -m studies.changing_load",
     policies: Policies = NO_POLICIES,
     remarks: Sequence[str] = (),
 ) -> Report:
@@ -156,7 +156,7 @@ def run_changing_load(
 
 def measure_load(
     stage: Stage,
-    options: LoadOptions,
+    options: ChangingLoadOptions,
     settings: Sequence[BatchSetting],
     jobs: tuple[Sequence[Sequence[LoadRequest]], Sequence[Sequence[LoadRequest]]],
     turns: dict[BatchSetting, dict[int, LoadTurn]],
@@ -205,7 +205,7 @@ def restored_load(
     return sizes, turns
 
 
-def size_phases(options: LoadOptions, plain: LoadTurn) -> list[int]:
+def size_phases(options: ChangingLoadOptions, plain: LoadTurn) -> list[int]:
     """Requests of each phase: as many as plain decoding answers in `phase_s`, at least as many as run at a time."""
     sizes = []
     for phase, seconds, tokens in zip(options.phases, plain.seconds, plain.tokens, strict=True):

@@ -19,13 +19,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from foretoken.bench.widen_plan import WidenPlan, plan
 from foretoken.errors import ConfigError
 from foretoken.heads.base import Head
 from foretoken.heads.checkpoint import head_state, head_tensors, load_head, make_head, save_head
 from foretoken.heads.config import BlockConfig, EagleConfig, ExitAdapterConfig, HeadConfig, MedusaConfig
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.loader import read_config
+from studies.widen.plan import WidenPlan, plan
 
 _MEDUSA_BLOCK = re.compile(r"\d+\.\d+\.linear\.(weight|bias)")
 _MEDUSA_OUTPUT = re.compile(r"\d+\.\d+\.weight")

@@ -32,7 +32,6 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from foretoken.bench.widen_plan import WidenPlan, plan
 from foretoken.errors import InputError, StorageError
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.config_json import config_to_hf
@@ -40,6 +39,7 @@ from foretoken.model.loader import parse_dtype, read_config
 from foretoken.model.saving import copy_tokenizer
 from foretoken.model.weights import INDEX, WEIGHTS, Weights
 from foretoken.model.writing import writing_folder
+from studies.widen.plan import WidenPlan, plan
 
 SHARD_BYTES = 1 << 30
 _POOL = (1 << 21) + 7  # random numbers; odd, so that they do not line up with the rows of a matrix
