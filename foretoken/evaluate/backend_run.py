@@ -16,7 +16,7 @@ from foretoken.machine.identity import machine, versions
 from foretoken.measure.asked import chosen_draftings, drafting_name
 from foretoken.measure.report import now
 
-_SERVER_SETTINGS = "name a server that reports them with its answers, or counts them under /metrics"
+_REMEDY = "acceptance cannot be measured; ask an engine that reports them with its answers, or a server with /metrics"
 
 
 @dataclass
@@ -68,7 +68,7 @@ class BackendEvalRun:
                 break
         if self.num_silent == len(self.samples):
             self.samples.clear()
-            remedy = f"reports no drafted and accepted tokens; {_SERVER_SETTINGS}"
+            remedy = f"reports no drafted and accepted tokens; {_REMEDY}"
             raise InputError("backend", self.backend.name, remedy)
 
     def _measured(self, question: Question, prompt: EvalPrompt, drafting: Drafting, temperature: float) -> EvalSample:

@@ -84,7 +84,7 @@ def test_a_server_that_reports_nothing_is_refused(foretoken: Run, prompts: Path)
     with serving(Fake()) as fake:
         done = foretoken("eval", "--backend", fake.url, "--prompts", prompts)
     assert (done.code, done.out, len(fake.asked)) == (2, "", 1)
-    assert "reports no drafted and accepted tokens; name a server" in done.err
+    assert "reports no drafted and accepted tokens; acceptance cannot be measured" in done.err
 
 
 def test_an_engine_in_this_process_is_evaluated(foretoken: Run, prompts: Path) -> None:
