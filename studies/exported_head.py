@@ -20,9 +20,9 @@ from pathlib import Path
 import torch
 
 from foretoken import LLM, SamplingParams, SpecConfig
-from foretoken.bench.llama_cpp import LlamaSpeculative, trained_head
-from foretoken.bench.llama_programs import LlamaCpp
-from foretoken.bench.measure import SpeedSetting
+from foretoken.backend.llama_cpp import LlamaSpeculative, trained_head
+from foretoken.backend.llama_programs import LlamaCpp
+from foretoken.bench.measure import question_of
 from foretoken.bench.progress import Tell, progress
 from foretoken.bench.workload import SLICES, Prompt, slices
 from foretoken.errors import ConfigError
@@ -112,14 +112,13 @@ def compared(
     rows = []
     with LLM(given.target, spec, dtype="float32", device="cpu") as llm:
         other = LlamaSpeculative(
-            SpeedSetting(SPEC_TYPE, "llama.cpp", drafter=SPEC_TYPE, num_draft=given.num_draft),
             *(trained_head(SPEC_TYPE), programs, (target_file, head_file)),
             *(lambda text: len(llm.encode(text)), torch.get_num_threads()),
         )
         for prompt in prompts:
             own = llm.generate([prompt.text], params)[0]
             tell(f"{prompt.name}, ours")
-            theirs = other.answer(prompt, params)
+            theirs = other.answer(question_of(prompt, params), given.num_draft)
             tell(f"{prompt.name}, llama.cpp")
             assert theirs.num_drafted is not None, "the program counts what it drafts"
             assert theirs.num_accepted is not None, "and what was accepted"

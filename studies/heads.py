@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from foretoken import LLM, SpecConfig
+from foretoken.backend.drafting import DrafterChoice
 from foretoken.bench.batch_settings import NO_POLICIES, BatchSetting, Stage
-from foretoken.bench.drafting import DrafterChoice
 from foretoken.bench.progress import Tell, progress
 from foretoken.bench.prompts import ALL, fit, with_template
 from foretoken.core import Batch, BatchEntry, Draft

@@ -8,8 +8,8 @@ every drafter answers one prompt in every worker, alone and beside the loop. Dra
 so that none meets its own earlier one. Every answer is written to `--keep` at once; a run that was stopped goes on from
 there. The record holds all answers, the table their medians.
 
-`--peers` names settings of other engines as `foretoken bench speed --peers` prints them. llama.cpp is a program of its
-own, which each answer starts with the variables of its worker: built with OpenMP, its threads wait as they say.
+`--peers` names settings of other engines as `foretoken bench speed --backends` prints them. llama.cpp is a program of
+its own, which each answer starts with the variables of its worker: built with OpenMP, its threads wait as they say.
 """
 
 from __future__ import annotations
@@ -27,15 +27,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from foretoken.bench.measure import Contender
-from foretoken.bench.peer_kinds import KINDS
-from foretoken.bench.peers import contenders
-from foretoken.bench.workload import Prompt
+from foretoken.backend.answering import Drafting, Question
+from foretoken.backend.registry import BACKENDS, open_backend
+from foretoken.bench.others import Other
 from foretoken.errors import InputError
 from foretoken.machine.neighbours import OtherLoad
 from foretoken.machine.threads import sleeping
 from foretoken.measure.kept import KeptFile
-from foretoken.model.names import model_folder
 from studies.command import exit_code_of, record, words
 
 PLAIN = "plain"
@@ -161,25 +159,32 @@ def _ask(worker: subprocess.Popen[str], job: Mapping[str, Any]) -> dict[str, Any
     return _line_of(worker)
 
 
-def peers_of(options: argparse.Namespace) -> dict[str, Contender]:
+def peers_of(options: argparse.Namespace) -> dict[str, Other]:
     """The settings of other engines that `--peers` names.
 
     Raises:
         InputError: one of them is not to be had here.
         ForetokenError: a checkpoint cannot be converted for llama.cpp.
     """
-    if not options.peers:
-        return {}
-    kinds = [kind for kind in KINDS if any(f"-{kind}" in name for name in options.peers)]
     ends = {name.rpartition("-")[2] for name in options.peers}
     numbers = sorted(int(end) for end in ends if end.isdigit())
-    target, draft = model_folder(options.target), model_folder(options.draft)
-    found, notes = contenders(target, draft, "auto", "cpu", options.threads, numbers, numbers, kinds)
-    by_name = {one.setting.name: one for one in found}
+    by_name: dict[str, Other] = {}
+    for engine in dict.fromkeys(_engine_of(name) for name in options.peers):
+        backend = open_backend(engine, options.target, options.draft, device="cpu", threads=options.threads)
+        others = (Other(backend, drafting) for drafting in (Drafting(), *backend.draftings(numbers)))
+        by_name |= {other.setting.name: other for other in others}
     for name in options.peers:
         if name not in by_name:
-            raise InputError("peers", name, f"choose from {', '.join(by_name)}. {' '.join(notes)}")
+            raise InputError("peers", name, f"choose from {', '.join(by_name)}")
     return {name: by_name[name] for name in options.peers}
+
+
+def _engine_of(name: str) -> str:
+    """The backend of a setting called `name`."""
+    for engine in BACKENDS:
+        if name == engine or name.startswith(f"{engine}-"):
+            return engine
+    raise InputError("peers", name, f"begin with one of {', '.join(BACKENDS)}")
 
 
 def _line_of(worker: subprocess.Popen[str]) -> dict[str, Any]:
@@ -209,7 +214,7 @@ def work(options: argparse.Namespace) -> None:
             max_tokens=options.max_tokens, temperature=0.0, ignore_eos=True, tenant=f"answer {next(number)}"
         )
         if drafter in peers:
-            answer = peers[drafter].answer(Prompt("neighbour", "code", text), params)
+            answer = peers[drafter].ask(_question(text, options.max_tokens))
             counted: Any = answer
             speed = answer.decode_tokens / answer.decode_s
         else:
@@ -227,6 +232,10 @@ def work(options: argparse.Namespace) -> None:
         load = OtherLoad()
         found = answered(job["drafter"], PROMPTS[job["prompt"] % len(PROMPTS)])
         print(json.dumps(found | {"others_cores": load.cores()}), flush=True)
+
+
+def _question(text: str, max_tokens: int) -> Question:
+    return Question(text, max_tokens=max_tokens, ignore_eos=True)
 
 
 def summary(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -53,36 +53,38 @@ def check_greedy(session: Session) -> list[Check]:
         return abs(float(logits[plain[i].token_ids[place]] - logits[outputs[i].token_ids[place]])), rounding
 
     return [
-        _equality("the same answers as plain decoding", "temperature 0", plain, outputs, session.exact, gap),
+        equality("the same answers as plain decoding", "temperature 0", _ids(plain), _ids(outputs), session.exact, gap),
         *checks,
     ]
 
 
-def _equality(
+def equality(
     name: str,
     where: str,
-    base: Sequence[GenerateOutput],
-    again: Sequence[GenerateOutput],
+    base: Sequence[Sequence[object]],
+    again: Sequence[Sequence[object]],
     exact: bool,
     gap: Callable[[int, int], tuple[float, float]] = lambda *_: (math.inf, 0.0),
+    unit: str = "token",
 ) -> Check:
-    """Compare two sets of answers. Unless `exact`, an answer may differ where the two choices lie within rounding.
+    """Compare two sets of answers, each a row of units. Unless `exact`, an answer may differ where the two choices lie
+    within rounding.
 
     `gap(i, place)` returns how far apart the choices of answers i are at that position, and how far rounding could move
     them.
     """
     told, num_beyond = [], 0
     for i, (one, other) in enumerate(zip(base, again, strict=True)):
-        place = first_difference(one.token_ids, other.token_ids)
+        place = first_difference(one, other)
         if place is None:
             continue
-        if place == min(len(one.token_ids), len(other.token_ids)):
-            told.append(f"one ends at token {place}")
+        if place == min(len(one), len(other)):
+            told.append(f"one ends at {unit} {place}")
             num_beyond += 1
             continue
         apart, rounding = gap(i, place)
         told.append(
-            f"token {place}" + (f": {apart:.2g} apart, rounding explains {rounding:.2g}" if apart < math.inf else "")
+            f"{unit} {place}" + (f": {apart:.2g} apart, rounding explains {rounding:.2g}" if apart < math.inf else "")
         )
         num_beyond += exact or not apart <= rounding
     ties = len(told) - num_beyond
@@ -90,14 +92,18 @@ def _equality(
         name,
         where,
         "fail" if num_beyond else "pass",
-        sum(len(output.token_ids) for output in again),
+        sum(map(len, again)),
         f"{len(base) - len(told)} of {len(base)} equal" + (f", {ties} differ at near ties" if ties else ""),
         "all equal" if exact else "all equal except at near ties",
         detail=f"first differences at {'; '.join(told)}" if told else "",
     )
 
 
-def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
+def _ids(outputs: Sequence[GenerateOutput]) -> list[Sequence[int]]:
+    return [output.token_ids for output in outputs]
+
+
+def first_difference(one: Sequence[object], other: Sequence[object]) -> int | None:
     """The first position where two answers differ, None if they are equal."""
     if tuple(one) == tuple(other):
         return None
@@ -152,7 +158,8 @@ def _coupled_seeds(session: Session, prompts: Sequence[list[int]], params: Seque
             keys = noise.double().log() - logits.double() / temperature  # [V]
             return abs(float(keys[base[i].token_ids[place]] - keys[again[i].token_ids[place]])), rounding / temperature
 
-        return _equality(_SEEDS, f"temperature {temperature:g}, {words}", base, again, exact, gap)
+        where = f"temperature {temperature:g}, {words}"
+        return equality(_SEEDS, where, _ids(base), _ids(again), exact, gap)
 
     checks = [compare("the same again", spec), compare("one by one", spec, together=False)]
     if spec.drafter is not None:
@@ -176,7 +183,8 @@ def _drawn_seeds(
         return session.answers(prompts, [replace(one, tenant=f"audit {name}") for one in params], spec).outputs
 
     base, again = run("one"), run("two")
-    check = _equality(_SEEDS, f"temperature {params[0].temperature:g}, the same again", base, again, exact=True)
+    where = f"temperature {params[0].temperature:g}, the same again"
+    check = equality(_SEEDS, where, _ids(base), _ids(again), exact=True)
     return (
         check
         if check.result == "pass" or session.repeats_draws(spec)
@@ -245,7 +253,7 @@ def _decode(
             target.open(sequence)
             opened.append(sequence)
             if len(prompt) > 1:
-                target.forward(_ids(target, prompt[:-1]), [Segment(sequence, len(prompt) - 1, (), 0)])
+                target.forward(_tensor(target, prompt[:-1]), [Segment(sequence, len(prompt) - 1, (), 0)])
                 target.commit(sequence, len(prompt) - 1)
         length = min(len(answer) for _, answer in texts)
         for start in range(0, length, 1 + num_draft):
@@ -253,7 +261,7 @@ def _decode(
             rows = [[prompt[-1], *answer][start : start + count] for prompt, answer in texts]
             parents = tuple(range(-1, count - 2))
             logits = target.forward(
-                _ids(target, [token for row in rows for token in row]),
+                _tensor(target, [token for row in rows for token in row]),
                 [Segment(s, 1, parents, count) for s in sequences],
             ).logits
             for i, sequence in enumerate(sequences):
@@ -265,7 +273,7 @@ def _decode(
     return [torch.cat(parts) for parts in found]
 
 
-def _ids(target: LanguageModel, tokens: Sequence[int]) -> Tensor:
+def _tensor(target: LanguageModel, tokens: Sequence[int]) -> Tensor:
     return torch.tensor(tokens, dtype=torch.int64, device=target.device)
 
 

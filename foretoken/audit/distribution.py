@@ -14,9 +14,9 @@ from foretoken.text.randomness import Purpose, uniforms
 
 _PROBE_TOKENS = 16
 _WORDS = {
-    "surprisal": "distribution: sharpness",
-    "rank": "distribution: ranks",
-    "draft": "distribution: no bias by the draft",
+    "surprisal": "sharpness",
+    "rank": "ranks",
+    "draft": "no bias by the draft",
 }
 
 
@@ -50,12 +50,18 @@ def check_distribution(session: Session, temperature: float, rule: str, number: 
     spec = replace(plain if options.spec.drafter is None else options.spec, rule=rule)
     where = f"temperature {temperature:g}, {options.spec.drafter or 'plain'}, rule {rule}"
     evidence = _evidence(session, temperature, spec, options.seed + number * options.num_prompts)
-    lossy = rule in LOSSY_RULES
+    return judged(evidence, where, options.alpha / count, rule in LOSSY_RULES)
+
+
+def judged(
+    evidence: Evidence, where: str, alpha: float, lossy: bool = False, name: str = "distribution"
+) -> list[Check]:
+    """The checks of some tokens' distribution, of which a correct engine fails any with probability `alpha` at most."""
     possible: Result = "fail" if evidence.num_impossible else "pass"
     edges = f", {evidence.num_edges} at the edge of a filter" if evidence.num_edges else ""
     checks = [
         Check(
-            "distribution: only possible tokens",
+            f"{name}: only possible tokens",
             where,
             "not claimed" if lossy else possible,
             evidence.num_tokens,
@@ -63,16 +69,16 @@ def check_distribution(session: Session, temperature: float, rule: str, number: 
             "0 impossible",
         )
     ]
-    return checks + [_check(test, where, lossy) for test in distribution_tests(evidence, options.alpha / count)]
+    return checks + [_check(test, where, lossy, name) for test in distribution_tests(evidence, alpha)]
 
 
-def _check(test: DistributionTest, where: str, lossy: bool) -> Check:
+def _check(test: DistributionTest, where: str, lossy: bool, name: str) -> Check:
     result: Result = (
         "not claimed" if lossy else "undecided" if not test.conclusive else "pass" if test.passed else "fail"
     )
     chance = "p < 1e-15" if test.p_value < 1e-15 else f"p = {test.p_value:.2g}"
     return Check(
-        _WORDS[test.name],
+        f"{name}: {_WORDS[test.name]}",
         where,
         result,
         test.num_tokens,

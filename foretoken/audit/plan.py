@@ -14,7 +14,7 @@ from foretoken.files import parse_json, read_text
 from foretoken.option import check_fields, option, same_option
 from foretoken.params import TEMPERATURES, check_number, check_whole
 
-_MAX_PROMPTS = 100_000  # all answers are held in memory until they are tested
+MAX_PROMPTS = 100_000  # all answers are held in memory until they are tested
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class AuditOptions:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        check_whole("num_prompts", self.num_prompts, low=1, high=_MAX_PROMPTS)
+        check_whole("num_prompts", self.num_prompts, low=1, high=MAX_PROMPTS)
         check_whole("max_tokens", self.max_tokens, low=2)
         check_whole("seed", self.seed, low=0, high=2**63)
         if not self.temperatures:

@@ -12,7 +12,7 @@ from foretoken.files import check_file, check_folder
 from foretoken.measure.report import Report, Table, now
 from foretoken.measure.write import SUFFIXES
 
-Result = Literal["pass", "fail", "undecided", "not claimed", "info"]
+Result = Literal["pass", "fail", "undecided", "not claimed", "info", "not asked"]
 _COLUMNS = ("result", "check", "where", "tokens", "found", "demanded", "sees with probability 0.99")
 _JUSTIFY = "lllrl"
 _STYLES: Mapping[str, str] = {
@@ -21,6 +21,7 @@ _STYLES: Mapping[str, str] = {
     "undecided": "yellow",
     "not claimed": "yellow",
     "info": "dim",
+    "not asked": "dim",
 }
 
 
@@ -30,7 +31,7 @@ class Check:
 
     `found` is the measured value, `demanded` the required one, `sees` the smallest error that the check misses with
     probability 0.01 at most. "undecided" had too few tokens, "not claimed" is what a lossy rule does not guarantee,
-    "info" is reported without a verdict.
+    "info" is reported without a verdict. "not asked" cannot be asked of another engine; `found` says why.
     """
 
     name: str
@@ -70,6 +71,8 @@ class AuditReport:
             text += f"; {count['undecided']} undecided for lack of tokens"
         if count["not claimed"]:
             text += "; lossy rule: distribution not claimed"
+        if count["not asked"]:
+            text += f"; {count['not asked']} could not be asked"
         return text
 
 

@@ -7,8 +7,10 @@ as close to the engine as it allows, so that what is timed is the engine and not
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
+
+from foretoken.errors import InputError
 
 DraftCounts = Literal["none", "total", "positions"]
 
@@ -35,11 +37,16 @@ class Question:
 class Drafting:
     """One way of an engine to draft: `kind` is its own name for the method (None: plain decoding), `num_draft` the
     number of draft tokens (None: the engine's default; "auto": it chooses), `options` further ones as it writes them.
+
+    What reports say about it is no part of its identity: `counterpart` is the drafter of ours that it is like,
+    `is_free` whether it needs nothing but the target and the text.
     """
 
     kind: str | None = None
     num_draft: int | str | None = None
     options: str = ""
+    counterpart: str | None = field(default=None, compare=False)
+    is_free: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -87,6 +94,22 @@ class Capabilities:
     conversations: bool
 
 
+def check_question(name: str, question: Question, drafting: Drafting, capabilities: Capabilities) -> None:
+    """Refuse what the backend called `name` cannot answer.
+
+    Raises:
+        InputError: names the field.
+    """
+    if bool(question.text) == bool(question.messages):
+        raise InputError("text", question.text, "give a text, or messages in its place")
+    if question.messages and not capabilities.conversations:
+        raise InputError("messages", len(question.messages), f"{name} renders no conversations; give the text")
+    if question.temperature > 0 and not capabilities.sampling:
+        raise InputError("temperature", question.temperature, f"{name} does not repeat a sampled answer; give 0")
+    if drafting.kind is None and not capabilities.plain:
+        raise InputError("drafting", None, f"{name} cannot be asked to answer without drafting")
+
+
 class AnsweringBackend(Protocol):
     """An engine that answers. Add one: a file with this interface, and a line in `backend.registry`."""
 
@@ -101,8 +124,16 @@ class AnsweringBackend(Protocol):
     def version(self) -> str:
         """Of the engine, for reports."""
 
-    def draftings(self, num_drafts: Sequence[int]) -> Sequence[Drafting]:
-        """Its ways to draft, those with a number of draft tokens at each of `num_drafts`; without plain decoding."""
+    def draftings(
+        self, num_drafts: Sequence[int], lookup_num_drafts: Sequence[int] | None = None
+    ) -> Sequence[Drafting]:
+        """Its ways to draft here, those with a number of draft tokens at each of `num_drafts`; without plain decoding.
+
+        Lookups, whose draft tokens cost nothing, are given at each of `lookup_num_drafts` (None: the same).
+        """
+
+    def notes(self) -> Sequence[str]:
+        """What a reader of its figures has to know, a sentence each."""
 
     def answer(self, question: Question, drafting: Drafting) -> Answer:
         """Answer one question; times are wall-clock seconds.

@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeVar
 
+from foretoken.backend.drafting import SWEEP, DrafterChoice, parse_drafters, swept_drafters
 from foretoken.bench.batch_prompts import Ask
-from foretoken.bench.drafting import SWEEP, DrafterChoice, parse_drafters, swept_drafters
 from foretoken.bench.measure import PLAIN
 from foretoken.config import SamplingParams, SpecConfig, known_drafters
 from foretoken.control.chooser import Policy

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from foretoken.backend.drafting import SWEEP
 from foretoken.bench.batch_prompts import BATCH_SLICES
-from foretoken.bench.drafting import SWEEP
 from foretoken.bench.measure import DEFAULT_NUMERICS, PLAIN
 from foretoken.bench.prompts import ALL, read_prompts
 from foretoken.bench.speed_options import SpeedOptions

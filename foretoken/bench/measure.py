@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from foretoken.backend.answering import Answer
+from foretoken.backend.answering import Answer, Question
 from foretoken.bench.workload import Prompt
 from foretoken.config import SamplingParams
 
@@ -23,7 +23,7 @@ class SpeedSetting:
     `options` are those of the drafter as they were written. `counterpart` is the drafter of ours that another engine's
     way is like. `free` drafters need nothing but the target and the text: no draft model, no prediction. `slices`
     limits where the setting is measured (None: everywhere). An `optional` setting that cannot be used here is left out
-    with a note. `numerics` is that of the engine that runs it.
+    with a note. `numerics` is that of the engine that runs it. `samples`: it can be measured above temperature 0.
     """
 
     name: str
@@ -37,6 +37,7 @@ class SpeedSetting:
     slices: tuple[str, ...] | None = None
     optional: bool = False
     numerics: str = DEFAULT_NUMERICS
+    samples: bool = True
 
     @property
     def is_plain(self) -> bool:
@@ -46,6 +47,19 @@ class SpeedSetting:
     def runs_on(self, prompt: Prompt) -> bool:
         """Whether it is measured on this prompt."""
         return self.slices is None or prompt.slice in self.slices
+
+
+def question_of(prompt: Prompt, params: SamplingParams) -> Question:
+    """A prompt as engines are asked it: its text, or its conversation where nobody rendered it."""
+    return Question(
+        text=prompt.text,
+        messages=() if prompt.text else prompt.messages,
+        max_tokens=params.max_tokens,
+        temperature=params.temperature,
+        seed=params.seed,
+        ignore_eos=params.ignore_eos,
+        prediction=prompt.prediction,
+    )
 
 
 class Contender(Protocol):
@@ -102,8 +116,8 @@ class SpeedPlan:
         )
 
     def temperatures_of(self, setting: SpeedSetting) -> tuple[float, ...]:
-        """Other engines run greedily only: their sampling orders differ, and so would the texts that are timed."""
-        return tuple(t for t in self.temperatures if setting.engine == ENGINE or t == 0.0)
+        """Those at which it can answer."""
+        return tuple(t for t in self.temperatures if setting.samples or t == 0.0)
 
     def places_of(self, setting: SpeedSetting) -> tuple[int, ...]:
         """Numbers of the prompts that it is measured on."""

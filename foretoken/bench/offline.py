@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from foretoken.bench import peers
+from foretoken.backend.answering import AnsweringBackend
+from foretoken.backend.registry import LOCAL
 from foretoken.bench.caveats import load_average, source_caveats
 from foretoken.bench.measure import ALL_SLICES, Contender, SpeedPlan, SpeedSample
-from foretoken.bench.own import Generator, own_contenders
+from foretoken.bench.others import open_others, other_contenders
+from foretoken.bench.own import own_contenders
 from foretoken.bench.plot import write_plot
 from foretoken.bench.progress import progress
 from foretoken.bench.prompts import ALL, choose, fit, read_prompts, with_template
@@ -23,6 +25,8 @@ from foretoken.bench.speed_tables import speed_report
 from foretoken.bench.turns import Samples, measure, open_samples
 from foretoken.bench.workload import SLICES, Prompt, slices
 from foretoken.config import SpecConfig
+from foretoken.engine.llm import LLM
+from foretoken.errors import InputError
 from foretoken.files import check_file, check_folder
 from foretoken.machine.identity import machine, versions
 from foretoken.machine.neighbours import OtherLoad, contention_notes, is_contended
@@ -62,10 +66,10 @@ class SpeedRun:
     samples_file: Path | None
 
 
-def run_speed(options: SpeedOptions, generator: Generator | None = None, command: str = "foretoken bench") -> Report:
+def run_speed(options: SpeedOptions, llm: LLM | None = None, command: str = "foretoken bench") -> Report:
     """Measure, and write the plot and the dated result where options ask for them; the caller prints the report.
 
-    `generator` replaces the engines that are otherwise opened on `options.target`, one for each of `options.numerics`.
+    `llm` replaces the engines that are otherwise opened on `options.target`, one for each of `options.numerics`.
     Progress goes to standard error. After Ctrl-C the report holds what was measured until then, and says so; with
     `resume` or `out` every answer is in a file by then.
 
@@ -76,7 +80,7 @@ def run_speed(options: SpeedOptions, generator: Generator | None = None, command
     if options.plot is not None:
         check_folder(options.plot.parent)
         check_file("plot", options.plot)
-    run = measure_speed(options, generator)
+    run = measure_speed(options, llm)
     rows = summarise(run.samples, run.prompts)
     counts = [(row.num_contended, row.num_answers) for row in rows if row.slice != ALL_SLICES]
     report = speed_report(
@@ -93,7 +97,7 @@ def run_speed(options: SpeedOptions, generator: Generator | None = None, command
     return write_report(report, options.out, options.name) if options.out is not None else report
 
 
-def measure_speed(options: SpeedOptions, generator: Generator | None = None) -> SpeedRun:
+def measure_speed(options: SpeedOptions, llm: LLM | None = None) -> SpeedRun:
     """Every answer of a run; see `run_speed`.
 
     Raises:
@@ -103,18 +107,16 @@ def measure_speed(options: SpeedOptions, generator: Generator | None = None) -> 
         check_out(options.out)
     prompts, notes = _prompts(options)
     torch.set_num_threads(options.num_threads)
-    target, draft = _folders(options, given=generator is not None)
+    target, draft = _folders(options, given=llm is not None)
     caveats = [*source_caveats(target, draft, load_average()), *notes, *_drafter_notes(options)]
-    found = versions() | (peers.versions() if options.peers else {})
     with ExitStack() as stack:
-        generators = {name: generator or _open(options, stack, name) for name in options.numerics}
-        first = next(iter(generators.values()))
-        prompts = with_template(prompts, first, options.chat)
-        room = first.target.max_context_tokens - options.max_tokens
-        prompts, notes = fit(prompts, lambda text: len(first.encode(text)), room)
+        others = open_others(options, stack)
+        found = versions() | {backend.name: backend.version() for backend in others}
+        engines = _engines(options, llm, stack)
+        prompts, notes = _fitted(options, prompts, next(iter(engines.values()), None))
         caveats.extend(notes)
         plan = _plan(options, prompts)
-        contenders, notes = _contenders(options, generators, prompts, target, draft)
+        contenders, notes = _contenders(options, engines, others, prompts)
         caveats.extend(notes)
         settings = {contender.setting.name: contender.setting for contender in contenders}
         path = _samples_file(options)
@@ -147,36 +149,50 @@ def _plan(options: SpeedOptions, prompts: tuple[Prompt, ...]) -> SpeedPlan:
     )
 
 
+def _engines(options: SpeedOptions, llm: LLM | None, stack: ExitStack) -> dict[str, LLM]:
+    """Our engine under each of the numerics, where it is measured."""
+    if LOCAL not in options.backends:
+        return {}
+    return {name: llm or _open(options, stack, name) for name in options.numerics}
+
+
+def _fitted(
+    options: SpeedOptions, prompts: tuple[Prompt, ...], llm: LLM | None
+) -> tuple[tuple[Prompt, ...], list[str]]:
+    """Prompts as every engine gets them: texts that our tokenizer and chat template make; without our engine, texts as
+    they are and conversations that each renders itself.
+    """
+    if llm is None:
+        if options.chat:
+            prompts = tuple(
+                replace(prompt, text="", messages=prompt.messages or (("user", prompt.text),)) for prompt in prompts
+            )
+        return prompts, []
+    prompts = with_template(prompts, llm, options.chat)
+    room = llm.target.max_context_tokens - options.max_tokens
+    return fit(prompts, lambda text: len(llm.encode(text)), room)
+
+
 def _contenders(
     options: SpeedOptions,
-    generators: Mapping[str, Generator],
+    engines: Mapping[str, LLM],
+    others: Sequence[AnsweringBackend],
     prompts: Sequence[Prompt],
-    target: Path,
-    draft: Path | None,
 ) -> tuple[list[Contender], list[str]]:
-    """Our settings under each of the numerics, then those of other engines; and notes on what is left out."""
-    contenders: list[Contender] = []
-    notes: list[str] = []
-    for name, generator in generators.items():
-        own, own_notes = own_contenders(options, generator, prompts, name)
-        contenders.extend(own)
+    """Our settings under each of the numerics, then those of other engines; and notes on what is left out.
+
+    Raises:
+        InputError: nothing is left to measure.
+    """
+    contenders, notes = other_contenders(options, others, prompts)
+    own: list[Contender] = []
+    for name, llm in engines.items():
+        found, own_notes = own_contenders(options, llm, prompts, name)
+        own.extend(found)
         notes.extend(note for note in own_notes if note not in notes)
-    if options.peers:
-        others, other_notes = peers.contenders(
-            target=target,
-            draft=draft,
-            dtype=options.dtype,
-            device=options.device,
-            threads=options.num_threads,
-            num_drafts=options.peer_num_drafts,
-            lookup_num_drafts=options.peer_lookup_num_drafts,
-            kinds=options.peer_drafters,
-        )
-        contenders.extend(others)
-        notes.extend(other_notes)
-        if others and 0.0 not in options.temperatures:
-            notes.append("Other engines are measured greedily only, and temperature 0 was not asked for.")
-    return contenders, notes
+    if not [one for one in (*own, *contenders) if one.setting.samples or 0.0 in options.temperatures]:
+        raise InputError("backends", ",".join(options.backends), f"nothing can be measured. {' '.join(notes)}")
+    return [*own, *contenders], notes
 
 
 def _measured(contenders: Sequence[Contender], plan: SpeedPlan, samples: Samples) -> tuple[list[str], bool]:
@@ -232,14 +248,12 @@ def _prompts(options: SpeedOptions) -> tuple[tuple[Prompt, ...], list[str]]:
 
 
 def _folders(options: SpeedOptions, given: bool) -> tuple[Path, Path | None]:
-    if given:
+    if given or LOCAL not in options.backends:
         return Path(options.target), None if options.draft is None else Path(options.draft)
     return model_folder(options.target), None if options.draft is None else model_folder(options.draft)
 
 
-def _open(options: SpeedOptions, stack: ExitStack, numerics: str) -> Generator:
-    from foretoken import LLM
-
+def _open(options: SpeedOptions, stack: ExitStack, numerics: str) -> LLM:
     llm = LLM(
         options.target,
         SpecConfig(),

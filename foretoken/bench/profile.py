@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from foretoken.backend.drafting import DrafterChoice
 from foretoken.bench.caveats import load_average, source_caveats
-from foretoken.bench.drafting import DrafterChoice
 from foretoken.bench.profile_options import ProfileOptions
 from foretoken.config import SpecConfig
 from foretoken.draft.base import Drafter

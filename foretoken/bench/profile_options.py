@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from foretoken.bench.drafting import DrafterChoice
+from foretoken.backend.drafting import DrafterChoice
 from foretoken.bench.speed_options import SpeedOptions
 from foretoken.option import check_fields, same_option
 

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from foretoken.bench.drafting import DrafterChoice, parse_drafters
+from foretoken.backend.drafting import DrafterChoice, parse_drafters
+from foretoken.backend.registry import BACKENDS, LOCAL, check_backends
 from foretoken.bench.measure import DEFAULT_NUMERICS
-from foretoken.bench.peer_kinds import EVERY as EVERY_KIND
-from foretoken.bench.peer_kinds import KINDS, check_kinds
 from foretoken.bench.plot import check_plot
 from foretoken.bench.prompts import ALL
 from foretoken.bench.workload import MAX_PROMPTS, SLICES
@@ -22,6 +21,8 @@ from foretoken.measure.write import check_name
 from foretoken.option import check_fields, option, same_option
 from foretoken.params import check_number, check_whole
 
+EVERY_KIND = "all"
+
 
 @dataclass(frozen=True)
 class SpeedOptions:
@@ -30,8 +31,9 @@ class SpeedOptions:
     Plain decoding is always measured, as the baseline. `drafters` are names, optionally with options behind a colon
     (`drafting`), or `all`. `prompts` is a file or folder that replaces the library's texts; `slices` selects from them.
     `chat` sends texts as a user's message through the target's chat template.
-    `peer_drafters` are the drafting methods to run in other engines, `peer_num_drafts` their numbers of draft tokens,
-    `peer_lookup_num_drafts` those of n-gram lookups.
+    `backends` are the engines that answer: `local` is ours, with `drafters`; of the others `peer_drafters` are the
+    drafting methods to run, `peer_num_drafts` their numbers of draft tokens, `peer_lookup_num_drafts` those of n-gram
+    lookups.
     Under each of `numerics` everything is measured, with a plain decoding of its own. `warm`: drafters keep what they
     remember from prompt to prompt, but never to a repeat of it; otherwise they are emptied before every answer.
 
@@ -99,12 +101,21 @@ class SpeedOptions:
     dtype: str = field(default="auto", metadata=same_option(EngineConfig, "dtype"))
     device: str = field(default="auto", metadata=same_option(EngineConfig, "device"))
     threads: int | None = field(default=None, metadata=THREADS)
-    peers: bool = field(
-        default=False, metadata=option("Also run transformers, and llama.cpp if FORETOKEN_LLAMA_CPP names its folder.")
+    backends: tuple[str, ...] = field(
+        default=(LOCAL,),
+        metadata=option(
+            f"Engines to measure, separated by commas: {', '.join(BACKENDS)}, or the address of a server. llama.cpp's "
+            "programs are those in the folder that FORETOKEN_LLAMA_CPP names.",
+            read=words,
+        ),
     )
     peer_drafters: tuple[str, ...] = field(
         default=(EVERY_KIND,),
-        metadata=option(f"Drafting methods of the other engines to run: {', '.join(KINDS)}; or all.", read=words),
+        metadata=option(
+            "Drafting methods of the other engines to run, as their settings are called (lookup, ngram-mod, ...); or "
+            "all.",
+            read=words,
+        ),
     )
     peer_num_drafts: tuple[int, ...] = field(
         default=(2, 3, 4, 5, 6, 7, 8),
@@ -164,7 +175,7 @@ class SpeedOptions:
             raise InputError(
                 "resume", str(self.resume), "what warm drafters remember is not kept; leave one of them out"
             )
-        check_kinds(self.peer_drafters)
+        check_backends(self.backends)
         check_name(self.name)
         if self.plot is not None:
             check_plot(self.plot)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING
 
+from foretoken.backend.address import DEFAULT_KEY_VARIABLE, base_of, check_address
 from foretoken.bench.prompts import ALL
 from foretoken.bench.speed_options import SpeedOptions
 from foretoken.errors import InputError
 from foretoken.field_text import numbers
 from foretoken.measure.write import check_name, check_out
 from foretoken.option import option, same_option
-from foretoken.params import TEMPERATURES, check_number, check_text, check_whole
+from foretoken.params import TEMPERATURES, check_number, check_whole
+
+if TYPE_CHECKING:
+    from foretoken.backend.http import ServerAddress
 
 MAX_REQUESTS = 1_000_000  # all are planned before the first is sent
 _RATES = (1e-6, 1e6)  # requests per second
@@ -65,7 +69,7 @@ class UrlOptions:
     timeout_s: float = field(
         default=600.0, metadata=option("A server that sends nothing for so many seconds has failed the request.")
     )
-    key_variable: str = field(default="OPENAI_API_KEY", metadata=option("Environment variable with the API key."))
+    key_variable: str = field(default=DEFAULT_KEY_VARIABLE, metadata=option("Environment variable with the API key."))
     out: Path | None = field(default=None, metadata=same_option(SpeedOptions, "out"))
     resume: Path | None = field(
         default=None,
@@ -75,7 +79,7 @@ class UrlOptions:
     seed: int = field(default=0, metadata=same_option(SpeedOptions, "seed"))
 
     def __post_init__(self) -> None:
-        self._check_address()
+        check_address("url", self.url, self.key_variable)
         for name, low, high in (
             ("requests", 1, MAX_REQUESTS),
             ("prompts_per_slice", 1, MAX_REQUESTS),
@@ -103,18 +107,11 @@ class UrlOptions:
     @property
     def base(self) -> str:
         """The address without `/v1` and without a slash at its end."""
-        return self.url.rstrip("/").removesuffix("/v1").rstrip("/")
+        return base_of(self.url)
 
-    def _check_address(self) -> None:
-        check_text("url", self.url)
-        try:
-            parts = urlsplit(self.url)
-            is_usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        except ValueError:
-            is_usable = False
-        if not is_usable or not self.url.isprintable() or " " in self.url:
-            raise InputError("url", self.url, "give the address of a server, such as http://127.0.0.1:8000")
-        if parts.username is not None or parts.password is not None:
-            raise InputError("url", parts.hostname, f"holds a name or password; put the key into ${self.key_variable}")
-        if parts.query or parts.fragment:
-            raise InputError("url", self.url, "must end with the path: no ? and no #")
+    @property
+    def server(self) -> ServerAddress:
+        """What clients of the endpoint are made with."""
+        from foretoken.backend.http import ServerAddress  # help is printed without an HTTP client
+
+        return ServerAddress(self.url, self.model or "", self.key_variable, self.timeout_s)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from foretoken.bench.url_client import UrlSample
 from foretoken.bench.url_options import UrlOptions
+from foretoken.bench.url_sample import UrlSample
 from foretoken.measure.plots import Plot, Point, Series
 from foretoken.measure.report import Table
 from foretoken.measure.stats import MIN_GROUPS, Estimate, estimate, mean_estimate, quantile_estimate

@@ -12,12 +12,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from foretoken.backend.answering import Question
+from foretoken.backend.http import Endpoint
 from foretoken.bench.caveats import load_average
 from foretoken.bench.progress import Tell, progress
-from foretoken.bench.url_client import Endpoint, UrlSample, open_client
 from foretoken.bench.url_options import UrlOptions
 from foretoken.bench.url_plan import UrlRequest, chosen_prompts, poisson_requests, trace_requests, warmup_requests
 from foretoken.bench.url_rows import EXPLAINED, UrlRow, summarise_url, url_plots, url_tables
+from foretoken.bench.url_sample import UrlSample
 from foretoken.errors import UnavailableError
 from foretoken.measure.kept import KeptFile, digest, run_of
 from foretoken.measure.report import Report
@@ -131,8 +133,7 @@ def plan_runs(options: UrlOptions) -> list[UrlRun]:
 
 
 async def _measure(options: UrlOptions, runs: Sequence[UrlRun], found: dict[str, str]) -> None:
-    async with open_client(options) as client:
-        endpoint = Endpoint(options, client)
+    async with Endpoint(options.server) as endpoint:
         await endpoint.open()
         found["model"] = endpoint.model
         kept = None if options.resume is None else KeptRuns(options.resume, options, endpoint.model, runs)
@@ -152,7 +153,7 @@ async def _drive_all(endpoint: Endpoint, options: UrlOptions, runs: Sequence[Url
         tell(runs[0].setting)
         for run in runs:
             run.counters.append(await endpoint.spec_counters())
-            await _drive(endpoint, run, tell)
+            await _drive(endpoint, options, run, tell)
             run.counters.append(await endpoint.spec_counters())
             if kept is not None:
                 kept.keep(run)
@@ -168,8 +169,8 @@ async def _warm_up(endpoint: Endpoint, options: UrlOptions) -> None:
         Console(stderr=True).line(f"warming up with {options.warmup} requests")
     samples = []
     for request in warmup_requests(options, chosen_prompts(options)):
-        samples.append(UrlSample(request.index, request.slice, 0.0))
-        await endpoint.send(request, samples[-1], time.monotonic)
+        samples.append(UrlSample(index=request.index, slice=request.slice))
+        await endpoint.send(_question(options, request), samples[-1], time.monotonic)
     if samples and not any(sample.is_ok for sample in samples):
         first = samples[0]
         raise UnavailableError(
@@ -178,7 +179,18 @@ async def _warm_up(endpoint: Endpoint, options: UrlOptions) -> None:
         )
 
 
-async def _drive(endpoint: Endpoint, run: UrlRun, tell: Tell) -> None:
+def _question(options: UrlOptions, request: UrlRequest) -> Question:
+    return Question(
+        text="" if request.messages else request.text,
+        messages=request.messages,
+        max_tokens=request.max_tokens,
+        temperature=options.temperature,
+        seed=options.seed + request.index,
+        ignore_eos=not options.stop_at_eos,
+    )
+
+
+async def _drive(endpoint: Endpoint, options: UrlOptions, run: UrlRun, tell: Tell) -> None:
     """Send every request when it is due; returns after the last has ended."""
     began = time.monotonic()
 
@@ -187,7 +199,7 @@ async def _drive(endpoint: Endpoint, run: UrlRun, tell: Tell) -> None:
 
     async def one(request: UrlRequest, sample: UrlSample) -> None:
         try:
-            await endpoint.send(request, sample, clock)
+            await endpoint.send(_question(options, request), sample, clock)
         finally:
             sample.ended_s = sample.ended_s or clock()
         tell(run.setting)
@@ -195,7 +207,7 @@ async def _drive(endpoint: Endpoint, run: UrlRun, tell: Tell) -> None:
     async with asyncio.TaskGroup() as tasks:
         for request in run.requests:
             await asyncio.sleep(max(0.0, request.arrival_s - clock()))
-            sample = UrlSample(request.index, request.slice, request.arrival_s)
+            sample = UrlSample(index=request.index, slice=request.slice, arrival_s=request.arrival_s)
             run.samples.append(sample)
             tasks.create_task(one(request, sample))
 

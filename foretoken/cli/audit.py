@@ -1,28 +1,45 @@
 """`foretoken audit`: tests that target, drafter and rule answer as the target alone would, with a report."""
 
+# ruff: noqa: ARG001 - most options are read from the context
+
 from __future__ import annotations
 
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from foretoken.audit.plan import AuditOptions, Prompt, read_prompts
 from foretoken.audit.report import AuditReport, audit_report, check_out
 from foretoken.bench.workload import SLICES, slices
-from foretoken.cli.common import DEFAULT_MODEL, JsonOption, fetch_models, print_json, progress, was_given
+from foretoken.cli.backend_options import (
+    BackendOption,
+    ServedModelOption,
+    given_where_set,
+    refuse_of_engines,
+    refuse_set,
+    source_of,
+)
+from foretoken.cli.common import DEFAULT_MODEL, JsonOption, fetch_models, is_set, print_json, progress, was_given
 from foretoken.cli.flags import config_from, takes
 from foretoken.cli.spec_options import check_sources, named_drafter, spec_from
 from foretoken.config import SpecConfig
 from foretoken.errors import GateError
+from foretoken.field_text import wholes, words
 from foretoken.machine.identity import machine, versions
 from foretoken.measure.text import print_report
 from foretoken.measure.write import write_report
+from foretoken.option import options_of, setting_name
+
+if TYPE_CHECKING:
+    from foretoken.audit.backend_plan import BackendAuditOptions
 
 # With nothing named: the controller may decide not to draft, which tests nothing.
 _DRAFTER, _NUM_DRAFT = "ngram", "5"
+_ASKED = ("drafter", "num_draft", "draft")  # settings of drafting that another engine may take
+_OF_TARGET = ("dtype", "weights", "device", "cache_tokens", "num_seeds")
 
 
 @takes(SpecConfig)
@@ -34,20 +51,20 @@ def audit(
         Path | None, typer.Option(help="A prompt per line, or JSON lines with `prompt`, `prompt_ids` or `messages`.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the report into this .html, .md or .json file.")] = None,
+    backend: BackendOption = None,
+    against_backend: Annotated[
+        str | None, typer.Option(help="With --backend: compare greedy answers with those of this engine.")
+    ] = None,
+    model: ServedModelOption = None,
+    num_seeds: Annotated[
+        int, typer.Option(help="With --backend and --target: first tokens sampled at temperature 1.")
+    ] = 256,
     as_json: JsonOption = False,
 ) -> None:
     """Check greedy equality, the distribution of sampled tokens, seeds, logits and cache; exit code 5 if anything
     fails.
     """
-    given = dict(context.params)
-    if named_drafter(given) is None:
-        given["drafter"] = _DRAFTER
-        if not was_given(context, "num_draft"):
-            given["num_draft"] = _NUM_DRAFT
-    spec = spec_from(given)
-    options = config_from(AuditOptions, given, spec=spec)
-    fetch_models(target)
-    check_sources(spec)
+    options = _options(context) if backend is None else _backend_options(context, backend)
     found = _run(options, prompts, out)
     report = audit_report(found)
     if out is not None:
@@ -62,22 +79,82 @@ def audit(
         )
 
 
-def _run(options: AuditOptions, prompts: Path | None, out: Path | None) -> AuditReport:
+def _options(context: typer.Context) -> AuditOptions:
+    """What to audit of our engine.
+
+    Raises:
+        InputError: an option that makes no sense; names it.
+        ModelError, StorageError: a model or text that is not there.
+    """
+    refuse_set(context, ("model", "against_backend", "num_seeds"), "goes with --backend; leave it out")
+    given = dict(context.params)
+    if named_drafter(given) is None:
+        given["drafter"] = _DRAFTER
+        if not was_given(context, "num_draft"):
+            given["num_draft"] = _NUM_DRAFT
+    spec = spec_from(given)
+    options = config_from(AuditOptions, given, spec=spec)
+    fetch_models(given["target"])
+    check_sources(spec)
+    return options
+
+
+def _backend_options(context: typer.Context, backend: str) -> BackendAuditOptions:
+    """What to ask which backend, and what judges its answers: a target that is named, or that the engine loads.
+
+    Raises:
+        InputError: an option that the backend does not take; names it.
+        ModelError, StorageError: a packaged model that cannot be fetched.
+    """
+    from foretoken.audit.backend_plan import BackendAuditOptions
+
+    others = [setting_name(one) for one, _ in options_of(SpecConfig) if setting_name(one) not in _ASKED]
+    refuse_set(context, [*others, "numerics"], f"is chosen by {backend} itself; leave it out")
+    source = source_of(context, backend)
+    second = context.params["against_backend"]
+    against = None if second is None else source_of(context, second)
+    target = context.params["target"]
+    if source.is_address:
+        refuse_of_engines(context, backend, _ASKED)
+        if not is_set(context, "target"):
+            target = None
+            refuse_set(context, _OF_TARGET, "is of a target that judges the answers: give --target, or leave it out")
+        else:
+            fetch_models(target)
+    if not (source.is_address or (against is not None and against.is_address)):
+        refuse_set(context, ("model",), "names the model at an address; the target is what this engine loads")
+    given = given_where_set(context, ("num_draft", "drafter"))
+    named = given.get("drafter")
+    return config_from(
+        BackendAuditOptions,
+        given,
+        source=source,
+        against=against,
+        target=target,
+        draftings=None if named is None else words("drafter", named),
+        num_draft=wholes("num_draft", given.get("num_draft", _NUM_DRAFT))[0],
+    )
+
+
+def _run(options: AuditOptions | BackendAuditOptions, prompts: Path | None, out: Path | None) -> AuditReport:
     """The audit; `out` is checked first."""
+    from foretoken.audit.backend_plan import BackendAuditOptions
+    from foretoken.audit.backend_run import run_backend_audit
     from foretoken.audit.run import run_audit
 
     if out is not None:
         check_out(out)
     texts = _own_prompts(options.num_prompts) if prompts is None else read_prompts(prompts)
+    command = shlex.join(["foretoken", *sys.argv[1:]])
     with progress("auditing") as status:
-        return run_audit(
-            options,
-            texts,
-            shlex.join(["foretoken", *sys.argv[1:]]),
-            machine(),
-            versions(),
-            tell=lambda words: None if status is None else status.update(f"auditing: {words}"),
-        )
+
+        def tell(doing: str) -> None:
+            if status is not None:
+                status.update(f"auditing: {doing}")
+
+        if isinstance(options, BackendAuditOptions):
+            return run_backend_audit(options, texts, command, machine(), versions(), tell)
+        return run_audit(options, texts, command, machine(), versions(), tell)
 
 
 def _own_prompts(count: int) -> list[Prompt]:

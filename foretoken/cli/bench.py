@@ -24,6 +24,7 @@ class _BenchGroup(DefaultGroup):
     chosen_by: Mapping[str, str] = {"--url": "url"}
     chosen_within: Mapping[tuple[str, str], str] = {("load", "--url"): "url"}
     moved: Mapping[str, str] = {
+        "--peers": "foretoken bench speed --backends local,transformers,llama.cpp",
         "--profile": "foretoken bench profile",
         "--load": "python -m studies.changing_load --load",
         "--phase-s": "python -m studies.changing_load --phase-s",

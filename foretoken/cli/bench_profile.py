@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from foretoken.bench.drafting import parse_drafters
+from foretoken.backend.drafting import parse_drafters
 from foretoken.bench.profile_options import ProfileOptions
 from foretoken.bench.speed_options import SpeedOptions
 from foretoken.cli.bench_options import DEFAULT_DRAFTERS, check_common, command_line, drafters_of

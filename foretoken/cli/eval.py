@@ -15,6 +15,14 @@ import typer
 
 from foretoken.bench.prompts import ALL
 from foretoken.bench.speed_options import SpeedOptions
+from foretoken.cli.backend_options import (
+    BackendOption,
+    ServedModelOption,
+    given_where_set,
+    refuse_of_engines,
+    refuse_set,
+    source_of,
+)
 from foretoken.cli.bench_options import DEFAULT_DRAFTERS, check_common, command_line, drafters_of
 from foretoken.cli.common import DEFAULT_MODEL, JsonOption, print_json
 from foretoken.cli.flags import config_from, takes
@@ -26,11 +34,17 @@ from foretoken.params import check_number
 from foretoken.printing.console import Console
 
 if TYPE_CHECKING:
+    from foretoken.backend.answering import AnsweringBackend
+    from foretoken.evaluate.backend_options import BackendEvalOptions
+    from foretoken.evaluate.backend_run import BackendEvalRun
     from foretoken.evaluate.compare import EvalComparison
+    from foretoken.evaluate.prompts import EvalPrompt
     from foretoken.evaluate.result import EvalResult
     from foretoken.evaluate.run import EvalRun
 
 _LINE_EVERY_S = 10.0  # without a terminal
+_OF_OUR_ENGINE = ("rule", "allow_lossy", "numerics", "weights")
+_OF_BACKENDS = ("drafters", "temperatures")  # whose defaults depend on the engine
 
 
 @takes(SpeedOptions, fields=("threads",))
@@ -60,6 +74,8 @@ def evaluate(
             help="With --against: exit code 5 where the acceptance rate fell by more than this, not by chance."
         ),
     ] = 0.05,
+    backend: BackendOption = None,
+    model: ServedModelOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure acceptance by drafter, position and slice; compare it with an earlier result."""
@@ -67,15 +83,26 @@ def evaluate(
 
     from foretoken.evaluate.compare import compare
 
-    check_common(context.params)
     check_number("max_lost", max_lost, low=0, high=1)
-    options = config_from(EvalOptions, context.params, drafters=drafters_of(context))
-    earlier = _earlier(against, out)
-    run = _run_of(options, earlier, prompts, words("slices", slices))
-    if threads is not None:
-        torch.set_num_threads(threads)
-    _evaluate(run, out, as_json)
-    result = run.result()
+    names = words("slices", slices)
+    if backend is None:
+        refuse_set(context, ("model",), "names the model at the address of a --backend; leave it out")
+        check_common(context.params)
+        options = config_from(EvalOptions, context.params, drafters=drafters_of(context))
+        earlier = _earlier(against, out)
+        run: EvalRun | BackendEvalRun = _run_of(options, earlier, _prompts(prompts, names, options.prompts_per_slice))
+        if threads is not None:
+            torch.set_num_threads(threads)
+        _evaluate(run, out, as_json)
+        result = run.result()
+    else:
+        asked = _backend_options(context, backend)
+        earlier = _earlier(against, out)
+        texts = _prompts(prompts, names, asked.prompts_per_slice)
+        with asked.source.open() as opened:
+            run = _backend_run_of(asked, earlier, texts, opened)
+            _evaluate(run, out, as_json)
+            result = run.result()
     found = None if earlier is None else compare(earlier, result, max_lost)
     _report(result, found, out, as_json)
     if found is not None and found.lost:
@@ -100,25 +127,69 @@ def _earlier(against: Path | None, out: Path | None) -> EvalResult | None:
     return earlier
 
 
-def _run_of(options: EvalOptions, earlier: EvalResult | None, prompts: Path | None, names: tuple[str, ...]) -> EvalRun:
-    """The run over the library's prompts or those of a file, which must be comparable with the earlier one.
+def _prompts(path: Path | None, names: tuple[str, ...], count: int) -> list[EvalPrompt]:
+    """The library's prompts or those of a file, `count` of each slice.
 
     Raises:
-        InputError: no such slice, or prompts or settings that the earlier result does not have.
+        StorageError: the file cannot be read.
+        InputError: no such slice, or a file in no known format.
+    """
+    from foretoken.evaluate.prompts import own_prompts, prompts_of
+
+    return own_prompts(names, count) if path is None else prompts_of(path, names, count)
+
+
+def _backend_options(context: typer.Context, backend: str) -> BackendEvalOptions:
+    """What to ask which backend.
+
+    Raises:
+        InputError: an option that the backend does not take; names it.
+    """
+    from foretoken.evaluate.backend_options import BackendEvalOptions
+
+    refuse_set(context, _OF_OUR_ENGINE, f"is chosen by {backend} itself; leave it out")
+    source = source_of(context, backend)
+    if source.is_address:
+        refuse_of_engines(context, backend)
+        refuse_set(context, ("target",), f"{backend} serves its own model, see --model; leave it out")
+    else:
+        refuse_set(context, ("model",), "names the model at an address; the target is what this engine loads")
+    return config_from(BackendEvalOptions, given_where_set(context, _OF_BACKENDS), source=source)
+
+
+def _backend_run_of(
+    options: BackendEvalOptions, earlier: EvalResult | None, texts: list[EvalPrompt], backend: AnsweringBackend
+) -> BackendEvalRun:
+    """The run on an open backend, which must be comparable with the earlier one.
+
+    Raises:
+        InputError: what the backend cannot be asked, or settings that the earlier result does not have.
+    """
+    from foretoken.evaluate.backend_run import BackendEvalRun
+    from foretoken.evaluate.compare import check_comparable
+
+    run = BackendEvalRun(options, texts, command_line(), backend)
+    if earlier is not None:
+        check_comparable(earlier, options.settings, run.drafters(), [one.slice for one in texts])
+    return run
+
+
+def _run_of(options: EvalOptions, earlier: EvalResult | None, texts: list[EvalPrompt]) -> EvalRun:
+    """The run on our engine, which must be comparable with the earlier one.
+
+    Raises:
+        InputError: prompts or settings that the earlier result does not have.
     """
     from foretoken.evaluate.compare import check_comparable
-    from foretoken.evaluate.prompts import own_prompts, prompts_of
     from foretoken.evaluate.run import EvalRun, settings_of
 
-    count = options.prompts_per_slice
-    texts = own_prompts(names, count) if prompts is None else prompts_of(prompts, names, count)
     if earlier is not None:
         drafters_here = [one.name for one in options.settings]
         check_comparable(earlier, settings_of(options), drafters_here, [one.slice for one in texts])
     return EvalRun(options, texts, command_line())
 
 
-def _evaluate(run: EvalRun, out: Path | None, as_json: bool) -> None:
+def _evaluate(run: EvalRun | BackendEvalRun, out: Path | None, as_json: bool) -> None:
     """Run it; whatever ends it early, what is finished is reported."""
     try:
         with _progress(len(run.jobs)) as tell:

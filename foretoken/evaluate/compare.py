@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from foretoken.errors import InputError
-from foretoken.evaluate.identity import changes
+from foretoken.evaluate.identity import backend_changes, changes
 from foretoken.evaluate.result import Cell, EvalResult, EvalSample
 from foretoken.evaluate.rows import at_position, num_positions, overall
 from foretoken.measure.stats import CONFIDENCE, MIN_GROUPS, Interval, difference_interval, ratio
@@ -167,8 +167,8 @@ def _worst_position(before: Sequence[EvalSample], after: Sequence[EvalSample]) -
 
 
 def _changed(before: EvalResult, after: EvalResult) -> list[str]:
-    """What differs between the identities, `target: weights (... -> ...)`, and in what the models ran in,
-    `weights ('auto' -> 'int8')`.
+    """What differs between the identities, `target: weights (... -> ...)` or `backend: version (... -> ...)`, and in
+    what the models ran in, `weights ('auto' -> 'int8')`.
     """
     pairs = [("target", before.identity.get("target"), after.identity.get("target"))]
     old_drafts, new_drafts = before.identity.get("drafts", {}), after.identity.get("drafts", {})
@@ -177,6 +177,8 @@ def _changed(before: EvalResult, after: EvalResult) -> list[str]:
     found = [
         f"{name}: {', '.join(differing)}" for name, old, new in pairs if (differing := changes(old or {}, new or {}))
     ]
+    if differing := backend_changes(before.identity.get("backend", {}), after.identity.get("backend", {})):
+        found.append(f"backend: {', '.join(differing)}")
     versions = [
         f"{name} {before.versions.get(name)} -> {version}"
         for name, version in after.versions.items()

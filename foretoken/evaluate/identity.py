@@ -1,6 +1,7 @@
 """What was evaluated, as hashes of content: weights, configuration, tokenizer, chat template.
 
-Acceptance belongs to these and to nothing else by name: a hub id may hold other weights tomorrow.
+Acceptance belongs to these and to nothing else by name: a hub id may hold other weights tomorrow. Of another engine
+only its name, its version and the name of its model are known.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ _CHUNK_BYTES = 1 << 22
 _NO_IDENTITY = ("_name_or_path", "transformers_version")
 
 PARTS = ("weights", "config", "tokenizer", "template")
+BACKEND_PARTS = ("name", "version", "model")
 
 
 def identity_of(name: str, folder: Path) -> dict[str, str | None]:
@@ -57,6 +59,15 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
         if old != new:
             found.append(f"{part} ({_short(old)} -> {_short(new)})")
     return found
+
+
+def backend_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """The parts of two backends that differ, each with both values."""
+    return [
+        f"{part} ({before.get(part)} -> {after.get(part)})"
+        for part in BACKEND_PARTS
+        if before.get(part) != after.get(part)
+    ]
 
 
 def _short(value: object) -> str:

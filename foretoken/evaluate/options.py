@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from foretoken.bench.drafting import DrafterChoice, parse_drafters
+from foretoken.backend.drafting import DrafterChoice, parse_drafters
 from foretoken.bench.speed_options import SpeedOptions
 from foretoken.config import RULES, SpecConfig
 from foretoken.engine_config import EngineConfig
@@ -15,8 +15,8 @@ from foretoken.field_text import numbers
 from foretoken.option import check_fields, option, same_option
 from foretoken.params import TEMPERATURES, check_number, check_whole
 
-_MAX_PROMPTS = 100_000
-_MAX_DRAFTED = 256
+MAX_PROMPTS = 100_000
+MAX_DRAFTED = 256
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ class EvalOptions:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        check_whole("num_draft", self.num_draft, low=1, high=_MAX_DRAFTED)
-        check_whole("prompts_per_slice", self.prompts_per_slice, low=1, high=_MAX_PROMPTS)
+        check_whole("num_draft", self.num_draft, low=1, high=MAX_DRAFTED)
+        check_whole("prompts_per_slice", self.prompts_per_slice, low=1, high=MAX_PROMPTS)
         check_whole("max_tokens", self.max_tokens, low=2)
         check_whole("seed", self.seed, low=0, high=2**62)
         if not self.temperatures:

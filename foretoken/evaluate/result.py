@@ -13,12 +13,14 @@ from foretoken.files import read_json, replace_text, to_json
 from foretoken.measure.stats import CONFIDENCE
 
 SCHEMA = "foretoken.acceptance/1"
+BACKEND_SCHEMA = "foretoken.acceptance/2"  # of another engine: its identity has no hashes, and counts may be unknown
+_MAY_BE_UNKNOWN = ("num_rounds", "num_drafts")
 _METHOD = "bootstrap over prompts, percentiles expanded for few prompts"
 
 
 @dataclass(frozen=True)
 class EvalSample:
-    """The counts of one answer: `prompt` is the key of its prompt, `rule` what judged its drafts."""
+    """The counts of one answer: `prompt` is the key of its prompt, `rule` what judged its drafts ("": unknown)."""
 
     drafter: str
     slice: str
@@ -49,7 +51,8 @@ class Cell:
 class EvalResult:
     """All answers, with what they are of and what is needed to repeat them.
 
-    `identity` holds under `target` the hashes of the target, under `drafts` those of each drafter's draft models.
+    `identity` holds under `target` the hashes of the target, under `drafts` those of each drafter's draft models; of
+    another engine under `backend` its name, its version and the name of its model.
     `settings` are the values that must be equal for two results to be compared. `complete` is False if the run was
     stopped.
     """
@@ -79,11 +82,13 @@ class EvalResult:
 
     def as_dict(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The object of the file, with `rows`, which summarise the answers."""
-        emitted: dict[str, float] = {}
+        emitted: dict[str, float | None] = {}
         for drafter in self._drafters:
             own = [sample.counts for sample in self.samples if sample.drafter == drafter]
-            emitted[drafter] = sum(one.num_emitted for one in own) / max(1, sum(one.num_rounds for one in own))
-        head = {"schema": SCHEMA, "complete": self.complete}
+            rounds = [one.num_rounds for one in own if one.num_rounds is not None]
+            known = len(rounds) == len(own)
+            emitted[drafter] = sum(one.num_emitted for one in own) / max(1, sum(rounds)) if known else None
+        head = {"schema": BACKEND_SCHEMA if "backend" in self.identity else SCHEMA, "complete": self.complete}
         names = ("date", "command", "machine", "versions", "identity", "settings", "options", "notes")
         interval = {"method": _METHOD, "confidence": CONFIDENCE}
         return (
@@ -114,10 +119,9 @@ def read_result(path: Path) -> EvalResult:
     schema = found.get("schema") if isinstance(found, dict) else None
     if not isinstance(schema, str) or schema.partition("/")[0] != SCHEMA.partition("/")[0]:
         raise InputError("against", str(path), f"is no result of foretoken eval: it must say schema {SCHEMA!r}")
-    if schema != SCHEMA:
-        raise InputError(
-            "against", str(path), f"has schema {schema!r}, and this version reads {SCHEMA!r}; measure it again"
-        )
+    if schema not in (SCHEMA, BACKEND_SCHEMA):
+        remedy = f"has schema {schema!r}, and this version reads {SCHEMA!r} and {BACKEND_SCHEMA!r}; measure it again"
+        raise InputError("against", str(path), remedy)
     try:
         return _result(found)
     except (KeyError, TypeError, ValueError) as error:
@@ -128,20 +132,24 @@ def _result(found: Mapping[str, Any]) -> EvalResult:
     for name in ("identity", "settings", "options", "machine", "versions"):
         _check(found[name], dict, name)
     _check(found["complete"], bool, "complete")
-    samples = [_sample(one) for one in _check(found["answers"], list, "answers")]
+    unknown = _MAY_BE_UNKNOWN if found["schema"] == BACKEND_SCHEMA else ()
+    samples = [_sample(one, unknown) for one in _check(found["answers"], list, "answers")]
     if not samples:
         raise ValueError("it holds no answer")
     names = [one.name for one in fields(EvalResult) if one.name != "samples"]
     return EvalResult(samples=samples, **{name: found[name] for name in names})
 
 
-def _sample(found: Mapping[str, Any]) -> EvalSample:
+def _sample(found: Mapping[str, Any], unknown: Sequence[str]) -> EvalSample:
+    """One answer; the counts called `unknown` may be None."""
     for name in ("drafter", "slice", "prompt", "rule"):
         _check(found[name], str, name)
     _check(found["temperature"], float, "temperature")
     counts = AnswerCounts(**found["counts"])
     for one in fields(counts):
         value = getattr(counts, one.name)
+        if value is None and one.name in unknown:
+            continue
         for number in value if isinstance(value, list) else [value]:
             if isinstance(number, bool) or not isinstance(number, int) or number < 0:
                 raise ValueError(f"{one.name} must be a count")

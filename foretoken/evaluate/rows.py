@@ -18,7 +18,7 @@ def rows_of(result: EvalResult) -> list[dict[str, Any]]:
     `positions` holds for each position of the draft the chance that its token is accepted given that the one before it
     was (`rate`). `accepted_at_length` is what follows from these for drafts of exactly 1, 2, ... tokens: the expected
     number of accepted ones. A lookup's drafts are often shorter than asked for; then `accepted_per_draft`, measured
-    over the drafts as they were, is smaller.
+    over the drafts as they were, is smaller. What another engine does not report is None.
     """
     return [_row(cell, samples) for cell, samples in result.cells.items()]
 
@@ -47,18 +47,18 @@ def num_positions(samples: Sequence[EvalSample]) -> int:
 
 def _row(cell: Cell, samples: Sequence[EvalSample]) -> dict[str, Any]:
     totals = {
-        name: sum(getattr(one.counts, name) for one in samples)
+        name: _total([getattr(one.counts, name) for one in samples])
         for name in ("num_rounds", "num_drafts", "num_drafted", "num_accepted", "num_emitted")
     }
-    positions = [
-        {"position": place + 1} | _counted(at_position(samples, place)) for place in range(num_positions(samples))
-    ]
+    has_positions = all(one.counts.has_positions for one in samples)
+    places = range(num_positions(samples))
+    positions = [{"position": place + 1} | _counted(at_position(samples, place)) for place in places]
     counted = _counted(overall(samples))
-    per_draft = _pairs([(one.counts.num_accepted, one.counts.num_drafts) for one in samples])
-    per_step = _pairs([(one.counts.num_emitted, one.counts.num_rounds) for one in samples])
+    per_draft = _known_pairs([(one.counts.num_accepted, one.counts.num_drafts) for one in samples])
+    per_step = _known_pairs([(one.counts.num_emitted, one.counts.num_rounds) for one in samples])
     return {
         **asdict(cell),
-        "rules": sorted({one.rule for one in samples}),
+        "rules": sorted({one.rule for one in samples} - {""}),
         "num_prompts": len(samples),
         **totals,
         "acceptance_rate": counted["rate"],
@@ -67,8 +67,8 @@ def _row(cell: Cell, samples: Sequence[EvalSample]) -> dict[str, Any]:
         "accepted_per_draft_interval": _ends(per_draft),
         "emitted_per_step": ratio(per_step),
         "emitted_per_step_interval": _ends(per_step),
-        "accepted_at_length": _accepted_at_length(samples),
-        "positions": positions,
+        "accepted_at_length": _accepted_at_length(samples) if has_positions else None,
+        "positions": positions if has_positions else None,
     }
 
 
@@ -112,6 +112,18 @@ def _ends(counts: Counts) -> list[float] | None:
 
 def _pair(found: Interval | None) -> list[float] | None:
     return None if found is None else [found.low, found.high]
+
+
+def _total(numbers: Sequence[int | None]) -> int | None:
+    """The sum; None if one is unknown."""
+    known = [number for number in numbers if number is not None]
+    return sum(known) if len(known) == len(numbers) else None
+
+
+def _known_pairs(pairs: Sequence[tuple[int, int | None]]) -> Counts:
+    """`_pairs`; none at all if one is unknown, of which no ratio is made."""
+    known = [(above, below) for above, below in pairs if below is not None]
+    return _pairs(known if len(known) == len(pairs) else [])
 
 
 def _pairs(pairs: Sequence[tuple[int, int]]) -> Counts:

@@ -76,7 +76,7 @@ def measure(
             params = SamplingParams(
                 max_tokens=options.max_tokens,
                 temperature=temperature,
-                seed=options.seed + int(key[:8], 16) if temperature > 0 else None,  # whatever else is run
+                seed=answer_seed(options.seed, prompt) if temperature > 0 else None,
                 ignore_eos=not options.stop_at_eos,
                 tenant=f"{drafter.name} {temperature:g} {key}",
                 slice=prompt.slice,
@@ -132,13 +132,20 @@ class EvalRun:
             versions=versions(),
             date=now(),
             complete=len(self.samples) == len(self.jobs),
-            notes=self._notes(),
+            notes=few_prompts(self.prompts),
         )
 
-    def _notes(self) -> list[str]:
-        per_slice = Counter(prompt.slice for prompt in self.prompts)
-        few = [f"{name} ({count})" for name, count in per_slice.items() if count < FEW_PROMPTS]
-        return [f"fewer than {FEW_PROMPTS} prompts, so the intervals are rough: {', '.join(few)}"] if few else []
+
+def few_prompts(prompts: Sequence[EvalPrompt]) -> list[str]:
+    """A note on slices with too few prompts for a narrow interval, if there are such."""
+    per_slice = Counter(prompt.slice for prompt in prompts)
+    few = [f"{name} ({count})" for name, count in per_slice.items() if count < FEW_PROMPTS]
+    return [f"fewer than {FEW_PROMPTS} prompts, so the intervals are rough: {', '.join(few)}"] if few else []
+
+
+def answer_seed(seed: int, prompt: EvalPrompt) -> int:
+    """The seed of a prompt's sampled answers: the same whatever else is run."""
+    return seed + int(prompt.key[:8], 16)
 
 
 def settings_of(options: EvalOptions) -> dict[str, object]:

@@ -19,6 +19,7 @@ _EXPLAINED = (
 )
 _OUTCOME_STYLES = {"lost": "bold red", "undecided": "yellow", "kept": None}
 _MAX_POSITIONS = 8
+_UNKNOWN = "not reported"
 
 
 def eval_report(result: EvalResult, rows: Sequence[Mapping[str, Any]], found: EvalComparison | None) -> Report:
@@ -46,7 +47,7 @@ def eval_report(result: EvalResult, rows: Sequence[Mapping[str, Any]], found: Ev
 def _rate_tables(rows: Sequence[Mapping[str, Any]]) -> tuple[Table, Table]:
     """The rates of every cell with their intervals, and by position."""
     rates = ("drafter", "slice", "temperature", "rule", "prompts", "acceptance", "per step")
-    columns = min(_MAX_POSITIONS, max((len(row["positions"]) for row in rows), default=0))
+    columns = min(_MAX_POSITIONS, max((_num_columns(row) for row in rows), default=0))
     places = map(str, range(1, columns + 1))
     headings = ("drafter", "slice", "temperature", *places, "per draft", "at full length")
     return (
@@ -93,7 +94,7 @@ def _plots(rows: Sequence[Mapping[str, Any]]) -> tuple[Plot, ...]:
             rates.setdefault(row["drafter"], []).append(Point(where, row["acceptance_rate"], *ends))
         chances = tuple(
             Point(str(one["position"]), one["rate"], *(one["interval"] or (None, None)))
-            for one in row["positions"]
+            for one in row["positions"] or ()
             if one["rate"] is not None
         )
         by_place.setdefault(where, []).append(Series(row["drafter"], chances))
@@ -109,16 +110,21 @@ def _plots(rows: Sequence[Mapping[str, Any]]) -> tuple[Plot, ...]:
 def _rates(row: Mapping[str, Any]) -> tuple[str, ...]:
     return (
         *_place(row),
-        "+".join(row["rules"]),
+        "+".join(row["rules"]) or "-",
         str(row["num_prompts"]),
         _rate(row["acceptance_rate"]) + _brackets(row["acceptance_interval"]),
         _rate(row["emitted_per_step"]) + _brackets(row["emitted_per_step_interval"]),
     )
 
 
+def _num_columns(row: Mapping[str, Any]) -> int:
+    return 1 if row["positions"] is None else len(row["positions"])
+
+
 def _positions(row: Mapping[str, Any], columns: int) -> tuple[str, ...]:
-    chances = [_rate(one["rate"]) for one in row["positions"][:columns]]
-    full = row["accepted_at_length"][-1:]
+    positions = row["positions"]
+    chances = [_UNKNOWN] if positions is None else [_rate(one["rate"]) for one in positions[:columns]]
+    full = (row["accepted_at_length"] or [])[-1:]
     return (
         *_place(row),
         *chances,

@@ -50,7 +50,10 @@ def test_a_setting_of_another_engine_that_is_not_here_is_named(monkeypatch: pyte
     options = argparse.Namespace(
         target="reference:target", draft="reference:draft", threads=1, peers=("transformers-lookup-7", "llama.cpp")
     )
-    with pytest.raises(InputError, match=r"peers='llama.cpp'.*transformers-lookup-7.*FORETOKEN_LLAMA_CPP"):
+    with pytest.raises(InputError, match=r"backends='llama.cpp'.*FORETOKEN_LLAMA_CPP"):
+        peers_of(options)
+    options.peers = ("transformers-magic-7",)
+    with pytest.raises(InputError, match=r"peers='transformers-magic-7'.*transformers-lookup-7"):
         peers_of(options)
     options.peers = ("transformers-lookup-7",)
     assert list(peers_of(options)) == ["transformers-lookup-7"]

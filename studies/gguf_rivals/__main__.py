@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from foretoken.bench.llama_programs import LLAMA_CPP, LlamaCpp
+from foretoken.backend.llama_programs import LLAMA_CPP, LlamaCpp
 from foretoken.bench.progress import progress
 from foretoken.errors import InputError
 from foretoken.files import read_text

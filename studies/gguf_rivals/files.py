@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from foretoken.bench.llama_programs import LlamaCpp, run_program
+from foretoken.backend.llama_programs import LlamaCpp, run_program
 from foretoken.errors import StorageError
 from foretoken.model.names import model_folder
 from foretoken.printing.console import Console

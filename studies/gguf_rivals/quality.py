@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from foretoken.bench.llama_programs import LlamaCpp, parsed
+from foretoken.backend.llama_programs import LlamaCpp, parsed
 from foretoken.errors import ForetokenError, InputError, UnsupportedModelError
 from foretoken.model.interface import LanguageModel, Segment
 from foretoken.text.tokenizer import Tokenizer

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from foretoken.bench.llama_programs import LlamaCpp, run_program
+from foretoken.backend.llama_programs import LlamaCpp, run_program
 from foretoken.errors import ForetokenError
 from foretoken.measure.stats import expanded_interval
 from foretoken.model.interface import LanguageModel, Segment

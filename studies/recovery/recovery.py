@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
+from foretoken.backend.drafting import DrafterChoice
 from foretoken.bench.batch_settings import AUTO, BatchSetting, Stage
 from foretoken.bench.caveats import load_average
-from foretoken.bench.drafting import DrafterChoice
 from foretoken.bench.load_options import LoadOptions
 from foretoken.bench.load_run import announce, make_report, opened
 from foretoken.bench.progress import Tell, progress

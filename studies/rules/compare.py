@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass
 from foretoken.backend.answering import Answer
 from foretoken.bench.measure import ALL_SLICES, SpeedSample
 from foretoken.bench.offline import measure_speed
-from foretoken.bench.own import Generator
 from foretoken.bench.speed_options import SpeedOptions
 from foretoken.bench.speed_rows import summarise
 from foretoken.bench.speed_tables import speed_tables
 from foretoken.bench.workload import Prompt
+from foretoken.engine.llm import LLM
 from foretoken.errors import InputError
 from foretoken.measure.report import Report, Table
 from foretoken.measure.stats import Measured, PairedRatio, paired_ratio
@@ -44,8 +44,8 @@ class RulePair:
     speed_ratio: PairedRatio | None
 
 
-def compare_rules(options: SpeedOptions, command: str, generator: Generator | None = None) -> Report:
-    """Measure `options.rules`, two of them, and compare the second with the first; `generator` replaces the engine.
+def compare_rules(options: SpeedOptions, command: str, llm: LLM | None = None) -> Report:
+    """Measure `options.rules`, two of them, and compare the second with the first; `llm` replaces the engine.
 
     Raises:
         InputError: not two rules.
@@ -53,7 +53,7 @@ def compare_rules(options: SpeedOptions, command: str, generator: Generator | No
     """
     if len(options.rules) != 2:
         raise InputError("rules", ",".join(options.rules), "give two, separated by a comma, such as rejection,block")
-    run = measure_speed(options, generator)
+    run = measure_speed(options, llm)
     rows = summarise(run.samples, run.prompts)
     pairs = rule_pairs(run.samples, run.prompts, (options.rules[0], options.rules[1]))
     return Report(

@@ -28,8 +28,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from foretoken.bench.llama_cpp import speculation
-from foretoken.bench.llama_programs import LLAMA_CPP
+from foretoken.backend.llama_cpp import speculation
+from foretoken.backend.llama_programs import LLAMA_CPP
 from foretoken.bench.url_options import UrlOptions
 from foretoken.bench.url_run import run_url
 from foretoken.errors import InputError, UnavailableError

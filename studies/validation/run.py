@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from foretoken.backend.drafting import DrafterChoice, parse_drafters
 from foretoken.bench.caveats import load_average, source_caveats
-from foretoken.bench.drafting import DrafterChoice, parse_drafters
 from foretoken.bench.profile import measure_profile
 from foretoken.config import SpecConfig
 from foretoken.control.queue import SchedulerConfig

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from foretoken.bench.drafting import parse_drafters
+from foretoken.backend.drafting import parse_drafters
 from foretoken.bench.profile import run_profile
 from foretoken.bench.profile_options import ProfileOptions
 from foretoken.engine.startup.profiling import save_profile

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from foretoken import InputError, SamplingParams, SpecConfig
-from foretoken.audit.checks import _equality
+from foretoken.audit.checks import equality
 from foretoken.audit.plan import AuditOptions
 from foretoken.audit.report import AuditReport
 from foretoken.audit.run import run_audit
@@ -285,7 +285,7 @@ def answer(*tokens: int) -> SimpleNamespace:
 )
 def test_which_differences_count(other: SimpleNamespace, apart: float, exact: bool, result: str, found: str) -> None:
     """Rounding may explain up to 0.2, in 16-bit numbers only, and never that an answer is shorter."""
-    check = _equality("x", "y", [answer(5), answer(1, 2, 3)], [answer(5), other], exact, lambda i, place: (apart, 0.2))  # type: ignore[arg-type]
+    check = equality("x", "y", [(5,), (1, 2, 3)], [(5,), other.token_ids], exact, lambda i, place: (apart, 0.2))
     assert (check.result, check.found) == (result, found)
 
 

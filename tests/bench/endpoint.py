@@ -30,7 +30,7 @@ def tokens(*texts: str, **last: Any) -> Reply:
         for number, text in enumerate(texts, 1)
     ]
     usage = {"completion_tokens": 2 * len(texts), "prompt_tokens": 7}
-    return Reply((*events, {"choices": [], "usage": usage, **last}))
+    return Reply((*events, {"choices": [], "usage": usage} | last))
 
 
 @dataclass
@@ -40,6 +40,7 @@ class Fake:
     answer: Answer = lambda _number, _body: tokens("a", "b", "c")
     metrics: Callable[[], str] | None = None
     url: str = ""
+    owner: str = "someone"
     asked: list[tuple[str, dict[str, str], dict[str, Any]]] = field(default_factory=list)
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -62,8 +63,10 @@ class Fake:
             writer.close()
 
     def reply(self, path: str, headers: dict[str, str], body: bytes) -> tuple[int, str, bytes]:
-        if path == "/v1/models":
-            return 200, "application/json", json.dumps({"data": [{"id": "fake"}]}).encode()
+        if path in ("/v1/models", "/v3/models"):
+            return 200, "application/json", json.dumps({"data": [{"id": "fake", "owned_by": self.owner}]}).encode()
+        if path == "/version":
+            return 404, "text/plain", b""
         if path == "/metrics":
             return (404, "text/plain", b"") if self.metrics is None else (200, "text/plain", self.metrics().encode())
         self.asked.append((path, headers, json.loads(body)))

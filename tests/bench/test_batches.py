@@ -11,12 +11,12 @@ from types import SimpleNamespace
 import pytest
 
 from foretoken import LLM, SpecConfig
+from foretoken.backend.drafting import swept_drafters
 from foretoken.bench import batches as batches_module
 from foretoken.bench.batch_prompts import BATCH_SLICES, Ask, asks
 from foretoken.bench.batch_rows import BatchSample, grid_summary, slice_tables, summarise_grid
 from foretoken.bench.batch_settings import Answered, BatchSetting, Stage, Turn, parse_batch_settings, together
 from foretoken.bench.batches import measure_grid, run_batches
-from foretoken.bench.drafting import swept_drafters
 from foretoken.bench.load_options import LoadOptions, slice_names
 from foretoken.bench.load_run import opened
 from foretoken.config import known_drafters

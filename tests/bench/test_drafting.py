@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from foretoken import field_text, registry
-from foretoken.bench.drafting import DrafterChoice, parse_drafters
+from foretoken.backend.drafting import DrafterChoice, parse_drafters
 from foretoken.config import DRAFTERS, SpecConfig, known_drafters
 from foretoken.errors import ConfigError
 

@@ -13,7 +13,7 @@ from foretoken.errors import ConfigError, ForetokenError, MismatchError, Numeric
 from tests.bench.fakes import PROMPTS, Scripted, answer
 
 PLAIN, SPEC = SpeedSetting("plain"), SpeedSetting("ngram-3", drafter="ngram", num_draft=3)
-PEER = SpeedSetting("other", "other")
+PEER = SpeedSetting("other", "other", samples=False)
 PLAN = SpeedPlan(PROMPTS, max_tokens=8, temperatures=(0.0, 0.8), repeats=2, warmup=1, seed=5)
 
 
@@ -47,10 +47,10 @@ def test_seeds_are_the_same_for_every_setting_and_differ_between_answers():
     assert PLAN.params(0.8, 1, 1) == PLAN.params(0.8, 1, 1)
 
 
-def test_other_engines_run_greedily_only_and_are_left_out_when_they_fail():
+def test_engines_that_repeat_no_sampled_answer_run_greedily_and_those_that_fail_are_left_out():
     good, bad = (
         Scripted(PEER, [answer()]),
-        Scripted(SpeedSetting("bad", "bad"), [answer(), answer(), ForetokenError("no memory")]),
+        Scripted(SpeedSetting("bad", "bad", samples=False), [answer(), answer(), ForetokenError("no memory")]),
     )
     samples, notes = measure([Scripted(PLAIN, [answer()]), good, bad], PLAN)
     assert {entry[2] for entry in good.log} == {0.0}

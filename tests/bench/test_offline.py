@@ -69,7 +69,7 @@ def test_every_drafter_meets_every_number_of_tokens():
         "ngram-2",
         "ngram-auto",
     ]
-    specs = [c.spec for c in contenders]
+    specs = [c.way.spec for c in contenders]
     assert specs[1] == SpecConfig(drafter="draft_model", draft="d", num_draft=2, rule="greedy")
     assert specs[4] == SpecConfig(drafter="ngram", num_draft="auto", rule="greedy")
     assert [c.setting.free for c in contenders] == [False, False, False, True, True]
@@ -92,8 +92,8 @@ def test_each_set_of_options_is_a_setting_of_its_own():
         "ngram-9 tree",
         "ngram-3",
     ]
-    assert contenders[2].spec == SpecConfig("draft_model", draft="d", num_draft=3, draft_top_k=5)
-    assert contenders[4].spec.rule == "tree"
+    assert contenders[2].way.spec == SpecConfig("draft_model", draft="d", num_draft=3, draft_top_k=5)
+    assert contenders[4].way.spec.rule == "tree"
     assert (contenders[2].setting.drafter, contenders[2].setting.options) == ("draft_model", "draft_top_k=5")
 
 
@@ -102,7 +102,7 @@ def test_a_draft_is_measured_in_each_format_that_is_named():
         options(drafters=("draft_model", "draft_model:draft_dtype=int4"), draft="d"), FakeLLM(), PROMPTS
     )
     assert [c.setting.name for c in contenders] == ["plain", "draft_model-3", "draft_model(draft_dtype=int4)-3"]
-    assert contenders[2].spec == SpecConfig("draft_model", "d", num_draft=3, draft_dtype="int4")
+    assert contenders[2].way.spec == SpecConfig("draft_model", "d", num_draft=3, draft_dtype="int4")
     with pytest.raises(ConfigError, match="draft_dtype='int2': choose one of auto"):
         options(drafters=("draft_model:draft_dtype=int2",), draft="d")
 
@@ -274,7 +274,9 @@ def test_plot_and_dated_result_are_written(tmp_path):
         ({"drafters": ("oracle",)}, ConfigError, "oracle"),
         ({"drafters": ("ngram:draft_topk=1",)}, ConfigError, "draft_top_k"),
         ({"slices": ()}, InputError, "slices"),
-        ({"peer_drafters": ("magic",)}, InputError, "magic"),
+        ({"backends": ("magic",)}, InputError, "choose from local, transformers, llama.cpp, openvino"),
+        ({"backends": ()}, InputError, "backends"),
+        ({"backends": ("http://u:p@host",)}, InputError, "name or password"),
         ({"drafters": ("draft_model",)}, ConfigError, "draft"),
         ({"num_drafts": ()}, InputError, "num_drafts"),
         ({"temperatures": ()}, InputError, "temperatures"),

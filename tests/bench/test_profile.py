@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from foretoken.backend.drafting import parse_drafters
 from foretoken.bench import profile as module
-from foretoken.bench.drafting import parse_drafters
 from foretoken.bench.profile import load_profile, measure_profile, print_profile, run_profile, write_profile
 from foretoken.bench.profile_options import ProfileOptions
 from foretoken.engine.startup import profiling

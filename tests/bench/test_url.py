@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from foretoken.bench.url_client import UrlSample, read_spec_counters
+from foretoken.backend.http_stream import read_spec_counters
 from foretoken.bench.url_options import UrlOptions
 from foretoken.bench.url_plan import chosen_prompts, poisson_requests, trace_requests
 from foretoken.bench.url_rows import percentiles, summarise_url, throughput
 from foretoken.bench.url_run import run_url
+from foretoken.bench.url_sample import UrlSample
 from foretoken.errors import InputError, UnavailableError
 from foretoken.measure.text import markdown
 from tests.bench.endpoint import Fake, Reply, serving, tokens
@@ -77,8 +78,9 @@ def test_a_chat_sends_messages(fake: Fake, prompts: Path) -> None:
         {"foretoken": {"spec": {"num_drafted": 10, "num_accepted": 4}}},
         {"metrics": {"speculative_decoding": {"num_draft_tokens": 10, "num_accepted_draft_tokens": 4}}},
         {"timings": {"draft_n": 10, "draft_n_accepted": 4}},
+        {"choices": [{"index": 0, "meta_info": {"spec_draft_token_num": 10, "spec_accept_token_num": 4}}]},
     ],
-    ids=["ours", "vllm", "llama.cpp"],
+    ids=["ours", "vllm", "llama.cpp", "sglang"],
 )
 def test_acceptance_in_the_shapes_that_servers_have(fake: Fake, prompts: Path, last: dict[str, Any]) -> None:
     fake.answer = lambda number, body: tokens("a", **last)
@@ -319,7 +321,8 @@ def test_an_address_may_end_in_v1(url: str) -> None:
 def sample(index: int, times: tuple[float, ...], arrival_s: float = 0.0, error: str = "") -> UrlSample:
     pieces = [(time_s, 2) for time_s in times]
     ended_s = times[-1] if times else arrival_s
-    return UrlSample(index, "x", arrival_s, arrival_s, ended_s, pieces, 5, 2 * len(times), error=error)
+    place = {"index": index, "slice": "x", "arrival_s": arrival_s}
+    return UrlSample(arrival_s, ended_s, pieces, 5, 2 * len(times), error=error, **place)
 
 
 def test_times_of_one_request() -> None:

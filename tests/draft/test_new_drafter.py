@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from foretoken import LLM, ConfigError, SamplingParams, SpecConfig, add_drafter, registry
-from foretoken.bench.drafting import parse_drafters
+from foretoken.backend.drafting import parse_drafters
 from foretoken.bench.profile import run_profile
 from foretoken.bench.profile_options import ProfileOptions
 from foretoken.cli.app import run

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from foretoken import LLM, ConfigError, SamplingParams, SpecConfig, add_drafter, config, registry
-from foretoken.bench.drafting import parse_drafters
+from foretoken.backend.drafting import parse_drafters
 from foretoken.core import Batch, Draft, Mass
 from foretoken.draft.base import Drafter
 from foretoken.draft.group import drafter_key

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from foretoken import LLM, SamplingParams, SpecConfig, files
-from foretoken.bench.drafting import parse_drafters
+from foretoken.backend.drafting import parse_drafters
 from foretoken.bench.profile import run_profile, write_profile
 from foretoken.bench.profile_options import ProfileOptions
 from foretoken.draft.group import option_kind

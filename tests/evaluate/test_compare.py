@@ -165,7 +165,7 @@ def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"schema": "foretoken.acceptance/2"}, "has schema 'foretoken.acceptance/2', and this version reads"),
+        ({"schema": "foretoken.acceptance/9"}, "has schema 'foretoken.acceptance/9', and this version reads"),
         ({"schema": "foretoken.trace/1"}, "is no result of foretoken eval"),
         ({"schema": 3}, "is no result of foretoken eval"),
         ({"answers": []}, "it holds no answer"),

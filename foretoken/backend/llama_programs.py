@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from foretoken.errors import ForetokenError, StorageError
+from foretoken.model.gguf.header import is_gguf
 
 LLAMA_CPP = "llama.cpp"
+FOLDER_VARIABLE = "FORETOKEN_LLAMA_CPP"
 _TIMEOUT_S = 1800
 _MAX_RUNS = 3
 _Result = TypeVar("_Result")
@@ -80,8 +82,6 @@ class LlamaCpp:
         Raises:
             StorageError, ForetokenError: see `convert`.
         """
-        from foretoken.model.gguf.header import is_gguf  # numpy, which help is printed without
-
         if is_gguf(checkpoint):
             return checkpoint
         config = _read_json(checkpoint / "config.json")

@@ -7,26 +7,28 @@ import os
 import stat
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from foretoken.bench import llama_cpp, peers
-from foretoken.bench.llama_cpp import parse_bench, parse_speculative
-from foretoken.bench.llama_programs import LlamaCpp, parsed, run_program
-from foretoken.bench.measure import SpeedSetting
+from foretoken.backend import llama_cpp
+from foretoken.backend.answering import Drafting, Question
+from foretoken.backend.llama_cpp import parse_bench, parse_speculative
+from foretoken.backend.llama_programs import LlamaCpp, parsed, run_program
+from foretoken.backend.registry import open_backend
+from foretoken.backend.transformers import TransformersBackend, exits
 from foretoken.bench.offline import run_speed
+from foretoken.bench.others import Other
 from foretoken.bench.speed_options import SpeedOptions
-from foretoken.bench.workload import Prompt
-from foretoken.config import SamplingParams
-from foretoken.errors import ForetokenError, StorageError
+from foretoken.errors import ForetokenError, InputError, StorageError
 from foretoken.train.corpus import tokenizer_config, train_tokenizer
 from tests.bench.fakes import FakeLLM
 from tests.helpers.gguf_files import write_gguf
 
-PROMPT = Prompt("p", "code", "def f(x):\n    '''Add\\n two'''\n")
-PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
+QUESTION = Question("def f(x):\n    '''Add\\n two'''\n", max_tokens=12, ignore_eos=True)
+PLAIN = Drafting()
 
 # Recorded from llama.cpp 0.5.0-dev (commit 0c1e570); `draft:` holds statistics that are not read.
 SPECULATIVE = """
@@ -93,15 +95,14 @@ def checkpoints(tmp_path_factory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def answers(checkpoints):
-    target, draft = checkpoints
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("FORETOKEN_LLAMA_CPP", raising=False)
-        found, notes = peers.contenders(
-            target, draft, "float32", "cpu", threads=1, num_drafts=(2, 4), lookup_num_drafts=(4, 32)
-        )
-    assert "FORETOKEN_LLAMA_CPP" in notes[0]
-    return {c.setting.name: c.answer(PROMPT, PARAMS) for c in found}
+def library(checkpoints) -> TransformersBackend:
+    return TransformersBackend(*checkpoints, "float32", "cpu")
+
+
+@pytest.fixture(scope="module")
+def answers(library):
+    ways = (PLAIN, *library.draftings((2, 4), (4, 32)))
+    return {Other(library, way).setting.name: library.answer(QUESTION, way) for way in ways}
 
 
 def test_transformers_in_every_setting(answers):
@@ -112,20 +113,37 @@ def test_transformers_in_every_setting(answers):
         *(f"transformers-early_exit-layer=1{mode}" for mode in ("", "-heuristic", "-2", "-4")),
     ]
     for answer in answers.values():
-        assert answer.num_emitted == len(answer.token_ids) == PARAMS.max_tokens
+        assert answer.num_emitted == len(answer.token_ids) == QUESTION.max_tokens
         assert answer.token_ids == answers["transformers"].token_ids
         assert answer.decode_s > 0
         assert answer.ttft_s is not None
 
 
-def test_the_number_that_follows_acceptance_begins_anew_with_each_answer(checkpoints):
-    target, draft = checkpoints
-    library = peers.HuggingFace(target, draft, "float32", "cpu")
-    found = peers._transformers(library, (), (), ("assisted",))
-    (contender,) = (one for one in found if one.setting.num_draft == "heuristic")
-    answers = [contender.answer(PROMPT, PARAMS) for _ in range(2)]
+def test_the_number_that_follows_acceptance_begins_anew_with_each_answer(library):
+    answers = [library.answer(QUESTION, Drafting("assisted", "heuristic")) for _ in range(2)]
     assert answers[0].num_steps == answers[1].num_steps
     assert library.draft.generation_config.num_assistant_tokens_schedule == "heuristic"
+
+
+def test_a_sampled_answer_comes_again_for_its_seed(library):
+    """Also with a draft, whose own draws come from the same generator."""
+    ways = (PLAIN, Drafting("assisted", 2), Drafting("lookup", 4))
+    for way in ways:
+        first, again, other = (
+            library.answer(replace(QUESTION, temperature=1.0, seed=seed), way).token_ids for seed in (1, 1, 2)
+        )
+        assert first == again != other
+
+
+def test_a_conversation_goes_through_the_models_own_template(checkpoints, library):
+    assert not library.capabilities.conversations
+    with pytest.raises(InputError, match="renders no conversations"):
+        library.answer(Question(messages=(("user", "hi"),)), PLAIN)
+    chatty = TransformersBackend(checkpoints[0], None, "float32", "cpu")
+    chatty.tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    assert chatty.capabilities.conversations
+    asked = replace(QUESTION, text="", messages=(("user", QUESTION.text),))
+    assert chatty.answer(asked, PLAIN).token_ids == library.answer(QUESTION, PLAIN).token_ids
 
 
 def test_transformers_counts(answers):
@@ -140,29 +158,17 @@ def test_transformers_counts(answers):
 
 def test_one_way_leaves_nothing_behind_for_the_next(checkpoints):
     """The model carries what early exit is told, and may have settings of its own that change its text."""
-    library = peers.HuggingFace(checkpoints[0], None, "float32", "cpu")
+    library = TransformersBackend(checkpoints[0], None, "float32", "cpu")
     library.target.generation_config.repetition_penalty = 1.5
-    plain = peers.Generate(SpeedSetting("transformers", "transformers"), library)
-    early = SpeedSetting("early", "transformers", "early_exit", 2, options="layer=1")
-    before = plain.answer(PROMPT, PARAMS)
-    assert peers.Generate(early, library).answer(PROMPT, PARAMS).token_ids == before.token_ids
+    before = library.answer(QUESTION, PLAIN)
+    assert library.answer(QUESTION, Drafting("early_exit", 2, "layer=1")).token_ids == before.token_ids
     assert library.target.generation_config.num_assistant_tokens == 2
-    assert plain.answer(PROMPT, PARAMS).token_ids == before.token_ids
+    assert library.answer(QUESTION, PLAIN).token_ids == before.token_ids
     assert library.target.generation_config.num_assistant_tokens != 2
 
 
-def test_each_way_knows_which_drafter_of_ours_it_is_like(checkpoints):
-    found, _ = peers.contenders(
-        *checkpoints,
-        "float32",
-        "cpu",
-        threads=1,
-        num_drafts=(2,),
-        lookup_num_drafts=(2,),
-        kinds=("lookup", "early_exit"),
-    )
-    settings = {c.setting.name: c.setting for c in found}
-    assert "transformers-assisted" not in settings
+def test_each_way_knows_which_drafter_of_ours_it_is_like(library):
+    settings = {(one := Other(library, way).setting).name: one for way in library.draftings((2,))}
     early = settings["transformers-early_exit-layer=1-2"]
     assert (early.drafter, early.counterpart, early.options, early.num_draft) == (
         "early_exit",
@@ -171,23 +177,27 @@ def test_each_way_knows_which_drafter_of_ours_it_is_like(checkpoints):
         2,
     )
     assert (settings["transformers-lookup-2"].counterpart, settings["transformers-lookup-2"].free) == ("ngram", True)
+    assert settings["transformers-assisted"].num_draft == "auto"
 
 
 def test_early_exit_is_tried_at_a_quarter_and_half_of_the_layers(tmp_path):
     for layers, expected in ((8, ("layer=2", "layer=4")), (3, ("layer=1",)), (1, ())):
         (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": layers}), encoding="utf-8")
-        assert peers._exits(tmp_path) == expected
-    assert peers._exits(tmp_path / "nowhere") == ()
+        assert exits(tmp_path) == expected
+    assert exits(tmp_path / "nowhere") == ()
 
 
-def test_a_failing_transformers_is_an_error_of_ours(tmp_path):
-    library = peers.HuggingFace(tmp_path, None, "auto", "cpu")
+def test_a_failing_transformers_is_an_error_of_ours(tmp_path, library):
     with pytest.raises(ForetokenError, match="transformers failed"):
-        peers.Generate(SpeedSetting("transformers", "transformers"), library).answer(PROMPT, PARAMS)
+        TransformersBackend(tmp_path, None, "auto", "cpu").answer(QUESTION, PLAIN)
+    with pytest.raises(InputError, match="drafting='magic'"):
+        library.answer(QUESTION, Drafting("magic"))
+    with pytest.raises(InputError, match="needs a draft"):
+        TransformersBackend(library._names[0], None, "float32", "cpu").answer(QUESTION, Drafting("assisted"))
 
 
 def test_recorded_speculative_output():
-    answer = parse_speculative(SPECULATIVE, LOG, PROMPT.text)
+    answer = parse_speculative(SPECULATIVE, LOG, QUESTION.text)
     assert (answer.num_emitted, answer.num_drafted, answer.num_accepted, answer.num_steps) == (36, 29, 26, 10)
     assert answer.decode_s == 15.482
     assert answer.ttft_s == pytest.approx(1.212 + 1.5482)
@@ -212,12 +222,12 @@ def test_recorded_lookup_and_lookahead_output():
     """The first counted token of llama-lookup came out of the prompt's own pass; llama-lookahead drafts no number and
     prints in colour.
     """
-    answer = parse_speculative(SPECULATIVE, LOG, PROMPT.text, emits_first=True)
+    answer = parse_speculative(SPECULATIVE, LOG, QUESTION.text, emits_first=True)
     assert (answer.num_emitted, answer.decode_tokens, answer.num_steps, answer.decode_steps) == (36, 35, 10, 9)
     assert answer.ttft_s == 1.212
     log = "\n".join(line for line in LOG.splitlines() if "n_drafted" not in line)
     coloured = SPECULATIVE.replace("return", "\033[0;96mreturn\033[0m")
-    answer = parse_speculative(coloured, log, PROMPT.text)
+    answer = parse_speculative(coloured, log, QUESTION.text)
     assert answer.num_drafted is None
     assert answer.text == "    return x + 1"
 
@@ -262,7 +272,7 @@ def test_a_whole_run_with_llama_cpp(llama, checkpoints, tmp_path, monkeypatch):
     target, draft = checkpoints
     monkeypatch.setenv("FORETOKEN_LLAMA_CPP", str(llama))
     prompts = tmp_path / "p.jsonl"
-    prompts.write_text(json.dumps({"prompt": PROMPT.text}) + "\n", encoding="utf-8")
+    prompts.write_text(json.dumps({"prompt": QUESTION.text}) + "\n", encoding="utf-8")
     options = SpeedOptions(
         str(target),
         str(draft),
@@ -271,7 +281,7 @@ def test_a_whole_run_with_llama_cpp(llama, checkpoints, tmp_path, monkeypatch):
         max_tokens=4,
         repeats=1,
         warmup=0,
-        peers=True,
+        backends=("local", "transformers", "llama.cpp"),
         peer_num_drafts=(3,),
         peer_lookup_num_drafts=(3, 24),
         threads=1,
@@ -293,7 +303,7 @@ def test_a_whole_run_with_llama_cpp(llama, checkpoints, tmp_path, monkeypatch):
     assert report.versions["llama.cpp"].startswith("0.5.0-dev")
     assert "plain / llama.cpp plain" in report.results["ratios"]["p"]
     calls = (tmp_path / "calls").read_text(encoding="utf-8")
-    depth = llama_cpp._token_count(target)(PROMPT.text)
+    depth = llama_cpp._token_count(target)(QUESTION.text)
     assert f"'-d', '{depth}'" in calls
     assert "'--spec-draft-n-max', '3', '--spec-draft-n-min', '0'" in calls
     assert (
@@ -310,14 +320,14 @@ def test_a_whole_run_with_llama_cpp(llama, checkpoints, tmp_path, monkeypatch):
 def test_a_gguf_file_is_given_to_llama_cpp_as_it_is(llama, checkpoints, tmp_path, monkeypatch):
     target, draft = (write_gguf(tmp_path / f"{folder.name}.gguf", folder, tokenizer=True) for folder in checkpoints)
     monkeypatch.setenv("FORETOKEN_LLAMA_CPP", str(llama))
-    found, notes = peers.contenders(target, draft, "auto", "cpu", 1, (2,), (2,), kinds=("draft-simple", "lookup"))
-    assert notes[0].startswith("transformers was not measured")
-    assert {contender.setting.engine for contender in found} == {"llama.cpp"}
-    for contender in found:
-        contender.answer(PROMPT, PARAMS)
+    with pytest.raises(InputError, match="dequantises"):
+        open_backend("transformers", str(target), str(draft))
+    backend = open_backend("llama.cpp", str(target), str(draft), threads=1)
+    for drafting in (PLAIN, *(way for way in backend.draftings((2,)) if way.kind in ("draft-simple", "lookup"))):
+        backend.answer(QUESTION, drafting)
     calls = (tmp_path / "calls").read_text(encoding="utf-8")
     assert "--outfile" not in calls
-    depth = llama_cpp._token_count(checkpoints[0])(PROMPT.text)
+    depth = llama_cpp._token_count(checkpoints[0])(QUESTION.text)
     assert f"'-m', '{target}', '-p', '0', '-n', '12', '-d', '{depth}'" in calls
     assert f"'-md', '{draft}'" in calls
 
@@ -407,11 +417,24 @@ def test_the_converter_may_be_named(llama, monkeypatch, tmp_path):
 
 def test_a_failing_program_is_an_error_with_its_last_words(llama, checkpoints):
     program(llama / "build/bin/llama-bench", "print('out of memory', file=sys.stderr)\nraise SystemExit(3)")
-    contender = llama_cpp.LlamaBench(
-        SpeedSetting("llama.cpp", "llama.cpp"), LlamaCpp.find(llama), checkpoints[0], len, 1
-    )
     with pytest.raises(ForetokenError, match=r"code 3: out of memory"):
-        contender.answer(PROMPT, PARAMS)
+        llama_cpp.LlamaBench(LlamaCpp.find(llama), checkpoints[0], len, 1).answer(QUESTION)
+
+
+def test_what_the_programs_cannot_be_asked_is_refused_by_name(llama, checkpoints, monkeypatch):
+    monkeypatch.delenv("FORETOKEN_LLAMA_CPP", raising=False)
+    with pytest.raises(InputError, match="FORETOKEN_LLAMA_CPP must name"):
+        open_backend("llama.cpp", str(checkpoints[0]))
+    monkeypatch.setenv("FORETOKEN_LLAMA_CPP", str(llama))
+    backend = open_backend("llama.cpp", str(checkpoints[0]))
+    for question, drafting, named in (
+        (replace(QUESTION, temperature=0.5), PLAIN, "temperature"),
+        (Question(messages=(("user", "x"),)), PLAIN, "messages"),
+        (QUESTION, Drafting("draft-simple"), "drafting"),
+        (replace(QUESTION, text=""), PLAIN, "text"),
+    ):
+        with pytest.raises(InputError, match=f"^{named}="):
+            backend.answer(question, drafting)
 
 
 def test_a_program_that_hangs_is_given_up(monkeypatch, llama):

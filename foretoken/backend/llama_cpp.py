@@ -7,20 +7,27 @@ llama-lookup and llama-lookahead take part where they were built, and each `--sp
 from __future__ import annotations
 
 import json
+import os
 import re
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
-from foretoken.backend.answering import Answer
-from foretoken.bench.llama_programs import LLAMA_CPP, LlamaCpp, parsed, run_program
-from foretoken.bench.measure import Contender, SpeedSetting
-from foretoken.bench.workload import Prompt
-from foretoken.config import SamplingParams
+from foretoken.backend.answering import Answer, Capabilities, Drafting, Question, check_question
+from foretoken.backend.llama_programs import FOLDER_VARIABLE, LLAMA_CPP, LlamaCpp, parsed, run_program
+from foretoken.backend.registry import BackendOptions
 from foretoken.errors import ForetokenError, InputError, StorageError
+from foretoken.model.names import model_folder
+from foretoken.text.tokenizer import load_tokenizer
 
 _DEFAULT_BATCH = 2048
+_TIMING = (
+    "llama.cpp reads its checkpoint anew for every answer (not timed); its plain speed is llama-bench's at the same "
+    "depth, its first-token time the prompt's pass and one average step; it may run past the token limit by the end of "
+    "a draft, and what it emitted is what counts."
+)
 
 _COLOUR = re.compile(r"\033\[[0-9;]*m")  # lookahead prints accepted tokens in colour, asked or not
 
@@ -109,51 +116,98 @@ def speculation(kind: str, num_draft: int | None) -> tuple[str, ...]:
     return arguments
 
 
-def contenders(
-    programs_at: Path,
-    target: Path,
-    draft: Path | None,
-    dtype: str,
-    threads: int,
-    num_drafts: Sequence[int],
-    lookup_num_drafts: Sequence[int],
-    kinds: Sequence[str] = KINDS,
-) -> tuple[list[Contender], list[str]]:
-    """Plain decoding, and each kind as it comes and at every number of drafted tokens (`lookup_num_drafts` for those
-    without a model); a note for kinds that are not here.
+class LlamaCppBackend:
+    """llama.cpp's programs on one target; `folder` is where they are."""
+
+    name = LLAMA_CPP
+    capabilities = Capabilities(
+        plain=True, drafting=True, sampling=False, token_ids=False, draft_counts="total", conversations=False
+    )
+
+    def __init__(self, folder: Path, target: Path, draft: Path | None, dtype: str, threads: int | None) -> None:
+        """Find the programs, and convert the target where it is no GGUF file.
+
+        Raises:
+            StorageError: programs, converter or checkpoint are missing.
+            ForetokenError: the checkpoint cannot be converted.
+        """
+        self.programs = LlamaCpp.find(folder)
+        self._draft, self._dtype, self._threads = draft, dtype, threads
+        self._count = _token_count(target)
+        self._target_gguf = self.programs.as_gguf(target, dtype)
+
+    @cached_property
+    def _draft_gguf(self) -> Path:
+        assert self._draft is not None
+        return self.programs.as_gguf(self._draft, self._dtype)
+
+    def version(self) -> str:
+        """What the programs say about themselves."""
+        return self.programs.version()
+
+    def draftings(
+        self, num_drafts: Sequence[int], lookup_num_drafts: Sequence[int] | None = None
+    ) -> Sequence[Drafting]:
+        """Each kind that this build has, as it comes and at every number of drafted tokens."""
+        found = []
+        for kind in self._kinds():
+            if _knows(self.programs, kind):
+                numbers = num_drafts if kind.name == _DRAFT or lookup_num_drafts is None else lookup_num_drafts
+                found += [
+                    Drafting(kind.name, n, "", kind.counterpart, kind.name != _DRAFT)
+                    for n in ((None, *numbers) if kind.swept else (None,))
+                ]
+        return found
+
+    def _kinds(self) -> list[Kind]:
+        return [kind for kind in _KINDS.values() if kind.name != _DRAFT or self._draft is not None]
+
+    def notes(self) -> Sequence[str]:
+        """Kinds that are not here, and how the programs time."""
+        missing = [kind.name for kind in self._kinds() if not _knows(self.programs, kind)]
+        without = (
+            f"llama.cpp was not measured with {', '.join(missing)}: this build has no such program or --spec-type."
+        )
+        return (*((without,) if missing else ()), _TIMING)
+
+    def answer(self, question: Question, drafting: Drafting) -> Answer:
+        """Answer greedily; without drafting its speed alone.
+
+        Raises:
+            InputError, ForetokenError: see `AnsweringBackend.answer`.
+        """
+        check_question(self.name, question, drafting, self.capabilities)
+        if drafting.kind is None:
+            return LlamaBench(self.programs, self._target_gguf, self._count, self._threads).answer(question)
+        if drafting.kind not in _KINDS or (drafting.kind == _DRAFT and self._draft is None):
+            raise InputError("drafting", drafting.kind, f"choose from {', '.join(kind.name for kind in self._kinds())}")
+        ggufs = (self._target_gguf, self._draft_gguf if drafting.kind == _DRAFT else None)
+        one = LlamaSpeculative(_KINDS[drafting.kind], self.programs, ggufs, self._count, self._threads)
+        return one.answer(question, drafting.num_draft if isinstance(drafting.num_draft, int) else None)
+
+    def counters(self) -> None:
+        """None: each answer is a process of its own."""
+
+    def reset(self) -> None:
+        """Nothing is kept from one process to the next."""
+
+    def close(self) -> None:
+        """Nothing is held between answers."""
+
+
+def open_llama_cpp(options: BackendOptions) -> LlamaCppBackend:
+    """llama.cpp's programs in the folder that FORETOKEN_LLAMA_CPP names.
 
     Raises:
-        StorageError: programs, converter or checkpoint are missing.
-        ForetokenError: a checkpoint cannot be converted.
+        InputError: it names none.
+        StorageError, ForetokenError: see `LlamaCppBackend`.
     """
-    programs = LlamaCpp.find(programs_at)
-    count = _token_count(target)
-    target_gguf = programs.as_gguf(target, dtype)
-    found: list[Contender] = [LlamaBench(SpeedSetting(LLAMA_CPP, LLAMA_CPP), programs, target_gguf, count, threads)]
-    missing: list[str] = []
-    wanted = [_KINDS[name] for name in KINDS if name in kinds and (name != _DRAFT or draft is not None)]
-    for kind in wanted:
-        if not _knows(programs, kind):
-            missing.append(kind.name)
-            continue
-        draft_gguf = programs.as_gguf(draft, dtype) if kind.name == _DRAFT and draft is not None else None
-        numbers = num_drafts if kind.name == _DRAFT else lookup_num_drafts
-        for n in (None, *numbers) if kind.swept else (None,):
-            setting = SpeedSetting(
-                name=f"{LLAMA_CPP}-{kind.name}" + ("" if n is None else f"-{n}"),
-                engine=LLAMA_CPP,
-                drafter=kind.name,
-                num_draft="auto" if n is None else n,
-                counterpart=kind.counterpart,
-                free=draft_gguf is None,
-            )
-            found.append(LlamaSpeculative(setting, kind, programs, (target_gguf, draft_gguf), count, threads))
-    notes = (
-        [f"llama.cpp was not measured with {', '.join(missing)}: this build has no such program or --spec-type."]
-        if missing
-        else []
-    )
-    return found, notes
+    options.check_own()
+    folder = os.environ.get(FOLDER_VARIABLE)
+    if not folder:
+        raise InputError("backends", options.name, f"{FOLDER_VARIABLE} must name the folder of its programs")
+    draft = None if options.draft is None else model_folder(options.draft)
+    return LlamaCppBackend(Path(folder), model_folder(options.model), draft, options.dtype, options.threads)
 
 
 def _knows(programs: LlamaCpp, kind: Kind) -> bool:
@@ -167,22 +221,19 @@ def _knows(programs: LlamaCpp, kind: Kind) -> bool:
 class LlamaBench:
     """llama.cpp's plain decoding: `llama-bench` with as much text in the cache as the prompt has."""
 
-    def __init__(
-        self, setting: SpeedSetting, programs: LlamaCpp, target: Path, count: TokenCount, threads: int
-    ) -> None:
-        self.setting = setting
+    def __init__(self, programs: LlamaCpp, target: Path, count: TokenCount, threads: int | None) -> None:
         self.programs = programs
         self.target = target
         self.count = count
         self.threads = threads
 
-    def answer(self, prompt: Prompt, params: SamplingParams) -> Answer:
+    def answer(self, question: Question) -> Answer:
         """Speed alone: llama-bench decodes tokens of no meaning, whose speed does not depend on the text.
 
         Raises:
             ForetokenError: the program failed.
         """
-        depth = self.count(prompt.text)
+        depth = self.count(question.text)
         command = [
             str(self.programs.bench),
             "-m",
@@ -190,13 +241,13 @@ class LlamaBench:
             "-p",
             "0",
             "-n",
-            str(params.max_tokens),
+            str(question.max_tokens),
             "-d",
             str(depth),
             "-r",
             "1",
         ]
-        return parse_bench(run_program([*command, "-t", str(self.threads), "-o", "json"])[0])
+        return parse_bench(run_program([*command, *_threads("-t", self.threads), "-o", "json"])[0])
 
 
 def parse_bench(output: str) -> Answer:
@@ -218,49 +269,48 @@ class LlamaSpeculative:
 
     def __init__(
         self,
-        setting: SpeedSetting,
         kind: Kind,
         programs: LlamaCpp,
         ggufs: tuple[Path, Path | None],
         count: TokenCount,
-        threads: int,
+        threads: int | None,
     ) -> None:
-        self.setting = setting
         self.kind = kind
         self.programs = programs
         self.target, self.draft = ggufs
         self.count = count
         self.threads = threads
 
-    def answer(self, prompt: Prompt, params: SamplingParams) -> Answer:
-        """Answer greedily.
+    def answer(self, question: Question, num_draft: int | None) -> Answer:
+        """Answer greedily with `num_draft` drafted tokens (None: as the program comes).
 
         Raises:
             ForetokenError: the program failed.
         """
         # The file, since an argument would have its escapes replaced and a text file its last line end removed.
         with tempfile.NamedTemporaryFile("wb", suffix=".txt") as file:
-            file.write(prompt.text.encode())
+            file.write(question.text.encode())
             file.flush()
-            command = [str(self.programs.program(self.kind.program)), *self._arguments(file.name, prompt, params)]
+            command = [str(self.programs.program(self.kind.program)), *self._arguments(file.name, question, num_draft)]
             return parsed(
-                command, lambda output, log: parse_speculative(output, log, prompt.text, self.kind.emits_first)
+                command, lambda output, log: parse_speculative(output, log, question.text, self.kind.emits_first)
             )
 
-    def _arguments(self, file: str, prompt: Prompt, params: SamplingParams) -> list[str]:
+    def _arguments(self, file: str, question: Question, num_draft: int | None) -> list[str]:
         # The last draft may run past the limit.
-        context = self.count(prompt.text) + params.max_tokens + 64
-        arguments = ["-m", str(self.target), "-bf", file, "--no-escape", "--temp", "0", "-n", str(params.max_tokens)]
+        context = self.count(question.text) + question.max_tokens + 64
+        arguments = ["-m", str(self.target), "-bf", file, "--no-escape", "--temp", "0", "-n", str(question.max_tokens)]
         # The program takes no prompt longer than its batch.
-        arguments += ["-c", str(context), "-b", str(max(context, _DEFAULT_BATCH)), "-t", str(self.threads)]
-        if params.ignore_eos:
+        arguments += ["-c", str(context), "-b", str(max(context, _DEFAULT_BATCH)), *_threads("-t", self.threads)]
+        if question.ignore_eos:
             arguments.append("--ignore-eos")
         if self.draft is not None:
-            arguments += ["-md", str(self.draft), "-td", str(self.threads)]
-        return [
-            *arguments,
-            *self.kind.arguments(self.setting.num_draft if isinstance(self.setting.num_draft, int) else None),
-        ]
+            arguments += ["-md", str(self.draft), *_threads("-td", self.threads)]
+        return [*arguments, *self.kind.arguments(num_draft)]
+
+
+def _threads(option: str, threads: int | None) -> tuple[str, ...]:
+    return () if threads is None else (option, str(threads))
 
 
 def parse_speculative(output: str, log: str, prompt: str, emits_first: bool = False) -> Answer:
@@ -299,8 +349,6 @@ def _text_of(output: str, prompt: str) -> str:
 
 
 def _token_count(checkpoint: Path) -> TokenCount:
-    from foretoken.text.tokenizer import load_tokenizer  # not needed for the names of the kinds, which `--help` shows
-
     tokenizer = load_tokenizer(checkpoint)
     if tokenizer is None:
         raise StorageError(f"{checkpoint} has no tokenizer, and llama.cpp's programs take texts")

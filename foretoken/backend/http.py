@@ -1,0 +1,345 @@
+"""An OpenAI-compatible server that runs already: asked one question at a time (`HttpBackend`), or many at once
+(`Endpoint`).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import httpx2
+
+from foretoken.backend.address import DEFAULT_KEY_VARIABLE, base_of, check_address, prefix_of
+from foretoken.backend.answering import SERVED, Answer, Capabilities, Drafting, Question, check_question
+from foretoken.backend.http_stream import (
+    EventReader,
+    Stream,
+    beginning,
+    beginning_async,
+    read_spec_counters,
+    said_in,
+)
+from foretoken.backend.registry import BackendOptions
+from foretoken.errors import ForetokenError, InputError, UnavailableError
+
+DEFAULT_TIMEOUT_S = 600.0
+_CONNECT_S = 10.0
+
+
+@dataclass(frozen=True)
+class ServerKind:
+    """What is known of a kind of server, by the `owned_by` of its models.
+
+    `version` is the path and the key at which it says its version. `fields` are sent with every request. `plain` is
+    sent to answer without drafting, None where that cannot be asked. `repeats`: the same answer again for the same
+    seed. `reports`: an answer says what was drafted for it.
+    """
+
+    version: tuple[str, str] | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    plain: Mapping[str, Any] | None = None
+    repeats: bool = False
+    reports: bool = False
+    predictions: bool = False
+
+
+KINDS: Mapping[str, ServerKind] = {
+    "foretoken": ServerKind(
+        ("/version", "version"), {"return_token_ids": True}, {"spec": {"drafter": None}}, True, True, True
+    ),
+    "vllm": ServerKind(("/version", "version"), {"return_token_ids": True}, repeats=True),
+    "sglang": ServerKind(("/server_info", "version"), {"return_meta_info": True}, reports=True),
+    "llamacpp": ServerKind(("/props", "build_info"), repeats=True, reports=True),
+    "OVMS": ServerKind(("/v2", "version"), repeats=True),
+}
+
+
+@dataclass(frozen=True)
+class ServerAddress:
+    """Where a server is and how it is asked. `model` "": the first that it names."""
+
+    url: str
+    model: str = ""
+    key_variable: str = DEFAULT_KEY_VARIABLE
+    timeout_s: float = DEFAULT_TIMEOUT_S
+
+    @property
+    def base(self) -> str:
+        """The address without the version of the API."""
+        return base_of(self.url)
+
+    def path(self, name: str) -> str:
+        """The path of `name` in its API."""
+        return f"{prefix_of(self.url)}/{name}"
+
+    def body(self, model: str, question: Question) -> tuple[str, dict[str, Any]]:
+        """The path and the body of a request for a streamed answer of its model called `model`."""
+        usage: dict[str, bool] = {"include_usage": True}
+        if prefix_of(self.url) == "/v1":  # OpenVINO Model Server refuses further keys
+            usage["continuous_usage_stats"] = True
+        body: dict[str, Any] = {
+            "model": model,
+            "max_tokens": question.max_tokens,
+            "temperature": question.temperature,
+            "stream": True,
+            "stream_options": usage,
+        }
+        if question.seed is not None:
+            body["seed"] = question.seed
+        if question.ignore_eos:
+            body["ignore_eos"] = True
+        if not question.messages:
+            return self.path("completions"), body | {"prompt": question.text}
+        messages = [{"role": role, "content": content} for role, content in question.messages]
+        return self.path("chat/completions"), body | {"messages": messages}
+
+    def client_options(self) -> dict[str, Any]:
+        """What both of httpx's clients are made with; no proxy of the environment stands before what is measured."""
+        key = os.environ.get(self.key_variable)
+        return {
+            "base_url": self.base,
+            "headers": {"authorization": f"Bearer {key}"} if key else {},
+            "timeout": httpx2.Timeout(self.timeout_s, connect=_CONNECT_S),
+            "limits": httpx2.Limits(max_connections=None, max_keepalive_connections=None),
+            "trust_env": False,
+        }
+
+    def no_model(self, error: Exception) -> UnavailableError:
+        """What is raised where it names no model."""
+        said = type(error).__name__
+        if isinstance(error, httpx2.HTTPStatusError):
+            said = f"status {error.response.status_code}: {said_in(error.response.text)}".removesuffix(": ")
+        return UnavailableError(
+            f"{self.base}{self.path('models')} gave no model ({said}): is the server running? A key belongs into "
+            f"${self.key_variable}, a model's name into --model"
+        )
+
+
+_NO_MODEL = (httpx2.HTTPError, ValueError, KeyError, IndexError, TypeError, AttributeError)
+
+
+def _model_of(answer: httpx2.Response, wanted: str) -> Mapping[str, Any]:
+    """The entry of the model called `wanted`, or of the first, in a list of models."""
+    answer.raise_for_status()
+    models: Sequence[Mapping[str, Any]] = answer.json()["data"]
+    found = next((one for one in models if one["id"] == wanted), models[0])
+    return {**found, "id": wanted or str(found["id"])}
+
+
+def _failure(error: httpx2.HTTPError) -> str:
+    if isinstance(error, httpx2.TimeoutException):
+        return "timeout"
+    return "connect" if isinstance(error, httpx2.ConnectError) else "cut"
+
+
+class Endpoint:
+    """A client that sends requests without waiting for earlier ones; `async with` opens and closes it.
+
+    There is no limit of connections: an open loop never waits for one.
+    """
+
+    def __init__(self, server: ServerAddress) -> None:
+        self.server, self.model = server, server.model
+        self.client = httpx2.AsyncClient(**server.client_options())
+
+    async def __aenter__(self) -> Endpoint:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.client.aclose()
+
+    async def open(self) -> None:
+        """Find the model's name, where none was given.
+
+        Raises:
+            UnavailableError: the endpoint does not answer, or names no model.
+        """
+        if self.model:
+            return
+        try:
+            self.model = str(_model_of(await self.client.get(self.server.path("models")), "")["id"])
+        except _NO_MODEL as error:
+            raise self.server.no_model(error) from error
+
+    async def spec_counters(self) -> dict[str, float] | None:
+        """Drafted and accepted tokens so far by the endpoint's `/metrics`; None where it has none."""
+        try:
+            answer = await self.client.get("/metrics")
+        except httpx2.HTTPError:
+            return None
+        return read_spec_counters(answer.text) if answer.status_code == 200 else None
+
+    async def send(self, question: Question, stream: Stream, clock: Callable[[], float]) -> None:
+        """Ask, and fill `stream` while the answer comes; failures are kept in it, never raised."""
+        path, body = self.server.body(self.model, question)
+        stream.sent_s = clock()
+        try:
+            async with self.client.stream("POST", path, json=body) as answer:
+                if answer.status_code == 200:
+                    stream.error = await EventReader(stream, clock).read_async(answer.aiter_lines())
+                else:
+                    stream.error = str(answer.status_code)
+                    stream.said = said_in(await beginning_async(answer.aiter_bytes()))
+        except httpx2.HTTPError as error:
+            stream.error = _failure(error)
+        stream.ended_s = clock()
+        stream.num_tokens = stream.num_tokens or sum(count for _, count in stream.pieces)
+
+
+class HttpBackend:
+    """A server that runs already, asked one question at a time; it answers with the model and the drafting it serves.
+
+    Where its answers do not say what was drafted, its counters before and after do: nobody else may use it meanwhile.
+    """
+
+    def __init__(self, server: ServerAddress) -> None:
+        """Ask for its model.
+
+        Raises:
+            UnavailableError: it does not answer, or names no model.
+        """
+        self.server, self.name = server, server.url
+        self.client = httpx2.Client(**server.client_options())
+        try:
+            about = _model_of(self.client.get(server.path("models")), server.model)
+        except _NO_MODEL as error:
+            self.client.close()
+            raise server.no_model(error) from error
+        self.model, self.owner = str(about["id"]), str(about.get("owned_by"))
+        self.kind = KINDS.get(self.owner, ServerKind())
+        self._counts = self.counters() is not None
+        self._capabilities = Capabilities(
+            plain=self.kind.plain is not None,
+            drafting=False,
+            sampling=self.kind.repeats,
+            token_ids="return_token_ids" in self.kind.fields,
+            draft_counts=self._draft_counts(),
+            conversations=bool(about.get("has_chat_template", True)),
+        )
+
+    def _draft_counts(self) -> Literal["none", "total"]:
+        return "total" if self.kind.reports or self._counts else "none"
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """By the kind of server."""
+        return self._capabilities
+
+    def version(self) -> str:
+        """Its kind and, where it says it, its version."""
+        if self.kind.version is None:
+            return self.owner
+        path, key = self.kind.version
+        try:
+            answer = self.client.get(path)
+            answer.raise_for_status()
+            return f"{self.owner} {answer.json()[key]}"
+        except _NO_MODEL:
+            return f"{self.owner}, version unknown"
+
+    def draftings(
+        self,
+        num_drafts: Sequence[int],  # noqa: ARG002 - the server has chosen
+        lookup_num_drafts: Sequence[int] | None = None,  # noqa: ARG002
+    ) -> Sequence[Drafting]:
+        """Its own, whatever that is."""
+        return (Drafting(SERVED),)
+
+    def notes(self) -> Sequence[str]:
+        """How it is timed."""
+        return (
+            f"{self.name} serves {self.model} with the drafting that it was started with; times are those of the "
+            "pieces that its client received, and what it caches or drafts from stays from answer to answer.",
+        )
+
+    def answer(self, question: Question, drafting: Drafting) -> Answer:
+        """Answer one question; times are those at which pieces came.
+
+        Raises:
+            InputError, UnavailableError, ForetokenError: see `AnsweringBackend.answer`.
+        """
+        check_question(self.name, question, drafting, self.capabilities)
+        if drafting.kind not in (None, SERVED):
+            raise InputError("drafting", drafting.kind, f"{self.name} drafts as it was started; ask for {SERVED!r}")
+        path, body = self.server.body(self.model, question)
+        body |= self.kind.fields
+        body |= (self.kind.plain or {}) if drafting.kind is None else {}
+        if self.kind.predictions and question.prediction is not None:
+            body["prediction"] = {"type": "content", "content": question.prediction}
+        before = None if self.kind.reports else self.counters()
+        stream = Stream()
+        reader = EventReader(stream, time.perf_counter)
+        self._send(path, body, reader)
+        if stream.num_drafted is None and before is not None:
+            after = self.counters() or before
+            stream.num_drafted = round(after["drafted"] - before["drafted"])
+            stream.num_accepted = round(after["accepted"] - before["accepted"])
+        return _answer(reader)
+
+    def _send(self, path: str, body: Mapping[str, Any], reader: EventReader) -> None:
+        stream = reader.stream
+        stream.sent_s = reader.clock()
+        try:
+            with self.client.stream("POST", path, json=body) as answer:
+                if answer.status_code != 200:
+                    said = said_in(beginning(answer.iter_bytes()))
+                    raise ForetokenError(f"{self.name} refused with status {answer.status_code}: {said}")
+                stream.error = reader.read(answer.iter_lines())
+        except httpx2.HTTPError as error:
+            raise UnavailableError(f"{self.name} gave no answer ({_failure(error)}: {error})") from error
+        stream.ended_s = reader.clock()
+        if stream.error or not stream.pieces:
+            why = f"{stream.error or 'no text'}{f': {stream.said}' if stream.said else ''}"
+            raise ForetokenError(f"{self.name} gave no whole answer ({why})")
+
+    def counters(self) -> Mapping[str, float] | None:
+        """By its `/metrics`; None where it has none."""
+        try:
+            answer = self.client.get("/metrics")
+        except httpx2.HTTPError as error:
+            raise UnavailableError(f"{self.name}/metrics: {error}") from error
+        return read_spec_counters(answer.text) if answer.status_code == 200 else None
+
+    def reset(self) -> None:
+        """Nothing: servers have no common way to forget."""
+
+    def close(self) -> None:
+        """Close its connections."""
+        self.client.close()
+
+
+def _answer(reader: EventReader) -> Answer:
+    stream = reader.stream
+    num_tokens = stream.num_tokens or sum(count for _, count in stream.pieces)
+    first_s, num_first = stream.pieces[0]
+    last_s = stream.pieces[-1][0] if len(stream.pieces) > 1 else stream.ended_s
+    return Answer(
+        token_ids=tuple(reader.token_ids),
+        text="".join(reader.texts),
+        num_emitted=num_tokens,
+        decode_tokens=max(0, num_tokens - num_first),
+        decode_s=last_s - first_s,
+        ttft_s=first_s - stream.sent_s,
+        num_steps=stream.num_steps,
+        num_drafted=stream.num_drafted,
+        num_accepted=stream.num_accepted,
+    )
+
+
+def open_http(options: BackendOptions) -> HttpBackend:
+    """The server at the address `options.name`; own options: `served_model` (a model's name), `key_variable` (the
+    environment variable with the API key) and `timeout_s`.
+
+    Raises:
+        InputError: no address, or an unknown option.
+        UnavailableError: it does not answer.
+    """
+    options.check_own("served_model", "key_variable", "timeout_s")
+    own = dict(options.own)
+    key_variable = str(own.get("key_variable", DEFAULT_KEY_VARIABLE))
+    check_address("backends", options.name, key_variable)
+    timeout_s = float(own.get("timeout_s", DEFAULT_TIMEOUT_S))
+    return HttpBackend(ServerAddress(options.name, str(own.get("served_model", "")), key_variable, timeout_s))

@@ -1,0 +1,173 @@
+"""The events of a streamed answer, and what servers report of drafting in them or on their metrics page.
+
+server        in an answer                                        on /metrics
+foretoken     foretoken.spec: num_drafted, num_accepted           foretoken_spec_decode_num_*_tokens_total
+vLLM          metrics.speculative_decoding                        vllm:spec_decode_num_*_tokens_total
+llama.cpp     timings: draft_n, draft_n_accepted                  nothing
+SGLang        meta_info of a choice: spec_*_token_num             only gauges over a window
+OpenVINO      nothing                                             nothing
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+_MAX_ERROR_BYTES = 1 << 16  # of an error's body that are read
+_MAX_SAID_CHARS = 200
+# Where a part of an event counts: its place, then its names of drafted and accepted tokens and of target forwards.
+_REPORTS = (
+    (("foretoken", "spec"), "num_drafted", "num_accepted", "num_steps"),
+    (("metrics", "speculative_decoding"), "num_draft_tokens", "num_accepted_draft_tokens", ""),
+    (("timings",), "draft_n", "draft_n_accepted", ""),
+    (("meta_info",), "spec_draft_token_num", "spec_accept_token_num", "spec_verify_ct"),
+)
+
+
+@dataclass
+class Stream:
+    """One streamed answer as the client saw it; times in seconds by the client's clock.
+
+    `pieces` are (time, tokens) of every event with text. `error` is "" for a complete answer; otherwise the HTTP
+    status, "connect", "timeout", "stream" (an error event), "cut" (an end without [DONE]) or "interrupted"; `said` is
+    what the server said of it. `num_drafted`, `num_accepted` and `num_steps` are None where the server does not report
+    them.
+    """
+
+    sent_s: float = 0.0
+    ended_s: float = 0.0
+    pieces: list[tuple[float, int]] = field(default_factory=list)
+    num_prompt_tokens: int = 0
+    num_tokens: int = 0
+    num_drafted: int | None = None
+    num_accepted: int | None = None
+    num_steps: int | None = None
+    error: str = "interrupted"
+    said: str = ""
+
+
+class EventReader:
+    """Reads the events of one answer into a `Stream`; `texts` and `token_ids` are what they hold."""
+
+    def __init__(self, stream: Stream, clock: Callable[[], float]) -> None:
+        self.stream, self.clock = stream, clock
+        self.texts: list[str] = []
+        self.token_ids: list[int] = []
+        self._num_counted = 0
+
+    def read(self, lines: Iterable[str]) -> str:
+        """Read an answer; the error, or ""."""
+        return next((error for line in lines if (error := self._take_line(line)) is not None), "cut")
+
+    async def read_async(self, lines: AsyncIterator[str]) -> str:
+        """The same as lines come."""
+        async for line in lines:
+            error = self._take_line(line)
+            if error is not None:
+                return error
+        return "cut"
+
+    def _take_line(self, line: str) -> str | None:
+        """Take in one line; the error or "" where the answer ends with it."""
+        if not line.startswith("data:"):
+            return None
+        data = line[5:].strip()
+        if data == "[DONE]":
+            return ""
+        try:
+            chunk = json.loads(data)
+        except ValueError:
+            chunk = None
+        if not isinstance(chunk, Mapping) or chunk.get("error"):
+            self.stream.said = said_in(data)
+            return "stream"
+        self._take(chunk)
+        return None
+
+    def _take(self, chunk: Mapping[str, Any]) -> None:
+        """Take in one event. The number of its tokens is what the running usage says, else one."""
+        now, stream = self.clock(), self.stream
+        usage = chunk.get("usage") or {}
+        total = usage.get("completion_tokens")
+        choices = chunk.get("choices") or ()
+        texts = [text for choice in choices if (text := _text(choice))]
+        if texts:
+            count = total - self._num_counted if isinstance(total, int) else 1
+            self._num_counted += count
+            stream.pieces.append((now, max(0, count)))
+        self.texts += texts
+        for choice in choices:
+            self.token_ids += choice.get("token_ids") or ()
+        if isinstance(total, int):
+            stream.num_tokens, stream.num_prompt_tokens = total, usage.get("prompt_tokens") or 0
+        for part in (chunk, *choices):
+            _take_report(part, stream)
+
+
+def _text(choice: Mapping[str, Any]) -> str:
+    return str(choice.get("text") or (choice.get("delta") or {}).get("content") or "")
+
+
+def _take_report(part: Mapping[str, Any], stream: Stream) -> None:
+    """Take in what an event or a choice reports of drafting, in the first of the shapes that it has."""
+    for place, drafted, accepted, steps in _REPORTS:
+        found: Any = part
+        for key in place:
+            found = found.get(key) if isinstance(found, Mapping) else None
+        if isinstance(found, Mapping) and isinstance(found.get(drafted), int) and isinstance(found.get(accepted), int):
+            stream.num_drafted, stream.num_accepted = found[drafted], found[accepted]
+            stream.num_steps = found.get(steps)
+            return
+
+
+def read_spec_counters(text: str) -> dict[str, float] | None:
+    """Sums of the series `...spec_decode_num_draft_tokens_total` and `..._accepted_tokens_total` of a metrics page.
+
+    A server that exposes them under two prefixes is counted once: by the larger sum.
+    """
+    found: dict[str, dict[str, float]] = {"drafted": {}, "accepted": {}}
+    for line in text.splitlines():
+        name, _, rest = line.partition("{") if "{" in line else line.partition(" ")
+        for key, ending in (("drafted", "num_draft_tokens_total"), ("accepted", "num_accepted_tokens_total")):
+            if name.endswith(f"spec_decode_{ending}") and not line.startswith("#"):
+                found[key][name] = found[key].get(name, 0.0) + float(rest.rpartition(" ")[2])
+    if not found["drafted"] or not found["accepted"]:
+        return None
+    return {key: max(series.values()) for key, series in found.items()}
+
+
+def said_in(body: str) -> str:
+    """What an error's body says, in one short line: the message in the shapes that servers have, else the body."""
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError):
+        found = body
+    for key in ("error", "detail", "message"):
+        if isinstance(found, Mapping) and found.get(key):
+            found = found[key]
+    text = found if isinstance(found, str) else json.dumps(found)
+    printable = "".join(letter if letter.isprintable() else " " for letter in text)
+    words = " ".join(printable.split())
+    return words if len(words) <= _MAX_SAID_CHARS else words[: _MAX_SAID_CHARS - 3] + "..."
+
+
+def beginning(parts: Iterable[bytes]) -> str:
+    """The first bytes of a body as text."""
+    data = b""
+    for part in parts:
+        data += part
+        if len(data) >= _MAX_ERROR_BYTES:
+            break
+    return data[:_MAX_ERROR_BYTES].decode(errors="replace")
+
+
+async def beginning_async(parts: AsyncIterator[bytes]) -> str:
+    """The same as parts come."""
+    data = b""
+    async for part in parts:
+        data += part
+        if len(data) >= _MAX_ERROR_BYTES:
+            break
+    return beginning((data,))

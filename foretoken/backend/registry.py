@@ -1,0 +1,106 @@
+"""Which backends exist: one line each in `BACKENDS`; a server is named by its address.
+
+The table names factories by import strings, so that help is printed without torch and without other engines.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from foretoken.backend.address import check_address
+from foretoken.backend.answering import AnsweringBackend
+from foretoken.errors import InputError
+
+LOCAL = "local"  # the engine in this process
+
+
+@dataclass(frozen=True)
+class BackendOptions:
+    """What a factory is given.
+
+    `model` and `draft` are folders, files or hub ids, and `dtype` and `device` are those of `EngineConfig`. `threads`
+    None: as many as the engine takes by itself. `own` are further options of this backend.
+    """
+
+    name: str
+    model: str
+    draft: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    threads: int | None = None
+    own: Mapping[str, Any] = field(default_factory=dict)
+
+    def check_own(self, *known: str) -> None:
+        """Refuse options that the backend does not have.
+
+        Raises:
+            InputError: names the first of them.
+        """
+        for name, value in self.own.items():
+            if name not in known:
+                takes = ", ".join(known) or "no options of its own"
+                raise InputError(name, value, f"backend {self.name} takes {takes}")
+
+
+Factory = Callable[[BackendOptions], AnsweringBackend]
+
+BACKENDS: dict[str, str] = {
+    LOCAL: "foretoken.backend.local_answers:open_local",
+    "transformers": "foretoken.backend.transformers:open_transformers",
+    "llama.cpp": "foretoken.backend.llama_cpp:open_llama_cpp",
+    "openvino": "foretoken.backend.openvino:open_openvino",
+}
+_HTTP = "foretoken.backend.http:open_http"
+_SCHEMES = ("http://", "https://")
+
+
+def is_address(name: str) -> bool:
+    """Whether a backend's name is the address of a server."""
+    return name.startswith(_SCHEMES)
+
+
+def check_backends(names: Sequence[str]) -> None:
+    """Refuse names of no backend, before any is opened.
+
+    Raises:
+        InputError: names it and lists those that exist.
+    """
+    if not names:
+        raise InputError("backends", "", f"name at least one of {_known()}")
+    for name in names:
+        if is_address(name):
+            check_address("backends", name)
+        elif name not in BACKENDS:
+            raise InputError("backends", name, f"choose from {_known()}")
+
+
+def open_backend(
+    name: str,
+    model: str,
+    draft: str | None = None,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    threads: int | None = None,
+    **own: Any,  # noqa: ANN401 - options of one backend; see its factory
+) -> AnsweringBackend:
+    """The backend called `name` on a model, ready to answer; `own` are further options of it.
+
+    A server answers with the model that it serves, whatever `model` and `draft` say here.
+
+    Raises:
+        InputError: no such backend, an option that it does not have, or a package that is missing; says the remedy.
+        UnavailableError: the server does not answer.
+        ModelError, StorageError: the model or the engine's programs cannot be used.
+    """
+    check_backends((name,))
+    module, _, function = BACKENDS.get(name, _HTTP).partition(":")
+    factory = cast(Factory, getattr(importlib.import_module(module), function))
+    return factory(BackendOptions(name, str(model), draft, dtype, device, threads, own))
+
+
+def _known() -> str:
+    return f"{', '.join(BACKENDS)}, or the address of an OpenAI-compatible server such as http://127.0.0.1:8000"

@@ -1,0 +1,291 @@
+"""transformers beside us: `generate` on the same checkpoint, plain and with each of its ways to draft."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from foretoken.backend.answering import Answer, Capabilities, Drafting, Question, check_question
+from foretoken.backend.registry import BackendOptions
+from foretoken.errors import ForetokenError, InputError
+from foretoken.model.gguf.header import is_gguf
+from foretoken.model.names import model_folder
+
+TRANSFORMERS = "transformers"
+# `lookup` is its prompt lookup, `early_exit` its first layers as the draft; by the drafter of ours that each is like.
+_COUNTERPARTS = {"assisted": "draft_model", "lookup": "ngram", "early_exit": "early_exit"}
+# What the documentation of transformers suggests for prompt lookup.
+_LOOKUP_TOKENS = 10
+_LAYER = "layer="
+# Two more after a fully accepted draft, else one less; from the number that was the default with this schedule.
+_HEURISTIC, _HEURISTIC_START = "heuristic", 5
+
+
+class CausalLM(Protocol):
+    """What is used of a transformers model."""
+
+    generation_config: Any
+
+    def generate(self, inputs: torch.Tensor, **options: object) -> object:
+        """Continue `inputs` [1, T]."""
+        ...
+
+
+class TextTokenizer(Protocol):
+    """What is used of a transformers tokenizer."""
+
+    chat_template: str | None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids, special ones as the model wants them."""
+        ...
+
+    def decode(self, token_ids: list[int], *, clean_up_tokenization_spaces: bool) -> str:
+        """The text of token ids."""
+        ...
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **options: object) -> Any:  # noqa: ANN401
+        """The text of a conversation."""
+        ...
+
+
+class _Clock:
+    """A streamer that records the time and the tokens of every call; the first call, with the prompt, is skipped."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[float, list[int]]] | None = None
+
+    def put(self, value: torch.Tensor) -> None:
+        if self.seen is None:
+            self.seen = []
+            return
+        self.seen.append((time.perf_counter(), value.flatten().tolist()))
+
+    def end(self) -> None:
+        pass
+
+
+@contextmanager
+def _as_ours() -> Iterator[None]:
+    """Errors of transformers as one of ours."""
+    try:
+        yield
+    except (ImportError, OSError, RuntimeError, ValueError, TypeError, AttributeError, KeyError) as error:
+        if isinstance(error, ForetokenError):
+            raise
+        raise ForetokenError(f"transformers failed: {error}") from error
+
+
+class TransformersBackend:
+    """Target, draft and tokenizer in transformers, loaded when first needed."""
+
+    name = TRANSFORMERS
+
+    def __init__(self, target: Path, draft: Path | None, dtype: str, device: str) -> None:
+        self._names = (target, draft)
+        self._dtype = dtype
+        self._device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+
+    @cached_property
+    def target(self) -> CausalLM:
+        """The target's model."""
+        return self._load(self._names[0])
+
+    @cached_property
+    def own_settings(self) -> Any:  # noqa: ANN401 - a transformers GenerationConfig
+        """The target's own generation settings, read before any is changed."""
+        return copy.deepcopy(self.target.generation_config)
+
+    @cached_property
+    def draft(self) -> CausalLM:
+        """The draft's model."""
+        if self._names[1] is None:
+            raise InputError("draft", None, "assisted generation needs a draft; open the backend with one")
+        return self._load(self._names[1])
+
+    @cached_property
+    def tokenizer(self) -> TextTokenizer:
+        """The target's tokenizer."""
+        with _as_ours():
+            from transformers import AutoTokenizer
+
+            tokenizer: TextTokenizer = AutoTokenizer.from_pretrained(self._names[0])
+            return tokenizer
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """All, but for conversations with a model that has no chat template; it does not count draft tokens."""
+        has_template = self.tokenizer.chat_template is not None
+        return Capabilities(True, True, True, True, "none", conversations=has_template)
+
+    def version(self) -> str:
+        """Of the library."""
+        import transformers
+
+        return str(transformers.__version__)
+
+    def draftings(
+        self, num_drafts: Sequence[int], lookup_num_drafts: Sequence[int] | None = None
+    ) -> Sequence[Drafting]:
+        """Each way at its own default (where a model drafts: until its confidence falls below a threshold that
+        adapts), with the number that follows acceptance, and at every fixed number.
+        """
+        lookups = num_drafts if lookup_num_drafts is None else lookup_num_drafts
+        models: tuple[int | str | None, ...] = (None, _HEURISTIC, *num_drafts)
+        ways: list[tuple[str, str, Sequence[int | str | None]]] = []
+        if self._names[1] is not None:
+            ways.append(("assisted", "", models))
+        ways.append(("lookup", "", sorted({*lookups, _LOOKUP_TOKENS})))
+        ways += [("early_exit", layer, models) for layer in exits(self._names[0])]
+        return [
+            Drafting(kind, number, options, _COUNTERPARTS[kind], is_free=kind != "assisted")
+            for kind, options, numbers in ways
+            for number in numbers
+        ]
+
+    def notes(self) -> Sequence[str]:
+        """None."""
+        return ()
+
+    def answer(self, question: Question, drafting: Drafting) -> Answer:
+        """Answer one question; `num_drafted` stays unknown, since `generate` does not tell.
+
+        Raises:
+            InputError: a way to draft that it does not have; see `AnsweringBackend.answer`.
+            ForetokenError: transformers failed.
+        """
+        check_question(self.name, question, drafting, self.capabilities)
+        clock = _Clock()
+        with _as_ours():
+            model = self.target
+            inputs = torch.tensor([self._encode(question)], device=self._device)
+            options = self._options(model, question, drafting)
+            with torch.inference_mode(), torch.random.fork_rng(enabled=question.temperature > 0):
+                if question.temperature > 0 and question.seed is not None:
+                    torch.manual_seed(question.seed)
+                start = time.perf_counter()
+                model.generate(inputs, attention_mask=torch.ones_like(inputs), streamer=clock, **options)
+            stop = time.perf_counter()
+        pieces = clock.seen or []
+        if not pieces:
+            raise ForetokenError("transformers gave no token")
+        ids = list(itertools.chain.from_iterable(piece for _, piece in pieces))
+        return Answer(
+            token_ids=tuple(ids),
+            text=self.tokenizer.decode(ids, clean_up_tokenization_spaces=False),
+            num_emitted=len(ids),
+            decode_tokens=len(ids) - len(pieces[0][1]),
+            decode_s=stop - pieces[0][0],
+            ttft_s=pieces[0][0] - start,
+            num_steps=len(pieces),
+            decode_steps=len(pieces) - 1,
+            num_accepted=len(ids) - len(pieces),
+        )
+
+    def counters(self) -> None:
+        """None: it does not count."""
+
+    def reset(self) -> None:
+        """Nothing: each answer begins anew."""
+
+    def close(self) -> None:
+        """Free the models."""
+        for name in ("target", "draft"):
+            self.__dict__.pop(name, None)
+
+    def _load(self, name: Path) -> CausalLM:
+        with _as_ours():
+            from transformers import AutoModelForCausalLM
+            from transformers.utils import logging
+
+            logging.disable_progress_bar()
+            logging.set_verbosity_error()
+            model: CausalLM = AutoModelForCausalLM.from_pretrained(name, dtype=self._dtype).to(self._device).eval()
+            return model
+
+    def _encode(self, question: Question) -> list[int]:
+        if not question.messages:
+            return self.tokenizer.encode(question.text)
+        messages = [{"role": role, "content": content} for role, content in question.messages]
+        text: str = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _options(self, model: CausalLM, question: Question, drafting: Drafting) -> dict[str, Any]:
+        """Arguments of `generate`; what it has no argument for is set in the model's own settings."""
+        options: dict[str, Any] = {"max_new_tokens": question.max_tokens, "do_sample": question.temperature > 0}
+        if question.temperature > 0:
+            options |= {"temperature": question.temperature, "top_k": 0, "top_p": 1.0}
+        model.generation_config = copy.deepcopy(self.own_settings)
+        if question.ignore_eos:
+            # An argument of None would be filled from the model's own settings, so the end is taken out there.
+            model.generation_config.eos_token_id = None
+            model.generation_config.pad_token_id = 0
+        return options | self._drafting_options(model, drafting)
+
+    def _drafting_options(self, model: CausalLM, drafting: Drafting) -> dict[str, Any]:
+        from transformers import GenerationConfig
+
+        if drafting.kind is None:
+            return {}
+        if drafting.kind == "assisted":
+            own = model.generation_config
+            self.draft.generation_config = GenerationConfig(eos_token_id=own.eos_token_id, pad_token_id=0)
+            _fix_length(self.draft.generation_config, drafting)
+            return {"assistant_model": self.draft}
+        if drafting.kind == "lookup":
+            return {"prompt_lookup_num_tokens": drafting.num_draft or _LOOKUP_TOKENS}
+        if drafting.kind == "early_exit":
+            # The model is its own assistant, and carries an assistant's settings.
+            _fix_length(model.generation_config, drafting)
+            return {"assistant_early_exit": int(drafting.options.removeprefix(_LAYER))}
+        raise InputError("drafting", drafting.kind, f"choose from {', '.join(_COUNTERPARTS)}")
+
+
+def _fix_length(config: Any, drafting: Drafting) -> None:  # noqa: ANN401 - a transformers GenerationConfig
+    if drafting.num_draft == _HEURISTIC:
+        config.num_assistant_tokens = _HEURISTIC_START
+        config.num_assistant_tokens_schedule = _HEURISTIC  # begins anew here with every answer
+        config.assistant_confidence_threshold = 0.0
+    elif drafting.num_draft is not None:
+        config.num_assistant_tokens = drafting.num_draft
+        config.num_assistant_tokens_schedule = "constant"
+        config.assistant_confidence_threshold = 0.0
+
+
+def exits(target: Path) -> tuple[str, ...]:
+    """After which layer early exit is tried: a quarter (as LayerSkip does) and half of them; none in a model of one
+    layer.
+    """
+    try:
+        layers = int(json.loads((target / "config.json").read_text(encoding="utf-8"))["num_hidden_layers"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ()
+    return tuple(f"{_LAYER}{layer}" for layer in dict.fromkeys((layers // 4, layers // 2)) if 0 < layer < layers)
+
+
+def open_transformers(options: BackendOptions) -> TransformersBackend:
+    """transformers on the checkpoints in two folders.
+
+    Raises:
+        InputError: a GGUF file, or an option that it does not have.
+        ModelError: no such checkpoint.
+    """
+    options.check_own()
+    target = model_folder(options.model)
+    draft = None if options.draft is None else model_folder(options.draft)
+    for path in (target, *(() if draft is None else (draft,))):
+        if is_gguf(path):
+            remedy = f"dequantises {path.name} when it loads it, so it runs another model; leave it out"
+            raise InputError("backends", options.name, remedy)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    return TransformersBackend(target, draft, options.dtype, options.device)
