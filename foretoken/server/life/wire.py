@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -168,18 +169,13 @@ Command = LoadEngine | Open | Cancel | Tokenize | Detokenize | AskStats | AskInv
 Message = Loaded | NotLoaded | Beat | Happened | Over | Refused | Returned
 
 
-class UnreadableError(EngineError):
-    """A message with values of wrong types; `call` is the command that it was, None where that cannot be told."""
-
-    def __init__(self, call: int | None, why: str) -> None:
-        super().__init__(f"what came from the other process is no message: {why}")
-        self.call, self.why = call, why
-
-
 class _Numbered(msgspec.Struct):
     """What is read of a message that cannot be read as a whole."""
 
     call: int | None = None
+
+
+Refuse = Callable[[int, str], None]
 
 
 class Channel:
@@ -211,23 +207,31 @@ class Channel:
         """Wait until the other side has taken most of what was written."""
         await self._writer.drain()
 
-    async def receive(self) -> Any:  # noqa: ANN401 - of the union
-        """The next message; None when the other side has closed or died.
+    async def receive(self, refuse: Refuse | None = None) -> Any:  # noqa: ANN401 - of the union
+        """The next message; None when the other side has closed or died. One that cannot be read, but tells its call,
+        is passed over where `refuse` takes the call and the reason.
 
         Raises:
-            EngineError: what came is no message; `UnreadableError` where its values have wrong types.
+            EngineError: what came is no message.
         """
+        while (data := await self._data()) is not None:
+            try:
+                return self._decoder.decode(data)
+            except (msgspec.ValidationError, msgspec.DecodeError) as error:
+                call = _call_of(data)
+                if refuse is None or call is None:
+                    raise EngineError(f"what came from the other process is no message: {error}") from error
+                refuse(call, str(error))
+        return None
+
+    async def _data(self) -> bytes | None:
         try:
             length = int.from_bytes(await self._reader.readexactly(_LENGTH_BYTES), "big")
             if length > MAX_MESSAGE_BYTES:
                 raise EngineError(f"a message of {length} bytes was announced; at most {MAX_MESSAGE_BYTES} are taken")
-            data = await self._reader.readexactly(length)
+            return await self._reader.readexactly(length)
         except (asyncio.IncompleteReadError, ConnectionError):
             return None
-        try:
-            return self._decoder.decode(data)
-        except (msgspec.ValidationError, msgspec.DecodeError) as error:
-            raise UnreadableError(_call_of(data), str(error)) from error
 
     def close(self) -> None:
         """Write what is left, and end the stream."""

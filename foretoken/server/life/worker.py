@@ -44,7 +44,6 @@ from foretoken.server.life.wire import (
     Returned,
     Stop,
     Tokenize,
-    UnreadableError,
     WireError,
     to_wire,
     to_wire_of_loading,
@@ -82,7 +81,7 @@ class Worker:
         """Load, then answer commands until the front closes or asks to stop."""
         loading = asyncio.create_task(self._start())
         while True:
-            command = await self._command()
+            command = await self._channel.receive(self._refuse)
             if command is None or isinstance(command, Stop):
                 break
             if isinstance(command, Cancel):
@@ -101,15 +100,9 @@ class Worker:
         if self._backend is not None:
             await self._close(self._backend.engine)
 
-    async def _command(self) -> Any:  # noqa: ANN401 - of the union
-        """The next command that can be read; one whose values have wrong types is refused alone."""
-        while True:
-            try:
-                return await self._channel.receive()
-            except UnreadableError as error:
-                if error.call is None:
-                    raise
-                self._channel.send(Refused(error.call, WireError("InputError", field="request", remedy=error.why)))
+    def _refuse(self, call: int, why: str) -> None:
+        """A command whose values have wrong types is refused alone."""
+        self._channel.send(Refused(call, WireError("InputError", field="request", remedy=why)))
 
     async def _close(self, engine: AsyncEngine) -> None:
         timer = threading.Timer(_CLOSING_S, self._end, (0,))
