@@ -80,7 +80,7 @@ def table_with(name: str, *headings: str, last: bool = False) -> list[dict[str, 
 
 
 def test_the_table_of_the_real_model() -> None:
-    source = raw("2026-11-25-smollm2-real-2")
+    source = raw("2026-11-25-smollm2-real-30")
     rows = {(row["num_requests"], row["kind"], row["setting"]): row for row in source["rows"]}
     found = table_with("docs/drafters.md", "text", "plain tokens/s")
     assert len(found) == 7
@@ -106,7 +106,7 @@ def test_the_table_of_the_real_model() -> None:
 
 def test_the_table_of_the_readme() -> None:
     (found,) = tables("README.md")
-    rows = raw("2026-11-25-smollm2-real-2")["rows"]
+    rows = raw("2026-11-25-smollm2-real-30")["rows"]
     real = {(row["kind"], row["setting"]): row for row in rows if row["num_requests"] == 1}
     headings = {"code": "code", "edits": "edit", "all kinds": "all"}
     for row in found:

@@ -46,13 +46,16 @@ class ServerKind:
     predictions: bool = False
 
 
+# A server may filter by its own or its model's defaults: asked above temperature 0, it shall draw from all tokens.
+_UNFILTERED = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 KINDS: Mapping[str, ServerKind] = {
     "foretoken": ServerKind(
         ("/version", "version"), {"return_token_ids": True}, {"spec": {"drafter": None}}, True, True, True
     ),
-    "vllm": ServerKind(("/version", "version"), {"return_token_ids": True}, repeats=True),
+    "vllm": ServerKind(("/version", "version"), {"return_token_ids": True, **_UNFILTERED}, repeats=True),
     "sglang": ServerKind(("/server_info", "version"), {"return_meta_info": True}, reports=True),
-    "llamacpp": ServerKind(("/props", "build_info"), repeats=True, reports=True),
+    # It has no way to leave out drafting for one request.
+    "llamacpp": ServerKind(("/props", "build_info"), _UNFILTERED, repeats=True, reports=True),
     "OVMS": ServerKind(("/v2", "version"), repeats=True),
 }
 
@@ -291,7 +294,7 @@ class HttpBackend:
         except httpx2.HTTPError as error:
             raise UnavailableError(f"{self.name} gave no answer ({_failure(error)}: {error})") from error
         stream.ended_s = reader.clock()
-        if stream.error or not stream.pieces:
+        if stream.error or not (stream.pieces or stream.num_prompt_tokens):  # neither text nor an account of it
             why = f"{stream.error or 'no text'}{f': {stream.said}' if stream.said else ''}"
             raise ForetokenError(f"{self.name} gave no whole answer ({why})")
 
@@ -312,9 +315,10 @@ class HttpBackend:
 
 
 def _answer(reader: EventReader) -> Answer:
+    """An answer may have no text: its first token ended it."""
     stream = reader.stream
     num_tokens = stream.num_tokens or sum(count for _, count in stream.pieces)
-    first_s, num_first = stream.pieces[0]
+    first_s, num_first = stream.pieces[0] if stream.pieces else (stream.ended_s, num_tokens)
     last_s = stream.pieces[-1][0] if len(stream.pieces) > 1 else stream.ended_s
     return Answer(
         token_ids=tuple(reader.token_ids),

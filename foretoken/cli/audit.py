@@ -154,7 +154,7 @@ def _run(options: AuditOptions | BackendAuditOptions, prompts: Path | None, out:
 
         if isinstance(options, BackendAuditOptions):
             return run_backend_audit(options, texts, command, machine(), versions(), tell)
-        return run_audit(options, texts, command, machine(), versions(), tell)
+        return run_audit(options, texts, command, machine(), versions(), tell=tell)
 
 
 def _own_prompts(count: int) -> list[Prompt]:

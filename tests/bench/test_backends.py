@@ -193,6 +193,25 @@ def test_counters_of_a_server_tell_what_its_answers_do_not(fake: Fake) -> None:
     backend.close()
 
 
+def test_an_answer_that_ends_with_its_first_token_has_no_text(fake: Fake) -> None:
+    usage = {"completion_tokens": 1, "prompt_tokens": 7}
+    fake.answer = lambda _number, _body: Reply(({"choices": [{"index": 0, "text": ""}], "usage": usage},))
+    backend = open_backend(fake.url, "whatever")
+    answer = backend.answer(ASKED, OWN)
+    assert (answer.text, answer.num_emitted, answer.decode_tokens, answer.decode_s) == ("", 1, 0, 0.0)
+    backend.close()
+
+
+@pytest.mark.parametrize("owner", ["vllm", "llamacpp"])
+def test_filters_of_a_server_are_switched_off(fake: Fake, owner: str) -> None:
+    fake.owner = owner
+    backend = open_backend(fake.url, "whatever")
+    backend.answer(ASKED, OWN)
+    body = fake.asked[-1][2]
+    assert (body["top_k"], body["top_p"], body["min_p"]) == (0, 1.0, 0.0)
+    backend.close()
+
+
 def test_failures_of_a_server_are_errors_that_say_what_it_said(fake: Fake) -> None:
     backend = open_backend(fake.url, "whatever", served_model="m")
     for reply, said in (

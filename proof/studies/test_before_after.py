@@ -137,7 +137,7 @@ def test_a_report_has_the_ratios_of_every_cell_and_keeps_the_samples() -> None:
     found = report_of(run)
     by_title = {table.title: table for table in found.tables}
     assert by_title["auto: tokens/s"].lines[0][:4] == ("1 code", "20.0", "40.0", "2.000 (2.00-2.00)")
-    assert by_title["Answers of both checkouts compared"].lines[1] == ("auto", "24", "0", "24", "24")
+    assert by_title["Answers of both checkouts compared"].lines[1] == ("auto", "12", "0", "12", "12")
     assert found.results["summary"]["auto: after/before"]["mean"] == {"median": 2.0, "low": 2.0, "high": 2.0}
     assert len(found.results["samples"]) == 16
     assert found.json_line()

@@ -1,0 +1,1 @@
+"""How fast memory is read here: the floor of a step that reads every weight once."""
