@@ -279,6 +279,18 @@ def check_number(name: str, value: object, low: float, high: float, open_low: bo
         raise InputError(name, value, f"must lie in {bracket}{low:g}, {high:g}]")
 
 
+def check_temperatures(name: str, values: Sequence[object]) -> None:
+    """Temperatures to measure at, one or more; 0 is greedy.
+
+    Raises:
+        InputError: names the field.
+    """
+    if not values:
+        raise InputError(name, values, "give at least one; 0 is greedy")
+    for value in values:
+        check_number(name, value, *TEMPERATURES)
+
+
 def check_whole(name: str, value: object, low: int, high: int | None = None) -> None:
     """A whole number from `low` to `high`.
 

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from foretoken.audit.plan import MAX_PROMPTS, AuditOptions
-from foretoken.errors import InputError
 from foretoken.measure.asked import BackendSource
 from foretoken.option import option, same_option
-from foretoken.params import TEMPERATURES, check_number, check_whole
+from foretoken.params import check_temperatures, check_whole
 
 
 @dataclass(frozen=True)
@@ -46,10 +45,7 @@ class BackendAuditOptions:
         check_whole("num_seeds", self.num_seeds, low=1, high=MAX_PROMPTS)
         check_whole("max_tokens", self.max_tokens, low=2)
         check_whole("seed", self.seed, low=0, high=2**62)
-        if not self.temperatures:
-            raise InputError("temperatures", self.temperatures, "give at least one; 0 is greedy")
-        for temperature in self.temperatures:
-            check_number("temperatures", temperature, *TEMPERATURES)
+        check_temperatures("temperatures", self.temperatures)
 
     @property
     def sampled(self) -> tuple[float, ...]:

@@ -12,7 +12,7 @@ from foretoken.errors import InputError
 from foretoken.field_text import numbers
 from foretoken.files import parse_json, read_text
 from foretoken.option import check_fields, option, same_option
-from foretoken.params import TEMPERATURES, check_number, check_whole
+from foretoken.params import check_temperatures, check_whole
 
 MAX_PROMPTS = 100_000  # all answers are held in memory until they are tested
 
@@ -56,10 +56,7 @@ class AuditOptions:
         check_whole("num_prompts", self.num_prompts, low=1, high=MAX_PROMPTS)
         check_whole("max_tokens", self.max_tokens, low=2)
         check_whole("seed", self.seed, low=0, high=2**63)
-        if not self.temperatures:
-            raise InputError("temperatures", self.temperatures, "give at least one; 0 is greedy")
-        for temperature in self.temperatures:
-            check_number("temperatures", temperature, *TEMPERATURES)
+        check_temperatures("temperatures", self.temperatures)
 
     @property
     def sampled(self) -> tuple[float, ...]:

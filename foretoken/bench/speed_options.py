@@ -19,7 +19,7 @@ from foretoken.errors import ConfigError, InputError
 from foretoken.field_text import numbers, wholes, wholes_or_auto, words
 from foretoken.measure.write import check_name
 from foretoken.option import check_fields, option, same_option
-from foretoken.params import check_number, check_whole
+from foretoken.params import check_temperatures, check_whole
 
 EVERY_KIND = "all"
 
@@ -146,10 +146,7 @@ class SpeedOptions:
         ):
             check_whole(name, getattr(self, name), low, high)
         check_fields(self)
-        if not self.temperatures:
-            raise InputError("temperatures", self.temperatures, "give at least one; 0 is greedy")
-        for temperature in self.temperatures:
-            check_number("temperatures", temperature, low=0.0, high=100.0)
+        check_temperatures("temperatures", self.temperatures)
         from foretoken.verify import resolve  # rules need torch, and help is printed without it
 
         for rule, temperature in itertools.product(self.rules, self.temperatures):

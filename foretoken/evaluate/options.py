@@ -10,10 +10,10 @@ from foretoken.backend.drafting import DrafterChoice, parse_drafters
 from foretoken.bench.speed_options import SpeedOptions
 from foretoken.config import RULES, SpecConfig
 from foretoken.engine_config import EngineConfig
-from foretoken.errors import ConfigError, InputError
+from foretoken.errors import ConfigError
 from foretoken.field_text import numbers
 from foretoken.option import check_fields, option, same_option
-from foretoken.params import TEMPERATURES, check_number, check_whole
+from foretoken.params import check_temperatures, check_whole
 
 MAX_PROMPTS = 100_000
 MAX_DRAFTED = 256
@@ -71,10 +71,7 @@ class EvalOptions:
         check_whole("prompts_per_slice", self.prompts_per_slice, low=1, high=MAX_PROMPTS)
         check_whole("max_tokens", self.max_tokens, low=2)
         check_whole("seed", self.seed, low=0, high=2**62)
-        if not self.temperatures:
-            raise InputError("temperatures", self.temperatures, "give at least one; 0 is greedy")
-        for temperature in self.temperatures:
-            check_number("temperatures", temperature, *TEMPERATURES)
+        check_temperatures("temperatures", self.temperatures)
         _ = self.settings  # refuses what no drafter takes
 
     @cached_property
