@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 ANSWERS_KIND = "foretoken answers"
 _MAX_SEED = 1 << 63
+# Batches that are handed over together: a request that ends makes room for the next one, so that only the last of them
+# run in a batch that empties. An interruption loses at most so many.
+_BATCHES_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
@@ -124,8 +127,9 @@ def write_answers(
     done = _resume(path, header)
     left = [place for place in range(len(encoded)) if place not in done]
     try:
-        for start in range(0, len(left), config.batch_size):
-            places = left[start : start + config.batch_size]
+        at_once = _BATCHES_AT_ONCE * config.batch_size
+        for start in range(0, len(left), at_once):
+            places = left[start : start + at_once]
             tell(len(done) + start)
             params = [config.params(place) for place in places]
             outputs = llm.generate([encoded[place] for place in places], params)
