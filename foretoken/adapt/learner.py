@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from foretoken.adapt.buffer import Window
 from foretoken.control.adaptation import emitted_per_step
 from foretoken.heads.base import Head, HeadBatch
-from foretoken.heads.losses import LossConfig, compare, same_argmax, target_logits, weighted_loss
+from foretoken.heads.losses import LossConfig, acceptance, compare, same_argmax, target_logits, weighted_loss
 from foretoken.heads.weights import HeadWeight, held_in, in_format, numbers, plain_copy, weights_of
 from foretoken.model.interface import SharesWeights
 
@@ -90,7 +90,7 @@ class HeadLearner:
         accepted = [
             same_argmax(place, logits, vocabulary).float()
             if window.is_greedy
-            else compare(place, logits, vocabulary, self._config).alpha
+            else acceptance(place, logits, vocabulary)
             for place in self._judge.places(batch, self._target, NUM_PLACES, seed=0)
             if len(place.rows)
         ]

@@ -93,6 +93,7 @@ def answers(
     """Let the target answer prompts, into a file that heads are trained on; an interrupted run is continued."""
     import torch
 
+    from foretoken.config import SpecConfig
     from foretoken.engine.llm import LLM
 
     config = config_from(AnswerConfig, context.params)
@@ -101,7 +102,8 @@ def answers(
     if threads is not None:
         torch.set_num_threads(threads)
     console = Console(stderr=True)
-    llm = LLM(target, dtype=dtype, device=device, max_batch_size=config.batch_size)
+    # Plain: in a full batch the rows of draft tokens cost more than they save.
+    llm = LLM(target, SpecConfig(), dtype=dtype, device=device, max_batch_size=config.batch_size)
     try:
         with console.bar("answering", len(texts), counts=True) as bar:
 

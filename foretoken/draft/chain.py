@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core import BatchEntry, Draft, Mass
+from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.text.randomness import Purpose, uniforms
 from foretoken.text.sampling import draft_probs, sample, without_broken
 from foretoken.transfer import to_device, to_host
@@ -42,11 +43,22 @@ class Chain:
         return not self.stopped and len(self.tokens) < self.most
 
 
-def extend(chains: list[Chain], logits: Tensor) -> None:
-    """Draw the next token of every chain from its row of `logits` `[A, V]`, or stop the chain there."""
+def extend(chains: list[Chain], logits: Tensor, vocabulary: DraftVocabulary | None = None) -> None:
+    """Draw the next token of every chain from its row of `logits` `[A, V]`, or stop the chain there.
+
+    With a `vocabulary` the logits [A, V_d] are over that.
+    """
     position = len(chains[0].tokens)  # all chains that still grow are equally long
     params = [chain.entry.request.params for chain in chains]
     specs = [chain.entry.request.spec for chain in chains]
+    if vocabulary is not None:
+        if _takes_likeliest(chains):  # the likeliest token is found in a fraction of the whole vocabulary
+            chosen = vocabulary.to_target(first_max(without_broken(logits)))
+            for i, one in enumerate(chains):
+                one.tokens.append(chosen[i])
+                one.masses.append(None)
+            return
+        logits = vocabulary.expand(logits)
     # A model that overflows drafts at random from here on: NaN in the mass would reach the target's residual.
     logits = _processed(chains, without_broken(logits))
     if all(p.greedy for p in params) and not any(spec.min_confidence for spec in specs):
@@ -67,6 +79,18 @@ def extend(chains: list[Chain], logits: Tensor) -> None:
         else:
             chain.stopped = True
             chain.open = mass if drafts[i] is None else None
+
+
+def _takes_likeliest(chains: Sequence[Chain]) -> bool:
+    """Whether every chain goes on with its likeliest token whatever its chance."""
+    entries = [chain.entry for chain in chains]
+    return all(
+        entry.request.params.greedy
+        and entry.processors is None
+        and not entry.request.spec.min_confidence
+        and entry.draft_probability == 1
+        for entry in entries
+    )
 
 
 def _processed(chains: list[Chain], logits: Tensor) -> Tensor:

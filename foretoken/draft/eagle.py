@@ -115,7 +115,7 @@ class EagleDrafter(StatesDrafter):
                 output = self.runner.run(tokens, feedback, segments)
             else:
                 output = self._run_text([_sequence(one.entry) for one in growing])
-            chain.extend(growing, output.logits)
+            chain.extend(growing, output.own_logits, output.vocabulary)
             kept = [i for i, one in enumerate(growing) if one.grows]
             feedback = output.feedback[to_device(kept, self.cache.device)]
             growing = [growing[i] for i in kept]

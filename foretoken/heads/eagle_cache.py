@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from foretoken.heads.eagle import EagleHead
+from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.model.interface import Segment, SharesWeights
 from foretoken.model.paged_cache import PagedCache, cache_beside
 from foretoken.transfer import to_device
@@ -21,10 +22,16 @@ from foretoken.transfer import to_device
 
 @dataclass(frozen=True)
 class EagleOutput:
-    """Of the rows that were asked for: `logits` [R, V] over the target's vocabulary, `feedback` [R, D]."""
+    """Of the rows that were asked for: `own_logits` [R, V_d] over the head's `vocabulary`, `feedback` [R, D]."""
 
-    logits: Tensor
+    own_logits: Tensor
     feedback: Tensor
+    vocabulary: DraftVocabulary
+
+    @property
+    def logits(self) -> Tensor:
+        """Logits over the target's vocabulary, [R, V]."""
+        return self.vocabulary.expand(self.own_logits)
 
 
 class CachedEagle:
@@ -52,4 +59,4 @@ class CachedEagle:
             if segment.num_pending:
                 self.cache.commit(segment.sequence, segment.num_pending)
         logits = self.head.logits(rows.output[wanted], self.target)
-        return EagleOutput(self.vocabulary.expand(logits), rows.feedback[wanted])
+        return EagleOutput(logits, rows.feedback[wanted], self.vocabulary)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
 from typing import Protocol
 
@@ -112,7 +113,11 @@ class LayeredHead(Head):
 
     def weight_marks(self) -> tuple[object, ...]:
         """See `layer_pass.LayerStack`: adaptation replaces any packed matrix; norms and biases keep their place."""
-        return tuple(linear.packed for layer in self.layer_parts() for linears in layer.matrices for linear in linears)
+        return tuple([linear.packed for linear in self._linears])
+
+    @functools.cached_property
+    def _linears(self) -> tuple[Linear, ...]:
+        return tuple(linear for layer in self.layer_parts() for linears in layer.matrices for linear in linears)
 
 
 @torch.no_grad()

@@ -1,9 +1,9 @@
 """Losses of trained heads over the rows of a `Place`, and how often its draft tokens would be accepted.
 
 p is the target's distribution, q the head's, alpha = sum_x min(p(x), q(x)) the probability that speculative sampling
-accepts a token of the head. A loss sees p renormalised over the head's vocabulary; alpha is reported against the whole
-p. Value and gradient are computed together for a few rows at a time, so that no [R, V] float32 outlives its chunk and a
-chunk stays in the processor's cache.
+accepts a token of the head. A loss sees p renormalised over the head's vocabulary; alpha is measured against the whole
+p. A loss and its gradient are computed together for a few rows at a time, so that no [R, V] float32 outlives its chunk
+and a chunk stays in the processor's cache.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from foretoken.model.interface import SharedWeights
 LossKind = Literal["kl", "reverse_kl", "jsd", "tv", "nla", "lk"]
 LOSS_KINDS: tuple[LossKind, ...] = get_args(LossKind)
 _MAX_KEPT_BYTES = 256 << 20  # of the target's logits of a batch
+_ACCEPTANCE_ROWS = 64  # whose distributions are held at once
 _TINY = 1e-30  # keeps the logarithm of a probability that float32 rounds to 0 finite
 
 
@@ -58,14 +59,6 @@ class RowLogits(Protocol):
         """`rows` [R] of the flattened batch -> logits [R, V]."""
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """A place's rows against the target: the mean loss, and alpha by row, [R]."""
-
-    loss: Tensor
-    alpha: Tensor
-
-
 def target_logits(batch: HeadBatch, target: SharedWeights) -> RowLogits:
     """The target's logits of rows of `batch`: all computed once where they take little memory, as every place asks for
     nearly the same rows; else those that are asked for.
@@ -80,13 +73,24 @@ def target_logits(batch: HeadBatch, target: SharedWeights) -> RowLogits:
     return lambda rows: whole[rows]
 
 
-def compare(place: Place, target: RowLogits, vocabulary: DraftVocabulary, config: LossConfig) -> Comparison:
-    """Loss and acceptance of one place; the gradient reaches `place.logits` only."""
+def compare(place: Place, target: RowLogits, vocabulary: DraftVocabulary, config: LossConfig) -> Tensor:
+    """Mean loss of one place's rows against the target; the gradient reaches `place.logits` only."""
     if not len(place.rows):
-        none = place.logits.new_zeros(0, dtype=torch.float32)
-        return Comparison(place.logits.float().sum(), none)
-    loss, alpha = _Compared.apply(place.logits, place.rows, target, vocabulary, config)  # type: ignore[no-untyped-call]
-    return Comparison(loss, alpha)
+        return place.logits.float().sum()
+    loss: Tensor = _Compared.apply(place.logits, place.rows, target, vocabulary, config)  # type: ignore[no-untyped-call]
+    return loss
+
+
+@torch.no_grad()
+def acceptance(place: Place, target: RowLogits, vocabulary: DraftVocabulary) -> Tensor:
+    """alpha against the target's whole distribution, by row [R]."""
+    wide = torch.promote_types(place.logits.dtype, torch.float32)
+    alpha = torch.empty(len(place.rows), dtype=wide, device=place.logits.device)
+    for start in range(0, len(alpha), _ACCEPTANCE_ROWS):
+        part = slice(start, start + _ACCEPTANCE_ROWS)
+        p = vocabulary.restrict(target(place.rows[part]).to(wide).softmax(-1))  # [C, V_d]
+        alpha[part] = torch.minimum(p, place.logits[part].to(wide).softmax(-1)).sum(-1)
+    return alpha
 
 
 def same_argmax(place: Place, target: RowLogits, vocabulary: DraftVocabulary) -> Tensor:
@@ -94,9 +98,9 @@ def same_argmax(place: Place, target: RowLogits, vocabulary: DraftVocabulary) ->
     return target(place.rows).argmax(-1) == vocabulary.to_target(place.logits.argmax(-1))
 
 
-def weighted_loss(place: Place, compared: Comparison, config: LossConfig) -> Tensor:
-    """What a place adds to the loss of a batch: its decayed mean, and what its kind of head adds."""
-    loss = compared.loss if place.extra_loss is None else compared.loss + config.extra_weight * place.extra_loss
+def weighted_loss(place: Place, compared: Tensor, config: LossConfig) -> Tensor:
+    """What a place adds to the loss of a batch: its decayed mean `compared`, and what its kind of head adds."""
+    loss = compared if place.extra_loss is None else compared + config.extra_weight * place.extra_loss
     return loss * config.place_decay**place.number
 
 
@@ -111,10 +115,9 @@ class _Compared(torch.autograd.Function):
         target: RowLogits,
         vocabulary: DraftVocabulary,
         config: LossConfig,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Tensor:
         count, dtype = len(rows), torch.promote_types(logits.dtype, torch.float32)
         loss = torch.empty(count, dtype=dtype, device=logits.device)
-        alpha = torch.empty_like(loss)
         gradient = torch.empty_like(logits) if logits.requires_grad else None
         rule = _RULES[config.kind]
         for start in range(0, count, config.chunk_rows):
@@ -125,22 +128,15 @@ class _Compared(torch.autograd.Function):
             p, q = log_p.exp(), log_q.exp()
             common = torch.minimum(p, q).sum(-1)  # [C]
             loss[part], slope = rule(_LossRows(log_p, log_q, p, q, common))
-            alpha[part] = common if vocabulary.is_whole else _alpha(theirs, q, vocabulary)
             if gradient is not None:
                 gradient[part] = slope.div_(count).to(gradient.dtype)
         ctx.save_for_backward(gradient)
-        ctx.mark_non_differentiable(alpha)
-        return loss.mean(), alpha
+        return loss.mean()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
         (gradient,) = ctx.saved_tensors
         return (gradient * grads[0], None, None, None, None)
-
-
-def _alpha(theirs: Tensor, q: Tensor, vocabulary: DraftVocabulary) -> Tensor:
-    """alpha [C] against the target's whole distribution, of a head with a cut vocabulary."""
-    return torch.minimum(vocabulary.restrict(theirs.softmax(-1)), q).sum(-1)
 
 
 class _LossRows(NamedTuple):

@@ -80,6 +80,12 @@ inline float from_half(uint16_t half) {
     return of_bits(sign | (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | fraction << 13);
 }
 
+inline float number_at(const void* from, const uint16_t* supers, int32_t form, int64_t index, int64_t super) {
+    if (form == FLOAT) return static_cast<const float*>(from)[index];
+    if (form == WHOLE) return from_half(supers[super]) * float(static_cast<const int8_t*>(from)[index]);
+    return from_half(static_cast<const uint16_t*>(from)[index]);
+}
+
 // ---- one block of 16 outputs
 
 inline int64_t scale_bytes(int32_t form) { return form == FLOAT ? 4 : form == WHOLE ? 1 : 2; }
@@ -232,12 +238,6 @@ inline void add_products(int32_t* dots, const uint8_t* code, const int8_t* input
     for (int n = 0; n < LANES; ++n)
         for (int i = 0; i < CHUNK; ++i) dots[n] += int32_t(code[CHUNK * n + i]) * int32_t(inputs[i]);
 #endif
-}
-
-inline float number_at(const void* from, const uint16_t* supers, int32_t form, int64_t index, int64_t super) {
-    if (form == FLOAT) return static_cast<const float*>(from)[index];
-    if (form == WHOLE) return from_half(supers[super]) * float(static_cast<const int8_t*>(from)[index]);
-    return from_half(static_cast<const uint16_t*>(from)[index]);
 }
 
 inline float minimum_at(const Matrix& w, float scale, int64_t index, int64_t super) {
@@ -409,6 +409,42 @@ void multiply_rows(const Matrix& w, const Activations& x, int64_t block, bool is
     }
 }
 
+// ---- rows of a table
+
+// Code `place` of group `g` of output `n`, from the layout that `codes_of` reads.
+inline int32_t code_at(const Matrix& w, int64_t groups, int64_t n, int64_t g, int place) {
+    const int lines = w.group * w.bits / 32, chunk = place / CHUNK;
+    const int64_t in_line = n % LANES * CHUNK + place % CHUNK;
+    const uint8_t* codes = w.codes + (n / LANES * groups + g) * lines * LINE + in_line;
+    if (w.bits == 8) return codes[LINE * chunk];
+    const int half = w.group / CHUNK / 2, above = w.bits - 4;
+    const int32_t low = (codes[LINE * (chunk % half)] >> (chunk < half ? 0 : 4)) & 15;
+    if (above == 0) return low;
+    return low | ((codes[LINE * half] >> (above * chunk)) & ((1 << above) - 1)) << 4;
+}
+
+// Output `n` as the row of a table: scale * (code - zero) + minimum, every operation rounded on its own.
+template <class T>
+void read_row(const Matrix& w, int64_t n, int64_t width, T* out) {
+    const int64_t spans = (width + SPAN - 1) / SPAN, groups = spans * (SPAN / w.group);
+    const int64_t supers = (spans * SPAN + SUPER - 1) / SUPER, block = n / LANES, lane = n % LANES;
+    for (int64_t g = 0; g * w.group < width; ++g) {
+        const int64_t index = (block * groups + g) * LANES + lane;
+        const int64_t super = (block * supers + g * w.group / SUPER) * LANES + lane;
+        const float scale = number_at(w.scales, w.super_scales, w.form, index, super);
+        float minimum = 0.0f;
+        if (w.form == MULTIPLE)
+            minimum = scale * float(static_cast<const int8_t*>(w.minimums)[index]);
+        else if (w.minimums != nullptr)
+            minimum = number_at(w.minimums, w.super_minimums, w.form, index, super);
+        const int count = int(std::min<int64_t>(w.group, width - g * w.group));
+        for (int i = 0; i < count; ++i) {
+            const float whole = scale * float(code_at(w, groups, n, g, i) - w.zero);
+            put(w.minimums == nullptr ? whole : whole + minimum, out[g * w.group + i]);
+        }
+    }
+}
+
 // Whether two matrices read the same sums of a row's codes (`sum_groups`).
 bool reads_alike(const Matrix& one, const Matrix& other) {
     return one.group == other.group && one.zero == other.zero && sums_begin_with(one) == sums_begin_with(other);
@@ -449,7 +485,7 @@ void multiply(const T* x, int64_t rows, int64_t width, const Matrix* parts, int 
 extern "C" {
 
 // What the numbers below mean; a library of another interface is not used.
-int foretoken_grouped_interface() { return 3; }
+int foretoken_grouped_interface() { return 4; }
 
 // 2: AVX-512 VNNI, 1: AVX2, 0: plain C++.
 int foretoken_grouped_instructions() {
@@ -479,6 +515,19 @@ bool foretoken_grouped_multiply(const void* x, int64_t rows, int64_t width, cons
     } catch (const std::bad_alloc&) {
         return false;
     }
+    return true;
+}
+
+// The outputs `index` [rows] of a matrix as rows of a table, into `out` [rows, width]. False: there is no such output.
+bool foretoken_grouped_rows(const foretoken_matrix* matrix, const int64_t* index, int64_t rows, int64_t width, void* out,
+                            int is_bf16) {
+    for (int64_t row = 0; row < rows; ++row)
+        if (index[row] < 0 || index[row] >= matrix->num_outputs) return false;
+    for (int64_t row = 0; row < rows; ++row)
+        if (is_bf16)
+            read_row(*matrix, index[row], width, static_cast<uint16_t*>(out) + row * width);
+        else
+            read_row(*matrix, index[row], width, static_cast<float*>(out) + row * width);
     return true;
 }
 }

@@ -159,7 +159,7 @@ class RMSNorm(nn.Module):
         kernels = kernels_for(x)
         if kernels is not None and self.weight.dtype == x.dtype:
             return kernels.rms_norm(x, self.weight, self.eps, self.offset)
-        if not self.offset and self.weight.dim() == 1:
+        if not self.offset and self.weight.dim() == 1 and self.weight.dtype == x.dtype:
             return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
         wide = _widened(x)
         normed = F.rms_norm(wide, (x.shape[-1],), None, self.eps) * (self.offset + self.weight.to(wide.dtype))

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 ANSWERS_KIND = "foretoken answers"
 _MAX_SEED = 1 << 63
-# Batches that are handed over together: a request that ends makes room for the next one, so that only the last of them
+# Batches that are submitted together: a request that ends makes room for the next one, so that only the last of them
 # run in a batch that empties. An interruption loses at most so many.
 _BATCHES_AT_ONCE = 8
 

@@ -21,10 +21,13 @@ Precision = Literal["bfloat16", "float32"]
 
 
 def fast_precision(device: torch.device | str) -> Precision:
-    """bfloat16 where matrices are multiplied faster in it: on GPUs, and on processors with AMX; else float32."""
+    """bfloat16 where matrices are multiplied faster in it: on GPUs, and on processors with AMX or AVX-512 BF16 (2.5
+    times as fast as float32 on Zen 4); else float32.
+    """
     if torch.device(device).type != "cpu":
         return "bfloat16"
-    return "bfloat16" if torch.cpu._is_amx_tile_supported() else "float32"
+    is_fast = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+    return "bfloat16" if is_fast else "float32"
 
 
 class FrozenTarget:

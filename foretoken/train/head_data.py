@@ -14,6 +14,8 @@ from torch import Tensor
 
 from foretoken.errors import InputError
 
+_MIN_WINDOW = 64  # tokens that a batch is not cut below, so that every place of a draft has a row
+
 
 @dataclass(frozen=True)
 class TokenText:
@@ -75,12 +77,14 @@ class TokenText:
         return ids, wanted
 
     def batch(self, numbers: Sequence[int], length: int, seed: int) -> tuple[Tensor, Tensor]:
-        """Windows `numbers`: tokens and mask, each `[B, length + 1]`."""
+        """Windows `numbers`: tokens and mask, each `[B, S + 1]`, cut behind the last token that is wanted: S is at most
+        `length`, and short answers are not computed with their padding.
+        """
         drawn = [self.window(number, length, seed) for number in numbers]
-        return (
-            torch.from_numpy(np.stack([ids for ids, _ in drawn])),
-            torch.from_numpy(np.stack([wanted for _, wanted in drawn])),
-        )
+        tokens, wanted = np.stack([ids for ids, _ in drawn]), np.stack([wanted for _, wanted in drawn])
+        used = np.flatnonzero(wanted.any(axis=0))
+        stop = max(_MIN_WINDOW, int(used[-1]) + 1) if len(used) else length + 1
+        return torch.from_numpy(tokens[:, :stop]), torch.from_numpy(wanted[:, :stop])
 
     @cached_property
     def _cumulated(self) -> npt.NDArray[np.int64]:

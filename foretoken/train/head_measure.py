@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from foretoken.heads.base import HeadBatch
-from foretoken.heads.losses import LossConfig, compare, same_argmax, target_logits
+from foretoken.heads.losses import acceptance, same_argmax, target_logits
 from foretoken.train.draft_student import Student
 from foretoken.train.frozen_target import FrozenTarget
 
@@ -62,9 +62,9 @@ def _by_position(
     with target.autocast():
         logits = target_logits(batch, target.decoder)
         for place in head.places(batch, target.decoder, num_places, seed):
-            compared = compare(place, logits, head.vocabulary, LossConfig())
+            alpha = acceptance(place, logits, head.vocabulary)
             match = same_argmax(place, logits, head.vocabulary)
-            for found, values in ((alphas, compared.alpha), (matches, match)):
+            for found, values in ((alphas, alpha), (matches, match)):
                 line = torch.full((batch.wanted[:, 1:].numel(),), float("nan"), device=values.device)
                 line[place.rows - place.number] = values.float()
                 found.append(line)

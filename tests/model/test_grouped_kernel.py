@@ -75,12 +75,20 @@ def test_products_are_those_of_the_numbers_that_codes_stand_for(name: str) -> No
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_rows_of_a_table_are_bit_for_bit_the_file_s(name: str) -> None:
-    codes, index = grouped(name, 50, 256), torch.tensor([7, 0, 49, 7])
+def test_rows_of_a_table_are_bit_for_bit_the_file_s(name: str, instruction_set: str) -> None:
+    codes, index = grouped(name, 50, 512), torch.tensor([7, 0, 49, 7, 16, 31])
     weight = GroupedWeight.of(codes, torch.float32)
     assert torch.equal(weight.rows(index), codes.dequantised()[index])
-    assert weight.rows(index[:0]).shape == (0, 256)
-    assert GroupedWeight.of(codes, torch.bfloat16).rows(index).dtype == torch.bfloat16
+    assert torch.equal(weight.rows(index[::2]), codes.dequantised()[index[::2]])
+    assert weight.rows(index[:0]).shape == (0, 512)
+    narrow = GroupedWeight.of(codes, torch.bfloat16)
+    assert narrow.rows(index).dtype == torch.bfloat16
+    assert torch.equal(narrow.rows(index), codes.dequantised()[index].bfloat16())
+    cut = GroupedWeight.of(codes, torch.float32, width=500)
+    assert torch.equal(cut.rows(index), codes.dequantised()[index, :500])
+    for missing in (-1, 50):
+        with pytest.raises(IndexError, match="outside the 50"):
+            weight.rows(torch.tensor([0, missing]))
 
 
 @pytest.mark.parametrize(

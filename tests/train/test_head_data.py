@@ -95,3 +95,23 @@ def test_settings_are_typed_and_nested() -> None:
 def test_settings_that_do_not_exist_or_do_not_fit_are_named(text: str, error: str) -> None:
     with pytest.raises(ConfigError, match=error):
         with_overrides(HeadSettings(), [text])
+
+
+def test_a_batch_ends_behind_the_last_token_that_is_wanted() -> None:
+    text = TokenText.answered([(range(10), range(10, 10 + length)) for length in (100, 300)])
+    sizes = set()
+    for number in range(40):
+        tokens, wanted = text.batch([number], 200, seed=1)
+        assert tokens.shape == wanted.shape
+        assert bool(wanted[0, -1])
+        sizes.add(tokens.shape[1])
+    assert sizes == {110, 201}  # the short document without its padding, the long one cut to the window
+    both, _ = text.batch(range(40), 200, seed=1)
+    assert both.shape == (40, 201)
+
+
+def test_a_batch_of_short_answers_has_room_for_every_place() -> None:
+    text = TokenText.answered([([1, 2], [3, 4]), ([5], [6])])
+    tokens, wanted = text.batch([0, 1], 200, seed=0)
+    assert tokens.shape == (2, 64)
+    assert int(wanted.sum()) >= 2

@@ -18,6 +18,7 @@ from foretoken.heads.checkpoint import load_head
 from foretoken.heads.kind import head_kind
 from foretoken.model.loader import load_decoder, read_config
 from foretoken.train.answers import answered_data, read_answers, read_user_prompts
+from foretoken.train.frozen_target import fast_precision
 from tests.helpers.checkpoints import tiny_checkpoint, tiny_tokenizer
 
 SMALL = (
@@ -140,7 +141,7 @@ def test_a_draft_model_is_distilled_from_answers(folder: Path, answered: Path, t
     assert draft.config.hidden_size == 32
     manifest = json.loads((tmp_path / "off" / "run.json").read_text())
     assert (manifest["kind"], manifest["model"]["hidden_size"], manifest["result"]["steps"]) == ("draft_model", 32, 8)
-    assert manifest["precision"] == "float32"
+    assert manifest["precision"] == fast_precision("cpu")
     own = tmp_path / "own.jsonl"
     run(
         "answers", "--target", tmp_path / "off" / "model", "--prompts", folder / "prompts.jsonl", "--out", own,

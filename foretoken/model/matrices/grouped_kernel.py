@@ -17,10 +17,10 @@ from __future__ import annotations
 import ctypes
 import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -92,7 +92,7 @@ def _by_group(numbers: Tensor) -> Tensor:
 
 SOURCE = Path(__file__).resolve().parents[2] / "kernels" / "grouped.cpp"
 INSTRUCTIONS = ("plain C++", "AVX2", "AVX-512 VNNI")
-_INTERFACE = 3  # of the compiled library: what its function takes
+_INTERFACE = 4  # of the compiled library: what its function takes
 _FORMS = {torch.float32: 0, torch.float16: 1, torch.int8: 2}  # of scales, and of minimums if those are the same
 _MULTIPLE = 3  # minimums in int8 beside scales in float16
 
@@ -189,7 +189,22 @@ class GroupedWeight(CompiledWeight):
         return _multiply((self,), self.product, x, bias)
 
     def rows(self, index: Tensor) -> Tensor:
-        """The rows `index` [T] as numbers, [T, K]."""
+        """The rows `index` [T] int64 as numbers, [T, K].
+
+        Raises:
+            IndexError: there is no such row.
+        """
+        compiled, product = kernel(), self.product
+        if compiled is None or product is None or self.dtype not in (torch.float32, torch.bfloat16):
+            return self._rows(index)
+        index, out = index.contiguous(), torch.empty(len(index), self.width, dtype=self.dtype)
+        is_bf16 = self.dtype == torch.bfloat16
+        if not compiled.rows(product.parts, index.data_ptr(), len(index), self.width, out.data_ptr(), is_bf16):
+            raise IndexError(f"a row outside the {self.num_rows} of the table")
+        return out
+
+    def _rows(self, index: Tensor) -> Tensor:
+        """The twin of the compiled `rows`."""
         block, place = index // BLOCK_ROWS, index % BLOCK_ROWS
         codes = unpacked(self.codes[block, :, :, place], self.bits, self.group)  # [T, groups, group / 4, 4]
         scales, minimums = self.numbers((block, slice(None), place))
@@ -291,11 +306,11 @@ def _multiply(parts: Sequence[GroupedWeight], product: Product | None, x: Tensor
 
 
 def _product(parts: Sequence[GroupedWeight]) -> Product | None:
-    function = kernel()
-    if function is None:
+    compiled = kernel()
+    if compiled is None:
         return None
     num_outputs = sum(part.num_rows for part in parts)
-    return Product(function, array_of(_Matrix, [_matrix(part) for part in parts]), parts[0].width, num_outputs)
+    return Product(compiled.multiply, array_of(_Matrix, [_matrix(part) for part in parts]), parts[0].width, num_outputs)
 
 
 def _matrix(weight: GroupedWeight) -> _Matrix:
@@ -306,9 +321,16 @@ def _matrix(weight: GroupedWeight) -> _Matrix:
     )
 
 
+class GroupedKernel(NamedTuple):
+    """The functions of the compiled library: the product, and rows of a table."""
+
+    multiply: Multiply
+    rows: Callable[..., bool]
+
+
 @functools.cache
-def kernel() -> Multiply | None:
-    """The compiled product, None where there is none (the first time with a warning)."""
+def kernel() -> GroupedKernel | None:
+    """The compiled functions, None where there is none (the first time with a warning)."""
     try:
         return load(built(SOURCE))
     except BuildError as error:
@@ -318,15 +340,18 @@ def kernel() -> Multiply | None:
         return None
 
 
-def load(path: Path) -> Multiply:
-    """The product of the compiled library `path`.
+def load(path: Path) -> GroupedKernel:
+    """The functions of the compiled library `path`.
 
     Raises:
         BuildError: it cannot be loaded here, or is none of ours.
     """
-    function = opened(path, "foretoken_grouped_interface", _INTERFACE).foretoken_grouped_multiply
-    function.argtypes, function.restype = ARGUMENTS, ctypes.c_bool
-    return function
+    library = opened(path, "foretoken_grouped_interface", _INTERFACE)
+    multiply, rows = library.foretoken_grouped_multiply, library.foretoken_grouped_rows
+    multiply.argtypes, multiply.restype = ARGUMENTS, ctypes.c_bool
+    rows.argtypes = (ctypes.c_void_p, ctypes.c_void_p, *(ctypes.c_int64,) * 2, ctypes.c_void_p, ctypes.c_int)
+    rows.restype = ctypes.c_bool
+    return GroupedKernel(multiply, rows)
 
 
 def instructions(path: Path) -> str:
