@@ -13,7 +13,15 @@ from torch.nn import Parameter
 from foretoken.adapt.buffer import Window
 from foretoken.control.adaptation import emitted_per_step
 from foretoken.heads.base import Head, HeadBatch
-from foretoken.heads.losses import LossConfig, acceptance, compare, same_argmax, target_logits, weighted_loss
+from foretoken.heads.losses import (
+    LossConfig,
+    acceptance,
+    compare,
+    restricted,
+    same_argmax,
+    target_logits,
+    weighted_loss,
+)
 from foretoken.heads.weights import HeadWeight, held_in, in_format, numbers, plain_copy, weights_of
 from foretoken.model.interface import SharesWeights
 
@@ -65,10 +73,10 @@ class HeadLearner:
         """See `Learner`: every fourth window changes the weights."""
         self._num_windows += 1
         batch = self._batch(window)
-        logits, vocabulary = target_logits(batch, self._target), self._head.vocabulary
+        logits = restricted(target_logits(batch, self._target.output_logits), self._head.vocabulary)
         with torch.enable_grad():
             losses = [
-                weighted_loss(place, compare(place, logits, vocabulary, self._config), self._config)
+                weighted_loss(place, compare(place, logits, self._config), self._config)
                 for place in self._head.places(batch, self._target, NUM_PLACES, self._num_windows)
                 if len(place.rows)
             ]
@@ -86,7 +94,7 @@ class HeadLearner:
         for name, own in self._parameters(self._judge):
             own.copy_(numbers(weights[name]))
         batch = self._batch(window)
-        logits, vocabulary = target_logits(batch, self._target), self._judge.vocabulary
+        logits, vocabulary = target_logits(batch, self._target.output_logits), self._judge.vocabulary
         accepted = [
             same_argmax(place, logits, vocabulary).float()
             if window.is_greedy

@@ -115,6 +115,11 @@ class EagleHead(LayeredHead):
         """See `Head`."""
         return self.config.taps
 
+    @property
+    def first_layer(self) -> EagleLayer:
+        """The layer that reads what `joined` gives."""
+        return self._layers[0]
+
     def initialise(self, seed: int) -> None:
         """See `Head`."""
         initialise_weights(self, self.config.layer.num_layers, seed)

@@ -18,7 +18,6 @@ from torch import Tensor
 from foretoken.errors import ConfigError
 from foretoken.heads.base import HeadBatch, Place
 from foretoken.heads.vocabulary import DraftVocabulary
-from foretoken.model.interface import SharedWeights
 
 LossKind = Literal["kl", "reverse_kl", "jsd", "tv", "nla", "lk"]
 LOSS_KINDS: tuple[LossKind, ...] = get_args(LossKind)
@@ -56,28 +55,34 @@ class RowLogits(Protocol):
     """The target's logits of some rows of a batch."""
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """`rows` [R] of the flattened batch -> logits [R, V]."""
+        """`rows` [R] of the flattened batch -> logits [R, V], or [R, V_d] over a head's vocabulary."""
 
 
-def target_logits(batch: HeadBatch, target: SharedWeights) -> RowLogits:
+def target_logits(batch: HeadBatch, output: Callable[[Tensor], Tensor]) -> RowLogits:
     """The target's logits of rows of `batch`: all computed once where they take little memory, as every place asks for
-    nearly the same rows; else those that are asked for.
+    nearly the same rows; else those that are asked for. `output` makes logits of normed rows [R, D].
     """
     normed = batch.normed.flatten(0, 1)  # [B * S, D]
     if not len(normed):
-        return lambda rows: target.output_logits(normed[rows])
-    first = target.output_logits(normed[:1])
-    if len(normed) * first.nbytes > _MAX_KEPT_BYTES:
-        return lambda rows: target.output_logits(normed[rows])
-    whole = target.output_logits(normed)  # [B * S, V]
+        return lambda rows: output(normed[rows])
+    if len(normed) * output(normed[:1]).nbytes > _MAX_KEPT_BYTES:
+        return lambda rows: output(normed[rows])
+    whole = output(normed)  # [B * S, V]
     return lambda rows: whole[rows]
 
 
-def compare(place: Place, target: RowLogits, vocabulary: DraftVocabulary, config: LossConfig) -> Tensor:
-    """Mean loss of one place's rows against the target; the gradient reaches `place.logits` only."""
+def restricted(logits: RowLogits, vocabulary: DraftVocabulary) -> RowLogits:
+    """The same over a head's vocabulary, [R, V_d]."""
+    return lambda rows: vocabulary.restrict(logits(rows))
+
+
+def compare(place: Place, target: RowLogits, config: LossConfig) -> Tensor:
+    """Mean loss of one place's rows against the target's logits over the head's vocabulary; the gradient reaches
+    `place.logits` only.
+    """
     if not len(place.rows):
         return place.logits.float().sum()
-    loss: Tensor = _Compared.apply(place.logits, place.rows, target, vocabulary, config)  # type: ignore[no-untyped-call]
+    loss: Tensor = _Compared.apply(place.logits, place.rows, target, config)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -113,7 +118,6 @@ class _Compared(torch.autograd.Function):
         logits: Tensor,
         rows: Tensor,
         target: RowLogits,
-        vocabulary: DraftVocabulary,
         config: LossConfig,
     ) -> Tensor:
         count, dtype = len(rows), torch.promote_types(logits.dtype, torch.float32)
@@ -122,9 +126,7 @@ class _Compared(torch.autograd.Function):
         rule = _RULES[config.kind]
         for start in range(0, count, config.chunk_rows):
             part = slice(start, start + config.chunk_rows)
-            theirs = target(rows[part]).to(dtype)  # [C, V]
-            own = logits[part].to(dtype)  # [C, V_d]
-            log_p, log_q = vocabulary.restrict(theirs).log_softmax(-1), own.log_softmax(-1)
+            log_p, log_q = (one.to(dtype).log_softmax(-1) for one in (target(rows[part]), logits[part]))  # [C, V_d]
             p, q = log_p.exp(), log_q.exp()
             common = torch.minimum(p, q).sum(-1)  # [C]
             loss[part], slope = rule(_LossRows(log_p, log_q, p, q, common))
@@ -136,7 +138,7 @@ class _Compared(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
         (gradient,) = ctx.saved_tensors
-        return (gradient * grads[0], None, None, None, None)
+        return (gradient * grads[0], None, None, None)
 
 
 class _LossRows(NamedTuple):

@@ -238,6 +238,10 @@ class Decoder(nn.Module):
         logits: Tensor = self.lm_head(normed)
         if self.shard.world > 1:
             logits = self.collective.all_gather(logits)[:, : self.config.vocab_size]
+        return self.scaled_logits(logits)
+
+    def scaled_logits(self, logits: Tensor) -> Tensor:
+        """Products [R, N] with rows of the output matrix as the family scales and caps them."""
         if self.config.logit_multiplier != 1.0:
             logits = logits * self.config.logit_multiplier
         return softcapped(logits, self.config.logit_softcap) if self.config.logit_softcap else logits

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from foretoken.errors import UnsupportedModelError
 from foretoken.heads.base import HeadBatch
+from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.model.attention.scores import PackedAttention
 from foretoken.model.decoder import Decoder
 from foretoken.model.loader import load_decoder
@@ -58,6 +60,16 @@ class FrozenTarget:
     def device(self) -> torch.device:
         """Where it computes."""
         return self.decoder.norm.weight.device
+
+    def output_over(self, vocabulary: DraftVocabulary) -> Callable[[Tensor], Tensor]:
+        """A function from rows behind the final norm [R, D] to logits over a head's `vocabulary` [R, V_d], which
+        multiplies by these rows of the output matrix only.
+        """
+        matrix = self.decoder.lm_head.weight
+        if vocabulary.is_whole or matrix is None or self.decoder.lm_head.bias is not None:
+            return lambda normed: vocabulary.restrict(self.decoder.output_logits(normed))
+        rows = matrix.detach()[vocabulary.ids]  # [V_d, D]
+        return lambda normed: self.decoder.scaled_logits(F.linear(normed, rows))
 
     @torch.no_grad()
     def read(self, tokens: Tensor, wanted: Tensor, layers: Sequence[int]) -> HeadBatch:

@@ -60,7 +60,7 @@ def _by_position(
     alphas: list[Tensor] = []
     matches: list[Tensor] = []
     with target.autocast():
-        logits = target_logits(batch, target.decoder)
+        logits = target_logits(batch, target.decoder.output_logits)
         for place in head.places(batch, target.decoder, num_places, seed):
             alpha = acceptance(place, logits, head.vocabulary)
             match = same_argmax(place, logits, head.vocabulary)

@@ -14,9 +14,11 @@ from foretoken.errors import ConfigError
 from foretoken.heads.base import Head
 from foretoken.heads.checkpoint import make_head
 from foretoken.heads.config import BlockConfig, EagleConfig, ExitAdapterConfig, HeadConfig, MedusaConfig, default_taps
+from foretoken.heads.eagle import EagleHead
 from foretoken.model.architecture import ModelConfig
 from foretoken.train.draft_student import most_frequent
 from foretoken.train.frozen_target import FrozenTarget
+from foretoken.train.head_start import begin_as_last_layer
 from foretoken.train.head_trainer import HeadTrainConfig
 from foretoken.train.optimizer import OptimizerConfig
 
@@ -98,14 +100,15 @@ def usual_training(shape: HeadShape) -> HeadTrainConfig:
 
 @dataclass(frozen=True)
 class NewHead:
-    """A head with random weights, and the share of the counted text that its vocabulary can write."""
+    """A head that was not trained, and the share of the counted text that its vocabulary can write."""
 
     head: Head
     coverage: float
 
 
 def new_head(shape: HeadShape, target: FrozenTarget, counts: Tensor, always: Iterable[int], seed: int) -> NewHead:
-    """A head of `shape` for `target`; its vocabulary is counted from `counts` [V], with `always` in it.
+    """A head of `shape` for `target`: an EAGLE head begins as the target's last layer where that fits, others random.
+    The head's vocabulary is counted from `counts` [V], with `always` in it.
 
     Raises:
         ConfigError: a shape that the target cannot have.
@@ -115,6 +118,8 @@ def new_head(shape: HeadShape, target: FrozenTarget, counts: Tensor, always: Ite
     head = make_head(recipe_of(shape).config(shape, own, len(vocabulary.ids)), vocabulary)
     head.initialise(seed)
     head.begin_from(_Float32Parts(target))
+    if isinstance(head, EagleHead):
+        begin_as_last_layer(head, target.decoder)
     return NewHead(head.to(target.device), counted.coverage)
 
 

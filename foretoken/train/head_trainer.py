@@ -148,6 +148,7 @@ class HeadTrainer:
             keep,
         )
         self.ranks, self.states = ranks or Ranks(), states
+        self._output = target.output_over(head.vocabulary)
         self._parameters = [p for p in head.parameters() if p.requires_grad]
         self.optimizers = make_optimizers(head, config.optimizer)
         self.step, self.seconds = 0, 0.0
@@ -228,9 +229,9 @@ class HeadTrainer:
         batch = self._read(tokens, wanted)
         loss = torch.zeros((), device=self.target.device)
         with self.target.autocast():
-            logits = target_logits(batch, self.target.decoder)
+            logits = target_logits(batch, self._output)
             for place in self.head.places(batch, self.target.decoder, config.num_places, config.seed + piece):
-                compared = compare(place, logits, self.head.vocabulary, config.loss)
+                compared = compare(place, logits, config.loss)
                 loss = loss + weighted_loss(place, compared, config.loss)
         loss = loss / config.accumulate
         if loss.requires_grad:  # no row of the batch may be wanted

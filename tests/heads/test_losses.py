@@ -8,7 +8,16 @@ from torch import Tensor
 
 from foretoken.errors import ConfigError
 from foretoken.heads.base import Place
-from foretoken.heads.losses import LOSS_KINDS, LossConfig, LossKind, acceptance, compare, same_argmax, weighted_loss
+from foretoken.heads.losses import (
+    LOSS_KINDS,
+    LossConfig,
+    LossKind,
+    acceptance,
+    compare,
+    restricted,
+    same_argmax,
+    weighted_loss,
+)
 from foretoken.heads.vocabulary import DraftVocabulary
 
 ROWS, TOKENS = 23, 11
@@ -46,7 +55,7 @@ def example(vocabulary: DraftVocabulary, dtype: torch.dtype = torch.float64) -> 
 @pytest.mark.parametrize("kind", LOSS_KINDS)
 def test_loss_and_gradient_are_those_of_the_formula(kind: LossKind, vocabulary: DraftVocabulary) -> None:
     target, place = example(vocabulary)
-    compared = compare(place, lambda rows: target[rows], vocabulary, LossConfig(kind, chunk_rows=5))
+    compared = compare(place, restricted(lambda rows: target[rows], vocabulary), LossConfig(kind, chunk_rows=5))
     twin = place.logits.detach().clone().requires_grad_(True)
     expected = eager(kind, vocabulary.restrict(target[place.rows]), twin).mean()
     torch.testing.assert_close(compared, expected, atol=1e-12, rtol=0)
@@ -70,7 +79,7 @@ def test_acceptance_is_against_the_whole_distribution_of_the_target(vocabulary: 
 
 def test_bfloat16_logits_get_a_bfloat16_gradient() -> None:
     target, place = example(WHOLE, torch.bfloat16)
-    compared = compare(place, lambda rows: target[rows], WHOLE, LossConfig())
+    compared = compare(place, lambda rows: target[rows], LossConfig())
     compared.backward()  # type: ignore[no-untyped-call]
     assert compared.dtype == torch.float32
     assert place.logits.grad is not None
@@ -80,7 +89,7 @@ def test_bfloat16_logits_get_a_bfloat16_gradient() -> None:
 def test_places_decay_and_what_a_head_adds_is_weighted() -> None:
     target, place = example(WHOLE)
     config = LossConfig(place_decay=0.5, extra_weight=0.1)
-    compared = compare(place, lambda rows: target[rows], WHOLE, config)
+    compared = compare(place, lambda rows: target[rows], config)
     with_extra = Place(2, place.logits, place.rows, torch.tensor(10.0))
     torch.testing.assert_close(weighted_loss(place, compared, config), compared / 4)
     torch.testing.assert_close(weighted_loss(with_extra, compared, config), (compared + 1) / 4)
@@ -89,7 +98,7 @@ def test_places_decay_and_what_a_head_adds_is_weighted() -> None:
 def test_a_place_without_rows_costs_nothing() -> None:
     target, _ = example(WHOLE)
     empty = Place(0, torch.zeros(0, TOKENS, requires_grad=True), torch.zeros(0, dtype=torch.int64))
-    compared = compare(empty, lambda rows: target[rows], WHOLE, LossConfig())
+    compared = compare(empty, lambda rows: target[rows], LossConfig())
     compared.backward()  # type: ignore[no-untyped-call]
     assert compared.item() == 0
     assert len(acceptance(empty, lambda rows: target[rows], WHOLE)) == 0
