@@ -40,6 +40,7 @@ DRAFT_DTYPES: tuple[str, ...] = ("auto", "bfloat16", "float16", "float32", *QUAN
 LOOKAHEAD_WINDOW = 4
 DTYPES: tuple[str, ...] = ("auto", "float32", "float16", "bfloat16", "float64")
 NUMERICS: tuple[str, ...] = ("default", "strict")
+CACHE_DTYPES: tuple[str, ...] = ("auto", "model", "float16")
 TREES: tuple[str, ...] = ("chain", "static", "best_first")
 RULES: tuple[str, ...] = ("auto", "greedy", "rejection", "block", "coupled", "tree", "traversal", "typical")
 DRAFT_VOCABULARIES: tuple[str, ...] = ("auto", "same", "strings", "intersection")

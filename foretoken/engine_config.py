@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypedDict
 
-from foretoken.config import DRAFTING, DTYPES, NUMERICS, WEIGHTS, SpecConfig, from_mapping
+from foretoken.config import CACHE_DTYPES, DRAFTING, DTYPES, NUMERICS, WEIGHTS, SpecConfig, from_mapping
 from foretoken.control.adaptation import AdaptConfig
 from foretoken.control.queue import SchedulerConfig
 from foretoken.control.routing import RoutingRules
@@ -50,6 +50,7 @@ class EngineOptions(TypedDict, total=False):
     dtype: str
     device: str
     cache_tokens: int | None
+    cache_dtype: str
     max_batch_size: int
     max_prompt_tokens: int
     max_step_tokens: int | None
@@ -75,6 +76,8 @@ class EngineConfig:
     - `device`: "auto" (the first GPU, or the CPU), "cpu", "cuda" or "cuda:N".
     - `cache_tokens`: capacity of the key/value cache; None: room for many short requests, and for one that fills the
       context if that is affordable.
+    - `cache_dtype`: the format of keys and values; "model" is the one that the model computes in, "auto" takes
+      "float16" beside quantised weights on a CPU, where float32 would read twice as many bytes.
     - `max_batch_size`, `max_prompt_tokens`, `max_step_tokens`, `cache_reserve`: limits of the scheduler, see
       `control.queue.SchedulerConfig`.
     - `numerics`: "strict" makes the target's logits bitwise the same however rows are batched, at a price.
@@ -118,6 +121,14 @@ class EngineConfig:
         default=None,
         metadata=option(
             "Tokens that the key/value cache holds; without it, enough for one whole context.", group=MODEL
+        ),
+    )
+    cache_dtype: str = field(
+        default="auto",
+        metadata=option(
+            "Format of keys and values: {choices}; auto is float16 beside quantised weights on a CPU.",
+            group=MODEL,
+            choices=CACHE_DTYPES,
         ),
     )
     max_batch_size: int = field(

@@ -87,7 +87,13 @@ class LLM(BetweenRequests, Uncopied):
         try:
             self.tokenizer = load_tokenizer(self.folder)
             target: LanguageModel = open_model(
-                self.folder, config.dtype, config.device, config.cache_tokens, config.numerics, config.weights
+                self.folder,
+                config.dtype,
+                config.device,
+                config.cache_tokens,
+                config.numerics,
+                config.weights,
+                config.cache_dtype,
             )
             self._drafters = DrafterGroup(target)
             self._adviser = Adviser(target, self.tokenizer)

@@ -27,7 +27,7 @@ struct foretoken_segment {
 
 // One layer of the cache and what a pass brings; strides are in elements.
 struct foretoken_attention {
-    void *keys, *values;              // [groups, num_slots, head_dim]
+    void *keys, *values;              // [groups, num_slots, head_dim], as the rows or in float16
     const void *query, *key, *value;  // [rows, heads or groups, head_dim], `*_stride` from row to row
     void* out;                        // [rows, heads, head_dim]
     const int64_t* write_slots;       // [rows]
@@ -91,13 +91,24 @@ struct Task {
 };
 
 template <class T>
+void keep_numbers(const T* from, int64_t count, T* to) {
+    std::copy_n(from, count, to);
+}
+
+inline void keep_numbers(const float* from, int64_t count, Half* to) {
+    by_lanes(
+        count, [&](int64_t i) { store(load(from + i), to + i); },
+        [&](int64_t i, int64_t some) { store_some(load_some(from + i, some), to + i, some); });
+}
+
+template <class C>
 void keep(const Call& call, int64_t row, int64_t head_dim) {
-    const T *key = static_cast<const T*>(call.key) + row * call.key_stride;
-    const T *value = static_cast<const T*>(call.value) + row * call.value_stride;
+    const auto* key = static_cast<const Row<C>*>(call.key) + row * call.key_stride;
+    const auto* value = static_cast<const Row<C>*>(call.value) + row * call.value_stride;
     for (int64_t g = 0; g < call.num_groups; ++g) {
         const int64_t to = (g * call.num_slots + call.write_slots[row]) * head_dim;
-        std::copy_n(key + g * head_dim, head_dim, static_cast<T*>(call.keys) + to);
-        std::copy_n(value + g * head_dim, head_dim, static_cast<T*>(call.values) + to);
+        keep_numbers(key + g * head_dim, head_dim, static_cast<C*>(call.keys) + to);
+        keep_numbers(value + g * head_dim, head_dim, static_cast<C*>(call.values) + to);
     }
 }
 
@@ -124,9 +135,11 @@ private:
     char* next_;
 };
 
-// A thread's tiles, one after the other.
-template <class T>
+// A thread's tiles, one after the other; the cache holds C.
+template <class C>
 class Tile {
+    using T = Row<C>;
+
 public:
     Tile(const Call& call, int64_t head_dim)
         : call_(call), size_(head_dim), padded_((head_dim + LANES - 1) / LANES * LANES), words_(words_of<T>(head_dim)),
@@ -188,8 +201,8 @@ private:
     void begin(const Task& task) {
         task_ = &task;
         const int64_t plane = task.group * call_.num_slots * size_;
-        cached_keys_ = static_cast<const T*>(call_.keys) + plane;
-        cached_values_ = static_cast<const T*>(call_.values) + plane;
+        cached_keys_ = static_cast<const C*>(call_.keys) + plane;
+        cached_values_ = static_cast<const C*>(call_.values) + plane;
         lowest_ = std::numeric_limits<int64_t>::max(), highest_ = 0;
         for (int64_t i = 0; i < task.count; ++i) {
             positions_[i] = task.texts->position(row_of(task, i));
@@ -251,7 +264,7 @@ private:
         in_pieces<REGISTER_ROWS>(count, [&](auto rows, int64_t row) { add_rows<decltype(rows)::value>(first + row); });
     }
 
-    Soon<T> soon(const T* rows, bool is_first) const { return {rows, soon_at_, is_first ? num_soon_ : 0, size_}; }
+    Soon<C> soon(const C* rows, bool is_first) const { return {rows, soon_at_, is_first ? num_soon_ : 0, size_}; }
 
     template <int ROWS>
     void score_rows(int64_t row) {
@@ -261,7 +274,7 @@ private:
         if (from >= to) return;
         from /= LANES, to = (to + LANES - 1) / LANES;
         in_pieces<REGISTER_VECTORS>(to - from, [&](auto vectors, int64_t v) {
-            score<T, ROWS, decltype(vectors)::value>(keys_ + (from + v) * LANES * words_, query_ + row * words_, words_,
+            score<C, ROWS, decltype(vectors)::value>(keys_ + (from + v) * LANES * words_, query_ + row * words_, words_,
                                           weights_ + row * KEY_BLOCK + (from + v) * LANES,
                                           soon(cached_keys_, row == 0 && v == 0));
         });
@@ -290,12 +303,12 @@ private:
         const int64_t whole = size_ / LANES;
         const float* weights = weights_ + row * KEY_BLOCK;
         in_pieces<REGISTER_VECTORS>(whole, [&](auto vectors, int64_t v) {
-            add_values<T, ROWS, decltype(vectors)::value>(cached_values_ + v * LANES, at_, weights, first, last,
+            add_values<C, ROWS, decltype(vectors)::value>(cached_values_ + v * LANES, at_, weights, first, last,
                                                open_[row].values + v * LANES, padded_, LANES,
                                                soon(cached_values_, row == 0 && v == 0));
         });
         if (whole * LANES < size_)
-            add_values<T, ROWS, 1>(cached_values_ + whole * LANES, at_, weights, first, last,
+            add_values<C, ROWS, 1>(cached_values_ + whole * LANES, at_, weights, first, last,
                                    open_[row].values + whole * LANES, padded_, size_ - whole * LANES,
                                    soon(cached_values_, false));
     }
@@ -320,7 +333,7 @@ private:
     uint32_t *keys_, *query_;  // [KEY_BLOCK / 16, words, 16] and [TILE_ROWS, words]
     float *weights_, *split_values_, *total_values_;
     const Task* task_ = nullptr;
-    const T *cached_keys_ = nullptr, *cached_values_ = nullptr;
+    const C *cached_keys_ = nullptr, *cached_values_ = nullptr;
     int64_t lowest_ = 0, highest_ = 0, block_ = 0;
     int64_t positions_[TILE_ROWS], at_[KEY_BLOCK];  // `at_`: of the block's rows in the cache
     int64_t soon_at_[KEY_BLOCK], num_soon_ = 0;     // and of the next block's
@@ -329,14 +342,14 @@ private:
 };
 
 // Runs `function(tile, i)` for `i` below `count` on `threads` threads, each with a tile of its own.
-template <class T, class Function>
+template <class C, class Function>
 void share_out(const Call& call, int64_t head_dim, int64_t count, int threads, Function function) {
     bool has_memory = true;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
-        std::unique_ptr<Tile<T>> tile;
+        std::unique_ptr<Tile<C>> tile;
         try {
-            tile.reset(new Tile<T>(call, head_dim));
+            tile.reset(new Tile<C>(call, head_dim));
         } catch (const std::bad_alloc&) {
 #pragma omp atomic write
             has_memory = false;
@@ -348,10 +361,10 @@ void share_out(const Call& call, int64_t head_dim, int64_t count, int threads, F
     if (!has_memory) throw std::bad_alloc();
 }
 
-template <class T>
+template <class C>
 void attend(const Call& call, const Segment* segments, int num_segments, int64_t head_dim, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (call.num_rows * call.key_stride > FEW_NUMBERS)
-    for (int64_t row = 0; row < call.num_rows; ++row) keep<T>(call, row, head_dim);
+    for (int64_t row = 0; row < call.num_rows; ++row) keep<C>(call, row, head_dim);
     const std::vector<Texts> texts(segments, segments + num_segments);
     std::vector<Task> tiles;
     const int64_t heads = call.num_heads / call.num_groups;
@@ -367,7 +380,7 @@ void attend(const Call& call, const Segment* segments, int num_segments, int64_t
     const int64_t num_tiles = int64_t(tiles.size());
     if (work <= FEW_NUMBERS) threads = 1;
     if (threads == 1 || num_tiles >= threads * TILES_PER_THREAD || splits == num_tiles)
-        return share_out<T>(call, head_dim, num_tiles, threads, [&](Tile<T>& tile, int64_t i) { tile.run(tiles[i]); });
+        return share_out<C>(call, head_dim, num_tiles, threads, [&](Tile<C>& tile, int64_t i) { tile.run(tiles[i]); });
     const int64_t part = (head_dim + LANES - 1) / LANES * LANES + 2;
     std::vector<int64_t> begins;
     std::vector<Task> tasks;
@@ -383,8 +396,8 @@ void attend(const Call& call, const Segment* segments, int num_segments, int64_t
             tasks.back().first_split = split, tasks.back().last_split = split + 1;
             tasks.back().parts = parts.get() + begins[i] + split * tiles[i].count * part;
         }
-    share_out<T>(call, head_dim, int64_t(tasks.size()), threads, [&](Tile<T>& tile, int64_t i) { tile.run(tasks[i]); });
-    Tile<T> tile(call, head_dim);
+    share_out<C>(call, head_dim, int64_t(tasks.size()), threads, [&](Tile<C>& tile, int64_t i) { tile.run(tasks[i]); });
+    Tile<C> tile(call, head_dim);
     for (int64_t i = 0; i < num_tiles; ++i)
         for (int64_t row = 0; row < tiles[i].count; ++row)
             tile.join(tiles[i], row, parts.get() + begins[i], tiles[i].last_split);

@@ -28,6 +28,10 @@ constexpr int64_t words_of(int64_t size) {
     return sizeof(T) == 4 ? size : (size + 1) / 2;
 }
 
+// What a pass computes with where the cache holds C.
+template <class C>
+using Row = std::conditional_t<std::is_same_v<C, Half>, float, C>;
+
 template <class T>
 struct Word;  // `load` 16 of them, and `add` their products with one
 
@@ -101,20 +105,31 @@ inline void transpose(Words (&rows)[LANES]) {
     }
 }
 
-// 16 rows of keys, those behind `count` zeros, as [words, 16].
+// The words of a row of the cache, which holds numbers as the rows of a pass or in float16.
+inline Words cached_words(const Half* row, int64_t size, int64_t first) {
+    const int64_t count = std::min<int64_t>(LANES, size - first);
+    return Words(count == LANES ? load(row + first) : load_some(row + first, count));
+}
+
 template <class T>
-void lay_out_keys(const T* keys, const int64_t* at, int64_t count, int64_t size, uint32_t* to) {
-    const int64_t num_words = words_of<T>(size);
+inline Words cached_words(const T* row, int64_t size, int64_t first) {
+    return row_words(row, size, first);
+}
+
+// 16 rows of keys, those behind `count` zeros, as [words, 16].
+template <class C>
+void lay_out_keys(const C* keys, const int64_t* at, int64_t count, int64_t size, uint32_t* to) {
+    const int64_t num_words = words_of<Row<C>>(size);
     int64_t first = 0;
-    for (; count == LANES && (first + LANES) * int64_t(4 / sizeof(T)) <= size; first += LANES) {
+    for (; count == LANES && (first + LANES) * int64_t(4 / sizeof(Row<C>)) <= size; first += LANES) {
         Words rows[LANES];
-        for (int64_t i = 0; i < LANES; ++i) std::memcpy(&rows[i], keys + at[i] + first * (4 / sizeof(T)), sizeof(Words));
+        for (int64_t i = 0; i < LANES; ++i) rows[i] = cached_words(keys + at[i], size, first);
         transpose(rows);
         for (int i = 0; i < LANES; ++i) std::memcpy(to + (first + i) * LANES, &rows[i], sizeof(Words));
     }
     for (; first < num_words; first += LANES) {
         Words rows[LANES];
-        for (int64_t i = 0; i < LANES; ++i) rows[i] = i < count ? row_words(keys + at[i], size, first) : Words{};
+        for (int64_t i = 0; i < LANES; ++i) rows[i] = i < count ? cached_words(keys + at[i], size, first) : Words{};
         transpose(rows);
         const int64_t some = std::min<int64_t>(LANES, num_words - first);
         std::memcpy(to + first * LANES, rows, some * sizeof(Words));
@@ -123,22 +138,23 @@ void lay_out_keys(const T* keys, const int64_t* at, int64_t count, int64_t size,
 
 // Rows of the cache that are wanted soon: while few rows read a long text, it comes from memory. They are asked for one
 // by one between other work, as a processor takes only some tens of requests at a time.
-template <class T>
+template <class C>
 struct Soon {
-    const T* rows;
+    const C* rows;
     const int64_t* at;
     int64_t count, size;
 
     void fetch(int64_t i) const {
         const char* row = reinterpret_cast<const char*>(rows + at[i]);
-        for (int64_t byte = 0; byte < size * int64_t(sizeof(T)); byte += 64) __builtin_prefetch(row + byte, 0, 2);
+        for (int64_t byte = 0; byte < size * int64_t(sizeof(C)); byte += 64) __builtin_prefetch(row + byte, 0, 2);
     }
 };
 
 // ---- Scores: `out` [ROWS, KEY_BLOCK] of 16 * VECTORS keys [VECTORS, words, 16] and `query` [ROWS, words].
-template <class T, int ROWS, int VECTORS>
+template <class C, int ROWS, int VECTORS>
 __attribute__((noinline)) void score(const uint32_t* keys, const uint32_t* query, int64_t num_words, float* out,
-                                     const Soon<T>& soon) {
+                                     const Soon<C>& soon) {
+    using T = Row<C>;
     Lanes sums[ROWS][VECTORS] = {};
     for (int64_t w = 0; w < num_words; ++w) {
         for (int64_t i = w; i < soon.count; i += num_words) soon.fetch(i);
@@ -153,10 +169,10 @@ __attribute__((noinline)) void score(const uint32_t* keys, const uint32_t* query
 
 // ---- Values: `total` [ROWS, stride] += weights [ROWS, KEY_BLOCK] times the rows `values + at[c]`, c from `first` to
 // `last`; 16 * VECTORS numbers of each, or `some` if those are fewer than 16.
-template <class T, int ROWS, int VECTORS>
-__attribute__((noinline)) void add_values(const T* values, const int64_t* at, const float* weights, int64_t first,
+template <class C, int ROWS, int VECTORS>
+__attribute__((noinline)) void add_values(const C* values, const int64_t* at, const float* weights, int64_t first,
                                           int64_t last, float* total, int64_t stride, int64_t some,
-                                          const Soon<T>& soon) {
+                                          const Soon<C>& soon) {
     Lanes sums[ROWS][VECTORS];
     for (int r = 0; r < ROWS; ++r)
         for (int v = 0; v < VECTORS; ++v) sums[r][v] = load(total + r * stride + v * LANES);

@@ -33,14 +33,14 @@ struct foretoken_layer_kind {
 struct foretoken_pass {
     const foretoken_decoder_layer* layers;
     const int32_t* order;               // numbers of the layers to run, `num_layers` of them
-    void *const *keys, *const *values;  // by layer, [num_groups, num_slots, head_dim]
+    void *const *keys, *const *values;  // by layer, [num_groups, num_slots, head_dim]; float16 if `is_half_cache`
     void* x;                            // [num_rows, hidden_size], replaced by the result
     const void* beside;                 // [num_rows, hidden_size] or null
     const void *const *cos, *const *sin;  // by table, [num_rows, head_dim]
     const int64_t* write_slots;
     const foretoken_segment* segments;
     int64_t num_rows, hidden_size, num_heads, num_groups, head_dim, num_slots;
-    int32_t num_layers, num_segments, is_bf16, threads;
+    int32_t num_layers, num_segments, is_bf16, is_half_cache, threads;
     foretoken_layer_kind kind;
 };
 
@@ -49,6 +49,14 @@ namespace {
 using Product = foretoken_product;
 using Weights = foretoken_decoder_layer;
 using Pass = foretoken_pass;
+
+// Calls `function` with a number of the type that the cache of rows of T holds.
+template <class T, class Function>
+void by_cache(int is_half, Function function) {
+    if constexpr (std::is_same_v<T, float>)
+        if (is_half) return function(Half{});
+    function(T{});
+}
 
 template <class T>
 class LayerPass {
@@ -179,7 +187,9 @@ private:
                                           query + heads * size, qkv + (heads + groups) * size, read_.data(),
                                        pass_.write_slots, query_stride, query_stride, stride, rows_, heads, groups,
                                        pass_.num_slots, own.sinks, own.scale, own.softcap, own.window};
-        ::attend<T>(call, pass_.segments, pass_.num_segments, size, pass_.threads);
+        by_cache<T>(pass_.is_half_cache, [&](auto cached) {
+            ::attend<decltype(cached)>(call, pass_.segments, pass_.num_segments, size, pass_.threads);
+        });
     }
 
     // In place: `count` heads of every row, each by itself or all of them at once.
@@ -215,7 +225,7 @@ void typed(int is_bf16, Function function) {
 extern "C" {
 
 // What the numbers below mean; a library of another interface is not used.
-int foretoken_decoder_interface() { return 7; }
+int foretoken_decoder_interface() { return 8; }
 
 // All tensors of a call are bfloat16 or all float32; `stride` is from row to row of the input, in elements.
 
@@ -253,11 +263,15 @@ void foretoken_rotate(const void* x, const void* cos, const void* sin, void* out
 }
 
 // Stores the keys and values of all rows, then reads for the rows of `segments`. False: no memory for what lies between.
+// `is_half_cache`: rows are float32, and the cache holds float16.
 bool foretoken_attend(const foretoken_attention* call, const foretoken_segment* segments, int num_segments,
-                      int64_t head_dim, int is_bf16, int threads) {
+                      int64_t head_dim, int is_half_cache, int is_bf16, int threads) {
     try {
-        typed(is_bf16,
-              [&](auto zero) { attend<decltype(zero)>(*call, segments, num_segments, head_dim, threads); });
+        typed(is_bf16, [&](auto zero) {
+            by_cache<decltype(zero)>(is_half_cache, [&](auto cached) {
+                attend<decltype(cached)>(*call, segments, num_segments, head_dim, threads);
+            });
+        });
     } catch (const std::bad_alloc&) {
         return false;
     }

@@ -69,17 +69,6 @@ struct Ahead {
     int64_t first, stride;
 };
 
-// ---- float16, for processors without an instruction for it
-
-inline float from_half(uint16_t half) {
-    const uint32_t sign = uint32_t(half & 0x8000u) << 16, exponent = (half >> 10) & 31u, fraction = half & 1023u;
-    if (exponent == 0) {
-        const float small = float(fraction) * 5.9604644775390625e-8f;  // 2^-24
-        return sign ? -small : small;
-    }
-    return of_bits(sign | (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | fraction << 13);
-}
-
 inline float number_at(const void* from, const uint16_t* supers, int32_t form, int64_t index, int64_t super) {
     if (form == FLOAT) return static_cast<const float*>(from)[index];
     if (form == WHOLE) return from_half(supers[super]) * float(static_cast<const int8_t*>(from)[index]);

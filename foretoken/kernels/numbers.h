@@ -1,5 +1,5 @@
 // Sixteen numbers at a time, in the vector types that GCC and Clang have for every processor: a cast between two of
-// them keeps the bits. bfloat16 is widened to float32 where it is read and rounded where it is written.
+// them keeps the bits. bfloat16 and float16 are widened to float32 where they are read and rounded where they are written.
 
 #ifndef FORETOKEN_NUMBERS_H
 #define FORETOKEN_NUMBERS_H
@@ -7,6 +7,10 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+
+#if defined(__AVX512F__) || defined(__F16C__)
+#include <immintrin.h>
+#endif
 
 namespace {
 
@@ -35,10 +39,36 @@ inline uint16_t bf16_of(float value) {  // ties to even
     return value != value ? 0x7fc0 : uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
+struct Half {  // float16; bfloat16 is uint16_t
+    uint16_t bits;
+};
+
+// ---- float16, for processors without instructions for it
+
+inline float from_half(uint16_t half) {
+    const uint32_t sign = uint32_t(half & 0x8000u) << 16, exponent = (half >> 10) & 31u, fraction = half & 1023u;
+    if (exponent == 0) {
+        const float small = float(fraction) * 5.9604644775390625e-8f;  // 2^-24
+        return sign ? -small : small;
+    }
+    return of_bits(sign | (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | fraction << 13);
+}
+
+inline uint16_t half_of(float value) {  // ties to even; too large becomes infinity
+    const uint32_t bits = bits_of(value), sign = (bits >> 16) & 0x8000u, size = bits & 0x7fffffffu;
+    if (size > 0x7f800000u) return uint16_t(sign | 0x7e00u | ((size >> 13) & 0x3ffu));
+    if (size >= 0x477ff000u) return uint16_t(sign | 0x7c00u);
+    if (size < 0x38800000u)  // the sum with 0.5 keeps as many digits as a subnormal float16 has
+        return uint16_t(sign | (bits_of(of_bits(size) + 0.5f) - 0x3f000000u));
+    return uint16_t(sign | ((size - 0x38000000u + 0xfffu + ((size >> 13) & 1u)) >> 13));
+}
+
 inline float number(float value) { return value; }
+inline float number(Half value) { return from_half(value.bits); }
 inline float number(uint16_t bf16) { return of_bits(uint32_t(bf16) << 16); }
 inline void put(float value, float& to) { to = value; }
 inline void put(float value, uint16_t& to) { to = bf16_of(value); }
+inline void put(float value, Half& to) { to.bits = half_of(value); }
 
 inline Lanes all(float value) { return value - Lanes{}; }
 
@@ -54,12 +84,37 @@ inline Lanes load(const uint16_t* bf16) {
     return Lanes(__builtin_convertvector(halves, Words) << 16);
 }
 
+inline Lanes load(const Half* halves) {
+#if defined(__AVX512F__)
+    return Lanes(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(halves))));
+#else
+    Lanes to;
+#if defined(__F16C__)
+    for (int i = 0; i < LANES; i += 8)
+        _mm256_storeu_ps(reinterpret_cast<float*>(&to) + i,
+                         _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(halves + i))));
+#else
+    for (int i = 0; i < LANES; ++i) to[i] = from_half(halves[i].bits);
+#endif
+    return to;
+#endif
+}
+
 inline void store(Lanes from, float* to) { std::memcpy(to, &from, sizeof from); }
 
 inline void store(Lanes from, uint16_t* bf16) {  // ties to even
     const Words bits = Words(from), rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     const Halves halves = __builtin_convertvector(from == from ? rounded : Words{} + 0x7fc0, Halves);
     std::memcpy(bf16, &halves, sizeof halves);
+}
+
+inline void store(Lanes from, Half* halves) {
+#if defined(__AVX512F__)
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(halves),
+                        _mm512_cvtps_ph(__m512(from), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#else
+    for (int i = 0; i < LANES; ++i) put(from[i], halves[i]);
+#endif
 }
 
 // The last `count` numbers of a row, zeros behind them.

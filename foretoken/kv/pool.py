@@ -61,7 +61,8 @@ _CACHE_LINE = 64
 
 
 class KVPool:
-    """`keys` and `values`: one `[G, S, K]` tensor per layer (G key/value heads, S slots, K head_dim).
+    """`keys` and `values`: one `[G, S, K]` tensor per layer (G key/value heads, S slots, K head_dim) of `dtype`, which
+    may be narrower than the rows that are written.
 
     Raises:
         CapacityError: no memory for them.
@@ -87,6 +88,11 @@ class KVPool:
             ) from error
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The format of keys and values."""
+        return self.keys[0].dtype
+
+    @property
     def num_slots(self) -> int:
         """S."""
         return self.keys[0].shape[1]
@@ -99,8 +105,8 @@ class KVPool:
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Store `key` and `value` [T, G, K] in `slots` [T]."""
-        self.keys[layer].index_copy_(1, slots, key.transpose(0, 1))
-        self.values[layer].index_copy_(1, slots, value.transpose(0, 1))
+        self.keys[layer].index_copy_(1, slots, key.transpose(0, 1).to(self.dtype))
+        self.values[layer].index_copy_(1, slots, value.transpose(0, 1).to(self.dtype))
 
     def read(self, layer: int, slots: range | Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values `[G, C, K]` of `slots`: a view of an unbroken run, otherwise a gathered copy."""

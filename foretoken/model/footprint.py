@@ -67,11 +67,14 @@ def shape_of(
     matrices = MatrixMemory(stored, config, kind, device, weights)
     # cos and sin of short sequences
     tables_bytes = 2 * len(config.ropes) * min(config.max_context_tokens, TABLE_BLOCK) * config.head_dim * kind.itemsize
+    weight_bytes = matrices.total_bytes + _other_bytes(config, kind) + tables_bytes
+    # As `open_model` keeps keys and values of a model whose matrices are multiplied in codes.
+    kept = torch.float16 if matrices.in_codes and kind == torch.float32 and device == "cpu" else kind
     return ModelShape(
         name=name,
         weight_format=matrices.weight_format,
-        weight_bytes=matrices.total_bytes + _other_bytes(config, kind) + tables_bytes,
-        kv_bytes_per_token=bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, kind),
+        weight_bytes=weight_bytes,
+        kv_bytes_per_token=bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, kept),
         row_bytes=_row_numbers(config) * kind.itemsize
         + (matrices.row_bytes if matrices.in_codes else 0)
         + _expert_row_bytes(config),

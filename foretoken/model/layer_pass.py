@@ -126,7 +126,7 @@ class _PassFields(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("write_slots", "segments")),
         *((name, ctypes.c_int64) for name in ("num_rows", "hidden_size", "num_heads", "num_groups", "head_dim")),
         ("num_slots", ctypes.c_int64),
-        *((name, ctypes.c_int32) for name in ("num_layers", "num_segments", "is_bf16", "threads")),
+        *((name, ctypes.c_int32) for name in ("num_layers", "num_segments", "is_bf16", "is_half_cache", "threads")),
         ("kind", _KindFields),
     )
 
@@ -168,7 +168,8 @@ class LayerPass:
             *(x.data_ptr(), None if beside is None else beside.data_ptr(), *map(ctypes.addressof, (cos, sin))),
             *(self.attention.write_slots.data_ptr(), ctypes.addressof(self.segments)),
             *(len(x), shape.hidden_size, shape.num_heads, shape.num_kv_heads, shape.head_dim, pool.num_slots),
-            *(len(layers), len(self.segments), x.dtype == torch.bfloat16, torch.get_num_threads()),
+            *(len(layers), len(self.segments), x.dtype == torch.bfloat16, pool.dtype == torch.float16),
+            torch.get_num_threads(),
             _KindFields.of(shape),
         )
         if not self.kernels.library.foretoken_run_layers(ctypes.byref(fields)):

@@ -7,17 +7,19 @@ from pathlib import Path
 
 import torch
 
-from foretoken.config import NUMERICS, QUANTISED
+from foretoken.config import CACHE_DTYPES, NUMERICS, QUANTISED
 from foretoken.errors import ConfigError, UnsupportedModelError
 from foretoken.kv.pool import bytes_per_token, largest_cache_bytes
 from foretoken.machine.features import warn_of_slow_bf16
 from foretoken.machine.forks import note_computing
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.config_json import check_causal
+from foretoken.model.decoder import Decoder
 from foretoken.model.families import NATIVE_MODEL_TYPES
 from foretoken.model.fields import shown
 from foretoken.model.gguf.header import is_gguf
 from foretoken.model.interface import OpenModel
+from foretoken.model.layer_pass import has_exact_rows
 from foretoken.model.layers import Linear
 from foretoken.model.loader import load_decoder, open_weights, read_config, read_raw_config
 from foretoken.model.paged import PagedModel
@@ -37,26 +39,33 @@ def open_model(
     cache_tokens: int | None = None,
     numerics: str = "default",
     weights: str = "auto",
+    cache_dtype: str = "auto",
 ) -> OpenModel:
     """Load the checkpoint in `folder` with a cache of `cache_tokens` tokens (None: 512 MB, or up to 4 GB to hold one
     whole context).
 
     `numerics` "strict" makes the logits of a position bitwise the same however its rows are batched, see `strict`.
     `weights` "int8" or "int4" quantises the matrices at load; everything else runs in `dtype`. They are multiplied in
-    integers, which gives a row the same bits in any batch (`grouped_kernel`).
+    integers, which gives a row the same bits in any batch (`grouped_kernel`). `cache_dtype` "model" keeps keys and
+    values in the format that the model computes in, "float16" halves those in float32, "auto" does so where it can.
 
     Raises:
         CheckpointError, UnsupportedModelError: see `loader`.
-        ConfigError: an option that does not exist, or strict numerics or quantised weights of a model that runs through
-        transformers.
+        ConfigError: an option that does not exist; strict numerics, quantised weights or another cache format of a
+        model that runs through transformers; a cache in float16 of a model whose kernels do not take it.
         InputError: quantised weights with a dtype or device that has no kernel for them; a forked process, see `forks`.
     """
     note_computing(torch.get_num_threads())
     if numerics not in NUMERICS:
         raise ConfigError("numerics", numerics, f"choose one of {', '.join(NUMERICS)}")
+    if cache_dtype not in CACHE_DTYPES:
+        raise ConfigError("cache_dtype", cache_dtype, f"choose one of {', '.join(CACHE_DTYPES)}")
     place = open_device(device)
     config = native_config(folder)
     if config is None:
+        if cache_dtype == "float16":
+            remedy = f"{folder} runs through transformers, which keeps the model's own format; use auto or model"
+            raise ConfigError("cache_dtype", cache_dtype, remedy)
         if weights != "auto":
             remedy = (
                 f"{folder} runs through transformers, which has no quantised weights here; "
@@ -78,7 +87,26 @@ def open_model(
     if any(isinstance(module, Linear) and module.weight is not None for module in decoder.layers.modules()):
         _check_precision(decoder.norm.weight.dtype, place)
     kind = strict_kind(decoder) if numerics == "strict" else PagedModel
-    return kind(decoder, _cache_tokens(decoder.local, decoder.norm.weight, cache_tokens))
+    kept = _kept_dtype(decoder, cache_dtype)
+    num_tokens = _cache_tokens(decoder.local, kept, place, cache_tokens)
+    return PagedModel(decoder, num_tokens, kept=kept) if kind is PagedModel else kind(decoder, num_tokens)
+
+
+def _kept_dtype(decoder: Decoder, cache_dtype: str) -> torch.dtype:
+    """The format of keys and values: narrower than the model's where its compiled kernels take that.
+
+    Raises:
+        ConfigError: float16 was asked for, and they do not.
+    """
+    own = decoder.norm.weight.dtype
+    if cache_dtype == "model" or own == torch.float16:
+        return own
+    if own == torch.float32 and has_exact_rows(decoder):  # only quantised weights are multiplied in float32 by kernels
+        return torch.float16
+    if cache_dtype == "float16":
+        remedy = "only quantised weights on a CPU, computed in float32, are read with it here; use auto or model"
+        raise ConfigError("cache_dtype", cache_dtype, remedy)
+    return own
 
 
 def _check_precision(dtype: torch.dtype, device: torch.device) -> None:
@@ -110,19 +138,19 @@ def native_config(folder: Path) -> ModelConfig | None:
     return None
 
 
-def _cache_tokens(config: ModelConfig, weight: torch.Tensor, wanted: int | None) -> int:
+def _cache_tokens(config: ModelConfig, kept: torch.dtype, device: torch.device, wanted: int | None) -> int:
     """Size of the cache: `wanted`, or a default.
 
     Raises:
         ConfigError: fewer tokens than a block, or more than this machine could ever hold.
     """
-    size = bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, weight.dtype)
-    limit = largest_cache_bytes(weight.device)
+    size = bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, kept)
+    limit = largest_cache_bytes(device)
     if wanted is not None:
         if wanted < DEFAULT_BLOCK_SIZE:
             raise ConfigError("cache_tokens", wanted, f"must be at least one block of {DEFAULT_BLOCK_SIZE} tokens")
         if limit is not None and wanted > limit // size:
-            whose = "of the GPU that is free" if weight.device.type == "cuda" else "of this machine"
+            whose = "of the GPU that is free" if device.type == "cuda" else "of this machine"
             reason = (
                 f"a token takes {size:,} bytes, and the memory {whose} ({limit / 2**30:,.1f} GiB) "
                 f"holds at most {limit // size:,} of them"

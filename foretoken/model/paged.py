@@ -107,16 +107,26 @@ def without(readers: Sequence[Reader], waiting: Mapping[int, int]) -> tuple[list
 
 
 class PagedModel(PagedCache):
-    """See `interface.EarlyExitModel`; `num_slots` tokens of cache are shared by all sequences."""
+    """See `interface.EarlyExitModel`; `num_slots` tokens of cache are shared by all sequences.
 
-    def __init__(self, decoder: Decoder, num_slots: int, block_size: int = DEFAULT_BLOCK_SIZE) -> None:
+    `kept` is the format of keys and values, None that of the rows; float16 beside float32 needs the compiled kernels.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        num_slots: int,
+        block_size: int = DEFAULT_BLOCK_SIZE,
+        kept: torch.dtype | None = None,
+    ) -> None:
         weight = decoder.norm.weight
-        super().__init__(decoder.local, weight.dtype, weight.device, num_slots, block_size)
+        super().__init__(decoder.local, kept or weight.dtype, weight.device, num_slots, block_size)
         self.decoder, self.config = decoder, decoder.config
         self._early: dict[int, EarlyRows] = {}
         self._is_exact = has_exact_rows(decoder)
         if self._is_exact:
             self.attention = KernelAttention
+        assert self.dtype == weight.dtype or self._is_exact, "rows and cache of two formats"
 
     @property
     def vocab_size(self) -> int:
@@ -188,7 +198,9 @@ class PagedModel(PagedCache):
 
     def fresh(self) -> PagedModel:
         """See `interface.OpenModel`."""
-        return type(self)(self.decoder, self.capacity_tokens, self.block_size)
+        if self.dtype == self.decoder.norm.weight.dtype:
+            return type(self)(self.decoder, self.capacity_tokens, self.block_size)
+        return PagedModel(self.decoder, self.capacity_tokens, self.block_size, self.dtype)
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, segments: Sequence[Segment], taps: Sequence[int] = ()) -> ForwardOutput:

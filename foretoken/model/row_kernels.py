@@ -26,7 +26,7 @@ FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp"),
     *("-shared", "-fPIC"),
 )
-_INTERFACE = 7  # of the compiled library: what its functions take
+_INTERFACE = 8  # of the compiled library: what its functions take
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh")  # in the order of `foretoken_activation`
 _DTYPES = (torch.bfloat16, torch.float32)
 
@@ -150,7 +150,8 @@ class RowKernels:
         out: Tensor,
     ) -> None:
         """Store key and value of all `rows` (query [T, H, K], key and value [T, G, K]) in `write_slots` [T] of the
-        `cache` (keys and values [G, S, K]), then write what the rows of `segments` read into `out` [T, H, K].
+        `cache` (keys and values [G, S, K], in the rows' format, or in float16 beside float32), then write what the rows
+        of `segments` read into `out` [T, H, K].
 
         Raises:
             MemoryError: no memory for the weights of the softmax.
@@ -164,7 +165,8 @@ class RowKernels:
             *(None if sinks is None else sinks.data_ptr(), scoring.scale, scoring.softcap, scoring.window or 0),
         )
         if len(query) and not self.library.foretoken_attend(
-            ctypes.byref(call), (SegmentRows * len(segments))(*segments), len(segments), keys.shape[2], *_about(keys)
+            *(ctypes.byref(call), (SegmentRows * len(segments))(*segments), len(segments), keys.shape[2]),
+            *(keys.dtype == torch.float16, *_about(query)),
         ):
             raise MemoryError(f"no memory for the attention of {len(query)} rows; run fewer rows at a time")
 
@@ -199,7 +201,7 @@ def load(path: Path) -> RowKernels:
     library.foretoken_activate.argtypes = (*(pointer,) * 2, *(number,) * 3, small, *about)
     library.foretoken_softcap.argtypes = (*(pointer,) * 2, *(number,) * 2, ctypes.c_float, *about)
     library.foretoken_rotate.argtypes = (*(pointer,) * 4, *(number,) * 4, *about)
-    library.foretoken_attend.argtypes = (*(pointer,) * 2, small, number, *about)
+    library.foretoken_attend.argtypes = (*(pointer,) * 2, small, number, small, *about)
     library.foretoken_run_layers.argtypes = (pointer,)
     library.foretoken_route.argtypes = (*(pointer,) * 4, number, *about)
     library.foretoken_run_experts.argtypes = (*(pointer,) * 3, number, *about)

@@ -18,7 +18,17 @@ from foretoken.kv.pool import KVPool
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.attention.paged import KernelAttention, KeySlots, PagedAttention, Reader, _plan, visible_slots
 from foretoken.model.interface import Segment
-from foretoken.model.row_kernels import ACTIVATIONS, FLAGS, SOURCE, RowKernels, kernels_for, load, row_kernels
+from foretoken.model.row_kernels import (
+    ACTIVATIONS,
+    FLAGS,
+    SOURCE,
+    RowKernels,
+    Scoring,
+    SegmentRows,
+    kernels_for,
+    load,
+    row_kernels,
+)
 from tests.helpers.instruction_sets import INSTRUCTION_SETS
 
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8}  # one rounding to the format, or a few units of float32
@@ -222,6 +232,44 @@ def test_attention_equals_float64(
     for reader in readers:
         expected = expected_read(attention, reader, query[reader.rows])
         assert torch.allclose(found[reader.rows].double(), expected, rtol=ROUNDING[dtype], atol=2 * ROUNDING[dtype])
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+@pytest.mark.parametrize(("heads", "groups", "head_dim"), [(4, 2, 16), (9, 3, 64), (6, 1, 20), (2, 2, 96)])
+def test_a_cache_in_float16_is_read_as_one_in_float32_that_holds_the_same_numbers(
+    kernels: RowKernels, monkeypatch: pytest.MonkeyPatch, heads: int, groups: int, head_dim: int, scattered: bool
+) -> None:
+    """To the last bit: chains and trees, new rows' own keys and values rounded too."""
+    monkeypatch.setattr("foretoken.model.attention.paged.kernels_for", lambda _: kernels)
+    readers = readers_of(segments_of(137), 8, scattered)
+    config, narrow = small_cache(heads, groups, head_dim, torch.float16, num_slots=400)
+    wide = KVPool(1, groups, 400, head_dim, torch.float32, torch.device("cpu"))
+    for own, other in zip((*narrow.keys, *narrow.values), (*wide.keys, *wide.values), strict=True):
+        other.copy_(own)
+    query, key, value = (torch.randn(readers[-1].rows.stop, n, head_dim) for n in (heads, groups, groups))
+    slots = write_slots(readers)
+    found = PagedAttention(config, narrow, slots, readers).attend(0, query, key, value)
+    rounded = key.half().float(), value.half().float()
+    expected = PagedAttention(config, wide, slots, readers).attend(0, query, *rounded)
+    assert torch.equal(found, expected)
+    assert torch.equal(narrow.keys[0].float(), wide.keys[0])
+    assert torch.equal(narrow.values[0].float(), wide.values[0])
+
+
+def test_float16_rounds_as_torch_does(kernels: RowKernels) -> None:
+    """Ties to even, subnormal numbers, what is too large, no number."""
+    exact = torch.arange(0, 1 << 16, 7).to(torch.uint16).view(torch.float16).float()
+    between = (exact[:-1] + exact[1:]) / 2
+    odd = torch.tensor([0.0, -0.0, 65519.9, 65520.0, -1e9, 2.0**-25, 3 * 2.0**-26, 2.0**-14, math.inf, math.nan])
+    numbers = torch.cat((exact, between, odd, torch.randn(999) * 1e-6))
+    numbers = F.pad(numbers, (0, -len(numbers) % 20)).view(-1, 1, 20)
+    cache = [torch.zeros(1, len(numbers), 20, dtype=torch.float16) for _ in range(2)]
+    slots, out = torch.arange(len(numbers)), torch.empty(len(numbers), 1, 20)
+    segment = SegmentRows(first_slot=0, num_columns=1, num_rows=1)
+    kernels.attend((cache[0], cache[1]), slots, (numbers, numbers, numbers), [segment], Scoring(1.0), out)
+    for own in cache:
+        assert torch.equal(own[0].nan_to_num(7.0), numbers[:, 0].half().nan_to_num(7.0))
+        assert torch.equal(own[0].isnan(), numbers[:, 0].isnan())
 
 
 def test_scores_that_differ_by_hundreds() -> None:

@@ -79,7 +79,7 @@ def test_weights_in_8_or_4_bits(name: str, kind: str, dtype: str, tmp_path: Path
     shape = shape_of(folder, name, dtype, weights=kind)
     model = open_model(folder, dtype, "cpu", 320, weights=kind)
     assert shape.weight_bytes == model.weight_bytes + table_bytes(model)
-    assert shape.kv_bytes_per_token == shape_of(folder, name, dtype).kv_bytes_per_token
+    assert shape.kv_bytes_per_token == model.kv_bytes_per_token
 
 
 def coded_bytes(model: PagedModel) -> int:

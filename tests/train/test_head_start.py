@@ -27,7 +27,9 @@ def test_its_layer_computes_what_the_last_one_does(version: int) -> None:
     attention = head.first_layer.self_attn
     for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
         assert projection.weight is not None
-        assert version == 1 or float(projection.weight[:, :width].detach().abs().max()) > 0, "it reads the embedding too"
+        assert version == 1 or float(projection.weight[:, :width].detach().abs().max()) > 0, (
+            "it reads the embedding too"
+        )
         projection.weight.data[:, :-width] = 0.0
     x, positions = torch.randn(9, width), torch.arange(9)
     own = PackedAttention(head.config.layer, 1, 9)

@@ -117,7 +117,7 @@ class PagedAttention:
         """`query` [n, H, K] over the segment's slots. Query heads of one group become rows: no key is copied."""
         num_rows, heads, head_dim = query.shape
         groups = self.config.num_kv_heads
-        keys, values = self.pool.read(layer, reader.slots.index)  # [G, C, K]
+        keys, values = (one.to(query.dtype) for one in self.pool.read(layer, reader.slots.index))  # [G, C, K]
         rows = query.view(num_rows, groups, heads // groups, head_dim)
         if num_rows > 1:
             rows = rows.permute(1, 2, 0, 3).reshape(1, groups, -1, head_dim)
