@@ -11,9 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from foretoken.audit.plan import AuditOptions, Prompt, read_prompts
-from foretoken.audit.report import AuditReport, audit_report, check_out
-from foretoken.bench.workload import SLICES, slices
 from foretoken.cli.backend_options import (
     BackendOption,
     ServedModelOption,
@@ -29,12 +26,15 @@ from foretoken.config import SpecConfig
 from foretoken.errors import GateError
 from foretoken.field_text import wholes, words
 from foretoken.machine.identity import machine, versions
-from foretoken.measure.text import print_report
+from foretoken.measure.audit.options import AuditOptions, Prompt, read_prompts
+from foretoken.measure.audit.report import AuditReport, audit_report, check_out
+from foretoken.measure.report import print_report
+from foretoken.measure.workload import SLICES, slices
 from foretoken.measure.write import write_report
 from foretoken.option import options_of, setting_name
 
 if TYPE_CHECKING:
-    from foretoken.audit.backend_plan import BackendAuditOptions
+    from foretoken.measure.audit.options import BackendAuditOptions
 
 # With nothing named: the controller may decide not to draft, which tests nothing.
 _DRAFTER, _NUM_DRAFT = "ngram", "5"
@@ -106,7 +106,7 @@ def _backend_options(context: typer.Context, backend: str) -> BackendAuditOption
         InputError: an option that the backend does not take; names it.
         ModelError, StorageError: a packaged model that cannot be fetched.
     """
-    from foretoken.audit.backend_plan import BackendAuditOptions
+    from foretoken.measure.audit.options import BackendAuditOptions
 
     others = [setting_name(one) for one, _ in options_of(SpecConfig) if setting_name(one) not in _ASKED]
     refuse_set(context, [*others, "numerics"], f"is chosen by {backend} itself; leave it out")
@@ -138,9 +138,8 @@ def _backend_options(context: typer.Context, backend: str) -> BackendAuditOption
 
 def _run(options: AuditOptions | BackendAuditOptions, prompts: Path | None, out: Path | None) -> AuditReport:
     """The audit; `out` is checked first."""
-    from foretoken.audit.backend_plan import BackendAuditOptions
-    from foretoken.audit.backend_run import run_backend_audit
-    from foretoken.audit.run import run_audit
+    from foretoken.measure.audit.options import BackendAuditOptions
+    from foretoken.measure.audit.run import run_audit, run_backend_audit
 
     if out is not None:
         check_out(out)

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 
 import typer
 
-from foretoken.bench.speed_options import SpeedOptions
 from foretoken.cli.bench_load import load
 from foretoken.cli.bench_options import DEFAULT_DRAFTERS, check_common, command_line, drafters_of, finish
 from foretoken.cli.bench_profile import profile
@@ -17,6 +16,7 @@ from foretoken.cli.common import DEFAULT_MODEL, JsonOption
 from foretoken.cli.flags import config_from, takes
 from foretoken.cli.usage import DefaultGroup
 from foretoken.cli.verb import EngineVerb
+from foretoken.measure.speed.options import SpeedOptions
 
 
 class _BenchGroup(DefaultGroup):
@@ -49,7 +49,7 @@ def speed(
     as_json: JsonOption = False,
 ) -> None:
     """Measure tokens per second, time per step and acceptance of one request at a time; settings take turns."""
-    from foretoken.bench.offline import run_speed
+    from foretoken.measure.speed.run import run_speed
 
     check_common(context.params)
     options = config_from(SpeedOptions, context.params, drafters=drafters_of(context))

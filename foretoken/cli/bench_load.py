@@ -8,12 +8,12 @@ from typing import Any
 
 import typer
 
-from foretoken.bench.load_options import DEFAULT_SETTINGS, LoadOptions, slice_names
-from foretoken.bench.prompts import ALL
 from foretoken.cli.bench_options import check_common, command_line, finish
 from foretoken.cli.common import DEFAULT_MODEL, JsonOption, is_set
 from foretoken.cli.flags import config_from, takes
 from foretoken.field_text import words
+from foretoken.measure.load.options import DEFAULT_SETTINGS, LoadOptions, slice_names
+from foretoken.measure.options import ALL
 
 
 @takes(LoadOptions)
@@ -26,7 +26,7 @@ def load(
 
     With --url ADDRESS: requests to a server at random times, see `foretoken bench url --help`.
     """
-    from foretoken.bench.batches import run_batches
+    from foretoken.measure.load.run import run_batches
 
     check_common(context.params)
     finish(run_batches(_options(context), command_line()), as_json)

@@ -12,8 +12,7 @@ import typer
 from foretoken.cli.common import fetch_models, is_set
 from foretoken.errors import GateError
 from foretoken.field_text import words
-from foretoken.measure.report import Report
-from foretoken.measure.text import print_report
+from foretoken.measure.report import Report, print_report
 from foretoken.params import check_whole
 from foretoken.printing.console import Console
 

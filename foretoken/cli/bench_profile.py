@@ -10,12 +10,11 @@ from typing import Annotated
 import typer
 
 from foretoken.backend.drafting import parse_drafters
-from foretoken.bench.profile_options import ProfileOptions
-from foretoken.bench.speed_options import SpeedOptions
 from foretoken.cli.bench_options import DEFAULT_DRAFTERS, check_common, command_line, drafters_of
 from foretoken.cli.common import DEFAULT_MODEL, JsonOption, print_json
 from foretoken.cli.flags import config_from, takes
 from foretoken.files import check_folder
+from foretoken.measure.speed.options import ProfileOptions, SpeedOptions
 from foretoken.measure.write import check_name
 from foretoken.printing.console import Console
 
@@ -31,7 +30,7 @@ def profile(
     as_json: JsonOption = False,
 ) -> None:
     """Measure the seconds of target steps and of drafters by size, for `foretoken simulate`; under a minute."""
-    from foretoken.bench.profile import print_profile, run_profile, write_profile
+    from foretoken.measure.speed.profile import print_profile, run_profile, write_profile
 
     check_common(context.params)
     choices = parse_drafters(drafters_of(context))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import typer
 
-from foretoken.bench.url_options import UrlOptions
 from foretoken.cli.bench_options import command_line, finish
 from foretoken.cli.common import JsonOption, was_given
 from foretoken.cli.flags import config_from, takes
 from foretoken.errors import ConfigError
+from foretoken.measure.url.plan import UrlOptions
 
 _OF_RATES = ("rate", "requests")  # options without effect on a trace
 
@@ -19,7 +19,7 @@ def url(
     as_json: JsonOption = False,
 ) -> None:
     """Measure latency, throughput and goodput of an OpenAI-compatible server under an open-loop load."""
-    from foretoken.bench.url_run import run_url
+    from foretoken.measure.url.run import run_url
 
     finish(run_url(_options(context), command_line()), as_json)
 

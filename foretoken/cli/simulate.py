@@ -9,11 +9,11 @@ from typing import Annotated
 
 import typer
 
-from foretoken.bench.speed_options import SpeedOptions
 from foretoken.cli.common import JsonOption
 from foretoken.cli.flags import takes
 from foretoken.cli.simulate_requests import check_arrivals
 from foretoken.errors import ConfigError
+from foretoken.measure.speed.options import SpeedOptions
 from foretoken.simulate.loads import SHAPES
 from foretoken.simulate.setting import Limits
 from foretoken.simulate.simulate import Fleet
