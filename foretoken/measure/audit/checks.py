@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from foretoken.config import SamplingParams, SpecConfig
+from foretoken.core import shared_length
 from foretoken.engine.output import GenerateOutput
 from foretoken.engine.shadow.sequential_test import GreedyEvidence, weigh_greedy
 from foretoken.measure.audit.report import Check, Result
@@ -75,9 +76,9 @@ def equality(
     """
     told, num_beyond = [], 0
     for i, (one, other) in enumerate(zip(base, again, strict=True)):
-        place = first_difference(one, other)
-        if place is None:
+        if tuple(one) == tuple(other):
             continue
+        place = shared_length(one, other)
         if place == min(len(one), len(other)):
             told.append(f"one ends at {unit} {place}")
             num_beyond += 1
@@ -101,13 +102,6 @@ def equality(
 
 def _ids(outputs: Sequence[GenerateOutput]) -> list[Sequence[int]]:
     return [output.token_ids for output in outputs]
-
-
-def first_difference(one: Sequence[object], other: Sequence[object]) -> int | None:
-    """The first position where two answers differ, None if they are equal."""
-    if tuple(one) == tuple(other):
-        return None
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _row(session: Session, output: GenerateOutput, params: SamplingParams, place: int) -> tuple[Tensor, float]:

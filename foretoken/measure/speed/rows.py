@@ -8,6 +8,7 @@ from statistics import median
 from typing import TypeVar
 
 from foretoken.backend.answering import Answer
+from foretoken.core import shared_length
 from foretoken.machine.neighbours import is_contended
 from foretoken.measure.options import DEFAULT_NUMERICS, STRICT
 from foretoken.measure.speed.plan import ALL_SLICES, ENGINE, SpeedSample
@@ -288,17 +289,8 @@ def _differences(
 
 def _first_difference(one: Answer, other: Answer) -> tuple[str, int] | None:
     if one.token_ids and other.token_ids:
-        place = _mismatch(one.token_ids, other.token_ids)
-        return None if place is None else ("token", place)
-    if not one.text or not other.text:
-        return None
+        place = shared_length(one.token_ids, other.token_ids)
+        return None if one.token_ids == other.token_ids else ("token", place)
     # Engines that give text only may run past the limit by the end of their last draft.
-    place = _mismatch(one.text, other.text)
-    return None if place is None or place == min(len(one.text), len(other.text)) else ("character", place)
-
-
-def _mismatch(one: Sequence[object], other: Sequence[object]) -> int | None:
-    for place, (left, right) in enumerate(zip(one, other, strict=False)):
-        if left != right:
-            return place
-    return None if len(one) == len(other) else min(len(one), len(other))
+    place = shared_length(one.text, other.text)
+    return None if place == min(len(one.text), len(other.text)) else ("character", place)
