@@ -15,7 +15,7 @@ from foretoken.engine.request import RequestState
 from foretoken.engine.shadow.rescoring import ScoredRows, rescore
 from foretoken.engine.shadow.sequential_test import DraftChildren
 from foretoken.engine.shadow.shadow import children_of, children_of_distribution
-from foretoken.engine.watch import RoundView
+from foretoken.engine.watch import RoundView, RoundWatcher
 from foretoken.errors import InputError
 from foretoken.measure.audit.options import AuditOptions, ChatPrompt, Prompt
 from foretoken.model.interface import LanguageModel
@@ -25,7 +25,7 @@ _CHUNK_TOKENS = 256
 
 
 @dataclass
-class Recorder:
+class Recorder(RoundWatcher):
     """Observer that records what was drafted for every token of every request, in order of arrival, and which rules
     "auto" resolved to.
     """
@@ -42,15 +42,6 @@ class Recorder:
         if view.draft.lengths[view.b]:
             self.rules.add(rule_for(view.draft, view.b))
         self.drafted[view.output.request_id] += children_of(view)
-
-    def end(self, state: RequestState) -> None:
-        """Nothing to note."""
-
-    def between_steps(self) -> None:
-        """Nothing to do."""
-
-    def close(self) -> None:
-        """Nothing to release."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from foretoken.backend.answering import Answer
 from foretoken.engine.request import RequestState
-from foretoken.engine.watch import RoundView
+from foretoken.engine.watch import RoundView, RoundWatcher
 from foretoken.verify.dispatch import rule_for
 
 
@@ -84,7 +84,7 @@ def reported_counts(answer: Answer, num_drafted: int, num_accepted: int) -> Answ
 
 
 @dataclass
-class AcceptanceCounter:
+class AcceptanceCounter(RoundWatcher):
     """Observer that counts the rounds of every request, in one account at a time."""
 
     counts: AnswerCounts = field(default_factory=AnswerCounts)
@@ -100,12 +100,3 @@ class AcceptanceCounter:
         if draft.lengths[b] and not self.rules:
             self.rules.add(rule_for(draft, b))
         self.counts.count(draft.parents[draft.offsets[b] : draft.offsets[b + 1]], view.verdict.paths[b])
-
-    def end(self, state: RequestState) -> None:
-        """Nothing to note."""
-
-    def between_steps(self) -> None:
-        """Nothing to do."""
-
-    def close(self) -> None:
-        """Nothing to release."""
