@@ -9,7 +9,7 @@ from typing import Any
 from foretoken.cli.bench_options import command_line
 from foretoken.cli.common import print_json, progress
 from foretoken.cli.flags import config_from
-from foretoken.cli.simulate_requests import arrival_names, jobs_of, settings_of
+from foretoken.cli.simulate import arrival_names, jobs_of, settings_of
 from foretoken.errors import InputError
 from foretoken.files import read_json
 from foretoken.measure.plots import Plot, Point, Series

@@ -24,8 +24,7 @@ import torch
 
 from foretoken import LLM
 from foretoken.errors import InputError
-from foretoken.machine.features import features, stepping
-from foretoken.machine.identity import machine, versions
+from foretoken.machine.identity import features, machine, stepping, versions
 from foretoken.measure.kept import KeptFile
 from foretoken.measure.progress import Tell, progress
 from foretoken.measure.prompts import choose, fit, read_prompts, with_template

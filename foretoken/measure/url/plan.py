@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from foretoken.backend.address import DEFAULT_KEY_VARIABLE, base_of, check_address
+from foretoken.backend.registry import DEFAULT_KEY_VARIABLE, base_of, check_address
 from foretoken.errors import InputError
 from foretoken.field_text import numbers
 from foretoken.files import parse_json, read_text
