@@ -4,23 +4,22 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from foretoken.cli.backend_options import (
+from foretoken.cli.common import DEFAULT_MODEL, JsonOption, fetch_models, is_set, print_json, progress, was_given
+from foretoken.cli.flags import config_from, takes
+from foretoken.cli.measuring import (
     BackendOption,
     ServedModelOption,
+    command_line,
     given_where_set,
     refuse_of_engines,
     refuse_set,
     source_of,
 )
-from foretoken.cli.common import DEFAULT_MODEL, JsonOption, fetch_models, is_set, print_json, progress, was_given
-from foretoken.cli.flags import config_from, takes
 from foretoken.cli.spec_options import check_sources, named_drafter, spec_from
 from foretoken.config import SpecConfig
 from foretoken.errors import GateError
@@ -144,7 +143,6 @@ def _run(options: AuditOptions | BackendAuditOptions, prompts: Path | None, out:
     if out is not None:
         check_out(out)
     texts = _own_prompts(options.num_prompts) if prompts is None else read_prompts(prompts)
-    command = shlex.join(["foretoken", *sys.argv[1:]])
     with progress("auditing") as status:
 
         def tell(doing: str) -> None:
@@ -152,8 +150,8 @@ def _run(options: AuditOptions | BackendAuditOptions, prompts: Path | None, out:
                 status.update(f"auditing: {doing}")
 
         if isinstance(options, BackendAuditOptions):
-            return run_backend_audit(options, texts, command, machine(), versions(), tell)
-        return run_audit(options, texts, command, machine(), versions(), tell=tell)
+            return run_backend_audit(options, texts, command_line(), machine(), versions(), tell)
+        return run_audit(options, texts, command_line(), machine(), versions(), tell=tell)
 
 
 def _own_prompts(count: int) -> list[Prompt]:

@@ -11,9 +11,9 @@ from typing import Annotated, Any
 import typer
 
 from foretoken.backend.drafting import parse_drafters
-from foretoken.cli.bench_options import DEFAULT_DRAFTERS, check_common, command_line, drafters_of, finish
 from foretoken.cli.common import DEFAULT_MODEL, JsonOption, is_set, print_json, was_given
 from foretoken.cli.flags import config_from, takes
+from foretoken.cli.measuring import DEFAULT_DRAFTERS, check_common, command_line, drafters_of, finish
 from foretoken.cli.usage import DefaultGroup
 from foretoken.cli.verb import EngineVerb
 from foretoken.errors import ConfigError

@@ -13,17 +13,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from foretoken.cli.backend_options import (
+from foretoken.cli.common import DEFAULT_MODEL, JsonOption, print_json
+from foretoken.cli.flags import config_from, takes
+from foretoken.cli.measuring import (
+    DEFAULT_DRAFTERS,
     BackendOption,
     ServedModelOption,
+    check_common,
+    command_line,
+    drafters_of,
     given_where_set,
     refuse_of_engines,
     refuse_set,
     source_of,
 )
-from foretoken.cli.bench_options import DEFAULT_DRAFTERS, check_common, command_line, drafters_of
-from foretoken.cli.common import DEFAULT_MODEL, JsonOption, print_json
-from foretoken.cli.flags import config_from, takes
 from foretoken.errors import GateError, InputError
 from foretoken.field_text import words
 from foretoken.files import check_file

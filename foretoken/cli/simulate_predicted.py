@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from foretoken.cli.bench_options import command_line
 from foretoken.cli.common import print_json, progress
 from foretoken.cli.flags import config_from
+from foretoken.cli.measuring import command_line
 from foretoken.cli.simulate import arrival_names, jobs_of, settings_of
 from foretoken.errors import InputError
 from foretoken.files import read_json

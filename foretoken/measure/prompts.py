@@ -67,6 +67,18 @@ class _Item:
         return f"{self.path.stem}{group}:{str(number).rsplit('/', 1)[-1]}"
 
 
+def prompt_files(path: Path) -> list[Path]:
+    """The file, or all .json and .jsonl files below a folder.
+
+    Raises:
+        StorageError: the folder holds none.
+    """
+    files = sorted(file for file in path.rglob("*") if file.suffix in _SUFFIXES) if os.path.isdir(path) else [path]
+    if not files:
+        raise StorageError(f"no .json or .jsonl file below {path}")
+    return files
+
+
 def read_prompts(path: Path) -> tuple[Prompt, ...]:
     """Every prompt of a file, or of all .json and .jsonl files below a folder; each object tells its format by its
     keys.
@@ -75,10 +87,7 @@ def read_prompts(path: Path) -> tuple[Prompt, ...]:
         StorageError: a file cannot be read, or the folder holds none.
         InputError: an object that is in none of the formats, or no prompt at all.
     """
-    files = sorted(file for file in path.rglob("*") if file.suffix in _SUFFIXES) if os.path.isdir(path) else [path]
-    if not files:
-        raise StorageError(f"no .json or .jsonl file below {path}")
-    prompts = [prompt for file in files for item in _items(file) if (prompt := _prompt(item)) is not None]
+    prompts = [prompt for file in prompt_files(path) for item in _items(file) if (prompt := _prompt(item)) is not None]
     if not prompts:
         raise InputError("prompts", str(path), 'holds no prompt; write one {"prompt": "..."} a line')
     return tuple(prompts)

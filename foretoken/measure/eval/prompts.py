@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +14,12 @@ from typing import Any
 
 from foretoken.engine.llm import LLM
 from foretoken.engine.prompts import as_conversation
-from foretoken.errors import InputError, StorageError
+from foretoken.errors import InputError
 from foretoken.files import parse_json, read_text, to_json
 from foretoken.measure import workload
 from foretoken.measure.options import ALL
-from foretoken.measure.prompts import read_prompts
+from foretoken.measure.prompts import prompt_files, read_prompts
 
-_SUFFIXES = (".json", ".jsonl")
 _OWN_KEYS = ("messages", "prompt_ids")
 
 
@@ -63,10 +61,7 @@ def prompts_of(path: Path, slices: Sequence[str], per_slice: int) -> list[EvalPr
         StorageError: a file cannot be read, or the folder holds none.
         InputError: an object in none of the formats, no prompt, or a slice without a prompt.
     """
-    files = sorted(file for file in path.rglob("*") if file.suffix in _SUFFIXES) if os.path.isdir(path) else [path]
-    if not files:
-        raise StorageError(f"no .json or .jsonl file below {path}")
-    found = [prompt for file in files for prompt in _read(file)]
+    found = [prompt for file in prompt_files(path) for prompt in _read(file)]
     known = dict.fromkeys(prompt.slice for prompt in found)
     for name in slices:
         if name not in known and name != ALL:
