@@ -62,7 +62,7 @@ DRAFTERS: dict[str, Traits] = {
         for name, kind in (("eagle", "EagleDrafter"), ("medusa", "MedusaDrafter"), ("block", "BlockDrafter"))
     },
     "mtp": Traits(
-        "foretoken.draft.mtp:MtpDrafter", samples=True, fields=("draft_dtype", *_SAMPLING, "tree", "branching")
+        "foretoken.draft.eagle:MtpDrafter", samples=True, fields=("draft_dtype", *_SAMPLING, "tree", "branching")
     ),
     "lookahead": Traits("foretoken.draft.lookahead:LookaheadDrafter", fields=("lookahead_window", "lookahead_ngram")),
     "cascade": Traits(

@@ -13,8 +13,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from foretoken.bench.compare import drafter_table
-from foretoken.bench.speed_rows import SpeedRow
+from foretoken.measure.speed.compare import drafter_table
+from foretoken.measure.speed.rows import SpeedRow
 
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 # Defaults of fields that older results do not have; other missing fields are None.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from foretoken.bench.workload import SLICES, slices
+from foretoken.measure.workload import SLICES, slices
 from foretoken.model.decoder import Decoder
 from foretoken.model.loader import load_decoder
 from foretoken.text.tokenizer import load_tokenizer

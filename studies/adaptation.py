@@ -26,10 +26,10 @@ from typing import Any
 import torch
 
 from foretoken import LLM, SamplingParams, SpecConfig
-from foretoken.bench.progress import Tell, progress
-from foretoken.bench.workload import Prompt, slices
 from foretoken.control.adaptation import AdaptConfig
 from foretoken.files import to_json
+from foretoken.measure.progress import Tell, progress
+from foretoken.measure.workload import Prompt, slices
 from foretoken.printing.console import Console
 from foretoken.train.corpus import Corpus, standard_library
 from studies.command import arguments, exit_code_of, record, setting_of

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from foretoken import LLM, SamplingParams, SpecConfig
-from foretoken.bench.workload import SLICES, slices
+from foretoken.measure.workload import SLICES, slices
 from studies.command import record, setting_of
 
 PHASES = ("schedule", "draft", "target", "rule", "commit", "observe", "emit")

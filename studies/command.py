@@ -13,8 +13,7 @@ from typing import Any
 from foretoken.errors import ForetokenError
 from foretoken.files import to_json
 from foretoken.machine.identity import machine, versions
-from foretoken.measure.report import Report, now
-from foretoken.measure.text import print_report
+from foretoken.measure.report import Report, now, print_report
 from foretoken.measure.write import check_name, check_out, write_report
 from foretoken.printing.console import Console
 

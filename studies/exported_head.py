@@ -22,13 +22,13 @@ import torch
 from foretoken import LLM, SamplingParams, SpecConfig
 from foretoken.backend.llama_cpp import LlamaSpeculative, trained_head
 from foretoken.backend.llama_programs import LlamaCpp
-from foretoken.bench.measure import question_of
-from foretoken.bench.progress import Tell, progress
-from foretoken.bench.workload import SLICES, Prompt, slices
 from foretoken.errors import ConfigError
 from foretoken.export.engines import engine_of
 from foretoken.export.write import export_head
+from foretoken.measure.progress import Tell, progress
 from foretoken.measure.report import Report, Table
+from foretoken.measure.speed.plan import question_of
+from foretoken.measure.workload import SLICES, Prompt, slices
 from foretoken.model.names import model_folder
 from studies.command import arguments, command_line, run, words
 

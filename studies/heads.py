@@ -19,12 +19,13 @@ import torch
 
 from foretoken import LLM, SpecConfig
 from foretoken.backend.drafting import DrafterChoice
-from foretoken.bench.batch_settings import NO_POLICIES, BatchSetting, Stage
-from foretoken.bench.progress import Tell, progress
-from foretoken.bench.prompts import ALL, fit, with_template
 from foretoken.core import Batch, BatchEntry, Draft
 from foretoken.draft.base import Drafter
 from foretoken.errors import ConfigError
+from foretoken.measure.load.settings import NO_POLICIES, BatchSetting, Stage
+from foretoken.measure.options import ALL
+from foretoken.measure.progress import Tell, progress
+from foretoken.measure.prompts import fit, with_template
 from foretoken.measure.report import Report, Table
 from foretoken.measure.stats import paired_ratio
 from studies.command import arguments, command_line, run, words

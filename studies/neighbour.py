@@ -29,11 +29,11 @@ from typing import Any
 
 from foretoken.backend.answering import Drafting, Question
 from foretoken.backend.registry import BACKENDS, open_backend
-from foretoken.bench.others import Other
 from foretoken.errors import InputError
 from foretoken.machine.neighbours import OtherLoad
 from foretoken.machine.threads import sleeping
 from foretoken.measure.kept import KeptFile
+from foretoken.measure.speed.contenders import Other
 from studies.command import exit_code_of, record, words
 
 PLAIN = "plain"

@@ -39,7 +39,7 @@ settings.load_profile("the same everywhere")
 def pytest_configure(config: pytest.Config) -> None:
     """Advice is for users; tiny models earn it in nearly every test. Tests of advice ask for it."""
     config.addinivalue_line("filterwarnings", "ignore::foretoken.errors.SpeculationWarning")
-    config.addinivalue_line("filterwarnings", "ignore::foretoken.machine.features.PrecisionWarning")  # of this machine
+    config.addinivalue_line("filterwarnings", "ignore::foretoken.machine.identity.PrecisionWarning")  # of this machine
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -18,11 +18,11 @@ from typer.core import TyperGroup, TyperOption
 
 import foretoken
 from foretoken import LLM, EngineConfig, ForetokenError, SamplingParams, SpecConfig
-from foretoken.audit.plan import AuditOptions
 from foretoken.cli.app import app
 from foretoken.config import DRAFTERS, LOSSY_RULES, RULES
 from foretoken.control.queue import SchedulerConfig
 from foretoken.control.routing import RoutingRules
+from foretoken.measure.audit.options import AuditOptions
 from foretoken.verify import RULES as IMPLEMENTED_RULES
 from tests.helpers.specs import spec_of
 

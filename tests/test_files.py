@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from foretoken import LLM, InputError, SamplingParams, SpecConfig, StorageError
-from foretoken.bench.prompts import read_prompts
 from foretoken.engine.startup.profiling import load_profile
 from foretoken.files import (
     as_plain,
@@ -20,6 +19,7 @@ from foretoken.files import (
     read_text,
     to_json,
 )
+from foretoken.measure.prompts import read_prompts
 from foretoken.simulate.arrivals import chances_from_bench, parse_trace
 
 PROFILE = {"format": "foretoken-profile-1", "rows": [[1, 0.01], [8, 0.02]]}

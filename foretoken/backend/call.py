@@ -1,4 +1,8 @@
-"""`Backend`: what the HTTP layer asks of an engine, whether it runs in this process or in a worker."""
+"""What is asked of a backend, and how it answers: `Call`, the events of an answer, and the two protocols.
+
+Events are values that msgspec can write and read, so that they can cross a process boundary. A call is one prompt or
+several, each with `n` answers; answer `choice` of prompt `p` has index `p * n + choice`.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,133 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from foretoken.backend.events import Event, ModelInfo
 from foretoken.config import SamplingParams, SpecConfig
+
+
+class Alternative(msgspec.Struct, frozen=True, array_like=True):
+    """One of the most probable tokens at a position. `data` are its bytes, None where the tokenizer does not tell."""
+
+    token_id: int
+    text: str
+    data: bytes | None
+    logprob: float
+
+
+class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
+    """One emitted token, or one of the prompt (`kind` "prompt").
+
+    `text` is what the token writes alone (a token with a part of a character writes U+FFFD; `data` are its bytes).
+    `drafter`, `kind`, `step` and `probability` are its provenance (`core.TokenOrigin`). `logprob` and `rank` are None
+    unless log-probabilities were asked for.
+    """
+
+    token_id: int
+    text: str
+    data: bytes | None
+    kind: str
+    drafter: str | None = None
+    step: int = 0
+    probability: float | None = None
+    logprob: float | None = None
+    rank: int | None = None
+    top: tuple[Alternative, ...] = ()
+
+
+class Begun(msgspec.Struct, frozen=True, tag="begun"):
+    """The call was checked, tokenised and queued; always the first event. One list of prompt tokens for each prompt."""
+
+    prompt_ids: tuple[tuple[int, ...], ...]
+
+
+class RoundEvent(msgspec.Struct, frozen=True, array_like=True):
+    """What was drafted for one answer in one step, and what became of it (`Call.trace`).
+
+    `time_s` counts from the request's arrival. `token_ids`, `texts` and `parents` (-1: the last emitted token) describe
+    the draft, `probabilities` the chance of each to be accepted, None where the rule did not compute it. `num_planned`
+    tokens might have been drafted. `why` says why nothing, or not all, was drafted or accepted; "" if all was.
+    """
+
+    step: int
+    time_s: float
+    draft_s: float
+    verify_s: float
+    batch_size: int
+    num_planned: int
+    drafter: str | None
+    token_ids: tuple[int, ...]
+    texts: tuple[str, ...]
+    parents: tuple[int, ...]
+    probabilities: tuple[float | None, ...]
+    num_accepted: int
+    why: str
+
+
+class Piece(msgspec.Struct, frozen=True, tag="piece"):
+    """What one step added to one answer: text that cannot be taken back, and tokens. `round` only with `Call.trace`."""
+
+    index: int
+    text: str
+    tokens: tuple[TokenEvent, ...]
+    round: RoundEvent | None = None
+
+
+class AnswerEnded(msgspec.Struct, frozen=True, tag="ended"):
+    """One answer is complete. `finish_reason` is "stop", "length" or "abort"; `stats` is `RequestStats.as_dict()`.
+
+    `prompt` has the prompt's tokens with their log-probabilities where those were asked for; () otherwise.
+    `prediction` counts the tokens of `SamplingParams.prediction`: those at places that the answer followed, each place
+    once, and all others; None without a prediction.
+    """
+
+    index: int
+    finish_reason: str
+    text: str
+    num_tokens: int
+    stats: dict[str, Any]
+    prompt: tuple[TokenEvent, ...] = ()
+    prediction: tuple[int, int] | None = None
+
+
+class AnswerFailed(msgspec.Struct, frozen=True, tag="failed"):
+    """One answer failed; the others of the call go on. `error` is the name of a class in `foretoken.errors`; if that is
+    an `InputError`, `field` is the parameter that could not be honoured and `message` the remedy.
+    """
+
+    index: int
+    error: str
+    message: str
+    field: str = ""
+
+
+Event = Begun | Piece | AnswerEnded | AnswerFailed
+
+
+class ModelInfo(msgspec.Struct, frozen=True):
+    """What is known of the served model once it is loaded.
+
+    `tool_style` is how its chat template lets it write calls (`local.tool_style`), None where it takes no tools.
+    `template_roles` are the roles of messages that its chat template names.
+    `fim_tokens` are those before prefix, suffix and middle of a text that is filled in, None without such.
+    `missing_draft` is the draft that could not be loaded and is done without, None where nothing is missing.
+    """
+
+    name: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    eos_token: str | None
+    bos_token: str | None
+    pad_token: str | None
+    has_tokenizer: bool
+    has_chat_template: bool
+    default_spec: SpecConfig
+    max_waiting: int
+    num_parameters: int | None = None
+    tool_style: str | None = None
+    template_roles: tuple[str, ...] = ()
+    fim_tokens: tuple[tuple[int, ...], int, int] | None = None
+    missing_draft: str | None = None
+
 
 State = Literal["loading", "ready", "draining", "restarting", "failed"]
 

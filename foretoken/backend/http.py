@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 import httpx2
 
-from foretoken.backend.address import DEFAULT_KEY_VARIABLE, base_of, check_address, prefix_of
 from foretoken.backend.answering import SERVED, Answer, Capabilities, Drafting, Question, check_question
 from foretoken.backend.http_stream import (
     EventReader,
@@ -22,7 +21,7 @@ from foretoken.backend.http_stream import (
     read_spec_counters,
     said_in,
 )
-from foretoken.backend.registry import BackendOptions
+from foretoken.backend.registry import DEFAULT_KEY_VARIABLE, BackendOptions, base_of, check_address, prefix_of
 from foretoken.errors import ForetokenError, InputError, UnavailableError
 
 DEFAULT_TIMEOUT_S = 600.0

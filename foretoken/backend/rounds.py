@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
-from foretoken.backend.events import Alternative, RoundEvent, TokenEvent
+from foretoken.backend.call import Alternative, RoundEvent, TokenEvent
 from foretoken.core import StepOutput, TokenLogprobs
 from foretoken.engine.request import RequestState
 from foretoken.engine.ticket import Ticket

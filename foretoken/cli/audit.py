@@ -4,37 +4,36 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from foretoken.audit.plan import AuditOptions, Prompt, read_prompts
-from foretoken.audit.report import AuditReport, audit_report, check_out
-from foretoken.bench.workload import SLICES, slices
-from foretoken.cli.backend_options import (
+from foretoken.cli.common import DEFAULT_MODEL, JsonOption, fetch_models, is_set, print_json, progress, was_given
+from foretoken.cli.flags import config_from, takes
+from foretoken.cli.measuring import (
     BackendOption,
     ServedModelOption,
+    command_line,
     given_where_set,
     refuse_of_engines,
     refuse_set,
     source_of,
 )
-from foretoken.cli.common import DEFAULT_MODEL, JsonOption, fetch_models, is_set, print_json, progress, was_given
-from foretoken.cli.flags import config_from, takes
 from foretoken.cli.spec_options import check_sources, named_drafter, spec_from
 from foretoken.config import SpecConfig
 from foretoken.errors import GateError
 from foretoken.field_text import wholes, words
 from foretoken.machine.identity import machine, versions
-from foretoken.measure.text import print_report
+from foretoken.measure.audit.options import AuditOptions, Prompt, read_prompts
+from foretoken.measure.audit.report import AuditReport, audit_report, check_out
+from foretoken.measure.report import print_report
+from foretoken.measure.workload import SLICES, slices
 from foretoken.measure.write import write_report
 from foretoken.option import options_of, setting_name
 
 if TYPE_CHECKING:
-    from foretoken.audit.backend_plan import BackendAuditOptions
+    from foretoken.measure.audit.options import BackendAuditOptions
 
 # With nothing named: the controller may decide not to draft, which tests nothing.
 _DRAFTER, _NUM_DRAFT = "ngram", "5"
@@ -106,7 +105,7 @@ def _backend_options(context: typer.Context, backend: str) -> BackendAuditOption
         InputError: an option that the backend does not take; names it.
         ModelError, StorageError: a packaged model that cannot be fetched.
     """
-    from foretoken.audit.backend_plan import BackendAuditOptions
+    from foretoken.measure.audit.options import BackendAuditOptions
 
     others = [setting_name(one) for one, _ in options_of(SpecConfig) if setting_name(one) not in _ASKED]
     refuse_set(context, [*others, "numerics"], f"is chosen by {backend} itself; leave it out")
@@ -138,14 +137,12 @@ def _backend_options(context: typer.Context, backend: str) -> BackendAuditOption
 
 def _run(options: AuditOptions | BackendAuditOptions, prompts: Path | None, out: Path | None) -> AuditReport:
     """The audit; `out` is checked first."""
-    from foretoken.audit.backend_plan import BackendAuditOptions
-    from foretoken.audit.backend_run import run_backend_audit
-    from foretoken.audit.run import run_audit
+    from foretoken.measure.audit.options import BackendAuditOptions
+    from foretoken.measure.audit.run import run_audit, run_backend_audit
 
     if out is not None:
         check_out(out)
     texts = _own_prompts(options.num_prompts) if prompts is None else read_prompts(prompts)
-    command = shlex.join(["foretoken", *sys.argv[1:]])
     with progress("auditing") as status:
 
         def tell(doing: str) -> None:
@@ -153,8 +150,8 @@ def _run(options: AuditOptions | BackendAuditOptions, prompts: Path | None, out:
                 status.update(f"auditing: {doing}")
 
         if isinstance(options, BackendAuditOptions):
-            return run_backend_audit(options, texts, command, machine(), versions(), tell)
-        return run_audit(options, texts, command, machine(), versions(), tell=tell)
+            return run_backend_audit(options, texts, command_line(), machine(), versions(), tell)
+        return run_audit(options, texts, command_line(), machine(), versions(), tell=tell)
 
 
 def _own_prompts(count: int) -> list[Prompt]:

@@ -1,22 +1,113 @@
-"""`foretoken bench`: the group of measurements, and `speed`, which runs where none is named."""
+"""`foretoken bench`: the group of measurements, of which `speed` runs where none is named."""
 
 # ruff: noqa: ARG001 - most options are read from the context
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
-from foretoken.bench.speed_options import SpeedOptions
-from foretoken.cli.bench_load import load
-from foretoken.cli.bench_options import DEFAULT_DRAFTERS, check_common, command_line, drafters_of, finish
-from foretoken.cli.bench_profile import profile
-from foretoken.cli.bench_url import url
-from foretoken.cli.common import DEFAULT_MODEL, JsonOption
+from foretoken.backend.drafting import parse_drafters
+from foretoken.cli.common import DEFAULT_MODEL, JsonOption, is_set, print_json, was_given
 from foretoken.cli.flags import config_from, takes
+from foretoken.cli.measuring import DEFAULT_DRAFTERS, check_common, command_line, drafters_of, finish
 from foretoken.cli.usage import DefaultGroup
 from foretoken.cli.verb import EngineVerb
+from foretoken.errors import ConfigError
+from foretoken.field_text import words
+from foretoken.files import check_folder
+from foretoken.measure.load.options import DEFAULT_SETTINGS, LoadOptions, slice_names
+from foretoken.measure.options import ALL
+from foretoken.measure.speed.options import ProfileOptions, SpeedOptions
+from foretoken.measure.url.plan import UrlOptions
+from foretoken.measure.write import check_name
+from foretoken.printing.console import Console
+
+
+@takes(LoadOptions)
+def load(
+    context: typer.Context,
+    target: str = DEFAULT_MODEL,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure throughput of whole batches; settings take turns in one run.
+
+    With --url ADDRESS: requests to a server at random times, see `foretoken bench url --help`.
+    """
+    from foretoken.measure.load.run import run_batches
+
+    check_common(context.params)
+    finish(run_batches(_load_options(context), command_line()), as_json)
+
+
+def _load_options(context: typer.Context) -> LoadOptions:
+    """`LoadOptions` from the options by name; without a draft, the default settings are those that need none."""
+    given = context.params
+    derived: dict[str, Any] = {}
+    if given["draft"] is None and not is_set(context, "settings"):
+        derived["settings"] = tuple(name for name in DEFAULT_SETTINGS if not name.startswith("draft_model"))
+    chosen = words("slices", given["slices"]) if is_set(context, "slices") or given["prompts"] is None else (ALL,)
+    derived["slices"] = slice_names(chosen, given["prompts"])
+    return config_from(LoadOptions, given, **derived)
+
+
+@takes(SpeedOptions, fields=("name",))
+@takes(ProfileOptions)
+def profile(
+    context: typer.Context,
+    target: str = DEFAULT_MODEL,
+    drafters: str = DEFAULT_DRAFTERS,
+    out: Annotated[Path | None, typer.Option(help="Folder for the dated profile.")] = None,
+    name: str = "profile",
+    as_json: JsonOption = False,
+) -> None:
+    """Measure the seconds of target steps and of drafters by size, for `foretoken simulate`; under a minute."""
+    from foretoken.measure.speed.profile import print_profile, run_profile, write_profile
+
+    check_common(context.params)
+    choices = parse_drafters(drafters_of(context))
+    check_name(name)
+    if out is not None:
+        check_folder(out)
+    asked = config_from(ProfileOptions, context.params, drafters=choices)
+    with Console(stderr=True).bar("measuring", 1.0) as bar:
+        found = run_profile(asked, command=command_line(), tell=lambda words, share: bar.update(words, completed=share))
+    file = None if out is None else write_profile(found, out, name)
+    if as_json:
+        print_json(found.as_dict() | {"file": None if file is None else str(file)})
+    else:
+        print_profile(found, file)
+
+
+_OF_RATES = ("rate", "requests")  # options without effect on a trace
+
+
+@takes(UrlOptions)
+def url(
+    context: typer.Context,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure latency, throughput and goodput of an OpenAI-compatible server under an open-loop load."""
+    from foretoken.measure.url.run import run_url
+
+    finish(run_url(_url_options(context), command_line()), as_json)
+
+
+def _url_options(context: typer.Context) -> UrlOptions:
+    """`UrlOptions` from the options by name.
+
+    Raises:
+        ConfigError: options that have no effect together.
+    """
+    given = context.params
+    if given["trace"] is not None:
+        for option in _OF_RATES:
+            if was_given(context, option):
+                raise ConfigError(option, given[option], "does not apply to --trace, which says it; leave it out")
+    return config_from(UrlOptions, given)
 
 
 class _BenchGroup(DefaultGroup):
@@ -49,7 +140,7 @@ def speed(
     as_json: JsonOption = False,
 ) -> None:
     """Measure tokens per second, time per step and acceptance of one request at a time; settings take turns."""
-    from foretoken.bench.offline import run_speed
+    from foretoken.measure.speed.run import run_speed
 
     check_common(context.params)
     options = config_from(SpeedOptions, context.params, drafters=drafters_of(context))

@@ -14,8 +14,7 @@ from foretoken.cli.flags import takes
 from foretoken.config import DRAFTERS, PLAIN, SamplingParams, SpecConfig
 from foretoken.engine_config import EngineConfig
 from foretoken.errors import ConfigError, InputError, SpeculationWarning
-from foretoken.machine.neighbours import OtherLoad, is_contended, usable_cores
-from foretoken.machine.processes import Neighbour, neighbours
+from foretoken.machine.neighbours import Neighbour, OtherLoad, is_contended, neighbours, usable_cores
 from foretoken.printing.console import Console
 from foretoken.registry import HEADS, MTP
 

@@ -17,10 +17,9 @@ import typer
 from foretoken import __version__
 from foretoken.cli.common import JsonOption, print_json
 from foretoken.cli.verb import ctrl_c_ends
-from foretoken.machine.cores import find_cores
-from foretoken.machine.features import features, precision_advice, processor
-from foretoken.machine.processes import neighbours
-from foretoken.machine.threads import applied, choose
+from foretoken.machine.identity import features, precision_advice, processor
+from foretoken.machine.neighbours import neighbours
+from foretoken.machine.threads import applied, choose, find_cores
 from foretoken.printing.console import Console
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "huggingface-hub", "llguidance", "fastapi")

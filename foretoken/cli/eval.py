@@ -13,34 +13,36 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from foretoken.bench.prompts import ALL
-from foretoken.bench.speed_options import SpeedOptions
-from foretoken.cli.backend_options import (
+from foretoken.cli.common import DEFAULT_MODEL, JsonOption, print_json
+from foretoken.cli.flags import config_from, takes
+from foretoken.cli.measuring import (
+    DEFAULT_DRAFTERS,
     BackendOption,
     ServedModelOption,
+    check_common,
+    command_line,
+    drafters_of,
     given_where_set,
     refuse_of_engines,
     refuse_set,
     source_of,
 )
-from foretoken.cli.bench_options import DEFAULT_DRAFTERS, check_common, command_line, drafters_of
-from foretoken.cli.common import DEFAULT_MODEL, JsonOption, print_json
-from foretoken.cli.flags import config_from, takes
 from foretoken.errors import GateError, InputError
-from foretoken.evaluate.options import EvalOptions
 from foretoken.field_text import words
 from foretoken.files import check_file
+from foretoken.measure.eval.options import EvalOptions
+from foretoken.measure.options import ALL
+from foretoken.measure.speed.options import SpeedOptions
 from foretoken.params import check_number
 from foretoken.printing.console import Console
 
 if TYPE_CHECKING:
     from foretoken.backend.answering import AnsweringBackend
-    from foretoken.evaluate.backend_options import BackendEvalOptions
-    from foretoken.evaluate.backend_run import BackendEvalRun
-    from foretoken.evaluate.compare import EvalComparison
-    from foretoken.evaluate.prompts import EvalPrompt
-    from foretoken.evaluate.result import EvalResult
-    from foretoken.evaluate.run import EvalRun
+    from foretoken.measure.eval.compare import EvalComparison
+    from foretoken.measure.eval.options import BackendEvalOptions
+    from foretoken.measure.eval.prompts import EvalPrompt
+    from foretoken.measure.eval.result import EvalResult
+    from foretoken.measure.eval.run import BackendEvalRun, EvalRun
 
 _LINE_EVERY_S = 10.0  # without a terminal
 _OF_OUR_ENGINE = ("rule", "allow_lossy", "numerics", "weights")
@@ -81,7 +83,7 @@ def evaluate(
     """Measure acceptance by drafter, position and slice; compare it with an earlier result."""
     import torch
 
-    from foretoken.evaluate.compare import compare
+    from foretoken.measure.eval.compare import compare
 
     check_number("max_lost", max_lost, low=0, high=1)
     names = words("slices", slices)
@@ -117,7 +119,7 @@ def _earlier(against: Path | None, out: Path | None) -> EvalResult | None:
         StorageError: a file that cannot be read or written.
         InputError: both are the same file.
     """
-    from foretoken.evaluate.result import read_result
+    from foretoken.measure.eval.result import read_result
 
     earlier = None if against is None else read_result(against)
     if out is not None:
@@ -134,7 +136,7 @@ def _prompts(path: Path | None, names: tuple[str, ...], count: int) -> list[Eval
         StorageError: the file cannot be read.
         InputError: no such slice, or a file in no known format.
     """
-    from foretoken.evaluate.prompts import own_prompts, prompts_of
+    from foretoken.measure.eval.prompts import own_prompts, prompts_of
 
     return own_prompts(names, count) if path is None else prompts_of(path, names, count)
 
@@ -145,7 +147,7 @@ def _backend_options(context: typer.Context, backend: str) -> BackendEvalOptions
     Raises:
         InputError: an option that the backend does not take; names it.
     """
-    from foretoken.evaluate.backend_options import BackendEvalOptions
+    from foretoken.measure.eval.options import BackendEvalOptions
 
     refuse_set(context, _OF_OUR_ENGINE, f"is chosen by {backend} itself; leave it out")
     source = source_of(context, backend)
@@ -165,12 +167,12 @@ def _backend_run_of(
     Raises:
         InputError: what the backend cannot be asked, or settings that the earlier result does not have.
     """
-    from foretoken.evaluate.backend_run import BackendEvalRun
-    from foretoken.evaluate.compare import check_comparable
+    from foretoken.measure.eval.compare import check_comparable
+    from foretoken.measure.eval.run import BackendEvalRun
 
     run = BackendEvalRun(options, texts, command_line(), backend)
     if earlier is not None:
-        check_comparable(earlier, options.settings, run.drafters(), [one.slice for one in texts])
+        check_comparable(earlier, options.comparable, run.drafters(), [one.slice for one in texts])
     return run
 
 
@@ -180,12 +182,12 @@ def _run_of(options: EvalOptions, earlier: EvalResult | None, texts: list[EvalPr
     Raises:
         InputError: prompts or settings that the earlier result does not have.
     """
-    from foretoken.evaluate.compare import check_comparable
-    from foretoken.evaluate.run import EvalRun, settings_of
+    from foretoken.measure.eval.compare import check_comparable
+    from foretoken.measure.eval.run import EvalRun
 
     if earlier is not None:
         drafters_here = [one.name for one in options.settings]
-        check_comparable(earlier, settings_of(options), drafters_here, [one.slice for one in texts])
+        check_comparable(earlier, options.comparable, drafters_here, [one.slice for one in texts])
     return EvalRun(options, texts, command_line())
 
 
@@ -202,10 +204,9 @@ def _evaluate(run: EvalRun | BackendEvalRun, out: Path | None, as_json: bool) ->
 
 def _report(result: EvalResult, found: EvalComparison | None, out: Path | None, as_json: bool) -> None:
     """Write the file and print the tables, or the object of the file."""
-    from foretoken.evaluate.result import write_result
-    from foretoken.evaluate.rows import rows_of
-    from foretoken.evaluate.tables import eval_report
-    from foretoken.measure.text import print_report
+    from foretoken.measure.eval.report import eval_report
+    from foretoken.measure.eval.result import rows_of, write_result
+    from foretoken.measure.report import print_report
     from foretoken.measure.write import is_page, write_report
 
     rows = rows_of(result)

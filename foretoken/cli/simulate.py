@@ -4,19 +4,147 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from foretoken.bench.speed_options import SpeedOptions
 from foretoken.cli.common import JsonOption
 from foretoken.cli.flags import takes
-from foretoken.cli.simulate_requests import check_arrivals
-from foretoken.errors import ConfigError
+from foretoken.errors import ConfigError, InputError
+from foretoken.files import read_text
+from foretoken.measure.speed.options import SpeedOptions
+from foretoken.params import check_number, check_whole, is_count
+from foretoken.simulate.arrivals import MAX_REQUESTS, Chances, Job, Lengths, parse_acceptance, parse_trace, poisson
 from foretoken.simulate.loads import SHAPES
-from foretoken.simulate.setting import Limits
+from foretoken.simulate.setting import Limits, SimSetting, parse_setting
 from foretoken.simulate.simulate import Fleet
+
+_POISSON = "poisson:"
+_NUM_REQUESTS, _PROMPT_TOKENS, _OUTPUT_TOKENS = 200, "256", "128"
+# Each request of a batch and each replica is an object; built-in arrivals fill the batch eight times to find the
+# capacity.
+_BOUNDS = (("max_batch_size", 1, 4096), ("replicas", 1, 1024), ("seed", 0, 2**63))
+_MAX_SECONDS = 1e6
+_OF_REQUESTS = ("requests", "prompt_tokens", "output_tokens", "acceptance")
+
+
+def arrival_names(text: str) -> tuple[str, ...]:
+    """The built-in arrivals that `text` names, separated by commas; none where it names anything else."""
+    words = words_of(text)
+    return tuple(words) if words and all(word in SHAPES for word in words) else ()
+
+
+def check_arrivals(given: Mapping[str, Any]) -> None:
+    """Check the bounds of numbers, and that only options that have an effect are given.
+
+    Raises:
+        ConfigError: an option without effect on these arrivals.
+        InputError: a number that cannot be simulated.
+    """
+    for name, low, high in _BOUNDS:
+        check_whole(name, given[name], low, high)
+    if given["duration_s"] is not None:
+        check_number("duration_s", given["duration_s"], low=0.0, high=_MAX_SECONDS, open_low=True)
+    built_ins = arrival_names(given["arrivals"])
+    if not words_of(given["arrivals"]):
+        raise InputError("arrivals", given["arrivals"], f"name one of {', '.join(SHAPES)}, poisson:RATE, or a file")
+    for name in _OF_REQUESTS:
+        if built_ins and given[name] is not None:
+            raise ConfigError(
+                name,
+                given[name],
+                f"the built-in arrivals {built_ins[0]} set it for each request; leave it out, or use poisson:RATE",
+            )
+    if given["duration_s"] is not None and not built_ins:
+        raise ConfigError(
+            "duration_s",
+            given["duration_s"],
+            f"applies to the built-in arrivals {', '.join(SHAPES)} only; leave it out",
+        )
+
+
+def jobs_of(given: Mapping[str, Any], acceptance: str) -> list[Job]:
+    """The requests of a file or of random arrivals; `acceptance` is that of requests without their own.
+
+    Raises:
+        InputError, ConfigError: an option that makes no requests, or has no effect on these arrivals.
+        StorageError: a file that cannot be read.
+    """
+    arrivals, requests, chances = (
+        given["arrivals"],
+        given["requests"],
+        acceptance_of(acceptance if given["acceptance"] is None else given["acceptance"]),
+    )
+    if requests is not None:
+        check_whole("requests", requests, low=1, high=MAX_REQUESTS)
+    if not arrivals.startswith(_POISSON):
+        for name in ("prompt_tokens", "output_tokens"):
+            if given[name] is not None:
+                raise ConfigError(
+                    name,
+                    given[name],
+                    "the file of arrivals sets it for each request; leave it out, or use --arrivals poisson:RATE",
+                )
+        if not Path(arrivals).suffix and not os.path.exists(arrivals):
+            raise InputError(
+                "arrivals",
+                arrivals,
+                f"is no file and no built-in name; choose one of {', '.join(SHAPES)}, poisson:RATE, or a file",
+            )
+        lines = read_text("arrivals", Path(arrivals)).split("\n")
+        try:
+            return parse_trace(lines, chances)[:requests]
+        except InputError as error:
+            raise InputError(error.field, error.value, f"{error.remedy} (in {arrivals})") from error
+    try:
+        rate = float(arrivals.removeprefix(_POISSON))
+    except ValueError:
+        raise InputError(
+            "arrivals", arrivals, "must be poisson:RATE with a number of requests per second, or a file"
+        ) from None
+    prompts, outputs = (
+        _lengths(name, usual if given[name] is None else given[name])
+        for name, usual in (("prompt_tokens", _PROMPT_TOKENS), ("output_tokens", _OUTPUT_TOKENS))
+    )
+    return poisson(rate, requests or _NUM_REQUESTS, prompts, outputs, chances, given["seed"])
+
+
+def acceptance_of(text: str) -> Chances | str:
+    """Numbers if they look like numbers, else a name."""
+    words = [word.strip() for word in text.split(",")]
+    try:
+        numbers = [float(word) for word in words]
+    except ValueError:
+        return parse_acceptance(text)
+    return parse_acceptance(numbers)
+
+
+def settings_of(text: str) -> list[SimSetting]:
+    """The settings that are named, each once.
+
+    Raises:
+        ConfigError: none is named, or one that does not exist.
+    """
+    words = words_of(text)
+    if not words:
+        raise ConfigError("settings", text, "name at least one, such as plain or ngram-auto, or leave it out")
+    return [parse_setting(word) for word in words]
+
+
+def words_of(text: str) -> list[str]:
+    """The words between commas, each once."""
+    return [word for word in dict.fromkeys(word.strip() for word in text.split(",")) if word]
+
+
+def _lengths(field: str, text: str) -> Lengths:
+    low, found, high = text.partition("-")
+    if not is_count(low) or (found and not is_count(high)) or not 1 <= int(low) <= int(high or low):
+        raise InputError(field, text, "must be a number of tokens, or LOW-HIGH")
+    return Lengths(int(low), int(high or low))
+
 
 _Arrivals = Annotated[
     str,

@@ -6,15 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from foretoken.cli.bench_options import command_line
 from foretoken.cli.common import print_json, progress
 from foretoken.cli.flags import config_from
-from foretoken.cli.simulate_requests import arrival_names, jobs_of, settings_of
+from foretoken.cli.measuring import command_line
+from foretoken.cli.simulate import arrival_names, jobs_of, settings_of
 from foretoken.errors import InputError
 from foretoken.files import read_json
 from foretoken.measure.plots import Plot, Point, Series
-from foretoken.measure.report import Report, Table
-from foretoken.measure.text import print_report
+from foretoken.measure.report import Report, Table, print_report
 from foretoken.measure.write import check_out, write_report
 from foretoken.params import check_number
 from foretoken.plan.profile import Profile
@@ -38,7 +37,7 @@ def predict(given: Mapping[str, Any]) -> None:
     Raises:
         ForetokenError: an option that is wrong, a file that cannot be read, or requests that cannot run.
     """
-    from foretoken.bench.profile import load_profile
+    from foretoken.measure.speed.profile import load_profile
 
     if given["out"] is not None:
         check_out(given["out"])

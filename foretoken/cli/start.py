@@ -14,9 +14,16 @@ from types import FrameType
 from typing import NoReturn
 
 from foretoken.cli.exits import INTERRUPTED, io_failure, print_version, quit_at_once, say
-from foretoken.machine.cores import find_cores
 from foretoken.machine.neighbours import OtherLoad
-from foretoken.machine.threads import LONG_RUNNING, ThreadChoice, apply, choose, names_waiting, watch_neighbours
+from foretoken.machine.threads import (
+    LONG_RUNNING,
+    ThreadChoice,
+    apply,
+    choose,
+    find_cores,
+    names_waiting,
+    watch_neighbours,
+)
 
 
 class Terminated(SystemExit):

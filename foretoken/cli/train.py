@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from foretoken.bench.speed_options import SpeedOptions
 from foretoken.cli.common import JsonOption, print_json
 from foretoken.cli.flags import config_from, takes
 from foretoken.cli.train_heads import adapter, block, draft, eagle, medusa
@@ -17,6 +16,7 @@ from foretoken.cli.verb import EngineVerb
 from foretoken.engine_config import EngineConfig
 from foretoken.errors import ConfigError
 from foretoken.files import check_file
+from foretoken.measure.speed.options import SpeedOptions
 from foretoken.printing.console import Console
 from foretoken.train.answers import AnswerConfig, read_user_prompts, write_answers
 from foretoken.train.train_config import TrainConfig

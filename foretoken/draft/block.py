@@ -1,6 +1,6 @@
 """A block drafter: one pass of a small network over the target's hidden states predicts the draft (`heads.block`).
 
-The states of committed positions are kept as they come (`head_states`) and are read when something is drafted. Keys and
+The states of committed positions are kept as they come (`HeadStates`) and are read when something is drafted. Keys and
 values of the text before the anchor stay in a cache of the drafter's own, those of the block are forgotten each round.
 From the predictions for all places a chain is drawn from left to right, or a tree grown, each with the head's
 correction by the token before (`by_place`).
@@ -19,8 +19,7 @@ from foretoken.config import SpecConfig
 from foretoken.core import Batch, BatchEntry, Draft, Request
 from foretoken.draft.base import Factory, HiddenRows
 from foretoken.draft.by_place import propose_by_place
-from foretoken.draft.head_drafter import StatesDrafter, twin_target
-from foretoken.draft.head_states import USUAL_TOKENS, HeadStates
+from foretoken.draft.head_drafter import USUAL_TOKENS, HeadStates, StatesDrafter, twin_target
 from foretoken.draft.open_head import open_head
 from foretoken.heads.block import BlockHead
 from foretoken.heads.block_attention import CachedAttention

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from foretoken.config import SpecConfig
-from foretoken.core import Batch, BatchEntry, Draft, Request, Uniforms, Verdict, empty_draft
+from foretoken.core import Batch, BatchEntry, Draft, Request, Uniforms, Verdict, empty_draft, shared_length
 from foretoken.draft.base import Factory, Feedback, ModelDrafter, Resets
 from foretoken.draft.chain import Chain, assemble
 from foretoken.draft.lookup_tree import EMPTY, Lookup
@@ -49,11 +49,7 @@ class CascadeLevel:
         tokens, and to `most` tokens.
         """
         ran = self.ran[sequence]
-        agreed = next(
-            (place for place, (mine, right) in enumerate(zip(ran, follows, strict=False)) if mine != right),
-            min(len(ran), len(follows)),
-        )
-        agreed = min(agreed, max(0, most - num_committed))
+        agreed = min(shared_length(ran, follows), max(0, most - num_committed))
         if agreed < len(ran):
             self.model.rollback(sequence, num_committed + agreed)
             del ran[agreed:]

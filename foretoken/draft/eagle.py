@@ -1,7 +1,7 @@
 """An EAGLE head drafts token by token from the target's hidden states (EAGLE-1, Li et al. 2401.15077; EAGLE-3, Li et
 al. 2503.01840), as a chain or, as EAGLE-2 does (Li et al. 2406.16858), as a tree that grows where it is surest.
 
-Hidden states of committed positions are kept as they come (`head_states`), and read when something is drafted. The
+Hidden states of committed positions are kept as they come (`HeadStates`), and read when something is drafted. The
 head's keys and values of the text stay in a cache of its own; those of draft tokens are forgotten each round, as
 accepted tokens come back as the target's own states.
 """
@@ -20,10 +20,9 @@ from foretoken.draft import branches, chain
 from foretoken.draft.base import Factory, HiddenRows
 from foretoken.draft.branches import Growth
 from foretoken.draft.chain import Chain
-from foretoken.draft.head_drafter import StatesDrafter, twin_target
-from foretoken.draft.head_states import USUAL_TOKENS, HeadStates
+from foretoken.draft.head_drafter import USUAL_TOKENS, HeadStates, StatesDrafter, twin_target
 from foretoken.draft.merging import merge_drafts
-from foretoken.draft.open_head import open_head
+from foretoken.draft.open_head import open_head, open_mtp
 from foretoken.heads.eagle import EagleHead
 from foretoken.heads.eagle_cache import CachedEagle, EagleOutput
 from foretoken.model.interface import LanguageModel, Segment
@@ -190,3 +189,18 @@ class EagleDrafter(StatesDrafter):
 
 def _sequence(entry: BatchEntry) -> int:
     return entry.request.request_id
+
+
+class MtpDrafter(EagleDrafter):
+    """Chains or trees that the target's MTP layer draws under the request's own sampling parameters."""
+
+    name = "mtp"
+
+    @classmethod
+    def make(cls, factory: Factory, spec: SpecConfig) -> Self:
+        """See `base.Factory`.
+
+        Raises:
+            ConfigError, CheckpointError, UnsupportedModelError: see `open_mtp`.
+        """
+        return cls(CachedEagle(*open_mtp(factory, spec)))

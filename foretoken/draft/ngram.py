@@ -13,8 +13,7 @@ from typing import Self
 from foretoken.config import SpecConfig
 from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict
 from foretoken.draft.base import Factory, Feedback
-from foretoken.draft.lookup_tree import EMPTY, LookupTree, assemble, grow_tree
-from foretoken.draft.matches import MatchIndex
+from foretoken.draft.lookup_tree import EMPTY, LookupTree, MatchIndex, assemble, grow_tree
 
 BRANCHING = 2  # continuations of one place that are drafted, where the rule takes trees
 MIN_ESTIMATE = 0.12  # a token less likely than this is not worth a row of the target

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from foretoken.core import shared_length
 from foretoken.model.interface import LanguageModel, PrefixModel, Segment
 from foretoken.transfer import to_device
 
@@ -110,7 +111,7 @@ class OwnCache:
         tenant, size = self._tenants[sequence], self._block_tokens
         for other in self._readers:
             theirs = self._text_of(other)
-            shared = min(_common(text, theirs), len(text) - 1, len(theirs) - 1) // size * size
+            shared = min(shared_length(text, theirs), len(text) - 1, len(theirs) - 1) // size * size
             if self._tenants[other] == tenant and shared > self.model.length(other):
                 self._read(other, shared)
                 self._publish(other)
@@ -148,11 +149,3 @@ class OwnCache:
             if model.reserve(sequence, num_rows):
                 return True
         return False
-
-
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two texts have in common at their beginning."""
-    return next(
-        (place for place, (mine, theirs) in enumerate(zip(one, other, strict=False)) if mine != theirs),
-        min(len(one), len(other)),
-    )

@@ -16,8 +16,17 @@ from typing import Self
 from foretoken.config import SpecConfig
 from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict
 from foretoken.draft.base import Factory, Feedback
-from foretoken.draft.lookup_tree import EMPTY, LookupTree, assemble, grow_tree
-from foretoken.draft.matches import MATCH_LIMIT, MAX_PLACES, NO_TOKEN, Matches, MatchIndex
+from foretoken.draft.lookup_tree import (
+    EMPTY,
+    MATCH_LIMIT,
+    MAX_PLACES,
+    NO_TOKEN,
+    LookupTree,
+    Matches,
+    MatchIndex,
+    assemble,
+    grow_tree,
+)
 from foretoken.draft.ngram import BRANCHING, MIN_ESTIMATE
 
 _LENGTHS_TRIED = 3  # longest lengths of agreement that are compared

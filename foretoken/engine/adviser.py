@@ -31,7 +31,7 @@ from foretoken.engine.request import RequestState
 from foretoken.errors import SpeculationWarning
 from foretoken.kv.pool import largest_cache_bytes
 from foretoken.machine.neighbours import OtherLoad
-from foretoken.machine.waiting import current_waiting
+from foretoken.machine.threads import current_waiting
 from foretoken.model.interface import LanguageModel
 from foretoken.model.names import model_folder
 from foretoken.text.tokenizer import Tokenizer, load_tokenizer

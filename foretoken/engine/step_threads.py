@@ -12,8 +12,7 @@ from foretoken.control.config import DEFAULT, ThreadConfig
 from foretoken.control.cost import CostTable
 from foretoken.control.threads import Threading, ThreadTuner, ways
 from foretoken.machine.neighbours import ContentionWatch
-from foretoken.machine.threads import names_number, waiting_of
-from foretoken.machine.waiting import current_waiting, may_change, set_waiting
+from foretoken.machine.threads import current_waiting, may_change, names_number, set_waiting, waiting_of
 
 _watch = ContentionWatch()  # one for all engines of the process: they share its threads
 

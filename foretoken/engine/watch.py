@@ -81,19 +81,22 @@ class RoundView:
 
 
 class Watcher(Protocol):
-    """Observer of the engine; changes no answer."""
+    """Observer of the engine; changes no answer. What a class that inherits it leaves out is nothing to it."""
 
     def begin(self, state: RequestState) -> None:
         """A request was queued."""
 
-    def end(self, state: RequestState) -> None:
+    def end(self, state: RequestState) -> None:  # noqa: ARG002
         """A request finished, failed or was cancelled; its memory is already free."""
+        return
 
     def between_steps(self) -> None:
         """After a step: the place for a bounded amount of background work."""
+        return
 
     def close(self) -> None:
         """The engine closes."""
+        return
 
 
 class RoundWatcher(Watcher, Protocol):

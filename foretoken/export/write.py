@@ -14,8 +14,7 @@ from torch import Tensor
 
 from foretoken.errors import ConfigError, StorageError
 from foretoken.export.engines import OtherEngine, refusal_reason, target_reason
-from foretoken.export.launch import Launch, launch_of
-from foretoken.export.plain import plain_launch
+from foretoken.export.launch import Launch, launch_of, plain_launch
 from foretoken.heads.base import Head
 from foretoken.heads.checkpoint import load_head, save_head, save_speculators
 from foretoken.heads.config import BlockConfig, EagleConfig, MedusaConfig

@@ -1,13 +1,96 @@
-"""Which machine this is, and which versions run on it: what a measurement holds for."""
+"""Which machine this is: its processor, the instructions that matter for inference, and the versions that run on it."""
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import os
 import platform
 import re
+import warnings
 from pathlib import Path
 from typing import Any
+
+_INFO = Path("/proc/cpuinfo")
+# What is shown, by the flags of which any means it; x86 and `aarch64`.
+_MEANING: dict[str, tuple[str, ...]] = {
+    "avx2": ("avx2",),
+    "avx512": ("avx512f",),
+    "vnni": ("avx512_vnni", "avx_vnni", "asimddp", "i8mm"),
+    "bf16": ("avx512_bf16", "amx_bf16", "bf16"),
+    "fp16": ("avx512_fp16", "asimdhp"),
+    "amx_int8": ("amx_int8",),
+    "amx_bf16": ("amx_bf16",),
+}
+
+
+def features(info: Path = _INFO) -> dict[str, bool] | None:
+    """By name whether the processor has it; None where the system does not say (outside Linux)."""
+    try:
+        text = info.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    found = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
+    if found is None:
+        return None
+    flags = frozenset(found.group(1).split())
+    return {name: not flags.isdisjoint(words) for name, words in _MEANING.items()}
+
+
+def processor(info: Path = _INFO) -> str:
+    """The processor's name."""
+    try:
+        text = info.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        text = ""
+    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return found.group(1).strip() if found else platform.processor() or platform.machine() or "unknown"
+
+
+def stepping(info: Path = _INFO) -> str | None:
+    """The processor's family, model and stepping, where the system says them: processors of one name differ."""
+    try:
+        text = info.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    names = ("cpu family", "model", "stepping")
+    found = [re.search(rf"^{name}\s*:\s*(\S+)$", text, re.MULTILINE) for name in names]
+    return ", ".join(f"{name} {one[1]}" for name, one in zip(names, found, strict=True) if one is not None) or None
+
+
+class PrecisionWarning(UserWarning):
+    """Weights are in a format for which this processor has no arithmetic; the message ends with a remedy."""
+
+
+def has_slow_bf16(found: dict[str, bool] | None) -> bool:
+    """Whether products in bfloat16 are emulated, as far as the system says which instructions there are."""
+    return found is not None and not found["bf16"]
+
+
+@functools.cache
+def warn_of_slow_bf16(info: Path = _INFO) -> None:
+    """Warn, once in a process, where a model is in bfloat16 and the processor has no arithmetic for it."""
+    if has_slow_bf16(features(info)):
+        warnings.warn(
+            PrecisionWarning(
+                f"{processor(info)} has no bfloat16 arithmetic, so a bfloat16 model runs slowly: take dtype='float32', "
+                "or weights='int8'"
+            ),
+            stacklevel=3,
+        )
+
+
+def precision_advice(found: dict[str, bool] | None) -> str:
+    """Which formats of weights suit the processor."""
+    if found is None:
+        return "unknown instructions: compare dtypes with `foretoken bench`"
+    if found["amx_bf16"]:
+        return "bfloat16 (AMX): many rows cost little more than one"
+    if found["bf16"]:
+        return "bfloat16 has arithmetic of its own" + (", int8 too (VNNI)" if found["vnni"] else "")
+    if found["vnni"]:
+        return "no bfloat16 arithmetic: float32, or int8 (VNNI) for drafts"
+    return "no bfloat16 arithmetic: float32"
 
 
 def machine() -> dict[str, Any]:
@@ -15,7 +98,7 @@ def machine() -> dict[str, Any]:
     import torch  # takes seconds, and options of measurements are read without it
 
     found: dict[str, Any] = {
-        "cpu": _cpu(),
+        "cpu": processor(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
     }
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
@@ -24,15 +107,6 @@ def machine() -> dict[str, Any]:
         found["gpu"] = torch.cuda.get_device_name(0)
     found["system"] = f"{platform.system()} {platform.machine()}"
     return found
-
-
-def _cpu() -> str:
-    try:
-        info = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return platform.processor() or "unknown"
-    named = re.search(r"^model name\s*:\s*(.+)$", info, re.MULTILINE)
-    return named.group(1).strip() if named else platform.processor() or "unknown"
 
 
 def versions() -> dict[str, str]:

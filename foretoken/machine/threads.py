@@ -9,13 +9,93 @@ each with its barrier, became twelve times as slow on two cores, and six times a
 from __future__ import annotations
 
 import os
+import sys
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
-from foretoken.machine.cores import Cores
-from foretoken.machine.neighbours import NEIGHBOUR_CORES, OtherLoad
+from foretoken.machine.neighbours import NEIGHBOUR_CORES, OtherLoad, usable_cores
+
+# ---- the cores that this process may use: logical ones, physical ones, and what a control group leaves of them
+
+_TOPOLOGY = Path("/sys/devices/system/cpu")
+_GROUPS = Path("/sys/fs/cgroup")
+_OWN_GROUP = Path("/proc/self/cgroup")
+
+
+@dataclass(frozen=True)
+class Cores:
+    """`num_logical` of the machine, `num_allowed` of them for this process, on `num_physical` cores.
+
+    `quota` is how many cores' time a control group grants, None where it sets no limit.
+    """
+
+    num_logical: int
+    num_allowed: int
+    num_physical: int
+    quota: float | None
+
+    @property
+    def num_threads(self) -> int:
+        """Threads that compute best: one per physical core, for a pass is bound by memory and hyperthreads share their
+        core's units; never more than the quota grants, for a group that is throttled stops every barrier.
+        """
+        granted = self.num_physical if self.quota is None else int(self.quota)
+        return max(1, min(self.num_physical, granted))
+
+
+def find_cores(topology: Path = _TOPOLOGY, groups: Path = _GROUPS, own_group: Path = _OWN_GROUP) -> Cores:
+    """The cores of this machine; without Linux's files all are physical and there is no quota."""
+    allowed = usable_cores()
+    return Cores(os.cpu_count() or 1, len(allowed), _num_physical(allowed, topology), _quota(groups, own_group))
+
+
+def _num_physical(allowed: Sequence[int], topology: Path) -> int:
+    """How many cores the logical ones lie on."""
+    try:
+        siblings = {
+            (topology / f"cpu{core}" / "topology" / "thread_siblings_list").read_text("ascii").strip()
+            for core in allowed
+        }
+    except (OSError, ValueError):
+        return len(allowed)
+    return len(siblings)
+
+
+def _quota(groups: Path, own_group: Path) -> float | None:
+    """The least quota of this process's group and those above it, in cores."""
+    limits = [_version_1(groups)]
+    try:
+        lines = own_group.read_text("utf-8").splitlines()
+    except (OSError, ValueError):
+        lines = []
+    path = next((line[3:].lstrip("/") for line in lines if line.startswith("0::")), "")
+    folder = groups / path
+    while folder.is_relative_to(groups):
+        limits.append(_version_2(folder))
+        folder = folder.parent
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _version_2(folder: Path) -> float | None:
+    try:
+        granted, period = (folder / "cpu.max").read_text("ascii").split()
+        return None if granted == "max" else int(granted) / int(period)
+    except (OSError, ValueError, ZeroDivisionError):
+        return None
+
+
+def _version_1(groups: Path) -> float | None:
+    try:
+        granted = int((groups / "cpu" / "cpu.cfs_quota_us").read_text("ascii"))
+        period = int((groups / "cpu" / "cpu.cfs_period_us").read_text("ascii"))
+    except (OSError, ValueError):
+        return None
+    return granted / period if granted > 0 and period > 0 else None
+
 
 Waiting = Literal["sleep", "spin"]
 
@@ -23,7 +103,7 @@ POLICY = "OMP_WAIT_POLICY"
 _WAITING = (POLICY, "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # the standard's, GNU's and LLVM's (Intel's) own
 _NUMBER = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 # Verbs that run for hours: a neighbour that is not there at the start comes later. The event loop of `serve` is one
-# from the start; `train` runs no steps of an engine, which would see it come (`machine.waiting`).
+# from the start; `train` runs no steps of an engine, which would see it come (`set_waiting`).
 LONG_RUNNING = frozenset({"serve", "train"})
 _WATCH_S = 0.1  # ten ticks of the system's counters
 
@@ -116,3 +196,68 @@ def _why_number(cores: Cores) -> str:
     if cores.quota is not None and cores.quota < cores.num_physical:
         return f"the control group grants {cores.quota:g} cores"
     return "one for each physical core that is allowed"
+
+
+# ---- spinning or sleeping, changed while the process runs
+#
+# GNU's OpenMP, which torch and the compiled kernels share on Linux, lets threads spin for milliseconds, unless it
+# manages more threads than there are cores: then they spin for less than a microsecond before they sleep (libgomp,
+# `config/linux/wait.h`, `gomp_throttled_spin_count_var`). So an idle team of a thread of its own makes all others
+# sleep as long as it is there. Nothing of it runs.
+
+_GRAIN = 32_768  # elements that torch gives a thread at least (`at::internal::GRAIN_SIZE`)
+
+
+class _IdleTeam:
+    """A thread with an OpenMP team of more threads than there are cores, all of them asleep."""
+
+    def __init__(self) -> None:
+        self._ready, self._over = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="foretoken-waiting", daemon=True)
+        self._thread.start()
+        self._ready.wait()
+
+    def close(self) -> None:
+        """End the team."""
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        import torch
+
+        try:
+            count = len(usable_cores()) + 1
+            torch.set_num_threads(count)
+            torch.empty(count * _GRAIN, dtype=torch.uint8).fill_(0)
+        finally:
+            self._ready.set()
+        self._over.wait()
+
+
+_lock = threading.Lock()
+_team: list[_IdleTeam] = []  # at most one
+
+
+def may_change() -> bool:
+    """Whether threads may be told how to wait: no variable says it, and the runtime is GNU's."""
+    return sys.platform == "linux" and names_waiting(os.environ) is None
+
+
+def current_waiting() -> Waiting:
+    """How threads of this process wait now."""
+    return "sleep" if _team else waiting_of(os.environ)
+
+
+def set_waiting(waiting: Waiting) -> None:
+    """Let threads of this process wait so, where `may_change`. The calling thread keeps its number of threads."""
+    if waiting == current_waiting() or not may_change():
+        return
+    import torch
+
+    with _lock:
+        if waiting == "sleep" and not _team:
+            num_threads = torch.get_num_threads()
+            _team.append(_IdleTeam())
+            torch.set_num_threads(num_threads)  # torch keeps one number for the thread that sets it and all new ones
+        elif waiting == "spin" and _team:
+            _team.pop().close()

@@ -1,1 +1,1 @@
-"""What all measurements share: intervals of figures, files that resume, and reports."""
+"""Measurements: what they share, and below it speed, batches, servers, acceptance and the audit."""

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from html import escape
 
 from foretoken.measure.plots import NUM_COLOURS, Plot, svg
-from foretoken.measure.report import Report, Table
-from foretoken.measure.text import provenance
+from foretoken.measure.report import Report, Table, provenance
 from foretoken.printing.text import visible
 
 # Okabe and Ito's colours, which the colour-blind can tell apart, darkened or lightened to 3:1 against the ground.

@@ -17,10 +17,11 @@ Draws are the same in every run: an interval is a function of what was measured.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +39,7 @@ _LOG_SIN = np.log(np.maximum(np.sin(_GRID), np.finfo(np.float64).tiny))
 _LOG_COS = _LOG_SIN[::-1]
 
 Array = NDArray[np.float64]
+_Setting = TypeVar("_Setting")
 Counts = Array  # [n, 2]: numerator and denominator of each group
 Measured = Mapping[tuple[int, int], tuple[float, float]]  # (amount, cost) by (prompt, repeat): tokens and seconds
 
@@ -74,6 +76,13 @@ def geometric_mean(values: Sequence[float]) -> float:
     if not values:
         return math.nan
     return math.exp(math.fsum(map(math.log, values)) / len(values)) if min(values) > 0 else 0.0
+
+
+def best_fixed(
+    settings: Iterable[_Setting], adapts: Callable[[_Setting], bool], speed: Callable[[_Setting], float]
+) -> _Setting | None:
+    """The fastest of the settings that do not adapt, the first of equal ones; None where all adapt."""
+    return max((setting for setting in settings if not adapts(setting)), key=speed, default=None)
 
 
 # ---- functions of drawn groups

@@ -10,8 +10,7 @@ from pathlib import Path
 from foretoken.errors import InputError, StorageError
 from foretoken.files import check_file, check_folder, replace_text, to_json
 from foretoken.measure.html import html_page
-from foretoken.measure.report import Report
-from foretoken.measure.text import markdown
+from foretoken.measure.report import Report, markdown
 
 SUFFIXES = (".html", ".md", ".json")
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.attention.paged import PagedAttention
-from foretoken.model.expert_kernel import ExpertParts, expert_table
+from foretoken.model.experts import ExpertParts, expert_table
 from foretoken.model.layers import Linear, Norm
 from foretoken.model.matrices.dense import Product, ProductFields, array_of, merged_product
 from foretoken.model.row_kernels import ACTIVATIONS, NormFields, RowKernels, SegmentRows, kernels_for

@@ -35,9 +35,8 @@ from foretoken.model.matrices.codes import GroupedCodes
 from foretoken.model.matrices.grouped_kernel import GroupedWeight, merged
 from foretoken.model.matrices.quant import ACTIVATIONS, GroupQuantiser, check_quant
 from foretoken.model.mtp_tensors import mtp_tensors
-from foretoken.model.packed.scheme import assembled, method_of, packed_format
-from foretoken.model.packed.weights import PackedWeights
-from foretoken.model.row_order import RowOrders, in_order
+from foretoken.model.packed.weights import PackedWeights, assembled, method_of, packed_format
+from foretoken.model.rope import RowOrders, in_order
 from foretoken.model.sharding import Collective, Shard
 from foretoken.model.weights import EMBEDDING, HEAD, TensorSource, Weights
 

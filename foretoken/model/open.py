@@ -10,8 +10,8 @@ import torch
 from foretoken.config import CACHE_DTYPES, NUMERICS, QUANTISED
 from foretoken.errors import ConfigError, UnsupportedModelError
 from foretoken.kv.pool import bytes_per_token, largest_cache_bytes
-from foretoken.machine.features import warn_of_slow_bf16
 from foretoken.machine.forks import note_computing
+from foretoken.machine.identity import warn_of_slow_bf16
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.config_json import check_causal
 from foretoken.model.decoder import Decoder

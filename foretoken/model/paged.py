@@ -10,6 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from foretoken.core import shared_length
 from foretoken.kv.blocks import BlockAllocator
 from foretoken.model.attention.paged import KernelAttention, Reader
 from foretoken.model.decoder import Decoder, Hidden
@@ -71,16 +72,11 @@ def joins_of(
     joins = []
     for (index, rows), known in zip(held, ran, strict=True):
         reader = readers[index]
-        count = _common(new[reader.rows], known)
+        count = shared_length(new[reader.rows], known)
         if count:
             start = reader.rows.start
             joins.append(Join(index, count, slice(start, start + count), rows.depth, rows.hidden[:count]))
     return joins
-
-
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the longest common beginning."""
-    return next((place for place, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def waiting_rows(joins: Sequence[Join], layer: int) -> Mapping[int, int]:

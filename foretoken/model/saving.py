@@ -20,7 +20,7 @@ from foretoken.model.decoder import Decoder
 from foretoken.model.layer_tensors import layer_matrices, layer_norms, layer_scores, sinks_name
 from foretoken.model.layers import Linear
 from foretoken.model.loader import parse_dtype
-from foretoken.model.row_order import RowOrders, in_order
+from foretoken.model.rope import RowOrders, in_order
 from foretoken.model.weights import EMBEDDING, INDEX, WEIGHTS
 from foretoken.model.writing import writing_folder
 

@@ -18,7 +18,7 @@ import uvicorn
 from fastapi import APIRouter
 from starlette.types import ASGIApp
 
-from foretoken.backend.events import ModelInfo
+from foretoken.backend.call import ModelInfo
 from foretoken.errors import ConfigError, StorageError
 from foretoken.server.api.app import RouterMaker, create_app
 from foretoken.server.config import ServerConfig

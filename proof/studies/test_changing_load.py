@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import pytest
 
 from foretoken import LLM
-from foretoken.bench.batch_prompts import Ask
-from foretoken.bench.batch_settings import BatchSetting, Stage
 from foretoken.errors import InputError
-from foretoken.measure.text import print_report
+from foretoken.measure.load.prompts import Ask
+from foretoken.measure.load.settings import BatchSetting, Stage
+from foretoken.measure.report import print_report
 from studies.changing_load import measure
 from studies.changing_load.__main__ import main
 from studies.changing_load.measure import LoadTurn, load_summary, run_changing_load, summarise_load

@@ -1,4 +1,4 @@
-"""The study of exported heads: what it sums, and how it refuses. The engines' own parts are tested in `tests/bench`."""
+"""The study of exported heads: what it sums, and how it refuses. The engines' own parts: `tests/measure`."""
 
 from __future__ import annotations
 

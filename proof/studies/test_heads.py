@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from foretoken import LLM, SamplingParams, SpecConfig
-from foretoken.bench.batch_settings import NO_POLICIES
+from foretoken.measure.load.settings import NO_POLICIES
 from studies import heads
 from tests.helpers.checkpoints import token_ids
 from tests.helpers.tiny_heads import tiny_head

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from foretoken import LLM
-from foretoken.bench.batch_settings import NO_POLICIES, Stage, parse_batch_settings
-from foretoken.bench.workload import Prompt
 from foretoken.config import SamplingParams
 from foretoken.errors import ConfigError, InputError
+from foretoken.measure.load.settings import NO_POLICIES, Stage, parse_batch_settings
+from foretoken.measure.workload import Prompt
 from studies.held_out.forced import ForcedText
 from studies.held_out.measure import Walk, continuation_ids, run_held_out, summarise_walks, walk, walk_all
 from studies.held_out.options import FORCED, GREEDY, HeldOutOptions

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from foretoken import LLM
-from foretoken.bench.batch_settings import Stage, parse_batch_settings
-from foretoken.bench.load_options import LoadOptions
+from foretoken.measure.load.options import LoadOptions
+from foretoken.measure.load.settings import Stage, parse_batch_settings
 from studies.recovery import recovery
 from studies.recovery.__main__ import main
 from studies.recovery.recovery import StepTimes, Stretch, expected_tokens, run_recovery

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from foretoken.bench.batches import run_batches
-from foretoken.bench.load_options import LoadOptions
 from foretoken.control.candidates import DraftBudget, DrafterOption, RequestView
 from foretoken.control.chooser import Policy
 from foretoken.control.policy import BudgetPolicy
 from foretoken.control.previews import Preview
 from foretoken.errors import InputError
+from foretoken.measure.load.options import LoadOptions
+from foretoken.measure.load.run import run_batches
 from studies.changing_load.options import ChangingLoadOptions, LoadPhase
 from studies.rivals import __main__ as study_module
 from studies.rivals.__main__ import main, measure_table

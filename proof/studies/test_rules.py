@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 from foretoken import LLM
-from foretoken.bench.measure import SpeedSample, SpeedSetting
-from foretoken.bench.speed_options import SpeedOptions
 from foretoken.errors import InputError
+from foretoken.measure.speed.options import SpeedOptions
+from foretoken.measure.speed.plan import SpeedSample, SpeedSetting
 from studies.rules.compare import compare_rules, rule_pairs
-from tests.bench.fakes import PROMPTS, answer
+from tests.measure.fakes import PROMPTS, answer
 
 RULES = ("rejection", "block")
 

@@ -13,13 +13,13 @@ from types import SimpleNamespace
 import pytest
 
 from foretoken import LLM, SamplingParams, SpecConfig
-from foretoken.bench import profile as profile_module
-from foretoken.bench.workload import slices
 from foretoken.control.chooser import Policy
 from foretoken.core import StepOutput
 from foretoken.engine.adviser import Adviser
 from foretoken.engine.request import RequestState
 from foretoken.errors import EngineError, InputError
+from foretoken.measure.speed import profile as profile_module
+from foretoken.measure.workload import slices
 from foretoken.plan.profile import Curve, DrafterCost, Profile
 from foretoken.simulate.arrivals import Job, parse_trace
 from foretoken.simulate.metrics import outcome

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from foretoken import LLM, SamplingParams, SpecConfig
-from foretoken.bench.batch_prompts import asks
+from foretoken.measure.load.prompts import asks
 from foretoken.plan.profile import Curve, DrafterCost, Profile
 from foretoken.simulate.records import Records
 from studies.dials.dials import named_dials

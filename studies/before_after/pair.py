@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from foretoken.bench.batch_prompts import asks
+from foretoken.measure.load.prompts import asks
 from foretoken.model.names import model_folder
 from foretoken.text.tokenizer import load_tokenizer
 from studies.before_after.checkout import Checkout, CheckoutError

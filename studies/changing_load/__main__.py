@@ -12,7 +12,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from foretoken.bench.load_options import DEFAULT_SETTINGS
+from foretoken.measure.load.options import DEFAULT_SETTINGS
 from foretoken.measure.report import Report
 from studies.changing_load.measure import run_changing_load
 from studies.changing_load.options import ChangingLoadOptions, parse_phases

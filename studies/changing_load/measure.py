@@ -15,17 +15,17 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from foretoken.bench.batch_prompts import Ask
-from foretoken.bench.batch_rows import contended_turns
-from foretoken.bench.batch_settings import NO_POLICIES, BatchSetting, Policies, Stage, best_fixed, parse_batch_settings
-from foretoken.bench.caveats import load_average
-from foretoken.bench.load_run import RESUMED, announce, kept_turns, make_report, opened
-from foretoken.bench.measure import PLAIN
-from foretoken.bench.progress import Tell, progress
 from foretoken.machine.neighbours import contention_notes, is_contended
 from foretoken.measure.kept import KeptFile
+from foretoken.measure.load.prompts import Ask
+from foretoken.measure.load.rows import contended_turns
+from foretoken.measure.load.run import RESUMED, announce, kept_turns, make_report, opened
+from foretoken.measure.load.settings import NO_POLICIES, BatchSetting, Policies, Stage, parse_batch_settings
+from foretoken.measure.options import PLAIN
 from foretoken.measure.plots import Plot, Point, Series
-from foretoken.measure.report import Report, Table
+from foretoken.measure.progress import Tell, progress
+from foretoken.measure.report import Report, Table, load_average
+from foretoken.measure.stats import best_fixed
 from studies.changing_load.options import ChangingLoadOptions, LoadPhase
 
 EXPLAINED = (

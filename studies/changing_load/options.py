@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from foretoken.bench.load_options import MAX_BATCH, LoadOptions
 from foretoken.errors import InputError
+from foretoken.measure.load.options import MAX_BATCH, LoadOptions
 from foretoken.params import check_number, is_count
 
 

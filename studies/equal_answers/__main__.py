@@ -23,14 +23,13 @@ from typing import Any
 import torch
 
 from foretoken import LLM
-from foretoken.bench.progress import Tell, progress
-from foretoken.bench.prompts import choose, fit, read_prompts, with_template
-from foretoken.bench.workload import in_turns
 from foretoken.errors import InputError
-from foretoken.machine.features import features, stepping
-from foretoken.machine.identity import machine, versions
+from foretoken.machine.identity import features, machine, stepping, versions
 from foretoken.measure.kept import KeptFile
+from foretoken.measure.progress import Tell, progress
+from foretoken.measure.prompts import choose, fit, read_prompts, with_template
 from foretoken.measure.report import Report
+from foretoken.measure.workload import in_turns
 from foretoken.model.names import model_folder
 from studies.command import arguments, command_line, run, whole_numbers, words
 from studies.equal_answers.answers import PASSES, PLAIN, Answerer, Tokens, Transformers, Turn, spec_of

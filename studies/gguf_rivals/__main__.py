@@ -20,12 +20,12 @@ from typing import Any
 import torch
 
 from foretoken.backend.llama_programs import LLAMA_CPP, LlamaCpp
-from foretoken.bench.progress import progress
 from foretoken.errors import InputError
 from foretoken.files import read_text
 from foretoken.machine.identity import machine
 from foretoken.machine.neighbours import OtherLoad
 from foretoken.measure.kept import KeptFile
+from foretoken.measure.progress import progress
 from foretoken.model.interface import LanguageModel
 from foretoken.model.names import model_folder
 from foretoken.model.open import open_model

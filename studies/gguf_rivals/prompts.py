@@ -12,9 +12,9 @@ import json
 import sys
 from pathlib import Path
 
-from foretoken.bench.batch_prompts import asks
 from foretoken.errors import InputError
 from foretoken.files import check_file
+from foretoken.measure.load.prompts import asks
 from foretoken.model.names import model_folder
 from foretoken.text.tokenizer import Tokenizer, load_tokenizer
 from studies.command import exit_code_of, words

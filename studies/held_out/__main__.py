@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from foretoken import LLM, SpecConfig
-from foretoken.bench.progress import progress
+from foretoken.measure.progress import progress
 from foretoken.measure.report import Report
 from studies.command import arguments, command_line, run, words
 from studies.held_out.measure import prompts_of, run_held_out

@@ -6,16 +6,17 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from foretoken.bench.batch_settings import NO_POLICIES, BatchSetting, Stage, parse_batch_settings
-from foretoken.bench.measure import ALL_SLICES
-from foretoken.bench.prompts import ALL, choose, fit, read_prompts, with_template
-from foretoken.bench.speed_rows import repeated_ngrams
-from foretoken.bench.workload import SLICES, Prompt, slices
 from foretoken.config import SamplingParams
 from foretoken.engine.llm import LLM
 from foretoken.errors import ConfigError, InputError
+from foretoken.measure.load.settings import NO_POLICIES, BatchSetting, Stage, parse_batch_settings
+from foretoken.measure.options import ALL
+from foretoken.measure.prompts import choose, fit, read_prompts, with_template
 from foretoken.measure.report import Report, Table
+from foretoken.measure.speed.plan import ALL_SLICES
+from foretoken.measure.speed.rows import repeated_ngrams
 from foretoken.measure.stats import paired_ratio
+from foretoken.measure.workload import SLICES, Prompt, slices
 from studies.held_out.forced import ForcedText, forcing
 from studies.held_out.options import FORCED, SAMPLED, HeldOutOptions
 

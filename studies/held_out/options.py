@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from foretoken.bench.prompts import ALL
 from foretoken.errors import InputError
+from foretoken.measure.options import ALL
 from foretoken.params import check_number, check_whole
 
 FORCED, GREEDY, SAMPLED = WAYS = ("forced", "greedy", "sampled")

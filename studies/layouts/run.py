@@ -8,11 +8,10 @@ from functools import partial
 
 import torch
 
-from foretoken.bench.caveats import load_average, source_caveats
-from foretoken.bench.workload import slices
 from foretoken.engine.drafters import DrafterFactory, ModelOptions
 from foretoken.errors import ConfigError, InputError
-from foretoken.measure.report import Report
+from foretoken.measure.report import Report, load_average, source_caveats
+from foretoken.measure.workload import slices
 from foretoken.model.names import model_folder
 from foretoken.model.open import open_model
 from foretoken.text.tokenizer import load_tokenizer

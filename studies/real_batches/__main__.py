@@ -28,16 +28,14 @@ from typing import Any
 import torch
 
 from foretoken import LLM
-from foretoken.bench.caveats import load_average, source_caveats
-from foretoken.bench.progress import progress
-from foretoken.bench.prompts import choose, fit, read_prompts, with_template
-from foretoken.bench.workload import Prompt, in_turns
 from foretoken.errors import InputError
-from foretoken.machine.features import features, stepping
-from foretoken.machine.identity import machine, versions
+from foretoken.machine.identity import features, machine, stepping, versions
 from foretoken.machine.threads import names_waiting
 from foretoken.measure.kept import KeptFile
-from foretoken.measure.report import Report
+from foretoken.measure.progress import progress
+from foretoken.measure.prompts import choose, fit, read_prompts, with_template
+from foretoken.measure.report import Report, load_average, source_caveats
+from foretoken.measure.workload import Prompt, in_turns
 from foretoken.model.names import model_folder
 from studies.command import arguments, command_line, run, whole_numbers, words
 from studies.real_batches.plan import MIXED, Turn, turns

@@ -10,8 +10,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from foretoken.bench.load_options import LoadOptions
 from foretoken.errors import InputError
+from foretoken.measure.load.options import LoadOptions
 from foretoken.measure.report import Report
 from studies.command import arguments, command_line, run, whole_numbers
 from studies.recovery.recovery import run_recovery

@@ -15,16 +15,15 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from foretoken.backend.drafting import DrafterChoice
-from foretoken.bench.batch_settings import AUTO, BatchSetting, Stage
-from foretoken.bench.caveats import load_average
-from foretoken.bench.load_options import LoadOptions
-from foretoken.bench.load_run import announce, make_report, opened
-from foretoken.bench.progress import Tell, progress
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.control.config import PolicyConfig
 from foretoken.draft.group import drafter_key
 from foretoken.engine.request import RequestState
-from foretoken.measure.report import Report, Table
+from foretoken.measure.load.options import LoadOptions
+from foretoken.measure.load.run import announce, make_report, opened
+from foretoken.measure.load.settings import AUTO, BatchSetting, Stage
+from foretoken.measure.progress import Tell, progress
+from foretoken.measure.report import Report, Table, load_average
 from studies.recovery.scripted import FORCED, STAND_IN, ScriptedDrafter
 from studies.rivals.policies import rival_policies, table_text
 

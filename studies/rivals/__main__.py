@@ -14,11 +14,10 @@ import argparse
 import sys
 from dataclasses import replace
 
-from foretoken.bench.batch_rows import BatchRow
-from foretoken.bench.batches import run_batches
-from foretoken.bench.load_options import DEFAULT_SETTINGS, LoadOptions, slice_names
-from foretoken.bench.load_run import announce
-from foretoken.bench.measure import PLAIN
+from foretoken.measure.load.options import DEFAULT_SETTINGS, LoadOptions, slice_names
+from foretoken.measure.load.rows import BatchRow
+from foretoken.measure.load.run import announce, run_batches
+from foretoken.measure.options import PLAIN
 from foretoken.measure.report import Report
 from studies.changing_load.measure import run_changing_load
 from studies.changing_load.options import ChangingLoadOptions, parse_phases

@@ -12,9 +12,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from foretoken.bench.prompts import ALL
-from foretoken.bench.speed_options import SpeedOptions
+from foretoken.measure.options import ALL
 from foretoken.measure.report import Report
+from foretoken.measure.speed.options import SpeedOptions
 from studies.command import arguments, command_line, run, whole_numbers, words
 from studies.rules.compare import compare_rules
 

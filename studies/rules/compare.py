@@ -6,16 +6,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from foretoken.backend.answering import Answer
-from foretoken.bench.measure import ALL_SLICES, SpeedSample
-from foretoken.bench.offline import measure_speed
-from foretoken.bench.speed_options import SpeedOptions
-from foretoken.bench.speed_rows import summarise
-from foretoken.bench.speed_tables import speed_tables
-from foretoken.bench.workload import Prompt
 from foretoken.engine.llm import LLM
 from foretoken.errors import InputError
 from foretoken.measure.report import Report, Table
+from foretoken.measure.speed.options import SpeedOptions
+from foretoken.measure.speed.plan import ALL_SLICES, SpeedSample
+from foretoken.measure.speed.report import speed_tables
+from foretoken.measure.speed.rows import summarise
+from foretoken.measure.speed.run import measure_speed
 from foretoken.measure.stats import Measured, PairedRatio, paired_ratio
+from foretoken.measure.workload import Prompt
 
 EXPLAINED = (
     "Ratios of the second rule to the first, on the same prompts with the same seeds; the interval is a bootstrap over "

@@ -30,11 +30,11 @@ from typing import Any
 
 from foretoken.backend.llama_cpp import speculation
 from foretoken.backend.llama_programs import LLAMA_CPP
-from foretoken.bench.url_options import UrlOptions
-from foretoken.bench.url_run import run_url
 from foretoken.errors import InputError, UnavailableError
 from foretoken.files import check_folder
 from foretoken.measure.kept import KeptFile
+from foretoken.measure.url.plan import UrlOptions
+from foretoken.measure.url.run import run_url
 from foretoken.model.names import model_folder
 from foretoken.printing.console import Console
 from foretoken.text.tokenizer import load_tokenizer

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from foretoken.cli.simulate_requests import arrival_names, check_arrivals, jobs_of, settings_of
+from foretoken.cli.simulate import arrival_names, check_arrivals, jobs_of, settings_of
 from foretoken.control.queue import SchedulerConfig
 from foretoken.measure.report import Report
 from foretoken.printing.console import Console

@@ -7,10 +7,10 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from foretoken.bench.workload import SLICES, slices
 from foretoken.config import SpecConfig
 from foretoken.draft.lookup_tree import Lookup
 from foretoken.errors import InputError
+from foretoken.measure.workload import SLICES, slices
 from foretoken.simulate.arrivals import Job
 from foretoken.simulate.records import Record, Records, record_of
 from studies.validation.answers import FROM_TEXT, Answer, looked_through

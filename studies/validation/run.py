@@ -9,14 +9,13 @@ from dataclasses import asdict, dataclass
 import torch
 
 from foretoken.backend.drafting import DrafterChoice, parse_drafters
-from foretoken.bench.caveats import load_average, source_caveats
-from foretoken.bench.profile import measure_profile
 from foretoken.config import SpecConfig
 from foretoken.control.queue import SchedulerConfig
 from foretoken.engine.drafters import DrafterFactory, ModelOptions
 from foretoken.engine.llm import LLM
 from foretoken.errors import ConfigError
-from foretoken.measure.report import Report
+from foretoken.measure.report import Report, load_average, source_caveats
+from foretoken.measure.speed.profile import measure_profile
 from foretoken.model.names import model_folder
 from foretoken.plan.profile import Profile
 from foretoken.simulate.arrivals import Job

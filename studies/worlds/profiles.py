@@ -12,9 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from foretoken.backend.drafting import parse_drafters
-from foretoken.bench.profile import run_profile
-from foretoken.bench.profile_options import ProfileOptions
 from foretoken.engine.startup.profiling import save_profile
+from foretoken.measure.speed.options import ProfileOptions
+from foretoken.measure.speed.profile import run_profile
 from foretoken.plan.profile import Curve, DrafterCost, Profile
 from studies.worlds.data import DATA
 

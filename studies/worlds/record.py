@@ -16,13 +16,13 @@ from statistics import median
 import torch
 
 from foretoken import LLM, SamplingParams, SpecConfig
-from foretoken.bench.batch_prompts import Ask, asks
 from foretoken.core import Batch, BatchEntry, Request, Verdict, empty_draft
 from foretoken.draft.base import Feedback
 from foretoken.draft.lookup_tree import Lookup, LookupTree
 from foretoken.draft.ngram import NgramDrafter
 from foretoken.draft.suffix import SuffixDrafter
 from foretoken.machine.identity import machine, versions
+from foretoken.measure.load.prompts import Ask, asks
 from studies.worlds.data import Look, Looks, RecordedAnswer, Recording
 
 SLICES = ("code", "docstring", "edit", "json", "chat", "random")

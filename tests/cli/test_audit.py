@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from foretoken.audit import run as run_module
+from foretoken.measure.audit import run as run_module
 from foretoken.verify.rejection import RejectionRule
 from tests.cli.conftest import Run
 from tests.helpers.checkpoints import token_ids

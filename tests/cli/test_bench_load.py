@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from foretoken.bench.load_options import DEFAULT_SETTINGS, LoadOptions
+from foretoken.measure.load.options import DEFAULT_SETTINGS, LoadOptions
 from tests.cli.conftest import Run
 
 LIMITS = (
@@ -34,8 +34,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
 
         return run
 
-    monkeypatch.setattr("foretoken.bench.batches.run_batches", stand_in("batches"))
-    monkeypatch.setattr("foretoken.bench.offline.run_speed", stand_in("speed"))
+    monkeypatch.setattr("foretoken.measure.load.run.run_batches", stand_in("batches"))
+    monkeypatch.setattr("foretoken.measure.speed.run.run_speed", stand_in("speed"))
     return found
 
 

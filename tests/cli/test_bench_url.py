@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from foretoken.bench.url_options import UrlOptions
+from foretoken.measure.url.plan import UrlOptions
 from tests.cli.conftest import Run
 
 URL = "http://127.0.0.1:8000"
@@ -25,7 +25,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[UrlOptions]:
             interrupted=options.requests == 7, results={}, json_line=lambda: json.dumps({"command": command})
         )
 
-    monkeypatch.setattr("foretoken.bench.url_run.run_url", run)
+    monkeypatch.setattr("foretoken.measure.url.run.run_url", run)
     return found
 
 

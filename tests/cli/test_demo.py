@@ -13,7 +13,7 @@ from foretoken.cli.demo import FREE_STANDING, busy_line, plain_words, summary
 from foretoken.cli.demo_run import PROMPTS, DemoAnswer, DemoPrompt, DemoRun, total_of
 from foretoken.config import PLAIN, SpecConfig
 from foretoken.engine.llm import LLM
-from foretoken.machine.processes import Neighbour
+from foretoken.machine.neighbours import Neighbour
 from tests.cli.conftest import Run
 
 CHAT, CODE = DemoPrompt("chat", "a", "A?"), DemoPrompt("code", "b", "B?")

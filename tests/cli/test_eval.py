@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from foretoken.cli import eval as module
-from foretoken.evaluate import run as run_module
-from foretoken.evaluate.result import SCHEMA
+from foretoken.measure.eval import run as run_module
+from foretoken.measure.eval.result import SCHEMA
 from tests.cli.conftest import Run
 from tests.helpers.checkpoints import tiny_tokenizer, token_ids
 

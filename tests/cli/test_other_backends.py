@@ -15,11 +15,11 @@ from foretoken.backend.answering import Answer, Drafting, Question
 from foretoken.backend.http import HttpBackend
 from foretoken.backend.local import LocalBackend
 from foretoken.engine.async_engine import AsyncEngine
-from foretoken.evaluate.result import BACKEND_SCHEMA
 from foretoken.measure.asked import BackendSource
+from foretoken.measure.eval.result import BACKEND_SCHEMA
 from foretoken.server.api.app import create_app
-from tests.bench.endpoint import Fake, Reply, serving, tokens
 from tests.cli.conftest import Run
+from tests.measure.endpoint import Fake, Reply, serving, tokens
 from tests.server.serving import served
 
 TEXT = "def a():\n    return 1\n\n\ndef b():\n    return 1\n\n\ndef c():\n"

@@ -14,10 +14,10 @@ from rich.cells import cell_len
 
 import foretoken
 from foretoken import LLM, SamplingParams
-from foretoken.bench.plot import write_plot
 from foretoken.cli import models
 from foretoken.engine.output import GenerateOutput
-from foretoken.measure.text import markdown
+from foretoken.measure.report import markdown
+from foretoken.measure.speed.report import write_plot
 from foretoken.measure.write import write_report
 from foretoken.printing import text as pages
 from foretoken.printing.console import Console

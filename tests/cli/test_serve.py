@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from foretoken import SpecConfig
-from foretoken.backend.events import ModelInfo
+from foretoken.backend.call import ModelInfo
 from foretoken.option import options_of
 from foretoken.server import run
 from foretoken.server.api.config import ApiConfig

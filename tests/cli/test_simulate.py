@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from foretoken.bench import profile as profile_module
-from foretoken.bench.profile import write_profile
+from foretoken.measure.speed import profile as profile_module
+from foretoken.measure.speed.profile import write_profile
 from foretoken.plan.profile import Curve, DrafterCost, Profile
 from tests.cli.conftest import Run
 

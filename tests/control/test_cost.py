@@ -9,8 +9,7 @@ from dataclasses import replace
 import pytest
 
 from foretoken.control.cost import CostTable, DraftCosts, StepCosts, priors_of
-from foretoken.plan.profile import Curve, DrafterCost, Profile
-from foretoken.plan.roofline import Roofline
+from foretoken.plan.profile import Curve, DrafterCost, Profile, Roofline
 
 
 def test_measured_between_beyond_and_before() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from foretoken import LLM, ConfigError, SamplingParams, SpecConfig
 from foretoken.core import Batch, Draft
-from foretoken.draft import eagle, head_states
+from foretoken.draft import eagle, head_drafter
 from foretoken.draft.eagle import EagleDrafter
 from foretoken.draft.group import DrafterGroup, drafter_key
 from foretoken.engine.engine import Engine
@@ -141,7 +141,7 @@ def test_long_texts_in_pieces_and_states_of_rounds_without_a_draft(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(eagle, "_PIECE_TOKENS", 7)
-    monkeypatch.setattr(head_states, "_MAX_UNREAD", 3)
+    monkeypatch.setattr(head_drafter, "_MAX_UNREAD", 3)
     engine, checked, spec = engine_of(decoder, eagle_head(decoder.config).double(), 4096, 16)
     auto = [replace(spec, num_draft=n) for n in (0, 2, 2)]
     states = run(engine, [token_ids(n, seed=n) for n in (50, 51, 64)], auto)

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foretoken.draft.lookup_tree import LookupTree, assemble, grow_tree
-from foretoken.draft.matches import MATCH_LIMIT, NO_TOKEN, MatchIndex
+from foretoken.draft.lookup_tree import MATCH_LIMIT, NO_TOKEN, LookupTree, MatchIndex, assemble, grow_tree
 
 texts = st.lists(st.integers(0, 2), max_size=60)  # three tokens: matches of every length
 broken_texts = st.lists(st.integers(-1, 2), max_size=60)  # with separators
@@ -76,7 +75,7 @@ def test_the_latest_places_and_those_that_agree_further() -> None:
 
 
 def test_hash_collisions_are_no_matches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("foretoken.draft.matches.hash", lambda _: 0, raising=False)
+    monkeypatch.setattr("foretoken.draft.lookup_tree.hash", lambda _: 0, raising=False)
     text = [5, 6, 7, 8, 9, 5, 6, 1, 2, 3, 5, 6]
     assert looked_up(MatchIndex(text), text, 1) == scan(text, text, 1) != []
     assert MatchIndex(text).matches([4, 4], 1) is None

@@ -17,8 +17,6 @@ import pytest
 
 from foretoken import LLM, ConfigError, SamplingParams, SpecConfig, add_drafter, registry
 from foretoken.backend.drafting import parse_drafters
-from foretoken.bench.profile import run_profile
-from foretoken.bench.profile_options import ProfileOptions
 from foretoken.cli.app import run
 from foretoken.cli.spec_options import spec_from
 from foretoken.draft.base import Drafter, Factory, ModelDrafter, parts_of
@@ -27,6 +25,8 @@ from foretoken.draft.ngram import NgramDrafter
 from foretoken.engine.drafters import DrafterFactory, ModelOptions
 from foretoken.engine.startup import known_costs
 from foretoken.engine.startup.start_profile import describe_drafter, model_drafters
+from foretoken.measure.speed.options import ProfileOptions
+from foretoken.measure.speed.profile import run_profile
 from foretoken.model.paged import PagedModel
 from foretoken.registry import DRAFTERS, Traits
 from tests.draft.toy_model_drafter import ToyDrafter

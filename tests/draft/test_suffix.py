@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from foretoken import LLM, ConfigError, SamplingParams, SpecConfig, StorageError
 from foretoken.draft.group import drafter_key
-from foretoken.draft.matches import MATCH_LIMIT, NO_TOKEN
+from foretoken.draft.lookup_tree import MATCH_LIMIT, NO_TOKEN
 from foretoken.draft.ngram import MIN_ESTIMATE
 from foretoken.draft.suffix import SharedStore, SuffixDrafter
 from tests.draft.test_matches import brute_force, scan

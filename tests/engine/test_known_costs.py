@@ -19,14 +19,14 @@ import torch
 
 from foretoken import LLM, SamplingParams, SpecConfig, files
 from foretoken.backend.drafting import parse_drafters
-from foretoken.bench.profile import run_profile, write_profile
-from foretoken.bench.profile_options import ProfileOptions
 from foretoken.draft.group import option_kind
 from foretoken.engine.startup import known_costs, profiling, start_profile
 from foretoken.engine.startup.profiling import load_profile, save_profile
 from foretoken.engine.startup.start_profile import measure_start, model_drafters
 from foretoken.errors import ConfigError, SpeculationWarning, StorageError
 from foretoken.files import cache_folder
+from foretoken.measure.speed.options import ProfileOptions
+from foretoken.measure.speed.profile import run_profile, write_profile
 from foretoken.model.interface import LanguageModel
 from foretoken.text.tokenizer import Tokenizer
 from tests.helpers import audit

@@ -15,8 +15,7 @@ from foretoken.engine.startup.profiling import StandInDrafter
 from foretoken.engine.startup.start_profile import measure_roofline, measure_start
 from foretoken.model.interface import MixtureModel
 from foretoken.model.open import open_model
-from foretoken.plan.profile import Curve, Profile
-from foretoken.plan.roofline import Roofline
+from foretoken.plan.profile import Curve, Profile, Roofline
 from tests.helpers.checkpoints import variant
 
 

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from foretoken import LLM, SamplingParams, SpecConfig
-from foretoken.audit.plan import AuditOptions
-from foretoken.audit.run import run_audit
 from foretoken.config import QUANTISED
+from foretoken.measure.audit.options import AuditOptions
+from foretoken.measure.audit.run import run_audit
 from foretoken.model.matrices import grouped_kernel
 from tests.helpers.checkpoints import token_ids
 

@@ -15,7 +15,7 @@ from foretoken.control.cost import CostTable
 from foretoken.control.threads import Threading
 from foretoken.engine import step_threads
 from foretoken.engine.step_threads import StepThreads
-from foretoken.machine import waiting
+from foretoken.machine import threads as waiting
 from tests.helpers.checkpoints import token_ids
 
 

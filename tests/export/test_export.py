@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 from foretoken.cli.app import run
 from foretoken.errors import CheckpointError, ConfigError, StorageError
 from foretoken.export.engines import NEWEST, engine_of, refusal_reason
-from foretoken.export.launch import Launch, launch_of
-from foretoken.export.plain import _MAKERS, plain_launch
+from foretoken.export.launch import _MAKERS, Launch, launch_of, plain_launch
 from foretoken.export.write import export_head
 from foretoken.heads.checkpoint import load_head, make_head, save_head
 from foretoken.heads.config import HeadConfig

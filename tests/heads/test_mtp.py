@@ -15,7 +15,7 @@ from foretoken import LLM, ConfigError, SamplingParams, SpecConfig
 from foretoken.cli.models import app
 from foretoken.core import Batch, BatchEntry, Request
 from foretoken.draft.base import HiddenRows
-from foretoken.draft.mtp import MtpDrafter
+from foretoken.draft.eagle import MtpDrafter
 from foretoken.errors import CheckpointError, UnsupportedModelError
 from foretoken.heads.eagle_cache import CachedEagle
 from foretoken.heads.mtp import MtpHead, load_mtp

@@ -9,12 +9,11 @@ from typing import Any
 from foretoken.draft.block import BlockDrafter
 from foretoken.draft.cascade import CascadeDrafter
 from foretoken.draft.draft_model import DraftModelDrafter
-from foretoken.draft.eagle import EagleDrafter
+from foretoken.draft.eagle import EagleDrafter, MtpDrafter
 from foretoken.draft.early_exit import EarlyExitDrafter
 from foretoken.draft.lookahead import LookaheadDrafter
 from foretoken.draft.medusa import MedusaDrafter
 from foretoken.draft.mix import MixDrafter
-from foretoken.draft.mtp import MtpDrafter
 from foretoken.draft.ngram import NgramDrafter
 from foretoken.draft.other_vocabulary import OtherVocabularyDrafter
 from foretoken.draft.own_cache import OwnCache

@@ -21,12 +21,11 @@ from foretoken.config import QUANTISED
 from foretoken.draft.base import Drafter
 from foretoken.draft.cascade import CascadeDrafter
 from foretoken.draft.draft_model import DraftModelDrafter
-from foretoken.draft.eagle import EagleDrafter
+from foretoken.draft.eagle import EagleDrafter, MtpDrafter
 from foretoken.draft.early_exit import EarlyExitDrafter
 from foretoken.draft.group import DrafterGroup, drafter_key
 from foretoken.draft.lookahead import LookaheadDrafter
 from foretoken.draft.mix import MixDrafter
-from foretoken.draft.mtp import MtpDrafter
 from foretoken.draft.ngram import NgramDrafter
 from foretoken.draft.predicted import PredictedDrafter
 from foretoken.draft.recycling import RecyclingDrafter

@@ -7,8 +7,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from foretoken import SpecConfig
-from foretoken.backend.call import Call, State
-from foretoken.backend.events import AnswerEnded, Begun, Event, ModelInfo, Piece, TokenEvent
+from foretoken.backend.call import AnswerEnded, Begun, Call, Event, ModelInfo, Piece, State, TokenEvent
 from tests.helpers.workers import crossed
 
 INFO = ModelInfo(

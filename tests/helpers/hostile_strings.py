@@ -23,9 +23,6 @@ from typing import Any
 
 import pytest
 
-from foretoken.audit.report import AuditReport, Check
-from foretoken.bench.speed_rows import SpeedRow
-from foretoken.bench.speed_tables import speed_report
 from foretoken.cli import answer, audit, demo, models, origins
 from foretoken.cli.app import run
 from foretoken.cli.demo_run import DemoAnswer, DemoPrompt
@@ -34,15 +31,18 @@ from foretoken.core import StepOutput, TokenLogprobs, TokenOrigin
 from foretoken.engine.output import GenerateOutput
 from foretoken.engine.stats import RequestStats
 from foretoken.errors import EngineError
-from foretoken.evaluate.counts import AnswerCounts
-from foretoken.evaluate.prompts import EvalPrompt
-from foretoken.evaluate.result import EvalSample
-from foretoken.evaluate.run import EvalRun
+from foretoken.measure.audit.report import AuditReport, Check
+from foretoken.measure.eval.counts import AnswerCounts
+from foretoken.measure.eval.prompts import EvalPrompt
+from foretoken.measure.eval.result import EvalSample
+from foretoken.measure.eval.run import EvalRun
 from foretoken.measure.report import Report, Table
+from foretoken.measure.speed.report import speed_report
+from foretoken.measure.speed.rows import SpeedRow
 from foretoken.model.names import model_folder
 from foretoken.plan.profile import Curve, DrafterCost, Profile
 from foretoken.train.trainer import Result
-from tests.bench.fakes import rows as bench_rows
+from tests.measure.fakes import rows as bench_rows
 
 STRINGS: Mapping[str, str] = {
     "closing markup": "x[/]y",
@@ -318,18 +318,18 @@ def _evaluated(patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
     """Drafter and slice in two tables, the rule; the slice again in a note about its number of prompts."""
     counts = AnswerCounts(2, 1, 2, 1, 3, [1, 1], [1, 0])
     samples = [EvalSample(text, text, 0.0, "p", text, counts)]
-    patched.setattr("foretoken.evaluate.prompts.own_prompts", lambda _names, _count: [EvalPrompt("n", text, "x")])
+    patched.setattr("foretoken.measure.eval.prompts.own_prompts", lambda _names, _count: [EvalPrompt("n", text, "x")])
     patched.setattr(EvalRun, "run", lambda run, _tell: run.samples.extend(samples))
     return Scene(["eval"], out=6)
 
 
 def _bench(patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
-    patched.setattr("foretoken.bench.offline.run_speed", lambda _options, command: speed_report_of(text))
+    patched.setattr("foretoken.measure.speed.run.run_speed", lambda _options, command: speed_report_of(text))
     return Scene(["bench"], out=6)
 
 
 def _load(patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
-    patched.setattr("foretoken.bench.batches.run_batches", lambda _options, _command: _load_report(text))
+    patched.setattr("foretoken.measure.load.run.run_batches", lambda _options, _command: _load_report(text))
     return Scene(["bench", "load", "--batches", "1"], out=8)
 
 
@@ -338,7 +338,7 @@ def _profiled(patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
         tell(text, 0.5)
         return _profile(text)
 
-    patched.setattr("foretoken.bench.profile.run_profile", measured)
+    patched.setattr("foretoken.measure.speed.profile.run_profile", measured)
     return Scene(["bench", "profile"], out=4)
 
 
@@ -351,7 +351,7 @@ def _audited(patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
         tell(text)
         return _audit(text)
 
-    patched.setattr("foretoken.audit.run.run_audit", ran)
+    patched.setattr("foretoken.measure.audit.run.run_audit", ran)
     patched.setattr(audit, "_own_prompts", lambda _count: [])
     return Scene(["audit"], out=6)
 

@@ -13,7 +13,7 @@ from foretoken.model.architecture import ModelConfig
 from foretoken.model.config_json import check_causal, config_from_hf
 from foretoken.model.families import FAMILIES
 from foretoken.model.fields import Fields
-from foretoken.model.packed.scheme import method_of, packed_format
+from foretoken.model.packed.weights import method_of, packed_format
 from tests.helpers.family_trial import CACHED, NATIVE, REFUSED
 
 

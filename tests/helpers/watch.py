@@ -12,13 +12,12 @@ from foretoken.draft.base import Drafter, Feedback, FollowsText, HiddenRows, Pre
 from foretoken.draft.block import BlockDrafter
 from foretoken.draft.cascade import CascadeDrafter
 from foretoken.draft.draft_model import DraftModelDrafter
-from foretoken.draft.eagle import EagleDrafter
+from foretoken.draft.eagle import EagleDrafter, MtpDrafter
 from foretoken.draft.early_exit import EarlyExitDrafter
 from foretoken.draft.hidden_states import reads_hidden_states
 from foretoken.draft.lookahead import MAX_CONTINUATIONS, MAX_TOKENS, LookaheadDrafter
 from foretoken.draft.medusa import MedusaDrafter
 from foretoken.draft.mix import MixDrafter
-from foretoken.draft.mtp import MtpDrafter
 from foretoken.draft.ngram import NgramDrafter
 from foretoken.draft.other_vocabulary import OtherVocabularyDrafter
 from foretoken.draft.predicted import PredictedDrafter

@@ -12,8 +12,7 @@ from typing import Any
 import msgspec
 
 from foretoken import SpecConfig
-from foretoken.backend.call import Call
-from foretoken.backend.events import AnswerEnded, Begun, Event, ModelInfo, Piece, TokenEvent
+from foretoken.backend.call import AnswerEnded, Begun, Call, Event, ModelInfo, Piece, TokenEvent
 from foretoken.backend.plain import builtin
 from foretoken.errors import InputError
 from foretoken.server.life.wire import Channel, Command, LoadEngine, Message

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from foretoken.machine.features import PrecisionWarning, features, precision_advice, processor, warn_of_slow_bf16
-from foretoken.machine.processes import neighbours
+from foretoken.machine.identity import PrecisionWarning, features, precision_advice, processor, warn_of_slow_bf16
+from foretoken.machine.neighbours import neighbours
 from foretoken.model.names import model_folder
 from foretoken.model.open import open_model
 from tests.helpers.checkpoints import tiny_checkpoint

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from foretoken.machine import cores as module
-from foretoken.machine.cores import Cores, find_cores
+from foretoken.machine import threads as module
 from foretoken.machine.neighbours import OtherLoad
-from foretoken.machine.threads import LONG_RUNNING, choose, waiting_of, watch_neighbours
+from foretoken.machine.threads import LONG_RUNNING, Cores, choose, find_cores, waiting_of, watch_neighbours
 
 ROOT = Path(__file__).resolve().parents[2]
 CORES = Cores(8, 8, 4, None)

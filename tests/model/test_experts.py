@@ -13,8 +13,7 @@ from torch import Tensor
 from foretoken.kernels.build import built
 from foretoken.model import experts as experts_module
 from foretoken.model.expert_config import ExpertsConfig
-from foretoken.model.expert_kernel import ExpertTable, expert_table, route, run_experts
-from foretoken.model.experts import Expert, Experts
+from foretoken.model.experts import Expert, Experts, ExpertTable, expert_table, route, run_experts
 from foretoken.model.row_kernels import FLAGS, SOURCE, RowKernels, load, row_kernels
 from tests.helpers.experts import HIDDEN, MIXTURES, mixture
 from tests.helpers.instruction_sets import INSTRUCTION_SETS

@@ -13,7 +13,7 @@ from gguf import GGMLQuantizationType, quants
 
 from foretoken import LLM, SamplingParams
 from foretoken.errors import CheckpointError, UnsupportedModelError
-from foretoken.evaluate.identity import identity_of
+from foretoken.measure.eval.identity import identity_of
 from foretoken.model.config_json import config_to_hf
 from foretoken.model.decoder import Decoder
 from foretoken.model.footprint import shape_of

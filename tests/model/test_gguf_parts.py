@@ -10,7 +10,7 @@ import torch
 
 from foretoken import LLM, SamplingParams
 from foretoken.errors import CheckpointError
-from foretoken.evaluate.identity import identity_of
+from foretoken.measure.eval.identity import identity_of
 from foretoken.model.gguf.parts import part_files, read_header
 from foretoken.model.gguf.weights import GgufWeights
 from foretoken.text.tokenizer import load_tokenizer

@@ -22,7 +22,7 @@ from foretoken.model.matrices.grouped_kernel import (
     merged,
     products,
 )
-from foretoken.model.packed.scheme import assembled
+from foretoken.model.packed.weights import assembled
 from tests.helpers.grouped import FORMATS, grouped
 from tests.helpers.instruction_sets import INSTRUCTION_SETS
 

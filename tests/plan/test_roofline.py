@@ -8,8 +8,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from foretoken.errors import InputError
-from foretoken.plan.profile import Curve, Profile, profile_from_mapping
-from foretoken.plan.roofline import Roofline
+from foretoken.plan.profile import Curve, Profile, Roofline, profile_from_mapping
 
 LINE = Roofline(
     step_bytes=2e9, row_flops=2e9, kv_bytes_per_token=1e5, bytes_per_s=4e10, flops_per_s=4e11

@@ -9,9 +9,9 @@ import pytest
 
 from foretoken import LLM, SpecConfig
 from foretoken.backend.local import LocalBackend
-from foretoken.bench.url_options import UrlOptions
-from foretoken.bench.url_run import run_url
 from foretoken.engine.async_engine import AsyncEngine
+from foretoken.measure.url.plan import UrlOptions
+from foretoken.measure.url.run import run_url
 from foretoken.server.api.app import create_app
 from tests.server.serving import served
 

@@ -11,7 +11,7 @@ import httpx2
 import pytest
 
 from foretoken import LLM, SpecConfig
-from foretoken.backend.events import Begun
+from foretoken.backend.call import Begun
 from foretoken.backend.local import LocalBackend
 from foretoken.engine.async_engine import AsyncEngine
 from foretoken.server.api.app import create_app

@@ -11,8 +11,7 @@ import msgspec
 import pytest
 
 from foretoken import LLM, SamplingParams, SpecConfig
-from foretoken.backend.call import Call
-from foretoken.backend.events import AnswerEnded, Begun, Event, Piece
+from foretoken.backend.call import AnswerEnded, Begun, Call, Event, Piece
 from foretoken.backend.local import LocalBackend, build_engine
 from foretoken.backend.plain import engine_config_of, plain
 from foretoken.engine.async_engine import AsyncEngine

@@ -15,9 +15,8 @@ from foretoken.engine.stats import EngineStats
 from foretoken.errors import ConfigError, UnavailableError
 from foretoken.kv.prefix import PrefixStats
 from foretoken.server.observe.config import ObserveConfig
-from foretoken.server.observe.engine_counters import MAX_POSITIONS
 from foretoken.server.observe.metric_table import METRICS, PREFIX, series_of
-from foretoken.server.observe.metrics import ServerMetrics
+from foretoken.server.observe.metrics import MAX_POSITIONS, ServerMetrics
 from foretoken.server.observe.observation import counted
 from tests.server.asgi import ask, scope_of
 from tests.server.records import drafted, record, stats_of

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from foretoken import LLM, SamplingParams, SpecConfig
-from foretoken.backend.call import Backend, Call, Generation
-from foretoken.backend.events import AnswerEnded, Begun, Event
+from foretoken.backend.call import AnswerEnded, Backend, Begun, Call, Event, Generation
 from foretoken.backend.local import LocalBackend
 from foretoken.engine.async_engine import AsyncEngine
 from foretoken.errors import InputError, OverloadedError, UnavailableError, WorkerDiedError

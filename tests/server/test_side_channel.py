@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from foretoken.backend.events import AnswerEnded, Begun, Event, Piece, TokenEvent
+from foretoken.backend.call import AnswerEnded, Begun, Event, Piece, TokenEvent
 from foretoken.server.api.app import create_app
 from foretoken.server.api.config import ApiConfig
 from foretoken.server.guard.app import guarded

@@ -12,7 +12,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from foretoken.backend.events import AnswerFailed, Begun
+from foretoken.backend.call import AnswerFailed, Begun
 from foretoken.backend.local import LocalBackend
 from foretoken.engine.async_engine import AsyncEngine
 from foretoken.errors import NumericsError, WorkerDiedError

@@ -12,16 +12,14 @@ from typing import Any
 import pytest
 
 from foretoken import SamplingParams
-from foretoken.backend.call import Call, Generation
-from foretoken.backend.events import AnswerEnded, Event, Piece
+from foretoken.backend.call import AnswerEnded, Call, Event, Generation, Piece
 from foretoken.engine_config import EngineConfig
 from foretoken.errors import CheckpointError, ConfigError, EngineError, InputError, UnavailableError, WorkerDiedError
 from foretoken.server.life import supervisor
 from foretoken.server.life.config import LifeConfig
 from foretoken.server.life.fault_hooks import FaultOnDemand, fault_hook
 from foretoken.server.life.health import CanaryAnswer, Watchdog, difference
-from foretoken.server.life.replicas import Replicas, merged
-from foretoken.server.life.routing import PrefixRouting, Quarantine
+from foretoken.server.life.replicas import PrefixRouting, Quarantine, Replicas, merged
 from foretoken.server.life.supervisor import worker_environment
 from tests.helpers.workers import ProcessHere, ScriptedBackend
 

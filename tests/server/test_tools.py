@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from foretoken.backend.model_files import fim_tokens, template_roles, tool_style
+from foretoken.backend.local import fim_tokens, template_roles, tool_style
 from foretoken.server.api.errors import ApiError
 from foretoken.server.api.forms import ResponseFormat, StructuredOutputs, structure_fields
 from foretoken.server.api.tool_reader import ToolReader, ToolStyle

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from foretoken.backend.events import AnswerEnded, Begun, TokenEvent
+from foretoken.backend.call import AnswerEnded, Begun, TokenEvent
 from foretoken.backend.local import LocalBackend
 from foretoken.config import SamplingParams
 from foretoken.errors import ContextLengthError, InputError

@@ -16,7 +16,7 @@ from transformers.generation.logits_process import (
 
 from foretoken.config import SamplingParams
 from foretoken.core import TokenLogprobs
-from foretoken.text.logprobs import log_model, sampling_log_probs, token_logprobs
+from foretoken.engine.emission import log_model, sampling_log_probs, token_logprobs
 from foretoken.text.sampling import target_probs
 
 

@@ -33,8 +33,7 @@ from foretoken.engine.engine import Engine
 from foretoken.engine.startup.profiling import SHORT_TOKENS, StandInDrafter, stand_in, timed
 from foretoken.machine.identity import machine, versions
 from foretoken.model.interface import LanguageModel, MixtureModel, TwinModel
-from foretoken.plan.profile import Curve, DrafterCost, Profile
-from foretoken.plan.roofline import Roofline
+from foretoken.plan.profile import Curve, DrafterCost, Profile, Roofline
 
 BUDGET_S = 2.0
 _ROWS = (1, 2, 4, 8, 16, 32)

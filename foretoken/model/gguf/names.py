@@ -12,8 +12,14 @@ from typing import Any
 from foretoken.errors import CheckpointError, UnsupportedModelError
 from foretoken.model.families import FAMILIES, Family
 from foretoken.model.fields import Fields, shown
-from foretoken.model.gguf.experts import MIXTURE_ARCHITECTURES, Mixture, expert_fields, mixture_of
-from foretoken.model.gguf.families import GGUF_FAMILIES, GgufFamily
+from foretoken.model.gguf.families import (
+    GGUF_FAMILIES,
+    MIXTURE_ARCHITECTURES,
+    GgufFamily,
+    Mixture,
+    expert_fields,
+    mixture_of,
+)
 from foretoken.model.gguf.header import Header, MetadataArray
 from foretoken.model.gguf.special_tokens import NO_TOKEN, end_tokens
 

@@ -16,8 +16,7 @@ from foretoken.errors import CheckpointError
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.config_json import config_from_hf
 from foretoken.model.gguf.blocks import grouped, is_grouped, plain, plain_dtype, runnable_types
-from foretoken.model.gguf.experts import expert_tensors
-from foretoken.model.gguf.families import layer_parts
+from foretoken.model.gguf.families import expert_tensors, layer_parts
 from foretoken.model.gguf.header import GgmlType, Header, TensorInfo
 from foretoken.model.gguf.names import (
     LONG_FACTORS,

@@ -15,10 +15,18 @@ from torch import Tensor
 
 from foretoken.errors import CheckpointError, UnsupportedModelError
 from foretoken.model.fields import Fields, shown
-from foretoken.model.packed.form import NUMBERS, FoundParts, Packed, StoredPart, part, stored_matrix
+from foretoken.model.packed.form import (
+    NUMBERS,
+    CodedMatrix,
+    FoundParts,
+    Packed,
+    StoredPart,
+    nibbles_or_bytes,
+    part,
+    stored_matrix,
+)
 from foretoken.model.packed.fp8 import E4M3, block_of, block_words, scaled_matrix, scaled_parts
 from foretoken.model.packed.gptq import checked_order, group_of, group_words
-from foretoken.model.packed.matrix import CodedMatrix, nibbles_or_bytes
 from foretoken.model.weights import Weights
 
 _FORMATS = ("pack-quantized", "int-quantized", "naive-quantized", "float-quantized", "dense", "mixed-precision")

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from foretoken.errors import UnsupportedModelError
 from foretoken.model.fields import Fields, shown
-from foretoken.model.packed.form import NUMBERS, FoundParts, StoredPart, stored_matrix
-from foretoken.model.packed.matrix import ScaledMatrix
+from foretoken.model.packed.form import NUMBERS, FoundParts, ScaledMatrix, StoredPart, stored_matrix
 from foretoken.model.weights import Weights
 
 E4M3 = "F8_E4M3"

@@ -7,8 +7,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from foretoken.backend.call import Call
-from foretoken.backend.events import ModelInfo
+from foretoken.backend.call import Call, ModelInfo
 from foretoken.config import SamplingParams
 from foretoken.errors import InputError
 from foretoken.server.api.config import ApiConfig

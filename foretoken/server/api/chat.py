@@ -7,7 +7,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from foretoken.backend.events import AnswerEnded
+from foretoken.backend.call import AnswerEnded
 from foretoken.server.api.body import JsonRoute
 from foretoken.server.api.call import chat_call, terms_of
 from foretoken.server.api.exchange import Api, Exchange

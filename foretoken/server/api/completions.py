@@ -7,7 +7,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from foretoken.backend.events import AnswerEnded, ModelInfo
+from foretoken.backend.call import AnswerEnded, ModelInfo
 from foretoken.errors import ForetokenError
 from foretoken.server.api.body import JsonRoute
 from foretoken.server.api.call import completion_call, terms_of

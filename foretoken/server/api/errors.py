@@ -13,7 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from foretoken import errors
-from foretoken.backend.events import AnswerFailed
+from foretoken.backend.call import AnswerFailed
 
 ErrorCode = Literal[
     # the request

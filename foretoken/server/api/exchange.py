@@ -11,8 +11,19 @@ from collections.abc import AsyncGenerator, Awaitable, Coroutine, Iterator, Muta
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from foretoken.backend.call import Backend, Call, Generation
-from foretoken.backend.events import AnswerEnded, AnswerFailed, Begun, Event, ModelInfo, Piece, RoundEvent, TokenEvent
+from foretoken.backend.call import (
+    AnswerEnded,
+    AnswerFailed,
+    Backend,
+    Begun,
+    Call,
+    Event,
+    Generation,
+    ModelInfo,
+    Piece,
+    RoundEvent,
+    TokenEvent,
+)
 from foretoken.errors import ContextLengthError, ForetokenError, UnavailableError
 from foretoken.server.api.config import ApiConfig
 from foretoken.server.api.errors import (

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, cast
 
-from foretoken.backend.events import ModelInfo
+from foretoken.backend.call import ModelInfo
 from foretoken.server.api.errors import invalid, unsupported
 from foretoken.server.api.forms import structure_fields
 from foretoken.server.api.schemas import ChatRequest, SamplingFields

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from foretoken import __version__
-from foretoken.backend.events import ModelInfo
+from foretoken.backend.call import ModelInfo
 from foretoken.backend.plain import plain
 from foretoken.config import known_drafters
 from foretoken.errors import ForetokenError

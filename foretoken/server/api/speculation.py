@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Literal
 
-from foretoken.backend.events import ModelInfo
+from foretoken.backend.call import ModelInfo
 from foretoken.config import LOSSY_RULES, RULES, SpecConfig
 from foretoken.errors import ConfigError
 from foretoken.registry import PLAIN, known_drafters, traits_of

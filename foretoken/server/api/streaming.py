@@ -14,7 +14,7 @@ import msgspec
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
-from foretoken.backend.events import Event, Piece, RoundEvent
+from foretoken.backend.call import Event, Piece, RoundEvent
 from foretoken.server.api.config import ApiConfig
 from foretoken.server.api.errors import CLIENT_GONE, ApiError, final
 from foretoken.server.api.exchange import Exchange, hung_up, stop

@@ -1,6 +1,6 @@
 """Finds the calls in an answer as its text comes, for models that write them as JSON.
 
-Three styles, named after what the chat template shows the model (`foretoken.backend.model_files`):
+Three styles, named after what the chat template shows the model (`foretoken.backend.local`):
 
 - "tags": `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number, between texts (Hermes, Qwen);
 - "json_arguments", "json_parameters": the answer is one such object, or a list of them (Mistral; Llama 3).

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from foretoken.backend.events import RoundEvent, TokenEvent
+from foretoken.backend.call import RoundEvent, TokenEvent
 from foretoken.registry import PLAIN
 from foretoken.server.api.exchange import AnswerBook, AnswerProgress, Exchange
 

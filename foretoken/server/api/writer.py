@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from fastapi import Request, Response
 
-from foretoken.backend.events import AnswerEnded, RoundEvent, TokenEvent
+from foretoken.backend.call import AnswerEnded, RoundEvent, TokenEvent
 from foretoken.server.api.call import metrics_level, tier_of, wants_trace
 from foretoken.server.api.errors import ApiError, final, json_response
 from foretoken.server.api.exchange import Exchange

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from foretoken.backend.call import Backend, Call
-from foretoken.backend.events import AnswerEnded, AnswerFailed, ModelInfo, Piece
+from foretoken.backend.call import AnswerEnded, AnswerFailed, Backend, Call, ModelInfo, Piece
 from foretoken.config import SamplingParams, SpecConfig
 
 _TEXT = "def add(first, second):\n    return first"

@@ -8,8 +8,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
-from foretoken.backend.call import Call, State
-from foretoken.backend.events import Event, ModelInfo
+from foretoken.backend.call import Call, Event, ModelInfo, State
 from foretoken.errors import ForetokenError, InputError, OverloadedError, UnavailableError
 from foretoken.server.life.wire import (
     AskInvariants,

@@ -15,8 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import foretoken
-from foretoken.backend.call import State
-from foretoken.backend.events import ModelInfo
+from foretoken.backend.call import ModelInfo, State
 from foretoken.backend.plain import plain
 from foretoken.engine_config import EngineConfig
 from foretoken.errors import EngineError, ForetokenError, WorkerDiedError

@@ -15,8 +15,7 @@ import msgspec
 from msgspec.msgpack import Decoder as MessageDecoder
 
 from foretoken import errors
-from foretoken.backend.call import Call
-from foretoken.backend.events import Event, ModelInfo
+from foretoken.backend.call import Call, Event, ModelInfo
 from foretoken.backend.plain import builtin
 from foretoken.errors import EngineError, ForetokenError, InputError
 

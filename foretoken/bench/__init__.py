@@ -1,1 +1,0 @@
-"""Measuring: prompts, plain against speculative, other engines beside them, and dated reports."""

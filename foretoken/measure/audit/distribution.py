@@ -1,0 +1,108 @@
+"""Tests of the distribution: whether sampled tokens follow that of the target alone, with a stated error rate."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from foretoken.config import LOSSY_RULES, SamplingParams, SpecConfig
+from foretoken.engine.shadow.sequential_test import DistributionTest, Evidence, distribution_tests, weigh
+from foretoken.measure.audit.report import Check, Result
+from foretoken.measure.audit.session import Session
+from foretoken.text.randomness import Purpose, uniforms
+
+_PROBE_TOKENS = 16
+_WORDS = {
+    "surprisal": "sharpness",
+    "rank": "ranks",
+    "draft": "no bias by the draft",
+}
+
+
+def rules_to_check(session: Session) -> list[str]:
+    """Names of the rules that sampled requests of the audited settings can resolve to.
+
+    "auto" is coupled for a request with a seed; without one it depends on the draft, so a short run finds out.
+    """
+    spec = session.options.spec
+    if spec.rule != "auto":
+        return [spec.rule]
+    if spec.drafter is None:
+        return ["coupled", "rejection"]
+    prompts = session.prompts[:2]
+    params = SamplingParams(
+        max_tokens=min(_PROBE_TOKENS, session.options.max_tokens),
+        temperature=session.options.sampled[0],
+        ignore_eos=True,
+    )
+    rules = session.answers(prompts, [params] * len(prompts), spec).rules
+    unseeded = "tree" if "tree" in rules else min(rules, default="rejection")
+    return ["coupled", unseeded]
+
+
+def check_distribution(session: Session, temperature: float, rule: str, number: int, count: int) -> list[Check]:
+    """Sampled answers of one temperature and rule, check `number` of `count`; the false-alarm rate is divided
+    evenly.
+    """
+    options = session.options
+    plain = SpecConfig("ngram", num_draft=0)  # drafts nothing, but permits a rule by name
+    spec = replace(plain if options.spec.drafter is None else options.spec, rule=rule)
+    where = f"temperature {temperature:g}, {options.spec.drafter or 'plain'}, rule {rule}"
+    evidence = _evidence(session, temperature, spec, options.seed + number * options.num_prompts)
+    return judged(evidence, where, options.alpha / count, rule in LOSSY_RULES)
+
+
+def judged(
+    evidence: Evidence, where: str, alpha: float, lossy: bool = False, name: str = "distribution"
+) -> list[Check]:
+    """The checks of some tokens' distribution, of which a correct engine fails any with probability `alpha` at most."""
+    possible: Result = "fail" if evidence.num_impossible else "pass"
+    edges = f", {evidence.num_edges} at the edge of a filter" if evidence.num_edges else ""
+    checks = [
+        Check(
+            f"{name}: only possible tokens",
+            where,
+            "not claimed" if lossy else possible,
+            evidence.num_tokens,
+            f"{evidence.num_impossible} impossible{edges}",
+            "0 impossible",
+        )
+    ]
+    return checks + [_check(test, where, lossy, name) for test in distribution_tests(evidence, alpha)]
+
+
+def _check(test: DistributionTest, where: str, lossy: bool, name: str) -> Check:
+    result: Result = (
+        "not claimed" if lossy else "undecided" if not test.conclusive else "pass" if test.passed else "fail"
+    )
+    chance = "p < 1e-15" if test.p_value < 1e-15 else f"p = {test.p_value:.2g}"
+    return Check(
+        f"{name}: {_WORDS[test.name]}",
+        where,
+        result,
+        test.num_tokens,
+        f"{test.statistic}, {chance}",
+        f"p >= {test.level:.2g}",
+        test.sees,
+    )
+
+
+def _evidence(session: Session, temperature: float, spec: SpecConfig, seed: int) -> Evidence:
+    options = session.options
+    params = [
+        SamplingParams(max_tokens=options.max_tokens, temperature=temperature, seed=seed + i, ignore_eos=True)
+        for i in range(options.num_prompts)
+    ]
+    run = session.answers(session.prompts_in_turn(options.num_prompts), params, spec)
+    total = Evidence()
+    for output, choice, noted in zip(run.outputs, params, run.drafted, strict=True):
+        drafted = session.draft_children(output, choice) or noted
+        for rows in session.rescore(output, choice):
+            places = range(rows.first, rows.first + len(rows.tokens))
+            assert choice.seed is not None
+            # A purpose of its own: independent of the random numbers that sampled the tokens.
+            noise = uniforms([choice.seed] * len(places), Purpose.SHADOW, places, [1] * len(places))
+            distributions, edges = rows.certain()
+            total += weigh(distributions, rows.tokens, np.asarray(noise), drafted[places.start : places.stop], edges)
+    return total

@@ -1,0 +1,152 @@
+"""Options of an audit, of our engine or of another, and its prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from foretoken.config import SpecConfig
+from foretoken.engine.prompts import Conversation, as_conversation
+from foretoken.engine_config import EngineConfig
+from foretoken.errors import InputError
+from foretoken.field_text import numbers
+from foretoken.files import parse_json, read_text
+from foretoken.measure.asked import BackendSource
+from foretoken.option import check_fields, option, same_option
+from foretoken.params import check_temperatures, check_whole
+
+MAX_PROMPTS = 100_000  # all answers are held in memory until they are tested
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """A conversation that the target's chat template lays out."""
+
+    messages: Conversation
+
+
+Prompt = str | list[int] | ChatPrompt
+
+
+@dataclass(frozen=True)
+class AuditOptions:
+    """Models, settings and length of an audit.
+
+    `num_prompts` answers of `max_tokens` tokens are sampled at each of `temperatures`, prompts taken in turn. `alpha`
+    is the probability that a correct engine fails any of the statistical tests. `seed` is the first seed of the sampled
+    answers.
+    """
+
+    target: str = field(metadata=same_option(EngineConfig, "model"))
+    spec: SpecConfig
+    num_prompts: int = field(default=16, metadata=option("Answers at each temperature; prompts are taken in turn."))
+    max_tokens: int = field(default=128, metadata=option("Tokens per answer."))
+    temperatures: tuple[float, ...] = field(
+        default=(0.0, 0.8), metadata=option("Temperatures, separated by commas.", read=numbers)
+    )
+    seed: int = field(default=0, metadata=option("First seed of the sampled answers."))
+    numerics: str = field(default="default", metadata=same_option(EngineConfig, "numerics"))
+    weights: str = field(default="auto", metadata=same_option(EngineConfig, "weights"))
+    dtype: str = field(default="auto", metadata=same_option(EngineConfig, "dtype"))
+    device: str = field(default="auto", metadata=same_option(EngineConfig, "device"))
+    cache_tokens: int | None = field(default=None, metadata=same_option(EngineConfig, "cache_tokens"))
+    alpha: float = 1e-4
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_whole("num_prompts", self.num_prompts, low=1, high=MAX_PROMPTS)
+        check_whole("max_tokens", self.max_tokens, low=2)
+        check_whole("seed", self.seed, low=0, high=2**63)
+        check_temperatures("temperatures", self.temperatures)
+
+    @property
+    def sampled(self) -> tuple[float, ...]:
+        """Temperatures above 0, each once."""
+        return tuple(dict.fromkeys(temperature for temperature in self.temperatures if temperature > 0))
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """Prompts from a file: JSON lines with `prompt` (a text), `prompt_ids` or `messages` (a conversation), or else one
+    text per line.
+
+    A file is read as JSON lines when its name ends in .jsonl or its first line begins with a brace.
+
+    Raises:
+        StorageError: the file cannot be read.
+        InputError: a line that is not such an object, or no line at all.
+    """
+    lines = [
+        (number, line) for number, line in enumerate(read_text("prompts", path).split("\n"), start=1) if line.strip()
+    ]
+    if not lines:
+        raise InputError("prompts", str(path), "the file is empty; write one prompt a line")
+    if path.suffix.lower() != ".jsonl" and not lines[0][1].lstrip().startswith("{"):
+        return [line.removesuffix("\r") for _, line in lines]
+    return [_parse(f"{path}:{number}", line) for number, line in lines]
+
+
+def _parse(where: str, line: str) -> Prompt:
+    item = parse_json("prompts", where, line)
+    if isinstance(item, dict) and "messages" in item:
+        try:
+            return ChatPrompt(as_conversation(item["messages"]))
+        except InputError as error:
+            raise InputError("prompts", where, f"{error.field} there: {error.remedy}") from error
+    found = item.get("prompt", item.get("prompt_ids")) if isinstance(item, dict) else None
+    if isinstance(found, str) and found:
+        return found
+    if (
+        isinstance(found, list)
+        and found
+        and all(isinstance(token, int) and not isinstance(token, bool) for token in found)
+    ):
+        return found
+    raise InputError(
+        "prompts",
+        where,
+        'every line is an object with a text under "prompt", token ids under "prompt_ids" or a conversation under '
+        '"messages"',
+    )
+
+
+@dataclass(frozen=True)
+class BackendAuditOptions:
+    """The backend, what its answers are compared with, and the length of the audit.
+
+    Greedy answers are compared with those of `against`, or with the backend's own plain ones where it is None.
+    `target` is the model whose logits judge the answers, loaded here with `dtype`, `weights`, `device` and
+    `cache_tokens`; None: nothing judges them. `draftings` are kinds of drafting of the backend (None: all). `num_seeds`
+    answers are sampled for their first tokens alone. The others are those of `AuditOptions`.
+    """
+
+    source: BackendSource
+    against: BackendSource | None = None
+    target: str | None = None
+    draftings: Sequence[str] | None = None
+    num_draft: int = 5
+    num_prompts: int = field(default=16, metadata=same_option(AuditOptions, "num_prompts"))
+    max_tokens: int = field(default=128, metadata=same_option(AuditOptions, "max_tokens"))
+    temperatures: tuple[float, ...] = field(default=(0.0, 0.8), metadata=same_option(AuditOptions, "temperatures"))
+    seed: int = field(default=0, metadata=same_option(AuditOptions, "seed"))
+    num_seeds: int = field(
+        default=256, metadata=option("With --backend and --target: first tokens sampled at temperature 1.")
+    )
+    weights: str = field(default="auto", metadata=same_option(AuditOptions, "weights"))
+    dtype: str = field(default="auto", metadata=same_option(AuditOptions, "dtype"))
+    device: str = field(default="auto", metadata=same_option(AuditOptions, "device"))
+    cache_tokens: int | None = field(default=None, metadata=same_option(AuditOptions, "cache_tokens"))
+    alpha: float = 1e-4
+
+    def __post_init__(self) -> None:
+        check_whole("num_draft", self.num_draft, low=1, high=256)
+        check_whole("num_prompts", self.num_prompts, low=1, high=MAX_PROMPTS)
+        check_whole("num_seeds", self.num_seeds, low=1, high=MAX_PROMPTS)
+        check_whole("max_tokens", self.max_tokens, low=2)
+        check_whole("seed", self.seed, low=0, high=2**62)
+        check_temperatures("temperatures", self.temperatures)
+
+    @property
+    def sampled(self) -> tuple[float, ...]:
+        """Temperatures above 0, each once."""
+        return tuple(dict.fromkeys(temperature for temperature in self.temperatures if temperature > 0))

@@ -1,0 +1,168 @@
+"""What `foretoken eval` measures, of our engine or of another: drafters, prompts and lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from foretoken.backend.answering import AnsweringBackend
+from foretoken.backend.drafting import DrafterChoice, parse_drafters
+from foretoken.config import RULES, SpecConfig
+from foretoken.engine_config import EngineConfig
+from foretoken.errors import ConfigError, InputError
+from foretoken.field_text import numbers, words
+from foretoken.measure.asked import BackendSource
+from foretoken.measure.options import CHAT_OPTION, DRAFTERS_OPTION, MAX_TOKENS_OPTION, STOP_AT_EOS_OPTION
+from foretoken.option import check_fields, option, same_option
+from foretoken.params import TEMPERATURES, check_number, check_temperatures, check_whole
+
+MAX_PROMPTS = 100_000
+MAX_DRAFTED = 256
+
+
+@dataclass(frozen=True)
+class EvalDrafter:
+    """One drafter under evaluation: its name in the results, its configuration, and whether its requests get their
+    prompt's prediction.
+    """
+
+    name: str
+    spec: SpecConfig
+    takes_prediction: bool = False
+    needs_prediction: bool = False
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """Models, drafters and settings of an evaluation.
+
+    `drafters` are written as for `foretoken bench`. Every draft has `num_draft` tokens at most, a fixed number:
+    acceptance rates at different lengths are not comparable. `rule="auto"` is greedy at temperature 0 and coupled
+    above, because every answer has a seed. With `chat` a text becomes a user's message. `seed` is added
+    to the seeds of the sampled answers, which follow from their prompts.
+    """
+
+    target: str = field(metadata=same_option(EngineConfig, "model"))
+    draft: str | None = field(default=None, metadata=same_option(SpecConfig, "draft"))
+    drafters: Sequence[str] = field(default=("draft_model", "ngram"), metadata=DRAFTERS_OPTION)
+    num_draft: int = field(default=5, metadata=option("Draft tokens of each round: a fixed number."))
+    rule: str = field(
+        default="auto",
+        metadata=option(
+            "Verification rule: {choices}; auto is greedy, and coupled above temperature 0.", choices=RULES
+        ),
+    )
+    allow_lossy: bool = field(default=False, metadata=same_option(SpecConfig, "allow_lossy"))
+    prompts_per_slice: int = field(default=10, metadata=option("Prompts of each slice; ten or more for an interval."))
+    max_tokens: int = field(default=64, metadata=MAX_TOKENS_OPTION)
+    temperatures: Sequence[float] = field(
+        default=(0.0, 0.8), metadata=option("Temperatures, separated by commas; 0 is greedy.", read=numbers)
+    )
+    stop_at_eos: bool = field(default=False, metadata=STOP_AT_EOS_OPTION)
+    chat: bool = field(default=False, metadata=CHAT_OPTION)
+    seed: int = field(default=0, metadata=option("Another number gives other sampled answers."))
+    dtype: str = field(default="auto", metadata=same_option(EngineConfig, "dtype"))
+    device: str = field(default="auto", metadata=same_option(EngineConfig, "device"))
+    numerics: str = field(default="default", metadata=same_option(EngineConfig, "numerics"))
+    weights: str = field(default="auto", metadata=same_option(EngineConfig, "weights"))
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_whole("num_draft", self.num_draft, low=1, high=MAX_DRAFTED)
+        check_whole("prompts_per_slice", self.prompts_per_slice, low=1, high=MAX_PROMPTS)
+        check_whole("max_tokens", self.max_tokens, low=2)
+        check_whole("seed", self.seed, low=0, high=2**62)
+        check_temperatures("temperatures", self.temperatures)
+        _ = self.settings  # refuses what no drafter takes
+
+    @cached_property
+    def settings(self) -> tuple[EvalDrafter, ...]:
+        """The drafters with their configurations, each once.
+
+        Raises:
+            ConfigError: an unknown drafter or option, a drafter without the draft that it needs, or one whose
+                acceptance is not at a fixed length.
+        """
+        found: dict[str, EvalDrafter] = {}
+        for choice in parse_drafters(self.drafters):
+            refusal = self._refusal(choice)
+            if refusal is None:
+                drafter = self._drafter(choice)
+                found[drafter.name] = drafter
+            elif choice.required:
+                raise refusal
+        if not found:
+            raise ConfigError("drafters", ",".join(self.drafters), "none of them can be evaluated here; name others")
+        return tuple(found.values())
+
+    @property
+    def comparable(self) -> dict[str, object]:
+        """The settings that two results must share to be comparable."""
+        return {name: getattr(self, name) for name in ("rule", "max_tokens", "stop_at_eos", "chat", "allow_lossy")}
+
+    def _refusal(self, choice: DrafterChoice) -> ConfigError | None:
+        """Why a drafter cannot be evaluated; only part of `all`, it is then left out."""
+        if "auto" in (choice.name, choice.own("num_draft")):
+            remedy = "evaluate drafters by name, with a fixed number of draft tokens: acceptance depends on it"
+            return ConfigError("drafters", choice.label, remedy)
+        if "draft" in choice.needs and self.draft is None:
+            return ConfigError("drafters", choice.label, "needs a draft model: give --draft, or name other drafters")
+        return None
+
+    def _drafter(self, choice: DrafterChoice) -> EvalDrafter:
+        draft = self.draft if "draft" in choice.takes else None
+        spec = choice.spec(num_draft=self.num_draft, rule=self.rule, allow_lossy=self.allow_lossy, draft=draft)
+        rule = f" {spec.rule}" if choice.own("rule") else ""
+        name = f"{choice.label}-{spec.num_draft}{rule}"
+        return EvalDrafter(name, spec, "prediction" in choice.takes, "prediction" in choice.needs)
+
+
+_TEMPERATURES = (0.0, 0.8)
+
+
+@dataclass(frozen=True)
+class BackendEvalOptions:
+    """The backend and the settings of its evaluation.
+
+    `drafters` are its own ways to draft, at most `num_draft` tokens each where that can be chosen; None: all that it
+    has. `temperatures` None: 0, and 0.8 where it samples by a seed. The others are those of `EvalOptions`.
+    """
+
+    source: BackendSource
+    drafters: Sequence[str] | None = field(default=None, metadata=option("Ways to draft of the backend.", read=words))
+    num_draft: int = field(default=5, metadata=same_option(EvalOptions, "num_draft"))
+    prompts_per_slice: int = field(default=10, metadata=same_option(EvalOptions, "prompts_per_slice"))
+    max_tokens: int = field(default=64, metadata=MAX_TOKENS_OPTION)
+    temperatures: Sequence[float] | None = field(default=None, metadata=same_option(EvalOptions, "temperatures"))
+    stop_at_eos: bool = field(default=False, metadata=STOP_AT_EOS_OPTION)
+    chat: bool = field(default=False, metadata=CHAT_OPTION)
+    seed: int = field(default=0, metadata=same_option(EvalOptions, "seed"))
+
+    def __post_init__(self) -> None:
+        check_whole("num_draft", self.num_draft, low=1, high=MAX_DRAFTED)
+        check_whole("prompts_per_slice", self.prompts_per_slice, low=1, high=MAX_PROMPTS)
+        check_whole("max_tokens", self.max_tokens, low=2)
+        check_whole("seed", self.seed, low=0, high=2**62)
+        for temperature in self.temperatures or ():
+            check_number("temperatures", temperature, *TEMPERATURES)
+
+    def temperatures_for(self, backend: AnsweringBackend) -> tuple[float, ...]:
+        """The temperatures to ask at, each once.
+
+        Raises:
+            InputError: one above 0 was named, and the backend does not sample by a seed.
+        """
+        sampling = backend.capabilities.sampling
+        if self.temperatures is None:
+            return _TEMPERATURES if sampling else _TEMPERATURES[:1]
+        for temperature in self.temperatures:
+            if temperature > 0 and not sampling:
+                raise InputError("temperatures", temperature, f"{backend.name} does not sample by a seed; give 0")
+        return tuple(dict.fromkeys(float(one) for one in self.temperatures))
+
+    @property
+    def comparable(self) -> dict[str, object]:
+        """What two results must share to be comparable; the rule is the backend's own."""
+        named = ("max_tokens", "stop_at_eos", "chat")
+        return {"rule": "the backend's own", "allow_lossy": False} | {name: getattr(self, name) for name in named}

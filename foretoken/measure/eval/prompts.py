@@ -1,0 +1,136 @@
+"""Prompts of an evaluation: texts, conversations, or token ids, each with a slice and a hash of its content.
+
+The hash identifies a prompt in two results, whatever the tokenizer and the chat template make of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from foretoken.engine.llm import LLM
+from foretoken.engine.prompts import as_conversation
+from foretoken.errors import InputError
+from foretoken.files import parse_json, read_text, to_json
+from foretoken.measure import workload
+from foretoken.measure.options import ALL
+from foretoken.measure.prompts import prompt_files, read_prompts
+
+_OWN_KEYS = ("messages", "prompt_ids")
+
+
+@dataclass(frozen=True)
+class EvalPrompt:
+    """One prompt: a text, the messages of a conversation, or token ids."""
+
+    name: str
+    slice: str
+    content: str | tuple[Mapping[str, Any], ...] | tuple[int, ...]
+    prediction: str | None = None
+
+    @property
+    def key(self) -> str:
+        """A hash of slice, content and prediction."""
+        text = to_json([self.slice, self.content, self.prediction])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def own_prompts(slices: Sequence[str], per_slice: int) -> list[EvalPrompt]:
+    """Prompts of the library: `per_slice` of each slice.
+
+    Raises:
+        InputError: an unknown slice.
+    """
+    names = workload.SLICES if ALL in slices else slices
+    return [
+        EvalPrompt(one.name, one.slice, one.text, one.prediction) for one in workload.slices(names, per_slice=per_slice)
+    ]
+
+
+def prompts_of(path: Path, slices: Sequence[str], per_slice: int) -> list[EvalPrompt]:
+    """At most `per_slice` prompts of each wanted slice of a file, or of all .json and .jsonl files below a folder.
+
+    A file of JSON lines with `messages` or `prompt_ids`, and optional `slice` and `name`, or in a format of
+    `measure.prompts`.
+
+    Raises:
+        StorageError: a file cannot be read, or the folder holds none.
+        InputError: an object in none of the formats, no prompt, or a slice without a prompt.
+    """
+    found = [prompt for file in prompt_files(path) for prompt in _read(file)]
+    known = dict.fromkeys(prompt.slice for prompt in found)
+    for name in slices:
+        if name not in known and name != ALL:
+            raise InputError("slices", name, f"the prompts have {', '.join(known)}; or take {ALL}")
+    chosen = [name for name in known if ALL in slices or name in slices]
+    return [
+        prompt for name in chosen for prompt in itertools.islice((one for one in found if one.slice == name), per_slice)
+    ]
+
+
+def encoded(llm: LLM, prompt: EvalPrompt, chat: bool) -> list[int]:
+    """Token ids of a prompt: messages through the target's chat template; with `chat` texts too, as a user's message.
+
+    Raises:
+        InputError: the target has no tokenizer, or no chat template.
+        CheckpointError: the template is broken.
+    """
+    if isinstance(prompt.content, str):
+        if chat:
+            return llm.encode_chat([{"role": "user", "content": prompt.content}])
+        return llm.encode(prompt.content)
+    if isinstance(prompt.content[0], int):
+        return [token for token in prompt.content if isinstance(token, int)]
+    return llm.encode_chat([message for message in prompt.content if isinstance(message, Mapping)])
+
+
+def in_turns(prompts: Sequence[EvalPrompt]) -> list[EvalPrompt]:
+    """One prompt of each slice after the other, so that an interrupted run has some of every slice."""
+    slices = dict.fromkeys(prompt.slice for prompt in prompts)
+    columns = [[prompt for prompt in prompts if prompt.slice == name] for name in slices]
+    return [prompt for row in itertools.zip_longest(*columns) for prompt in row if prompt is not None]
+
+
+def _read(path: Path) -> list[EvalPrompt]:
+    text = read_text("prompts", path)
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    if not lines or lines[0][1].lstrip().startswith("["):
+        return _of_bench(path)
+    items = [(number, parse_json("prompts", f"{path}:{number}", line)) for number, line in lines]
+    if not any(isinstance(item, dict) and any(key in item for key in _OWN_KEYS) for _, item in items):
+        return _of_bench(path)
+    return [_parse(path, number, item) for number, item in items]
+
+
+def _of_bench(path: Path) -> list[EvalPrompt]:
+    return [EvalPrompt(one.name, one.slice, one.text, one.prediction) for one in read_prompts(path)]
+
+
+def _parse(path: Path, number: int, item: object) -> EvalPrompt:
+    """A line with `messages` or `prompt_ids`; in a file that has one, lines with `prompt` may stand as well."""
+    where = f"{path}:{number}"
+    if not isinstance(item, dict):
+        raise InputError("prompts", where, "every line must be an object with messages, prompt_ids or prompt")
+    texts = {key: item.get(key, usual) for key, usual in (("name", f"{path.stem}:{number}"), ("slice", path.stem))}
+    for key, value in texts.items():
+        if not isinstance(value, str):
+            raise InputError("prompts", where, f'"{key}" must be a text')
+    return EvalPrompt(texts["name"], texts["slice"], _content(where, item))
+
+
+def _content(where: str, item: Mapping[str, Any]) -> str | tuple[Mapping[str, Any], ...] | tuple[int, ...]:
+    if "messages" in item:
+        try:
+            return tuple(as_conversation(item["messages"]))
+        except InputError as error:
+            raise InputError("prompts", where, f'"messages": {error.remedy}') from error
+    ids, text = item.get("prompt_ids"), item.get("prompt")
+    if isinstance(ids, list) and ids and all(isinstance(one, int) and not isinstance(one, bool) for one in ids):
+        return tuple(ids)
+    if isinstance(text, str) and text:
+        return text
+    raise InputError("prompts", where, "must hold messages (a list), prompt_ids (whole numbers) or prompt (a text)")

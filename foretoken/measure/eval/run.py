@@ -1,0 +1,314 @@
+"""One evaluation of our engine or of another, from options to result, and what is left of it when it is interrupted."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+
+from foretoken.backend.answering import AnsweringBackend, Drafting, Question
+from foretoken.config import SamplingParams, SpecConfig
+from foretoken.engine.llm import LLM
+from foretoken.errors import InputError
+from foretoken.heads.kind import with_head_kind
+from foretoken.machine.identity import machine, versions
+from foretoken.measure.asked import chosen_draftings, drafting_name
+from foretoken.measure.eval.counts import AcceptanceCounter, reported_counts
+from foretoken.measure.eval.identity import identity_of
+from foretoken.measure.eval.options import BackendEvalOptions, EvalDrafter, EvalOptions
+from foretoken.measure.eval.prompts import EvalPrompt, encoded, in_turns
+from foretoken.measure.eval.result import EvalResult, EvalSample
+from foretoken.measure.report import now
+from foretoken.model.names import model_folder
+
+
+def open_llm(options: EvalOptions) -> LLM:
+    """The engine with the target; costs of steps are not measured, because drafts have a fixed length.
+
+    Raises:
+        ForetokenError: a model that cannot be used.
+    """
+    return LLM(
+        options.target,
+        SpecConfig(drafter=None),
+        dtype=options.dtype,
+        device=options.device,
+        numerics=options.numerics,
+        weights=options.weights,
+        profile="off",
+    )
+
+
+def plan(options: EvalOptions, prompts: Sequence[EvalPrompt]) -> list[tuple[EvalPrompt, EvalDrafter, float]]:
+    """What to run, prompt by prompt. A drafter that needs a prediction runs on the prompts that have one.
+
+    Raises:
+        InputError: a drafter for which there is no prompt.
+    """
+    for drafter in options.settings:
+        if drafter.needs_prediction and all(prompt.prediction is None for prompt in prompts):
+            raise InputError("drafters", drafter.name, "no prompt has a prediction; evaluate it on the slice edit")
+    return [
+        (prompt, drafter, float(temperature))
+        for prompt in in_turns(prompts)
+        for drafter in options.settings
+        if prompt.prediction is not None or not drafter.needs_prediction
+        for temperature in dict.fromkeys(options.temperatures)
+    ]
+
+
+def measure(
+    llm: LLM,
+    options: EvalOptions,
+    jobs: Sequence[tuple[EvalPrompt, EvalDrafter, float]],
+    tell: Callable[[str], None] = lambda _: None,
+) -> Iterator[EvalSample]:
+    """Yield the counts of each answer; `tell` receives its drafter's name before it.
+
+    Raises:
+        InputError: a prompt that does not fit the target's context, or needs a tokenizer or chat template it lacks.
+        ForetokenError: a draft that cannot be used, or an answer that failed.
+    """
+    counter = AcceptanceCounter()
+    llm.engine.watchers.append(counter)
+    try:
+        for prompt, drafter, temperature in jobs:
+            key = prompt.key
+            tell(drafter.name)
+            params = SamplingParams(
+                max_tokens=options.max_tokens,
+                temperature=temperature,
+                seed=answer_seed(options.seed, prompt) if temperature > 0 else None,
+                ignore_eos=not options.stop_at_eos,
+                tenant=f"{drafter.name} {temperature:g} {key}",
+                slice=prompt.slice,
+                prediction=prompt.prediction if drafter.takes_prediction else None,
+            )
+            spec = with_head_kind(drafter.spec)
+            llm.reset_drafters(spec.for_request(params.prediction))
+            output = llm.generate([encoded(llm, prompt, options.chat)], params, spec)[0]
+            if output.error is not None:
+                raise output.error
+            rule = "+".join(sorted(counter.rules)) or output.stats.rule
+            yield EvalSample(drafter.name, prompt.slice, temperature, key, rule, counter.counts)
+    finally:
+        llm.engine.watchers.remove(counter)
+
+
+FEW_PROMPTS = 10
+
+
+class EvaluationRun(ABC):
+    """A running evaluation: `samples` are the answers so far, so that `result` can be taken at any time."""
+
+    jobs: Sequence[object]  # one for each answer
+
+    def __init__(self, options: EvalOptions | BackendEvalOptions, prompts: Sequence[EvalPrompt], command: str) -> None:
+        self._options, self.prompts, self.command = options, prompts, command
+        self.samples: list[EvalSample] = []
+        self.identity: dict[str, object] = {}
+
+    @abstractmethod
+    def run(self, tell: Callable[[str], None] = lambda _: None) -> None:
+        """Measure every job; `tell` receives the name of a drafter before each answer.
+
+        Raises:
+            ForetokenError: it cannot be measured, or there was no answer.
+        """
+
+    def notes(self) -> list[str]:
+        """What restricts the result."""
+        return few_prompts(self.prompts)
+
+    def result(self) -> EvalResult:
+        """What was measured so far."""
+        return EvalResult(
+            samples=tuple(self.samples),
+            identity=self.identity,
+            settings=self._options.comparable,
+            options=asdict(self._options),
+            command=self.command,
+            machine=machine(),
+            versions=versions(),
+            date=now(),
+            complete=len(self.samples) == len(self.jobs),
+            notes=self.notes(),
+        )
+
+
+class EvalRun(EvaluationRun):
+    """An evaluation of our engine."""
+
+    jobs: list[tuple[EvalPrompt, EvalDrafter, float]]
+
+    def __init__(self, options: EvalOptions, prompts: Sequence[EvalPrompt], command: str) -> None:
+        super().__init__(options, prompts, command)
+        self.options = options
+        self.jobs = plan(options, prompts)
+
+    def run(self, tell: Callable[[str], None] = lambda _: None) -> None:
+        """Open the target, read the identities, measure; `tell` receives a drafter's name before each answer.
+
+        Raises:
+            ForetokenError: a model that cannot be used, a prompt that cannot be run, or an answer that failed.
+        """
+        with open_llm(self.options) as llm:
+            self.identity = identities(self.options)
+            for sample in measure(llm, self.options, self.jobs, tell):
+                self.samples.append(sample)
+
+
+def few_prompts(prompts: Sequence[EvalPrompt]) -> list[str]:
+    """A note on slices with too few prompts for a narrow interval, if there are such."""
+    per_slice = Counter(prompt.slice for prompt in prompts)
+    few = [f"{name} ({count})" for name, count in per_slice.items() if count < FEW_PROMPTS]
+    return [f"fewer than {FEW_PROMPTS} prompts, so the intervals are rough: {', '.join(few)}"] if few else []
+
+
+def answer_seed(seed: int, prompt: EvalPrompt) -> int:
+    """The seed of a prompt's sampled answers: the same whatever else is run."""
+    return seed + int(prompt.key[:8], 16)
+
+
+def identities(options: EvalOptions) -> dict[str, object]:
+    """The hashes of the target and of each drafter's draft models.
+
+    Raises:
+        ModelError, StorageError: a checkpoint that cannot be read.
+    """
+    known: dict[str, dict[str, str | None]] = {}
+
+    def of(name: str) -> dict[str, str | None]:
+        if name not in known:
+            known[name] = identity_of(name, model_folder(name))
+        return known[name]
+
+    target = of(options.target)
+    drafts = {one.name: [of(name) for name in dict.fromkeys(_drafts(one.spec))] for one in options.settings}
+    return {"target": target, "drafts": {name: found for name, found in drafts.items() if found}}
+
+
+def _drafts(spec: SpecConfig) -> Iterator[str]:
+    """The draft models of a configuration and its parts."""
+    if spec.draft is not None:
+        yield spec.draft
+    for part in spec.declared:
+        yield from _drafts(part)
+
+
+_REMEDY = "acceptance cannot be measured; ask an engine that reports them with its answers, or a server with /metrics"
+
+
+class BackendEvalRun(EvaluationRun):
+    """An evaluation of an open backend."""
+
+    jobs: list[tuple[Question, EvalPrompt, Drafting, float]]
+
+    def __init__(
+        self, options: BackendEvalOptions, prompts: Sequence[EvalPrompt], command: str, backend: AnsweringBackend
+    ) -> None:
+        """Plan what to ask.
+
+        Raises:
+            InputError: what the backend cannot be asked, or does not report; names the field.
+        """
+        super().__init__(options, prompts, command)
+        self.options, self.backend = options, backend
+        self.identity = {"backend": options.source.identity_of(backend)}
+        self.num_silent = 0  # answers without a word on drafts
+        self.has_promised = backend.capabilities.draft_counts != "none"
+        self.counts_itself = self.has_promised or backend.counters() is None
+        self.draftings = chosen_draftings(backend, "drafters", options.drafters, options.num_draft)
+        temperatures = options.temperatures_for(backend)
+        asked = [(self._question(prompt), prompt) for prompt in in_turns(self.prompts)]
+        self.jobs = [
+            (question, prompt, drafting, temperature)
+            for question, prompt in asked
+            for drafting in self.draftings
+            for temperature in temperatures
+        ]
+        if not self.counts_itself:  # one slice after the other: what its counters miss of an answer is the next one's
+            places = {drafting: place for place, drafting in enumerate(self.draftings)}
+            self.jobs.sort(key=lambda job: (places[job[2]], job[3], job[1].slice))
+
+    def run(self, tell: Callable[[str], None] = lambda _: None) -> None:
+        """Ask; `tell` receives the name of a way to draft before each answer.
+
+        Raises:
+            InputError: the backend reported nothing of its drafts.
+            ForetokenError: it gave no answer.
+        """
+        for question, prompt, drafting, temperature in self.jobs:
+            tell(drafting_name(drafting))
+            self.samples.append(self._measured(question, prompt, drafting, temperature))
+            if self.num_silent and not self.has_promised:
+                break
+        if self.num_silent == len(self.samples):
+            self.samples.clear()
+            remedy = f"reports no drafted and accepted tokens; {_REMEDY}"
+            raise InputError("backend", self.backend.name, remedy)
+
+    def _measured(self, question: Question, prompt: EvalPrompt, drafting: Drafting, temperature: float) -> EvalSample:
+        seed = answer_seed(self.options.seed, prompt) if temperature > 0 else None
+        asked = Question(**{**vars(question), "temperature": temperature, "seed": seed})
+        self.backend.reset()
+        before = None if self.counts_itself else self.backend.counters()
+        answer = self.backend.answer(asked, drafting)
+        after = None if before is None else self.backend.counters()
+        drafted, accepted = answer.num_drafted, answer.num_accepted
+        if before is not None and after is not None:
+            drafted, accepted = (round(after[name] - before[name]) for name in ("drafted", "accepted"))
+        self.num_silent += drafted is None or accepted is None
+        counts = reported_counts(answer, drafted or 0, accepted or 0)
+        return EvalSample(drafting_name(drafting), prompt.slice, temperature, prompt.key, "", counts)
+
+    def _question(self, prompt: EvalPrompt) -> Question:
+        """A prompt as the backend is asked it.
+
+        Raises:
+            InputError: token ids, messages that are not texts, or a conversation where the backend renders none.
+        """
+        options, text = self.options, prompt.content if isinstance(prompt.content, str) else ""
+        messages = (("user", text),) if text and options.chat else () if text else _pairs(prompt)
+        if messages and not self.backend.capabilities.conversations:
+            field_name = "chat" if options.chat else "prompts"
+            raise InputError(field_name, prompt.name, f"{self.backend.name} renders no conversations; give texts")
+        return Question(
+            text="" if messages else text,
+            messages=messages,
+            max_tokens=options.max_tokens,
+            ignore_eos=not options.stop_at_eos,
+            prediction=prompt.prediction,
+        )
+
+    def drafters(self) -> list[str]:
+        """The names of its ways to draft, as in the result."""
+        return [drafting_name(one) for one in self.draftings]
+
+    def notes(self) -> list[str]:
+        """What restricts the result, with what the backend says of itself."""
+        notes = [*super().notes(), *self.backend.notes()]
+        if not self.counts_itself:
+            notes.append("drafted and accepted tokens are differences of the engine's counters around each answer")
+        if self.num_silent:
+            notes.append(f"{self.num_silent} answers came without counts of drafts: taken as if nothing was drafted")
+        return notes
+
+
+def _pairs(prompt: EvalPrompt) -> tuple[tuple[str, str], ...]:
+    """The (role, content) pairs of a conversation.
+
+    Raises:
+        InputError: token ids, or a message that is no plain text.
+    """
+    pairs = [one if isinstance(one, int) else (one.get("role"), one.get("content")) for one in prompt.content]  # type: ignore[union-attr]
+    found = tuple(
+        (role, content)
+        for role, content in (pair for pair in pairs if not isinstance(pair, int))
+        if isinstance(role, str) and isinstance(content, str)
+    )
+    if len(found) != len(pairs):
+        remedy = "another engine is asked texts, and messages whose content is a text; it takes no token ids"
+        raise InputError("prompts", prompt.name, remedy)
+    return found

@@ -1,0 +1,1 @@
+"""Whole batches: settings by batch size and slice."""

@@ -1,0 +1,180 @@
+"""Options of a load measurement."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from foretoken.backend.drafting import SWEEP
+from foretoken.config import SpecConfig
+from foretoken.control.queue import BATCHES, SchedulerConfig
+from foretoken.control.routing import RoutingRules
+from foretoken.engine_config import MODEL, THREADS, EngineConfig
+from foretoken.errors import ConfigError, InputError
+from foretoken.field_text import wholes, words
+from foretoken.measure.load.prompts import BATCH_SLICES
+from foretoken.measure.options import (
+    ALL,
+    DEFAULT_NUMERICS,
+    MAX_TOKENS_OPTION,
+    NAME_OPTION,
+    OUT_OPTION,
+    PLAIN,
+    PROMPTS_OPTION,
+    REPEATS_OPTION,
+    SEED_OPTION,
+)
+from foretoken.measure.prompts import read_prompts
+from foretoken.measure.workload import MAX_PROMPTS
+from foretoken.measure.write import check_name, check_out
+from foretoken.option import check_fields, option, same_option
+from foretoken.params import check_limits, check_share, check_whole, is_count
+
+MAX_BATCH = 4096  # each request of a batch has a cache of its own
+DEFAULT_SETTINGS = (
+    "plain",
+    "ngram-2",
+    "ngram-5",
+    "draft_model-2",
+    "draft_model-5",
+    "ngram-auto",
+    "draft_model-auto",
+    "auto",
+)
+_PROMPT_TOKENS_PER_STEP = 4096  # all prompts of a batch in one step, so that its requests begin to decode together
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """What to measure under load, on which engine.
+
+    `prompts` is a file or folder of prompts that replaces the library's. A cell answers `prompts_per_slice` requests,
+    or a whole batch where that is more; prompts are cut to `prompt_tokens`.
+
+    The engine's limits are those of `foretoken.LLM`. By default a step takes all prompts of a batch, and batch and
+    cache have room for the largest one. `min_tokens_to_speculate` and `max_speculating_requests` are `RoutingRules`,
+    for settings with an adaptive number of draft tokens. Under `numerics="strict"` no greedy answer may differ from
+    plain's. `resume` is a file that keeps each turn; what it holds already is not measured again.
+    """
+
+    target: str = field(metadata=same_option(EngineConfig, "model"))
+    draft: str | None = field(default=None, metadata=same_option(SpecConfig, "draft"))
+    batches: tuple[int, ...] = field(
+        default=(1, 2, 4, 8, 16, 32),
+        metadata=option("Batch sizes, separated by commas; each is measured on every slice.", read=wholes),
+    )
+    slices: tuple[str, ...] = field(
+        default=("code", "edit", "chat", "random"),
+        metadata=option("Kinds of text of the batches, or those of --prompts; or all.", read=words),
+    )
+    settings: tuple[str, ...] = field(
+        default=DEFAULT_SETTINGS,
+        metadata=option("Settings with commas: plain, DRAFTER-N, DRAFTER-auto, auto, auto-slices, sweep.", read=words),
+    )
+    prompts: Path | None = field(default=None, metadata=PROMPTS_OPTION)
+    prompt_tokens: int = field(default=64, metadata=option("Tokens that prompts are cut to."))
+    cache_tokens: int | None = field(
+        default=None,
+        metadata=option(
+            "Tokens that the key/value cache holds; without it, enough for the largest batch.", group=MODEL
+        ),
+    )
+    cache_reserve: float = field(
+        default=SchedulerConfig.cache_reserve, metadata=same_option(EngineConfig, "cache_reserve")
+    )
+    max_batch_size: int | None = field(
+        default=None, metadata=option("Requests that run at once; without it, the largest batch.", group=BATCHES)
+    )
+    max_prompt_tokens: int = field(
+        default=_PROMPT_TOKENS_PER_STEP, metadata=same_option(EngineConfig, "max_prompt_tokens")
+    )
+    max_step_tokens: int | None = field(default=None, metadata=same_option(EngineConfig, "max_step_tokens"))
+    min_tokens_to_speculate: int = field(
+        default=RoutingRules.min_tokens_to_speculate, metadata=same_option(RoutingRules, "min_tokens_to_speculate")
+    )
+    max_speculating_requests: int | None = field(
+        default=None, metadata=same_option(RoutingRules, "max_speculating_requests")
+    )
+    prompts_per_slice: int = field(default=2, metadata=option("Prompts of each slice; at least a batch."))
+    max_tokens: int = field(default=48, metadata=MAX_TOKENS_OPTION)
+    repeats: int = field(default=2, metadata=REPEATS_OPTION)
+    warmup: int = field(default=1, metadata=option("Warm-up turns of each setting and batch size."))
+    numerics: str = field(default=DEFAULT_NUMERICS, metadata=same_option(EngineConfig, "numerics"))
+    weights: str = field(default="auto", metadata=same_option(EngineConfig, "weights"))
+    dtype: str = field(default="auto", metadata=same_option(EngineConfig, "dtype"))
+    device: str = field(default="auto", metadata=same_option(EngineConfig, "device"))
+    threads: int | None = field(default=None, metadata=THREADS)
+    out: Path | None = field(default=None, metadata=OUT_OPTION)
+    resume: Path | None = field(
+        default=None,
+        metadata=option("File that keeps each turn; a run that was stopped goes on from it with the same options."),
+    )
+    name: str = field(default="batches", metadata=NAME_OPTION)
+    seed: int = field(default=0, metadata=SEED_OPTION)
+
+    def __post_init__(self) -> None:
+        lows = {"prompt_tokens": 1, "prompts_per_slice": 1, "max_tokens": 4, "repeats": 1, "warmup": 0, "seed": 0}
+        for name, low in lows.items():
+            check_whole(name, getattr(self, name), low, {"prompts_per_slice": MAX_PROMPTS, "seed": 2**63}.get(name))
+        if not self.batches or not all(1 <= batch <= MAX_BATCH for batch in self.batches):
+            raise InputError("batches", self.batches, f"give batch sizes from 1 to {MAX_BATCH}, separated by commas")
+        if not self.settings:
+            raise InputError("settings", self.settings, "name at least one; plain is always measured")
+        check_fields(self)
+        self._check_slices(self.slices)
+        if not self.slices:
+            raise InputError("slices", self.slices, f"give at least one of {', '.join(BATCH_SLICES)}")
+        check_limits(
+            cache_tokens=self.cache_tokens,
+            max_prompt_tokens=self.max_prompt_tokens,
+            max_step_tokens=self.max_step_tokens,
+        )
+        if self.max_batch_size is not None:
+            check_limits(max_batch_size=self.max_batch_size)
+        check_share("cache_reserve", self.cache_reserve)
+        self._check_routing()
+        check_name(self.name)
+        if self.out is not None:
+            check_out(self.out)
+
+    @property
+    def routing(self) -> RoutingRules:
+        """When a request is decoded without drafting."""
+        return RoutingRules(
+            min_tokens_to_speculate=self.min_tokens_to_speculate, max_speculating_requests=self.max_speculating_requests
+        )
+
+    def _check_slices(self, names: Sequence[str]) -> None:
+        """The library has prompts of these slices."""
+        unknown = [name for name in names if name not in BATCH_SLICES]
+        if self.prompts is None and unknown:
+            raise InputError("slices", unknown[0], f"choose from {', '.join(BATCH_SLICES)}")
+
+    def _check_routing(self) -> None:
+        """Routing rules are valid, and at least one setting follows them."""
+        neutral = RoutingRules()
+        if self.routing == neutral or not all(_is_fixed(name) for name in self.settings):
+            return
+        name = next(
+            name
+            for name in ("min_tokens_to_speculate", "max_speculating_requests")
+            if getattr(self, name) != getattr(neutral, name)
+        )
+        raise ConfigError(
+            name,
+            getattr(self, name),
+            "applies to settings with an adaptive number of draft tokens; add one, such as ngram-auto, or leave it out",
+        )
+
+
+def _is_fixed(setting: str) -> bool:
+    """Whether the name says a fixed number of draft tokens."""
+    return setting in (PLAIN, SWEEP) or is_count(setting.rpartition("-")[2])
+
+
+def slice_names(words: Sequence[str], prompts: Path | None) -> tuple[str, ...]:
+    """The slices that `words` name; `all` means those of the file of prompts, or `BATCH_SLICES`."""
+    if ALL not in words:
+        return tuple(words)
+    return BATCH_SLICES if prompts is None else tuple(dict.fromkeys(prompt.slice for prompt in read_prompts(prompts)))

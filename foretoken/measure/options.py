@@ -1,0 +1,31 @@
+"""Words and options that several measurements share: names of settings and numerics, and the metadata of fields."""
+
+from __future__ import annotations
+
+from foretoken.config import DRAFTERS
+from foretoken.field_text import words
+from foretoken.measure.workload import SLICES
+from foretoken.option import option
+
+ALL = "all"  # every slice, or every kind
+PLAIN = "plain"
+DEFAULT_NUMERICS, STRICT = "default", "strict"
+
+DRAFTERS_OPTION = option(
+    f"Drafters, separated by commas: {', '.join(DRAFTERS)}; or all; or sweep: each at 2, 3, 5 and 8 draft "
+    "tokens, a draft model also with trees. NAME:field=value;field=value sets options of one. With --draft "
+    "alone draft_model is added.",
+    read=words,
+)
+SLICES_OPTION = option(f"Kinds of text: {', '.join(SLICES)} (or those of --prompts); or all.", read=words)
+PROMPTS_OPTION = option(
+    "File or folder of prompts: JSON lines with `prompt` or `messages` and optional `slice` and `prediction`, "
+    "or public evaluation sets."
+)
+CHAT_OPTION = option("Send texts as a user's message through the target's chat template.")
+MAX_TOKENS_OPTION = option("Tokens per answer.")
+REPEATS_OPTION = option("Times everything is measured; the median is reported.")
+STOP_AT_EOS_OPTION = option("Let answers end early; by default all have the same length.")
+OUT_OPTION = option("Folder for a dated result, or one .html, .md or .json file.")
+NAME_OPTION = option("End of the result's file name.")
+SEED_OPTION = option("Seed of sampled answers.")

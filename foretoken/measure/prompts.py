@@ -1,0 +1,333 @@
+"""Prompts from files: JSON lines of one's own, and the public evaluation sets as they are published.
+
+    keys of an object                          known from       slice
+    prompt [slice, name, prediction]           one's own        `slice`, or the file's name
+    messages [slice, name, prediction]         conversations    the same; a last message of the assistant is not sent
+    category, turns                            Spec-Bench       chat (MT-Bench's eight), translation, summarisation, qa,
+                                                                math, retrieval
+    prompt, entry_point, canonical_solution    HumanEval        code
+    text, code                                 MBPP             code
+    instruction, input, output                 EditEval         edit; the input is the prediction (chat without one)
+    question, answers, prompt                  documents + QA   retrieval
+    question, answer                           GSM8K            math
+    conversations [tools]                      tool calls       json; cut before the first call, without one passed over
+
+A text is continued as it stands, messages go through the target's chat template (`with_template`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from foretoken.errors import InputError, StorageError
+from foretoken.files import parse_json, read_text
+from foretoken.measure.options import ALL
+from foretoken.measure.workload import Prompt, in_turns, without_trailing_space
+
+_SUFFIXES = (".json", ".jsonl")
+_MAX_CUTS = 50
+_HEAD_SHARE = 0.25  # of a cut prompt: its beginning holds the task, its end the question
+_SLICE_OF_CATEGORY = {
+    **dict.fromkeys(("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"), "chat"),
+    "summarization": "summarisation",
+    "math_reasoning": "math",
+    "rag": "retrieval",
+}
+_SPEAKERS = {"human": "User", "gpt": "Assistant", "function_call": "Call", "observation": "Result", "system": "System"}
+
+
+@dataclass(frozen=True)
+class _Item:
+    """One object of a file, and where it stands."""
+
+    path: Path
+    number: int
+    values: Mapping[str, Any]
+
+    @property
+    def place(self) -> str:
+        return f"{self.path}:{self.number}"
+
+    def text(self, key: str, may_be_empty: bool = False) -> str:
+        value = self.values.get(key)
+        if not isinstance(value, str) or not (value or may_be_empty):
+            raise InputError(
+                "prompts",
+                self.place,
+                f'"{key}" must be a text' + ("" if may_be_empty else " of at least one character"),
+            )
+        return value
+
+    def name(self, key: str | None = None, group: str = "") -> str:
+        number = self.values.get(key, self.number) if key else self.number
+        return f"{self.path.stem}{group}:{str(number).rsplit('/', 1)[-1]}"
+
+
+def prompt_files(path: Path) -> list[Path]:
+    """The file, or all .json and .jsonl files below a folder.
+
+    Raises:
+        StorageError: the folder holds none.
+    """
+    files = sorted(file for file in path.rglob("*") if file.suffix in _SUFFIXES) if os.path.isdir(path) else [path]
+    if not files:
+        raise StorageError(f"no .json or .jsonl file below {path}")
+    return files
+
+
+def read_prompts(path: Path) -> tuple[Prompt, ...]:
+    """Every prompt of a file, or of all .json and .jsonl files below a folder; each object tells its format by its
+    keys.
+
+    Raises:
+        StorageError: a file cannot be read, or the folder holds none.
+        InputError: an object that is in none of the formats, or no prompt at all.
+    """
+    prompts = [prompt for file in prompt_files(path) for item in _items(file) if (prompt := _prompt(item)) is not None]
+    if not prompts:
+        raise InputError("prompts", str(path), 'holds no prompt; write one {"prompt": "..."} a line')
+    return tuple(prompts)
+
+
+def choose(prompts: Sequence[Prompt], slices: Sequence[str], per_slice: int) -> tuple[tuple[Prompt, ...], list[str]]:
+    """At most `per_slice` prompts of every wanted slice, taken in turn from its files and categories; a note on what
+    was left out.
+
+    Raises:
+        InputError: a slice that no prompt belongs to.
+    """
+    found = dict.fromkeys(prompt.slice for prompt in prompts)
+    for name in slices:
+        if name != ALL and name not in found:
+            raise InputError("slices", name, f"the prompts have {', '.join(found)}; or take {ALL}")
+    wanted = list(found) if ALL in slices else list(dict.fromkeys(slices))
+    chosen: list[Prompt] = []
+    counts: list[str] = []
+    for name in wanted:
+        own = [prompt for prompt in prompts if prompt.slice == name]
+        chosen += in_turns(own)[:per_slice]
+        if len(own) > per_slice:
+            counts.append(f"{name} {per_slice} of {len(own)}")
+    notes = [f"Prompts measured (prompts_per_slice={per_slice}): {', '.join(counts)}."] if counts else []
+    return tuple(chosen), notes
+
+
+def fit(prompts: Sequence[Prompt], count: Callable[[str], int], room: int) -> tuple[tuple[Prompt, ...], list[str]]:
+    """Prompts of at most `room` tokens by `count`: what is too long loses its middle, and a note says so.
+
+    Raises:
+        InputError: no prompt can be that short.
+    """
+    if room < 1:
+        raise InputError(
+            "max_tokens", f"{room} tokens are left for a prompt", "ask for shorter answers than the target's context"
+        )
+    fitted: list[Prompt] = []
+    cut: list[str] = []
+    for prompt in prompts:
+        text = _cut(prompt.text, count, room)
+        fitted.append(prompt if text == prompt.text else replace(prompt, text=text))
+        if text != prompt.text:
+            cut.append(prompt.name)
+    notes = (
+        [f"Cut in the middle to {room} tokens, to fit the target's context with the answer: {', '.join(cut)}."]
+        if cut
+        else []
+    )
+    return tuple(fitted), notes
+
+
+def _cut(text: str, count: Callable[[str], int], room: int) -> str:
+    keep, shorter = len(text), text
+    for _ in range(_MAX_CUTS):
+        length = count(shorter)
+        if length <= room:
+            return shorter
+        keep = min(keep - 1, int(keep * room / length))
+        if keep < 1:
+            break
+        head = int(keep * _HEAD_SHARE)
+        shorter = text[:head] + text[len(text) - (keep - head) :]
+    raise InputError("prompts", text, f"cannot be cut to {room} tokens; ask for shorter answers")
+
+
+def _items(path: Path) -> Iterator[_Item]:
+    """The objects of a file: one a line, or one list of all."""
+    content = read_text("prompts", path)
+    if content.lstrip().startswith("["):
+        pieces = [(1, content)]
+    else:
+        pieces = [(number, line) for number, line in enumerate(content.split("\n"), start=1) if line.strip()]
+    for number, piece in pieces:
+        values = parse_json("prompts", f"{path}:{number}", piece)
+        listed = list(enumerate(values, start=1)) if isinstance(values, list) else [(number, values)]
+        for place, value in listed:
+            if not isinstance(value, dict):
+                raise InputError(
+                    "prompts", f"{path}:{place}", f"must be an object with the keys of one of these formats: {_known()}"
+                )
+            yield _Item(path, place, value)
+
+
+def _prompt(item: _Item) -> Prompt | None:
+    for keys, make in _FORMATS:
+        if all(key in item.values for key in keys):
+            return make(item)
+    raise InputError("prompts", item.place, f"has the keys {', '.join(item.values)}; known formats: {_known()}")
+
+
+def _known() -> str:
+    return "; ".join(" + ".join(keys) for keys, _ in _FORMATS)
+
+
+def _own(item: _Item) -> Prompt:
+    prediction = item.text("prediction") if item.values.get("prediction") is not None else None
+    name = item.text("name") if "name" in item.values else item.name()
+    slice_name = item.text("slice") if "slice" in item.values else item.path.stem
+    return Prompt(name, slice_name, item.text("prompt"), prediction=prediction)
+
+
+def _conversation(item: _Item) -> Prompt:
+    messages = item.values["messages"]
+    fit = isinstance(messages, list) and all(
+        isinstance(one, dict) and isinstance(one.get("role"), str) and isinstance(one.get("content"), str)
+        for one in messages
+    )
+    if not fit or not messages:
+        raise InputError("prompts", item.place, '"messages" must be a list of objects with "role" and "content"')
+    pairs = tuple((one["role"], one["content"]) for one in messages)
+    answered = len(pairs) > 1 and pairs[-1][0] == "assistant"
+    prediction = item.text("prediction") if item.values.get("prediction") is not None else None
+    name = item.text("name") if "name" in item.values else item.name()
+    slice_name = item.text("slice") if "slice" in item.values else item.path.stem
+    continuation = pairs[-1][1] if answered else None
+    return Prompt(name, slice_name, "", continuation, prediction, pairs[:-1] if answered else pairs)
+
+
+def _spec_bench(item: _Item) -> Prompt:
+    category, turns = item.text("category"), item.values["turns"]
+    if not isinstance(turns, list) or not turns or not isinstance(turns[0], str) or not turns[0].strip():
+        raise InputError("prompts", item.place, '"turns" must be a list of texts; the first one is the prompt')
+    return Prompt(
+        item.name("question_id", f"/{category}"), _SLICE_OF_CATEGORY.get(category, category), turns[0].rstrip()
+    )
+
+
+def _human_eval(item: _Item) -> Prompt:
+    return without_trailing_space(
+        Prompt(item.name("task_id"), "code", item.text("prompt"), item.text("canonical_solution"))
+    )
+
+
+def _mbpp(item: _Item) -> Prompt:
+    tests = item.values.get("test_list")
+    lines = [item.text("text"), *(str(test) for test in tests)] if isinstance(tests, list) else [item.text("text")]
+    return Prompt(
+        item.name("task_id"),
+        "code",
+        '"""\n' + "\n".join(lines) + '\n"""',
+        "\n" + item.text("code").replace("\r\n", "\n"),
+    )
+
+
+def _edit(item: _Item) -> Prompt:
+    before, after = item.text("input", may_be_empty=True), item.text("output")
+    if not before.strip():  # nothing to edit: an instruction alone, as in Alpaca's format
+        return Prompt(item.name("task_id"), "chat", item.text("instruction").rstrip(), f"\n{after}")
+    text = f"# {item.text('instruction').strip()}\n# Before:\n{before}\n# After:"
+    return Prompt(item.name("task_id"), "edit", text, f"\n{after}", prediction=f"\n{before}\n")
+
+
+def _documents(item: _Item) -> Prompt:
+    return Prompt(item.name("id"), "retrieval", item.text("prompt").rstrip())
+
+
+def _gsm8k(item: _Item) -> Prompt:
+    return Prompt(item.name(), "math", f"Question: {item.text('question').strip()}\nAnswer:", f" {item.text('answer')}")
+
+
+def _tool_call(item: _Item) -> Prompt | None:
+    turns = item.values["conversations"]
+    if not isinstance(turns, list) or not all(
+        isinstance(turn, dict) and isinstance(turn.get("value"), str) for turn in turns
+    ):
+        raise InputError("prompts", item.place, '"conversations" must be a list of objects with "from" and "value"')
+    call = next((place for place, turn in enumerate(turns) if turn.get("from") == "function_call"), None)
+    if call is None:
+        return None
+    lines = [f"Functions: {item.values['tools']}"] if item.values.get("tools") else []
+    lines += [
+        f"{_SPEAKERS.get(str(turn.get('from')), str(turn.get('from')))}: {turn['value'].strip()}"
+        for turn in turns[:call]
+    ]
+    return Prompt(item.name(), "json", "\n".join([*lines, "Call:"]), f" {turns[call]['value']}")
+
+
+# The first entry whose keys are all there decides, so an entry comes before those that ask for fewer of its keys.
+_FORMATS: tuple[tuple[tuple[str, ...], Callable[[_Item], Prompt | None]], ...] = (
+    (("messages",), _conversation),
+    (("prompt", "entry_point", "canonical_solution"), _human_eval),
+    (("question", "answers", "prompt"), _documents),
+    (("prompt",), _own),
+    (("category", "turns"), _spec_bench),
+    (("instruction", "input", "output"), _edit),
+    (("text", "code"), _mbpp),
+    (("question", "answer"), _gsm8k),
+    (("conversations",), _tool_call),
+)
+
+
+class ChatModel(Protocol):
+    """The part of `foretoken.LLM` that is used."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, with the special tokens that the tokenizer adds."""
+        ...
+
+    def render_chat(self, messages: list[dict[str, str]]) -> str:
+        """The text of a conversation up to where the answer begins."""
+        ...
+
+    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        """Its token ids; the template writes its own begin-of-text token."""
+        ...
+
+
+def with_template(prompts: Sequence[Prompt], model: ChatModel, chat: bool = False) -> tuple[Prompt, ...]:
+    """Prompts with messages get the text of the chat template; with `chat` all others do, as a user's message.
+
+    Raises:
+        InputError: a target without a chat template, messages that it refuses, or a template whose text the tokenizer
+            reads otherwise than the template means.
+        CheckpointError: the template is broken.
+    """
+    return tuple(
+        replace(prompt, text=_text(prompt, model)) if prompt.messages or chat else prompt for prompt in prompts
+    )
+
+
+def messages_of(prompt: Prompt) -> list[dict[str, str]]:
+    """The conversation of a prompt; a text is a user's message."""
+    pairs = prompt.messages or (("user", prompt.text),)
+    return [{"role": role, "content": content} for role, content in pairs]
+
+
+def _text(prompt: Prompt, model: ChatModel) -> str:
+    """The template's text. Where the tokenizer adds the begin-of-text token that the template has written already, the
+    text is given without it.
+    """
+    messages = messages_of(prompt)
+    text, ids = model.render_chat(messages), model.encode_chat(messages)
+    for cut in (0, *_ends_of_first_tokens(text)):
+        if model.encode(text[cut:]) == ids:
+            return text[cut:]
+    raise InputError("prompts", prompt.name, "as a text it has other tokens than as messages; give it as a text")
+
+
+def _ends_of_first_tokens(text: str) -> list[int]:
+    """Places at which a begin-of-text token such as <s> or <|begin_of_text|> may end."""
+    return [place + 1 for place, letter in enumerate(text[:64]) if letter in ">]"]

@@ -1,0 +1,266 @@
+"""The report of a speed measurement: its tables, and plots of them."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from foretoken.errors import InputError, StorageError
+from foretoken.measure.options import STRICT
+from foretoken.measure.plots import Plot, Point, Series
+from foretoken.measure.report import Report, Table
+from foretoken.measure.speed.compare import SUMMARY_NOTE, against_peer, by_position, ratios, summary
+from foretoken.measure.speed.plan import ALL_SLICES, ENGINE
+from foretoken.measure.speed.rows import SpeedRow, strict_differing
+from foretoken.printing.text import visible
+
+EXPLAINED = (
+    "tok/s is the median over repeats of the tokens after the prompt's forward pass; speedup is against `plain` on "
+    "the same slice in the same run, `95 %` its bootstrap interval over prompts, each drawn with its plain answer. "
+    "`repeats` is the share of 4-grams that an output had used before: repetition raises the acceptance of every "
+    "drafter. `differ` counts greedy outputs that differ from plain decoding's: in 16 bits near ties can resolve "
+    "otherwise; with strict numerics none may. `contended` counts answers during which other processes took a tenth "
+    "of the cores or more. `by position` is the acceptance in per cent at the 1st, 2nd, ... draft token; `vs peer` "
+    "compares with the fastest other engine that drafts in the same way."
+)
+_COLUMNS = (
+    *(
+        "setting",
+        "tok/s",
+        "min-max",
+        "speedup",
+        "95 %",
+        "accepted",
+        "by position",
+        "tok/step",
+        "ms/step",
+        "draft+target+rest",
+        "first token",
+    ),
+    *("repeats", "differ", "contended", "vs peer"),
+)
+
+
+def speed_report(
+    rows: Sequence[SpeedRow],
+    options: Mapping[str, Any],
+    command: str,
+    caveats: Sequence[str],
+    results: Mapping[str, Any] | None = None,
+    **about: Any,  # noqa: ANN401 - versions, machine and date, where they are known
+) -> Report:
+    """The report of `rows`, with a table per slice and temperature and a summary per temperature; `results` are further
+    fields of its JSON.
+    """
+    found = ratios(rows)
+    return Report(
+        title="Speed",
+        command=command,
+        options=options,
+        results={"rows": tuple(rows), "ratios": found, "strict_differing": strict_differing(rows)}
+        | dict(results or {}),
+        tables=speed_tables(rows, found),
+        conclusions=_strict_notes(rows),
+        plots=speed_plots(rows),
+        explained=EXPLAINED,
+        caveats=tuple(caveats),
+        **about,
+    )
+
+
+def speed_tables(rows: Sequence[SpeedRow], found: Mapping[str, Mapping[str, float]]) -> tuple[Table, ...]:
+    """A table per slice and temperature with its ratios (`found`, by slice, greedy), and a summary per temperature."""
+    tables = []
+    for (name, temperature), own in _groups(rows).items():
+        lines = tuple(_cells(row, own) for row in own)
+        notes = (*_position_notes(own), *_difference_notes(own), *_rival_notes(own))
+        if temperature == 0.0 and found.get(name):
+            notes += ("Ratios: " + ", ".join(f"{key} {value:.2f}x" for key, value in found[name].items()) + ".",)
+        tables.append(Table(f"{name}, temperature {temperature:g}", _COLUMNS, lines, notes))
+    for temperature in dict.fromkeys(row.temperature for row in rows):
+        short = summary(rows, temperature)
+        if short:
+            lines = tuple(map(tuple, short[1:]))
+            tables.append(Table(f"Summary, temperature {temperature:g}", tuple(short[0]), lines, (SUMMARY_NOTE,)))
+    return tuple(tables)
+
+
+def speed_plots(rows: Sequence[SpeedRow]) -> tuple[Plot, ...]:
+    """For each temperature the speedups of all settings by slice; speeds where plain decoding was not measured."""
+    plots = []
+    for temperature in dict.fromkeys(row.temperature for row in rows):
+        points: dict[str, list[Point]] = {}
+        speeds: dict[str, list[Point]] = {}
+        for row in (row for row in rows if row.temperature == temperature):
+            if row.speedup is not None and not _is_baseline(row):
+                ends = (row.speedup_low, row.speedup_high)
+                points.setdefault(row.setting, []).append(Point(row.slice, row.speedup, *ends))
+            speeds.setdefault(row.setting, []).append(Point(row.slice, row.tokens_per_s))
+        if points:
+            title, unit, reference = "Speedup over plain decoding", "times plain decoding", 1.0
+        else:
+            points, title, unit, reference = speeds, "Speed", "tokens per second", None
+        series = tuple(Series(name, tuple(own)) for name, own in points.items())
+        plots.append(Plot(f"{title}, temperature {temperature:g}", unit, series, baseline=reference))
+    return tuple(plots)
+
+
+def _groups(rows: Sequence[SpeedRow]) -> dict[tuple[str, float], list[SpeedRow]]:
+    groups: dict[tuple[str, float], list[SpeedRow]] = {}
+    for row in rows:
+        groups.setdefault((row.slice, row.temperature), []).append(row)
+    return groups
+
+
+def _cells(row: SpeedRow, rows: Sequence[SpeedRow]) -> tuple[str, ...]:
+    peer = against_peer(row, rows)
+    parts = (row.draft_ms_per_step, row.verify_ms_per_step, row.rest_ms_per_step)
+    return (
+        row.setting + (" (lossy)" if row.lossy else ""),
+        _number(row.tokens_per_s),
+        f"{_number(row.tokens_per_s_min)}-{_number(row.tokens_per_s_max)}",
+        "" if row.speedup is None else f"{row.speedup:.2f}x",
+        interval(row),
+        _percent(row.acceptance_rate),
+        by_position(row),
+        "" if row.emitted_per_step is None else f"{row.emitted_per_step:.2f}",
+        _number(row.step_ms),
+        "" if None in parts else "+".join(_number(part) for part in parts),
+        "" if row.ttft_s is None else f"{1e3 * row.ttft_s:.0f} ms",
+        _percent(row.repeated_4grams),
+        _share_of(row.num_differing, row.num_compared, shows_zero=not _is_baseline(row)),
+        _share_of(row.num_contended, row.num_answers, shows_zero=False),
+        "" if peer is None else f"{peer[0]:.2f}x {peer[1]}",
+    )
+
+
+def _number(value: float | None) -> str:
+    """Three digits or so: what a measurement is worth."""
+    return "" if value is None else f"{value:.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.0f} %"
+
+
+def interval(row: SpeedRow) -> str:
+    """The bootstrap interval of a row's speedup; empty for plain decoding, and with a single prompt."""
+    if _is_baseline(row) or row.speedup_low is None or row.speedup_high is None:
+        return ""
+    return f"{row.speedup_low:.2f}-{row.speedup_high:.2f}"
+
+
+def _is_baseline(row: SpeedRow) -> bool:
+    return row.engine == ENGINE and row.drafter is None
+
+
+def _share_of(count: int | None, total: int | None, shows_zero: bool) -> str:
+    return "" if count is None or not (count or shows_zero) else f"{count} of {total}"
+
+
+def _strict_notes(rows: Sequence[SpeedRow]) -> tuple[str, ...]:
+    """Whether strict numerics held, where they were measured."""
+    if not any(row.numerics == STRICT and row.num_compared is not None for row in rows):
+        return ()
+    count = strict_differing(rows)
+    if not count:
+        return ("Strict numerics: no greedy output differs from plain decoding.",)
+    return (f"STRICT NUMERICS FAILED: {count} greedy outputs differ from plain decoding, and none may.",)
+
+
+def _position_notes(rows: Sequence[SpeedRow]) -> tuple[str, ...]:
+    """Acceptance at every position, where a row has any."""
+    found = [
+        f"{row.setting} {' '.join(f'{share:.2f}' for share in row.acceptance_per_position)}"
+        for row in rows
+        if row.acceptance_per_position
+    ]
+    return (f"Accepted by position: {'; '.join(found)}.",) if found else ()
+
+
+def _rival_notes(rows: Sequence[SpeedRow]) -> tuple[str, ...]:
+    """Each drafter against the fastest drafting setting of other engines."""
+    told = []
+    for row in rows:
+        if row.over_rival is not None:
+            low, high = row.over_rival_low, row.over_rival_high
+            told.append(f"{row.setting} {row.over_rival:.2f}x" + (f" ({low:.2f}-{high:.2f})" if low and high else ""))
+    name = next((row.rival for row in rows if row.rival is not None), None)
+    return (f"Against {name}, the fastest drafting setting of other engines: {', '.join(told)}.",) if told else ()
+
+
+def _difference_notes(rows: Sequence[SpeedRow]) -> tuple[str, ...]:
+    told = [
+        (
+            f"{row.setting} at "
+            f"{', '.join(' '.join(f'{key} {value}' for key, value in place.items()) for place in row.differences)}"
+        )
+        for row in rows
+        if row.differences
+    ]
+    return (f"Greedy outputs that differ from plain decoding: {'; '.join(told)}.",) if told else ()
+
+
+_PLOT_SUFFIXES = (".png", ".svg")
+
+
+def check_plot(path: Path) -> None:
+    """Check that a plot can be drawn, before anything is measured.
+
+    Raises:
+        InputError: an unknown suffix, or matplotlib is missing.
+    """
+    if path.suffix.lower() not in _PLOT_SUFFIXES:
+        raise InputError("plot", str(path), f"the file name must end in {' or '.join(_PLOT_SUFFIXES)}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise InputError("plot", str(path), "plots need matplotlib: pip install 'foretoken[plot]'")
+
+
+def write_plot(all_rows: Sequence[SpeedRow], cpu: str, path: Path) -> None:
+    """Bars of tokens per second at the lowest temperature by slice and setting, with the range over repeats.
+
+    Raises:
+        InputError: an unknown suffix, or matplotlib is missing.
+        StorageError: the file cannot be written.
+    """
+    check_plot(path)
+    from matplotlib.figure import Figure
+
+    lowest = min((row.temperature for row in all_rows), default=0.0)
+    rows = [row for row in all_rows if row.temperature == lowest]
+    names = [name for name in dict.fromkeys(row.slice for row in rows) if name != ALL_SLICES] or [ALL_SLICES]
+    settings = list(dict.fromkeys(row.setting for row in rows))
+    figure = Figure(figsize=(max(6.0, 1.0 + 0.25 * len(names) * (len(settings) + 1)), 4.0), layout="constrained")
+    axes = figure.subplots()
+    width = 0.8 / max(1, len(settings))
+    for place, setting in enumerate(settings):
+        own = {row.slice: row for row in rows if row.setting == setting}
+        at = [i for i, name in enumerate(names) if name in own]
+        chosen = [own[names[i]] for i in at]
+        spread = (
+            [r.tokens_per_s - r.tokens_per_s_min for r in chosen],
+            [r.tokens_per_s_max - r.tokens_per_s for r in chosen],
+        )
+        axes.bar(
+            [i + (place + 0.5) * width - 0.4 for i in at],
+            [r.tokens_per_s for r in chosen],
+            width,
+            yerr=spread,
+            label=_label(setting),
+        )
+    axes.set_xticks(range(len(names)), [_label(name) for name in names])
+    axes.set_ylabel("tokens per second")
+    axes.set_title(_label(f"temperature {lowest:g}, {cpu}"), fontsize=9)
+    figure.legend(loc="outside lower center", fontsize=7, ncols=4)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+    except OSError as error:
+        raise StorageError(f"cannot write the plot to {path}: {error}") from error
+
+
+def _label(text: str) -> str:
+    """`text` in a plot, where dollar signs would enclose a formula."""
+    return visible(text).replace("$", r"\$")

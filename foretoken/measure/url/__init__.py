@@ -1,0 +1,1 @@
+"""A server under load, as its clients see it."""

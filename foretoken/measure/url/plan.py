@@ -1,0 +1,223 @@
+"""What is sent to an OpenAI-compatible endpoint, and when: options, and arrivals of a Poisson process or a trace."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from foretoken.backend.registry import DEFAULT_KEY_VARIABLE, base_of, check_address
+from foretoken.errors import InputError
+from foretoken.field_text import numbers
+from foretoken.files import parse_json, read_text
+from foretoken.measure.options import (
+    ALL,
+    MAX_TOKENS_OPTION,
+    NAME_OPTION,
+    OUT_OPTION,
+    PROMPTS_OPTION,
+    SEED_OPTION,
+    SLICES_OPTION,
+)
+from foretoken.measure.prompts import choose, read_prompts
+from foretoken.measure.workload import SLICES, Prompt, slices
+from foretoken.measure.write import check_name, check_out
+from foretoken.option import option
+from foretoken.params import TEMPERATURES, check_number, check_whole
+
+if TYPE_CHECKING:
+    from foretoken.backend.http import ServerAddress
+
+
+MAX_REQUESTS = 1_000_000  # all are planned before the first is sent
+_RATES = (1e-6, 1e6)  # requests per second
+_MAX_S = 86_400.0
+
+
+@dataclass(frozen=True)
+class UrlOptions:
+    """What to send to which endpoint.
+
+    `url` is the server's address, with or without `/v1`. `model` None: the first that `/v1/models` names. `rates` are
+    mean arrivals per second of a Poisson process, one run each; `trace` is a file of arrivals in their place. A prompt
+    is continued as it stands, or with `chat` sent as a user's message. `deadlines`: a request is good if its time to
+    the first token, its time per further token and its whole time are within those that are set; without one, every
+    request that succeeds is good. `key_variable` names the environment variable with the API key: a key on the command
+    line would be in the report. `timeout_s`: a server that is silent for so long has failed the request. `resume` is a
+    file that keeps each run that has ended, a rate or the trace; what it holds already is not measured again.
+    """
+
+    url: str = field(metadata=option("Address of the server, such as http://127.0.0.1:8000, with or without /v1."))
+    model: str | None = field(default=None, metadata=option("Name of the model; without it, the first of /v1/models."))
+    rates: tuple[float, ...] = field(
+        default=(1.0,),
+        metadata=option(
+            "Requests per second of a Poisson process; several with commas are runs of their own.",
+            name="rate",
+            read=numbers,
+        ),
+    )
+    requests: int = field(default=64, metadata=option("Requests of each rate."))
+    trace: Path | None = field(
+        default=None,
+        metadata=option("File of arrivals in place of --rate: JSON lines, arrival_s [prompt, max_tokens, slice]."),
+    )
+    prompts: Path | None = field(default=None, metadata=PROMPTS_OPTION)
+    slices: tuple[str, ...] = field(default=(ALL,), metadata=SLICES_OPTION)
+    prompts_per_slice: int = field(default=8, metadata=option("Prompts of each slice; requests take them in turn."))
+    chat: bool = field(default=False, metadata=option("Send prompts as a user's message to /v1/chat/completions."))
+    max_tokens: int = field(default=64, metadata=MAX_TOKENS_OPTION)
+    temperature: float = field(default=0.0, metadata=option("Sampling temperature."))
+    stop_at_eos: bool = field(default=False, metadata=option("Let answers end early; by default ignore_eos is sent."))
+    warmup: int = field(default=2, metadata=option("Requests before the run, not counted."))
+    ttft_deadline_s: float | None = field(
+        default=None, metadata=option("A request is good if its first text comes within so many seconds.")
+    )
+    tpot_deadline_s: float | None = field(
+        default=None, metadata=option("The same for the mean time of each further token.")
+    )
+    e2e_deadline_s: float | None = field(default=None, metadata=option("The same for the whole answer."))
+    timeout_s: float = field(
+        default=600.0, metadata=option("A server that sends nothing for so many seconds has failed the request.")
+    )
+    key_variable: str = field(default=DEFAULT_KEY_VARIABLE, metadata=option("Environment variable with the API key."))
+    out: Path | None = field(default=None, metadata=OUT_OPTION)
+    resume: Path | None = field(
+        default=None,
+        metadata=option("File that keeps each load; a run that was stopped goes on from it with the same options."),
+    )
+    name: str = field(default="url", metadata=NAME_OPTION)
+    seed: int = field(default=0, metadata=SEED_OPTION)
+
+    def __post_init__(self) -> None:
+        check_address("url", self.url, self.key_variable)
+        for name, low, high in (
+            ("requests", 1, MAX_REQUESTS),
+            ("prompts_per_slice", 1, MAX_REQUESTS),
+            ("max_tokens", 1, 1 << 20),
+            ("warmup", 0, MAX_REQUESTS),
+            ("seed", 0, 2**63 - MAX_REQUESTS),  # request i is sent with seed + i
+        ):
+            check_whole(name, getattr(self, name), low, high)
+        if not self.rates:
+            raise InputError("rate", "", "give requests per second, several separated by commas")
+        for rate in self.rates:
+            check_number("rate", rate, *_RATES)
+        check_number("temperature", self.temperature, *TEMPERATURES)
+        check_number("timeout_s", self.timeout_s, 0.0, _MAX_S, open_low=True)
+        for name in ("ttft_deadline_s", "tpot_deadline_s", "e2e_deadline_s"):
+            if getattr(self, name) is not None:
+                check_number(name, getattr(self, name), 0.0, _MAX_S, open_low=True)
+        for name in ("model", "key_variable"):
+            if getattr(self, name) == "":
+                raise InputError(name, "", "must not be empty; leave it out")
+        check_name(self.name)
+        if self.out is not None:
+            check_out(self.out)
+
+    @property
+    def base(self) -> str:
+        """The address without `/v1` and without a slash at its end."""
+        return base_of(self.url)
+
+    @property
+    def server(self) -> ServerAddress:
+        """What clients of the endpoint are made with."""
+        from foretoken.backend.http import ServerAddress  # help is printed without an HTTP client
+
+        return ServerAddress(self.url, self.model or "", self.key_variable, self.timeout_s)
+
+
+_TRACE_KEYS = ("arrival_s", "prompt", "max_tokens", "slice")
+_MAX_ARRIVAL_S = 1e7
+
+
+@dataclass(frozen=True)
+class UrlRequest:
+    """One request: `arrival_s` after the start of the run; `messages` are those of a chat, else `text` is continued."""
+
+    index: int
+    arrival_s: float
+    slice: str
+    text: str
+    max_tokens: int
+    messages: tuple[tuple[str, str], ...] = ()
+
+
+def chosen_prompts(options: UrlOptions) -> tuple[Prompt, ...]:
+    """The prompts that requests take in turn.
+
+    Raises:
+        InputError: an unknown slice, or conversations that are not to be sent as a chat.
+        StorageError: the file of prompts cannot be read.
+    """
+    if options.prompts is None:
+        return slices(SLICES if ALL in options.slices else options.slices, options.prompts_per_slice)
+    found, _ = choose(read_prompts(options.prompts), options.slices, options.prompts_per_slice)
+    if not options.chat and any(prompt.messages for prompt in found):
+        raise InputError("prompts", str(options.prompts), "holds conversations: add --chat, or leave those slices out")
+    return found
+
+
+def poisson_requests(options: UrlOptions, prompts: Sequence[Prompt], rate: float, first: int = 0) -> list[UrlRequest]:
+    """`options.requests` arrivals, `rate` a second on average; the same seed gives the same, scaled in time.
+
+    `first` is the number of the first request, which decides its prompt and its seed.
+    """
+    rng, now, found = random.Random(f"arrivals {options.seed}"), 0.0, []
+    for index in range(first, first + options.requests):
+        now += rng.expovariate(1.0) / rate
+        found.append(_request(options, prompts[index % len(prompts)], index, now, options.max_tokens))
+    return found
+
+
+def trace_requests(options: UrlOptions, prompts: Sequence[Prompt], path: Path, first: int = 0) -> list[UrlRequest]:
+    """The requests of a trace: JSON lines with `arrival_s`, and optionally `prompt`, `max_tokens` and `slice`; without
+    a prompt, the next of `prompts`. `first`: see `poisson_requests`.
+
+    Raises:
+        InputError: names the line and what is wrong with it.
+        StorageError: the file cannot be read.
+    """
+    lines = [line for line in enumerate(read_text("trace", path).splitlines(), 1) if line[1].strip()]
+    if not 0 < len(lines) <= MAX_REQUESTS:
+        raise InputError("trace", str(path), f"must hold 1 to {MAX_REQUESTS} requests, one a line")
+    parsed = sorted((_line(path, number, line) for number, line in lines), key=lambda raw: float(raw["arrival_s"]))
+    return [_traced(options, prompts[index % len(prompts)], index, raw) for index, raw in enumerate(parsed, first)]
+
+
+def warmup_requests(options: UrlOptions, prompts: Sequence[Prompt]) -> list[UrlRequest]:
+    """Requests that are sent one after the other before the run, and not counted."""
+    return [
+        _request(options, prompts[index % len(prompts)], index, 0.0, options.max_tokens)
+        for index in range(options.warmup)
+    ]
+
+
+def _request(options: UrlOptions, prompt: Prompt, index: int, arrival_s: float, max_tokens: int) -> UrlRequest:
+    messages = (prompt.messages or (("user", prompt.text),)) if options.chat else ()
+    return UrlRequest(index, arrival_s, prompt.slice, prompt.text, max_tokens, messages)
+
+
+def _traced(options: UrlOptions, prompt: Prompt, index: int, raw: Mapping[str, Any]) -> UrlRequest:
+    if "prompt" in raw:
+        prompt = Prompt(f"trace:{index}", str(raw.get("slice", "trace")), raw["prompt"])
+    return _request(options, prompt, index, float(raw["arrival_s"]), raw.get("max_tokens", options.max_tokens))
+
+
+def _line(path: Path, number: int, line: str) -> Mapping[str, Any]:
+    where = f"trace line {number}"
+    raw = parse_json("trace", f"{path}:{number}", line)
+    if not isinstance(raw, Mapping):
+        raise InputError(where, line, "must be an object")
+    unknown = set(raw) - set(_TRACE_KEYS)
+    if unknown:
+        raise InputError(where, sorted(unknown)[0], f"unknown key; known: {', '.join(_TRACE_KEYS)}")
+    check_number(f"{where}: arrival_s", raw.get("arrival_s"), 0.0, _MAX_ARRIVAL_S)
+    if "max_tokens" in raw:
+        check_whole(f"{where}: max_tokens", raw["max_tokens"], 1, 1 << 20)
+    if not isinstance(raw.get("prompt", "x"), str) or raw.get("prompt") == "":
+        raise InputError(f"{where}: prompt", raw["prompt"], "must be a text of at least one character")
+    return raw
