@@ -53,8 +53,23 @@ class Processors(Protocol):
 class Noise(Protocol):
     """The noise of the coupled rule for one request."""
 
+    @property
+    def key(self) -> tuple[int, int]:
+        """The two words that key its random numbers."""
+
     def at(self, positions: Sequence[int]) -> Tensor:
         """Exp(1) noise `[n, V]` for the tokens at absolute `positions` of the text."""
+
+    def rows(self, positions: Sequence[int]) -> Tensor | RaceRows:
+        """The same for `verify.race_winners`, which need not read all of it."""
+
+
+@dataclass(frozen=True)
+class RaceRows:
+    """Noise of one request at absolute `positions` [n] of its text, of which only what is read has to be made."""
+
+    noise: Noise
+    positions: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -340,7 +355,7 @@ class Uniforms:
 
     accept: Tensor  # [N]
     next: Tensor  # [B]
-    race: tuple[Tensor | None, ...] = ()  # [B] of [rows, V]; () = not needed
+    race: tuple[Tensor | RaceRows | None, ...] = ()  # [B] of [rows, V]; () = not needed
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,7 @@ def rule_times(name: str, probs: Tensor, distributions: Tensor, repeats: int) ->
     def once(i: int) -> Verdict:
         uniforms: Uniforms = round_uniforms(drafts[i], [i], [100 * i], probs.device)
         if name == "coupled":  # three new positions a round: what a typical round emits
-            rows = noise.at([3 * i + place for place in range(num_draft + 1)])
+            rows = noise.rows([3 * i + place for place in range(num_draft + 1)])
             uniforms = replace(uniforms, race=(rows,))
             noise.forget(3 * i + 3)
         return verify_batch(drafts[i], probs, uniforms, [name])

@@ -346,7 +346,7 @@ def _judge(runs: Sequence[_LevelTokens], draft: Draft, probs: Tensor) -> Verdict
     race = tuple(
         None
         if entry.noise is None
-        else entry.noise.at([entry.round_start + len(run.ahead) + d for d in (0, *draft.depths(b))]).to(probs.device)
+        else entry.noise.rows([entry.round_start + len(run.ahead) + d for d in (0, *draft.depths(b))])
         for b, (entry, run) in enumerate(zip(entries, runs, strict=True))
     )
     return verify_batch(draft, probs, Uniforms(rows[tests], rows[draws], race), [run.course.rule for run in runs])

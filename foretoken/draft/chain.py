@@ -17,7 +17,7 @@ from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.text.randomness import Purpose, uniforms
 from foretoken.text.sampling import draft_probs, sample, without_broken
 from foretoken.transfer import to_device, to_host
-from foretoken.verify.base import first_max, race_winner
+from foretoken.verify.base import first_max, race_winners
 
 # What `draft_probability="auto"` leaves to choose from in each round.
 PROBABILITIES: Mapping[str, Sequence[float]] = {"draft_probability": (0.25, 0.5, 0.75, 1.0)}
@@ -123,10 +123,14 @@ def _draw(chains: list[Chain], probs: Tensor, position: int) -> Tensor:
         )
         rows = to_device(sampled, probs.device)
         chosen[rows] = sample(probs[rows], to_device(torch.from_numpy(u), probs.device, None))
-    for i, chain in enumerate(chains):
-        if chain.entry.noise is not None and not chain.entry.request.params.greedy:
-            noise = chain.entry.noise.at([chain.entry.round_start + position])
-            chosen[i] = race_winner(probs[i : i + 1], to_device(noise, probs.device, None))[0]
+    racing = [
+        (i, chain.entry.noise.rows([chain.entry.round_start + position]))
+        for i, chain in enumerate(chains)
+        if chain.entry.noise is not None and not chain.entry.request.params.greedy
+    ]
+    if racing:
+        rows = to_device([i for i, _ in racing], probs.device)
+        chosen[rows] = race_winners(probs[rows], [race for _, race in racing])
     return chosen
 
 

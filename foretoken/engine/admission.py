@@ -14,6 +14,7 @@ from foretoken.config import SamplingParams, SpecConfig
 from foretoken.core import Request
 from foretoken.engine.request import PreparedRequest, TextAssembler
 from foretoken.errors import CapacityError, ConfigError, ContextLengthError, InputError
+from foretoken.kernels.sampling import runs_on
 from foretoken.model.interface import LanguageModel
 from foretoken.text.detokenizer import Detokenizer
 from foretoken.text.processors import RequestProcessors, make_processors
@@ -128,6 +129,7 @@ class Admission:
     def __init__(self, target: LanguageModel, tokenizer: Tokenizer | None, eos_token_ids: Sequence[int]) -> None:
         self._target, self._tokenizer = target, tokenizer
         self.eos_token_ids = frozenset(eos_token_ids)
+        runs_on(target.device)  # compiled here, where no request waits for it
         self._structures = StructureCompiler(tokenizer, target.vocab_size, tuple(sorted(eos_token_ids)))
 
     def warm(self) -> None:

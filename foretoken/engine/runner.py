@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from foretoken.config import SamplingParams
-from foretoken.core import NO_TAPS, Batch, BatchEntry, Draft, TapRequest, Uniforms
+from foretoken.core import NO_TAPS, Batch, BatchEntry, Draft, RaceRows, TapRequest, Uniforms
 from foretoken.model.interface import ForwardOutput, LanguageModel, Segment
 from foretoken.text.processors import RequestProcessors
 from foretoken.text.randomness import round_uniforms
@@ -250,7 +250,7 @@ def _processed(batch: Batch, draft: Draft, logits: Tensor, faults: dict[int, Exc
     return processed
 
 
-def race_rows(entry: BatchEntry, draft: Draft, b: int, target: TargetOutput) -> Tensor | None:
+def race_rows(entry: BatchEntry, draft: Draft, b: int, target: TargetOutput) -> Tensor | RaceRows | None:
     """The coupled rule's noise `[1 + nodes, V]` for the rows of decoding entry `b`, None where its rule needs none.
 
     Where it raises, the error goes to the target's `faults`, and any noise will do.
@@ -258,7 +258,7 @@ def race_rows(entry: BatchEntry, draft: Draft, b: int, target: TargetOutput) -> 
     if entry.noise is None:
         return None
     try:
-        return entry.noise.at([entry.round_start + depth for depth in (0, *draft.depths(b))])
+        return entry.noise.rows([entry.round_start + depth for depth in (0, *draft.depths(b))])
     except Exception as error:  # noqa: BLE001 - as above
         target.faults[b] = error
         return torch.ones(1 + draft.lengths[b], target.probs.shape[-1], device=target.probs.device)

@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__AVX512F__) || defined(__F16C__)
+#if defined(__AVX2__) || defined(__F16C__)
 #include <immintrin.h>
 #endif
 
@@ -138,6 +138,21 @@ inline void by_lanes(int64_t size, Whole whole, Some some) {
     int64_t i = 0;
     for (; i + LANES <= size; i += LANES) whole(i);
     if (i < size) some(i, size - i);
+}
+
+// The lanes of a comparison that hold, one bit each.
+inline uint32_t lanes_set(Words holds) {
+#if defined(__AVX512DQ__)
+    return _mm512_movepi32_mask(reinterpret_cast<__m512i>(holds));
+#elif defined(__AVX2__)
+    __m256 halves[2];
+    std::memcpy(halves, &holds, sizeof halves);
+    return uint32_t(_mm256_movemask_ps(halves[0])) | uint32_t(_mm256_movemask_ps(halves[1])) << 8;
+#else
+    uint32_t bits = 0;
+    for (int k = 0; k < LANES; ++k) bits |= uint32_t(holds[k] != 0) << k;
+    return bits;
+#endif
 }
 
 // The sum of 16 numbers, in an order that does not change.

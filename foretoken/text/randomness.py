@@ -15,7 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foretoken.core import Draft, Uniforms
+from foretoken.core import Draft, RaceRows, Uniforms
+from foretoken.kernels.sampling import runs_on
 from foretoken.transfer import to_device
 
 
@@ -91,12 +92,21 @@ def _uniforms(
 class RaceNoise:
     """Exp(1) noise of one request for the coupled rule: a number per token, the same at a position whoever asks.
 
-    A position's noise is kept from drafting to verification; `forget` drops what is committed.
+    Noise that was made is kept from drafting to verification; `forget` drops what is committed.
     """
 
     def __init__(self, seed: int, vocab_size: int, device: torch.device | str = "cpu") -> None:
         self._seed, self._vocab_size, self._device = seed, vocab_size, torch.device(device)
         self._rows: dict[int, Tensor] = {}
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """The two words that key its random numbers."""
+        return self._seed, int(Purpose.RACE)
+
+    def rows(self, positions: Sequence[int]) -> Tensor | RaceRows:
+        """See `core.Noise`: left to the compiled race where that runs, else made as in `at`."""
+        return RaceRows(self, tuple(positions)) if runs_on(self._device) else self.at(positions)
 
     def at(self, positions: Sequence[int]) -> Tensor:
         """Noise `[n, V]` float32 for the tokens at absolute `positions` of the text."""

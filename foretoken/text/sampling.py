@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from foretoken.config import SamplingParams
+from foretoken.kernels.sampling import Choice, kernel_for
 from foretoken.transfer import to_device, to_host
 from foretoken.verify import draw, first_max
 
@@ -25,6 +26,9 @@ def target_probs(logits: Tensor, params: Sequence[SamplingParams], best: Tensor 
     """
     assert logits.shape[0] == len(params)
     scores = logits if logits.dtype == torch.float64 else logits.to(torch.float32)
+    kernel = kernel_for(scores)
+    if kernel is not None and not all(choice.greedy for choice in params):
+        return kernel.distributions(scores, _choices(scores, params, best))
     groups: dict[tuple[float, int, float, float], list[int]] = {}
     for row, choice in enumerate(params):
         key = (0.0, 0, 1.0, 0.0) if choice.greedy else (choice.temperature, choice.top_k, choice.top_p, choice.min_p)
@@ -116,6 +120,24 @@ def coldest(temperature: float) -> float:
 def sample(probs: Tensor, u: Tensor) -> Tensor:
     """Draw one token per row: probabilities [B, V] (need not be normalised), uniforms [B] -> ids [B]."""
     return draw(probs, u)
+
+
+def _choices(scores: Tensor, params: Sequence[SamplingParams], best: Tensor | None) -> list[Choice]:
+    """How the compiled kernel samples each row."""
+    made: dict[int, Choice] = {}
+    places = [0] * len(params)
+    if any(choice.greedy for choice in params):
+        places = (first_max(scores) if best is None else best).tolist()
+    choices = list[Choice]()
+    for choice, place in zip(params, places, strict=True):
+        if choice.greedy:
+            choices.append(Choice(best=place))
+            continue
+        if id(choice) not in made:
+            dropped = 1 - choice.top_p if choice.top_p < 1 else -1.0
+            made[id(choice)] = Choice(0, choice.top_k, coldest(choice.temperature), dropped, choice.min_p)
+        choices.append(made[id(choice)])
+    return choices
 
 
 def _distributions(

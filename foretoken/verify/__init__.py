@@ -3,7 +3,7 @@
 A new rule is one file with a subclass of `Rule` and one line in `dispatch.RULES`.
 """
 
-from foretoken.verify.base import Rule, draw, first_max, race_winner
+from foretoken.verify.base import Rule, draw, first_max, race_winner, race_winners
 from foretoken.verify.dispatch import (
     RULES,
     is_lossless,
@@ -24,6 +24,7 @@ __all__ = [
     "needs_race",
     "needs_uniforms",
     "race_winner",
+    "race_winners",
     "resolve",
     "rule_for",
     "takes_trees",

@@ -13,7 +13,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from foretoken.core import Draft, Uniforms, Verdict
+from foretoken.core import Draft, RaceRows, Uniforms, Verdict
+from foretoken.kernels.sampling import kernel_for
 from foretoken.transfer import to_device
 
 _CACHED_NUMBERS = 262_144  # 1 MB of float32
@@ -59,6 +60,9 @@ def draw(weights: Tensor, u: Tensor) -> Tensor:
 
     A token of weight zero is never returned. A row of zeros gives an arbitrary valid id.
     """
+    kernel = kernel_for(weights)
+    if kernel is not None:
+        return kernel.draw(weights, u.to(torch.float64))
     cumulative = weights.to(torch.float64).cumsum(-1)  # [B, V]
     # right=True: the first token whose cumulative weight EXCEEDS the point, so u = 0 skips leading zero weights.
     index = torch.searchsorted(cumulative, u.to(torch.float64).unsqueeze(-1) * cumulative[:, -1:], right=True)  # [B, 1]
@@ -93,6 +97,19 @@ def race_winner(distribution: Tensor, noise: Tensor) -> Tensor:
     """
     # The inverse ratio is safe for a weight of zero; clamping avoids 0 / 0 for noise of exactly zero.
     return first_max(distribution / noise.clamp(min=torch.finfo(noise.dtype).tiny))
+
+
+def race_winners(distributions: Tensor, races: Sequence[Tensor | RaceRows]) -> Tensor:
+    """`race_winner` of weights [n, V] with the noise of some requests, whose rows follow one another: -> ids [n]."""
+    kernel, keys = kernel_for(distributions), list[tuple[int, int, int]]()
+    for race in races:
+        if isinstance(race, RaceRows):
+            keys += [(*race.noise.key, position) for position in race.positions]
+    if kernel is not None and len(keys) == len(distributions):
+        return kernel.race(distributions, keys)
+    rows = [race.noise.at(race.positions) if isinstance(race, RaceRows) else race for race in races]
+    noise = torch.cat(rows) if rows else distributions
+    return race_winner(distributions, to_device(noise, distributions.device, None))
 
 
 def accept_ratio(weight: float, mass: float) -> float:

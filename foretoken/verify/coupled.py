@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from foretoken.core import Draft, Uniforms, Verdict
 from foretoken.transfer import to_device, to_host
-from foretoken.verify.base import Rule, deepest_walk, race_winner, take, verdict_at
+from foretoken.verify.base import Rule, deepest_walk, race_winners, take, verdict_at
 
 
 class CoupledRule(Rule):
@@ -52,7 +51,7 @@ class CoupledRule(Rule):
         """Sample every row by its noise and accept the deepest path of equal tokens."""
         noise = [own for own in uniforms.race if own is not None]
         assert len(noise) == draft.num_requests, "the coupled rule needs the noise of every row"
-        winners = race_winner(target_probs, torch.cat(noise) if noise else target_probs)  # [R]
+        winners = race_winners(target_probs, noise)  # [R]
         best, tokens = to_host(winners, draft.tokens)
         rows = deepest_walk(draft, [tokens[node] == best[row] for node, row in enumerate(draft.parent_rows)])[0]
         return verdict_at(draft, tokens, rows, [best[row] for row in rows], None)

@@ -23,6 +23,7 @@ from studies.changing_load.options import MIXED
 _FIXED = "ngram,suffix,recycling,lookahead,early_exit,cascade,draft_model,mix"
 _NEEDS_DRAFT = ("draft_model", "cascade")
 _ALWAYS = ("plain", "auto")
+_TOLD = ("dtype", "device", "threads", "profile", "seed", "temperature", "top_p")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -64,6 +65,8 @@ def main(argv: list[str] | None = None) -> int:
         profile=chosen.profile,
         prompt_tokens=chosen.prompt_tokens,
         seed=chosen.seed,
+        temperature=chosen.temperature,
+        top_p=chosen.top_p,
     )
     samples: list[grid.Sample] = []
     traces: list[mixed.TraceSample] = []
@@ -85,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
         listed = {
             "grid": None if chosen.no_grid else asdict(grid_plan),
             "mixed": asdict(trace_plan) if chosen.mixed else None,
-            **{name: getattr(chosen, name) for name in ("dtype", "device", "threads", "profile", "seed")},
+            **{name: getattr(chosen, name) for name in _TOLD},
         }
         run = report.Run(command, listed, pair, samples, traces, interrupted, load)
         for path in write_report(report.report_of(run), chosen.out, chosen.name).files:
@@ -105,6 +108,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--settings", default="", help="beside plain and auto, such as ngram-auto,draft_model-auto,ngram-5")
     add("--repeats", type=int, default=3)
     add("--max-tokens", type=int, default=32)
+    add("--temperature", type=float, help="of all requests; without it, that of their slice")
+    add("--top-p", type=float, default=1.0)
     add("--prompt-tokens", type=int, default=64, help="tokens kept of a prompt; an edit is kept whole")
     add("--prompts-per-slice", type=int, default=2, help="requests of a cell with a smaller batch")
     add("--dtype", default="auto")

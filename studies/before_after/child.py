@@ -153,6 +153,7 @@ class Child:
         params = self._api.SamplingParams(
             max_tokens=max_tokens,
             temperature=ask["temperature"],
+            top_p=ask["top_p"],
             seed=self.options["seed"] + place,
             ignore_eos=True,
             **of_request,

@@ -40,6 +40,8 @@ class Options:
     profile: str = "auto"
     prompt_tokens: int = 64
     seed: int = 0
+    temperature: float | None = None  # None: that of the slice
+    top_p: float = 1.0
 
 
 @dataclass
@@ -82,7 +84,7 @@ def setting_fields(name: str, draft: str | None) -> Setting:
 
 
 def pool_of(options: Options) -> dict[str, list[dict[str, Any]]]:
-    """The requests of every slice: token ids and temperature.
+    """The requests of every slice: token ids, temperature and top_p.
 
     Raises:
         CheckoutError: a target without a tokenizer.
@@ -92,7 +94,14 @@ def pool_of(options: Options) -> dict[str, list[dict[str, Any]]]:
         raise CheckoutError(f"{options.target} has no tokenizer, and the prompts are texts")
     found = asks(options.slices, options.num_requests, tokenizer.encode, options.prompt_tokens, options.seed)
     return {
-        name: [{"ids": list(ask.prompt_ids), "temperature": ask.temperature} for ask in own]
+        name: [
+            {
+                "ids": list(ask.prompt_ids),
+                "temperature": ask.temperature if options.temperature is None else options.temperature,
+                "top_p": options.top_p,
+            }
+            for ask in own
+        ]
         for name, own in found.items()
     }
 

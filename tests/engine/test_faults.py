@@ -229,7 +229,7 @@ def test_a_fault_of_one_request_is_its_own(
             owner, name = {
                 "text": (state.text, "push"),
                 "processors": (state.processors, "adjust"),
-                "noise": (state.noise, "at"),
+                "noise": (state.noise, "rows"),
                 "structure": (state.processors, "commit"),
             }[what]
             monkeypatch.setattr(owner, name, Fault(getattr(owner, name), nth=3, once=False))

@@ -16,6 +16,7 @@ from transformers.generation.logits_process import (
 
 from foretoken.config import SamplingParams
 from foretoken.core import Draft, empty_draft
+from foretoken.kernels import sampling as compiled
 from foretoken.text.randomness import Purpose, philox4x32, round_uniforms, uniforms
 from foretoken.text.sampling import check_finite, near_ties, sample, target_probs, without_broken
 
@@ -23,6 +24,13 @@ GRID = [
     SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m)
     for t, k, p, m in itertools.product((0.3, 1.0, 1.7), (0, 1, 5, 10_000), (1.0, 0.9, 0.5, 1e-6), (0.0, 0.1, 1.0))
 ]
+
+
+@pytest.fixture(params=["compiled", "torch"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the compiled kernel, and as where there is no compiler."""
+    if request.param == "torch":
+        monkeypatch.setattr(compiled, "sampling_kernel", lambda: None)
 
 
 def theirs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
@@ -37,6 +45,7 @@ def theirs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     return scores.softmax(-1)
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("vocab", [1, 7, 300, 3000])
 def test_laws_equal_transformers(vocab: int, dtype: torch.dtype) -> None:
@@ -49,6 +58,7 @@ def test_laws_equal_transformers(vocab: int, dtype: torch.dtype) -> None:
         torch.testing.assert_close(ours, reference, rtol=1e-6 if dtype == torch.float32 else 1e-12, atol=0)
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("vocab", [8, 2048])
 def test_as_many_ties_are_kept_as_in_transformers(vocab: int) -> None:
     """Which of several equal tokens top_p drops is left open by transformers' unstable sort; here the lowest ids go."""
@@ -67,6 +77,7 @@ def test_as_many_ties_are_kept_as_in_transformers(vocab: int) -> None:
             assert torch.equal(kept, kept.sort().values), params
 
 
+@pytest.mark.usefixtures("way")
 def test_rows_with_different_parameters_do_not_touch_each_other() -> None:
     logits = torch.randn(len(GRID) + 2, 1500, generator=torch.Generator().manual_seed(1))
     params = [SamplingParams(), *GRID, SamplingParams()]
@@ -75,6 +86,7 @@ def test_rows_with_different_parameters_do_not_touch_each_other() -> None:
         assert torch.equal(together[row], target_probs(logits[row : row + 1], [one])[0])
 
 
+@pytest.mark.usefixtures("way")
 def test_temperature_zero_is_a_point_at_the_lowest_of_the_best() -> None:
     logits = torch.tensor([[0.0, 2.0, 2.0], [-torch.inf, -5.0, -7.0]], dtype=torch.bfloat16)
     distribution = target_probs(logits, [SamplingParams(top_p=0.5), SamplingParams(top_k=3)])
@@ -82,6 +94,7 @@ def test_temperature_zero_is_a_point_at_the_lowest_of_the_best() -> None:
     assert distribution.tolist() == [[0, 1, 0], [0, 1, 0]]
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("temperature", [1e-320, 1e-45, 1e-38, 1e-12, 1e-7])
 def test_a_nearly_zero_temperature_is_the_argmax(temperature: float) -> None:
     distribution = target_probs(
@@ -90,6 +103,7 @@ def test_a_nearly_zero_temperature_is_the_argmax(temperature: float) -> None:
     assert distribution.tolist() == [[0, 1, 0, 0]]
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("vocab", [1, 50, 3000])
 def test_top_p_keeps_at_least_one_token(vocab: int) -> None:
     for logits in (torch.zeros(1, vocab), torch.randn(1, vocab, generator=torch.Generator().manual_seed(3))):
@@ -120,6 +134,7 @@ def test_broken_rows_become_zeros() -> None:
     assert without_broken(logits[:1]).tolist() == logits[:1].tolist()
 
 
+@pytest.mark.usefixtures("way")
 def test_no_rows() -> None:
     assert target_probs(torch.empty(0, 5), []).shape == (0, 5)
     assert check_finite(torch.empty(0, 5)).shape == (0,)
@@ -131,6 +146,7 @@ def test_check_finite_points_at_the_row() -> None:
     assert check_finite(logits).tolist() == [True, False, False, True, False, False]
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=1.0, top_k=3, top_p=0.9, min_p=0.1)])
 @pytest.mark.parametrize("vocab", [4, 2000])
 def test_a_broken_row_leaves_the_others_alone(params: SamplingParams, vocab: int) -> None:
@@ -227,6 +243,7 @@ def test_round_uniforms_use_the_index_inside_the_request() -> None:
     assert round_uniforms(empty_draft(0), [], []).next.shape == (0,)
 
 
+@pytest.mark.usefixtures("way")
 def test_sample_follows_the_law() -> None:
     """Chi-square with 4 degrees of freedom over 20000 draws; chance fails 1 in 1e6."""
     distribution = torch.tensor([0.05, 0.0, 0.4, 0.15, 0.3, 0.1])

@@ -330,7 +330,7 @@ def test_coupled_noise_that_belongs_to_the_round_is_found(
         rows = at(self, positions)
         return rows if positions[0] < 12 else rows.roll(len(positions), -1)
 
-    monkeypatch.setattr(RaceNoise, "at", of_the_round)
+    monkeypatch.setattr(RaceNoise, "rows", of_the_round)
     report = audit(pair, "coupled", temperatures=(0.8,))
     assert {check.where.split(", ")[1] for check in report.failed if check.name == "equal seeds, equal answers"} >= {
         "num_draft 1",

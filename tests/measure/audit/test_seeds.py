@@ -132,7 +132,7 @@ def test_w3_seeds_that_do_not_repeat_are_found(
         rows = at(self, positions)
         return torch.empty_like(rows).exponential_(generator=shared)
 
-    monkeypatch.setattr(RaceNoise, "at", of_the_run)
+    monkeypatch.setattr(RaceNoise, "rows", of_the_run)
     assert {check.result for check in checks_of(pair, draft_of(pair), dtype=dtype)} == {"fail"}
 
 

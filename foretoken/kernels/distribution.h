@@ -1,0 +1,258 @@
+// From a row of logits to the distribution that is sampled from: temperature, top_k, top_p, min_p, softmax.
+//
+// `text/sampling.py` has the same in torch's operations. A row without filters is read three times; one with filters is
+// cut down as early as possible to a list of the tokens that may stay. Nothing is sorted but what is nearly equal to
+// the last token that goes. A row's numbers depend on that row alone.
+
+#ifndef FORETOKEN_DISTRIBUTION_H
+#define FORETOKEN_DISTRIBUTION_H
+
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <utility>
+#include <vector>
+
+#include "numbers.h"
+
+// How a row is sampled, as Python fills it in. `temperature` 0: a point at token `best`; `top_k` 0, `dropped` < 0 and
+// `min_p` 0: no such filter.
+struct foretoken_choice {
+    int64_t best, top_k;
+    float temperature, dropped, min_p;  // `dropped` is 1 - top_p
+};
+
+namespace {
+
+using Choice = foretoken_choice;
+
+constexpr float INF = std::numeric_limits<float>::infinity();
+constexpr int64_t SUMMED = 1024;  // numbers that are added in float32; what they make is added in float64
+constexpr int64_t GROUP = 512;    // numbers of which 16 maxima are kept
+
+// The first `count` numbers of a row, -inf behind them.
+inline Lanes load_scores(const float* from, int64_t count) {
+    if (count >= LANES) return load(from);
+    float all_of[LANES];
+    std::fill_n(all_of, LANES, -INF);
+    std::copy_n(from, count, all_of);
+    return load(all_of);
+}
+
+// e^x of what is at most 0, to a few units in the last place, and down to the least number that float32 has.
+inline Lanes exp_below(Lanes x) {
+    x = x < -104.0f ? all(-104.0f) : x;
+    constexpr float WHOLE = 12582912.0f;  // as in `exp_of`
+    const Lanes shifted = x * 1.44269504f + WHOLE, power = shifted - WHOLE;
+    const Lanes rest = (x - power * 0.693359375f) + power * 2.12194440e-4f;
+    Lanes sum = rest * 1.3981999507e-3f + 8.3334519073e-3f;
+    sum = sum * rest + 4.1665795894e-2f;
+    sum = sum * rest + 1.6666665459e-1f;
+    sum = sum * rest + 5.0000001201e-1f;
+    sum = sum * rest * rest + rest + 1.0f;
+    const Words whole = Words(shifted) - 0x4b400000, half = whole >> 1;
+    return sum * Lanes((half + 127) << 23) * Lanes((whole - half + 127) << 23);
+}
+
+inline float max_of(Lanes lanes) {
+    float most = lanes[0];
+    for (int k = 1; k < LANES; ++k) most = std::max(most, lanes[k]);
+    return most;
+}
+
+// The largest of a row; `maxima` gets 16 numbers of each group, each the largest of a part of it, where it is wanted.
+inline float max_of(const float* x, int64_t size, std::vector<float>* maxima) {
+    Lanes most = all(-INF);
+    for (int64_t first = 0; first < size; first += GROUP) {
+        Lanes own = all(-INF);
+        const int64_t stop = std::min(first + GROUP, size);
+        for (int64_t i = first; i < stop; i += LANES) {
+            const Lanes here = load_scores(x + i, stop - i);
+            own = own > here ? own : here;
+        }
+        if (maxima != nullptr) {
+            maxima->resize(maxima->size() + LANES);
+            store(own, maxima->data() + maxima->size() - LANES);
+        }
+        most = most > own ? most : own;
+    }
+    return max_of(most);
+}
+
+// Writes e^(x / temperature - most) to `out`; their sum.
+inline double exps_of(const float* x, int64_t size, float temperature, float most, float* out) {
+    double total = 0;
+    for (int64_t first = 0; first < size; first += SUMMED) {
+        const int64_t stop = std::min(first + SUMMED, size);
+        Lanes sums = {};
+        for (int64_t i = first; i < stop; i += LANES) {
+            const Lanes own = exp_below(load_scores(x + i, stop - i) / temperature - most);
+            sums += own;
+            if (stop - i >= LANES)
+                store(own, out + i);
+            else
+                store_some(own, out + i, stop - i);
+        }
+        total += sum_of(sums);
+    }
+    return total;
+}
+
+// The tokens that may stay, in ascending order, with their exponentials; `total` is the sum of these and of `gone`,
+// which top_p counts and leaves out.
+struct Kept {
+    std::vector<int32_t> ids;
+    std::vector<float> weights;
+    double total = 0, gone = 0;
+
+    void add(int64_t id, float weight) {
+        ids.push_back(int32_t(id));
+        weights.push_back(weight);
+    }
+
+    // Drops what `stays(place)` is false for.
+    template <class Stays>
+    void cut(Stays stays) {
+        size_t count = 0;
+        for (size_t i = 0; i < ids.size(); ++i)
+            if (stays(i)) ids[count] = ids[i], weights[count++] = weights[i];
+        ids.resize(count), weights.resize(count);
+        sum();
+    }
+
+    void sum() {
+        total = gone = 0;
+        for (const float weight : weights) total += weight;
+    }
+
+    // From scores that are at most `most` to exponentials.
+    void exponentiate(float most) {
+        for (size_t i = 0; i < weights.size(); i += LANES) {
+            const int64_t left = int64_t(weights.size() - i);
+            store_some(exp_below(load_scores(&weights[i], left) - most), &weights[i], std::min<int64_t>(LANES, left));
+        }
+        sum();
+    }
+};
+
+// The scores x / temperature from `least` on.
+inline void take_scores(const float* x, int64_t size, float temperature, float least, Kept* kept) {
+    for (int64_t i = 0; i < size; i += LANES) {
+        const Lanes own = load_scores(x + i, size - i) / temperature;
+        uint32_t found = lanes_set(own >= least);
+        if (size - i < LANES) found &= (1u << (size - i)) - 1;
+        for (; found; found &= found - 1) kept->add(i + __builtin_ctz(found), own[__builtin_ctz(found)]);
+    }
+}
+
+// The `top_k` largest scores and their equals. At least `top_k` scores are as large as the `top_k` largest of the
+// groups' maxima, so what is smaller needs no order.
+inline void take_top_k(const float* x, int64_t size, float temperature, int64_t top_k, std::vector<float> maxima,
+                       Kept* kept) {
+    float least = -INF;
+    if (top_k <= int64_t(maxima.size())) {
+        std::nth_element(maxima.begin(), maxima.begin() + (top_k - 1), maxima.end(), std::greater<float>());
+        least = maxima[top_k - 1] / temperature;
+    }
+    take_scores(x, size, temperature, least, kept);
+    std::vector<float> scores = kept->weights;
+    if (int64_t(scores.size()) <= top_k) return;
+    std::nth_element(scores.begin(), scores.begin() + (top_k - 1), scores.end(), std::greater<float>());
+    const float last = scores[top_k - 1];
+    kept->cut([&](size_t i) { return kept->weights[i] >= last; });
+}
+
+// The exponentials in `row` that top_p may keep: what is less than dropped / (2 * size) of the sum goes in any case,
+// because all that together is less than half of `dropped`.
+inline void take_likely(const float* row, int64_t size, double total, float dropped, Kept* kept) {
+    const float least = float(total * dropped / (2.0 * double(size)));
+    kept->total = total;
+    for (int64_t first = 0; first < size; first += SUMMED) {
+        const int64_t stop = std::min(first + SUMMED, size);
+        Lanes sums = {};
+        for (int64_t i = first; i < stop; i += LANES) {
+            const Lanes own = stop - i >= LANES ? load(row + i) : load_some(row + i, stop - i);
+            sums += own < least ? own : Lanes{};
+            uint32_t found = lanes_set(own >= least);
+            if (stop - i < LANES) found &= (1u << (stop - i)) - 1;
+            for (; found; found &= found - 1) kept->add(i + __builtin_ctz(found), own[__builtin_ctz(found)]);
+        }
+        kept->gone += sum_of(sums);
+    }
+}
+
+// Probabilities that differ by less than a sixty-fourth share a bucket; all below 2^-40 share the first.
+constexpr int BUCKET_SHIFT = 17, FIRST_BUCKET = (127 - 40) << 6, NUM_BUCKETS = (40 << 6) + 2;
+
+inline int bucket_of(float probability) {
+    const int bucket = int(bits_of(probability) >> BUCKET_SHIFT) - FIRST_BUCKET;
+    return std::max(0, std::min(NUM_BUCKETS - 1, bucket));
+}
+
+// Drops the least likely tokens as long as what was dropped stays at most `dropped` of the sum; of equals the lowest
+// ids go first. At least one token stays.
+inline void cut_top_p(float dropped, Kept* kept) {
+    const size_t count = kept->ids.size();
+    std::vector<float> probabilities(count);
+    std::vector<double> masses(NUM_BUCKETS);
+    for (size_t i = 0; i < count; ++i) {
+        probabilities[i] = float(kept->weights[i] / kept->total);
+        masses[bucket_of(probabilities[i])] += probabilities[i];
+    }
+    double mass = kept->gone / kept->total;
+    int border = 0;
+    while (border < NUM_BUCKETS - 1 && float(mass + masses[border]) <= dropped) mass += masses[border++];
+    std::vector<std::pair<float, size_t>> equals;  // of the bucket whose last tokens stay
+    for (size_t i = 0; i < count; ++i)
+        if (bucket_of(probabilities[i]) == border) equals.emplace_back(probabilities[i], i);
+    std::sort(equals.begin(), equals.end());
+    std::vector<bool> goes(count);
+    for (const auto& [probability, i] : equals) {
+        mass += probability;
+        if (float(mass) > dropped) break;
+        goes[i] = true;
+    }
+    const float most = *std::max_element(probabilities.begin(), probabilities.end());
+    size_t last = count - 1;
+    while (probabilities[last] != most) --last;
+    kept->cut([&](size_t i) { return i == last || (bucket_of(probabilities[i]) >= border && !goes[i]); });
+}
+
+// The distribution of a row of `size` logits.
+inline void distribution_of(const float* x, int64_t size, const Choice& choice, float* out) {
+    if (choice.temperature == 0) {
+        std::fill_n(out, size, 0.0f);
+        out[choice.best] = 1.0f;
+        return;
+    }
+    const bool has_top_k = choice.top_k > 0 && choice.top_k < size, has_top_p = choice.dropped >= 0;
+    std::vector<float> maxima;
+    const float most = max_of(x, size, has_top_k ? &maxima : nullptr) / choice.temperature;
+    Kept kept;
+    if (has_top_k) {
+        take_top_k(x, size, choice.temperature, choice.top_k, std::move(maxima), &kept);
+        kept.exponentiate(most);
+    } else if (has_top_p || choice.min_p == 0) {
+        const double total = exps_of(x, size, choice.temperature, most, out);
+        // What cannot be summed has no distribution; `check_finite` has told by then.
+        if (!has_top_p || !(total > 0)) {
+            const float scale = float(1.0 / total);
+            for (int64_t i = 0; i < size; ++i) out[i] *= scale;
+            return;
+        }
+        take_likely(out, size, total, choice.dropped, &kept);
+    } else {
+        const float margin = 1e-5f * (1.0f + std::fabs(most));  // of what is rounded before `exponentiate`
+        take_scores(x, size, choice.temperature, most + std::log(choice.min_p) - margin, &kept);
+        kept.exponentiate(most);
+    }
+    if (has_top_p && !kept.ids.empty()) cut_top_p(choice.dropped, &kept);
+    if (choice.min_p > 0) kept.cut([&](size_t i) { return kept.weights[i] >= choice.min_p; });
+    const float scale = float(1.0 / kept.total);
+    std::fill_n(out, size, 0.0f);
+    for (size_t i = 0; i < kept.ids.size(); ++i) out[kept.ids[i]] = kept.weights[i] * scale;
+}
+
+}  // namespace
+
+#endif
