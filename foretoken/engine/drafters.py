@@ -36,6 +36,7 @@ class ModelOptions:
     dtype: str = "auto"
     device: str = "auto"
     cache_tokens: int | None = None
+    cache_dtype: str = "auto"  # "model": a draft too keeps keys and values in the format that it computes in
 
 
 class DrafterFactory:
@@ -100,7 +101,10 @@ class DrafterFactory:
         if known is not None:
             model = known.fresh()
         else:
-            model = open_model(folder, dtype, options.device, options.cache_tokens, weights=weights)
+            cache_dtype = "model" if options.cache_dtype == "model" else "auto"
+            model = open_model(
+                folder, dtype, options.device, options.cache_tokens, weights=weights, cache_dtype=cache_dtype
+            )
         in_use.add(model)
         return model
 

@@ -98,7 +98,7 @@ class LLM(BetweenRequests, Uncopied):
             self._drafters = DrafterGroup(target)
             self._adviser = Adviser(target, self.tokenizer)
             self._encoder = PromptEncoder(self.tokenizer, self.folder, target.vocab_size)
-            loaded_with = ModelOptions(config.dtype, config.device, config.cache_tokens)
+            loaded_with = ModelOptions(config.dtype, config.device, config.cache_tokens, config.cache_dtype)
             self._loader: DrafterLoader | None = DrafterLoader(
                 DrafterFactory(self.folder, target, self.tokenizer, loaded_with),
                 self._drafters,

@@ -16,7 +16,7 @@ from foretoken.model.architecture import Activation, ModelConfig
 from foretoken.model.expert_config import experts_config
 from foretoken.model.families import FAMILIES, NATIVE_MODEL_TYPES, Family, Flag
 from foretoken.model.fields import Fields, shown
-from foretoken.model.rope import MAX_CONTEXT_TOKENS, rope_config
+from foretoken.model.rope_json import MAX_CONTEXT_TOKENS, rope_config
 from foretoken.model.windows import Windows, rope_layers
 
 _WRITTEN = ("llama", "mistral", "qwen2", "qwen3")  # families that models are trained, widened or written as here

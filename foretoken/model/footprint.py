@@ -19,7 +19,8 @@ from foretoken.model.matrices.held import MatrixMemory
 from foretoken.model.matrices.quant import check_quant
 from foretoken.model.open import native_config
 from foretoken.model.paged_cache import DEFAULT_BLOCK_SIZE
-from foretoken.model.rope import TABLE_BLOCK, rope_context_cap
+from foretoken.model.rope import TABLE_BLOCK
+from foretoken.model.rope_json import rope_context_cap
 from foretoken.model.weights import TensorSource, hf_tensors
 from foretoken.plan.memory import ModelShape
 

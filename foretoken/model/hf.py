@@ -22,7 +22,7 @@ from foretoken.model.hf_loading import load_with_transformers
 from foretoken.model.interface import ForwardOutput, Segment
 from foretoken.model.loader import read_raw_config
 from foretoken.model.quiet import quiet_transformers
-from foretoken.model.rope import rope_context_cap
+from foretoken.model.rope_json import rope_context_cap
 from foretoken.model.trial import Findings, try_out
 
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length", "seq_length")

@@ -65,9 +65,10 @@ def test_a_draft_follows_the_bits_of_its_target(pair: SimpleNamespace, tmp_path:
 
 @pytest.mark.parametrize("kind", QUANTISED)
 def test_the_mass_is_the_law_of_the_low_bit_model(
-    llm: LLM, pair: SimpleNamespace, kind: str, monkeypatch: pytest.MonkeyPatch
+    pair: SimpleNamespace, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not that of the full model, which differs."""
+    llm = LLM(pair.target, SpecConfig(), cache_tokens=1024, cache_dtype="model")
     drafter, rounds, prompt = drafter_of(llm, spec_of(pair.draft, kind)), [], token_ids(9)
     propose = drafter.propose
 
@@ -97,7 +98,7 @@ def test_one_drafter_per_draft_and_format(llm: LLM, pair: SimpleNamespace) -> No
     assert [model.num_parameters for model in models] == [models[0].num_parameters] * 4
     sizes = [model.weight_bytes for model in models]
     assert sizes[0] > sizes[3] > sizes[1] > sizes[2]
-    assert [model.dtype for model in models if isinstance(model, PagedModel)] == [torch.float32] * 3 + [torch.float16]
+    assert [model.dtype for model in models if isinstance(model, PagedModel)] == [torch.float32] + [torch.float16] * 3
     prompts = [token_ids(4 + i, seed=i) for i in range(8)]
     asked = [specs[i % 4] for i in range(8)]
     alone = [llm.generate([prompt], SAMPLED, spec)[0].token_ids for prompt, spec in zip(prompts, asked, strict=True)]

@@ -26,7 +26,7 @@ from foretoken.model.loader import load_decoder, read_config
 from foretoken.model.names import model_folder
 from foretoken.model.open import open_model
 from foretoken.model.paged import PagedModel
-from foretoken.model.rope import rope_context_cap
+from foretoken.model.rope_json import rope_context_cap
 from foretoken.model.saving import hf_state, save_checkpoint
 from foretoken.model.weights import Weights
 from tests.helpers.checkpoints import VARIANTS, tiny_checkpoint, tiny_tokenizer, token_ids, transformers_logits, variant

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +28,6 @@ from foretoken.measure.options import (
     SLICES_OPTION,
     STOP_AT_EOS_OPTION,
 )
-from foretoken.measure.speed.report import check_plot
 from foretoken.measure.workload import MAX_PROMPTS, SLICES
 from foretoken.measure.write import check_name
 from foretoken.option import check_fields, option, same_option
@@ -197,3 +197,18 @@ class ProfileOptions:
 
     def __post_init__(self) -> None:
         check_fields(self)
+
+
+_PLOT_SUFFIXES = (".png", ".svg")
+
+
+def check_plot(path: Path) -> None:
+    """Check that a plot can be drawn, before anything is measured.
+
+    Raises:
+        InputError: an unknown suffix, or matplotlib is missing.
+    """
+    if path.suffix.lower() not in _PLOT_SUFFIXES:
+        raise InputError("plot", str(path), f"the file name must end in {' or '.join(_PLOT_SUFFIXES)}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise InputError("plot", str(path), "plots need matplotlib: pip install 'foretoken[plot]'")

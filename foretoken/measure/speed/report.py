@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from foretoken.errors import InputError, StorageError
+from foretoken.errors import StorageError
 from foretoken.measure.options import STRICT
 from foretoken.measure.plots import Plot, Point, Series
 from foretoken.measure.report import Report, Table
 from foretoken.measure.speed.compare import SUMMARY_NOTE, against_peer, by_position, ratios, summary
+from foretoken.measure.speed.options import check_plot
 from foretoken.measure.speed.plan import ALL_SLICES, ENGINE
 from foretoken.measure.speed.rows import SpeedRow, strict_differing
 from foretoken.printing.text import visible
@@ -201,21 +201,6 @@ def _difference_notes(rows: Sequence[SpeedRow]) -> tuple[str, ...]:
         if row.differences
     ]
     return (f"Greedy outputs that differ from plain decoding: {'; '.join(told)}.",) if told else ()
-
-
-_PLOT_SUFFIXES = (".png", ".svg")
-
-
-def check_plot(path: Path) -> None:
-    """Check that a plot can be drawn, before anything is measured.
-
-    Raises:
-        InputError: an unknown suffix, or matplotlib is missing.
-    """
-    if path.suffix.lower() not in _PLOT_SUFFIXES:
-        raise InputError("plot", str(path), f"the file name must end in {' or '.join(_PLOT_SUFFIXES)}")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise InputError("plot", str(path), "plots need matplotlib: pip install 'foretoken[plot]'")
 
 
 def write_plot(all_rows: Sequence[SpeedRow], cpu: str, path: Path) -> None:
