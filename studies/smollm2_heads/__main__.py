@@ -4,62 +4,72 @@ Chat prompts are written by the model itself: behind the empty beginning of a us
 (Magpie, arXiv 2406.08464). Prompts about code, edits, documents and word problems are made from the standard library,
 the descriptions of installed packages, and templates.
 
-    python -m studies.smollm2_heads.prompts openings --count 4000 --out openings.jsonl
+    python -m studies.smollm2_heads openings --count 4000 --out openings.jsonl
     foretoken train answers --target smollm2 --prompts openings.jsonl --out turns.jsonl --max-tokens 120 \
         --temperature 0.9 --batch-size 32
-    python -m studies.smollm2_heads.prompts mixed --turns turns.jsonl --out prompts.jsonl
+    python -m studies.smollm2_heads mixed --turns turns.jsonl --out prompts.jsonl
 """
 
 from __future__ import annotations
 
+import argparse
 import random
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from foretoken.files import to_json
 from foretoken.model.names import model_folder
+from foretoken.printing.console import Console
 from foretoken.text.tokenizer import load_tokenizer
 from foretoken.train.answers import read_answers
+from studies.command import exit_code_of
 from studies.smollm2_heads.texts import Passage, SourceFunction, library_functions, passages
 from studies.smollm2_heads.word_problems import word_problem
 
 _MARK = "xyzzy"
 _MIN_TURN_CHARACTERS = 12
 
-app = typer.Typer(no_args_is_help=True, add_completion=False)
+
+def main() -> int:
+    """Write openings, or prompts of all kinds."""
+    parser = argparse.ArgumentParser(
+        prog="python -m studies.smollm2_heads",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("what", choices=("openings", "mixed"))
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--target", default="smollm2")
+    parser.add_argument("--count", type=int, default=4000, help="openings to write")
+    parser.add_argument("--turns", type=Path, action="append", default=[], help="what the model wrote behind openings")
+    parser.add_argument("--per-kind", type=int, default=500, help="prompts of each kind that is made here")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    return exit_code_of(lambda: _openings(options) if options.what == "openings" else _mixed(options))
 
 
-@app.command()
-def openings(out: Annotated[Path, typer.Option()], count: int = 4000, target: str = "smollm2") -> None:
+def _openings(options: argparse.Namespace) -> int:
     """Write `count` times the beginning of a conversation, up to where the user's text begins."""
     from foretoken import LLM
 
-    llm = LLM(target)
+    llm = LLM(options.target)
     try:
         whole = llm.encode_chat([{"role": "user", "content": _MARK}])
         first = llm.encode_plain("mark", _MARK)[0]
     finally:
         llm.close()
     line = to_json({"prompt_ids": whole[: whole.index(first)]})
-    out.write_text(f"{line}\n" * count, encoding="utf-8")
-    print(f"{out}: {count} openings of {whole.index(first)} tokens")
+    options.out.write_text(f"{line}\n" * options.count, encoding="utf-8")
+    Console().line(f"{options.out}: {options.count} openings of {whole.index(first)} tokens")
+    return 0
 
 
-@app.command()
-def mixed(
-    out: Annotated[Path, typer.Option()],
-    turns: Annotated[list[Path], typer.Option(help="What the model wrote behind the openings.")],
-    per_kind: Annotated[int, typer.Option(help="Prompts of each kind that is made here.")] = 500,
-    seed: int = 0,
-    target: str = "smollm2",
-) -> None:
+def _mixed(options: argparse.Namespace) -> int:
     """Write the users' turns, and prompts of the other kinds, in an order drawn at random."""
-    chooser = random.Random(seed)
-    chat = list(_turns(turns, target))
+    chooser, per_kind = random.Random(options.seed), options.per_kind
     functions, documents = list(library_functions()), list(passages())
+    chat = list(_turns(options.turns, options.target))
     chooser.shuffle(functions)
     chooser.shuffle(documents)
     made = {
@@ -72,10 +82,12 @@ def mixed(
     }
     lines = [(kind, prompt) for kind, prompts in made.items() for prompt in prompts]
     chooser.shuffle(lines)
-    with out.open("w", encoding="utf-8") as file:
+    with options.out.open("w", encoding="utf-8") as file:
         for kind, prompt in lines:
             file.write(to_json({"slice": kind, "messages": [{"role": "user", "content": prompt}]}) + "\n")
-    print(f"{out}: {len(lines)} prompts, " + ", ".join(f"{kind} {len(prompts)}" for kind, prompts in made.items()))
+    counts = ", ".join(f"{kind} {len(prompts)}" for kind, prompts in made.items())
+    Console().line(f"{options.out}: {len(lines)} prompts, {counts}")
+    return 0
 
 
 def _turns(paths: Sequence[Path], target: str) -> Iterator[str]:
@@ -159,4 +171,4 @@ def _retrieval(chooser: random.Random, documents: Sequence[Passage]) -> str:
 
 
 if __name__ == "__main__":
-    app()
+    sys.exit(main())
