@@ -109,7 +109,7 @@ def answers(
 
             def tell(done: int) -> None:
                 bar.update(completed=done)
-                if not console.is_terminal:
+                if not console.is_terminal and done % config.batch_size == 0:
                     console.line(f"answering: {done} of {len(texts)}")
 
             count = write_answers(llm, texts, out, config, tell)

@@ -46,23 +46,19 @@ class Chain:
 def extend(chains: list[Chain], logits: Tensor, vocabulary: DraftVocabulary | None = None) -> None:
     """Draw the next token of every chain from its row of `logits` `[A, V]`, or stop the chain there.
 
-    With a `vocabulary` the logits [A, V_d] are over that.
+    With a `vocabulary` the logits [A, V_d] are over that: the likeliest token is found without the whole one.
     """
     position = len(chains[0].tokens)  # all chains that still grow are equally long
     params = [chain.entry.request.params for chain in chains]
     specs = [chain.entry.request.spec for chain in chains]
-    if vocabulary is not None:
-        if _takes_likeliest(chains):  # the likeliest token is found in a fraction of the whole vocabulary
-            chosen = vocabulary.to_target(first_max(without_broken(logits)))
-            for i, one in enumerate(chains):
-                one.tokens.append(chosen[i])
-                one.masses.append(None)
-            return
-        logits = vocabulary.expand(logits)
+    is_likeliest = all(p.greedy for p in params) and not any(spec.min_confidence for spec in specs)
+    if vocabulary is not None and not (is_likeliest and all(chain.entry.processors is None for chain in chains)):
+        logits, vocabulary = vocabulary.expand(logits), None
     # A model that overflows drafts at random from here on: NaN in the mass would reach the target's residual.
     logits = _processed(chains, without_broken(logits))
-    if all(p.greedy for p in params) and not any(spec.min_confidence for spec in specs):
+    if is_likeliest:
         probs, chosen = None, first_max(logits)
+        chosen = chosen if vocabulary is None else vocabulary.to_target(chosen)
     else:
         probs = draft_probs(
             logits, params, [spec.draft_top_k for spec in specs]
@@ -79,18 +75,6 @@ def extend(chains: list[Chain], logits: Tensor, vocabulary: DraftVocabulary | No
         else:
             chain.stopped = True
             chain.open = mass if drafts[i] is None else None
-
-
-def _takes_likeliest(chains: Sequence[Chain]) -> bool:
-    """Whether every chain goes on with its likeliest token whatever its chance."""
-    entries = [chain.entry for chain in chains]
-    return all(
-        entry.request.params.greedy
-        and entry.processors is None
-        and not entry.request.spec.min_confidence
-        and entry.draft_probability == 1
-        for entry in entries
-    )
 
 
 def _processed(chains: list[Chain], logits: Tensor) -> Tensor:

@@ -72,6 +72,25 @@ def as_conversation(messages: object) -> Conversation:
     return list(messages)
 
 
+def prompt_content(where: str, item: Mapping[str, Any]) -> str | tuple[Message, ...] | tuple[int, ...]:
+    """What one object of a file of prompts asks: its `messages` (a conversation), `prompt_ids` or `prompt` (a text).
+
+    Raises:
+        InputError: none of these, or messages that are no conversation; names the place `where`.
+    """
+    if "messages" in item:
+        try:
+            return tuple(as_conversation(item["messages"]))
+        except InputError as error:
+            raise InputError("prompts", where, f'"messages": {error.remedy}') from error
+    ids, text = item.get("prompt_ids"), item.get("prompt")
+    if isinstance(ids, list) and ids and all(isinstance(one, int) and not isinstance(one, bool) for one in ids):
+        return tuple(ids)
+    if isinstance(text, str) and text:
+        return text
+    raise InputError("prompts", where, "must hold messages (a list), prompt_ids (whole numbers) or prompt (a text)")
+
+
 def per_prompt(name: str, value: object, count: int) -> list:  # type: ignore[type-arg]
     """One value for all of `count` prompts, or a list with one for each, as a list.
 

@@ -6,7 +6,7 @@ request of the step releases its cache and runs again alone, one per step, until
 again while alone ends with an `EngineError`; the others continue together.
 
 A step for which the device has no memory is too large rather than faulty: its requests go on in smaller steps
-(`scheduler.MemoryPressure`), the most urgent half of them first. A request ends with a `CapacityError` only if it does
+(`memory_pressure`), the most urgent half of them first. A request ends with a `CapacityError` only if it does
 not fit alone, without a draft and in small pieces.
 """
 
@@ -22,8 +22,9 @@ from typing import Protocol
 import torch
 
 from foretoken.draft.group import DrafterGroup
+from foretoken.engine.memory_pressure import is_out_of_memory
 from foretoken.engine.request import RequestState
-from foretoken.engine.scheduler import Scheduler, is_out_of_memory
+from foretoken.engine.scheduler import Scheduler
 from foretoken.engine.stats import EngineStats
 from foretoken.engine.watch import Watcher
 from foretoken.errors import CapacityError, EngineError

@@ -39,19 +39,12 @@ inline Lanes load_scores(const float* from, int64_t count) {
     return load(all_of);
 }
 
-// e^x of what is at most 0, to a few units in the last place, and down to the least number that float32 has.
+// e^x of what is at most 0, down to the least number that float32 has.
 inline Lanes exp_below(Lanes x) {
     x = x < -104.0f ? all(-104.0f) : x;
-    constexpr float WHOLE = 12582912.0f;  // as in `exp_of`
-    const Lanes shifted = x * 1.44269504f + WHOLE, power = shifted - WHOLE;
-    const Lanes rest = (x - power * 0.693359375f) + power * 2.12194440e-4f;
-    Lanes sum = rest * 1.3981999507e-3f + 8.3334519073e-3f;
-    sum = sum * rest + 4.1665795894e-2f;
-    sum = sum * rest + 1.6666665459e-1f;
-    sum = sum * rest + 5.0000001201e-1f;
-    sum = sum * rest * rest + rest + 1.0f;
-    const Words whole = Words(shifted) - 0x4b400000, half = whole >> 1;
-    return sum * Lanes((half + 127) << 23) * Lanes((whole - half + 127) << 23);
+    const Exponential own = exponential_of(x);
+    const Words half = own.whole >> 1;
+    return own.rest * Lanes((half + 127) << 23) * Lanes((own.whole - half + 127) << 23);
 }
 
 inline float max_of(Lanes lanes) {

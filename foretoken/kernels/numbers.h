@@ -168,11 +168,14 @@ inline float sum_of(Lanes lanes) {
     return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
-// e^x to a few units in the last place; above 88 infinity, below -87 what it is there; NaN stays NaN (Cody and Waite's
-// reduction, a polynomial of degree 6).
-inline Lanes exp_of(Lanes x) {
-    x = x < -87.0f ? all(-87.0f) : x;
-    x = x > 89.0f ? all(89.0f) : x;
+// e^x = rest * 2^whole to a few units in the last place; NaN stays NaN (Cody and Waite's reduction, a polynomial of
+// degree 6).
+struct Exponential {
+    Lanes rest;
+    Words whole;
+};
+
+inline Exponential exponential_of(Lanes x) {
     constexpr float WHOLE = 12582912.0f;  // 1.5 * 2^23: what is added to it is rounded to a whole number
     const Lanes shifted = x * 1.44269504f + WHOLE, power = shifted - WHOLE;
     const Lanes rest = (x - power * 0.693359375f) + power * 2.12194440e-4f;
@@ -180,8 +183,15 @@ inline Lanes exp_of(Lanes x) {
     sum = sum * rest + 4.1665795894e-2f;
     sum = sum * rest + 1.6666665459e-1f;
     sum = sum * rest + 5.0000001201e-1f;
-    sum = sum * rest * rest + rest + 1.0f;
-    return sum * Lanes((Words(shifted) - 0x4b400000 + 127) << 23);
+    return {sum * rest * rest + rest + 1.0f, Words(shifted) - 0x4b400000};
+}
+
+// e^x; above 88 infinity, below -87 what it is there.
+inline Lanes exp_of(Lanes x) {
+    x = x < -87.0f ? all(-87.0f) : x;
+    x = x > 89.0f ? all(89.0f) : x;
+    const Exponential own = exponential_of(x);
+    return own.rest * Lanes((own.whole + 127) << 23);
 }
 
 }  // namespace

@@ -7,15 +7,16 @@ line and continued where it ends; a line that a killed run left unfinished is an
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foretoken.config import SamplingParams
-from foretoken.engine.prompts import as_conversation
+from foretoken.engine.prompts import prompt_content
 from foretoken.errors import ConfigError, InputError, MismatchError, StorageError
 from foretoken.files import parse_json, read_text, to_json
 from foretoken.model.gguf.parts import part_files
@@ -23,6 +24,7 @@ from foretoken.option import option
 from foretoken.params import check_whole
 
 if TYPE_CHECKING:
+    from foretoken.core import StepOutput
     from foretoken.engine.llm import LLM
     from foretoken.train.head_data import HeadData
 
@@ -88,20 +90,7 @@ def read_user_prompts(path: Path) -> list[PromptContent]:
 
 def _prompt(where: str, line: str) -> PromptContent:
     item = parse_json("prompts", where, line)
-    if isinstance(item, dict):
-        if "messages" in item:
-            try:
-                return as_conversation(item["messages"])
-            except InputError as error:
-                raise InputError("prompts", where, f'"messages": {error.remedy}') from error
-        ids, text = item.get("prompt_ids"), item.get("prompt")
-        if isinstance(ids, list) and ids and all(isinstance(one, int) and not isinstance(one, bool) for one in ids):
-            return tuple(ids)
-        if isinstance(text, str) and text:
-            return text
-    raise InputError(
-        "prompts", where, "must be an object with prompt (a text), messages (a list) or prompt_ids (whole numbers)"
-    )
+    return prompt_content(where, item if isinstance(item, dict) else {})
 
 
 def write_answers(
@@ -130,9 +119,15 @@ def write_answers(
         at_once = _BATCHES_AT_ONCE * config.batch_size
         for start in range(0, len(left), at_once):
             places = left[start : start + at_once]
-            tell(len(done) + start)
+            finished = itertools.count(len(done) + start)
+            tell(next(finished))
+
+            def count(step: Sequence[StepOutput], finished: Iterator[int] = finished) -> None:
+                for _ in filter(None, (one.finish_reason for one in step)):
+                    tell(next(finished))
+
             params = [config.params(place) for place in places]
-            outputs = llm.generate([encoded[place] for place in places], params)
+            outputs = llm.generate([encoded[place] for place in places], params, on_step=count)
             with path.open("a", encoding="utf-8") as file:
                 for place, output in zip(places, outputs, strict=True):
                     if output.error is not None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.engine.llm import LLM
-from foretoken.engine.prompts import as_conversation
+from foretoken.engine.prompts import prompt_content
 from foretoken.errors import InputError
 from foretoken.files import parse_json, read_text, to_json
 from foretoken.measure import workload
@@ -119,18 +119,5 @@ def _parse(path: Path, number: int, item: object) -> EvalPrompt:
     for key, value in texts.items():
         if not isinstance(value, str):
             raise InputError("prompts", where, f'"{key}" must be a text')
-    return EvalPrompt(texts["name"], texts["slice"], _content(where, item))
-
-
-def _content(where: str, item: Mapping[str, Any]) -> str | tuple[Mapping[str, Any], ...] | tuple[int, ...]:
-    if "messages" in item:
-        try:
-            return tuple(as_conversation(item["messages"]))
-        except InputError as error:
-            raise InputError("prompts", where, f'"messages": {error.remedy}') from error
-    ids, text = item.get("prompt_ids"), item.get("prompt")
-    if isinstance(ids, list) and ids and all(isinstance(one, int) and not isinstance(one, bool) for one in ids):
-        return tuple(ids)
-    if isinstance(text, str) and text:
-        return text
-    raise InputError("prompts", where, "must hold messages (a list), prompt_ids (whole numbers) or prompt (a text)")
+    content = prompt_content(where, item)
+    return EvalPrompt(texts["name"], texts["slice"], content)
