@@ -1,0 +1,76 @@
+// Weights in groups of inputs as the product reads them, and the rows of activations beside them.
+
+#ifndef FORETOKEN_GROUPED_H
+#define FORETOKEN_GROUPED_H
+
+#include <cstdint>
+#include <cstring>
+
+#include "numbers.h"
+
+namespace {
+
+constexpr int SPAN = 32;       // inputs that share a scale of activations
+constexpr int CHUNK = 4;       // inputs of one output that stand together: what one lane of vpdpbusd multiplies
+constexpr int LINE = 64;       // bytes: 16 outputs of a chunk
+constexpr int SUPER = 256;     // inputs that share a float16 where scales are whole numbers
+constexpr int MAX_ROWS = 8;   // rows of a tile, for which codes are loaded once
+
+// Of scales and minimums; MULTIPLE: scales are HALF, minimums whole numbers by which they are multiplied.
+enum Form : int32_t { FLOAT = 0, HALF = 1, WHOLE = 2, MULTIPLE = 3 };
+
+}  // namespace
+
+// One matrix, as Python fills it in. The groups of a block follow one another, and so do the blocks.
+struct foretoken_matrix {
+    const uint8_t* codes;     // [blocks, groups, GROUP * BITS / 32, 16, 4], see `codes_of`
+    const void* scales;       // [blocks, groups, 16] of `form`
+    const void* minimums;     // the same, int8 for MULTIPLE, or null
+    const uint16_t* super_scales;    // WHOLE: [blocks, ceil(width / 256), 16] float16, by which scales are multiplied
+    const uint16_t* super_minimums;  // the same of the minimums
+    int64_t num_outputs;
+    int32_t bits, group, zero, form;
+};
+
+namespace {
+
+using Matrix = foretoken_matrix;
+
+// The rows of a tile stand together, so that a block reads them as one stream.
+struct Tile {
+    const int8_t* codes;      // [spans, rows, 32]
+    const float* scales;      // [spans, rows]
+    const int32_t* offsets;   // [groups, rows]: what a sum of products begins with, -zero * sum of the group's codes
+    const float* sums;        // [groups, rows]
+    int64_t spans;
+};
+
+// Which lines of the next block a pass over this one fetches ahead: those of every `stride`th group from `first` on.
+struct Ahead {
+    int64_t codes, scales;    // bytes and scales from a group to the same group of the next block; 0: there is none
+    int64_t first, stride;
+};
+
+inline float number_at(const void* from, const uint16_t* supers, int32_t form, int64_t index, int64_t super) {
+    if (form == FLOAT) return static_cast<const float*>(from)[index];
+    if (form == WHOLE) return from_half(supers[super]) * float(static_cast<const int8_t*>(from)[index]);
+    return from_half(static_cast<const uint16_t*>(from)[index]);
+}
+
+inline int64_t scale_bytes(int32_t form) { return form == FLOAT ? 4 : form == WHOLE ? 1 : 2; }
+inline int64_t minimum_bytes(int32_t form) { return form == MULTIPLE ? 1 : scale_bytes(form); }
+
+inline void fetch(const void* at) {
+#ifdef __GNUC__
+    __builtin_prefetch(at, 0, 2);
+#endif
+}
+
+inline void fetch_numbers(const Matrix& w, int64_t at) {
+    fetch(static_cast<const char*>(w.scales) + at * scale_bytes(w.form));
+    if (w.minimums != nullptr) fetch(static_cast<const char*>(w.minimums) + at * minimum_bytes(w.form));
+}
+
+}  // namespace
+
+#endif
