@@ -70,30 +70,32 @@ inline Words row_words(const T* row, int64_t size, int64_t first) {
 }
 
 #ifdef __clang__
-#define FORETOKEN_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#define FORETOKEN_SHUFFLE(V, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
-#define FORETOKEN_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Words{__VA_ARGS__})
+#define FORETOKEN_SHUFFLE(V, a, b, ...) __builtin_shuffle(a, b, V{__VA_ARGS__})
 #endif
+
+#if defined(__AVX512F__)
 
 // 16 rows of 16 words, in four rounds of shuffles that every processor has: two inside 128 bits, two of whole 128 bits.
 inline void transpose(Words (&rows)[LANES]) {
     for (int i = 0; i < LANES; i += 2) {
         const Words a = rows[i], b = rows[i + 1];
-        rows[i] = FORETOKEN_SHUFFLE(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
-        rows[i + 1] = FORETOKEN_SHUFFLE(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+        rows[i] = FORETOKEN_SHUFFLE(Words, a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
+        rows[i + 1] = FORETOKEN_SHUFFLE(Words, a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
     }
     for (int i = 0; i < LANES; i += 4) {
         const Words a = rows[i], b = rows[i + 2], c = rows[i + 1], d = rows[i + 3];
-        rows[i] = FORETOKEN_SHUFFLE(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
-        rows[i + 1] = FORETOKEN_SHUFFLE(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-        rows[i + 2] = FORETOKEN_SHUFFLE(c, d, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
-        rows[i + 3] = FORETOKEN_SHUFFLE(c, d, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+        rows[i] = FORETOKEN_SHUFFLE(Words, a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
+        rows[i + 1] = FORETOKEN_SHUFFLE(Words, a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+        rows[i + 2] = FORETOKEN_SHUFFLE(Words, c, d, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
+        rows[i + 3] = FORETOKEN_SHUFFLE(Words, c, d, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
     }
     const auto even = [](Words a, Words b) {
-        return FORETOKEN_SHUFFLE(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
+        return FORETOKEN_SHUFFLE(Words, a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
     };
     const auto odd = [](Words a, Words b) {
-        return FORETOKEN_SHUFFLE(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+        return FORETOKEN_SHUFFLE(Words, a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
     };
     for (int i = 0; i < 4; ++i) {
         const Words a = rows[i], b = rows[4 + i], c = rows[8 + i], d = rows[12 + i];
@@ -104,6 +106,35 @@ inline void transpose(Words (&rows)[LANES]) {
         rows[12 + i] = odd(third, fourth);
     }
 }
+
+#else
+
+typedef int32_t Quad __attribute__((vector_size(16)));
+
+// Four rows of four words, from `rows` into the same place of `to`, which lies on the other side of the diagonal.
+inline void transpose_tile(const int32_t* rows, int32_t* to) {
+    Quad own[4];
+    for (int i = 0; i < 4; ++i) std::memcpy(&own[i], rows + i * LANES, sizeof(Quad));
+    const Quad a = FORETOKEN_SHUFFLE(Quad, own[0], own[1], 0, 4, 1, 5);
+    const Quad b = FORETOKEN_SHUFFLE(Quad, own[2], own[3], 0, 4, 1, 5);
+    const Quad c = FORETOKEN_SHUFFLE(Quad, own[0], own[1], 2, 6, 3, 7);
+    const Quad d = FORETOKEN_SHUFFLE(Quad, own[2], own[3], 2, 6, 3, 7);
+    const Quad turned[4] = {FORETOKEN_SHUFFLE(Quad, a, b, 0, 1, 4, 5), FORETOKEN_SHUFFLE(Quad, a, b, 2, 3, 6, 7),
+                            FORETOKEN_SHUFFLE(Quad, c, d, 0, 1, 4, 5), FORETOKEN_SHUFFLE(Quad, c, d, 2, 3, 6, 7)};
+    for (int i = 0; i < 4; ++i) std::memcpy(to + i * LANES, &turned[i], sizeof(Quad));
+}
+
+// 16 rows of 16 words.
+inline void transpose(Words (&rows)[LANES]) {
+    int32_t from[LANES * LANES], to[LANES * LANES];
+    std::memcpy(from, rows, sizeof from);
+    for (int row = 0; row < LANES; row += 4)
+        for (int column = 0; column < LANES; column += 4)
+            transpose_tile(from + row * LANES + column, to + column * LANES + row);
+    std::memcpy(rows, to, sizeof to);
+}
+
+#endif
 
 // The words of a row of the cache, which holds numbers as the rows of a pass or in float16.
 inline Words cached_words(const Half* row, int64_t size, int64_t first) {
@@ -238,14 +269,14 @@ struct OpenSum {
 __attribute__((noinline)) void weigh(float* products, int64_t first, int64_t last, const Scoring& scoring, OpenSum& sum,
                                      int64_t stride) {
     const int64_t from = first / LANES * LANES, to = (last + LANES - 1) / LANES * LANES;
-    const Words lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const Words lanes = lane_numbers();
     Lanes highest = all(NONE);
     for (int64_t c = from; c < to; c += LANES) {
         const Words place = lanes + int32_t(c);
         const Words seen = (place >= int32_t(first)) & (place < int32_t(last));
-        const Lanes score = seen ? scoring(load(products + c)) : all(NONE);
+        const Lanes score = choose(seen, scoring(load(products + c)), all(NONE));
         store(score, products + c);
-        highest = score > highest ? score : highest;
+        highest = choose(score > highest, score, highest);
     }
     float largest = sum.largest;
     for (int i = 0; i < LANES; ++i) largest = highest[i] > largest ? highest[i] : largest;
@@ -258,7 +289,7 @@ __attribute__((noinline)) void weigh(float* products, int64_t first, int64_t las
     for (int64_t c = from; c < to; c += LANES) {
         const Words place = lanes + int32_t(c);
         const Words seen = (place >= int32_t(first)) & (place < int32_t(last));
-        const Lanes weight = seen ? exp_of(load(products + c) - largest) : Lanes{};
+        const Lanes weight = choose(seen, exp_of(load(products + c) - largest), Lanes{});
         store(weight, products + c);
         sum.weights += weight;
     }

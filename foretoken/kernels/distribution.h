@@ -41,7 +41,7 @@ inline Lanes load_scores(const float* from, int64_t count) {
 
 // e^x of what is at most 0, down to the least number that float32 has.
 inline Lanes exp_below(Lanes x) {
-    x = x < -104.0f ? all(-104.0f) : x;
+    x = choose(x < -104.0f, all(-104.0f), x);
     const Exponential own = exponential_of(x);
     const Words half = own.whole >> 1;
     return own.rest * Lanes((half + 127) << 23) * Lanes((own.whole - half + 127) << 23);
@@ -61,13 +61,13 @@ inline float max_of(const float* x, int64_t size, std::vector<float>* maxima) {
         const int64_t stop = std::min(first + GROUP, size);
         for (int64_t i = first; i < stop; i += LANES) {
             const Lanes here = load_scores(x + i, stop - i);
-            own = own > here ? own : here;
+            own = choose(own > here, own, here);
         }
         if (maxima != nullptr) {
             maxima->resize(maxima->size() + LANES);
             store(own, maxima->data() + maxima->size() - LANES);
         }
-        most = most > own ? most : own;
+        most = choose(most > own, most, own);
     }
     return max_of(most);
 }
@@ -165,7 +165,7 @@ inline void take_likely(const float* row, int64_t size, double total, float drop
         Lanes sums = {};
         for (int64_t i = first; i < stop; i += LANES) {
             const Lanes own = stop - i >= LANES ? load(row + i) : load_some(row + i, stop - i);
-            sums += own < least ? own : Lanes{};
+            sums += choose(own < least, own, Lanes{});
             uint32_t found = lanes_set(own >= least);
             if (stop - i < LANES) found &= (1u << (stop - i)) - 1;
             for (; found; found &= found - 1) kept->add(i + __builtin_ctz(found), own[__builtin_ctz(found)]);

@@ -38,9 +38,9 @@ constexpr int ROUTER_ROWS = 4;          // experts that are scored at a time: so
 // gpt-oss: gate * sigmoid(alpha * gate) * (up + 1), the gate clamped from above, `up` on both sides; NaN stays NaN.
 inline void clamped_row(const float* gate, const float* up, int64_t size, float limit, float alpha, float* out) {
     const auto gated = [&](Lanes x, Lanes y) {
-        x = x > limit ? all(limit) : x;
-        y = y > limit ? all(limit) : y;
-        y = y < -limit ? all(-limit) : y;
+        x = choose(x > limit, all(limit), x);
+        y = choose(y > limit, all(limit), y);
+        y = choose(y < -limit, all(-limit), y);
         return x / (1.0f + exp_of(x * -alpha)) * (y + 1.0f);
     };
     by_lanes(

@@ -1,5 +1,4 @@
-// Sixteen numbers at a time, in the vector types that GCC and Clang have for every processor: a cast between two of
-// them keeps the bits. bfloat16 and float16 are widened to float32 where they are read and rounded where they are written.
+// Numbers in 16 lanes: bfloat16 and float16 are widened to float32 where they are read and rounded where they are written.
 
 #ifndef FORETOKEN_NUMBERS_H
 #define FORETOKEN_NUMBERS_H
@@ -8,19 +7,15 @@
 #include <cstdint>
 #include <cstring>
 
+#include "lanes.h"
+
 #if defined(__AVX2__) || defined(__F16C__)
 #include <immintrin.h>
 #endif
 
 namespace {
 
-constexpr int LANES = 16;  // numbers of a vector, and outputs of a block of weights
-
-typedef float Lanes __attribute__((vector_size(64)));
-typedef float Eight __attribute__((vector_size(32)));
 typedef float Four __attribute__((vector_size(16)));
-typedef int32_t Words __attribute__((vector_size(64)));
-typedef uint16_t Halves __attribute__((vector_size(32)));
 
 inline float of_bits(uint32_t bits) {
     float value;
@@ -78,25 +73,50 @@ inline Lanes load(const float* from) {
     return to;
 }
 
-inline Lanes load(const uint16_t* bf16) {
+inline Words widened(const uint16_t* from) {
+#if defined(__AVX512F__)
+    typedef uint16_t Halves __attribute__((vector_size(32)));
     Halves halves;
-    std::memcpy(&halves, bf16, sizeof halves);
-    return Lanes(__builtin_convertvector(halves, Words) << 16);
+    std::memcpy(&halves, from, sizeof halves);
+    return __builtin_convertvector(halves, Words);
+#else
+    Words to;
+    for (int p = 0; p < PARTS; ++p) {
+        PartOf<uint16_t>::Vector halves;
+        std::memcpy(&halves, from + p * PART_LANES, sizeof halves);
+        to.parts[p] = __builtin_convertvector(halves, Words::Part);
+    }
+    return to;
+#endif
 }
+
+inline void narrow(const Words& from, uint16_t* to) {
+#if defined(__AVX512F__)
+    typedef uint16_t Halves __attribute__((vector_size(32)));
+    const Halves halves = __builtin_convertvector(from, Halves);
+    std::memcpy(to, &halves, sizeof halves);
+#else
+    for (int p = 0; p < PARTS; ++p) {
+        const auto halves = __builtin_convertvector(from.parts[p], PartOf<uint16_t>::Vector);
+        std::memcpy(to + p * PART_LANES, &halves, sizeof halves);
+    }
+#endif
+}
+
+inline Lanes load(const uint16_t* bf16) { return Lanes(widened(bf16) << 16); }
 
 inline Lanes load(const Half* halves) {
 #if defined(__AVX512F__)
     return Lanes(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(halves))));
-#else
+#elif defined(__F16C__)
     Lanes to;
-#if defined(__F16C__)
-    for (int i = 0; i < LANES; i += 8)
-        _mm256_storeu_ps(reinterpret_cast<float*>(&to) + i,
-                         _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(halves + i))));
-#else
-    for (int i = 0; i < LANES; ++i) to[i] = from_half(halves[i].bits);
-#endif
+    for (int p = 0; p < PARTS; ++p)
+        to.parts[p] = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(halves + p * PART_LANES)));
     return to;
+#else
+    float all_of[LANES];
+    for (int i = 0; i < LANES; ++i) all_of[i] = from_half(halves[i].bits);
+    return load(all_of);
 #endif
 }
 
@@ -104,14 +124,17 @@ inline void store(Lanes from, float* to) { std::memcpy(to, &from, sizeof from); 
 
 inline void store(Lanes from, uint16_t* bf16) {  // ties to even
     const Words bits = Words(from), rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    const Halves halves = __builtin_convertvector(from == from ? rounded : Words{} + 0x7fc0, Halves);
-    std::memcpy(bf16, &halves, sizeof halves);
+    narrow(choose(from == from, rounded, Words{} + 0x7fc0), bf16);
 }
 
 inline void store(Lanes from, Half* halves) {
 #if defined(__AVX512F__)
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(halves),
                         _mm512_cvtps_ph(__m512(from), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#elif defined(__F16C__)
+    for (int p = 0; p < PARTS; ++p)
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(halves + p * PART_LANES),
+                         _mm256_cvtps_ph(from.parts[p], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 #else
     for (int i = 0; i < LANES; ++i) put(from[i], halves[i]);
 #endif
@@ -145,9 +168,9 @@ inline uint32_t lanes_set(Words holds) {
 #if defined(__AVX512DQ__)
     return _mm512_movepi32_mask(reinterpret_cast<__m512i>(holds));
 #elif defined(__AVX2__)
-    __m256 halves[2];
-    std::memcpy(halves, &holds, sizeof halves);
-    return uint32_t(_mm256_movemask_ps(halves[0])) | uint32_t(_mm256_movemask_ps(halves[1])) << 8;
+    uint32_t bits = 0;
+    for (int p = 0; p < PARTS; ++p) bits |= uint32_t(_mm256_movemask_ps(__m256(holds.parts[p]))) << (p * PART_LANES);
+    return bits;
 #else
     uint32_t bits = 0;
     for (int k = 0; k < LANES; ++k) bits |= uint32_t(holds[k] != 0) << k;
@@ -157,14 +180,9 @@ inline uint32_t lanes_set(Words holds) {
 
 // The sum of 16 numbers, in an order that does not change.
 inline float sum_of(Lanes lanes) {
-    Eight low, high;
-    std::memcpy(&low, &lanes, sizeof low);
-    std::memcpy(&high, reinterpret_cast<const char*>(&lanes) + sizeof low, sizeof high);
-    const Eight eight = low + high;
-    Four first, second;
-    std::memcpy(&first, &eight, sizeof first);
-    std::memcpy(&second, reinterpret_cast<const char*>(&eight) + sizeof first, sizeof second);
-    const Four four = first + second;
+    Four fours[4];
+    std::memcpy(fours, &lanes, sizeof fours);
+    const Four four = (fours[0] + fours[2]) + (fours[1] + fours[3]);
     return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
@@ -188,8 +206,8 @@ inline Exponential exponential_of(Lanes x) {
 
 // e^x; above 88 infinity, below -87 what it is there.
 inline Lanes exp_of(Lanes x) {
-    x = x < -87.0f ? all(-87.0f) : x;
-    x = x > 89.0f ? all(89.0f) : x;
+    x = choose(x < -87.0f, all(-87.0f), x);
+    x = choose(x > 89.0f, all(89.0f), x);
     const Exponential own = exponential_of(x);
     return own.rest * Lanes((own.whole + 127) << 23);
 }

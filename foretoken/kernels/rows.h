@@ -69,9 +69,10 @@ template <Activation A>
 Lanes activated(Lanes x) {
     if constexpr (A == SILU) return x / (1.0f + exp_of(-x));
     if constexpr (A == GELU_TANH) return x / (1.0f + exp_of(-1.5957691216f * (x + 0.044715f * x * x * x)));
-    Lanes out;
-    for (int k = 0; k < LANES; ++k) out[k] = 0.5f * x[k] * std::erfc(-0.70710678118f * x[k]);
-    return out;
+    float all_of[LANES];
+    store(x, all_of);
+    for (float& own : all_of) own = 0.5f * own * std::erfc(-0.70710678118f * own);
+    return load(all_of);
 }
 
 // `up` null: no gate.
