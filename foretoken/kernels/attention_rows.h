@@ -77,8 +77,10 @@ inline Words row_words(const T* row, int64_t size, int64_t first) {
 
 #if defined(__AVX512F__)
 
-// 16 rows of 16 words, in four rounds of shuffles that every processor has: two inside 128 bits, two of whole 128 bits.
-inline void transpose(Words (&rows)[LANES]) {
+// 16 rows of 16 words, transposed into `to`, in four rounds of shuffles: two inside 128 bits, two of whole 128 bits.
+inline void transpose(const Words (&from)[LANES], uint32_t* to) {
+    Words rows[LANES];
+    std::copy_n(from, LANES, rows);
     for (int i = 0; i < LANES; i += 2) {
         const Words a = rows[i], b = rows[i + 1];
         rows[i] = FORETOKEN_SHUFFLE(Words, a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
@@ -105,33 +107,51 @@ inline void transpose(Words (&rows)[LANES]) {
         rows[4 + i] = even(third, fourth);
         rows[12 + i] = odd(third, fourth);
     }
+    std::memcpy(to, rows, sizeof rows);
 }
 
 #else
 
-typedef int32_t Quad __attribute__((vector_size(16)));
-
-// Four rows of four words, from `rows` into the same place of `to`, which lies on the other side of the diagonal.
-inline void transpose_tile(const int32_t* rows, int32_t* to) {
-    Quad own[4];
-    for (int i = 0; i < 4; ++i) std::memcpy(&own[i], rows + i * LANES, sizeof(Quad));
-    const Quad a = FORETOKEN_SHUFFLE(Quad, own[0], own[1], 0, 4, 1, 5);
-    const Quad b = FORETOKEN_SHUFFLE(Quad, own[2], own[3], 0, 4, 1, 5);
-    const Quad c = FORETOKEN_SHUFFLE(Quad, own[0], own[1], 2, 6, 3, 7);
-    const Quad d = FORETOKEN_SHUFFLE(Quad, own[2], own[3], 2, 6, 3, 7);
-    const Quad turned[4] = {FORETOKEN_SHUFFLE(Quad, a, b, 0, 1, 4, 5), FORETOKEN_SHUFFLE(Quad, a, b, 2, 3, 6, 7),
-                            FORETOKEN_SHUFFLE(Quad, c, d, 0, 1, 4, 5), FORETOKEN_SHUFFLE(Quad, c, d, 2, 3, 6, 7)};
-    for (int i = 0; i < 4; ++i) std::memcpy(to + i * LANES, &turned[i], sizeof(Quad));
+// A square of as many rows as a register has lanes, written with `LANES` words from row to row.
+inline void transpose_tile(Words::Part (&rows)[PART_LANES], uint32_t* to) {
+    using Part = Words::Part;
+    Part turned[PART_LANES];
+    for (int i = 0; i < PART_LANES; i += 4) {
+        const Part a = rows[i], b = rows[i + 1], c = rows[i + 2], d = rows[i + 3];
+#if defined(__AVX__)
+        const Part e = FORETOKEN_SHUFFLE(Part, a, b, 0, 8, 1, 9, 4, 12, 5, 13);
+        const Part f = FORETOKEN_SHUFFLE(Part, c, d, 0, 8, 1, 9, 4, 12, 5, 13);
+        const Part g = FORETOKEN_SHUFFLE(Part, a, b, 2, 10, 3, 11, 6, 14, 7, 15);
+        const Part h = FORETOKEN_SHUFFLE(Part, c, d, 2, 10, 3, 11, 6, 14, 7, 15);
+        turned[i] = FORETOKEN_SHUFFLE(Part, e, f, 0, 1, 8, 9, 4, 5, 12, 13);
+        turned[i + 1] = FORETOKEN_SHUFFLE(Part, e, f, 2, 3, 10, 11, 6, 7, 14, 15);
+        turned[i + 2] = FORETOKEN_SHUFFLE(Part, g, h, 0, 1, 8, 9, 4, 5, 12, 13);
+        turned[i + 3] = FORETOKEN_SHUFFLE(Part, g, h, 2, 3, 10, 11, 6, 7, 14, 15);
+#else
+        const Part e = FORETOKEN_SHUFFLE(Part, a, b, 0, 4, 1, 5), f = FORETOKEN_SHUFFLE(Part, c, d, 0, 4, 1, 5);
+        const Part g = FORETOKEN_SHUFFLE(Part, a, b, 2, 6, 3, 7), h = FORETOKEN_SHUFFLE(Part, c, d, 2, 6, 3, 7);
+        turned[i] = FORETOKEN_SHUFFLE(Part, e, f, 0, 1, 4, 5), turned[i + 1] = FORETOKEN_SHUFFLE(Part, e, f, 2, 3, 6, 7);
+        turned[i + 2] = FORETOKEN_SHUFFLE(Part, g, h, 0, 1, 4, 5), turned[i + 3] = FORETOKEN_SHUFFLE(Part, g, h, 2, 3, 6, 7);
+#endif
+    }
+#if defined(__AVX__)
+    for (int i = 0; i < 4; ++i) {
+        const Part a = turned[i], b = turned[i + 4];
+        turned[i] = FORETOKEN_SHUFFLE(Part, a, b, 0, 1, 2, 3, 8, 9, 10, 11);
+        turned[i + 4] = FORETOKEN_SHUFFLE(Part, a, b, 4, 5, 6, 7, 12, 13, 14, 15);
+    }
+#endif
+    for (int i = 0; i < PART_LANES; ++i) std::memcpy(to + i * LANES, &turned[i], sizeof(Part));
 }
 
-// 16 rows of 16 words.
-inline void transpose(Words (&rows)[LANES]) {
-    int32_t from[LANES * LANES], to[LANES * LANES];
-    std::memcpy(from, rows, sizeof from);
-    for (int row = 0; row < LANES; row += 4)
-        for (int column = 0; column < LANES; column += 4)
-            transpose_tile(from + row * LANES + column, to + column * LANES + row);
-    std::memcpy(rows, to, sizeof to);
+// 16 rows of 16 words, transposed into `to`.
+inline void transpose(const Words (&rows)[LANES], uint32_t* to) {
+    for (int column = 0; column < PARTS; ++column)
+        for (int row = 0; row < PARTS; ++row) {
+            Words::Part own[PART_LANES];
+            for (int i = 0; i < PART_LANES; ++i) own[i] = rows[row * PART_LANES + i].parts[column];
+            transpose_tile(own, to + column * PART_LANES * LANES + row * PART_LANES);
+        }
 }
 
 #endif
@@ -155,15 +175,15 @@ void lay_out_keys(const C* keys, const int64_t* at, int64_t count, int64_t size,
     for (; count == LANES && (first + LANES) * int64_t(4 / sizeof(Row<C>)) <= size; first += LANES) {
         Words rows[LANES];
         for (int64_t i = 0; i < LANES; ++i) rows[i] = cached_words(keys + at[i], size, first);
-        transpose(rows);
-        for (int i = 0; i < LANES; ++i) std::memcpy(to + (first + i) * LANES, &rows[i], sizeof(Words));
+        transpose(rows, to + first * LANES);
     }
     for (; first < num_words; first += LANES) {
         Words rows[LANES];
         for (int64_t i = 0; i < LANES; ++i) rows[i] = i < count ? cached_words(keys + at[i], size, first) : Words{};
-        transpose(rows);
+        uint32_t turned[LANES * LANES];
+        transpose(rows, turned);
         const int64_t some = std::min<int64_t>(LANES, num_words - first);
-        std::memcpy(to + first * LANES, rows, some * sizeof(Words));
+        std::memcpy(to + first * LANES, turned, some * sizeof(Words));
     }
 }
 

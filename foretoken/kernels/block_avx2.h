@@ -9,9 +9,6 @@
 
 #include "grouped.h"
 
-// Left to itself the compiler calls these, and every sum goes through memory.
-#define FORETOKEN_INLINE inline __attribute__((always_inline))
-
 namespace {
 
 constexpr int HALF_LINE = LINE / 2;  // bytes: a chunk of the 8 outputs of a register

@@ -29,7 +29,8 @@
 
 namespace {
 
-constexpr int64_t FEW_PRODUCTS = 1 << 19;  // up to here one thread multiplies, for the same reason
+// Up to here one thread works: waking others would take longer.
+constexpr int64_t FEW_PRODUCTS = 1 << 19, FEW_SPANS = 256;
 
 using Block = void (*)(const Matrix&, const Tile&, int64_t, const Ahead&, float (*)[LANES]);
 
@@ -91,28 +92,33 @@ struct Activations {
     int64_t tiles() const { return (rows + MAX_ROWS - 1) / MAX_ROWS; }
     int64_t rows_of(int64_t tile) const { return std::min<int64_t>(MAX_ROWS, rows - tile * MAX_ROWS); }
 
-    // Piece `row * spans + s` of the work: a span of a row.
     template <class T>
-    void code_piece(const T* x, int64_t piece) {
-        const int64_t row = piece / spans, s = piece % spans, tile = row / MAX_ROWS;
-        const int64_t at = tile * MAX_ROWS * spans + row % MAX_ROWS + s * rows_of(tile);
-        code_span(x + row * width + s * SPAN, std::min<int64_t>(SPAN, width - s * SPAN), &codes[at * SPAN],
-                  &scales[at], &half_sums[at * 2]);
+    void code(const T* x, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (rows * spans > FEW_SPANS)
+        for (int64_t piece = 0; piece < rows * spans; ++piece) {
+            const int64_t row = piece / spans, s = piece % spans, tile = row / MAX_ROWS;
+            const int64_t at = tile * MAX_ROWS * spans + row % MAX_ROWS + s * rows_of(tile);
+            code_span(x + row * width + s * SPAN, std::min<int64_t>(SPAN, width - s * SPAN), &codes[at * SPAN],
+                      &scales[at], &half_sums[at * 2]);
+        }
     }
 
-    // What a matrix needs of a tile's rows beside their codes.
-    void sum_groups(const Matrix& w, int64_t tile) {
+    // What a matrix needs beside the codes.
+    void sum_groups(const Matrix& w, int threads) {
         const int64_t halves = w.group == SPAN ? 1 : 2;
-        const int64_t first = tile * MAX_ROWS * spans, count = rows_of(tile);
-        for (int64_t s = 0; s < spans; ++s)
-            for (int64_t half = 0; half < halves; ++half)
-                for (int64_t r = 0; r < count; ++r) {
-                    const int32_t* own = &half_sums[(first + s * count + r) * 2];
-                    const int32_t sum = halves == 1 ? own[0] + own[1] : own[half];
-                    const int64_t at = first * halves + (s * halves + half) * count + r;
-                    offsets[at] = sums_begin_with(w) - w.zero * sum;
-                    sums[at] = float(sum);
-                }
+#pragma omp parallel for num_threads(threads) schedule(static) if (rows * spans > MAX_ROWS * FEW_SPANS)
+        for (int64_t tile = 0; tile < tiles(); ++tile) {
+            const int64_t first = tile * MAX_ROWS * spans, count = rows_of(tile);
+            for (int64_t s = 0; s < spans; ++s)
+                for (int64_t half = 0; half < halves; ++half)
+                    for (int64_t r = 0; r < count; ++r) {
+                        const int32_t* own = &half_sums[(first + s * count + r) * 2];
+                        const int32_t sum = halves == 1 ? own[0] + own[1] : own[half];
+                        const int64_t at = first * halves + (s * halves + half) * count + r;
+                        offsets[at] = sums_begin_with(w) - w.zero * sum;
+                        sums[at] = float(sum);
+                    }
+        }
     }
 
     Tile at(int64_t tile, int group) const {
@@ -182,20 +188,15 @@ template <class T>
 void multiply(const T* x, int64_t rows, int64_t width, const Matrix* parts, int num_parts, T* out, int64_t stride,
               int threads) {
     Activations a(rows, width);
+    a.code(x, threads);
     const Matrix* const end = parts + num_parts;
     for (const Matrix *first = parts, *last; first < end; first = last) {
         int64_t num_outputs = 0;
         for (last = first; last < end && reads_alike(*first, *last); ++last) num_outputs += last->num_outputs;
+        a.sum_groups(*first, threads);
         // One region for all that read the same sums: threads are woken and waited for once.
 #pragma omp parallel num_threads(threads) if (rows * num_outputs * width > FEW_PRODUCTS)
         {
-            const int64_t pieces = rows * a.spans;
-            if (first == parts) {
-#pragma omp for schedule(static)
-                for (int64_t piece = 0; piece < pieces; ++piece) a.code_piece(x, piece);
-            }
-#pragma omp for schedule(static)
-            for (int64_t tile = 0; tile < a.tiles(); ++tile) a.sum_groups(*first, tile);
             T* to = out;
             for (const Matrix* w = first; w < last; to += w++->num_outputs) {
                 const int64_t blocks = (w->num_outputs + LANES - 1) / LANES;

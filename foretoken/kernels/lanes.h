@@ -7,6 +7,9 @@
 #include <cstdint>
 #include <cstring>
 
+// For what the compiler would otherwise call with its vectors in memory.
+#define FORETOKEN_INLINE inline __attribute__((always_inline))
+
 namespace {
 
 constexpr int LANES = 16;  // numbers of a vector, and outputs of a block of weights

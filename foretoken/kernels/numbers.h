@@ -193,7 +193,7 @@ struct Exponential {
     Words whole;
 };
 
-inline Exponential exponential_of(Lanes x) {
+FORETOKEN_INLINE Exponential exponential_of(Lanes x) {
     constexpr float WHOLE = 12582912.0f;  // 1.5 * 2^23: what is added to it is rounded to a whole number
     const Lanes shifted = x * 1.44269504f + WHOLE, power = shifted - WHOLE;
     const Lanes rest = (x - power * 0.693359375f) + power * 2.12194440e-4f;
@@ -205,7 +205,7 @@ inline Exponential exponential_of(Lanes x) {
 }
 
 // e^x; above 88 infinity, below -87 what it is there.
-inline Lanes exp_of(Lanes x) {
+FORETOKEN_INLINE Lanes exp_of(Lanes x) {
     x = choose(x < -87.0f, all(-87.0f), x);
     x = choose(x > 89.0f, all(89.0f), x);
     const Exponential own = exponential_of(x);
