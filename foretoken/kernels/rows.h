@@ -25,7 +25,8 @@ namespace {
 using NormWeights = foretoken_norm_weights;
 using NormKind = foretoken_norm_kind;
 
-constexpr int64_t FEW_NUMBERS = 1 << 16;  // up to here one thread works: waking others would take longer
+// Up to here one thread works: waking others would take longer.
+constexpr int64_t FEW_NUMBERS = 1 << 16, FEW_EXPONENTIALS = 1 << 13;
 
 // The first `count` numbers, zeros behind them.
 inline Lanes only(Lanes from, int64_t count) {
@@ -134,7 +135,7 @@ void norm_rows(const T* x, const NormWeights& norm, const NormKind& kind, int64_
 template <Activation A, class T>
 void activate_rows(const T* x, int64_t rows, int64_t size, int64_t stride, T* out, int threads) {
     const bool is_gated = stride == 2 * size;
-#pragma omp parallel for num_threads(threads) schedule(static) if (rows * size > FEW_NUMBERS)
+#pragma omp parallel for num_threads(threads) schedule(static) if (rows * size > FEW_EXPONENTIALS)
     for (int64_t row = 0; row < rows; ++row) {
         const T* own = x + row * stride;
         activate_row<A>(own, is_gated ? own + size : nullptr, size, out + row * size);
