@@ -45,11 +45,7 @@ struct Word<uint16_t> {
 template <>
 struct Word<float> {
     using Vector = Lanes;
-    static Vector load(const uint32_t* from) {
-        Lanes to;
-        std::memcpy(&to, from, sizeof to);
-        return to;
-    }
+    static Vector load(const uint32_t* from) { return vector_at<Lanes>(from); }
     static void add(Lanes& sum, const Vector& keys, uint32_t query) { sum += keys * of_bits(query); }
 };
 
@@ -59,10 +55,9 @@ inline Words row_words(const T* row, int64_t size, int64_t first) {
     constexpr int64_t EACH = 4 / sizeof(T);
     const int64_t bytes = (size - first * EACH) * int64_t(sizeof(T));
     const T* from = row + first * EACH;
+    if (bytes >= int64_t(sizeof(Words))) return vector_at<Words>(from);
     Words words = {};
-    if (bytes >= int64_t(sizeof words))
-        std::memcpy(&words, from, sizeof words);
-    else if (bytes == sizeof words / 2)
+    if (bytes == sizeof words / 2)
         std::memcpy(&words, from, sizeof words / 2);
     else
         std::memcpy(&words, from, bytes);

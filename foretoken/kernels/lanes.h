@@ -25,6 +25,19 @@ inline V choose(Words holds, V yes, V no) {
     return holds ? yes : no;
 }
 
+// 64 bytes at `at`, which need not lie at a multiple of 64.
+template <class V>
+inline V vector_at(const void* at) {
+    V vector;
+    std::memcpy(&vector, at, sizeof vector);
+    return vector;
+}
+
+template <class V>
+inline void put_vector(const V& from, void* to) {
+    std::memcpy(to, &from, sizeof from);
+}
+
 #else
 
 #if defined(__AVX__)
@@ -121,6 +134,22 @@ inline Sixteen<N> choose(const Words& holds, const Sixteen<N>& yes, const Sixtee
     Sixteen<N> made;
     for (int p = 0; p < PARTS; ++p) made.parts[p] = holds.parts[p] ? yes.parts[p] : no.parts[p];
     return made;
+}
+
+// 64 bytes at `at`, which need not lie at a multiple of 64: a register at a time, as GCC copies what is larger in small
+// pieces by way of memory.
+template <class V>
+FORETOKEN_INLINE V vector_at(const void* at) {
+    V vector;
+    for (int p = 0; p < PARTS; ++p)
+        std::memcpy(&vector.parts[p], static_cast<const char*>(at) + p * sizeof vector.parts[p], sizeof vector.parts[p]);
+    return vector;
+}
+
+template <class V>
+FORETOKEN_INLINE void put_vector(const V& from, void* to) {
+    for (int p = 0; p < PARTS; ++p)
+        std::memcpy(static_cast<char*>(to) + p * sizeof from.parts[p], &from.parts[p], sizeof from.parts[p]);
 }
 
 #endif

@@ -67,11 +67,7 @@ inline void put(float value, Half& to) { to.bits = half_of(value); }
 
 inline Lanes all(float value) { return value - Lanes{}; }
 
-inline Lanes load(const float* from) {
-    Lanes to;
-    std::memcpy(&to, from, sizeof to);
-    return to;
-}
+inline Lanes load(const float* from) { return vector_at<Lanes>(from); }
 
 inline Words widened(const uint16_t* from) {
 #if defined(__AVX512F__)
@@ -120,7 +116,7 @@ inline Lanes load(const Half* halves) {
 #endif
 }
 
-inline void store(Lanes from, float* to) { std::memcpy(to, &from, sizeof from); }
+inline void store(const Lanes& from, float* to) { put_vector(from, to); }
 
 inline void store(Lanes from, uint16_t* bf16) {  // ties to even
     const Words bits = Words(from), rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;

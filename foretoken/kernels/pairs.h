@@ -25,8 +25,7 @@ struct Line {
     Lanes first, second;
 };
 inline Line line_at(const void* at) {
-    Words words;
-    std::memcpy(&words, at, sizeof words);
+    const Words words = vector_at<Words>(at);
     return {Lanes(words << 16), Lanes(words & int32_t(0xffff0000u))};
 }
 inline void add_products(Lanes& sum, const Line& line, uint32_t pair) {
