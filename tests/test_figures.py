@@ -256,14 +256,18 @@ def test_the_table_of_adaptation() -> None:
             assert is_printed_of(printed, rates[name][kind])
 
 
-def test_the_table_beside_llama_cpp() -> None:
-    (found,) = [table for table in tables("docs/quantised.md") if "engine" in table[0]]
-    source = raw("2026-11-23-gguf-rivals")["files"]
+@pytest.mark.parametrize(
+    ("place", "name_of_file", "source_name"),
+    [(0, "target-{}.gguf", "2026-11-23-gguf-rivals"), (1, "SmolLM2-135M-{}.gguf", "2026-11-26-avx2-rivals")],
+)
+def test_the_tables_beside_llama_cpp(place: int, name_of_file: str, source_name: str) -> None:
+    found = [table for table in tables("docs/quantised.md") if "engine" in table[0]][place]
+    source = raw(source_name)["files"]
     assert len(found) == 3 * len(source)
     for row in found:
-        own = source[f"target-{row['file']}.gguf"]
+        own = source[name_of_file.format(row["file"])]
         name = {"foretoken": "ours", "llama.cpp": "theirs"}.get(row["engine"])
-        if name is not None:
+        if name is not None and "bits per byte" in row:
             assert is_printed_of(row["bits per byte"], own["bits"][name])
         for cell, measured in zip(list(row.values())[2:8], own["rows"], strict=True):
             if name is not None:

@@ -17,6 +17,7 @@ import typer
 from foretoken import __version__
 from foretoken.cli.common import JsonOption, print_json
 from foretoken.cli.verb import ctrl_c_ends
+from foretoken.kernels.build import found_compiler, kernels_from
 from foretoken.machine.identity import features, precision_advice, processor
 from foretoken.machine.neighbours import neighbours
 from foretoken.machine.threads import applied, choose, find_cores
@@ -63,14 +64,11 @@ def _facts() -> dict[str, Any]:
         "threads": {"chosen": choice.num_threads, "why": choice.why_number},
         "memory": _memory(),
         "disk": _disk(),
-        "compiler": next((found for name in _compilers() if (found := shutil.which(name))), None),
+        "compiler": shutil.which(compiler[0]) if (compiler := found_compiler()) else None,
+        "kernels": kernels_from(),
         "packages": {name: _version(name) for name in _PACKAGES},
         "torch": _torch(),
     }
-
-
-def _compilers() -> tuple[str, ...]:
-    return tuple(filter(None, (os.environ.get("CXX"), "g++", "clang++", "cl")))
 
 
 def _version(package: str) -> str | None:
@@ -157,6 +155,7 @@ def _show(facts: Mapping[str, Any]) -> None:
         "memory": f"{memory['available_gib']} of {memory['total_gib']} GiB available",
         "disk": f"{disk['free_gib']} GiB free for {disk['cache_folder']}",
         "compiler": facts["compiler"] or "none: nothing can be compiled at run time",
+        "kernels": facts["kernels"],
         "packages": ", ".join(f"{name} {version or 'missing'}" for name, version in facts["packages"].items()),
     }
     if torch["is_usable"]:

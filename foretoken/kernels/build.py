@@ -1,8 +1,9 @@
-"""From a C++ file to a shared library: compiled with this machine's compiler on first use, then kept.
+"""From a C++ file to a shared library: one that the wheel brought along, else compiled with this machine's compiler on
+first use and kept.
 
-A library is `kernels/NAME-HASH.so` in the cache folder, named by the sources, the compiler with its flags, and the
-processor, because `-march=native` makes code for this one only. Its last 32 bytes are the SHA-256 of the rest: a file
-that was cut short is built anew rather than mapped.
+A compiled library is `kernels/NAME-HASH.so` in the cache folder, named by the sources, the compiler with its flags, and
+the processor, because `-march=native` makes code for this one only. Its last 32 bytes are the SHA-256 of the rest: a
+file that was cut short is built anew rather than mapped.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import functools
 import hashlib
 import os
 import platform
-import re
 import shlex
 import shutil
 import subprocess
@@ -20,11 +20,12 @@ import tempfile
 from pathlib import Path
 
 from foretoken.files import CACHE_VARIABLE, cache_folder
+from foretoken.kernels import prebuilt
+from foretoken.machine import identity
 
 # No fused multiplications: the twin in torch rounds products and sums on their own.
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC")
+FLAGS = ("-std=c++17", "-O3", prebuilt.NATIVE, "-ffp-contract=off", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC")
 COMPILERS = ("g++", "c++", "clang++")  # looked for in this order where CXX names none
-_INCLUDED = re.compile(r'^#include "(.+)"$', re.MULTILINE)
 _DIGEST_BYTES = 32
 _MAX_S = 120.0  # it takes a few seconds; a compiler that hangs must not hang us
 _MAX_WORDS = 300  # characters of a compiler's complaint
@@ -35,20 +36,24 @@ class BuildError(Exception):
 
 
 def built(source: Path, flags: tuple[str, ...] = FLAGS) -> Path:
-    """The library made of `source`, from the cache or compiled now.
+    """The library made of `source`: prebuilt, from the cache, or compiled now.
 
     Raises:
         BuildError: no compiler, one that fails, or a cache folder that cannot be written.
     """
+    brought = prebuilt.library(source, flags)
+    if brought is not None:
+        return brought
     compiler = _compiler()
-    named = (*_texts(source), *compiler, *flags, _processor())
+    named = (*prebuilt.texts(source), *compiler, *flags, _processor())
     key = hashlib.sha256("\0".join(named).encode()).hexdigest()[:24]
     path = cache_folder("kernels") / f"{source.stem}-{key}.so"
     try:
         if not _is_whole(path):
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             with tempfile.TemporaryDirectory(dir=path.parent, prefix=".building-") as folder:
-                _compile([*compiler, *flags, str(source)], Path(folder) / path.name)
+                compile_library(source, flags, Path(folder) / path.name)
+                _append_digest(Path(folder) / path.name)
                 os.replace(Path(folder) / path.name, path)
     except OSError as error:
         raise BuildError(
@@ -75,25 +80,35 @@ def opened(path: Path, interface: str, number: int) -> ctypes.CDLL:
     return library
 
 
-def _texts(source: Path) -> list[str]:
-    """The text of `source` and of what it includes from its own folder."""
-    text = source.read_text(encoding="utf-8")
-    return [text, *(other for name in _INCLUDED.findall(text) for other in _texts(source.parent / name))]
+def kernels_from() -> str:
+    """Where the libraries come from on this machine, in words."""
+    best = prebuilt.best_of(identity.flags()) if prebuilt.FOLDER.is_dir() else None
+    if best is not None:
+        return f"in the wheel, for {best.name}"
+    return "torch's slower operations: no compiler" if found_compiler() is None else "compiled on first use"
+
+
+def found_compiler() -> list[str] | None:
+    """The words that start the compiler; None where none was found."""
+    given = shlex.split(os.environ.get("CXX", ""))
+    found = next((found for found in map(shutil.which, COMPILERS) if found is not None), None)
+    return given or (None if found is None else [found])
 
 
 def _compiler() -> list[str]:
-    """The words that start the compiler."""
-    given = shlex.split(os.environ.get("CXX", ""))
-    if given:
-        return given
-    found = next((found for found in map(shutil.which, COMPILERS) if found is not None), None)
-    if found is None:
+    compiler = found_compiler()
+    if compiler is None:
         raise BuildError("no C++ compiler was found; install g++ (Debian: apt install g++), or name one in CXX")
-    return [found]
+    return compiler
 
 
-def _compile(command: list[str], path: Path) -> None:
-    """Run the compiler, and append the digest to what it made."""
+def compile_library(source: Path, flags: tuple[str, ...], path: Path) -> None:
+    """Compile `source` into the library `path`.
+
+    Raises:
+        BuildError: no compiler, or one that fails.
+    """
+    command = [*_compiler(), *flags, str(source)]
     try:
         done = subprocess.run(
             [*command, "-o", str(path)], capture_output=True, text=True, errors="replace", timeout=_MAX_S, check=False
@@ -103,6 +118,9 @@ def _compile(command: list[str], path: Path) -> None:
     if done.returncode != 0 or not path.exists():
         words = " ".join(done.stderr.split())[:_MAX_WORDS]
         raise BuildError(f"the C++ compiler {command[0]} failed ({words}); install g++, or name another one in CXX")
+
+
+def _append_digest(path: Path) -> None:
     with path.open("ab") as file:
         file.write(hashlib.sha256(path.read_bytes()).digest())
 
@@ -117,9 +135,5 @@ def _is_whole(path: Path) -> bool:
 @functools.cache
 def _processor() -> str:
     """What code for this processor depends on."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:  # not Linux
-        lines = []
-    told = {line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))}
-    return "\n".join([platform.machine(), platform.processor(), *sorted(told)])
+    told = (identity.processor(), identity.stepping() or "", *sorted(identity.flags()))
+    return "\n".join((platform.machine(), platform.processor(), *told))

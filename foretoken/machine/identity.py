@@ -24,38 +24,36 @@ _MEANING: dict[str, tuple[str, ...]] = {
 }
 
 
+def flags(info: Path = _INFO) -> frozenset[str]:
+    """The processor's features as the system names them; none where it does not say (outside Linux)."""
+    found = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", _text(info), re.MULTILINE)
+    return frozenset() if found is None else frozenset(found.group(1).split())
+
+
 def features(info: Path = _INFO) -> dict[str, bool] | None:
     """By name whether the processor has it; None where the system does not say (outside Linux)."""
-    try:
-        text = info.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    found = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
-    if found is None:
-        return None
-    flags = frozenset(found.group(1).split())
-    return {name: not flags.isdisjoint(words) for name, words in _MEANING.items()}
+    own = flags(info)
+    return {name: not own.isdisjoint(words) for name, words in _MEANING.items()} if own else None
 
 
 def processor(info: Path = _INFO) -> str:
     """The processor's name."""
-    try:
-        text = info.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        text = ""
-    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    found = re.search(r"^model name\s*:\s*(.+)$", _text(info), re.MULTILINE)
     return found.group(1).strip() if found else platform.processor() or platform.machine() or "unknown"
 
 
 def stepping(info: Path = _INFO) -> str | None:
     """The processor's family, model and stepping, where the system says them: processors of one name differ."""
-    try:
-        text = info.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    names = ("cpu family", "model", "stepping")
+    names, text = ("cpu family", "model", "stepping"), _text(info)
     found = [re.search(rf"^{name}\s*:\s*(\S+)$", text, re.MULTILINE) for name in names]
     return ", ".join(f"{name} {one[1]}" for name, one in zip(names, found, strict=True) if one is not None) or None
+
+
+def _text(info: Path) -> str:
+    try:
+        return info.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
 
 
 class PrecisionWarning(UserWarning):
@@ -101,6 +99,11 @@ def machine() -> dict[str, Any]:
         "cpu": processor(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
     }
+    kind, known = stepping(), features()
+    if kind is not None:
+        found["processor"] = kind
+    if known is not None:
+        found["instructions"] = ", ".join(name for name, has in known.items() if has)
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         found["memory_gib"] = round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1)
     if torch.cuda.is_available():

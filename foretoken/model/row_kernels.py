@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from foretoken.kernels.build import BuildError, built, opened
+from foretoken.kernels.prebuilt import NATIVE
 from foretoken.model.architecture import Activation
 
 SOURCE = Path(__file__).resolve().parent.parent / "kernels" / "decoder.cpp"
 # Sums have an order of their own here, so a product may be added without being rounded first.
 FLAGS = (
-    *("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp"),
+    *("-std=c++17", "-O3", NATIVE, "-fno-math-errno", "-fno-trapping-math", "-fopenmp"),
     *("-shared", "-fPIC"),
 )
 _INTERFACE = 8  # of the compiled library: what its functions take
