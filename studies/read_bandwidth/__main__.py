@@ -43,10 +43,7 @@ def main() -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    library = opened(built(Path(__file__).with_name("read.cpp")), "foretoken_read_interface", 1)
-    library.foretoken_read.restype = ctypes.c_uint32
-    library.foretoken_read.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int)
-    memory = buffers(options.mebibytes << 18)
+    library, memory = reader(), buffers(options.mebibytes << 18)
     seconds = defaultdict[tuple[str, int], list[float]](list)
     for _ in range(options.repeats):
         for pages, words in memory.items():
@@ -61,6 +58,14 @@ def _run(options: argparse.Namespace) -> int:
         Console().line(f"{row['pages']} pages, {row['threads']} threads: {row['median_gb_per_s']:.1f} GB/s")
     record("read_bandwidth", {"bytes": size, "repeats": options.repeats, "rows": rows}, options.out)
     return 0
+
+
+def reader() -> ctypes.CDLL:
+    """The compiled function that reads."""
+    library = opened(built(Path(__file__).with_name("read.cpp")), "foretoken_read_interface", 1)
+    library.foretoken_read.restype = ctypes.c_uint32
+    library.foretoken_read.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int)
+    return library
 
 
 def buffers(num_words: int) -> dict[str, torch.Tensor]:

@@ -1,0 +1,138 @@
+"""How far a pass is from what memory and arithmetic of this machine allow, by rows: the roofline of a model.
+
+    python -m studies.roofline --target smollm2 --rows 1,2,4,8,16,64,512 --out roofline.json --plot roofline.svg
+
+For each number of rows: a whole pass, its matrix products alone, the time in which memory is read once
+(`read_bandwidth`), and the time in which the processor could multiply numbers that are in its registers already. The
+four take turns. A pass computes logits of every row, as a verification does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from foretoken.errors import InputError
+from foretoken.kernels.build import built, opened
+from foretoken.model.layers import Linear
+from foretoken.model.paged import PagedModel
+from foretoken.printing.console import Console
+from studies import step_cost
+from studies.command import exit_code_of, record, whole_numbers
+from studies.read_bandwidth.__main__ import buffers as read_buffers
+from studies.read_bandwidth.__main__ import read_s, reader
+
+_READ_WORDS = 1 << 26  # 256 MiB: more than the caches of most processors
+_PEAK_ROUNDS = 1 << 20
+_PARTS = ("pass", "products", "memory", "arithmetic")
+
+
+def main() -> int:
+    """Measure, print the table, and with `--out` and `--plot` write the record and the plot."""
+    parser = argparse.ArgumentParser(
+        prog="python -m studies.roofline", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--target", default="smollm2", help="as `step_cost` names models")
+    parser.add_argument("--rows", type=whole_numbers, default=(1, 2, 4, 8, 16, 64, 512))
+    parser.add_argument("--context", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--out", type=Path, help="a JSON file for the record")
+    parser.add_argument("--plot", type=Path, help="an image of the table")
+    options = parser.parse_args()
+    return exit_code_of(lambda: _run(options))
+
+
+def _run(options: argparse.Namespace) -> int:
+    model = step_cost.opened(options.target, "cpu", options.context + max(options.rows))
+    if not isinstance(model, PagedModel):
+        raise InputError("--target", options.target, "name a model of the native decoder (docs/models.md)")
+    matrices = [one for one in model.decoder.modules() if isinstance(one, Linear)]
+    num_products = sum(one.in_features * one.out_features for one in matrices)
+    floors = {name: [one() for _ in range(options.repeats)] for name, one in _floors(torch.get_num_threads()).items()}
+    times_ms = _measured(options.target, model, matrices, options)
+    bytes_per_s, products_per_s = (statistics.median(floors[name]) for name in ("memory", "arithmetic"))
+    rows = [
+        {
+            "rows": count,
+            "pass_ms": statistics.median(times_ms["pass", count]),
+            "products_ms": statistics.median(times_ms["products", count]),
+            "memory_ms": 1e3 * model.step_bytes / bytes_per_s,
+            "arithmetic_ms": 1e3 * num_products * count / products_per_s,
+            "times_ms": {part: times_ms[part, count] for part in ("pass", "products")},
+        }
+        for count in options.rows
+    ]
+    about = {"target": options.target, "context": options.context, "threads": torch.get_num_threads()}
+    sizes = {"step_bytes": model.step_bytes, "products_a_row": num_products}
+    speeds = {"bytes_per_s": floors["memory"], "products_per_s": floors["arithmetic"]}
+    record("roofline", {**about, **sizes, **speeds, "rows": rows}, options.out)
+    for row in rows:
+        cells = " | ".join(f"{row[f'{part}_ms']:.2f}" for part in _PARTS)
+        Console().line(f"| {row['rows']} | {cells} |")
+    if options.plot is not None:
+        _draw(rows, options.plot, f"{options.target}, {torch.get_num_threads()} threads")
+    return 0
+
+
+def _floors(threads: int) -> Mapping[str, Callable[[], float]]:
+    """What measures bytes and products per second of this machine."""
+    words, read = read_buffers(_READ_WORDS)["large"], reader()
+    peak = opened(built(Path(__file__).with_name("peak.cpp")), "foretoken_peak_interface", 1)
+    peak.foretoken_peak.restype, peak.foretoken_peak.argtypes = ctypes.c_int64, (ctypes.c_int64, ctypes.c_int)
+
+    def products_per_s() -> float:
+        began = time.perf_counter()
+        count: int = peak.foretoken_peak(_PEAK_ROUNDS, threads)
+        return count / (time.perf_counter() - began)
+
+    return {"memory": lambda: 4 * _READ_WORDS / read_s(read, words, threads), "arithmetic": products_per_s}
+
+
+def _measured(
+    name: str, model: PagedModel, matrices: Sequence[Linear], options: argparse.Namespace
+) -> Mapping[tuple[str, int], Sequence[float]]:
+    """Milliseconds by part and rows; after each pass its products alone."""
+    found = defaultdict[tuple[str, int], list[float]](list)
+    for _, count, elapsed_ms in step_cost.measure({name: model}, options.rows, options.context, options.repeats):
+        found["pass", count].append(elapsed_ms)
+        found["products", count].append(_products_ms(matrices, count))
+    return found
+
+
+def _products_ms(matrices: Sequence[Linear], count: int) -> float:
+    inputs = {one.in_features: torch.randn(count, one.in_features) for one in matrices}
+    began = time.perf_counter()
+    with torch.inference_mode():
+        for one in matrices:
+            one(inputs[one.in_features])
+    return (time.perf_counter() - began) * 1e3
+
+
+def _draw(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
+    from matplotlib import pyplot as plt  # heavy, and only for this
+
+    figure, axes = plt.subplots(figsize=(7, 4.2))
+    labels = ("whole pass", "its products", "reading every weight once", "multiplying in registers")
+    for part, label, style in zip(_PARTS, labels, ("o-", "s-", "--", ":"), strict=True):
+        axes.plot([row["rows"] for row in rows], [row[f"{part}_ms"] for row in rows], style, label=label)
+    axes.set(xscale="log", yscale="log", xlabel="rows", ylabel="ms", title=title)
+    axes.set_xticks([row["rows"] for row in rows], [str(row["rows"]) for row in rows], minor=False)
+    axes.minorticks_off()
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
