@@ -31,7 +31,8 @@ FAMILIES = (
     *("llama", "llama-tied", "llama-mha", "llama-mqa", "llama-biases", "mistral-sliding", "qwen2", "qwen3"),
     *("gemma2", "phi3", "glm4", "starcoder2", "cohere-qk-norm"),
 )
-CLOSE = {"atol": 1e-5, "rtol": 1e-5}
+# Ranks add in another order. Against float64 the logits of gemma2, up to 6, are off by 1.4e-5 whole and 1.9e-5 divided.
+CLOSE = {"atol": 4e-5, "rtol": 1e-5}
 
 
 class Exchange:
