@@ -31,6 +31,7 @@ from foretoken.engine.time_attribution import book, charge, gain
 from foretoken.engine.views import budget_of, fixed_budget, only_decodes, outcome_of, view_of, why_none
 from foretoken.engine.watch import RoundView, StepClock, Watcher, sees_rounds, show_round
 from foretoken.errors import EngineError, ForetokenError
+from foretoken.machine.allocator import keep_freed_memory
 from foretoken.model.interface import LanguageModel, NeedsEqualThreads
 from foretoken.plan.profile import Curve, Profile
 from foretoken.text.tokenizer import Tokenizer
@@ -49,6 +50,8 @@ class Engine:
         eos_token_ids: Sequence[int] | None = None,
         routing: RoutingRules | None = None,
     ) -> None:
+        if target.device.type == "cpu":
+            keep_freed_memory()
         self.target, self.drafters = target, drafters
         self.runner, self.chooser = Runner(target), Chooser(time.perf_counter, routing)
         adapts = target.device.type == "cpu" and not isinstance(target, NeedsEqualThreads)
