@@ -85,7 +85,9 @@ def kernels_from() -> str:
     best = prebuilt.best_of(identity.flags()) if prebuilt.FOLDER.is_dir() else None
     if best is not None:
         return f"in the wheel, for {best.name}"
-    return "torch's slower operations: no compiler" if found_compiler() is None else "compiled on first use"
+    compiler = found_compiler()
+    is_there = compiler is not None and shutil.which(compiler[0]) is not None
+    return "compiled on first use" if is_there else "torch's slower operations: no compiler"
 
 
 def found_compiler() -> list[str] | None:

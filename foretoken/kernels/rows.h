@@ -25,7 +25,7 @@ namespace {
 using NormWeights = foretoken_norm_weights;
 using NormKind = foretoken_norm_kind;
 
-// Up to here one thread works: waking others would take longer.
+// Up to here one thread works: waking others would take longer. An exponential takes as long as several other numbers.
 constexpr int64_t FEW_NUMBERS = 1 << 16, FEW_EXPONENTIALS = 1 << 13;
 
 // The first `count` numbers, zeros behind them.

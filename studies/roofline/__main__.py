@@ -58,8 +58,7 @@ def _run(options: argparse.Namespace) -> int:
         raise InputError("--target", options.target, "name a model of the native decoder (docs/models.md)")
     matrices = [one for one in model.decoder.modules() if isinstance(one, Linear)]
     num_products = sum(one.in_features * one.out_features for one in matrices)
-    floors = {name: [one() for _ in range(options.repeats)] for name, one in _floors(torch.get_num_threads()).items()}
-    times_ms = _measured(options.target, model, matrices, options)
+    times_ms, floors = _measured(options.target, model, matrices, options)
     bytes_per_s, products_per_s = (statistics.median(floors[name]) for name in ("memory", "arithmetic"))
     rows = [
         {
@@ -100,13 +99,17 @@ def _floors(threads: int) -> Mapping[str, Callable[[], float]]:
 
 def _measured(
     name: str, model: PagedModel, matrices: Sequence[Linear], options: argparse.Namespace
-) -> Mapping[tuple[str, int], Sequence[float]]:
-    """Milliseconds by part and rows; after each pass its products alone."""
-    found = defaultdict[tuple[str, int], list[float]](list)
+) -> tuple[Mapping[tuple[str, int], Sequence[float]], Mapping[str, Sequence[float]]]:
+    """Milliseconds by part and rows, after each pass its products alone; the floors' rates, once in every turn."""
+    found, rates = defaultdict[tuple[str, int], list[float]](list), defaultdict[str, list[float]](list)
+    floors = _floors(torch.get_num_threads())
     for _, count, elapsed_ms in step_cost.measure({name: model}, options.rows, options.context, options.repeats):
         found["pass", count].append(elapsed_ms)
         found["products", count].append(_products_ms(matrices, count))
-    return found
+        if count == options.rows[-1]:
+            for part, rate in floors.items():
+                rates[part].append(rate())
+    return found, rates
 
 
 def _products_ms(matrices: Sequence[Linear], count: int) -> float:
