@@ -44,7 +44,7 @@ def processor(info: Path = _INFO) -> str:
 
 def stepping(info: Path = _INFO) -> str | None:
     """The processor's family, model and stepping, where the system says them: processors of one name differ."""
-    names, text = ("cpu family", "model", "stepping", "CPU part"), _text(info)  # the last on ARM
+    names, text = ("cpu family", "model", "stepping", "CPU part"), _text(info)  # the last on aarch64
     found = [re.search(rf"^{name}\s*:\s*(\S+)$", text, re.MULTILINE) for name in names]
     return ", ".join(f"{name} {one[1]}" for name, one in zip(names, found, strict=True) if one is not None) or None
 
