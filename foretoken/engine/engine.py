@@ -10,10 +10,9 @@ from dataclasses import replace
 from functools import partial
 
 from foretoken.config import SamplingParams, SpecConfig
-from foretoken.control.candidates import DraftBudget, RequestView
+from foretoken.control.candidates import DraftBudget, PreviewAsk, Previews, RequestView
 from foretoken.control.chooser import Chooser
 from foretoken.control.cost import priors_of
-from foretoken.control.previews import PreviewAsk, Previews
 from foretoken.control.queue import SchedulerConfig
 from foretoken.control.routing import RoutingRules
 from foretoken.core import Batch, BatchEntry, Draft, StepOutput, Verdict
@@ -31,7 +30,7 @@ from foretoken.engine.time_attribution import book, charge, gain
 from foretoken.engine.views import budget_of, fixed_budget, only_decodes, outcome_of, view_of, why_none
 from foretoken.engine.watch import RoundView, StepClock, Watcher, sees_rounds, show_round
 from foretoken.errors import EngineError, ForetokenError
-from foretoken.machine.allocator import keep_freed_memory
+from foretoken.machine.process import keep_freed_memory
 from foretoken.model.interface import LanguageModel, NeedsEqualThreads
 from foretoken.plan.profile import Curve, Profile
 from foretoken.text.tokenizer import Tokenizer

@@ -14,13 +14,13 @@ from foretoken.adapt.adaptation import AdaptationState
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.core import StepOutput
 from foretoken.draft.group import DrafterGroup, own_drafters
-from foretoken.engine.adapting import adapt
 from foretoken.engine.admission import check_spec, check_types, end_tokens
 from foretoken.engine.adviser import Adviser
 from foretoken.engine.between_requests import BetweenRequests
 from foretoken.engine.drafters import DrafterFactory, DrafterLoader, ModelOptions
 from foretoken.engine.driver import Driver, OnStep, Owner, Turns
 from foretoken.engine.engine import Engine
+from foretoken.engine.observers import Trace, adapt
 from foretoken.engine.output import GenerateOutput, collect, each_answer
 from foretoken.engine.prompts import (
     Conversation,
@@ -36,11 +36,10 @@ from foretoken.engine.request import PreparedRequest, RequestState
 from foretoken.engine.shadow.shadow import Shadow
 from foretoken.engine.startup.known_costs import KnownCosts, check_mode, load_costs
 from foretoken.engine.stats import EngineStats
-from foretoken.engine.trace import Trace
 from foretoken.engine_config import EngineConfig, EngineOptions, config_of
 from foretoken.errors import ForetokenError, InputError, SpeculationWarning, StorageError
 from foretoken.heads.kind import with_head_kind
-from foretoken.machine.forks import Uncopied
+from foretoken.machine.process import Uncopied
 from foretoken.model.interface import LanguageModel, PrefixModel
 from foretoken.model.names import model_folder
 from foretoken.model.open import open_device, open_model
@@ -59,7 +58,7 @@ class LLM(BetweenRequests, Uncopied):
     what `AsyncEngine` is for; while one is open, nothing else may run requests here. A forked process cannot use it.
 
     Raises:
-        InputError: an option that cannot be honoured, or a forked process (`forks`); nothing was loaded.
+        InputError: an option that cannot be honoured, or a forked process (`machine.process`); nothing was loaded.
         StorageError: the trace cannot be written.
         ModelError: the checkpoint cannot be used.
     """

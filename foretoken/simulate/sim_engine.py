@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
-from foretoken.control.candidates import NO_DRAFT, DraftBudget, RoundOutcome, StepOutcome
+from foretoken.control.candidates import NO_DRAFT, DraftBudget, Preview, PreviewAsk, Previews, RoundOutcome, StepOutcome
 from foretoken.control.chooser import Chooser
 from foretoken.control.config import DEFAULT, PolicyConfig
-from foretoken.control.previews import Preview, PreviewAsk, Previews
 from foretoken.control.queue import Queue
 from foretoken.plan.profile import Profile
 from foretoken.simulate.records import Record, Round

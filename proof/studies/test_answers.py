@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from foretoken import LLM, SpecConfig
-from foretoken.control.previews import Preview
+from foretoken.control.candidates import Preview
 from foretoken.draft.ngram import NgramDrafter
 from foretoken.simulate.arrivals import Job
 from foretoken.simulate.records import Round, told

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from foretoken.control.candidates import Preview
 from foretoken.control.config import DEFAULT, PolicyConfig
-from foretoken.control.previews import Preview
 from foretoken.plan.profile import DrafterCost, Profile
 from foretoken.simulate.arrivals import Job
 from foretoken.simulate.metrics import outcome

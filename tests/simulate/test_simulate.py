@@ -11,8 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from foretoken import LLM, SamplingParams, SpecConfig
-from foretoken.control.candidates import DraftBudget, StepOutcome
-from foretoken.control.previews import PreviewAsk, Previews
+from foretoken.control.candidates import DraftBudget, PreviewAsk, Previews, StepOutcome
 from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict
 from foretoken.draft.base import Drafter, Feedback
 from foretoken.draft.group import DrafterGroup, drafter_key, option_kind
