@@ -25,8 +25,7 @@ from foretoken.simulate.arrivals import Job, parse_trace
 from foretoken.simulate.metrics import outcome
 from foretoken.simulate.records import Record, Records, chain
 from foretoken.simulate.setting import Limits, SimSetting
-from foretoken.simulate.sim_engine import Step
-from foretoken.simulate.simulate import simulate
+from foretoken.simulate.simulate import Step, simulate
 from studies.validation import run as run_module
 from studies.validation.__main__ import main
 from studies.validation.calibrate import (

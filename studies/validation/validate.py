@@ -17,9 +17,8 @@ from foretoken.simulate.arrivals import Job
 from foretoken.simulate.loads import Server, built_in, sample
 from foretoken.simulate.metrics import Served, SimMetrics, outcome
 from foretoken.simulate.setting import Limits, SimSetting
-from foretoken.simulate.sim_engine import Step
 from foretoken.simulate.sim_request import Known
-from foretoken.simulate.simulate import simulate
+from foretoken.simulate.simulate import Step, simulate
 from studies.validation.answers import FROM_TEXT, Answer
 from studies.validation.calibrate import (
     CALIBRATION,

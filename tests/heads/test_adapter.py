@@ -20,7 +20,7 @@ from foretoken.heads.base import HeadBatch
 from foretoken.heads.checkpoint import load_head, save_head
 from foretoken.heads.config import ExitAdapterConfig
 from foretoken.heads.vocabulary import DraftVocabulary
-from foretoken.model.attention.scores import PackedAttention
+from foretoken.model.attention.paged import PackedAttention
 from foretoken.model.interface import EarlySegment
 from foretoken.model.loader import load_decoder, read_config
 from foretoken.model.paged import PagedModel

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from foretoken.model.attention.scores import PackedAttention
+from foretoken.model.attention.paged import PackedAttention
 from foretoken.model.loader import load_decoder
 from tests.helpers.checkpoints import token_ids, transformers_logits
 from tests.helpers.config_draws import FAMILIES, draw, write

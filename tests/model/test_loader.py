@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from foretoken import LLM, SamplingParams, SpecConfig
 from foretoken.errors import CheckpointError, InputError, ModelError, StorageError, UnsupportedModelError
-from foretoken.model.attention.scores import PackedAttention
+from foretoken.model.attention.paged import PackedAttention
 from foretoken.model.config_json import check_causal, config_from_hf, config_to_hf
 from foretoken.model.decoder import Decoder
 from foretoken.model.families import NATIVE_MODEL_TYPES

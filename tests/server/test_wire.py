@@ -11,14 +11,13 @@ import pytest
 
 from foretoken import errors
 from foretoken.backend.call import Call
-from foretoken.backend.plain import engine_config_of, plain
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.control.adaptation import AdaptConfig
 from foretoken.control.routing import RoutingRules
 from foretoken.engine_config import EngineConfig
 from foretoken.errors import ConfigError, ContextLengthError, EngineError, ForetokenError, InputError
 from foretoken.server.life import wire
-from foretoken.server.life.wire import from_wire, to_wire, to_wire_of_loading
+from foretoken.server.life.wire import engine_config_of, from_wire, plain, to_wire, to_wire_of_loading
 from tests.helpers.workers import channels, crossed
 
 SPECS = (

@@ -23,9 +23,8 @@ from foretoken.plan.profile import Curve, DrafterCost, Profile
 from foretoken.simulate.arrivals import Job, Lengths, poisson
 from foretoken.simulate.metrics import outcome
 from foretoken.simulate.setting import Limits, SimSetting, parse_setting
-from foretoken.simulate.sim_engine import Step
 from foretoken.simulate.sim_request import SimRequest
-from foretoken.simulate.simulate import Ended, Fleet, simulate
+from foretoken.simulate.simulate import Ended, Fleet, Step, simulate
 from tests.helpers.audit import KEPT_BY_DRAFTER
 from tests.helpers.checkpoints import token_ids
 from tests.helpers.scripted import Script, ScriptedModel

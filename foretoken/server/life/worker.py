@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from foretoken.backend.call import Generation
-from foretoken.backend.plain import engine_config_of
 from foretoken.errors import ForetokenError
 from foretoken.server.life.wire import (
     ArmFaults,
@@ -45,6 +44,7 @@ from foretoken.server.life.wire import (
     Stop,
     Tokenize,
     WireError,
+    engine_config_of,
     to_wire,
     to_wire_of_loading,
 )
