@@ -24,7 +24,7 @@ from foretoken import (
     SamplingParams,
     SpecConfig,
 )
-from foretoken.config import from_mapping
+from foretoken.field_text import from_mapping
 from tests.helpers.audit import check_idle
 from tests.helpers.checkpoints import tiny_checkpoint, tiny_tokenizer, token_ids
 from tests.helpers.faults import Fault

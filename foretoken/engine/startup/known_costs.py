@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from foretoken.config import SpecConfig
+from foretoken.draft.group import own_drafters
+from foretoken.engine.engine import Engine
 from foretoken.engine.startup.profiling import load_profile, save_profile
 from foretoken.engine.startup.start_profile import (
     BUDGET_S,
@@ -64,6 +66,21 @@ def check_mode(profile: object) -> str:
         profile,
         f"use {', '.join(MODES)}, or an existing file that `foretoken bench profile --out DIR` wrote",
     )
+
+
+def seed_costs(
+    engine: Engine, spec: SpecConfig, mode: str, name: str, tell: Callable[[str], None] | None
+) -> KnownCosts:
+    """Let an idle engine's controller begin with what steps of its target, called `name`, cost, and drafts by `spec`,
+    as far as that is known; see `load_costs`.
+    """
+    made = [(own, engine.drafters.drafters[key]) for key, own in own_drafters(spec).items()]
+    is_open = bool(made) and spec.num_draft == "auto"
+    costs = load_costs(mode, engine.target, name, made, is_open, tell or (lambda _text: None))
+    if costs.profile is not None:
+        engine.seed(costs.profile, costs.specs)
+    engine.stats.profile_s = costs.measured_s
+    return costs
 
 
 def load_costs(

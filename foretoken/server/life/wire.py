@@ -18,11 +18,12 @@ from msgspec.msgpack import Decoder as MessageDecoder
 
 from foretoken import errors
 from foretoken.backend.call import Call, Event, ModelInfo
-from foretoken.config import SpecConfig, from_mapping
+from foretoken.config import SpecConfig
 from foretoken.control.adaptation import AdaptConfig
 from foretoken.control.routing import RoutingRules
 from foretoken.engine_config import EngineConfig
 from foretoken.errors import EngineError, ForetokenError, InputError
+from foretoken.field_text import from_mapping
 
 Number = int | float
 
