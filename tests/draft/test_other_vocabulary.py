@@ -167,14 +167,19 @@ def test_sampled_requests_keep_the_contract(foreign: LLM, folders: dict[str, Pat
 def test_the_draft_cache_holds_the_text(foreign: LLM, folders: dict[str, Path], watched: list[Watched]) -> None:
     """After every step the draft's cache is what a fresh run over its own tokens of the text would write."""
 
+    num_checked = 0
+
     def audit(_: object) -> None:
+        nonlocal num_checked
         for one in watched:
             for sequence in one.texts:
                 check_cache(one.inner.model, sequence, one.inner._cached[sequence])
+                num_checked += 1
 
     each = [replace(LONG, temperature=(0.0, 1.0)[i % 2], seed=i) for i in range(len(PROMPTS))]
     specs = specs_of(folders, num_draft=4)
     foreign.generate(PROMPTS, each, [specs[i % len(specs)] for i in range(len(PROMPTS))], on_step=audit)
+    assert num_checked > len(PROMPTS)
 
 
 @pytest.mark.parametrize("slots", [4, 40, 120])

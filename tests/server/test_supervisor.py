@@ -124,6 +124,7 @@ def test_no_room_for_a_process_is_a_failed_start(processes: type[ProcessHere], m
             monkeypatch.setattr(processes, "start", no_room)
             processes.started[0].kill_now()
             await until(backend, lambda: backend.failure is not None)
+            assert "could not be started 3 times in a row" in str(backend.failure)
 
     asyncio.run(run())
 
