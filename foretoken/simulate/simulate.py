@@ -15,9 +15,8 @@ from foretoken.control.queue import Queue
 from foretoken.errors import ConfigError
 from foretoken.option import check_fields, option
 from foretoken.plan.profile import Profile
-from foretoken.simulate.arrivals import Job
+from foretoken.simulate.inputs import Job, Limits, SimSetting
 from foretoken.simulate.records import Record, Round
-from foretoken.simulate.setting import Limits, SimSetting
 from foretoken.simulate.sim_request import Known, SimRequest, start
 
 DISPATCHES = ("round_robin", "least_loaded")

@@ -22,10 +22,10 @@ from foretoken.heads.eagle import EagleHead
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.decoder import Decoder
 from foretoken.model.layers import MLP, RMSNorm
-from foretoken.train.draft_student import most_frequent
 from foretoken.train.frozen_target import FrozenTarget
 from foretoken.train.head_trainer import HeadTrainConfig
 from foretoken.train.optimizer import OptimizerConfig
+from foretoken.train.students import most_frequent
 
 
 @dataclass(frozen=True)

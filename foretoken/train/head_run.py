@@ -25,7 +25,6 @@ from foretoken.model.loader import load_decoder
 from foretoken.model.names import model_folder
 from foretoken.model.saving import save_checkpoint
 from foretoken.text.tokenizer import load_tokenizer
-from foretoken.train.draft_student import DraftStudent, coverage
 from foretoken.train.head_data import HeadData
 from foretoken.train.head_recipes import EagleShape, HeadShape, NewHead, new_head, recipe_of
 from foretoken.train.head_trainer import HeadResult, HeadTrainConfig, HeadTrainer
@@ -41,6 +40,7 @@ from foretoken.train.run_job import (
     states_bytes,
     write_manifest,
 )
+from foretoken.train.students import DraftStudent, coverage
 
 HEAD = "head"
 

@@ -22,10 +22,8 @@ from foretoken.errors import ConfigError, NumericsError, StorageError
 from foretoken.heads.base import HeadBatch
 from foretoken.heads.losses import LossConfig, compare, target_logits, weighted_loss
 from foretoken.printing.console import Console
-from foretoken.train.draft_student import Student
 from foretoken.train.frozen_target import FrozenTarget, StateCache
 from foretoken.train.head_data import HeadData
-from foretoken.train.head_measure import HeadAcceptance, measure_head
 from foretoken.train.optimizer import OptimizerConfig, make_optimizers, set_rate
 from foretoken.train.parallel import Ranks
 from foretoken.train.run_state import (
@@ -37,6 +35,7 @@ from foretoken.train.run_state import (
     save_state,
     training_progress,
 )
+from foretoken.train.students import HeadAcceptance, Student, measure_head
 from foretoken.train.train_config import rate_share
 
 CURVE = "curve.jsonl"

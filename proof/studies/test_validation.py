@@ -21,10 +21,9 @@ from foretoken.errors import EngineError, InputError
 from foretoken.measure.speed import profile as profile_module
 from foretoken.measure.workload import slices
 from foretoken.plan.profile import Curve, DrafterCost, Profile
-from foretoken.simulate.arrivals import Job, parse_trace
+from foretoken.simulate.inputs import Job, Limits, SimSetting, parse_trace
 from foretoken.simulate.metrics import outcome
 from foretoken.simulate.records import Record, Records, chain
-from foretoken.simulate.setting import Limits, SimSetting
 from foretoken.simulate.simulate import Step, simulate
 from studies.validation import run as run_module
 from studies.validation.__main__ import main

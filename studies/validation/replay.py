@@ -19,7 +19,7 @@ from foretoken.engine.engine import Engine
 from foretoken.engine.request import RequestState
 from foretoken.engine.watch import RoundView
 from foretoken.errors import EngineError
-from foretoken.simulate.arrivals import Job
+from foretoken.simulate.inputs import Job
 from foretoken.simulate.metrics import Served, SimMetrics, figures
 from foretoken.simulate.records import Round
 from foretoken.simulate.simulate import Step

@@ -13,10 +13,9 @@ from statistics import median
 
 from foretoken.config import SpecConfig
 from foretoken.plan.profile import Curve, DrafterCost, Profile
-from foretoken.simulate.arrivals import Job
+from foretoken.simulate.inputs import Job, Limits, SimSetting
 from foretoken.simulate.loads import Server, built_in, sample
 from foretoken.simulate.metrics import Served, SimMetrics, outcome
-from foretoken.simulate.setting import Limits, SimSetting
 from foretoken.simulate.sim_request import Known
 from foretoken.simulate.simulate import Step, simulate
 from studies.validation.answers import FROM_TEXT, Answer

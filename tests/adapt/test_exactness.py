@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from foretoken import LLM, SamplingParams, SpecConfig
+from foretoken.adapt.adaptation import HeadLearner, Weights
 from foretoken.adapt.adapter import Adapter
 from foretoken.adapt.buffer import Window
-from foretoken.adapt.learner import HeadLearner, Weights
 from foretoken.control.adaptation import AdaptConfig
 from foretoken.core import Draft
 from foretoken.draft.base import AdaptableDrafter

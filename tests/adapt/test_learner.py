@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from foretoken.adapt.adaptation import HeadLearner, _FrozenTarget
 from foretoken.adapt.buffer import Window
-from foretoken.adapt.learner import HeadLearner, _FrozenTarget
 from foretoken.config import QUANTISED
 from foretoken.heads import weights as head_weights
 from foretoken.heads.base import Head, HeadBatch

@@ -20,9 +20,8 @@ from foretoken.engine.engine import Engine
 from foretoken.engine.scheduler import SchedulerConfig
 from foretoken.errors import CapacityError, ConfigError, InputError
 from foretoken.plan.profile import Curve, DrafterCost, Profile
-from foretoken.simulate.arrivals import Job, Lengths, poisson
+from foretoken.simulate.inputs import Job, Lengths, Limits, SimSetting, parse_setting, poisson
 from foretoken.simulate.metrics import outcome
-from foretoken.simulate.setting import Limits, SimSetting, parse_setting
 from foretoken.simulate.sim_request import SimRequest
 from foretoken.simulate.simulate import Ended, Fleet, Step, simulate
 from tests.helpers.audit import KEPT_BY_DRAFTER
