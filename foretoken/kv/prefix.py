@@ -33,11 +33,6 @@ class PrefixStats:
     num_found_tokens: int = 0
     num_evicted_blocks: int = 0
 
-    @property
-    def hit_rate(self) -> float:
-        """Share of looked-up tokens that were there."""
-        return self.num_found_tokens / self.num_looked_up_tokens if self.num_looked_up_tokens else 0.0
-
 
 class PrefixIndex:
     """Chains of full blocks by their tokens. It holds no reference to a block: the allocator removes entries."""

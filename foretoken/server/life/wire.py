@@ -105,12 +105,6 @@ class AskInvariants(msgspec.Struct, frozen=True, tag="invariants"):
     call: int
 
 
-class Ping(msgspec.Struct, frozen=True, tag="ping"):
-    """Answered at once."""
-
-    call: int
-
-
 class ArmFaults(msgspec.Struct, frozen=True, tag="arm_faults"):
     """Begin to count towards `FORETOKEN_FAULT` (test builds): the canary is not counted."""
 
@@ -168,7 +162,7 @@ class Returned(msgspec.Struct, frozen=True, tag="answer"):
     value: Any
 
 
-Command = LoadEngine | Open | Cancel | Tokenize | Detokenize | AskStats | AskInvariants | Ping | ArmFaults | Stop
+Command = LoadEngine | Open | Cancel | Tokenize | Detokenize | AskStats | AskInvariants | ArmFaults | Stop
 
 
 Message = Loaded | NotLoaded | Beat | Happened | Over | Refused | Returned

@@ -38,7 +38,6 @@ from foretoken.server.life.wire import (
     NotLoaded,
     Open,
     Over,
-    Ping,
     Refused,
     Returned,
     Stop,
@@ -209,10 +208,8 @@ class Worker:
             return await backend.detokenize(command.token_ids)
         if isinstance(command, AskStats):
             return await backend.stats()
-        if isinstance(command, AskInvariants):
-            return await self._invariants(backend)
-        assert isinstance(command, Ping)
-        return None
+        assert isinstance(command, AskInvariants)
+        return await self._invariants(backend)
 
     async def _invariants(self, backend: LocalBackend) -> dict[str, Any]:
         files = "/proc/self/fd"
