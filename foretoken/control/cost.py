@@ -34,8 +34,8 @@ class CostTable:
 
     An observation that differs from what was expected is attributed to the speed factor and to the count's offset by
     their variances: two scalar Kalman filters that share one innovation. A step far slower than expected counts as
-    less:
-    machines pause. Several such steps in a row are no pause: the speed factor takes all of them, and no count lags.
+    less: machines pause. Several such steps in a row are no pause: the speed factor takes all of them, and no count
+    lags.
     """
 
     def __init__(self, prior: Curve | None = None, grows: bool = False, config: CostConfig = DEFAULT.cost) -> None:
