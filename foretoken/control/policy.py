@@ -3,8 +3,8 @@
 A number of draft tokens that the caller set always stands. Budgets left open are chosen jointly for all requests of the
 step, to maximise expected tokens per second (`budget`), zero included.
 
-While the `account` is overdrawn, steps run without a draft: the engine does not fall behind plain decoding, whatever
-the estimates say.
+While the account (`cost.TimeAccount`) is overdrawn, steps run without a draft: the engine does not fall behind plain
+decoding, whatever the estimates say.
 """
 
 from __future__ import annotations

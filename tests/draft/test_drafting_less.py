@@ -1,5 +1,5 @@
 """Ways to draft less return the mass they really drew from; that the distribution survives is shown in tests/verify
-and tests/engine/test_distribution.py.
+and tests/engine/test_law.py.
 """
 
 from __future__ import annotations
