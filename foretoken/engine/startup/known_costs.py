@@ -19,7 +19,6 @@ from foretoken.draft.group import own_drafters
 from foretoken.engine.engine import Engine
 from foretoken.engine.startup.profiling import load_profile, save_profile
 from foretoken.engine.startup.start_profile import (
-    BUDGET_S,
     Made,
     describe_drafter,
     describe_target,
@@ -90,7 +89,6 @@ def load_costs(
     made: Sequence[Made],
     is_open: bool,
     tell: Callable[[str], None],
-    budget_s: float = BUDGET_S,
 ) -> KnownCosts:
     """The costs of an idle `target`, called `name`, and of the drafters `made`, as `mode` (`check_mode`) says.
 
@@ -118,7 +116,7 @@ def load_costs(
     cached = _cached(path) if mode == "auto" else None
     if cached is not None or (mode == "auto" and not is_open):
         return KnownCosts(cached, specs, path if cached else None)
-    return _measured(mode, target, name, drafters, path, tell, budget_s)
+    return _measured(mode, target, name, drafters, path, tell)
 
 
 def _measured(
@@ -128,7 +126,6 @@ def _measured(
     drafters: Mapping[str, Made],
     path: Path,
     tell: Callable[[str], None],
-    budget_s: float,
 ) -> KnownCosts:
     told: list[float] = []
 
@@ -138,7 +135,7 @@ def _measured(
             tell(f"measuring what steps of {name} cost, once for this machine")
 
     began = time.perf_counter()
-    profile = measure_start(target, drafters, name, budget_s, say)
+    profile = measure_start(target, drafters, name, say=say)
     took_s = time.perf_counter() - began
     specs = {label: spec for label, (spec, _) in drafters.items()}
     if profile is None:

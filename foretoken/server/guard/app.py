@@ -31,8 +31,8 @@ _READING = frozenset({"GET", "HEAD"})
 _SAFE_HEADERS = ((b"x-content-type-options", b"nosniff"),)
 
 
-def guarded(app: ASGIApp, config: GuardConfig, public_paths: frozenset[str] = frozenset()) -> ASGIApp:
-    """`app` behind the checks of `config`; `public_paths` are read without a key, besides `PUBLIC_PATHS`.
+def guarded(app: ASGIApp, config: GuardConfig) -> ASGIApp:
+    """`app` behind the checks of `config`; `PUBLIC_PATHS` are read without a key.
 
     The application finds the `Caller` of a request in its scope (`record.caller_of`).
 
@@ -40,13 +40,13 @@ def guarded(app: ASGIApp, config: GuardConfig, public_paths: frozenset[str] = fr
         ConfigError: keys that are malformed.
         StorageError: the file of keys cannot be read.
     """
-    return _Guard(app, config, public_paths)
+    return _Guard(app, config)
 
 
 class _Guard:
-    def __init__(self, app: ASGIApp, config: GuardConfig, public_paths: frozenset[str]) -> None:
+    def __init__(self, app: ASGIApp, config: GuardConfig) -> None:
         self._app, self._config, self._keys, self._origins = app, config, key_ring(config), Origins(config)
-        self._public = PUBLIC_PATHS | public_paths | (METRICS_PATHS if config.metrics_public else frozenset())
+        self._public = PUBLIC_PATHS | (METRICS_PATHS if config.metrics_public else frozenset())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
