@@ -21,7 +21,6 @@ from foretoken.engine.drafters import DrafterFactory, DrafterLoader, ModelOption
 from foretoken.engine.driver import Driver, OnStep, Owner, Turns
 from foretoken.engine.engine import Engine
 from foretoken.engine.observers import Trace, adapt
-from foretoken.engine.output import GenerateOutput, collect, each_answer
 from foretoken.engine.prompts import (
     Conversation,
     Message,
@@ -32,7 +31,7 @@ from foretoken.engine.prompts import (
     as_prompts,
     per_prompt,
 )
-from foretoken.engine.request import PreparedRequest, RequestState
+from foretoken.engine.request import GenerateOutput, PreparedRequest, RequestState, collect, each_answer
 from foretoken.engine.shadow.shadow import Shadow
 from foretoken.engine.startup.known_costs import check_mode, seed_costs
 from foretoken.engine.stats import EngineStats
