@@ -96,7 +96,7 @@ class Adaptation:
 
     @property
     def state(self) -> AdaptationState:
-        """What came of it so far."""
+        """How far it has come: text seen, weights offered, kept and taken back."""
         return replace(self._state, num_kept_tokens=self.buffer.num_tokens)
 
     def taken(self, offer: Offer) -> None:

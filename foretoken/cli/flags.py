@@ -95,7 +95,7 @@ def config_from(kind: type[_Config], given: Mapping[str, Any], **derived: object
     elsewhere.
 
     Raises:
-        InputError: a value that makes no sense; names the flag.
+        InputError: an invalid value; names the flag.
     """
     return kind(**values_of(kind, given) | derived)
 
