@@ -56,7 +56,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class AdaptationState:
-    """What came of adapting one drafter so far.
+    """How far adapting one drafter has come.
 
     `version` counts the changes of the weights in use, returns to earlier ones included. `before` and `after` are the
     tokens per step along held-out text at the last judgement, under the weights in use and under those learnt.
