@@ -1,4 +1,4 @@
-"""Log-likelihoods by transformers, for clients/test_lm_eval.py; runs in the server's environment.
+"""Log-likelihoods by transformers, for clients/first/test_lm_eval.py; runs in the server's environment.
 
 Standard input: a JSON list of [context, continuation]. Standard output: a JSON list of [log-likelihood, is greedy].
 """

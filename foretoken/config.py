@@ -5,11 +5,10 @@ Every field is honoured exactly or refused by name.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from foretoken.errors import ConfigError
 from foretoken.option import check_fields, option
@@ -50,7 +49,6 @@ COMPOSITES: tuple[str, ...] = tuple(name for name, traits in DRAFTERS.items() if
 DRAFTING = "Drafting"  # the group of these options
 
 _option = partial(option, group=DRAFTING)
-_Config = TypeVar("_Config")
 
 
 def _drafters_help() -> str:
@@ -395,30 +393,3 @@ class SpecConfig:
         for layer in self.skip_layers:
             check_whole("skip_layers", layer, low=0)
         object.__setattr__(self, "skip_layers", tuple(sorted(set(self.skip_layers))))
-
-
-def from_mapping(kind: type[_Config], values: Mapping[str, Any]) -> _Config:
-    """Build a config from a mapping; an unknown key is an error that names the nearest known one.
-
-    Raises:
-        ConfigError: unknown key.
-    """
-    for key, value in values.items():
-        check_option(kind, key, value)
-    return kind(**values)
-
-
-def check_option(kind: type, key: str, value: object) -> None:
-    """Refuse an option that the configuration `kind` does not have.
-
-    Raises:
-        ConfigError: names the nearest option that exists.
-    """
-    known = [field.name for field in fields(kind)]
-    if key not in known:
-        for other in (SamplingParams, SpecConfig):
-            if key in {field.name for field in fields(other)}:
-                raise ConfigError(key, value, f"is a field of {other.__name__}, not of {kind.__name__}")
-        near = difflib.get_close_matches(key, known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(known)}"
-        raise ConfigError(key, value, f"unknown option of {kind.__name__}; {hint}")

@@ -415,9 +415,3 @@ class StepOutput:
 
     def __str__(self) -> str:
         return self.text
-
-
-def shared_length(one: Sequence[object], other: Sequence[object]) -> int:
-    """Length of the longest common beginning."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((place for place, (mine, theirs) in pairs if mine != theirs), min(len(one), len(other)))

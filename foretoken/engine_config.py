@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypedDict
 
-from foretoken.config import CACHE_DTYPES, DRAFTING, DTYPES, NUMERICS, WEIGHTS, SpecConfig, from_mapping
+from foretoken.config import CACHE_DTYPES, DRAFTING, DTYPES, NUMERICS, WEIGHTS, SpecConfig
 from foretoken.control.adaptation import AdaptConfig
 from foretoken.control.queue import SchedulerConfig
 from foretoken.control.routing import RoutingRules
 from foretoken.errors import ConfigError, InputError
+from foretoken.field_text import from_mapping
 from foretoken.option import check_fields, option, same_option
 from foretoken.params import check_limits, check_share, check_text, check_threads
 

@@ -1,14 +1,20 @@
-"""Values of dataclass fields written as text, as flags and `--drafters` have them, and lists with commas."""
+"""Values of dataclass fields written as text, as flags and `--drafters` have them, lists with commas, and
+configurations from named values.
+"""
 
 from __future__ import annotations
 
+import difflib
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any, Literal, TypeVar
 
+from foretoken.config import SamplingParams, SpecConfig
 from foretoken.errors import ConfigError
 
+_Config = TypeVar("_Config")
 _Number = TypeVar("_Number", int, float)
 _TRUTHS = {"true": True, "false": False}
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
@@ -100,3 +106,30 @@ def _number(name: str, word: str, kind: Callable[[str], _Number], remedy: str) -
         return kind(word)
     except ValueError:
         raise ConfigError(name, word, remedy) from None
+
+
+def from_mapping(kind: type[_Config], values: Mapping[str, Any]) -> _Config:
+    """Build a config from a mapping; an unknown key is an error that names the nearest known one.
+
+    Raises:
+        ConfigError: unknown key.
+    """
+    for key, value in values.items():
+        check_option(kind, key, value)
+    return kind(**values)
+
+
+def check_option(kind: type, key: str, value: object) -> None:
+    """Refuse an option that the configuration `kind` does not have.
+
+    Raises:
+        ConfigError: names the nearest option that exists.
+    """
+    known = [field.name for field in fields(kind)]
+    if key not in known:
+        for other in (SamplingParams, SpecConfig):
+            if key in {field.name for field in fields(other)}:
+                raise ConfigError(key, value, f"is a field of {other.__name__}, not of {kind.__name__}")
+        near = difflib.get_close_matches(key, known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(known)}"
+        raise ConfigError(key, value, f"unknown option of {kind.__name__}; {hint}")

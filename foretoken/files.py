@@ -1,6 +1,7 @@
 """Reading and checking files given by the user: errors name option, file and line; outputs are tested before long work.
 
-JSON is read and written without NaN and Infinity, which the standard does not have.
+JSON is read and written without NaN and Infinity, which the standard does not have. A folder is written under another
+name before it takes its own (`writing_folder`); those whose writer was killed are removed.
 """
 
 from __future__ import annotations
@@ -9,15 +10,21 @@ import dataclasses
 import json
 import math
 import os
+import shutil
 import sys
 import tempfile
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
 from foretoken.errors import InputError, StorageError
 from foretoken.params import check_text
+
+try:
+    import fcntl
+except ImportError:  # Windows: what a killed writer leaves stays there
+    fcntl = None  # type: ignore[assignment]
 
 CACHE_VARIABLE = "FORETOKEN_CACHE"
 MAX_BYTES = 1 << 28  # a longer text is a mistake, or an endless device
@@ -211,3 +218,66 @@ def cache_folder(name: str) -> Path:
     else:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return base / "foretoken" / name
+
+
+@contextmanager
+def writing_folder(parent: Path, prefix: str) -> Iterator[Path]:
+    """A fresh folder in `parent` whose name begins with `prefix`, removed at the end unless it was given another name.
+
+    A writer holds a lock on its folder, so folders of the same prefix that nobody locks are left from writers that were
+    killed: they are removed first.
+
+    Raises:
+        OSError: the folder cannot be made.
+    """
+    parent.mkdir(parents=True, exist_ok=True)
+    _remove_left(parent, prefix)
+    with tempfile.TemporaryDirectory(dir=parent, prefix=prefix, ignore_cleanup_errors=True) as name:
+        lock = _lock(Path(name))
+        try:
+            yield Path(name)
+        finally:
+            if lock is not None:
+                os.close(lock)
+
+
+@contextmanager
+def one_at_a_time(path: Path) -> Iterator[None]:
+    """Hold the lock file `path`, waiting while another process does; where files cannot be locked nobody waits.
+
+    Raises:
+        OSError: the file cannot be made.
+    """
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        if fcntl is not None:
+            with suppress(OSError):  # a file system without locks: several write, each under a name of its own
+                fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(file)
+
+
+def _remove_left(parent: Path, prefix: str) -> None:
+    for folder in [
+        path for path in parent.iterdir() if path.name.startswith(prefix) and path.is_dir() and not path.is_symlink()
+    ]:
+        lock = _lock(folder)
+        if lock is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
+
+
+def _lock(folder: Path) -> int | None:
+    """An open file that locks the folder; None where another process has locked it or its file system cannot lock."""
+    if fcntl is None:
+        return None
+    with suppress(OSError):
+        file = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(file)
+            return None
+        return file
+    return None

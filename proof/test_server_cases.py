@@ -7,6 +7,7 @@ import pytest
 from foretoken.backend.local import LocalBackend
 from foretoken.engine.async_engine import AsyncEngine
 from tests.server import test_load as load
+from tests.server import test_request_spec as request_spec
 from tests.server import test_speculation_over_http as over_http
 from tests.server.conftest import backend, chat_folder, golden, served_engine
 from tests.server.drafters import REST
@@ -32,7 +33,7 @@ def test_prediction_api(backend: LocalBackend, drafter: str) -> None:
 
 @pytest.mark.parametrize("drafter", REST)
 def test_padded_chunks_have_one_size(backend: LocalBackend, drafter: str) -> None:
-    over_http.test_padded_chunks_have_one_size(backend, drafter)
+    request_spec.test_padded_chunks_have_one_size(backend, drafter)
 
 
 @pytest.mark.parametrize("drafter", REST)

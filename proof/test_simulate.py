@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from foretoken.draft.ngram import NgramDrafter
-from foretoken.simulate.setting import Limits, SimSetting
+from foretoken.simulate.inputs import Limits, SimSetting
 from tests.simulate import test_simulate as plain
 from tests.simulate import test_simulate_previews as previews
 

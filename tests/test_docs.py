@@ -36,6 +36,15 @@ def test_links_lead_somewhere() -> None:
     assert not broken, "\n".join(broken)
 
 
+def test_the_modules_that_a_page_names_are_there() -> None:
+    """By their path below the project or below the package."""
+    files = [path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py") if ".venv" not in path.parts]
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))):
+        named = re.findall(r"`((?:\w+/)+\w+\.py)`", page.read_text(encoding="utf-8"))
+        missing = [name for name in named if not any(f"/{file}".endswith(f"/{name}") for file in files)]
+        assert not missing, f"{page.relative_to(ROOT)} names {missing}"
+
+
 def test_the_index_names_every_page() -> None:
     docs = ROOT / "docs"
     named = LINK.findall((docs / "README.md").read_text(encoding="utf-8"))

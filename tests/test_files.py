@@ -20,7 +20,7 @@ from foretoken.files import (
     to_json,
 )
 from foretoken.measure.prompts import read_prompts
-from foretoken.simulate.arrivals import chances_from_bench, parse_trace
+from foretoken.simulate.inputs import chances_from_bench, parse_trace
 
 PROFILE = {"format": "foretoken-profile-1", "rows": [[1, 0.01], [8, 0.02]]}
 ONE_JOB = '{"prompt_tokens": 1, "output_tokens": 1}'

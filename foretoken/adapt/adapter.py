@@ -16,9 +16,8 @@ from typing import cast
 
 import torch
 
-from foretoken.adapt.adaptation import Adaptation, AdaptationState, Rest
+from foretoken.adapt.adaptation import Adaptation, AdaptationState, HeadLearner, Learner, Rest
 from foretoken.adapt.buffer import ExampleBuffer
-from foretoken.adapt.learner import HeadLearner, Learner
 from foretoken.control.adaptation import AdaptConfig, ShareBudget
 from foretoken.core import Request
 from foretoken.draft.base import AdaptableDrafter, Drafter, DrafterKey, HiddenRows

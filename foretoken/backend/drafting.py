@@ -9,9 +9,9 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
-from foretoken.config import SpecConfig, check_option
+from foretoken.config import SpecConfig
 from foretoken.errors import ConfigError
-from foretoken.field_text import parse_field
+from foretoken.field_text import check_option, parse_field
 from foretoken.heads.kind import with_head_kind
 from foretoken.model.names import REFERENCE_PREFIX, reference_heads
 from foretoken.registry import HEADS, MTP, FrozenOptions, known_drafters, options_class, traits_of

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from foretoken.cli.common import DEFAULT_MODEL, JsonOption, fetch_models, is_set, print_json, progress, was_given
-from foretoken.cli.flags import config_from, takes
+from foretoken.cli.flags import check_sources, config_from, named_drafter, spec_from, takes
 from foretoken.cli.measuring import (
     BackendOption,
     ServedModelOption,
@@ -20,7 +20,6 @@ from foretoken.cli.measuring import (
     refuse_set,
     source_of,
 )
-from foretoken.cli.spec_options import check_sources, named_drafter, spec_from
 from foretoken.config import SpecConfig
 from foretoken.errors import GateError
 from foretoken.field_text import wholes, words

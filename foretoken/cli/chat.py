@@ -20,8 +20,7 @@ from foretoken.cli.common import (
     print_json,
     progress,
 )
-from foretoken.cli.flags import config_from, takes
-from foretoken.cli.spec_options import answering_spec, check_sources
+from foretoken.cli.flags import answering_spec, check_sources, config_from, takes
 from foretoken.config import DRAFTING, SamplingParams, SpecConfig
 from foretoken.engine.prompts import Message
 from foretoken.engine_config import MODEL, EngineConfig

@@ -21,8 +21,7 @@ from foretoken.cli.common import (
     texts_of,
     was_given,
 )
-from foretoken.cli.flags import config_from, takes
-from foretoken.cli.spec_options import answering_spec, check_sources
+from foretoken.cli.flags import answering_spec, check_sources, config_from, takes
 from foretoken.config import DRAFTING, SamplingParams, SpecConfig
 from foretoken.control.queue import BATCHES
 from foretoken.control.routing import RoutingRules

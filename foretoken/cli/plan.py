@@ -159,7 +159,7 @@ def _head_shape(name: str, target: str, shape: ModelShape, draft_dtype: str, dev
     """A trained head as the engine loads it: in the target's number format or, as its matrices are, quantised."""
     import torch
 
-    from foretoken.heads.footprint import head_shape
+    from foretoken.heads.checkpoint import head_shape
     from foretoken.model.loader import parse_dtype, read_config
     from foretoken.model.matrices.quant import check_quant, head_format
     from foretoken.model.names import model_folder

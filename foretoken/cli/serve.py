@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from foretoken.cli.common import DEFAULT_MODEL, JsonOption, engine_config, fetch_models, print_json, text_of
-from foretoken.cli.flags import config_from, takes
+from foretoken.cli.flags import answering_spec, config_from, takes
 from foretoken.cli.origins import SECRETS
-from foretoken.cli.spec_options import answering_spec
 from foretoken.config import SpecConfig
 from foretoken.engine_config import EngineConfig
 from foretoken.errors import ConfigError

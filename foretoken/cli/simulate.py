@@ -17,9 +17,19 @@ from foretoken.errors import ConfigError, InputError
 from foretoken.files import read_text
 from foretoken.measure.speed.options import SpeedOptions
 from foretoken.params import check_number, check_whole, is_count
-from foretoken.simulate.arrivals import MAX_REQUESTS, Chances, Job, Lengths, parse_acceptance, parse_trace, poisson
+from foretoken.simulate.inputs import (
+    MAX_REQUESTS,
+    Chances,
+    Job,
+    Lengths,
+    Limits,
+    SimSetting,
+    parse_acceptance,
+    parse_setting,
+    parse_trace,
+    poisson,
+)
 from foretoken.simulate.loads import SHAPES
-from foretoken.simulate.setting import Limits, SimSetting, parse_setting
 from foretoken.simulate.simulate import Fleet
 
 _POISSON = "poisson:"

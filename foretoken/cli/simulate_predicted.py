@@ -17,10 +17,9 @@ from foretoken.measure.report import Report, Table, print_report
 from foretoken.measure.write import check_out, write_report
 from foretoken.params import check_number
 from foretoken.plan.profile import Profile
-from foretoken.simulate.arrivals import chances_from_bench
+from foretoken.simulate.inputs import PLAIN, Limits, SimSetting, chances_from_bench
 from foretoken.simulate.loads import Server, built_in
 from foretoken.simulate.metrics import SimMetrics, outcome
-from foretoken.simulate.setting import PLAIN, Limits, SimSetting
 from foretoken.simulate.simulate import Fleet, simulate
 
 _ACCEPTANCE = "0.7"

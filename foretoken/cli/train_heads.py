@@ -63,7 +63,7 @@ def adapter(context: typer.Context, as_json: JsonOption = False) -> None:
 @takes(DraftOptions)
 def draft(context: typer.Context, as_json: JsonOption = False) -> None:
     """Distil a draft model from the target, on its answers or on the draft model's own."""
-    from foretoken.train.draft_run import MODEL, DraftJob, DraftSettings, train_draft
+    from foretoken.train.head_run import MODEL, DraftJob, DraftSettings, train_draft
     from foretoken.train.parallel import joined_ranks
 
     given = config_from(DraftOptions, context.params)

@@ -13,8 +13,8 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from foretoken.control.candidates import Preview
 from foretoken.control.config import DEFAULT, AcceptanceConfig
-from foretoken.control.previews import Preview
 
 
 @dataclass

@@ -15,6 +15,9 @@ from foretoken.control.candidates import (
     DrafterOption,
     Mode,
     NoDraftReason,
+    Preview,
+    PreviewAsk,
+    Previews,
     RequestView,
     RoundOutcome,
     StepOutcome,
@@ -24,7 +27,6 @@ from foretoken.control.candidates import (
 from foretoken.control.config import DEFAULT, PolicyConfig
 from foretoken.control.cost import CostTable
 from foretoken.control.policy import BudgetPolicy
-from foretoken.control.previews import Preview, PreviewAsk, Previews
 from foretoken.control.routing import Routing, RoutingRules
 from foretoken.plan.profile import Curve
 

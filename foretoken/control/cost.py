@@ -1,4 +1,6 @@
-"""What steps of the target and rounds of drafters take, learnt from those that ran, maybe beginning with a profile."""
+"""What steps of the target and rounds of drafters take, learnt from those that ran, maybe beginning with a profile; and
+what speculation has gained and lost against plain decoding.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from bisect import bisect_left, insort
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
-from foretoken.control.config import DEFAULT, CostConfig
+from foretoken.control.config import DEFAULT, CostConfig, PolicyConfig
 from foretoken.plan.profile import Curve, Profile
 
 _MIN_S = 1e-9  # a clock may stand still
@@ -32,8 +34,8 @@ class CostTable:
 
     An observation that differs from what was expected is attributed to the speed factor and to the count's offset by
     their variances: two scalar Kalman filters that share one innovation. A step far slower than expected counts as
-    less:
-    machines pause. Several such steps in a row are no pause: the speed factor takes all of them, and no count lags.
+    less: machines pause. Several such steps in a row are no pause: the speed factor takes all of them, and no count
+    lags.
     """
 
     def __init__(self, prior: Curve | None = None, grows: bool = False, config: CostConfig = DEFAULT.cost) -> None:
@@ -240,3 +242,34 @@ def _bucket(count: int, exact_counts: int) -> int:
         return count
     step = 1 << (count.bit_length() - 4)
     return round(count / step) * step
+
+
+class TimeAccount:
+    """Keeps what draft tokens, trials and deciding made steps longer against the tokens that draft tokens brought.
+
+    `slack_s` is by how much decoding is ahead of plain decoding, with what it may fall behind. `credit_s` is what
+    trials may lose; those that gain pay back.
+    """
+
+    def __init__(self, config: PolicyConfig) -> None:
+        self.config = config
+        self.slack_s = self.credit_s = 0.0
+
+    @property
+    def is_overdrawn(self) -> bool:
+        """Whether decoding is behind by more than it may be."""
+        return self.slack_s < 0
+
+    @property
+    def trial_s(self) -> float:
+        """What a trial may lose now."""
+        return max(0.0, min(self.credit_s, self.slack_s))
+
+    def settle(self, base_s: float, gained: float, more_s: float, joined: float) -> None:
+        """A step that takes `base_s` without a draft took `more_s` longer and brought `gained` tokens more per request;
+        a share `joined` of its requests is new.
+        """
+        config = self.config
+        share = config.slack_share + joined * config.first_slack_steps
+        slack_s = self.slack_s + (share + gained) * base_s - more_s
+        self.slack_s = max(config.min_slack_steps * base_s, min(config.max_slack_steps * base_s, slack_s))

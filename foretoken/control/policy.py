@@ -3,8 +3,8 @@
 A number of draft tokens that the caller set always stands. Budgets left open are chosen jointly for all requests of the
 step, to maximise expected tokens per second (`budget`), zero included.
 
-While the `account` is overdrawn, steps run without a draft: the engine does not fall behind plain decoding, whatever
-the estimates say.
+While the account (`cost.TimeAccount`) is overdrawn, steps run without a draft: the engine does not fall behind plain
+decoding, whatever the estimates say.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from foretoken.control.acceptance import Acceptance
-from foretoken.control.account import TimeAccount
 from foretoken.control.budget import (
     Allocation,
     DraftSeconds,
@@ -30,12 +29,12 @@ from foretoken.control.candidates import (
     DrafterOption,
     Mode,
     NoDraftReason,
+    Preview,
     RequestView,
     StepOutcome,
 )
 from foretoken.control.config import DEFAULT, PolicyConfig
-from foretoken.control.cost import CostTable, DraftCosts, StepCosts, load_of
-from foretoken.control.previews import Preview
+from foretoken.control.cost import CostTable, DraftCosts, StepCosts, TimeAccount, load_of
 from foretoken.plan.profile import Curve
 
 

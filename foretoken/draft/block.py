@@ -3,7 +3,7 @@
 The states of committed positions are kept as they come (`HeadStates`) and are read when something is drafted. Keys and
 values of the text before the anchor stay in a cache of the drafter's own, those of the block are forgotten each round.
 From the predictions for all places a chain is drawn from left to right, or a tree grown, each with the head's
-correction by the token before (`by_place`).
+correction by the token before (`propose_by_place`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from foretoken.config import SpecConfig
 from foretoken.core import Batch, BatchEntry, Draft, Request
 from foretoken.draft.base import Factory, HiddenRows
-from foretoken.draft.by_place import propose_by_place
+from foretoken.draft.branches import propose_by_place
 from foretoken.draft.head_drafter import USUAL_TOKENS, HeadStates, StatesDrafter, twin_target
 from foretoken.draft.open_head import open_head
 from foretoken.heads.block import BlockHead

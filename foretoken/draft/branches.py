@@ -8,18 +8,23 @@ Where they are sampled, a node with n children has the n - 1 likeliest tokens of
 from the rest of it (greedy+1). How many children each node gets is settled from the distributions of its level and the
 nodes before it, never from what is drawn there or later, and nothing that was drawn is taken back. A level of
 "best_first" then has as many nodes as that of the static tree.
+
+Heads that predict all places of a draft in one pass name the logits of places instead (`propose_by_place`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from foretoken.core import BatchEntry, Draft, Mass
+from foretoken.draft import chain
+from foretoken.draft.chain import Chain
+from foretoken.draft.merging import merge_drafts
 from foretoken.draft.tree import OVERLAP, TreeShape, best_nodes, max_children, sampled_shape, share_level, static_shape
 from foretoken.text.randomness import Purpose, uniforms
 from foretoken.text.sampling import draft_probs, sample, without_broken
@@ -276,3 +281,81 @@ def _draw(draws: Sequence[_Draw], probs: Tensor) -> None:
     for one, mass, token in zip(draws, rest, tokens, strict=True):
         one.growth.tokens[one.node] = token
         one.growth.masses[one.growth.parents[one.node]] = mass
+
+
+class PlaceLogits(Protocol):
+    """What a head says of each place of a round's drafts."""
+
+    def at(self, place: int, requests: Sequence[int], before: Tensor) -> Tensor:
+        """Logits `[A, V]` at a place of the drafts of `requests` (numbers of entries) behind the tokens `before`
+        [A, place + 1], the anchor and what was drafted.
+        """
+
+    def confidence(self, place: int, request: int) -> float:
+        """The head's own estimate that its token at a place is accepted, known before it is drawn; 1 if it has none."""
+
+
+def propose_by_place(
+    name: str, device: torch.device, entries: Sequence[BatchEntry], most: Sequence[int], logits: PlaceLogits
+) -> Draft:
+    """Drafts of all `entries`, no deeper than `most` of each: trees where they are wanted and taken, else chains."""
+    trees = [b for b, entry in enumerate(entries) if entry.takes_trees and entry.request.spec.tree != "chain"]
+    chains = [b for b in range(len(entries)) if b not in trees]
+    parts = []
+    if chains:
+        parts.append((chains, _chains(name, device, entries, most, chains, logits)))
+    if trees:
+        parts.append((trees, _trees(name, device, entries, most, trees, logits)))
+    return merge_drafts(len(entries), parts, device)
+
+
+def _chains(
+    name: str,
+    device: torch.device,
+    entries: Sequence[BatchEntry],
+    most: Sequence[int],
+    requests: Sequence[int],
+    logits: PlaceLogits,
+) -> Draft:
+    chains = {b: Chain(entries[b], most[b]) for b in requests}
+    anchors = {b: to_device(entries[b].pending[-1:], device)[0] for b in requests if chains[b].grows}
+    place = 0
+    while True:
+        for b, one in chains.items():
+            one.stopped |= one.grows and _is_unsure(entries[b], logits.confidence(place, b))
+        growing = [b for b, one in chains.items() if one.grows]
+        if not growing:
+            break
+        before = torch.stack([torch.stack((anchors[b], *chains[b].tokens)) for b in growing])  # [A, place + 1]
+        chain.extend([chains[b] for b in growing], logits.at(place, growing, before))
+        place += 1
+    return chain.assemble(name, device, list(chains.values()))
+
+
+def _trees(
+    name: str,
+    device: torch.device,
+    entries: Sequence[BatchEntry],
+    most: Sequence[int],
+    requests: Sequence[int],
+    logits: PlaceLogits,
+) -> Draft:
+    growths = {b: Growth(entries[b], entries[b].num_draft, most[b]) for b in requests}
+    place = 0
+    while True:
+        for b, growth in growths.items():
+            if growth.frontier and _is_unsure(entries[b], logits.confidence(place, b)):
+                growth.frontier = []
+        growing = [b for b, growth in growths.items() if growth.frontier]
+        if not growing:
+            break
+        owners = [(b, node) for b in growing for node in growths[b].frontier]
+        before = to_device([[entries[b].pending[-1], *growths[b].path(node)] for b, node in owners], device)
+        extend([growths[b] for b in growing], logits.at(place, [b for b, _ in owners], before))
+        place += 1
+    return assemble(name, device, list(growths.values()))
+
+
+def _is_unsure(entry: BatchEntry, confidence: float) -> bool:
+    """Whether nothing is to be drafted at a place, settled before anything is drawn there."""
+    return confidence < entry.request.spec.min_confidence

@@ -22,13 +22,14 @@ import torch
 from torch import Tensor
 
 from foretoken.config import SpecConfig
-from foretoken.core import Batch, BatchEntry, Draft, Request, Uniforms, Verdict, empty_draft, shared_length
+from foretoken.core import Batch, BatchEntry, Draft, Request, Uniforms, Verdict, empty_draft
 from foretoken.draft.base import Factory, Feedback, ModelDrafter, Resets
 from foretoken.draft.chain import Chain, assemble
 from foretoken.draft.lookup_tree import EMPTY, Lookup
 from foretoken.draft.lookup_tree import assemble as assemble_trees
 from foretoken.draft.own_cache import OwnCache
 from foretoken.errors import ConfigError
+from foretoken.kv.prefix import shared_length
 from foretoken.model.interface import LanguageModel, Segment
 from foretoken.text.randomness import Purpose, uniforms
 from foretoken.text.sampling import check_finite, draft_probs

@@ -23,13 +23,13 @@ from foretoken.draft.chain import PROBABILITIES, Chain, assemble, extend
 from foretoken.draft.merging import merge_drafts
 from foretoken.draft.other_vocabulary import OtherVocabularyDrafter
 from foretoken.draft.own_cache import OwnCache
-from foretoken.draft.tokenizer_match import match_tokenizers, warn_of_text
 from foretoken.errors import ConfigError
 from foretoken.model.interface import LanguageModel, Segment
 from foretoken.model.names import model_folder
 from foretoken.model.resized import resized
 from foretoken.spec_checks import A_DRAFT
 from foretoken.text.tokenizer import load_tokenizer
+from foretoken.text.vocabulary import match_tokenizers, warn_of_text
 from foretoken.transfer import to_device
 
 
@@ -53,7 +53,7 @@ class DraftModelDrafter:
 
         Raises:
             ConfigError: no draft is named.
-            MismatchError: see `tokenizer_match`.
+            MismatchError: see `match_tokenizers`.
             CheckpointError, UnsupportedModelError: the model cannot be loaded.
         """
         if spec.draft is None:

@@ -11,8 +11,7 @@ from typing import cast
 import torch
 
 from foretoken.config import SpecConfig
-from foretoken.control.candidates import NO_BOUND, DrafterOption, set_number
-from foretoken.control.previews import NO_PREVIEW, Preview, PreviewAsk, Previews
+from foretoken.control.candidates import NO_BOUND, NO_PREVIEW, DrafterOption, Preview, PreviewAsk, Previews, set_number
 from foretoken.core import Batch, BatchEntry, Draft, Request, TapRequest, Verdict, empty_draft
 from foretoken.draft.base import Drafter, DrafterKey, Feedback, FollowsText, Releases, Taps, variants_of
 from foretoken.draft.boundary import check_tree, draft_faults

@@ -18,7 +18,7 @@ from torch import Tensor
 from foretoken.config import SpecConfig
 from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict
 from foretoken.draft.base import Factory, Feedback, HiddenRows
-from foretoken.draft.by_place import propose_by_place
+from foretoken.draft.branches import propose_by_place
 from foretoken.draft.head_drafter import HeadDrafter, twin_target
 from foretoken.draft.lookup_tree import LookupTree, assemble
 from foretoken.draft.merging import merge_drafts

@@ -32,10 +32,9 @@ from foretoken.draft.base import Feedback, product_of
 from foretoken.draft.chain import PROBABILITIES, Chain, assemble, extend
 from foretoken.draft.own_cache import OwnCache
 from foretoken.draft.retokenize import DraftText, continuation, draft_writes
-from foretoken.draft.tokenizer_match import TextUse
 from foretoken.model.interface import LanguageModel, Segment
 from foretoken.text.sampling import check_finite
-from foretoken.text.vocabulary import Side, shared_tokens, special_twins, spellings
+from foretoken.text.vocabulary import Side, TextUse, shared_tokens, special_twins, spellings
 
 _GREEDY = SamplingParams()
 

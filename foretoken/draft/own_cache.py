@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from foretoken.core import shared_length
+from foretoken.kv.prefix import shared_length
 from foretoken.model.interface import LanguageModel, PrefixModel, Segment
 from foretoken.transfer import to_device
 

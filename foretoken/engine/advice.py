@@ -64,7 +64,7 @@ class LoadFacts:
 def of_draft_size(name: str, target_bytes: int, draft_bytes: int) -> Advice | None:
     """A draft that is only two or three times smaller; `*_bytes` are the weights that a step of one token reads.
 
-    One as large as the target has a warning of its own (`draft.tokenizer_match`).
+    One as large as the target has a warning of its own (`text.vocabulary`).
     """
     if not 0 < draft_bytes < target_bytes or target_bytes / draft_bytes > MIN_SIZE_RATIO:
         return None

@@ -37,7 +37,7 @@ from foretoken.engine.request import PreparedRequest, RequestState
 from foretoken.engine.ticket import Ticket
 from foretoken.engine_config import EngineConfig
 from foretoken.errors import EngineError, InputError, OverloadedError
-from foretoken.machine.forks import Uncopied, check_not_forked
+from foretoken.machine.process import Uncopied, check_not_forked
 from foretoken.params import check_limits
 
 _Command = Callable[[Driver], None]

@@ -1,4 +1,6 @@
-"""What requests leave in an `LLM` for later ones, put away between them, so that measured answers are independent."""
+"""The drafters of an `LLM`, loaded while it answers; and what requests leave for later ones, put away between them, so
+that measured answers are independent.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,22 @@ from foretoken.errors import InputError
 
 
 class BetweenRequests(ABC):
-    """The methods of `LLM` that reset or exchange drafters and the controller's policy while no request runs."""
+    """The methods of `LLM` that load drafters, and reset or exchange them and the controller's policy while no request
+    runs.
+    """
 
     folder: Path
     _turns: Turns
+
+    def prepare(self, spec: SpecConfig) -> None:
+        """Load the drafters that `spec` names, each once; requests go on meanwhile.
+
+        Raises:
+            InputError, ModelError, StorageError: see `DrafterFactory.make`.
+        """
+        check_spec(spec)
+        self._turns.check_process()
+        self._open_loader().load(spec)
 
     def loaded_drafters(self, spec: SpecConfig | None = None) -> tuple[Drafter, ...]:
         """The drafters of `spec` that are loaded, in its order; None: all."""

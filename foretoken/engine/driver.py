@@ -18,7 +18,7 @@ from foretoken.core import StepOutput
 from foretoken.engine.engine import Engine
 from foretoken.engine.request import PreparedRequest, RequestState
 from foretoken.errors import InputError
-from foretoken.machine.forks import check_not_forked
+from foretoken.machine.process import check_not_forked
 
 OnStep = Callable[[list[StepOutput]], None]
 Receiver = Callable[[StepOutput], None]

@@ -10,10 +10,9 @@ from dataclasses import replace
 from functools import partial
 
 from foretoken.config import SamplingParams, SpecConfig
-from foretoken.control.candidates import DraftBudget, RequestView
+from foretoken.control.candidates import DraftBudget, PreviewAsk, Previews, RequestView
 from foretoken.control.chooser import Chooser
 from foretoken.control.cost import priors_of
-from foretoken.control.previews import PreviewAsk, Previews
 from foretoken.control.queue import SchedulerConfig
 from foretoken.control.routing import RoutingRules
 from foretoken.core import Batch, BatchEntry, Draft, StepOutput, Verdict
@@ -28,14 +27,14 @@ from foretoken.engine.scheduler import PrefixSharing, Scheduler
 from foretoken.engine.stats import EngineStats
 from foretoken.engine.step_threads import StepThreads
 from foretoken.engine.time_attribution import book, charge, gain
-from foretoken.engine.views import budget_of, fixed_budget, only_decodes, outcome_of, view_of, why_none
+from foretoken.engine.views import budget_of, fixed_budget, next_entry, only_decodes, outcome_of, view_of, why_none
 from foretoken.engine.watch import RoundView, StepClock, Watcher, sees_rounds, show_round
 from foretoken.errors import EngineError, ForetokenError
-from foretoken.machine.allocator import keep_freed_memory
+from foretoken.machine.process import keep_freed_memory
 from foretoken.model.interface import LanguageModel, NeedsEqualThreads
 from foretoken.plan.profile import Curve, Profile
 from foretoken.text.tokenizer import Tokenizer
-from foretoken.verify import takes_trees, verify_batch
+from foretoken.verify import verify_batch
 
 
 class Engine:
@@ -210,7 +209,7 @@ class Engine:
             self.faults.tell("the controller", error, "this step makes no draft tokens that are left to it")
             failed = True
         wanted = {ask.request_id for ask in asks}
-        entries = {state.request_id: _next_entry(state) for state in decoding if state.request_id in wanted}
+        entries = {state.request_id: next_entry(state) for state in decoding if state.request_id in wanted}
         previews = self.drafters.preview(asks, entries)
         self.clock.preview_s = previews.seconds
         return None if failed else previews
@@ -415,11 +414,3 @@ class Engine:
                 self.scheduler.publish(state)  # a dialogue goes on where its last answer ended
         finally:
             self.target.close(state.request_id)
-
-
-def _next_entry(state: RequestState) -> BatchEntry:
-    """A decoding request's part in the coming step, as far as previews need it."""
-    last = len(state.tokens) - 1
-    return BatchEntry(
-        state.request, last, (state.tokens[last],), decodes=True, num_draft=0, takes_trees=takes_trees(state.rule)
-    )

@@ -13,14 +13,14 @@ from typing import Any, Unpack
 from foretoken.adapt.adaptation import AdaptationState
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.core import StepOutput
-from foretoken.draft.group import DrafterGroup, own_drafters
-from foretoken.engine.adapting import adapt
-from foretoken.engine.admission import check_spec, check_types, end_tokens
+from foretoken.draft.group import DrafterGroup
+from foretoken.engine.admission import check_types, end_tokens
 from foretoken.engine.adviser import Adviser
 from foretoken.engine.between_requests import BetweenRequests
 from foretoken.engine.drafters import DrafterFactory, DrafterLoader, ModelOptions
 from foretoken.engine.driver import Driver, OnStep, Owner, Turns
 from foretoken.engine.engine import Engine
+from foretoken.engine.observers import Trace, adapt
 from foretoken.engine.output import GenerateOutput, collect, each_answer
 from foretoken.engine.prompts import (
     Conversation,
@@ -34,13 +34,12 @@ from foretoken.engine.prompts import (
 )
 from foretoken.engine.request import PreparedRequest, RequestState
 from foretoken.engine.shadow.shadow import Shadow
-from foretoken.engine.startup.known_costs import KnownCosts, check_mode, load_costs
+from foretoken.engine.startup.known_costs import check_mode, seed_costs
 from foretoken.engine.stats import EngineStats
-from foretoken.engine.trace import Trace
 from foretoken.engine_config import EngineConfig, EngineOptions, config_of
 from foretoken.errors import ForetokenError, InputError, SpeculationWarning, StorageError
 from foretoken.heads.kind import with_head_kind
-from foretoken.machine.forks import Uncopied
+from foretoken.machine.process import Uncopied
 from foretoken.model.interface import LanguageModel, PrefixModel
 from foretoken.model.names import model_folder
 from foretoken.model.open import open_device, open_model
@@ -59,7 +58,7 @@ class LLM(BetweenRequests, Uncopied):
     what `AsyncEngine` is for; while one is open, nothing else may run requests here. A forked process cannot use it.
 
     Raises:
-        InputError: an option that cannot be honoured, or a forked process (`forks`); nothing was loaded.
+        InputError: an option that cannot be honoured, or a forked process (`machine.process`); nothing was loaded.
         StorageError: the trace cannot be written.
         ModelError: the checkpoint cannot be used.
     """
@@ -129,7 +128,7 @@ class LLM(BetweenRequests, Uncopied):
             self._adapter = adapt(engine, config)
             self._prepare_default()
             self._adviser.look_at_memory()
-            self.costs = self._load_costs(mode, on_profile)
+            self.costs = seed_costs(engine, self.spec, mode, str(self.folder), on_profile)
             if self._adapter is not None:
                 self._adapter.take_on()
         except BaseException:
@@ -358,16 +357,6 @@ class LLM(BetweenRequests, Uncopied):
         ids = self.encode(prompt) if isinstance(prompt, str) else prompt
         return [self.prepare_request(ids, one, spec) for one in each_answer(params)]
 
-    def prepare(self, spec: SpecConfig) -> None:
-        """Load the drafters that `spec` names, each once; requests go on meanwhile.
-
-        Raises:
-            InputError, ModelError, StorageError: see `DrafterFactory.make`.
-        """
-        check_spec(spec)
-        self._turns.check_process()
-        self._open_loader().load(spec)
-
     def has_drafters(self, spec: SpecConfig) -> bool:
         """Whether `prepare` has nothing to load for `spec`."""
         return self._loader is not None and self._loader.has_all(spec)
@@ -421,13 +410,3 @@ class LLM(BetweenRequests, Uncopied):
                 warnings.warn(
                     SpeculationWarning(f"decoding plainly, since no drafter can be used: {error}"), stacklevel=3
                 )
-
-    def _load_costs(self, mode: str, on_profile: Callable[[str], None] | None) -> KnownCosts:
-        """Let the controller begin with what steps cost, as far as that is known."""
-        made = [(spec, self._drafters.drafters[key]) for key, spec in own_drafters(self.spec).items()]
-        is_open = bool(made) and self.spec.num_draft == "auto"
-        costs = load_costs(mode, self.target, str(self.folder), made, is_open, on_profile or (lambda _text: None))
-        if costs.profile is not None:
-            self.engine.seed(costs.profile, costs.specs)
-        self.engine.stats.profile_s = costs.measured_s
-        return costs

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from foretoken.core import StepOutput
 from foretoken.engine.output import GenerateOutput
-from foretoken.machine.forks import Uncopied
+from foretoken.machine.process import Uncopied
 
 
 class Office(Protocol):

@@ -19,6 +19,7 @@ from foretoken.control.routing import Routing, is_short
 from foretoken.core import Batch, BatchEntry, Draft, Verdict
 from foretoken.draft.group import GRAMMAR, DrafterGroup
 from foretoken.engine.request import RequestState
+from foretoken.verify import takes_trees
 
 
 def view_of(state: RequestState, drafters: DrafterGroup, now_s: float, routing: Routing) -> RequestView:
@@ -43,6 +44,14 @@ def view_of(state: RequestState, drafters: DrafterGroup, now_s: float, routing: 
         priority=params.priority,
         deadline_s=None if params.deadline_s is None else state.arrived_s + params.deadline_s - now_s,
         disabled=disabled,
+    )
+
+
+def next_entry(state: RequestState) -> BatchEntry:
+    """A decoding request's part in the coming step, as far as previews need it."""
+    last = len(state.tokens) - 1
+    return BatchEntry(
+        state.request, last, (state.tokens[last],), decodes=True, num_draft=0, takes_trees=takes_trees(state.rule)
     )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from foretoken.errors import ConfigError, StorageError
 from foretoken.export.engines import OtherEngine, refusal_reason, target_reason
 from foretoken.export.launch import Launch, launch_of, plain_launch
+from foretoken.files import writing_folder
 from foretoken.heads.base import Head
 from foretoken.heads.checkpoint import load_head, save_head, save_speculators
 from foretoken.heads.config import BlockConfig, EagleConfig, MedusaConfig
@@ -24,7 +25,6 @@ from foretoken.model.fields import read_json
 from foretoken.model.loader import read_checkpoint, read_config
 from foretoken.model.weights import EMBEDDING, WEIGHTS
 from foretoken.model.weights import HEAD as OUTPUT
-from foretoken.model.writing import writing_folder
 
 _CHECKED = {
     ("llamacpp", "eagle3"): "Started with such files by us in build 0c1e570 alone",

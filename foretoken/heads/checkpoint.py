@@ -1,4 +1,4 @@
-"""Directories of trained heads: read one for a target, write one.
+"""Directories of trained heads: read one for a target, write one, and the memory that one takes beside its target.
 
 Read are the portable EAGLE-3 directory, EAGLE-1/2, Medusa, DFlash and DSpark, speculators' form of them, and early-exit
 adapters (`formats`). The names and shapes that `config.json` asks for are compared with the headers of the file before
@@ -8,8 +8,10 @@ a weight is read: engines load a head with a tensor too few, or too many, withou
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,12 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from foretoken.config import QUANTISED
 from foretoken.errors import CheckpointError, ConfigError, ModelError, StorageError
+from foretoken.files import writing_folder
 from foretoken.heads.base import Head
 from foretoken.heads.config import BlockConfig, EagleConfig, ExitAdapterConfig, HeadConfig, MedusaConfig
+from foretoken.heads.formats.block import MARKOV_IN
 from foretoken.heads.formats.eagle import network_name
 from foretoken.heads.formats.layers import Shape
 from foretoken.heads.formats.medusa import MEDUSA_WEIGHTS, SHARED_OUTPUT, TOKEN_MAP, medusa_name
@@ -32,8 +37,11 @@ from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.fields import HEAD_NOTE, Fields, read_json
 from foretoken.model.loader import parse_dtype, stored_dtype
+from foretoken.model.matrices.codes import BLOCK_ROWS
+from foretoken.model.matrices.quant import grouped_bytes
+from foretoken.model.rope import TABLE_BLOCK
 from foretoken.model.weights import INDEX, WEIGHTS, Weights
-from foretoken.model.writing import writing_folder
+from foretoken.plan.memory import ModelShape
 
 _OFFSETS, _MASK = "d2t", "t2d"  # target id = draft id + d2t[draft id]; the mask of the same ids
 _EMBEDDING = "embed_tokens.weight"
@@ -317,3 +325,50 @@ def _read_vocabulary(weights: Weights, config: HeadConfig, fields: Fields) -> Dr
 
 def _more(count: int) -> str:
     return f"; and {count} more" if count > 0 else ""
+
+
+_TABLES = (MARKOV_IN, "embed_tokens.weight")  # a row at a time is read of them: they stay numbers
+
+
+def head_shape(folder: Path, name: str, config: ModelConfig, target: ModelShape, weight_format: str) -> ModelShape:
+    """The memory of the head in `folder` beside the target of `config` and shape `target`; `name` is what the user
+    calls it.
+
+    `weight_format` "int8" or "int4": its matrices are quantised. A row is taken to need what a row of the target needs.
+
+    Raises:
+        CheckpointError, MismatchError, UnsupportedModelError, ConfigError: see `checkpoint.load_head`.
+    """
+    kind = head_kind(folder)
+    fields, weights = open_head_files(folder)
+    own = read_head_config(fields, kind, config, frozenset(weights.own_names))
+    tensors = head_tensors(own, draft_vocab_size(own, fields))
+    sizes = [tensor_bytes(tensor, shape, weight_format, target.itemsize) for tensor, shape in tensors.items()]
+    return replace(
+        target,
+        name=name,
+        weight_bytes=sum(sizes) + _table_numbers(own) * target.itemsize,
+        kv_bytes_per_token=_numbers_per_token(own) * target.itemsize,
+    )
+
+
+def tensor_bytes(name: str, shape: tuple[int, ...], weight_format: str, itemsize: int) -> int:
+    """Memory of one tensor of a head, as `weights.pack` holds it."""
+    if weight_format in QUANTISED and len(shape) == 2 and shape[0] >= BLOCK_ROWS and name not in _TABLES:
+        return grouped_bytes(weight_format, *shape)
+    return math.prod(shape) * itemsize
+
+
+def _numbers_per_token(config: HeadConfig) -> int:
+    """Kept of a position: keys and values of the head's layers, and the feature that they are made of."""
+    if isinstance(config, MedusaConfig | ExitAdapterConfig):
+        return 0
+    layer = config.layer
+    return 2 * layer.num_layers * layer.num_kv_heads * layer.head_dim + layer.hidden_size
+
+
+def _table_numbers(config: HeadConfig) -> int:
+    """cos and sin of short sequences."""
+    if isinstance(config, MedusaConfig | ExitAdapterConfig):
+        return 0
+    return 2 * min(config.layer.max_context_tokens, TABLE_BLOCK) * config.layer.head_dim

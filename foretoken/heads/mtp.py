@@ -6,7 +6,7 @@ behind the target's final norm, projects both to the width of the target, runs o
 target's output matrix reads it. Behind the last row of the text it goes on from its own output behind that norm, as
 SGLang has it. It was trained for one token ahead: later draft tokens are right much less often.
 
-The layer lies in the target's own checkpoint (`model.mtp_tensors`). Where there are several, the first is used.
+The layer lies in the target's own checkpoint (`model.layer_tensors`). Where there are several, the first is used.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from foretoken.heads.eagle import EagleHead
 from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.gguf.header import is_gguf
+from foretoken.model.layer_tensors import MtpTensors, mtp_tensors
 from foretoken.model.layers import RMSNorm
 from foretoken.model.loader import read_raw_config
-from foretoken.model.mtp_tensors import MtpTensors, mtp_tensors
 from foretoken.model.weights import EMBEDDING, HEAD, Weights
 
 _EMBEDDING, _OUTPUT = "embed_tokens.weight", "lm_head.weight"

@@ -19,6 +19,12 @@ _Key = tuple[
 ]  # the place before (a block's number in the chain, or a salt's), and the block's tokens
 
 
+def shared_length(one: Sequence[object], other: Sequence[object]) -> int:
+    """Length of the longest common beginning."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (mine, theirs) in pairs if mine != theirs), min(len(one), len(other)))
+
+
 @dataclass
 class PrefixStats:
     """Tokens of prompts that were looked up, and those that were there; blocks forgotten to make room."""
@@ -26,11 +32,6 @@ class PrefixStats:
     num_looked_up_tokens: int = 0
     num_found_tokens: int = 0
     num_evicted_blocks: int = 0
-
-    @property
-    def hit_rate(self) -> float:
-        """Share of looked-up tokens that were there."""
-        return self.num_found_tokens / self.num_looked_up_tokens if self.num_looked_up_tokens else 0.0
 
 
 class PrefixIndex:

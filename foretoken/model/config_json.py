@@ -113,6 +113,8 @@ def check_causal(raw: Mapping[str, Any], where: str = "config.json") -> str:
 def _native_config(model_type: str, family: Family, fields: Fields) -> ModelConfig:
     hidden, heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
     layers = fields.whole("num_hidden_layers", most=_MAX_LAYERS)
+    for key in family.dropouts:
+        fields.check_share(key)
     kv_heads = fields.whole_or("num_key_value_heads", heads)
     if heads % kv_heads:
         raise CheckpointError(
@@ -170,7 +172,9 @@ def _flag(fields: Fields, flag: Flag) -> bool:
 
 
 def _activation(model_type: str, family: Family, fields: Fields) -> Activation:
-    name = fields.text(family.activation) or "silu"
+    if fields.raw.get(family.activation, "silu") is None:  # transformers takes a key that is absent, and no null
+        raise fields.refusal(family.activation, f"one of {', '.join(_ACTIVATIONS)}, or absent")
+    name = fields.text(family.activation, "silu") or ""
     if name not in _ACTIVATIONS:
         raise UnsupportedModelError(
             f"{family.activation}={shown(name)} of a {model_type!r} model: the native decoder has "

@@ -64,6 +64,7 @@ class Family:
     qk_norm: Flag = False
     qk_norm_over: QkNorm = "head"
     activation: str = "hidden_act"
+    dropouts: tuple[str, ...] = ()  # keys without effect here, of which transformers refuses values that are no shares
     is_gated: bool = True
     windows: WindowReader = no_windows
     has_sinks: bool = False
@@ -216,6 +217,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "rms_norm_eps": 1e-5,
             },
             names=LayerNames(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)),
+            dropouts=("resid_pdrop", "embd_pdrop"),
             windows=everywhere,
             is_partial=True,
             has_longrope=True,
@@ -294,6 +296,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             qkv_bias="use_bias",
             o_bias="use_bias",
             mlp_bias="use_bias",
+            dropouts=("residual_dropout", "embedding_dropout"),
             is_gated=False,
             windows=everywhere,
         ),

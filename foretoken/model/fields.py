@@ -166,6 +166,12 @@ class Fields:
         """The same, or `default`."""
         return self.number(key, above, zero) if self.has(key) else default
 
+    def check_share(self, key: str) -> None:
+        """Refuse a value that is no number from 0 to 1, null among them; the key may be absent."""
+        value = self.raw.get(key, 0)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+            raise self.refusal(key, "a number from 0 to 1, or absent")
+
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
         """A list of `count` finite numbers greater than 0 that has to be there."""
         value = self.raw.get(key)

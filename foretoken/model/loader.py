@@ -29,12 +29,18 @@ from foretoken.model.gguf.header import is_gguf
 from foretoken.model.gguf.names import config_fields
 from foretoken.model.gguf.parts import read_header
 from foretoken.model.gguf.weights import GgufWeights
-from foretoken.model.layer_tensors import MatrixTensors, layer_matrices, layer_norms, layer_scores, sinks_name
+from foretoken.model.layer_tensors import (
+    MatrixTensors,
+    layer_matrices,
+    layer_norms,
+    layer_scores,
+    mtp_tensors,
+    sinks_name,
+)
 from foretoken.model.layers import Embedding, Linear, packs_with_own_kernel
 from foretoken.model.matrices.codes import GroupedCodes
 from foretoken.model.matrices.grouped_kernel import GroupedWeight, merged
 from foretoken.model.matrices.quant import ACTIVATIONS, GroupQuantiser, check_quant
-from foretoken.model.mtp_tensors import mtp_tensors
 from foretoken.model.packed.weights import PackedWeights, assembled, method_of, packed_format
 from foretoken.model.rope import RowOrders, in_order
 from foretoken.model.sharding import Collective, Shard

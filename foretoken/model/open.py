@@ -10,8 +10,8 @@ import torch
 from foretoken.config import CACHE_DTYPES, NUMERICS, QUANTISED
 from foretoken.errors import ConfigError, UnsupportedModelError
 from foretoken.kv.pool import bytes_per_token, largest_cache_bytes
-from foretoken.machine.forks import note_computing
 from foretoken.machine.identity import warn_of_slow_bf16
+from foretoken.machine.process import note_computing
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.config_json import check_causal
 from foretoken.model.decoder import Decoder
@@ -53,7 +53,7 @@ def open_model(
         CheckpointError, UnsupportedModelError: see `loader`.
         ConfigError: an option that does not exist; strict numerics, quantised weights or another cache format of a
         model that runs through transformers; a cache in float16 of a model whose kernels do not take it.
-        InputError: quantised weights with a dtype or device that has no kernel for them; a forked process, see `forks`.
+        InputError: quantised weights with a dtype or device that has no kernel for them; a forked process.
     """
     note_computing(torch.get_num_threads())
     if numerics not in NUMERICS:

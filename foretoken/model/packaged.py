@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from foretoken.errors import CheckpointError, StorageError
-from foretoken.files import cache_folder
-from foretoken.model.writing import one_at_a_time, writing_folder
+from foretoken.files import cache_folder, one_at_a_time, writing_folder
 from foretoken.registry import FrozenOptions
 
 MODELS_VARIABLE = "FORETOKEN_MODELS"

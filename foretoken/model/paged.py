@@ -10,8 +10,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from foretoken.core import shared_length
 from foretoken.kv.blocks import BlockAllocator
+from foretoken.kv.prefix import shared_length
 from foretoken.model.attention.paged import KernelAttention, Reader
 from foretoken.model.decoder import Decoder, Hidden
 from foretoken.model.interface import EarlySegment, ForwardOutput, Segment

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from foretoken.errors import ModelError, StorageError
+from foretoken.files import writing_folder
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.config_json import config_to_hf
 from foretoken.model.decoder import Decoder
@@ -22,7 +23,6 @@ from foretoken.model.layers import Linear
 from foretoken.model.loader import parse_dtype
 from foretoken.model.rope import RowOrders, in_order
 from foretoken.model.weights import EMBEDDING, INDEX, WEIGHTS
-from foretoken.model.writing import writing_folder
 
 TOKENIZER_FILES = (
     "tokenizer.json",

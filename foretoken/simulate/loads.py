@@ -14,8 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from foretoken.errors import InputError
 from foretoken.plan.profile import Profile
-from foretoken.simulate.arrivals import Job, Lengths
-from foretoken.simulate.setting import Limits, SimSetting
+from foretoken.simulate.inputs import Job, Lengths, Limits, SimSetting
 from foretoken.simulate.sim_request import Known
 from foretoken.simulate.simulate import simulate
 

@@ -14,7 +14,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from foretoken.control.previews import Preview
+from foretoken.control.candidates import Preview
 
 _MAX_NODES = 24  # draft tokens of a round that are kept; what the policy asks for at most
 

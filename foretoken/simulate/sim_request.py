@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from foretoken.control.candidates import DrafterOption, RequestView
 from foretoken.control.queue import Urgency, urgency
 from foretoken.errors import CapacityError, InputError
-from foretoken.simulate.arrivals import Chances, Job
+from foretoken.simulate.inputs import Chances, Job, Limits, SimSetting
 from foretoken.simulate.records import Record, Records, Round, chain
-from foretoken.simulate.setting import Limits, SimSetting
 
 Known = Mapping[str, Mapping[str, Chances | Records]]  # by drafter and name: chances, or recorded answers
 

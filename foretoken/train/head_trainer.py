@@ -22,10 +22,8 @@ from foretoken.errors import ConfigError, NumericsError, StorageError
 from foretoken.heads.base import HeadBatch
 from foretoken.heads.losses import LossConfig, compare, target_logits, weighted_loss
 from foretoken.printing.console import Console
-from foretoken.train.draft_student import Student
-from foretoken.train.frozen_target import FrozenTarget
+from foretoken.train.frozen_target import FrozenTarget, StateCache
 from foretoken.train.head_data import HeadData
-from foretoken.train.head_measure import HeadAcceptance, measure_head
 from foretoken.train.optimizer import OptimizerConfig, make_optimizers, set_rate
 from foretoken.train.parallel import Ranks
 from foretoken.train.run_state import (
@@ -37,7 +35,7 @@ from foretoken.train.run_state import (
     save_state,
     training_progress,
 )
-from foretoken.train.state_cache import StateCache
+from foretoken.train.students import HeadAcceptance, Student, measure_head
 from foretoken.train.train_config import rate_share
 
 CURVE = "curve.jsonl"
@@ -58,7 +56,7 @@ class HeadTrainConfig:
     A step is `accumulate` batches of `batch_windows` windows of `length` tokens. `num_places` predictions are learnt at
     each position, from a random `row_share` of the positions: in a small head the output matrix costs most, and
     neighbours teach much the same. The run ends early after `patience` validations without a better head (0: never).
-    Up to `state_cache_bytes` of hidden states are kept on disk (0: none), see `state_cache`.
+    Up to `state_cache_bytes` of hidden states are kept on disk (0: none), see `frozen_target`.
     """
 
     tokens: int = 3_000_000

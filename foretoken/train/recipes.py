@@ -82,14 +82,14 @@ def prepare(folder: Path, vocab_size: int = 4096) -> tuple[Tokenizer, Data]:
         ) from error
 
 
-def model_config(shape: ModelSize, tokenizer: Tokenizer, max_context_tokens: int = CONTEXT_TOKENS) -> ModelConfig:
+def model_config(shape: ModelSize, tokenizer: Tokenizer) -> ModelConfig:
     """Llama configuration of `shape` for `tokenizer`."""
     end = tokenizer.token_to_id(END_OF_TEXT)
     assert end is not None
     return ModelConfig(
         model_type="llama",
         vocab_size=tokenizer.get_vocab_size(),
-        max_context_tokens=max_context_tokens,
+        max_context_tokens=CONTEXT_TOKENS,
         tie_embeddings=True,
         bos_token_id=end,
         eos_token_ids=(end,),

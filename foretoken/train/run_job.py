@@ -18,12 +18,11 @@ from foretoken.model.open import open_device
 from foretoken.printing.console import Console
 from foretoken.text.tokenizer import load_tokenizer
 from foretoken.train.answers import answered_data, folder_fingerprint
-from foretoken.train.frozen_target import FrozenTarget, Precision, fast_precision
+from foretoken.train.frozen_target import FrozenTarget, Precision, StateCache, entry_bytes, fast_precision
 from foretoken.train.head_data import HeadData, TokenText
 from foretoken.train.head_trainer import HeadResult, HeadTrainConfig
 from foretoken.train.parallel import Ranks
 from foretoken.train.recipes import prepare
-from foretoken.train.state_cache import StateCache, entry_bytes
 
 MANIFEST, STATES = "run.json", "states"
 _PRECISIONS: Mapping[str, Precision | None] = {"auto": None, "bfloat16": "bfloat16", "float32": "float32"}

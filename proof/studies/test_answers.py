@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from foretoken import LLM, SpecConfig
-from foretoken.control.previews import Preview
+from foretoken.control.candidates import Preview
 from foretoken.draft.ngram import NgramDrafter
-from foretoken.simulate.arrivals import Job
+from foretoken.simulate.inputs import Job
 from foretoken.simulate.records import Round, told
 from studies.validation.answers import Answer, look_through, looked_through
 from studies.validation.calibrate import calibrate

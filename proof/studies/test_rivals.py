@@ -9,10 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from foretoken.control.candidates import DraftBudget, DrafterOption, RequestView
+from foretoken.control.candidates import DraftBudget, DrafterOption, Preview, RequestView
 from foretoken.control.chooser import Policy
 from foretoken.control.policy import BudgetPolicy
-from foretoken.control.previews import Preview
 from foretoken.errors import InputError
 from foretoken.measure.load.options import LoadOptions
 from foretoken.measure.load.run import run_batches

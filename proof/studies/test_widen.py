@@ -14,7 +14,7 @@ from torch import Tensor
 
 from foretoken.errors import InputError, StorageError
 from foretoken.model.architecture import ModelConfig
-from foretoken.model.attention.scores import PackedAttention
+from foretoken.model.attention.paged import PackedAttention
 from foretoken.model.loader import load_decoder, read_config
 from foretoken.model.weights import Weights
 from studies.widen.checkpoint import widen

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from foretoken.draft.open_head import _own_text
 from foretoken.errors import ConfigError
 from foretoken.heads.checkpoint import load_head, save_head
 from foretoken.heads.config import HeadConfig
-from foretoken.heads.probe import _own_text
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.loader import read_config
 from foretoken.model.open import open_model

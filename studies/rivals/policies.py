@@ -12,10 +12,9 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
-from foretoken.control.candidates import NO_DRAFT, DraftBudget, Mode, NoDraftReason, RequestView, StepOutcome
+from foretoken.control.candidates import NO_DRAFT, DraftBudget, Mode, NoDraftReason, Preview, RequestView, StepOutcome
 from foretoken.control.chooser import Policy
 from foretoken.control.cost import CostTable
-from foretoken.control.previews import Preview
 from foretoken.errors import InputError
 from foretoken.params import is_count
 

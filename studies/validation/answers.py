@@ -11,8 +11,8 @@ from statistics import median
 import torch
 
 from foretoken.config import SamplingParams, SpecConfig
+from foretoken.control.candidates import Preview
 from foretoken.control.config import PolicyConfig
-from foretoken.control.previews import Preview
 from foretoken.core import Batch, BatchEntry, Request, Verdict, empty_draft
 from foretoken.draft.base import Feedback
 from foretoken.draft.lookup_tree import Lookup

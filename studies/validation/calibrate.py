@@ -11,7 +11,7 @@ from foretoken.config import SpecConfig
 from foretoken.draft.lookup_tree import Lookup
 from foretoken.errors import InputError
 from foretoken.measure.workload import SLICES, slices
-from foretoken.simulate.arrivals import Job
+from foretoken.simulate.inputs import Job
 from foretoken.simulate.records import Record, Records, record_of
 from studies.validation.answers import FROM_TEXT, Answer, looked_through
 from studies.validation.refine import RealStep

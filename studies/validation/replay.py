@@ -19,10 +19,10 @@ from foretoken.engine.engine import Engine
 from foretoken.engine.request import RequestState
 from foretoken.engine.watch import RoundView
 from foretoken.errors import EngineError
-from foretoken.simulate.arrivals import Job
+from foretoken.simulate.inputs import Job
 from foretoken.simulate.metrics import Served, SimMetrics, figures
 from foretoken.simulate.records import Round
-from foretoken.simulate.sim_engine import Step
+from foretoken.simulate.simulate import Step
 
 _NAP_S = 0.0005  # longest sleep while idle, so that arrivals are noticed in time
 

@@ -18,8 +18,7 @@ from foretoken.measure.report import Report, load_average, source_caveats
 from foretoken.measure.speed.profile import measure_profile
 from foretoken.model.names import model_folder
 from foretoken.plan.profile import Profile
-from foretoken.simulate.arrivals import Job
-from foretoken.simulate.setting import Limits, SimSetting
+from foretoken.simulate.inputs import Job, Limits, SimSetting
 from studies.validation.calibrate import slice_of
 from studies.validation.tables import validation_report
 from studies.validation.validate import Tell, ValidationPlan, compare, median_profile

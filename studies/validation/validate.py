@@ -13,13 +13,11 @@ from statistics import median
 
 from foretoken.config import SpecConfig
 from foretoken.plan.profile import Curve, DrafterCost, Profile
-from foretoken.simulate.arrivals import Job
+from foretoken.simulate.inputs import Job, Limits, SimSetting
 from foretoken.simulate.loads import Server, built_in, sample
 from foretoken.simulate.metrics import Served, SimMetrics, outcome
-from foretoken.simulate.setting import Limits, SimSetting
-from foretoken.simulate.sim_engine import Step
 from foretoken.simulate.sim_request import Known
-from foretoken.simulate.simulate import simulate
+from foretoken.simulate.simulate import Step, simulate
 from studies.validation.answers import FROM_TEXT, Answer
 from studies.validation.calibrate import (
     CALIBRATION,

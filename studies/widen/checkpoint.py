@@ -33,12 +33,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from foretoken.errors import InputError, StorageError
+from foretoken.files import writing_folder
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.config_json import config_to_hf
 from foretoken.model.loader import parse_dtype, read_config
 from foretoken.model.saving import copy_tokenizer
 from foretoken.model.weights import INDEX, WEIGHTS, Weights
-from foretoken.model.writing import writing_folder
 from studies.widen.plan import WidenPlan, plan
 
 SHARD_BYTES = 1 << 30

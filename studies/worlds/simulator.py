@@ -7,13 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from foretoken.control.candidates import Preview
 from foretoken.control.config import DEFAULT, PolicyConfig
-from foretoken.control.previews import Preview
 from foretoken.plan.profile import DrafterCost, Profile
-from foretoken.simulate.arrivals import Job
+from foretoken.simulate.inputs import Job, Limits, parse_setting
 from foretoken.simulate.metrics import outcome
 from foretoken.simulate.records import Record, Records, chain, told
-from foretoken.simulate.setting import Limits, parse_setting
 from foretoken.simulate.sim_request import Known
 from foretoken.simulate.simulate import simulate
 from studies.worlds.data import Look, RecordedAnswer, Recording

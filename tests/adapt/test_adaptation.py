@@ -8,9 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from foretoken.adapt.adaptation import Adaptation, Rest
+from foretoken.adapt.adaptation import Adaptation, Rest, Weights
 from foretoken.adapt.buffer import ExampleBuffer, Window
-from foretoken.adapt.learner import Weights
 from foretoken.control.adaptation import AdaptConfig
 from tests.adapt.test_buffer import fill
 

@@ -80,5 +80,17 @@ def test_what_a_unit_raises_ends_learning_alone() -> None:
     assert "no gradient" in str(errors[0])
 
 
-def test_closing_before_it_began_does_nothing() -> None:
-    LearnerThread(list, 0.5, pytest.fail).close()
+def test_closed_before_it_began_it_learns_nothing() -> None:
+    asked: list[str] = []
+    errors: list[Exception] = []
+
+    def sources() -> list[Iterator[Rest]]:
+        asked.append("for work")
+        return []
+
+    background = LearnerThread(sources, 0.5, errors.append)
+    background.close()
+    background.start()
+    background.close()
+    assert asked == errors == []
+    assert background.spent_s == 0.0

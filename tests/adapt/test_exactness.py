@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from foretoken import LLM, SamplingParams, SpecConfig
+from foretoken.adapt.adaptation import HeadLearner, Weights
 from foretoken.adapt.adapter import Adapter
 from foretoken.adapt.buffer import Window
-from foretoken.adapt.learner import HeadLearner, Weights
 from foretoken.control.adaptation import AdaptConfig
 from foretoken.core import Draft
 from foretoken.draft.base import AdaptableDrafter
 from foretoken.draft.group import DrafterGroup, drafter_key
-from foretoken.engine.adapting import AdaptationWatcher
 from foretoken.engine.engine import Engine
+from foretoken.engine.observers import AdaptationWatcher
 from foretoken.engine.request import RequestState
 from foretoken.engine.scheduler import SchedulerConfig
 from foretoken.heads.base import Head

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import nn
 
+from foretoken.adapt.adaptation import HeadLearner, _FrozenTarget
 from foretoken.adapt.buffer import Window
-from foretoken.adapt.learner import HeadLearner, _FrozenTarget
 from foretoken.config import QUANTISED
 from foretoken.heads import weights as head_weights
 from foretoken.heads.base import Head, HeadBatch
 from foretoken.heads.weights import held_in, numbers, plain_copy, replace_weights, weights_of
-from foretoken.model.attention.scores import PackedAttention
+from foretoken.model.attention.paged import PackedAttention
 from foretoken.model.decoder import Decoder
 from foretoken.model.layers import Linear, can_pack
 from foretoken.model.loader import load_decoder

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from foretoken.control.acceptance import Acceptance, ChanceRates, PlaceRates
-from foretoken.control.previews import Preview
+from foretoken.control.candidates import Preview
 
 Observe = Callable[[int, Sequence[float]], None]  # draft tokens offered, and the chance with which each was emitted
 

@@ -8,10 +8,9 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from foretoken.control.candidates import DraftBudget, DrafterOption, RequestView
+from foretoken.control.candidates import DraftBudget, DrafterOption, Preview, RequestView
 from foretoken.control.config import PolicyConfig
 from foretoken.control.policy import BudgetPolicy
-from foretoken.control.previews import Preview
 from tests.helpers.control import observe, plan
 
 MAX_NUM_DRAFT = PolicyConfig.max_num_draft

@@ -9,10 +9,9 @@ from collections.abc import Callable
 
 import pytest
 
-from foretoken.control.candidates import weight_of
+from foretoken.control.candidates import Preview, weight_of
 from foretoken.control.config import PolicyConfig
 from foretoken.control.policy import BudgetPolicy
-from foretoken.control.previews import Preview
 from foretoken.plan.profile import Curve
 from tests.helpers.control import observe, options_of, plan
 

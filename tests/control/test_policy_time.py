@@ -7,9 +7,8 @@ from collections.abc import Iterable
 import pytest
 
 from foretoken.control import policy as module
-from foretoken.control.candidates import DraftBudget, DrafterOption, RequestView, StepOutcome
+from foretoken.control.candidates import DraftBudget, DrafterOption, Preview, RequestView, StepOutcome
 from foretoken.control.policy import BudgetPolicy
-from foretoken.control.previews import Preview
 from tests.helpers.control import observe, options_of, plan
 
 

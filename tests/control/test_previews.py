@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from foretoken.control.previews import Preview
+from foretoken.control.candidates import Preview
 
 TREE = Preview((-1, 0, -1, 2, 3), (0.5, 0.4, 0.3, 0.2, 0.1), (7, 8, 9, 4, 5))
 

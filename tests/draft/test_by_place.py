@@ -10,7 +10,7 @@ from torch import Tensor
 
 from foretoken import SamplingParams, SpecConfig
 from foretoken.core import BatchEntry, Request
-from foretoken.draft.by_place import propose_by_place
+from foretoken.draft.branches import propose_by_place
 
 VOCAB = 12
 

@@ -18,7 +18,7 @@ from foretoken.core import Batch, Draft
 from foretoken.draft.draft_model import DraftModelDrafter
 from foretoken.draft.group import drafter_key
 from foretoken.errors import ConfigError, InputError
-from foretoken.model.attention.scores import PackedAttention
+from foretoken.model.attention.paged import PackedAttention
 from foretoken.model.loader import load_decoder
 from foretoken.model.paged import PagedModel
 from tests.helpers.checkpoints import tiny_checkpoint, token_ids

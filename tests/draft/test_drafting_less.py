@@ -1,5 +1,5 @@
 """Ways to draft less return the mass they really drew from; that the distribution survives is shown in tests/verify
-and tests/engine/test_distribution.py.
+and tests/engine/test_law.py.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from foretoken import LLM, ConfigError, SamplingParams, SpecConfig
-from foretoken.control.candidates import DraftBudget, RequestView
-from foretoken.control.previews import Previews
+from foretoken.control.candidates import DraftBudget, Previews, RequestView
 from foretoken.core import Batch, BatchEntry, Draft, Request
 from foretoken.draft.draft_model import DraftModelDrafter
 from foretoken.model.loader import load_decoder

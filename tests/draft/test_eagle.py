@@ -27,7 +27,7 @@ from foretoken.heads.base import Head
 from foretoken.heads.eagle import EagleHead
 from foretoken.heads.eagle_cache import CachedEagle
 from foretoken.heads.kind import with_head_kind
-from foretoken.model.attention.scores import PackedAttention
+from foretoken.model.attention.paged import PackedAttention
 from foretoken.model.decoder import Decoder
 from foretoken.model.interface import SharesWeights
 from foretoken.model.loader import load_decoder

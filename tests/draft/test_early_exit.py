@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from foretoken import LLM, ConfigError, SamplingParams, SpecConfig
-from foretoken.cli.spec_options import spec_from
+from foretoken.cli.flags import spec_from
 from foretoken.core import Batch, Draft
 from foretoken.draft.base import variants_of
 from foretoken.draft.early_exit import NUM_TRIALS, EarlyExitDrafter, SkipSearch
 from foretoken.draft.group import DrafterGroup
 from foretoken.engine.engine import Engine
 from foretoken.engine.request import RequestState
-from foretoken.model.attention.scores import PackedAttention
+from foretoken.model.attention.paged import PackedAttention
 from foretoken.model.decoder import Decoder
 from foretoken.model.loader import load_decoder
 from foretoken.model.paged import PagedModel

@@ -18,7 +18,7 @@ import pytest
 from foretoken import LLM, ConfigError, SamplingParams, SpecConfig, add_drafter, registry
 from foretoken.backend.drafting import parse_drafters
 from foretoken.cli.app import run
-from foretoken.cli.spec_options import spec_from
+from foretoken.cli.flags import spec_from
 from foretoken.draft.base import Drafter, Factory, ModelDrafter, parts_of
 from foretoken.draft.group import drafter_key
 from foretoken.draft.ngram import NgramDrafter

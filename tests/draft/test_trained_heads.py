@@ -27,7 +27,7 @@ from foretoken.heads.base import Head
 from foretoken.heads.block import BlockHead
 from foretoken.heads.block_attention import CachedAttention
 from foretoken.heads.medusa import MedusaHead
-from foretoken.model.attention.scores import PackedAttention
+from foretoken.model.attention.paged import PackedAttention
 from foretoken.model.decoder import Decoder
 from foretoken.model.loader import load_decoder
 from foretoken.model.paged import PagedModel

@@ -28,10 +28,10 @@ from foretoken.draft.predicted import PredictedDrafter
 from foretoken.draft.recycling import RecyclingDrafter
 from foretoken.draft.suffix import SuffixDrafter
 from foretoken.engine.engine import Engine
+from foretoken.engine.observers import Trace
 from foretoken.engine.output import each_answer
 from foretoken.engine.request import RequestState
 from foretoken.engine.scheduler import SchedulerConfig
-from foretoken.engine.trace import Trace
 from foretoken.model.loader import load_decoder
 from foretoken.model.paged import PagedModel
 from foretoken.text.tokenizer import load_tokenizer

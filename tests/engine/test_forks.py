@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from foretoken import LLM, AsyncEngine, EngineConfig, InputError, SamplingParams, SpecConfig
-from foretoken.machine import forks
+from foretoken.machine import process
 from tests.helpers.checkpoints import token_ids
 
 PROMPT = token_ids(5)
@@ -123,11 +123,11 @@ def test_h1_another_model_in_a_forked_process(llm: LLM, pair: SimpleNamespace, n
 
 
 def test_h1_a_fork_before_the_first_model_may_open_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forks, "_computing", [])
-    forks.note_computing(8)
-    forks.note_computing(8)
-    monkeypatch.setattr(forks, "_computing", [])
-    assert in_fork([lambda: forks.note_computing(8)]) == ["none"]
+    monkeypatch.setattr(process, "_computing", [])
+    process.note_computing(8)
+    process.note_computing(8)
+    monkeypatch.setattr(process, "_computing", [])
+    assert in_fork([lambda: process.note_computing(8)]) == ["none"]
 
 
 COPIES: dict[str, Callable[[Any], object]] = {

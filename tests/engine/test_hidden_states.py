@@ -25,7 +25,7 @@ from foretoken.draft.suffix import SuffixDrafter
 from foretoken.engine.engine import Engine
 from foretoken.engine.request import RequestState
 from foretoken.engine.scheduler import SchedulerConfig
-from foretoken.model.attention.scores import PackedAttention
+from foretoken.model.attention.paged import PackedAttention
 from foretoken.model.interface import LanguageModel, Segment
 from foretoken.model.loader import load_decoder
 from foretoken.model.open import open_model

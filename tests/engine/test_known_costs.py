@@ -48,7 +48,7 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(
         known_costs,
         "measure_start",
-        lambda target, made, name, _, say: measure_start(target, made, name, PLENTY_S, say),
+        lambda target, made, name, say: measure_start(target, made, name, PLENTY_S, say),
     )
 
 

@@ -9,10 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from foretoken import LLM, RoutingRules, SamplingParams, SpecConfig
-from foretoken.control.candidates import DrafterOption, NoDraftReason, RequestView
+from foretoken.control.candidates import DrafterOption, NoDraftReason, Preview, Previews, RequestView
 from foretoken.control.chooser import Chooser
 from foretoken.control.policy import BudgetPolicy
-from foretoken.control.previews import Preview, Previews
 from foretoken.engine.request import RequestState
 from foretoken.engine.watch import RoundView
 from tests.helpers.checkpoints import token_ids

@@ -26,7 +26,7 @@ from foretoken import (
     Ticket,
 )
 from foretoken.core import StepOutput
-from foretoken.machine.forks import REMEDY
+from foretoken.machine.process import REMEDY
 from tests.engine.test_async_engine import Paced, wait_until_idle
 from tests.helpers.audit import check_idle
 from tests.helpers.checkpoints import token_ids

@@ -13,14 +13,14 @@ from torch import Tensor
 from foretoken import LLM, ConfigError, SamplingParams, SpecConfig
 from foretoken.draft.base import variants_of
 from foretoken.draft.early_exit import EarlyExitDrafter
+from foretoken.draft.open_head import _other_configs
 from foretoken.errors import CheckpointError, MismatchError
 from foretoken.heads.adapter import ExitAdapter
 from foretoken.heads.base import HeadBatch
 from foretoken.heads.checkpoint import load_head, save_head
 from foretoken.heads.config import ExitAdapterConfig
-from foretoken.heads.probe import _other_configs
 from foretoken.heads.vocabulary import DraftVocabulary
-from foretoken.model.attention.scores import PackedAttention
+from foretoken.model.attention.paged import PackedAttention
 from foretoken.model.interface import EarlySegment
 from foretoken.model.loader import load_decoder, read_config
 from foretoken.model.paged import PagedModel

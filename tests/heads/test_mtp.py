@@ -20,7 +20,7 @@ from foretoken.errors import CheckpointError, UnsupportedModelError
 from foretoken.heads.eagle_cache import CachedEagle
 from foretoken.heads.mtp import MtpHead, load_mtp
 from foretoken.heads.weights import plain_copy
-from foretoken.model.attention.scores import PackedAttention
+from foretoken.model.attention.paged import PackedAttention
 from foretoken.model.decoder import Decoder
 from foretoken.model.loader import load_decoder, read_config
 from foretoken.model.paged import PagedModel

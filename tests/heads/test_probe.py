@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from foretoken.draft.open_head import _deviations, _other_configs, _own_text, probe, probe_at_load
 from foretoken.errors import SpeculationWarning
 from foretoken.heads.base import Head
 from foretoken.heads.checkpoint import load_head, make_head, save_head
 from foretoken.heads.config import HeadConfig
-from foretoken.heads.probe import _deviations, _other_configs, _own_text, probe, probe_at_load
 from foretoken.model.interface import SharesWeights
 from foretoken.model.loader import read_config
 from foretoken.model.open import open_model
@@ -155,7 +155,7 @@ def test_a_wiring_that_is_right_by_chance_is_no_remedy(
     target: SharesWeights, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`agrees at 0% of 16 rows; with layers [3, 16, 28] in place of [2, 15, 27] it would be 0%`."""
-    monkeypatch.setattr("foretoken.heads.probe._deviations", lambda *scores: 9.0)
+    monkeypatch.setattr("foretoken.draft.open_head._deviations", lambda *scores: 9.0)
     found = probe(stored_head(eagle_config(target=settings(folder)), seed=3, dtype=torch.float32), target)
     assert found.is_near_chance
     assert found.better is None

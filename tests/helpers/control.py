@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 
-from foretoken.control.candidates import DraftBudget, DrafterOption, RequestView, RoundOutcome, StepOutcome
+from foretoken.control.candidates import DraftBudget, DrafterOption, Preview, RequestView, RoundOutcome, StepOutcome
 from foretoken.control.chooser import Policy
-from foretoken.control.previews import Preview
 
 
 def options_of(

@@ -13,9 +13,8 @@ import msgspec
 
 from foretoken import SpecConfig
 from foretoken.backend.call import AnswerEnded, Begun, Call, Event, ModelInfo, Piece, TokenEvent
-from foretoken.backend.plain import builtin
 from foretoken.errors import InputError
-from foretoken.server.life.wire import Channel, Command, LoadEngine, Message
+from foretoken.server.life.wire import Channel, Command, LoadEngine, Message, builtin
 from foretoken.server.life.worker import Worker
 
 INFO = ModelInfo("stand-in", 100, 50, (0,), None, None, None, False, False, SpecConfig(), 4)

@@ -39,7 +39,7 @@ def test_a_running_text_is_shared_and_a_finished_one_is_kept() -> None:
     assert allocator.num_used == 2
     allocator.check([third])
     assert allocator.prefix_stats.num_found_tokens == 16
-    assert allocator.prefix_stats.hit_rate == 16 / 29
+    assert allocator.prefix_stats.num_looked_up_tokens == 29
 
 
 def test_the_last_token_is_always_left_to_run() -> None:

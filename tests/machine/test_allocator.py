@@ -9,13 +9,13 @@ import sys
 
 import pytest
 
-from foretoken.machine import allocator
+from foretoken.machine import process
 
 PAGES_OF_A_BLOCK = (4 << 20) // os.sysconf("SC_PAGE_SIZE")
 PROGRAM = """
 import resource, sys
 import numpy as np
-from foretoken.machine.allocator import keep_freed_memory
+from foretoken.machine.process import keep_freed_memory
 kept = sys.argv[1] == "keep" and keep_freed_memory()
 def step():  # two blocks of 4 MiB, as logits and probabilities
     a = np.ones(1 << 20, np.float32)
@@ -30,7 +30,7 @@ print(kept, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 def faults(how: str, **environment: str) -> tuple[bool, int]:
-    own = {name: value for name, value in os.environ.items() if name not in allocator._SET_BY_USERS}
+    own = {name: value for name, value in os.environ.items() if name not in process._SET_BY_USERS}
     command = [sys.executable, "-c", PROGRAM, how]
     done = subprocess.run(command, env=own | environment, capture_output=True, text=True, check=True, timeout=120)
     kept, count = done.stdout.split()

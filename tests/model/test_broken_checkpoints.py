@@ -67,7 +67,7 @@ _BAD_VALUES: dict[str, tuple[Any, ...]] = {
     "quantization_config": ("x", 5, ["gptq"]),
     "rope_theta": (0, -1.0, 1, float("nan"), "10000", 1e300),
     "rope_scaling": ("linear", [1], 5),
-    "hidden_act": (5, ["silu"]),
+    "hidden_act": (5, ["silu"], None),
     "architectures": (5, "LlamaForCausalLM", [5]),
     "model_type": (None, 5, ["llama"]),
     "dtype": (5, "float8", "int8", ["float32"]),

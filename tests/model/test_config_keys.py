@@ -7,8 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassFieldValidationError
+from transformers import AutoConfig
 
-from foretoken.model.attention.scores import PackedAttention
+from foretoken.errors import CheckpointError
+from foretoken.model.attention.paged import PackedAttention
+from foretoken.model.config_json import config_from_hf
+from foretoken.model.families import FAMILIES as NATIVE_FAMILIES
+from foretoken.model.families import NATIVE_MODEL_TYPES
 from foretoken.model.loader import load_decoder
 from tests.helpers.checkpoints import token_ids, transformers_logits
 from tests.helpers.config_draws import FAMILIES, draw, write
@@ -37,3 +43,39 @@ def compare(folder: Path, family: str, seed: int) -> None:
 @pytest.mark.parametrize("seed", some_of(range(10), range(4)))
 def test_e2_drawn_configurations_give_the_logits_of_transformers(tmp_path: Path, family: str, seed: int) -> None:
     compare(tmp_path, family, seed)
+
+
+@pytest.mark.parametrize("value", [None, "0", True, -0.1, 1.5, 1e308, 10**400, float("nan"), [0.0]])
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [
+        *(("phi3", "resid_pdrop"), ("phi3", "embd_pdrop")),
+        *(("starcoder2", "residual_dropout"), ("starcoder2", "embedding_dropout")),
+    ],
+)
+def test_a_dropout_that_is_no_share_is_named(family: str, key: str, value: object) -> None:
+    raw = {
+        "model_type": family,
+        "vocab_size": 300,
+        "hidden_size": 48,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    assert config_from_hf(raw | {key: 0.1}) == config_from_hf(raw)
+    with pytest.raises(CheckpointError, match=f"config.json: {key}=.* must be a number from 0 to 1, or absent"):
+        config_from_hf(raw | {key: value})
+
+
+@pytest.mark.parametrize("family", NATIVE_MODEL_TYPES)
+def test_no_family_takes_an_activation_that_is_null(family: str) -> None:
+    """transformers takes the key's absence for its own default, and refuses null."""
+    key = NATIVE_FAMILIES[family].activation
+    raw = {"model_type": family, "hidden_size": 48, "num_attention_heads": 4, "num_hidden_layers": 2}
+    raw |= {"vocab_size": 300, "intermediate_size": 64, "moe_intermediate_size": 64, "num_key_value_heads": 2}
+    raw |= {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 12}
+    raw |= {"decoder_sparse_step": 1, "shared_expert_intermediate_size": 64, "max_position_embeddings": 256}
+    with pytest.raises(CheckpointError, match=f"config.json: {key}=None must be one of silu, .*, or absent"):
+        config_from_hf(raw | {key: None})
+    with pytest.raises(StrictDataclassFieldValidationError):
+        AutoConfig.for_model(family, **{key: None})

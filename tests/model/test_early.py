@@ -16,7 +16,7 @@ from torch import Tensor
 
 from foretoken.errors import CapacityError
 from foretoken.kv.blocks import slots_of
-from foretoken.model.attention.scores import PackedAttention
+from foretoken.model.attention.paged import PackedAttention
 from foretoken.model.decoder import Decoder
 from foretoken.model.hf import TransformersModel
 from foretoken.model.interface import EarlyExitModel, EarlySegment, Segment

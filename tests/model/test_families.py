@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from foretoken.model.architecture import ModelConfig
-from foretoken.model.attention.scores import PackedAttention
+from foretoken.model.attention.paged import PackedAttention
 from foretoken.model.loader import load_decoder, read_config
 from tests.helpers.checkpoints import ONE_OF_EACH, VARIANTS, token_ids, transformers_logits, variant
 from tests.helpers.usual import some_of

@@ -26,7 +26,7 @@ from foretoken.model.paged import PagedModel
 from foretoken.model.weights import AS_CODES
 from foretoken.text.tokenizer import load_tokenizer
 from foretoken.train.answers import folder_fingerprint
-from foretoken.train.draft_run import DraftJob, DraftSettings, train_draft
+from foretoken.train.head_run import DraftJob, DraftSettings, train_draft
 from tests.helpers.checkpoints import token_ids, variant
 from tests.helpers.gguf_files import QUANTISED, write_gguf
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from foretoken.model.writing import writing_folder
+from foretoken.files import writing_folder
 
 PREFIX = ".m.writing-"
 
@@ -34,7 +34,7 @@ def test_a_folder_is_removed_or_has_a_name(tmp_path: Path) -> None:
 
 def test_l3_what_a_killed_writer_left_is_removed_and_a_living_one_is_not(tmp_path: Path) -> None:
     code = (
-        "import time; from pathlib import Path; from foretoken.model.writing import writing_folder\n"
+        "import time; from pathlib import Path; from foretoken.files import writing_folder\n"
         f"with writing_folder(Path({str(tmp_path)!r}), {PREFIX!r}):\n"
         "    print('ready', flush=True); time.sleep(60)\n"
     )

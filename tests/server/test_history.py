@@ -16,10 +16,9 @@ import pytest
 from foretoken.errors import ConfigError, StorageError
 from foretoken.server.observe.background import Background
 from foretoken.server.observe.figures import figures_of, quantile
-from foretoken.server.observe.history import COLUMNS, History
+from foretoken.server.observe.history import COLUMNS, History, summarise, values_of_history
 from foretoken.server.observe.observation import RequestLog
 from foretoken.server.observe.otel import TRACE_HEADERS, OpenTelemetrySink, Tracing
-from foretoken.server.observe.summaries import summarise, values_of_history
 from tests.server.records import drafted, record, stats_of
 
 MIB = 1 << 20

@@ -13,11 +13,11 @@ import pytest
 from foretoken import LLM, SamplingParams, SpecConfig
 from foretoken.backend.call import AnswerEnded, Begun, Call, Event, Piece
 from foretoken.backend.local import LocalBackend, build_engine
-from foretoken.backend.plain import engine_config_of, plain
 from foretoken.engine.async_engine import AsyncEngine
 from foretoken.engine_config import EngineConfig
 from foretoken.errors import InputError, OverloadedError
 from foretoken.server.life.replicas import merged
+from foretoken.server.life.wire import engine_config_of, plain
 from tests.helpers.tiny_heads import tiny_head
 
 PROMPTS = ("def f(x):\n", "class Reader")

@@ -15,7 +15,7 @@ from foretoken.engine.stats import EngineStats
 from foretoken.errors import ConfigError, UnavailableError
 from foretoken.kv.prefix import PrefixStats
 from foretoken.server.observe.config import ObserveConfig
-from foretoken.server.observe.metric_table import METRICS, PREFIX, series_of
+from foretoken.server.observe.metric_table import METRICS, PREFIX, Metric
 from foretoken.server.observe.metrics import MAX_POSITIONS, ServerMetrics
 from foretoken.server.observe.observation import counted
 from tests.server.asgi import ask, scope_of
@@ -245,6 +245,14 @@ def test_responses_count_by_template() -> None:
 
 
 # ---- board and page
+
+
+def series_of(metric: Metric) -> tuple[str, ...]:
+    """The names that a query may use, without labels."""
+    name = PREFIX + metric.name
+    if metric.kind == "histogram":
+        return (f"{name}_bucket", f"{name}_sum", f"{name}_count")
+    return (f"{name}_total",) if metric.kind == "counter" else (name,)
 
 
 def names_in(text: str) -> set[str]:

@@ -16,8 +16,8 @@ from foretoken.server.api.config import ApiConfig
 from foretoken.server.guard.app import guarded
 from foretoken.server.guard.config import GuardConfig
 from foretoken.server.observe.config import ObserveConfig
+from foretoken.server.observe.history import summarise
 from foretoken.server.observe.observation import Observation
-from foretoken.server.observe.summaries import summarise
 from tests.helpers.http import client_of, events_of
 from tests.server.asgi import ask, scope_of
 

@@ -414,4 +414,6 @@ def test_pictures(browser: Any, url: str, name: str, width: int, height: int, sc
         page.wait_for_selector(ANSWERED)
         page.wait_for_selector("#figures :text('draft_model')")
         page.evaluate("window.scrollTo(0, 0)")
-        page.screenshot(path=str(Path(PICTURES or "") / f"{name}.png"))
+        picture = Path(PICTURES or "") / f"{name}.png"
+        page.screenshot(path=str(picture))
+        assert picture.stat().st_size > 1000

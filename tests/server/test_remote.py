@@ -114,7 +114,6 @@ def test_texts_figures_and_refusals(engine: AsyncEngine) -> None:
         async with remote(LocalBackend(engine, "reference")) as backend:
             ids = await backend.tokenize("def f(x):")
             assert await backend.detokenize(ids) == "def f(x):"
-            await backend.ping()
             held = await backend.invariants()
             assert held["num_calls"] == held["num_running"] == held["pools"]["target"]["used"] == 0
             assert held["pools"]["target"]["total"] > 0
@@ -164,7 +163,7 @@ def test_a_reader_that_does_not_read_loses_the_call() -> None:
         async with remote(ScriptedBackend(token_ids=range(50)), max_unread=10) as backend:
             generation = await backend.open(Call(SamplingParams(), [[1]]))
             while backend.num_open:
-                await backend.ping()
+                await backend.stats()
             found: list[Event] = []
             with pytest.raises(OverloadedError, match="10 events"):
                 await read_into(found, generation)
@@ -180,7 +179,7 @@ def test_what_is_in_flight_fails_with_the_worker() -> None:
             found: list[Event] = []
             reading = asyncio.create_task(read_into(found, generation))
             while len(found) < 2:
-                await backend.ping()
+                await backend.stats()
             backend.fail(WorkerDiedError("died"))
             with pytest.raises(WorkerDiedError):
                 await reading

@@ -18,9 +18,8 @@ from foretoken.errors import CheckpointError, ConfigError, EngineError, InputErr
 from foretoken.server.life import supervisor
 from foretoken.server.life.config import LifeConfig
 from foretoken.server.life.fault_hooks import FaultOnDemand, fault_hook
-from foretoken.server.life.health import CanaryAnswer, Watchdog, difference
 from foretoken.server.life.replicas import PrefixRouting, Quarantine, Replicas, merged
-from foretoken.server.life.supervisor import worker_environment
+from foretoken.server.life.supervisor import CanaryAnswer, Watchdog, difference, worker_environment
 from tests.helpers.workers import ProcessHere, ScriptedBackend
 
 QUICK: dict[str, Any] = {"first_restart_s": 0.001, "longest_restart_s": 0.01, "beat_s": 0.01}
@@ -125,6 +124,7 @@ def test_no_room_for_a_process_is_a_failed_start(processes: type[ProcessHere], m
             monkeypatch.setattr(processes, "start", no_room)
             processes.started[0].kill_now()
             await until(backend, lambda: backend.failure is not None)
+            assert "could not be started 3 times in a row" in str(backend.failure)
 
     asyncio.run(run())
 

@@ -11,14 +11,13 @@ import pytest
 
 from foretoken import errors
 from foretoken.backend.call import Call
-from foretoken.backend.plain import engine_config_of, plain
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.control.adaptation import AdaptConfig
 from foretoken.control.routing import RoutingRules
 from foretoken.engine_config import EngineConfig
 from foretoken.errors import ConfigError, ContextLengthError, EngineError, ForetokenError, InputError
 from foretoken.server.life import wire
-from foretoken.server.life.wire import from_wire, to_wire, to_wire_of_loading
+from foretoken.server.life.wire import engine_config_of, from_wire, plain, to_wire, to_wire_of_loading
 from tests.helpers.workers import channels, crossed
 
 SPECS = (
@@ -119,7 +118,7 @@ def test_every_field_of_a_call_crosses() -> None:
 def test_messages_are_read_as_they_were_sent_and_nothing_else() -> None:
     async def run() -> None:
         front, worker = await channels()
-        sent = [wire.Ping(1), wire.Open(2, Call(PARAMS, ["é" * 70_000, [1, 2]])), wire.Cancel(2), wire.Stop()]
+        sent = [wire.AskStats(1), wire.Open(2, Call(PARAMS, ["é" * 70_000, [1, 2]])), wire.Cancel(2), wire.Stop()]
         for one in sent:
             front.send(one)
         assert [await worker.receive() for _ in sent] == sent

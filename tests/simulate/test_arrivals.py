@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from foretoken.errors import InputError
-from foretoken.simulate.arrivals import Job, Lengths, chances_from_bench, parse_acceptance, parse_trace, poisson
+from foretoken.simulate.inputs import Job, Lengths, chances_from_bench, parse_acceptance, parse_trace, poisson
 from foretoken.simulate.metrics import percentile
 
 

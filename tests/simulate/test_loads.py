@@ -8,9 +8,9 @@ import pytest
 
 from foretoken.errors import InputError
 from foretoken.plan.profile import Curve, DrafterCost, Profile
+from foretoken.simulate.inputs import Limits, SimSetting
 from foretoken.simulate.loads import SHAPES, Server, built_in, sample
 from foretoken.simulate.metrics import outcome
-from foretoken.simulate.setting import Limits, SimSetting
 from foretoken.simulate.simulate import simulate
 from tests.helpers.usual import some_of
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from foretoken import SamplingParams
-from foretoken.text.sampling import target_probs
-from foretoken.text.support import support
+from foretoken.text.sampling import support, target_probs
 
 FILTERS = [
     {"top_k": 1},

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from foretoken.errors import ConfigError, InputError
-from foretoken.train.draft_student import most_frequent
 from foretoken.train.head_data import TokenText, split_documents
 from foretoken.train.head_run import HeadSettings
 from foretoken.train.run_options import with_overrides, with_settings
+from foretoken.train.students import most_frequent
 
 PAIRS = [((1, 2, 3), (4, 5)), ((6,), tuple(range(10, 40))), ((7, 8), (9,))]
 

@@ -15,11 +15,10 @@ from torch import Tensor
 
 from foretoken.errors import ConfigError
 from foretoken.heads.base import HeadBatch
-from foretoken.train import state_cache
-from foretoken.train.frozen_target import FrozenTarget
+from foretoken.train import frozen_target
+from foretoken.train.frozen_target import FrozenTarget, StateCache, entry_bytes
 from foretoken.train.head_trainer import CURVE
 from foretoken.train.run_job import states_bytes
-from foretoken.train.state_cache import StateCache, entry_bytes
 from tests.train.tiny import CONFIG, SHAPES, tiny_target, tiny_trainer
 
 LAYERS = {"eagle": (2, 3, 4), "eagle1": (7,), "medusa": (7,), "block": (2, 3, 4), "adapter": (3,)}
@@ -124,7 +123,7 @@ def test_the_size_is_known_before(target: Counted, tmp_path: Path, monkeypatch: 
     assert f"up to {wanted / 2**20:,.1f} MiB will be written to {tmp_path / 'states'}" in said[0]
     tiny_trainer(tmp_path / "a", target, states=states).run()
     assert 0.9 * wanted < states.used_bytes <= wanted
-    monkeypatch.setattr(state_cache.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    monkeypatch.setattr(frozen_target.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
     with pytest.raises(ConfigError, match=r"state_cache_bytes=.*bytes more in .* which has 1,000 free"):
         opened(tmp_path / "new", target)
     with pytest.raises(ConfigError, match="state_cache_bytes=-1"):
@@ -136,7 +135,7 @@ def test_a_full_disk_ends_the_writing_only(target: Counted, tmp_path: Path, monk
         raise OSError(28, "No space left on device")
 
     states, said = opened(tmp_path / "states", target)
-    monkeypatch.setattr(state_cache, "save_file", full)
+    monkeypatch.setattr(frozen_target, "save_file", full)
     tiny_trainer(tmp_path / "a", target, states=states).run()
     assert "No space left on device" in said[1]
     assert len(said) == 2

@@ -10,13 +10,12 @@ import torch
 from foretoken.heads.losses import LossConfig
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.decoder import Decoder
-from foretoken.train.frozen_target import FrozenTarget
+from foretoken.train.frozen_target import FrozenTarget, StateCache
 from foretoken.train.head_data import HeadData, TokenText
 from foretoken.train.head_recipes import AdapterShape, BlockShape, EagleShape, HeadShape, MedusaShape, new_head
 from foretoken.train.head_trainer import HeadTrainConfig, HeadTrainer
 from foretoken.train.optimizer import OptimizerConfig
 from foretoken.train.parallel import Ranks
-from foretoken.train.state_cache import StateCache
 from tests.helpers.checkpoints import randomise
 
 VOCABULARY = 50

@@ -19,8 +19,7 @@ from foretoken.config import SamplingParams
 from foretoken.core import Processors
 from foretoken.errors import NumericsError
 from foretoken.model.interface import LanguageModel, Segment
-from foretoken.text.sampling import check_finite, coldest, target_probs
-from foretoken.text.support import support
+from foretoken.text.sampling import check_finite, coldest, support, target_probs
 
 # How far a logit moves with the number of rows computed at once, in rounding units of the row's largest logit. Measured
 # in bfloat16: up to 2. In wide formats sums round too, not only the result.

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from foretoken.config import SpecConfig
+from foretoken.draft.group import own_drafters
+from foretoken.engine.engine import Engine
 from foretoken.engine.startup.profiling import load_profile, save_profile
 from foretoken.engine.startup.start_profile import (
-    BUDGET_S,
     Made,
     describe_drafter,
     describe_target,
@@ -66,6 +67,21 @@ def check_mode(profile: object) -> str:
     )
 
 
+def seed_costs(
+    engine: Engine, spec: SpecConfig, mode: str, name: str, tell: Callable[[str], None] | None
+) -> KnownCosts:
+    """Let an idle engine's controller begin with what steps of its target, called `name`, cost, and drafts by `spec`,
+    as far as that is known; see `load_costs`.
+    """
+    made = [(own, engine.drafters.drafters[key]) for key, own in own_drafters(spec).items()]
+    is_open = bool(made) and spec.num_draft == "auto"
+    costs = load_costs(mode, engine.target, name, made, is_open, tell or (lambda _text: None))
+    if costs.profile is not None:
+        engine.seed(costs.profile, costs.specs)
+    engine.stats.profile_s = costs.measured_s
+    return costs
+
+
 def load_costs(
     mode: str,
     target: LanguageModel,
@@ -73,7 +89,6 @@ def load_costs(
     made: Sequence[Made],
     is_open: bool,
     tell: Callable[[str], None],
-    budget_s: float = BUDGET_S,
 ) -> KnownCosts:
     """The costs of an idle `target`, called `name`, and of the drafters `made`, as `mode` (`check_mode`) says.
 
@@ -101,7 +116,7 @@ def load_costs(
     cached = _cached(path) if mode == "auto" else None
     if cached is not None or (mode == "auto" and not is_open):
         return KnownCosts(cached, specs, path if cached else None)
-    return _measured(mode, target, name, drafters, path, tell, budget_s)
+    return _measured(mode, target, name, drafters, path, tell)
 
 
 def _measured(
@@ -111,7 +126,6 @@ def _measured(
     drafters: Mapping[str, Made],
     path: Path,
     tell: Callable[[str], None],
-    budget_s: float,
 ) -> KnownCosts:
     told: list[float] = []
 
@@ -121,7 +135,7 @@ def _measured(
             tell(f"measuring what steps of {name} cost, once for this machine")
 
     began = time.perf_counter()
-    profile = measure_start(target, drafters, name, budget_s, say)
+    profile = measure_start(target, drafters, name, say=say)
     took_s = time.perf_counter() - began
     specs = {label: spec for label, (spec, _) in drafters.items()}
     if profile is None:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from foretoken.config import SamplingParams, SpecConfig
-from foretoken.core import shared_length
 from foretoken.engine.output import GenerateOutput
 from foretoken.engine.shadow.sequential_test import GreedyEvidence, weigh_greedy
+from foretoken.kv.prefix import shared_length
 from foretoken.measure.audit.report import Check, Result
 from foretoken.measure.audit.session import Session
 from foretoken.model.interface import LanguageModel, Segment

@@ -8,7 +8,7 @@ from statistics import median
 from typing import TypeVar
 
 from foretoken.backend.answering import Answer
-from foretoken.core import shared_length
+from foretoken.kv.prefix import shared_length
 from foretoken.machine.neighbours import is_contended
 from foretoken.measure.options import DEFAULT_NUMERICS, STRICT
 from foretoken.measure.speed.plan import ALL_SLICES, ENGINE, SpeedSample

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from foretoken.kv.pool import KVPool
 from foretoken.model.architecture import ModelConfig
-from foretoken.model.attention.paged import Reader, visible_new
-from foretoken.model.attention.scores import read_values, sink_column
+from foretoken.model.attention.paged import Reader, read_values, sink_column, visible_new
 from foretoken.transfer import to_device
 
 # Fetching a key costs about as much as multiplying it by this many query rows.

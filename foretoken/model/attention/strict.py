@@ -18,8 +18,7 @@ from torch import Tensor
 
 from foretoken.kv.pool import KVPool
 from foretoken.model.architecture import ModelConfig
-from foretoken.model.attention.paged import Reader
-from foretoken.model.attention.scores import read_values
+from foretoken.model.attention.paged import Reader, read_values
 from foretoken.model.interface import Segment
 
 KEY_BLOCK = 64

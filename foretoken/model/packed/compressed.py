@@ -16,16 +16,20 @@ from torch import Tensor
 from foretoken.errors import CheckpointError, UnsupportedModelError
 from foretoken.model.fields import Fields, shown
 from foretoken.model.packed.form import (
+    E4M3,
     NUMBERS,
     CodedMatrix,
     FoundParts,
     Packed,
     StoredPart,
+    block_of,
+    block_words,
     nibbles_or_bytes,
     part,
+    scaled_matrix,
+    scaled_parts,
     stored_matrix,
 )
-from foretoken.model.packed.fp8 import E4M3, block_of, block_words, scaled_matrix, scaled_parts
 from foretoken.model.packed.gptq import checked_order, group_of, group_words
 from foretoken.model.weights import Weights
 

@@ -17,8 +17,7 @@ from foretoken.model.fields import Fields, shown
 from foretoken.model.matrices.codes import BLOCK_ROWS, GroupedCodes, large_page_tensor
 from foretoken.model.matrices.grouped_kernel import GroupedWeight
 from foretoken.model.packed.compressed import CompressedFormat
-from foretoken.model.packed.form import CodedMatrix, FoundParts, Packed, PackedFormat
-from foretoken.model.packed.fp8 import Fp8Format
+from foretoken.model.packed.form import CodedMatrix, FoundParts, Fp8Format, Packed, PackedFormat
 from foretoken.model.packed.gptq import AwqFormat, GptqFormat
 from foretoken.model.weights import AS_CODES, HEAD, StoredKind, Weights, hf_tensors, stored_bytes, stored_kinds
 

@@ -12,7 +12,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from foretoken import __version__
 from foretoken.backend.call import ModelInfo
-from foretoken.backend.plain import plain
 from foretoken.config import known_drafters
 from foretoken.errors import ForetokenError
 from foretoken.server.api.body import JsonRoute
@@ -31,6 +30,7 @@ from foretoken.server.api.errors import (
 from foretoken.server.api.exchange import Api
 from foretoken.server.api.messages import checked_messages
 from foretoken.server.api.speculation import offered_specs
+from foretoken.server.life.wire import plain
 
 _DEAD = ("failed", "restarting")
 MAX_DETOKENIZED = 1 << 20  # tokens of one request

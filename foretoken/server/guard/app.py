@@ -2,31 +2,23 @@
 
 It decides by `scope["path"]` alone: a path that is rebuilt from the `Host` header can be chosen by the client
 (CVE-2026-48746). Starlette's CORS middleware is not used because it answers in plain text, and because what is refused
-here needs the same headers.
+here needs the same headers. The body of a request is counted while it is read, and given a time; what is answered in
+place of the application is in the API's envelope of errors.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from typing import Literal
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from foretoken.server.api.errors import ApiError
+from foretoken.server.api.errors import ApiError, final, json_response
 from foretoken.server.guard.config import GuardConfig
 from foretoken.server.guard.keys import Identity, KeyRing, key_ring
 from foretoken.server.guard.origins import Headers, Origins, values_of
-from foretoken.server.guard.request import (
-    GuardedRequest,
-    bad_framing,
-    bad_host,
-    bad_length,
-    bad_origin,
-    body_too_large,
-    headers_too_large,
-    no_admin,
-    no_key,
-)
-from foretoken.server.record import CALLER_KEY
+from foretoken.server.record import CALLER_KEY, RECORDED_KEY, REQUEST_ID_HEADER, request_id_of
 
 Need = Literal["nothing", "key", "admin"]
 
@@ -39,8 +31,8 @@ _READING = frozenset({"GET", "HEAD"})
 _SAFE_HEADERS = ((b"x-content-type-options", b"nosniff"),)
 
 
-def guarded(app: ASGIApp, config: GuardConfig, public_paths: frozenset[str] = frozenset()) -> ASGIApp:
-    """`app` behind the checks of `config`; `public_paths` are read without a key, besides `PUBLIC_PATHS`.
+def guarded(app: ASGIApp, config: GuardConfig) -> ASGIApp:
+    """`app` behind the checks of `config`; `PUBLIC_PATHS` are read without a key.
 
     The application finds the `Caller` of a request in its scope (`record.caller_of`).
 
@@ -48,13 +40,13 @@ def guarded(app: ASGIApp, config: GuardConfig, public_paths: frozenset[str] = fr
         ConfigError: keys that are malformed.
         StorageError: the file of keys cannot be read.
     """
-    return _Guard(app, config, public_paths)
+    return _Guard(app, config)
 
 
 class _Guard:
-    def __init__(self, app: ASGIApp, config: GuardConfig, public_paths: frozenset[str]) -> None:
+    def __init__(self, app: ASGIApp, config: GuardConfig) -> None:
         self._app, self._config, self._keys, self._origins = app, config, key_ring(config), Origins(config)
-        self._public = PUBLIC_PATHS | public_paths | (METRICS_PATHS if config.metrics_public else frozenset())
+        self._public = PUBLIC_PATHS | (METRICS_PATHS if config.metrics_public else frozenset())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -145,3 +137,154 @@ def identify(keys: KeyRing, headers: Headers) -> Identity | None:
         scheme, _, token = value.partition(" ")
         tokens.append(token.strip() if scheme.lower() == "bearer" else "")
     return keys.find(tokens[0].encode("latin-1")) if len(tokens) == 1 and tokens[0] else None
+
+
+_LINGER_S = 2.0  # how long a refused client may go on sending before its connection is closed
+
+
+class GuardedRequest:
+    """`receive` and `send` of one request for the application behind the guard.
+
+    `added_headers` go to every response. After `refuse` the application sees a client that left, and what it still
+    sends is dropped.
+    """
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, config: GuardConfig, added_headers: Headers) -> None:
+        self._scope, self._receive, self._send, self._config = scope, receive, send, config
+        self._headers: Headers = scope["headers"]
+        self._added_headers = list(added_headers)
+        self._num_bytes = 0
+        self._began_s = asyncio.get_running_loop().time()
+        self._is_complete = False  # the whole body was read
+        self._has_started = False  # a response was begun
+        self.is_refused = False
+
+    async def receive(self) -> Message:
+        """The next message. A body that is too long or too slow ends the request."""
+        if self.is_refused:
+            return {"type": "http.disconnect"}
+        if self._is_complete:
+            return await self._receive()
+        try:
+            async with asyncio.timeout_at(self._deadline_s):
+                message = await self._receive()
+        except TimeoutError:
+            await self.refuse(body_too_slow(self._num_bytes))
+            return {"type": "http.disconnect"}
+        if message["type"] == "http.request":
+            self._num_bytes += len(message.get("body", b""))
+            self._is_complete = not message.get("more_body", False)
+            if self._num_bytes > self._config.max_body_bytes:
+                await self.refuse(body_too_large(self._num_bytes, self._config.max_body_bytes))
+                return {"type": "http.disconnect"}
+        return message
+
+    async def send(self, message: Message) -> None:
+        """Pass on what the application answers, with the added headers."""
+        if self.is_refused:
+            return
+        if message["type"] == "http.response.start":
+            self._has_started = True
+            message = {**message, "headers": [*message.get("headers", ()), *self._added_headers]}
+        await self._send(message)
+
+    async def refuse(self, error: ApiError) -> None:
+        """Answer in place of the application, if it has not begun to, and close the connection where a body is left."""
+        self.is_refused = True
+        self._scope[RECORDED_KEY] = True  # for the application it would be a client that left
+        if self._has_started:
+            return
+        has_body = self._announces_body() and not self._is_complete
+        headers, body = raw(error, request_id_of(self._scope))
+        headers += [*self._added_headers, *([(b"connection", b"close")] if has_body else [])]
+        await self._send({"type": "http.response.start", "status": error.status_code, "headers": headers})
+        await self._send({"type": "http.response.body", "body": body, "more_body": True})
+        if has_body and error.status_code != 408 and not values_of(self._headers, b"expect"):
+            await self._discard_body()
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    @property
+    def _deadline_s(self) -> float:
+        return self._began_s + self._config.body_timeout_s + self._num_bytes / self._config.min_body_bytes_per_s
+
+    def _announces_body(self) -> bool:
+        sizes: Sequence[str] = values_of(self._headers, b"content-length")
+        return bool(values_of(self._headers, b"transfer-encoding")) or any(size.strip("0") for size in sizes)
+
+    async def _discard_body(self) -> None:
+        """Read on for a moment: a connection that is closed with bytes unread loses the answer on its way."""
+        num_left, is_open = 2 * self._config.max_body_bytes, True
+        try:
+            async with asyncio.timeout(_LINGER_S):
+                while is_open and num_left > 0:
+                    message = await self._receive()
+                    num_left -= len(message.get("body", b""))
+                    is_open = message["type"] == "http.request" and message.get("more_body", False)
+        except TimeoutError:
+            return
+
+
+def no_key() -> ApiError:
+    """401: no key, or a wrong one."""
+    message = "a valid API key is needed: send the header Authorization: Bearer KEY"
+    return ApiError(401, "invalid_api_key", message, headers={"www-authenticate": "Bearer"})
+
+
+def no_admin() -> ApiError:
+    """403: a route for operators."""
+    return ApiError(403, "forbidden", "this route needs the admin key")
+
+
+def bad_host() -> ApiError:
+    """403: `Host` names another server."""
+    message = "the Host header does not name this server: use its address, or allow the name with allowed_hosts"
+    return ApiError(403, "host_not_allowed", message)
+
+
+def bad_origin() -> ApiError:
+    """403: a page of another site."""
+    message = "pages of this origin may not call the server: allow it with cors_origins"
+    return ApiError(403, "origin_not_allowed", message)
+
+
+def bad_length() -> ApiError:
+    """400: a length that is no number, or two of them."""
+    return ApiError(400, "invalid_value", "content-length: must be one whole number of bytes", "content-length")
+
+
+def bad_framing() -> ApiError:
+    """400: a body whose end cannot be told for certain (RFC 9112, section 6.1)."""
+    message = "transfer-encoding: cannot stand beside content-length, nor in HTTP/1.0; send one of the two headers"
+    return ApiError(400, "invalid_value", message, "transfer-encoding")
+
+
+def not_http() -> ApiError:
+    """400: bytes that are no request."""
+    return ApiError(400, "invalid_value", "these bytes are no HTTP request that can be read")
+
+
+def body_too_large(num_bytes: int, max_bytes: int) -> ApiError:
+    """413: a body of `num_bytes` or more."""
+    return ApiError(413, "body_too_large", f"the body has {num_bytes} bytes or more: at most {max_bytes} are taken")
+
+
+def body_too_slow(num_bytes: int) -> ApiError:
+    """408: the body did not come in time. Clients retry a 408 unless they are asked not to."""
+    return final(408, "request_timeout", f"the body came too slowly: {num_bytes} bytes were read before the timeout")
+
+
+def headers_too_large(max_bytes: int, max_headers: int) -> ApiError:
+    """431: too many headers, or too long ones."""
+    message = f"the headers are too large: at most {max_headers} headers, together {max_bytes} bytes, are taken"
+    return ApiError(431, "headers_too_large", message)
+
+
+def too_many_connections() -> ApiError:
+    """503: no more connections are taken for now."""
+    return ApiError(503, "rate_limited", "too many connections: come again later", headers={"retry-after": "1"})
+
+
+def raw(error: ApiError, request_id: str) -> tuple[list[tuple[bytes, bytes]], bytes]:
+    """Headers and body of an error, for a response that is sent without a framework."""
+    response = json_response(error.body, error.status_code, error.headers)
+    return [*response.raw_headers, (REQUEST_ID_HEADER, request_id.encode("ascii"))], bytes(response.body)

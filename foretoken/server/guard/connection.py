@@ -16,8 +16,8 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from foretoken.server.api.errors import ApiError
+from foretoken.server.guard.app import not_http, raw, too_many_connections
 from foretoken.server.guard.config import GuardConfig
-from foretoken.server.guard.request import not_http, raw, too_many_connections
 
 _NO_LINE = re.compile(rb"[^\s!#$%&'*+\-.^_`|~0-9A-Za-z]")  # begins no chunk size and no name of a header
 

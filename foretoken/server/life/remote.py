@@ -21,7 +21,6 @@ from foretoken.server.life.wire import (
     Message,
     Open,
     Over,
-    Ping,
     Refused,
     Returned,
     Tokenize,
@@ -99,10 +98,6 @@ class RemoteBackend:
         """What the worker holds now, see `wire.AskInvariants`."""
         found: dict[str, Any] = await self._ask(AskInvariants)
         return found
-
-    async def ping(self) -> None:
-        """Return as soon as the worker answers."""
-        await self._ask(Ping)
 
     def take(self, message: Message) -> None:
         """Deliver an event or an answer to whoever waits for it; what nobody waits for any more is dropped."""

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -16,8 +18,12 @@ from msgspec.msgpack import Decoder as MessageDecoder
 
 from foretoken import errors
 from foretoken.backend.call import Call, Event, ModelInfo
-from foretoken.backend.plain import builtin
+from foretoken.config import SpecConfig
+from foretoken.control.adaptation import AdaptConfig
+from foretoken.control.routing import RoutingRules
+from foretoken.engine_config import EngineConfig
 from foretoken.errors import EngineError, ForetokenError, InputError
+from foretoken.field_text import from_mapping
 
 Number = int | float
 
@@ -99,12 +105,6 @@ class AskInvariants(msgspec.Struct, frozen=True, tag="invariants"):
     call: int
 
 
-class Ping(msgspec.Struct, frozen=True, tag="ping"):
-    """Answered at once."""
-
-    call: int
-
-
 class ArmFaults(msgspec.Struct, frozen=True, tag="arm_faults"):
     """Begin to count towards `FORETOKEN_FAULT` (test builds): the canary is not counted."""
 
@@ -162,7 +162,7 @@ class Returned(msgspec.Struct, frozen=True, tag="answer"):
     value: Any
 
 
-Command = LoadEngine | Open | Cancel | Tokenize | Detokenize | AskStats | AskInvariants | Ping | ArmFaults | Stop
+Command = LoadEngine | Open | Cancel | Tokenize | Detokenize | AskStats | AskInvariants | ArmFaults | Stop
 
 
 Message = Loaded | NotLoaded | Beat | Happened | Over | Refused | Returned
@@ -306,3 +306,43 @@ def _numbers(error: BaseException) -> dict[str, Number]:
         for name, value in vars(error).items()
         if name not in _OWN and isinstance(value, int | float) and _is_open(value)
     }
+
+
+def plain(config: SpecConfig | EngineConfig) -> dict[str, Any]:
+    """The fields of a configuration that are not the default, as values that msgpack has."""
+    return {
+        field.name: _value(value) for field in fields(config) if (value := getattr(config, field.name)) != field.default
+    }
+
+
+def engine_config_of(values: Mapping[str, Any]) -> EngineConfig:
+    """What an engine is built from, from `plain` values.
+
+    Raises:
+        InputError: a value that cannot be honoured.
+        msgspec.ValidationError: one inside `spec`, `routing` or `adapt`.
+    """
+    kinds: dict[str, Any] = {"spec": SpecConfig, "routing": RoutingRules, "adapt": AdaptConfig | bool}
+    built = {name: msgspec.convert(values[name], kind) for name, kind in kinds.items() if name in values}
+    return from_mapping(EngineConfig, {**values, **built})
+
+
+def builtin(value: object) -> object:
+    """What msgspec writes in place of a value that it does not know (`enc_hook`).
+
+    Raises:
+        TypeError: a value of another kind.
+    """
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"{type(value).__name__} cannot be written")
+
+
+def _value(value: Any) -> Any:  # noqa: ANN401 - a field of any type
+    if isinstance(value, SpecConfig):
+        return plain(value)
+    if isinstance(value, list | tuple):
+        return [_value(one) for one in value]
+    return msgspec.to_builtins(value, enc_hook=builtin)

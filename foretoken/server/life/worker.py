@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from foretoken.backend.call import Generation
-from foretoken.backend.plain import engine_config_of
 from foretoken.errors import ForetokenError
 from foretoken.server.life.wire import (
     ArmFaults,
@@ -39,12 +38,12 @@ from foretoken.server.life.wire import (
     NotLoaded,
     Open,
     Over,
-    Ping,
     Refused,
     Returned,
     Stop,
     Tokenize,
     WireError,
+    engine_config_of,
     to_wire,
     to_wire_of_loading,
 )
@@ -209,10 +208,8 @@ class Worker:
             return await backend.detokenize(command.token_ids)
         if isinstance(command, AskStats):
             return await backend.stats()
-        if isinstance(command, AskInvariants):
-            return await self._invariants(backend)
-        assert isinstance(command, Ping)
-        return None
+        assert isinstance(command, AskInvariants)
+        return await self._invariants(backend)
 
     async def _invariants(self, backend: LocalBackend) -> dict[str, Any]:
         files = "/proc/self/fd"

@@ -115,11 +115,3 @@ OF_SERVER = (
 )
 
 METRICS = (*OF_ENGINE, *OF_REQUESTS, *OF_SERVER)
-
-
-def series_of(metric: Metric) -> tuple[str, ...]:
-    """The names that a query may use, without labels."""
-    name = PREFIX + metric.name
-    if metric.kind == "histogram":
-        return (f"{name}_bucket", f"{name}_sum", f"{name}_count")
-    return (f"{name}_total",) if metric.kind == "counter" else (name,)
