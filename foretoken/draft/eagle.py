@@ -107,17 +107,18 @@ class EagleDrafter(StatesDrafter):
 
     def _propose_chains(self, chains: list[Chain]) -> Draft:
         growing, feedback = [one for one in chains if one.grows], torch.empty(0)
-        if growing and chain.takes_likeliest(growing) and self.runner.drafts_chains:
-            rows = self._text_rows([_sequence(one.entry) for one in growing])
-            tokens = self.runner.draft(*rows, [one.most for one in growing])
-            return chain.points(self.name, [one.most if one.grows else 0 for one in chains], tokens)
+        text = self._text_rows([_sequence(one.entry) for one in growing]) if growing else None
+        if text is not None and chain.takes_likeliest(growing):
+            tokens = self.runner.draft(*text, [one.most for one in growing])
+            if tokens is not None:
+                return chain.points(self.name, [one.most if one.grows else 0 for one in chains], tokens)
         while growing:
-            if growing[0].tokens:  # all that still grow are equally long
+            if text is not None:
+                output, text = self.runner.run(*text), None
+            else:  # all that still grow are equally long
                 tokens, place = torch.stack([one.tokens[-1] for one in growing]), len(growing[0].tokens) - 1
                 segments = [Segment(_sequence(one.entry), 0, (*range(-1, place),), 1, place) for one in growing]
                 output = self.runner.run(tokens, feedback, segments)
-            else:
-                output = self.runner.run(*self._text_rows([_sequence(one.entry) for one in growing]))
             chain.extend(growing, output.own_logits, output.vocabulary)
             kept = [i for i, one in enumerate(growing) if one.grows]
             feedback = output.feedback[to_device(kept, self.cache.device)]

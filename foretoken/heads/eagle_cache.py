@@ -7,15 +7,18 @@ they are accepted).
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from foretoken.heads.eagle import EagleHead, EagleRows
-from foretoken.heads.eagle_chain import EagleChain, chain_marks, eagle_chain, reaches
+from foretoken.heads.eagle import EagleHead
+from foretoken.heads.eagle_chain import EagleChain, eagle_chain, embedding_of, output_of
 from foretoken.heads.vocabulary import DraftVocabulary
+from foretoken.model.attention.paged import PagedAttention
+from foretoken.model.chain_kernel import reach
 from foretoken.model.interface import Segment, SharesWeights
 from foretoken.model.paged_cache import PagedCache, cache_beside
 from foretoken.transfer import to_device
@@ -42,6 +45,7 @@ class CachedEagle:
         self.head, self.target = head, target
         self.vocabulary = head.vocabulary.to(target.device)
         self.cache = cache or cache_beside(target, head.config.layer, head.norm_dtype)
+        self._beside_layers = (head.fc, embedding_of(head, target), output_of(head, target))
         self._chain: tuple[tuple[object, ...], EagleChain | None] = ((), None)  # and the weights that it was made for
 
     @torch.inference_mode()
@@ -52,38 +56,6 @@ class CachedEagle:
     @torch.inference_mode()
     def run(self, tokens: Tensor, features: Tensor, segments: Sequence[Segment]) -> EagleOutput:
         """Run rows of `tokens` [T] with their `features` [T, D], and keep the pending ones."""
-        rows = self._run(tokens, features, segments)
-        return EagleOutput(self.head.logits(rows.output, self.target), rows.feedback, self.vocabulary)
-
-    @torch.inference_mode()
-    def draft(self, tokens: Tensor, features: Tensor, segments: Sequence[Segment], counts: Sequence[int]) -> Tensor:
-        """Run rows as `run` does, each segment's last one is wanted, and then the head behind itself: the likeliest
-        tokens of a chain for each segment, `counts` of them, one segment behind the other. Only where `drafts_chains`.
-
-        Raises:
-            CapacityError: no room for rows of drafted tokens.
-        """
-        chain = self._compiled_chain()
-        assert chain is not None
-        rows = self._run(tokens, features, segments)
-        return chain.draft(rows, reaches(self.cache, [segment.sequence for segment in segments], counts))
-
-    @property
-    def drafts_chains(self) -> bool:
-        """Whether `draft` runs here: see `eagle_chain.eagle_chain`."""
-        return self._compiled_chain() is not None
-
-    def _compiled_chain(self) -> EagleChain | None:
-        """Made once for the head's weights and the cache."""
-        marks = (self.cache.pool, *chain_marks(self.head, self.target))
-        known, chain = self._chain
-        if len(known) != len(marks) or any(one is not other for one, other in zip(known, marks, strict=True)):
-            chain = eagle_chain(self.head, self.target, self.cache)
-            self._chain = marks, chain
-        return chain
-
-    def _run(self, tokens: Tensor, features: Tensor, segments: Sequence[Segment]) -> EagleRows:
-        """The rows wanted of those that are run."""
         inputs = self.cache.admit(segments)
         positions, slots = to_device([inputs.positions, inputs.slots], self.cache.device)
         wanted = to_device(inputs.wanted, self.cache.device)
@@ -92,4 +64,38 @@ class CachedEagle:
         for segment in segments:
             if segment.num_pending:
                 self.cache.commit(segment.sequence, segment.num_pending)
-        return EagleRows(rows.output[wanted], rows.feedback[wanted])
+        logits = self.head.logits(rows.output[wanted], self.target)
+        return EagleOutput(logits, rows.feedback[wanted], self.vocabulary)
+
+    @torch.inference_mode()
+    def draft(
+        self, tokens: Tensor, features: Tensor, segments: Sequence[Segment], counts: Sequence[int]
+    ) -> Tensor | None:
+        """Run and keep rows as `run` does, and then the head behind itself: the likeliest tokens of a chain behind each
+        segment, `counts` of them, one segment behind the other. None, and nothing done, where no compiled code does so:
+        a part of the head has no kernel (`eagle_chain`), or torch reads the many rows of a segment faster.
+
+        Raises:
+            CapacityError: no room for rows of drafted tokens.
+        """
+        chain = self._compiled_chain()
+        if chain is None or max(segment.num_rows for segment in segments) > PagedAttention.max_kernel_rows:
+            return None
+        requests = [
+            reach(self.cache, segment.sequence, segment.num_pending, count)
+            for segment, count in zip(segments, counts, strict=True)
+        ]
+        drafted = chain.draft(tokens, features, requests)
+        for segment in segments:
+            self.cache.commit(segment.sequence, segment.num_pending)
+        return drafted
+
+    def _compiled_chain(self) -> EagleChain | None:
+        """Made once for the head's weights and the cache."""
+        packed = [None if module is None else module.packed for module in self._beside_layers]
+        marks = (self.cache.pool, *self.head.weight_marks(), *packed)
+        known, chain = self._chain
+        if len(known) != len(marks) or any(map(operator.is_not, known, marks)):
+            chain = eagle_chain(self.head, self.target, self.cache)
+            self._chain = marks, chain
+        return chain

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from foretoken.heads.eagle import EagleHead, EagleRows
+from foretoken.heads.eagle import EagleHead
 from foretoken.model.chain_kernel import (
     ChainFields,
     NormCall,
@@ -20,7 +20,6 @@ from foretoken.model.chain_kernel import (
     address_of,
     chain_library,
     draft_chain,
-    reach,
     table_fields,
 )
 from foretoken.model.interface import SharesModules, SharesWeights
@@ -40,31 +39,18 @@ class EagleChain:
     fields: ChainFields
     held: tuple[object, ...]
 
-    def draft(self, rows: EagleRows, requests: Sequence[Reach]) -> Tensor:
-        """The tokens of all requests, one behind the other; `rows` are those of the last tokens of their texts.
+    def draft(self, tokens: Tensor, features: Tensor, requests: Sequence[Reach]) -> Tensor:
+        """Run rows of text, `tokens` [T] with their `features` [T, D], then draft the tokens of all requests: one
+        request behind the other.
 
         Raises:
             MemoryError: no memory for what lies between two operations.
         """
         rotary = self.head.rotary
-        rotary.cover(max(one.num_past + one.num_tokens - 1 for one in requests))  # the last token is not run
+        assert features.dtype == rotary.cos.dtype, "one format of all rows"
+        rotary.cover(max(one.num_rows for one in requests))
         self.fields.cos, self.fields.sin = rotary.cos.data_ptr(), rotary.sin.data_ptr()
-        return draft_chain(self.library, self.fields, (rows.output, rows.feedback), requests)
-
-
-def reaches(cache: PagedCache, sequences: Sequence[int], counts: Sequence[int]) -> list[Reach]:
-    """Sequences that draft so many tokens each, with room in the `cache`.
-
-    Raises:
-        CapacityError: there is none.
-    """
-    return [reach(cache, sequence, count) for sequence, count in zip(sequences, counts, strict=True)]
-
-
-def chain_marks(head: EagleHead, target: SharesWeights) -> tuple[object, ...]:
-    """What a chain depends on: others than before once weights were replaced."""
-    modules = (head.fc, _output(head, target), _embedding(head, target))
-    return *head.weight_marks(), *(None if module is None else module.packed for module in modules)
+        return draft_chain(self.library, self.fields, tokens, features, requests)
 
 
 def eagle_chain(head: EagleHead, target: SharesWeights, cache: PagedCache) -> EagleChain | None:
@@ -81,7 +67,7 @@ def eagle_chain(head: EagleHead, target: SharesWeights, cache: PagedCache) -> Ea
     with torch.inference_mode():
         kernels = kernels_for(torch.empty(0, dtype=dtype, device=cache.device))
     library, layers = chain_library(), layer_table(head)
-    embedding, output = _embedding(head, target), _output(head, target)
+    embedding, output = embedding_of(head, target), output_of(head, target)
     if kernels is None or library is None or layers is None or embedding is None or output is None:
         return None
     table, multiply = table_fields(embedding, dtype), _product(output)
@@ -106,13 +92,15 @@ def eagle_chain(head: EagleHead, target: SharesWeights, cache: PagedCache) -> Ea
     return EagleChain(head, library, fields, held)
 
 
-def _embedding(head: EagleHead, target: SharesWeights) -> Embedding | None:
+def embedding_of(head: EagleHead, target: SharesWeights) -> Embedding | None:
+    """The table that the head's tokens are looked up in; None where more is done than that."""
     if head.embed_tokens is not None:
         return head.embed_tokens
     return target.embedding_module() if isinstance(target, SharesModules) else None
 
 
-def _output(head: EagleHead, target: SharesWeights) -> Linear | None:
+def output_of(head: EagleHead, target: SharesWeights) -> Linear | None:
+    """The matrix that gives the head's logits; None where more is done than that."""
     if head.lm_head is not None:
         return head.lm_head
     return target.output_module() if isinstance(target, SharesModules) else None

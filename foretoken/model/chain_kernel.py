@@ -34,7 +34,7 @@ class RequestFields(ctypes.Structure):
 
     _fields_ = (
         ("slots", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("first_slot", "num_past", "num_tokens")),
+        *((name, ctypes.c_int64) for name in ("first_slot", "num_past", "num_text", "num_tokens")),
     )
 
 
@@ -69,56 +69,67 @@ class ChainFields(ctypes.Structure):
     _fields_ = (
         ("run_layers", ctypes.c_void_p),
         ("layers", PassFields),
-        *((name, NormCall) for name in ("norm", "embedding_norm", "stream_norm")),
+        *((name, NormCall) for name in ("norm", "embedding_norm", "feature_norm")),
         *((name, ProductFields) for name in ("join", "output")),
         ("embedding", TableFields),
-        *((name, ctypes.c_void_p) for name in ("cos", "sin", "vocabulary", "requests", "normed", "stream", "tokens")),
+        *((name, ctypes.c_void_p) for name in ("cos", "sin", "vocabulary", "requests", "text", "features", "tokens")),
         *((name, ctypes.c_int32) for name in ("num_requests", "feeds_normed")),
     )
 
 
 class Reach(NamedTuple):
-    """One request of a chain: where its rows are, how many of them the cache holds, and how many tokens it drafts."""
+    """One request of a chain: where its rows are, how many of them the cache holds, how many rows of its text come
+    behind them, and how many tokens it drafts.
+    """
 
     slots: range | Tensor
     num_past: int
+    num_text: int
     num_tokens: int
 
+    @property
+    def fields(self) -> RequestFields:
+        """As the kernel takes it."""
+        counts = (self.num_past, self.num_text, self.num_tokens)
+        if isinstance(self.slots, range):
+            return RequestFields(None, self.slots.start, *counts)
+        return RequestFields(self.slots.data_ptr(), 0, *counts)
 
-def draft_chain(
-    library: ctypes.CDLL, fields: ChainFields, rows: tuple[Tensor, Tensor], requests: Sequence[Reach]
-) -> Tensor:
-    """The tokens of all `requests`, one behind the other, int64. `rows`: what the output matrix reads for the first of
-    them, and what the second ones go on from, each [requests, D].
-
-    Raises:
-        MemoryError: no memory for what lies between two operations.
-    """
-    normed, stream = (part.contiguous() for part in rows)
-    own = array_of(RequestFields, [_request(one) for one in requests])
-    tokens = torch.empty(sum(one.num_tokens for one in requests), dtype=torch.int64)
-    fields.requests, fields.num_requests = ctypes.addressof(own), len(requests)
-    fields.normed, fields.stream, fields.tokens = normed.data_ptr(), stream.data_ptr(), tokens.data_ptr()
-    fields.layers.threads = torch.get_num_threads()
-    if not library.foretoken_draft_chain(ctypes.byref(fields)):
-        raise MemoryError(f"no memory to draft for {len(requests)} requests; run fewer at a time")
-    return tokens
+    @property
+    def num_rows(self) -> int:
+        """Rows of the request in the end; the last token is not run."""
+        return self.num_past + self.num_text + self.num_tokens - 1
 
 
-def _request(reach: Reach) -> RequestFields:
-    if isinstance(reach.slots, range):
-        return RequestFields(None, reach.slots.start, reach.num_past, reach.num_tokens)
-    return RequestFields(reach.slots.data_ptr(), 0, reach.num_past, reach.num_tokens)
-
-
-def reach(cache: PagedCache, sequence: int, num_tokens: int) -> Reach:
-    """A request that drafts `num_tokens` behind what `cache` holds of it; the last one is not run.
+def reach(cache: PagedCache, sequence: int, num_text: int, num_tokens: int) -> Reach:
+    """A request that drafts `num_tokens` behind `num_text` rows that `cache` does not hold yet.
 
     Raises:
         CapacityError: no room for its rows.
     """
-    num_past = cache.length(sequence)
-    return Reach(cache.room_behind(sequence, num_tokens - 1).index, num_past, num_tokens)
+    slots = cache.room_behind(sequence, num_text + num_tokens - 1).index
+    return Reach(slots, cache.length(sequence), num_text, num_tokens)
+
+
+def draft_chain(
+    library: ctypes.CDLL, fields: ChainFields, text: Tensor, features: Tensor, requests: Sequence[Reach]
+) -> Tensor:
+    """Run the rows of all texts, `text` [T] int64 with `features` [T, D], and draft the tokens of all `requests`, one
+    behind the other, int64.
+
+    Raises:
+        MemoryError: no memory for what lies between two operations.
+    """
+    assert len(text) == len(features) == sum(one.num_text for one in requests)
+    text, features = text.contiguous(), features.contiguous()
+    own = array_of(RequestFields, [one.fields for one in requests])
+    tokens = torch.empty(sum(one.num_tokens for one in requests), dtype=torch.int64)
+    fields.requests, fields.num_requests = ctypes.addressof(own), len(requests)
+    fields.text, fields.features, fields.tokens = text.data_ptr(), features.data_ptr(), tokens.data_ptr()
+    fields.layers.threads = torch.get_num_threads()
+    if not library.foretoken_draft_chain(ctypes.byref(fields)):
+        raise MemoryError(f"no memory to draft for {len(requests)} requests; run fewer at a time")
+    return tokens
 
 
 def table_fields(embedding: Embedding, dtype: torch.dtype) -> TableFields | None:
