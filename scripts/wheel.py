@@ -17,7 +17,7 @@ from pathlib import Path
 from foretoken.kernels import sampling
 from foretoken.kernels.build import FLAGS, compile_library
 from foretoken.kernels.prebuilt import FOLDER, INSTRUCTION_SETS, flags_for, library_name
-from foretoken.model import row_kernels
+from foretoken.model import chain_kernel, row_kernels
 from foretoken.model.matrices import dense, grouped_kernel
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,6 +26,7 @@ LIBRARIES = (
     (sampling.SOURCE, FLAGS),
     (row_kernels.SOURCE, row_kernels.FLAGS),
     (dense.SOURCE, row_kernels.FLAGS),
+    (chain_kernel.SOURCE, row_kernels.FLAGS),
 )
 
 

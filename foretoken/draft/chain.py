@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -41,6 +42,18 @@ class Chain:
     def grows(self) -> bool:
         """Whether another place may be drafted."""
         return not self.stopped and len(self.tokens) < self.most
+
+
+def takes_likeliest(chains: Sequence[Chain]) -> bool:
+    """Whether `extend` draws the likeliest token of the logits as they are at every place, until a chain is full."""
+    entries = [chain.entry for chain in chains]
+    return all(
+        one.request.params.greedy
+        and not one.request.spec.min_confidence
+        and one.processors is None
+        and one.draft_probability >= 1
+        for one in entries
+    )
 
 
 def extend(chains: list[Chain], logits: Tensor, vocabulary: DraftVocabulary | None = None) -> None:
@@ -134,6 +147,16 @@ def _decide(chains: list[Chain], probs: Tensor | None, position: int) -> list[bo
             if coin >= chains[i].entry.draft_probability:
                 decided[i] = None
     return decided
+
+
+def points(name: str, lengths: Sequence[int], tokens: Tensor) -> Draft:
+    """One ragged draft of chains of likeliest tokens, one chain behind the other in `tokens`."""
+    return Draft(
+        tokens=tokens,
+        parents=tuple(i - 1 for length in lengths for i in range(length)),
+        offsets=(0, *accumulate(lengths)),
+        drafters=tuple(name if length else None for length in lengths),
+    )
 
 
 def assemble(name: str, device: torch.device, chains: list[Chain]) -> Draft:

@@ -107,13 +107,18 @@ class EagleDrafter(StatesDrafter):
 
     def _propose_chains(self, chains: list[Chain]) -> Draft:
         growing, feedback = [one for one in chains if one.grows], torch.empty(0)
+        text = self._text_rows([_sequence(one.entry) for one in growing]) if growing else None
+        if text is not None and chain.takes_likeliest(growing):
+            tokens = self.runner.draft(*text, [one.most for one in growing])
+            if tokens is not None:
+                return chain.points(self.name, [one.most if one.grows else 0 for one in chains], tokens)
         while growing:
-            if growing[0].tokens:  # all that still grow are equally long
+            if text is not None:
+                output, text = self.runner.run(*text), None
+            else:  # all that still grow are equally long
                 tokens, place = torch.stack([one.tokens[-1] for one in growing]), len(growing[0].tokens) - 1
                 segments = [Segment(_sequence(one.entry), 0, (*range(-1, place),), 1, place) for one in growing]
                 output = self.runner.run(tokens, feedback, segments)
-            else:
-                output = self._run_text([_sequence(one.entry) for one in growing])
             chain.extend(growing, output.own_logits, output.vocabulary)
             kept = [i for i, one in enumerate(growing) if one.grows]
             feedback = output.feedback[to_device(kept, self.cache.device)]
@@ -127,7 +132,7 @@ class EagleDrafter(StatesDrafter):
             if growing[0].level:  # all that still grow are equally deep
                 output = self._run_level(growing, feedback)
             else:
-                output = self._run_text([_sequence(one.entry) for one in growing])
+                output = self.runner.run(*self._text_rows([_sequence(one.entry) for one in growing]))
             rows = iter(output.feedback.unbind())
             for one in growing:
                 own = feedback.setdefault(_sequence(one.entry), {})
@@ -150,8 +155,10 @@ class EagleDrafter(StatesDrafter):
             segments.append(Segment(sequence, 0, parents, len(one.frontier), len(one.ran)))
         return self.runner.run(to_device(tokens, self.cache.device), torch.stack(features), segments)
 
-    def _run_text(self, sequences: Sequence[int]) -> EagleOutput:
-        """Run what is missing of each text, the row before its last token at least: the prediction behind it."""
+    def _text_rows(self, sequences: Sequence[int]) -> tuple[Tensor, Tensor, list[Segment]]:
+        """What `runner.run` takes for what is missing of each text, the row before its last token at least: the
+        prediction behind it. A long backlog runs at once, but for its end.
+        """
         tokens: list[int] = []
         features: list[Tensor] = []
         segments: list[Segment] = []
@@ -170,7 +177,7 @@ class EagleDrafter(StatesDrafter):
             tokens += text[start + 1 : stop + 1]
             features.append(stored.between(start, stop))
             segments.append(Segment(sequence, stop - start))
-        return self.runner.run(to_device(tokens, self.cache.device), torch.cat(features), segments)
+        return to_device(tokens, self.cache.device), torch.cat(features), segments
 
     def _room(self, entry: BatchEntry) -> int:
         """How many tokens can follow one another in a draft for `entry`, within the head's context and cache."""

@@ -120,6 +120,16 @@ class EagleHead(LayeredHead):
         """The layer that reads what `joined` gives."""
         return self._layers[0]
 
+    @property
+    def feeds_normed(self) -> bool:
+        """Whether `feedback` is `output`, or what the norm before it reads."""
+        return self.norm is not None and self.config.norm_output
+
+    @property
+    def join_norms(self) -> tuple[RMSNorm | None, RMSNorm | None]:
+        """The norms of what `joined` reads: of embeddings, and of features."""
+        return None, None
+
     def initialise(self, seed: int) -> None:
         """See `Head`."""
         initialise_weights(self, self.config.layer.num_layers, seed)
@@ -167,7 +177,7 @@ class EagleHead(LayeredHead):
         if self.norm is None:
             return EagleRows(x, x)
         output = self.norm(x)
-        return EagleRows(output, output if self.config.norm_output else x)
+        return EagleRows(output, output if self.feeds_normed else x)
 
     def logits(self, output: Tensor, target: SharedWeights) -> Tensor:
         """Logits over the head's vocabulary `[R, V_d]` of rows `output` [R, D] of `EagleRows`."""

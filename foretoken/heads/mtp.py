@@ -70,6 +70,11 @@ class MtpHead(EagleHead):
         self.enorm, self.hnorm, self.norm = (RMSNorm(hidden, eps) for _ in range(3))
         self.layers[0].input_layernorm = RMSNorm(hidden, eps)
 
+    @property
+    def join_norms(self) -> tuple[RMSNorm | None, RMSNorm | None]:
+        """See `EagleHead`."""
+        return self.enorm, self.hnorm
+
     def joined(self, embedded: Tensor, features: Tensor) -> Tensor:
         """See `EagleHead`: both normed."""
         out: Tensor = self.fc(torch.cat((self.enorm(embedded), self.hnorm(features)), dim=-1))

@@ -247,6 +247,17 @@ class Decoder(nn.Module):
         return softcapped(logits, self.config.logit_softcap) if self.config.logit_softcap else logits
 
     @property
+    def embeds_rows(self) -> bool:
+        """Whether `embed` gives the rows of its table as they are."""
+        return self.shard.world == 1 and self.config.embedding_multiplier == 1.0
+
+    @property
+    def logits_are_products(self) -> bool:
+        """Whether `output_logits` gives the products with its matrix as they are."""
+        config = self.config
+        return self.shard.world == 1 and config.logit_multiplier == 1.0 and not config.logit_softcap
+
+    @property
     def layer_shape(self) -> ModelConfig:
         """See `layer_pass.LayerStack`."""
         return self.local

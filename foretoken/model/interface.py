@@ -4,20 +4,23 @@ sequence that can be cut back.
 Two implementations: `paged.PagedModel` (our decoder over a block-table cache) and `hf.TransformersModel` (any other
 causal model of transformers). Code outside `model/` depends on these protocols only, never on a class that implements
 them. A sequence is identified by a number that the caller chooses. Optional capabilities are protocols of their own
-(`PrefixModel`, `TwinModel`, `SharesWeights`, `MixtureModel`, `QuantisedModel`, `EarlyExitModel`), tested with
-`isinstance`.
+(`PrefixModel`, `TwinModel`, `SharesWeights`, `SharesModules`, `MixtureModel`, `QuantisedModel`, `EarlyExitModel`),
+tested with `isinstance`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from foretoken.kv.prefix import PrefixStats
+
+if TYPE_CHECKING:
+    from foretoken.model.layers import Embedding, Linear
 
 
 @dataclass(frozen=True)
@@ -242,6 +245,17 @@ class SharesWeights(LanguageModel, SharedWeights, Protocol):
     def logit_softcap(self) -> float:
         """The cap c of `output_logits`, which are c * tanh(x / c) of the matrix product x; 0: they are x."""
         ...
+
+
+@runtime_checkable
+class SharesModules(Protocol):
+    """A target that shows what `SharedWeights` reads, for compiled code that reads it itself."""
+
+    def embedding_module(self) -> Embedding | None:
+        """The table whose rows `embed` gives; None where it does more than reading them."""
+
+    def output_module(self) -> Linear | None:
+        """The matrix whose products `output_logits` gives; None where it does more than multiplying."""
 
 
 @runtime_checkable

@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from foretoken.kv.pool import KVPool
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.attention.paged import PagedAttention
 from foretoken.model.experts import ExpertParts, expert_table
@@ -118,7 +119,7 @@ class _KindFields(ctypes.Structure):
         )
 
 
-class _PassFields(ctypes.Structure):
+class PassFields(ctypes.Structure):
     """`foretoken_pass`."""
 
     _fields_ = (
@@ -129,6 +130,31 @@ class _PassFields(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("num_layers", "num_segments", "is_bf16", "is_half_cache", "threads")),
         ("kind", _KindFields),
     )
+
+    @classmethod
+    def without_rows(
+        cls,
+        shape: ModelConfig,
+        table: LayerTable,
+        pool: KVPool,
+        order: ctypes.Array[ctypes.c_int32],
+        dtype: torch.dtype,
+    ) -> PassFields:
+        """What passes over the layers `order` have in common; all that is given lives on."""
+        keys, values = pool.addresses
+        return cls(
+            *map(ctypes.addressof, (table.layers, order, keys, values)),
+            hidden_size=shape.hidden_size,
+            num_heads=shape.num_heads,
+            num_groups=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            num_slots=pool.num_slots,
+            num_layers=len(order),
+            is_bf16=dtype == torch.bfloat16,
+            is_half_cache=pool.dtype == torch.float16,
+            threads=torch.get_num_threads(),
+            kind=_KindFields.of(shape),
+        )
 
 
 @dataclass(frozen=True)
@@ -157,21 +183,16 @@ class LayerPass:
         Raises:
             MemoryError: no memory for what lies between two operations.
         """
-        shape, pool = self.shape, self.attention.pool
         x = x.clone(memory_format=torch.contiguous_format)
         tables = [(cos.contiguous(), sin.contiguous()) for cos, sin in self.rotations]
         cos, sin = ((ctypes.c_void_p * len(tables))(*(pair[i].data_ptr() for pair in tables)) for i in range(2))
-        order, (keys, values) = (ctypes.c_int32 * len(layers))(*layers), pool.addresses
         beside = None if self.beside is None else self.beside.contiguous()
-        fields = _PassFields(
-            *map(ctypes.addressof, (self.table.layers, order, keys, values)),
-            *(x.data_ptr(), None if beside is None else beside.data_ptr(), *map(ctypes.addressof, (cos, sin))),
-            *(self.attention.write_slots.data_ptr(), ctypes.addressof(self.segments)),
-            *(len(x), shape.hidden_size, shape.num_heads, shape.num_kv_heads, shape.head_dim, pool.num_slots),
-            *(len(layers), len(self.segments), x.dtype == torch.bfloat16, pool.dtype == torch.float16),
-            torch.get_num_threads(),
-            _KindFields.of(shape),
-        )
+        order = (ctypes.c_int32 * len(layers))(*layers)
+        fields = PassFields.without_rows(self.shape, self.table, self.attention.pool, order, x.dtype)
+        fields.x, fields.beside = x.data_ptr(), None if beside is None else beside.data_ptr()
+        fields.cos, fields.sin = ctypes.addressof(cos), ctypes.addressof(sin)
+        fields.write_slots, fields.segments = self.attention.write_slots.data_ptr(), ctypes.addressof(self.segments)
+        fields.num_rows, fields.num_segments = len(x), len(self.segments)
         if not self.kernels.library.foretoken_run_layers(ctypes.byref(fields)):
             raise MemoryError(f"no memory for {len(x)} rows; run fewer rows at a time")
         return x
@@ -188,7 +209,7 @@ def layer_pass(
     kernels = kernels_for(x)
     if kernels is None or len(x) == 0 or not isinstance(attention, PagedAttention):
         return None
-    table = _table(stack)
+    table = layer_table(stack)
     segments = None if table is None else attention.kernel_segments(x)
     if table is None or segments is None:
         return None
@@ -200,14 +221,14 @@ def has_exact_rows(decoder: Decoder) -> bool:
     with torch.inference_mode():
         kernels = kernels_for(decoder.norm.weight)
     head = decoder.lm_head.packed
-    return kernels is not None and head is not None and head.product is not None and _table(decoder) is not None
+    return kernels is not None and head is not None and head.product is not None and layer_table(decoder) is not None
 
 
 _TABLES: WeakKeyDictionary[LayerStack, tuple[tuple[object, ...], LayerTable | None]] = WeakKeyDictionary()
 
 
-def _table(stack: LayerStack) -> LayerTable | None:
-    """The table of `stack`, made once for its weights."""
+def layer_table(stack: LayerStack) -> LayerTable | None:
+    """The table of `stack`, made once for its weights; None where a layer has a part without a kernel."""
     marks = stack.weight_marks()
     kept = _TABLES.get(stack)
     if kept is None or any(one is not other for one, other in zip(kept[0], marks, strict=True)):
@@ -216,7 +237,7 @@ def _table(stack: LayerStack) -> LayerTable | None:
 
 
 def _made(layers: Sequence[LayerParts], shape: ModelConfig) -> LayerTable | None:
-    """None where a layer has a part without a kernel."""
+    """See `layer_table`."""
     if not layers:
         return None
     dtype = next(norm.weight.dtype for norm in layers[0].norms if norm is not None)

@@ -16,6 +16,7 @@ from foretoken.model.attention.paged import KernelAttention, Reader
 from foretoken.model.decoder import Decoder, Hidden
 from foretoken.model.interface import EarlySegment, ForwardOutput, Segment
 from foretoken.model.layer_pass import has_exact_rows
+from foretoken.model.layers import Embedding, Linear
 from foretoken.model.paged_cache import DEFAULT_BLOCK_SIZE, ForwardInputs, PagedCache
 from foretoken.transfer import to_device, to_host
 
@@ -283,6 +284,14 @@ class PagedModel(PagedCache):
     def output_logits(self, normed: Tensor) -> Tensor:
         """See `interface.SharesWeights`."""
         return self.decoder.output_logits(normed)
+
+    def embedding_module(self) -> Embedding | None:
+        """See `interface.SharesModules`."""
+        return self.decoder.embedding if self.decoder.embeds_rows else None
+
+    def output_module(self) -> Linear | None:
+        """See `interface.SharesModules`."""
+        return self.decoder.lm_head if self.decoder.logits_are_products else None
 
     def admit(self, segments: Sequence[Segment], offsets: Sequence[int] | None = None) -> ForwardInputs:
         """See `PagedCache.admit`; the rotary table grows with the positions."""

@@ -156,6 +156,21 @@ class PagedCache:
         self.pool.move(sources, [destination * size + i for _, destination in copies for i in range(size)])
         return True
 
+    def room_behind(self, sequence: int, num_rows: int) -> KeySlots:
+        """Where the tokens of a sequence are, with room for `num_rows` more behind what is committed.
+
+        Raises:
+            CapacityError: no room for them.
+        """
+        if not self.reserve(sequence, num_rows):
+            raise self._no_room(num_rows)
+        table = self.tables[sequence]
+        stop = table.length + num_rows
+        return KeySlots(tuple(table.blocks[: -(-stop // self.block_size)]), self.block_size, stop, self._device)
+
+    def _no_room(self, num_rows: int) -> CapacityError:
+        return CapacityError(f"out of KV blocks: {num_rows} rows wanted, {self.num_free_tokens()} tokens free")
+
     def admit(self, segments: Sequence[Segment], offsets: Sequence[int] | None = None) -> ForwardInputs:
         """Make room for the rows of all segments, each `offsets` rows behind what is committed.
 
@@ -167,9 +182,7 @@ class PagedCache:
             table, first = self.tables[segment.sequence], len(inputs.positions)
             before = offset + segment.num_held  # rows of earlier forwards that stay
             if not self.reserve(segment.sequence, before + segment.num_rows):
-                raise CapacityError(
-                    f"out of KV blocks: {segment.num_rows} rows wanted, {self.num_free_tokens()} tokens free"
-                )
+                raise self._no_room(segment.num_rows)
             past = table.length + offset
             start, stop = past + segment.num_held, past + segment.num_held + segment.num_rows
             inputs.positions.extend(row_positions(segment, past))
