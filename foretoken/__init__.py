@@ -36,7 +36,7 @@ if typing.TYPE_CHECKING:
     from foretoken.engine.async_engine import AsyncEngine
     from foretoken.engine.drafters import add_drafter
     from foretoken.engine.llm import LLM
-    from foretoken.engine.output import GenerateOutput
+    from foretoken.engine.request import GenerateOutput
     from foretoken.engine.ticket import Ticket
 
 __version__ = "0.1.0"
@@ -76,7 +76,7 @@ _MODULES = {
     "LLM": "foretoken.engine.llm",
     "AsyncEngine": "foretoken.engine.async_engine",
     "Ticket": "foretoken.engine.ticket",
-    "GenerateOutput": "foretoken.engine.output",
+    "GenerateOutput": "foretoken.engine.request",
     "add_drafter": "foretoken.engine.drafters",
 }
 

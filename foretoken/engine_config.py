@@ -94,7 +94,7 @@ class EngineConfig:
     - `adapt`: whether drafters with trained heads learn from what is served, in this process and its memory only
       (docs/adaptation.md): True, or how (`AdaptConfig`). It takes the target's own decoder.
     - `weights`: "auto" keeps the target's matrices as the checkpoint has them; "int8" and "int4" quantise them at load
-      (CPU; docs/quantised.md). The distribution of answers is then that of the quantised target, whoever drafts.
+      (CPU; docs/quantised.md). The distribution of answers is then that of the quantised target, with any drafter.
 
     Raises:
         InputError: a value that cannot be honoured; names the field.

@@ -56,7 +56,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class AdaptationState:
-    """What came of adapting one drafter so far.
+    """How far adapting one drafter has come.
 
     `version` counts the changes of the weights in use, returns to earlier ones included. `before` and `after` are the
     tokens per step along held-out text at the last judgement, under the weights in use and under those learnt.
@@ -96,7 +96,7 @@ class Adaptation:
 
     @property
     def state(self) -> AdaptationState:
-        """What came of it so far."""
+        """How far it has come: text seen, weights offered, kept and taken back."""
         return replace(self._state, num_kept_tokens=self.buffer.num_tokens)
 
     def taken(self, offer: Offer) -> None:

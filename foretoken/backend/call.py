@@ -50,7 +50,7 @@ class Begun(msgspec.Struct, frozen=True, tag="begun"):
 
 
 class RoundEvent(msgspec.Struct, frozen=True, array_like=True):
-    """What was drafted for one answer in one step, and what became of it (`Call.trace`).
+    """What was drafted for one answer in one step, and its outcome (`Call.trace`).
 
     `time_s` counts from the request's arrival. `token_ids`, `texts` and `parents` (-1: the last emitted token) describe
     the draft, `probabilities` the chance of each to be accepted, None where the rule did not compute it. `num_planned`
@@ -118,7 +118,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     `tool_style` is how its chat template lets it write calls (`local.tool_style`), None where it takes no tools.
     `template_roles` are the roles of messages that its chat template names.
     `fim_tokens` are those before prefix, suffix and middle of a text that is filled in, None without such.
-    `missing_draft` is the draft that could not be loaded and is done without, None where nothing is missing.
+    `missing_draft` is the draft that could not be loaded: the engine answers without it. None where nothing is missing.
     """
 
     name: str

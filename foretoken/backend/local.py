@@ -18,7 +18,7 @@ from foretoken.draft.base import ModelDrafter
 from foretoken.draft.predicted import num_followed
 from foretoken.engine.async_engine import AsyncEngine
 from foretoken.engine.llm import LLM
-from foretoken.engine.output import GenerateOutput
+from foretoken.engine.request import GenerateOutput
 from foretoken.engine.ticket import Ticket
 from foretoken.engine_config import EngineConfig
 from foretoken.errors import CheckpointError, InputError, SpeculationWarning, StorageError, UnsupportedModelError

@@ -9,7 +9,7 @@ from typing import Any
 from foretoken.cli.common import print_json
 from foretoken.core import StepOutput, TokenOrigin
 from foretoken.engine.llm import LLM
-from foretoken.engine.output import GenerateOutput
+from foretoken.engine.request import GenerateOutput
 from foretoken.engine.stats import RequestStats
 from foretoken.printing.console import Console, Part
 from foretoken.text.detokenizer import Detokenizer

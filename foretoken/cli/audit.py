@@ -81,7 +81,7 @@ def _options(context: typer.Context) -> AuditOptions:
     """What to audit of our engine.
 
     Raises:
-        InputError: an option that makes no sense; names it.
+        InputError: an invalid option; names it.
         ModelError, StorageError: a model or text that is not there.
     """
     refuse_set(context, ("model", "against_backend", "num_seeds"), "goes with --backend; leave it out")

@@ -10,8 +10,8 @@ from foretoken.cli.answer import style_of
 from foretoken.config import SamplingParams
 from foretoken.core import StepOutput
 from foretoken.engine.llm import LLM
-from foretoken.engine.output import GenerateOutput
 from foretoken.engine.prompts import Message
+from foretoken.engine.request import GenerateOutput
 from foretoken.engine.stats import RequestStats
 from foretoken.errors import ConfigError
 from foretoken.field_text import parse_field

@@ -130,7 +130,7 @@ def shown(setting: str) -> str:
 
 
 def plain_words(answers: Sequence[DemoAnswer], settings: Sequence[str]) -> list[str]:
-    """What came of it, in sentences."""
+    """The results in sentences."""
     from foretoken.cli.demo_run import kinds_of, num_identical, total_of
 
     plain, others = total_of(answers, PLAIN), [name for name in settings if name != PLAIN]

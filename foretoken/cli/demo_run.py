@@ -13,7 +13,7 @@ from foretoken.config import PLAIN, SamplingParams, SpecConfig
 if TYPE_CHECKING:
     from foretoken.engine.driver import OnStep
     from foretoken.engine.llm import LLM
-    from foretoken.engine.output import GenerateOutput
+    from foretoken.engine.request import GenerateOutput
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ A verb says which configurations it takes, or which groups or fields of them:
     def chat(context: typer.Context, target: str = DEFAULT_MODEL, max_tokens: int = 512, ...)
 
 A parameter of the verb that is called as one of these settings stands for it: the verb gets its value, the flag has its
-place and its default. The others are read from the context, by `values_of` and `config_from`.
+place and its default. The others are read from the context, by `values_of` and `config_from`. A `SpecConfig` comes from
+more than its own flags: `--draft`, `--head` or `--corpus` alone say what the drafter is (`spec_from`).
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def config_from(kind: type[_Config], given: Mapping[str, Any], **derived: object
     elsewhere.
 
     Raises:
-        InputError: a value that makes no sense; names the flag.
+        InputError: an invalid value; names the flag.
     """
     return kind(**values_of(kind, given) | derived)
 

@@ -65,7 +65,7 @@ def server_config(given: Mapping[str, Any]) -> ServerConfig:
     """The configuration that flags mean.
 
     Raises:
-        InputError: a value that makes no sense.
+        InputError: an invalid value.
         StorageError: a file cannot be read.
     """
     spec = answering_spec(given)
@@ -103,7 +103,7 @@ def _keys(given: Mapping[str, Any]) -> dict[str, str | None]:
 
 
 def _pads_streams(given: Mapping[str, Any]) -> bool:
-    """Whether streams are padded by default: sizes of events tell what was accepted, to whoever sees the network."""
+    """Whether streams are padded by default: the sizes of events show an observer of the network what was accepted."""
     return bool(given["obfuscation"]) or not is_loopback(given["host"])
 
 

@@ -1,4 +1,4 @@
-"""What requests bring into a round, what they may do in it, and what came of it: plain values without tensors.
+"""What requests bring into a round, what they may do in it, and its outcome: plain values without tensors.
 
 Those made for every request in every step are named tuples: one is made in a third of the time of a frozen dataclass.
 

@@ -73,7 +73,7 @@ def urgency(number: int, arrived_s: float, priority: int, deadline_s: float | No
     """The one order of service: of the queue, of prompt chunks, and backwards of who gives way.
 
     It never changes while a request is there, so two requests cannot take turns at displacing each other. A period of
-    `aging_s` counts as much as 1 of `priority`: whoever waits is passed only by what came soon after. Within a period
+    `aging_s` counts as much as 1 of `priority`: a request is passed only by those that came soon after. Within a period
     the earliest deadline goes first (`deadline_s` after arrival; none comes last), then who came first.
     """
     return (
@@ -119,7 +119,7 @@ def within_budget(asks: Sequence[Rows], config: SchedulerConfig) -> list[Rows]:
     is left.
 
     Prompts get a quarter of what the first leave, if they want so much. Draft tokens are cut from the least urgent on,
-    but fixed ones: those have what they would have in a full batch, whoever is there.
+    but fixed ones: those have what they would have in a full batch, whatever else runs.
     """
     wanted = sum(ask.num_pending for ask in asks if not ask.decodes)
     prompt_tokens = min(wanted, config.max_prompt_tokens)
@@ -142,7 +142,7 @@ def within_budget(asks: Sequence[Rows], config: SchedulerConfig) -> list[Rows]:
 
 
 def fixed_rows(config: SchedulerConfig) -> int:
-    """Draft tokens and probes that a request may have whoever its neighbours are: an equal share of a full batch's."""
+    """Draft tokens and probes that a request may have beside any neighbours: an equal share of a full batch's."""
     assert config.max_step_tokens is not None
     left = config.max_step_tokens - config.max_batch_size
     return (left - _least(left)) // config.max_batch_size

@@ -358,7 +358,7 @@ class DrafterGroup:
 
 
 def _forced(entry: BatchEntry) -> tuple[int, ...]:
-    """Tokens whose text the request's grammar leaves no choice about: a draft at no cost, whoever drafts otherwise.
+    """Tokens whose text the request's grammar leaves no choice about: a draft at no cost, in place of a drafter's.
 
     One alone is left to the drafter, which goes on behind it.
     """

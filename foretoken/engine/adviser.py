@@ -108,7 +108,7 @@ class Adviser:
             self._tell(of_short_answer(params.max_tokens, len(state.request.prompt_ids), spec.draft))
 
     def end(self, state: RequestState) -> None:
-        """A request is over: what became of its draft tokens."""
+        """A request is over: the outcome of its draft tokens."""
         spec, stats = state.request.spec, state.stats
         self._num_rounds += state.num_rounds
         if spec.drafter is None:

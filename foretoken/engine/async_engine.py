@@ -30,10 +30,9 @@ from foretoken.core import StepOutput
 from foretoken.engine.admission import check_types
 from foretoken.engine.driver import Driver
 from foretoken.engine.llm import LLM
-from foretoken.engine.output import GenerateOutput, answer_of, unanswered
 from foretoken.engine.prompts import Conversation, Prompt, as_prompt
 from foretoken.engine.recovery import engine_error
-from foretoken.engine.request import PreparedRequest, RequestState
+from foretoken.engine.request import GenerateOutput, PreparedRequest, RequestState, answer_of, unanswered
 from foretoken.engine.ticket import Ticket
 from foretoken.engine_config import EngineConfig
 from foretoken.errors import EngineError, InputError, OverloadedError

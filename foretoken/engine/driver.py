@@ -1,7 +1,7 @@
 """Runs the steps of an engine: the only place that does, for whichever thread asks.
 
 Callers of an `LLM` run steps in the threads that wait for answers; an `AsyncEngine` claims the engine and runs them in
-a thread of its own. Every step advances all requests, and each output goes to whoever queued its request.
+a thread of its own. Every step advances all requests, and each output goes to the caller that queued its request.
 """
 
 from __future__ import annotations

@@ -21,7 +21,6 @@ from foretoken.engine.drafters import DrafterFactory, DrafterLoader, ModelOption
 from foretoken.engine.driver import Driver, OnStep, Owner, Turns
 from foretoken.engine.engine import Engine
 from foretoken.engine.observers import Trace, adapt
-from foretoken.engine.output import GenerateOutput, collect, each_answer
 from foretoken.engine.prompts import (
     Conversation,
     Message,
@@ -32,7 +31,7 @@ from foretoken.engine.prompts import (
     as_prompts,
     per_prompt,
 )
-from foretoken.engine.request import PreparedRequest, RequestState
+from foretoken.engine.request import GenerateOutput, PreparedRequest, RequestState, collect, each_answer
 from foretoken.engine.shadow.shadow import Shadow
 from foretoken.engine.startup.known_costs import check_mode, seed_costs
 from foretoken.engine.stats import EngineStats
@@ -50,8 +49,8 @@ class LLM(BetweenRequests, Uncopied):
     """A target with its drafters, built from an `EngineConfig`, or from the same values as arguments.
 
     `spec` of the configuration is the default for every request; without one the engine drafts with what needs no
-    model of its own (`drafter="auto"`), and `self.spec` says what came of it. `on_profile` is called with a text when
-    measuring the cost of steps takes longer than a second; `costs` is what came of it.
+    model of its own (`drafter="auto"`), and `self.spec` is what it chose. `on_profile` is called with a text when
+    measuring the cost of steps takes longer than a second; `costs` are the costs that the controller began with.
 
     Several threads may use one `LLM`: they take turns, a step at a time, and their requests run together. Requests are
     prepared (tokenised, checked, grammars compiled) in the thread that asks. Many callers at once, and coroutines, are

@@ -192,7 +192,7 @@ class PromptEncoder:
 class QuotedSpecials:
     """A conversation in which every special token that a message spells has a mark behind its first character.
 
-    `messages` go through the template; `parts` finds the marked places in what came of them.
+    `messages` go through the template; `parts` finds the marked places in the rendered text.
 
     Raises:
         InputError: a message contains every mark there is.

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Protocol
 
 from foretoken.core import StepOutput
-from foretoken.engine.output import GenerateOutput
+from foretoken.engine.request import GenerateOutput
 from foretoken.machine.process import Uncopied
 
 

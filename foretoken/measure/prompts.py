@@ -1,4 +1,4 @@
-"""Prompts from files: JSON lines of one's own, and the public evaluation sets as they are published.
+"""Prompts from files: JSON lines of the user, and the public evaluation sets as they are published.
 
     keys of an object                          known from       slice
     prompt [slice, name, prediction]           one's own        `slice`, or the file's name

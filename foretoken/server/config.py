@@ -26,7 +26,7 @@ class ServerConfig:
     - `tls_cert`, `tls_key`: PEM files, both or none; None: plain HTTP.
 
     Raises:
-        ConfigError, InputError: a value that makes no sense; names the field.
+        ConfigError, InputError: an invalid value; names the field.
     """
 
     engine: EngineConfig

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from studies import mutate_rules
-from studies.mutate_rules import Mutant, judge_all, known_verdicts, mutants_of, open_mutants
+from studies.mutants import Mutant, mutants_of
+from studies.mutate_rules import judge_all, known_verdicts, open_mutants
 
 CODE = "def f(a, b):\n    return a + b if a < b else 0\n"
 

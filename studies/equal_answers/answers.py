@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from foretoken import LLM, SamplingParams, SpecConfig
-from foretoken.engine.output import GenerateOutput
+from foretoken.engine.request import GenerateOutput
 from foretoken.errors import InputError
 
 PLAIN = "plain"

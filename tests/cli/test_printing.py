@@ -15,7 +15,7 @@ from rich.cells import cell_len
 import foretoken
 from foretoken import LLM, SamplingParams
 from foretoken.cli import models
-from foretoken.engine.output import GenerateOutput
+from foretoken.engine.request import GenerateOutput
 from foretoken.measure.report import markdown
 from foretoken.measure.speed.report import write_plot
 from foretoken.measure.write import write_report

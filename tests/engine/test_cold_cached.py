@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from foretoken import LLM, SamplingParams, SpecConfig
-from foretoken.engine.output import GenerateOutput
+from foretoken.engine.request import GenerateOutput
 from foretoken.engine.scheduler import SchedulerConfig
 from tests.helpers.checkpoints import token_ids
 

@@ -29,8 +29,7 @@ from foretoken.draft.recycling import RecyclingDrafter
 from foretoken.draft.suffix import SuffixDrafter
 from foretoken.engine.engine import Engine
 from foretoken.engine.observers import Trace
-from foretoken.engine.output import each_answer
-from foretoken.engine.request import RequestState
+from foretoken.engine.request import RequestState, each_answer
 from foretoken.engine.scheduler import SchedulerConfig
 from foretoken.model.loader import load_decoder
 from foretoken.model.paged import PagedModel

@@ -28,7 +28,7 @@ from foretoken.cli.app import run
 from foretoken.cli.demo_run import DemoAnswer, DemoPrompt
 from foretoken.config import PLAIN
 from foretoken.core import StepOutput, TokenLogprobs, TokenOrigin
-from foretoken.engine.output import GenerateOutput
+from foretoken.engine.request import GenerateOutput
 from foretoken.engine.stats import RequestStats
 from foretoken.errors import EngineError
 from foretoken.measure.audit.report import AuditReport, Check

@@ -94,7 +94,7 @@ def load_costs(
 
     `auto` takes what is cached; otherwise it measures if `is_open`, that is if somebody is going to choose by costs. A
     target so tiny that it learns them sooner by itself is left alone. `tell` hears about measuring that takes longer
-    than a second. Files that cannot be read or written are warned about, by name, and done without.
+    than a second. Files that cannot be read or written are ignored, with a warning that names them.
 
     Raises:
         ConfigError: a file of another machine, target or draft, or `measure` with a context or cache that is too small.
@@ -164,11 +164,11 @@ def _cached(path: Path) -> Profile | None:
     try:
         profile = load_profile(path)
     except (StorageError, InputError) as error:
-        warnings.warn(f"cached profile {path} cannot be used and is done without: {error}", stacklevel=2)
+        warnings.warn(f"cached profile {path} cannot be used and is ignored: {error}", stacklevel=2)
         return None
     if profile.fingerprint != path.stem:
         warnings.warn(
-            f"cached profile {path} was measured for something else ({profile.fingerprint}) and is done without",
+            f"cached profile {path} was measured for something else ({profile.fingerprint}) and is ignored",
             stacklevel=2,
         )
         return None

@@ -55,7 +55,7 @@ def load_profile(path: Path) -> Profile:
 
 
 def save_profile(profile: Profile, path: Path) -> None:
-    """Write a profile so that whoever reads `path` meanwhile finds the old file or the new one, never half of it.
+    """Write a profile so that a concurrent reader of `path` finds the old file or the new one, never half of it.
 
     Raises:
         StorageError: the folder cannot be made or written.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from foretoken.config import SamplingParams, SpecConfig
-from foretoken.engine.output import GenerateOutput
+from foretoken.engine.request import GenerateOutput
 from foretoken.engine.shadow.sequential_test import GreedyEvidence, weigh_greedy
 from foretoken.kv.prefix import shared_length
 from foretoken.measure.audit.report import Check, Result

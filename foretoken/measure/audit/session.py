@@ -10,8 +10,7 @@ import torch
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.draft.draft_model import DraftModelDrafter
 from foretoken.engine.llm import LLM
-from foretoken.engine.output import GenerateOutput
-from foretoken.engine.request import RequestState
+from foretoken.engine.request import GenerateOutput, RequestState
 from foretoken.engine.shadow.rescoring import ScoredRows, rescore
 from foretoken.engine.shadow.sequential_test import DraftChildren
 from foretoken.engine.shadow.shadow import children_of, children_of_distribution

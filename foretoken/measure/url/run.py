@@ -33,7 +33,7 @@ from foretoken.printing.console import Console
 
 @dataclass
 class UrlRun:
-    """One load: what was planned, what came of it, and what the endpoint's own counters said before and after.
+    """One load: what was planned, what was measured, and what the endpoint's own counters said before and after.
 
     `is_known`: it was measured before the run was stopped.
     """

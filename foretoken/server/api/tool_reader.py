@@ -132,15 +132,7 @@ class ToolReader:
         """At the beginning of an answer without tags, which is a call or is text."""
         opening = _OPENING.match(self._held)
         assert opening is not None
-        rest = self._held[opening.end() :]
-        head = _HEAD.match(rest)
-        if head is not None and head[1] in self._names:
-            self._held = rest
-            return self._begin(head)
-        if not is_over and head is None and _HEAD_PART.fullmatch(rest):
-            return None
-        self._read = self._read_plain
-        return []
+        return self._read_call(self._held[opening.end() :], self._held, is_over)
 
     def _read_plain(self, is_over: bool) -> _Found:  # noqa: ARG002 - the form of a state
         text, self._held = self._held, ""
@@ -170,13 +162,17 @@ class ToolReader:
         between = _BETWEEN.match(self._held)
         assert between is not None
         rest = self._held[between.end() :]
+        return self._read_call(rest, rest, is_over)
+
+    def _read_call(self, rest: str, text: str, is_over: bool) -> _Found:
+        """The call that `rest` begins; None while it may become one. Otherwise there is none, and `text` is read."""
         head = _HEAD.match(rest)
         if head is not None and head[1] in self._names:
             self._held = rest
             return self._begin(head)
         if not is_over and head is None and _HEAD_PART.fullmatch(rest):
             return None
-        self._held, self._read = rest, self._read_plain
+        self._held, self._read = text, self._read_plain
         return []
 
     # ---- what a state finds

@@ -29,7 +29,7 @@ class LifeConfig:
     - `max_unread_events`: of one call; a reader that leaves more of them loses the call.
 
     Raises:
-        ConfigError, InputError: a value that makes no sense; names the field.
+        ConfigError, InputError: a value that cannot be honoured; names the field.
     """
 
     workers: int = field(
