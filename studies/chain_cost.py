@@ -120,7 +120,7 @@ class Rounds:
             for request, text in zip(self._requests, self._texts, strict=True)
         ]
         runner = self._drafter.runner
-        runner.draft = self._compiled if way == _WAYS[0] else _no_chain  # type: ignore[method-assign]
+        runner.draft = self._compiled if way == _WAYS[0] else _no_chain  # type: ignore[assignment, method-assign]
         start = time.perf_counter()
         draft = self._drafter.propose(Batch(tuple(entries)))
         self._times[way].append(time.perf_counter() - start)
