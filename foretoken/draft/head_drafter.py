@@ -110,7 +110,9 @@ class HeadStates:
         unread = [(self.requests[one], rows) for one in request_ids for rows in self.requests[one].unread]
         if not unread:
             return
-        states = {layer: torch.cat([rows.states[layer] for _, rows in unread]) for layer in self._layers}
+        states = unread[0][1].states
+        if len(unread) > 1:
+            states = {layer: torch.cat([rows.states[layer] for _, rows in unread]) for layer in self._layers}
         pieces = self._fuse(states).split_with_sizes([len(rows.tokens) for _, rows in unread])
         for (own, _), piece in zip(unread, pieces, strict=True):
             own.features.append(piece)

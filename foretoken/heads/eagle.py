@@ -147,7 +147,8 @@ class EagleHead(LayeredHead):
         """What the head keeps of the target's `states`, by layer [n, Dt]: [n, D]. Row i depends on rows i alone."""
         if self.config.version == 1:
             return target.final_norm(states[self.config.taps[0]])
-        taps = [states[layer].to(self.norm_dtype) for layer in self.config.taps]
+        dtype = self.norm_dtype
+        taps = [states[layer].to(dtype) for layer in self.config.taps]
         if self.fc_norm is not None:
             taps = [norm(tap) for norm, tap in zip(self.fc_norm, taps, strict=True)]
         wide = torch.cat(taps, dim=-1)

@@ -67,7 +67,6 @@ class CachedEagle:
         logits = self.head.logits(rows.output[wanted], self.target)
         return EagleOutput(logits, rows.feedback[wanted], self.vocabulary)
 
-    @torch.inference_mode()
     def draft(
         self, tokens: Tensor, features: Tensor, segments: Sequence[Segment], counts: Sequence[int]
     ) -> Tensor | None:
