@@ -47,6 +47,7 @@ class CachedEagle:
         self.cache = cache or cache_beside(target, head.config.layer, head.norm_dtype)
         self._beside_layers = (head.fc, embedding_of(head, target), output_of(head, target))
         self._chain: tuple[tuple[object, ...], EagleChain | None] = ((), None)  # and the weights that it was made for
+        self._compiled_chain()  # compiled before anybody waits for a draft
 
     @torch.inference_mode()
     def features(self, states: Mapping[int, Tensor]) -> Tensor:

@@ -66,7 +66,8 @@ def eagle_chain(head: EagleHead, target: SharesWeights, cache: PagedCache) -> Ea
     dtype = head.norm_dtype
     with torch.inference_mode():
         kernels = kernels_for(torch.empty(0, dtype=dtype, device=cache.device))
-    library, layers = chain_library(), layer_table(head)
+    layers = None if kernels is None else layer_table(head)
+    library = None if layers is None else chain_library()
     embedding, output = embedding_of(head, target), output_of(head, target)
     if kernels is None or library is None or layers is None or embedding is None or output is None:
         return None

@@ -18,12 +18,14 @@ from foretoken.core import Batch, BatchEntry, Draft, Request
 from foretoken.draft import chain as chain_module
 from foretoken.draft.base import HiddenRows
 from foretoken.draft.eagle import EagleDrafter
+from foretoken.errors import CapacityError
 from foretoken.heads import eagle_chain as eagle_chain_module
 from foretoken.heads.eagle import EagleHead
 from foretoken.heads.eagle_cache import CachedEagle
 from foretoken.heads.eagle_chain import EagleChain
 from foretoken.heads.weights import pack, replace_weights, weights_of
 from foretoken.model.chain_kernel import Reach
+from foretoken.model.interface import Segment
 from foretoken.model.loader import load_decoder
 from foretoken.model.paged import PagedModel
 from tests.helpers.checkpoints import tiny_checkpoint, token_ids, variant
@@ -312,3 +314,17 @@ def test_a_head_with_all_of_its_own_needs_nothing_of_its_target(
     other = target_of(tiny_checkpoint(tmp_path, "granite"), "float32", "int8")
     drafts(head_of(other, "narrow", "int8"), other)
     assert len(calls) == ROUNDS - 1
+
+
+def test_no_room_for_the_rows(folder: Path, calls: list[Sequence[Reach]]) -> None:
+    """Nothing is kept then; the last token of a chain needs none."""
+    target = target_of(folder, "float32", "int8", num_slots=12)
+    runner, text = CachedEagle(head_of(target, "3", "int8"), target), torch.tensor(token_ids(5))
+    features = torch.zeros(5, target.config.hidden_size)
+    runner.cache.open(0)
+    with pytest.raises(CapacityError, match="out of KV blocks: 13 rows wanted, 12 tokens free"):
+        runner.draft(text, features, [Segment(0, 5)], [9])
+    assert (calls, runner.cache.length(0)) == ([], 0)
+    drafted = runner.draft(text, features, [Segment(0, 5)], [8])
+    assert drafted is not None
+    assert (len(drafted), runner.cache.length(0)) == (8, 5)
