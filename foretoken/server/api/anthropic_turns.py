@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from foretoken.server.api.errors import invalid, unsupported
+from foretoken.server.api.errors import ApiError, invalid, unsupported
 
 _ROLES = ("user", "assistant", "system")
 _IGNORED = ("thinking", "redacted_thinking")
@@ -150,7 +150,7 @@ def _text(param: str, block: Mapping[str, Any]) -> str:
     return text
 
 
-def _refusal(param: str, kind: str, expected: str) -> Exception:
+def _refusal(param: str, kind: str, expected: str) -> ApiError:
     """The error for a block that cannot stand where it stands. A type that nobody knows is not repeated."""
     if kind in _UNSUPPORTED:
         return unsupported(f"{param}.type", f"{kind} is not supported: {_UNSUPPORTED[kind]}")
