@@ -18,6 +18,8 @@ def test_schemathesis_all(start: Callable[..., str], tmp_path: Path) -> None:
     operations = [(path, method) for path, methods in paths.items() for method in methods]
     assert ("/v1/chat/completions", "post") in operations
     assert ("/v1/responses", "post") in operations
+    assert ("/v1/messages", "post") in operations
+    assert ("/v1/messages/count_tokens", "post") in operations
     assert ("/tokenize", "post") in operations
     report = tmp_path / "junit.xml"
     command = [str(Path(sys.executable).with_name("schemathesis")), "run", f"{server}/openapi.json"]

@@ -198,9 +198,14 @@ class Backend(Protocol):
         """
 
     async def tokenize(
-        self, prompt: str | None, messages: Sequence[Mapping[str, Any]] | None = None, add_special_tokens: bool = True
+        self,
+        prompt: str | None,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        add_special_tokens: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_options: Mapping[str, Any] = {},
     ) -> list[int]:
-        """Token ids of a text, or of a conversation under the chat template.
+        """Token ids of a text, or of a conversation under the chat template, see `Call`.
 
         Raises:
             InputError, UnavailableError: see `open`.

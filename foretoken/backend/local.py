@@ -154,13 +154,18 @@ class LocalBackend:
         return LocalGeneration(tickets, prompt_ids, self._texts, _Followed.of(call, prediction), self._rounds)
 
     async def tokenize(
-        self, prompt: str | None, messages: Sequence[Any] | None = None, add_special_tokens: bool = True
+        self,
+        prompt: str | None,
+        messages: Sequence[Any] | None = None,
+        add_special_tokens: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_options: Mapping[str, Any] = {},
     ) -> list[int]:
         """See `Backend.tokenize`."""
 
         def encode() -> list[int]:
             if messages is not None:
-                return self.engine.llm.encode_chat(messages)
+                return self.engine.llm.encode_chat(messages, tools, template_options)
             tokenizer = self._tokenizer("prompt", prompt)
             return tokenizer.encode(prompt or "", add_special_tokens)
 

@@ -117,10 +117,16 @@ class FakeBackend:
         return self.generations[-1]
 
     async def tokenize(
-        self, prompt: str | None, messages: Sequence[Mapping[str, Any]] | None = None, add_special_tokens: bool = True
+        self,
+        prompt: str | None,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        add_special_tokens: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_options: Mapping[str, Any] = {},
     ) -> list[int]:
         """See `Backend`."""
-        return list(range(len(prompt or "")))
+        text = (prompt or "") if messages is None else str([messages, tools, template_options])
+        return list(range(len(text)))
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         """See `Backend`."""

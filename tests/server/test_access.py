@@ -68,7 +68,10 @@ def status(app: ASGIApp, method: str, path: str, token: str | None) -> int:
     reply = asyncio.run(ask(app, scope_of(method, path, headers_for(token))))
     if reply.status >= 400:
         assert reply.headers["content-type"].startswith("application/json"), (method, path)
-        assert set(reply.error) >= {"message", "type", "param", "code"}
+        fields = (
+            {"message", "type", "details"} if path.startswith("/v1/messages") else {"message", "type", "param", "code"}
+        )
+        assert set(reply.error) >= fields
     assert reply.headers["x-request-id"]
     return reply.status
 
@@ -80,6 +83,7 @@ def test_auth_matrix() -> None:
     assert {
         "/v1/chat/completions",
         "/v1/completions",
+        "/v1/messages",
         "/v1/models",
         "/health",
         "/metrics",

@@ -54,7 +54,8 @@ def test_before_the_first_load_there_is_no_model() -> None:
     fake = FakeBackend()
     fake.info = None
     models, limits, ready = fetch(create_app(fake), ("GET", "/v1/models"), ("GET", "/v1/limits"), ("GET", "/ready"))
-    assert models.json() == {"object": "list", "data": []}
+    pages = {"has_more": False, "first_id": None, "last_id": None}  # Anthropic's
+    assert models.json() == {"object": "list", "data": [], **pages}
     assert "max_model_len" not in limits.json()
     assert ready.status_code == 503
 

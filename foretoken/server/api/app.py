@@ -11,9 +11,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foretoken import __version__
 from foretoken.backend.call import Backend
-from foretoken.server.api import chat, completions, responses
+from foretoken.server.api import anthropic, chat, completions, responses
 from foretoken.server.api.config import ApiConfig
-from foretoken.server.api.errors import CODE_KEY, ERROR_SCHEMA, final, install_handlers
+from foretoken.server.api.envelopes import MESSAGES_PATH, error_response, id_headers, install_handlers
+from foretoken.server.api.errors import CODE_KEY, ERROR_SCHEMA, final
 from foretoken.server.api.exchange import Api
 from foretoken.server.api.model_routes import status_router, tokenization_router
 from foretoken.server.record import (
@@ -27,7 +28,7 @@ from foretoken.server.record import (
 
 _log = logging.getLogger("foretoken.server")
 RouterMaker = Callable[[Api], APIRouter]
-GENERATING_PATHS = (chat.PATH, completions.PATH, responses.PATH)
+GENERATING_PATHS = (chat.PATH, completions.PATH, responses.PATH, MESSAGES_PATH)
 
 
 def create_app(
@@ -41,7 +42,7 @@ def create_app(
     app = FastAPI(
         title="foretoken",
         version=__version__,
-        description="Speculative decoding behind OpenAI's interface.",
+        description="Speculative decoding behind OpenAI's interface, and Anthropic's.",
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
@@ -52,6 +53,7 @@ def create_app(
         chat.chat_router(api),
         completions.completion_router(api),
         responses.responses_router(api),
+        anthropic.messages_router(api),
         tokenization_router(api),
         status_router(api),
         *(router if isinstance(router, APIRouter) else router(api) for router in routers),
@@ -121,7 +123,7 @@ class RequestIds:
             if message["type"] == "http.response.start":
                 has_begun = True
                 headers = [pair for pair in message.get("headers", ()) if pair[0].lower() != REQUEST_ID_HEADER]
-                message["headers"] = [*headers, (REQUEST_ID_HEADER, request_id_of(scope).encode("ascii"))]
+                message["headers"] = [*headers, *id_headers(scope["path"], request_id_of(scope))]
             await send(message)
 
         try:
@@ -131,4 +133,4 @@ class RequestIds:
             if has_begun:
                 raise
             error = final(500, "internal_error", "the server failed to answer this request")
-            await error.response()(scope, receive, send_with_id)
+            await error_response(error, scope)(scope, receive, send_with_id)

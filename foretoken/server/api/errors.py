@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from http import HTTPStatus
 from typing import Any, Literal, get_args
 
 import msgspec
-from fastapi import FastAPI, HTTPException, Request, Response
-from fastapi.exceptions import RequestValidationError
-from starlette.exceptions import HTTPException as StarletteHTTPException
+from fastapi import HTTPException, Response
 
 from foretoken import errors
 from foretoken.backend.call import AnswerFailed
@@ -121,10 +118,6 @@ class ApiError(HTTPException):
                 **self.extra,
             }
         }
-
-    def response(self) -> Response:
-        """The whole answer."""
-        return json_response(self.body, self.status_code, self.headers)
 
 
 def type_of(status: int) -> str:
@@ -251,14 +244,6 @@ _MAKERS: tuple[tuple[type[errors.ForetokenError], _Maker], ...] = (
 
 # ---- from the framework
 
-_BY_STATUS: dict[int, ErrorCode] = {
-    404: "route_not_found",
-    405: "method_not_allowed",
-    408: "request_timeout",
-    413: "body_too_large",
-    415: "unsupported_media_type",
-    431: "headers_too_large",
-}
 _NAME = re.compile(r"[A-Za-z0-9_.]{1,64}")
 
 
@@ -277,30 +262,3 @@ def of_validation(found: Sequence[Mapping[str, Any]]) -> ApiError:
 
 
 _OWN_CODES: dict[str, ErrorCode] = {"extra_forbidden": "unknown_field", "unsupported_feature": "unsupported_feature"}
-
-
-def install_handlers(app: FastAPI) -> None:
-    """Give every error of the application the envelope."""
-
-    async def api_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, ApiError)
-        return _send(request, error)
-
-    async def validation(request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
-        return _send(request, of_validation(error.errors()))
-
-    async def http_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, StarletteHTTPException)
-        status = error.status_code
-        code: ErrorCode = _BY_STATUS.get(status, "invalid_value" if status < 500 else "internal_error")
-        return _send(request, ApiError(status, code, HTTPStatus(status).phrase, headers=error.headers))
-
-    app.add_exception_handler(ApiError, api_error)
-    app.add_exception_handler(RequestValidationError, validation)
-    app.add_exception_handler(StarletteHTTPException, http_error)
-
-
-def _send(request: Request, error: ApiError) -> Response:
-    request.scope[CODE_KEY] = error.code
-    return error.response()

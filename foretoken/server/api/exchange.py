@@ -108,7 +108,7 @@ class Exchange:
 
     def __init__(self, api: Api, scope: MutableMapping[str, Any], call: Call, info: ModelInfo, is_stream: bool) -> None:
         self.api, self.call, self.info, self.is_stream = api, call, info, is_stream
-        self.request_id = request_id_of(scope)
+        self.request_id, self.path = request_id_of(scope), str(scope["path"])
         self.prompt_ids: tuple[tuple[int, ...], ...] = ()
         self.began_unix_s = time.time()
         self._began_s = time.perf_counter()
@@ -256,7 +256,7 @@ class Exchange:
         spec = self.call.spec
         return RequestRecord(
             request_id=self.request_id,
-            route=str(self._scope["path"]),
+            route=self.path,
             model=self.info.name,
             began_unix_s=self.began_unix_s,
             duration_s=time.perf_counter() - self._began_s,

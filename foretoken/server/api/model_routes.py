@@ -43,7 +43,10 @@ def status_router(api: Api) -> APIRouter:
     @router.get("/v1/models", summary="The served models")
     async def models() -> Response:
         info = api.backend.info
-        return json_response({"object": "list", "data": [] if info is None else [_model(info)]})
+        listed = [] if info is None else [_model(info)]
+        ids = [model["id"] for model in listed]
+        pages = {"has_more": False, "first_id": next(iter(ids), None), "last_id": next(reversed(ids), None)}
+        return json_response({"object": "list", "data": listed, **pages})
 
     @router.get("/v1/models/{name:path}", summary="One served model")
     async def model(name: str) -> Response:
@@ -75,11 +78,18 @@ def status_router(api: Api) -> APIRouter:
 
 
 def _model(info: ModelInfo) -> dict[str, Any]:
+    """OpenAI's object and Anthropic's in one, and what both lack."""
     return {
         "id": info.name,
         "object": "model",
         "created": 0,
         "owned_by": "foretoken",
+        "type": "model",
+        "display_name": info.name,
+        "created_at": "1970-01-01T00:00:00Z",
+        "lifecycle": "active",
+        "max_input_tokens": info.max_model_len,
+        "max_tokens": info.max_model_len,
         "max_model_len": info.max_model_len,
         "vocab_size": info.vocab_size,
         "num_parameters": info.num_parameters,

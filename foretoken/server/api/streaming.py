@@ -16,12 +16,12 @@ from starlette.types import Receive, Scope, Send
 
 from foretoken.backend.call import Event, Piece, RoundEvent
 from foretoken.server.api.config import ApiConfig
+from foretoken.server.api.envelopes import error_event, ping_event
 from foretoken.server.api.errors import CLIENT_GONE, ApiError, final
 from foretoken.server.api.exchange import Exchange, hung_up, stop
 
 _log = logging.getLogger("foretoken.server")
 DONE = b"data: [DONE]\n\n"
-_PING = b": ping\n\n"
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -230,7 +230,8 @@ class EventStream(Response):
             self._is_full.set()
 
     async def _send(self, send: Send) -> None:
-        """Everything that is in the buffer whenever something is, and comments while nothing is."""
+        """Everything that is in the buffer whenever something is, and pings while nothing is."""
+        exchange = self._exchange
         await send({"type": "http.response.start", "status": 200, "headers": [*_HEADERS]})
         self._watch_silence()
         try:
@@ -243,7 +244,7 @@ class EventStream(Response):
                 elif self._has_ended:
                     break
                 elif self._is_silent:
-                    data = _PING
+                    data = ping_event(exchange.path)
                 else:
                     await self._changed.wait()
                     continue
@@ -252,7 +253,7 @@ class EventStream(Response):
                 self._sent_s = asyncio.get_running_loop().time()
         finally:
             self._silence.cancel()
-        last = b"" if self._error is None else frame(self._error.body)
+        last = b"" if self._error is None else error_event(self._error, exchange.path, exchange.request_id)
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     def _watch_silence(self) -> None:

@@ -11,6 +11,7 @@ from fastapi import Request, Response
 
 from foretoken.backend.call import AnswerEnded, RoundEvent, TokenEvent
 from foretoken.server.api.call import metrics_level, tier_of, wants_trace
+from foretoken.server.api.envelopes import status_of
 from foretoken.server.api.errors import ApiError, final, json_response
 from foretoken.server.api.exchange import Exchange
 from foretoken.server.api.messages import source_of
@@ -41,7 +42,7 @@ async def answer(
         made = json_response(whole())
     except ApiError as error:
         await exchange.closed()
-        exchange.finish(error.status_code, exchange.left or error.code)
+        exchange.finish(status_of(error, exchange.path), exchange.left or error.code)
         raise
     except Exception as error:
         _log.exception("request %s broke down", exchange.request_id)

@@ -14,11 +14,12 @@ from typing import Literal
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from foretoken.server.api.envelopes import envelope, id_headers
 from foretoken.server.api.errors import ApiError, final, json_response
 from foretoken.server.guard.config import GuardConfig
 from foretoken.server.guard.keys import Identity, KeyRing, key_ring
 from foretoken.server.guard.origins import Headers, Origins, values_of
-from foretoken.server.record import CALLER_KEY, RECORDED_KEY, REQUEST_ID_HEADER, request_id_of
+from foretoken.server.record import CALLER_KEY, RECORDED_KEY, request_id_of
 
 Need = Literal["nothing", "key", "admin"]
 
@@ -195,7 +196,7 @@ class GuardedRequest:
         if self._has_started:
             return
         has_body = self._announces_body() and not self._is_complete
-        headers, body = raw(error, request_id_of(self._scope))
+        headers, body = raw(error, request_id_of(self._scope), self._scope["path"])
         headers += [*self._added_headers, *([(b"connection", b"close")] if has_body else [])]
         await self._send({"type": "http.response.start", "status": error.status_code, "headers": headers})
         await self._send({"type": "http.response.body", "body": body, "more_body": True})
@@ -226,7 +227,7 @@ class GuardedRequest:
 
 def no_key() -> ApiError:
     """401: no key, or a wrong one."""
-    message = "a valid API key is needed: send the header Authorization: Bearer KEY"
+    message = "a valid API key is needed: send the header Authorization: Bearer KEY, or x-api-key: KEY"
     return ApiError(401, "invalid_api_key", message, headers={"www-authenticate": "Bearer"})
 
 
@@ -284,7 +285,7 @@ def too_many_connections() -> ApiError:
     return ApiError(503, "rate_limited", "too many connections: come again later", headers={"retry-after": "1"})
 
 
-def raw(error: ApiError, request_id: str) -> tuple[list[tuple[bytes, bytes]], bytes]:
-    """Headers and body of an error, for a response that is sent without a framework."""
-    response = json_response(error.body, error.status_code, error.headers)
-    return [*response.raw_headers, (REQUEST_ID_HEADER, request_id.encode("ascii"))], bytes(response.body)
+def raw(error: ApiError, request_id: str, path: str = "") -> tuple[list[tuple[bytes, bytes]], bytes]:
+    """Headers and body of an error, for a response that is sent without a framework; `path` "" where none was read."""
+    response = json_response(envelope(error, path, request_id), error.status_code, error.headers)
+    return [*response.raw_headers, *id_headers(path, request_id)], bytes(response.body)

@@ -15,7 +15,7 @@ from foretoken.server.guard.config import GuardConfig, is_loopback
 _HOST = re.compile(r"(?P<name>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::(?P<port>[0-9]{1,5}))?")
 _USUAL_PORTS = {"http": 80, "https": 443}
 _METHODS = b"GET, POST, DELETE, OPTIONS"
-_EXPOSED = b"x-request-id, retry-after, x-should-retry"
+_EXPOSED = b"x-request-id, request-id, retry-after, x-should-retry"
 _MAX_AGE_S = b"600"
 
 Headers = Sequence[tuple[bytes, bytes]]

@@ -78,11 +78,19 @@ class RemoteBackend:
         return RemoteGeneration(self, number, pending)
 
     async def tokenize(
-        self, prompt: str | None, messages: Sequence[Mapping[str, Any]] | None = None, add_special_tokens: bool = True
+        self,
+        prompt: str | None,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        add_special_tokens: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_options: Mapping[str, Any] = {},
     ) -> list[int]:
         """See `Backend.tokenize`."""
         listed = None if messages is None else list(messages)
-        found: list[int] = await self._ask(lambda number: Tokenize(number, prompt, listed, add_special_tokens))
+        offered = None if tools is None else list(tools)
+        found: list[int] = await self._ask(
+            lambda number: Tokenize(number, prompt, listed, add_special_tokens, offered, dict(template_options))
+        )
         return found
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:

@@ -188,10 +188,15 @@ class Replicas:
         return await backends[number].open(call, fingerprint)
 
     async def tokenize(
-        self, prompt: str | None, messages: Sequence[Mapping[str, Any]] | None = None, add_special_tokens: bool = True
+        self,
+        prompt: str | None,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        add_special_tokens: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_options: Mapping[str, Any] = {},
     ) -> list[int]:
         """See `Backend.tokenize`."""
-        return await self._least_loaded().tokenize(prompt, messages, add_special_tokens)
+        return await self._least_loaded().tokenize(prompt, messages, add_special_tokens, tools, template_options)
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         """See `Backend.detokenize`."""

@@ -84,6 +84,8 @@ class Tokenize(msgspec.Struct, frozen=True, tag="tokenize"):
     prompt: str | None
     messages: list[Any] | None
     add_special_tokens: bool
+    tools: list[Any] | None = None
+    template_options: dict[str, Any] = {}
 
 
 class Detokenize(msgspec.Struct, frozen=True, tag="detokenize"):

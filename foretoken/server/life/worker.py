@@ -203,7 +203,13 @@ class Worker:
 
     async def _value(self, command: Any, backend: LocalBackend) -> Any:  # noqa: ANN401
         if isinstance(command, Tokenize):
-            return await backend.tokenize(command.prompt, command.messages, command.add_special_tokens)
+            return await backend.tokenize(
+                command.prompt,
+                command.messages,
+                command.add_special_tokens,
+                command.tools,
+                command.template_options,
+            )
         if isinstance(command, Detokenize):
             return await backend.detokenize(command.token_ids)
         if isinstance(command, AskStats):

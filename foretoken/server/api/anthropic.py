@@ -1,0 +1,257 @@
+"""`/v1/messages`: a chat in the shape of Anthropic's interface, its content blocks and the events by which they grow;
+and `/v1/messages/count_tokens`, the length of its prompt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from pydantic_core import from_json
+
+from foretoken.backend.call import AnswerEnded, TokenEvent
+from foretoken.errors import ForetokenError
+from foretoken.server.api.anthropic_request import MessagesRequest, TokenCountRequest, as_chat
+from foretoken.server.api.body import JsonRoute
+from foretoken.server.api.call import chat_call, terms_of, tier_of
+from foretoken.server.api.envelopes import MESSAGES_ERROR_SCHEMA, MESSAGES_PATH, ping_event
+from foretoken.server.api.errors import ApiError, json_response, of_exception
+from foretoken.server.api.exchange import Api, Exchange
+from foretoken.server.api.messages import shaper_of, source_of
+from foretoken.server.api.schemas import ChatRequest
+from foretoken.server.api.streaming import PieceGroup, paced
+from foretoken.server.api.usage import usage
+from foretoken.server.api.writer import ResponseWriter, answer
+
+_Json = dict[str, Any]
+# What fields of a chat are called here.
+_PARAMS = {
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "response_format.json_schema": "output_config.format.schema",
+    "tools.function.parameters": "tools.input_schema",
+    "chat_template_kwargs": "thinking",
+    "reasoning_effort": "output_config.effort",
+}
+_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_ERRORS: dict[int | str, _Json] = {
+    "default": {"description": "An error", "content": {"application/json": {"schema": MESSAGES_ERROR_SCHEMA}}}
+}
+
+
+def messages_router(api: Api) -> APIRouter:
+    """The routes."""
+    router = APIRouter(route_class=JsonRoute, responses=_ERRORS)
+
+    @router.post(MESSAGES_PATH, summary="The next message of a conversation, as Anthropic has it")
+    async def messages(body: MessagesRequest, request: Request) -> Response:
+        terms = terms_of(api, body, request.scope)
+        chat: ChatRequest | None = None
+        try:
+            chat = as_chat(body)
+            exchange = Exchange(api, request.scope, chat_call(chat, terms), terms.info, bool(body.stream))
+            writer = MessageWriter(exchange, chat)
+            return await answer(exchange, request, writer.stream, writer.whole)
+        except ApiError as error:
+            raise _named(error, chat) from error
+
+    @router.post(f"{MESSAGES_PATH}/count_tokens", summary="The number of tokens of a conversation")
+    async def count_tokens(body: TokenCountRequest, request: Request) -> Response:
+        terms = terms_of(api, body, request.scope)
+        chat: ChatRequest | None = None
+        try:
+            chat = as_chat(body.model_copy(update={"max_tokens": 1}))
+            call = chat_call(chat, terms)
+            tokens = await api.backend.tokenize(None, call.messages, True, call.tools, call.template_options)
+        except ApiError as error:
+            raise _named(error, chat) from error
+        except ForetokenError as error:
+            raise _named(of_exception(error, api.config.retry_after_s), chat) from error
+        return json_response({"input_tokens": len(tokens)})
+
+    return router
+
+
+def _named(error: ApiError, chat: ChatRequest | None) -> ApiError:
+    """The error with the names that its fields have here, in its text too: clients show nothing else."""
+    param = error.param if chat is None else source_of(chat, error.param)
+    param = _PARAMS.get(param or "", param)
+    if error.param and param and error.detail.startswith(f"{error.param}:"):
+        error.detail = param + error.detail.removeprefix(error.param)
+    error.param = param
+    return error
+
+
+class MessageWriter:
+    """One message, whole or as events."""
+
+    def __init__(self, exchange: Exchange, chat: ChatRequest) -> None:
+        self._exchange, self._chat = exchange, chat
+        self._shaper, self._blocks = shaper_of(chat, exchange.info), ContentBlocks()
+        self._frame = ResponseWriter(exchange, chat, "msg", "message", "message")
+
+    def whole(self) -> _Json:
+        """The message that is not streamed."""
+        progress = self._exchange.book.answers[0]
+        assert progress.ended is not None
+        for _ in self._blocks.add(self._shaper.push(progress.text)):
+            pass
+        events, stop = self._ended(progress.ended)
+        for _ in events:
+            pass
+        return {**self._message(), "content": self._blocks.content, **stop, **self._frame.reports()}
+
+    async def stream(self) -> AsyncGenerator[bytes]:
+        """The events of the stream, encoded.
+
+        Raises:
+            ApiError: the call failed.
+        """
+        exchange, is_begun = self._exchange, False
+        try:
+            async with (
+                contextlib.aclosing(exchange.events()) as events,
+                contextlib.aclosing(paced(events, exchange.api.config)) as groups,
+            ):
+                async for event in groups:
+                    if not is_begun and isinstance(event, PieceGroup | AnswerEnded):
+                        is_begun = True
+                        yield self._encoded({"type": "message_start", "message": self._message()})
+                        yield ping_event(exchange.path)
+                    if isinstance(event, PieceGroup):
+                        for made in self._blocks.add(self._shaper.push(event.piece.text)):
+                            yield self._encoded(made)
+                    elif isinstance(event, AnswerEnded):
+                        last, stop = self._ended(event)
+                        for made in last:
+                            yield self._encoded(made)
+                        end = {"type": "message_delta", "delta": stop, "usage": self._usage()}
+                        yield self._encoded({**end, **self._frame.reports()})
+                        yield self._encoded({"type": "message_stop"})
+        except ApiError as error:
+            raise _named(error, self._chat) from error
+
+    def _ended(self, event: AnswerEnded) -> tuple[list[_Json], _Json]:
+        """The last events of the content, and why it ended."""
+        delta, reason = self._shaper.finish(event.finish_reason)
+        made = [*self._blocks.add(delta), *self._blocks.close(is_cut=event.finish_reason == "length")]
+        found = self._stop_sequence(event)
+        return made, {"stop_reason": _REASONS[reason] if found is None else "stop_sequence", "stop_sequence": found}
+
+    def _stop_sequence(self, event: AnswerEnded) -> str | None:
+        """The stop sequence that ended the answer: the last token completed it."""
+        tokens, exchange = self._exchange.book.answers[0].tokens, self._exchange
+        if event.finish_reason != "stop" or not tokens or tokens[-1].token_id in exchange.info.eos_token_ids:
+            return None
+        return completed_stop(tokens, exchange.call.params.stop_strings)
+
+    def _encoded(self, event: _Json) -> bytes:
+        """An event; padded like those of a chat where that is asked for."""
+        return b"event: %b\n%b" % (event["type"].encode(), self._frame.encoded(event))
+
+    def _message(self) -> _Json:
+        exchange = self._exchange
+        return {
+            "id": f"msg_{exchange.request_id}",
+            "type": "message",
+            "role": "assistant",
+            "model": exchange.info.name,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": self._usage(),
+        }
+
+    def _usage(self) -> _Json:
+        """Anthropic counts prompt tokens that were found in the cache beside the others, not among them."""
+        found = usage(self._exchange, self._chat.prediction is not None)
+        num_cached = found["prompt_tokens_details"]["cached_tokens"]
+        details = found["completion_tokens_details"]
+        return {
+            "input_tokens": found["prompt_tokens"] - num_cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": num_cached,
+            "output_tokens": found["completion_tokens"],
+            "service_tier": "priority" if tier_of(self._chat) in ("priority", "fast") else "standard",
+            **{name: count for name, count in details.items() if name.endswith("_prediction_tokens")},
+        }
+
+
+def completed_stop(tokens: Sequence[TokenEvent], stops: Sequence[str]) -> str | None:
+    """The stop string that ends in the last of an answer's tokens and begins first; None without such."""
+    longest = max((len(stop.encode()) for stop in stops), default=0)
+    tail, last = b"", _written(tokens[-1])
+    for token in reversed(tokens):
+        tail = _written(token) + tail
+        if len(tail) >= longest + len(last):
+            break
+    found = []
+    for stop in stops:
+        data = stop.encode()
+        # the first place from which it ends inside the last token
+        place = tail.find(data, max(0, len(tail) - len(last) - len(data) + 1))
+        if place >= 0:
+            found.append((place, stop))
+    return min(found, key=lambda pair: pair[0])[1] if found else None
+
+
+def _written(token: TokenEvent) -> bytes:
+    return token.text.encode() if token.data is None else token.data
+
+
+class ContentBlocks:
+    """Makes content blocks and their events of message deltas (`MessageShaper`)."""
+
+    def __init__(self) -> None:
+        self.content: list[_Json] = []
+        self._is_open = False
+        self._arguments = ""  # of the last call
+
+    def add(self, delta: _Json) -> Iterator[_Json]:
+        """The events of one delta."""
+        if delta.get("content"):
+            if not self._is_open or self.content[-1]["type"] != "text":
+                yield from self.close()
+                yield self._open({"type": "text", "text": ""})
+            self.content[-1]["text"] += delta["content"]
+            yield self._delta({"type": "text_delta", "text": delta["content"]})
+        for part in delta.get("tool_calls", ()):
+            if "id" in part:
+                yield from self.close()
+                name = part["function"]["name"]
+                call_id = "toolu_" + part["id"].removeprefix("call_")
+                yield self._open({"type": "tool_use", "id": call_id, "name": name, "input": {}})
+            if part["function"]["arguments"]:
+                self._arguments += part["function"]["arguments"]
+                yield self._delta({"type": "input_json_delta", "partial_json": part["function"]["arguments"]})
+
+    def close(self, is_cut: bool = False) -> Iterator[_Json]:
+        """The event that ends the open block; `is_cut`: the answer was cut off in it."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        if self.content[-1]["type"] == "tool_use":
+            self.content[-1]["input"] = _input(self._arguments, is_cut)
+        yield {"type": "content_block_stop", "index": len(self.content) - 1}
+
+    def _open(self, block: _Json) -> _Json:
+        self._is_open, self._arguments = True, ""
+        self.content.append(block)
+        return {"type": "content_block_start", "index": len(self.content) - 1, "content_block": dict(block)}
+
+    def _delta(self, delta: _Json) -> _Json:
+        return {"type": "content_block_delta", "index": len(self.content) - 1, "delta": delta}
+
+
+def _input(arguments: str, is_cut: bool) -> _Json:
+    """The arguments of a call as an object: as far as they came where they were cut off, as Anthropic's clients read
+    them from a stream; what is no JSON object stands in one, as Anthropic asks its clients to send such back.
+    """
+    try:
+        found = from_json(arguments or "{}", allow_partial=True) if is_cut else json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        found = None
+    return found if isinstance(found, dict) else {"INVALID_JSON": arguments}

@@ -1,0 +1,158 @@
+"""Errors in the shape of the interface that a request speaks, which its path tells: OpenAI's, or under `/v1/messages`
+Anthropic's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException as StarletteHTTPException
+
+from foretoken.server.api.errors import (
+    CODE_KEY,
+    CODES,
+    MAX_MESSAGE_BYTES,
+    ApiError,
+    ErrorCode,
+    json_response,
+    of_validation,
+)
+from foretoken.server.record import REQUEST_ID_HEADER, request_id_of
+
+MESSAGES_PATH = "/v1/messages"
+_ID_HEADER = b"request-id"  # Anthropic's clients read this one
+_OVERLOADED = 529  # Anthropic's number for a server that has no room; 429 stands there for a client that asks too often
+_NO_ROOM = ("queue_full", "token_budget_full")
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+    _OVERLOADED: "overloaded_error",
+}
+
+MESSAGES_ERROR_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "required": ["type", "error", "request_id"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message", "details"],
+            "properties": {
+                "type": {"type": "string"},
+                "message": {"type": "string", "maxLength": MAX_MESSAGE_BYTES},
+                "details": {
+                    "type": "object",
+                    "required": ["error_code", "param"],
+                    "properties": {"error_code": {"enum": list(CODES)}, "param": {"type": ["string", "null"]}},
+                },
+            },
+        },
+        "request_id": {"type": "string"},
+    },
+}
+
+
+def is_messages(path: str) -> bool:
+    """Whether a path speaks Anthropic's interface."""
+    return path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
+
+
+def status_of(error: ApiError, path: str) -> int:
+    """The HTTP code that is sent."""
+    return _OVERLOADED if is_messages(path) and error.code in _NO_ROOM else error.status_code
+
+
+def envelope(error: ApiError, path: str, request_id: str) -> dict[str, Any]:
+    """The error as JSON."""
+    if not is_messages(path):
+        return error.body
+    status = status_of(error, path)
+    return {
+        "type": "error",
+        "error": {
+            "type": _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error"),
+            "message": _message(error),
+            "details": {"error_code": error.code, "param": error.param, **error.extra},
+        },
+        "request_id": request_id,
+    }
+
+
+def error_response(error: ApiError, scope: MutableMapping[str, Any]) -> Response:
+    """The whole answer to a request of this ASGI scope."""
+    path = str(scope["path"])
+    return json_response(envelope(error, path, request_id_of(scope)), status_of(error, path), error.headers)
+
+
+def error_event(error: ApiError, path: str, request_id: str) -> bytes:
+    """What ends a stream that an error cut off."""
+    data = msgspec.json.encode(envelope(error, path, request_id))
+    return b"event: error\ndata: %b\n\n" % data if is_messages(path) else b"data: %b\n\n" % data
+
+
+def ping_event(path: str) -> bytes:
+    """What is sent on a stream that is silent."""
+    return b'event: ping\ndata: {"type":"ping"}\n\n' if is_messages(path) else b": ping\n\n"
+
+
+def id_headers(path: str, request_id: str) -> list[tuple[bytes, bytes]]:
+    """The headers of every response that name its request."""
+    names = (REQUEST_ID_HEADER, _ID_HEADER) if is_messages(path) else (REQUEST_ID_HEADER,)
+    return [(name, request_id.encode("ascii")) for name in names]
+
+
+def _message(error: ApiError) -> str:
+    """The text of an error; that of a long prompt is Anthropic's, by which agents know that they must shorten it."""
+    if error.code == "context_length_exceeded" and "n_prompt_tokens" in error.extra:
+        num_max = error.extra["n_ctx"] - 1  # a token of the answer needs room, too
+        return f"prompt is too long: {error.extra['n_prompt_tokens']} tokens > {num_max} maximum"
+    return error.detail
+
+
+# ---- from the framework
+
+_BY_STATUS: dict[int, ErrorCode] = {
+    404: "route_not_found",
+    405: "method_not_allowed",
+    408: "request_timeout",
+    413: "body_too_large",
+    415: "unsupported_media_type",
+    431: "headers_too_large",
+}
+
+
+def install_handlers(app: FastAPI) -> None:
+    """Give every error of the application the envelope."""
+
+    async def api_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        return _send(request, error)
+
+    async def validation(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return _send(request, of_validation(error.errors()))
+
+    async def http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, StarletteHTTPException)
+        status = error.status_code
+        code: ErrorCode = _BY_STATUS.get(status, "invalid_value" if status < 500 else "internal_error")
+        return _send(request, ApiError(status, code, HTTPStatus(status).phrase, headers=error.headers))
+
+    app.add_exception_handler(ApiError, api_error)
+    app.add_exception_handler(RequestValidationError, validation)
+    app.add_exception_handler(StarletteHTTPException, http_error)
+
+
+def _send(request: Request, error: ApiError) -> Response:
+    request.scope[CODE_KEY] = error.code
+    return error_response(error, request.scope)
