@@ -42,7 +42,9 @@ def pairs_of(options: AbOptions, b_times_s: float, noise: float = 0.02, **b: Any
     for plan in plan_pairs(options, read_prompts(options.replay)):
         sign = 1 if plan.index % 2 else -1
         a = Observed(1 + sign * noise, 10, 0.1, 0.09, "same")
-        found.append(Pair(plan, a, Observed(**{"e2e_s": b_times_s, "num_tokens": 10, "ttft_s": 0.1, "text": "same"} | b)))
+        found.append(
+            Pair(plan, a, Observed(**{"e2e_s": b_times_s, "num_tokens": 10, "ttft_s": 0.1, "text": "same"} | b))
+        )
     return found
 
 
@@ -171,9 +173,7 @@ def test_both_are_asked_the_same_with_the_same_seed(tmp_path: Path) -> None:
     with serving(Fake()) as one, serving(Fake(owner="vllm")) as other:
         one.owner = "foretoken"
         report = run_ab(AbOptions(one.url, other.url, path, warmup=1, a_drafter="plain"))
-    asked = [
-        Counter((body["prompt"], body["seed"]) for _, _, body in fake.asked[1:]) for fake in (one, other)
-    ]
+    asked = [Counter((body["prompt"], body["seed"]) for _, _, body in fake.asked[1:]) for fake in (one, other)]
     assert asked[0] == asked[1]
     assert len(asked[0]) == 8
     assert one.asked[0][2]["spec"] == {"drafter": None}
@@ -217,7 +217,7 @@ def test_failures_are_counted_and_a_dead_side_ends_the_run(tmp_path: Path) -> No
             run_ab(AbOptions(one.url, other.url, path))
         other.asked.clear()
         other.answer = lambda number, _: tokens("a") if number < 2 else refused
-        with pytest.raises(UnavailableError, match="B .* failed 5 times in a row"):
+        with pytest.raises(UnavailableError, match=r"B .* failed 5 times in a row"):
             run_ab(AbOptions(one.url, other.url, path))
 
 
@@ -250,7 +250,7 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path, given: dict[str, Any], e
 
 
 def test_a_server_that_always_drafts_cannot_be_asked_plainly(tmp_path: Path) -> None:
-    with serving(Fake()) as fake, pytest.raises(ConfigError, match="a_drafter='plain': .* start it without"):
+    with serving(Fake()) as fake, pytest.raises(ConfigError, match=r"a_drafter='plain': .* start it without"):
         run_ab(AbOptions(fake.url, fake.url, replay_of(tmp_path), a_drafter="plain"))
 
 
