@@ -73,8 +73,8 @@ class AbOptions:
     )
     margin: float = field(default=0.03, metadata=option("Relative difference below which the two count as equivalent."))
     stop_early: bool = field(default=True, metadata=option("Stop as soon as there is a verdict."))
-    price_per_hour: tuple[float, ...] = field(
-        default=(),
+    price_per_hour: tuple[float, ...] | None = field(
+        default=None,
         metadata=option("Price of a machine per hour, or of A's and B's as 2.5,3: adds costs.", read=numbers),
     )
     dtype: str = field(default="auto", metadata=same_option(EngineConfig, "dtype"))
@@ -104,9 +104,9 @@ class AbOptions:
             raise InputError("pairs_per_block", self.pairs_per_block, "must be even: half of a block begins with A")
         check_number("temperature", self.temperature, *TEMPERATURES)
         check_number("margin", self.margin, 0.0, 1.0, open_low=True)
-        if len(self.price_per_hour) > 2:
+        if self.price_per_hour is not None and not 0 < len(self.price_per_hour) <= 2:
             raise InputError("price_per_hour", self.price_per_hour, "give one price for both machines, or A's and B's")
-        for price in self.price_per_hour:
+        for price in self.price_per_hour or ():
             check_number("price_per_hour", price, 0.0, MAX_PRICE, open_low=True)
         check_name(self.name)
         if self.out is not None:
@@ -138,4 +138,4 @@ class AbOptions:
     @property
     def prices(self) -> tuple[float, float] | None:
         """What an hour of A's machine and of B's costs; None where nobody said."""
-        return None if not self.price_per_hour else (self.price_per_hour[0], self.price_per_hour[-1])
+        return None if self.price_per_hour is None else (self.price_per_hour[0], self.price_per_hour[-1])

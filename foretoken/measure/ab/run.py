@@ -12,7 +12,7 @@ from foretoken.measure.ab.options import AbOptions
 from foretoken.measure.ab.pairs import Pair, PairPlan, block_means, observed_from, plan_pairs
 from foretoken.measure.ab.report import ab_report
 from foretoken.measure.ab.rows import PRIMARY, margin_of
-from foretoken.measure.ab.sides import Side, open_sides
+from foretoken.measure.ab.sides import AbSide, open_sides
 from foretoken.measure.kept import KeptFile, digest, run_of
 from foretoken.measure.progress import progress
 from foretoken.measure.prompts import read_prompts
@@ -86,7 +86,7 @@ def run_ab(options: AbOptions, command: str = "foretoken ab") -> Report:
     return write_report(report, options.out, options.name) if options.out is not None else report
 
 
-def _measure(options: AbOptions, replay: _Replay, sides: tuple[Side, Side], kept: KeptFile | None) -> None:
+def _measure(options: AbOptions, replay: _Replay, sides: tuple[AbSide, AbSide], kept: KeptFile | None) -> None:
     """Warm up, compare A with itself where that is asked for, then A with B until there is a verdict."""
     a, b = sides
     _warm_up(options, replay, sides)
@@ -110,7 +110,7 @@ def _is_decided(options: AbOptions, pairs: Sequence[Pair]) -> bool:
     return judge(found, margin_of(options)) != "go on"
 
 
-def _asked(plan: PairPlan, a: Side, b: Side) -> Pair:
+def _asked(plan: PairPlan, a: AbSide, b: AbSide) -> Pair:
     if plan.a_first:
         first = a.ask(plan.question)
         return Pair(plan, first, b.ask(plan.question))
@@ -118,7 +118,7 @@ def _asked(plan: PairPlan, a: Side, b: Side) -> Pair:
     return Pair(plan, a.ask(plan.question), second)
 
 
-def _warm_up(options: AbOptions, replay: _Replay, sides: Sequence[Side]) -> None:
+def _warm_up(options: AbOptions, replay: _Replay, sides: Sequence[AbSide]) -> None:
     """Ask each side a few requests that are not counted, those of the end of the replay.
 
     Raises:

@@ -19,7 +19,7 @@ _MAX_FAILED_IN_A_ROW = 5
 
 
 @dataclass
-class Side:
+class AbSide:
     """A backend under a letter, and how it drafts; `identity` is what a report says of it."""
 
     label: str
@@ -61,7 +61,7 @@ class Side:
 
 
 @contextmanager
-def open_sides(options: AbOptions) -> Iterator[tuple[Side, Side]]:
+def open_sides(options: AbOptions) -> Iterator[tuple[AbSide, AbSide]]:
     """A and B, closed at the end; one engine in this process that both name is opened once.
 
     Raises:
@@ -80,7 +80,7 @@ def open_sides(options: AbOptions) -> Iterator[tuple[Side, Side]]:
             about = source.identity_of(backend) | {
                 "drafter": PLAIN if drafting.kind is None else drafting_name(drafting)
             }
-            found.append(Side(side.upper(), backend, drafting, about))
+            found.append(AbSide(side.upper(), backend, drafting, about))
         yield found[0], found[1]
 
 

@@ -40,7 +40,7 @@ def pairs_of(options: AbOptions, b_times_s: float, noise: float = 0.02, **b: Any
     """Pairs in which A takes 1 s, more or less, and B `b_times_s`."""
     found = []
     for plan in plan_pairs(options, read_prompts(options.replay)):
-        sign = 1 if plan.index % 2 else -1
+        sign = 1 if plan.index // 2 % 2 else -1
         a = Observed(1 + sign * noise, 10, 0.1, 0.09, "same")
         found.append(
             Pair(plan, a, Observed(**{"e2e_s": b_times_s, "num_tokens": 10, "ttft_s": 0.1, "text": "same"} | b))
