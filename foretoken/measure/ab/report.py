@@ -88,7 +88,8 @@ def ab_report(
 
 def verdict_line(outcome: Outcome, num_pairs: int, options: AbOptions) -> str:
     """The verdict in one sentence."""
-    asked = f"{num_pairs} request{'s' if num_pairs != 1 else ''} on both, {outcome.num_blocks} blocks"
+    counts = {"request": num_pairs, "block": outcome.num_blocks}
+    asked = " in ".join(f"{count} {word}{'s' if count != 1 else ''}" for word, count in counts.items())
     if outcome.speedup is None:
         return f"No verdict: no request was answered by both ({asked})."
     found = f"B runs at {_ratio(outcome.speedup)} of A's speed"
