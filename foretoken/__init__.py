@@ -38,6 +38,7 @@ if typing.TYPE_CHECKING:
     from foretoken.engine.llm import LLM
     from foretoken.engine.request import GenerateOutput
     from foretoken.engine.ticket import Ticket
+    from foretoken.measure.ab.run import ab
 
 __version__ = "0.1.0"
 
@@ -69,6 +70,7 @@ __all__ = [
     "UnavailableError",
     "UnsupportedModelError",
     "WorkerDiedError",
+    "ab",
     "add_drafter",
 ]
 
@@ -78,6 +80,7 @@ _MODULES = {
     "Ticket": "foretoken.engine.ticket",
     "GenerateOutput": "foretoken.engine.request",
     "add_drafter": "foretoken.engine.drafters",
+    "ab": "foretoken.measure.ab.run",
 }
 
 if not typing.TYPE_CHECKING:  # a type checker would take it for a module that has every name

@@ -62,6 +62,12 @@ VERBS: Mapping[str, VerbSource] = {
         "evaluate",
         "Measure acceptance by drafter, position and slice; compare it with an earlier result.",
     ),
+    "ab": VerbSource(
+        "ab",
+        "ab",
+        "Replay requests on two backends in turns, and say which is faster, with an interval that holds at every look.",
+        has_engine=False,
+    ),
     "plan": VerbSource(
         "plan",
         "plan",

@@ -1,4 +1,4 @@
-"""Prompts from files: JSON lines of the user, and the public evaluation sets as they are published.
+"""Prompts from files: JSON lines of the user, requests recorded for other tools, and public evaluation sets.
 
     keys of an object                          known from       slice
     prompt [slice, name, prediction]           one's own        `slice`, or the file's name
@@ -11,8 +11,13 @@
     question, answers, prompt                  documents + QA   retrieval
     question, answer                           GSM8K            math
     conversations [tools]                      tool calls       json; cut before the first call, without one passed over
+    custom_id, body                            OpenAI's batch   `slice`, or the file's name
+    session_id, turns                          aiperf           the same; the first turn, behind a system message
+    text_input; text                           aiperf           the same
 
-A text is continued as it stands, messages go through the target's chat template (`with_template`).
+Length and temperature of an answer are read where a request says them (`max_tokens`; guidellm: `output_tokens_count`;
+aiperf: `output_length`). A text is continued as it stands, messages go through the target's chat template
+(`with_template`).
 """
 
 from __future__ import annotations
@@ -27,6 +32,7 @@ from foretoken.errors import InputError, StorageError
 from foretoken.files import parse_json, read_text
 from foretoken.measure.options import ALL
 from foretoken.measure.workload import Prompt, in_turns, without_trailing_space
+from foretoken.params import TEMPERATURES, check_number, check_whole
 
 _SUFFIXES = (".json", ".jsonl")
 _MAX_CUTS = 50
@@ -37,6 +43,7 @@ _SLICE_OF_CATEGORY = {
     "math_reasoning": "math",
     "rag": "retrieval",
 }
+_LENGTH_KEYS = ("max_tokens", "output_length", "output_tokens_count")
 _SPEAKERS = {"human": "User", "gpt": "Assistant", "function_call": "Call", "observation": "Result", "system": "System"}
 
 
@@ -187,25 +194,96 @@ def _known() -> str:
 def _own(item: _Item) -> Prompt:
     prediction = item.text("prediction") if item.values.get("prediction") is not None else None
     name = item.text("name") if "name" in item.values else item.name()
-    slice_name = item.text("slice") if "slice" in item.values else item.path.stem
-    return Prompt(name, slice_name, item.text("prompt"), prediction=prediction)
+    return Prompt(name, _slice(item), item.text("prompt"), prediction=prediction, **_asked(item, item.values))
 
 
-def _conversation(item: _Item) -> Prompt:
-    messages = item.values["messages"]
+def _slice(item: _Item) -> str:
+    return item.text("slice") if "slice" in item.values else item.path.stem
+
+
+def _asked(item: _Item, values: Mapping[str, Any]) -> dict[str, Any]:
+    """What a recorded request says of its answer's length and temperature, by the fields of `Prompt`."""
+    length = next((values[key] for key in _LENGTH_KEYS if values.get(key) is not None), None)
+    temperature = values.get("temperature")
+    try:
+        if length is not None:
+            check_whole("max_tokens", length, 1, 1 << 20)
+        if temperature is not None:
+            check_number("temperature", temperature, *TEMPERATURES)
+    except InputError as error:
+        raise InputError("prompts", item.place, f"{error.field} there: {error.remedy}") from error
+    return {"max_tokens": length, "temperature": temperature}
+
+
+def _pairs(item: _Item, messages: object) -> tuple[tuple[str, str], ...]:
+    """(role, content) of each message; contents in OpenAI's parts are joined where all are texts."""
     fit = isinstance(messages, list) and all(
-        isinstance(one, dict) and isinstance(one.get("role"), str) and isinstance(one.get("content"), str)
-        for one in messages
+        isinstance(one, dict) and isinstance(one.get("role"), str) and _content(one) is not None for one in messages
     )
     if not fit or not messages:
         raise InputError("prompts", item.place, '"messages" must be a list of objects with "role" and "content"')
-    pairs = tuple((one["role"], one["content"]) for one in messages)
+    assert isinstance(messages, list)
+    return tuple((one["role"], _content(one) or "") for one in messages)
+
+
+def _content(message: Mapping[str, Any]) -> str | None:
+    """The text of a message; None where it holds something else."""
+    content = message.get("content")
+    if isinstance(content, list):
+        parts = [part.get("text") if isinstance(part, dict) else None for part in content]
+        return "".join(parts) if parts and all(isinstance(part, str) for part in parts) else None  # type: ignore[arg-type]
+    return content if isinstance(content, str) else None
+
+
+def _conversation(item: _Item) -> Prompt:
+    pairs = _pairs(item, item.values["messages"])
     answered = len(pairs) > 1 and pairs[-1][0] == "assistant"
     prediction = item.text("prediction") if item.values.get("prediction") is not None else None
     name = item.text("name") if "name" in item.values else item.name()
-    slice_name = item.text("slice") if "slice" in item.values else item.path.stem
     continuation = pairs[-1][1] if answered else None
-    return Prompt(name, slice_name, "", continuation, prediction, pairs[:-1] if answered else pairs)
+    asked = pairs[:-1] if answered else pairs
+    return Prompt(name, _slice(item), "", continuation, prediction, asked, **_asked(item, item.values))
+
+
+def _batch_request(item: _Item) -> Prompt:
+    body, name = item.values["body"], item.text("custom_id")
+    if not isinstance(body, dict):
+        raise InputError("prompts", item.place, '"body" must be the object that the request was sent with')
+    known = {"max_tokens": body.get("max_tokens") or body.get("max_completion_tokens") or body.get("max_output_tokens")}
+    asked = _asked(item, body | known)
+    text = body.get("prompt", body.get("input"))
+    if "messages" in body:
+        return Prompt(name, _slice(item), "", messages=_pairs(item, body["messages"]), **asked)
+    if not isinstance(text, str) or not text:
+        remedy = '"body" must hold "messages", or a text of at least one character as "prompt" or "input"'
+        raise InputError("prompts", item.place, remedy)
+    return Prompt(name, _slice(item), text, **asked)
+
+
+def _trace_text(key: str) -> Callable[[_Item], Prompt]:
+    def make(item: _Item) -> Prompt:
+        return Prompt(item.name(), _slice(item), item.text(key), **_asked(item, item.values))
+
+    return make
+
+
+def _trace_session(item: _Item) -> Prompt:
+    """The first turn of a session: later ones depend on answers that the file does not hold."""
+    turns = item.values["turns"]
+    texts = [turn.get("text") if isinstance(turn, dict) else None for turn in turns] if isinstance(turns, list) else []
+    if not texts or not all(isinstance(text, str) and text for text in texts):
+        raise InputError("prompts", item.place, '"turns" must be a list of objects with a "text"')
+    roles = [str(turn.get("role") or "user") for turn in turns]
+    count = 2 if roles[0] == "system" and len(turns) > 1 else 1
+    pairs = tuple((role, str(text)) for role, text in zip(roles[:count], texts[:count], strict=True))
+    return Prompt(item.name("session_id"), _slice(item), "", messages=pairs, **_asked(item, turns[count - 1]))
+
+
+def _lengths_only(item: _Item) -> Prompt:
+    remedy = (
+        "is a trace of lengths without texts, and acceptance depends on texts: give a file with text_input or prompt"
+    )
+    raise InputError("prompts", item.place, remedy)
 
 
 def _spec_bench(item: _Item) -> Prompt:
@@ -274,10 +352,15 @@ _FORMATS: tuple[tuple[tuple[str, ...], Callable[[_Item], Prompt | None]], ...] =
     (("question", "answers", "prompt"), _documents),
     (("prompt",), _own),
     (("category", "turns"), _spec_bench),
+    (("custom_id", "body"), _batch_request),
+    (("session_id", "turns"), _trace_session),
+    (("text_input",), _trace_text("text_input")),
     (("instruction", "input", "output"), _edit),
     (("text", "code"), _mbpp),
     (("question", "answer"), _gsm8k),
     (("conversations",), _tool_call),
+    (("text",), _trace_text("text")),
+    (("input_length", "output_length"), _lengths_only),
 )
 
 

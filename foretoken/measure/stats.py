@@ -9,9 +9,11 @@ an interval on its tokens would be several times too narrow. The methods, whose 
 - the ratio of two settings on the same prompts: bootstrap-t of its logarithm (Efron and Tibshirani, An Introduction to
   the Bootstrap, 1993, section 12.5), and with fewer than `_MIN_STUDENTISED` prompts Student's t in its place;
 - a quantile of values in groups: the interval of the share of values below it (Korn and Graubard, 1998), inverted
-  (Woodruff, 1952).
+  (Woodruff, 1952);
+- the ratio of a quantile under two settings in the same blocks: the bootstrap over blocks, drawn for both together.
 
-Draws are the same in every run: an interval is a function of what was measured.
+Intervals that hold while one looks at them again and again are in `measure.sequential`. Draws are the same in every
+run: an interval is a function of what was measured.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ TAIL = (1 - CONFIDENCE) / 2  # outside an interval at either end
 MIN_GROUPS = 5  # below, an interval says nothing about another sample of groups
 _MAX_DRAWS, _MIN_DRAWS = 10_000, 1000
 _MAX_DRAWN = 4_000_000  # groups in all draws together: so many requests need fewer draws, and would take minutes
+_DRAWS_AT_ONCE = 500  # of quantiles: a matrix of draws and values is held
 _SEED = 20_150_000
 _MIN_STUDENTISED = 8  # with fewer prompts too many draws hold only two or three different ones, and have no error
 _SAME = 1e-9  # relative error of a ratio, below which all prompts have the same one
@@ -293,6 +296,41 @@ def quantile_estimate(groups: Sequence[Sequence[float]], share: float) -> Estima
     if share**size <= TAIL:
         high = float(values[_place(beta_quantile(1 - TAIL, share * size + 1, (1 - share) * size), len(values))])
     return Estimate(value, low, high)
+
+
+def quantile_ratio(base: Sequence[Sequence[float]], own: Sequence[Sequence[float]], share: float) -> Estimate | None:
+    """The quantile of `base` over that of `own`, of positive values in blocks that both have in the same order; None
+    without a value.
+
+    Blocks are drawn for both together; the interval is left out for fewer than `MIN_GROUPS` blocks.
+    """
+    kept = [(one, other) for one, other in zip(base, own, strict=True) if one and other]
+    if not kept:
+        return None
+    every = np.ones((1, len(kept)))
+    sides = [[list(block) for block in side] for side in zip(*kept, strict=True)]
+    above, below = (_weighted_quantiles(side, every, share) for side in sides)
+    value = float(above[0] / below[0])
+    if len(kept) < MIN_GROUPS:
+        return Estimate(value)
+    weights = drawn(len(kept))
+    above, below = (_weighted_quantiles(side, weights, share) for side in sides)
+    found = expanded_interval(_quotients(above, below), len(kept))
+    return Estimate(value) if found is None else Estimate(value, found.low, found.high)
+
+
+def _weighted_quantiles(blocks: Sequence[Sequence[float]], weights: Array, share: float) -> Array:
+    """The quantile [draws] of values in blocks, each as often as its block's weight [draws, blocks] says."""
+    values = np.concatenate([np.asarray(block, dtype=np.float64) for block in blocks])
+    owners = np.repeat(np.arange(len(blocks)), [len(block) for block in blocks])
+    order = np.argsort(values, kind="stable")
+    values, owners = values[order], owners[order]
+    found: Array = np.empty(len(weights))
+    for begin in range(0, len(weights), _DRAWS_AT_ONCE):
+        counts = np.cumsum(weights[begin : begin + _DRAWS_AT_ONCE, owners], axis=1)
+        places = (counts >= share * counts[:, -1:] - _SAME).argmax(axis=1)
+        found[begin : begin + _DRAWS_AT_ONCE] = values[places]
+    return found
 
 
 def _place(share: float, count: int) -> int:

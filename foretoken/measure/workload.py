@@ -40,7 +40,8 @@ class Prompt:
     `predicted`).
 
     `messages` are (role, content) pairs of a conversation; `text` is then what a chat template makes of it
-    (`prompts.with_template`), and empty before.
+    (`prompts.with_template`), and empty before. `max_tokens` and `temperature` are those of a recorded
+    request, None where the file says nothing; replays take them, other measurements set their own.
     """
 
     name: str
@@ -49,6 +50,8 @@ class Prompt:
     continuation: str | None = None
     prediction: str | None = None
     messages: tuple[tuple[str, str], ...] = ()
+    max_tokens: int | None = None
+    temperature: float | None = None
 
 
 def slices(names: Iterable[str] = SLICES, per_slice: int = 4, corpus: Corpus | None = None) -> tuple[Prompt, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from foretoken.measure.stats import paired_ratio
+from foretoken.measure.stats import paired_ratio, quantile_ratio
 
 PLAIN = {(p, r): (10.0, 1.0) for p in range(12) for r in range(3)}
 
@@ -59,3 +59,19 @@ def test_only_what_both_have_measured_counts() -> None:
     stopped = paired_ratio(uneven, PLAIN)
     assert stopped is not None
     assert stopped.high == 2.0
+
+
+def test_a_quantile_under_two_settings_is_drawn_by_blocks_for_both_together() -> None:
+    base = [[10.0 * block + place for place in range(1, 5)] for block in range(1, 21)]
+    found = quantile_ratio(base, [[value / 2 for value in block] for block in base], 0.95)
+    assert found is not None
+    assert (found.value, found.low, found.high) == (2.0, 2.0, 2.0)  # whatever is drawn, as each block has its own half
+    apart = quantile_ratio(base, base[::-1], 0.5)
+    assert apart is not None
+    assert apart.low is not None
+    assert apart.high is not None
+    assert apart.low < apart.value == 1.0 < apart.high
+    few = quantile_ratio(base[:4], base[:4], 0.5)
+    assert few is not None
+    assert (few.value, few.low) == (1.0, None)
+    assert quantile_ratio([[]], [[1.0]], 0.5) is None

@@ -230,3 +230,58 @@ def test_requests_of_a_load_take_conversations_whole(tmp_path: Path) -> None:
     assert len(found["talk"][0].prompt_ids) == 45
     with pytest.raises(InputError, match="has messages"):
         asks(("talk",), 1, encode, 4, 0, path)
+
+
+RECORDED = [
+    # OpenAI's batch files
+    (
+        {"custom_id": "r1", "method": "POST", "url": "/v1/chat/completions", "body": {
+            "model": "m", "max_completion_tokens": 9, "temperature": 0.5,
+            "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]}},
+        Prompt("r1", "mine", "", messages=(("user", "ab"),), max_tokens=9, temperature=0.5),
+    ),
+    (
+        {"custom_id": "r2", "body": {"prompt": "p", "max_tokens": 3}},
+        Prompt("r2", "mine", "p", max_tokens=3),
+    ),
+    # guidellm
+    ({"prompt": "p", "prompt_tokens_count": 4, "output_tokens_count": 5}, Prompt("mine:1", "mine", "p", max_tokens=5)),
+    # aiperf: single turn, several turns, a trace with texts
+    ({"text": "t", "output_length": 6}, Prompt("mine:1", "mine", "t", max_tokens=6)),
+    (
+        {"session_id": "s", "turns": [{"role": "system", "text": "be brief"}, {"text": "one", "output_length": 7},
+                                      {"text": "two"}]},
+        Prompt("mine:s", "mine", "", messages=(("system", "be brief"), ("user", "one")), max_tokens=7),
+    ),
+    ({"timestamp": 0, "text_input": "t", "output_length": 8}, Prompt("mine:1", "mine", "t", max_tokens=8)),
+    (
+        {"messages": [{"role": "user", "content": "q"}], "output_length": 9, "slice": "x"},
+        Prompt("mine:1", "x", "", messages=(("user", "q"),), max_tokens=9),
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "prompt"), RECORDED)
+def test_requests_recorded_for_other_tools_are_read(tmp_path, line, prompt):
+    path = tmp_path / "mine.jsonl"
+    path.write_text(json.dumps(line) + "\n", encoding="utf-8")
+    assert read_prompts(path) == (prompt,)
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ({"custom_id": "r", "body": []}, '"body" must be the object'),
+        ({"custom_id": "r", "body": {"input": [1]}}, '"messages", or a text'),
+        ({"custom_id": "r", "body": {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}}, "role"),
+        ({"session_id": "s", "turns": ["x"]}, '"turns" must be a list of objects'),
+        ({"timestamp": 0, "input_length": 3, "output_length": 4, "hash_ids": [1]}, "lengths without texts"),
+        ({"prompt": "p", "max_tokens": 0}, "max_tokens there"),
+        ({"prompt": "p", "temperature": "hot"}, "temperature there"),
+    ],
+)
+def test_recorded_requests_that_cannot_be_replayed_say_why(tmp_path, line, named):
+    path = tmp_path / "mine.jsonl"
+    path.write_text(json.dumps(line) + "\n", encoding="utf-8")
+    with pytest.raises(InputError, match=named):
+        read_prompts(path)

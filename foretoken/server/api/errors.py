@@ -142,9 +142,9 @@ def unsupported(param: str, message: str) -> ApiError:
     return ApiError(400, "unsupported_feature", f"{param}: {message}", param)
 
 
-def invalid(param: str, message: str, value: object = None) -> ApiError:
+def invalid(param: str, message: str, value: object = None, code: ErrorCode = "invalid_value") -> ApiError:
     """400 for a field; `value` is shown if it is a number."""
-    return ApiError(400, "invalid_value", f"{param}: {message}{shown(value)}", param)
+    return ApiError(400, code, f"{param}: {message}{shown(value)}", param)
 
 
 def shown(value: object) -> str:

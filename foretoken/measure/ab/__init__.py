@@ -1,0 +1,1 @@
+"""Two backends on the same requests, in turns: which is faster, by how much, for whom."""

@@ -1,0 +1,240 @@
+"""The report of an A/B replay: the verdict in a sentence, then metrics, slices and what was compared."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from foretoken.measure.ab.options import AbOptions
+from foretoken.measure.ab.pairs import Pair
+from foretoken.measure.ab.rows import (
+    PRIMARY,
+    MetricRow,
+    OrderEffect,
+    Outcome,
+    SliceRow,
+    margin_of,
+    metric_rows,
+    order_effect,
+    outcome_of,
+    slice_rows,
+)
+from foretoken.measure.plots import Plot, Point, Series, shown
+from foretoken.measure.report import Report, Table
+from foretoken.measure.sequential import MIN_BLOCKS
+from foretoken.measure.stats import Estimate
+
+EXPLAINED = (
+    "B over A: the speed of B as a multiple of A's, by the mean of log-ratios of a request on both; above 1 B is "
+    "faster. In brackets a 95 % interval that holds however often one looks (confidence sequence on blocks); those of "
+    "p50, p95 and of slices hold once, at the end. e2e: the whole answer, per token where lengths differ; ttft: up to "
+    "the first text; itl: mean time between tokens behind it."
+)
+_WORDS = {"e2e": "e2e", "ttft": "ttft", "itl": "itl", "tokens_per_s": "tokens/s"}
+_MAX_ERRORS = 3
+_BUSY_LOAD = 0.9
+
+
+def ab_report(
+    options: AbOptions,
+    about: Mapping[str, Mapping[str, str]],
+    pairs: Sequence[Pair],
+    aa_pairs: Sequence[Pair],
+    command: str,
+    notes: Iterable[str],
+    load: float,
+    interrupted: bool,
+    is_resumed: bool,
+) -> Report:
+    """The report of the pairs that were observed; `about` says of each side what it is."""
+    margin = margin_of(options)
+    outcome = outcome_of(pairs, PRIMARY, margin)
+    aa_outcome = outcome_of(aa_pairs, PRIMARY, margin) if aa_pairs else None
+    metrics, slices, order = metric_rows(pairs, options), slice_rows(pairs, options), order_effect(pairs)
+    caveats = [
+        *_of_run(options, pairs, load, interrupted, is_resumed),
+        *_of_errors(pairs),
+        *_of_comparison(options, pairs, aa_outcome, order),
+        *notes,
+    ]
+    results: dict[str, Any] = {
+        "kind": "ab",
+        "verdict": outcome.verdict,
+        "outcome": outcome,
+        "aa_outcome": aa_outcome,
+        "sides": about,
+        "order_effect": order,
+        "rows": metrics,
+        "slices": slices,
+        "pairs": [_pair_values(pair) for pair in pairs],
+        "aa_pairs": [_pair_values(pair) for pair in aa_pairs],
+        "interrupted": interrupted,
+    }
+    return Report(
+        title="A/B replay",
+        command=command,
+        options=asdict(options),
+        results=results,
+        tables=(_metric_table(metrics), _slice_table(slices, options), _side_table(about)),
+        explained=EXPLAINED,
+        caveats=tuple(caveats),
+        verdict=verdict_line(outcome, len(pairs), options),
+        passed=outcome.verdict != "slower",
+        plots=_plots(metrics, slices),
+    )
+
+
+def verdict_line(outcome: Outcome, num_pairs: int, options: AbOptions) -> str:
+    """The verdict in one sentence."""
+    counts = {"request": num_pairs, "block": outcome.num_blocks}
+    asked = " in ".join(f"{count} {word}{'s' if count != 1 else ''}" for word, count in counts.items())
+    if outcome.speedup is None:
+        return f"No verdict: no request was answered by both ({asked})."
+    found = f"B runs at {_ratio(outcome.speedup)} of A's speed"
+    if outcome.verdict == "equivalent":
+        return f"Equivalent: {found}, within {options.margin:.2g} of it; {asked}."
+    if outcome.verdict != "go on":
+        return f"B is {outcome.verdict}: {found}; {asked}."
+    if outcome.num_blocks < MIN_BLOCKS:
+        return f"Go on: {found}, but {MIN_BLOCKS} blocks are the fewest for a verdict; {asked}."
+    more = "more than can be said"
+    if outcome.blocks_to_decide is not None:
+        more = f"about {outcome.blocks_to_decide * options.pairs_per_block} requests in all"
+    return f"Go on: {found}, which decides nothing yet; {asked}, {more} would. Give --repeats, or a longer file."
+
+
+def _of_run(options: AbOptions, pairs: Sequence[Pair], load: float, interrupted: bool, is_resumed: bool) -> list[str]:
+    found = []
+    if interrupted:
+        found.append("The run was interrupted: this is what had been measured by then.")
+    if is_resumed:
+        found.append("The run was stopped and resumed: a server may have been started again meanwhile.")
+    if load > _BUSY_LOAD * (os.cpu_count() or 1):
+        found.append(f"The machine was busy when the run began: load average {load:.1f}.")
+    if pairs and options.stop_early and outcome_of(pairs, PRIMARY, margin_of(options)).verdict != "go on":
+        found.append("The run stopped at its verdict; --no-stop-early replays the whole file, for slices and p95.")
+    return found
+
+
+def _of_errors(pairs: Sequence[Pair]) -> list[str]:
+    found = []
+    for side in ("a", "b"):
+        said = [getattr(pair, side).error for pair in pairs if getattr(pair, side).error]
+        if said:
+            kinds = "; ".join(list(dict.fromkeys(said))[:_MAX_ERRORS])
+            found.append(
+                f"{side.upper()} failed {len(said)} of {len(pairs)} requests, left out of every ratio: {kinds}"
+            )
+    return found
+
+
+def _of_comparison(
+    options: AbOptions, pairs: Sequence[Pair], aa_outcome: Outcome | None, order: OrderEffect | None
+) -> list[str]:
+    """What restricts the comparison itself."""
+    found = ["Requests were sent one at a time: under load the ratio is another one (foretoken bench url)."]
+    done = [pair for pair in pairs if pair.is_ok]
+    uneven = sum(not pair.has_equal_lengths for pair in done)
+    if uneven:
+        found.append(
+            f"In {uneven} of {len(done)} pairs the answers differ in length: their e2e is compared per token. "
+            "--ignore-eos asks for equal lengths."
+        )
+    if aa_outcome is not None:
+        found.append(_of_aa(aa_outcome))
+    if order is not None and not order.low <= 1 <= order.high and abs(order.speedup - 1) > options.margin:
+        found.append(
+            f"The second answer of a pair came {order.speedup:.2f}x as fast as the first, whoever gave it: a cache is "
+            "shared. Half of each block begins with A, so the ratio is not moved by it, only widened."
+        )
+    return found
+
+
+def _of_aa(outcome: Outcome) -> str:
+    if outcome.speedup is None or outcome.num_blocks < MIN_BLOCKS:
+        return f"A against itself: {outcome.num_blocks} blocks, too few to tell; give --aa-blocks {MIN_BLOCKS} or more."
+    if outcome.verdict in ("faster", "slower"):
+        return (
+            f"A against itself ran at {_ratio(outcome.speedup)}: something other than the backends decides here, and "
+            "no verdict of this run can be relied on."
+        )
+    return f"A against itself ran at {_ratio(outcome.speedup)} of its own speed: no difference was found, as must be."
+
+
+def _metric_table(rows: Sequence[MetricRow]) -> Table:
+    headings = ("", "pairs", "A p50", "B p50", "A p95", "B p95", "B over A", "at p50", "at p95")
+    lines = tuple(
+        (
+            _WORDS[row.metric],
+            str(row.num_pairs),
+            *(_figure(row.metric, side[name]) for name in ("p50", "p95") for side in (row.a, row.b)),
+            "" if row.outcome.speedup is None else _ratio(row.outcome.speedup),
+            *(_ratio(row.quantiles[name]) if name in row.quantiles else "" for name in ("p50", "p95")),
+        )
+        for row in rows
+    )
+    return Table("B against A", headings, lines)
+
+
+def _slice_table(rows: Sequence[SliceRow], options: AbOptions) -> Table:
+    costs = ("A per 1M tokens", "B per 1M tokens") if options.prices else ()
+    headings = ("slice", "pairs", "errors A, B", "A tok/s", "B tok/s", "B over A", "equal texts", *costs)
+    return Table("By slice", headings, tuple(_slice_line(row, bool(costs)) for row in rows))
+
+
+def _slice_line(row: SliceRow, has_costs: bool) -> tuple[str, ...]:
+    ratio = "" if row.ratio is None else _ratio(Estimate(row.ratio.ratio, row.ratio.low, row.ratio.high))
+    costs = row.cost_per_million or {}
+    cells = [f"{costs[side].value:.3g}" if side in costs else "" for side in ("a", "b")] if has_costs else []
+    speeds = ["" if row.tokens_per_s[side] is None else shown(row.tokens_per_s[side] or 0.0) for side in ("a", "b")]
+    texts = "" if row.equal_texts is None else f"{row.equal_texts:.0%}"
+    errors = f"{row.errors['a']}, {row.errors['b']}"
+    return (row.slice or "all", str(row.num_pairs), errors, *speeds, ratio, texts, *cells)
+
+
+def _side_table(about: Mapping[str, Mapping[str, str]]) -> Table:
+    lines = tuple(
+        (label, *(own[name] for name in ("name", "version", "model", "drafter"))) for label, own in about.items()
+    )
+    return Table("Compared", ("", "backend", "version", "model", "drafter"), lines, justify="l")
+
+
+def _plots(metrics: Sequence[MetricRow], slices: Sequence[SliceRow]) -> tuple[Plot, ...]:
+    points = [
+        Point(_WORDS[row.metric], row.outcome.speedup.value, row.outcome.speedup.low, row.outcome.speedup.high)
+        for row in metrics
+        if row.outcome.speedup is not None
+    ]
+    by_slice = [
+        Series(row.slice or "all", (Point("tokens/s", row.ratio.ratio, row.ratio.low, row.ratio.high),))
+        for row in slices
+        if row.ratio is not None
+    ]
+    bars = tuple(Series(point.at, (Point("all pairs", point.value, point.low, point.high),)) for point in points)
+    return (
+        Plot("B over A by metric", "speed of B / speed of A", bars, baseline=1.0),
+        Plot("B over A by slice", "tokens/s of B / of A", tuple(by_slice), baseline=1.0),
+    )
+
+
+def _pair_values(pair: Pair) -> dict[str, Any]:
+    """A pair without its texts."""
+    sides = {
+        side: {name: value for name, value in asdict(getattr(pair, side)).items() if name != "text"}
+        for side in ("a", "b")
+    }
+    about = {"name": pair.plan.name, "slice": pair.plan.slice, "block": pair.plan.block, "a_first": pair.plan.a_first}
+    return about | sides | {"equal_text": pair.a.text == pair.b.text}
+
+
+def _ratio(found: Estimate) -> str:
+    ends = "" if found.low is None or found.high is None else f" [{found.low:.2f}, {found.high:.2f}]"
+    return f"{found.value:.2f}x{ends}"
+
+
+def _figure(metric: str, value: float) -> str:
+    if metric == "tokens_per_s":
+        return shown(value)
+    return f"{1e3 * value:.3g} ms" if value < 1 else f"{value:.3g} s"

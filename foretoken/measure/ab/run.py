@@ -1,0 +1,162 @@
+"""`foretoken ab`: a recorded file of requests replayed on two backends in turns, until it is clear which is faster."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from foretoken.errors import UnavailableError
+from foretoken.measure.ab.options import AbOptions
+from foretoken.measure.ab.pairs import Pair, PairPlan, block_means, observed_from, plan_pairs
+from foretoken.measure.ab.report import ab_report
+from foretoken.measure.ab.rows import PRIMARY, margin_of
+from foretoken.measure.ab.sides import AbSide, open_sides
+from foretoken.measure.kept import KeptFile, digest, run_of
+from foretoken.measure.progress import progress
+from foretoken.measure.prompts import read_prompts
+from foretoken.measure.report import Report, load_average
+from foretoken.measure.sequential import confidence_sequence, judge
+from foretoken.measure.write import write_report
+
+_FREE_TO_CHANGE = ("stop_early", "margin", "price_per_hour")  # of a run that goes on: they decide about no answer
+
+
+def ab(a: str, b: str, replay: str | Path, **options: Any) -> Report:  # noqa: ANN401 - the other fields of AbOptions
+    """Replay requests on two backends and say which is faster; `options` are the other fields of `AbOptions`.
+
+    `results["verdict"]` of the report is "faster", "equivalent", "slower" or "go on": what B is, measured against A.
+
+    Raises:
+        InputError: an option or a request that cannot be used; names it.
+        UnavailableError: a backend does not answer.
+        ForetokenError: a model that cannot be used.
+    """
+    return run_ab(AbOptions(a, b, Path(replay), **options), command="foretoken.ab(...)")
+
+
+@dataclass
+class _Replay:
+    """What was planned and what was observed so far, of A with itself and of A with B."""
+
+    plans: Sequence[PairPlan]
+    pairs: list[Pair] = field(default_factory=list)
+    aa_pairs: list[Pair] = field(default_factory=list)
+    is_resumed: bool = False
+
+
+def run_ab(options: AbOptions, command: str = "foretoken ab") -> Report:
+    """Measure, and write the result where options ask for it; the caller prints the report.
+
+    Progress goes to standard error. After Ctrl-C the report holds what was measured until then, and says so.
+
+    Raises:
+        InputError, StorageError: requests or a file to resume that cannot be used.
+        UnavailableError: a backend does not answer.
+        ForetokenError: a model that cannot be used.
+    """
+    replay = _Replay(plan_pairs(options, read_prompts(options.replay)))
+    load, interrupted = load_average(), False
+    with open_sides(options) as sides:
+        for side in sides:
+            for plan in replay.plans:
+                side.check(plan.question)
+        about = {side.label: side.identity for side in sides}
+        kept = _kept(options, replay, about)
+        try:
+            _measure(options, replay, sides, kept)
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            if kept is not None:
+                kept.close()
+        notes = [note for side in sides for note in side.backend.notes()]
+    report = ab_report(
+        options,
+        about,
+        replay.pairs,
+        replay.aa_pairs,
+        command,
+        dict.fromkeys(notes),
+        load,
+        interrupted,
+        replay.is_resumed,
+    )
+    return write_report(report, options.out, options.name) if options.out is not None else report
+
+
+def _measure(options: AbOptions, replay: _Replay, sides: tuple[AbSide, AbSide], kept: KeptFile | None) -> None:
+    """Warm up, compare A with itself where that is asked for, then A with B until there is a verdict."""
+    a, b = sides
+    _warm_up(options, replay, sides)
+    aa_plans = [plan for plan in replay.plans if plan.block < options.aa_blocks]
+    with progress(len(aa_plans) + len(replay.plans)) as tell:
+        for plan in aa_plans[len(replay.aa_pairs) :]:
+            tell(f"A against itself, {plan.slice}")
+            replay.aa_pairs.append(_asked(plan, a, a))
+            _keep(kept, "aa", replay.aa_pairs[-1])
+        for plan in replay.plans[len(replay.pairs) :]:
+            at_end_of_block = bool(replay.pairs) and replay.pairs[-1].plan.block != plan.block
+            if at_end_of_block and options.stop_early and _is_decided(options, replay.pairs):
+                return
+            tell(plan.slice)
+            replay.pairs.append(_asked(plan, a, b))
+            _keep(kept, "ab", replay.pairs[-1])
+
+
+def _is_decided(options: AbOptions, pairs: Sequence[Pair]) -> bool:
+    found = confidence_sequence(block_means(pairs, PRIMARY))
+    return judge(found, margin_of(options)) != "go on"
+
+
+def _asked(plan: PairPlan, a: AbSide, b: AbSide) -> Pair:
+    if plan.a_first:
+        first = a.ask(plan.question)
+        return Pair(plan, first, b.ask(plan.question))
+    second = b.ask(plan.question)
+    return Pair(plan, a.ask(plan.question), second)
+
+
+def _warm_up(options: AbOptions, replay: _Replay, sides: Sequence[AbSide]) -> None:
+    """Ask each side a few requests that are not counted, those of the end of the replay.
+
+    Raises:
+        UnavailableError: all failed on one side.
+    """
+    for side in sides:
+        found = [side.ask(plan.question) for plan in replay.plans[-options.warmup :]]
+        if all(one.error for one in found):
+            raise UnavailableError(
+                f"all {len(found)} requests of the warm-up to {side.label} ({side.backend.name}) failed "
+                f"({found[0].error}); nothing was measured"
+            )
+
+
+def _kept(options: AbOptions, replay: _Replay, about: dict[str, dict[str, str]]) -> KeptFile | None:
+    """The file of pairs, those that it holds already restored.
+
+    Raises:
+        InputError, StorageError: see `KeptFile`.
+    """
+    if options.resume is None:
+        return None
+    planned = digest([asdict(plan) for plan in replay.plans])
+    file = KeptFile(
+        options.resume, "ab", run_of(options, _FREE_TO_CHANGE, sides=about) | {"requests by content": planned}
+    )
+
+    def read(line: dict[str, Any]) -> tuple[str, Pair]:
+        plan = replay.plans[line["pair"]]
+        return line["phase"], Pair(plan, observed_from(line["a"]), observed_from(line["b"]))
+
+    known = file.restored(read)
+    replay.aa_pairs += [pair for phase, pair in known if phase == "aa"]
+    replay.pairs += [pair for phase, pair in known if phase == "ab"]
+    replay.is_resumed = bool(known)
+    return file
+
+
+def _keep(kept: KeptFile | None, phase: str, pair: Pair) -> None:
+    if kept is not None:
+        kept.append({"phase": phase, "pair": pair.plan.index, "a": asdict(pair.a), "b": asdict(pair.b)})

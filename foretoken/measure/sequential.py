@@ -1,0 +1,96 @@
+"""Intervals that hold however often one looks at them, and when one may stop measuring because of what they say.
+
+An interval of fixed size is right at one number of measurements, chosen before; who looks after each and stops at a
+pleasant one is wrong far more often than one time in twenty. A confidence sequence holds at all numbers together. This
+is the asymptotic one of Waudby-Smith, Arbour, Sinha, Kennedy and Ramdas (Time-uniform central limit theory and
+asymptotic confidence sequences, 2024, arXiv 2103.06476, theorem 2.2), of means of independent blocks:
+
+    mean +- sd * sqrt(2 (n r + 1) / (n^2 r) * log(sqrt(n r + 1) / alpha))
+
+where r sets the number of blocks at which it is narrowest (their appendix B.2). It is asymptotic: with few blocks the
+standard deviation is itself a sample. So sd is widened as Student's t is over the normal distribution, and nothing is
+said of fewer than `MIN_BLOCKS` blocks. `proof/test_ab_rates.py` measures the rest: at most 5 % of runs without a
+difference ever find one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import NormalDist
+from typing import Literal
+
+import numpy as np
+
+from foretoken.measure.stats import CONFIDENCE, Array, Interval, student_quantile
+
+ALPHA = 1 - CONFIDENCE
+MIN_BLOCKS = 8
+NARROW_AT = 64  # blocks, at which the sequence is narrowest: 256 requests in blocks of four pairs
+_MAX_BLOCKS = 1 << 20
+
+Verdict = Literal["faster", "equivalent", "slower", "go on"]
+
+
+def tuning(num_blocks: int = NARROW_AT, alpha: float = ALPHA) -> float:
+    """r, for which the sequence is about narrowest at `num_blocks`."""
+    return (-2 * math.log(alpha) + math.log(-2 * math.log(alpha)) + 1) / num_blocks
+
+
+def widths(deviations: Array, num_blocks: Array, alpha: float = ALPHA) -> Array:
+    """Half the width [...] of the sequence after `num_blocks` [...] blocks of at least 2, whose means have the standard
+    deviations `deviations` [...].
+    """
+    r = tuning(alpha=alpha)
+    scaled = num_blocks * r + 1
+    normal = NormalDist().inv_cdf(1 - alpha / 2)
+    wider = np.vectorize(lambda n: student_quantile(1 - alpha / 2, int(n) - 1) / normal, otypes=[np.float64])
+    found: Array = (
+        deviations * wider(num_blocks) * np.sqrt(2 * scaled / (num_blocks**2 * r) * np.log(np.sqrt(scaled) / alpha))
+    )
+    return found
+
+
+def confidence_sequence(means: Sequence[float], alpha: float = ALPHA) -> Interval | None:
+    """Where the mean of blocks lies after these; None for fewer than `MIN_BLOCKS`.
+
+    `means` are the mean of each block so far, in their order; the probability that any of the intervals of a run misses
+    is about `alpha` in all.
+    """
+    count = len(means)
+    if count < MIN_BLOCKS:
+        return None
+    values = np.array(means, dtype=np.float64)
+    half = float(widths(values.std(ddof=1), np.array(float(count)), alpha))
+    return Interval(float(values.mean()) - half, float(values.mean()) + half)
+
+
+def judge(found: Interval | None, margin: float) -> Verdict:
+    """What an interval of the mean log-ratio (above 0: faster) says, with an equivalence margin as a log-ratio.
+
+    "equivalent": the whole interval is within the margin, on one side of 0 or not; "go on": it is too wide for a word.
+    """
+    if found is None:
+        return "go on"
+    if -margin < found.low and found.high < margin:
+        return "equivalent"
+    if found.low > 0:
+        return "faster"
+    return "slower" if found.high < 0 else "go on"
+
+
+def blocks_to_decide(means: Sequence[float], margin: float, alpha: float = ALPHA) -> int | None:
+    """About how many blocks in all decide, if they go on as `means` did; None where too few are known, or no number
+    that is worth waiting for does.
+    """
+    if len(means) < MIN_BLOCKS:
+        return None
+    values = np.array(means, dtype=np.float64)
+    mean = abs(float(values.mean()))
+    enough = max(mean, margin - mean)  # narrower than this, 0 or what is beyond the margin is ruled out
+    count = len(means)
+    while count <= _MAX_BLOCKS:
+        if float(widths(values.std(ddof=1), np.array(float(count)), alpha)) < enough:
+            return count
+        count += max(1, count // 16)
+    return None
