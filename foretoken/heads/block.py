@@ -115,7 +115,7 @@ class BlockHead(LayeredHead):
         rotary = self.rotary.at(positions)
         compiled = self._compiled(context, x, rotary, attention)
         if compiled is not None:
-            x = compiled.run(x, range(len(self._block_layers)))
+            x, _ = compiled.run(x, range(len(self._block_layers)))
         else:
             for number, layer in enumerate(self._block_layers):
                 x = layer(context, x, rotary, attention, number)

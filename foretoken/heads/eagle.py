@@ -171,7 +171,7 @@ class EagleHead(LayeredHead):
         rotary = self.rotary.at(positions)
         compiled = layer_pass(self, x, attention, [rotary], embedded)
         if compiled is not None:
-            x = compiled.run(x, range(len(self._layers)))
+            x, _ = compiled.run(x, range(len(self._layers)))
         else:
             for number, layer in enumerate(self._layers):
                 x = layer(x, embedded, rotary, attention, number)

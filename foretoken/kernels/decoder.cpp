@@ -187,7 +187,7 @@ void typed(int is_bf16, Function function) {
 extern "C" {
 
 // What the numbers below mean; a library of another interface is not used.
-int foretoken_decoder_interface() { return 8; }
+int foretoken_decoder_interface() { return 9; }
 
 // All tensors of a call are bfloat16 or all float32; `stride` is from row to row of the input, in elements.
 
@@ -278,7 +278,11 @@ bool foretoken_run_layers(const foretoken_pass* pass) {
     try {
         typed(pass->is_bf16, [&](auto zero) {
             LayerPass<decltype(zero)> layers(*pass);
-            for (int32_t i = 0; i < pass->num_layers; ++i) layers.run(pass->order[i]);
+            const size_t bytes = size_t(pass->num_rows * pass->hidden_size) * sizeof zero;
+            for (int32_t i = 0; i < pass->num_layers; ++i) {
+                if (pass->taps != nullptr && pass->taps[i] != nullptr) std::memcpy(pass->taps[i], pass->x, bytes);
+                layers.run(pass->order[i]);
+            }
         });
     } catch (const std::bad_alloc&) {
         return false;

@@ -265,7 +265,7 @@ private:
 extern "C" {
 
 // What the function below takes; a library of another interface is not used.
-int foretoken_draft_interface() { return 1; }
+int foretoken_draft_interface() { return 2; }
 
 // Runs the texts of all requests of a chain and drafts their tokens; each has at least one of both. False: no memory.
 bool foretoken_draft_chain(const foretoken_chain* chain) {

@@ -38,6 +38,7 @@ struct foretoken_pass {
     const void *const *cos, *const *sin;  // by table, [num_rows, head_dim]
     const int64_t* write_slots;
     const foretoken_segment* segments;
+    void* const* taps;  // by place in `order`, [num_rows, hidden_size] for what that layer gets, null where nobody reads it
     int64_t num_rows, hidden_size, num_heads, num_groups, head_dim, num_slots;
     int32_t num_layers, num_segments, is_bf16, is_half_cache, threads;
     foretoken_layer_kind kind;

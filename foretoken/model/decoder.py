@@ -141,16 +141,6 @@ def _normed(x: Tensor, norm: Norm | None) -> Tensor:
     return normed
 
 
-def between(layers: Sequence[int], taps: Sequence[int]) -> list[list[int]]:
-    """`layers` in runs that begin where a tap is wanted."""
-    runs: list[list[int]] = []
-    for index in layers:
-        if index in taps or not runs:
-            runs.append([])
-        runs[-1].append(index)
-    return runs
-
-
 class Decoder(nn.Module):
     """Embedding, layers, final norm and output head: all of them, or one rank's part.
 
@@ -211,13 +201,12 @@ class Decoder(nn.Module):
         rotations = [table.at(positions) for table in self.rotaries]
         compiled = layer_pass(self, x, attention, rotations)
         kept: dict[int, Tensor] = {}
-        for some in between(layers, taps):
-            if some[0] in taps:
-                kept[some[0]] = x
-            if compiled is not None:
-                x = compiled.run(x, some)
-                continue
-            for index in some:
+        if compiled is not None and layers:
+            x, kept = compiled.run(x, layers, taps)
+        else:
+            for index in layers:
+                if index in taps:
+                    kept[index] = x
                 number = self._rope_numbers[index]
                 x = self.layers[index](x, None if number is None else rotations[number], attention, index)
         if layers and layers[-1] + 1 in taps:

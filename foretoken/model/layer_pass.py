@@ -124,7 +124,7 @@ class PassFields(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("layers", "order", "keys", "values", "x", "beside", "cos", "sin")),
-        *((name, ctypes.c_void_p) for name in ("write_slots", "segments")),
+        *((name, ctypes.c_void_p) for name in ("write_slots", "segments", "taps")),
         *((name, ctypes.c_int64) for name in ("num_rows", "hidden_size", "num_heads", "num_groups", "head_dim")),
         ("num_slots", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("num_layers", "num_segments", "is_bf16", "is_half_cache", "threads")),
@@ -177,12 +177,14 @@ class LayerPass:
     rotations: Rotations
     beside: Tensor | None  # [T, D]
 
-    def run(self, x: Tensor, layers: Sequence[int]) -> Tensor:
-        """The residual stream [T, D] behind `layers`, which follow one another in `x` [T, D].
+    def run(self, x: Tensor, layers: Sequence[int], taps: Sequence[int] = ()) -> tuple[Tensor, dict[int, Tensor]]:
+        """The residual stream [T, D] behind `layers`, which follow one another in `x` [T, D], and what those in `taps`
+        get, each [T, D].
 
         Raises:
             MemoryError: no memory for what lies between two operations.
         """
+        kept = {layer: torch.empty_like(x, memory_format=torch.contiguous_format) for layer in layers if layer in taps}
         x = x.clone(memory_format=torch.contiguous_format)
         tables = [(cos.contiguous(), sin.contiguous()) for cos, sin in self.rotations]
         cos, sin = ((ctypes.c_void_p * len(tables))(*(pair[i].data_ptr() for pair in tables)) for i in range(2))
@@ -193,9 +195,11 @@ class LayerPass:
         fields.cos, fields.sin = ctypes.addressof(cos), ctypes.addressof(sin)
         fields.write_slots, fields.segments = self.attention.write_slots.data_ptr(), ctypes.addressof(self.segments)
         fields.num_rows, fields.num_segments = len(x), len(self.segments)
+        places = (ctypes.c_void_p * len(layers))(*(kept[i].data_ptr() if i in kept else None for i in layers))
+        fields.taps = ctypes.addressof(places) if kept else None
         if not self.kernels.library.foretoken_run_layers(ctypes.byref(fields)):
             raise MemoryError(f"no memory for {len(x)} rows; run fewer rows at a time")
-        return x
+        return x, kept
 
 
 def layer_pass(

@@ -63,7 +63,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--per-kind", type=int, default=30, help="prompts of each kind")
     parser.add_argument("--requests", type=whole_numbers, default=(1, 4, 16), help="requests at once")
     parser.add_argument("--temperatures", type=_decimals, default=(0.0,))
-    parser.add_argument("--settings", type=words, default=SETTINGS, help="plain, auto, DRAFTER or DRAFTER-NUMBER")
+    parser.add_argument(
+        "--settings", type=words, default=SETTINGS, help="plain, auto, auto-lookups, DRAFTER or DRAFTER-NUMBER"
+    )
+    parser.add_argument("--head", help="folder, hub id or smollm2-eagle")
     parser.add_argument("--neighbour", type=words, default=("none",), help="none, loop, or both: none,loop")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--max-prompt-tokens", type=int, default=2048, help="longer prompts lose their middle")
@@ -141,7 +144,7 @@ def _run(
                     return f"The time budget of {options.time_budget:g} s was used up: some turns are missing."
                 n = turn.cell.num_requests
                 if n not in stages:
-                    stages[n] = Stage(opened.enter_context(_open(options, n)), options.draft)
+                    stages[n] = Stage(opened.enter_context(_open(options, n)), options.draft, options.head)
                     for setting in dict.fromkeys(one.setting for one in left):
                         own = next(iter(prompts.values()))[:n]
                         texts = [prompt.text for prompt in own]
@@ -195,7 +198,10 @@ def _about(options: argparse.Namespace, prompts: Mapping[str, Sequence[Prompt]])
     texts = [prompt.text for own in prompts.values() for prompt in own]
     waiting = names_waiting(os.environ)
     return {
-        **{name: getattr(options, name) for name in ("target", "draft", "dtype", "device", "max_tokens", "seed")},
+        **{
+            name: getattr(options, name)
+            for name in ("target", "draft", "head", "dtype", "device", "max_tokens", "seed")
+        },
         "prompts": {kind: [prompt.name for prompt in own] for kind, own in prompts.items()},
         "prompts_sha256": hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16],
         "threads": torch.get_num_threads(),
@@ -223,7 +229,7 @@ def _check(options: argparse.Namespace) -> None:
         if not values or min(values) < (1 if name == "requests" else 0):
             raise InputError(name, values, "give numbers separated by commas, requests of at least 1")
     for setting in options.settings:
-        spec_of(setting, options.draft)
+        spec_of(setting, options.draft, options.head)
 
 
 def _decimals(text: str) -> tuple[float, ...]:

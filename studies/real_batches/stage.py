@@ -17,25 +17,34 @@ from foretoken import LLM, SamplingParams, SpecConfig
 from foretoken.control.chooser import Policy
 from foretoken.engine.stats import RequestStats
 from foretoken.machine.neighbours import OtherLoad
+from foretoken.registry import HEADS
 
-PLAIN = "plain"
+PLAIN, LOOKUPS = "plain", "auto-lookups"
 # Ends with the process that started it, however that ends.
 _LOOP = "import os, sys\nwhile os.getppid() == int(sys.argv[1]):\n    for _ in range(10**6): pass\n"
 _LOOP_BEGINS_S = 0.5
 
 
-def spec_of(setting: str, draft: str | None = None) -> SpecConfig:
-    """The configuration that a setting names: `plain`, a drafter, or a drafter and its number (`ngram-3`).
+def spec_of(setting: str, draft: str | None = None, head: str | None = None) -> SpecConfig:
+    """The configuration that a setting names: `plain`, a drafter, a drafter and its number (`ngram-3`), or
+    `auto-lookups`, which is `auto` without a model or head. `auto` gets the `draft` model and the `head`, if there are
+    any; without either it takes the head that the package has for the target.
 
     Raises:
         ConfigError: no such drafter.
     """
     if setting == PLAIN:
         return SpecConfig(None)
-    drafter, _, number = setting.rpartition("-")
-    if drafter and number.isdigit():
-        return SpecConfig(drafter, num_draft=int(number), draft=draft if drafter == "draft_model" else None)
-    return SpecConfig(setting, draft=draft if setting in ("draft_model", "auto") else None)
+    if setting == LOOKUPS:
+        return SpecConfig("auto", parts=("suffix",))
+    name, _, number = setting.rpartition("-")
+    drafter = name if name and number.isdigit() else setting
+    return SpecConfig(
+        drafter,
+        num_draft="auto" if drafter == setting else int(number),
+        draft=draft if drafter in ("draft_model", "auto") else None,
+        head=head if drafter in (*HEADS, "auto") else None,
+    )
 
 
 @dataclass(frozen=True)
@@ -55,8 +64,8 @@ class Stage:
     drafter nor the prefix cache knows an answer or a prompt of another turn.
     """
 
-    def __init__(self, llm: LLM, draft: str | None = None) -> None:
-        self.llm, self._draft = llm, draft
+    def __init__(self, llm: LLM, draft: str | None = None, head: str | None = None) -> None:
+        self.llm, self._draft, self._head = llm, draft, head
         self._policies: dict[str, Policy] = {}
         self._tenants = itertools.count()
 
@@ -69,7 +78,7 @@ class Stage:
         Raises:
             ForetokenError: an answer failed.
         """
-        spec = spec_of(setting, self._draft)
+        spec = spec_of(setting, self._draft, self._head)
         self._policies[setting] = self.llm.reset_controller(self._policies.get(setting))
         self.llm.reset_drafters(spec)
         tenant = f"turn {next(self._tenants)}"
