@@ -12,7 +12,8 @@ from torch import Tensor
 
 from foretoken.kv.blocks import BlockAllocator
 from foretoken.kv.prefix import shared_length
-from foretoken.model.attention.paged import KernelAttention, Reader
+from foretoken.model.attention.choice import choose
+from foretoken.model.attention.paged import Reader
 from foretoken.model.decoder import Decoder, Hidden
 from foretoken.model.interface import EarlySegment, ForwardOutput, Segment
 from foretoken.model.layer_pass import has_exact_rows
@@ -121,8 +122,7 @@ class PagedModel(PagedCache):
         self.decoder, self.config = decoder, decoder.config
         self._early: dict[int, EarlyRows] = {}
         self._is_exact = has_exact_rows(decoder)
-        if self._is_exact:
-            self.attention = KernelAttention
+        self.attention = choose(weight.device, self._is_exact).kind
         assert self.dtype == weight.dtype or self._is_exact, "rows and cache of two formats"
 
     @property

@@ -18,6 +18,7 @@ from foretoken.kv.pool import KVPool, bytes_per_token
 from foretoken.kv.prefix import PrefixStats
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.attention.batched import BatchedAttention
+from foretoken.model.attention.choice import choose
 from foretoken.model.attention.paged import KeySlots, PagedAttention, Reader, row_positions
 from foretoken.model.interface import LanguageModel, Segment
 
@@ -61,10 +62,7 @@ class PagedCache:
             dtype=dtype,
             device=device,
         )
-        # Calls are cheap on a CPU, where padding would cost; on a GPU it is the other way round.
-        self.attention: type[PagedAttention | BatchedAttention] = (
-            PagedAttention if device.type == "cpu" else BatchedAttention
-        )
+        self.attention: type[PagedAttention | BatchedAttention] = choose(device).kind
         self.tables: dict[int, BlockTable] = {}
 
     def twin_cache(self) -> PagedCache:
