@@ -39,6 +39,7 @@ EMPTY_IS_WRONG = {
     "train lm": ("shape",),
 }
 NEEDED = {
+    "ab": ["--a", "http://127.0.0.1:9", "--b", "http://127.0.0.1:9", "--replay", "replay.jsonl"],
     "bench url": ["--url", "http://127.0.0.1:9"],
     "generate": ["--prompt", "x"],
     "train lm": ["--out", "run"],

@@ -89,7 +89,9 @@ class ScriptedBackend:
             raise InputError("prompt", "a text of a user", "cannot be honoured")
         return ScriptedGeneration(self.token_ids, call.params.tenant == "hold")
 
-    async def tokenize(self, prompt: str | None, messages: Any, add_special_tokens: bool) -> list[int]:
+    async def tokenize(
+        self, prompt: str | None, messages: Any, add_special_tokens: bool, tools: Any, template_options: Any
+    ) -> list[int]:
         return [len(prompt or "")]
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
