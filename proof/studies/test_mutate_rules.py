@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from studies import mutate_rules
-from studies.mutants import Mutant, mutants_of
-from studies.mutate_rules import judge_all, known_verdicts, open_mutants
+from studies.mutate_rules import __main__ as mutate_rules
+from studies.mutate_rules.__main__ import judge_all, known_verdicts, open_mutants
+from studies.mutate_rules.mutants import Mutant, mutants_of
 
 CODE = "def f(a, b):\n    return a + b if a < b else 0\n"
 

@@ -12,8 +12,8 @@ exceeds the time limit is killed; a survivor must be proved equivalent.
 
 Every verdict is on disk when the next mutant begins (build/mutations.jsonl), so a run may be stopped by Ctrl-C or
 killed at any time. The report, build/mutations.md, holds the counts, what has not been run, and the survivors; their
-proofs are written by hand into studies/mutation_reasons.md, a table of the same columns. docs/mutations.md is written
-by hand from both. Exit code 1: a survivor without a proof; 3: something was not run; 130: interrupted.
+proofs are written by hand into studies/mutate_rules/reasons.md, a table of the same columns. docs/mutations.md is
+written by hand from both. Exit code 1: a survivor without a proof; 3: something was not run; 130: interrupted.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import CodeType, ModuleType
 
-from studies.mutants import Mutant, mutants_of
+from studies.mutate_rules.mutants import Mutant, mutants_of
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 RULES = ROOT / "foretoken" / "verify"
 REPORT = ROOT / "build" / "mutations.md"
-REASONS = ROOT / "studies" / "mutation_reasons.md"
+REASONS = Path(__file__).resolve().parent / "reasons.md"
 STATE = ROOT / "build" / "mutations.jsonl"
 INCOMPLETE, INTERRUPTED = 3, 130
 SINGLE_CASES = ["test_rules.py", "test_dispatch.py", "test_typical.py"]  # quick, always run whole

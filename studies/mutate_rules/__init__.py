@@ -1,0 +1,1 @@
+"""Do the tests notice every wrong formula in `foretoken/verify`?"""
