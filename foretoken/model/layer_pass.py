@@ -195,8 +195,9 @@ class LayerPass:
         fields.cos, fields.sin = ctypes.addressof(cos), ctypes.addressof(sin)
         fields.write_slots, fields.segments = self.attention.write_slots.data_ptr(), ctypes.addressof(self.segments)
         fields.num_rows, fields.num_segments = len(x), len(self.segments)
-        places = (ctypes.c_void_p * len(layers))(*(kept[i].data_ptr() if i in kept else None for i in layers))
-        fields.taps = ctypes.addressof(places) if kept else None
+        if kept:
+            places = (ctypes.c_void_p * len(layers))(*(kept[i].data_ptr() if i in kept else None for i in layers))
+            fields.taps = ctypes.addressof(places)
         if not self.kernels.library.foretoken_run_layers(ctypes.byref(fields)):
             raise MemoryError(f"no memory for {len(x)} rows; run fewer rows at a time")
         return x, kept
