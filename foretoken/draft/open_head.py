@@ -210,7 +210,7 @@ def probe(head: Head, target: SharesWeights, start: int = 0, num_rows: int = NUM
     Costs as many steps of the target as rows, one after the other (fewer if they take more than a second), and some
     passes of the head over them.
     """
-    variants = list(_neighbours(head))
+    variants = list(neighbours(head))
     read = [layer for one in (head, *(other for _, other in variants)) for layer in one.hidden_layers()]
     batch = _own_text(target, start, num_rows, sorted({*read, target.num_layers}))
     ours = _scores(head, batch, target)
@@ -296,7 +296,7 @@ def _share(predicted: Tensor, wanted: Tensor) -> float:
     return float((predicted == wanted).float().mean()) if len(wanted) else 0.0
 
 
-def _neighbours(head: Head) -> Iterator[tuple[str, Head]]:
+def neighbours(head: Head) -> Iterator[tuple[str, Head]]:
     """Heads with the same weights and one likely mistake undone, each with its name."""
     for name, config in _other_configs(head.config):
         with torch.device("meta"):

@@ -12,6 +12,9 @@ from typing import Any
 from foretoken.errors import MismatchError
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.fields import HEAD_NOTE, Fields, read_json
+from foretoken.model.gguf.parts import part_files
+
+_WEIGHTS, _READ_BYTES = "*.safetensors", 1 << 20
 
 
 def check_sizes(where: str, target: ModelConfig, hidden_size: int, vocab_size: int, taps: tuple[int, ...]) -> None:
@@ -47,8 +50,10 @@ def target_note(target: ModelConfig, folder: Path | None) -> dict[str, Any]:
         "num_hidden_layers": target.num_layers,
         "vocab_size": target.vocab_size,
     }
-    digest = None if folder is None else tokenizer_digest(folder)
-    return note if digest is None else note | {"tokenizer": digest}
+    if folder is None:
+        return note
+    digests = {"tokenizer": tokenizer_digest(folder), "weights": weights_digest(folder)}
+    return note | {name: digest for name, digest in digests.items() if digest is not None}
 
 
 def check_note(head: Path, target: ModelConfig, folder: Path | None) -> None:
@@ -74,6 +79,18 @@ def check_note(head: Path, target: ModelConfig, folder: Path | None) -> None:
             f"{path}: the head was trained with another tokenizer than that of {folder}: the same numbers are other "
             "texts; take the tokenizer's files from the head's own target"
         )
+
+
+def weights_digest(folder: Path) -> str | None:
+    """Digest of the checkpoint's files of weights, by their sizes and first bytes; None where there are none.
+
+    A head for other weights of the same sizes may still draft well (a fine-tuned target): it is not refused.
+    """
+    digest, paths = hashlib.sha256(), part_files(folder)[:1] if folder.is_file() else sorted(folder.glob(_WEIGHTS))
+    for path in paths:
+        with path.open("rb") as file:  # header and first weights
+            digest.update(f"{path.name} {path.stat().st_size}".encode() + file.read(_READ_BYTES))
+    return "sha256:" + digest.hexdigest() if paths else None
 
 
 def tokenizer_digest(folder: Path) -> str | None:

@@ -1,0 +1,63 @@
+"""What a diagnosis reads and runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from foretoken.backend.registry import check_address
+from foretoken.config import SpecConfig
+from foretoken.engine_config import EngineConfig
+from foretoken.errors import ConfigError
+from foretoken.measure.options import CHAT_OPTION, NAME_OPTION, OUT_OPTION, PROMPTS_OPTION, SEED_OPTION
+from foretoken.measure.write import check_name, check_out
+from foretoken.option import check_fields, option, same_option
+from foretoken.params import TEMPERATURES, check_number, check_whole
+
+
+@dataclass(frozen=True)
+class DiagnoseOptions:
+    """A target, its head or its draft model, and the texts.
+
+    Without `prompts` the library's own are used, `num_prompts` in all. `dtype` is the number format that the engine
+    runs in, which is compared with float32. `greedy_drafts`: the engine drafts the likeliest token and verifies it as a
+    point mass, as vLLM does. `url` is a server with the same target and head, `model` its name there.
+    """
+
+    target: str = field(metadata=same_option(EngineConfig, "model"))
+    head: str | None = field(default=None, metadata=same_option(SpecConfig, "head"))
+    draft: str | None = field(default=None, metadata=same_option(SpecConfig, "draft"))
+    prompts: Path | None = field(default=None, metadata=PROMPTS_OPTION)
+    num_prompts: int = field(default=12, metadata=option("Prompts that are answered; more make it surer."))
+    max_tokens: int = field(default=96, metadata=option("Tokens per answer of the target."))
+    num_draft: int = field(default=4, metadata=option("Places of a draft that are measured."))
+    temperature: float = field(default=0.0, metadata=option("Temperature of use; 0 is greedy."))
+    greedy_drafts: bool = field(
+        default=False, metadata=option("The engine drafts the likeliest token also above temperature 0, as vLLM does.")
+    )
+    chat: bool = field(default=False, metadata=CHAT_OPTION)
+    dtype: str = field(default="auto", metadata=same_option(EngineConfig, "dtype"))
+    url: str | None = field(
+        default=None, metadata=option("Server with this target and head: what it reports is set beside.")
+    )
+    model: str | None = field(default=None, metadata=option("Name of the model at --url; else its first."))
+    out: Path | None = field(default=None, metadata=OUT_OPTION)
+    name: str = field(default="diagnose", metadata=NAME_OPTION)
+    seed: int = field(default=0, metadata=SEED_OPTION)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if (self.head is None) == (self.draft is None):
+            raise ConfigError("head", self.head, "give --head for a trained head, or --draft for a draft model")
+        check_whole("num_prompts", self.num_prompts, 2, 10_000)
+        check_whole("max_tokens", self.max_tokens, 8, 1 << 20)
+        check_whole("num_draft", self.num_draft, 1, 64)
+        check_whole("seed", self.seed, 0, 2**62)
+        check_number("temperature", self.temperature, *TEMPERATURES)
+        if self.url is not None:
+            check_address("url", self.url)
+        elif self.model is not None:
+            raise ConfigError("model", self.model, "names a model at --url; give that, or leave it out")
+        check_name(self.name)
+        if self.out is not None:
+            check_out(self.out)

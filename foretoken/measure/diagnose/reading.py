@@ -1,0 +1,96 @@
+"""What the files alone say about a drafter and its target, before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from foretoken.errors import CheckpointError, ConfigError, MismatchError
+from foretoken.heads.checkpoint import load_head, read_fields
+from foretoken.heads.formats.pairing import weights_digest
+from foretoken.model.fields import HEAD_NOTE, read_json
+from foretoken.model.loader import load_decoder, read_config, read_raw_config
+from foretoken.text.tokenizer import load_tokenizer
+from foretoken.train.students import DraftStudent, Student
+
+_NAMES = ("base_model_name_or_path", "target_name_or_path")  # under which heads name their target
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that was read: its `cause` by name, what stands where, and the remedy. `is_certain`: it cannot work."""
+
+    cause: str
+    found: str
+    remedy: str
+    is_certain: bool = False
+
+
+def open_head_or_finding(folder: Path, target: Path, dtype: str) -> Student | Finding:
+    """The head of a folder, or why it cannot be the head of this target.
+
+    Raises:
+        CheckpointError, UnsupportedModelError: files that cannot be read, or a kind of head that is not run here.
+    """
+    try:
+        return load_head(folder, read_config(target), dtype, target_folder=target).requires_grad_(False)
+    except (MismatchError, ConfigError) as error:
+        cause = "other tokenizer" if "tokenizer" in str(error) else "other target"
+        return Finding(cause, str(error), "take the head that was trained for this target", is_certain=True)
+    except CheckpointError as error:
+        if "d2t" not in str(error):
+            raise
+        remedy = "write d2t as offsets (the target's number minus the head's), or download the head again"
+        return Finding("d2t table", str(error), remedy, is_certain=True)
+
+
+def open_draft_or_finding(folder: Path, target: Path, dtype: str) -> Student | Finding:
+    """The draft model of a folder, or why it cannot draft for this target with its own token ids.
+
+    Raises:
+        CheckpointError, UnsupportedModelError: a checkpoint that cannot be read or does not run in our decoder.
+    """
+    own, theirs = load_tokenizer(folder), load_tokenizer(target)
+    difference = None if own is None or theirs is None else theirs.same_vocabulary(own)
+    sizes = read_config(folder).vocab_size, read_config(target).vocab_size
+    if difference is None and sizes[0] != sizes[1]:
+        difference = f"{sizes[0]:,} tokens against {sizes[1]:,}"
+    if difference is not None:
+        remedy = "take a draft model of the target's own family; engines that compare token ids reject such drafts"
+        return Finding("other tokenizer", f"{folder} and {target}: {difference}", remedy, is_certain=True)
+    return DraftStudent(load_decoder(folder, dtype=dtype, pack=False)).requires_grad_(False)
+
+
+def read_findings(head: Path, target: Path) -> Iterator[Finding]:
+    """What makes another target likely, without being sure: other weights than in training, or another name."""
+    path = head / HEAD_NOTE
+    note = read_json(path) if path.exists() else {}
+    trained, here = note.get("weights"), weights_digest(target)
+    if trained is not None and here is not None and trained != here:
+        found = f"{path}: the head was trained with other weights than those of {target}"
+        yield Finding("other target", found, "take the head of this very checkpoint, or train one (foretoken train)")
+    named, own = _named_target(head), read_raw_config(target).get("_name_or_path")
+    if named and isinstance(own, str) and own and _last(named) not in (_last(own), target.name.lower()):
+        found = f"{head / 'config.json'} names the target {named!r}, and {target} says it is {own!r}"
+        yield Finding("other target", found, "take the head of this very checkpoint, or train one (foretoken train)")
+
+
+def trained_length(head: Path) -> int | None:
+    """The longest text that the head's own config.json promises; None where it does not say."""
+    value = read_fields(head).raw.get("max_position_embeddings")
+    return value if isinstance(value, int) and value > 0 else None
+
+
+
+def _named_target(head: Path) -> str | None:
+    raw: dict[str, Any] = read_json(head / "config.json")
+    speculators = raw.get("speculators_config")
+    verifier = speculators.get("verifier") if isinstance(speculators, dict) else None
+    named = [raw.get(name) for name in _NAMES] + [verifier.get("name_or_path") if isinstance(verifier, dict) else None]
+    return next((one for one in named if isinstance(one, str) and one), None)
+
+
+def _last(name: str) -> str:
+    return name.rstrip("/").rpartition("/")[2].lower()
