@@ -15,9 +15,11 @@ import httpx2
 from foretoken.backend.answering import SERVED, Answer, Capabilities, Drafting, Question, check_question
 from foretoken.backend.http_stream import (
     EventReader,
+    PositionCounters,
     Stream,
     beginning,
     beginning_async,
+    read_position_counters,
     read_spec_counters,
     said_in,
 )
@@ -299,11 +301,24 @@ class HttpBackend:
 
     def counters(self) -> Mapping[str, float] | None:
         """By its `/metrics`; None where it has none."""
+        page = self._metrics()
+        return None if page is None else read_spec_counters(page)
+
+    def position_counters(self) -> PositionCounters | None:
+        """Drafts, and accepted tokens by position, by its `/metrics`; None where it has no such series.
+
+        Raises:
+            UnavailableError: it does not answer.
+        """
+        page = self._metrics()
+        return None if page is None else read_position_counters(page)
+
+    def _metrics(self) -> str | None:
         try:
             answer = self.client.get("/metrics")
         except httpx2.HTTPError as error:
             raise UnavailableError(f"{self.name}/metrics: {error}") from error
-        return read_spec_counters(answer.text) if answer.status_code == 200 else None
+        return answer.text if answer.status_code == 200 else None
 
     def reset(self) -> None:
         """Nothing: servers have no common way to forget."""

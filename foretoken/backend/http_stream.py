@@ -11,6 +11,7 @@ OpenVINO      nothing                                             nothing
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -136,6 +137,45 @@ def read_spec_counters(text: str) -> dict[str, float] | None:
     if not found["drafted"] or not found["accepted"]:
         return None
     return {key: max(series.values()) for key, series in found.items()}
+
+
+@dataclass(frozen=True)
+class PositionCounters:
+    """Drafts so far, and accepted tokens by position of the draft."""
+
+    num_drafts: float
+    accepted: tuple[float, ...]
+
+    def since(self, before: PositionCounters) -> PositionCounters:
+        """What was counted after `before`."""
+        earlier = (*before.accepted, *[0.0] * len(self.accepted))
+        accepted = tuple(now - then for now, then in zip(self.accepted, earlier, strict=False))
+        return PositionCounters(self.num_drafts - before.num_drafts, accepted)
+
+
+def read_position_counters(text: str) -> PositionCounters | None:
+    """The series `...spec_decode_num_drafts_total` and `..._accepted_tokens_per_pos_total` (label `position`) of a
+    metrics page; None where one is missing. Of two prefixes the one with more drafts is read.
+    """
+    drafts: dict[str, float] = {}
+    accepted: dict[str, dict[int, float]] = {}
+    for line in text.splitlines():
+        name, _, rest = line.partition("{") if "{" in line else line.partition(" ")
+        prefix, found, ending = name.partition("spec_decode_num_")
+        if not found or line.startswith("#"):
+            continue
+        value = float(rest.rpartition(" ")[2])
+        if ending == "drafts_total":
+            drafts[prefix] = drafts.get(prefix, 0.0) + value
+        place = re.search(r'\bposition="(\d+)"', rest)
+        if ending == "accepted_tokens_per_pos_total" and place is not None:
+            own = accepted.setdefault(prefix, {})
+            own[int(place[1])] = own.get(int(place[1]), 0.0) + value
+    known = [prefix for prefix in drafts if prefix in accepted]
+    if not known:
+        return None
+    chosen = max(known, key=lambda prefix: drafts[prefix])
+    return PositionCounters(drafts[chosen], tuple(value for _, value in sorted(accepted[chosen].items())))
 
 
 def said_in(body: str) -> str:

@@ -68,6 +68,11 @@ VERBS: Mapping[str, VerbSource] = {
         "Replay requests on two backends in turns, and say which is faster, with an interval that holds at every look.",
         has_engine=False,
     ),
+    "diagnose": VerbSource(
+        "diagnose",
+        "diagnose",
+        "Say why a head or a draft model is accepted rarely, by trying each likely repair on the target's own answers.",
+    ),
     "plan": VerbSource(
         "plan",
         "plan",

@@ -1,0 +1,220 @@
+"""The verdict of a diagnosis and its tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from foretoken.measure.diagnose.endpoint import Reported
+from foretoken.measure.diagnose.options import DiagnoseOptions
+from foretoken.measure.diagnose.reading import Finding
+from foretoken.measure.diagnose.reference import Accepted
+from foretoken.measure.diagnose.repairs import Repair
+from foretoken.measure.report import Report, Table
+from foretoken.measure.stats import TAIL, Interval, difference_interval
+
+_MIN_GAIN, _SURE_GAIN = 0.15, 0.05  # tokens per draft that a cause costs, and that it costs beyond chance
+_CHANCE = 0.1  # an untrained head hits the most frequent token at most that often
+EXPLAINED = (
+    "Accepted: tokens of a draft that the target accepts, the mean over all places of its own answers at which a draft "
+    "can begin (teacher-forced, float32), with a 95 % interval over prompts. By place: share of drafts accepted up to "
+    "there. A cause is named where its repair gains at least 0.15 tokens per draft, and more than chance explains; the "
+    "intervals of gains hold for all repairs together."
+)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A repair with what is accepted before and after it. `has_same_texts`: both along as many texts, one by one."""
+
+    repair: Repair
+    before: Accepted
+    after: Accepted
+    has_same_texts: bool = True
+
+    @property
+    def gain(self) -> float:
+        """Tokens per draft."""
+        return self.after.per_draft - self.before.per_draft
+
+    def gain_interval(self, num_trials: int) -> Interval | None:
+        """Of the gain, for `num_trials` together (Bonferroni)."""
+        return difference_interval(self.after.counts, self.before.counts, self.has_same_texts, TAIL / num_trials)
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Everything that was found: what was read, what the drafter accepts as it is, the trials, what a server reports.
+
+    `base` is None where the files alone decided. `longest` is the longest text in tokens.
+    """
+
+    findings: tuple[Finding, ...] = ()
+    base: Accepted | None = None
+    trials: tuple[Trial, ...] = ()
+    reported: Reported | None = None
+    longest: int = 0
+    causes: tuple[Trial, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        found = [one for one in self.trials if self._is_cause(one)]
+        object.__setattr__(self, "causes", tuple(sorted(found, key=lambda one: -one.gain)))
+
+    def _is_cause(self, trial: Trial) -> bool:
+        interval = trial.gain_interval(len(self.trials))
+        return interval is not None and trial.gain >= _MIN_GAIN and interval.low > _SURE_GAIN
+
+    @property
+    def is_near_chance(self) -> bool:
+        """Whether the first token of a draft is hardly ever accepted."""
+        return self.base is not None and self.base.places[0] < _CHANCE
+
+    @property
+    def cause(self) -> str | None:
+        """The name of what is wrong; None where nothing was found."""
+        if self.causes:
+            return self.causes[0].repair.cause
+        if self.findings:
+            return self.findings[0].cause
+        if self.is_near_chance:
+            return "other target"
+        return "endpoint" if self.reported is not None and self._is_endpoint_worse(self.reported) else None
+
+    def _is_endpoint_worse(self, reported: Reported) -> bool:
+        assert self.base is not None
+        interval = self.base.interval
+        low = self.base.per_draft if interval is None else interval.low
+        return reported.per_draft < low - _MIN_GAIN
+
+    @property
+    def nearest(self) -> Trial | None:
+        """The wiring whose acceptance is that of the server, within `_MIN_GAIN`; the closest one."""
+        if self.reported is None:
+            return None
+        distances = [(abs(one.after.per_draft - self.reported.per_draft), one) for one in self.trials]
+        close = [pair for pair in distances if pair[0] <= _MIN_GAIN and pair[1].repair.head is not None]
+        return min(close, key=lambda pair: pair[0])[1] if close else None
+
+
+def diagnose_report(options: DiagnoseOptions, found: Diagnosis, command: str) -> Report:
+    """The report of a diagnosis."""
+    rows = [_row("as it is", found.base)] if found.base is not None else []
+    rows += [_trial_row(one, len(found.trials)) for one in found.trials]
+    results: dict[str, Any] = {
+        "kind": "diagnose",
+        "cause": found.cause,
+        "verdict": verdict_line(options, found),
+        "remedy": _remedy(found),
+        "findings": found.findings,
+        "rows": rows,
+        "reported": None if found.reported is None else asdict(found.reported),
+    }
+    return Report(
+        title="Diagnosis of acceptance",
+        command=command,
+        options=asdict(options),
+        results=results,
+        tables=tuple(_tables(options, found)),
+        explained=EXPLAINED if found.base is not None else "",
+        caveats=tuple(_caveats(options, found)),
+        conclusions=tuple(f"Remedy: {line}" for line in [_remedy(found)] if line),
+        verdict=results["verdict"],
+        passed=found.cause is None,
+    )
+
+
+def verdict_line(options: DiagnoseOptions, found: Diagnosis) -> str:
+    """What is wrong, in plain words."""
+    what = "head" if options.head is not None else "draft model"
+    if found.causes:
+        one = found.causes[0]
+        gain = f"{_figure(one.before.per_draft, None)} accepted tokens per draft, {_figure(one.after.per_draft, None)} with"
+        return f"Cause: {one.repair.cause}. {gain} {one.repair.changed} (gain {_gain(one, len(found.trials))})."
+    if found.findings:
+        first = found.findings[0]
+        by_trial = "" if found.base is None else f" It accepts {found.base.per_draft:.2f} per draft, and no repair helps."
+        return f"Cause{'' if first.is_certain else ' (likely)'}: {first.cause}. {first.found}.{by_trial}"
+    assert found.base is not None
+    accepts = f"accepts {_figure(found.base.per_draft, found.base.interval)} tokens per draft"
+    if found.is_near_chance:
+        return f"Cause (likely): other target. The {what} {accepts}, near chance, and no repair helps: it is not trained, or for another target."
+    if found.reported is not None and found.cause == "endpoint":
+        near = f"; with {found.nearest.repair.changed} the {what} would accept as much" if found.nearest else ""
+        return f"Cause: the endpoint. The {what} {accepts} by itself, the server {found.reported.per_draft:.2f}{near}."
+    return f"Nothing wrong found; this {what} {accepts} by itself ({1 + found.base.per_draft:.2f} tokens per step)."
+
+
+def _remedy(found: Diagnosis) -> str:
+    if found.causes:
+        return found.causes[0].repair.remedy
+    if found.findings:
+        return found.findings[0].remedy
+    if found.is_near_chance:
+        return "take the head that was trained for this very checkpoint, or train one (foretoken train eagle)"
+    if found.cause == "endpoint":
+        return "compare how the server reads the head with the table: its config, number format and chat template"
+    return ""
+
+
+def _row(name: str, accepted: Accepted) -> dict[str, Any]:
+    interval = accepted.interval
+    ends = None if interval is None else [interval.low, interval.high]
+    row = {"setting": name, "accepted_per_draft": accepted.per_draft, "interval": ends, "places": accepted.places}
+    return row | {"num_drafts": sum(accepted.num_drafts), "num_broken": accepted.num_broken}
+
+
+def _trial_row(trial: Trial, num_trials: int) -> dict[str, Any]:
+    gain = trial.gain_interval(num_trials)
+    return _row(trial.repair.changed, trial.after) | {
+        "cause": trial.repair.cause,
+        "remedy": trial.repair.remedy,
+        "before": trial.before.per_draft,
+        "gain": trial.gain,
+        "gain_interval": None if gain is None else [gain.low, gain.high],
+    }
+
+
+def _tables(options: DiagnoseOptions, found: Diagnosis) -> list[Table]:
+    tables = []
+    if found.findings:
+        lines = tuple((one.cause, one.found, one.remedy) for one in found.findings)
+        tables.append(Table("Read from the files", ("", "found", "remedy"), lines, justify="l"))
+    if found.base is None:
+        return tables
+    num_places = len(found.base.places)
+    headings = ("", "accepted", "gain", *(f"place {place + 1}" for place in range(num_places)))
+    lines = [("as it is", _figure(found.base.per_draft, found.base.interval), "", *_shares(found.base.places))]
+    if found.reported is not None:
+        reported = _shares(found.reported.places)
+        filled = (*reported, *[""] * (num_places - len(reported)))
+        lines.append((f"reported by {options.url}", f"{found.reported.per_draft:.2f}", "", *filled))
+    for one in sorted(found.trials, key=lambda trial: -trial.gain):
+        after = _figure(one.after.per_draft, one.after.interval)
+        lines.append((one.repair.changed, after, _gain(one, len(found.trials)), *_shares(one.after.places)))
+    return [*tables, Table("Accepted as it is, and with each repair", headings, tuple(lines))]
+
+
+def _caveats(options: DiagnoseOptions, found: Diagnosis) -> list[str]:
+    caveats = []
+    if found.reported is not None:
+        caveats.append(f"{options.url} is {found.reported.server}; read were {found.reported.source}.")
+    for one in found.causes[1:]:
+        caveats.append(f"Also better with {one.repair.changed} (gain {_gain(one, len(found.trials))}): {one.repair.remedy}.")
+    if found.base is not None and found.causes and found.findings:
+        caveats.extend(f"{one.found}: {one.remedy}." for one in found.findings)
+    return caveats
+
+
+def _gain(trial: Trial, num_trials: int) -> str:
+    interval = trial.gain_interval(num_trials)
+    ends = "" if interval is None else f" [{interval.low:+.2f}, {interval.high:+.2f}]"
+    return f"{trial.gain:+.2f}{ends}"
+
+
+def _figure(value: float, interval: Interval | None) -> str:
+    return f"{value:.2f}" + ("" if interval is None else f" [{interval.low:.2f}, {interval.high:.2f}]")
+
+
+def _shares(places: Sequence[float]) -> tuple[str, ...]:
+    return tuple(f"{share:.0%}" for share in places)
