@@ -83,7 +83,6 @@ def trained_length(head: Path) -> int | None:
     return value if isinstance(value, int) and value > 0 else None
 
 
-
 def _named_target(head: Path) -> str | None:
     raw: dict[str, Any] = read_json(head / "config.json")
     speculators = raw.get("speculators_config")

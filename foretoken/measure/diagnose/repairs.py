@@ -123,7 +123,7 @@ def _vocabulary_repairs(head: Head) -> Iterator[Repair]:
         return
     for step in (1, -1):
         ids = vocabulary.ids + step
-        if 0 <= int(ids[0]) and int(ids[-1]) < vocabulary.target_vocab_size:
+        if int(ids[0]) >= 0 and int(ids[-1]) < vocabulary.target_vocab_size:
             other = _remade(head, head.config, DraftVocabulary(ids, vocabulary.target_vocab_size))
             remedy = f"add {step} to every entry of the tensor d2t in the head's weights, and shift t2d with it"
             yield Repair("d2t table", f"d2t {step:+d}", remedy, other)
@@ -139,5 +139,3 @@ def _remade(head: Head, config: HeadConfig, vocabulary: DraftVocabulary | None =
 def layers_read(heads: Sequence[Student]) -> list[int]:
     """Layers of the target that any of the heads reads."""
     return sorted({layer for head in heads for layer in head.hidden_layers()})
-
-

@@ -129,16 +129,20 @@ def verdict_line(options: DiagnoseOptions, found: Diagnosis) -> str:
     what = "head" if options.head is not None else "draft model"
     if found.causes:
         one = found.causes[0]
-        gain = f"{_figure(one.before.per_draft, None)} accepted tokens per draft, {_figure(one.after.per_draft, None)} with"
+        before, after = f"{one.before.per_draft:.2f}", f"{one.after.per_draft:.2f}"
+        gain = f"{before} accepted tokens per draft, {after} with"
         return f"Cause: {one.repair.cause}. {gain} {one.repair.changed} (gain {_gain(one, len(found.trials))})."
     if found.findings:
         first = found.findings[0]
-        by_trial = "" if found.base is None else f" It accepts {found.base.per_draft:.2f} per draft, and no repair helps."
+        by_trial = (
+            "" if found.base is None else f" It accepts {found.base.per_draft:.2f} per draft, and no repair helps."
+        )
         return f"Cause{'' if first.is_certain else ' (likely)'}: {first.cause}. {first.found}.{by_trial}"
     assert found.base is not None
     accepts = f"accepts {_figure(found.base.per_draft, found.base.interval)} tokens per draft"
     if found.is_near_chance:
-        return f"Cause (likely): other target. The {what} {accepts}, near chance, and no repair helps: it is not trained, or for another target."
+        why = "near chance, and no repair helps: it is not trained, or for another target"
+        return f"Cause (likely): other target. The {what} {accepts}, {why}."
     if found.reported is not None and found.cause == "endpoint":
         near = f"; with {found.nearest.repair.changed} the {what} would accept as much" if found.nearest else ""
         return f"Cause: the endpoint. The {what} {accepts} by itself, the server {found.reported.per_draft:.2f}{near}."
@@ -200,7 +204,9 @@ def _caveats(options: DiagnoseOptions, found: Diagnosis) -> list[str]:
     if found.reported is not None:
         caveats.append(f"{options.url} is {found.reported.server}; read were {found.reported.source}.")
     for one in found.causes[1:]:
-        caveats.append(f"Also better with {one.repair.changed} (gain {_gain(one, len(found.trials))}): {one.repair.remedy}.")
+        caveats.append(
+            f"Also better with {one.repair.changed} (gain {_gain(one, len(found.trials))}): {one.repair.remedy}."
+        )
     if found.base is not None and found.causes and found.findings:
         caveats.extend(f"{one.found}: {one.remedy}." for one in found.findings)
     return caveats
