@@ -41,6 +41,7 @@ EMPTY_IS_WRONG = {
 NEEDED = {
     "ab": ["--a", "http://127.0.0.1:9", "--b", "http://127.0.0.1:9", "--replay", "replay.jsonl"],
     "bench url": ["--url", "http://127.0.0.1:9"],
+    "diagnose": ["--target", "reference:target", "--head", "reference:eagle"],
     "generate": ["--prompt", "x"],
     "train lm": ["--out", "run"],
     "train answers": ["--target", "reference:target", "--prompts", "prompts.jsonl", "--out", "answers.jsonl"],

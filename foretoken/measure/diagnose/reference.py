@@ -95,7 +95,7 @@ def measure(
     sampling: Sampling,
     length: int | None = None,
 ) -> Accepted:
-    """Accepted tokens of drafts of `num_places` tokens along texts; with `length` the head sees no more rows at once."""
+    """Accepted tokens of drafts of `num_places` tokens along texts; with `length` it sees no more rows at once."""
     head.eval()
     found: list[tuple[int, Tensor, int]] = []
     for batch in batches:
