@@ -132,5 +132,3 @@ def prompts_file(path: Path, count: int = 10, length: int = 10) -> Path:
     lines = [json.dumps({"prompt": " ".join(f"w{token}" for token in row)}) for row in rows]
     path.write_text("\n".join(lines) + "\n")
     return path
-
-

@@ -1,0 +1,108 @@
+"""Diagnosis of acceptance: what is read, how repairs are judged, what a server reports. Planted faults: proof/."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from foretoken.backend.http_stream import read_position_counters
+from foretoken.errors import ConfigError
+from foretoken.heads.base import HeadBatch
+from foretoken.measure.diagnose.endpoint import Reported
+from foretoken.measure.diagnose.options import DiagnoseOptions
+from foretoken.measure.diagnose.reading import Finding
+from foretoken.measure.diagnose.reference import Accepted, Sampling, windows
+from foretoken.measure.diagnose.repairs import Asking, Repair, text_repairs
+from foretoken.measure.diagnose.report import Diagnosis, Trial, diagnose_report
+from foretoken.measure.html import html_page
+from foretoken.measure.report import markdown
+
+OPTIONS = DiagnoseOptions("target", "head")
+METRICS = """# TYPE vllm:spec_decode_num_drafts_total counter
+vllm:spec_decode_num_drafts_total{engine="0"} 50.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="1"} 10.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="0"} 30.0
+"""
+
+
+def accepted(per_draft: float, spread: float = 0.05) -> Accepted:
+    shares = [per_draft + spread * (number % 3 - 1) for number in range(9)]
+    return Accepted((100,) * 9, (tuple(100 * share / 2 for share in shares),) * 2)
+
+
+def trial(before: float, after: float, cause: str = "layer taps") -> Trial:
+    return Trial(Repair(cause, f"{cause} put right", f"correct {cause}"), accepted(before), accepted(after))
+
+
+def test_the_repair_that_gains_most_names_the_cause() -> None:
+    trials = (trial(0.1, 0.5, "norm flag"), trial(0.1, 1.4), trial(0.1, 0.15, "rope base"))
+    found = Diagnosis(base=accepted(0.1), trials=trials)
+    report = diagnose_report(OPTIONS, found, "foretoken diagnose")
+    assert report.results["cause"] == "layer taps"
+    assert not report.passed
+    assert "0.10 accepted tokens per draft, 1.40 with layer taps put right" in report.verdict
+    assert [one.repair.cause for one in found.causes] == ["layer taps", "norm flag"]
+    for page in (markdown(report), html_page(report)):
+        assert "correct layer taps" in page
+    assert json.loads(report.json_line())["remedy"] == "correct layer taps"
+
+
+def test_a_gain_that_chance_explains_names_nothing() -> None:
+    noisy = Trial(Repair("BOS", "BOS", ""), accepted(1.0, 0.0), accepted(1.2, 0.9))
+    found = Diagnosis(base=accepted(1.0), trials=(noisy,))
+    assert found.cause is None
+    report = diagnose_report(OPTIONS, found, "foretoken diagnose")
+    assert report.passed
+    assert report.verdict.startswith("Nothing wrong found; this head accepts 1.00")
+
+
+def test_what_was_read_counts_where_no_repair_helps() -> None:
+    finding = Finding("other target", "other weights", "take its own head")
+    assert Diagnosis((finding,), accepted(0.6), (trial(0.6, 0.6),)).cause == "other target"
+    assert Diagnosis((finding,), accepted(0.6), (trial(0.6, 1.6),)).cause == "layer taps"
+    assert Diagnosis((), accepted(0.05), (trial(0.05, 0.06),)).cause == "other target", "near chance"
+
+
+def test_a_server_far_below_the_head_is_the_cause() -> None:
+    reported = Reported(0.4, (0.3, 0.1), "counters", "vllm 1")
+    found = Diagnosis(base=accepted(1.5), trials=(trial(1.5, 0.4),), reported=reported)
+    report = diagnose_report(OPTIONS, found, "foretoken diagnose")
+    assert report.results["cause"] == "endpoint"
+    assert "the server 0.40" in report.verdict
+    assert Diagnosis(base=accepted(0.4), reported=reported).cause is None
+
+
+def test_positions_of_a_metrics_page() -> None:
+    found = read_position_counters(METRICS)
+    assert found is not None
+    assert (found.num_drafts, found.accepted) == (50.0, (30.0, 10.0))
+    since = found.since(found)
+    assert (since.num_drafts, since.accepted) == (0.0, (0.0, 0.0))
+    assert read_position_counters("x_total 3\n") is None
+
+
+def test_windows_hold_every_wanted_token_once() -> None:
+    tokens = torch.arange(41)[None]
+    states = torch.arange(40.0).view(1, 40, 1)
+    parts = windows(HeadBatch(tokens, tokens >= 5, {1: states}, states), 16)
+    wanted = [token for part in parts for token in part.tokens[part.wanted].tolist()]
+    assert wanted == list(range(5, 41))
+    for part in parts:
+        assert part.states[1].flatten().tolist() == part.tokens[0, :-1].tolist()
+        assert len(part.tokens[0]) <= 17
+
+
+def test_texts_are_asked_otherwise_where_that_can_be() -> None:
+    kinds = [one.cause for one in text_repairs(Asking(), Sampling(1.0, True), has_template=True)]
+    assert kinds == ["chat template", "BOS", "temperature", "greedy drafts"]
+    assert [one.cause for one in text_repairs(Asking(), Sampling(), has_template=False)] == ["BOS"]
+
+
+def test_a_head_or_a_draft_is_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--draft"):
+        DiagnoseOptions("target")
+    with pytest.raises(ConfigError, match="model"):
+        DiagnoseOptions("target", "head", model="name", out=tmp_path / "x.html")
