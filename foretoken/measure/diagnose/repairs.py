@@ -62,7 +62,7 @@ def head_repairs(head: Student, target: ModelConfig) -> Iterator[Repair]:
 def text_repairs(asking: Asking, sampling: Sampling, has_template: bool) -> Iterator[Repair]:
     """Repairs of what the target is asked, and of how drafts are drawn."""
     if has_template:
-        word, flag = ("without", "--no-chat") if asking.chat else ("with", "--chat")
+        word, flag = ("without", "no --chat") if asking.chat else ("with", "--chat")
         remedy = f"ask {word} the chat template ({flag} here; chat/completions or completions of a server)"
         yield Repair("chat template", f"{word} the chat template", remedy, asking=replace(asking, chat=not asking.chat))
     remedy = "correct add_bos_token in the target's tokenizer_config.json, or what the client puts before its text"
