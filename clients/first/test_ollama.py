@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -27,8 +27,8 @@ def url(start: Callable[..., str]) -> str:
 
 
 @pytest.fixture(scope="module")
-def client(url: str) -> Iterator[ollama.Client]:
-    yield ollama.Client(host=url)
+def client(url: str) -> ollama.Client:
+    return ollama.Client(host=url)
 
 
 def test_a_stream_is_the_chat(client: ollama.Client) -> None:
@@ -56,7 +56,12 @@ def test_the_chat_is_that_of_the_other_interfaces(client: ollama.Client, url: st
 
 
 def test_formats(client: ollama.Client) -> None:
-    schema = {"type": "object", "properties": {"x": {"type": "boolean"}}, "required": ["x"], "additionalProperties": False}
+    schema = {
+        "type": "object",
+        "properties": {"x": {"type": "boolean"}},
+        "required": ["x"],
+        "additionalProperties": False,
+    }
     options = {"temperature": 1, "num_predict": 60}
     answer = client.chat(model=MODEL, messages=MESSAGES, format=schema, options=options)
     assert answer.message.content is not None

@@ -68,6 +68,12 @@ VERBS: Mapping[str, VerbSource] = {
         "Replay requests on two backends in turns, and say which is faster, with an interval that holds at every look.",
         has_engine=False,
     ),
+    "report": VerbSource(
+        "report",
+        "report",
+        "Put the reports of runs on one page that needs nothing else: verdicts first, plots, tables and raw values.",
+        has_engine=False,
+    ),
     "plan": VerbSource(
         "plan",
         "plan",

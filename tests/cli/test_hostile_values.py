@@ -42,6 +42,7 @@ NEEDED = {
     "ab": ["--a", "http://127.0.0.1:9", "--b", "http://127.0.0.1:9", "--replay", "replay.jsonl"],
     "bench url": ["--url", "http://127.0.0.1:9"],
     "generate": ["--prompt", "x"],
+    "report": ["run.json", "--out", "page.html"],
     "train lm": ["--out", "run"],
     "train answers": ["--target", "reference:target", "--prompts", "prompts.jsonl", "--out", "answers.jsonl"],
     **{
