@@ -68,6 +68,12 @@ VERBS: Mapping[str, VerbSource] = {
         "Replay requests on two backends in turns, and say which is faster, with an interval that holds at every look.",
         has_engine=False,
     ),
+    "ab-live": VerbSource(
+        "ab_live",
+        "ab_live",
+        "Divide live traffic between two servers by time, and say which is faster; a proxy that clients talk to.",
+        has_engine=False,
+    ),
     "report": VerbSource(
         "report",
         "report",

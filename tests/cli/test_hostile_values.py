@@ -40,6 +40,7 @@ EMPTY_IS_WRONG = {
 }
 NEEDED = {
     "ab": ["--a", "http://127.0.0.1:9", "--b", "http://127.0.0.1:9", "--replay", "replay.jsonl"],
+    "ab-live": ["--a", "http://127.0.0.1:9", "--b", "http://127.0.0.1:9"],
     "bench url": ["--url", "http://127.0.0.1:9"],
     "generate": ["--prompt", "x"],
     "report": ["run.json", "--out", "page.html"],
