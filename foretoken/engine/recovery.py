@@ -27,7 +27,7 @@ from foretoken.engine.request import RequestState
 from foretoken.engine.scheduler import Scheduler
 from foretoken.engine.stats import EngineStats
 from foretoken.engine.watch import Watcher
-from foretoken.errors import CapacityError, EngineError
+from foretoken.errors import CapacityError, EngineError, RankError
 
 
 class Faults:
@@ -101,11 +101,13 @@ def recover(engine: Recoverable, error: BaseException) -> None:
     for state in scheduler.interrupted():
         if state.finish_reason is not None:
             engine.release(state)  # its answer is complete and was returned
+        elif isinstance(error, RankError):  # nobody is left to run it again
+            _end(engine, state, error)
         elif is_fault and was_alone:
             _end(engine, state, engine_error("a step of the engine failed", error))
         else:
             _run_again(engine, state, alone=is_fault)
-    if isinstance(error, Exception):
+    if is_fault and not isinstance(error, RankError):
         ends = "the request that ran alone in it fails" if was_alone else "its requests run again, one by one"
         engine.faults.tell("a step of the engine", error, ends)
 
