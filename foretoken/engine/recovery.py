@@ -67,7 +67,9 @@ class Faults:
 
 
 def engine_error(what: str, error: BaseException) -> EngineError:
-    """The error of a request that cannot continue, with its cause attached."""
+    """The error of a request that cannot continue, with its cause attached; a lost rank is everybody's error."""
+    if isinstance(error, RankError):
+        return error
     broken = EngineError(f"{what}: {type(error).__name__}: {error}")
     broken.__cause__ = error
     return broken
@@ -101,9 +103,7 @@ def recover(engine: Recoverable, error: BaseException) -> None:
     for state in scheduler.interrupted():
         if state.finish_reason is not None:
             engine.release(state)  # its answer is complete and was returned
-        elif isinstance(error, RankError):  # nobody is left to run it again
-            _end(engine, state, error)
-        elif is_fault and was_alone:
+        elif is_fault and (was_alone or isinstance(error, RankError)):  # without all ranks nothing runs again
             _end(engine, state, engine_error("a step of the engine failed", error))
         else:
             _run_again(engine, state, alone=is_fault)
