@@ -107,7 +107,7 @@ def recover(engine: Recoverable, error: BaseException) -> None:
             _end(engine, state, engine_error("a step of the engine failed", error))
         else:
             _run_again(engine, state, alone=is_fault)
-    if is_fault and not isinstance(error, RankError):
+    if isinstance(error, Exception) and not isinstance(error, RankError):
         ends = "the request that ran alone in it fails" if was_alone else "its requests run again, one by one"
         engine.faults.tell("a step of the engine", error, ends)
 

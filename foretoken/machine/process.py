@@ -46,6 +46,7 @@ REMEDY = (
     'multiprocessing.get_context("spawn"), or fork before the first model is opened'
 )
 
+
 def import_path() -> str:
     """`PYTHONPATH` of a process that this one starts, which finds this package also where it was not installed; `-P`
     keeps the working folder out.

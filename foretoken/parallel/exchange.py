@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import FileStore, PrefixStore
 
 from foretoken.parallel.plan import FRAME_WORDS, Plan, framed, num_more, unframed
 
@@ -52,17 +53,17 @@ class RankExchange:
             RuntimeError: they did not come.
         """
         self._patience_s, patience = patience_s, timedelta(seconds=patience_s)
-        store = dist.FileStore(str(folder / "meeting"), self.world)
+        store = FileStore(str(folder / "meeting"), self.world)
         store.set_timeout(patience)
         options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
         options._timeout, options._threads = patience, 1
-        self._host = dist.ProcessGroupGloo(dist.PrefixStore("host", store), self.rank, self.world, options)
+        self._host = dist.ProcessGroupGloo(PrefixStore("host", store), self.rank, self.world, options)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
             own: Any = dist.ProcessGroupNCCL.Options()
             own._timeout = patience
-            self._fast = dist.ProcessGroupNCCL(dist.PrefixStore("device", store), self.rank, self.world, own)
+            self._fast = dist.ProcessGroupNCCL(PrefixStore("device", store), self.rank, self.world, own)
 
     # ---- among all ranks
 
@@ -107,7 +108,8 @@ class RankExchange:
         """
         if self._fast is None:
             return
-        done, ends = torch.cuda.Event(), time.monotonic() + self._patience_s
+        done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        ends = time.monotonic() + self._patience_s
         done.record()
         while not done.query():
             if time.monotonic() > ends:

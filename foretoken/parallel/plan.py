@@ -153,7 +153,7 @@ def framed(words: Sequence[int], number: int) -> Tensor:
 
 def num_more(first: Tensor, number: int) -> int:
     """Frames that come behind the `first` of plan `number`."""
-    found, length = first[:_HEAD_WORDS].tolist()
+    found, length = map(int, first[:_HEAD_WORDS])
     assert found == number, f"plan {found} came where plan {number} was expected"
     return -(-(length + _HEAD_WORDS) // FRAME_WORDS) - 1
 

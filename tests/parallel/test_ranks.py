@@ -1,4 +1,4 @@
-"""A target divided among processes gives the answers of one process: every drafter, rule, family and form of weights."""
+"""A target divided among processes gives the answers of one process, with every drafter, rule and form of weights."""
 
 from __future__ import annotations
 
@@ -75,9 +75,7 @@ def test_every_drafter_gives_the_tokens_of_one_process(one: LLM, divided: LLM, p
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block", "coupled", "tree", "traversal"])
-def test_every_rule_draws_the_tokens_of_one_process(
-    one: LLM, divided: LLM, pair: SimpleNamespace, rule: str
-) -> None:
+def test_every_rule_draws_the_tokens_of_one_process(one: LLM, divided: LLM, pair: SimpleNamespace, rule: str) -> None:
     params = [replace(GREEDY, temperature=0.9, seed=seed) for seed in range(6)]
     tree = "best_first" if rule in ("tree", "traversal") else "chain"
     specs = [SpecConfig("draft_model", str(pair.draft), num_draft=5, rule=rule, tree=tree)] * 3
