@@ -1,4 +1,4 @@
-"""The model on rank 0: a `PagedModel` whose every pass is told to the other ranks before it begins.
+"""The model on rank 0: a `PagedModel` that sends every pass to the other ranks before it begins.
 
 Rank 0 has the tables, the requests and all decisions; each method here turns what is decided into a `Plan`.
 """
@@ -17,7 +17,7 @@ from foretoken.model.interface import ForwardOutput
 from foretoken.model.paged import PagedModel, Pass
 from foretoken.model.strict import StrictModel
 from foretoken.parallel.group import RankGroup
-from foretoken.parallel.plan import Kind, Move, Plan
+from foretoken.parallel.plan import PlanKind, Move, Plan
 from foretoken.transfer import to_host
 
 
@@ -26,8 +26,8 @@ class LeadModel(PagedModel):
 
     def __init__(self, group: RankGroup, decoder: Decoder, num_slots: int) -> None:
         self.group = group
-        self._moves: list[Move] = []  # done here, and not told yet
-        with group.together(Plan(Kind.CACHE, numbers=[num_slots])):
+        self._moves: list[Move] = []  # done here, and not sent yet
+        with group.together(Plan(PlanKind.CACHE, numbers=[num_slots])):
             super().__init__(decoder, num_slots)
 
     @property
@@ -55,35 +55,35 @@ class LeadModel(PagedModel):
     def run_pass(self, one: Pass) -> ForwardOutput:
         """See `PagedModel.run_pass`."""
         rows = torch.cat([join.hidden for join in one.joins]) if one.joins else None
-        with self.group.together(self._plan(Kind.PASS, one), rows):
+        with self.group.together(self._plan(PlanKind.PASS, one), rows):
             return super().run_pass(one)
 
     def run_early(self, one: Pass) -> tuple[Tensor, Tensor]:
         """See `PagedModel.run_early`."""
-        with self.group.together(self._plan(Kind.EARLY, one)):
+        with self.group.together(self._plan(PlanKind.EARLY, one)):
             return super().run_early(one)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """See `interface.SharesWeights`."""
-        with self.group.together(Plan(Kind.EMBED, self._taken(), tokens=to_host(tokens)[0])):
+        with self.group.together(Plan(PlanKind.EMBED, self._taken(), tokens=to_host(tokens)[0])):
             return super().embed(tokens)
 
     def output_logits(self, normed: Tensor) -> Tensor:
         """See `interface.SharesWeights`."""
         assert normed.dtype == self.decoder.norm.weight.dtype, "rows of another format than the ranks expect"
-        with self.group.together(Plan(Kind.OUTPUT, self._taken(), [len(normed)]), normed):
+        with self.group.together(Plan(PlanKind.OUTPUT, self._taken(), [len(normed)]), normed):
             return super().output_logits(normed)
 
     def move(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
-        """See `PagedCache.move`; told with the next plan."""
+        """See `PagedCache.move`; sent with the next plan."""
         super().move(sources, destinations)
         self._moves.append((sources, destinations))
 
-    def _plan(self, kind: Kind, one: Pass) -> Plan:
+    def _plan(self, kind: PlanKind, one: Pass) -> Plan:
         return Plan.of_pass(kind, one, to_host(one.tokens)[0], self._taken())
 
     def _taken(self) -> list[Move]:
-        """The moves to tell, which are told then."""
+        """The moves to send with a plan; none are left."""
         moves = list(self._moves)
         self._moves.clear()  # in place: twins share them, as they share the cache
         return moves

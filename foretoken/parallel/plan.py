@@ -26,7 +26,7 @@ _HEAD_WORDS = 2
 Move = tuple[Sequence[int], Sequence[int]]
 
 
-class Kind(IntEnum):
+class PlanKind(IntEnum):
     """What a plan asks for."""
 
     CACHE = 0  # make the model, with a cache of `numbers[0]` tokens
@@ -45,7 +45,7 @@ class Plan:
     keys are. `num_rows` numbers [D] follow the plan: the streams of `joins`, or the rows of an OUTPUT.
     """
 
-    kind: Kind
+    kind: PlanKind
     moves: Sequence[Move] = ()
     numbers: Sequence[int] = ()
     tokens: Sequence[int] = ()
@@ -58,7 +58,7 @@ class Plan:
     segments: Sequence[Reader] = field(default=())
 
     @classmethod
-    def of_pass(cls, kind: Kind, one: Pass, tokens: Sequence[int], moves: Sequence[Move]) -> Plan:
+    def of_pass(cls, kind: PlanKind, one: Pass, tokens: Sequence[int], moves: Sequence[Move]) -> Plan:
         """The plan of a PASS or EARLY over `tokens`, which those of `one` are on the host."""
         inputs = one.inputs
         joins = [(join.index, join.count, join.depth) for join in one.joins]
@@ -73,7 +73,7 @@ class Plan:
     @property
     def num_rows(self) -> int:
         """Rows of numbers that follow the plan."""
-        return self.numbers[0] if self.kind is Kind.OUTPUT else sum(count for _, count, _ in self.joins)
+        return self.numbers[0] if self.kind is PlanKind.OUTPUT else sum(count for _, count, _ in self.joins)
 
     def pass_of(self, block_size: int, device: torch.device, streams: Tensor) -> Pass:
         """The pass of a PASS or EARLY on this rank; `streams` [num_rows, D] are those of the joins."""
@@ -116,7 +116,7 @@ class Plan:
         (kind, is_alone), moves, numbers, tokens, positions, slots, wanted, layers, joins, *rest = parts
         segments = [_reader(*rest[i : i + 3]) for i in range(0, len(rest), 3)]
         return cls(
-            *(Kind(kind), _moves(moves), numbers, tokens, positions, slots, wanted, layers),
+            *(PlanKind(kind), _moves(moves), numbers, tokens, positions, slots, wanted, layers),
             joins=[(joins[i], joins[i + 1], joins[i + 2]) for i in range(0, len(joins), 3)],
             is_alone=bool(is_alone),
             segments=segments,

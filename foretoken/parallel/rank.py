@@ -23,7 +23,7 @@ from foretoken.model.paged import PagedModel
 from foretoken.model.strict import StrictModel
 from foretoken.parallel.exchange import PATIENT_S, RankExchange
 from foretoken.parallel.group import LOADED, RankSetup
-from foretoken.parallel.plan import Kind, Plan
+from foretoken.parallel.plan import PlanKind, Plan
 
 
 class Rank:
@@ -38,7 +38,7 @@ class Rank:
         """Compute plans until the process is ended."""
         self.exchange.connect(Path(self.setup.folder), PATIENT_S)
         first, _ = self.exchange.listen(0, torch.float32)
-        assert first.kind is Kind.CACHE
+        assert first.kind is PlanKind.CACHE
         kind = StrictModel if self.setup.numerics == "strict" else PagedModel
         model = kind(self.decoder, first.numbers[0])
         weight = self.decoder.norm.weight
@@ -50,15 +50,15 @@ class Rank:
         """What rank 0 computes at this moment; it alone keeps the results."""
         for move in plan.moves:
             model.move(*move)
-        if plan.kind is Kind.EMBED:
+        if plan.kind is PlanKind.EMBED:
             model.embed(torch.tensor(plan.tokens, dtype=torch.int64, device=self.device))
-        elif plan.kind is Kind.OUTPUT:
+        elif plan.kind is PlanKind.OUTPUT:
             model.output_logits(rows)
         else:
             for table in self.decoder.rotaries:
                 table.cover(max(plan.positions, default=-1) + 1)
             one = plan.pass_of(model.block_size, self.device, rows)
-            if plan.kind is Kind.EARLY:
+            if plan.kind is PlanKind.EARLY:
                 model.run_early(one)
             else:
                 model.run_pass(one)
