@@ -100,6 +100,11 @@ class RankGroup:
             self._ended = RankError(f"{self._deaths[0]}; {_REMEDY}")
         return self._ended
 
+    @property
+    def processes(self) -> list[int]:
+        """The process of every rank but 0."""
+        return [one.running.pid for one in self._processes]
+
     @contextmanager
     def together(self, plan: Plan, rows: Tensor | None = None) -> Iterator[None]:
         """Tell the ranks a plan, and run the body, which computes the same here; the body waits for no one else.

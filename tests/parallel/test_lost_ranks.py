@@ -34,7 +34,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def ranks_of(llm: LLM) -> list[int]:
     assert isinstance(llm.target, LeadModel)
-    return [one.running.pid for one in llm.target.group._processes]
+    return llm.target.group.processes
 
 
 def is_gone(pid: int) -> bool:
@@ -121,7 +121,7 @@ _USER = """
 import json, sys, time
 from foretoken import LLM, SamplingParams, SpecConfig
 llm = LLM(sys.argv[1], SpecConfig(), dtype="float32", cache_tokens=512, tensor_parallel=2)
-print(json.dumps([one.running.pid for one in llm.target.group._processes]), flush=True)
+print(json.dumps(llm.target.group.processes), flush=True)
 llm.generate([[1, 2, 3]] * 4, SamplingParams(max_tokens=500 if len(sys.argv) > 2 else 4, ignore_eos=True))
 """
 
