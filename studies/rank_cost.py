@@ -9,11 +9,9 @@ share of them. Prompts are random tokens; answers must be equal, and the study s
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
 import time
-from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -22,8 +20,6 @@ import torch
 
 from foretoken.config import PLAIN, SamplingParams, SpecConfig
 from foretoken.engine.llm import LLM
-from foretoken.machine.neighbours import usable_cores
-from foretoken.parallel.lead import LeadModel
 from foretoken.printing.console import Console
 from studies.command import exit_code_of, record, setting_of, whole_numbers, words
 
@@ -44,7 +40,6 @@ def main() -> int:
     parser.add_argument("--prompt", type=int, default=64, help="tokens of each prompt")
     parser.add_argument("--tokens", type=int, default=64, help="tokens of each answer")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--bind", action="store_true", help="keep each rank on cores of its own")
     parser.add_argument("--out", type=Path, help="a JSON file for the record")
     options = parser.parse_args()
     return exit_code_of(lambda: _run(options))
@@ -56,11 +51,8 @@ def _run(options: argparse.Namespace) -> int:
     try:
         sides = {"one process": _opened(options, 1), "ranks": _opened(options, options.ranks)}
         try:
-            places = {"one process": usable_cores(), "ranks": usable_cores()}
-            if options.bind:
-                places["ranks"] = _bind(sides["ranks"], usable_cores())
             for drafter, count in product(options.drafters, options.requests):
-                found.append(_measured(sides, places, drafter, count, options))
+                found.append(_measured(sides, drafter, count, options))
         finally:
             for llm in sides.values():
                 llm.close()
@@ -81,23 +73,8 @@ def _opened(options: argparse.Namespace, ranks: int) -> LLM:
     return LLM(options.target, SpecConfig(), dtype=options.dtype, cache_tokens=room, tensor_parallel=ranks)
 
 
-def _bind(llm: LLM, cores: Sequence[int]) -> Sequence[int]:
-    """Give each rank its share of the cores; those of rank 0, which is this process."""
-    assert isinstance(llm.target, LeadModel)
-    processes = llm.target.group.processes
-    size = len(cores) // (1 + len(processes))
-    for rank, process in enumerate(processes, start=1):
-        for thread in os.listdir(f"/proc/{process}/task"):
-            os.sched_setaffinity(int(thread), cores[rank * size : (rank + 1) * size])
-    return cores[:size]
-
-
-def _measured(
-    sides: dict[str, LLM], places: dict[str, Sequence[int]], drafter: str, count: int, options: argparse.Namespace
-) -> dict[str, Any]:
-    """Tokens per second of every turn on both sides, and whether all answers were equal; `places`: the cores on which
-    this thread runs for each.
-    """
+def _measured(sides: dict[str, LLM], drafter: str, count: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Tokens per second of every turn on both sides, and whether all answers were equal."""
     generator = torch.Generator().manual_seed(count)
     some = torch.randint(next(iter(sides.values())).target.vocab_size, (count, options.prompt), generator=generator)
     prompts = some.tolist()
@@ -107,7 +84,6 @@ def _measured(
     for turn in range(options.repeats + _WARM_UP_TURNS):
         for side in sorted(sides, reverse=bool(turn % 2)):
             llm = sides[side]
-            os.sched_setaffinity(0, places[side])
             if side == "one process":
                 torch.set_num_threads(options.threads)  # ranks set their own
             began = time.perf_counter()
@@ -116,7 +92,6 @@ def _measured(
             answers.add(tuple(out.token_ids for out in outputs))
             if turn >= _WARM_UP_TURNS:
                 speeds[side].append(count * options.tokens / elapsed_s)
-    os.sched_setaffinity(0, places["one process"])
     return {"drafter": drafter, "requests": count, "tokens_per_s": speeds, "equal": len(answers) == 1}
 
 

@@ -17,7 +17,7 @@ from foretoken.model.interface import ForwardOutput
 from foretoken.model.paged import PagedModel, Pass
 from foretoken.model.strict import StrictModel
 from foretoken.parallel.group import RankGroup
-from foretoken.parallel.plan import PlanKind, Move, Plan
+from foretoken.parallel.plan import Move, Plan, PlanKind
 from foretoken.transfer import to_host
 
 

@@ -23,7 +23,7 @@ from foretoken.model.paged import PagedModel
 from foretoken.model.strict import StrictModel
 from foretoken.parallel.exchange import PATIENT_S, RankExchange
 from foretoken.parallel.group import LOADED, RankSetup
-from foretoken.parallel.plan import PlanKind, Plan
+from foretoken.parallel.plan import Plan, PlanKind
 
 
 class Rank:
