@@ -21,6 +21,10 @@ def _real(requests: int, kind: str, setting: str = "auto", name: str = "2026-11-
     return float(row["over_plain"])
 
 
+def _rank_cost(side: str) -> list[float]:
+    return [statistics.median(one["tokens_per_s"][side]) for one in raw("2026-11-26-rank-cost")["results"]]
+
+
 def _strict(rows: int) -> float:
     times = raw("2026-11-21-strict-cost-1b")["times_ms"][f"{rows} rows"]
     return 100 * (statistics.median(times["strict"]) / statistics.median(times["default"]) - 1)
@@ -160,6 +164,11 @@ CLAIMS: tuple[tuple[str, str, Callable[[], list[float]]], ...] = (
             )
             for key in ("num_differing", "num_compared")
         ],
+    ),
+    (
+        "docs/tensor-parallel.md",
+        "at #, # and # tokens/s, one process with two threads at #, # and #,",
+        lambda: [*_rank_cost("ranks"), *_rank_cost("one process")],
     ),
     ("docs/controller.md", "is # to # % of a step.", lambda: _policy_shares("after")),
     (
