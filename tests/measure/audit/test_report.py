@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from foretoken import InputError, StorageError
-from foretoken.measure.audit.report import AuditReport, Check, audit_report, check_out
+from foretoken.measure.audit.report import AuditReport, audit_report, check_out
+from foretoken.measure.checks import Check
 from foretoken.measure.report import markdown, print_report
 from foretoken.measure.write import write_report
 from foretoken.printing.console import Console

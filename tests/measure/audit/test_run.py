@@ -15,10 +15,10 @@ from foretoken import InputError, SamplingParams, SpecConfig
 from foretoken.core import Draft, Mass, Uniforms, Verdict
 from foretoken.draft.draft_model import DraftModelDrafter
 from foretoken.engine import runner as runner_module
-from foretoken.measure.audit.checks import equality
 from foretoken.measure.audit.options import AuditOptions
 from foretoken.measure.audit.report import AuditReport
 from foretoken.measure.audit.run import run_audit
+from foretoken.measure.checks import equality
 from foretoken.model.interface import ForwardOutput
 from foretoken.model.paged import PagedModel
 from foretoken.model.strict import StrictModel
