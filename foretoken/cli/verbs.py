@@ -68,6 +68,12 @@ VERBS: Mapping[str, VerbSource] = {
         "Replay requests on two backends in turns, and say which is faster, with an interval that holds at every look.",
         has_engine=False,
     ),
+    "certify": VerbSource(
+        "certify",
+        "certify",
+        "Check whether B, which speculates, answers as A does; exit code 5 if anything fails.",
+        has_engine=False,
+    ),
     "plan": VerbSource(
         "plan",
         "plan",

@@ -1,4 +1,4 @@
-"""One check of an engine with its outcome, the table and the verdict of many, and the comparison of two sets of answers."""
+"""One check of an engine with its outcome, table and verdict of many, and the comparison of two sets of answers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def verdict(checks: Sequence[Check]) -> str:
     judged = count["pass"] + count["fail"]
     text = f"FAIL: {count['fail']} of {judged} checks failed" if count["fail"] else f"PASS: {judged} checks"
     if count["undecided"]:
-        text += f"; {count['undecided']} undecided for lack of tokens"
+        text += f"; {count['undecided']} undecided"
     if count["not claimed"]:
         text += "; lossy rule: distribution not claimed"
     if count["not asked"]:

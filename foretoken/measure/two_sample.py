@@ -57,38 +57,19 @@ def answers_for(effect: float, num_bins: int, level: float) -> int:
     return math.ceil(noncentrality(max(1, num_bins - 1), level, POWER) / (2 * effect**2))
 
 
-def beginnings(texts: Sequence[str], num_bins: int, fewest: int) -> NDArray[np.int64]:
-    """The bin of each text [n], by how it begins: at most `num_bins`, each of `fewest` texts or more if there are
-    so many.
-
-    The largest bin is divided by the next character, as often as that leaves bins large enough; what is too rare stays
-    together.
+def beginnings(texts: Sequence[str], num_bins: int) -> NDArray[np.int64]:
+    """The bin of each text [n], by how it begins: ranges of about as many texts each in the order of the alphabet;
+    equal texts are in one bin.
     """
-    leaves: list[tuple[list[int], int]] = [(list(range(len(texts))), 0)]  # members, and how many characters they share
-    done: list[list[int]] = []
-    while leaves and len(leaves) + len(done) < num_bins:
-        leaves.sort(key=lambda leaf: len(leaf[0]))
-        members, depth = leaves.pop()
-        children: dict[str, list[int]] = {}
-        for member in members:
-            children.setdefault(texts[member][depth : depth + 1], []).append(member)
-        large = sorted((one for one in children.values() if len(one) >= fewest), key=len)
-        rest = [member for one in children.values() if len(one) < fewest for member in one]
-        room = num_bins - len(leaves) - len(done)
-        if rest and len(rest) < fewest:
-            rest += large.pop(0) if large else []
-        while large and len(large) + bool(rest) > room:
-            rest += large.pop(0)
-        if not large:
-            done.append(members)
-            continue
-        ended = [one for one in large if len(texts[one[0]]) <= depth]
-        done += [*ended, *([rest] if rest else [])]
-        leaves += [(one, depth + 1) for one in large if one not in ended]
-    bins = np.zeros(len(texts), dtype=np.int64)
-    for number, members in enumerate([*done, *(members for members, _ in leaves)]):
-        bins[members] = number
-    return bins
+    counts = Counter(texts)
+    place: dict[str, int] = {}
+    number, filled = 0, 0
+    for text in sorted(counts):
+        place[text] = number
+        filled += counts[text]
+        if filled * num_bins >= len(texts) * (number + 1):
+            number += 1
+    return np.array([place[text] for text in texts], dtype=np.int64)
 
 
 def counted(answers: Sequence[Sequence[Hashable]], num_bins: int) -> Array:
@@ -111,7 +92,7 @@ def two_sample_test(strata: Sequence[tuple[Array, Array]], level: float) -> TwoS
     pooled = [np.concatenate([a, b]) for a, b in strata]
     totals = np.concatenate([counts.sum(axis=0) for counts in pooled])
     weights = np.divide(1.0, totals, out=np.zeros_like(totals), where=totals > 0)
-    observed = float((np.concatenate([(a - b).sum(axis=0) for a, b in strata]) ** 2 @ weights))
+    observed = float(np.concatenate([(a - b).sum(axis=0) for a, b in strata]) ** 2 @ weights)
     num_answers, num_counted = sum(len(a) for a, _ in strata), totals.sum() / 2
     num_bins = int((totals > 0).sum())
     if num_bins <= len(strata):
