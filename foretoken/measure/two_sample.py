@@ -23,7 +23,7 @@ from foretoken.measure.stats import Array
 
 POWER = 0.99
 _EXCEEDED = 20  # exchanges that lie further apart, after which there is no danger
-_RESOLUTION = 10  # p-values down to a tenth of the level can be told apart
+_RESOLUTION = 3  # exchanges for each one that the level allows to lie further apart
 _AT_ONCE = 500
 
 

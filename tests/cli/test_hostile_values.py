@@ -35,12 +35,14 @@ EMPTY_IS_WRONG = {
     "bench load": ("batches", "settings", "slices", "name"),
     "bench profile": ("drafters", "name"),
     "bench url": ("url", "rate", "slices", "name"),
+    "certify": ("only", "name"),
     "simulate": ("arrivals", "settings"),
     "train lm": ("shape",),
 }
 NEEDED = {
     "ab": ["--a", "http://127.0.0.1:9", "--b", "http://127.0.0.1:9", "--replay", "replay.jsonl"],
     "bench url": ["--url", "http://127.0.0.1:9"],
+    "certify": ["--a", "http://127.0.0.1:9", "--b", "http://127.0.0.1:9"],
     "generate": ["--prompt", "x"],
     "train lm": ["--out", "run"],
     "train answers": ["--target", "reference:target", "--prompts", "prompts.jsonl", "--out", "answers.jsonl"],
