@@ -23,7 +23,7 @@ _SCHEMA = {
     "additionalProperties": False,
 }
 _TASK = "Where is it, and are you sure? Answer as JSON."
-_MAX_TOKENS = 160
+_MAX_TOKENS = 256
 _NUM_SEEDS = 4
 _FUNCTION = "look_up"
 _TOOLS = [
