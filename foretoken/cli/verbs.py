@@ -80,6 +80,12 @@ VERBS: Mapping[str, VerbSource] = {
         "Put the reports of runs on one page that needs nothing else: verdicts first, plots, tables and raw values.",
         has_engine=False,
     ),
+    "certify": VerbSource(
+        "certify",
+        "certify",
+        "Check whether B, which speculates, answers as A does; exit code 5 if anything fails.",
+        has_engine=False,
+    ),
     "plan": VerbSource(
         "plan",
         "plan",

@@ -35,6 +35,7 @@ EMPTY_IS_WRONG = {
     "bench load": ("batches", "settings", "slices", "name"),
     "bench profile": ("drafters", "name"),
     "bench url": ("url", "rate", "slices", "name"),
+    "certify": ("only", "name"),
     "simulate": ("arrivals", "settings"),
     "train lm": ("shape",),
 }
@@ -42,6 +43,7 @@ NEEDED = {
     "ab": ["--a", "http://127.0.0.1:9", "--b", "http://127.0.0.1:9", "--replay", "replay.jsonl"],
     "ab-live": ["--a", "http://127.0.0.1:9", "--b", "http://127.0.0.1:9"],
     "bench url": ["--url", "http://127.0.0.1:9"],
+    "certify": ["--a", "http://127.0.0.1:9", "--b", "http://127.0.0.1:9"],
     "generate": ["--prompt", "x"],
     "report": ["run.json", "--out", "page.html"],
     "train lm": ["--out", "run"],
