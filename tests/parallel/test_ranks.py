@@ -18,6 +18,7 @@ from foretoken.parallel import group
 from tests.engine.test_exactness import PROMPTS, all_specs
 from tests.helpers import faulty_rank
 from tests.helpers.checkpoints import related_pair, tiny_checkpoint, token_ids, variant
+from tests.helpers.gguf_files import write_gguf
 from tests.helpers.mtp_checkpoints import add_mtp
 from tests.helpers.specs import predicting, spec_of
 from tests.helpers.tiny_heads import KINDS
@@ -171,6 +172,8 @@ def test_what_is_not_divided_is_refused_by_name(tmp_path: Path) -> None:
     assert "runs through transformers" in refusal(tiny_checkpoint(tmp_path / "b", "opt"))
     assert "a mixture of experts" in refusal(variant(tmp_path / "c", "mixtral"))
     assert "norms the queries of all heads together" in refusal(variant(tmp_path / "d", "olmo2"))
+    codes = write_gguf(tmp_path / "codes.gguf", variant(tmp_path / "f", "llama"), "Q4_0")
+    assert "quantised in its files" in refusal(codes)
     assert "24 inputs, is no multiple of 32" in refusal(variant(tmp_path / "e", "llama"), weights="int8")
     with pytest.raises(InputError, match="tensor_parallel=0"):
         EngineConfig("x", tensor_parallel=0)
