@@ -172,7 +172,7 @@ def test_what_is_not_divided_is_refused_by_name(tmp_path: Path) -> None:
     assert "runs through transformers" in refusal(tiny_checkpoint(tmp_path / "b", "opt"))
     assert "a mixture of experts" in refusal(variant(tmp_path / "c", "mixtral"))
     assert "norms the queries of all heads together" in refusal(variant(tmp_path / "d", "olmo2"))
-    codes = write_gguf(tmp_path / "codes.gguf", variant(tmp_path / "f", "llama"), "Q4_0")
+    codes = write_gguf(tmp_path / "codes.gguf", variant(tmp_path / "f", "llama", hidden_size=64), "Q8_0")
     assert "quantised in its files" in refusal(codes)
     assert "24 inputs, is no multiple of 32" in refusal(variant(tmp_path / "e", "llama"), weights="int8")
     with pytest.raises(InputError, match="tensor_parallel=0"):
