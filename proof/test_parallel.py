@@ -6,7 +6,10 @@ moments.
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +24,8 @@ from tests.helpers.checkpoints import related_pair, tiny_checkpoint, variant
 from tests.helpers.deadline import within
 from tests.helpers.specs import predicting
 from tests.model.test_sharding import FAMILIES
-from tests.parallel.test_ranks import GREEDY, SHAPE, answers, opened
+from tests.parallel.test_ranks import GREEDY, SHAPE, answers, opened, same_on_two
+from tests.server.test_life import KEYS, REFERENCE, children, is_alive, serving, until
 
 pytestmark = pytest.mark.filterwarnings("ignore:the draft has .* MB of weights to read")
 # Exchanges of an answer of `LONG` and its prompt: 32 steps of 2 * 2 layers, embedding and logits, and a prompt.
@@ -64,6 +68,19 @@ def test_every_family(tmp_path: Path, name: str, world: int) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("mistral-sliding", {"weights": "int4"}),
+        ("qwen2-tied", {"weights": "int8"}),
+        ("gemma2", {"weights": "int8"}),
+    ],
+)
+def test_quantised_weights(tmp_path: Path, name: str, options: dict[str, str]) -> None:
+    shape = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64}
+    assert same_on_two(variant(tmp_path, name, **shape), cache_dtype="model", **options)
+
+
 @pytest.mark.parametrize("num_moments", [20, pytest.param(1000, marks=pytest.mark.release)])
 def test_a_rank_lost_at_a_random_moment_ends_in_an_error_or_in_the_same_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_moments: int
@@ -89,3 +106,24 @@ def test_a_rank_lost_at_a_random_moment_ends_in_an_error_or_in_the_same_tokens(
                 num_lost += 1
                 assert what != "slow", fault
     assert num_lost > num_moments / 2
+
+
+def test_a_server_restarts_a_worker_whose_rank_was_killed() -> None:
+    """A request in flight gets `worker_died`; the next worker has new ranks, and none is left when the server ends."""
+    with serving(*REFERENCE, *KEYS, "--tp", "2") as server:
+        server.wait_ready()
+        (worker,) = server.invariants()["workers"]
+        expected = server.complete(temperature=0.0).json()["choices"]
+        (rank,) = children(worker["pid"])
+        stream = server.stream()
+        next(stream)
+        os.kill(rank, signal.SIGKILL)
+        assert json.loads([*stream][-1])["error"]["code"] == "worker_died"
+        until(lambda: not is_alive(worker["pid"]), "the worker did not end")
+        until(lambda: server.get("/ready").status_code == 200, "no worker came back")
+        assert server.complete(temperature=0.0).json()["choices"] == expected
+        (worker,) = server.invariants()["workers"]
+        (rank,) = children(worker["pid"])
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) == 0
+        until(lambda: not is_alive(rank), "a rank is left")

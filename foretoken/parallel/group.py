@@ -59,6 +59,10 @@ class _Process:
     running: subprocess.Popen[str]
 
 
+class _NotLoadedError(Exception):
+    """A rank does not take part; the message says which and why."""
+
+
 class RankGroup:
     """The processes of ranks 1 to `world` - 1, and the exchange of this one, rank 0.
 
@@ -139,6 +143,8 @@ class RankGroup:
             time.sleep(0.01)
         if self._deaths:
             why = self._deaths[0]
+        elif isinstance(error, _NotLoadedError):
+            why = str(error)
         elif isinstance(error, LostRankError | TimeoutError):
             who = f"rank {error.rank}" if isinstance(error, LostRankError) else "the other ranks"
             why = f"{who} did not answer within {PATIENCE_S:g} s"
@@ -180,19 +186,21 @@ def _await_loaded(processes: Sequence[_Process]) -> None:
     """Wait for each rank's line: its part is loaded, or why not.
 
     Raises:
-        LostRankError: one has ended without a line, or takes too long.
-        RuntimeError: one could not load its part.
+        LostRankError: one has ended without a line.
+        _NotLoadedError: one could not load its part, or takes too long.
     """
     ends = time.monotonic() + LOAD_S
     for one in processes:
         assert one.running.stdout is not None
         with selectors.DefaultSelector() as selector:
             selector.register(one.running.stdout, selectors.EVENT_READ)
-            line = one.running.stdout.readline() if selector.select(max(0.0, ends - time.monotonic())) else ""
+            if not selector.select(max(0.0, ends - time.monotonic())):
+                raise _NotLoadedError(f"rank {one.rank} did not load its part within {LOAD_S:g} s")
+            line = one.running.stdout.readline()
         if not line:
             raise LostRankError(one.rank)
         if line != LOADED:
-            raise RuntimeError(f"rank {one.rank} could not load its part: {line.strip()}")
+            raise _NotLoadedError(f"rank {one.rank} could not load its part: {line.strip()}")
 
 
 LOADED = "loaded\n"

@@ -2,7 +2,8 @@
 
 It reads its `RankSetup` from standard input, loads its part of the weights, says so on standard output, and computes
 plan after plan. It has no requests, drafts or random numbers, and decides nothing. It ends when standard input is
-closed: no rank outlives rank 0. SIGINT is rank 0's matter and ignored here.
+closed: no rank outlives rank 0. SIGINT and SIGTERM, which a terminal and a service manager send to all processes of a
+group, are rank 0's matter and ignored here.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from foretoken.machine.process import keep_freed_memory
 from foretoken.model.decoder import Decoder
 from foretoken.model.loader import load_decoder
 from foretoken.model.paged import PagedModel
@@ -80,10 +82,12 @@ def _end_with_rank_0() -> None:
 
 def main() -> None:
     """Be a rank until rank 0 is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     setup = RankSetup(**json.loads(sys.stdin.readline()))
     threading.Thread(target=_end_with_rank_0, daemon=True).start()
     torch.set_num_threads(setup.num_threads)
+    keep_freed_memory()
     answers = sys.stdout
     sys.stdout = sys.stderr  # what else is printed is no answer
     try:

@@ -57,7 +57,6 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     [
         ("kill:17", "rank 1 .* was ended by SIGKILL"),
         ("stop:23", "rank 1 did not answer within 1 s"),
-        ("raise:9", "rank 1 .* ended with exit code 1"),
     ],
 )
 def test_a_rank_that_is_lost_in_a_step_ends_all(
@@ -122,27 +121,27 @@ import json, sys, time
 from foretoken import LLM, SamplingParams, SpecConfig
 llm = LLM(sys.argv[1], SpecConfig(), dtype="float32", cache_tokens=512, tensor_parallel=2)
 print(json.dumps(llm.target.group.processes), flush=True)
-llm.generate([[1, 2, 3]] * 4, SamplingParams(max_tokens=500 if len(sys.argv) > 2 else 4, ignore_eos=True))
+llm.generate([[1, 2, 3]] * 4, SamplingParams(max_tokens=240, ignore_eos=True))
 """
 
 
-@pytest.mark.parametrize("is_killed", [True, False])
-def test_no_rank_outlives_rank_0(pair: SimpleNamespace, is_killed: bool) -> None:
-    """Killed in the middle of its steps, or ended without closing anything."""
-    command = [sys.executable, "-c", _USER, str(pair.target), *(["long"] if is_killed else [])]
+def test_no_rank_outlives_rank_0(pair: SimpleNamespace) -> None:
+    """Killed in the middle of its steps."""
+    command = [sys.executable, "-c", _USER, str(pair.target)]
     with within(DEADLINE_S), subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         pids = json.loads(process.stdout.readline())
-        if is_killed:
-            process.kill()
-        assert process.wait() == (-signal.SIGKILL if is_killed else 0)
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
         while not all(map(is_gone, pids)):
             time.sleep(0.01)
 
 
 def test_an_interrupt_waits_for_the_end_of_a_pass(pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C ends the call, not the group: the next one is answered."""
+    """Ctrl-C ends the call, not the group: the next one is answered. Torch's threads are divided, and given back."""
+    torch.set_num_threads(3)
     with opened(pair) as llm:
+        assert torch.get_num_threads() == 1
         expected = llm.generate([token_ids(9)], PARAMS)[0].token_ids
         exchange, seen = llm.target.group.exchange, [0]  # type: ignore[attr-defined]
         parts = exchange._parts
@@ -157,3 +156,5 @@ def test_an_interrupt_waits_for_the_end_of_a_pass(pair: SimpleNamespace, monkeyp
         with pytest.raises(KeyboardInterrupt):
             llm.generate([token_ids(9)], PARAMS)
         assert llm.generate([token_ids(9)], PARAMS)[0].token_ids == expected
+    assert torch.get_num_threads() == 3
+    torch.set_num_threads(1)
