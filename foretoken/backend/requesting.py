@@ -100,6 +100,8 @@ class AnsweringRequester:
         except InputError as error:
             return Reply(refused=str(error))
         answer = self._backend.answer(question, self._drafting)
+        if answer.num_emitted > 1 and not answer.text and not answer.token_ids:
+            return Reply(refused=f"{self._backend.name} shows no text of such an answer")
         return Reply((Choice(answer.text, token_ids=answer.token_ids),), None, answer.num_emitted)
 
 

@@ -137,10 +137,15 @@ def attempt(name: str, where: str, make: Callable[[], Check]) -> Check:
     """A check, or what became of it where a side refused or failed."""
     try:
         return make()
-    except NotAskedError as error:
+    except (NotAskedError, SideFailedError) as error:
+        return unmade(name, where, error)
+
+
+def unmade(name: str, where: str, error: NotAskedError | SideFailedError) -> Check:
+    """What becomes of a check that could not be made: B fails where its answer failed."""
+    if isinstance(error, NotAskedError):
         return Check(name, where, "not asked", found=str(error))
-    except SideFailedError as error:
-        return Check(name, where, "fail" if error.label == "B" else "undecided", found=str(error))
+    return Check(name, where, "fail" if error.label == "B" else "undecided", found=str(error))
 
 
 def own_rules(

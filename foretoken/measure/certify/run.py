@@ -61,6 +61,7 @@ def run_certify(options: CertifyOptions, command: str = "foretoken certify") -> 
     assert tuple(_CHECKS) == KINDS
     prompts = _prompts(options)
     checks: list[Check] = []
+    caveats: list[str] = []
     interrupted = False
     with open_sides(options) as sides:
         about = {side.label: side.identity for side in sides}

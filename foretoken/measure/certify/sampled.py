@@ -8,7 +8,15 @@ from itertools import pairwise
 import numpy as np
 
 from foretoken.backend.requesting import Choice, Request
-from foretoken.measure.certify.asking import Asker, NotAskedError, Session, attempt, own_rules
+from foretoken.measure.certify.asking import (
+    Asker,
+    NotAskedError,
+    Session,
+    SideFailedError,
+    attempt,
+    own_rules,
+    unmade,
+)
 from foretoken.measure.certify.greedy import first
 from foretoken.measure.checks import Check
 from foretoken.measure.stats import Array
@@ -52,8 +60,8 @@ def check_distribution(session: Session) -> Iterator[Check]:
                 at_once = _at_once(session)
                 prompts = _telling(session, at_once)
             pairs = [_drawn(session, prompt, setting, count // len(prompts), at_once) for prompt in prompts]
-        except NotAskedError as error:
-            yield from (Check(name, where, "not asked", found=str(error)) for name in (_BEGIN, _FOLLOW))
+        except (NotAskedError, SideFailedError) as error:
+            yield from (unmade(name, where, error) for name in (_BEGIN, _FOLLOW))
             continue
         level = level_of(session.options.alpha)
         yield _judged(_BEGIN, where, two_sample_test([_beginnings(*pair) for pair in pairs], level))

@@ -171,7 +171,7 @@ class Broken(Dice):
 
 def test_a_side_that_fails() -> None:
     def results(a: Dice, b: Dice) -> set[tuple[str, str]]:
-        checks = made_checks(session_of(Asker("A", a), Asker("B", b), only=("greedy",)))
+        checks = made_checks(session_of(Asker("A", a), Asker("B", b), only=("greedy", "distribution")))
         return {(check.result, check.found) for check in checks}
 
     assert results(Dice(), Broken()) == {("fail", "B failed: status 500")}
@@ -227,14 +227,17 @@ def test_the_report_says_what_failed_and_how_sure_it_is() -> None:
     about = {side: dict.fromkeys(("name", "version", "model", "drafter"), "x") for side in "AB"}
     checks = [Check("c", "here", "fail", 3, "1 of 2", "2 of 2", detail="why")]
     report = certify_report(options, about, checks, [], "foretoken certify", (), False)
-    assert report.verdict == "FAIL: 1 of 1 checks failed of B against A"
+    assert report.verdict == "FAIL: 1 of 1 checks failed"
     assert not report.passed
     assert "on 1" in report.explained
     for page in (markdown(report), html_page(report)):
         assert "c (here): why" in page
     stopped = certify_report(options, about, checks[:0], [], "foretoken certify", (), True)
-    assert stopped.verdict.startswith("No verdict")
+    assert stopped.verdict.startswith("No verdict: the run was interrupted")
+    nothing = certify_report(options, about, [replace(checks[0], result="not asked")], [], "c", (), False)
+    assert nothing.verdict.startswith("No verdict: no check could be made")
     assert not stopped.passed
+    assert not nothing.passed
 
 
 @pytest.mark.parametrize(
