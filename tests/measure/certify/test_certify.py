@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import foretoken
-from foretoken.backend.requesting import Choice, Reply, Request
+from foretoken.backend.requesting import ApiChoice, ApiRequest, Reply
 from foretoken.errors import ConfigError, ForetokenError, InputError, UnavailableError
 from foretoken.measure.certify import forms
 from foretoken.measure.certify.asking import Asker, own_rules, reply_from
@@ -69,7 +69,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Asker, Ups
     """A, and the server that proxies stand before."""
     folder = chat_folder(tmp_path_factory.mktemp("certify") / "target")
     with pytest.MonkeyPatch.context() as patch, server_of(folder) as url, asker("A", url, plain=True) as a:
-        patch.setattr(forms, "_NUM_SEEDS", 2)
+        patch.setattr(forms, "_NUM_SEEDS", 1)
         upstream = Upstream(url)
         yield a, upstream
         upstream.close()
@@ -165,7 +165,7 @@ def test_a_rule_that_a_breaks_too_is_undecided() -> None:
 
 
 class Broken(Dice):
-    def ask(self, request: Request) -> Reply:
+    def ask(self, request: ApiRequest) -> Reply:
         raise ForetokenError("status 500")
 
 
@@ -181,9 +181,9 @@ def test_a_side_that_fails() -> None:
 # ---- near ties
 
 
-def answer(*pieces: str, logprob: float = -0.7, **top: float) -> Choice:
+def answer(*pieces: str, logprob: float = -0.7, **top: float) -> ApiChoice:
     tops = tuple({piece: logprob, **top} for piece in pieces)
-    return Choice("".join(pieces), "length", (), pieces, (logprob,) * len(pieces), tops)
+    return ApiChoice("".join(pieces), "length", (), pieces, (logprob,) * len(pieces), tops)
 
 
 def test_a_difference_at_a_near_tie_is_none() -> None:
