@@ -9,6 +9,7 @@ of 0.065 would be seen with probability 0.99.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -95,7 +96,7 @@ def test_the_two_sample_test_fails_as_seldom_as_it_says() -> None:
         texts = [pool[place] for place in generator.integers(len(pool), size=120)]
         bins = beginnings(texts, 8)
         rows = np.eye(int(bins.max()) + 1)[bins]
-        pairs = counted([list(zip(text, text[1:], strict=False)) for text in texts], 16)
+        pairs = counted([list(pairwise(text)) for text in texts], 16)
         for name, counts in (("beginnings", rows), ("following", pairs)):
             alarms[name] += not two_sample_test([(counts[:60], counts[60:])], LEVEL).passed
     assert max(alarms.values()) / RUNS <= MOST, alarms

@@ -12,7 +12,7 @@ import httpx2
 from foretoken.backend.answering import SERVED, Drafting
 from foretoken.backend.http import HttpBackend
 from foretoken.backend.http_stream import EventReader, Stream, beginning, said_in
-from foretoken.backend.requesting import Choice, Reply, Request
+from foretoken.backend.requesting import ApiChoice, ApiRequest, Reply
 from foretoken.errors import ForetokenError, InputError, UnavailableError
 
 _NUM_TOGETHER = 8
@@ -45,7 +45,7 @@ class HttpRequester:
             raise InputError("drafting", drafting.kind, f"{backend.name} drafts as it was started")
         self._backend, self._drafting = backend, drafting
 
-    def ask(self, request: Request) -> Reply:
+    def ask(self, request: ApiRequest) -> Reply:
         """See `Requester`."""
         path, body = self._body(request)
         try:
@@ -59,7 +59,7 @@ class HttpRequester:
         except httpx2.HTTPError as error:
             raise UnavailableError(f"{self._backend.name} gave no answer: {error!r}") from error
 
-    def _body(self, request: Request) -> tuple[str, dict[str, Any]]:
+    def _body(self, request: ApiRequest) -> tuple[str, dict[str, Any]]:
         server, kind = self._backend.server, self._backend.kind
         body = {"model": self._backend.model, **kind.fields, **request.fields, "stream": request.stream}
         body |= (kind.plain or {}) if self._drafting.kind is None else {}
@@ -105,7 +105,7 @@ def _reply(chunks: Sequence[Sequence[Mapping[str, Any]]], usage: Mapping[str, An
     return Reply(choices, usage.get("prompt_tokens"), usage.get("completion_tokens"))
 
 
-def _choice(parts: Sequence[Mapping[str, Any]]) -> Choice:
+def _choice(parts: Sequence[Mapping[str, Any]]) -> ApiChoice:
     """One answer from its parts."""
     texts, reasons, ids = [], [], list[int]()
     pieces, logprobs, tops = list[str](), list[float](), list[Mapping[str, float]]()
@@ -126,7 +126,7 @@ def _choice(parts: Sequence[Mapping[str, Any]]) -> Choice:
             own[1] += function.get("arguments") or ""
     made = tuple((name, arguments) for _, (name, arguments) in sorted(calls.items()))
     reason = next((one for one in reversed(reasons) if one), "")
-    return Choice("".join(texts), reason, tuple(ids), tuple(pieces), tuple(logprobs), tuple(tops), made)
+    return ApiChoice("".join(texts), reason, tuple(ids), tuple(pieces), tuple(logprobs), tuple(tops), made)
 
 
 def _scored(found: Mapping[str, Any]) -> list[tuple[str, float, Mapping[str, float]]]:

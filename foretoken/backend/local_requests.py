@@ -8,7 +8,7 @@ from typing import Any
 
 from foretoken.backend.answering import Drafting
 from foretoken.backend.local_answers import LocalAnswers
-from foretoken.backend.requesting import Choice, Reply, Request
+from foretoken.backend.requesting import ApiChoice, ApiRequest, Reply
 from foretoken.backend.rounds import TokenSpellings
 from foretoken.config import SamplingParams
 from foretoken.core import TokenLogprobs
@@ -33,7 +33,7 @@ class LocalRequester:
         self._llm.prepare(self._spec)
         self._spellings = TokenSpellings(backend.llm.tokenizer)
 
-    def ask(self, request: Request) -> Reply:
+    def ask(self, request: ApiRequest) -> Reply:
         """See `Requester`."""
         try:
             params = _params(request)
@@ -62,12 +62,12 @@ class LocalRequester:
             reason = piece.finish_reason or reason
         return Reply((self._made(text, reason, ids, scored),), None, len(ids))
 
-    def _choice(self, output: GenerateOutput) -> Choice:
+    def _choice(self, output: GenerateOutput) -> ApiChoice:
         return self._made(output.text, output.finish_reason, output.token_ids, output.logprobs or ())
 
-    def _made(self, text: str, reason: str, ids: Any, scored: Any) -> Choice:  # noqa: ANN401
+    def _made(self, text: str, reason: str, ids: Any, scored: Any) -> ApiChoice:  # noqa: ANN401
         events = [self._spellings.event(one.token_id, one, "") for one in scored]
-        return Choice(
+        return ApiChoice(
             text,
             reason,
             tuple(ids),
@@ -77,7 +77,7 @@ class LocalRequester:
         )
 
 
-def _params(request: Request) -> SamplingParams:
+def _params(request: ApiRequest) -> SamplingParams:
     """The parameters that a request asks for.
 
     Raises:

@@ -18,7 +18,7 @@ _ASKED = ("max_tokens", "temperature", "seed", "ignore_eos")  # what a `Question
 
 
 @dataclass(frozen=True)
-class Request:
+class ApiRequest:
     """One request: a text or (role, content) pairs, and `fields` under OpenAI's names.
 
     `logprobs`: that many likeliest tokens at every place, with the token's own; None for none. `stream`: the answer is
@@ -33,7 +33,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ApiChoice:
     """One answer. `pieces` are the texts of its tokens and `logprobs` their log-probabilities, `tops` the likeliest
     pieces at each place with theirs; all empty where the backend does not report them, as are `token_ids`.
 
@@ -55,7 +55,7 @@ class Reply:
     was not answered; "" where it was.
     """
 
-    choices: tuple[Choice, ...] = ()
+    choices: tuple[ApiChoice, ...] = ()
     num_prompt_tokens: int | None = None
     num_tokens: int | None = None
     refused: str = ""
@@ -66,7 +66,7 @@ class Requester(Protocol):
 
     num_together: int  # requests that it takes at the same time
 
-    def ask(self, request: Request) -> Reply:
+    def ask(self, request: ApiRequest) -> Reply:
         """Answer one request.
 
         Raises:
@@ -83,7 +83,7 @@ class AnsweringRequester:
     def __init__(self, backend: AnsweringBackend, drafting: Drafting) -> None:
         self._backend, self._drafting = backend, drafting
 
-    def ask(self, request: Request) -> Reply:
+    def ask(self, request: ApiRequest) -> Reply:
         """See `Requester`."""
         fields = dict(request.fields)
         if fields.get("n") == 1:
@@ -100,7 +100,9 @@ class AnsweringRequester:
         except InputError as error:
             return Reply(refused=str(error))
         answer = self._backend.answer(question, self._drafting)
-        return Reply((Choice(answer.text, token_ids=answer.token_ids),), None, answer.num_emitted)
+        if answer.num_emitted > 1 and not answer.text and not answer.token_ids:
+            return Reply(refused=f"{self._backend.name} shows no text of such an answer")
+        return Reply((ApiChoice(answer.text, token_ids=answer.token_ids),), None, answer.num_emitted)
 
 
 def requester_of(backend: AnsweringBackend, drafting: Drafting) -> Requester:

@@ -31,3 +31,5 @@ def certify(
         raise GateError(
             "certify failed: " + "; ".join(dict.fromkeys(f"{check.name} ({check.where})" for check in wrong))
         )
+    if not report.passed:
+        raise GateError("certify: no check could be made; the report says why")

@@ -15,7 +15,7 @@ from foretoken.backend.http import HttpBackend, ServerAddress
 from foretoken.backend.local import LocalBackend
 from foretoken.backend.requesting import requester_of
 from foretoken.engine.async_engine import AsyncEngine
-from foretoken.measure.certify.asking import Asker, Session
+from foretoken.measure.certify.asking import Asker, CertifySession
 from foretoken.measure.certify.options import CertifyOptions
 from foretoken.measure.workload import Prompt
 from foretoken.model.names import model_folder
@@ -69,9 +69,9 @@ def asker(label: str, url: str, plain: bool = False) -> Iterator[Asker]:
         backend.close()
 
 
-def session_of(a: Asker, b: Asker, **options: Any) -> Session:
+def session_of(a: Asker, b: Asker, **options: Any) -> CertifySession:
     """Both sides with a few prompts."""
     usual: dict[str, Any] = {"effect": 0.4, "max_tokens": 32}
     chosen = CertifyOptions("http://a", "http://b", **usual | options)
     prompts = [Prompt(str(number), "code", text) for number, text in enumerate(PROMPTS[: chosen.num_prompts])]
-    return Session(chosen, a, b, prompts, 5, conversations=True)
+    return CertifySession(chosen, a, b, prompts, 5, conversations=True)

@@ -199,16 +199,12 @@ def at_stop(change: Callable[[str, str], str]) -> Callable[[Body, Body, Body], N
 
 def broken_json(body: Body, choice: Body, _reply: Body) -> None:
     if "response_format" in body:
-        text = text_of(choice)
-        place = len(text) // 2
-        set_text(choice, text[:place] + text[place + 2 :])
+        set_text(choice, text_of(choice).replace(":", "", 1))
 
 
 def broken_call(_body: Body, choice: Body, _reply: Body) -> None:
     for call in choice.get("message", {}).get("tool_calls") or ():
-        function = call["function"]
-        place = len(function["arguments"]) // 2
-        function["arguments"] = function["arguments"][:place] + function["arguments"][place + 1 :]
+        call["function"]["arguments"] = call["function"]["arguments"].replace(":", "", 1)
 
 
 def lost_token(_body: Body, choice: Body, _reply: Body) -> None:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from threading import Lock
 from typing import Any
 
-from foretoken.backend.requesting import Choice, Reply, Request, Requester
+from foretoken.backend.requesting import ApiChoice, ApiRequest, Reply, Requester
 from foretoken.errors import ForetokenError, UnavailableError
 from foretoken.measure.certify.options import CertifyOptions
 from foretoken.measure.checks import Check, Result
@@ -44,7 +44,7 @@ class Asker:
         self._known[digest(row["request"]), row["turn"]] = reply_from(row["reply"])
         self.rows.append(row)
 
-    def ask(self, requests: Sequence[Request], turn: int = 0) -> list[Reply]:
+    def ask(self, requests: Sequence[ApiRequest], turn: int = 0) -> list[Reply]:
         """Answers to requests, several at once where the side takes them.
 
         Raises:
@@ -61,7 +61,7 @@ class Asker:
                 list(pool.map(lambda request: self._ask(request, turn), missing))
         return [self._known[digest(asdict(request)), turn] for request in requests]
 
-    def _ask(self, request: Request, turn: int) -> None:
+    def _ask(self, request: ApiRequest, turn: int) -> None:
         try:
             reply = self.requester.ask(request)
         except UnavailableError:
@@ -79,7 +79,7 @@ class Asker:
 def reply_from(values: dict[str, Any]) -> Reply:
     """What `dataclasses.asdict` made of a `Reply`, out of a file."""
     choices = tuple(
-        Choice(**{name: _tuples(value) for name, value in choice.items()})  # JSON has lists alone
+        ApiChoice(**{name: _tuples(value) for name, value in choice.items()})  # JSON has lists alone
         for choice in values["choices"]
     )
     return Reply(**{**values, "choices": choices})
@@ -90,7 +90,7 @@ def _tuples(value: Any) -> Any:  # noqa: ANN401 - any field of a choice
 
 
 @dataclass(frozen=True)
-class Session:
+class CertifySession:
     """Both sides with the prompts. `num_logprobs` likeliest tokens are asked for, None where a side reports none."""
 
     options: CertifyOptions
@@ -100,17 +100,17 @@ class Session:
     num_logprobs: int | None = None
     conversations: bool = False
 
-    def requests(self, **fields: object) -> list[Request]:
+    def requests(self, **fields: object) -> list[ApiRequest]:
         """A greedy request for every prompt, with further fields."""
         return [self.request(prompt, **fields) for prompt in self.prompts]
 
-    def request(self, prompt: Prompt, **fields: object) -> Request:
+    def request(self, prompt: Prompt, **fields: object) -> ApiRequest:
         """A greedy request for one prompt, with further fields."""
         messages = prompt.messages or ((("user", prompt.text),) if self.options.chat else ())
         usual = {"max_tokens": self.options.max_tokens, "temperature": 0.0}
-        return Request("" if messages else prompt.text, messages, usual | fields, self.num_logprobs)
+        return ApiRequest("" if messages else prompt.text, messages, usual | fields, self.num_logprobs)
 
-    def both(self, requests: Sequence[Request]) -> tuple[list[Reply], list[Reply]]:
+    def both(self, requests: Sequence[ApiRequest]) -> tuple[list[Reply], list[Reply]]:
         """The answers of A and of B.
 
         Raises:
@@ -119,7 +119,7 @@ class Session:
         """
         return self.answers(self.a, requests), self.answers(self.b, requests)
 
-    def answers(self, side: Asker, requests: Sequence[Request], turn: int = 0) -> list[Reply]:
+    def answers(self, side: Asker, requests: Sequence[ApiRequest], turn: int = 0) -> list[Reply]:
         """The answers of one side; raises as `both` does."""
         replies = side.ask(requests, turn)
         for reply in replies:
@@ -128,7 +128,7 @@ class Session:
         return replies
 
 
-def streamed(requests: Sequence[Request]) -> list[Request]:
+def streamed(requests: Sequence[ApiRequest]) -> list[ApiRequest]:
     """The same requests, answered in chunks."""
     return [replace(request, stream=True) for request in requests]
 
@@ -137,10 +137,15 @@ def attempt(name: str, where: str, make: Callable[[], Check]) -> Check:
     """A check, or what became of it where a side refused or failed."""
     try:
         return make()
-    except NotAskedError as error:
+    except (NotAskedError, SideFailedError) as error:
+        return unmade(name, where, error)
+
+
+def unmade(name: str, where: str, error: NotAskedError | SideFailedError) -> Check:
+    """What becomes of a check that could not be made: B fails where its answer failed."""
+    if isinstance(error, NotAskedError):
         return Check(name, where, "not asked", found=str(error))
-    except SideFailedError as error:
-        return Check(name, where, "fail" if error.label == "B" else "undecided", found=str(error))
+    return Check(name, where, "fail" if error.label == "B" else "undecided", found=str(error))
 
 
 def own_rules(

@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from foretoken.backend.requesting import Choice, Request
-from foretoken.measure.certify.asking import Session, attempt, own_rules, streamed
+from foretoken.backend.requesting import ApiChoice, ApiRequest
+from foretoken.measure.certify.asking import CertifySession, attempt, own_rules, streamed
 from foretoken.measure.certify.greedy import compared, first
 from foretoken.measure.checks import Check
 
@@ -32,23 +32,23 @@ _TOOLS = [
 _JSON, _CALLS = "JSON fits its schema", "tool calls fit their function"
 
 
-def form_requests(session: Session) -> list[Request]:
+def form_requests(session: CertifySession) -> list[ApiRequest]:
     """Requests held to the schema, the first greedy, the others sampled."""
     form = {"type": "json_schema", "json_schema": {"name": "found", "schema": _SCHEMA, "strict": True}}
     return _requests(session, {"response_format": form})
 
 
-def _requests(session: Session, more: Mapping[str, object]) -> list[Request]:
+def _requests(session: CertifySession, more: Mapping[str, object]) -> list[ApiRequest]:
     text, messages = (_TASK, ()) if not session.conversations else ("", (("user", _TASK),))
     seed = session.options.seed
     draws: list[dict[str, object]] = [{"temperature": 0.0}]
     draws += [{"temperature": 1.0, "seed": seed + number} for number in range(_NUM_SEEDS)]
     return [
-        Request(text, messages, {"max_tokens": _MAX_TOKENS, **draw, **more}, session.num_logprobs) for draw in draws
+        ApiRequest(text, messages, {"max_tokens": _MAX_TOKENS, **draw, **more}, session.num_logprobs) for draw in draws
     ]
 
 
-def check_forms(session: Session) -> Iterator[Check]:
+def check_forms(session: CertifySession) -> Iterator[Check]:
     """JSON and calls are whole and valid, greedy and sampled, at once and in chunks; greedy ones are A's."""
     yield attempt(_JSON, "whole", lambda: _valid(session, _JSON, "whole", form_requests(session)))
     yield attempt(_JSON, "streamed", lambda: _valid(session, _JSON, "streamed", streamed(form_requests(session))))
@@ -61,12 +61,12 @@ def check_forms(session: Session) -> Iterator[Check]:
     yield attempt(_CALLS, "streamed", lambda: _valid(session, _CALLS, "streamed", streamed(requests)))
 
 
-def _same(session: Session, name: str, requests: Sequence[Request]) -> Check:
+def _same(session: CertifySession, name: str, requests: Sequence[ApiRequest]) -> Check:
     a, b = map(first, session.both(requests[:1]))
     return compared(name, "temperature 0", a, b, session.options.tolerance)
 
 
-def _valid(session: Session, name: str, where: str, requests: Sequence[Request]) -> Check:
+def _valid(session: CertifySession, name: str, where: str, requests: Sequence[ApiRequest]) -> Check:
     problem = _json_problem if name == _JSON else _call_problem
     a, b = map(first, session.both(requests))
     pairs = [(problem(one), problem(other)) for one, other in zip(a, b, strict=True)]
@@ -76,12 +76,12 @@ def _valid(session: Session, name: str, where: str, requests: Sequence[Request])
     return check if known else Check(name, where, "undecided", found="no answer came to its end")
 
 
-def _json_problem(answer: Choice) -> str | None:
+def _json_problem(answer: ApiChoice) -> str | None:
     """What is wrong with an answer; None where it was cut before its end."""
     return None if answer.finish_reason == "length" else _value_problem(answer.text)
 
 
-def _call_problem(answer: Choice) -> str | None:
+def _call_problem(answer: ApiChoice) -> str | None:
     if answer.finish_reason == "length":
         return None
     if not answer.calls:

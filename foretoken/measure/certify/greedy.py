@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from foretoken.backend.requesting import Choice, Reply
+from foretoken.backend.requesting import ApiChoice, Reply
 from foretoken.kv.prefix import shared_length
-from foretoken.measure.certify.asking import Session, attempt
+from foretoken.measure.certify.asking import CertifySession, attempt
 from foretoken.measure.checks import Check, equality
 
 SAME = "the same greedy answers"
@@ -19,12 +19,12 @@ _LOGPROBS = "log-probabilities"
 _NUM_BIASED = 3
 
 
-def first(replies: Sequence[Reply]) -> list[Choice]:
+def first(replies: Sequence[Reply]) -> list[ApiChoice]:
     """The first answer of each."""
     return [reply.choices[0] for reply in replies]
 
 
-def compared(name: str, where: str, a: Sequence[Choice], b: Sequence[Choice], tolerance: float) -> Check:
+def compared(name: str, where: str, a: Sequence[ApiChoice], b: Sequence[ApiChoice], tolerance: float) -> Check:
     """B's answers against A's: the same tokens up to near ties by A's log-probabilities, and the same text."""
     if not all(one.pieces for one in (*a, *b)):
         check = equality(name, where, [one.text for one in a], [one.text for one in b], exact=True, unit="character")
@@ -37,7 +37,7 @@ def compared(name: str, where: str, a: Sequence[Choice], b: Sequence[Choice], to
     return equality(name, where, units[0], units[1], exact=False, gap=gap)
 
 
-def apart(a: Choice, b: Choice, place: int) -> float:
+def apart(a: ApiChoice, b: ApiChoice, place: int) -> float:
     """How far A's log-probabilities of the two tokens at a place are apart; infinite where A names B's not."""
     if place >= min(len(a.pieces), len(b.pieces)):
         return math.inf
@@ -45,7 +45,7 @@ def apart(a: Choice, b: Choice, place: int) -> float:
     return math.inf if other is None else abs(a.logprobs[place] - other)
 
 
-def follows(base: Choice, other: Choice, tolerance: float) -> bool | None:
+def follows(base: ApiChoice, other: ApiChoice, tolerance: float) -> bool | None:
     """Whether an answer takes the same tokens as another of the same side, as far as both go; None where they part at a
     near tie.
     """
@@ -58,7 +58,7 @@ def follows(base: Choice, other: Choice, tolerance: float) -> bool | None:
     return None if apart(base, other, place) <= tolerance else False
 
 
-def check_greedy(session: Session) -> Iterator[Check]:
+def check_greedy(session: CertifySession) -> Iterator[Check]:
     """Temperature 0: the same answers, and the same log-probabilities. Prompts to which A gives another answer the
     second time are left out.
     """
@@ -76,7 +76,7 @@ def check_greedy(session: Session) -> Iterator[Check]:
     yield attempt(_LOGPROBS, where, lambda: _logprobs(session, where))
 
 
-def _repeated(session: Session) -> tuple[list[Choice], list[Choice]]:
+def _repeated(session: CertifySession) -> tuple[list[ApiChoice], list[ApiChoice]]:
     """The answers of both to the prompts to which A gives its answer again."""
     requests = session.requests()
     a, b = map(first, session.both(requests))
@@ -86,7 +86,7 @@ def _repeated(session: Session) -> tuple[list[Choice], list[Choice]]:
     return [one for one, _ in kept], [other for _, other in kept]
 
 
-def _logprobs(session: Session, where: str) -> Check:
+def _logprobs(session: CertifySession, where: str) -> Check:
     """The log-probabilities of the tokens that both chose, up to the first that differs."""
     a, b = map(first, session.both(session.requests()))
     gaps: list[float] = []
@@ -105,7 +105,7 @@ def _logprobs(session: Session, where: str) -> Check:
 # ---- parameters
 
 
-def check_parameters(session: Session) -> Iterator[Check]:
+def check_parameters(session: CertifySession) -> Iterator[Check]:
     """Each parameter changes B's answers as it changes A's. Where it changes none of A's, nothing can be said."""
     sampled: dict[str, object] = {"temperature": 1.0, "seed": session.options.seed}
     # What is kept of a distribution when one token is left of it: then even a sampled answer is certain.
@@ -122,7 +122,7 @@ def check_parameters(session: Session) -> Iterator[Check]:
     yield attempt("logit_bias -100", "is obeyed", lambda: _bias(session))
 
 
-def _bias(session: Session) -> Check:
+def _bias(session: CertifySession) -> Check:
     """The tokens that A likes best are forbidden."""
     a = first(session.answers(session.a, session.requests()))
     commonest = Counter(token for one in a for token in one.token_ids).most_common(_NUM_BIASED)
@@ -132,7 +132,7 @@ def _bias(session: Session) -> Check:
     return _obeyed(session, "logit_bias -100", {}, {"logit_bias": bias})
 
 
-def _obeyed(session: Session, name: str, base: dict[str, object], more: dict[str, object]) -> Check:
+def _obeyed(session: CertifySession, name: str, base: dict[str, object], more: dict[str, object]) -> Check:
     where = "is obeyed"
     without = first(session.answers(session.a, session.requests(**base)))
     a, b = map(first, session.both(session.requests(**base, **more)))

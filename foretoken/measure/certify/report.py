@@ -23,13 +23,14 @@ def certify_report(
 ) -> Report:
     """The report of the checks; `about` says of each side what it is, `rows` are all requests with their answers."""
     wrong = failed(checks)
-    line = f"{verdict(checks)} of B against A"
-    if interrupted:
-        line = f"No verdict: the run was interrupted; {line}"
+    passed = not wrong and not interrupted and any(check.result == "pass" for check in checks)
+    line = verdict(checks)
+    if not passed and not wrong:
+        line = f"No verdict: {'the run was interrupted' if interrupted else 'no check could be made'}; {line}"
     results: dict[str, Any] = {
         "kind": "certify",
         "verdict": line,
-        "passed": not wrong and not interrupted,
+        "passed": passed,
         "checks": checks,
         "false_alarm_rate": options.alpha,
         "sides": about,
@@ -45,7 +46,7 @@ def certify_report(
         explained=_explained(options),
         caveats=tuple(caveats),
         verdict=line,
-        passed=not wrong and not interrupted,
+        passed=passed,
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from foretoken.backend.requesting import requester_of
-from foretoken.measure.certify.asking import Asker, Session
+from foretoken.measure.certify.asking import Asker, CertifySession
 from foretoken.measure.certify.forms import check_forms
 from foretoken.measure.certify.greedy import check_greedy, check_parameters
 from foretoken.measure.certify.options import KINDS, CertifyOptions
@@ -22,7 +22,7 @@ from foretoken.measure.sides import OpenSide, open_sides
 from foretoken.measure.workload import SLICES, Prompt, slices
 from foretoken.measure.write import write_report
 
-_CHECKS: Mapping[str, Callable[[Session], Iterator[Check]]] = {
+_CHECKS: Mapping[str, Callable[[CertifySession], Iterator[Check]]] = {
     "greedy": check_greedy,
     "parameters": check_parameters,
     "limits": check_limits,
@@ -61,6 +61,7 @@ def run_certify(options: CertifyOptions, command: str = "foretoken certify") -> 
     assert tuple(_CHECKS) == KINDS
     prompts = _prompts(options)
     checks: list[Check] = []
+    caveats: list[str] = []
     interrupted = False
     with open_sides(options) as sides:
         about = {side.label: side.identity for side in sides}
@@ -83,7 +84,7 @@ def run_certify(options: CertifyOptions, command: str = "foretoken certify") -> 
     return write_report(report, options.out, options.name) if options.out is not None else report
 
 
-def made_checks(session: Session, tell: Callable[[str], None] = lambda _: None) -> Iterator[Check]:
+def made_checks(session: CertifySession, tell: Callable[[str], None] = lambda _: None) -> Iterator[Check]:
     """The checks that are asked for, each when it is made; `tell` receives the kind before each kind."""
     for kind in KINDS:
         if kind in session.options.only:
@@ -100,10 +101,10 @@ def _prompts(options: CertifyOptions) -> list[Prompt]:
 
 def _session(
     options: CertifyOptions, a: Asker, b: Asker, prompts: Sequence[Prompt], sides: Sequence[OpenSide]
-) -> tuple[Session, list[str]]:
+) -> tuple[CertifySession, list[str]]:
     """The sides with what both of them report."""
     conversations = all(side.backend.capabilities.conversations for side in sides)
-    session = Session(options, a, b, prompts, _NUM_LOGPROBS, conversations)
+    session = CertifySession(options, a, b, prompts, _NUM_LOGPROBS, conversations)
     request = session.request(prompts[0])
     silent = [
         side.label for side in (a, b) if not (reply := side.ask([request])[0]).choices or not reply.choices[0].pieces
@@ -114,7 +115,7 @@ def _session(
         f"{' and '.join(silent)} reported no log-probabilities: every difference between greedy answers counts, near "
         "ties too."
     )
-    return Session(options, a, b, prompts, None, conversations), [caveat]
+    return CertifySession(options, a, b, prompts, None, conversations), [caveat]
 
 
 def _kept(options: CertifyOptions, prompts: Sequence[Prompt], about: dict[str, dict[str, str]]) -> KeptFile | None:

@@ -7,8 +7,16 @@ from itertools import pairwise
 
 import numpy as np
 
-from foretoken.backend.requesting import Choice, Request
-from foretoken.measure.certify.asking import Asker, NotAskedError, Session, attempt, own_rules
+from foretoken.backend.requesting import ApiChoice, ApiRequest
+from foretoken.measure.certify.asking import (
+    Asker,
+    CertifySession,
+    NotAskedError,
+    SideFailedError,
+    attempt,
+    own_rules,
+    unmade,
+)
 from foretoken.measure.certify.greedy import first
 from foretoken.measure.checks import Check
 from foretoken.measure.stats import Array
@@ -42,7 +50,7 @@ def num_answers(effect: float, alpha: float) -> int:
     return each * _NUM_PROMPTS * _AT_ONCE
 
 
-def check_distribution(session: Session) -> Iterator[Check]:
+def check_distribution(session: CertifySession) -> Iterator[Check]:
     """Sampled answers of many seeds, other ones for A than for B, come from one distribution."""
     count, prompts, at_once = num_answers(session.options.effect, session.options.alpha), None, _AT_ONCE
     for setting in SETTINGS:
@@ -52,8 +60,8 @@ def check_distribution(session: Session) -> Iterator[Check]:
                 at_once = _at_once(session)
                 prompts = _telling(session, at_once)
             pairs = [_drawn(session, prompt, setting, count // len(prompts), at_once) for prompt in prompts]
-        except NotAskedError as error:
-            yield from (Check(name, where, "not asked", found=str(error)) for name in (_BEGIN, _FOLLOW))
+        except (NotAskedError, SideFailedError) as error:
+            yield from (unmade(name, where, error) for name in (_BEGIN, _FOLLOW))
             continue
         level = level_of(session.options.alpha)
         yield _judged(_BEGIN, where, two_sample_test([_beginnings(*pair) for pair in pairs], level))
@@ -68,7 +76,7 @@ def _judged(name: str, where: str, test: TwoSampleTest) -> Check:
     return Check(name, where, "pass" if test.passed else "fail", test.num_answers, found, demanded, sees)
 
 
-def _at_once(session: Session) -> int:
+def _at_once(session: CertifySession) -> int:
     """How many answers one request brings: several where both sides take `n`."""
     request = _requests(session, session.prompts[0], SETTINGS[0], session.options.seed, 1, _AT_ONCE)
     takes = [
@@ -79,8 +87,8 @@ def _at_once(session: Session) -> int:
 
 
 def _requests(
-    session: Session, prompt: Prompt, setting: dict[str, float], seed: int, count: int, at_once: int
-) -> list[Request]:
+    session: CertifySession, prompt: Prompt, setting: dict[str, float], seed: int, count: int, at_once: int
+) -> list[ApiRequest]:
     more = {} if at_once == 1 else {"n": at_once}
     return [
         session.request(prompt, max_tokens=_SAMPLE_TOKENS, seed=seed + number, **setting, **more)
@@ -88,11 +96,11 @@ def _requests(
     ]
 
 
-def _answers(session: Session, side: Asker, requests: Sequence[Request]) -> list[Choice]:
+def _answers(session: CertifySession, side: Asker, requests: Sequence[ApiRequest]) -> list[ApiChoice]:
     return [choice for reply in session.answers(side, requests) for choice in reply.choices]
 
 
-def _telling(session: Session, at_once: int) -> list[Prompt]:
+def _telling(session: CertifySession, at_once: int) -> list[Prompt]:
     """The prompts whose answers tell most: A begins them in several ways, but not in too many to be counted."""
     found = []
     for place, prompt in enumerate(session.prompts):
@@ -104,8 +112,8 @@ def _telling(session: Session, at_once: int) -> list[Prompt]:
 
 
 def _drawn(
-    session: Session, prompt: Prompt, setting: dict[str, float], count: int, at_once: int
-) -> tuple[list[Choice], list[Choice]]:
+    session: CertifySession, prompt: Prompt, setting: dict[str, float], count: int, at_once: int
+) -> tuple[list[ApiChoice], list[ApiChoice]]:
     """As many answers of A as of B, under seeds of their own."""
     begin = session.options.seed + 1000
     num_requests = -(-count // at_once)
@@ -114,13 +122,13 @@ def _drawn(
     return a, b
 
 
-def _beginnings(a: Sequence[Choice], b: Sequence[Choice]) -> tuple[Array, Array]:
+def _beginnings(a: Sequence[ApiChoice], b: Sequence[ApiChoice]) -> tuple[Array, Array]:
     bins = beginnings([one.text for one in (*a, *b)], _NUM_BINS)
     rows: Array = np.eye(int(bins.max()) + 1)[bins]
     return rows[: len(a)], rows[len(a) :]
 
 
-def _following(a: Sequence[Choice], b: Sequence[Choice]) -> tuple[Array, Array]:
+def _following(a: Sequence[ApiChoice], b: Sequence[ApiChoice]) -> tuple[Array, Array]:
     """Pairs of neighbouring tokens, or of characters where tokens are not told: a draft begins behind the first."""
     units = [one.pieces or tuple(one.text) for one in (*a, *b)]
     rows = counted([list(pairwise(unit)) for unit in units], 2 * _NUM_BINS)
@@ -130,13 +138,13 @@ def _following(a: Sequence[Choice], b: Sequence[Choice]) -> tuple[Array, Array]:
 # ---- seeds
 
 
-def check_seeds(session: Session) -> Iterator[Check]:
+def check_seeds(session: CertifySession) -> Iterator[Check]:
     """A seed gives its answer again, where A's does, and other seeds other ones."""
     yield attempt(_EQUAL, "temperature 1", lambda: _equal(session))
     yield attempt(_OTHER, "temperature 1", lambda: _other(session))
 
 
-def _equal(session: Session) -> Check:
+def _equal(session: CertifySession) -> Check:
     prompts = session.prompts[:_NUM_AGAIN]
     requests = [session.request(one, temperature=1.0, seed=session.options.seed + i) for i, one in enumerate(prompts)]
     problems = []
@@ -147,7 +155,7 @@ def _equal(session: Session) -> Check:
     return own_rules(_EQUAL, "temperature 1", (problems[0], problems[1]), 0, "all equal")
 
 
-def _other(session: Session) -> Check:
+def _other(session: CertifySession) -> Check:
     """A correct B fails where eight answers that A gives in four ways or more come out one and the same."""
     seeds = range(session.options.seed, session.options.seed + _NUM_SEEDS)
     ways = []

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from foretoken.backend.requesting import Choice, Reply, Request
-from foretoken.measure.certify.asking import Asker, Session, attempt, own_rules, streamed
+from foretoken.backend.requesting import ApiChoice, ApiRequest, Reply
+from foretoken.measure.certify.asking import Asker, CertifySession, attempt, own_rules, streamed
 from foretoken.measure.certify.forms import form_requests
 from foretoken.measure.certify.greedy import first, follows
 from foretoken.measure.checks import Check
@@ -19,10 +19,10 @@ _COUNTED = "usage counts the tokens"
 _REASON = "finish_reason says why"
 _STREAMED = "streamed text = whole text"
 
-_RequestsOf = Callable[[Session, Asker], Sequence[Request]]
+_RequestsOf = Callable[[CertifySession, Asker], Sequence[ApiRequest]]
 
 
-def check_limits(session: Session) -> Iterator[Check]:
+def check_limits(session: CertifySession) -> Iterator[Check]:
     """Stop strings, `max_tokens`, `usage` and `finish_reason`."""
     yield attempt(_STOPPED, "temperature 0", lambda: _stops(session))
     yield attempt(_LIMITED, "temperature 0", lambda: _lengths(session))
@@ -33,7 +33,7 @@ def check_limits(session: Session) -> Iterator[Check]:
 # ---- stop strings
 
 
-def _stop_cases(session: Session, side: Asker) -> list[tuple[Choice, str, Request]]:
+def _stop_cases(session: CertifySession, side: Asker) -> list[tuple[ApiChoice, str, ApiRequest]]:
     """(whole answer, stop string, request) of a side: parts of its own greedy answers become stop strings."""
     found = []
     for prompt, whole in zip(session.prompts, first(session.answers(side, session.requests())), strict=True):
@@ -45,7 +45,7 @@ def _stop_cases(session: Session, side: Asker) -> list[tuple[Choice, str, Reques
     return found
 
 
-def _stops(session: Session) -> Check:
+def _stops(session: CertifySession) -> Check:
     problems, num_tokens = [], 0
     for side in (session.a, session.b):
         cases = _stop_cases(session, side)
@@ -69,12 +69,12 @@ def _stops(session: Session) -> Check:
     )
 
 
-def id_of(request: Request) -> tuple[str, object]:
+def id_of(request: ApiRequest) -> tuple[str, object]:
     """What tells two requests apart, their fields aside."""
     return request.text, request.messages
 
 
-def _stop_problem(session: Session, whole: Choice, stop: str, answer: Choice) -> str:
+def _stop_problem(session: CertifySession, whole: ApiChoice, stop: str, answer: ApiChoice) -> str:
     wanted = whole.text[: whole.text.index(stop)]
     if follows(whole, answer, session.options.tolerance) is None:
         return ""  # a near tie before the stop string
@@ -86,12 +86,12 @@ def _stop_problem(session: Session, whole: Choice, stop: str, answer: Choice) ->
 # ---- lengths and counts
 
 
-def _length_requests(session: Session) -> list[Request]:
+def _length_requests(session: CertifySession) -> list[ApiRequest]:
     lengths = [length for length in _LENGTHS if length <= session.options.max_tokens]
     return [session.request(prompt, max_tokens=length) for prompt in session.prompts for length in lengths]
 
 
-def _lengths(session: Session) -> Check:
+def _lengths(session: CertifySession) -> Check:
     requests = _length_requests(session)
     a, b = session.both(requests)
     problems = (
@@ -102,7 +102,7 @@ def _lengths(session: Session) -> Check:
     return own_rules(_LIMITED, "temperature 0", problems, num_tokens, "no token more, no text more than A's")
 
 
-def _length_problem(request: Request, reply: Reply, other: Reply | None = None) -> str:
+def _length_problem(request: ApiRequest, reply: Reply, other: Reply | None = None) -> str:
     """What is too long; `other` is A's answer, which a longer text of the same beginning exceeds."""
     most, answer = int(request.fields["max_tokens"]), reply.choices[0]
     counts = [len(answer.pieces), len(answer.token_ids), reply.num_tokens or 0]
@@ -115,11 +115,11 @@ def _length_problem(request: Request, reply: Reply, other: Reply | None = None) 
     return ""
 
 
-def _counted_replies(session: Session, side: Asker) -> list[Reply]:
+def _counted_replies(session: CertifySession, side: Asker) -> list[Reply]:
     return session.answers(side, [*session.requests(), *_length_requests(session)])
 
 
-def _usage(session: Session) -> Check:
+def _usage(session: CertifySession) -> Check:
     a, b = _counted_replies(session, session.a), _counted_replies(session, session.b)
     told = [reply for reply in b if reply.num_tokens is not None]
     if not told:
@@ -144,7 +144,7 @@ def _usage_problem(reply: Reply, other: Reply | None = None) -> str:
     return ""
 
 
-def _reasons(session: Session) -> Check:
+def _reasons(session: CertifySession) -> Check:
     requests = [*session.requests(), *_length_requests(session)]
     a, b = session.both(requests)
     if not any(reply.choices[0].finish_reason for reply in b):
@@ -156,7 +156,7 @@ def _reasons(session: Session) -> Check:
     return own_rules(_REASON, "temperature 0", problems, 0, "length at max_tokens, else stop; A's for the same text")
 
 
-def _reason_problem(request: Request, reply: Reply, other: Reply | None = None) -> str:
+def _reason_problem(request: ApiRequest, reply: Reply, other: Reply | None = None) -> str:
     answer = reply.choices[0]
     listed = len(answer.token_ids) or len(answer.pieces)
     if answer.finish_reason == "length" and listed and listed < request.fields["max_tokens"]:
@@ -171,7 +171,7 @@ def _reason_problem(request: Request, reply: Reply, other: Reply | None = None) 
 # ---- streams
 
 
-def check_stream(session: Session) -> Iterator[Check]:
+def check_stream(session: CertifySession) -> Iterator[Check]:
     """The same answer in chunks as at once: of texts, of answers with stop strings, and of a form whose characters
     have several bytes.
     """
@@ -184,7 +184,7 @@ def check_stream(session: Session) -> Iterator[Check]:
         yield attempt(_STREAMED, where, partial(_streams, session, where, requests_of))
 
 
-def _streams(session: Session, where: str, requests_of: _RequestsOf) -> Check:
+def _streams(session: CertifySession, where: str, requests_of: _RequestsOf) -> Check:
     problems: list[dict[str, str]] = []
     num_tokens = 0
     for side in (session.a, session.b):
@@ -198,7 +198,7 @@ def _streams(session: Session, where: str, requests_of: _RequestsOf) -> Check:
     return own_rules(_STREAMED, where, pairs, num_tokens, "the same text, finish_reason and usage")
 
 
-def _stream_problem(session: Session, whole: Reply, chunks: Reply) -> str:
+def _stream_problem(session: CertifySession, whole: Reply, chunks: Reply) -> str:
     one, other = whole.choices[0], chunks.choices[0]
     if follows(one, other, session.options.tolerance) is None:
         return ""

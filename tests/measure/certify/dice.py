@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from foretoken.backend.requesting import Choice, Reply, Request
+from foretoken.backend.requesting import ApiChoice, ApiRequest, Reply
 
 LETTERS = "abcdefgh"
 
@@ -39,9 +39,9 @@ class Dice:
     refuses: tuple[str, ...] = ()
     tells: bool = True
     num_together: int = 1
-    asked: list[Request] = field(default_factory=list)
+    asked: list[ApiRequest] = field(default_factory=list)
 
-    def ask(self, request: Request) -> Reply:
+    def ask(self, request: ApiRequest) -> Reply:
         self.asked.append(request)
         for name in self.refuses:
             if name in request.fields:
@@ -50,7 +50,7 @@ class Dice:
         choices = tuple(self._choice(request.text, fields, number) for number in range(fields.get("n", 1)))
         return Reply(choices, len(request.text), sum(len(one.text) for one in choices))
 
-    def _choice(self, prompt: str, fields: dict[str, float], number: int) -> Choice:
+    def _choice(self, prompt: str, fields: dict[str, float], number: int) -> ApiChoice:
         rng = random.Random(f"{prompt} {fields.get('seed', 0)} {number}")
         text = ""
         while len(text) < fields["max_tokens"]:
@@ -58,4 +58,4 @@ class Dice:
             twist = self.twist if text else 0.0
             found = chances(before, fields.get("temperature", 1.0), fields.get("top_p", 1.0), twist)
             text += rng.choices(list(found), list(found.values()))[0]
-        return Choice(text, "length", pieces=tuple(text) if self.tells else ())
+        return ApiChoice(text, "length", pieces=tuple(text) if self.tells else ())

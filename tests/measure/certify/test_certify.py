@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import foretoken
-from foretoken.backend.requesting import Choice, Reply, Request
+from foretoken.backend.requesting import ApiChoice, ApiRequest, Reply
 from foretoken.errors import ConfigError, ForetokenError, InputError, UnavailableError
 from foretoken.measure.certify import forms
 from foretoken.measure.certify.asking import Asker, own_rules, reply_from
@@ -69,7 +69,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Asker, Ups
     """A, and the server that proxies stand before."""
     folder = chat_folder(tmp_path_factory.mktemp("certify") / "target")
     with pytest.MonkeyPatch.context() as patch, server_of(folder) as url, asker("A", url, plain=True) as a:
-        patch.setattr(forms, "_NUM_SEEDS", 2)
+        patch.setattr(forms, "_NUM_SEEDS", 1)
         upstream = Upstream(url)
         yield a, upstream
         upstream.close()
@@ -165,13 +165,13 @@ def test_a_rule_that_a_breaks_too_is_undecided() -> None:
 
 
 class Broken(Dice):
-    def ask(self, request: Request) -> Reply:
+    def ask(self, request: ApiRequest) -> Reply:
         raise ForetokenError("status 500")
 
 
 def test_a_side_that_fails() -> None:
     def results(a: Dice, b: Dice) -> set[tuple[str, str]]:
-        checks = made_checks(session_of(Asker("A", a), Asker("B", b), only=("greedy",)))
+        checks = made_checks(session_of(Asker("A", a), Asker("B", b), only=("greedy", "distribution")))
         return {(check.result, check.found) for check in checks}
 
     assert results(Dice(), Broken()) == {("fail", "B failed: status 500")}
@@ -181,9 +181,9 @@ def test_a_side_that_fails() -> None:
 # ---- near ties
 
 
-def answer(*pieces: str, logprob: float = -0.7, **top: float) -> Choice:
+def answer(*pieces: str, logprob: float = -0.7, **top: float) -> ApiChoice:
     tops = tuple({piece: logprob, **top} for piece in pieces)
-    return Choice("".join(pieces), "length", (), pieces, (logprob,) * len(pieces), tops)
+    return ApiChoice("".join(pieces), "length", (), pieces, (logprob,) * len(pieces), tops)
 
 
 def test_a_difference_at_a_near_tie_is_none() -> None:
@@ -227,14 +227,17 @@ def test_the_report_says_what_failed_and_how_sure_it_is() -> None:
     about = {side: dict.fromkeys(("name", "version", "model", "drafter"), "x") for side in "AB"}
     checks = [Check("c", "here", "fail", 3, "1 of 2", "2 of 2", detail="why")]
     report = certify_report(options, about, checks, [], "foretoken certify", (), False)
-    assert report.verdict == "FAIL: 1 of 1 checks failed of B against A"
+    assert report.verdict == "FAIL: 1 of 1 checks failed"
     assert not report.passed
     assert "on 1" in report.explained
     for page in (markdown(report), html_page(report)):
         assert "c (here): why" in page
     stopped = certify_report(options, about, checks[:0], [], "foretoken certify", (), True)
-    assert stopped.verdict.startswith("No verdict")
+    assert stopped.verdict.startswith("No verdict: the run was interrupted")
+    nothing = certify_report(options, about, [replace(checks[0], result="not asked")], [], "c", (), False)
+    assert nothing.verdict.startswith("No verdict: no check could be made")
     assert not stopped.passed
+    assert not nothing.passed
 
 
 @pytest.mark.parametrize(
