@@ -39,6 +39,7 @@ if typing.TYPE_CHECKING:
     from foretoken.engine.request import GenerateOutput
     from foretoken.engine.ticket import Ticket
     from foretoken.measure.ab.run import ab
+    from foretoken.measure.advise.run import advise
 
 __version__ = "0.1.0"
 
@@ -72,6 +73,7 @@ __all__ = [
     "WorkerDiedError",
     "ab",
     "add_drafter",
+    "advise",
 ]
 
 _MODULES = {
@@ -81,6 +83,7 @@ _MODULES = {
     "GenerateOutput": "foretoken.engine.request",
     "add_drafter": "foretoken.engine.drafters",
     "ab": "foretoken.measure.ab.run",
+    "advise": "foretoken.measure.advise.run",
 }
 
 if not typing.TYPE_CHECKING:  # a type checker would take it for a module that has every name

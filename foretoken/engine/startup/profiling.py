@@ -145,6 +145,17 @@ class StepBench:
         """Median seconds of a drafter by count."""
         return self._points(name, counts, work, lambda work, words: median(self.step_times(words, work, made).draft_s))
 
+    def drafting_curve(
+        self, name: str, made: tuple[SpecConfig, Drafter], counts: Sequence[int], work: Callable[[int], Work]
+    ) -> Curve:
+        """Median seconds of a whole step with its drafter, by count."""
+
+        def whole_s(work: Work, words: str) -> float:
+            times = self.step_times(words, work, made)
+            return median(map(sum, zip(times.step_s, times.draft_s, strict=True)))
+
+        return self._points(name, counts, work, whole_s)
+
     def prompt_curve(self, name: str, made: tuple[SpecConfig, Drafter], counts: Sequence[int]) -> Curve:
         """What a drafter's first round takes beyond a later one, by tokens of the text."""
 
