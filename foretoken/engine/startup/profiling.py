@@ -145,17 +145,6 @@ class StepBench:
         """Median seconds of a drafter by count."""
         return self._points(name, counts, work, lambda work, words: median(self.step_times(words, work, made).draft_s))
 
-    def drafting_curve(
-        self, name: str, made: tuple[SpecConfig, Drafter], counts: Sequence[int], work: Callable[[int], Work]
-    ) -> Curve:
-        """Median seconds of a whole step with its drafter, by count."""
-
-        def whole_s(work: Work, words: str) -> float:
-            times = self.step_times(words, work, made)
-            return median(map(sum, zip(times.step_s, times.draft_s, strict=True)))
-
-        return self._points(name, counts, work, whole_s)
-
     def prompt_curve(self, name: str, made: tuple[SpecConfig, Drafter], counts: Sequence[int]) -> Curve:
         """What a drafter's first round takes beyond a later one, by tokens of the text."""
 
@@ -171,7 +160,7 @@ class StepBench:
         steps: dict[int, float] = {}
         before, last_s = SHORT_TOKENS, 0.0
         for count in counts:
-            if not self._fits(Work(1, count, 0)) or not self._affords(f"context {count}", last_s * count / before):
+            if not self.fits(Work(1, count, 0)) or not self._affords(f"context {count}", last_s * count / before):
                 continue
             began = time.perf_counter()
             times = self.step_times(f"context {count}", Work(1, count, 0))
@@ -223,14 +212,14 @@ class StepBench:
         last_s = 0.0
         for count in counts:
             words = f"{name} {count}"
-            if not self._fits(work(count)) or (points and not self._affords(words, last_s)):
+            if not self.fits(work(count)) or (points and not self._affords(words, last_s)):
                 continue
             began = time.perf_counter()
             points.append((count, measure(work(count), words)))
             last_s = time.perf_counter() - began
         return Curve(tuple(points))
 
-    def _fits(self, work: Work) -> bool:
+    def fits(self, work: Work) -> bool:
         """Whether context and cache hold the work; what does not fit into the context is no point of this model's."""
         tokens = work.context_tokens + room(work)
         if tokens > self.target.max_context_tokens:

@@ -3,7 +3,7 @@
 An answer of n tokens, c requests at once, takes n plain steps, or its rounds; meanwhile the prompts of c requests are
 read, its own among them:
 
-    speed-up = (c * prefill + n * plain step(c)) / (c * (prefill + draft's prefill) + sum over rounds of step(c, drafts))
+    speed-up = (c * prefill + n * plain step(c)) / (c * (prefill + draft's) + sum over rounds of step(c, drafts))
 
 Without the prompts it is E[tokens per step] / (step with drafts / plain step). The interval is over prompts: it says
 what other texts of the same kind would give, at the same costs of steps.
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foretoken.measure.advise.costs import StepCosts
-from foretoken.measure.advise.rounds import AnswerRounds
+from foretoken.measure.advise.rounds import AnswerRounds, shortened
 from foretoken.measure.stats import Estimate, estimate
 
 ALL_SLICES = ""
@@ -86,9 +86,8 @@ def cells_of(
         names = list(dict.fromkeys(one.slice for one in own))
         for slice_name in (ALL_SLICES, *names) if len(names) > 1 else (ALL_SLICES,):
             chosen = [one for one in own if slice_name in (one.slice, ALL_SLICES)]
-            is_chain = all(one.is_chain for one in chosen)
             for load in loads:
-                for length in lengths if is_chain else lengths[-1:]:
+                for length in lengths:
                     found.append(predicted(name, slice_name, chosen, costs, load, length, rooms.get(name, Room())))
     return found
 
@@ -103,19 +102,18 @@ def predicted(
     room: Room,
 ) -> Cell:
     """The cell of these answers."""
-    rounds = [one.at(num_draft) for one in answers]
-    drafted = sum(number for own in rounds for number, _ in own)
-    accepted = sum(number for own in rounds for _, number in own)
-    steps, drafts = sum(map(len, rounds)), sum(number > 0 for own in rounds for number, _ in own)
+    rounds = [shortened(one.rounds, num_draft) for one in answers]
+    every = [one for own in rounds for one in own]
+    drafted, accepted = sum(one.num_drafted for one in every), sum(len(one.path) for one in every)
+    steps, drafts = len(every), sum(one.num_drafted > 0 for one in every)
     tokens = sum(one.num_tokens for one in answers)
     plain_served, served = room.served(concurrency)
     mean = drafted / steps
 
     def spent(requests: int) -> NDArray[np.float64]:  # [answers]: seconds of the decoding of each
-        known: dict[int, float] = {}
-        for number in {number for own in rounds for number, _ in own}:
-            known[number] = costs.round_s(name, requests, num_draft, number, mean)
-        return np.array([sum(known[number] for number, _ in own) for own in rounds])
+        lengths = {one.num_drafted for one in every}
+        known = {length: costs.round_s(name, requests, num_draft, length, mean) for length in lengths}
+        return np.array([sum(known[one.num_drafted] for one in own) for own in rounds])
 
     counts = np.array([one.num_tokens for one in answers], dtype=np.float64)
     plain = counts * costs.plain_s(concurrency)

@@ -11,6 +11,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 from foretoken.config import SpecConfig
 from foretoken.draft.base import Drafter
@@ -20,7 +21,10 @@ from foretoken.measure.advise.options import AdviseOptions
 from foretoken.model.interface import LanguageModel
 from foretoken.plan.profile import Curve
 
+_MAX_TURNS = 3
 _MAX_POINTS = 5  # numbers of draft tokens that are timed at each load; those between are interpolated
+
+Made = tuple[Candidate, SpecConfig, Drafter]
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,7 @@ class StepCosts:
     prefill_s: float
     target: Mapping[int, Curve]
     drafters: Mapping[str, DrafterCosts] = field(default_factory=dict)
+    num_turns: int = 1
     left_out: tuple[str, ...] = ()
 
     def plain_s(self, concurrency: float) -> float:
@@ -75,34 +80,87 @@ def _between(curves: Mapping[int, Curve], count: float, seconds: Callable[[Curve
     return (1 - share) * seconds(curves[low]) + share * seconds(curves[high])
 
 
+@dataclass(frozen=True)
+class _Point:
+    """Steps to time: of the target alone (`drafter` "") or with a drafter."""
+
+    drafter: str
+    load: int
+    count: int
+
+
 def measure_costs(
     target: LanguageModel,
-    made: Mapping[str, tuple[Candidate, SpecConfig, Drafter]],
+    made: Mapping[str, Made],
     options: AdviseOptions,
     prompt_tokens: int,
     tell: Tell,
 ) -> StepCosts:
-    """The costs of an open target and of drafters by their candidates' names, within about `options.budget_s`."""
-    bench = StepBench(target, options.seed, time.perf_counter() + options.budget_s, options.budget_s, tell)
+    """The costs of an open target and of drafters by their candidates' names, within about `options.budget_s`.
+
+    All points are timed in turns, up to three times, and the fastest turn counts: other processes only add to it.
+    """
+    began = time.perf_counter()
+    bench = StepBench(target, options.seed, began + options.budget_s, options.budget_s, tell)
     context_tokens = max(1, min(prompt_tokens + options.max_tokens // 2, target.max_context_tokens // 2))
     prompt_tokens = max(1, min(prompt_tokens, target.max_context_tokens // 2))
     bench.step_times("warm-up", Work(1, context_tokens, min(options.lengths)))
-    prefill_s = sum(bench.step_times("prompt", Work(1, prompt_tokens, 0)).prompt_s)
     counts = spread(options.lengths)
-    curves = {
-        load: bench.curve(f"{load} requests, draft tokens", (0, *counts), _work(load, context_tokens))
-        for load in options.loads
-    }
-    drafters = {}
-    for name, (candidate, spec, drafter) in made.items():
-        timed = bench.drafting_curve if candidate.runs_model else bench.drafter_curve
-        steps = {
-            load: timed(f"{name}, {load} requests", (spec, drafter), counts, _work(load, context_tokens))
-            for load in options.loads
-        }
-        prompt = bench.prompt_curve(name, (spec, drafter), (prompt_tokens,)) if candidate.runs_model else Curve()
-        drafters[name] = DrafterCosts(candidate.runs_model, _measured(steps), prompt.seconds(prompt_tokens))
-    return StepCosts(prompt_tokens, context_tokens, prefill_s, _measured(curves), drafters, tuple(bench.left_out()))
+    points = [_Point("", load, count) for load in options.loads for count in (0, *counts)]
+    for name, (candidate, _, _) in made.items():
+        own = counts if candidate.runs_model else (counts[0], counts[-1])
+        points += [_Point(name, load, count) for load in options.loads for count in own]
+    points = [one for one in points if bench.fits(Work(one.load, context_tokens, one.count))]
+    found: dict[_Point, list[float]] = {one: [] for one in points}
+    prefill_s: list[float] = []
+    prompt_s: dict[str, list[float]] = {name: [] for name in made}
+    for _ in range(_MAX_TURNS):
+        turn_began = time.perf_counter()
+        prefill_s.append(sum(bench.step_times("prompt", Work(1, prompt_tokens, 0)).prompt_s))
+        for one in points:
+            found[one].append(_step_s(bench, one, context_tokens, made.get(one.drafter)))
+        for name, (candidate, spec, drafter) in made.items():
+            if candidate.runs_model:
+                times = bench.step_times(f"{name} prompt", Work(1, prompt_tokens, counts[0]), (spec, drafter))
+                prompt_s[name].append(max(0.0, times.draft_s[0] - median(times.draft_s[1:])))
+        now = time.perf_counter()
+        if now + (now - turn_began) > began + options.budget_s:
+            break
+    seconds = {one: min(values) for one, values in found.items()}
+    return StepCosts(
+        prompt_tokens,
+        context_tokens,
+        min(prefill_s),
+        _curves(seconds, ""),
+        {
+            name: DrafterCosts(one.runs_model, _curves(seconds, name), min(prompt_s[name], default=0.0))
+            for name, (one, _, _) in made.items()
+        },
+        len(prefill_s),
+        tuple(bench.left_out()),
+    )
+
+
+def _step_s(bench: StepBench, one: _Point, context_tokens: int, made: Made | None) -> float:
+    """A step at this point: of the target alone, whole with a drafter that runs a model, else of the lookup alone."""
+    work, words = Work(one.load, context_tokens, one.count), f"{one.drafter or 'target'}, {one.load} at once"
+    if made is None:
+        return median(bench.step_times(words, work).step_s)
+    candidate, spec, drafter = made
+    times = bench.step_times(words, work, (spec, drafter))
+    if not candidate.runs_model:
+        return median(times.draft_s)
+    return median(map(sum, zip(times.step_s, times.draft_s, strict=True)))
+
+
+def _curves(seconds: Mapping[_Point, float], drafter: str) -> dict[int, Curve]:
+    """By requests at once; where many do not fit into the cache there is none. More draft tokens never take less."""
+    found: dict[int, list[tuple[int, float]]] = {}
+    for one, value in seconds.items():
+        if one.drafter == drafter:
+            own = found.setdefault(one.load, [])
+            own.append((one.count, max(value, own[-1][1] if own else 0.0)))
+    return {load: Curve(tuple(points)) for load, points in found.items()}
 
 
 def spread(lengths: Sequence[int]) -> tuple[int, ...]:
@@ -111,12 +169,3 @@ def spread(lengths: Sequence[int]) -> tuple[int, ...]:
         return tuple(lengths)
     last = len(lengths) - 1
     return tuple(dict.fromkeys(lengths[round(last * place / (_MAX_POINTS - 1))] for place in range(_MAX_POINTS)))
-
-
-def _work(load: int, context_tokens: int) -> Callable[[int], Work]:
-    return lambda count: Work(load, context_tokens, count)
-
-
-def _measured(curves: Mapping[int, Curve]) -> dict[int, Curve]:
-    """Curves with a point: where many requests do not fit into the cache there is none."""
-    return {load: curve for load, curve in curves.items() if curve.points}

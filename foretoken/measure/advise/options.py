@@ -46,8 +46,8 @@ class AdviseOptions:
     drafts: tuple[str, ...] = field(
         default=("ngram", "suffix"),
         metadata=option(
-            "What may draft, separated by commas: folders or hub ids of draft models and of trained heads, and drafters "
-            "without a model of their own (ngram, suffix, early_exit, mtp ...), NAME:field=value with options.",
+            "What may draft, separated by commas: folders or hub ids of draft models and of trained heads, and "
+            "drafters without a model of their own (ngram, suffix, early_exit, mtp), NAME:field=value with options.",
             read=words,
         ),
     )
@@ -68,7 +68,8 @@ class AdviseOptions:
     memory: str | None = field(
         default=None,
         metadata=option(
-            "Memory for weights and caches, such as 24GiB; without it, what this machine has free.", valid=parse_bytes
+            "Memory for weights and caches, such as 24GiB; without it, what this machine has free.",
+            valid=lambda _name, text: parse_bytes(text),
         ),
     )
     reserve: float = field(default=0.2, metadata=option("Share of the memory that is kept free."))

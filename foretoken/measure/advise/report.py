@@ -1,4 +1,4 @@
-"""The report of the adviser: the verdict in a sentence, then loads, slices, memory, costs, checks, and lines to start."""
+"""The report of the adviser: the verdict in a sentence, then loads, slices, memory, costs, checks, launch lines."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from foretoken.measure.advise.options import AdviseOptions
 from foretoken.measure.advise.rounds import AnswerRounds
 from foretoken.measure.advise.verdict import (
     MARGIN,
-    CandidateVerdict,
-    Verdict,
     candidate_verdict,
     shown,
     verdict_of,
@@ -28,10 +26,10 @@ from foretoken.measure.report import Report, Table
 from foretoken.plan.memory import Budget
 
 EXPLAINED = (
-    "speed-up: end to end, prompts included, as a multiple of plain decoding; in brackets a 95 % interval over prompts, at "
-    "these costs of steps. decoding: the same without prompts. per step: tokens that a step emits for a request; step: "
-    "what it takes, in plain steps. Arrows go from plain decoding to the drafter. A drafter pays where the whole "
-    f"interval is above {1 + MARGIN:.2f}."
+    "speed-up: end to end, prompts included, as a multiple of plain decoding; in brackets a 95 % interval over "
+    "prompts, at these costs of steps. decoding: the same without prompts. per step: tokens that a step emits for a "
+    "request; step: what it takes, in plain steps. Arrows go from plain decoding to the drafter. A drafter pays "
+    f"where the whole interval is above {1 + MARGIN:.2f}."
 )
 SOURCES = (
     ("seconds of steps, of drafting and of reading prompts", "measured here, at these numbers of requests"),

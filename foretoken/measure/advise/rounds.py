@@ -1,87 +1,97 @@
 """What was accepted of a candidate's drafts, and what shorter drafts would have made of the same answers.
 
-One run with the longest drafts tells what all shorter ones do. A chain that is drafted from a text does not depend on
-where the round began: where a draft of ten has four accepted tokens, a draft of two has two, and the next round begins
-behind them and their bonus token, inside of the same draft. So the rounds of any length follow from the rounds of the
-longest, exactly for a draft model at temperature 0 and under the coupled rule, whose noise belongs to the position. Of
-a bonus token behind a draft that was accepted whole it is supposed that it would have been drafted too, where the next
-round drafts. Heads guess better from the target's own states than from their guesses: for them it is a lower bound.
+One run with the longest drafts tells what all shorter ones do. What is drafted behind a text does not depend on where
+the round began: where a draft of ten has four accepted tokens, a draft of two has two, and the next round begins behind
+them and their bonus token, inside of the same draft. So the rounds of any length follow from those of the longest,
+exactly for the chain of a draft model at temperature 0 and under the coupled rule, whose noise belongs to the position.
 
-A drafter that drafts trees is judged at the number that it was run with.
+It is supposed that a smaller tree is the beginning of a larger one, which is so but for ties; that a bonus token behind
+a draft accepted whole would have been drafted too, where the next round drafts; and for heads, which guess better from
+the target's own states than from their guesses, it is a lower bound.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from foretoken.engine.request import RequestState
 from foretoken.engine.watch import RoundView, RoundWatcher
 
-Rounds = tuple[tuple[int, int], ...]  # (drafted, accepted) of each round of an answer
+
+@dataclass(frozen=True)
+class Round:
+    """One round: how many tokens were drafted, and the places of the accepted ones among them, ascending."""
+
+    num_drafted: int
+    path: tuple[int, ...] = ()
+
+    @property
+    def num_emitted(self) -> int:
+        """The accepted tokens and the one behind them."""
+        return len(self.path) + 1
+
+    def behind(self, count: int) -> Round:
+        """What is left of it behind its first `count` accepted tokens."""
+        if not count:
+            return self
+        begin = self.path[count - 1] + 1
+        return Round(self.num_drafted - begin, tuple(place - begin for place in self.path[count:]))
+
+    def first(self, num_draft: int) -> Round:
+        """The same with at most `num_draft` draft tokens."""
+        return Round(min(num_draft, self.num_drafted), self.path[: bisect_left(self.path, num_draft)])
 
 
 @dataclass(frozen=True)
 class AnswerRounds:
-    """One answer's decoding rounds behind the prompt's; `is_chain`: no draft had branches."""
+    """One answer's decoding rounds, behind the one that read the prompt."""
 
     prompt: str
     slice: str
     num_prompt_tokens: int
-    rounds: Rounds
-    is_chain: bool = True
+    rounds: tuple[Round, ...]
 
     @property
     def num_tokens(self) -> int:
         """Tokens that the rounds emit, the whole of the last one counted."""
-        return sum(accepted + 1 for _, accepted in self.rounds)
-
-    def at(self, num_draft: int) -> Rounds:
-        """The rounds with drafts of at most `num_draft` tokens."""
-        return shortened(self.rounds, num_draft) if self.is_chain else self.rounds
+        return sum(one.num_emitted for one in self.rounds)
 
 
-def shortened(rounds: Rounds, num_draft: int) -> Rounds:
+def shortened(rounds: Sequence[Round], num_draft: int) -> list[Round]:
     """What drafts of at most `num_draft` tokens would make of the answer with these rounds; see the module."""
-    found: list[tuple[int, int]] = []
+    found: list[Round] = []
     place, inside = 0, 0  # the recorded round, and how many of its tokens are emitted already
     while place < len(rounds):
-        drafted, accepted = rounds[place]
-        left, fit = drafted - inside, accepted - inside
-        if left == 0 and inside and place + 1 < len(rounds) and rounds[place + 1][0]:
-            left, fit = rounds[place + 1][0] + 1, rounds[place + 1][1] + 1
-        taken = min(num_draft, fit)
-        found.append((min(num_draft, left), taken))
-        inside += taken + 1
-        while place < len(rounds) and inside > rounds[place][1]:
-            inside -= rounds[place][1] + 1
+        here, behind = rounds[place], rounds[place + 1] if place + 1 < len(rounds) else Round(0)
+        left = here.behind(inside)
+        if inside and not left.num_drafted and behind.num_drafted:
+            left = Round(behind.num_drafted + 1, (0, *(one + 1 for one in behind.path)))
+        found.append(left.first(num_draft))
+        inside += found[-1].num_emitted
+        while place < len(rounds) and inside >= rounds[place].num_emitted:
+            inside -= rounds[place].num_emitted
             place += 1
-    return tuple(found)
+    return found
 
 
 @dataclass
 class RoundRecorder(RoundWatcher):
     """Observer that keeps the rounds of the last request; requests come one at a time."""
 
-    rounds: list[tuple[int, int]] = field(default_factory=list)
-    is_chain: bool = True
+    rounds: list[Round] = field(default_factory=list)
     num_prompt_tokens: int = 0
 
     def begin(self, state: RequestState) -> None:
         """A new answer."""
-        self.rounds, self.is_chain, self.num_prompt_tokens = [], True, len(state.request.prompt_ids)
+        self.rounds, self.num_prompt_tokens = [], len(state.request.prompt_ids)
 
     def round(self, view: RoundView) -> None:
         """Keep one round."""
-        draft, b = view.draft, view.b
-        parents = draft.parents[draft.offsets[b] : draft.offsets[b + 1]]
-        self.rounds.append((len(parents), len(view.verdict.paths[b])))
-        self.is_chain &= _is_chain(parents)
+        offsets, b = view.draft.offsets, view.b
+        self.rounds.append(Round(offsets[b + 1] - offsets[b], tuple(sorted(view.verdict.paths[b]))))
 
     def answer(self, prompt: str, slice_name: str) -> AnswerRounds:
         """The answer that has ended; its first round read the prompt and is part of no decoding."""
-        return AnswerRounds(prompt, slice_name, self.num_prompt_tokens, tuple(self.rounds[1:]), self.is_chain)
-
-
-def _is_chain(parents: Sequence[int]) -> bool:
-    return all(parent == place - 1 for place, parent in enumerate(parents))
+        return AnswerRounds(prompt, slice_name, self.num_prompt_tokens, tuple(self.rounds[1:]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +13,9 @@ import torch
 from foretoken.config import SpecConfig
 from foretoken.draft.base import Drafter, ModelDrafter
 from foretoken.engine.llm import LLM
+from foretoken.engine.startup.profiling import Tell
 from foretoken.errors import ForetokenError, SpeculationWarning, UnsupportedModelError
+from foretoken.machine.neighbours import OtherLoad, is_contended
 from foretoken.measure.advise.candidates import Candidate, candidates_of
 from foretoken.measure.advise.checks import Finding, of_pair
 from foretoken.measure.advise.costing import Machine, machines_of
@@ -25,11 +27,13 @@ from foretoken.measure.advise.rounds import AnswerRounds, RoundRecorder
 from foretoken.measure.eval.options import EvalDrafter, EvalOptions
 from foretoken.measure.eval.prompts import EvalPrompt, encoded, own_prompts, prompts_of
 from foretoken.measure.eval.run import measure
+from foretoken.measure.progress import Tell as TellNext
 from foretoken.measure.progress import progress
 from foretoken.measure.report import Report, load_average, source_caveats
 from foretoken.measure.write import write_report
 from foretoken.model.names import model_folder
 from foretoken.plan.memory import Budget
+from foretoken.printing.console import Console, Spinner
 from foretoken.text.tokenizer import load_tokenizer
 
 _SPARE_TOKENS = 64  # of cache per request, for draft tokens and rounding up to whole blocks
@@ -91,11 +95,16 @@ def measured(
         for candidate in candidates:
             loaded.load(llm, candidate)
         usable = [one for one in candidates if one.name in loaded.made]
-        steps = len(options.loads) * (1 + len(usable)) + len(prompts) * len(usable)
-        with progress(steps) as tell:
-            costs = measure_costs(llm.target, loaded.made, options, prompt_tokens, lambda words, _share: tell(words))
+        console = Console(stderr=True)
+        with console.spinner("timing steps") as spinner:
+            others = OtherLoad()
+            costs = measure_costs(llm.target, loaded.made, options, prompt_tokens, _teller(spinner))
+            share = others.share()
+        with progress(len(prompts) * len(usable), console) as tell:
             answers = {one.name: _answers(llm, options, one, prompts, tell) for one in usable}
         notes = _notes(options, prompt_tokens, costs)
+        if is_contended(share):
+            notes.append(f"Other processes took {share:.0%} of the cores while steps were timed: measure again alone.")
         rows, unknown = _memory(options, usable, budget, prompt_tokens, device)
     return Measured(usable, answers, costs, rows, budget, machines, loaded.findings, loaded.failed, (*notes, *unknown))
 
@@ -148,12 +157,13 @@ class _Loaded:
             self.findings += of_pair(candidate.name, candidate.source, llm.target, drafter.models()[0], texts)
 
 
+def _teller(spinner: Spinner | None) -> Tell:
+    """Shows what is being timed where there is a terminal."""
+    return lambda words, _share: None if spinner is None else spinner.update(words)
+
+
 def _answers(
-    llm: LLM,
-    options: AdviseOptions,
-    candidate: Candidate,
-    prompts: Sequence[EvalPrompt],
-    tell: Any,  # noqa: ANN401
+    llm: LLM, options: AdviseOptions, candidate: Candidate, prompts: Sequence[EvalPrompt], tell: TellNext
 ) -> list[AnswerRounds]:
     """The rounds of a candidate on every prompt, with the longest drafts."""
     asked = EvalOptions(

@@ -56,14 +56,14 @@ def candidate_verdict(name: str, cells: Sequence[Cell], findings: Sequence[Findi
     losing = tuple(cell.slice for cell in by_slice if cell.speedup.value < 1)
     if len(loads) == len(overall):
         return CandidateVerdict(name, "yes", loads, paying, losing)
-    reasons = tuple(_reasons(cells, overall, findings))
+    reasons = tuple(_reasons(overall, findings))
     if loads:
         return CandidateVerdict(name, "only under this load", loads, paying, losing, reasons)
     answer: Answer = "only for these slices" if paying else "no"
     return CandidateVerdict(name, answer, (), paying, losing, reasons)
 
 
-def _reasons(cells: Sequence[Cell], overall: Sequence[Cell], findings: Sequence[Finding]) -> list[str]:
+def _reasons(overall: Sequence[Cell], findings: Sequence[Finding]) -> list[str]:
     """Why a candidate does not pay where it does not, the rules it breaks first."""
     found = [one.finding for one in findings if one.rules_out]
     for cell in overall:
@@ -144,7 +144,7 @@ def _sentence(best: CandidateVerdict, own: Mapping[int, Cell], cells: Sequence[C
             f"{', '.join(named)} as fast as plain decoding; on all texts together it does not pay."
         )
     parts = [
-        f"{shown(own[load].speedup)} as fast with {_requests(load)} at once ({own[load].num_draft} draft tokens)"
+        f"{shown(own[load].speedup)} as fast with {_requests(load)} at once ({_draft_tokens(own[load].num_draft)})"
         for load in best.paying_loads
     ]
     sentence = f"answers come {', '.join(parts)}"
@@ -164,6 +164,10 @@ def shown(found: Estimate) -> str:
     """A ratio with its interval."""
     ends = "" if found.low is None or found.high is None else f" [{found.low:.2f}, {found.high:.2f}]"
     return f"{found.value:.2f}x{ends}"
+
+
+def _draft_tokens(count: int) -> str:
+    return "1 draft token" if count == 1 else f"{count} draft tokens"
 
 
 def _requests(count: int) -> str:
