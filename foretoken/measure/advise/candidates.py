@@ -31,7 +31,7 @@ class Candidate:
 
     @property
     def runs_model(self) -> bool:
-        """Whether it drafts with a forward pass, which drafts as many tokens as it is asked for."""
+        """Whether it drafts with a forward pass or probes in the target's: its whole steps are timed."""
         return self.kind != "lookup"
 
 
@@ -60,7 +60,7 @@ def _candidate(text: str, num_draft: int) -> Candidate:
         raise ConfigError("drafts", text, remedy)
     spec = with_head_kind(choice.spec(num_draft=num_draft))
     source = spec.draft or spec.head
-    kind: Kind = "own layers" if traits_of(name).samples else "lookup"
+    kind: Kind = "own layers" if traits_of(name).samples or spec.num_probe else "lookup"
     if source is not None:
         kind = "draft model" if spec.draft else "head"
     return Candidate(choice.label, kind, spec, source)
