@@ -34,9 +34,9 @@ from foretoken.measure.write import write_report
 from foretoken.model.names import model_folder
 from foretoken.plan.memory import Budget
 from foretoken.printing.console import Console, Spinner
-from foretoken.text.tokenizer import load_tokenizer
+from foretoken.text.tokenizer import Tokenizer, load_tokenizer
 
-_SPARE_TOKENS = 64  # of cache per request, for draft tokens and rounding up to whole blocks
+_SPARE_TOKENS = 256  # of cache per request: the chat template, rounding up to whole blocks
 
 
 def advise(target: str, **options: Any) -> Report:  # noqa: ANN401 - the other fields of AdviseOptions
@@ -113,13 +113,8 @@ def measured(
 def _opened(options: AdviseOptions, prompts: Sequence[EvalPrompt]) -> Iterator[tuple[LLM, list[int]]]:
     """The engine, with room for the highest load, and the tokens of each prompt."""
     tokenizer = load_tokenizer(model_folder(options.target))
-    rough = max(
-        len(one.content)
-        if tokenizer is None or not isinstance(one.content, str)
-        else len(tokenizer.encode(one.content))
-        for one in prompts
-    )
-    room = rough + options.max_tokens + max(options.lengths) + _SPARE_TOKENS
+    room = max(_rough_tokens(one, tokenizer) for one in prompts)
+    room = room + options.max_tokens + max(options.lengths) + _SPARE_TOKENS
     with LLM(
         options.target,
         SpecConfig(drafter=None),
@@ -131,6 +126,14 @@ def _opened(options: AdviseOptions, prompts: Sequence[EvalPrompt]) -> Iterator[t
         max_batch_size=options.loads[-1],
     ) as llm:
         yield llm, [len(encoded(llm, one, options.chat)) for one in prompts]
+
+
+def _rough_tokens(prompt: EvalPrompt, tokenizer: Tokenizer | None) -> int:
+    """About as many tokens as a prompt has, its chat template aside."""
+    if tokenizer is None:
+        return len(prompt.content)
+    texts = [prompt.content] if isinstance(prompt.content, str) else [str(part) for part in prompt.content]
+    return sum(len(tokenizer.encode(text)) for text in texts)
 
 
 @dataclass
