@@ -133,7 +133,9 @@ def measure_costs(
         min(prefill_s),
         _curves(seconds, ""),
         {
-            name: DrafterCosts(one.runs_model, _curves(seconds, name), min(prompt_s[name], default=0.0))
+            name: DrafterCosts(
+                one.runs_model, _drafter_curves(seconds, name, one.runs_model), min(prompt_s[name], default=0.0)
+            )
             for name, (one, _, _) in made.items()
         },
         len(prefill_s),
@@ -151,6 +153,13 @@ def _step_s(bench: StepBench, one: _Point, context_tokens: int, made: Made | Non
     if not candidate.runs_model:
         return median(times.draft_s)
     return median(map(sum, zip(times.step_s, times.draft_s, strict=True)))
+
+
+def _drafter_curves(seconds: Mapping[_Point, float], drafter: str, is_whole: bool) -> dict[int, Curve]:
+    """`_curves` of a drafter; a whole step in which it drafts nothing is a plain one."""
+    plain = {_Point(drafter, one.load, 0): value for one, value in seconds.items() if not one.drafter and not one.count}
+    own = {one: value for one, value in seconds.items() if one.drafter == drafter}
+    return _curves({**plain, **own} if is_whole else own, drafter)
 
 
 def _curves(seconds: Mapping[_Point, float], drafter: str) -> dict[int, Curve]:
