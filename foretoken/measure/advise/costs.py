@@ -16,6 +16,7 @@ from statistics import median
 from foretoken.config import SpecConfig
 from foretoken.draft.base import Drafter
 from foretoken.engine.startup.profiling import StepBench, Tell, Work
+from foretoken.errors import InputError
 from foretoken.measure.advise.candidates import Candidate
 from foretoken.measure.advise.options import AdviseOptions
 from foretoken.model.interface import LanguageModel
@@ -104,6 +105,10 @@ def measure_costs(
     bench = StepBench(target, options.seed, began + options.budget_s, options.budget_s, tell)
     context_tokens = max(1, min(prompt_tokens + options.max_tokens // 2, target.max_context_tokens // 2))
     prompt_tokens = max(1, min(prompt_tokens, target.max_context_tokens // 2))
+    if not bench.fits(Work(1, context_tokens, options.lengths[0])):
+        context = target.max_context_tokens
+        remedy = f"do not fit behind {context_tokens} tokens into a context of {context}; give smaller ones"
+        raise InputError("num_drafts", options.num_drafts, remedy)
     bench.step_times("warm-up", Work(1, context_tokens, min(options.lengths)))
     counts = spread(options.lengths)
     points = [_Point("", load, count) for load in options.loads for count in (0, *counts)]
