@@ -55,10 +55,13 @@ def _candidate(text: str, num_draft: int) -> Candidate:
     if name == "auto" or traits_of(name).composite or choice.needs or choice.own("num_draft") is not None:
         remedy = (
             "name drafters that can be judged by themselves: a draft model or head by its folder, ngram, suffix, "
-            "early_exit, mtp; numbers of draft tokens are those of num_drafts"
+            "recycling, mtp; numbers of draft tokens are those of num_drafts"
         )
         raise ConfigError("drafts", text, remedy)
     spec = with_head_kind(choice.spec(num_draft=num_draft))
+    if spec.drafter == "early_exit" and spec.exit_layer == "auto" and spec.skip_layers is None and spec.head is None:
+        remedy = "give early_exit:exit_layer=N: without it the engine tries several while it runs, and no one is judged"
+        raise ConfigError("drafts", text, remedy)
     source = spec.draft or spec.head
     kind: Kind = "own layers" if traits_of(name).samples or spec.num_probe else "lookup"
     if source is not None:

@@ -47,7 +47,7 @@ class AdviseOptions:
         default=("ngram", "suffix"),
         metadata=option(
             "What may draft, separated by commas: folders or hub ids of draft models and of trained heads, and "
-            "drafters without a model of their own (ngram, suffix, early_exit, mtp), NAME:field=value with options.",
+            "drafters without a model of their own (ngram, suffix, recycling, mtp), NAME:field=value with options.",
             read=words,
         ),
     )

@@ -173,6 +173,7 @@ def test_what_cannot_be_loaded_is_told_and_the_others_are_judged(
         ({"drafts": ("auto",)}, "drafts"),
         ({"drafts": ("ngram:num_draft=3",)}, "drafts"),
         ({"drafts": ("draft_model",)}, "drafts"),
+        ({"drafts": ("early_exit",)}, "drafts"),
         ({"concurrency": (0,)}, "concurrency"),
         ({"num_drafts": ()}, "num_drafts"),
         ({"memory": "much"}, "memory"),
