@@ -1,6 +1,6 @@
 """Does `foretoken advise` predict the speed-up that is then measured, by drafter and load?
 
-    python -m studies.predicted_speedup --target smollm2 --drafts "ngram,suffix,recycling,early_exit:exit_layer=8" --concurrency 1,4,8
+    python -m studies.predicted_speedup --target smollm2 --drafts ngram,suffix,recycling --concurrency 1,4,8
 
 The adviser measures acceptance and the costs of steps, and predicts the best number of draft tokens of each drafter at
 each load, with its speed-up. Then the same prompts are answered with so many at once, a new one whenever one ends, by
