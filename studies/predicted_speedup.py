@@ -20,8 +20,8 @@ from statistics import median
 
 from foretoken import LLM, SamplingParams, SpecConfig
 from foretoken.machine.neighbours import OtherLoad
-from foretoken.measure.advise.candidates import Candidate, candidates_of
-from foretoken.measure.advise.cells import ALL_SLICES, Cell, best_cells, cells_of
+from foretoken.measure.advise.candidates import AdviseCandidate, candidates_of
+from foretoken.measure.advise.cells import ALL_SLICES, SpeedCell, best_cells, cells_of
 from foretoken.measure.advise.options import AdviseOptions
 from foretoken.measure.advise.run import measured
 from foretoken.measure.eval.prompts import own_prompts, prompts_of
@@ -118,8 +118,8 @@ def compared(asked: AdviseOptions, repeats: int) -> list[Compared]:
 def _rates(
     llm: LLM,
     asked: AdviseOptions,
-    candidates: Sequence[Candidate],
-    best: Sequence[Cell],
+    candidates: Sequence[AdviseCandidate],
+    best: Sequence[SpeedCell],
     texts: Sequence[str],
     repeats: int,
 ) -> dict[tuple[str, int], list[float]]:
@@ -165,7 +165,7 @@ def tokens_per_s(llm: LLM, spec: SpecConfig, texts: Sequence[str], load: int, ma
     return num_tokens / (ended - began)
 
 
-def _row(cell: Cell, rates: Mapping[tuple[str, int], Sequence[float]]) -> Compared:
+def _row(cell: SpeedCell, rates: Mapping[tuple[str, int], Sequence[float]]) -> Compared:
     own, plain = rates[cell.candidate, cell.concurrency], rates["", cell.concurrency]
     ratios = tuple(one / other for one, other in zip(own, plain, strict=True))
     found = cell.speedup

@@ -18,7 +18,7 @@ Kind = Literal["lookup", "draft model", "head", "own layers"]
 
 
 @dataclass(frozen=True)
-class Candidate:
+class AdviseCandidate:
     """Something that may draft. `source` is the draft model or head as the user named it, None without one.
 
     `spec` drafts as many tokens as are ever compared.
@@ -35,7 +35,7 @@ class Candidate:
         return self.kind != "lookup"
 
 
-def candidates_of(options: AdviseOptions) -> list[Candidate]:
+def candidates_of(options: AdviseOptions) -> list[AdviseCandidate]:
     """The candidates in the order in which they were named.
 
     Raises:
@@ -47,7 +47,7 @@ def candidates_of(options: AdviseOptions) -> list[Candidate]:
     return [one if names.count(one.name) == 1 else _renamed(one) for one in found]
 
 
-def _candidate(text: str, num_draft: int) -> Candidate:
+def _candidate(text: str, num_draft: int) -> AdviseCandidate:
     name = text.partition(":")[0]
     if name not in known_drafters():
         return _of_files(text, num_draft)
@@ -66,19 +66,19 @@ def _candidate(text: str, num_draft: int) -> Candidate:
     kind: Kind = "own layers" if traits_of(name).samples or spec.num_probe else "lookup"
     if source is not None:
         kind = "draft model" if spec.draft else "head"
-    return Candidate(choice.label, kind, spec, source)
+    return AdviseCandidate(choice.label, kind, spec, source)
 
 
-def _of_files(name: str, num_draft: int) -> Candidate:
+def _of_files(name: str, num_draft: int) -> AdviseCandidate:
     """A trained head where the files are those of one, else a draft model."""
     folder = model_folder(name)
     short = Path(name).name or name
     if _is_head(folder):
         kind = head_kind(folder)
         spec = SpecConfig(kind, head=name, num_draft=num_draft)
-        return Candidate(short, "head", with_head_kind(spec), name)
+        return AdviseCandidate(short, "head", with_head_kind(spec), name)
     spec = SpecConfig("draft_model", draft=name, num_draft=num_draft)
-    return Candidate(short, "draft model", spec, name)
+    return AdviseCandidate(short, "draft model", spec, name)
 
 
 def _is_head(folder: Path) -> bool:
@@ -94,5 +94,5 @@ def _is_head(folder: Path) -> bool:
     return True
 
 
-def _renamed(one: Candidate) -> Candidate:
+def _renamed(one: AdviseCandidate) -> AdviseCandidate:
     return one if one.source is None else replace(one, name=one.source)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from foretoken.measure.advise.costs import StepCosts
+from foretoken.measure.advise.costs import LoadCosts
 from foretoken.measure.advise.rounds import AnswerRounds, shortened
 from foretoken.measure.stats import Estimate, estimate
 
@@ -25,7 +25,7 @@ ALL_SLICES = ""
 
 
 @dataclass(frozen=True)
-class Cell:
+class SpeedCell:
     """A candidate on a slice ("": all) with `concurrency` requests at once and at most `num_draft` draft tokens.
 
     `speedup` is end to end, `decode_speedup` without reading prompts. `emitted_per_step` is what a step emits for a
@@ -62,7 +62,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Room:
+class MemoryRoom:
     """Requests that fit into the memory at once, without and with a candidate; None: not known."""
 
     plain: int | None = None
@@ -75,11 +75,11 @@ class Room:
 
 def cells_of(
     answers: Mapping[str, Sequence[AnswerRounds]],
-    costs: StepCosts,
+    costs: LoadCosts,
     loads: Iterable[int],
     lengths: Sequence[int],
-    rooms: Mapping[str, Room],
-) -> list[Cell]:
+    rooms: Mapping[str, MemoryRoom],
+) -> list[SpeedCell]:
     """Every candidate by slice, load and number of draft tokens."""
     found = []
     for name, own in answers.items():
@@ -88,7 +88,9 @@ def cells_of(
             chosen = [one for one in own if slice_name in (one.slice, ALL_SLICES)]
             for load in loads:
                 for length in lengths:
-                    found.append(predicted(name, slice_name, chosen, costs, load, length, rooms.get(name, Room())))
+                    found.append(
+                        predicted(name, slice_name, chosen, costs, load, length, rooms.get(name, MemoryRoom()))
+                    )
     return found
 
 
@@ -96,11 +98,11 @@ def predicted(
     name: str,
     slice_name: str,
     answers: Sequence[AnswerRounds],
-    costs: StepCosts,
+    costs: LoadCosts,
     concurrency: int,
     num_draft: int,
-    room: Room,
-) -> Cell:
+    room: MemoryRoom,
+) -> SpeedCell:
     """The cell of these answers."""
     rounds = [shortened(one.rounds, num_draft) for one in answers]
     every = [one for own in rounds for one in own]
@@ -121,7 +123,7 @@ def predicted(
     draft_reading = concurrency * costs.drafters[name].prompt_s
     whole = np.stack([plain + reading, own + reading + draft_reading], axis=1)
     beside = len(answers) * (concurrency - 1) * costs.prefill_s  # prompts of others between tokens of an answer
-    return Cell(
+    return SpeedCell(
         candidate=name,
         slice=slice_name,
         concurrency=concurrency,
@@ -145,16 +147,16 @@ def predicted(
 
 
 def _rate(
-    served: int, tokens: int, decode_s: float, num_answers: int, costs: StepCosts, draft_prompt_s: float = 0.0
+    served: int, tokens: int, decode_s: float, num_answers: int, costs: LoadCosts, draft_prompt_s: float = 0.0
 ) -> float:
     """Tokens per second of `served` requests at once, prompts included; 0 where none fits."""
     seconds = decode_s + num_answers * served * (costs.prefill_s + draft_prompt_s)
     return served * tokens / float(seconds) if served and seconds > 0 else 0.0
 
 
-def best_cells(cells: Sequence[Cell]) -> list[Cell]:
+def best_cells(cells: Sequence[SpeedCell]) -> list[SpeedCell]:
     """Of every candidate, slice and load the cell with the best number of draft tokens."""
-    found: dict[tuple[str, str, int], Cell] = {}
+    found: dict[tuple[str, str, int], SpeedCell] = {}
     for cell in cells:
         place = (cell.candidate, cell.slice, cell.concurrency)
         if place not in found or cell.speedup.value > found[place].speedup.value:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from foretoken.control.routing import RoutingRules
 from foretoken.engine.advice import Advice, of_draft_size, of_draft_text, of_temperature
 from foretoken.engine.adviser import text_format
-from foretoken.measure.advise.cells import ALL_SLICES, Cell
-from foretoken.measure.advise.costs import StepCosts
+from foretoken.measure.advise.cells import ALL_SLICES, SpeedCell
+from foretoken.measure.advise.costs import LoadCosts
 from foretoken.measure.advise.options import AdviseOptions
 from foretoken.model.interface import LanguageModel
 from foretoken.text.tokenizer import Tokenizer
@@ -72,7 +72,7 @@ def of_pair(
     return found
 
 
-def of_question(options: AdviseOptions, costs: StepCosts) -> list[Finding]:
+def of_question(options: AdviseOptions, costs: LoadCosts) -> list[Finding]:
     """What lengths and temperature tell, whatever drafts."""
     found = [*_from(of_temperature(options.temperature), "")]
     answer_s = options.max_tokens * costs.plain_s(1)
@@ -92,7 +92,7 @@ def of_question(options: AdviseOptions, costs: StepCosts) -> list[Finding]:
     return found
 
 
-def of_cells(candidate: str, cells: Sequence[Cell], costs: StepCosts) -> list[Finding]:
+def of_cells(candidate: str, cells: Sequence[SpeedCell], costs: LoadCosts) -> list[Finding]:
     """What the best cells of a candidate over all texts tell: acceptance, saturation, and the shortest answer."""
     found = []
     own = [cell for cell in cells if cell.slice == ALL_SLICES]
@@ -114,7 +114,7 @@ def of_cells(candidate: str, cells: Sequence[Cell], costs: StepCosts) -> list[Fi
     return found
 
 
-def shortest_answer(candidate: str, cells: Sequence[Cell], costs: StepCosts) -> int | None:
+def shortest_answer(candidate: str, cells: Sequence[SpeedCell], costs: LoadCosts) -> int | None:
     """The fewest tokens of an answer that save what the draft's reading of the prompt takes, at the smallest load; None
     where none do, 0 where nothing is read.
     """

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from foretoken.errors import InputError
 from foretoken.files import read_json
-from foretoken.measure.advise.cells import Cell
+from foretoken.measure.advise.cells import SpeedCell
 from foretoken.measure.advise.options import MAX_PRICE, AdviseOptions
 from foretoken.measure.price import million_price
 from foretoken.params import check_number
@@ -60,7 +60,9 @@ def machines_of(options: AdviseOptions) -> list[Machine]:
     return own + [Machine(one["name"], float(one["price_per_hour"]), float(one.get("speed", 1.0))) for one in raw]
 
 
-def cost_rows(machines: Iterable[Machine], cells: Sequence[Cell], slo_ms: float | None, margin: float) -> list[CostRow]:
+def cost_rows(
+    machines: Iterable[Machine], cells: Sequence[SpeedCell], slo_ms: float | None, margin: float
+) -> list[CostRow]:
     """By machine and slice; `cells` are the best ones of the candidate that is advised."""
     slices = list(dict.fromkeys(cell.slice for cell in cells))
     return [
@@ -70,7 +72,7 @@ def cost_rows(machines: Iterable[Machine], cells: Sequence[Cell], slo_ms: float 
     ]
 
 
-def _row(machine: Machine, slice_name: str, cells: Sequence[Cell], slo_ms: float | None, margin: float) -> CostRow:
+def _row(machine: Machine, slice_name: str, cells: Sequence[SpeedCell], slo_ms: float | None, margin: float) -> CostRow:
     def price(tokens_per_s: float) -> float:
         return million_price(machine.price_per_hour, 1 / (tokens_per_s * machine.speed))
 

@@ -17,7 +17,7 @@ from foretoken.config import SpecConfig
 from foretoken.draft.base import Drafter
 from foretoken.engine.startup.profiling import StepBench, Tell, Work
 from foretoken.errors import InputError
-from foretoken.measure.advise.candidates import Candidate
+from foretoken.measure.advise.candidates import AdviseCandidate
 from foretoken.measure.advise.options import AdviseOptions
 from foretoken.model.interface import LanguageModel
 from foretoken.plan.profile import Curve
@@ -25,7 +25,7 @@ from foretoken.plan.profile import Curve
 _MAX_TURNS = 3
 _MAX_POINTS = 5  # numbers of draft tokens that are timed at each load; those between are interpolated
 
-Made = tuple[Candidate, SpecConfig, Drafter]
+Made = tuple[AdviseCandidate, SpecConfig, Drafter]
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class DrafterCosts:
 
 
 @dataclass(frozen=True)
-class StepCosts:
+class LoadCosts:
     """Seconds of steps by requests at once: `target` by draft tokens of a request, that cost nothing to draft.
 
     `prefill_s` is what the target takes for one prompt of `prompt_tokens`; steps have `context_tokens` of past.
@@ -96,7 +96,7 @@ def measure_costs(
     options: AdviseOptions,
     prompt_tokens: int,
     tell: Tell,
-) -> StepCosts:
+) -> LoadCosts:
     """The costs of an open target and of drafters by their candidates' names, within about `options.budget_s`.
 
     All points are timed in turns, up to three times, and the fastest turn counts: other processes only add to it.
@@ -132,7 +132,7 @@ def measure_costs(
         if now + (now - turn_began) > began + options.budget_s:
             break
     seconds = {one: min(values) for one, values in found.items()}
-    return StepCosts(
+    return LoadCosts(
         prompt_tokens,
         context_tokens,
         min(prefill_s),

@@ -12,7 +12,7 @@ from foretoken.errors import ConfigError, ForetokenError
 from foretoken.export.engines import NAMES, OtherEngine, engine_of, refusal_reason, target_reason
 from foretoken.export.launch import Launch, launch_of, plain_launch
 from foretoken.heads.checkpoint import load_head
-from foretoken.measure.advise.candidates import Candidate
+from foretoken.measure.advise.candidates import AdviseCandidate
 from foretoken.model.loader import read_config
 from foretoken.model.names import is_own_name, model_folder
 
@@ -30,7 +30,7 @@ class LaunchLine:
     refusal: str = ""
 
 
-def settings_of(candidate: Candidate | None, target: str, routing: Mapping[str, int]) -> dict[str, Any]:
+def settings_of(candidate: AdviseCandidate | None, target: str, routing: Mapping[str, int]) -> dict[str, Any]:
     """The settings of `foretoken serve`, as the table [serve] of foretoken.toml holds them; no candidate: plain."""
     found: dict[str, Any] = {"target": target}
     if candidate is None:
@@ -51,7 +51,7 @@ def as_toml(settings: Mapping[str, Any]) -> str:
 
 
 def launch_lines(
-    candidate: Candidate | None, target: str, num_draft: int, routing: Mapping[str, int]
+    candidate: AdviseCandidate | None, target: str, num_draft: int, routing: Mapping[str, int]
 ) -> list[LaunchLine]:
     """The lines of ours and of every other engine; without a candidate only ours, which decodes plainly."""
     words = ["foretoken", "serve"]
@@ -64,7 +64,7 @@ def launch_lines(
     )
 
 
-def _elsewhere(candidate: Candidate, target: str, name: str, num_draft: int) -> LaunchLine:
+def _elsewhere(candidate: AdviseCandidate, target: str, name: str, num_draft: int) -> LaunchLine:
     engine = engine_of(name, None)
     target = str(model_folder(target)) if is_own_name(target) else target
     try:
@@ -77,7 +77,7 @@ def _elsewhere(candidate: Candidate, target: str, name: str, num_draft: int) -> 
     return LaunchLine(NAMES[name], launch.command(), prepare, launch.files or None)
 
 
-def _head_launch(candidate: Candidate, target: str, engine: OtherEngine, num_draft: int) -> Launch | None:
+def _head_launch(candidate: AdviseCandidate, target: str, engine: OtherEngine, num_draft: int) -> Launch | None:
     """Of a trained head, which `foretoken export` writes in the engine's variant first; None of anything else.
 
     Raises:

@@ -10,8 +10,8 @@ import torch
 from foretoken.engine.advice import Advice, of_memory
 from foretoken.heads.footprint import draft_shape_of, head_shape_of
 from foretoken.machine.memory import available_bytes, parse_bytes
-from foretoken.measure.advise.candidates import Candidate
-from foretoken.measure.advise.cells import Room
+from foretoken.measure.advise.candidates import AdviseCandidate
+from foretoken.measure.advise.cells import MemoryRoom
 from foretoken.measure.advise.options import AdviseOptions
 from foretoken.model.footprint import shape_of
 from foretoken.model.names import model_folder
@@ -33,7 +33,7 @@ class MemoryRow:
     plain_bytes: int
     displaced_tokens: int
     left_free: float
-    room: Room
+    room: MemoryRoom
 
     @property
     def displaced_bytes(self) -> int:
@@ -53,7 +53,11 @@ def budget_of(options: AdviseOptions, device: torch.device) -> Budget:
 
 
 def memory_rows(
-    options: AdviseOptions, candidates: Sequence[Candidate], budget: Budget, prompt_tokens: int, device: torch.device
+    options: AdviseOptions,
+    candidates: Sequence[AdviseCandidate],
+    budget: Budget,
+    prompt_tokens: int,
+    device: torch.device,
 ) -> list[MemoryRow]:
     """A row for each candidate.
 
@@ -71,7 +75,7 @@ def memory_rows(
 
 
 def _row(
-    candidate: Candidate,
+    candidate: AdviseCandidate,
     target: ModelShape,
     draft: ModelShape | None,
     budget: Budget,
@@ -91,11 +95,13 @@ def _row(
         plain.total_bytes,
         displaced // target.kv_bytes_per_token if target.kv_bytes_per_token else 0,
         1 - needed.total_bytes / budget.memory_bytes,
-        Room(plain_room, largest_batch(target, draft, own, budget)),
+        MemoryRoom(plain_room, largest_batch(target, draft, own, budget)),
     )
 
 
-def _shape(options: AdviseOptions, candidate: Candidate, target: ModelShape, device: torch.device) -> ModelShape | None:
+def _shape(
+    options: AdviseOptions, candidate: AdviseCandidate, target: ModelShape, device: torch.device
+) -> ModelShape | None:
     spec = candidate.spec
     if candidate.kind == "draft model" and spec.draft is not None:
         return draft_shape_of(spec.draft, options.dtype, target.weight_format, spec.draft_dtype, device.type)
@@ -104,7 +110,7 @@ def _shape(options: AdviseOptions, candidate: Candidate, target: ModelShape, dev
     return None
 
 
-def rooms_of(rows: Sequence[MemoryRow]) -> Mapping[str, Room]:
+def rooms_of(rows: Sequence[MemoryRow]) -> Mapping[str, MemoryRoom]:
     """By candidate."""
     return {row.candidate: row.room for row in rows}
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from foretoken.measure.advise.candidates import Candidate
-from foretoken.measure.advise.cells import ALL_SLICES, Cell, best_cells, cells_of
+from foretoken.measure.advise.candidates import AdviseCandidate
+from foretoken.measure.advise.cells import ALL_SLICES, SpeedCell, best_cells, cells_of
 from foretoken.measure.advise.checks import Finding, of_cells, of_question
 from foretoken.measure.advise.costing import CostRow, Machine, cost_rows
-from foretoken.measure.advise.costs import StepCosts
+from foretoken.measure.advise.costs import LoadCosts
 from foretoken.measure.advise.launches import LaunchLine, as_toml, launch_lines, settings_of
 from foretoken.measure.advise.memory import MemoryRow, memory_advice, rooms_of
 from foretoken.measure.advise.options import AdviseOptions
@@ -48,9 +48,9 @@ class Measured:
     what the checks of files found, and why other candidates could not be loaded.
     """
 
-    candidates: Sequence[Candidate]
+    candidates: Sequence[AdviseCandidate]
     answers: Mapping[str, Sequence[AnswerRounds]]
-    costs: StepCosts
+    costs: LoadCosts
     memory: Sequence[MemoryRow]
     budget: Budget
     machines: Sequence[Machine]
@@ -118,7 +118,7 @@ def advise_report(options: AdviseOptions, found: Measured, command: str, caveats
     )
 
 
-def _findings(options: AdviseOptions, found: Measured, best: Sequence[Cell]) -> list[Finding]:
+def _findings(options: AdviseOptions, found: Measured, best: Sequence[SpeedCell]) -> list[Finding]:
     findings = [*of_question(options, found.costs), *found.findings]
     for row in found.memory:
         advice = memory_advice(row, found.budget)
@@ -129,7 +129,7 @@ def _findings(options: AdviseOptions, found: Measured, best: Sequence[Cell]) -> 
     return findings
 
 
-def _load_table(best: Sequence[Cell], options: AdviseOptions) -> Table:
+def _load_table(best: Sequence[SpeedCell], options: AdviseOptions) -> Table:
     headings = (
         "drafter",
         "requests",
@@ -167,7 +167,7 @@ def _load_table(best: Sequence[Cell], options: AdviseOptions) -> Table:
     return Table("By load", headings, tuple(lines), styles=tuple(styles))
 
 
-def _slice_tables(best: Sequence[Cell]) -> tuple[Table, ...]:
+def _slice_tables(best: Sequence[SpeedCell]) -> tuple[Table, ...]:
     own = [cell for cell in best if cell.slice != ALL_SLICES]
     if not own:
         return ()
@@ -179,7 +179,7 @@ def _slice_tables(best: Sequence[Cell]) -> tuple[Table, ...]:
     return (Table("Speed-up by slice", headings, lines, justify="llr"),)
 
 
-def _sweep_table(sweep: Sequence[Cell], options: AdviseOptions) -> Table:
+def _sweep_table(sweep: Sequence[SpeedCell], options: AdviseOptions) -> Table:
     known = {(cell.candidate, cell.concurrency, cell.num_draft): cell for cell in sweep if cell.slice == ALL_SLICES}
     places = list(dict.fromkeys(key[:2] for key in known))
     lines = tuple(
@@ -189,7 +189,7 @@ def _sweep_table(sweep: Sequence[Cell], options: AdviseOptions) -> Table:
     return Table("Speed-up by draft tokens", ("drafter", "requests", *map(str, options.lengths)), lines)
 
 
-def _value(cell: Cell | None) -> str:
+def _value(cell: SpeedCell | None) -> str:
     return "" if cell is None else f"{cell.speedup.value:.2f}"
 
 
@@ -259,8 +259,8 @@ def _launch_table(lines: Sequence[LaunchLine], toml: str) -> Table:
     return Table("To start it", ("engine", "line"), tuple(cells), notes, justify="l")
 
 
-def _plots(best: Sequence[Cell], sweep: Sequence[Cell]) -> tuple[Plot, ...]:
-    def by_load(cells: Sequence[Cell]) -> tuple[Series, ...]:
+def _plots(best: Sequence[SpeedCell], sweep: Sequence[SpeedCell]) -> tuple[Plot, ...]:
+    def by_load(cells: Sequence[SpeedCell]) -> tuple[Series, ...]:
         names = dict.fromkeys(cell.candidate for cell in cells)
         return tuple(
             Series(name, tuple(_point(c, str(c.concurrency)) for c in cells if c.candidate == name)) for name in names
@@ -281,5 +281,5 @@ def _plots(best: Sequence[Cell], sweep: Sequence[Cell]) -> tuple[Plot, ...]:
     )
 
 
-def _point(cell: Cell, at: str) -> Point:
+def _point(cell: SpeedCell, at: str) -> Point:
     return Point(at, cell.speedup.value, cell.speedup.low, cell.speedup.high)

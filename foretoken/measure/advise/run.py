@@ -16,10 +16,10 @@ from foretoken.engine.llm import LLM
 from foretoken.engine.startup.profiling import Tell
 from foretoken.errors import ForetokenError, SpeculationWarning, UnsupportedModelError
 from foretoken.machine.neighbours import OtherLoad, is_contended
-from foretoken.measure.advise.candidates import Candidate, candidates_of
+from foretoken.measure.advise.candidates import AdviseCandidate, candidates_of
 from foretoken.measure.advise.checks import Finding, of_pair
 from foretoken.measure.advise.costing import Machine, machines_of
-from foretoken.measure.advise.costs import StepCosts, measure_costs
+from foretoken.measure.advise.costs import LoadCosts, measure_costs
 from foretoken.measure.advise.memory import MemoryRow, budget_of, memory_rows
 from foretoken.measure.advise.options import AdviseOptions
 from foretoken.measure.advise.report import Measured, advise_report
@@ -78,7 +78,7 @@ def _prompts(options: AdviseOptions) -> list[EvalPrompt]:
 
 def measured(
     options: AdviseOptions,
-    candidates: Sequence[Candidate],
+    candidates: Sequence[AdviseCandidate],
     prompts: Sequence[EvalPrompt],
     machines: Sequence[Machine] = (),
 ) -> Measured:
@@ -140,11 +140,11 @@ def _rough_tokens(prompt: EvalPrompt, tokenizer: Tokenizer | None) -> int:
 class _Loaded:
     """Drafters that could be loaded, what their checks found, and why others could not."""
 
-    made: dict[str, tuple[Candidate, SpecConfig, Drafter]] = field(default_factory=dict)
+    made: dict[str, tuple[AdviseCandidate, SpecConfig, Drafter]] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
 
-    def load(self, llm: LLM, candidate: Candidate) -> None:
+    def load(self, llm: LLM, candidate: AdviseCandidate) -> None:
         """Load a candidate's drafter and compare its model with the target."""
         try:
             with warnings.catch_warnings():
@@ -166,7 +166,7 @@ def _teller(spinner: Spinner | None) -> Tell:
 
 
 def _answers(
-    llm: LLM, options: AdviseOptions, candidate: Candidate, prompts: Sequence[EvalPrompt], tell: TellNext
+    llm: LLM, options: AdviseOptions, candidate: AdviseCandidate, prompts: Sequence[EvalPrompt], tell: TellNext
 ) -> list[AnswerRounds]:
     """The rounds of a candidate on every prompt, with the longest drafts."""
     asked = EvalOptions(
@@ -194,7 +194,7 @@ def _answers(
     return [one for one in found if one.rounds]
 
 
-def _notes(options: AdviseOptions, prompt_tokens: int, costs: StepCosts) -> list[str]:
+def _notes(options: AdviseOptions, prompt_tokens: int, costs: LoadCosts) -> list[str]:
     found = list(costs.left_out)
     if options.prompts is None:
         found.append("No prompts were given: acceptance was measured on the library's own texts, and depends on texts.")
@@ -204,7 +204,7 @@ def _notes(options: AdviseOptions, prompt_tokens: int, costs: StepCosts) -> list
 
 
 def _memory(
-    options: AdviseOptions, usable: Sequence[Candidate], budget: Budget, prompt_tokens: int, device: torch.device
+    options: AdviseOptions, usable: Sequence[AdviseCandidate], budget: Budget, prompt_tokens: int, device: torch.device
 ) -> tuple[list[MemoryRow], list[str]]:
     """The rows; none and a note where shapes do not follow from the files."""
     try:

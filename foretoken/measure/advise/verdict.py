@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from foretoken.measure.advise.cells import ALL_SLICES, Cell
+from foretoken.measure.advise.cells import ALL_SLICES, SpeedCell
 from foretoken.measure.advise.checks import Finding, shortest_answer
-from foretoken.measure.advise.costs import StepCosts
+from foretoken.measure.advise.costs import LoadCosts
 from foretoken.measure.stats import Estimate
 
 Answer = Literal["yes", "only under this load", "only for these slices", "no"]
@@ -31,7 +31,7 @@ class CandidateVerdict:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class AdviceVerdict:
     """The answer of all: `candidate` is None for "no", then `nearest` is the one that came nearest.
 
     `routing` holds fields of `RoutingRules`.
@@ -46,7 +46,7 @@ class Verdict:
     routing: Mapping[str, int] = field(default_factory=dict)
 
 
-def candidate_verdict(name: str, cells: Sequence[Cell], findings: Sequence[Finding]) -> CandidateVerdict:
+def candidate_verdict(name: str, cells: Sequence[SpeedCell], findings: Sequence[Finding]) -> CandidateVerdict:
     """The answer for a candidate with these best cells."""
     overall = [cell for cell in cells if cell.slice == ALL_SLICES]
     loads = tuple(cell.concurrency for cell in overall if cell.pays(MARGIN))
@@ -63,7 +63,7 @@ def candidate_verdict(name: str, cells: Sequence[Cell], findings: Sequence[Findi
     return CandidateVerdict(name, answer, (), paying, losing, reasons)
 
 
-def _reasons(overall: Sequence[Cell], findings: Sequence[Finding]) -> list[str]:
+def _reasons(overall: Sequence[SpeedCell], findings: Sequence[Finding]) -> list[str]:
     """Why a candidate does not pay where it does not, the rules it breaks first."""
     found = [one.finding for one in findings if one.rules_out]
     for cell in overall:
@@ -87,10 +87,10 @@ def _reasons(overall: Sequence[Cell], findings: Sequence[Finding]) -> list[str]:
 
 def verdict_of(
     verdicts: Sequence[CandidateVerdict],
-    cells: Sequence[Cell],
-    costs: StepCosts,
+    cells: Sequence[SpeedCell],
+    costs: LoadCosts,
     failed: Mapping[str, str],
-) -> Verdict:
+) -> AdviceVerdict:
     """The answer of all candidates; `failed` are those that could not be measured, with the reason."""
     ranked = sorted(verdicts, key=lambda one: _gain(one, cells), reverse=True)
     best = next((one for one in ranked if one.answer != "no"), None)
@@ -105,23 +105,27 @@ def verdict_of(
     shortest = shortest_answer(best.candidate, list(own.values()), costs)
     if shortest:
         routing["min_tokens_to_speculate"] = shortest
-    return Verdict(best.answer, best.candidate, None, num_draft, _sentence(best, own, cells), best.reasons, routing)
+    return AdviceVerdict(
+        best.answer, best.candidate, None, num_draft, _sentence(best, own, cells), best.reasons, routing
+    )
 
 
-def _no(ranked: Sequence[CandidateVerdict], failed: Mapping[str, str]) -> Verdict:
+def _no(ranked: Sequence[CandidateVerdict], failed: Mapping[str, str]) -> AdviceVerdict:
     if not ranked:
         reasons = tuple(f"{name}: {reason}" for name, reason in failed.items())
-        return Verdict("no", None, None, 0, f"Don't speculate: nothing here can draft. {'; '.join(reasons)}.", reasons)
+        return AdviceVerdict(
+            "no", None, None, 0, f"Don't speculate: nothing here can draft. {'; '.join(reasons)}.", reasons
+        )
     nearest = ranked[0]
     sentence = (
         f"Don't speculate: of {len(ranked)} drafters none pays; {nearest.candidate}: {'; '.join(nearest.reasons)}."
     )
     if len(ranked) == 1:
         sentence = f"Don't speculate with {nearest.candidate}: {'; '.join(nearest.reasons)}."
-    return Verdict("no", None, nearest.candidate, 0, sentence, nearest.reasons)
+    return AdviceVerdict("no", None, nearest.candidate, 0, sentence, nearest.reasons)
 
 
-def _gain(one: CandidateVerdict, cells: Sequence[Cell]) -> tuple[bool, float]:
+def _gain(one: CandidateVerdict, cells: Sequence[SpeedCell]) -> tuple[bool, float]:
     """How much a candidate brings where it may be switched off: over all texts, else on the slices that it pays for."""
     own = [cell for cell in cells if cell.candidate == one.candidate]
     overall = [cell for cell in own if cell.slice == ALL_SLICES]
@@ -131,7 +135,7 @@ def _gain(one: CandidateVerdict, cells: Sequence[Cell]) -> tuple[bool, float]:
     return bool(one.paying_loads), sum(math.log(max(1.0, cell.speedup.value)) for cell in chosen) / len(chosen)
 
 
-def _sentence(best: CandidateVerdict, own: Mapping[int, Cell], cells: Sequence[Cell]) -> str:
+def _sentence(best: CandidateVerdict, own: Mapping[int, SpeedCell], cells: Sequence[SpeedCell]) -> str:
     if not best.paying_loads:
         named = [
             f"{cell.slice} {shown(cell.speedup)}"

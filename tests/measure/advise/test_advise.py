@@ -18,7 +18,7 @@ import pytest
 import foretoken
 from foretoken.errors import InputError
 from foretoken.measure.advise import run
-from foretoken.measure.advise.costs import DrafterCosts, Made, StepCosts
+from foretoken.measure.advise.costs import DrafterCosts, LoadCosts, Made
 from foretoken.measure.advise.options import AdviseOptions
 from foretoken.measure.html import html_page
 from foretoken.measure.report import Report
@@ -32,7 +32,7 @@ COUNTS = (1, 2, 4, 8)
 
 def given_costs(
     target: LanguageModel, made: Mapping[str, Made], options: AdviseOptions, prompt_tokens: int, tell: object
-) -> StepCosts:
+) -> LoadCosts:
     """A plain step of one request takes 1 + ROW; a draft model's step its share of the weights of that."""
 
     def step_s(load: int, count: int) -> float:
@@ -49,7 +49,7 @@ def given_costs(
         }
         drafters[name] = DrafterCosts(candidate.runs_model, steps, share * prompt_tokens * ROW)
     curves = {load: Curve(tuple((n, step_s(load, n)) for n in (0, *COUNTS))) for load in options.loads}
-    return StepCosts(prompt_tokens, prompt_tokens, prompt_tokens * ROW, curves, drafters)
+    return LoadCosts(prompt_tokens, prompt_tokens, prompt_tokens * ROW, curves, drafters)
 
 
 @pytest.fixture
@@ -125,12 +125,12 @@ def test_the_same_draft_pays_at_a_low_load_and_a_rule_says_up_to_which(
 ) -> None:
     """Where drafting takes a tenth of a step."""
 
-    def cheap(*arguments: Any) -> StepCosts:
+    def cheap(*arguments: Any) -> LoadCosts:
         found = given_costs(*arguments)
         steps = {
             load: Curve(tuple((n, 0.1 * n + found.target[load].seconds(n)) for n in COUNTS)) for load in found.target
         }
-        return StepCosts(12, 12, found.prefill_s, found.target, {"draft": DrafterCosts(True, steps)})
+        return LoadCosts(12, 12, found.prefill_s, found.target, {"draft": DrafterCosts(True, steps)})
 
     monkeypatch.setattr(run, "measure_costs", cheap)
     options = {"prompts": hard, "prompts_per_slice": 32, "price_per_hour": 2.0}

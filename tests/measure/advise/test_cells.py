@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-from foretoken.measure.advise.cells import ALL_SLICES, Cell, Room, best_cells, cells_of, predicted
+from foretoken.measure.advise.cells import ALL_SLICES, MemoryRoom, SpeedCell, best_cells, cells_of, predicted
 from foretoken.measure.advise.checks import of_cells, shortest_answer
 from foretoken.measure.advise.costing import Machine, cost_rows
-from foretoken.measure.advise.costs import DrafterCosts, StepCosts, spread
-from foretoken.measure.advise.rounds import AnswerRounds, Round
+from foretoken.measure.advise.costs import DrafterCosts, LoadCosts, spread
+from foretoken.measure.advise.rounds import AnswerRounds, DraftRound
 from foretoken.plan.profile import Curve
 
 # A plain step takes 1 s with 1 request and 2 s with 4; each draft token of all requests 0.1 s and 1 s more.
 TARGET = {1: Curve(((0, 1.0), (10, 2.0))), 4: Curve(((0, 2.0), (10, 12.0)))}
 FREE = DrafterCosts(False, {1: Curve(((1, 0.0), (10, 0.0))), 4: Curve(((1, 0.0), (10, 0.0)))})
 MODEL = DrafterCosts(True, {1: Curve(((1, 1.5), (2, 2.0))), 4: Curve(((1, 5.0), (2, 8.0)))}, prompt_s=2.0)
-COSTS = StepCosts(16, 32, 3.0, TARGET, {"free": FREE, "model": MODEL})
+COSTS = LoadCosts(16, 32, 3.0, TARGET, {"free": FREE, "model": MODEL})
 ANSWER = AnswerRounds(
-    "p", "code", 16, (Round(2, (0, 1)), Round(2, ()), Round(0), Round(2, (0,)))
+    "p", "code", 16, (DraftRound(2, (0, 1)), DraftRound(2, ()), DraftRound(0), DraftRound(2, (0,)))
 )  # 3 + 1 + 1 + 2 tokens
 
 
-def cell(name: str, concurrency: int, num_draft: int, room: Room = Room()) -> Cell:  # noqa: B008 - frozen
+def cell(name: str, concurrency: int, num_draft: int, room: MemoryRoom = MemoryRoom()) -> SpeedCell:  # noqa: B008 - frozen
     return predicted(name, ALL_SLICES, [ANSWER], COSTS, concurrency, num_draft, room)
 
 
@@ -55,13 +55,13 @@ def test_a_model_reads_the_prompt_too_and_its_whole_steps_count() -> None:
 
 def test_memory_that_a_draft_displaces_makes_requests_wait() -> None:
     """Where 1 of 4 requests fits beside the draft, and 4 without it, throughput falls far below the speed-up."""
-    found = cell("free", 4, 2, Room(plain=4, candidate=1))
+    found = cell("free", 4, 2, MemoryRoom(plain=4, candidate=1))
     assert (found.served, found.plain_served) == (1, 4)
     assert found.tokens_per_s == pytest.approx(7 / 7.6)
     assert found.plain_tokens_per_s == pytest.approx(4 * 7 / (12 + 14))
     assert not found.pays(0.0)
-    assert cell("free", 4, 2, Room(4, 0)).tokens_per_s == 0.0
-    assert cell("free", 1, 2, Room(4, 1)).pays(0.03)
+    assert cell("free", 4, 2, MemoryRoom(4, 0)).tokens_per_s == 0.0
+    assert cell("free", 1, 2, MemoryRoom(4, 1)).pays(0.03)
 
 
 def test_between_measured_loads_costs_are_interpolated() -> None:
@@ -79,7 +79,7 @@ def test_the_best_number_of_draft_tokens_is_that_of_each_load() -> None:
 
 
 def test_two_slices_have_cells_of_their_own_and_one_together() -> None:
-    other = AnswerRounds("q", "text", 16, (Round(2, ()),) * 7)
+    other = AnswerRounds("q", "text", 16, (DraftRound(2, ()),) * 7)
     cells = cells_of({"free": [ANSWER, other]}, COSTS, (1,), (2,), {})
     by_slice = {one.slice: one.decode_speedup for one in cells}
     assert by_slice["text"] < 1 < by_slice["code"]
@@ -108,14 +108,14 @@ def test_the_shortest_answer_that_saves_the_drafts_reading() -> None:
     """The model reads for 2 s and saves nothing: none ever pays. At no cost of reading any does."""
     assert shortest_answer("model", [cell("model", 1, 2)], COSTS) is None
     assert shortest_answer("free", [cell("free", 1, 2)], COSTS) == 0
-    quick = StepCosts(16, 32, 3.0, TARGET, {"model": DrafterCosts(True, {1: Curve(((1, 1.0), (2, 1.1)))}, 2.0)})
-    own = predicted("model", ALL_SLICES, [ANSWER], quick, 1, 2, Room())
+    quick = LoadCosts(16, 32, 3.0, TARGET, {"model": DrafterCosts(True, {1: Curve(((1, 1.0), (2, 1.1)))}, 2.0)})
+    own = predicted("model", ALL_SLICES, [ANSWER], quick, 1, 2, MemoryRoom())
     assert shortest_answer("model", [own], quick) == pytest.approx(2.0 / (1 - 1 / own.decode_speedup), abs=1)
 
 
 def test_saturation_is_found_where_steps_grow_faster_than_answers() -> None:
-    rejected = AnswerRounds("q", "text", 16, (Round(2, ()),) * 7)
-    cells = [predicted("free", ALL_SLICES, [rejected], COSTS, load, 2, Room()) for load in (1, 4)]
+    rejected = AnswerRounds("q", "text", 16, (DraftRound(2, ()),) * 7)
+    cells = [predicted("free", ALL_SLICES, [rejected], COSTS, load, 2, MemoryRoom()) for load in (1, 4)]
     assert cells[0].step_ratio < 1.5 < cells[1].step_ratio
     (found,) = of_cells("free", cells, COSTS)
     assert found.topic == "load"

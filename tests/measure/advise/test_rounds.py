@@ -6,17 +6,17 @@ import random
 
 import pytest
 
-from foretoken.measure.advise.rounds import AnswerRounds, Round, shortened
+from foretoken.measure.advise.rounds import AnswerRounds, DraftRound, shortened
 
 
-def chain_rounds(agrees: list[bool], num_draft: int) -> list[Round]:
+def chain_rounds(agrees: list[bool], num_draft: int) -> list[DraftRound]:
     """The rounds of a drafter that would guess a token of the answer or not, whatever came before."""
     found, place = [], 0
     while place < len(agrees):
         accepted = 0
         while accepted < num_draft and place + accepted < len(agrees) - 1 and agrees[place + accepted]:
             accepted += 1
-        found.append(Round(num_draft, tuple(range(accepted))))
+        found.append(DraftRound(num_draft, tuple(range(accepted))))
         place += accepted + 1
     return found
 
@@ -38,7 +38,7 @@ def test_every_token_is_emitted_once_whatever_the_length(num_draft: int) -> None
     rounds = []
     for _ in range(50):
         drafted = rng.choice([0, 3, 10])
-        rounds.append(Round(drafted, tuple(sorted(rng.sample(range(drafted), rng.randint(0, drafted))))))
+        rounds.append(DraftRound(drafted, tuple(sorted(rng.sample(range(drafted), rng.randint(0, drafted))))))
     found = shortened(rounds, num_draft)
     assert sum(one.num_emitted for one in found) == AnswerRounds("", "", 1, tuple(rounds)).num_tokens
     assert max(one.num_drafted for one in found) <= num_draft
@@ -47,9 +47,9 @@ def test_every_token_is_emitted_once_whatever_the_length(num_draft: int) -> None
 
 def test_a_smaller_tree_is_the_beginning_of_a_larger_one() -> None:
     """Places 0, 3 and 4 of six were accepted: of four draft tokens the first two of them are."""
-    whole = Round(6, (0, 3, 4))
-    assert whole.first(4) == Round(4, (0, 3))
-    assert whole.behind(1) == Round(5, (2, 3))
+    whole = DraftRound(6, (0, 3, 4))
+    assert whole.first(4) == DraftRound(4, (0, 3))
+    assert whole.behind(1) == DraftRound(5, (2, 3))
     assert [len(one.path) for one in shortened([whole], 4)] == [2, 0]
 
 
@@ -57,6 +57,6 @@ def test_a_bonus_token_counts_as_drafted_where_the_next_round_drafts() -> None:
     """Two rounds accepted whole; with two draft tokens the third token of the first is the bonus of a round that began
     inside.
     """
-    rounds = [Round(2, (0, 1)), Round(2, (0, 1)), Round(0)]
+    rounds = [DraftRound(2, (0, 1)), DraftRound(2, (0, 1)), DraftRound(0)]
     assert [len(one.path) for one in shortened(rounds, 1)] == [1, 1, 1, 0]
-    assert [one.num_drafted for one in shortened([Round(1, (0,)), Round(0)], 1)] == [1, 0]
+    assert [one.num_drafted for one in shortened([DraftRound(1, (0,)), DraftRound(0)], 1)] == [1, 0]

@@ -7,21 +7,21 @@ from dataclasses import replace
 import pytest
 
 from foretoken.control.routing import RoutingRules
-from foretoken.measure.advise.cells import Cell
+from foretoken.measure.advise.cells import SpeedCell
 from foretoken.measure.advise.checks import Finding
-from foretoken.measure.advise.costs import DrafterCosts, StepCosts
+from foretoken.measure.advise.costs import DrafterCosts, LoadCosts
 from foretoken.measure.advise.verdict import candidate_verdict, verdict_of
 from foretoken.measure.stats import Estimate
 from foretoken.plan.profile import Curve
 
-COSTS = StepCosts(
+COSTS = LoadCosts(
     16, 32, 0.0, {1: Curve(((0, 1.0), (4, 2.0)))}, {"d": DrafterCosts(True, {}, 10.0), "e": DrafterCosts(False, {})}
 )
 
 
-def cell(concurrency: int, speedup: float, slice_name: str = "", name: str = "d", half: float = 0.05) -> Cell:
+def cell(concurrency: int, speedup: float, slice_name: str = "", name: str = "d", half: float = 0.05) -> SpeedCell:
     found = Estimate(speedup, speedup - half, speedup + half)
-    return Cell(
+    return SpeedCell(
         name,
         slice_name,
         concurrency,
@@ -40,7 +40,7 @@ def cell(concurrency: int, speedup: float, slice_name: str = "", name: str = "d"
     )
 
 
-def answer(*cells: Cell, findings: tuple[Finding, ...] = ()) -> object:
+def answer(*cells: SpeedCell, findings: tuple[Finding, ...] = ()) -> object:
     names = dict.fromkeys(one.candidate for one in cells)
     verdicts = [candidate_verdict(name, [one for one in cells if one.candidate == name], findings) for name in names]
     return verdict_of(verdicts, cells, COSTS, {})
