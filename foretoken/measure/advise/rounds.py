@@ -6,8 +6,8 @@ them and their bonus token, inside of the same draft. So the rounds of any lengt
 exactly for the chain of a draft model at temperature 0 and under the coupled rule, whose noise belongs to the position.
 
 It is supposed that a smaller tree is the beginning of a larger one, which is so but for ties; that a bonus token behind
-a draft accepted whole would have been drafted too, where the next round drafts; and for heads, which predict better from
-the target's own states than from their own tokens, it is a lower bound.
+a draft accepted whole would have been drafted too, where the next round drafts; and for heads, which predict better
+from the target's states than from their own, it is a lower bound.
 """
 
 from __future__ import annotations
