@@ -40,6 +40,7 @@ if typing.TYPE_CHECKING:
     from foretoken.engine.request import GenerateOutput
     from foretoken.engine.ticket import Ticket
     from foretoken.measure.ab.run import ab
+    from foretoken.measure.advise.run import advise
     from foretoken.measure.certify.run import certify
 
 __version__ = "0.1.0"
@@ -75,6 +76,7 @@ __all__ = [
     "WorkerDiedError",
     "ab",
     "add_drafter",
+    "advise",
     "certify",
 ]
 
@@ -86,6 +88,7 @@ _MODULES = {
     "add_drafter": "foretoken.engine.drafters",
     "ab": "foretoken.measure.ab.run",
     "certify": "foretoken.measure.certify.run",
+    "advise": "foretoken.measure.advise.run",
 }
 
 if not typing.TYPE_CHECKING:  # a type checker would take it for a module that has every name

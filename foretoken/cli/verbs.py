@@ -62,6 +62,11 @@ VERBS: Mapping[str, VerbSource] = {
         "evaluate",
         "Measure acceptance by drafter, position and slice; compare it with an earlier result.",
     ),
+    "advise": VerbSource(
+        "advise",
+        "advise",
+        "Say whether to speculate on your texts and load: with which drafter, how many tokens, what it costs.",
+    ),
     "ab": VerbSource(
         "ab",
         "ab",

@@ -21,6 +21,7 @@ SURROGATE = "a\udcff"
 NEGATIVE_IS_FINE = {"generate --priority"}  # smaller is served earlier
 # Options that hold several values, or one of a grammar of their own.
 EMPTY_IS_WRONG = {
+    "advise": ("drafts", "slices", "concurrency", "num_drafts", "name"),
     "audit": ("temperatures",),
     "bench": (
         "drafters",
