@@ -18,7 +18,7 @@ import uvicorn
 from fastapi import APIRouter
 from starlette.types import ASGIApp
 
-from foretoken.backend.call import ModelInfo
+from foretoken.backend.call import Backend, ModelInfo
 from foretoken.errors import ConfigError, StorageError
 from foretoken.server.api.app import RouterMaker, create_app
 from foretoken.server.config import ServerConfig
@@ -175,7 +175,7 @@ class Composed:
     close: Callable[[], None]
 
 
-def compose(backend: Replicas, config: ServerConfig) -> Composed:
+def compose(backend: Backend, config: ServerConfig) -> Composed:
     """Everything over a backend.
 
     Raises:
@@ -184,7 +184,7 @@ def compose(backend: Replicas, config: ServerConfig) -> Composed:
     observation = Observation(backend, config.observe)
     routers: list[APIRouter | RouterMaker] = [*observation.routers, page_router()]
     routers.append(stats_router)
-    if is_test_build():
+    if is_test_build() and isinstance(backend, Replicas):
         routers.append(debug_router(backend))
     app = create_app(backend, config.api, observation.observers, routers)
     return Composed(observation.around(guarded(app, config.guard)), uvicorn_options(config.guard), observation.close)
