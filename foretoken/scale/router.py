@@ -1,0 +1,47 @@
+"""`ConversationRouter`: `decide.ReplicaRouting` as a request router of Ray Serve. It runs in the front's process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
+
+from foretoken.scale.decide import ReplicaRouting
+
+_live: tuple[str, ...] = ()
+
+
+def live_replicas() -> tuple[str, ...]:
+    """The replicas that the router of this process knows; () before a handle was used."""
+    return _live
+
+
+class ConversationRouter(ConsistentHashRouter):  # type: ignore[misc]  # Ray is not in every environment
+    """Routes by the keywords `prefix` and `replica` of a call.
+
+    Of its parent it keeps how waiting requests are taken up again when replicas change, and changes which replica is
+    chosen.
+    """
+
+    def initialize_state(self, **kwargs: Any) -> None:  # noqa: ANN401
+        """See `RequestRouter`."""
+        super().initialize_state(**kwargs)
+        self._routing = ReplicaRouting()
+
+    def update_replicas(self, replicas: list[Any]) -> None:
+        """See `RequestRouter`."""
+        global _live  # noqa: PLW0603 - Serve makes the router: this is the only way from it to the front
+        super().update_replicas(replicas)
+        _live = tuple(replica.replica_id.unique_id for replica in replicas)
+
+    async def choose_replicas(self, candidate_replicas: list[Any], pending_request: Any = None) -> list[list[Any]]:  # noqa: ANN401
+        """See `RequestRouter`: lists of replicas, the best first."""
+        if pending_request is None or not candidate_replicas:
+            return [candidate_replicas] if candidate_replicas else []
+        pending_request.routing_context.should_backoff = True  # between rounds in which no replica took the request
+        by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        lengths = self.replica_queue_len_cache
+        loads = {name: lengths.get(replica.replica_id) or 0 for name, replica in by_name.items()}
+        asked = pending_request.kwargs
+        ranked = self._routing.ranked(asked.get("prefix", b""), loads, asked.get("replica", ""))
+        return [[by_name[name]] for name in ranked]
