@@ -19,7 +19,18 @@ from foretoken.scale.router import live_replicas
 from foretoken.server.config import ServerConfig
 from foretoken.server.life.remote import RemoteBackend, RemoteGeneration
 from foretoken.server.life.replicas import Quarantine, fingerprint_of, merged, prefix_of
-from foretoken.server.life.wire import AskStats, Cancel, Command, Message, Open, Over, Refused, packed, to_wire
+from foretoken.server.life.wire import (
+    AskStats,
+    Cancel,
+    Command,
+    Message,
+    Open,
+    Over,
+    Refused,
+    Returned,
+    packed,
+    to_wire,
+)
 
 _ASK_S = 5.0  # for the statistics of one replica
 _AGAIN_S = 1.0
@@ -136,7 +147,7 @@ class ReplicaSender:
         if data is None:
             return None
         name, message = _MESSAGES.decode(data)
-        return None if isinstance(message, Refused) else (name, message.value)
+        return (name, message.value) if isinstance(message, Returned) else None
 
     async def _stream(self, command: Open, data: bytes) -> None:
         call, name, message = command.call, "", None

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from foretoken.errors import ConfigError
 from foretoken.option import option
 from foretoken.params import check_flag, check_number, check_whole
 from foretoken.server.config import ServerConfig
 
+_RUNNING = 256  # requests of one step, at most; those beyond `max_waiting` the engine refuses by itself
+_MOST = 86_400.0  # cores, GPUs or seconds: a day
 _option = partial(option, group="Ray")
 
 
@@ -27,7 +30,7 @@ class RayOptions:
 
     ray: bool = field(
         default=False,
-        metadata=_option("Run the workers as replicas of Ray Serve, on the cluster of RAY_ADDRESS or one started here."),
+        metadata=_option("Run the workers as replicas of Ray Serve, in the cluster of RAY_ADDRESS or a new one."),
     )
     max_replicas: int | None = field(
         default=None, metadata=_option("Most replicas; without it, always as many as --workers.")
@@ -50,9 +53,9 @@ class RayOptions:
         check_whole("replica_tokens", self.replica_tokens, low=1)
         if self.max_replicas is not None:
             check_whole("max_replicas", self.max_replicas, low=1)
-        check_number("replica_cpus", self.replica_cpus, low=0.0, open_low=True)
+        check_number("replica_cpus", self.replica_cpus, low=0.0, high=_MOST, open_low=True)
         for name in ("replica_gpus", "scale_up_s", "scale_down_s"):
-            check_number(name, getattr(self, name), low=0.0)
+            check_number(name, getattr(self, name), low=0.0, high=_MOST)
 
     def check_with(self, config: ServerConfig) -> None:
         """Refuse what these replicas cannot do.
@@ -71,3 +74,45 @@ class RayOptions:
         for name, (value, remedy) in refused.items():
             if value:
                 raise ConfigError(name, str(value), f"is not offered with --ray; {remedy}")
+
+
+def engine_options(config: ServerConfig, options: RayOptions) -> dict[str, Any]:
+    """How Ray Serve runs the engine's replicas, under its names."""
+    workers = config.life.workers
+    policy = {
+        "policy_function": "foretoken.scale.decide:QueuedTokens",
+        "policy_kwargs": {"replica_tokens": options.replica_tokens},
+    }
+    scaling = {
+        "min_replicas": workers,
+        "max_replicas": options.max_replicas,
+        "upscale_delay_s": options.scale_up_s,
+        "downscale_delay_s": options.scale_down_s,
+        "look_back_period_s": min(10.0, max(1.0, options.scale_up_s)),
+        "metrics_interval_s": 1.0,
+        "policy": policy,
+    }
+    number = {"num_replicas": workers} if options.max_replicas is None else {"autoscaling_config": scaling}
+    return {
+        **number,
+        "max_ongoing_requests": config.life.max_waiting + _RUNNING,
+        "graceful_shutdown_timeout_s": config.life.drain_s,
+        "graceful_shutdown_wait_loop_s": 0.5,
+        "health_check_period_s": 5.0,
+        "ray_actor_options": {
+            "num_cpus": options.replica_cpus,
+            "num_gpus": options.replica_gpus,
+        },
+        "request_router_config": {"request_router_class": "foretoken.scale.router:ConversationRouter"},
+    }
+
+
+def front_options(config: ServerConfig, options: RayOptions) -> dict[str, Any]:
+    """The same for fronts: one, for which no core is reserved; a Serve config may ask for more."""
+    replicas = options.max_replicas or config.life.workers
+    return {
+        "num_replicas": 1,
+        "max_ongoing_requests": 2 * replicas * (config.life.max_waiting + _RUNNING),
+        "graceful_shutdown_timeout_s": config.life.drain_s,
+        "ray_actor_options": {"num_cpus": 0},
+    }

