@@ -15,7 +15,7 @@ from ray.serve.exceptions import BackPressureError, RayServeException
 
 from foretoken.backend.call import Call, ModelInfo, State
 from foretoken.errors import EngineError, ForetokenError, OverloadedError, UnavailableError, WorkerDiedError
-from foretoken.scale.router import live_replicas
+from foretoken.scale.decide import live_replicas
 from foretoken.server.config import ServerConfig
 from foretoken.server.life.remote import RemoteBackend, RemoteGeneration
 from foretoken.server.life.replicas import Quarantine, fingerprint_of, merged, prefix_of

@@ -44,6 +44,20 @@ class ReplicaRouting:
         return [chosen, *(name for name in others if name != chosen)]
 
 
+_live: tuple[str, ...] = ()
+
+
+def note_live(names: Iterable[str]) -> None:
+    """Keep the names of the replicas that the router of this process knows: Serve makes it, and hands it to nobody."""
+    global _live
+    _live = tuple(names)
+
+
+def live_replicas() -> tuple[str, ...]:
+    """What `note_live` was told last; () before a replica was there."""
+    return _live
+
+
 class QueuedTokens:
     """Ray Serve's autoscaling policy: as many replicas as the queued tokens need at `replica_tokens` each. Ray applies
     the bounds and the delays.

@@ -12,6 +12,7 @@ from foretoken.params import check_flag, check_number, check_whole
 from foretoken.server.config import ServerConfig
 
 _RUNNING = 256  # requests of one step, at most; those beyond `max_waiting` the engine refuses by itself
+_QUIET = {"enable_access_log": False}  # the request log of the front has every request
 _MOST = 86_400.0  # cores, GPUs or seconds: a day
 _option = partial(option, group="Ray")
 
@@ -99,6 +100,7 @@ def engine_options(config: ServerConfig, options: RayOptions) -> dict[str, Any]:
         "graceful_shutdown_timeout_s": config.life.drain_s,
         "graceful_shutdown_wait_loop_s": 0.5,
         "health_check_period_s": 5.0,
+        "logging_config": _QUIET,
         "ray_actor_options": {
             "num_cpus": options.replica_cpus,
             "num_gpus": options.replica_gpus,
@@ -114,5 +116,6 @@ def front_options(config: ServerConfig, options: RayOptions) -> dict[str, Any]:
         "num_replicas": 1,
         "max_ongoing_requests": 2 * replicas * (config.life.max_waiting + _RUNNING),
         "graceful_shutdown_timeout_s": config.life.drain_s,
+        "logging_config": _QUIET,
         "ray_actor_options": {"num_cpus": 0},
     }

@@ -1,4 +1,7 @@
-"""`ConversationRouter`: `decide.ReplicaRouting` as a request router of Ray Serve. It runs in the front's process."""
+"""`ConversationRouter`: `decide.ReplicaRouting` as a request router of Ray Serve. It runs in the front's process.
+
+Serve sends this module to that process by value: a global of it would be another object there.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,7 @@ from typing import Any
 
 from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
 
-from foretoken.scale.decide import ReplicaRouting
-
-_live: tuple[str, ...] = ()
-
-
-def live_replicas() -> tuple[str, ...]:
-    """The replicas that the router of this process knows; () before a handle was used."""
-    return _live
+from foretoken.scale.decide import ReplicaRouting, note_live
 
 
 class ConversationRouter(ConsistentHashRouter):  # type: ignore[misc]  # Ray is not in every environment
@@ -32,7 +28,7 @@ class ConversationRouter(ConsistentHashRouter):  # type: ignore[misc]  # Ray is 
         """See `RequestRouter`."""
         global _live
         super().update_replicas(replicas)
-        _live = tuple(replica.replica_id.unique_id for replica in replicas)
+        note_live(replica.replica_id.unique_id for replica in replicas)
 
     async def choose_replicas(self, candidate_replicas: list[Any], pending_request: Any = None) -> list[list[Any]]:  # noqa: ANN401
         """See `RequestRouter`: lists of replicas, the best first."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -45,21 +46,18 @@ def run_on_ray(config: ServerConfig, options: RayOptions, on_ready: Callable[[Re
     listener = listening_socket(config.guard.host, config.port)
     (host, port), url = listener.getsockname()[:2], url_of(listener, is_tls=False)
     listener.close()  # Ray's proxy listens there
-    signals: list[int] = []
-    arrived = threading.Event()
-
-    def on_signal(number: int, _frame: object) -> None:
-        signals.append(number)
-        arrived.set()
-
-    for number in EXIT_CODES.keys() | {signal.SIGTERM}:
-        signal.signal(number, on_signal)
     is_ours = not os.environ.get("RAY_ADDRESS")
+    cpus = (options.max_replicas or config.life.workers) * options.replica_cpus
+    local = {
+        "address": "local",
+        "include_dashboard": False,
+        "object_store_memory": _STORE_BYTES,
+        "num_cpus": max(
+            math.ceil(cpus), os.cpu_count() or 1
+        ),  # more workers than cores are the user's choice, as without Ray
+    }
     began_s = time.perf_counter()
-    ray.init(
-        **({"address": "local", "include_dashboard": False, "object_store_memory": _STORE_BYTES} if is_ours else {}),
-        logging_level="warning",
-    )
+    ray.init(**(local if is_ours else {}), logging_level="warning")
     try:
         serve.start(http_options={"host": host, "port": port})
         try:
@@ -69,13 +67,31 @@ def run_on_ray(config: ServerConfig, options: RayOptions, on_ready: Callable[[Re
         info = _info_of(serve.get_deployment_handle(ENGINE, APP))
         took_s = time.perf_counter() - began_s
         on_ready(Readiness(url, info, tuple(sorted(info.default_spec.leaves)), took_s, config.life.workers))
-        arrived.wait()
+        number = _wait_for_signal()
         serve.delete(APP)  # returns after the drain
     finally:
         if is_ours:
             serve.shutdown()
         ray.shutdown()
-    return next((EXIT_CODES[number] for number in signals if number in EXIT_CODES), 0)
+    return EXIT_CODES.get(number, 0)
+
+
+def _wait_for_signal() -> int:
+    """The first signal that ends a server. A later one does what it did before."""
+    found: list[int] = []
+    arrived = threading.Event()
+    before: dict[int, Any] = {}
+
+    def on_signal(number: int, _frame: object) -> None:
+        found.append(number)
+        arrived.set()
+
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        before[number] = signal.signal(number, on_signal)
+    arrived.wait()
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    return found[0]
 
 
 def _info_of(handle: Any) -> ModelInfo:  # noqa: ANN401 - ray.serve's DeploymentHandle
