@@ -109,7 +109,7 @@ class Load:
 
 @pytest.mark.parametrize("name", ["ray-serve.yaml", "ray-service.yaml"])
 def test_ray_reads_the_configurations(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FORETOKEN_API_KEY", "secret")
+    monkeypatch.setenv("FORETOKEN_API_KEY", "a-long-secret")
     read = yaml.safe_load((DEPLOY / name).read_text())
     config = yaml.safe_load(read["spec"]["serveConfigV2"]) if name == "ray-service.yaml" else read
     (application,) = ServeDeploySchema.model_validate(config).applications

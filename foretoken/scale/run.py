@@ -52,9 +52,7 @@ def run_on_ray(config: ServerConfig, options: RayOptions, on_ready: Callable[[Re
         "address": "local",
         "include_dashboard": False,
         "object_store_memory": _STORE_BYTES,
-        "num_cpus": max(
-            math.ceil(cpus), os.cpu_count() or 1
-        ),  # more workers than cores are the user's choice, as without Ray
+        "num_cpus": max(math.ceil(cpus), os.cpu_count() or 1),
     }
     began_s = time.perf_counter()
     ray.init(**(local if is_ours else {}), logging_level="warning")
@@ -80,17 +78,17 @@ def _wait_for_signal() -> int:
     """The first signal that ends a server. A later one does what it did before."""
     found: list[int] = []
     arrived = threading.Event()
-    before: dict[int, Any] = {}
+    before: dict[signal.Signals, Any] = {}
 
     def on_signal(number: int, _frame: object) -> None:
         found.append(number)
         arrived.set()
 
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
-        before[number] = signal.signal(number, on_signal)
+    for one in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        before[one] = signal.signal(one, on_signal)
     arrived.wait()
-    for number, handler in before.items():
-        signal.signal(number, handler)
+    for one, handler in before.items():
+        signal.signal(one, handler)
     return found[0]
 
 
