@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import itertools
 import logging
 import secrets
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 import ray.exceptions
@@ -36,6 +37,7 @@ _ASK_S = 5.0  # for the statistics of one replica
 _AGAIN_S = 1.0
 _log = logging.getLogger("foretoken.server")
 _MESSAGES = msgspec.msgpack.Decoder(tuple[str, Message])
+_Result = TypeVar("_Result")
 _INFO = msgspec.msgpack.Decoder(ModelInfo)
 
 
@@ -98,7 +100,7 @@ class RayBackend:
     async def stats(self) -> dict[str, Any]:
         """See `Replicas.stats`: of all replicas that answer within some seconds."""
         self._there()
-        found = await asyncio.gather(*map(self._sender.stats_of, live_replicas()))
+        found = await asyncio.gather(*(detached(self._sender.stats_of(name)) for name in live_replicas()))
         replicas = [{**stats, "engine": name} for name, stats in filter(None, found)]
         if not replicas:
             raise UnavailableError("no replica of the engine answers")
@@ -132,7 +134,7 @@ class ReplicaSender:
             work = self._cancel(message, data)
         else:
             work = self._ask(message, data)
-        task = asyncio.get_running_loop().create_task(work)
+        task = detached(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -193,6 +195,13 @@ class ReplicaSender:
     def _take(self, message: Message) -> None:
         assert self.remote is not None
         self.remote.take(message)
+
+
+def detached(work: Coroutine[Any, Any, _Result]) -> asyncio.Task[_Result]:
+    """A task that Serve does not take for a part of the HTTP request that is being answered: it would give all calls of
+    one request the same identity, and its router confuses those that wait at the same time.
+    """
+    return asyncio.get_running_loop().create_task(work, context=contextvars.Context())
 
 
 def _ours(error: Exception) -> ForetokenError:
