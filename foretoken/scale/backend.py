@@ -123,7 +123,7 @@ class ReplicaSender:
         self._tasks: set[asyncio.Task[None]] = set()
         self._opened: dict[int, tuple[Any, str]] = {}  # by call: the response, and its replica once that is known
         self.remote: RemoteBackend | None = None
-        self.dead: set[str] = set()
+        self.dead: dict[str, set[bytes]] = {}  # by replica: the requests that were in flight
 
     def send(self, message: Command) -> None:
         """See `Channel.send`."""
@@ -167,8 +167,7 @@ class ReplicaSender:
         except Exception as error:  # noqa: BLE001 - whatever Ray raises ends this call, and is told to its reader
             found = _ours(error)
             if isinstance(found, WorkerDiedError):
-                self.dead.add(name)
-                self._quarantine.died([fingerprint_of(command.request)])
+                self._note_death(name, fingerprint_of(command.request))
             self._take(Refused(call, to_wire(found)))
         finally:
             del self._opened[call]
@@ -191,6 +190,13 @@ class ReplicaSender:
         except Exception as error:  # noqa: BLE001 - see `_stream`
             message = Refused(command.call, to_wire(_ours(error)))
         self._take(message)
+
+    def _note_death(self, replica: str, fingerprint: bytes) -> None:
+        """A replica ("" where it had not said its name yet) died with a request: once for each replica and request."""
+        known = self.dead.setdefault(replica, set())
+        if not replica or fingerprint not in known:
+            known.add(fingerprint)
+            self._quarantine.died([fingerprint])
 
     def _take(self, message: Message) -> None:
         assert self.remote is not None
