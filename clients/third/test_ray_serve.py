@@ -18,6 +18,7 @@ import pytest
 import ray
 import yaml
 from ray import serve
+from ray.serve.context import _set_global_client
 from ray.serve.schema import ServeDeploySchema
 
 from foretoken.errors import ConfigError
@@ -40,6 +41,7 @@ def served(*flags: str) -> Iterator[str]:
         line = process.stdout.readline()
         assert line, "the server did not start; see its messages above"
         ray.init(address="auto", logging_level="error")
+        _set_global_client(None)  # that of the cluster before
         yield str(json.loads(line)["url"])
     finally:
         ray.shutdown()
