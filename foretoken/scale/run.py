@@ -16,7 +16,7 @@ from foretoken.backend.call import ModelInfo
 from foretoken.errors import EngineError
 from foretoken.scale.options import RayOptions
 from foretoken.server.config import ServerConfig
-from foretoken.server.run import EXIT_CODES, Readiness, listening_socket, url_of
+from foretoken.server.run import EXIT_CODES, Readiness, listening_socket
 
 APP = "foretoken"
 _DEFAULTS = {  # read when Ray is imported
@@ -39,14 +39,16 @@ def run_on_ray(config: ServerConfig, options: RayOptions, on_ready: Callable[[Re
         os.environ.setdefault(name, value)
     import ray
     from ray import serve
+    from ray.serve.context import _get_global_client
 
     from foretoken.scale.deploy import ENGINE, application
 
     built = application(config, options)
-    listener = listening_socket(config.guard.host, config.port)
-    (host, port), url = listener.getsockname()[:2], url_of(listener, is_tls=False)
-    listener.close()  # Ray's proxy listens there
     is_ours = not os.environ.get("RAY_ADDRESS")
+    host, port = config.guard.host, config.port
+    if is_ours:
+        with listening_socket(host, port) as listener:  # free now; then Ray's proxy listens there
+            host, port = listener.getsockname()[:2]
     cpus = (options.max_replicas or config.life.workers) * options.replica_cpus
     local = {
         "address": "local",
@@ -62,6 +64,8 @@ def run_on_ray(config: ServerConfig, options: RayOptions, on_ready: Callable[[Re
             serve.run(built, name=APP, route_prefix="/")
         except RuntimeError as error:
             raise EngineError(f"the replicas could not be started: {error}") from error
+        found = _get_global_client().http_config  # of a Serve that was running before, its own
+        url = f"http://{f'[{found.host}]' if ':' in found.host else found.host}:{found.port}"
         info = _info_of(serve.get_deployment_handle(ENGINE, APP))
         took_s = time.perf_counter() - began_s
         on_ready(Readiness(url, info, tuple(sorted(info.default_spec.leaves)), took_s, config.life.workers))
