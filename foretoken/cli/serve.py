@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,15 +67,16 @@ def _runner(options: RayOptions) -> Callable[[ServerConfig, Callable[[Readiness]
     Raises:
         ConfigError: their packages are not installed.
     """
-    extra = "ray" if options.ray else "server"
-    try:  # late: other verbs do without these packages
+    if options.ray and find_spec("ray") is None:
+        raise ConfigError("ray", True, "Ray is not installed: pip install 'foretoken[ray]'")
+    try:  # late: these are in the extra `server`, which other verbs do without
         if not options.ray:
             from foretoken.server.run import run_server
 
             return run_server
         from foretoken.scale.run import run_on_ray
     except ModuleNotFoundError as error:
-        raise ConfigError("serve", error.name, f"is not installed: pip install 'foretoken[{extra}]'") from error
+        raise ConfigError("serve", error.name, "is not installed: pip install 'foretoken[server]'") from error
     return lambda config, on_ready: run_on_ray(config, options, on_ready)
 
 
