@@ -48,4 +48,6 @@ def configs_of(args: Mapping[str, Any]) -> tuple[ServerConfig, RayOptions]:
     config, options = server_config(given), config_from(RayOptions, given)
     config.check_start()
     options.check_with(config)
+    if config.tls_cert is not None:
+        raise ConfigError("tls_cert", config.tls_cert, "Ray's proxy speaks plain HTTP: end TLS at a load balancer")
     return config, options

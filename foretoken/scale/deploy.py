@@ -13,8 +13,6 @@ from foretoken.scale.replica import EngineReplica
 from foretoken.server.config import ServerConfig
 from foretoken.server.run import compose
 
-ENGINE, FRONT = "Engine", "Front"
-
 
 class Front:
     """One HTTP front: the routes, keys and limits of `foretoken serve`."""
@@ -24,7 +22,9 @@ class Front:
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Ray Serve's hook, called in the event loop of the replica."""
-        self._composed = compose(RayBackend(self._engine, self._config), self._config)
+        backend = RayBackend(self._engine, self._config)
+        backend.start()
+        self._composed = compose(backend, self._config)
         return self._composed.app
 
     def __del__(self) -> None:
@@ -34,12 +34,11 @@ class Front:
 
 
 def application(config: ServerConfig, options: RayOptions) -> Any:  # noqa: ANN401 - ray.serve's Application
-    """The application, for `serve.run`.
+    """The application of fronts and replicas, for a Serve config."""
+    front = serve.deployment(serve.ingress()(Front), name="Front", **front_options(config, options))
+    return front.bind(engines(config, options), config)
 
-    Raises:
-        ConfigError: a setting that replicas cannot honour.
-    """
-    options.check_with(config)
-    engine = serve.deployment(EngineReplica, name=ENGINE, **engine_options(config, options))
-    front = serve.deployment(serve.ingress()(Front), name=FRONT, **front_options(config, options))
-    return front.bind(engine.bind(config), config)
+
+def engines(config: ServerConfig, options: RayOptions) -> Any:  # noqa: ANN401 - ray.serve's Application
+    """The replicas alone, for a front elsewhere."""
+    return serve.deployment(EngineReplica, name="Engine", **engine_options(config, options)).bind(config)

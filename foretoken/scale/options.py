@@ -69,7 +69,6 @@ class RayOptions:
             raise ConfigError("max_replicas", self.max_replicas, f"must be at least workers, which is {workers}")
         refused = {
             "devices": (config.life.devices, "Ray gives a replica its GPUs: use --replica-gpus"),
-            "tls_cert": (config.tls_cert, "Ray's proxy speaks plain HTTP: end TLS at a load balancer before it"),
             "trace": (config.engine.trace, "replicas may run on any machine: record with `foretoken serve` on one"),
         }
         for name, (value, remedy) in refused.items():

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
 import time
 import traceback
-from collections.abc import AsyncGenerator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -20,8 +20,10 @@ from foretoken.server.config import ServerConfig
 from foretoken.server.life.supervisor import CanaryAnswer, ask_canary, difference
 from foretoken.server.life.wire import (
     Cancel,
+    Channel,
     Command,
     Happened,
+    Message,
     Over,
     Refused,
     Returned,
@@ -38,8 +40,16 @@ _log = logging.getLogger("foretoken.worker")
 _COMMANDS = msgspec.msgpack.Decoder(Command)
 
 
+class Address(NamedTuple):
+    """Where a front takes events, and the `key` that it asks for."""
+
+    host: str
+    port: int
+    key: str
+
+
 class EngineReplica:
-    """One engine, asked by fronts. `name` is the replica's own, which every message carries.
+    """One engine, asked by fronts. `name` is the replica's own.
 
     Raises:
         ForetokenError: the engine cannot be built.
@@ -56,6 +66,8 @@ class EngineReplica:
 
             name = serve.get_replica_context().replica_id.unique_id
         self.name, self._watchdog_s = name, config.life.watchdog_s
+        self._channels: dict[str, Channel] = {}
+        self._connecting = asyncio.Lock()
         self._running: dict[tuple[str, int], Generation] = {}
         self._golden: CanaryAnswer | None = None
         self._asked_s = 0.0
@@ -71,22 +83,39 @@ class EngineReplica:
         """The served model, `ModelInfo`."""
         return packed(self._backend.info)
 
-    async def generate(self, data: bytes, front: str, prefix: bytes) -> AsyncGenerator[bytes]:  # noqa: ARG002 - `prefix` is the router's
-        """Messages of an `Open` of a front, each with this replica's name; the last one is `Over` or `Refused`. Leaving
-        the iteration frees the call.
+    async def generate(self, data: bytes, front: str, prefix: bytes, address: tuple[str, int, str]) -> None:  # noqa: ARG002 - `prefix` is the router's
+        """Send the messages of an `Open` to the front at `address`; the last one is `Over` or `Refused`.
+
+        Raises:
+            OSError: the front cannot be reached, or is gone.
         """
         command = _COMMANDS.decode(data)
         key = (front, command.call)
+        channel = await self._channel_to(front, Address(*address))
         try:
             generation = self._running[key] = await self._backend.open(command.request)
             async with contextlib.aclosing(aiter(generation)) as events:
                 async for event in events:
-                    yield packed((self.name, Happened(command.call, event)))
-            yield packed((self.name, Over(command.call)))
+                    channel.send(Happened(command.call, event))
+                    await channel.drained()
+            channel.send(Over(command.call))
+        except OSError:
+            self._channels.pop(front, None)
+            raise
         except Exception as error:  # noqa: BLE001 - the error of this call; the others go on
-            yield packed((self.name, _refused(command.call, error)))
+            channel.send(_refused(command.call, error))
         finally:
             self._running.pop(key, None)
+
+    async def _channel_to(self, front: str, address: Address) -> Channel:
+        """The connection to a front, which all of its calls share."""
+        async with self._connecting:
+            channel = self._channels.get(front)
+            if channel is None or channel.is_closing:
+                reader, writer = await asyncio.open_connection(address.host, address.port)
+                writer.write(f"{address.key} {self.name}\n".encode())
+                channel = self._channels[front] = Channel(reader, writer, Message)
+        return channel
 
     async def answer(self, data: bytes, front: str, replica: str = "") -> bytes | None:
         """What a command of a front returns that generates nothing. None where it was meant for a `replica` that is no

@@ -167,6 +167,12 @@ class Replicas:
         """See `Backend.info`."""
         return next((worker.info for worker in self.workers if worker.info is not None), None)
 
+    def described(self) -> tuple[ModelInfo, tuple[str, ...], float, int]:
+        """Of the first worker that is ready: model, drafters, seconds of loading; and the number of workers."""
+        first = next(worker for worker in self.workers if worker.state == "ready")
+        assert first.info is not None
+        return first.info, first.drafters, first.load_s, len(self.workers)
+
     @property
     def failure(self) -> ForetokenError | None:
         """Why no worker will ever be ready again; None while one may."""

@@ -213,6 +213,11 @@ class Channel:
             asyncio.get_running_loop().call_soon(self._flush)
         self._unsent += [len(data).to_bytes(_LENGTH_BYTES, "big"), data]
 
+    @property
+    def is_closing(self) -> bool:
+        """Whether the other side is known to be gone: nothing more is written."""
+        return self._writer.is_closing()
+
     async def drained(self) -> None:
         """Wait until the other side has taken most of what was written."""
         await self._writer.drain()
