@@ -87,9 +87,9 @@ class RayBackend:
         return all_ended
 
     async def close(self) -> None:
-        """Take no more connections of replicas."""
+        """End what connects replicas with this process."""
         self._learning.cancel()
-        self._sender.close()
+        await self._sender.close()
 
     def kill_now(self) -> None:
         """Nothing: what this process has started of Ray ends with it."""
@@ -176,6 +176,7 @@ class ReplicaSender:
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._opened: dict[int, _Opened] = {}
+        self._readers: dict[asyncio.Task[Any], asyncio.StreamWriter] = {}
         self.remote: RemoteBackend | None = None
         self.dead: dict[str, set[bytes]] = {}  # by replica: the requests that were in flight
 
@@ -190,13 +191,19 @@ class ReplicaSender:
         self._server = server = await asyncio.start_server(self._read, host, 0, limit=READ_BYTES)
         self._address = self._address._replace(host=host, port=server.sockets[0].getsockname()[1])
 
-    def close(self) -> None:
-        """Take no more connections."""
+    async def close(self) -> None:
+        """End the connections."""
         if self._server is not None:
             self._server.close()
+        for writer in self._readers.values():
+            writer.close()  # whose reader then ends
+        await asyncio.gather(*self._readers)
 
     async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Take what one replica sends."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._readers[task] = writer
         try:
             key, _, name = (await reader.readline()).decode("ascii", "replace").rstrip().partition(" ")
             if not secrets.compare_digest(key.encode(), self._address.key.encode()):
@@ -209,6 +216,7 @@ class ReplicaSender:
         except (ForetokenError, ValueError, OSError) as error:  # its calls end with their calls of Ray
             _log.warning("a replica sent what is no message: %s", error)
         finally:
+            del self._readers[task]
             writer.close()
 
     def send(self, message: Command) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,13 +14,13 @@ from foretoken import SamplingParams, SpecConfig
 from foretoken.backend.call import AnswerEnded, Begun, Call, ModelInfo, Piece
 from foretoken.engine_config import EngineConfig
 from foretoken.errors import EngineError
-from foretoken.scale.replica import EngineReplica, queued_tokens
+from foretoken.scale.replica import Address, EngineReplica, queued_tokens
 from foretoken.server.config import ServerConfig
 from foretoken.server.life.wire import (
     AskStats,
     Cancel,
+    Channel,
     Command,
-    Happened,
     Message,
     Open,
     Over,
@@ -29,6 +31,7 @@ from foretoken.server.life.wire import (
 )
 
 READ = msgspec.msgpack.Decoder(tuple[str, Message])
+KEY = "a key"
 
 
 @pytest.fixture(scope="module")
@@ -44,11 +47,35 @@ def opened(number: int, max_tokens: int, prompt: str = "def f(x):\n") -> bytes:
     return packed(Open(number, Call(params, [prompt], spec=SpecConfig())))
 
 
-async def messages(replica: EngineReplica, data: bytes) -> AsyncIterator[Message]:
-    async for chunk in replica.generate(data, "front", b"prefix"):
-        name, message = READ.decode(chunk)
-        assert name == "one"
-        yield message
+@asynccontextmanager
+async def front(replica: EngineReplica) -> AsyncIterator[tuple[Address, asyncio.Queue[Any]]]:
+    """Where a front listens, and what came: first the line with which the replica introduces itself."""
+    came: asyncio.Queue[Any] = asyncio.Queue()
+
+    async def read(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        came.put_nowait(await reader.readline())
+        channel = Channel(reader, writer, Message)
+        while (message := await channel.receive()) is not None:
+            came.put_nowait(message)
+        writer.close()
+
+    replica._channels.clear()  # those of another event loop
+    replica._connecting = asyncio.Lock()
+    server = await asyncio.start_server(read, "127.0.0.1", 0)
+    yield Address("127.0.0.1", server.sockets[0].getsockname()[1], KEY), came
+    server.close()
+    for channel in replica._channels.values():
+        channel.close()
+    await asyncio.sleep(0.05)
+
+
+async def answered(replica: EngineReplica, data: bytes, address: Address, came: asyncio.Queue[Any]) -> list[Any]:
+    """The messages of a call, whose last one has come when the call returns."""
+    await replica.generate(data, "front", b"prefix", tuple(address))
+    found = [await came.get()]
+    while not isinstance(found[-1], Over | Refused):
+        found.append(await came.get())
+    return found
 
 
 async def asked(replica: EngineReplica, command: Command, wanted: str = "") -> Message | None:
@@ -59,16 +86,19 @@ async def asked(replica: EngineReplica, command: Command, wanted: str = "") -> M
 def test_the_messages_of_a_call(replica: EngineReplica) -> None:
     async def run() -> None:
         assert msgspec.msgpack.decode(await replica.info(), type=ModelInfo).max_model_len > 0
-        found = [message async for message in messages(replica, opened(7, 12))]
-        assert found[-1] == Over(7)
-        events = [message.event for message in found[:-1] if isinstance(message, Happened)]
-        assert len(events) == len(found) - 1
-        assert isinstance(events[0], Begun)
-        assert isinstance(events[-1], AnswerEnded)
-        assert "".join(event.text for event in events if isinstance(event, Piece)) == events[-1].text
-        (refused,) = [message async for message in messages(replica, opened(8, 10**6, "x" * 10**5))]
-        assert isinstance(refused, Refused)
-        assert refused.error.name == "ContextLengthError"
+        async with front(replica) as (address, came):
+            found = await answered(replica, opened(7, 12), address, came)
+            assert found.pop(0) == b"a key one\n"
+            assert found[-1] == Over(7)
+            events = [message.event for message in found[:-1]]
+            assert isinstance(events[0], Begun)
+            assert isinstance(events[-1], AnswerEnded)
+            assert "".join(event.text for event in events if isinstance(event, Piece)) == events[-1].text
+            (refused,) = await answered(replica, opened(8, 10**6, "x" * 10**5), address, came)  # on the same connection
+            assert isinstance(refused, Refused)
+            assert refused.error.name == "ContextLengthError"
+        with pytest.raises(OSError):  # which Ray tells the front, if there is one
+            await replica.generate(opened(9, 4), "another front", b"", tuple(address))
 
     asyncio.run(run())
 
@@ -88,22 +118,24 @@ def test_commands_reach_the_replica_that_they_name(replica: EngineReplica) -> No
 def test_queued_tokens_and_a_call_that_is_cancelled(replica: EngineReplica) -> None:
     async def run() -> None:
         assert replica.record_autoscaling_stats() == {"queued_tokens": 0.0}
-        stream = messages(replica, opened(9, 400))
-        await anext(stream)
-        assert 300 < queued_tokens(replica.engine.llm) <= 500
-        assert await asked(replica, Cancel(9), "another") is None
-        assert queued_tokens(replica.engine.llm) > 0
-        await asked(replica, Cancel(9), "one")
-        rest = [message async for message in stream]
-        assert rest[-1] == Over(9)
-        assert isinstance(rest[-2], Happened)
-        assert isinstance(rest[-2].event, AnswerEnded)
-        assert rest[-2].event.finish_reason == "abort"
-        left = messages(replica, opened(10, 400))
-        await anext(left)
-        await left.aclose()  # type: ignore[attr-defined]
-        while replica.engine.llm.engine.scheduler.running:
-            await asyncio.sleep(0.01)
+        async with front(replica) as (address, came):
+            call = asyncio.create_task(answered(replica, opened(9, 400), address, came))
+            while not replica._running:
+                await asyncio.sleep(0.01)
+            assert 300 < queued_tokens(replica.engine.llm) <= 500
+            assert await asked(replica, Cancel(9), "another") is None
+            assert queued_tokens(replica.engine.llm) > 0
+            await asked(replica, Cancel(9), "one")
+            *_, ended, over = await call
+            assert over == Over(9)
+            assert isinstance(ended.event, AnswerEnded)
+            assert ended.event.finish_reason == "abort"
+            call = asyncio.create_task(answered(replica, opened(10, 400), address, came))
+            while not replica._running:
+                await asyncio.sleep(0.01)
+            call.cancel()  # as Ray does
+            while replica.engine.llm.engine.scheduler.running:
+                await asyncio.sleep(0.01)
 
     asyncio.run(run())
 
