@@ -257,7 +257,7 @@ class ReplicaSender:
                 await opened.ended.wait()
         except asyncio.CancelledError:
             self._take(Over(call))  # cancelled before a replica had it
-        except Exception as error:  # noqa: BLE001 - whatever Ray raises ends this call, and is told to its reader
+        except Exception as error:  # noqa: BLE001 - whatever Ray raises ends this call, and its reader gets the error
             found = _ours(error)
             if isinstance(found, WorkerDiedError):
                 self._note_death(opened.replica, fingerprint_of(command.request))

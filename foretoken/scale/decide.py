@@ -54,7 +54,7 @@ def note_live(names: Iterable[str]) -> None:
 
 
 def live_replicas() -> tuple[str, ...]:
-    """What `note_live` was told last; () before a replica was there."""
+    """The names that `note_live` got last; () before a replica was there."""
     return _live
 
 

@@ -5,6 +5,7 @@ Serve sends this module to that process by value: a global of it would be anothe
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
@@ -23,6 +24,7 @@ class ConversationRouter(ConsistentHashRouter):  # type: ignore[misc]  # Ray is 
         """See `RequestRouter`."""
         super().initialize_state(**kwargs)
         self._routing = ReplicaRouting()
+        self._chosen: dict[str, tuple[str, Any]] = {}  # by call: its replica, and the request that Serve keeps for it
 
     def update_replicas(self, replicas: list[Any]) -> None:
         """See `RequestRouter`."""
@@ -36,8 +38,22 @@ class ConversationRouter(ConsistentHashRouter):  # type: ignore[misc]  # Ray is 
             return [candidate_replicas] if candidate_replicas else []
         pending_request.routing_context.should_backoff = True  # between rounds in which no replica took the request
         by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        lengths = self.replica_queue_len_cache
-        loads = {name: lengths.get(replica.replica_id) or 0 for name, replica in by_name.items()}
-        asked = pending_request.kwargs
+        lengths = (
+            self.replica_queue_len_cache
+        )  # with the calls of other fronts, but late: a burst would go to one replica
+        own = self._own_loads()
+        loads = {name: max(lengths.get(one.replica_id) or 0, own[name]) for name, one in by_name.items()}
+        asked, call = pending_request.kwargs, pending_request.metadata.internal_request_id
         ranked = self._routing.ranked(asked.get("prefix", b""), loads, asked.get("replica", ""))
+        self._chosen[call] = ranked[0], pending_request
         return [[by_name[name]] for name in ranked]
+
+    def on_request_completed(self, replica_id: Any, internal_request_id: str) -> None:  # noqa: ANN401
+        """See `RequestRouter`."""
+        super().on_request_completed(replica_id, internal_request_id)
+        self._chosen.pop(internal_request_id, None)
+
+    def _own_loads(self) -> Counter[str]:
+        """This front's calls by replica; those that were cancelled before a replica had them are forgotten."""
+        self._chosen = {call: one for call, one in self._chosen.items() if not one[1].future.cancelled()}
+        return Counter(name for name, _ in self._chosen.values())
