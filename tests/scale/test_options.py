@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from foretoken.errors import ConfigError, InputError
+from foretoken.errors import InputError
 from foretoken.scale.options import RayOptions, engine_options, front_options
 from foretoken.serve_ray import configs_of
 from foretoken.server.guard.config import KEY_VARIABLE
@@ -62,7 +62,7 @@ def test_a_configuration_has_the_checks_of_the_command_line() -> None:
     assert (config.engine.spec.drafter, config.engine.spec.num_draft) == ("draft_model", 4)
     assert (config.model_name, config.guard.api_key) == ("m", "a-long-secret")
     assert options == RayOptions()
-    with pytest.raises(ConfigError, match="max_replicas"):
+    with pytest.raises(InputError, match="max_replicas"):
         RayOptions(max_replicas=0)
 
 
