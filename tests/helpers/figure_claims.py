@@ -356,4 +356,9 @@ CLAIMS: tuple[tuple[str, str, Callable[[], list[float]]], ...] = (
         "1.3 requests/s, 24 each) # times the tokens/s within it",
         lambda: [max(row["ratio"]["foretoken-auto"] for row in raw("2026-11-23-serving-rivals")["at_p95_of_plain"])],
     ),
+    ("docs/scale-out.md", "| tokens/s | # | # |", lambda: _ray("tokens_per_s")),
+    ("docs/scale-out.md", "first token, ms | # | # |", lambda: _ray("ttft_median_s", 1e3)),
+    ("docs/scale-out.md", "between two events, ms | # | # |", lambda: _ray("gap_median_s", 1e3)),
+    ("docs/scale-out.md", "(cold start) | # | # |", lambda: _ray("first_token_s")),
+    ("docs/scale-out.md", "costs # % here", lambda: [100 * (1 - raw("2026-11-26-ray-overhead")["share"])]),
 )
