@@ -143,6 +143,11 @@ def _beside_llama_cpp(rows: int) -> list[float]:
     return [row["theirs_over_ours"] for file in files for row in file["rows"] if row["rows"] == rows]
 
 
+def _ray(figure: str, factor: float = 1.0) -> list[float]:
+    medians = raw("2026-11-26-ray-overhead")["median"]
+    return [factor * medians[server][figure] for server in ("serve", "ray")]
+
+
 # Page, words with a gap for each figure (#), what the raw files say.
 CLAIMS: tuple[tuple[str, str, Callable[[], list[float]]], ...] = (
     (
