@@ -70,7 +70,10 @@ def test_a_wrong_residual_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch
     assert "fail" in {check.result for check in checks}, checks
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "suffix", "draft_model", "recycling", "lookahead", "early_exit"])
+_SLOW = [pytest.param(name, marks=pytest.mark.release) for name in ("suffix", "recycling", "lookahead", "early_exit")]
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "draft_model", *_SLOW])
 def test_an_honest_drafter_passes(drafter: str) -> None:
     report = foretoken.certify(
         "local",
