@@ -5,10 +5,11 @@ PYTHON ?= python3
 VENV := .venv
 CLIENTS := .venv-clients
 CLIENTS2 := .venv-clients-2
+RAY := .venv-ray
 BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 
-.PHONY: demo serve test coverage proof proof-release clients check format browser page wheel clean
+.PHONY: demo serve test coverage proof proof-release clients ray check format browser page wheel clean
 
 demo: $(VENV)/.ready
 	$(BIN)/foretoken demo
@@ -45,6 +46,10 @@ proof-release: $(VENV)/.ready
 clients: $(VENV)/.ready $(CLIENTS)/.ready $(CLIENTS2)/.ready clients/node_modules/.ready
 	SERVER_PYTHON=$(BIN)/python $(CLIENTS)/bin/pytest -c clients/pytest.ini clients/first
 	SERVER_PYTHON=$(BIN)/python $(CLIENTS2)/bin/pytest -c clients/pytest.ini clients/second
+
+# Two replicas of Ray Serve on this machine, and a client; not in CI: the environment takes minutes to install.
+ray: $(RAY)/.ready
+	PYTHONPATH=. RAY_USAGE_STATS_ENABLED=0 SERVER_PYTHON=$(RAY)/bin/python $(RAY)/bin/pytest -W ignore -c clients/pytest.ini clients/third
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check .
@@ -92,9 +97,15 @@ $(CLIENTS2)/.ready: requirements-clients-2.txt
 	$(CLIENTS2)/bin/python -m pip install -q -r requirements-clients-2.txt
 	touch $@
 
+$(RAY)/.ready: requirements-ray.txt
+	test -x $(RAY)/bin/python || $(PYTHON) -m venv $(RAY)
+	$(RAY)/bin/python -m pip install -q --upgrade-strategy only-if-needed "$(TORCH)"
+	$(RAY)/bin/python -m pip install -q -r requirements-ray.txt
+	touch $@
+
 clients/node_modules/.ready: clients/package.json clients/package-lock.json
 	npm ci --prefix clients --no-audit --no-fund --silent
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) $(CLIENTS2) clients/node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage*
+	rm -rf $(VENV) $(CLIENTS) $(CLIENTS2) $(RAY) clients/node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage*

@@ -26,6 +26,7 @@ from foretoken.errors import (
     ModelError,
     NumericsError,
     OverloadedError,
+    RankError,
     StorageError,
     UnavailableError,
     UnsupportedModelError,
@@ -39,6 +40,8 @@ if typing.TYPE_CHECKING:
     from foretoken.engine.request import GenerateOutput
     from foretoken.engine.ticket import Ticket
     from foretoken.measure.ab.run import ab
+    from foretoken.measure.advise.run import advise
+    from foretoken.measure.certify.run import certify
     from foretoken.measure.diagnose.run import diagnose
 
 __version__ = "0.1.0"
@@ -63,6 +66,7 @@ __all__ = [
     "ModelError",
     "NumericsError",
     "OverloadedError",
+    "RankError",
     "RoutingRules",
     "SamplingParams",
     "SpecConfig",
@@ -73,6 +77,8 @@ __all__ = [
     "WorkerDiedError",
     "ab",
     "add_drafter",
+    "advise",
+    "certify",
     "diagnose",
 ]
 
@@ -84,6 +90,8 @@ _MODULES = {
     "add_drafter": "foretoken.engine.drafters",
     "ab": "foretoken.measure.ab.run",
     "diagnose": "foretoken.measure.diagnose.run",
+    "certify": "foretoken.measure.certify.run",
+    "advise": "foretoken.measure.advise.run",
 }
 
 if not typing.TYPE_CHECKING:  # a type checker would take it for a module that has every name

@@ -19,7 +19,7 @@ from foretoken.control.routing import RoutingRules
 from foretoken.errors import ConfigError, InputError
 from foretoken.field_text import from_mapping
 from foretoken.option import check_fields, option, same_option
-from foretoken.params import check_limits, check_share, check_text, check_threads
+from foretoken.params import check_limits, check_share, check_text, check_threads, check_whole
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 # Groups of these options; a verb takes those that it reads.
@@ -63,6 +63,7 @@ class EngineOptions(TypedDict, total=False):
     profile: str | Path
     adapt: AdaptConfig | bool
     weights: str
+    tensor_parallel: int
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,8 @@ class EngineConfig:
       (docs/adaptation.md): True, or how (`AdaptConfig`). It takes the target's own decoder.
     - `weights`: "auto" keeps the target's matrices as the checkpoint has them; "int8" and "int4" quantise them at load
       (CPU; docs/quantised.md). The distribution of answers is then that of the quantised target, with any drafter.
+    - `tensor_parallel`: processes among which the target's weights are divided (docs/tensor-parallel.md), on GPUs one
+      each from `device` on. Drafters stay in this process.
 
     Raises:
         InputError: a value that cannot be honoured; names the field.
@@ -181,6 +184,14 @@ class EngineConfig:
             choices=WEIGHTS,
         ),
     )
+    tensor_parallel: int = field(
+        default=1,
+        metadata=option(
+            "Processes among which the target's weights are divided.",
+            group=MODEL,
+            flags=("--tensor-parallel", "--tp"),
+        ),
+    )
 
     def __post_init__(self) -> None:
         for name in ("dtype", "device"):  # torch's own objects, which this module does not import
@@ -228,6 +239,7 @@ class EngineConfig:
             cache_tokens=self.cache_tokens,
             max_step_tokens=self.max_step_tokens,
         )
+        check_whole("tensor_parallel", self.tensor_parallel, low=1, high=64)
         check_share("shadow_rate", self.shadow_rate)
         check_share("cache_reserve", self.cache_reserve)
         _ = self.scheduler  # checks the limits against each other

@@ -12,6 +12,7 @@ ForetokenError                      exit code
 |  |- OverloadedError               1   the queue is full: retry later
 |- EngineError (RuntimeError)       1   an exception inside the engine: the request fails, the engine continues
 |  |- WorkerDiedError               1   the engine's process died while the request ran
+|     |- RankError                  1   a rank of a tensor-parallel target died or hangs: the engine ends
 |- UnavailableError (RuntimeError)  1   the engine takes no requests now: it is loading, draining or being restarted
 |- DraftError (RuntimeError)        1   a drafter broke its contract: its draft is dropped, the request continues
 |  |- DraftTimeout                  1   it exceeded its time limit
@@ -84,6 +85,10 @@ class EngineError(ForetokenError, RuntimeError):
 
 class WorkerDiedError(EngineError):
     """The engine's process died while a request was in flight: any of its requests may be the cause."""
+
+
+class RankError(WorkerDiedError):
+    """A process of a tensor-parallel target died or does not answer: all requests fail, and the engine ends."""
 
 
 class UnavailableError(ForetokenError, RuntimeError):

@@ -107,3 +107,27 @@ def test_a_difference_of_the_margin_is_seldom_called_equivalent(noise: Noise) ->
 
 def test_without_a_difference_a_run_ends_as_equivalent() -> None:
     assert rates(normal)[1] >= 0.9
+
+
+def live(generator: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
+    """Pairs of blocks of live traffic: 20 requests in each, whose times vary by 0.3, at a pace that drifts by a tenth
+    and is remembered from block to block; which server is first is drawn for each pair.
+    """
+    runs, pairs = shape
+    pace, drift = generator.normal(0.0, 0.1, runs), np.empty((runs, 2 * pairs))
+    for block in range(2 * pairs):
+        pace = 0.8 * pace + generator.normal(0.0, 0.06, runs)
+        drift[:, block] = pace
+    means = drift + generator.normal(0.0, 0.3 / 20**0.5, drift.shape)
+    sign = np.where(generator.random(shape) < 0.5, 1.0, -1.0)
+    return sign * (means[:, ::2] - means[:, 1::2])
+
+
+def test_live_traffic_without_a_difference_is_found_different_in_at_most_one_run_of_twenty() -> None:
+    assert rates(live)[0] <= 0.05
+
+
+def test_live_traffic_shows_a_difference_of_five_percent_in_nine_runs_of_ten() -> None:
+    """Within 400 pairs, whichever way it goes."""
+    for difference in (math.log(1.05), -math.log(1.05)):
+        assert rates(live, difference)[0] >= 0.9

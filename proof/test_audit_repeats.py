@@ -9,8 +9,8 @@ from foretoken.control.config import PolicyConfig
 from foretoken.control.policy import BudgetPolicy
 from foretoken.measure.audit.checks import check_greedy, check_seeds
 from foretoken.measure.audit.options import AuditOptions
-from foretoken.measure.audit.report import Check
 from foretoken.measure.audit.session import Session
+from foretoken.measure.checks import Check
 from tests.helpers.clock import jitter
 
 PROMPTS = ["def main():\n", "class Parser:\n    ", "import os\n", "x = [1,"]

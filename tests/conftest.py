@@ -19,7 +19,7 @@ from foretoken.draft.base import Drafter, DrafterKey
 from foretoken.draft.failures import DrafterFailures
 from foretoken.engine import admission
 from tests.helpers import audit
-from tests.helpers.checkpoints import tiny_checkpoint, tiny_tokenizer
+from tests.helpers.checkpoints import related_pair, tiny_checkpoint, tiny_tokenizer
 from tests.helpers.faults import Injected
 from tests.helpers.interrupts import heed_interrupts
 from tests.helpers.mtp_checkpoints import add_mtp
@@ -137,19 +137,7 @@ def usual_pair(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """Folders of a tiny `target` and a `draft` that predicts about half of its tokens: the target without its second
     layer.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    folder = tmp_path_factory.mktemp("pair")
-    tiny_checkpoint(folder / "target", "llama", num_hidden_layers=2, hidden_size=32)
-    target = AutoModelForCausalLM.from_pretrained(folder / "target")
-    with torch.no_grad():  # a second layer that matters less than the first: then its absence is no catastrophe
-        for name in ("self_attn.o_proj", "mlp.down_proj"):
-            target.model.layers[1].get_submodule(name).weight.mul_(0.3)
-    target.save_pretrained(folder / "target")
-    draft = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / "target", num_hidden_layers=1))
-    draft.load_state_dict({name: w for name, w in target.state_dict().items() if ".layers.1." not in name})
-    draft.save_pretrained(folder / "draft")
-    return SimpleNamespace(target=folder / "target", draft=folder / "draft")
+    return related_pair(tmp_path_factory.mktemp("pair"), hidden_size=32)
 
 
 @pytest.fixture(scope="session")

@@ -77,6 +77,7 @@ def test_exit_codes() -> None:
         "OverloadedError": 1,
         "EngineError": 1,
         "WorkerDiedError": 1,
+        "RankError": 1,
         "UnavailableError": 1,
         "DraftError": 1,
         "DraftTimeout": 1,
@@ -158,7 +159,7 @@ def test_fields_of_the_public_configs() -> None:
     assert [field.name for field in dataclasses.fields(EngineConfig)] == [
         *("model", "spec", "dtype", "device", "cache_tokens", "cache_dtype"),
         *("max_batch_size", "max_prompt_tokens", "max_step_tokens", "cache_reserve"),
-        *("numerics", "trace", "shadow_rate", "routing", "profile", "adapt", "weights"),
+        *("numerics", "trace", "shadow_rate", "routing", "profile", "adapt", "weights", "tensor_parallel"),
     ]
 
 

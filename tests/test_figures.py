@@ -339,6 +339,26 @@ def test_the_table_of_the_simulator() -> None:
     assert max(abs(row["errors"]["tokens_per_s"]) for row in first.values()) < 0.035
 
 
+# ---- the adviser
+
+
+def test_the_table_of_the_advisers_predictions() -> None:
+    rows = [row for load in (1, 4, 8) for row in raw(f"2026-11-26-predicted-speedup-smollm2-{load}")["rows"]]
+    known = {(f"`{row['drafter']}`", row["concurrency"]): row for row in rows}
+    lines = [
+        line for line in (ROOT / "docs/advise.md").read_text(encoding="utf-8").splitlines() if line.startswith("| `")
+    ]
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    table = [cells for cells in table if (cells[0], 1) in known]
+    assert len(table) * 3 == len(rows)
+    for name, *printed in table:
+        for place, load in enumerate((1, 4, 8)):
+            for text, key in zip(printed[2 * place : 2 * place + 2], ("predicted", "measured"), strict=True):
+                assert is_printed_of(text, known[name, load][key]), (name, load, key)
+    within = sum(abs(row["error"]) <= 0.15 for row in rows)
+    assert f"{within} of {len(rows)} cells within 15 %" in page("docs/advise.md")
+
+
 # ---- prose
 
 

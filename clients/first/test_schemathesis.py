@@ -12,7 +12,7 @@ from urllib.request import urlopen
 
 def test_schemathesis_all(start: Callable[..., str], tmp_path: Path) -> None:
     """Case 22: every operation, valid and invalid requests: no 5xx, and every answer fits the description."""
-    server = start("--max-request-tokens", "64")
+    server = start("--max-request-tokens", "64", "--ollama")
     with urlopen(f"{server}/openapi.json") as reply:
         paths = json.load(reply)["paths"]
     operations = [(path, method) for path, methods in paths.items() for method in methods]

@@ -206,6 +206,7 @@ def _report(result: EvalResult, found: EvalComparison | None, out: Path | None, 
     """Write the file and print the tables, or the object of the file."""
     from foretoken.measure.eval.report import eval_report
     from foretoken.measure.eval.result import rows_of, write_result
+    from foretoken.measure.html import PAGE_KEY
     from foretoken.measure.report import print_report
     from foretoken.measure.write import is_page, write_report
 
@@ -217,7 +218,7 @@ def _report(result: EvalResult, found: EvalComparison | None, out: Path | None, 
     if out is not None and is_page(out) and out.suffix.lower() != ".json":
         report = write_report(report, out, out.stem)
     elif out is not None:
-        write_result(written, out)
+        write_result(written | {PAGE_KEY: report.page_values()}, out)
         report = replace(report, files=(str(out) + ("" if result.complete else " (incomplete)"),))
     if as_json:
         print_json(written)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -17,30 +15,15 @@ from foretoken.cli.common import (
     print_json,
 )
 from foretoken.cli.flags import takes
-from foretoken.config import QUANTISED, SpecConfig
+from foretoken.config import SpecConfig
 from foretoken.control.config import PolicyConfig
 from foretoken.engine_config import EngineConfig
-from foretoken.errors import CapacityError, ConfigError, InputError, StorageError
+from foretoken.errors import CapacityError, ConfigError, InputError
+from foretoken.machine.memory import available_bytes, parse_bytes
 from foretoken.params import is_count
 from foretoken.plan.memory import Account, Budget, Load, ModelShape, account, contexts_to_show, fitting, largest_batch
 from foretoken.printing.console import Console
 
-if TYPE_CHECKING:
-    import torch
-
-_UNITS = {
-    "": 1,
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-}
-_MAX_BYTES = 1 << 60
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)
 _DEFAULT_CONTEXT_TOKENS = 4096
 _PARTS = {
@@ -83,6 +66,7 @@ def plan(
 
     Reads config.json and the headers of the files; of quantised matrices the scales too.
     """
+    from foretoken.heads.footprint import draft_shape_of, head_shape_of
     from foretoken.model.footprint import shape_of
     from foretoken.model.names import model_folder
     from foretoken.model.open import open_device
@@ -94,8 +78,8 @@ def plan(
     budget = Budget(available_bytes(place) if memory is None else parse_bytes(memory), _share(reserve))
     fetch_models(target)
     shape = shape_of(model_folder(target), target, dtype, place.type, weights)
-    drafts = [_draft_shape(name, dtype, shape.weight_format, draft_dtype, place.type) for name in draft or []]
-    drafts += [_head_shape(name, target, shape, draft_dtype, place.type) for name in head or []]
+    drafts = [draft_shape_of(name, dtype, shape.weight_format, draft_dtype, place.type) for name in draft or []]
+    drafts += [head_shape_of(name, target, shape, draft_dtype, place.type) for name in head or []]
     load = Load(
         batch=_at_least_one("batch", batch),
         context_tokens=_context(context, shape),
@@ -142,81 +126,6 @@ def _check_fits(target: str, load: Load, budget: Budget, rows: Sequence[Mapping[
         f"{budget.usable_bytes} may be used: {row['missing_bytes']} bytes are missing; at this length "
         f"{row['largest_batch']} requests fit"
     )
-
-
-def _draft_shape(name: str, dtype: str, target_format: str, draft_dtype: str, device: str) -> ModelShape:
-    """A draft model as the engine loads it: in the target's format unless it has its own."""
-    from foretoken.model.footprint import shape_of
-    from foretoken.model.names import model_folder
-    from foretoken.model.open import draft_weights
-
-    folder = model_folder(name)
-    own = dtype if draft_dtype in (*QUANTISED, "auto") else draft_dtype
-    return shape_of(folder, name, own, device, draft_weights(folder, draft_dtype, target_format))
-
-
-def _head_shape(name: str, target: str, shape: ModelShape, draft_dtype: str, device: str) -> ModelShape:
-    """A trained head as the engine loads it: in the target's number format or, as its matrices are, quantised."""
-    import torch
-
-    from foretoken.heads.checkpoint import head_shape
-    from foretoken.model.loader import parse_dtype, read_config
-    from foretoken.model.matrices.quant import check_quant, head_format
-    from foretoken.model.names import model_folder
-
-    if draft_dtype in QUANTISED:
-        check_quant(draft_dtype, torch.bfloat16, torch.device(device), field="draft_dtype")
-    elif draft_dtype != "auto" and parse_dtype(draft_dtype).itemsize != shape.itemsize:
-        raise ConfigError("draft_dtype", draft_dtype, "a head runs in its target's number format: take auto")
-    held = draft_dtype
-    if held == "auto":
-        held = head_format(shape.weight_format, shape.itemsize, torch.device(device))
-    return head_shape(model_folder(name), name, read_config(model_folder(target)), shape, held)
-
-
-def parse_bytes(text: str) -> int:
-    """Parse "24GiB", "16 GB" or a plain number of bytes.
-
-    Raises:
-        InputError: not a number, or an unknown unit.
-    """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
-    if found is None or found.group(2).lower() not in _UNITS:
-        raise InputError("memory", text, "give a size such as 24GiB, 16GB or 512MiB")
-    size = float(found.group(1)) * _UNITS[found.group(2).lower()]
-    if size >= _MAX_BYTES:
-        raise InputError("memory", text, "is more than any machine has; give a size such as 24GiB")
-    return int(size)
-
-
-def available_bytes(device: torch.device) -> int:
-    """Free memory now: of the GPU, or of this machine within the limit of its control group.
-
-    Raises:
-        StorageError: the system does not report it; `--memory` replaces it.
-    """
-    import torch
-
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    try:
-        found = re.search(r"^MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text(encoding="utf-8"), re.MULTILINE)
-    except OSError:
-        found = None
-    if found is None:
-        raise StorageError("this system does not report free memory; give it with --memory")
-    free = int(found.group(1)) * 1024
-    limit, used = (_control_group(name) for name in ("memory.max", "memory.current"))
-    return free if limit is None or used is None else min(free, max(0, limit - used))
-
-
-def _control_group(name: str) -> int | None:
-    """A value of this process's control group (cgroup v2); None without one or without a limit."""
-    try:
-        text = (Path("/sys/fs/cgroup") / name).read_text(encoding="utf-8").strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
 
 
 def _row(target: ModelShape, draft: ModelShape | None, load: Load, budget: Budget) -> dict[str, object]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from foretoken.engine_config import EngineConfig
 from foretoken.errors import ConfigError
 from foretoken.files import check_file, check_readable
 from foretoken.printing.console import Console
+from foretoken.scale.options import RayOptions
 from foretoken.server.api.config import ApiConfig
 from foretoken.server.config import ServerConfig
 from foretoken.server.guard.config import KEY_VARIABLE, GuardConfig, is_loopback
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from foretoken.server.run import Readiness
 
 
+@takes(RayOptions)
 @takes(ObserveConfig)
 @takes(LifeConfig)
 @takes(ApiConfig)
@@ -40,11 +43,8 @@ def serve(
     as_json: JsonOption = False,
 ) -> None:
     """Serve a model over HTTP, OpenAI-compatible; with nothing named, smollm2."""
-    config = server_config(context.params)
-    try:  # late: these are in the extra `server`, which other verbs do without
-        from foretoken.server.run import run_server
-    except ModuleNotFoundError as error:
-        raise ConfigError("serve", error.name, "is not installed: pip install 'foretoken[server]'") from error
+    config, options = server_config(context.params), config_from(RayOptions, context.params)
+    run = _runner(options)
     config.check_start()  # a mistake is found before minutes of downloading
     fetch_models(target, None if config.engine.spec is None else config.engine.spec.draft)
     if not as_json:
@@ -56,9 +56,28 @@ def serve(
         else:
             _print_block(ready, config)
 
-    code = run_server(config, announce)
+    code = run(config, announce)
     if code:
         raise typer.Exit(code)
+
+
+def _runner(options: RayOptions) -> Callable[[ServerConfig, Callable[[Readiness], None]], int]:
+    """What serves: processes of this machine, or replicas of Ray.
+
+    Raises:
+        ConfigError: their packages are not installed.
+    """
+    if options.ray and find_spec("ray") is None:
+        raise ConfigError("ray", True, "Ray is not installed: pip install 'foretoken[ray]'")
+    try:  # late: these are in the extra `server`, which other verbs do without
+        if not options.ray:
+            from foretoken.server.run import run_server
+
+            return run_server
+        from foretoken.scale.run import run_on_ray
+    except ModuleNotFoundError as error:
+        raise ConfigError("serve", error.name, "is not installed: pip install 'foretoken[server]'") from error
+    return lambda config, on_ready: run_on_ray(config, options, on_ready)
 
 
 def server_config(given: Mapping[str, Any]) -> ServerConfig:

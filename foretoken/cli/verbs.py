@@ -62,6 +62,11 @@ VERBS: Mapping[str, VerbSource] = {
         "evaluate",
         "Measure acceptance by drafter, position and slice; compare it with an earlier result.",
     ),
+    "advise": VerbSource(
+        "advise",
+        "advise",
+        "Say whether to speculate on your texts and load: with which drafter, how many tokens, what it costs.",
+    ),
     "ab": VerbSource(
         "ab",
         "ab",
@@ -72,6 +77,24 @@ VERBS: Mapping[str, VerbSource] = {
         "diagnose",
         "diagnose",
         "Say why a head or a draft model is accepted rarely, by trying each likely repair on the target's own answers.",
+    ),
+    "ab-live": VerbSource(
+        "ab_live",
+        "ab_live",
+        "Divide live traffic between two servers by time, and say which is faster; a proxy that clients talk to.",
+        has_engine=False,
+    ),
+    "report": VerbSource(
+        "report",
+        "report",
+        "Put the reports of runs on one page that needs nothing else: verdicts first, plots, tables and raw values.",
+        has_engine=False,
+    ),
+    "certify": VerbSource(
+        "certify",
+        "certify",
+        "Check whether B, which speculates, answers as A does; exit code 5 if anything fails.",
+        has_engine=False,
     ),
     "plan": VerbSource(
         "plan",

@@ -124,7 +124,7 @@ class ThreadConfig:
 
     trial_steps: int = field(default=4, metadata=_why("steps", "on which another way is tried: their median counts"))
     abort_ratio: float = field(
-        default=3.0, metadata=_why("factor", "by which one slow step ends a trial: spinning beside others takes twenty")
+        default=1.25, metadata=_why("of the slowest base step", "beyond which a single step ends a trial")
     )
     base_steps: int = field(default=16, metadata=_why("steps", "of the present way that a trial is compared with"))
     min_base_steps: int = field(default=4, metadata=_why("steps", "of the present way before anything is tried"))

@@ -97,7 +97,7 @@ class ThreadTuner:
         cost = seconds / weight
         if self._trial is not None:
             self._tried.append(cost)
-            is_lost = cost > self.config.abort_ratio * median(self._base)
+            is_lost = cost > self.config.abort_ratio * max(self._base)
             if is_lost or len(self._tried) >= self.config.trial_steps:
                 self._judge(self._trial, cost if is_lost else median(self._tried), seconds / cost)
             return
@@ -107,8 +107,7 @@ class ThreadTuner:
         if self._is_new_pace(cost, now_s):
             self._forget()
         self._base.append(cost)
-        max_s = self._trial_s() * (self.config.abort_ratio - 1)
-        self._credit_s = min(max_s, self._credit_s + self.config.trial_share * seconds)
+        self._credit_s = min(self._trial_s(), self._credit_s + self.config.trial_share * seconds)
 
     def _ways(self) -> list[Threading]:
         """Those that may run now, never none."""
@@ -127,9 +126,11 @@ class ThreadTuner:
         return oldest if self._credit_s >= self._risk(oldest) else None
 
     def _risk(self, way: Threading) -> float:
-        """What trying a way is expected to lose, in seconds."""
-        loss = min(self.config.abort_ratio, self._ratios[way]) - 1
-        return self._trial_s() * max(self.config.min_trial_loss, loss)
+        """What trying a way is expected to lose, in seconds: one step, where that ends the trial, or all of them."""
+        ratio = self._ratios[way]
+        is_lost = ratio * median(self._base) > self.config.abort_ratio * max(self._base)
+        loss = (ratio - 1) / (self.config.trial_steps if is_lost else 1)
+        return self._trial_s() * min(1.0, max(self.config.min_trial_loss, loss))  # no more than the credit can be
 
     def _trial_s(self) -> float:
         """What the steps of a trial take the present way."""

@@ -35,7 +35,7 @@ from foretoken.engine.recovery import engine_error
 from foretoken.engine.request import GenerateOutput, PreparedRequest, RequestState, answer_of, unanswered
 from foretoken.engine.ticket import Ticket
 from foretoken.engine_config import EngineConfig
-from foretoken.errors import EngineError, InputError, OverloadedError
+from foretoken.errors import EngineError, InputError, OverloadedError, RankError
 from foretoken.machine.process import Uncopied, check_not_forked
 from foretoken.params import check_limits
 
@@ -198,8 +198,10 @@ class AsyncEngine(Uncopied):
 
     @property
     def is_running(self) -> bool:
-        """Whether the engine's thread runs: it ends when this is closed, and when it has broken down."""
-        return self._thread.is_alive()
+        """Whether the engine's thread runs, and the target with it: it ends when this is closed, and when it has broken
+        down.
+        """
+        return self._thread.is_alive() and not self.llm.has_failed
 
     def check_process(self) -> None:
         """Refuse a process that was forked from the one that opened this: it has no engine thread.
@@ -331,6 +333,8 @@ class AsyncEngine(Uncopied):
     def _step(self, driver: Driver) -> None:
         try:
             driver.step(self)
+        except RankError:
+            raise  # no request can go on: the thread ends
         except Exception as error:  # noqa: BLE001 - requests that wait go on
             broken = engine_error("the engine could not recover from a step that broke down", error)
             with self._wake:

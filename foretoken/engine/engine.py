@@ -29,7 +29,7 @@ from foretoken.engine.step_threads import StepThreads
 from foretoken.engine.time_attribution import book, charge, gain
 from foretoken.engine.views import budget_of, fixed_budget, next_entry, only_decodes, outcome_of, view_of, why_none
 from foretoken.engine.watch import RoundView, StepClock, Watcher, sees_rounds, show_round
-from foretoken.errors import EngineError, ForetokenError
+from foretoken.errors import EngineError, ForetokenError, RankError
 from foretoken.machine.process import keep_freed_memory
 from foretoken.model.interface import LanguageModel, NeedsEqualThreads
 from foretoken.plan.profile import Curve, Profile
@@ -83,6 +83,9 @@ class Engine:
 
         A call that raises costs no request that can go on without it (`recovery`); interrupts go through, and nothing
         is lost by them.
+
+        Raises:
+            RankError: a process that holds a part of the target is gone; the requests of the step have failed.
         """
         if self._is_stepping:
             raise EngineError("a step was asked for while one runs: watchers may not run steps")
@@ -100,7 +103,7 @@ class Engine:
                 self._emit(batch, draft, target, verdict)
         except BaseException as error:
             recover(self, error)
-            if not isinstance(error, Exception):
+            if not isinstance(error, Exception) or isinstance(error, RankError):
                 raise
         finally:
             self.threads.end()

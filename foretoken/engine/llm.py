@@ -39,9 +39,10 @@ from foretoken.engine_config import EngineConfig, EngineOptions, config_of
 from foretoken.errors import ForetokenError, InputError, SpeculationWarning, StorageError
 from foretoken.heads.kind import with_head_kind
 from foretoken.machine.process import Uncopied
-from foretoken.model.interface import LanguageModel, PrefixModel
+from foretoken.model.interface import LanguageModel, PrefixModel, RankedModel
 from foretoken.model.names import model_folder
-from foretoken.model.open import open_device, open_model
+from foretoken.model.open import open_device
+from foretoken.parallel.open import open_target
 from foretoken.text.tokenizer import load_tokenizer
 
 
@@ -82,17 +83,10 @@ class LLM(BetweenRequests, Uncopied):
         self.spec = with_head_kind(self.spec)  # a head that is not there is found before the target is loaded
         self._turns = Turns()
         self._trace = None if config.trace is None else Trace(Path(config.trace))
+        self._target: LanguageModel | None = None
         try:
             self.tokenizer = load_tokenizer(self.folder)
-            target: LanguageModel = open_model(
-                self.folder,
-                config.dtype,
-                config.device,
-                config.cache_tokens,
-                config.numerics,
-                config.weights,
-                config.cache_dtype,
-            )
+            target = self._target = open_target(self.folder, config)
             self._drafters = DrafterGroup(target)
             self._adviser = Adviser(target, self.tokenizer)
             self._encoder = PromptEncoder(self.tokenizer, self.folder, target.vocab_size)
@@ -133,6 +127,7 @@ class LLM(BetweenRequests, Uncopied):
         except BaseException:
             if self._trace is not None:
                 self._trace.close()
+            self._drop_target()
             raise
 
     @property
@@ -152,6 +147,11 @@ class LLM(BetweenRequests, Uncopied):
             InputError: this was closed.
         """
         return self.engine.target
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether processes that hold parts of the target are gone: no request can be answered any more."""
+        return isinstance(self._target, RankedModel) and self._target.failure is not None
 
     def generate(
         self,
@@ -316,6 +316,7 @@ class LLM(BetweenRequests, Uncopied):
             self._driver = self._loader = None
             self._adapter = None
             del self._shadow, self._drafters  # all that holds weights
+            self._drop_target()
 
     def __enter__(self) -> LLM:
         return self
@@ -393,6 +394,12 @@ class LLM(BetweenRequests, Uncopied):
         if self._loader is None:
             raise self._was_closed()
         return self._loader
+
+    def _drop_target(self) -> None:
+        """Free the target, and end the processes that hold parts of it."""
+        if isinstance(self._target, RankedModel):
+            self._target.end()
+        self._target = None
 
     def _was_closed(self) -> InputError:
         return InputError("llm", str(self.folder), "was closed; open it again")

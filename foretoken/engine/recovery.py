@@ -27,7 +27,7 @@ from foretoken.engine.request import RequestState
 from foretoken.engine.scheduler import Scheduler
 from foretoken.engine.stats import EngineStats
 from foretoken.engine.watch import Watcher
-from foretoken.errors import CapacityError, EngineError
+from foretoken.errors import CapacityError, EngineError, RankError
 
 
 class Faults:
@@ -67,7 +67,9 @@ class Faults:
 
 
 def engine_error(what: str, error: BaseException) -> EngineError:
-    """The error of a request that cannot continue, with its cause attached."""
+    """The error of a request that cannot continue, with its cause attached; a lost rank is everybody's error."""
+    if isinstance(error, RankError):
+        return error
     broken = EngineError(f"{what}: {type(error).__name__}: {error}")
     broken.__cause__ = error
     return broken
@@ -101,11 +103,11 @@ def recover(engine: Recoverable, error: BaseException) -> None:
     for state in scheduler.interrupted():
         if state.finish_reason is not None:
             engine.release(state)  # its answer is complete and was returned
-        elif is_fault and was_alone:
+        elif is_fault and (was_alone or isinstance(error, RankError)):  # without all ranks nothing runs again
             _end(engine, state, engine_error("a step of the engine failed", error))
         else:
             _run_again(engine, state, alone=is_fault)
-    if isinstance(error, Exception):
+    if isinstance(error, Exception) and not isinstance(error, RankError):
         ends = "the request that ran alone in it fails" if was_alone else "its requests run again, one by one"
         engine.faults.tell("a step of the engine", error, ends)
 

@@ -14,6 +14,7 @@ import ctypes
 import functools
 import os
 import platform
+from pathlib import Path
 from typing import ClassVar, NoReturn
 
 from foretoken.errors import InputError
@@ -44,6 +45,15 @@ REMEDY = (
     "a forked process has none of its parent's threads and would wait for them for ever; start processes with "
     'multiprocessing.get_context("spawn"), or fork before the first model is opened'
 )
+
+
+def import_path() -> str:
+    """`PYTHONPATH` of a process that this one starts, which finds this package also where it was not installed; `-P`
+    keeps the working folder out.
+    """
+    own = str(Path(__file__).parents[2])
+    return os.pathsep.join(filter(None, [own, os.environ.get("PYTHONPATH")]))
+
 
 _computing: list[int] = []  # the process that opened a model first, of this one and those it was forked from
 

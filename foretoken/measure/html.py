@@ -8,7 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from html import escape
+from typing import Any
 
+from foretoken.files import to_json
 from foretoken.measure.plots import NUM_COLOURS, Plot, svg
 from foretoken.measure.report import Report, Table, provenance
 from foretoken.printing.text import visible
@@ -24,7 +26,8 @@ _STYLE = """
 body { margin: 2rem auto; max-width: 76rem; padding: 0 1rem; background: var(--ground); color: var(--ink);
   font: 15px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
-h1.passed { color: var(--good); } h1.failed { color: var(--bad); }
+.passed { color: var(--good); } .failed { color: var(--bad); }
+a { color: inherit; } section { border-top: 2px solid var(--rule); margin-top: 3rem; }
 pre, dd { overflow-wrap: anywhere; white-space: pre-wrap; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1rem; margin: 1rem 0; }
 dt { color: var(--soft); } dd { margin: 0; }
@@ -45,26 +48,52 @@ _COLOURS = "".join(
 )
 
 
+PAGE_KEY = "page"  # of raw values: what a page shows beside them
+
+
+def raw_values(report: Report) -> dict[str, Any]:
+    """All values of a report: with them the page can be made again (`pages.read_report`)."""
+    return report.as_dict() | {PAGE_KEY: report.page_values()}
+
+
 def html_page(report: Report) -> str:
-    """The report as a page: command, provenance, caveats, plots with their values, tables."""
-    state = f' class="{"passed" if report.passed else "failed"}"' if report.verdict else ""
+    """The report as a page: command, provenance, caveats, plots with their values, tables, raw values."""
+    return _page(report.heading, _parts(report, "h1", "plot"))
+
+
+def html_pages(title: str, reports: Sequence[Report]) -> str:
+    """Several reports as one page that begins with what each of them says."""
+    said = (f'<li><a href="#run-{number}">{_text(one.heading)}</a></li>' for number, one in enumerate(reports, 1))
+    parts = [f"<h1>{_text(title)}</h1>", f"<ol>{''.join(said)}</ol>"]
+    for number, report in enumerate(reports, 1):
+        parts += [f'<section id="run-{number}">', *_parts(report, "h2", f"plot-{number}"), "</section>"]
+    return _page(title, parts)
+
+
+def _page(title: str, parts: Sequence[str]) -> str:
     head = (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
-        f"<title>{_text(report.heading)}</title>\n<style>{_STYLE}{_COLOURS}</style>\n</head>\n"
+        f"<title>{_text(title)}</title>\n<style>{_STYLE}{_COLOURS}</style>\n</head>\n"
     )
-    parts = [
-        f"<h1{state}>{_text(report.heading)}</h1>",
+    return f"{head}<body>\n<main>\n" + "\n".join(parts) + "\n</main>\n</body>\n</html>\n"
+
+
+def _parts(report: Report, level: str, plot_name: str) -> list[str]:
+    state = f' class="{"passed" if report.passed else "failed"}"' if report.verdict else ""
+    raw = escape(to_json(raw_values(report)), quote=False)
+    return [
+        f"<{level}{state}>{_text(report.heading)}</{level}>",
         f"<pre>{_text(report.command)}</pre>",
         f"<dl>{''.join(f'<dt>{name}</dt><dd>{_text(text)}</dd>' for name, text in provenance(report).items())}</dl>",
         *([f"<p>{_prose(report.explained)}</p>"] if report.explained else []),
         *([f"<ul>{''.join(f'<li>{_prose(line)}</li>' for line in report.caveats)}</ul>"] if report.caveats else []),
-        *(_figure(plot, f"plot-{number}") for number, plot in enumerate(report.plots, 1) if plot.places),
+        *(_figure(plot, f"{plot_name}-{number}") for number, plot in enumerate(report.plots, 1) if plot.places),
         *(_section(table) for table in report.tables),
         *(f"<p>{_text(line)}</p>" for line in report.conclusions),
+        f'<details><summary>Raw values</summary><pre class="raw">{raw}</pre></details>',
     ]
-    return f"{head}<body>\n<main>\n" + "\n".join(parts) + "\n</main>\n</body>\n</html>\n"
 
 
 def _figure(plot: Plot, name: str) -> str:

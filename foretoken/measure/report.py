@@ -83,6 +83,11 @@ class Report:
         found = {name: as_plain(getattr(self, name)) for name in names}
         return found | {str(name): as_plain(value) for name, value in self.results.items()}
 
+    def page_values(self) -> dict[str, Any]:
+        """What a page shows beside `as_dict`, as plain values: with both the report can be made again."""
+        names = ("title", "tables", "explained", "conclusions", "verdict", "passed", "plots")
+        return {name: as_plain(getattr(self, name)) for name in names}
+
     def json_line(self) -> str:
         """The report as one line of JSON."""
         return json.dumps(self.as_dict(), allow_nan=False)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from foretoken.errors import InputError, StorageError
 from foretoken.files import check_file, check_folder, replace_text, to_json
-from foretoken.measure.html import html_page
+from foretoken.measure.html import html_page, raw_values
 from foretoken.measure.report import Report, markdown
 
 SUFFIXES = (".html", ".md", ".json")
@@ -34,7 +34,7 @@ def check_out(out: Path) -> None:
 def rendered(report: Report, suffix: str) -> str:
     """The report as the text of a file with one of `SUFFIXES`."""
     if suffix.lower() == ".json":
-        return to_json(report.as_dict(), indent=1) + "\n"
+        return to_json(raw_values(report), indent=1) + "\n"
     return html_page(report) if suffix.lower() == ".html" else markdown(report)
 
 

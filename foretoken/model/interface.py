@@ -4,8 +4,8 @@ sequence that can be cut back.
 Two implementations: `paged.PagedModel` (our decoder over a block-table cache) and `hf.TransformersModel` (any other
 causal model of transformers). Code outside `model/` depends on these protocols only, never on a class that implements
 them. A sequence is identified by a number that the caller chooses. Optional capabilities are protocols of their own
-(`PrefixModel`, `TwinModel`, `SharesWeights`, `SharesModules`, `MixtureModel`, `QuantisedModel`, `EarlyExitModel`),
-tested with `isinstance`.
+(`PrefixModel`, `TwinModel`, `SharesWeights`, `SharesModules`, `RankedModel`, `MixtureModel`, `QuantisedModel`,
+`EarlyExitModel`), tested with `isinstance`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from foretoken.errors import RankError
 from foretoken.kv.prefix import PrefixStats
 
 if TYPE_CHECKING:
@@ -265,6 +266,18 @@ class NeedsEqualThreads(Protocol):
     @property
     def needs_equal_threads(self) -> bool:
         """Always true."""
+
+
+@runtime_checkable
+class RankedModel(Protocol):
+    """A language model of which other processes hold parts."""
+
+    @property
+    def failure(self) -> RankError | None:
+        """Why it runs no more; None while all of them live."""
+
+    def end(self) -> None:
+        """End the other processes; again it does nothing."""
 
 
 @runtime_checkable

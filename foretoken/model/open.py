@@ -87,12 +87,12 @@ def open_model(
     if any(isinstance(module, Linear) and module.weight is not None for module in decoder.layers.modules()):
         _check_precision(decoder.norm.weight.dtype, place)
     kind = strict_kind(decoder) if numerics == "strict" else PagedModel
-    kept = _kept_dtype(decoder, cache_dtype)
-    num_tokens = _cache_tokens(decoder.local, kept, place, cache_tokens)
+    kept = kept_dtype(decoder, cache_dtype)
+    num_tokens = cache_size(decoder.local, kept, place, cache_tokens)
     return PagedModel(decoder, num_tokens, kept=kept) if kind is PagedModel else kind(decoder, num_tokens)
 
 
-def _kept_dtype(decoder: Decoder, cache_dtype: str) -> torch.dtype:
+def kept_dtype(decoder: Decoder, cache_dtype: str) -> torch.dtype:
     """The format of keys and values: narrower than the model's where its compiled kernels take that.
 
     Raises:
@@ -138,7 +138,7 @@ def native_config(folder: Path) -> ModelConfig | None:
     return None
 
 
-def _cache_tokens(config: ModelConfig, kept: torch.dtype, device: torch.device, wanted: int | None) -> int:
+def cache_size(config: ModelConfig, kept: torch.dtype, device: torch.device, wanted: int | None) -> int:
     """Size of the cache: `wanted`, or a default.
 
     Raises:

@@ -54,6 +54,21 @@ class Join:
     hidden: Tensor  # [count, D]
 
 
+@dataclass(frozen=True)
+class Pass:
+    """One pass over `tokens` [T] with all that is decided about it: what every rank of a model computes.
+
+    An early pass runs `layers` only. `alone`: with strict numerics, no row shares an attention call with another text.
+    """
+
+    tokens: Tensor
+    inputs: ForwardInputs
+    joins: Sequence[Join] = ()
+    taps: Sequence[int] = ()
+    layers: Sequence[int] = ()
+    alone: bool = False
+
+
 def first_missing(layers: Sequence[int]) -> int:
     """Number of leading layers in ascending `layers`: up to here a pass over them is a full pass."""
     return next((place for place, layer in enumerate(layers) if layer != place), len(layers))
@@ -205,9 +220,14 @@ class PagedModel(PagedCache):
         inputs = self.admit(segments)
         taps = taps if inputs.tapped else ()
         early = [self._early.pop(segment.sequence, None) for segment in segments]
-        hidden = self._through(tokens, inputs, joins_of(tokens, inputs.readers, early, taps), taps)
+        return self.run_pass(Pass(tokens, inputs, joins_of(tokens, inputs.readers, early, taps), taps))
+
+    def run_pass(self, one: Pass) -> ForwardOutput:
+        """All layers and the head over the rows of `one`, which were admitted."""
+        inputs = one.inputs
+        hidden = self._through(one)
         logits = self.decoder.logits(hidden.last[self._rows(inputs, inputs.wanted)])
-        if not taps:
+        if not one.taps:
             return ForwardOutput(logits, {})
         tapped = self._rows(inputs, inputs.tapped)
         return ForwardOutput(logits, {layer: tap[tapped] for layer, tap in hidden.taps.items()})
@@ -227,27 +247,32 @@ class PagedModel(PagedCache):
             [Segment(early.sequence, early.num_rows, (), early.num_logits) for early in segments],
             [e.offset for e in segments],
         )
-        positions, slots = to_device([inputs.positions, inputs.slots], self._device)
-        attention = self.attention(self.local, self.pool, slots, inputs.readers)
-        shared = self.decoder(
-            tokens, positions, attention, num_layers=depth
-        ).last  # [T, D]: what a full pass computes too
+        shared, last = self.run_early(Pass(tokens, inputs, layers=layers))
         for early, reader in zip(segments, inputs.readers, strict=True):
             before = self._early.get(early.sequence) if early.offset else None
             self._early[early.sequence] = EarlyRows.following(
                 before, early.offset, depth, tokens[reader.rows], shared[reader.rows]
             )
-        last = self.decoder.run(shared, positions, attention, layers[depth:]).last[self._rows(inputs, inputs.wanted)]
-        return self.decoder.logits(last if adapter is None else adapter(last))
+        rows = last[self._rows(inputs, inputs.wanted)]
+        return self.output_logits(self.final_norm(rows if adapter is None else adapter(rows)))
+
+    def run_early(self, one: Pass) -> tuple[Tensor, Tensor]:
+        """The residual stream [T, D] behind those of `one.layers` that a full pass begins with, and behind all."""
+        positions, slots = to_device([one.inputs.positions, one.inputs.slots], self._device)
+        attention = self.attention(self.local, self.pool, slots, one.inputs.readers)
+        depth = first_missing(one.layers)
+        shared = self.decoder(one.tokens, positions, attention, num_layers=depth).last
+        return shared, self.decoder.run(shared, positions, attention, one.layers[depth:]).last
 
     def head_cost(self) -> float:
         """See `interface.EarlyExitModel`."""
         return self.config.vocab_size * self.config.hidden_size / self.config.step_layer_parameters
 
-    def _through(self, tokens: Tensor, inputs: ForwardInputs, joins: Sequence[Join], taps: Sequence[int]) -> Hidden:
-        """All layers over all rows `tokens` [T]; rows that ran early begin where they stopped."""
+    def _through(self, one: Pass) -> Hidden:
+        """All layers over all rows; those that ran early begin where they stopped."""
+        inputs, joins = one.inputs, one.joins
         positions, slots = to_device([inputs.positions, inputs.slots], self._device)
-        x = self.decoder.embed(tokens)  # [T, D]
+        x = self.decoder.embed(one.tokens)  # [T, D]
         for join in joins:
             x[join.rows] = join.hidden
         depths = sorted({0, *(join.depth for join in joins)})
@@ -260,7 +285,7 @@ class PagedModel(PagedCache):
                     0, active, self.decoder.run(x[active], positions[active], attention, range(first, last)).last
                 )
         attention = self.attention(self.local, self.pool, slots, inputs.readers)
-        return self.decoder.run(x, positions, attention, range(depths[-1], self.num_layers), taps)
+        return self.decoder.run(x, positions, attention, range(depths[-1], self.num_layers), one.taps)
 
     def _rows(self, inputs: ForwardInputs, rows: Sequence[int]) -> slice | Tensor:
         """An index of `rows`, which are some rows of the forward, in order."""

@@ -151,8 +151,12 @@ class PagedCache:
             return copies is not None
         size = self.block_size
         sources = [source * size + i for source, _ in copies for i in range(size)]
-        self.pool.move(sources, [destination * size + i for _, destination in copies for i in range(size)])
+        self.move(sources, [destination * size + i for _, destination in copies for i in range(size)])
         return True
+
+    def move(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
+        """Copy slots in every layer, see `KVPool.move`."""
+        self.pool.move(sources, destinations)
 
     def room_behind(self, sequence: int, num_rows: int) -> KeySlots:
         """Where the tokens of a sequence are, with room for `num_rows` more behind what is committed.
@@ -200,7 +204,7 @@ class PagedCache:
         scattered = [(node, place) for place, node in enumerate(path) if node != place]
         if scattered:
             slots = slots_of(table, base, base + max(path) + 1, self.block_size)
-            self.pool.move([slots[node] for node, _ in scattered], [slots[place] for _, place in scattered])
+            self.move([slots[node] for node, _ in scattered], [slots[place] for _, place in scattered])
         table.length = base + len(path)
         assert table.length <= len(table.blocks) * self.block_size
 

@@ -12,7 +12,7 @@ Where the compiled kernels run all of a model on a CPU, none of this is needed: 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -33,8 +33,8 @@ from foretoken.model.interface import ForwardOutput, Segment
 from foretoken.model.layer_pass import has_exact_rows
 from foretoken.model.layers import Linear
 from foretoken.model.matrices.grouped_kernel import GroupedWeight, MergedWeight
-from foretoken.model.paged import PagedModel
-from foretoken.model.paged_cache import DEFAULT_BLOCK_SIZE, ForwardInputs
+from foretoken.model.paged import PagedModel, Pass
+from foretoken.model.paged_cache import DEFAULT_BLOCK_SIZE
 
 # Row counts to try, smallest first; the smallest is what a single row pays for. A CPU reads the weights once for up to
 # about 8 rows at no extra cost, a GPU for far more. All are multiples of the smallest: CPU kernels treat odd remainders
@@ -90,20 +90,22 @@ class StrictModel(PagedModel):
         """See `interface.LanguageModel`."""
         inputs = self.admit(segments)
         taps = taps if inputs.tapped else ()
-        out = self._run(tokens, inputs, taps)
+        one = Pass(tokens, inputs, taps=taps)
+        out = self.run_pass(one)
         if not bool(torch.isfinite(out.logits).all()):
             # A masked key still counts 0 * NaN: a draft token that overflows must not reach the rows before it,
             # which share its call.
-            out = self._run(tokens, inputs, taps, alone=True)
+            out = self.run_pass(replace(one, alone=True))
         return out
 
-    def _run(self, tokens: Tensor, inputs: ForwardInputs, taps: Sequence[int], alone: bool = False) -> ForwardOutput:
-        proven, device = self.proven, self.device
+    def run_pass(self, one: Pass) -> ForwardOutput:
+        """See `PagedModel.run_pass`."""
+        tokens, inputs, taps, proven, device = one.tokens, one.inputs, one.taps, self.proven, self.device
         positions, slots = (
             torch.tensor(inputs.positions, device=device),
             torch.tensor(inputs.slots, device=device),
         )
-        texts = [text for reader in inputs.readers for text in texts_of(reader, device, alone)]
+        texts = [text for reader in inputs.readers for text in texts_of(reader, device, one.alone)]
         last: list[Tensor] = []
         tapped: dict[int, list[Tensor]] = {layer: [] for layer in taps}
         for start, stop, size in cut(len(tokens), proven.sizes):  # a row's past is in its own tile or an earlier one
@@ -160,7 +162,7 @@ def prove(decoder: Decoder) -> Proven:
     config, weight = decoder.local, decoder.norm.weight
     sizes = _agreeing(decoder, _SIZES[weight.device.type][0]) or _agreeing(decoder, 1)
     assert sizes is not None
-    agree = _positions_agree(config, config.has_sinks, weight.dtype, weight.device)
+    agree = _everywhere(decoder, _positions_agree(config, config.has_sinks, weight.dtype, weight.device))
     return Proven(sizes, max_positions(config) if agree else 1)
 
 
@@ -170,12 +172,19 @@ def _agreeing(decoder: Decoder, smallest: int) -> tuple[int, ...] | None:
     for function, rows in _probes(decoder):
         expected, few = by_tiles(function, rows, (smallest,)), rows[: 4 * smallest]
         for shift in range(1, smallest):
-            if not torch.equal(
-                by_tiles(function, few.roll(shift, 0), (smallest,)).roll(-shift, 0), expected[: len(few)]
-            ):
+            moved = by_tiles(function, few.roll(shift, 0), (smallest,)).roll(-shift, 0)
+            if not _everywhere(decoder, torch.equal(moved, expected[: len(few)])):
                 return None
-        larger = [size for size in larger if torch.equal(by_tiles(function, rows, (size,)), expected)]
+        larger = [
+            size for size in larger if _everywhere(decoder, torch.equal(by_tiles(function, rows, (size,)), expected))
+        ]
     return smallest, *larger
+
+
+def _everywhere(decoder: Decoder, holds: bool) -> bool:
+    """Whether it holds on every rank: all of them must go on alike."""
+    failed = decoder.norm.weight.new_full((1,), 0.0 if holds else 1.0)
+    return not decoder.collective.all_reduce(failed).item()
 
 
 def _probes(decoder: Decoder) -> Iterator[tuple[Callable[[Tensor], Tensor], Tensor]]:

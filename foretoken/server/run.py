@@ -12,20 +12,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import uvicorn
 from fastapi import APIRouter
 from starlette.types import ASGIApp
 
-from foretoken.backend.call import ModelInfo
-from foretoken.errors import ConfigError, StorageError
+from foretoken.backend.call import Backend, ModelInfo
+from foretoken.errors import ConfigError, ForetokenError, StorageError
 from foretoken.server.api.app import RouterMaker, create_app
 from foretoken.server.config import ServerConfig
 from foretoken.server.guard.app import guarded
 from foretoken.server.guard.connection import uvicorn_options
 from foretoken.server.life.fault_hooks import TEST_VARIABLE, debug_router, is_test_build
-from foretoken.server.life.replicas import Replicas
+from foretoken.server.life.replicas import AsyncCondition, Replicas
 from foretoken.server.observe.observation import Observation
 from foretoken.server.page.page import page_router, stats_router
 
@@ -33,7 +33,10 @@ _BACKLOG = 2048  # connections that wait to be accepted; the kernel's own limit 
 _log = logging.getLogger("foretoken.server")
 
 INTERRUPTED = 130
-_CODES: dict[int, int] = {signal.SIGINT: INTERRUPTED, signal.SIGHUP: 129}  # after a drain; SIGTERM is an orderly end
+EXIT_CODES: dict[int, int] = {
+    signal.SIGINT: INTERRUPTED,
+    signal.SIGHUP: 129,
+}  # after a drain; SIGTERM is an orderly end
 _LAST_BYTES_S = 5  # for responses that have ended to reach their clients, after the drain
 
 
@@ -48,8 +51,40 @@ class Readiness:
     num_workers: int
 
 
-def run_server(config: ServerConfig, on_ready: Callable[[Readiness], None]) -> int:
-    """Serve until a signal; the exit code. `on_ready` is called once, from the event loop.
+class ServedBackend(Backend, Protocol):
+    """A backend with a life: started in the event loop, drained and closed before it ends."""
+
+    changes: AsyncCondition  # of `state` and `failure`
+
+    def start(self) -> None:
+        """Begin to load."""
+
+    def described(self) -> tuple[ModelInfo, tuple[str, ...], float, int]:
+        """Of a backend that is ready: model, drafters, seconds of loading, number of engines."""
+
+    @property
+    def failure(self) -> ForetokenError | None:
+        """Why it will never be ready again; None while it may."""
+
+    @property
+    def num_open(self) -> int:
+        """Calls in flight."""
+
+    async def drain(self, drain_s: float) -> bool:
+        """Take no more calls, and wait for those in flight; whether all ended within `drain_s`."""
+
+    async def close(self) -> None:
+        """End what was started."""
+
+    def kill_now(self) -> None:
+        """The same without waiting, for a process that ends itself."""
+
+
+def run_server(
+    config: ServerConfig, on_ready: Callable[[Readiness], None], backend: ServedBackend | None = None
+) -> int:
+    """Serve until a signal; the exit code. `on_ready` is called once, from the event loop. Without a `backend` those of
+    `config.life` are started.
 
     SIGTERM, SIGHUP and a first SIGINT drain: no new requests, those in flight may end within `config.life.drain_s`. A
     second SIGINT ends the process at once.
@@ -65,15 +100,21 @@ def run_server(config: ServerConfig, on_ready: Callable[[Readiness], None]) -> i
         with _logging_to_stderr():
             if is_test_build():
                 _log.warning("TEST BUILD (%s=1): faults can be injected, do not serve users with it", TEST_VARIABLE)
-            return asyncio.run(_Front(config, listener, on_ready).run())
+            backend = backend or Replicas(config.engine, config.model_name, config.life, config.draft_required)
+            return asyncio.run(_Front(config, backend, listener, on_ready).run())
     finally:
         listener.close()
 
 
 class _Front:
-    def __init__(self, config: ServerConfig, listener: socket.socket, on_ready: Callable[[Readiness], None]) -> None:
-        self._config, self._listener, self._on_ready = config, listener, on_ready
-        self._backend = Replicas(config.engine, config.model_name, config.life, config.draft_required)
+    def __init__(
+        self,
+        config: ServerConfig,
+        backend: ServedBackend,
+        listener: socket.socket,
+        on_ready: Callable[[Readiness], None],
+    ) -> None:
+        self._config, self._backend, self._listener, self._on_ready = config, backend, listener, on_ready
         self._signals: list[int] = []
         self._url = url_of(listener, config.tls_cert is not None)
 
@@ -100,14 +141,12 @@ class _Front:
             composed.close()
         if backend.failure is not None:
             raise backend.failure
-        return next((_CODES[number] for number in self._signals if number in _CODES), 0)
+        return next((EXIT_CODES[number] for number in self._signals if number in EXIT_CODES), 0)
 
     async def _report_ready(self) -> None:
         backend = self._backend
         await backend.changes.wait_for(lambda: backend.state == "ready")
-        first = next(worker for worker in backend.workers if worker.state == "ready")
-        assert first.info is not None
-        self._on_ready(Readiness(self._url, first.info, first.drafters, first.load_s, len(backend.workers)))
+        self._on_ready(Readiness(self._url, *backend.described()))
 
     async def _drain(self) -> None:
         drain_s = self._config.life.drain_s
@@ -175,7 +214,7 @@ class Composed:
     close: Callable[[], None]
 
 
-def compose(backend: Replicas, config: ServerConfig) -> Composed:
+def compose(backend: Backend, config: ServerConfig) -> Composed:
     """Everything over a backend.
 
     Raises:
@@ -184,7 +223,7 @@ def compose(backend: Replicas, config: ServerConfig) -> Composed:
     observation = Observation(backend, config.observe)
     routers: list[APIRouter | RouterMaker] = [*observation.routers, page_router()]
     routers.append(stats_router)
-    if is_test_build():
+    if is_test_build() and isinstance(backend, Replicas):
         routers.append(debug_router(backend))
     app = create_app(backend, config.api, observation.observers, routers)
     return Composed(observation.around(guarded(app, config.guard)), uvicorn_options(config.guard), observation.close)

@@ -87,7 +87,9 @@ def test_chat_prompts_and_texts(foretoken: Run, text_pair: SimpleNamespace, tmp_
     done = foretoken(*common, "--json", "--out", "a.json")
     assert done.code == 0, done.err
     found = json.loads(done.lines[-1])
-    assert found == json.loads(Path("a.json").read_text())
+    kept = json.loads(Path("a.json").read_text())
+    assert kept.pop("page")["title"]
+    assert found == kept
     assert [(row["slice"], row["rules"]) for row in found["rows"]] == [("talk", ["coupled"]), ("code", ["coupled"])]
     refused = foretoken(*common, "--chat", "--against", "a.json")
     assert (refused.code, refused.out) == (2, "")

@@ -21,6 +21,7 @@ SURROGATE = "a\udcff"
 NEGATIVE_IS_FINE = {"generate --priority"}  # smaller is served earlier
 # Options that hold several values, or one of a grammar of their own.
 EMPTY_IS_WRONG = {
+    "advise": ("drafts", "slices", "concurrency", "num_drafts", "name"),
     "audit": ("temperatures",),
     "bench": (
         "drafters",
@@ -35,14 +36,18 @@ EMPTY_IS_WRONG = {
     "bench load": ("batches", "settings", "slices", "name"),
     "bench profile": ("drafters", "name"),
     "bench url": ("url", "rate", "slices", "name"),
+    "certify": ("only", "name"),
     "simulate": ("arrivals", "settings"),
     "train lm": ("shape",),
 }
 NEEDED = {
     "ab": ["--a", "http://127.0.0.1:9", "--b", "http://127.0.0.1:9", "--replay", "replay.jsonl"],
+    "ab-live": ["--a", "http://127.0.0.1:9", "--b", "http://127.0.0.1:9"],
     "bench url": ["--url", "http://127.0.0.1:9"],
     "diagnose": ["--target", "reference:target", "--head", "reference:eagle"],
+    "certify": ["--a", "http://127.0.0.1:9", "--b", "http://127.0.0.1:9"],
     "generate": ["--prompt", "x"],
+    "report": ["run.json", "--out", "page.html"],
     "train lm": ["--out", "run"],
     "train answers": ["--target", "reference:target", "--prompts", "prompts.jsonl", "--out", "answers.jsonl"],
     **{

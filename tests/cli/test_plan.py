@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from foretoken.cli import plan as plan_module
-from foretoken.cli.plan import available_bytes, parse_bytes
 from foretoken.errors import InputError
+from foretoken.machine import memory
+from foretoken.machine.memory import available_bytes, parse_bytes
 from tests.cli.conftest import Run
 from tests.helpers.checkpoints import tiny_checkpoint
 
@@ -156,7 +156,7 @@ def test_the_memory_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     free = available_bytes(torch.device("cpu"))
     assert 2**20 < free < 2**50
     limits = {"memory.max": 5000, "memory.current": 3000}
-    monkeypatch.setattr(plan_module, "_control_group", limits.get)
+    monkeypatch.setattr(memory, "_control_group", limits.get)
     assert available_bytes(torch.device("cpu")) == 2000
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (123, 456))
     assert available_bytes(torch.device("cuda")) == 123

@@ -153,3 +153,11 @@ def test_without_the_extra_it_says_what_to_install(foretoken: Run, monkeypatch: 
     monkeypatch.setitem(sys.modules, "foretoken.server.run", None)
     done = foretoken("serve")
     assert (done.code, "pip install 'foretoken[server]'" in done.err) == (2, True)
+
+
+def test_without_ray_the_extra_is_named(foretoken: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("foretoken.cli.serve.find_spec", lambda name: None)
+    done = foretoken("serve", "--ray")
+    assert done.code == 2
+    assert "pip install 'foretoken[ray]'" in done.err
+    assert foretoken("serve", "--max-replicas", "0").code == 2

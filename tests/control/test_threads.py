@@ -102,6 +102,11 @@ def test_a_hopeless_trial_ends_at_its_first_step() -> None:
     assert sum(way == ONE for _, way, _, _ in run.steps) <= 4
 
 
+def test_a_way_twice_as_slow_costs_one_step_of_an_answer() -> None:
+    first_answer = Run(0.4, lambda _: ALONE, lambda _: False).steps
+    assert [way for _, way, _, _ in first_answer].count(ONE) == 1
+
+
 def test_steps_that_may_not_be_compared_run_the_present_way() -> None:
     tuner = ThreadTuner(TWO_CORES)
     for _ in range(8):

@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -320,6 +321,22 @@ def variant(folder: Path, name: str, **options: Any) -> Path:
     """`tiny_checkpoint` of one of `VARIANTS`."""
     family, overrides = VARIANTS[name]
     return tiny_checkpoint(folder, family, **(overrides | options))
+
+
+def related_pair(folder: Path, **options: Any) -> SimpleNamespace:
+    """Folders of a llama of two layers, the `target`, and of the same without its second one, the `draft`."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    tiny_checkpoint(folder / "target", "llama", num_hidden_layers=2, **options)
+    target = AutoModelForCausalLM.from_pretrained(folder / "target")
+    with torch.no_grad():  # a second layer that matters less than the first: then its absence is no catastrophe
+        for name in ("self_attn.o_proj", "mlp.down_proj"):
+            target.model.layers[1].get_submodule(name).weight.mul_(0.3)
+    target.save_pretrained(folder / "target")
+    draft = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / "target", num_hidden_layers=1))
+    draft.load_state_dict({name: w for name, w in target.state_dict().items() if ".layers.1." not in name})
+    draft.save_pretrained(folder / "draft")
+    return SimpleNamespace(target=folder / "target", draft=folder / "draft")
 
 
 @torch.no_grad()

@@ -21,6 +21,10 @@ def _real(requests: int, kind: str, setting: str = "auto", name: str = "2026-11-
     return float(row["over_plain"])
 
 
+def _rank_cost(side: str) -> list[float]:
+    return [statistics.median(one["tokens_per_s"][side]) for one in raw("2026-11-26-rank-cost")["results"]]
+
+
 def _strict(rows: int) -> float:
     times = raw("2026-11-21-strict-cost-1b")["times_ms"][f"{rows} rows"]
     return 100 * (statistics.median(times["strict"]) / statistics.median(times["default"]) - 1)
@@ -143,6 +147,11 @@ def _beside_llama_cpp(rows: int) -> list[float]:
     return [row["theirs_over_ours"] for file in files for row in file["rows"] if row["rows"] == rows]
 
 
+def _ray(figure: str, factor: float = 1.0) -> list[float]:
+    medians = raw("2026-11-26-ray-overhead")["median"]
+    return [factor * medians[server][figure] for server in ("serve", "ray")]
+
+
 # Page, words with a gap for each figure (#), what the raw files say.
 CLAIMS: tuple[tuple[str, str, Callable[[], list[float]]], ...] = (
     (
@@ -160,6 +169,11 @@ CLAIMS: tuple[tuple[str, str, Callable[[], list[float]]], ...] = (
             )
             for key in ("num_differing", "num_compared")
         ],
+    ),
+    (
+        "docs/tensor-parallel.md",
+        "at #, # and # tokens/s, one process with two threads at #, # and #,",
+        lambda: [*_rank_cost("ranks"), *_rank_cost("one process")],
     ),
     ("docs/controller.md", "is # to # % of a step.", lambda: _policy_shares("after")),
     (
@@ -356,4 +370,9 @@ CLAIMS: tuple[tuple[str, str, Callable[[], list[float]]], ...] = (
         "1.3 requests/s, 24 each) # times the tokens/s within it",
         lambda: [max(row["ratio"]["foretoken-auto"] for row in raw("2026-11-23-serving-rivals")["at_p95_of_plain"])],
     ),
+    ("docs/scale-out.md", "| tokens/s | # | # |", lambda: _ray("tokens_per_s")),
+    ("docs/scale-out.md", "first token, ms | # | # |", lambda: _ray("ttft_median_s", 1e3)),
+    ("docs/scale-out.md", "between two events, ms | # | # |", lambda: _ray("gap_median_s", 1e3)),
+    ("docs/scale-out.md", "(cold start) | # | # |", lambda: _ray("first_token_s")),
+    ("docs/scale-out.md", "costs # % here", lambda: [100 * (1 - raw("2026-11-26-ray-overhead")["share"])]),
 )

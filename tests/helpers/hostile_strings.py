@@ -31,7 +31,8 @@ from foretoken.core import StepOutput, TokenLogprobs, TokenOrigin
 from foretoken.engine.request import GenerateOutput
 from foretoken.engine.stats import RequestStats
 from foretoken.errors import EngineError
-from foretoken.measure.audit.report import AuditReport, Check
+from foretoken.measure.audit.report import AuditReport
+from foretoken.measure.checks import Check
 from foretoken.measure.eval.counts import AnswerCounts
 from foretoken.measure.eval.prompts import EvalPrompt
 from foretoken.measure.eval.result import EvalSample

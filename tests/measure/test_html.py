@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -9,8 +10,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from foretoken.errors import StorageError
+from foretoken.errors import InputError, StorageError
 from foretoken.measure.html import html_page
+from foretoken.measure.pages import read_reports, write_pages
 from foretoken.measure.plots import Plot, Point, Series, svg
 from foretoken.measure.report import Report, Table
 from foretoken.measure.write import check_out, write_report
@@ -125,3 +127,35 @@ def test_the_suffix_chooses_the_format(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="cannot write to"):
         check_out(tmp_path / "file" / "r.html")
+
+
+def test_a_report_is_read_back_as_it_was(tmp_path: Path) -> None:
+    report = dataclasses.replace(REPORT, verdict=HOSTILE, passed=False, conclusions=("Last.",), results={"rows": [1.5]})
+    for suffix in (".json", ".html"):
+        found = write_report(report, tmp_path / f"one{suffix}", "one")
+        (again,) = read_reports(tmp_path / f"one{suffix}")
+        assert html_page(again) == html_page(dataclasses.replace(found, options={}))
+
+
+def test_several_reports_are_one_page(tmp_path: Path) -> None:
+    failed = dataclasses.replace(REPORT, verdict="No: it is slower", passed=False)
+    paths = [tmp_path / "one.json", tmp_path / "two.html"]
+    for report, path in zip((REPORT, failed), paths, strict=True):
+        write_report(report, path, "name")
+    out = tmp_path / "all.html"
+    assert [one.passed for one in write_pages(paths, HOSTILE, out)] == [True, False]
+    text = out.read_text("utf-8")
+    page = Page(text)
+    ids = [attrs["id"] for _, attrs in page.found if "id" in attrs]
+    assert len(ids) == len(set(ids))
+    assert '<a href="#run-2">No: it is slower</a>' in text
+    assert [one.verdict for one in read_reports(out)] == ["", "No: it is slower"]
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"page": {}}', "<p>hello</p>", '<pre class="raw">{</pre>'])
+@pytest.mark.parametrize("suffix", [".json", ".html"])
+def test_what_is_no_report_is_refused_by_name(tmp_path: Path, text: str, suffix: str) -> None:
+    path = tmp_path / f"x{suffix}"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(InputError, match=re.escape(str(path))):
+        read_reports(path)

@@ -18,7 +18,7 @@ from foretoken.errors import CheckpointError, ConfigError, EngineError, InputErr
 from foretoken.server.life import supervisor
 from foretoken.server.life.config import LifeConfig
 from foretoken.server.life.fault_hooks import FaultOnDemand, fault_hook
-from foretoken.server.life.replicas import PrefixRouting, Quarantine, Replicas, merged
+from foretoken.server.life.replicas import PrefixRouting, Quarantine, Replicas, merged, prefix_of
 from foretoken.server.life.supervisor import CanaryAnswer, Watchdog, difference, worker_environment
 from tests.helpers.workers import ProcessHere, ScriptedBackend
 
@@ -280,10 +280,10 @@ def test_calls_are_spread_and_follow_their_prefix(processes: type[ProcessHere]) 
 
 
 def test_routing_prefers_the_least_loaded_where_the_prefix_is_too_busy() -> None:
-    routing = PrefixRouting()
-    call = Call(SamplingParams(), ["a" * 1000 + "b"])
-    same = Call(SamplingParams(), ["a" * 1000 + "c"])
-    other_tenant = Call(SamplingParams(tenant="t"), ["a" * 1000 + "b"])
+    routing = PrefixRouting[int]()
+    call = prefix_of(Call(SamplingParams(), ["a" * 1000 + "b"]))
+    same = prefix_of(Call(SamplingParams(), ["a" * 1000 + "c"]))
+    other_tenant = prefix_of(Call(SamplingParams(tenant="t"), ["a" * 1000 + "b"]))
     assert routing.choose(call, {0: 3, 1: 2}) == 1
     assert routing.choose(same, {0: 0, 1: 4}) == 1
     assert routing.choose(other_tenant, {0: 0, 1: 4}) == 0

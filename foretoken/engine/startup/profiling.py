@@ -160,7 +160,7 @@ class StepBench:
         steps: dict[int, float] = {}
         before, last_s = SHORT_TOKENS, 0.0
         for count in counts:
-            if not self._fits(Work(1, count, 0)) or not self._affords(f"context {count}", last_s * count / before):
+            if not self.fits(Work(1, count, 0)) or not self._affords(f"context {count}", last_s * count / before):
                 continue
             began = time.perf_counter()
             times = self.step_times(f"context {count}", Work(1, count, 0))
@@ -212,14 +212,14 @@ class StepBench:
         last_s = 0.0
         for count in counts:
             words = f"{name} {count}"
-            if not self._fits(work(count)) or (points and not self._affords(words, last_s)):
+            if not self.fits(work(count)) or (points and not self._affords(words, last_s)):
                 continue
             began = time.perf_counter()
             points.append((count, measure(work(count), words)))
             last_s = time.perf_counter() - began
         return Curve(tuple(points))
 
-    def _fits(self, work: Work) -> bool:
+    def fits(self, work: Work) -> bool:
         """Whether context and cache hold the work; what does not fit into the context is no point of this model's."""
         tokens = work.context_tokens + room(work)
         if tokens > self.target.max_context_tokens:

@@ -92,7 +92,7 @@ def verdict_line(outcome: Outcome, num_pairs: int, options: AbOptions) -> str:
     asked = " in ".join(f"{count} {word}{'s' if count != 1 else ''}" for word, count in counts.items())
     if outcome.speedup is None:
         return f"No verdict: no request was answered by both ({asked})."
-    found = f"B runs at {_ratio(outcome.speedup)} of A's speed"
+    found = f"B runs at {ratio_text(outcome.speedup)} of A's speed"
     if outcome.verdict == "equivalent":
         return f"Equivalent: {found}, within {options.margin:.2g} of it; {asked}."
     if outcome.verdict != "go on":
@@ -157,10 +157,12 @@ def _of_aa(outcome: Outcome) -> str:
         return f"A against itself: {outcome.num_blocks} blocks, too few to tell; give --aa-blocks {MIN_BLOCKS} or more."
     if outcome.verdict in ("faster", "slower"):
         return (
-            f"A against itself ran at {_ratio(outcome.speedup)}: something other than the backends decides here, and "
-            "no verdict of this run can be relied on."
+            f"A against itself ran at {ratio_text(outcome.speedup)}: something other than the backends decides here, "
+            "and no verdict of this run can be relied on."
         )
-    return f"A against itself ran at {_ratio(outcome.speedup)} of its own speed: no difference was found, as must be."
+    return (
+        f"A against itself ran at {ratio_text(outcome.speedup)} of its own speed: no difference was found, as must be."
+    )
 
 
 def _metric_table(rows: Sequence[MetricRow]) -> Table:
@@ -169,9 +171,9 @@ def _metric_table(rows: Sequence[MetricRow]) -> Table:
         (
             _WORDS[row.metric],
             str(row.num_pairs),
-            *(_figure(row.metric, side[name]) for name in ("p50", "p95") for side in (row.a, row.b)),
-            "" if row.outcome.speedup is None else _ratio(row.outcome.speedup),
-            *(_ratio(row.quantiles[name]) if name in row.quantiles else "" for name in ("p50", "p95")),
+            *(metric_figure(row.metric, side[name]) for name in ("p50", "p95") for side in (row.a, row.b)),
+            "" if row.outcome.speedup is None else ratio_text(row.outcome.speedup),
+            *(ratio_text(row.quantiles[name]) if name in row.quantiles else "" for name in ("p50", "p95")),
         )
         for row in rows
     )
@@ -185,7 +187,7 @@ def _slice_table(rows: Sequence[SliceRow], options: AbOptions) -> Table:
 
 
 def _slice_line(row: SliceRow, has_costs: bool) -> tuple[str, ...]:
-    ratio = "" if row.ratio is None else _ratio(Estimate(row.ratio.ratio, row.ratio.low, row.ratio.high))
+    ratio = "" if row.ratio is None else ratio_text(Estimate(row.ratio.ratio, row.ratio.low, row.ratio.high))
     costs = row.cost_per_million or {}
     cells = [f"{costs[side].value:.3g}" if side in costs else "" for side in ("a", "b")] if has_costs else []
     speeds = ["" if row.tokens_per_s[side] is None else shown(row.tokens_per_s[side] or 0.0) for side in ("a", "b")]
@@ -229,12 +231,14 @@ def _pair_values(pair: Pair) -> dict[str, Any]:
     return about | sides | {"equal_text": pair.a.text == pair.b.text}
 
 
-def _ratio(found: Estimate) -> str:
+def ratio_text(found: Estimate) -> str:
+    """A ratio with its interval."""
     ends = "" if found.low is None or found.high is None else f" [{found.low:.2f}, {found.high:.2f}]"
     return f"{found.value:.2f}x{ends}"
 
 
-def _figure(metric: str, value: float) -> str:
+def metric_figure(metric: str, value: float) -> str:
+    """A value of a metric with its unit."""
     if metric == "tokens_per_s":
         return shown(value)
     return f"{1e3 * value:.3g} ms" if value < 1 else f"{value:.3g} s"

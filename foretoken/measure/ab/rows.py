@@ -10,12 +10,12 @@ import numpy as np
 
 from foretoken.measure.ab.options import AbOptions
 from foretoken.measure.ab.pairs import METRICS, Observed, Pair, block_means
+from foretoken.measure.price import million_price
 from foretoken.measure.sequential import Verdict, blocks_to_decide, confidence_sequence, judge
 from foretoken.measure.stats import Estimate, Measured, PairedRatio, estimate, paired_ratio, quantile_ratio
 
 PRIMARY = "e2e"  # the metric that the verdict is about
 SHARES = {"p50": 0.50, "p95": 0.95}
-_SECONDS = 3600.0
 
 
 def margin_of(options: AbOptions) -> float:
@@ -176,7 +176,7 @@ def _costs(sides: Mapping[str, Sequence[Observed]], prices: tuple[float, float] 
         return None
     found = {}
     for price, (side, own) in zip(prices, sides.items(), strict=True):
-        counts = np.array([(one.e2e_s * price / _SECONDS * 1e6, one.num_tokens) for one in own]).reshape(-1, 2)
+        counts = np.array([(million_price(price, one.e2e_s), one.num_tokens) for one in own]).reshape(-1, 2)
         if len(counts) and counts[:, 1].sum() > 0:
             found[side] = estimate(counts)
     return found or None

@@ -12,12 +12,13 @@ from foretoken.measure.ab.options import AbOptions
 from foretoken.measure.ab.pairs import Pair, PairPlan, block_means, observed_from, plan_pairs
 from foretoken.measure.ab.report import ab_report
 from foretoken.measure.ab.rows import PRIMARY, margin_of
-from foretoken.measure.ab.sides import AbSide, open_sides
+from foretoken.measure.ab.sides import AbSide
 from foretoken.measure.kept import KeptFile, digest, run_of
 from foretoken.measure.progress import progress
 from foretoken.measure.prompts import read_prompts
 from foretoken.measure.report import Report, load_average
 from foretoken.measure.sequential import confidence_sequence, judge
+from foretoken.measure.sides import open_sides
 from foretoken.measure.write import write_report
 
 _FREE_TO_CHANGE = ("stop_early", "margin", "price_per_hour")  # of a run that goes on: they decide about no answer
@@ -58,11 +59,12 @@ def run_ab(options: AbOptions, command: str = "foretoken ab") -> Report:
     """
     replay = _Replay(plan_pairs(options, read_prompts(options.replay)))
     load, interrupted = load_average(), False
-    with open_sides(options) as sides:
+    with open_sides(options) as opened:
+        sides = AbSide(opened[0]), AbSide(opened[1])
         for side in sides:
             for plan in replay.plans:
                 side.check(plan.question)
-        about = {side.label: side.identity for side in sides}
+        about = {side.label: side.identity for side in opened}
         kept = _kept(options, replay, about)
         try:
             _measure(options, replay, sides, kept)
@@ -71,7 +73,7 @@ def run_ab(options: AbOptions, command: str = "foretoken ab") -> Report:
         finally:
             if kept is not None:
                 kept.close()
-        notes = [note for side in sides for note in side.backend.notes()]
+        notes = [note for side in opened for note in side.backend.notes()]
     report = ab_report(
         options,
         about,
@@ -128,7 +130,7 @@ def _warm_up(options: AbOptions, replay: _Replay, sides: Sequence[AbSide]) -> No
         found = [side.ask(plan.question) for plan in replay.plans[-options.warmup :]]
         if all(one.error for one in found):
             raise UnavailableError(
-                f"all {len(found)} requests of the warm-up to {side.label} ({side.backend.name}) failed "
+                f"all {len(found)} requests of the warm-up to {side.side.title} failed "
                 f"({found[0].error}); nothing was measured"
             )
 

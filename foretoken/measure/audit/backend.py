@@ -15,11 +15,10 @@ from foretoken.config import SamplingParams
 from foretoken.engine.shadow.sequential_test import Evidence, GreedyEvidence, weigh, weigh_greedy
 from foretoken.errors import InputError
 from foretoken.measure.asked import drafting_name
-from foretoken.measure.audit.checks import equality
 from foretoken.measure.audit.distribution import judged
 from foretoken.measure.audit.judge import Judge
 from foretoken.measure.audit.options import BackendAuditOptions, ChatPrompt, Prompt
-from foretoken.measure.audit.report import Check, Result
+from foretoken.measure.checks import Check, Result, equality
 from foretoken.text.randomness import Purpose, uniforms
 
 _NUM_TOGETHER = 8

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -12,9 +11,8 @@ from torch import Tensor
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.engine.request import GenerateOutput
 from foretoken.engine.shadow.sequential_test import GreedyEvidence, weigh_greedy
-from foretoken.kv.prefix import shared_length
-from foretoken.measure.audit.report import Check, Result
 from foretoken.measure.audit.session import Session
+from foretoken.measure.checks import Check, Result, equality
 from foretoken.model.interface import LanguageModel, Segment
 from foretoken.text.randomness import RaceNoise
 
@@ -57,47 +55,6 @@ def check_greedy(session: Session) -> list[Check]:
         equality("the same answers as plain decoding", "temperature 0", _ids(plain), _ids(outputs), session.exact, gap),
         *checks,
     ]
-
-
-def equality(
-    name: str,
-    where: str,
-    base: Sequence[Sequence[object]],
-    again: Sequence[Sequence[object]],
-    exact: bool,
-    gap: Callable[[int, int], tuple[float, float]] = lambda *_: (math.inf, 0.0),
-    unit: str = "token",
-) -> Check:
-    """Compare two sets of answers, each a row of units. Unless `exact`, an answer may differ where the two choices lie
-    within rounding.
-
-    `gap(i, place)` returns how far apart the choices of answers i are at that position, and how far rounding could move
-    them.
-    """
-    told, num_beyond = [], 0
-    for i, (one, other) in enumerate(zip(base, again, strict=True)):
-        if tuple(one) == tuple(other):
-            continue
-        place = shared_length(one, other)
-        if place == min(len(one), len(other)):
-            told.append(f"one ends at {unit} {place}")
-            num_beyond += 1
-            continue
-        apart, rounding = gap(i, place)
-        told.append(
-            f"{unit} {place}" + (f": {apart:.2g} apart, rounding explains {rounding:.2g}" if apart < math.inf else "")
-        )
-        num_beyond += exact or not apart <= rounding
-    ties = len(told) - num_beyond
-    return Check(
-        name,
-        where,
-        "fail" if num_beyond else "pass",
-        sum(map(len, again)),
-        f"{len(base) - len(told)} of {len(base)} equal" + (f", {ties} differ at near ties" if ties else ""),
-        "all equal" if exact else "all equal except at near ties",
-        detail=f"first differences at {'; '.join(told)}" if told else "",
-    )
 
 
 def _ids(outputs: Sequence[GenerateOutput]) -> list[Sequence[int]]:

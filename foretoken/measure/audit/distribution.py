@@ -8,8 +8,8 @@ import numpy as np
 
 from foretoken.config import LOSSY_RULES, SamplingParams, SpecConfig
 from foretoken.engine.shadow.sequential_test import DistributionTest, Evidence, distribution_tests, weigh
-from foretoken.measure.audit.report import Check, Result
 from foretoken.measure.audit.session import Session
+from foretoken.measure.checks import Check, Result
 from foretoken.text.randomness import Purpose, uniforms
 
 _PROBE_TOKENS = 16

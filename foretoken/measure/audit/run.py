@@ -17,8 +17,9 @@ from foretoken.measure.audit.checks import check_blocks, check_greedy, check_num
 from foretoken.measure.audit.distribution import check_distribution, rules_to_check
 from foretoken.measure.audit.judge import Judge
 from foretoken.measure.audit.options import AuditOptions, BackendAuditOptions, Prompt
-from foretoken.measure.audit.report import AuditReport, Check
+from foretoken.measure.audit.report import AuditReport
 from foretoken.measure.audit.session import Session
+from foretoken.measure.checks import Check
 
 _Failures = type[ForetokenError] | tuple[type[ForetokenError], ...]
 

@@ -5,22 +5,20 @@ and `/v1/messages/count_tokens`, the length of its prompt.
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from pydantic_core import from_json
 
 from foretoken.backend.call import AnswerEnded, TokenEvent
 from foretoken.errors import ForetokenError
 from foretoken.server.api.anthropic_request import MessagesRequest, TokenCountRequest, as_chat
 from foretoken.server.api.body import JsonRoute
 from foretoken.server.api.call import chat_call, terms_of, tier_of
-from foretoken.server.api.envelopes import MESSAGES_ERROR_SCHEMA, MESSAGES_PATH, ping_event
+from foretoken.server.api.envelopes import MESSAGES_ERROR_SCHEMA, MESSAGES_PATH, wire_of
 from foretoken.server.api.errors import ApiError, json_response, of_exception
 from foretoken.server.api.exchange import Api, Exchange
-from foretoken.server.api.messages import shaper_of, source_of
+from foretoken.server.api.messages import arguments_of, shaper_of, source_of
 from foretoken.server.api.schemas import ChatRequest
 from foretoken.server.api.streaming import PieceGroup, paced
 from foretoken.server.api.usage import usage
@@ -120,7 +118,7 @@ class MessageWriter:
                     if not is_begun and isinstance(event, PieceGroup | AnswerEnded):
                         is_begun = True
                         yield self._encoded({"type": "message_start", "message": self._message()})
-                        yield ping_event(exchange.path)
+                        yield wire_of(exchange.path).ping
                     if isinstance(event, PieceGroup):
                         for made in self._blocks.add(self._shaper.push(event.piece.text)):
                             yield self._encoded(made)
@@ -234,7 +232,7 @@ class ContentBlocks:
             return
         self._is_open = False
         if self.content[-1]["type"] == "tool_use":
-            self.content[-1]["input"] = _input(self._arguments, is_cut)
+            self.content[-1]["input"] = arguments_of(self._arguments, is_cut)
         yield {"type": "content_block_stop", "index": len(self.content) - 1}
 
     def _open(self, block: _Json) -> _Json:
@@ -244,14 +242,3 @@ class ContentBlocks:
 
     def _delta(self, delta: _Json) -> _Json:
         return {"type": "content_block_delta", "index": len(self.content) - 1, "delta": delta}
-
-
-def _input(arguments: str, is_cut: bool) -> _Json:
-    """The arguments of a call as an object: as far as they came where they were cut off, as Anthropic's clients read
-    them from a stream; what is no JSON object stands in one, as Anthropic asks its clients to send such back.
-    """
-    try:
-        found = from_json(arguments or "{}", allow_partial=True) if is_cut else json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
-        found = None
-    return found if isinstance(found, dict) else {"INVALID_JSON": arguments}

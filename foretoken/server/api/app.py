@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foretoken import __version__
 from foretoken.backend.call import Backend
-from foretoken.server.api import anthropic, chat, completions, responses
+from foretoken.server.api import anthropic, chat, completions, ollama, responses
 from foretoken.server.api.config import ApiConfig
 from foretoken.server.api.envelopes import MESSAGES_PATH, error_response, id_headers, install_handlers
 from foretoken.server.api.errors import CODE_KEY, ERROR_SCHEMA, final
@@ -28,7 +28,7 @@ from foretoken.server.record import (
 
 _log = logging.getLogger("foretoken.server")
 RouterMaker = Callable[[Api], APIRouter]
-GENERATING_PATHS = (chat.PATH, completions.PATH, responses.PATH, MESSAGES_PATH)
+GENERATING_PATHS = (chat.PATH, completions.PATH, responses.PATH, MESSAGES_PATH, ollama.CHAT_PATH, ollama.GENERATE_PATH)
 
 
 def create_app(
@@ -42,7 +42,7 @@ def create_app(
     app = FastAPI(
         title="foretoken",
         version=__version__,
-        description="Speculative decoding behind OpenAI's interface, and Anthropic's.",
+        description="Speculative decoding behind OpenAI's interface, Anthropic's, and Ollama's.",
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
@@ -56,6 +56,7 @@ def create_app(
         anthropic.messages_router(api),
         tokenization_router(api),
         status_router(api),
+        *((ollama.ollama_router(api),) if api.config.ollama else ()),
         *(router if isinstance(router, APIRouter) else router(api) for router in routers),
     ):
         app.include_router(router)

@@ -7,6 +7,8 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import BaseModel
+
 from foretoken.backend.call import Call, ModelInfo
 from foretoken.config import SamplingParams
 from foretoken.errors import InputError
@@ -290,7 +292,8 @@ def _notice_unknown(body: SamplingFields, config: ApiConfig) -> None:
     Raises:
         ApiError: a field is unknown and the server is strict.
     """
-    unknown = [*(body.model_extra or ()), *((body.stream_options and body.stream_options.model_extra) or ())]
+    parts = [body, *(value for value in vars(body).values() if isinstance(value, BaseModel))]
+    unknown = [name for part in parts for name in part.model_extra or ()]
     if not unknown:
         return
     if config.strict:

@@ -40,6 +40,7 @@ class ApiConfig:
     - `specs`: settings that a request may choose by naming their drafter, beside the default and the lookups.
     - `allow_lossy`: requests may name a rule that changes the target's distribution.
     - `predictions`: `prediction` is drafted; without it such requests are answered without.
+    - `ollama`: Ollama's interface under `/api`, for clients that speak no other.
     """
 
     strict: bool = field(
@@ -90,6 +91,7 @@ class ApiConfig:
     specs: Sequence[SpecConfig] = ()
     allow_lossy: bool = False
     predictions: bool = field(default=True, metadata=_option("Draft the prediction of requests that have one."))
+    ollama: bool = field(default=False, metadata=_option("Speak Ollama's interface, too, under /api."))
 
     def __post_init__(self) -> None:
         limits = [name for name, kind in self.__annotations__.items() if kind == "int"]
@@ -99,7 +101,7 @@ class ApiConfig:
                 check_limits(**{name: getattr(self, name)})
         for name in ("first_token_timeout_s", "request_timeout_s", "ping_s"):
             check_number(name, getattr(self, name), 0.0, 1e9, open_low=True)
-        for name in ("strict", "obfuscation", "force_obfuscation", "allow_lossy", "predictions"):
+        for name in ("strict", "obfuscation", "force_obfuscation", "allow_lossy", "predictions", "ollama"):
             check_flag(name, getattr(self, name))
         check_fields(self)
         if any(spec.drafter is None for spec in self.specs):

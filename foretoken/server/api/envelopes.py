@@ -1,12 +1,12 @@
-"""Errors in the shape of the interface that a request speaks, which its path tells: OpenAI's, or under `/v1/messages`
-Anthropic's.
+"""Errors and streams in the shape of the interface that a request speaks, which its path tells: OpenAI's, under
+`/v1/messages` Anthropic's, under `/api` Ollama's.
 """
 
 from __future__ import annotations
 
 from collections.abc import MutableMapping
 from http import HTTPStatus
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from fastapi import FastAPI, Request, Response
@@ -25,6 +25,7 @@ from foretoken.server.api.errors import (
 from foretoken.server.record import REQUEST_ID_HEADER, request_id_of
 
 MESSAGES_PATH = "/v1/messages"
+OLLAMA_PATH = "/api"
 _ID_HEADER = b"request-id"  # Anthropic's clients read this one
 _OVERLOADED = 529  # Anthropic's number for a server that has no room; 429 stands there for a client that asks too often
 _NO_ROOM = ("queue_full", "token_budget_full")
@@ -62,19 +63,48 @@ MESSAGES_ERROR_SCHEMA: dict[str, Any] = {
 }
 
 
-def is_messages(path: str) -> bool:
-    """Whether a path speaks Anthropic's interface."""
+class Wire(NamedTuple):
+    """How an interface streams: `error` is the event of an error around its JSON, `ping` what is sent on a stream that
+    is silent; `id_headers` name the request.
+    """
+
+    media_type: bytes
+    ping: bytes
+    error: bytes
+    id_headers: tuple[bytes, ...] = (REQUEST_ID_HEADER,)
+
+
+_EVENTS = b"text/event-stream; charset=utf-8"
+_OPENAI = Wire(_EVENTS, b": ping\n\n", b"data: %b\n\n")
+_ANTHROPIC = Wire(
+    _EVENTS, b'event: ping\ndata: {"type":"ping"}\n\n', b"event: error\ndata: %b\n\n", (REQUEST_ID_HEADER, _ID_HEADER)
+)
+_OLLAMA = Wire(b"application/x-ndjson", b"", b"%b\n")  # a line is an object: there is none that says nothing
+
+
+def wire_of(path: str) -> Wire:
+    """How streams of a path are written."""
+    return _ANTHROPIC if _is_messages(path) else _OLLAMA if _is_ollama(path) else _OPENAI
+
+
+def _is_messages(path: str) -> bool:
     return path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
+
+
+def _is_ollama(path: str) -> bool:
+    return path.startswith(f"{OLLAMA_PATH}/")
 
 
 def status_of(error: ApiError, path: str) -> int:
     """The HTTP code that is sent."""
-    return _OVERLOADED if is_messages(path) and error.code in _NO_ROOM else error.status_code
+    return _OVERLOADED if _is_messages(path) and error.code in _NO_ROOM else error.status_code
 
 
 def envelope(error: ApiError, path: str, request_id: str) -> dict[str, Any]:
     """The error as JSON."""
-    if not is_messages(path):
+    if _is_ollama(path):
+        return {"error": error.detail, "code": error.code}
+    if not _is_messages(path):
         return error.body
     status = status_of(error, path)
     return {
@@ -96,19 +126,12 @@ def error_response(error: ApiError, scope: MutableMapping[str, Any]) -> Response
 
 def error_event(error: ApiError, path: str, request_id: str) -> bytes:
     """What ends a stream that an error cut off."""
-    data = msgspec.json.encode(envelope(error, path, request_id))
-    return b"event: error\ndata: %b\n\n" % data if is_messages(path) else b"data: %b\n\n" % data
-
-
-def ping_event(path: str) -> bytes:
-    """What is sent on a stream that is silent."""
-    return b'event: ping\ndata: {"type":"ping"}\n\n' if is_messages(path) else b": ping\n\n"
+    return wire_of(path).error % msgspec.json.encode(envelope(error, path, request_id))
 
 
 def id_headers(path: str, request_id: str) -> list[tuple[bytes, bytes]]:
     """The headers of every response that name its request."""
-    names = (REQUEST_ID_HEADER, _ID_HEADER) if is_messages(path) else (REQUEST_ID_HEADER,)
-    return [(name, request_id.encode("ascii")) for name in names]
+    return [(name, request_id.encode("ascii")) for name in wire_of(path).id_headers]
 
 
 def _message(error: ApiError) -> str:

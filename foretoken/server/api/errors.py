@@ -186,7 +186,7 @@ def of_failure(event: AnswerFailed) -> ApiError:
         return invalid(event.field, event.message)
     if event.error == "NumericsError":
         return _numerical(errors.NumericsError(), 0)
-    if event.error == "WorkerDiedError":
+    if event.error in ("WorkerDiedError", "RankError"):
         return _worker_died(errors.WorkerDiedError(), 0)
     return _engine(errors.EngineError(), 0)
 

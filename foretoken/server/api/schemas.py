@@ -25,7 +25,8 @@ ShortText = Annotated[str, Field(max_length=_NAME_CHARS)]
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
 
 
-def _wrong(message: str) -> PydanticCustomError:
+def wrong_shape(message: str) -> PydanticCustomError:
+    """The error of a validator for a value of another shape."""
     return PydanticCustomError("wrong_shape", "{message}", {"message": message})
 
 
@@ -34,13 +35,13 @@ def _as_bias(value: object) -> object:
     if value is None:
         return None
     if not isinstance(value, dict):
-        raise _wrong("must map token ids to numbers")
+        raise wrong_shape("must map token ids to numbers")
     found: dict[int, Any] = {}
     for key, number in value.items():
         if not isinstance(key, str) or not key.isascii() or not key.isdecimal() or len(key) > 10:
-            raise _wrong("keys must be token ids")
+            raise wrong_shape("keys must be token ids")
         if isinstance(number, bool) or not isinstance(number, int | float) or not -100 <= number <= 100:
-            raise _wrong("values must be numbers from -100 to 100")
+            raise wrong_shape("values must be numbers from -100 to 100")
         found[int(key)] = number
     return found
 
@@ -50,14 +51,14 @@ def _as_prompt(value: object) -> object:
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
-        raise _wrong("must be a text, a list of token ids, or a list of those, and not empty")
+        raise wrong_shape("must be a text, a list of token ids, or a list of those, and not empty")
     if set(map(type, value)) == {int}:
         return [value]
     for item in value:
         if isinstance(item, str):
             continue
         if not isinstance(item, list) or set(map(type, item)) - {int}:
-            raise _wrong("must be a text, a list of token ids, or a list of those; ids are whole numbers")
+            raise wrong_shape("must be a text, a list of token ids, or a list of those; ids are whole numbers")
     return value
 
 
@@ -66,16 +67,16 @@ def _as_prediction(value: object) -> object:
     if value is None:
         return None
     if not isinstance(value, dict) or value.get("type") != "content" or set(value) - {"type", "content"}:
-        raise _wrong('must be {"type": "content", "content": text}')
+        raise wrong_shape('must be {"type": "content", "content": text}')
     content = value.get("content")
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
-        raise _wrong("content must be a text or a list of parts")
+        raise wrong_shape("content must be a text or a list of parts")
     texts = []
     for part in content:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise _wrong('every part of content must be {"type": "text", "text": text}')
+            raise wrong_shape('every part of content must be {"type": "text", "text": text}')
         texts.append(part["text"])
     return "".join(texts)
 
@@ -84,14 +85,14 @@ def _as_stop(value: object) -> object:
     """A text or texts, checked here: errors of a union name its branches, which no request has."""
     if value is None or isinstance(value, str) or (isinstance(value, list) and all(isinstance(x, str) for x in value)):
         return value
-    raise _wrong("must be a text or a list of texts")
+    raise wrong_shape("must be a text or a list of texts")
 
 
 def _as_items(value: object) -> object:
     """A text or the items of a conversation."""
     if isinstance(value, str) or (isinstance(value, list) and value and all(isinstance(x, dict) for x in value)):
         return value
-    raise _wrong("must be a text, or a list of items that is not empty")
+    raise wrong_shape("must be a text, or a list of items that is not empty")
 
 
 _TEXT_OR_IDS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer"}}]}

@@ -16,17 +16,13 @@ from starlette.types import Receive, Scope, Send
 
 from foretoken.backend.call import Event, Piece, RoundEvent
 from foretoken.server.api.config import ApiConfig
-from foretoken.server.api.envelopes import error_event, ping_event
+from foretoken.server.api.envelopes import error_event, wire_of
 from foretoken.server.api.errors import CLIENT_GONE, ApiError, final
 from foretoken.server.api.exchange import Exchange, hung_up, stop
 
 _log = logging.getLogger("foretoken.server")
 DONE = b"data: [DONE]\n\n"
-_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
+_HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 
 
 @dataclass
@@ -232,7 +228,9 @@ class EventStream(Response):
     async def _send(self, send: Send) -> None:
         """Everything that is in the buffer whenever something is, and pings while nothing is."""
         exchange = self._exchange
-        await send({"type": "http.response.start", "status": 200, "headers": [*_HEADERS]})
+        wire = wire_of(exchange.path)
+        headers = [(b"content-type", wire.media_type), *_HEADERS]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
         self._watch_silence()
         try:
             while True:
@@ -244,7 +242,7 @@ class EventStream(Response):
                 elif self._has_ended:
                     break
                 elif self._is_silent:
-                    data = ping_event(exchange.path)
+                    data = wire.ping
                 else:
                     await self._changed.wait()
                     continue

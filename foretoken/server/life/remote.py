@@ -6,7 +6,7 @@ import asyncio
 import itertools
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from foretoken.backend.call import Call, Event, ModelInfo, State
 from foretoken.errors import ForetokenError, InputError, OverloadedError, UnavailableError
@@ -14,7 +14,6 @@ from foretoken.server.life.wire import (
     AskInvariants,
     AskStats,
     Cancel,
-    Channel,
     Command,
     Detokenize,
     Happened,
@@ -30,12 +29,19 @@ from foretoken.server.life.wire import (
 BEING_RESTARTED = "the engine is being restarted"
 
 
+class Sender(Protocol):
+    """A way to a worker."""
+
+    def send(self, message: Command) -> None:
+        """See `Channel.send`."""
+
+
 class RemoteBackend:
     """`Backend` over a channel to a worker that has loaded its engine. Whoever reads the channel calls `take` with what
     comes, and `fail` once when the worker is gone.
     """
 
-    def __init__(self, channel: Channel, info: ModelInfo, max_unread_events: int) -> None:
+    def __init__(self, channel: Sender, info: ModelInfo, max_unread_events: int) -> None:
         self._channel, self._info, self._max_unread = channel, info, max_unread_events
         self._numbers = itertools.count()
         self._pending: dict[int, _Pending] = {}

@@ -6,10 +6,10 @@ import asyncio
 import hashlib
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -33,18 +33,22 @@ _SLACK = 4  # a worker with the prefix may have so many more calls in flight tha
 _DEATHS = 2  # one may be chance: everything in flight dies with the worker
 
 
-class PrefixRouting:
-    """Remembers by tenant and beginning of the prompt which worker read it last."""
+_Name = TypeVar("_Name", int, str)
+
+
+class PrefixRouting(Generic[_Name]):
+    """Remembers by the beginning of the prompt (`prefix_of`) which worker read it last."""
 
     def __init__(self) -> None:
-        self._worker_of: OrderedDict[bytes, int] = OrderedDict()
+        self._worker_of: OrderedDict[bytes, _Name] = OrderedDict()
 
-    def choose(self, call: Call, loads: Mapping[int, int]) -> int:
-        """The worker for a call, of those in `loads` (calls in flight by worker; at least one)."""
-        least = min(loads, key=lambda number: (loads[number], number))
+    def choose(self, prefix: bytes, loads: Mapping[_Name, int], new: Collection[_Name] = ()) -> _Name:
+        """The worker for a call, of those in `loads` (calls in flight by worker; at least one). A beginning that nobody
+        has read goes to the least loaded of `new`, of all where that is empty.
+        """
+        least = min(new or loads, key=lambda name: (loads[name], name))
         if len(loads) == 1:
             return least
-        prefix = prefix_of(call)
         known = self._worker_of.pop(prefix, None)
         is_free = known is not None and known in loads and loads[known] <= loads[least] + _SLACK
         chosen = known if known is not None and is_free else least
@@ -135,7 +139,7 @@ class Replicas:
 
     def __init__(self, engine: EngineConfig, name: str, config: LifeConfig, draft_required: bool = False) -> None:
         self.changes = AsyncCondition()
-        self._routing, self._quarantine = PrefixRouting(), Quarantine(config.quarantine_s)
+        self._routing, self._quarantine = PrefixRouting[int](), Quarantine(config.quarantine_s)
         self._is_draining = False
         self._tasks: list[asyncio.Task[None]] = []
         self.workers = [
@@ -163,6 +167,12 @@ class Replicas:
         """See `Backend.info`."""
         return next((worker.info for worker in self.workers if worker.info is not None), None)
 
+    def described(self) -> tuple[ModelInfo, tuple[str, ...], float, int]:
+        """Of the first worker that is ready: model, drafters, seconds of loading; and the number of workers."""
+        first = next(worker for worker in self.workers if worker.state == "ready")
+        assert first.info is not None
+        return first.info, first.drafters, first.load_s, len(self.workers)
+
     @property
     def failure(self) -> ForetokenError | None:
         """Why no worker will ever be ready again; None while one may."""
@@ -184,7 +194,8 @@ class Replicas:
         backends = self._backends()
         fingerprint = fingerprint_of(call)
         self._quarantine.check(fingerprint)
-        number = self._routing.choose(call, {number: backend.num_open for number, backend in backends.items()})
+        loads = {number: backend.num_open for number, backend in backends.items()}
+        number = self._routing.choose(prefix_of(call), loads)
         return await backends[number].open(call, fingerprint)
 
     async def tokenize(

@@ -16,15 +16,14 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
 import msgspec
 
-import foretoken
 from foretoken.backend.call import AnswerEnded, AnswerFailed, Backend, Call, ModelInfo, Piece, State
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.engine_config import EngineConfig
 from foretoken.errors import EngineError, ForetokenError, WorkerDiedError
+from foretoken.machine.process import import_path
 from foretoken.machine.threads import names_waiting, sleeping
 from foretoken.server.life.config import LifeConfig
 from foretoken.server.life.fault_hooks import is_test_build
@@ -336,12 +335,7 @@ def worker_environment() -> dict[str, str]:
     must be said before torch is imported; where the user said how they wait, that stands.
     """
     waiting = {} if names_waiting(os.environ) is not None else sleeping()
-    return {**waiting, **os.environ, "PYTHONPATH": _import_path()}
-
-
-def _import_path() -> str:
-    """Where the worker finds this package, also where it was not installed; `-P` keeps the working folder out."""
-    return os.pathsep.join(filter(None, [str(Path(foretoken.__file__).parents[1]), os.environ.get("PYTHONPATH")]))
+    return {**waiting, **os.environ, "PYTHONPATH": import_path()}
 
 
 _TEXT = "def add(first, second):\n    return first"

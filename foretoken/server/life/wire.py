@@ -179,6 +179,18 @@ class _Numbered(msgspec.Struct):
 Refuse = Callable[[int, str], None]
 
 
+def packed(value: object) -> bytes:
+    """A message, or a list of them, as bytes.
+
+    Raises:
+        OverflowError, UnicodeEncodeError, TypeError, ValueError: it holds a value that msgpack cannot write.
+    """
+    data = _ENCODER.encode(value)
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise ValueError(f"a message of {len(data)} bytes; at most {MAX_MESSAGE_BYTES} can be sent")
+    return data
+
+
 class Channel:
     """One end of the pair: writes what it is given, reads messages of `kind` (a union of the classes above).
 
@@ -188,21 +200,23 @@ class Channel:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, kind: Any) -> None:  # noqa: ANN401 - a union
         self._reader, self._writer = reader, writer
         self._decoder = MessageDecoder(kind)
-        self._encoder = msgspec.msgpack.Encoder(enc_hook=builtin)
         self._unsent: list[bytes] = []
 
     def send(self, message: Command | Message) -> None:
         """Write a message soon; without effect once the other side is gone.
 
         Raises:
-            OverflowError, UnicodeEncodeError, TypeError, ValueError: it holds a value that msgpack cannot write.
+            OverflowError, UnicodeEncodeError, TypeError, ValueError: see `packed`.
         """
-        data = self._encoder.encode(message)
-        if len(data) > MAX_MESSAGE_BYTES:
-            raise ValueError(f"a message of {len(data)} bytes; at most {MAX_MESSAGE_BYTES} can be sent")
+        data = packed(message)
         if not self._unsent:
             asyncio.get_running_loop().call_soon(self._flush)
         self._unsent += [len(data).to_bytes(_LENGTH_BYTES, "big"), data]
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether the other side is known to be gone: nothing more is written."""
+        return self._writer.is_closing()
 
     async def drained(self) -> None:
         """Wait until the other side has taken most of what was written."""
@@ -340,6 +354,9 @@ def builtin(value: object) -> object:
     if isinstance(value, Mapping):
         return dict(value)
     raise TypeError(f"{type(value).__name__} cannot be written")
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=builtin)
 
 
 def _value(value: Any) -> Any:  # noqa: ANN401 - a field of any type

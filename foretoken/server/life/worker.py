@@ -21,7 +21,7 @@ import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from foretoken.backend.call import Generation
+from foretoken.backend.call import Backend, Generation
 from foretoken.errors import ForetokenError
 from foretoken.server.life.wire import (
     ArmFaults,
@@ -65,6 +65,22 @@ class _Running:
 
     task: asyncio.Task[None]
     generation: Generation | None = None
+
+
+async def value_of(command: Any, backend: Backend) -> Any:  # noqa: ANN401
+    """What a command that generates nothing returns."""
+    if isinstance(command, Tokenize):
+        return await backend.tokenize(
+            command.prompt,
+            command.messages,
+            command.add_special_tokens,
+            command.tools,
+            command.template_options,
+        )
+    if isinstance(command, Detokenize):
+        return await backend.detokenize(command.token_ids)
+    assert isinstance(command, AskStats)
+    return await backend.stats()
 
 
 class Worker:
@@ -202,19 +218,8 @@ class Worker:
         self._channel.send(Over(command.call))
 
     async def _value(self, command: Any, backend: LocalBackend) -> Any:  # noqa: ANN401
-        if isinstance(command, Tokenize):
-            return await backend.tokenize(
-                command.prompt,
-                command.messages,
-                command.add_special_tokens,
-                command.tools,
-                command.template_options,
-            )
-        if isinstance(command, Detokenize):
-            return await backend.detokenize(command.token_ids)
-        if isinstance(command, AskStats):
-            return await backend.stats()
-        assert isinstance(command, AskInvariants)
+        if not isinstance(command, AskInvariants):
+            return await value_of(command, backend)
         return await self._invariants(backend)
 
     async def _invariants(self, backend: LocalBackend) -> dict[str, Any]:

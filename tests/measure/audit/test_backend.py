@@ -17,8 +17,9 @@ from foretoken.engine.async_engine import AsyncEngine
 from foretoken.measure.asked import BackendSource
 from foretoken.measure.audit.judge import Judge
 from foretoken.measure.audit.options import BackendAuditOptions, ChatPrompt, Prompt
-from foretoken.measure.audit.report import AuditReport, Check
+from foretoken.measure.audit.report import AuditReport
 from foretoken.measure.audit.run import run_backend_audit
+from foretoken.measure.checks import Check
 from foretoken.server.api.app import create_app
 from tests.helpers.outside import NAME, Answering, Outside, register
 from tests.server.serving import served

@@ -16,8 +16,8 @@ from foretoken.core import Draft, Uniforms
 from foretoken.engine import runner as runner_module
 from foretoken.measure.audit.checks import _untimed, check_seeds
 from foretoken.measure.audit.options import AuditOptions
-from foretoken.measure.audit.report import Check
 from foretoken.measure.audit.session import Run, Session
+from foretoken.measure.checks import Check
 from foretoken.model.interface import ForwardOutput
 from foretoken.model.paged import PagedModel
 from foretoken.text.randomness import RaceNoise

@@ -1,0 +1,176 @@
+"""`foretoken serve --ray` as its users meet it: two replicas of smollm2 on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx2
+import openai
+import pytest
+import ray
+import yaml
+from ray import serve
+from ray.serve.context import _set_global_client
+from ray.serve.schema import ServeDeploySchema
+
+from foretoken.errors import ConfigError
+from foretoken.serve_ray import app
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHON = os.environ["SERVER_PYTHON"]
+LIMIT_S = 180.0  # for what takes a replica some seconds on an idle machine
+DEPLOY = ROOT / "deploy"
+QUESTIONS = [f"Write one sentence about the number {number}." for number in range(8)]
+
+
+@contextmanager
+def served(*flags: str) -> Iterator[str]:
+    """The address of a server with these flags; at the end it drains and exits with 0."""
+    command = [PYTHON, "-m", "foretoken", "serve", "--ray", "--json", "--port", "0", *flags]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert process.stdout is not None
+    try:
+        line = process.stdout.readline()
+        assert line, "the server did not start; see its messages above"
+        ray.init(address="auto", logging_level="error")
+        _set_global_client(None)  # that of the cluster before
+        yield str(json.loads(line)["url"])
+    finally:
+        ray.shutdown()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(LIMIT_S) == 0
+
+
+def num_running() -> int:
+    states = serve.status().applications["foretoken"].deployments["Engine"].replica_states
+    return states.get("RUNNING", 0)
+
+
+def wait_for(predicate: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not predicate():
+        assert time.monotonic() < deadline
+        time.sleep(0.25)
+
+
+def replica_pids() -> list[int]:
+    """The processes of the engine's replicas, which Ray names so."""
+    names = {path.parent.name: path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()}
+    return sorted(int(pid) for pid, name in names.items() if name.startswith(b"ray::ServeReplica:foretoken:Engine"))
+
+
+def client_of(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
+
+
+def ask(client: openai.OpenAI, question: str, max_tokens: int = 24) -> tuple[str, str | None]:
+    """Text and reason of the end of a streamed answer."""
+    text, reason = "", None
+    messages = [{"role": "user", "content": question}]
+    options = {"model": "smollm2", "temperature": 0, "max_tokens": max_tokens, "stream": True}
+    for chunk in client.chat.completions.create(messages=messages, **options):
+        text += chunk.choices[0].delta.content or ""
+        reason = chunk.choices[0].finish_reason or reason
+    return text, reason
+
+
+class Load:
+    """Asks the questions in turn, several at a time, until it is stopped: what came of each."""
+
+    def __init__(self, url: str, num_threads: int, pause_s: float = 0.0) -> None:
+        self.url, self.pause_s, self.is_over = url, pause_s, threading.Event()
+        self.answers: list[tuple[str, str, str | None]] = []
+        self.errors: list[Exception] = []
+        self.threads = [threading.Thread(target=self.run, args=(number,)) for number in range(num_threads)]
+        for thread in self.threads:
+            thread.start()
+
+    def run(self, number: int) -> None:
+        client = client_of(self.url)
+        while not self.is_over.is_set():
+            number = (number + 1) % len(QUESTIONS)
+            try:
+                self.answers.append((QUESTIONS[number], *ask(client, QUESTIONS[number])))
+            except openai.APIError as error:
+                self.errors.append(error)
+            self.is_over.wait(self.pause_s)
+
+    def stop(self) -> None:
+        self.is_over.set()
+        for thread in self.threads:
+            thread.join()
+
+
+@pytest.mark.parametrize("name", ["ray-serve.yaml", "ray-service.yaml"])
+def test_ray_reads_the_configurations(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORETOKEN_API_KEY", "a-long-secret")
+    read = yaml.safe_load((DEPLOY / name).read_text())
+    config = yaml.safe_load(read["spec"]["serveConfigV2"]) if name == "ray-service.yaml" else read
+    (application,) = ServeDeploySchema.model_validate(config).applications
+    assert application.import_path == "foretoken.serve_ray:app"
+    app(application.args)
+    with pytest.raises(ConfigError, match="did you mean max_replicas"):
+        app({**application.args, "max_replica": 2})
+    del config["applications"][0]["import_path"]
+    with pytest.raises(ValueError, match="import_path"):
+        ServeDeploySchema.model_validate(config)
+
+
+def test_two_replicas(tmp_path: Path) -> None:
+    """Clients, a conversation that stays, metrics, and a replica that is killed under load."""
+    with served("--workers", "2") as url:
+        client = client_of(url)
+        expected = {question: ask(client, question) for question in QUESTIONS}
+        for question, (text, reason) in expected.items():
+            asked = {"model": "smollm2", "temperature": 0, "max_tokens": 24}
+            whole = client.chat.completions.create(messages=[{"role": "user", "content": question}], **asked)
+            assert (whole.choices[0].message.content, whole.choices[0].finish_reason) == (text, reason)
+            assert whole.usage is not None
+            assert whole.usage.prompt_tokens_details is not None
+            assert whole.usage.prompt_tokens_details.cached_tokens, "the same conversation went to another replica"
+        with pytest.raises(openai.BadRequestError):
+            ask(client, "x", max_tokens=-1)
+
+        metrics = httpx2.get(f"{url}/metrics").text
+        (generated,) = [line for line in metrics.splitlines() if line.startswith("foretoken_generation_tokens_total")]
+        assert float(generated.split()[1]) >= sum(2 for _ in expected)
+
+        victim, survivor = replica_pids()
+        load = Load(url, num_threads=6)
+        wait_for(lambda: len(load.answers) > 6)
+        os.kill(victim, signal.SIGKILL)
+        num_before = len(load.answers)
+        wait_for(lambda: len(load.answers) > num_before + 6)  # traffic has moved
+        wait_for(lambda: num_running() == 2 and set(replica_pids()) - {victim, survivor} != set())
+        load.stop()
+        assert all((text, reason) == expected[question] for question, text, reason in load.answers)
+        assert len(load.errors) <= 6, load.errors  # at most what was in flight, each told to its client
+        with client.chat.completions.create(
+            model="smollm2", messages=[{"role": "user", "content": "hi"}], max_tokens=2000, stream=True
+        ) as stream:
+            next(iter(stream))  # and leave
+        wait_for(lambda: "foretoken_num_requests_running 0.0" in httpx2.get(f"{url}/metrics").text)
+
+
+def test_scaling_under_an_open_loop() -> None:
+    """1 -> 2 -> 1 replicas, and no request fails."""
+    scaling = ("--replica-tokens", "150", "--scale-up-s", "1", "--scale-down-s", "5")
+    with served("--workers", "1", "--max-replicas", "2", *scaling) as url:
+        assert num_running() == 1
+        load = Load(url, num_threads=8)
+        wait_for(lambda: num_running() == 2)
+        load.stop()
+        light = Load(url, num_threads=1, pause_s=0.5)
+        wait_for(lambda: num_running() == 1 and len(replica_pids()) == 1)
+        light.stop()
+        assert not load.errors + light.errors
+        assert light.answers
+        assert all(reason in ("stop", "length") for _, _, reason in load.answers + light.answers)

@@ -1,0 +1,35 @@
+"""`foretoken certify`: whether a backend that speculates answers as one that does not."""
+
+from __future__ import annotations
+
+import typer
+
+from foretoken.cli.common import JsonOption, fetch_models
+from foretoken.cli.flags import config_from, takes
+from foretoken.cli.measuring import command_line, finish
+from foretoken.errors import GateError
+from foretoken.measure.certify.options import CertifyOptions
+
+
+@takes(CertifyOptions)
+def certify(
+    context: typer.Context,
+    as_json: JsonOption = False,
+) -> None:
+    """Check whether B, which speculates, answers as A does; exit code 5 if anything fails.
+
+    Greedy answers, sampled ones, parameters, stop strings, JSON and calls, log-probabilities, streams and counts.
+    """
+    from foretoken.measure.certify.run import run_certify
+    from foretoken.measure.checks import failed
+
+    options = config_from(CertifyOptions, context.params)
+    fetch_models(options.target, options.draft)
+    report = run_certify(options, command_line())
+    finish(report, as_json)
+    if wrong := failed(report.results["checks"]):
+        raise GateError(
+            "certify failed: " + "; ".join(dict.fromkeys(f"{check.name} ({check.where})" for check in wrong))
+        )
+    if not report.passed:
+        raise GateError("certify: no check could be made; the report says why")

@@ -1,0 +1,154 @@
+"""Live traffic that is divided between two servers by time: which has its turn when, and what the requests say.
+
+Time is cut into blocks, and in each all requests go to one server (a switchback): two servers that share a machine, a
+cache or a queue would otherwise be measured under each other's load. Two blocks are a pair, one for each server, in an
+order drawn at random. Requests that arrive while a block is new (the wash-out) are not counted: those of the block
+before still run.
+
+A request says its time per token. What it asks varies more than the servers do, so that what its length explains is
+taken out first (CUPED: Deng, Xu, Kohavi and Walker, 2013), with the same coefficients for both servers.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import comb
+from pathlib import Path
+
+import numpy as np
+
+from foretoken.backend.registry import check_address
+from foretoken.errors import ConfigError
+from foretoken.measure.ab.rows import Outcome
+from foretoken.measure.options import NAME_OPTION, OUT_OPTION
+from foretoken.measure.sequential import blocks_to_decide, confidence_sequence, judge
+from foretoken.measure.stats import Array, Estimate
+from foretoken.measure.write import check_name, check_out
+from foretoken.option import check_fields, option
+from foretoken.params import check_number, check_whole
+
+MIN_ERRORS, ERROR_ALPHA = 5, 1e-4  # of B, before traffic goes back to A for them
+
+
+@dataclass(frozen=True)
+class LiveOptions:
+    """Two servers and how traffic is divided between them; `margin` is as in `AbOptions`."""
+
+    a: str = field(metadata=option("A, what there is now: the address of a server."))
+    b: str = field(metadata=option("B, what might replace it: the address of a server."))
+    host: str = field(default="127.0.0.1", metadata=option("Address to listen on."))
+    port: int = field(default=8100, metadata=option("Port to listen on; 0 = a free one."))
+    block_s: float = field(default=60.0, metadata=option("Seconds for which all requests go to one server."))
+    washout_s: float = field(
+        default=10.0, metadata=option("Seconds at the beginning of a block in which requests are not counted.")
+    )
+    margin: float = field(default=0.03, metadata=option("Relative difference below which the two count as equivalent."))
+    out: Path | None = field(default=None, metadata=OUT_OPTION)
+    name: str = field(default="ab-live", metadata=NAME_OPTION)
+    seed: int = field(default=0, metadata=option("Seed of the order of the two servers."))
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_address("a", self.a)
+        check_address("b", self.b)
+        check_whole("port", self.port, 0, 65_535)
+        check_whole("seed", self.seed, 0, 2**62)
+        check_number("block_s", self.block_s, 1.0, 86_400.0)
+        check_number("washout_s", self.washout_s, 0.0, 86_400.0)
+        if self.washout_s >= self.block_s:
+            raise ConfigError("washout_s", self.washout_s, f"must be less than block_s, which is {self.block_s:g}")
+        check_number("margin", self.margin, 0.0, 1.0, open_low=True)
+        check_name(self.name)
+        if self.out is not None:
+            check_out(self.out)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The block of a moment: which server has it, and whether requests that arrive now are counted."""
+
+    block: int
+    side: str
+    is_counted: bool
+
+
+def turn_at(options: LiveOptions, elapsed_s: float) -> Turn:
+    """Whose turn it is `elapsed_s` after the beginning."""
+    block, within_s = divmod(elapsed_s, options.block_s)
+    pair, place = divmod(int(block), 2)
+    a_first = random.Random(f"{options.seed} {pair}").random() < 0.5
+    return Turn(int(block), "a" if a_first == (place == 0) else "b", within_s >= options.washout_s)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request that has ended: its turn, seconds until its last byte and its first, bytes of its body, and the tokens
+    of its answer (0: not known). `error` is "" or why it failed.
+    """
+
+    turn: Turn
+    e2e_s: float
+    ttft_s: float
+    num_prompt_bytes: int
+    num_tokens: int
+    error: str = ""
+
+
+def counted(requests: Sequence[Request]) -> list[Request]:
+    """Those whose time per token is compared."""
+    return [one for one in requests if one.turn.is_counted and not one.error and one.num_tokens > 0 and one.e2e_s > 0]
+
+
+def pair_means(requests: Sequence[Request]) -> list[float]:
+    """Of each pair of blocks that has requests on both sides, in their order: the mean log of A's time per token less
+    that of B's, above 0 where B is faster.
+    """
+    used = counted(requests)
+    if not used:
+        return []
+    times = _adjusted(used)
+    blocks: dict[int, dict[str, list[float]]] = {}
+    for one, value in zip(used, times, strict=True):
+        blocks.setdefault(one.turn.block // 2, {}).setdefault(one.turn.side, []).append(float(value))
+    pairs = [sides for _, sides in sorted(blocks.items()) if len(sides) == 2]
+    return [float(np.mean(sides["a"]) - np.mean(sides["b"])) for sides in pairs]
+
+
+def _adjusted(used: Sequence[Request]) -> Array:
+    """log(seconds per token) [requests] without what the lengths of prompt and answer explain within a block."""
+    values = np.array([math.log(one.e2e_s / one.num_tokens) for one in used])
+    lengths = np.array([(math.log1p(one.num_prompt_bytes), math.log(one.num_tokens)) for one in used])
+    _, group = np.unique([one.turn.block for one in used], return_inverse=True)
+    counts = np.bincount(group)
+    within = [column - (np.bincount(group, column) / counts)[group] for column in (values, *lengths.T)]
+    slopes = np.linalg.lstsq(np.stack(within[1:], axis=1), within[0], rcond=None)[0]
+    found: Array = values - (lengths - lengths.mean(axis=0)) @ slopes
+    return found
+
+
+def live_outcome(requests: Sequence[Request], margin: float) -> Outcome:
+    """What the requests so far say, at whatever moment one looks; `margin` is a share."""
+    means, log_margin = pair_means(requests), math.log1p(margin)
+    found = confidence_sequence(means)
+    speed = None if not means else math.exp(math.fsum(means) / len(means))
+    if found is None:
+        return Outcome("go on", len(means), None if speed is None else Estimate(speed))
+    assert speed is not None
+    verdict = judge(found, log_margin)
+    more = blocks_to_decide(means, log_margin) if verdict == "go on" else None
+    return Outcome(verdict, len(means), Estimate(speed, math.exp(found.low), math.exp(found.high)), more)
+
+
+def fails_more(requests: Sequence[Request]) -> bool:
+    """Whether B fails more often than A, by Fisher's exact test at a level that many looks do not use up."""
+    failed = {side: sum(bool(one.error) for one in requests if one.turn.side == side) for side in ("a", "b")}
+    number = {side: sum(one.turn.side == side for one in requests) for side in ("a", "b")}
+    if failed["b"] < MIN_ERRORS:
+        return False
+    total, errors = sum(number.values()), sum(failed.values())
+    at_least = range(failed["b"], min(errors, number["b"]) + 1)
+    ways = sum(comb(number["b"], count) * comb(number["a"], errors - count) for count in at_least)
+    return ways / comb(total, errors) < ERROR_ALPHA

@@ -1,0 +1,129 @@
+"""What the adviser is asked: the target, what may draft for it, the texts, the load, memory and price."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from foretoken.engine_config import THREADS, EngineConfig
+from foretoken.errors import InputError
+from foretoken.field_text import wholes, words
+from foretoken.machine.memory import parse_bytes
+from foretoken.measure.eval.options import EvalOptions
+from foretoken.measure.options import (
+    ALL,
+    CHAT_OPTION,
+    MAX_TOKENS_OPTION,
+    NAME_OPTION,
+    OUT_OPTION,
+    PROMPTS_OPTION,
+    SEED_OPTION,
+    SLICES_OPTION,
+    STOP_AT_EOS_OPTION,
+)
+from foretoken.measure.write import check_name, check_out
+from foretoken.option import check_fields, option, same_option
+from foretoken.params import TEMPERATURES, check_number, check_whole
+
+MAX_CONCURRENCY = 512
+MAX_NUM_DRAFT = 64
+MAX_PRICE = 1e9
+
+
+@dataclass(frozen=True)
+class AdviseOptions:
+    """The question.
+
+    `drafts` are names of drafters with their options (`backend.drafting`), folders or hub ids of draft models, and of
+    trained heads. `concurrency` are numbers of requests that are answered at once. `memory` is what the engine may use,
+    of which the share `reserve` is kept free (None: what this machine has free). `slo_ms` is the longest mean time
+    between two tokens of an answer. `price_per_hour` is that of this machine; `machines` is a JSON file of others.
+    Costs of steps are measured for about `budget_s` seconds.
+    """
+
+    target: str = field(metadata=same_option(EngineConfig, "model"))
+    drafts: tuple[str, ...] = field(
+        default=("ngram", "suffix"),
+        metadata=option(
+            "What may draft, separated by commas: folders or hub ids of draft models and of trained heads, and "
+            "drafters without a model of their own (ngram, suffix, recycling, mtp), NAME:field=value with options.",
+            read=words,
+        ),
+    )
+    prompts: Path | None = field(default=None, metadata=PROMPTS_OPTION)
+    slices: tuple[str, ...] = field(default=(ALL,), metadata=SLICES_OPTION)
+    prompts_per_slice: int = field(default=8, metadata=same_option(EvalOptions, "prompts_per_slice"))
+    concurrency: tuple[int, ...] = field(
+        default=(1, 4, 8), metadata=option("Requests answered at once, separated by commas.", read=wholes)
+    )
+    num_drafts: tuple[int, ...] = field(
+        default=(1, 2, 3, 4, 5, 6, 8, 10),
+        metadata=option("Numbers of draft tokens to compare, separated by commas.", read=wholes),
+    )
+    max_tokens: int = field(default=128, metadata=MAX_TOKENS_OPTION)
+    temperature: float = field(default=0.0, metadata=option("Temperature of the answers; 0 is greedy."))
+    stop_at_eos: bool = field(default=False, metadata=STOP_AT_EOS_OPTION)
+    chat: bool = field(default=False, metadata=CHAT_OPTION)
+    memory: str | None = field(
+        default=None,
+        metadata=option(
+            "Memory for weights and caches, such as 24GiB; without it, what this machine has free.",
+            valid=lambda _name, text: parse_bytes(text),
+        ),
+    )
+    reserve: float = field(default=0.2, metadata=option("Share of the memory that is kept free."))
+    slo_ms: float | None = field(
+        default=None, metadata=option("Longest mean time between two tokens of an answer, in milliseconds.")
+    )
+    price_per_hour: float | None = field(default=None, metadata=option("Price of this machine per hour: adds costs."))
+    machines: Path | None = field(
+        default=None,
+        metadata=option(
+            'JSON file of machines: a list of {"name", "price_per_hour"} and optional "speed" (of steps, this machine '
+            'is 1) and "memory".'
+        ),
+    )
+    budget_s: float = field(default=120.0, metadata=option("Seconds that measuring the costs of steps may take."))
+    weights: str = field(default="auto", metadata=same_option(EngineConfig, "weights"))
+    dtype: str = field(default="auto", metadata=same_option(EngineConfig, "dtype"))
+    device: str = field(default="auto", metadata=same_option(EngineConfig, "device"))
+    threads: int | None = field(default=None, metadata=THREADS)
+    out: Path | None = field(default=None, metadata=OUT_OPTION)
+    name: str = field(default="advise", metadata=NAME_OPTION)
+    seed: int = field(default=0, metadata=SEED_OPTION)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name, low, high in (
+            ("prompts_per_slice", 1, 10_000),
+            ("max_tokens", 2, 1 << 20),
+            ("seed", 0, 2**62),
+        ):
+            check_whole(name, getattr(self, name), low, high)
+        for name, most in (("concurrency", MAX_CONCURRENCY), ("num_drafts", MAX_NUM_DRAFT)):
+            if not getattr(self, name):
+                raise InputError(name, getattr(self, name), "give at least one number")
+            for number in getattr(self, name):
+                check_whole(name, number, 1, most)
+        if not self.drafts:
+            raise InputError("drafts", self.drafts, "name at least one drafter, draft model or head")
+        check_number("temperature", self.temperature, *TEMPERATURES)
+        check_number("reserve", self.reserve, 0.0, 0.9)
+        check_number("budget_s", self.budget_s, 1.0, 86_400.0)
+        for name in ("slo_ms", "price_per_hour"):
+            if getattr(self, name) is not None:
+                check_number(name, getattr(self, name), 0.0, MAX_PRICE, open_low=True)
+        check_name(self.name)
+        if self.out is not None:
+            check_out(self.out)
+
+    @cached_property
+    def loads(self) -> tuple[int, ...]:
+        """The numbers of requests at once, ascending, each once."""
+        return tuple(sorted(set(self.concurrency)))
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """The numbers of draft tokens, ascending, each once."""
+        return tuple(sorted(set(self.num_drafts)))

@@ -1,0 +1,285 @@
+"""The report of the adviser: the verdict in a sentence, then loads, slices, memory, costs, checks, launch lines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from foretoken.measure.advise.candidates import AdviseCandidate
+from foretoken.measure.advise.cells import ALL_SLICES, SpeedCell, best_cells, cells_of
+from foretoken.measure.advise.checks import Finding, of_cells, of_question
+from foretoken.measure.advise.costing import CostRow, Machine, cost_rows
+from foretoken.measure.advise.costs import LoadCosts
+from foretoken.measure.advise.launches import LaunchLine, as_toml, launch_lines, settings_of
+from foretoken.measure.advise.memory import MemoryRow, memory_advice, rooms_of
+from foretoken.measure.advise.options import AdviseOptions
+from foretoken.measure.advise.rounds import AnswerRounds
+from foretoken.measure.advise.verdict import (
+    MARGIN,
+    candidate_verdict,
+    shown,
+    verdict_of,
+)
+from foretoken.measure.plots import Plot, Point, Series
+from foretoken.measure.report import Report, Table
+from foretoken.plan.memory import Budget
+
+EXPLAINED = (
+    "speed-up: end to end, prompts included, as a multiple of plain decoding; in brackets a 95 % interval over "
+    "prompts, at these costs of steps. decoding: the same without prompts. per step: tokens that a step emits for a "
+    "request; step: what it takes, in plain steps. Arrows go from plain decoding to the drafter. A drafter pays "
+    f"where the whole interval is above {1 + MARGIN:.2f}."
+)
+SOURCES = (
+    ("seconds of steps, of drafting and of reading prompts", "measured here, at these numbers of requests"),
+    ("accepted draft tokens", "measured here on these prompts, with the longest drafts"),
+    ("what shorter drafts accept", "computed from those"),
+    ("speed-ups, tokens/s, ms per token", "computed from both; not measured end to end"),
+    ("bytes, requests that fit", "computed from the shapes in the files"),
+    ("requests at once, answer length, temperature, ms per token allowed, prices, speeds of machines", "given by you"),
+)
+_MEBI = 2**20
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the answer is made of: candidates that could be loaded, their answers by name, the costs of steps, memory,
+    what the checks of files found, and why other candidates could not be loaded.
+    """
+
+    candidates: Sequence[AdviseCandidate]
+    answers: Mapping[str, Sequence[AnswerRounds]]
+    costs: LoadCosts
+    memory: Sequence[MemoryRow]
+    budget: Budget
+    machines: Sequence[Machine]
+    findings: Sequence[Finding]
+    failed: Mapping[str, str]
+    notes: Sequence[str]
+
+
+def advise_report(options: AdviseOptions, found: Measured, command: str, caveats: Sequence[str]) -> Report:
+    """The report, with the answer that follows from what was measured."""
+    sweep = cells_of(found.answers, found.costs, options.loads, options.lengths, rooms_of(found.memory))
+    best = best_cells(sweep)
+    findings = _findings(options, found, best)
+    verdicts = [
+        candidate_verdict(
+            one.name,
+            [cell for cell in best if cell.candidate == one.name],
+            [finding for finding in findings if finding.candidate == one.name],
+        )
+        for one in found.candidates
+    ]
+    verdict = verdict_of(verdicts, best, found.costs, found.failed)
+    chosen = next((one for one in found.candidates if one.name == verdict.candidate), None)
+    own = [cell for cell in best if cell.candidate == (verdict.candidate or verdict.nearest)]
+    costs = cost_rows(found.machines, own, options.slo_ms, MARGIN)
+    lines = launch_lines(chosen, options.target, verdict.num_draft, verdict.routing)
+    settings = settings_of(chosen, options.target, verdict.routing)
+    results: dict[str, Any] = {
+        "kind": "advise",
+        "answer": verdict.answer,
+        "verdict": verdict,
+        "candidates": verdicts,
+        "failed": found.failed,
+        "rows": best,
+        "sweep": sweep,
+        "memory": found.memory,
+        "costs_per_million": costs,
+        "findings": findings,
+        "routing": verdict.routing,
+        "settings": settings,
+        "launch": lines,
+        "step_costs": found.costs,
+        "sources": dict(SOURCES),
+    }
+    return Report(
+        title="Advice",
+        command=command,
+        options=asdict(options),
+        results=results,
+        tables=(
+            _load_table(best, options),
+            *_slice_tables(best),
+            _sweep_table(sweep, options),
+            *_memory_tables(found),
+            *_cost_tables(costs, options),
+            *_finding_tables(findings, found.failed),
+            _launch_table(lines, as_toml(settings)),
+            Table("Where the figures come from", ("figure", "source"), SOURCES, justify="l"),
+        ),
+        explained=EXPLAINED,
+        caveats=tuple(caveats),
+        verdict=verdict.sentence,
+        passed=verdict.answer != "no",
+        plots=_plots(best, sweep),
+    )
+
+
+def _findings(options: AdviseOptions, found: Measured, best: Sequence[SpeedCell]) -> list[Finding]:
+    findings = [*of_question(options, found.costs), *found.findings]
+    for row in found.memory:
+        advice = memory_advice(row, found.budget)
+        if advice is not None:
+            findings.append(Finding(advice.topic, row.candidate, advice.finding, advice.remedy))
+    for one in found.candidates:
+        findings += of_cells(one.name, [cell for cell in best if cell.candidate == one.name], found.costs)
+    return findings
+
+
+def _load_table(best: Sequence[SpeedCell], options: AdviseOptions) -> Table:
+    headings = (
+        "drafter",
+        "requests",
+        "draft tokens",
+        "speed-up",
+        "decoding",
+        "per step",
+        "step",
+        "tok/s",
+        "ms/token",
+        "pays",
+    )
+    lines, styles = [], []
+    for cell in (cell for cell in best if cell.slice == ALL_SLICES):
+        pays = "yes" if cell.pays(MARGIN) else "no"
+        if options.slo_ms is not None and cell.ms_per_token > options.slo_ms:
+            pays += f", over {options.slo_ms:g} ms"
+        if cell.served < cell.concurrency:
+            pays += f", {cell.served} fit"
+        styles.append(None if pays == "yes" else "yellow")
+        lines.append(
+            (
+                cell.candidate,
+                str(cell.concurrency),
+                str(cell.num_draft),
+                shown(cell.speedup),
+                f"{cell.decode_speedup:.2f}x",
+                f"{cell.emitted_per_step:.2f}",
+                f"{cell.step_ratio:.2f}",
+                f"{cell.plain_tokens_per_s:.4g} > {cell.tokens_per_s:.4g}",
+                f"{cell.plain_ms_per_token:.3g} > {cell.ms_per_token:.3g}",
+                pays,
+            )
+        )
+    return Table("By load", headings, tuple(lines), styles=tuple(styles))
+
+
+def _slice_tables(best: Sequence[SpeedCell]) -> tuple[Table, ...]:
+    own = [cell for cell in best if cell.slice != ALL_SLICES]
+    if not own:
+        return ()
+    loads = sorted({cell.concurrency for cell in own})
+    places = list(dict.fromkeys((cell.candidate, cell.slice) for cell in own))
+    known = {(cell.candidate, cell.slice, cell.concurrency): cell for cell in own}
+    lines = tuple((*place, *(shown(known[(*place, load)].speedup) for load in loads)) for place in places)
+    headings = ("drafter", "slice", *(f"{load} at once" for load in loads))
+    return (Table("Speed-up by slice", headings, lines, justify="llr"),)
+
+
+def _sweep_table(sweep: Sequence[SpeedCell], options: AdviseOptions) -> Table:
+    known = {(cell.candidate, cell.concurrency, cell.num_draft): cell for cell in sweep if cell.slice == ALL_SLICES}
+    places = list(dict.fromkeys(key[:2] for key in known))
+    lines = tuple(
+        (name, str(load), *(_value(known.get((name, load, length))) for length in options.lengths))
+        for name, load in places
+    )
+    return Table("Speed-up by draft tokens", ("drafter", "requests", *map(str, options.lengths)), lines)
+
+
+def _value(cell: SpeedCell | None) -> str:
+    return "" if cell is None else f"{cell.speedup.value:.2f}"
+
+
+def _memory_tables(found: Measured) -> tuple[Table, ...]:
+    if not found.memory:
+        return ()
+    lines = tuple(
+        (
+            row.candidate,
+            f"{row.draft_weight_bytes / _MEBI:,.0f}",
+            f"{row.draft_kv_bytes / _MEBI:,.0f}",
+            f"{row.displaced_bytes / _MEBI:,.0f}",
+            f"{row.displaced_tokens:,}",
+            f"{row.room.plain:,} > {row.room.candidate:,}",
+            f"{max(0.0, row.left_free):.0%}",
+        )
+        for row in found.memory
+    )
+    headings = (
+        "drafter",
+        "weights MiB",
+        "cache MiB",
+        "in all MiB",
+        "cache tokens displaced",
+        "requests that fit",
+        "left free",
+    )
+    budget = f"of {found.budget.memory_bytes / 2**30:,.1f} GiB, {found.budget.reserve:.0%} kept free"
+    return (Table(f"Memory at the highest load, {budget}", headings, lines),)
+
+
+def _cost_tables(costs: Sequence[CostRow], options: AdviseOptions) -> tuple[Table, ...]:
+    if not costs:
+        return ()
+    deadline = "" if options.slo_ms is None else f" with at most {options.slo_ms:g} ms between tokens"
+    lines = tuple(
+        (
+            row.machine,
+            row.slice or "all",
+            *(_price(row.plain, row.plain_concurrency)),
+            *(_price(row.after, row.after_concurrency)),
+            "" if not row.plain or row.after is None else f"{row.after / row.plain - 1:+.0%}",
+        )
+        for row in costs
+    )
+    headings = ("machine", "slice", "before", "at once", "after", "at once", "change")
+    return (Table(f"Price of 1M tokens{deadline}", headings, lines, justify="llr"),)
+
+
+def _price(value: float | None, concurrency: int | None) -> tuple[str, str]:
+    return ("never in time", "") if value is None else (f"{value:.3g}", str(concurrency))
+
+
+def _finding_tables(findings: Sequence[Finding], failed: Mapping[str, str]) -> tuple[Table, ...]:
+    lines = [(one.topic, one.candidate or "all", one.finding, one.remedy) for one in findings]
+    lines += [("cannot draft", name, reason, "leave it out") for name, reason in failed.items()]
+    return (Table("Checks", ("about", "drafter", "finding", "remedy"), tuple(lines), justify="l"),) if lines else ()
+
+
+def _launch_table(lines: Sequence[LaunchLine], toml: str) -> Table:
+    cells = []
+    for one in lines:
+        cells += [(f"{one.engine}, first", command) for command in one.prepare]
+        cells += [(f"{one.engine}, {name}", text.rstrip()) for name, text in (one.files or {}).items()]
+        cells.append((one.engine, one.command or f"no: {one.refusal}"))
+    notes = ("foretoken.toml:", *toml.splitlines())
+    return Table("To start it", ("engine", "line"), tuple(cells), notes, justify="l")
+
+
+def _plots(best: Sequence[SpeedCell], sweep: Sequence[SpeedCell]) -> tuple[Plot, ...]:
+    def by_load(cells: Sequence[SpeedCell]) -> tuple[Series, ...]:
+        names = dict.fromkeys(cell.candidate for cell in cells)
+        return tuple(
+            Series(name, tuple(_point(c, str(c.concurrency)) for c in cells if c.candidate == name)) for name in names
+        )
+
+    overall = [cell for cell in best if cell.slice == ALL_SLICES]
+    smallest = min((cell.concurrency for cell in overall), default=0)
+    lengths = [cell for cell in sweep if cell.slice == ALL_SLICES and cell.concurrency == smallest]
+    names = dict.fromkeys(cell.candidate for cell in lengths)
+    series = tuple(
+        Series(name, tuple(_point(c, str(c.num_draft)) for c in lengths if c.candidate == name)) for name in names
+    )
+    return (
+        Plot("Speed-up by load", "of plain decoding", by_load(overall), "lines", "requests at once", 1.0),
+        Plot(
+            f"Speed-up by draft tokens, {smallest} at once", "of plain decoding", series, "lines", "draft tokens", 1.0
+        ),
+    )
+
+
+def _point(cell: SpeedCell, at: str) -> Point:
+    return Point(at, cell.speedup.value, cell.speedup.low, cell.speedup.high)

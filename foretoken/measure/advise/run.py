@@ -1,0 +1,213 @@
+"""`foretoken advise`: should I speculate, with which drafter, how many tokens, up to which load, at which cost."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from foretoken.config import SpecConfig
+from foretoken.draft.base import Drafter, ModelDrafter
+from foretoken.engine.llm import LLM
+from foretoken.engine.startup.profiling import Tell
+from foretoken.errors import ForetokenError, SpeculationWarning, UnsupportedModelError
+from foretoken.machine.neighbours import OtherLoad, is_contended
+from foretoken.measure.advise.candidates import AdviseCandidate, candidates_of
+from foretoken.measure.advise.checks import Finding, of_pair
+from foretoken.measure.advise.costing import Machine, machines_of
+from foretoken.measure.advise.costs import LoadCosts, measure_costs
+from foretoken.measure.advise.memory import MemoryRow, budget_of, memory_rows
+from foretoken.measure.advise.options import AdviseOptions
+from foretoken.measure.advise.report import Measured, advise_report
+from foretoken.measure.advise.rounds import AnswerRounds, RoundRecorder
+from foretoken.measure.eval.options import EvalDrafter, EvalOptions
+from foretoken.measure.eval.prompts import EvalPrompt, encoded, own_prompts, prompts_of
+from foretoken.measure.eval.run import measure
+from foretoken.measure.progress import Tell as TellNext
+from foretoken.measure.progress import progress
+from foretoken.measure.report import Report, load_average, source_caveats
+from foretoken.measure.write import write_report
+from foretoken.model.names import model_folder
+from foretoken.plan.memory import Budget
+from foretoken.printing.console import Console, Spinner
+from foretoken.text.tokenizer import Tokenizer, load_tokenizer
+
+_SPARE_TOKENS = 256  # of cache per request: the chat template, rounding up to whole blocks
+
+
+def advise(target: str, **options: Any) -> Report:  # noqa: ANN401 - the other fields of AdviseOptions
+    """Say whether to speculate for `target`; `options` are the other fields of `AdviseOptions`.
+
+    `results["answer"]` of the report is "yes", "only under this load", "only for these slices" or "no".
+
+    Raises:
+        InputError: an option or a prompt that cannot be used; names it.
+        ForetokenError: a target that cannot be used.
+    """
+    return run_advise(AdviseOptions(target, **options), command="foretoken.advise(...)")
+
+
+def run_advise(options: AdviseOptions, command: str = "foretoken advise") -> Report:
+    """Measure acceptance and the costs of steps, and make the answer of them; the caller prints the report.
+
+    Progress goes to standard error.
+
+    Raises:
+        InputError, StorageError: prompts, machines or sizes that cannot be used.
+        ForetokenError: a target that cannot be used, or a failing engine.
+    """
+    load, machines, candidates = load_average(), machines_of(options), candidates_of(options)
+    prompts = _prompts(options)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    found = measured(options, candidates, prompts, machines)
+    caveats = [*source_caveats(model_folder(options.target), None, load), *found.notes]
+    report = advise_report(options, found, command, caveats)
+    return write_report(report, options.out, options.name) if options.out is not None else report
+
+
+def _prompts(options: AdviseOptions) -> list[EvalPrompt]:
+    if options.prompts is None:
+        return own_prompts(options.slices, options.prompts_per_slice)
+    return prompts_of(options.prompts, options.slices, options.prompts_per_slice)
+
+
+def measured(
+    options: AdviseOptions,
+    candidates: Sequence[AdviseCandidate],
+    prompts: Sequence[EvalPrompt],
+    machines: Sequence[Machine] = (),
+) -> Measured:
+    """Everything that the answer is made of, of candidates that can be loaded; those that cannot are kept with the
+    reason.
+
+    Raises:
+        ForetokenError: a target that cannot be used, or a failing engine.
+    """
+    with _opened(options, prompts) as (llm, lengths):
+        device, budget = llm.target.device, budget_of(options, llm.target.device)
+        prompt_tokens = round(sum(lengths) / len(lengths))
+        loaded = _Loaded()
+        for candidate in candidates:
+            loaded.load(llm, candidate)
+        usable = [one for one in candidates if one.name in loaded.made]
+        console = Console(stderr=True)
+        with console.spinner("timing steps") as spinner:
+            others = OtherLoad()
+            costs = measure_costs(llm.target, loaded.made, options, prompt_tokens, _teller(spinner))
+            share = others.share()
+        with progress(len(prompts) * len(usable), console) as tell:
+            answers = {one.name: _answers(llm, options, one, prompts, tell) for one in usable}
+        notes = _notes(options, prompt_tokens, costs)
+        if is_contended(share):
+            notes.append(f"Other processes took {share:.0%} of the cores while steps were timed: measure again alone.")
+        rows, unknown = _memory(options, usable, budget, prompt_tokens, device)
+    return Measured(usable, answers, costs, rows, budget, machines, loaded.findings, loaded.failed, (*notes, *unknown))
+
+
+@contextmanager
+def _opened(options: AdviseOptions, prompts: Sequence[EvalPrompt]) -> Iterator[tuple[LLM, list[int]]]:
+    """The engine, with room for the highest load, and the tokens of each prompt."""
+    tokenizer = load_tokenizer(model_folder(options.target))
+    room = max(_rough_tokens(one, tokenizer) for one in prompts)
+    room = room + options.max_tokens + max(options.lengths) + _SPARE_TOKENS
+    with LLM(
+        options.target,
+        SpecConfig(drafter=None),
+        dtype=options.dtype,
+        device=options.device,
+        weights=options.weights,
+        profile="off",
+        cache_tokens=2 * options.loads[-1] * room,
+        max_batch_size=options.loads[-1],
+    ) as llm:
+        yield llm, [len(encoded(llm, one, options.chat)) for one in prompts]
+
+
+def _rough_tokens(prompt: EvalPrompt, tokenizer: Tokenizer | None) -> int:
+    """About as many tokens as a prompt has, its chat template aside."""
+    if tokenizer is None:
+        return len(prompt.content)
+    texts = [prompt.content] if isinstance(prompt.content, str) else [str(part) for part in prompt.content]
+    return sum(len(tokenizer.encode(text)) for text in texts)
+
+
+@dataclass
+class _Loaded:
+    """Drafters that could be loaded, what their checks found, and why others could not."""
+
+    made: dict[str, tuple[AdviseCandidate, SpecConfig, Drafter]] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+
+    def load(self, llm: LLM, candidate: AdviseCandidate) -> None:
+        """Load a candidate's drafter and compare its model with the target."""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # the checks say the same, with the verdict
+                llm.prepare(candidate.spec)
+        except ForetokenError as error:
+            self.failed[candidate.name] = str(error)
+            return
+        (drafter,) = llm.loaded_drafters(candidate.spec)
+        self.made[candidate.name] = (candidate, candidate.spec, drafter)
+        if candidate.kind == "draft model" and candidate.source is not None and isinstance(drafter, ModelDrafter):
+            texts = llm.tokenizer, load_tokenizer(model_folder(candidate.source))
+            self.findings += of_pair(candidate.name, candidate.source, llm.target, drafter.models()[0], texts)
+
+
+def _teller(spinner: Spinner | None) -> Tell:
+    """Shows what is being timed where there is a terminal."""
+    return lambda words, _share: None if spinner is None else spinner.update(words)
+
+
+def _answers(
+    llm: LLM, options: AdviseOptions, candidate: AdviseCandidate, prompts: Sequence[EvalPrompt], tell: TellNext
+) -> list[AnswerRounds]:
+    """The rounds of a candidate on every prompt, with the longest drafts."""
+    asked = EvalOptions(
+        options.target,
+        drafters=("ngram",),
+        num_draft=max(options.lengths),
+        max_tokens=options.max_tokens,
+        temperatures=(options.temperature,),
+        stop_at_eos=options.stop_at_eos,
+        chat=options.chat,
+        seed=options.seed,
+    )
+    recorder = RoundRecorder()
+    jobs = [(one, EvalDrafter(candidate.name, candidate.spec), options.temperature) for one in prompts]
+    llm.engine.watchers.append(recorder)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SpeculationWarning)
+            found = [
+                recorder.answer(sample.prompt, sample.slice)
+                for sample in measure(llm, asked, jobs, lambda name: tell(f"acceptance of {name}"))
+            ]
+    finally:
+        llm.engine.watchers.remove(recorder)
+    return [one for one in found if one.rounds]
+
+
+def _notes(options: AdviseOptions, prompt_tokens: int, costs: LoadCosts) -> list[str]:
+    found = list(costs.left_out)
+    if options.prompts is None:
+        found.append("No prompts were given: acceptance was measured on the library's own texts, and depends on texts.")
+    if costs.prompt_tokens < prompt_tokens:
+        found.append(f"Prompts have {prompt_tokens} tokens, and steps were timed behind {costs.prompt_tokens}.")
+    return found
+
+
+def _memory(
+    options: AdviseOptions, usable: Sequence[AdviseCandidate], budget: Budget, prompt_tokens: int, device: torch.device
+) -> tuple[list[MemoryRow], list[str]]:
+    """The rows; none and a note where shapes do not follow from the files."""
+    try:
+        return memory_rows(options, usable, budget, prompt_tokens, device), []
+    except UnsupportedModelError as error:
+        return [], [f"Memory was not planned: {error}"]

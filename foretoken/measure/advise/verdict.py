@@ -1,0 +1,178 @@
+"""The answer: speculate or not, with what, where and up to which load, and why; and the rules that make it so."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from foretoken.measure.advise.cells import ALL_SLICES, SpeedCell
+from foretoken.measure.advise.checks import Finding, shortest_answer
+from foretoken.measure.advise.costs import LoadCosts
+from foretoken.measure.stats import Estimate
+
+Answer = Literal["yes", "only under this load", "only for these slices", "no"]
+MARGIN = 0.03  # a gain that is smaller is none
+
+
+@dataclass(frozen=True)
+class CandidateVerdict:
+    """One candidate: the answer for it alone, the loads at which it pays on all texts, the slices on which it pays at
+    the smallest load, and why not.
+    """
+
+    candidate: str
+    answer: Answer
+    paying_loads: tuple[int, ...] = ()
+    paying_slices: tuple[str, ...] = ()
+    losing_slices: tuple[str, ...] = ()
+    reasons: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class AdviceVerdict:
+    """The answer of all: `candidate` is None for "no", then `nearest` is the one that came nearest.
+
+    `routing` holds fields of `RoutingRules`.
+    """
+
+    answer: Answer
+    candidate: str | None
+    nearest: str | None
+    num_draft: int
+    sentence: str
+    reasons: tuple[str, ...]
+    routing: Mapping[str, int] = field(default_factory=dict)
+
+
+def candidate_verdict(name: str, cells: Sequence[SpeedCell], findings: Sequence[Finding]) -> CandidateVerdict:
+    """The answer for a candidate with these best cells."""
+    overall = [cell for cell in cells if cell.slice == ALL_SLICES]
+    loads = tuple(cell.concurrency for cell in overall if cell.pays(MARGIN))
+    smallest = min(cell.concurrency for cell in overall)
+    by_slice = [cell for cell in cells if cell.slice != ALL_SLICES and cell.concurrency == smallest]
+    paying = tuple(cell.slice for cell in by_slice if cell.pays(MARGIN))
+    losing = tuple(cell.slice for cell in by_slice if cell.speedup.value < 1)
+    if len(loads) == len(overall):
+        return CandidateVerdict(name, "yes", loads, paying, losing)
+    reasons = tuple(_reasons(overall, findings))
+    if loads:
+        return CandidateVerdict(name, "only under this load", loads, paying, losing, reasons)
+    answer: Answer = "only for these slices" if paying else "no"
+    return CandidateVerdict(name, answer, (), paying, losing, reasons)
+
+
+def _reasons(overall: Sequence[SpeedCell], findings: Sequence[Finding]) -> list[str]:
+    """Why a candidate does not pay where it does not, the rules it breaks first."""
+    found = [one.finding for one in findings if one.rules_out]
+    for cell in overall:
+        if cell.pays(MARGIN):
+            continue
+        requests = _requests(cell.concurrency)
+        if cell.served < cell.plain_served:
+            found.append(
+                f"with {requests} at once only {cell.served} fit into the memory beside it, and "
+                f"{cell.plain_served} without"
+            )
+        elif cell.accepted_per_draft is None:
+            found.append(f"with {requests} at once it finds nothing to draft in these texts")
+        else:
+            found.append(
+                f"with {requests} at once a step emits {cell.emitted_per_step:.2f} tokens a request and takes "
+                f"{cell.step_ratio:.2f} plain steps ({shown(cell.speedup)} end to end)"
+            )
+    return list(dict.fromkeys(found))
+
+
+def verdict_of(
+    verdicts: Sequence[CandidateVerdict],
+    cells: Sequence[SpeedCell],
+    costs: LoadCosts,
+    failed: Mapping[str, str],
+) -> AdviceVerdict:
+    """The answer of all candidates; `failed` are those that could not be measured, with the reason."""
+    ranked = sorted(verdicts, key=lambda one: _gain(one, cells), reverse=True)
+    best = next((one for one in ranked if one.answer != "no"), None)
+    if best is None:
+        return _no(ranked, failed)
+    own = {cell.concurrency: cell for cell in cells if (cell.candidate, cell.slice) == (best.candidate, ALL_SLICES)}
+    loads = best.paying_loads or tuple(own)[:1]
+    num_draft = own[loads[0]].num_draft
+    routing: dict[str, int] = {}
+    if best.paying_loads and max(own) > max(best.paying_loads):
+        routing["max_speculating_requests"] = max(best.paying_loads)
+    shortest = shortest_answer(best.candidate, list(own.values()), costs)
+    if shortest:
+        routing["min_tokens_to_speculate"] = shortest
+    return AdviceVerdict(
+        best.answer, best.candidate, None, num_draft, _sentence(best, own, cells), best.reasons, routing
+    )
+
+
+def _no(ranked: Sequence[CandidateVerdict], failed: Mapping[str, str]) -> AdviceVerdict:
+    if not ranked:
+        reasons = tuple(f"{name}: {reason}" for name, reason in failed.items())
+        return AdviceVerdict(
+            "no", None, None, 0, f"Don't speculate: nothing here can draft. {'; '.join(reasons)}.", reasons
+        )
+    nearest = ranked[0]
+    sentence = (
+        f"Don't speculate: of {len(ranked)} drafters none pays; {nearest.candidate}: {'; '.join(nearest.reasons)}."
+    )
+    if len(ranked) == 1:
+        sentence = f"Don't speculate with {nearest.candidate}: {'; '.join(nearest.reasons)}."
+    return AdviceVerdict("no", None, nearest.candidate, 0, sentence, nearest.reasons)
+
+
+def _gain(one: CandidateVerdict, cells: Sequence[SpeedCell]) -> tuple[bool, float]:
+    """How much a candidate brings where it may be switched off: over all texts, else on the slices that it pays for."""
+    own = [cell for cell in cells if cell.candidate == one.candidate]
+    overall = [cell for cell in own if cell.slice == ALL_SLICES]
+    if one.answer == "no":
+        return False, max(cell.speedup.value for cell in overall)
+    chosen = overall if one.paying_loads else [cell for cell in own if cell.slice in one.paying_slices]
+    return bool(one.paying_loads), sum(math.log(max(1.0, cell.speedup.value)) for cell in chosen) / len(chosen)
+
+
+def _sentence(best: CandidateVerdict, own: Mapping[int, SpeedCell], cells: Sequence[SpeedCell]) -> str:
+    if not best.paying_loads:
+        named = [
+            f"{cell.slice} {shown(cell.speedup)}"
+            for cell in cells
+            if cell.candidate == best.candidate and cell.slice in best.paying_slices and cell.concurrency == min(own)
+        ]
+        slices = " and ".join((", ".join(best.paying_slices[:-1]), best.paying_slices[-1])).removeprefix(" and ")
+        return (
+            f"Speculate only on {slices}, with {best.candidate}: with {_requests(min(own))} at once it answers "
+            f"{', '.join(named)} as fast as plain decoding; on all texts together it does not pay."
+        )
+    parts = [
+        f"{shown(own[load].speedup)} as fast with {_requests(load)} at once ({_draft_tokens(own[load].num_draft)})"
+        for load in best.paying_loads
+    ]
+    sentence = f"answers come {', '.join(parts)}"
+    if best.losing_slices:
+        sentence += f"; not on {', '.join(best.losing_slices)}"
+    if best.answer == "yes":
+        return f"Speculate with {best.candidate}: {sentence}."
+    others = [f"{load}: {shown(cell.speedup)}" for load, cell in own.items() if load not in best.paying_loads]
+    most = max(best.paying_loads)
+    return (
+        f"Speculate with {best.candidate}, but only up to {_requests(most)} at once: {sentence}; beyond, it does not "
+        f"pay ({', '.join(others)})."
+    )
+
+
+def shown(found: Estimate) -> str:
+    """A ratio with its interval."""
+    ends = "" if found.low is None or found.high is None else f" [{found.low:.2f}, {found.high:.2f}]"
+    return f"{found.value:.2f}x{ends}"
+
+
+def _draft_tokens(count: int) -> str:
+    return "1 draft token" if count == 1 else f"{count} draft tokens"
+
+
+def _requests(count: int) -> str:
+    return "1 request" if count == 1 else f"{count} requests"

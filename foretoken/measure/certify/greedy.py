@@ -1,0 +1,143 @@
+"""Greedy answers of A and B, with and without parameters, and the log-probabilities of their tokens."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+from foretoken.backend.requesting import ApiChoice, Reply
+from foretoken.kv.prefix import shared_length
+from foretoken.measure.certify.asking import CertifySession, attempt
+from foretoken.measure.checks import Check, equality
+
+SAME = "the same greedy answers"
+_UNTOLD = "without log-probabilities near ties are not told from errors"
+_LOGPROBS = "log-probabilities"
+_NUM_BIASED = 3
+
+
+def first(replies: Sequence[Reply]) -> list[ApiChoice]:
+    """The first answer of each."""
+    return [reply.choices[0] for reply in replies]
+
+
+def compared(name: str, where: str, a: Sequence[ApiChoice], b: Sequence[ApiChoice], tolerance: float) -> Check:
+    """B's answers against A's: the same tokens up to near ties by A's log-probabilities, and the same text."""
+    if not all(one.pieces for one in (*a, *b)):
+        check = equality(name, where, [one.text for one in a], [one.text for one in b], exact=True, unit="character")
+        return replace(check, detail=f"{check.detail}; {_UNTOLD}") if check.result == "fail" else check
+
+    def gap(i: int, place: int) -> tuple[float, float]:
+        return apart(a[i], b[i], place), tolerance
+
+    units = [[(*one.pieces, ("text", one.text)) for one in side] for side in (a, b)]
+    return equality(name, where, units[0], units[1], exact=False, gap=gap)
+
+
+def apart(a: ApiChoice, b: ApiChoice, place: int) -> float:
+    """How far A's log-probabilities of the two tokens at a place are apart; infinite where A names B's not."""
+    if place >= min(len(a.pieces), len(b.pieces)):
+        return math.inf
+    other = a.tops[place].get(b.pieces[place]) if a.tops else None
+    return math.inf if other is None else abs(a.logprobs[place] - other)
+
+
+def follows(base: ApiChoice, other: ApiChoice, tolerance: float) -> bool | None:
+    """Whether an answer takes the same tokens as another of the same side, as far as both go; None where they part at a
+    near tie.
+    """
+    if not base.pieces or not other.pieces:
+        shorter = min(len(base.text), len(other.text))
+        return base.text[:shorter] == other.text[:shorter]
+    place = shared_length(base.pieces, other.pieces)
+    if place == min(len(base.pieces), len(other.pieces)):
+        return True
+    return None if apart(base, other, place) <= tolerance else False
+
+
+def check_greedy(session: CertifySession) -> Iterator[Check]:
+    """Temperature 0: the same answers, and the same log-probabilities. Prompts to which A gives another answer the
+    second time are left out.
+    """
+    options, where = session.options, "temperature 0"
+
+    def equal() -> Check:
+        a, b = _repeated(session)
+        if not a:
+            return Check(SAME, where, "undecided", found="A never gives the same answer twice")
+        check = compared(SAME, where, a, b, options.tolerance)
+        left_out = len(session.prompts) - len(a)
+        return replace(check, found=f"{check.found}; A differs from itself in {left_out}") if left_out else check
+
+    yield attempt(SAME, where, equal)
+    yield attempt(_LOGPROBS, where, lambda: _logprobs(session, where))
+
+
+def _repeated(session: CertifySession) -> tuple[list[ApiChoice], list[ApiChoice]]:
+    """The answers of both to the prompts to which A gives its answer again."""
+    requests = session.requests()
+    a, b = map(first, session.both(requests))
+    again = first(session.answers(session.a, requests, turn=1))
+    stable = [one.text == other.text for one, other in zip(a, again, strict=True)]
+    kept = [(one, other) for one, other, is_stable in zip(a, b, stable, strict=True) if is_stable]
+    return [one for one, _ in kept], [other for _, other in kept]
+
+
+def _logprobs(session: CertifySession, where: str) -> Check:
+    """The log-probabilities of the tokens that both chose, up to the first that differs."""
+    a, b = map(first, session.both(session.requests()))
+    gaps: list[float] = []
+    for one, other in zip(a, b, strict=True):
+        shared = shared_length(one.pieces, other.pieces)
+        gaps += [abs(x - y) for x, y in zip(one.logprobs[:shared], other.logprobs[:shared], strict=True)]
+    if not gaps:
+        why = "no log-probabilities are reported" if session.num_logprobs is None else "no token is the same"
+        return Check(_LOGPROBS, where, "not asked" if session.num_logprobs is None else "undecided", found=why)
+    tolerance, largest = session.options.tolerance, max(gaps)
+    wrong = sum(gap > tolerance for gap in gaps)
+    found = f"{wrong} of {len(gaps)} further apart, largest {largest:.2g}"
+    return Check(_LOGPROBS, where, "fail" if wrong else "pass", len(gaps), found, f"all within {tolerance:g}")
+
+
+# ---- parameters
+
+
+def check_parameters(session: CertifySession) -> Iterator[Check]:
+    """Each parameter changes B's answers as it changes A's. Where it changes none of A's, nothing can be said."""
+    sampled: dict[str, object] = {"temperature": 1.0, "seed": session.options.seed}
+    # What is kept of a distribution when one token is left of it: then even a sampled answer is certain.
+    cases: dict[str, tuple[dict[str, object], dict[str, object]]] = {
+        "presence_penalty 2": ({}, {"presence_penalty": 2.0}),
+        "frequency_penalty 2": ({}, {"frequency_penalty": 2.0}),
+        "repetition_penalty 1.8": ({}, {"repetition_penalty": 1.8}),
+        "top_k 1": (sampled, {"top_k": 1}),
+        "top_p 0.000001": (sampled, {"top_p": 1e-6}),
+        "min_p 1": (sampled, {"min_p": 1.0}),
+    }
+    for name, (base, more) in cases.items():
+        yield attempt(name, "is obeyed", partial(_obeyed, session, name, base, more))
+    yield attempt("logit_bias -100", "is obeyed", lambda: _bias(session))
+
+
+def _bias(session: CertifySession) -> Check:
+    """The tokens that A likes best are forbidden."""
+    a = first(session.answers(session.a, session.requests()))
+    commonest = Counter(token for one in a for token in one.token_ids).most_common(_NUM_BIASED)
+    if not commonest:
+        return Check("logit_bias -100", "is obeyed", "not asked", found="A's answers carry no token ids")
+    bias = {str(token): -100.0 for token, _ in commonest}
+    return _obeyed(session, "logit_bias -100", {}, {"logit_bias": bias})
+
+
+def _obeyed(session: CertifySession, name: str, base: dict[str, object], more: dict[str, object]) -> Check:
+    where = "is obeyed"
+    without = first(session.answers(session.a, session.requests(**base)))
+    a, b = map(first, session.both(session.requests(**base, **more)))
+    changed = sum(one.text != other.text for one, other in zip(a, without, strict=True))
+    if not changed:
+        return Check(name, where, "undecided", found="changes no answer of A")
+    check = compared(name, where, a, b, session.options.tolerance)
+    return replace(check, sees=f"B without it, where it changes A: {changed} answers")

@@ -1,0 +1,80 @@
+"""What a certificate asks of which two backends, and how small an error it is to find."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from foretoken.errors import InputError
+from foretoken.field_text import words
+from foretoken.measure.options import CHAT_OPTION, NAME_OPTION, OUT_OPTION, PROMPTS_OPTION, SEED_OPTION
+from foretoken.measure.sides import SideOptions
+from foretoken.measure.write import check_name, check_out
+from foretoken.option import check_fields, option
+from foretoken.params import check_number, check_whole
+
+KINDS = ("greedy", "parameters", "limits", "stream", "distribution", "seeds", "forms")
+
+
+@dataclass(frozen=True)
+class CertifyOptions(SideOptions):
+    """Two backends of the same model, A without speculation, and the size of the comparison.
+
+    `num_prompts` greedy answers of `max_tokens` tokens are compared. `effect` is the total variation between the two
+    sides' answers that a test of sampled answers shall find with probability 0.99: it sets how many are drawn. `alpha`
+    is the probability that a correct B fails any of those tests. `tolerance` is how far two log-probabilities may lie
+    apart by rounding, and how near a tie of two tokens must be for either to stand. `only` are the kinds of checks to
+    make. `resume` is a file that keeps every answer.
+    """
+
+    prompts: Path | None = field(default=None, metadata=PROMPTS_OPTION)
+    num_prompts: int = field(default=10, metadata=option("Greedy answers to compare; prompts are taken in turn."))
+    max_tokens: int = field(default=64, metadata=option("Tokens of a greedy answer."))
+    chat: bool = field(default=False, metadata=CHAT_OPTION)
+    effect: float = field(
+        default=0.15,
+        metadata=option("Total variation of sampled answers to be found with probability 0.99; smaller asks more."),
+    )
+    alpha: float = field(
+        default=1e-3, metadata=option("Probability that a correct B fails any of the tests of sampled answers.")
+    )
+    tolerance: float = field(
+        default=0.25,
+        metadata=option("Log-probabilities that lie no further apart count as equal: near ties, and rounding."),
+    )
+    only: tuple[str, ...] = field(
+        default=KINDS, metadata=option(f"Kinds of checks, separated by commas: {', '.join(KINDS)}.", read=words)
+    )
+    resume: Path | None = field(
+        default=None, metadata=option("File that keeps each answer; a run that was stopped goes on from it.")
+    )
+    out: Path | None = field(default=None, metadata=OUT_OPTION)
+    name: str = field(default="certify", metadata=NAME_OPTION)
+    seed: int = field(default=0, metadata=SEED_OPTION)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        self.check_sides()
+        check_whole("num_prompts", self.num_prompts, 1, 10_000)
+        check_whole("max_tokens", self.max_tokens, 8, 1 << 20)
+        check_whole("seed", self.seed, 0, 2**62)
+        check_number("effect", self.effect, 0.005, 1.0)
+        check_number("alpha", self.alpha, 1e-6, 0.1)
+        check_number("tolerance", self.tolerance, 0.0, 10.0)
+        _check_kinds(self.only)
+        check_name(self.name)
+        if self.out is not None:
+            check_out(self.out)
+
+
+def _check_kinds(kinds: tuple[str, ...]) -> None:
+    """Refuse what is no kind of checks.
+
+    Raises:
+        InputError: names `only`.
+    """
+    if not kinds:
+        raise InputError("only", "", f"name at least one of {', '.join(KINDS)}")
+    for kind in kinds:
+        if kind not in KINDS:
+            raise InputError("only", kind, f"choose from {', '.join(KINDS)}")

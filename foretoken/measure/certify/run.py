@@ -1,0 +1,131 @@
+"""`foretoken certify`: whether B, which speculates, answers as A does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from foretoken.backend.requesting import requester_of
+from foretoken.measure.certify.asking import Asker, CertifySession
+from foretoken.measure.certify.forms import check_forms
+from foretoken.measure.certify.greedy import check_greedy, check_parameters
+from foretoken.measure.certify.options import KINDS, CertifyOptions
+from foretoken.measure.certify.report import certify_report
+from foretoken.measure.certify.sampled import check_distribution, check_seeds
+from foretoken.measure.certify.whole import check_limits, check_stream
+from foretoken.measure.checks import Check
+from foretoken.measure.kept import KeptFile, digest, run_of
+from foretoken.measure.progress import progress
+from foretoken.measure.prompts import read_prompts
+from foretoken.measure.report import Report
+from foretoken.measure.sides import OpenSide, open_sides
+from foretoken.measure.workload import SLICES, Prompt, slices
+from foretoken.measure.write import write_report
+
+_CHECKS: Mapping[str, Callable[[CertifySession], Iterator[Check]]] = {
+    "greedy": check_greedy,
+    "parameters": check_parameters,
+    "limits": check_limits,
+    "stream": check_stream,
+    "distribution": check_distribution,
+    "seeds": check_seeds,
+    "forms": check_forms,
+}
+_NUM_LOGPROBS = 5  # the most that every server gives
+
+
+def certify(a: str, b: str, **options: Any) -> Report:  # noqa: ANN401 - the other fields of CertifyOptions
+    """Compare B's answers with A's; `options` are the other fields of `CertifyOptions`.
+
+    `results["passed"]` of the report says whether no check failed, `results["checks"]` what each found and would have
+    seen, `results["rows"]` every request with its answer.
+
+    Raises:
+        InputError: an option that cannot be used; names it.
+        UnavailableError: a backend does not answer.
+        ForetokenError: a model that cannot be used.
+    """
+    return run_certify(CertifyOptions(a, b, **options), command="foretoken.certify(...)")
+
+
+def run_certify(options: CertifyOptions, command: str = "foretoken certify") -> Report:
+    """Ask, check, and write the result where options ask for it; the caller prints the report.
+
+    Progress goes to standard error. After Ctrl-C the report holds the checks that were made until then.
+
+    Raises:
+        InputError, StorageError: prompts or a file to resume that cannot be used.
+        UnavailableError: a backend does not answer.
+        ForetokenError: a model that cannot be used.
+    """
+    assert tuple(_CHECKS) == KINDS
+    prompts = _prompts(options)
+    checks: list[Check] = []
+    caveats: list[str] = []
+    interrupted = False
+    with open_sides(options) as sides:
+        about = {side.label: side.identity for side in sides}
+        kept = _kept(options, prompts, about)
+        a, b = (Asker(side.label, requester_of(side.backend, side.drafting), kept) for side in sides)
+        try:
+            for row in kept.restored(dict) if kept is not None else ():
+                (a if row["side"] == a.label else b).restore(row)
+            session, caveats = _session(options, a, b, prompts, sides)
+            with progress(len(options.only)) as tell:
+                checks.extend(made_checks(session, tell))
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            if kept is not None:
+                kept.close()
+        caveats += [note for side in sides for note in side.backend.notes()]
+    rows = [*a.rows, *b.rows]
+    report = certify_report(options, about, checks, rows, command, list(dict.fromkeys(caveats)), interrupted)
+    return write_report(report, options.out, options.name) if options.out is not None else report
+
+
+def made_checks(session: CertifySession, tell: Callable[[str], None] = lambda _: None) -> Iterator[Check]:
+    """The checks that are asked for, each when it is made; `tell` receives the kind before each kind."""
+    for kind in KINDS:
+        if kind in session.options.only:
+            tell(kind)
+            yield from _CHECKS[kind](session)
+
+
+def _prompts(options: CertifyOptions) -> list[Prompt]:
+    if options.prompts is not None:
+        return list(read_prompts(options.prompts)[: options.num_prompts])
+    every = slices(per_slice=-(-options.num_prompts // len(SLICES)))
+    return list(every[:: max(1, len(every) // options.num_prompts)][: options.num_prompts])
+
+
+def _session(
+    options: CertifyOptions, a: Asker, b: Asker, prompts: Sequence[Prompt], sides: Sequence[OpenSide]
+) -> tuple[CertifySession, list[str]]:
+    """The sides with what both of them report."""
+    conversations = all(side.backend.capabilities.conversations for side in sides)
+    session = CertifySession(options, a, b, prompts, _NUM_LOGPROBS, conversations)
+    request = session.request(prompts[0])
+    silent = [
+        side.label for side in (a, b) if not (reply := side.ask([request])[0]).choices or not reply.choices[0].pieces
+    ]
+    if not silent:
+        return session, []
+    caveat = (
+        f"{' and '.join(silent)} reported no log-probabilities: every difference between greedy answers counts, near "
+        "ties too."
+    )
+    return CertifySession(options, a, b, prompts, None, conversations), [caveat]
+
+
+def _kept(options: CertifyOptions, prompts: Sequence[Prompt], about: dict[str, dict[str, str]]) -> KeptFile | None:
+    """The file of answers.
+
+    Raises:
+        InputError, StorageError: see `KeptFile`.
+    """
+    if options.resume is None:
+        return None
+    planned = digest([(prompt.text, prompt.messages) for prompt in prompts])
+    run = run_of(options, ("only", "tolerance", "effect", "alpha"), sides=about) | {"prompts by content": planned}
+    return KeptFile(options.resume, "certify", run)

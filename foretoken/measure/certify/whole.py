@@ -1,0 +1,216 @@
+"""Where answers end, what is counted of them, and whether streaming changes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+from foretoken.backend.requesting import ApiChoice, ApiRequest, Reply
+from foretoken.measure.certify.asking import Asker, CertifySession, attempt, own_rules, streamed
+from foretoken.measure.certify.forms import form_requests
+from foretoken.measure.certify.greedy import first, follows
+from foretoken.measure.checks import Check
+
+_STOPS = ((0.3, 2), (0.5, 4), (0.7, 3))  # where in an answer, as a share of it, and how many characters
+_LENGTHS = (1, 2, 3, 5, 8, 13)
+_STOPPED = "an answer ends before its stop string"
+_LIMITED = "max_tokens is the length"
+_COUNTED = "usage counts the tokens"
+_REASON = "finish_reason says why"
+_STREAMED = "streamed text = whole text"
+
+_RequestsOf = Callable[[CertifySession, Asker], Sequence[ApiRequest]]
+
+
+def check_limits(session: CertifySession) -> Iterator[Check]:
+    """Stop strings, `max_tokens`, `usage` and `finish_reason`."""
+    yield attempt(_STOPPED, "temperature 0", lambda: _stops(session))
+    yield attempt(_LIMITED, "temperature 0", lambda: _lengths(session))
+    yield attempt(_COUNTED, "temperature 0", lambda: _usage(session))
+    yield attempt(_REASON, "temperature 0", lambda: _reasons(session))
+
+
+# ---- stop strings
+
+
+def _stop_cases(session: CertifySession, side: Asker) -> list[tuple[ApiChoice, str, ApiRequest]]:
+    """(whole answer, stop string, request) of a side: parts of its own greedy answers become stop strings."""
+    found = []
+    for prompt, whole in zip(session.prompts, first(session.answers(side, session.requests())), strict=True):
+        for share, length in _STOPS:
+            place = int(share * len(whole.text))
+            stop = whole.text[place : place + length]
+            if len(stop) == length and stop.strip() and "\ufffd" not in stop:
+                found.append((whole, stop, session.request(prompt, stop=[stop])))
+    return found
+
+
+def _stops(session: CertifySession) -> Check:
+    problems, num_tokens = [], 0
+    for side in (session.a, session.b):
+        cases = _stop_cases(session, side)
+        answers = first(session.answers(side, [request for _, _, request in cases]))
+        rows = zip(cases, answers, strict=True)
+        problems.append(
+            {
+                (id_of(request), stop): _stop_problem(session, whole, stop, answer)
+                for (whole, stop, request), answer in rows
+            }
+        )
+        num_tokens = sum(len(answer.pieces) for answer in answers)
+    a, b = problems
+    keys = list(b)
+    return own_rules(
+        _STOPPED,
+        "temperature 0",
+        ([a.get(key, "") for key in keys], [b[key] for key in keys]),
+        num_tokens,
+        "the text up to it, finish_reason stop",
+    )
+
+
+def id_of(request: ApiRequest) -> tuple[str, object]:
+    """What tells two requests apart, their fields aside."""
+    return request.text, request.messages
+
+
+def _stop_problem(session: CertifySession, whole: ApiChoice, stop: str, answer: ApiChoice) -> str:
+    wanted = whole.text[: whole.text.index(stop)]
+    if follows(whole, answer, session.options.tolerance) is None:
+        return ""  # a near tie before the stop string
+    if answer.text != wanted:
+        return f"stop {stop!r}: the answer ends {answer.text[-12:]!r}, not {wanted[-12:]!r}"
+    return "" if answer.finish_reason in ("stop", "") else f"stop {stop!r}: finish_reason {answer.finish_reason!r}"
+
+
+# ---- lengths and counts
+
+
+def _length_requests(session: CertifySession) -> list[ApiRequest]:
+    lengths = [length for length in _LENGTHS if length <= session.options.max_tokens]
+    return [session.request(prompt, max_tokens=length) for prompt in session.prompts for length in lengths]
+
+
+def _lengths(session: CertifySession) -> Check:
+    requests = _length_requests(session)
+    a, b = session.both(requests)
+    problems = (
+        [_length_problem(request, one) for request, one in zip(requests, a, strict=True)],
+        [_length_problem(*row) for row in zip(requests, b, a, strict=True)],
+    )
+    num_tokens = sum(reply.num_tokens or 0 for reply in b)
+    return own_rules(_LIMITED, "temperature 0", problems, num_tokens, "no token more, no text more than A's")
+
+
+def _length_problem(request: ApiRequest, reply: Reply, other: Reply | None = None) -> str:
+    """What is too long; `other` is A's answer, which a longer text of the same beginning exceeds."""
+    most, answer = int(request.fields["max_tokens"]), reply.choices[0]
+    counts = [len(answer.pieces), len(answer.token_ids), reply.num_tokens or 0]
+    if max(counts) > most:
+        return f"max_tokens {most}: {max(counts)} tokens"
+    if other is not None and len(answer.text) > len(other.choices[0].text):
+        before = other.choices[0].text.rstrip("\ufffd")
+        if before and answer.text.startswith(before):
+            return f"max_tokens {most}: the text goes on with {answer.text[len(before) :][:12]!r}"
+    return ""
+
+
+def _counted_replies(session: CertifySession, side: Asker) -> list[Reply]:
+    return session.answers(side, [*session.requests(), *_length_requests(session)])
+
+
+def _usage(session: CertifySession) -> Check:
+    a, b = _counted_replies(session, session.a), _counted_replies(session, session.b)
+    told = [reply for reply in b if reply.num_tokens is not None]
+    if not told:
+        return Check(_COUNTED, "temperature 0", "not asked", found="B reports no usage")
+    problems = [_usage_problem(one) for one in a], [_usage_problem(*row) for row in zip(b, a, strict=True)]
+    num_tokens = sum(reply.num_tokens or 0 for reply in b)
+    return own_rules(_COUNTED, "temperature 0", problems, num_tokens, "the tokens listed, and A's for the same text")
+
+
+def _usage_problem(reply: Reply, other: Reply | None = None) -> str:
+    answer = reply.choices[0]
+    listed = len(answer.token_ids) or len(answer.pieces)
+    if reply.num_tokens is not None and listed and reply.num_tokens != listed:
+        return f"completion_tokens {reply.num_tokens}, and {listed} are listed"
+    if other is None:
+        return ""
+    same = other.choices[0].text == answer.text
+    for name in ("num_tokens",) * same + ("num_prompt_tokens",):
+        own, theirs = getattr(reply, name), getattr(other, name)
+        if own is not None and theirs is not None and own != theirs:
+            return f"{name.removeprefix('num_')} {own}, A says {theirs}"
+    return ""
+
+
+def _reasons(session: CertifySession) -> Check:
+    requests = [*session.requests(), *_length_requests(session)]
+    a, b = session.both(requests)
+    if not any(reply.choices[0].finish_reason for reply in b):
+        return Check(_REASON, "temperature 0", "not asked", found="B says no finish_reason")
+    problems = (
+        [_reason_problem(*row) for row in zip(requests, a, strict=True)],
+        [_reason_problem(*row) for row in zip(requests, b, a, strict=True)],
+    )
+    return own_rules(_REASON, "temperature 0", problems, 0, "length at max_tokens, else stop; A's for the same text")
+
+
+def _reason_problem(request: ApiRequest, reply: Reply, other: Reply | None = None) -> str:
+    answer = reply.choices[0]
+    listed = len(answer.token_ids) or len(answer.pieces)
+    if answer.finish_reason == "length" and listed and listed < request.fields["max_tokens"]:
+        return f"length after {listed} of {request.fields['max_tokens']} tokens"
+    if other is not None and other.choices[0].text == answer.text:
+        theirs = other.choices[0].finish_reason
+        if theirs and theirs != answer.finish_reason:
+            return f"finish_reason {answer.finish_reason!r}, A says {theirs!r}"
+    return ""
+
+
+# ---- streams
+
+
+def check_stream(session: CertifySession) -> Iterator[Check]:
+    """The same answer in chunks as at once: of texts, of answers with stop strings, and of a form whose characters
+    have several bytes.
+    """
+    groups: dict[str, _RequestsOf] = {
+        "texts": lambda session, _: session.requests(),
+        "stop strings": lambda session, side: [request for _, _, request in _stop_cases(session, side)],
+        "characters of several bytes": lambda session, _: form_requests(session),
+    }
+    for where, requests_of in groups.items():
+        yield attempt(_STREAMED, where, partial(_streams, session, where, requests_of))
+
+
+def _streams(session: CertifySession, where: str, requests_of: _RequestsOf) -> Check:
+    problems: list[dict[str, str]] = []
+    num_tokens = 0
+    for side in (session.a, session.b):
+        requests = requests_of(session, side)
+        whole, chunks = session.answers(side, requests), session.answers(side, streamed(requests))
+        rows = zip(requests, whole, chunks, strict=True)
+        problems.append({str(request): _stream_problem(session, one, other) for request, one, other in rows})
+        num_tokens = sum(len(reply.choices[0].pieces) for reply in chunks)
+    a, b = problems
+    pairs = [a.get(key, "") for key in b], list(b.values())
+    return own_rules(_STREAMED, where, pairs, num_tokens, "the same text, finish_reason and usage")
+
+
+def _stream_problem(session: CertifySession, whole: Reply, chunks: Reply) -> str:
+    one, other = whole.choices[0], chunks.choices[0]
+    if follows(one, other, session.options.tolerance) is None:
+        return ""
+    for name, a, b in (
+        ("text", one.text, other.text),
+        ("finish_reason", one.finish_reason, other.finish_reason),
+        ("calls", one.calls, other.calls),
+        ("tokens", whole.num_tokens, chunks.num_tokens),
+    ):
+        if a != b and a is not None and b is not None:
+            if name != "text":
+                return f"{name}: {b!r}, not {a!r}"
+            place = next((i for i, (x, y) in enumerate(zip(one.text, other.text, strict=False)) if x != y), -8)
+            return f"streamed {other.text[place:][:8]!r}, whole {one.text[place:][:8]!r}"
+    return ""

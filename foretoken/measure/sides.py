@@ -1,0 +1,143 @@
+"""The two backends of a comparison: which ones, how each drafts, and both of them open."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+from foretoken.backend.answering import SERVED, AnsweringBackend, Drafting
+from foretoken.backend.registry import check_address, check_backends, is_address
+from foretoken.config import SpecConfig
+from foretoken.engine_config import THREADS, EngineConfig
+from foretoken.errors import ConfigError, InputError
+from foretoken.measure.asked import BackendSource, chosen_draftings, drafting_name
+from foretoken.measure.options import PLAIN
+from foretoken.option import option, same_option
+from foretoken.params import check_whole
+
+_SIDE = (
+    "{}: the address of an OpenAI-compatible server, or an engine in this process: local, llama.cpp, transformers, "
+    "openvino."
+)
+_DRAFTER = (
+    "How {} drafts: plain, or one of its own ways by its name. Without it a server drafts as it was started, and an "
+    "engine in this process decodes plainly."
+)
+
+
+@dataclass(frozen=True)
+class SideOptions:
+    """Two backends, `a` as it is and `b` what might replace it, and how each drafts.
+
+    `target`, `draft`, `dtype`, `device` and `threads` are those of an engine in this process.
+    """
+
+    a: str = field(metadata=option(_SIDE.format("A, what there is now")))
+    b: str = field(metadata=option(_SIDE.format("B, what might replace it")))
+    a_drafter: str | None = field(default=None, kw_only=True, metadata=option(_DRAFTER.format("A")))
+    b_drafter: str | None = field(default=None, kw_only=True, metadata=option(_DRAFTER.format("B")))
+    a_model: str | None = field(
+        default=None, kw_only=True, metadata=option("Name of the model at A's address; else its first.")
+    )
+    b_model: str | None = field(
+        default=None, kw_only=True, metadata=option("Name of the model at B's address; else its first.")
+    )
+    target: str | None = field(default=None, kw_only=True, metadata=same_option(EngineConfig, "model"))
+    draft: str | None = field(default=None, kw_only=True, metadata=same_option(SpecConfig, "draft"))
+    num_draft: int = field(
+        default=5, kw_only=True, metadata=option("Draft tokens of a way to draft that is named, where it takes it.")
+    )
+    dtype: str = field(default="auto", kw_only=True, metadata=same_option(EngineConfig, "dtype"))
+    device: str = field(default="auto", kw_only=True, metadata=same_option(EngineConfig, "device"))
+    threads: int | None = field(default=None, kw_only=True, metadata=THREADS)
+
+    def check_sides(self) -> None:
+        """Refuse sides that cannot be opened.
+
+        Raises:
+            InputError, ConfigError: names the field.
+        """
+        check_whole("num_draft", self.num_draft, 1, 256)
+        for side in ("a", "b"):
+            backend: str = getattr(self, side)
+            if is_address(backend):
+                check_address(side, backend)
+                continue
+            try:
+                check_backends((backend,))
+            except InputError as error:
+                raise InputError(side, backend, error.remedy) from error
+            if self.target is None:
+                raise ConfigError(
+                    "target", None, f"{side}={backend} runs in this process: name the model that it loads"
+                )
+            if getattr(self, f"{side}_model") is not None:
+                remedy = f"names a model at an address, and {side} is {backend}; leave it out"
+                raise ConfigError(f"{side}_model", getattr(self, f"{side}_model"), remedy)
+        if is_address(self.a) and is_address(self.b):
+            for name in ("target", "draft", "threads"):
+                if getattr(self, name) is not None:
+                    remedy = "is of an engine in this process, and both are servers; leave it out"
+                    raise ConfigError(name, getattr(self, name), remedy)
+
+
+@dataclass(frozen=True)
+class OpenSide:
+    """An open backend under a letter, and how it drafts; `identity` is what a report says of it."""
+
+    label: str
+    backend: AnsweringBackend
+    drafting: Drafting
+    identity: dict[str, str]
+
+    @property
+    def title(self) -> str:
+        """Its letter and the backend's name."""
+        return f"{self.label} ({self.backend.name})"
+
+
+@contextmanager
+def open_sides(options: SideOptions) -> Iterator[tuple[OpenSide, OpenSide]]:
+    """A and B, closed at the end; one engine in this process that both name is opened once.
+
+    Raises:
+        InputError: a way to draft that a backend does not have.
+        ForetokenError: see `BackendSource.open`.
+    """
+    sources = {side: _source(options, side) for side in ("a", "b")}
+    with ExitStack() as stack:
+        opened: dict[BackendSource, AnsweringBackend] = {}
+        found = []
+        for side, source in sources.items():
+            if source not in opened:
+                opened[source] = stack.enter_context(source.open())
+            backend = opened[source]
+            drafting = _drafting(options, side, backend)
+            about = source.identity_of(backend) | {
+                "drafter": PLAIN if drafting.kind is None else drafting_name(drafting)
+            }
+            found.append(OpenSide(side.upper(), backend, drafting, about))
+        yield found[0], found[1]
+
+
+def _source(options: SideOptions, side: str) -> BackendSource:
+    backend: str = getattr(options, side)
+    if is_address(backend):
+        return BackendSource(backend, served_model=getattr(options, f"{side}_model"))
+    return BackendSource(
+        backend, options.target, options.draft, dtype=options.dtype, device=options.device, threads=options.threads
+    )
+
+
+def _drafting(options: SideOptions, side: str, backend: AnsweringBackend) -> Drafting:
+    name: str | None = getattr(options, f"{side}_drafter")
+    field_name = f"{side}_drafter"
+    if name is None:
+        return Drafting(SERVED) if is_address(backend.name) else Drafting()
+    if name == PLAIN:
+        if not backend.capabilities.plain:
+            remedy = f"{backend.name} cannot be asked to leave out drafting: start it without"
+            raise ConfigError(field_name, name, f"{remedy}, and leave this option out")
+        return Drafting()
+    return chosen_draftings(backend, field_name, (name,), options.num_draft)[0]

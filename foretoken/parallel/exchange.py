@@ -1,0 +1,177 @@
+"""How ranks exchange numbers: torch.distributed, gloo on CPUs and NCCL on GPUs, without its process-wide state.
+
+On CPUs a sum over the ranks is each rank's own sum of everybody's part, added in the order of the ranks. All ranks get
+the same bits, which depend neither on who arrives first nor on how many rows there are (a ring adds each piece of a
+tensor in another order). NCCL sums as it likes unless numerics are strict.
+
+Ranks find each other through files in a private folder, and talk over the loopback interface: one machine.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import FileStore, PrefixStore
+
+from foretoken.parallel.plan import FRAME_WORDS, Plan, framed, num_more, unframed
+
+# A rank waits for rank 0 as long as that lives: it ends with it (`rank`). Only rank 0 gives up on others.
+PATIENT_S = 10 * 365 * 86_400.0
+_LOOPBACK = "127.0.0.1"
+_POLL_S = 5e-5
+
+
+class LostRankError(Exception):
+    """Another rank, `rank`, has closed its connection, or did not answer in time."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(f"no answer of rank {rank}")
+        self.rank = rank
+
+
+class RankExchange:
+    """The `Collective` of one of `world` ranks; usable once `connect` was called on all of them."""
+
+    def __init__(self, rank: int, world: int, device: torch.device, is_strict: bool) -> None:
+        self.rank, self.world, self.device = rank, world, device
+        self._peers = [other for other in range(world) if other != rank]
+        self._sums_in_order = is_strict or device.type == "cpu"
+        self._num_plans, self._patience_s = 0, 0.0
+        self._host: Any = None  # ProcessGroupGloo
+        self._fast: Any = None  # ProcessGroupNCCL, where tensors are on a GPU
+
+    def connect(self, folder: Path, patience_s: float) -> None:
+        """Meet the others in `folder`; from then on no operation waits longer than `patience_s`.
+
+        Raises:
+            RuntimeError: they did not come.
+        """
+        self._patience_s, patience = patience_s, timedelta(seconds=patience_s)
+        store = FileStore(str(folder / "meeting"), self.world)
+        store.set_timeout(patience)
+        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
+        options._timeout, options._threads = patience, 1
+        self._host = dist.ProcessGroupGloo(PrefixStore("host", store), self.rank, self.world, options)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+            own: Any = dist.ProcessGroupNCCL.Options()
+            own._timeout = patience
+            self._fast = dist.ProcessGroupNCCL(PrefixStore("device", store), self.rank, self.world, own)
+
+    # ---- among all ranks
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """See `sharding.Collective`."""
+        if self._fast is not None and not self._sums_in_order:
+            x = x.contiguous()
+            self._fast.allreduce([x]).wait()
+            return x
+        first, *others = self._parts(x)
+        total = first.float() if first.itemsize == 2 else first.clone()
+        for part in others:
+            total += part
+        return total.to(x.dtype)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """See `sharding.Collective`."""
+        return torch.cat(self._parts(x), dim=-1)
+
+    def _parts(self, x: Tensor) -> list[Tensor]:
+        """The ranks' tensors of the shape of `x`, in their order."""
+        x = x.contiguous()
+        if not x.numel():
+            return [x] * self.world
+        parts = [x if rank == self.rank else torch.empty_like(x) for rank in range(self.world)]
+        if self._fast is not None:
+            parts[self.rank] = torch.empty_like(x)
+            self._fast.allgather([parts], [x]).wait()
+            return parts
+        # Point to point: gloo's own gathering hands each operation to a thread, which takes five times as long.
+        work = [(rank, self._host.send([_bytes_of(x)], rank, 0)) for rank in self._peers]
+        work += [(rank, self._host.recv([_bytes_of(parts[rank])], rank, 0)) for rank in self._peers]
+        for rank, one in work:
+            _wait(one, rank)
+        return parts
+
+    def settle(self) -> None:
+        """Wait for what runs on a GPU: a collective of NCCL returns before it is done, and never is if a rank is lost.
+
+        Raises:
+            TimeoutError: it is not done in time.
+        """
+        if self._fast is None:
+            return
+        done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        ends = time.monotonic() + self._patience_s
+        done.record()
+        while not done.query():
+            if time.monotonic() > ends:
+                raise TimeoutError
+            time.sleep(_POLL_S)
+
+    # ---- from rank 0 to the others
+
+    def tell(self, plan: Plan, rows: Tensor | None) -> None:
+        """Send a plan, and the `rows` that belong to it."""
+        frames = framed(plan.words(), self._num_plans)
+        self._num_plans += 1
+        for frame in frames:
+            self._send(frame)
+        if rows is not None and rows.numel():
+            self._broadcast(rows.contiguous())
+
+    def listen(self, width: int, dtype: torch.dtype) -> tuple[Plan, Tensor]:
+        """The next plan of rank 0, however long it takes, and its rows [num_rows, width]."""
+        frames = [self._receive()]
+        frames += [self._receive() for _ in range(num_more(frames[0], self._num_plans))]
+        self._num_plans += 1
+        plan = Plan.from_words(unframed(torch.stack(frames)))
+        rows = torch.empty(plan.num_rows, width, dtype=dtype, device=self.device)
+        if rows.numel():
+            self._broadcast(rows)
+        return plan, rows
+
+    def _broadcast(self, rows: Tensor) -> None:
+        if self._fast is not None:
+            options = dist.BroadcastOptions()
+            options.rootRank = 0
+            self._fast.broadcast([rows], options).wait()
+        elif self.rank == 0:
+            self._send(_bytes_of(rows))
+        else:
+            _wait(self._host.recv([_bytes_of(rows)], 0, 0), 0)
+
+    def _send(self, words: Tensor) -> None:
+        for rank, work in [(rank, self._host.send([words], rank, 0)) for rank in self._peers]:
+            _wait(work, rank)
+
+    def _receive(self) -> Tensor:
+        frame = torch.empty(FRAME_WORDS, dtype=torch.int64)
+        _wait(self._host.recv([frame], 0, 0), 0)
+        return frame
+
+
+def _wait(work: Any, rank: int) -> None:  # noqa: ANN401 - gloo's Work
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise LostRankError(rank) from error
+
+
+def _bytes_of(x: Tensor) -> Tensor:
+    """The memory of a contiguous tensor: gloo does not take every format of numbers."""
+    return x.view(-1).view(torch.uint8)
+
+
+def rank_devices(first: torch.device, world: int) -> list[torch.device]:
+    """Where each rank computes: all on the CPU, or one GPU each from `first` on."""
+    if first.type == "cpu":
+        return [first] * world
+    return [torch.device(first.type, (first.index or 0) + rank) for rank in range(world)]

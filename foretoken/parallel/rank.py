@@ -1,0 +1,109 @@
+"""The process of a rank other than 0: `python -m foretoken.parallel.rank`, started by `group`.
+
+It reads its `RankSetup` from standard input, loads its part of the weights, says so on standard output, and computes
+plan after plan. It has no requests, drafts or random numbers, and decides nothing. It ends when standard input is
+closed: no rank outlives rank 0. SIGINT and SIGTERM, which a terminal and a service manager send to all processes of a
+group, are rank 0's matter and ignored here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import traceback
+from pathlib import Path
+
+import torch
+
+from foretoken.machine.process import keep_freed_memory
+from foretoken.model.decoder import Decoder
+from foretoken.model.loader import load_decoder
+from foretoken.model.paged import PagedModel
+from foretoken.model.strict import StrictModel
+from foretoken.parallel.exchange import PATIENT_S, RankExchange
+from foretoken.parallel.group import LOADED, RankSetup
+from foretoken.parallel.plan import Plan, PlanKind
+
+
+class Rank:
+    """Computes this rank's part of every plan."""
+
+    def __init__(self, setup: RankSetup) -> None:
+        self.setup, self.device = setup, torch.device(setup.device)
+        self.exchange = RankExchange(setup.rank, setup.world, self.device, setup.numerics == "strict")
+        self.decoder = load_rank(setup, self.exchange)
+
+    def serve(self) -> None:
+        """Compute plans until the process is ended."""
+        self.exchange.connect(Path(self.setup.folder), PATIENT_S)
+        first, _ = self.exchange.listen(0, torch.float32)
+        assert first.kind is PlanKind.CACHE
+        kind = StrictModel if self.setup.numerics == "strict" else PagedModel
+        model = kind(self.decoder, first.numbers[0])
+        weight = self.decoder.norm.weight
+        while True:
+            self.compute(model, *self.exchange.listen(weight.shape[-1], weight.dtype))
+
+    @torch.inference_mode()
+    def compute(self, model: PagedModel, plan: Plan, rows: torch.Tensor) -> None:
+        """What rank 0 computes at this moment; it alone keeps the results."""
+        for move in plan.moves:
+            model.move(*move)
+        if plan.kind is PlanKind.EMBED:
+            model.embed(torch.tensor(plan.tokens, dtype=torch.int64, device=self.device))
+        elif plan.kind is PlanKind.OUTPUT:
+            model.output_logits(rows)
+        else:
+            for table in self.decoder.rotaries:
+                table.cover(max(plan.positions, default=-1) + 1)
+            one = plan.pass_of(model.block_size, self.device, rows)
+            if plan.kind is PlanKind.EARLY:
+                model.run_early(one)
+            else:
+                model.run_pass(one)
+
+
+def load_rank(setup: RankSetup, exchange: RankExchange) -> Decoder:
+    """The part of the weights that a rank holds."""
+    quant = None if setup.weights == "auto" else setup.weights
+    place = torch.device(setup.device)
+    return load_decoder(
+        *(Path(setup.model), setup.dtype, place), quant=quant, rank=setup.rank, world=setup.world, collective=exchange
+    )
+
+
+def _end_with_rank_0() -> None:
+    sys.stdin.read()
+    os._exit(0)
+
+
+def main() -> None:
+    """Be a rank until rank 0 is gone."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    setup = RankSetup(**json.loads(sys.stdin.readline()))
+    threading.Thread(target=_end_with_rank_0, daemon=True).start()
+    torch.set_num_threads(setup.num_threads)
+    keep_freed_memory()
+    answers = sys.stdout
+    sys.stdout = sys.stderr  # what else is printed is no answer
+    try:
+        rank = Rank(setup)
+    except Exception as error:  # noqa: BLE001 - rank 0 tells it
+        print(f"{type(error).__name__}: {error}".replace("\n", " "), file=answers, flush=True)
+        return
+    answers.write(LOADED)
+    answers.flush()
+    try:
+        rank.serve()
+    except BaseException:  # noqa: BLE001 - whatever it is, this rank computes no more
+        traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(1)  # threads of gloo may still wait for others
+
+
+if __name__ == "__main__":
+    main()

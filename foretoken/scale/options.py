@@ -1,0 +1,120 @@
+"""`RayOptions`: how many replicas `foretoken serve --ray` runs, and on what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from foretoken.errors import ConfigError
+from foretoken.option import option
+from foretoken.params import check_flag, check_number, check_whole
+from foretoken.server.config import ServerConfig
+
+_RUNNING = 256  # requests of one step, at most; those beyond `max_waiting` the engine refuses by itself
+_QUIET = {"enable_access_log": False}  # the request log of the front has every request
+_MOST = 86_400.0  # cores, GPUs or seconds: a day
+_option = partial(option, group="Ray")
+
+
+@dataclass(frozen=True)
+class RayOptions:
+    """Replicas beside those of `LifeConfig`, whose `workers` is the smallest number of them. Times in seconds.
+
+    - `max_replicas`: None keeps their number at `workers`.
+    - `replica_tokens`: tokens that the requests of one replica may still read and write, on which scaling aims.
+    - `replica_cpus`, `replica_gpus`: what Ray reserves for each.
+
+    Raises:
+        ConfigError, InputError: a value that cannot be honoured; names the field.
+    """
+
+    ray: bool = field(
+        default=False,
+        metadata=_option("Run the workers as replicas of Ray Serve, in the cluster of RAY_ADDRESS or a new one."),
+    )
+    max_replicas: int | None = field(
+        default=None, metadata=_option("Most replicas; without it, always as many as --workers.")
+    )
+    replica_tokens: int = field(
+        default=16_384,
+        metadata=_option("Tokens that the requests of a replica may still read and write; more add replicas."),
+    )
+    replica_cpus: float = field(default=1.0, metadata=_option("CPUs that Ray reserves for a replica, and its threads."))
+    replica_gpus: float = field(default=0.0, metadata=_option("GPUs that Ray reserves for a replica."))
+    scale_up_s: float = field(
+        default=10.0, metadata=_option("Seconds of too many queued tokens before a replica is added.")
+    )
+    scale_down_s: float = field(
+        default=300.0, metadata=_option("Seconds of few queued tokens before a replica is drained.")
+    )
+
+    def __post_init__(self) -> None:
+        check_flag("ray", self.ray)
+        check_whole("replica_tokens", self.replica_tokens, low=1)
+        if self.max_replicas is not None:
+            check_whole("max_replicas", self.max_replicas, low=1)
+        check_number("replica_cpus", self.replica_cpus, low=0.0, high=_MOST, open_low=True)
+        for name in ("replica_gpus", "scale_up_s", "scale_down_s"):
+            check_number(name, getattr(self, name), low=0.0, high=_MOST)
+
+    def check_with(self, config: ServerConfig) -> None:
+        """Refuse what these replicas cannot do.
+
+        Raises:
+            ConfigError: names the field.
+        """
+        workers = config.life.workers
+        if self.max_replicas is not None and self.max_replicas < workers:
+            raise ConfigError("max_replicas", self.max_replicas, f"must be at least workers, which is {workers}")
+        refused = {
+            "devices": (config.life.devices, "Ray gives a replica its GPUs: use --replica-gpus"),
+            "trace": (config.engine.trace, "replicas may run on any machine: record with `foretoken serve` on one"),
+        }
+        for name, (value, remedy) in refused.items():
+            if value:
+                raise ConfigError(name, str(value), f"is not offered with --ray; {remedy}")
+
+
+def engine_options(config: ServerConfig, options: RayOptions) -> dict[str, Any]:
+    """How Ray Serve runs the engine's replicas, under its names."""
+    workers = config.life.workers
+    policy = {
+        "policy_function": "foretoken.scale.decide:QueuedTokens",
+        "policy_kwargs": {"replica_tokens": options.replica_tokens},
+    }
+    scaling = {
+        "min_replicas": workers,
+        "max_replicas": options.max_replicas,
+        "upscale_delay_s": options.scale_up_s,
+        "downscale_delay_s": options.scale_down_s,
+        "look_back_period_s": min(10.0, max(1.0, options.scale_up_s)),
+        "metrics_interval_s": 1.0,
+        "policy": policy,
+    }
+    number = {"num_replicas": workers} if options.max_replicas is None else {"autoscaling_config": scaling}
+    return {
+        **number,
+        "max_ongoing_requests": config.life.max_waiting + _RUNNING,
+        "graceful_shutdown_timeout_s": config.life.drain_s,
+        "graceful_shutdown_wait_loop_s": 0.5,
+        "health_check_period_s": 5.0,
+        "logging_config": _QUIET,
+        "ray_actor_options": {
+            "num_cpus": options.replica_cpus,
+            "num_gpus": options.replica_gpus,
+        },
+        "request_router_config": {"request_router_class": "foretoken.scale.router:ConversationRouter"},
+    }
+
+
+def front_options(config: ServerConfig, options: RayOptions) -> dict[str, Any]:
+    """The same for fronts: one, for which no core is reserved; a Serve config may ask for more."""
+    replicas = options.max_replicas or config.life.workers
+    return {
+        "num_replicas": 1,
+        "max_ongoing_requests": 2 * replicas * (config.life.max_waiting + _RUNNING),
+        "graceful_shutdown_timeout_s": config.life.drain_s,
+        "logging_config": _QUIET,
+        "ray_actor_options": {"num_cpus": 0},
+    }

@@ -1,0 +1,244 @@
+"""Ollama's interface: `/api/chat`, `/api/generate`, and what its clients ask about models."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from foretoken.backend.call import AnswerEnded, Call, ModelInfo, TokenEvent
+from foretoken.server.api.body import JsonRoute
+from foretoken.server.api.call import Terms, chat_call, check_model, completion_call, terms_of
+from foretoken.server.api.completions import with_suffix
+from foretoken.server.api.envelopes import OLLAMA_PATH
+from foretoken.server.api.errors import json_response
+from foretoken.server.api.exchange import Api, Exchange
+from foretoken.server.api.messages import MessageShaper, PlainMessage, arguments_of, shaper_of
+from foretoken.server.api.ollama_request import (
+    OllamaChat,
+    OllamaFields,
+    OllamaGenerate,
+    ShowRequest,
+    as_chat,
+    as_completion,
+    as_prompted_chat,
+)
+from foretoken.server.api.streaming import PieceGroup, paced
+from foretoken.server.api.usage import timings
+from foretoken.server.api.writer import ResponseWriter, answer, chat_logprobs
+
+CHAT_PATH, GENERATE_PATH = f"{OLLAMA_PATH}/chat", f"{OLLAMA_PATH}/generate"
+# The version of Ollama whose interface this is: some clients refuse those that are older than they know.
+_INTERFACE_VERSION = "0.12.6"
+_EPOCH = "1970-01-01T00:00:00Z"
+_NS_PER_MS = 1_000_000
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    "default": {
+        "description": "An error",
+        "content": {
+            "application/json": {
+                "schema": {
+                    "type": "object",
+                    "required": ["error", "code"],
+                    "properties": {"error": {"type": "string"}, "code": {"type": "string"}},
+                }
+            }
+        },
+    }
+}
+_Json = dict[str, Any]
+
+
+def ollama_router(api: Api) -> APIRouter:
+    """The routes."""
+    router = APIRouter(route_class=JsonRoute, responses=_ERRORS)
+
+    @router.post(CHAT_PATH, summary="The next message of a conversation, as Ollama has it")
+    async def chat(body: OllamaChat, request: Request) -> Response:
+        terms = terms_of(api, body, request.scope)
+        if body.is_load:
+            return json_response(_loaded(terms.info, {"message": {"role": "assistant", "content": ""}}))
+        asked = as_chat(body)
+        return await _answer(api, request, body, chat_call(asked, terms), shaper_of(asked, terms.info), True)
+
+    @router.post(GENERATE_PATH, summary="The answer to a prompt, as Ollama has it")
+    async def generate(body: OllamaGenerate, request: Request) -> Response:
+        terms = terms_of(api, body, request.scope)
+        if body.is_load:
+            return json_response(_loaded(terms.info, {"response": ""}))
+        return await _answer(api, request, body, await _prompt_call(api, body, terms), PlainMessage(), False)
+
+    @router.get(f"{OLLAMA_PATH}/tags", summary="The served models, as Ollama lists them")
+    async def tags() -> Response:
+        info = api.backend.info
+        return json_response({"models": [] if info is None else [_listed(info) | {"modified_at": _EPOCH}]})
+
+    @router.get(f"{OLLAMA_PATH}/ps", summary="The loaded models, as Ollama lists them")
+    async def ps() -> Response:
+        info = api.backend.info
+        loaded = {"expires_at": "9999-12-31T23:59:59Z", "size_vram": 0}
+        return json_response({"models": [] if info is None else [_listed(info) | loaded]})
+
+    @router.post(f"{OLLAMA_PATH}/show", summary="What is known of a model, as Ollama says it")
+    async def show(body: ShowRequest) -> Response:
+        info = api.ready_info()
+        check_model(body.model or body.name, info)
+        return json_response(_shown(info))
+
+    @router.get(f"{OLLAMA_PATH}/version", summary="The version of Ollama whose interface this is")
+    async def version() -> Response:
+        return json_response({"version": _INTERFACE_VERSION})
+
+    return router
+
+
+async def _prompt_call(api: Api, body: OllamaGenerate, terms: Terms) -> Call:
+    """A prompt is the message of a user, where the model has a chat template and nothing says that it is whole."""
+    if body.raw or body.suffix or not terms.info.has_chat_template:
+        completion = await with_suffix(api, as_completion(body), terms.info)
+        completion.max_tokens = completion.max_tokens or terms.config.default_max_tokens or terms.info.max_model_len
+        return completion_call(completion, terms)
+    return chat_call(as_prompted_chat(body), terms)
+
+
+async def _answer(
+    api: Api, request: Request, body: OllamaFields, call: Call, shaper: MessageShaper, is_chat: bool
+) -> Response:
+    info = api.ready_info()
+    exchange = Exchange(api, request.scope, call, info, body.is_stream)
+    writer = _Writer(exchange, body, shaper, is_chat)
+    return await answer(exchange, request, writer.stream, writer.whole)
+
+
+class _Writer:
+    """One answer, whole or as lines of JSON."""
+
+    def __init__(self, exchange: Exchange, body: OllamaFields, shaper: MessageShaper, is_chat: bool) -> None:
+        self._exchange, self._shaper, self._is_chat = exchange, shaper, is_chat
+        self._has_logprobs = bool(body.logprobs)
+        self._frame = ResponseWriter(exchange, body, "", "", "")
+        self._calls: list[_Json] = []
+
+    def whole(self) -> _Json:
+        """The answer that is not streamed."""
+        progress = self._exchange.book.answers[0]
+        assert progress.ended is not None
+        texts = [self._text(self._shaper.push(progress.text)), self._text(self._shaper.finish("stop")[0])]
+        return self._object("".join(texts), progress.tokens, self._made_calls(progress.ended)) | self._end(
+            progress.ended
+        )
+
+    async def stream(self) -> AsyncGenerator[bytes]:
+        """The lines of the stream.
+
+        Raises:
+            ApiError: the call failed.
+        """
+        exchange = self._exchange
+        async with (
+            contextlib.aclosing(exchange.events()) as events,
+            contextlib.aclosing(paced(events, exchange.api.config)) as groups,
+        ):
+            async for event in groups:
+                if isinstance(event, PieceGroup):
+                    text, tokens = self._text(self._shaper.push(event.piece.text)), event.piece.tokens
+                    if text or (self._has_logprobs and tokens):
+                        yield _line(self._object(text, tokens) | {"done": False})
+                elif isinstance(event, AnswerEnded):
+                    yield _line(self._last(event))
+
+    def _text(self, delta: _Json) -> str:
+        """The text of a delta; its calls are kept until the answer ends, for Ollama's are whole."""
+        for part in delta.get("tool_calls", ()):
+            if "id" in part:
+                self._calls.append({"name": part["function"]["name"], "arguments": ""})
+            self._calls[-1]["arguments"] += part["function"]["arguments"] or ""
+        return delta.get("content") or ""
+
+    def _last(self, event: AnswerEnded, text: str = "", tokens: Sequence[TokenEvent] = ()) -> _Json:
+        """The last object: what is left of the text, the calls, and what it took."""
+        text = self._text(self._shaper.push(text)) + self._text(self._shaper.finish(event.finish_reason)[0])
+        return self._object(text, tokens, self._made_calls(event)) | self._end(event)
+
+    def _made_calls(self, event: AnswerEnded) -> list[_Json]:
+        is_cut = event.finish_reason == "length"
+        return [
+            {"function": call | {"index": place, "arguments": arguments_of(call["arguments"], is_cut)}}
+            for place, call in enumerate(self._calls)
+        ]
+
+    def _object(self, text: str, tokens: Sequence[TokenEvent], calls: Sequence[_Json] = ()) -> _Json:
+        own: _Json = {"response": text}
+        if self._is_chat:
+            own = {"message": {"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {})}
+        if self._has_logprobs:
+            own["logprobs"] = chat_logprobs(tokens)["content"]
+        return {"model": self._exchange.info.name, "created_at": _now(), **own}
+
+    def _end(self, event: AnswerEnded) -> _Json:
+        """The fields of the last object; times in nanoseconds."""
+        found, stats = timings(self._exchange), event.stats
+        return {
+            "done": True,
+            "done_reason": event.finish_reason,
+            "total_duration": int(stats["total_s"] * 1000 * _NS_PER_MS),
+            "load_duration": 0,
+            "prompt_eval_count": sum(map(len, self._exchange.prompt_ids)),
+            "prompt_eval_duration": int(found["prompt_ms"] * _NS_PER_MS),
+            "eval_count": event.num_tokens,
+            "eval_duration": int(found["predicted_ms"] * _NS_PER_MS),
+            **self._frame.reports(),
+        }
+
+
+def _line(body: _Json) -> bytes:
+    return msgspec.json.encode(body) + b"\n"
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat().replace("+00:00", "Z")
+
+
+def _loaded(info: ModelInfo, empty: _Json) -> _Json:
+    """The answer to a request that asks nothing: Ollama's clients load a model so, and this one is loaded."""
+    return {"model": info.name, "created_at": _now(), **empty, "done": True, "done_reason": "load"}
+
+
+def _listed(info: ModelInfo) -> _Json:
+    return {"name": info.name, "model": info.name, "size": 0, "digest": "", "details": _details(info)}
+
+
+def _details(info: ModelInfo) -> _Json:
+    millions = "" if info.num_parameters is None else f"{info.num_parameters / 1e6:.1f}M"
+    return {
+        "parent_model": "",
+        "format": "",
+        "family": "",
+        "families": [],
+        "parameter_size": millions,
+        "quantization_level": "",
+    }
+
+
+def _shown(info: ModelInfo) -> _Json:
+    capabilities = ["completion"]
+    capabilities += ["tools"] if info.tool_style is not None else []
+    capabilities += ["insert"] if info.fim_tokens is not None else []
+    return {
+        "modelfile": "",
+        "parameters": "",
+        "template": "",
+        "modified_at": _EPOCH,
+        "details": _details(info),
+        "model_info": {
+            "general.architecture": "foretoken",
+            "general.parameter_count": info.num_parameters,
+            "foretoken.context_length": info.max_model_len,
+            "foretoken.vocab_size": info.vocab_size,
+        },
+        "capabilities": capabilities,
+    }

@@ -1,0 +1,1 @@
+"""A proxy that divides live traffic between two servers by time, and compares them (`foretoken ab-live`)."""

@@ -1,0 +1,153 @@
+"""An ASGI application that passes every request on to the server whose turn it is, and notes how it was answered.
+
+Requests and answers pass unchanged, as they come. What is noted is read on the side: no answer waits for it.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import httpx2
+from starlette.types import Receive, Scope, Send
+
+from foretoken.backend.http_stream import EventReader, Stream
+from foretoken.measure.ab.live import Request, Turn
+
+_log = logging.getLogger("foretoken.server")
+_CONNECT_S = 10.0
+_CHARS_PER_TOKEN = 4  # where an answer does not say how many tokens it has: events of a speculating server hold several
+_MAX_READ_BYTES = 16 << 20  # of a whole answer, to find out how many tokens it has
+# RFC 9110, section 7.6.1: of one connection each; and the length and host, which the client library sets itself.
+_HOP = frozenset(
+    b"connection keep-alive proxy-authenticate proxy-authorization te trailer transfer-encoding upgrade host".split()
+)
+
+
+class Splitter:
+    """Passes requests on. `turn` says whose turn it is, `seen` takes each request that has ended."""
+
+    def __init__(self, addresses: dict[str, str], turn: Callable[[], Turn], seen: Callable[[Request], None]) -> None:
+        timeout = httpx2.Timeout(None, connect=_CONNECT_S)  # how long an answer may take is the client's matter
+        limits = httpx2.Limits(max_connections=None)
+        self._addresses = {side: address.rstrip("/") for side, address in addresses.items()}
+        self._client = httpx2.AsyncClient(timeout=timeout, limits=limits, follow_redirects=False)
+        self._turn, self._seen = turn, seen
+
+    async def close(self) -> None:
+        """Close the connections to both servers."""
+        await self._client.aclose()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http":
+            return
+        turn, note = self._turn(), _Note()
+        try:
+            await self._pass_on(self._addresses[turn.side], note, scope, receive, send)
+        except httpx2.HTTPError as error:
+            note.error = "connect" if isinstance(error, httpx2.ConnectError) else "cut"
+            _log.warning("server %s: %s", turn.side.upper(), type(error).__name__)
+            if note.has_begun:
+                raise  # the client must see that its answer is cut off
+            await _refuse(send)
+        finally:
+            if scope["method"] == "POST":
+                self._seen(note.request(turn))
+
+    async def _pass_on(self, address: str, note: _Note, scope: Scope, receive: Receive, send: Send) -> None:
+        query = b"?" + scope["query_string"] if scope["query_string"] else b""
+        path = scope.get("raw_path") or scope["path"].encode()
+        headers = [pair for pair in scope["headers"] if pair[0].lower() not in _HOP]
+        request = self._client.build_request(
+            scope["method"], address + (path + query).decode("ascii"), headers=headers, content=note.body(receive)
+        )
+        answer = await self._client.send(request, stream=True)
+        try:
+            kept = [pair for pair in answer.headers.raw if pair[0].lower() not in _HOP]
+            await send({"type": "http.response.start", "status": answer.status_code, "headers": kept})
+            note.begin(answer.status_code, answer.headers)
+            async for data in answer.aiter_raw():
+                note.take(data)
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            note.end()
+        finally:
+            await answer.aclose()
+
+
+class _Note:
+    """What is noted of one request."""
+
+    def __init__(self) -> None:
+        self.error, self.has_begun = "left", False
+        self._began_s = self._first_s = self._ended_s = time.perf_counter()
+        self._num_bytes = 0
+        self._stream = Stream()
+        self._events: EventReader | None = None
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._rest, self._whole = "", bytearray()
+
+    async def body(self, receive: Receive) -> AsyncIterator[bytes]:
+        """The body of the request as it comes."""
+        is_open = True
+        while is_open:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            data, is_open = message.get("body", b""), message.get("more_body", False)
+            self._num_bytes += len(data)
+            if data:
+                yield data
+
+    def begin(self, status: int, headers: httpx2.Headers) -> None:
+        self.has_begun = True
+        self.error = "" if status < 400 else str(status)
+        if headers.get("content-type", "").startswith("text/event-stream"):
+            self._events = EventReader(self._stream, time.perf_counter)
+
+    def take(self, data: bytes) -> None:
+        if self._first_s == self._began_s:
+            self._first_s = time.perf_counter()
+        if self._events is None:
+            if len(self._whole) + len(data) <= _MAX_READ_BYTES:
+                self._whole += data
+            return
+        *lines, self._rest = (self._rest + self._decoder.decode(data)).split("\n")
+        said = self._events.read(lines)
+        if said == "stream":
+            self.error = said
+
+    def end(self) -> None:
+        self._ended_s = time.perf_counter()
+        if self._events is None and not self.error:
+            self._stream.num_tokens = _num_tokens(bytes(self._whole))
+
+    def request(self, turn: Turn) -> Request:
+        """The note, with the times of an answer that ended."""
+        count = self._stream.num_tokens
+        if not count and self._events is not None:
+            count = -(-sum(map(len, self._events.texts)) // _CHARS_PER_TOKEN)
+        ended_s = self._ended_s - self._began_s
+        return Request(turn, ended_s, self._first_s - self._began_s, self._num_bytes, count, self.error)
+
+
+def _num_tokens(body: bytes) -> int:
+    """The tokens that a whole answer says it has; 0 where it says nothing."""
+    try:
+        found: Any = json.loads(body)
+        usage = found["usage"]
+        return int(usage.get("completion_tokens") or usage.get("output_tokens") or 0)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return 0
+
+
+async def _refuse(send: Send) -> None:
+    body = b'{"error": {"message": "the server behind this proxy does not answer", "type": "server_error"}}'
+    headers: Sequence[tuple[bytes, bytes]] = ((b"content-type", b"application/json"),)
+    await send({"type": "http.response.start", "status": 502, "headers": headers})
+    await send({"type": "http.response.body", "body": body, "more_body": False})

@@ -1,0 +1,85 @@
+"""A rank with a fault: `foretoken.parallel.rank` that dies, hangs, is slow or computes something else.
+
+`FORETOKEN_TEST_RANK_FAULT` is `RANK:WHAT:COUNT`: at its `COUNT`th exchange with other ranks, or from there on, the rank
+
+- `kill`: kills itself; `stop`: stops, as a debugger would stop it; `raise`: raises;
+- `slow`: sleeps up to 20 ms before some exchanges;
+- `perturb`: adds noise to the logits that it gets, so that its likeliest token is another one.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretoken.parallel import rank
+from foretoken.parallel.exchange import RankExchange
+
+VARIABLE = "FORETOKEN_TEST_RANK_FAULT"
+COMMAND = (sys.executable, "-P", "-m", "tests.helpers.faulty_rank")
+
+
+def at(count: int, fault: Callable[[], None], is_lasting: bool) -> None:
+    """Call `fault` at this rank's `count`th exchange, and at all later ones if `is_lasting`."""
+    seen, parts = [0], RankExchange._parts
+
+    def faulty(self: RankExchange, x: Tensor) -> list[Tensor]:
+        seen[0] += 1
+        if seen[0] == count or (is_lasting and seen[0] > count):
+            fault()
+        return parts(self, x)
+
+    RankExchange._parts = faulty  # type: ignore[method-assign]
+
+
+def perturb() -> None:
+    gather = RankExchange.all_gather
+
+    def noisy(self: RankExchange, x: Tensor) -> Tensor:
+        return gather(self, x) + torch.randn(1)
+
+    RankExchange.all_gather = noisy  # type: ignore[method-assign]
+
+
+def sleep() -> None:
+    if random.random() < 0.1:
+        time.sleep(random.random() * 0.02)
+
+
+def broken() -> None:
+    raise ValueError("a fault of this test")
+
+
+FAULTS: dict[str, Any] = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "raise": broken,
+    "slow": sleep,
+}
+
+
+def main() -> None:
+    """Be a rank that has the fault, if it is this one's."""
+    number, what, count = os.environ[VARIABLE].split(":")
+    setup = rank.RankSetup
+
+    def taken(**fields: Any) -> Any:
+        found = setup(**fields)
+        if found.rank == int(number):
+            perturb() if what == "perturb" else at(int(count), FAULTS[what], is_lasting=what == "slow")
+        return found
+
+    rank.RankSetup = taken  # type: ignore[misc, assignment]
+    rank.main()
+
+
+if __name__ == "__main__":
+    main()

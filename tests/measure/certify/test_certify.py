@@ -1,0 +1,262 @@
+"""Certificates: an honest server passes, each planted fault is found by the check that is there for it, what cannot be
+asked is named, and a run that was stopped goes on.
+
+`proof/test_certify.py` makes all checks for every fault; here each fault meets the kind of checks that must find it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import foretoken
+from foretoken.backend.requesting import ApiChoice, ApiRequest, Reply
+from foretoken.errors import ConfigError, ForetokenError, InputError, UnavailableError
+from foretoken.measure.certify import forms
+from foretoken.measure.certify.asking import Asker, own_rules, reply_from
+from foretoken.measure.certify.greedy import compared, follows
+from foretoken.measure.certify.options import CertifyOptions
+from foretoken.measure.certify.report import certify_report
+from foretoken.measure.certify.run import made_checks
+from foretoken.measure.checks import Check
+from foretoken.measure.html import html_page
+from foretoken.measure.report import markdown
+from tests.helpers.certify import asker, chat_folder, server_of, session_of
+from tests.helpers.faulty_proxy import FAULTS, Fault, Upstream, faulty
+from tests.measure.certify.dice import Dice
+
+SAME, STOPPED, STREAMED = (
+    "the same greedy answers",
+    "an answer ends before its stop string",
+    "streamed text = whole text",
+)
+BEGIN, FOLLOW = "distribution: how answers begin", "distribution: which token follows which"
+CALLS = "tool calls fit their function"
+FOUND_BY = {  # fault -> kind of checks, and the check
+    "presence_penalty ignored": ("parameters", "presence_penalty 2"),
+    "frequency_penalty ignored": ("parameters", "frequency_penalty 2"),
+    "repetition_penalty ignored": ("parameters", "repetition_penalty 1.8"),
+    "logit_bias ignored": ("parameters", "logit_bias -100"),
+    "top_k ignored": ("parameters", "top_k 1"),
+    "top_p ignored": ("parameters", "top_p 0.000001"),
+    "stop strings ignored": ("limits", STOPPED),
+    "sampling where greedy was asked": ("greedy", SAME),
+    "seed ignored": ("seeds", "equal seeds, equal answers"),
+    "seed constant": ("seeds", "other seeds, other answers"),
+    "max_tokens exceeded by a draft": ("limits", "max_tokens is the length"),
+    "token lost at a stop string": ("limits", STOPPED),
+    "token repeated at a stop string": ("limits", STOPPED),
+    "stop string in the text": ("limits", STOPPED),
+    "token lost at a draft's end": ("greedy", SAME),
+    "JSON broken at a draft's end": ("forms", "JSON fits its schema"),
+    "arguments of a call broken": ("forms", CALLS),
+    "log-probabilities of the draft": ("greedy", "log-probabilities"),
+    "usage counts steps": ("limits", "usage counts the tokens"),
+    "finish_reason wrong": ("limits", "finish_reason says why"),
+    "stream ends early": ("stream", STREAMED),
+    "character broken between chunks": ("stream", STREAMED),
+}
+BY_SAMPLES = {"temperature ignored", "greedy where sampling was asked"}
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Asker, Upstream]]:
+    """A, and the server that proxies stand before."""
+    folder = chat_folder(tmp_path_factory.mktemp("certify") / "target")
+    with pytest.MonkeyPatch.context() as patch, server_of(folder) as url, asker("A", url, plain=True) as a:
+        patch.setattr(forms, "_NUM_SEEDS", 1)
+        upstream = Upstream(url)
+        yield a, upstream
+        upstream.close()
+
+
+def failures(checks: list[Check]) -> set[str]:
+    return {check.name for check in checks if check.result == "fail"}
+
+
+def checked(a: Asker, b: Asker, *only: str, **options: Any) -> list[Check]:
+    return list(made_checks(session_of(a, b, only=only, max_tokens=16, num_prompts=2, **options)))
+
+
+# ---- a server in front of which faults stand
+
+
+def test_an_honest_server_passes(stage: tuple[Asker, Upstream]) -> None:
+    a, upstream = stage
+    with faulty(upstream, Fault("honest")) as url, asker("B", url) as b:
+        checks = checked(a, b, "greedy", "parameters", "limits", "stream", "seeds", "forms")
+    assert {check.result for check in checks} == {"pass"}, [check for check in checks if check.result != "pass"]
+    assert len(checks) == 23
+
+
+@pytest.mark.parametrize("fault", [one for one in FAULTS if one.name in FOUND_BY], ids=lambda fault: fault.name)
+def test_a_planted_fault_is_found(stage: tuple[Asker, Upstream], fault: Fault) -> None:
+    a, upstream = stage
+    kind, name = FOUND_BY[fault.name]
+    with faulty(upstream, fault) as url, asker("B", url) as b:
+        assert name in failures(checked(a, b, kind))
+
+
+def test_every_fault_is_met_by_a_test() -> None:
+    assert {fault.name for fault in FAULTS} == FOUND_BY.keys() | BY_SAMPLES
+
+
+# ---- sampled answers
+
+
+def sampled(alpha: float = 1e-3, **fault: Any) -> list[Check]:
+    a, b = Asker("A", Dice()), Asker("B", Dice(**fault))
+    return list(made_checks(session_of(a, b, only=("distribution", "seeds"), effect=0.25, alpha=alpha)))
+
+
+@pytest.mark.parametrize("tells", [True, False], ids=["tokens", "texts"])
+def test_sampled_answers_of_one_distribution_pass(tells: bool) -> None:
+    checks = sampled(tells=tells)
+    assert {check.result for check in checks} == {"pass"}
+    levels = [float(check.demanded[5:]) for check in checks if check.demanded.startswith("p >= ")]
+    assert sum(levels) == pytest.approx(1e-3, rel=0.05)
+    (begin, *_) = [check for check in checks if check.name == BEGIN]
+    assert 0.15 < float(begin.sees.split()[-1]) < 0.3  # what was asked for, and a margin
+    assert begin.num_tokens == 512
+
+
+@pytest.mark.parametrize(
+    ("fault", "names", "where"),
+    [
+        ({"twist": 0.5}, {FOLLOW}, "temperature 1"),  # a wrong residual: the first token is right
+        ({"ignores": ("temperature",)}, {FOLLOW}, "temperature 0.6"),
+        ({"ignores": ("top_p",)}, {BEGIN, FOLLOW}, "temperature 1, top_p 0.6"),
+        ({"ignores": ("seed",)}, {BEGIN, FOLLOW}, "temperature 1"),
+    ],
+)
+def test_another_distribution_is_found(fault: dict[str, Any], names: set[str], where: str) -> None:
+    found = {check.name for check in sampled(0.05, **fault) if check.result == "fail" and check.where == where}
+    assert names <= found
+
+
+def test_answers_are_asked_one_by_one_where_n_is_refused() -> None:
+    b = Dice(refuses=("n",))
+    checks = list(made_checks(session_of(Asker("A", Dice()), Asker("B", b), only=("distribution",), effect=0.9)))
+    assert {check.result for check in checks} == {"pass"}
+    assert not any("n" in request.fields for request in b.asked[1:])
+
+
+# ---- what is not asked, and what nothing can be said of
+
+
+def test_what_a_side_refuses_is_named_and_passes_nothing() -> None:
+    b = Asker("B", Dice(refuses=("top_k", "stop", "response_format", "tools")))
+    checks = list(made_checks(session_of(Asker("A", Dice()), b, only=("parameters", "limits", "forms"))))
+    refused = {check.name: check.found for check in checks if check.result == "not asked"}
+    assert refused["top_k 1"] == "B refuses: top_k is not known here"
+    assert {STOPPED, "JSON fits its schema", CALLS, "logit_bias -100"} < refused.keys()
+    assert next(check for check in checks if check.name == "presence_penalty 2").result == "undecided"  # A ignores it
+
+
+def test_a_rule_that_a_breaks_too_is_undecided() -> None:
+    assert own_rules("n", "w", (["", "x"], ["", "y"]), 0, "").result == "undecided"
+    check = own_rules("n", "w", (["", "x"], ["z", "y"]), 0, "")
+    assert (check.result, check.found, check.detail) == ("fail", "0 of 2 right, 1 as wrong on A", "z")
+
+
+class Broken(Dice):
+    def ask(self, request: ApiRequest) -> Reply:
+        raise ForetokenError("status 500")
+
+
+def test_a_side_that_fails() -> None:
+    def results(a: Dice, b: Dice) -> set[tuple[str, str]]:
+        checks = made_checks(session_of(Asker("A", a), Asker("B", b), only=("greedy", "distribution")))
+        return {(check.result, check.found) for check in checks}
+
+    assert results(Dice(), Broken()) == {("fail", "B failed: status 500")}
+    assert results(Broken(), Dice()) == {("undecided", "A failed: status 500")}
+
+
+# ---- near ties
+
+
+def answer(*pieces: str, logprob: float = -0.7, **top: float) -> ApiChoice:
+    tops = tuple({piece: logprob, **top} for piece in pieces)
+    return ApiChoice("".join(pieces), "length", (), pieces, (logprob,) * len(pieces), tops)
+
+
+def test_a_difference_at_a_near_tie_is_none() -> None:
+    a, b = answer("a", "b", "c", x=-0.8), answer("a", "x", "d")
+    assert compared("n", "w", [a], [b], 0.25).result == "pass"
+    assert compared("n", "w", [a], [b], 0.05).result == "fail"
+    assert follows(a, b, 0.25) is None
+    assert follows(a, b, 0.05) is False
+    assert compared("n", "w", [a], [answer("a", "y", "d")], 0.25).result == "fail"  # A does not name it
+    assert compared("n", "w", [a], [answer("a", "b")], 0.25).result == "fail"
+    assert compared("n", "w", [a], [replace(a, text="abd")], 0.25).result == "fail"  # the tokens alone are the same
+    texts = compared("n", "w", [replace(a, pieces=())], [replace(b, pieces=())], 0.25)
+    assert (texts.result, texts.detail[:32]) == ("fail", "first differences at character 1")
+
+
+# ---- runs, reports, files
+
+
+def test_a_run_goes_on_from_its_file(stage: tuple[Asker, Upstream], tmp_path: Path) -> None:
+    kept = tmp_path / "kept.jsonl"
+    with faulty(stage[1], Fault("honest")) as url:
+        given: dict[str, Any] = {"num_prompts": 2, "max_tokens": 8, "resume": kept, "a_drafter": "plain"}
+        report = foretoken.certify(url, url, only=("greedy",), out=tmp_path / "r.html", **given)
+        lines = kept.read_text().splitlines()
+        assert len(lines) == 1 + 2 * 2 + 2  # A is asked twice
+        again = foretoken.certify(url, url, only=("greedy",), **given)
+        assert kept.read_text().splitlines() == lines
+        foretoken.certify(url, url, only=("seeds",), **given)
+        with pytest.raises(InputError, match="seed"):
+            foretoken.certify(url, url, seed=1, **given)
+    assert report.results["passed"]
+    assert again.results["checks"] == report.results["checks"]
+    rows = json.loads(report.json_line())["rows"]
+    assert {row["side"] for row in rows} == {"A", "B"}
+    assert reply_from(rows[0]["reply"]).choices[0].pieces
+    assert "PASS: 2 checks" in (tmp_path / "r.html").read_text()
+
+
+def test_the_report_says_what_failed_and_how_sure_it_is() -> None:
+    options = CertifyOptions("http://a", "http://b")
+    about = {side: dict.fromkeys(("name", "version", "model", "drafter"), "x") for side in "AB"}
+    checks = [Check("c", "here", "fail", 3, "1 of 2", "2 of 2", detail="why")]
+    report = certify_report(options, about, checks, [], "foretoken certify", (), False)
+    assert report.verdict == "FAIL: 1 of 1 checks failed"
+    assert not report.passed
+    assert "on 1" in report.explained
+    for page in (markdown(report), html_page(report)):
+        assert "c (here): why" in page
+    stopped = certify_report(options, about, checks[:0], [], "foretoken certify", (), True)
+    assert stopped.verdict.startswith("No verdict: the run was interrupted")
+    nothing = certify_report(options, about, [replace(checks[0], result="not asked")], [], "c", (), False)
+    assert nothing.verdict.startswith("No verdict: no check could be made")
+    assert not stopped.passed
+    assert not nothing.passed
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "named"),
+    [
+        ({"a": "nobody"}, InputError, "a='nobody': choose from local"),
+        ({"a": "local"}, ConfigError, "target=None"),
+        ({"only": ("gready",)}, InputError, "only='gready': choose from greedy"),
+        ({"only": ()}, InputError, "only"),
+        ({"effect": 0.0}, InputError, "effect"),
+        ({"alpha": 0.5}, InputError, "alpha"),
+        ({"max_tokens": 4}, InputError, "max_tokens"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(given: dict[str, Any], error: type, named: str) -> None:
+    with pytest.raises(error, match=named):
+        CertifyOptions(**{"a": "http://a", "b": "http://b"} | given)
+
+
+def test_a_server_that_is_not_there_is_named() -> None:
+    with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:9/v1/models gave no model"):
+        foretoken.certify("http://127.0.0.1:9", "http://127.0.0.1:9")

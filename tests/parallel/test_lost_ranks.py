@@ -1,0 +1,160 @@
+"""A rank that dies or hangs ends the group with a typed error within its patience, and no process is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from foretoken import LLM, AsyncEngine, EngineConfig, RankError, SamplingParams, SpecConfig
+from foretoken.parallel import group
+from foretoken.parallel.lead import LeadModel
+from tests.helpers import faulty_rank
+from tests.helpers.checkpoints import token_ids
+from tests.helpers.deadline import within
+
+PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
+DEADLINE_S = 30.0  # of a test that would hang: one second of patience, and a loaded machine
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "PATIENCE_S", 1.0)
+
+
+def ranks_of(llm: LLM) -> list[int]:
+    assert isinstance(llm.target, LeadModel)
+    return llm.target.group.processes
+
+
+def is_gone(pid: int) -> bool:
+    return not Path(f"/proc/{pid}").exists()
+
+
+def opened(pair: SimpleNamespace, **options: object) -> LLM:
+    return LLM(pair.target, SpecConfig(), dtype="float32", cache_tokens=512, tensor_parallel=2, **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(group, "RANK_COMMAND", faulty_rank.COMMAND)
+    yield
+    assert torch.get_num_threads() == 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("kill:17", "rank 1 .* was ended by SIGKILL"),
+        ("stop:23", "rank 1 did not answer within 1 s"),
+    ],
+)
+def test_a_rank_that_is_lost_in_a_step_ends_all(
+    pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, faulty: None, fault: str, told: str
+) -> None:
+    """The callers of that step and all later ones get the same error; the failed ranks are gone."""
+    monkeypatch.setenv(faulty_rank.VARIABLE, f"1:{fault}")
+    llm = opened(pair)
+    pids = ranks_of(llm)
+    with within(DEADLINE_S), pytest.raises(RankError, match=told):
+        llm.generate([token_ids(9), token_ids(5)], PARAMS)
+    assert llm.has_failed
+    assert all(map(is_gone, pids))
+    with pytest.raises(RankError, match=told):
+        llm.generate([token_ids(9)], PARAMS)
+    llm.close()
+
+
+def test_a_rank_that_dies_between_steps_is_noticed_without_one(pair: SimpleNamespace) -> None:
+    with opened(pair) as llm:
+        llm.generate([token_ids(9)], PARAMS)
+        assert not llm.has_failed
+        os.kill(ranks_of(llm)[0], signal.SIGKILL)
+        ends = time.monotonic() + DEADLINE_S
+        while not llm.has_failed and time.monotonic() < ends:
+            time.sleep(0.01)
+        with pytest.raises(RankError, match="SIGKILL"):
+            llm.generate([token_ids(9)], PARAMS)
+
+
+def test_an_engine_for_many_callers_ends_with_its_ranks(pair: SimpleNamespace) -> None:
+    """A server's worker looks at `is_running` and ends, so that its supervisor starts another."""
+
+    async def serve(engine: AsyncEngine) -> None:
+        long = SamplingParams(max_tokens=200, ignore_eos=True)
+        tickets = [await engine.submit_async(token_ids(9), long) for _ in range(3)]
+        await asyncio.sleep(0.1)
+        os.kill(ranks_of(engine.llm)[0], signal.SIGKILL)
+        for ticket in tickets:
+            assert isinstance((await ticket.wait()).error, RankError)
+        with pytest.raises(RankError):
+            await engine.submit_async(token_ids(9), long)
+
+    config = EngineConfig(pair.target, SpecConfig(), dtype="float32", cache_tokens=1024, tensor_parallel=2)
+    with AsyncEngine(config) as engine:
+        asyncio.run(asyncio.wait_for(serve(engine), DEADLINE_S))
+        assert not engine.is_running
+
+
+def test_a_rank_that_cannot_load_its_part_is_told(pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "RANK_COMMAND", (sys.executable, "-c", "raise SystemExit(3)"))
+    with within(DEADLINE_S), pytest.raises(RankError, match="ended with exit code 3"):
+        opened(pair)
+    monkeypatch.setattr(group, "RANK_COMMAND", (sys.executable, "-c", "print('CheckpointError: gone')"))
+    with within(DEADLINE_S), pytest.raises(RankError, match="rank 1 could not load its part: CheckpointError: gone"):
+        opened(pair)
+    assert torch.get_num_threads() == 1
+
+
+_USER = """
+import json, sys, time
+from foretoken import LLM, SamplingParams, SpecConfig
+llm = LLM(sys.argv[1], SpecConfig(), dtype="float32", cache_tokens=512, tensor_parallel=2)
+print(json.dumps(llm.target.group.processes), flush=True)
+llm.generate([[1, 2, 3]] * 4, SamplingParams(max_tokens=240, ignore_eos=True))
+"""
+
+
+def test_no_rank_outlives_rank_0(pair: SimpleNamespace) -> None:
+    """Killed in the middle of its steps."""
+    command = [sys.executable, "-c", _USER, str(pair.target)]
+    with within(DEADLINE_S), subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        pids = json.loads(process.stdout.readline())
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
+        while not all(map(is_gone, pids)):
+            time.sleep(0.01)
+
+
+def test_an_interrupt_waits_for_the_end_of_a_pass(pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C ends the call, not the group: the next one is answered. Torch's threads are divided, and given back."""
+    torch.set_num_threads(3)
+    with opened(pair) as llm:
+        assert torch.get_num_threads() == 1
+        expected = llm.generate([token_ids(9)], PARAMS)[0].token_ids
+        exchange, seen = llm.target.group.exchange, [0]  # type: ignore[attr-defined]
+        parts = exchange._parts
+
+        def interrupted(x: torch.Tensor) -> list[torch.Tensor]:
+            seen[0] += 1
+            if seen[0] == 20:
+                signal.raise_signal(signal.SIGINT)
+            return parts(x)  # type: ignore[no-any-return]
+
+        monkeypatch.setattr(exchange, "_parts", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([token_ids(9)], PARAMS)
+        assert llm.generate([token_ids(9)], PARAMS)[0].token_ids == expected
+    assert torch.get_num_threads() == 3
+    torch.set_num_threads(1)

@@ -1,0 +1,129 @@
+"""The proxy of `ab-live`: answers pass unchanged, what is noted of them, and to whom requests go."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx2
+import pytest
+
+from foretoken.backend.call import Begun
+from foretoken.measure.ab.live import LiveOptions, Request, Turn
+from foretoken.server.api.app import create_app
+from foretoken.server.split.proxy import Splitter
+from foretoken.server.split.run import Comparison
+from tests.helpers.fake_backend import FakeBackend, ended, piece
+from tests.helpers.http import JSON, Serving, client_of
+
+HELLO: Any = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 9}
+CHAT = "/v1/chat/completions"
+PARTED = (Begun(((1, 2, 3),)), piece(0, "a" * 10), piece(0, "b" * 10, 1), ended(0, "a" * 10 + "b" * 10))
+
+
+class Turns:
+    """A proxy in front of two servers; `side` is whose turn it is."""
+
+    def __init__(self, addresses: dict[str, str]) -> None:
+        self.side, self.seen = "a", list[Request]()
+        self._addresses = addresses
+
+    def send(self, *asked: tuple[str, str, Any]) -> list[httpx2.Response]:
+        """The answers to (method, path, body), one after the other."""
+
+        async def run() -> list[httpx2.Response]:
+            splitter = Splitter(self._addresses, lambda: Turn(0, self.side, True), self.seen.append)
+            async with client_of(splitter) as client:
+                found = []
+                for method, path, body in asked:
+                    content = None if body is None else json.dumps(body).encode()
+                    found.append(await client.request(method, path, content=content, headers=JSON))
+            await splitter.close()
+            return found
+
+        return asyncio.run(run())
+
+
+@pytest.fixture
+def turns(serving: Serving) -> Turns:
+    hosts = {side: serving(create_app(FakeBackend(PARTED))) for side in ("a", "b")}
+    return Turns({side: f"http://{host}:{port}/" for side, (host, port) in hosts.items()})
+
+
+def test_answers_pass_as_they_are(turns: Turns) -> None:
+    whole, stream, listed, bad = turns.send(
+        ("POST", CHAT, HELLO),
+        ("POST", CHAT, HELLO | {"stream": True}),
+        ("GET", "/v1/models?x=1", None),
+        ("POST", CHAT, {"messages": []}),
+    )
+    assert whole.json()["choices"][0]["message"]["content"] == "a" * 10 + "b" * 10
+    assert whole.headers["x-request-id"]
+    assert stream.headers["content-type"].startswith("text/event-stream")
+    assert stream.text.endswith("data: [DONE]\n\n")
+    assert stream.text.count('"content":"aaaaaaaaaa"') == 1
+    assert listed.json()["data"][0]["id"] == "fake"
+    assert (bad.status_code, bad.json()["error"]["param"]) == (400, "messages")
+
+
+def test_what_is_noted(turns: Turns) -> None:
+    told = {"stream": True, "stream_options": {"include_usage": True}}
+    turns.send(
+        ("POST", CHAT, HELLO),
+        ("POST", CHAT, HELLO | told),
+        ("POST", CHAT, HELLO | {"stream": True}),
+        ("GET", "/v1/models", None),
+        ("POST", CHAT, {"messages": []}),
+    )
+    assert [(one.num_tokens, one.error) for one in turns.seen] == [(2, ""), (2, ""), (5, ""), (0, "400")]
+    assert all(one.e2e_s >= one.ttft_s > 0 for one in turns.seen[:3])
+    assert turns.seen[0].num_prompt_bytes == len(json.dumps(HELLO))
+
+
+def test_requests_go_to_whose_turn_it_is(serving: Serving, turns: Turns) -> None:
+    backends = {side: FakeBackend() for side in ("a", "b")}
+    hosts = {side: serving(create_app(backend)) for side, backend in backends.items()}
+    turns = Turns({side: f"http://{host}:{port}" for side, (host, port) in hosts.items()})
+    for side in ("a", "b", "b"):
+        turns.side = side
+        turns.send(("POST", CHAT, HELLO))
+    assert [len(backends[side].calls) for side in ("a", "b")] == [1, 2]
+
+
+def test_a_server_that_is_not_there_is_an_error_of_its_own() -> None:
+    turns = Turns({"a": "http://127.0.0.1:9"})
+    (found,) = turns.send(("POST", CHAT, HELLO))
+    assert (found.status_code, turns.seen[0].error) == (502, "connect")
+
+
+def test_traffic_goes_back_to_a_once_it_is_decided() -> None:
+    now = [0.0]
+    comparison = Comparison(LiveOptions("http://a:1", "http://b:1", block_s=10, washout_s=2), lambda: now[0])
+    while not comparison.ended:
+        now[0] += 5
+        turn = comparison.turn()
+        comparison.seen(Request(turn, 2.0 if turn.side == "b" else 1.0, 0.5, 10, 10))
+        comparison.look()
+        assert now[0] < 1000
+    assert comparison.ended == "B is slower"
+    assert {comparison.turn().side for _ in range(3)} == {"a"}
+    count = len(comparison.requests)
+    comparison.seen(Request(comparison.turn(), 1, 1, 1, 1))
+    assert len(comparison.requests) == count
+    report = comparison.report("foretoken ab-live")
+    assert report.verdict.startswith("B is slower: B runs at 0.50x [")
+    assert not report.passed
+
+
+def test_a_server_that_fails_is_left() -> None:
+    now = [0.0]
+    comparison = Comparison(LiveOptions("http://a:1", "http://b:1", block_s=10, washout_s=0), lambda: now[0])
+    for _ in range(80):
+        now[0] += 1
+        turn = comparison.turn()
+        comparison.seen(Request(turn, 1.0, 0.5, 10, 10, "500" if turn.side == "b" else ""))
+    assert comparison.ended == "B fails more requests than A"
+    report = comparison.report("foretoken ab-live")
+    assert report.verdict.endswith("B fails more requests than A.")
+    assert not report.passed
