@@ -182,8 +182,8 @@ def _trial_row(trial: Trial, num_trials: int) -> dict[str, Any]:
 def _tables(options: DiagnoseOptions, found: Diagnosis) -> list[Table]:
     tables = []
     if found.findings:
-        lines = tuple((one.cause, one.found, one.remedy) for one in found.findings)
-        tables.append(Table("Read from the files", ("", "found", "remedy"), lines, justify="l"))
+        read = tuple((one.cause, one.found, one.remedy) for one in found.findings)
+        tables.append(Table("Read from the files", ("", "found", "remedy"), read, justify="l"))
     if found.base is None:
         return tables
     num_places = len(found.base.places)
