@@ -1,7 +1,7 @@
 """A target and heads that are trained in seconds on a language of three modes, to plant faults in.
 
-The token seven places back decides the next one, by a permutation that the text's first token chooses: BOS, the chat
-template's opening, or anything else. A head that was trained in one mode fails in the others; the distance of seven
+The token five places back decides the next one, by a permutation that the text's first token chooses: BOS, the chat
+template's opening, or anything else. A head that was trained in one mode fails in the others; the distance of five
 needs its rotary positions, so that another base or longer texts than it has seen confuse it.
 """
 
