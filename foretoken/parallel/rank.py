@@ -93,7 +93,8 @@ def main() -> None:
     try:
         rank = Rank(setup)
     except Exception as error:  # noqa: BLE001 - rank 0 tells it
-        print(f"{type(error).__name__}: {error}".replace("\n", " "), file=answers, flush=True)
+        answers.write(f"{type(error).__name__}: {error}".replace("\n", " ") + "\n")
+        answers.flush()
         return
     answers.write(LOADED)
     answers.flush()

@@ -224,7 +224,7 @@ def test_bad_engine_options(pair: SimpleNamespace, options: dict[str, Any], mess
 def test_c7_a_bad_option_is_named_before_anything_is_loaded(
     pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], message: str
 ) -> None:
-    for name in ("model_folder", "open_model", "load_tokenizer"):
+    for name in ("model_folder", "open_target", "load_tokenizer"):
         monkeypatch.setattr(f"foretoken.engine.llm.{name}", Fault(lambda *_: None))
     with pytest.raises(InputError, match=message):
         LLM(**{"model": pair.target} | options)

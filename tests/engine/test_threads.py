@@ -190,7 +190,7 @@ def test_l1_a_trace_on_a_full_disk_costs_no_answer(pair: SimpleNamespace, alone:
 def test_a_trace_that_cannot_be_opened_is_refused_before_the_model_is_loaded(
     pair: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("foretoken.engine.llm.open_model", Fault(lambda *_: None))
+    monkeypatch.setattr("foretoken.engine.llm.open_target", Fault(lambda *_: None))
     for path in (tmp_path / "no" / "t.jsonl", tmp_path, "a\0b"):
         with pytest.raises(StorageError, match="cannot write the trace"):
             LLM(pair.target, trace=path)

@@ -20,7 +20,7 @@ from tests.helpers.checkpoints import tiny_checkpoint, variant
 
 PACKAGE = Path(foretoken.__file__).resolve().parent
 # Folders whose modules work on weights: what they train or write is our decoder.
-_HOLDS_WEIGHTS = ("model", "heads", "train")
+_HOLDS_WEIGHTS = ("model", "heads", "parallel", "train")
 _MODULES = ("paged", "strict", "hf", "decoder", "early", "layers", "attention")
 
 

@@ -10,7 +10,7 @@ import httpx2
 import pytest
 
 from foretoken.backend.call import Begun
-from foretoken.measure.ab.live import LiveOptions, Request, Turn
+from foretoken.measure.ab.live import LiveOptions, LiveRequest, LiveTurn
 from foretoken.server.api.app import create_app
 from foretoken.server.split.proxy import Splitter
 from foretoken.server.split.run import Comparison
@@ -26,14 +26,14 @@ class Turns:
     """A proxy in front of two servers; `side` is whose turn it is."""
 
     def __init__(self, addresses: dict[str, str]) -> None:
-        self.side, self.seen = "a", list[Request]()
+        self.side, self.seen = "a", list[LiveRequest]()
         self._addresses = addresses
 
     def send(self, *asked: tuple[str, str, Any]) -> list[httpx2.Response]:
         """The answers to (method, path, body), one after the other."""
 
         async def run() -> list[httpx2.Response]:
-            splitter = Splitter(self._addresses, lambda: Turn(0, self.side, True), self.seen.append)
+            splitter = Splitter(self._addresses, lambda: LiveTurn(0, self.side, True), self.seen.append)
             async with client_of(splitter) as client:
                 found = []
                 for method, path, body in asked:
@@ -103,13 +103,13 @@ def test_traffic_goes_back_to_a_once_it_is_decided() -> None:
     while not comparison.ended:
         now[0] += 5
         turn = comparison.turn()
-        comparison.seen(Request(turn, 2.0 if turn.side == "b" else 1.0, 0.5, 10, 10))
+        comparison.seen(LiveRequest(turn, 2.0 if turn.side == "b" else 1.0, 0.5, 10, 10))
         comparison.look()
         assert now[0] < 1000
     assert comparison.ended == "B is slower"
     assert {comparison.turn().side for _ in range(3)} == {"a"}
     count = len(comparison.requests)
-    comparison.seen(Request(comparison.turn(), 1, 1, 1, 1))
+    comparison.seen(LiveRequest(comparison.turn(), 1, 1, 1, 1))
     assert len(comparison.requests) == count
     report = comparison.report("foretoken ab-live")
     assert report.verdict.startswith("B is slower: B runs at 0.50x [")
@@ -122,7 +122,7 @@ def test_a_server_that_fails_is_left() -> None:
     for _ in range(80):
         now[0] += 1
         turn = comparison.turn()
-        comparison.seen(Request(turn, 1.0, 0.5, 10, 10, "500" if turn.side == "b" else ""))
+        comparison.seen(LiveRequest(turn, 1.0, 0.5, 10, 10, "500" if turn.side == "b" else ""))
     assert comparison.ended == "B fails more requests than A"
     report = comparison.report("foretoken ab-live")
     assert report.verdict.endswith("B fails more requests than A.")

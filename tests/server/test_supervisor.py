@@ -15,6 +15,7 @@ from foretoken import SamplingParams
 from foretoken.backend.call import AnswerEnded, Call, Event, Generation, Piece
 from foretoken.engine_config import EngineConfig
 from foretoken.errors import CheckpointError, ConfigError, EngineError, InputError, UnavailableError, WorkerDiedError
+from foretoken.machine.threads import sleeping
 from foretoken.server.life import supervisor
 from foretoken.server.life.config import LifeConfig
 from foretoken.server.life.fault_hooks import FaultOnDemand, fault_hook
@@ -358,7 +359,8 @@ def test_faults_are_for_test_builds(monkeypatch: pytest.MonkeyPatch, fault: str,
 
 
 def test_threads_of_a_worker_sleep_while_they_wait_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    for name in sleeping():
+        monkeypatch.delenv(name, raising=False)
     assert worker_environment()["OMP_WAIT_POLICY"] == "passive"
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
     assert worker_environment()["OMP_WAIT_POLICY"] == "active"

@@ -67,7 +67,7 @@ class LiveOptions:
 
 
 @dataclass(frozen=True)
-class Turn:
+class LiveTurn:
     """The block of a moment: which server has it, and whether requests that arrive now are counted."""
 
     block: int
@@ -75,21 +75,21 @@ class Turn:
     is_counted: bool
 
 
-def turn_at(options: LiveOptions, elapsed_s: float) -> Turn:
+def turn_at(options: LiveOptions, elapsed_s: float) -> LiveTurn:
     """Whose turn it is `elapsed_s` after the beginning."""
     block, within_s = divmod(elapsed_s, options.block_s)
     pair, place = divmod(int(block), 2)
     a_first = random.Random(f"{options.seed} {pair}").random() < 0.5
-    return Turn(int(block), "a" if a_first == (place == 0) else "b", within_s >= options.washout_s)
+    return LiveTurn(int(block), "a" if a_first == (place == 0) else "b", within_s >= options.washout_s)
 
 
 @dataclass(frozen=True)
-class Request:
+class LiveRequest:
     """A request that has ended: its turn, seconds until its last byte and its first, bytes of its body, and the tokens
     of its answer (0: not known). `error` is "" or why it failed.
     """
 
-    turn: Turn
+    turn: LiveTurn
     e2e_s: float
     ttft_s: float
     num_prompt_bytes: int
@@ -97,12 +97,12 @@ class Request:
     error: str = ""
 
 
-def counted(requests: Sequence[Request]) -> list[Request]:
+def counted(requests: Sequence[LiveRequest]) -> list[LiveRequest]:
     """Those whose time per token is compared."""
     return [one for one in requests if one.turn.is_counted and not one.error and one.num_tokens > 0 and one.e2e_s > 0]
 
 
-def pair_means(requests: Sequence[Request]) -> list[float]:
+def pair_means(requests: Sequence[LiveRequest]) -> list[float]:
     """Of each pair of blocks that has requests on both sides, in their order: the mean log of A's time per token less
     that of B's, above 0 where B is faster.
     """
@@ -117,7 +117,7 @@ def pair_means(requests: Sequence[Request]) -> list[float]:
     return [float(np.mean(sides["a"]) - np.mean(sides["b"])) for sides in pairs]
 
 
-def _adjusted(used: Sequence[Request]) -> Array:
+def _adjusted(used: Sequence[LiveRequest]) -> Array:
     """log(seconds per token) [requests] without what the lengths of prompt and answer explain within a block."""
     values = np.array([math.log(one.e2e_s / one.num_tokens) for one in used])
     lengths = np.array([(math.log1p(one.num_prompt_bytes), math.log(one.num_tokens)) for one in used])
@@ -129,7 +129,7 @@ def _adjusted(used: Sequence[Request]) -> Array:
     return found
 
 
-def live_outcome(requests: Sequence[Request], margin: float) -> Outcome:
+def live_outcome(requests: Sequence[LiveRequest], margin: float) -> Outcome:
     """What the requests so far say, at whatever moment one looks; `margin` is a share."""
     means, log_margin = pair_means(requests), math.log1p(margin)
     found = confidence_sequence(means)
@@ -142,7 +142,7 @@ def live_outcome(requests: Sequence[Request], margin: float) -> Outcome:
     return Outcome(verdict, len(means), Estimate(speed, math.exp(found.low), math.exp(found.high)), more)
 
 
-def fails_more(requests: Sequence[Request]) -> bool:
+def fails_more(requests: Sequence[LiveRequest]) -> bool:
     """Whether B fails more often than A, by Fisher's exact test at a level that many looks do not use up."""
     failed = {side: sum(bool(one.error) for one in requests if one.turn.side == side) for side in ("a", "b")}
     number = {side: sum(one.turn.side == side for one in requests) for side in ("a", "b")}

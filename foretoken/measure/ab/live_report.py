@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import numpy as np
 
-from foretoken.measure.ab.live import LiveOptions, Request, counted, live_outcome, pair_means
+from foretoken.measure.ab.live import LiveOptions, LiveRequest, counted, live_outcome, pair_means
 from foretoken.measure.ab.report import metric_figure, ratio_text
 from foretoken.measure.ab.rows import SHARES, Outcome
 from foretoken.measure.report import Report, Table
@@ -21,7 +21,7 @@ EXPLAINED = (
 
 
 def live_report(
-    options: LiveOptions, compared: Sequence[Request], requests: Sequence[Request], ended: str, command: str
+    options: LiveOptions, compared: Sequence[LiveRequest], requests: Sequence[LiveRequest], ended: str, command: str
 ) -> Report:
     """The report: `compared` are the requests of whole pairs of blocks, `ended` says why the comparison was over."""
     outcome = live_outcome(compared, options.margin)
@@ -59,7 +59,7 @@ def _verdict(outcome: Outcome, ended: str) -> str:
     return f"Go on: {found}, which decides nothing yet{more}."
 
 
-def _caveats(options: LiveOptions, requests: Sequence[Request]) -> tuple[str, ...]:
+def _caveats(options: LiveOptions, requests: Sequence[LiveRequest]) -> tuple[str, ...]:
     found = []
     unknown = sum(not one.error and not one.num_tokens for one in requests)
     if unknown:
@@ -71,7 +71,7 @@ def _caveats(options: LiveOptions, requests: Sequence[Request]) -> tuple[str, ..
     return tuple(found)
 
 
-def _table(sides: dict[str, list[Request]]) -> Table:
+def _table(sides: dict[str, list[LiveRequest]]) -> Table:
     lines = []
     for side, own in sides.items():
         used = counted(own)

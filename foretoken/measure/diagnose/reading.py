@@ -19,7 +19,7 @@ _NAMES = ("base_model_name_or_path", "target_name_or_path")  # under which heads
 
 
 @dataclass(frozen=True)
-class Finding:
+class FileFinding:
     """Something that was read: its `cause` by name, what stands where, and the remedy. `is_certain`: it cannot work."""
 
     cause: str
@@ -28,7 +28,7 @@ class Finding:
     is_certain: bool = False
 
 
-def open_head_or_finding(folder: Path, target: Path, dtype: str) -> Student | Finding:
+def open_head_or_finding(folder: Path, target: Path, dtype: str) -> Student | FileFinding:
     """The head of a folder, or why it cannot be the head of this target.
 
     Raises:
@@ -38,15 +38,15 @@ def open_head_or_finding(folder: Path, target: Path, dtype: str) -> Student | Fi
         return load_head(folder, read_config(target), dtype, target_folder=target).requires_grad_(False)
     except (MismatchError, ConfigError) as error:
         cause = "other tokenizer" if "tokenizer" in str(error) else "other target"
-        return Finding(cause, str(error), "take the head that was trained for this target", is_certain=True)
+        return FileFinding(cause, str(error), "take the head that was trained for this target", is_certain=True)
     except CheckpointError as error:
         if "d2t" not in str(error):
             raise
         remedy = "write d2t as offsets (the target's number minus the head's), or download the head again"
-        return Finding("d2t table", str(error), remedy, is_certain=True)
+        return FileFinding("d2t table", str(error), remedy, is_certain=True)
 
 
-def open_draft_or_finding(folder: Path, target: Path, dtype: str) -> Student | Finding:
+def open_draft_or_finding(folder: Path, target: Path, dtype: str) -> Student | FileFinding:
     """The draft model of a folder, or why it cannot draft for this target with its own token ids.
 
     Raises:
@@ -59,22 +59,26 @@ def open_draft_or_finding(folder: Path, target: Path, dtype: str) -> Student | F
         difference = f"{sizes[0]:,} tokens against {sizes[1]:,}"
     if difference is not None:
         remedy = "take a draft model of the target's own family; engines that compare token ids reject such drafts"
-        return Finding("other tokenizer", f"{folder} and {target}: {difference}", remedy, is_certain=True)
+        return FileFinding("other tokenizer", f"{folder} and {target}: {difference}", remedy, is_certain=True)
     return DraftStudent(load_decoder(folder, dtype=dtype, pack=False)).requires_grad_(False)
 
 
-def read_findings(head: Path, target: Path) -> Iterator[Finding]:
+def read_findings(head: Path, target: Path) -> Iterator[FileFinding]:
     """What makes another target likely, without being sure: other weights than in training, or another name."""
     path = head / HEAD_NOTE
     note = read_json(path) if path.exists() else {}
     trained, here = note.get("weights"), weights_digest(target)
     if trained is not None and here is not None and trained != here:
         found = f"{path}: the head was trained with other weights than those of {target}"
-        yield Finding("other target", found, "take the head of this very checkpoint, or train one (foretoken train)")
+        yield FileFinding(
+            "other target", found, "take the head of this very checkpoint, or train one (foretoken train)"
+        )
     named, own = _named_target(head), read_raw_config(target).get("_name_or_path")
     if named and isinstance(own, str) and own and _last(named) not in (_last(own), target.name.lower()):
         found = f"{head / 'config.json'} names the target {named!r}, and {target} says it is {own!r}"
-        yield Finding("other target", found, "take the head of this very checkpoint, or train one (foretoken train)")
+        yield FileFinding(
+            "other target", found, "take the head of this very checkpoint, or train one (foretoken train)"
+        )
 
 
 def trained_length(head: Path) -> int | None:

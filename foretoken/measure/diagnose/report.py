@@ -8,7 +8,7 @@ from typing import Any
 
 from foretoken.measure.diagnose.endpoint import Reported
 from foretoken.measure.diagnose.options import DiagnoseOptions
-from foretoken.measure.diagnose.reading import Finding
+from foretoken.measure.diagnose.reading import FileFinding
 from foretoken.measure.diagnose.reference import Accepted
 from foretoken.measure.diagnose.repairs import Repair
 from foretoken.measure.report import Report, Table
@@ -50,7 +50,7 @@ class Diagnosis:
     `base` is None where the files alone decided. `longest` is the longest text in tokens.
     """
 
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[FileFinding, ...] = ()
     base: Accepted | None = None
     trials: tuple[Trial, ...] = ()
     reported: Reported | None = None

@@ -17,7 +17,7 @@ from foretoken.heads.base import HeadBatch
 from foretoken.measure.diagnose.endpoint import ask_endpoint
 from foretoken.measure.diagnose.options import DiagnoseOptions
 from foretoken.measure.diagnose.reading import (
-    Finding,
+    FileFinding,
     open_draft_or_finding,
     open_head_or_finding,
     read_findings,
@@ -55,7 +55,7 @@ def diagnose(target: str, head: str | None = None, **options: Any) -> Report:  #
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Prompted:
     """What the target answers: how prompts are written, and at which temperature."""
 
     asking: Asking
@@ -78,12 +78,12 @@ def run_diagnose(options: DiagnoseOptions, command: str = "foretoken diagnose") 
 def _diagnosis(options: DiagnoseOptions, command: str) -> Diagnosis:
     target, drafter = model_folder(options.target), model_folder(options.head or options.draft or "")
     opened = _open(options, drafter, target, "float32")
-    if isinstance(opened, Finding):
+    if isinstance(opened, FileFinding):
         return Diagnosis(findings=(opened,))
     findings = tuple(read_findings(drafter, target)) if options.head is not None else ()
     prompts = _prompts(options)
     sampling = Sampling(options.temperature, options.greedy_drafts)
-    as_given = _Asked(Asking(options.chat), options.temperature)
+    as_given = _Prompted(Asking(options.chat), options.temperature)
     with _open_target(target) as llm:
         has_template = llm.tokenizer is not None and llm.tokenizer.chat_template is not None
         asking = list(text_repairs(as_given.asking, sampling, has_template))
@@ -101,7 +101,7 @@ def _diagnosis(options: DiagnoseOptions, command: str) -> Diagnosis:
     return Diagnosis(findings, base, (*trials, *half), reported, longest)
 
 
-def _open(options: DiagnoseOptions, drafter: Path, target: Path, dtype: str) -> Student | Finding:
+def _open(options: DiagnoseOptions, drafter: Path, target: Path, dtype: str) -> Student | FileFinding:
     opener = open_draft_or_finding if options.head is None else open_head_or_finding
     return opener(drafter, target, dtype)
 
@@ -120,12 +120,12 @@ def _open_target(folder: Path) -> Iterator[LLM]:
         yield llm
 
 
-def _asked(repair: Repair, as_given: _Asked) -> _Asked:
+def _asked(repair: Repair, as_given: _Prompted) -> _Prompted:
     temperature = as_given.temperature if repair.sampling is None else repair.sampling.temperature
-    return _Asked(repair.asking or as_given.asking, temperature)
+    return _Prompted(repair.asking or as_given.asking, temperature)
 
 
-def _answers(llm: LLM, options: DiagnoseOptions, prompts: Sequence[EvalPrompt], asked: _Asked) -> list[Text]:
+def _answers(llm: LLM, options: DiagnoseOptions, prompts: Sequence[EvalPrompt], asked: _Prompted) -> list[Text]:
     """The target's own answers, of at least `_FEWEST_ANSWERED` tokens.
 
     Raises:
@@ -169,15 +169,15 @@ def _trials(
     options: DiagnoseOptions,
     head: Student,
     target: FrozenTarget,
-    texts: dict[_Asked, list[Text]],
-    as_given: _Asked,
+    texts: dict[_Prompted, list[Text]],
+    as_given: _Prompted,
     sampling: Sampling,
     repairs: Sequence[Repair],
     tell: Tell,
 ) -> tuple[list[Trial], Accepted]:
     """Every repair beside the head as it is, and that."""
     layers = layers_read([head, *(one.head for one in repairs if one.head is not None)])
-    batches: dict[_Asked, list[HeadBatch]] = {one: read_texts(target, own, layers) for one, own in texts.items()}
+    batches: dict[_Prompted, list[HeadBatch]] = {one: read_texts(target, own, layers) for one, own in texts.items()}
     tell("as it is")
     base = measure(head, target, batches[as_given], options.num_draft, sampling)
     found = []
@@ -201,7 +201,7 @@ def _half_precision(
     if dtype == torch.float32:
         return []
     head = _open(options, drafter, target, name)
-    assert not isinstance(head, Finding)
+    assert not isinstance(head, FileFinding)
     served = FrozenTarget(load_decoder(target, dtype=name, device="cpu", pack=False))
     own = measure(head, served, read_texts(served, texts, head.hidden_layers()), options.num_draft, sampling)
     broken = f" ({own.num_broken:,} rows of logits are not finite in {name})" if own.num_broken else ""

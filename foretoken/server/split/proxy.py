@@ -16,7 +16,7 @@ import httpx2
 from starlette.types import Receive, Scope, Send
 
 from foretoken.backend.http_stream import EventReader, Stream
-from foretoken.measure.ab.live import Request, Turn
+from foretoken.measure.ab.live import LiveRequest, LiveTurn
 
 _log = logging.getLogger("foretoken.server")
 _CONNECT_S = 10.0
@@ -31,7 +31,9 @@ _HOP = frozenset(
 class Splitter:
     """Passes requests on. `turn` says whose turn it is, `seen` takes each request that has ended."""
 
-    def __init__(self, addresses: dict[str, str], turn: Callable[[], Turn], seen: Callable[[Request], None]) -> None:
+    def __init__(
+        self, addresses: dict[str, str], turn: Callable[[], LiveTurn], seen: Callable[[LiveRequest], None]
+    ) -> None:
         timeout = httpx2.Timeout(None, connect=_CONNECT_S)  # how long an answer may take is the client's matter
         limits = httpx2.Limits(max_connections=None)
         self._addresses = {side: address.rstrip("/") for side, address in addresses.items()}
@@ -127,13 +129,13 @@ class _Note:
         if self._events is None and not self.error:
             self._stream.num_tokens = _num_tokens(bytes(self._whole))
 
-    def request(self, turn: Turn) -> Request:
+    def request(self, turn: LiveTurn) -> LiveRequest:
         """The note, with the times of an answer that ended."""
         count = self._stream.num_tokens
         if not count and self._events is not None:
             count = -(-sum(map(len, self._events.texts)) // _CHARS_PER_TOKEN)
         ended_s = self._ended_s - self._began_s
-        return Request(turn, ended_s, self._first_s - self._began_s, self._num_bytes, count, self.error)
+        return LiveRequest(turn, ended_s, self._first_s - self._began_s, self._num_bytes, count, self.error)
 
 
 def _num_tokens(body: bytes) -> int:

@@ -10,7 +10,7 @@ from types import FrameType
 
 import uvicorn
 
-from foretoken.measure.ab.live import LiveOptions, Request, Turn, fails_more, live_outcome, turn_at
+from foretoken.measure.ab.live import LiveOptions, LiveRequest, LiveTurn, fails_more, live_outcome, turn_at
 from foretoken.measure.ab.live_report import live_report
 from foretoken.measure.report import Report
 from foretoken.server.run import listening_socket, url_of
@@ -23,16 +23,16 @@ class Comparison:
     """Whose turn it is, and why it is A's for good once that was decided."""
 
     def __init__(self, options: LiveOptions, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.options, self.requests = options, list[Request]()
+        self.options, self.requests = options, list[LiveRequest]()
         self.ended = ""  # why traffic goes to A for good
         self._clock, self._began_s, self._judged_block = clock, clock(), 0
 
-    def turn(self) -> Turn:
+    def turn(self) -> LiveTurn:
         """Whose turn it is now."""
         now = turn_at(self.options, self._clock() - self._began_s)
-        return now if not self.ended else Turn(now.block, "a", is_counted=False)
+        return now if not self.ended else LiveTurn(now.block, "a", is_counted=False)
 
-    def seen(self, request: Request) -> None:
+    def seen(self, request: LiveRequest) -> None:
         """Take in a request; what ended after the decision is not counted."""
         if not self.ended:
             self.requests.append(request)
@@ -49,7 +49,7 @@ class Comparison:
         if verdict != "go on":
             self.ended = f"B is {verdict}" if verdict != "equivalent" else "the two are equivalent"
 
-    def whole_pairs(self, block: int) -> list[Request]:
+    def whole_pairs(self, block: int) -> list[LiveRequest]:
         """Requests that arrived before this block."""
         return [one for one in self.requests if one.turn.block < block]
 

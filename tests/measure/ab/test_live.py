@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from foretoken.errors import ConfigError, InputError
-from foretoken.measure.ab.live import LiveOptions, Request, Turn, fails_more, live_outcome, pair_means, turn_at
+from foretoken.measure.ab.live import LiveOptions, LiveRequest, LiveTurn, fails_more, live_outcome, pair_means, turn_at
 
 OPTIONS = LiveOptions("http://a:1", "http://b:1", block_s=10, washout_s=2)
 
 
-def traffic(speedup: float, num_pairs: int = 40, seed: int = 0, noise: float = 0.1) -> list[Request]:
+def traffic(speedup: float, num_pairs: int = 40, seed: int = 0, noise: float = 0.1) -> list[LiveRequest]:
     """Requests whose time grows with prompt and answer, on a machine whose pace drifts from block to block."""
     rng, found = random.Random(seed), []
     for block in range(2 * num_pairs):
@@ -25,7 +25,7 @@ def traffic(speedup: float, num_pairs: int = 40, seed: int = 0, noise: float = 0
             num_bytes, num_tokens = rng.choice((100, 2000, 9000)), rng.choice((8, 40, 200))
             base_s = 0.0001 * num_bytes + 0.02 * num_tokens
             e2e_s = base_s / (speedup if side == "b" else 1) * math.exp(drift + rng.gauss(0, noise))
-            found.append(Request(Turn(block, side, True), e2e_s, e2e_s / 5, num_bytes, num_tokens))
+            found.append(LiveRequest(LiveTurn(block, side, True), e2e_s, e2e_s / 5, num_bytes, num_tokens))
     return found
 
 
@@ -62,10 +62,10 @@ def test_few_requests_say_nothing_yet() -> None:
 
 
 def test_what_is_not_counted() -> None:
-    good = Request(Turn(0, "a", True), 1.0, 0.5, 10, 10)
-    other = Request(Turn(1, "b", True), 1.0, 0.5, 10, 10)
+    good = LiveRequest(LiveTurn(0, "a", True), 1.0, 0.5, 10, 10)
+    other = LiveRequest(LiveTurn(1, "b", True), 1.0, 0.5, 10, 10)
     assert pair_means([good, other]) == pytest.approx([0.0])
-    for changes in ({"error": "cut"}, {"num_tokens": 0}, {"turn": Turn(1, "b", False)}):
+    for changes in ({"error": "cut"}, {"num_tokens": 0}, {"turn": LiveTurn(1, "b", False)}):
         values: dict[str, Any] = {
             "turn": other.turn,
             "e2e_s": 1.0,
@@ -73,13 +73,13 @@ def test_what_is_not_counted() -> None:
             "num_prompt_bytes": 1,
             "num_tokens": 9,
         }
-        assert pair_means([good, Request(**values | changes)]) == []
+        assert pair_means([good, LiveRequest(**values | changes)]) == []
 
 
 def test_errors_of_b_send_traffic_back() -> None:
-    def requests(failed_a: int, failed_b: int, count: int = 100) -> list[Request]:
+    def requests(failed_a: int, failed_b: int, count: int = 100) -> list[LiveRequest]:
         return [
-            Request(Turn(0, side, True), 1, 1, 1, 1, "500" if place < failed else "")
+            LiveRequest(LiveTurn(0, side, True), 1, 1, 1, 1, "500" if place < failed else "")
             for side, failed in (("a", failed_a), ("b", failed_b))
             for place in range(count)
         ]

@@ -13,7 +13,7 @@ from foretoken.errors import ConfigError
 from foretoken.heads.base import HeadBatch
 from foretoken.measure.diagnose.endpoint import Reported
 from foretoken.measure.diagnose.options import DiagnoseOptions
-from foretoken.measure.diagnose.reading import Finding
+from foretoken.measure.diagnose.reading import FileFinding
 from foretoken.measure.diagnose.reference import Accepted, Sampling, windows
 from foretoken.measure.diagnose.repairs import Asking, Repair, text_repairs
 from foretoken.measure.diagnose.report import Diagnosis, Trial, diagnose_report
@@ -60,7 +60,7 @@ def test_a_gain_that_chance_explains_names_nothing() -> None:
 
 
 def test_what_was_read_counts_where_no_repair_helps() -> None:
-    finding = Finding("other target", "other weights", "take its own head")
+    finding = FileFinding("other target", "other weights", "take its own head")
     assert Diagnosis((finding,), accepted(0.6), (trial(0.6, 0.6),)).cause == "other target"
     assert Diagnosis((finding,), accepted(0.6), (trial(0.6, 1.6),)).cause == "layer taps"
     assert Diagnosis((), accepted(0.05), (trial(0.05, 0.06),)).cause == "other target", "near chance"
