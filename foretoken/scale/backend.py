@@ -12,10 +12,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import msgspec
 import ray
 import ray.exceptions
 import ray.util
+from msgspec.msgpack import Decoder as MessageDecoder
 from ray.serve.exceptions import BackPressureError, RayServeException
 
 from foretoken.backend.call import Call, ModelInfo, State
@@ -43,9 +43,9 @@ from foretoken.server.life.worker import READ_BYTES
 _ASK_S = 5.0  # for the statistics of one replica
 _AGAIN_S = 1.0
 _log = logging.getLogger("foretoken.server")
-_MESSAGES = msgspec.msgpack.Decoder(tuple[str, Message])
+_MESSAGES = MessageDecoder(tuple[str, Message])
 _Result = TypeVar("_Result")
-_INFO = msgspec.msgpack.Decoder(ModelInfo)
+_INFO = MessageDecoder(ModelInfo)
 
 
 class RayBackend:

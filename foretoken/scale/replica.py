@@ -10,7 +10,7 @@ import time
 import traceback
 from typing import TYPE_CHECKING, NamedTuple
 
-import msgspec
+from msgspec.msgpack import Decoder as MessageDecoder
 
 from foretoken.backend.call import Generation
 from foretoken.errors import EngineError, ForetokenError
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _CANARY_S = 60.0  # between two questions to an idle engine
 _log = logging.getLogger("foretoken.worker")
-_COMMANDS = msgspec.msgpack.Decoder(Command)
+_COMMANDS = MessageDecoder(Command)
 
 
 class Address(NamedTuple):
