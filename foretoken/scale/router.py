@@ -28,7 +28,6 @@ class ConversationRouter(ConsistentHashRouter):  # type: ignore[misc]  # Ray is 
 
     def update_replicas(self, replicas: list[Any]) -> None:
         """See `RequestRouter`."""
-        global _live
         super().update_replicas(replicas)
         note_live(replica.replica_id.unique_id for replica in replicas)
 
@@ -38,10 +37,8 @@ class ConversationRouter(ConsistentHashRouter):  # type: ignore[misc]  # Ray is 
             return [candidate_replicas] if candidate_replicas else []
         pending_request.routing_context.should_backoff = True  # between rounds in which no replica took the request
         by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        lengths = (
-            self.replica_queue_len_cache
-        )  # with the calls of other fronts, but late: a burst would go to one replica
-        own = self._own_loads()
+        # Its lengths count the calls of other fronts too, but late: by them alone a burst would go to one replica.
+        lengths, own = self.replica_queue_len_cache, self._own_loads()
         loads = {name: max(lengths.get(one.replica_id) or 0, own[name]) for name, one in by_name.items()}
         asked, call = pending_request.kwargs, pending_request.metadata.internal_request_id
         ranked = self._routing.ranked(asked.get("prefix", b""), loads, asked.get("replica", ""))
