@@ -154,6 +154,7 @@ def test_the_study_writes_what_it_measured(
     assert [row["num_identical"] for row in told["rows"]] == [4] * 7
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json", ".json", ".md", ".md"]
     raw = json.loads(Path(told["files"][0]).read_text())
+    assert raw.pop("page")["title"]
     assert raw == told
     assert len(raw["options"]["prompt_tokens"]["2"]) == 4
     page = Path(told["files"][1]).read_text()

@@ -50,6 +50,9 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         },
     }
 }
+_STREAMED: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"application/x-ndjson": {"schema": {"type": "object"}}}}
+}
 _Json = dict[str, Any]
 
 
@@ -57,7 +60,7 @@ def ollama_router(api: Api) -> APIRouter:
     """The routes."""
     router = APIRouter(route_class=JsonRoute, responses=_ERRORS)
 
-    @router.post(CHAT_PATH, summary="The next message of a conversation, as Ollama has it")
+    @router.post(CHAT_PATH, summary="The next message of a conversation, as Ollama has it", responses=_STREAMED)
     async def chat(body: OllamaChat, request: Request) -> Response:
         terms = terms_of(api, body, request.scope)
         if body.is_load:
@@ -65,7 +68,7 @@ def ollama_router(api: Api) -> APIRouter:
         asked = as_chat(body)
         return await _answer(api, request, body, chat_call(asked, terms), shaper_of(asked, terms.info), True)
 
-    @router.post(GENERATE_PATH, summary="The answer to a prompt, as Ollama has it")
+    @router.post(GENERATE_PATH, summary="The answer to a prompt, as Ollama has it", responses=_STREAMED)
     async def generate(body: OllamaGenerate, request: Request) -> Response:
         terms = terms_of(api, body, request.scope)
         if body.is_load:
