@@ -15,7 +15,6 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import comb
 from pathlib import Path
 
 import numpy as np
@@ -150,5 +149,13 @@ def fails_more(requests: Sequence[LiveRequest]) -> bool:
         return False
     total, errors = sum(number.values()), sum(failed.values())
     at_least = range(failed["b"], min(errors, number["b"]) + 1)
-    ways = sum(comb(number["b"], count) * comb(number["a"], errors - count) for count in at_least)
-    return ways / comb(total, errors) < ERROR_ALPHA
+    log_all = _log_ways(total, errors)
+    log_chances = (_log_ways(number["b"], k) + _log_ways(number["a"], errors - k) - log_all for k in at_least)
+    return math.fsum(map(math.exp, log_chances)) < ERROR_ALPHA
+
+
+def _log_ways(total: int, chosen: int) -> float:
+    """log of the ways to choose so many, without numbers of thousands of digits: it is asked while traffic passes."""
+    if chosen > total:
+        return -math.inf
+    return math.lgamma(total + 1) - math.lgamma(chosen + 1) - math.lgamma(total - chosen + 1)
