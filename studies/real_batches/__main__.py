@@ -66,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--settings", type=words, default=SETTINGS, help="plain, auto, auto-lookups, DRAFTER or DRAFTER-NUMBER"
     )
+    parser.add_argument("--weights", default="auto", help="auto (as stored), int8 or int4")
     parser.add_argument("--head", help="folder, hub id or smollm2-eagle")
     parser.add_argument("--neighbour", type=words, default=("none",), help="none, loop, or both: none,loop")
     parser.add_argument("--max-tokens", type=int, default=128)
@@ -89,7 +90,7 @@ def measure(options: argparse.Namespace) -> Report:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     settings = (PLAIN, *(name for name in options.settings if name != PLAIN))
-    with LLM(options.target, dtype=options.dtype, device=options.device, profile="off") as llm:
+    with LLM(options.target, dtype=options.dtype, weights=options.weights, device=options.device, profile="off") as llm:
         prompts, notes = _prompts(options, llm)
     plan = list(
         turns(
@@ -167,6 +168,7 @@ def _open(options: argparse.Namespace, num_requests: int) -> LLM:
     return LLM(
         options.target,
         dtype=options.dtype,
+        weights=options.weights,
         device=options.device,
         max_batch_size=num_requests,
         cache_tokens=int(_CACHE_SPARE * (num_requests + 1) * longest),
@@ -200,7 +202,7 @@ def _about(options: argparse.Namespace, prompts: Mapping[str, Sequence[Prompt]])
     return {
         **{
             name: getattr(options, name)
-            for name in ("target", "draft", "head", "dtype", "device", "max_tokens", "seed")
+            for name in ("target", "draft", "head", "dtype", "weights", "device", "max_tokens", "seed")
         },
         "prompts": {kind: [prompt.name for prompt in own] for kind, own in prompts.items()},
         "prompts_sha256": hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16],
