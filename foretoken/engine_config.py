@@ -64,6 +64,7 @@ class EngineOptions(TypedDict, total=False):
     adapt: AdaptConfig | bool
     weights: str
     tensor_parallel: int
+    chat_template: Path | str | None
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,7 @@ class EngineConfig:
       (CPU; docs/quantised.md). The distribution of answers is then that of the quantised target, with any drafter.
     - `tensor_parallel`: processes among which the target's weights are divided (docs/tensor-parallel.md), on GPUs one
       each from `device` on. Drafters stay in this process.
+    - `chat_template`: a file with a Jinja template that lays out chats in place of the checkpoint's.
 
     Raises:
         InputError: a value that cannot be honoured; names the field.
@@ -192,6 +194,10 @@ class EngineConfig:
             flags=("--tensor-parallel", "--tp"),
         ),
     )
+    chat_template: Path | str | None = field(
+        default=None,
+        metadata=option("A Jinja file that lays out chats in place of the checkpoint's template.", group=MODEL),
+    )
 
     def __post_init__(self) -> None:
         for name in ("dtype", "device"):  # torch's own objects, which this module does not import
@@ -200,8 +206,10 @@ class EngineConfig:
         self._check_model()
         self._check_limits()
         self._check_speculation()
-        if self.trace is not None and (not isinstance(self.trace, str | Path) or not str(self.trace)):
-            raise InputError("trace", self.trace, "give the name of a file, or leave it out")
+        for name in ("trace", "chat_template"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str | Path) or not str(value)):
+                raise InputError(name, value, "give the name of a file, or leave it out")
         if not isinstance(self.profile, str | Path):
             raise ConfigError("profile", self.profile, "use auto, off, measure, or an existing file")
         if not isinstance(self.adapt, AdaptConfig | bool):

@@ -118,6 +118,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     `tool_style` is how its chat template lets it write calls (`local.tool_style`), None where it takes no tools.
     `template_roles` are the roles of messages that its chat template names.
     `fim_tokens` are those before prefix, suffix and middle of a text that is filled in, None without such.
+    `advised_sampling`: see `model.advised`.
     `missing_draft` is the draft that could not be loaded: the engine answers without it. None where nothing is missing.
     """
 
@@ -137,6 +138,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     template_roles: tuple[str, ...] = ()
     fim_tokens: tuple[tuple[int, ...], int, int] | None = None
     missing_draft: str | None = None
+    advised_sampling: Mapping[str, float] = {}
 
 
 State = Literal["loading", "ready", "draining", "restarting", "failed"]

@@ -22,6 +22,7 @@ from foretoken.engine.request import GenerateOutput
 from foretoken.engine.ticket import Ticket
 from foretoken.engine_config import EngineConfig
 from foretoken.errors import CheckpointError, InputError, SpeculationWarning, StorageError, UnsupportedModelError
+from foretoken.model.advised import advised_sampling
 from foretoken.model.interface import LanguageModel
 from foretoken.text.tokenizer import Tokenizer
 
@@ -354,6 +355,7 @@ def _info(engine: AsyncEngine, name: str, missing_draft: str | None) -> ModelInf
         template_roles=() if tokenizer is None else template_roles(tokenizer.chat_template),
         fim_tokens=None if tokenizer is None else fim_tokens(tokenizer.vocabulary, tokenizer.opening_ids),
         missing_draft=missing_draft,
+        advised_sampling=advised_sampling(llm.config.model),
     )
 
 

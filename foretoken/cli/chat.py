@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -25,7 +26,7 @@ from foretoken.config import DRAFTING, SamplingParams, SpecConfig
 from foretoken.engine.prompts import Message
 from foretoken.engine_config import MODEL, EngineConfig
 from foretoken.errors import ContextLengthError, ForetokenError, InputError, StorageError
-from foretoken.model.packaged import advised_sampling
+from foretoken.model.advised import ADVISED_FIELDS, advised_sampling
 from foretoken.params import SAMPLING
 from foretoken.printing.console import Console
 
@@ -54,18 +55,19 @@ def chat(
 
     On a terminal answers are streamed; /help lists the commands, /exit or the end of input ends, Ctrl-C stops an
     answer. In a pipe each line of standard input gets one answer, with --json one JSON object on a line. A model
-    without a chat template continues the text of all lines so far. Answers are greedy unless --temperature is given;
-    for smollm2 it is the one that its makers advise, 0.2 with top_p 0.9.
+    without a chat template continues the text of all lines so far. Where no sampling is given it is the one that the
+    model's makers advise (generation_config.json; smollm2: temperature 0.2, top_p 0.9), else greedy.
     """
     from foretoken.cli.conversation import Talk
     from foretoken.engine.llm import LLM
 
-    advised = {name: value for name, value in advised_sampling(target).items() if not is_set(context, name)}
-    params, spec = config_from(SamplingParams, context.params | advised), answering_spec(context.params)
+    params, spec = config_from(SamplingParams, context.params), answering_spec(context.params)
     if spec is not None:
         spec.for_request(None)
     config = engine_config(spec, context.params)
     fetch_models(target)
+    if not any(is_set(context, name) for name in ADVISED_FIELDS):
+        params = replace(params, **advised_sampling(target))
     check_sources(spec)
     with progress(f"loading {target}") as status:
         llm = LLM(config, on_profile=announcer(status))

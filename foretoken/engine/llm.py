@@ -85,7 +85,7 @@ class LLM(BetweenRequests, Uncopied):
         self._trace = None if config.trace is None else Trace(Path(config.trace))
         self._target: LanguageModel | None = None
         try:
-            self.tokenizer = load_tokenizer(self.folder)
+            self.tokenizer = load_tokenizer(self.folder, config.chat_template)
             target = self._target = open_target(self.folder, config)
             self._drafters = DrafterGroup(target)
             self._adviser = Adviser(target, self.tokenizer)

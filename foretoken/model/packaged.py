@@ -78,11 +78,6 @@ PACKAGED: dict[str, PackagedModel] = {
 }
 
 
-def advised_sampling(name: str) -> Mapping[str, float]:
-    """What the makers of a packaged model advise for conversations; nothing for any other name."""
-    return PACKAGED[name].sampling if name in PACKAGED else {}
-
-
 def models_folder() -> Path:
     """Where packaged models are kept: the folder in `FORETOKEN_MODELS`, or `models` in the cache folder."""
     given = os.environ.get(MODELS_VARIABLE)

@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeAlias
 import tokenizers
 
 from foretoken.errors import CheckpointError, InputError, UnsupportedModelError
+from foretoken.files import read_text
 from foretoken.model.fields import check_links, read_json, shown
 from foretoken.model.gguf.header import is_gguf
 from foretoken.model.gguf.parts import read_header
@@ -52,10 +53,14 @@ class _Backend(Protocol):
 
 
 class Tokenizer:
-    """The tokenizer of a checkpoint folder or GGUF file, with `settings` as in `tokenizer_config.json`."""
+    """The tokenizer of a checkpoint folder or GGUF file, with `settings` as in `tokenizer_config.json`; `template` is a
+    chat template that replaces the checkpoint's.
+    """
 
-    def __init__(self, backend: _Backend, folder: Path, settings: Mapping[str, Any]) -> None:
-        self._backend, self.folder, self._settings = backend, folder, settings
+    def __init__(
+        self, backend: _Backend, folder: Path, settings: Mapping[str, Any], template: str | None = None
+    ) -> None:
+        self._backend, self.folder, self._settings, self._template = backend, folder, settings, template
         self.special_ids = backend.special_ids()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -158,6 +163,8 @@ class Tokenizer:
     @cached_property
     def chat_template(self) -> str | None:
         """The Jinja source that lays out a chat; None when the folder has none."""
+        if self._template is not None:
+            return self._template
         file = self.folder / "chat_template.jinja"
         if file.exists():
             try:
@@ -191,7 +198,7 @@ class Tokenizer:
                 "messages",
                 list(messages),
                 f"{self.folder} has no chat template; give plain text instead, take a checkpoint that was trained to "
-                "chat, or put its template into chat_template.jinja there",
+                "chat, or name a file with a template (chat_template)",
             )
         specials = {
             name: text
@@ -199,6 +206,10 @@ class Tokenizer:
             if name.endswith("_token") and (text := _content(value)) is not None
         }
         return render(self.chat_template, messages, add_generation_prompt, tools, specials, str(self.folder), options)
+
+    def with_template(self, template: str) -> Tokenizer:
+        """The same tokenizer with another chat template."""
+        return Tokenizer(self._backend, self.folder, self._settings, template)
 
     def same_vocabulary(self, other: Tokenizer) -> str | None:
         """Say how `other` differs: the sizes, and the first id that means another token; None when they agree."""
@@ -212,13 +223,26 @@ class Tokenizer:
         return f"{sizes}token {first} is {left} here and {right} there"
 
 
-def load_tokenizer(folder: Path) -> Tokenizer | None:
+def load_tokenizer(folder: Path, chat_template: Path | str | None = None) -> Tokenizer | None:
     """Return the tokenizer of a checkpoint folder; None when it has none, and token ids go in and out.
+
+    `chat_template` is a file whose template replaces the folder's.
 
     Raises:
         CheckpointError: a tokenizer file that cannot be read or does not work, or that is a link out of the folder.
         UnsupportedModelError: a GGUF file with a kind of tokenizer that is not known here.
+        StorageError: `chat_template` cannot be read.
+        InputError: `chat_template` beside a folder without a tokenizer.
     """
+    found = _found(folder)
+    if chat_template is None:
+        return found
+    if found is None:
+        raise InputError("chat_template", str(chat_template), f"{folder} has no tokenizer; leave the template out")
+    return found.with_template(read_text("chat_template", Path(chat_template)))
+
+
+def _found(folder: Path) -> Tokenizer | None:
     if is_gguf(folder):
         with _broken_means(f"the tokenizer in {folder} cannot be read", UnsupportedModelError):
             found = read_tokenizer(read_header(folder))

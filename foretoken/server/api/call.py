@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from foretoken.backend.call import Call, ModelInfo
 from foretoken.config import SamplingParams
 from foretoken.errors import InputError
+from foretoken.model.advised import ADVISED_FIELDS
 from foretoken.server.api.config import ApiConfig
 from foretoken.server.api.errors import ApiError, invalid, unsupported
 from foretoken.server.api.exchange import Api
@@ -34,9 +35,6 @@ _PASSED_ON = (
     "logit_bias",
     "n",
     "seed",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
     "ignore_eos",
     "min_tokens",
     "bad_words",
@@ -181,10 +179,9 @@ def _params(
         for name in _PASSED_ON
         if (value := getattr(body, name)) is not None and not (name == "min_tokens" and value == 0)
     }
+    given |= _sampling(body, terms)
     given |= {
         "max_tokens": max_tokens,
-        "temperature": 1.0 if body.temperature is None else body.temperature,
-        "top_k": max(0, body.top_k or 0),
         "stop": _checked_stops(body, config),
         "logprobs": logprobs,
         "logprobs_of": "model",
@@ -199,6 +196,14 @@ def _params(
         return SamplingParams(**given)
     except InputError as error:
         raise invalid(_CALLERS_OWN.get(error.field, error.field), error.remedy, error.value) from None
+
+
+def _sampling(body: SamplingFields, terms: Terms) -> dict[str, Any]:
+    """The `ADVISED_FIELDS` of the request; where it names none of them, what the model's makers advise."""
+    named = {name: value for name in ADVISED_FIELDS if (value := getattr(body, name)) is not None}
+    if not named and terms.config.sampling_defaults == "model":
+        named = dict(terms.info.advised_sampling)
+    return {"temperature": 1.0, **named, "top_k": max(0, int(named.get("top_k", 0)))}
 
 
 def _check_counts(body: SamplingFields, terms: Terms, num_answers: int, max_tokens: int) -> None:

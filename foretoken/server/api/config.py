@@ -14,6 +14,7 @@ from foretoken.params import check_flag, check_limits, check_number
 
 MetricsLevel = Literal["none", "summary", "detailed"]
 METRICS_LEVELS: tuple[str, ...] = ("none", "summary", "detailed")
+SAMPLING_DEFAULTS = ("model", "openai")
 
 _option = partial(option, group="Requests")
 
@@ -40,6 +41,8 @@ class ApiConfig:
     - `specs`: settings that a request may choose by naming their drafter, beside the default and the lookups.
     - `allow_lossy`: requests may name a rule that changes the target's distribution.
     - `predictions`: `prediction` is drafted; without it such requests are answered without.
+    - `sampling_defaults`: how requests are sampled that name neither a temperature nor another of
+      `model.advised.ADVISED_FIELDS`.
     - `ollama`: Ollama's interface under `/api`, for clients that speak no other.
     """
 
@@ -91,6 +94,13 @@ class ApiConfig:
     specs: Sequence[SpecConfig] = ()
     allow_lossy: bool = False
     predictions: bool = field(default=True, metadata=_option("Draft the prediction of requests that have one."))
+    sampling_defaults: str = field(
+        default="model",
+        metadata=_option(
+            "Sampling of requests that name none: model, what the checkpoint advises; openai, temperature 1.",
+            choices=SAMPLING_DEFAULTS,
+        ),
+    )
     ollama: bool = field(default=False, metadata=_option("Speak Ollama's interface, too, under /api."))
 
     def __post_init__(self) -> None:

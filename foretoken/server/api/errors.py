@@ -245,12 +245,13 @@ _MAKERS: tuple[tuple[type[errors.ForetokenError], _Maker], ...] = (
 # ---- from the framework
 
 _NAME = re.compile(r"[A-Za-z0-9_.]{1,64}")
+UNION_MARK = "|"  # in front of the tags of unions, which pydantic puts into the place of what it finds
 
 
 def of_validation(found: Sequence[Mapping[str, Any]]) -> ApiError:
     """400 for the first of pydantic's findings; it names the field, and the value if that is a number."""
     first = found[0]
-    place = [str(part) for part in first["loc"] if part != "body"]
+    place = [str(part) for part in first["loc"] if part != "body" and not str(part).startswith(UNION_MARK)]
     param = ".".join(part if _NAME.fullmatch(part) else "?" for part in place) or None
     kind = str(first["type"])
     code: ErrorCode = "missing_field" if kind == "missing" else "not_an_object" if param is None else "invalid_value"

@@ -18,7 +18,7 @@ from foretoken.server.api.call import chat_call, terms_of, tier_of
 from foretoken.server.api.errors import ApiError
 from foretoken.server.api.exchange import Api, Exchange
 from foretoken.server.api.messages import shaper_of, source_of
-from foretoken.server.api.responses_request import ResponsesRequest, as_chat, wants_logprobs
+from foretoken.server.api.responses_request import ResponsesRequest, as_chat, functions_of, left_out, wants_logprobs
 from foretoken.server.api.schemas import ChatRequest
 from foretoken.server.api.streaming import PieceGroup, paced
 from foretoken.server.api.usage import usage
@@ -143,7 +143,7 @@ class ResponsesWriter:
             "temperature": params.temperature,
             "text": _text(body),
             "tool_choice": _choice(body),
-            "tools": [_tool(tool.model_dump()) for tool in body.tools or ()],
+            "tools": [_tool(tool.model_dump()) for tool in functions_of(body)],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": params.top_p,
             "truncation": "disabled",
@@ -154,6 +154,8 @@ class ResponsesWriter:
             made["service_tier"] = tier_of(body)
         if ended is not None:
             made |= self._frame.reports()
+            if left_out(body):
+                made["foretoken"]["tools_left_out"] = left_out(body)
         return made
 
 

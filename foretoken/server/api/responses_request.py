@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
-from foretoken.server.api.errors import invalid, unsupported
+from foretoken.server.api.errors import UNION_MARK, invalid, unsupported
 from foretoken.server.api.forms import JsonSchemaFormat, ResponseFormat
 from foretoken.server.api.messages import checked_role
 from foretoken.server.api.schemas import ChatRequest, Count, Items, SamplingFields, ShortText, TokenLimit, Whole
@@ -29,6 +29,41 @@ class ResponsesTool(FunctionTool):
     """A function, whose fields stand beside its type here."""
 
     type: Literal["function"]
+
+
+class HostedTool(BaseModel):
+    """A tool that OpenAI's servers run, or whose calls are no function calls. No answer here calls it."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    type: Literal[
+        "apply_patch",
+        "code_interpreter",
+        "computer_use_preview",
+        "custom",
+        "file_search",
+        "image_generation",
+        "local_shell",
+        "mcp",
+        "namespace",
+        "shell",
+        "tool_search",
+        "web_search",
+        "web_search_preview",
+    ]
+
+
+_FUNCTION, _HOSTED = UNION_MARK + "function", UNION_MARK + "hosted"
+
+
+def _tool_tag(given: object) -> str:
+    kind = given.get("type") if isinstance(given, Mapping) else getattr(given, "type", None)
+    return _HOSTED if isinstance(kind, str) and kind != "function" else _FUNCTION
+
+
+OfferedTool = Annotated[
+    Annotated[ResponsesTool, Tag(_FUNCTION)] | Annotated[HostedTool, Tag(_HOSTED)], Discriminator(_tool_tag)
+]
 
 
 class NamedResponsesTool(NamedFunction):
@@ -83,7 +118,7 @@ class ResponsesRequest(SamplingFields):
     input: Items
     instructions: str | None = None
     max_output_tokens: TokenLimit | None = None
-    tools: Annotated[list[ResponsesTool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[OfferedTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedResponsesTool | AllowedResponsesTools | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
@@ -103,6 +138,16 @@ def wants_logprobs(body: ResponsesRequest) -> bool:
     return _INCLUDES[0] in (body.include or ())
 
 
+def functions_of(body: ResponsesRequest) -> list[ResponsesTool]:
+    """The tools that an answer may call."""
+    return [tool for tool in body.tools or () if isinstance(tool, ResponsesTool)]
+
+
+def left_out(body: ResponsesRequest) -> list[str]:
+    """The types of the tools that no answer here calls: agents offer some of them with every request."""
+    return sorted({tool.type for tool in body.tools or () if isinstance(tool, HostedTool)})
+
+
 def as_chat(body: ResponsesRequest, template_roles: Sequence[str]) -> ChatRequest:
     """The chat request that a response answers; its fields were checked already, those of `input` are checked here.
     `template_roles` are those that the chat template names.
@@ -120,7 +165,7 @@ def as_chat(body: ResponsesRequest, template_roles: Sequence[str]) -> ChatReques
             "max_completion_tokens": body.max_output_tokens if body.max_output_tokens is not None else body.max_tokens,
             "logprobs": wants_logprobs(body),
             "top_logprobs": body.top_logprobs if wants_logprobs(body) else None,
-            "tools": None if body.tools is None else [_tool(tool) for tool in body.tools],
+            "tools": None if body.tools is None else [_tool(tool) for tool in functions_of(body)],
             "tool_choice": _choice(body),
             "parallel_tool_calls": body.parallel_tool_calls,
             "response_format": _format(body),
