@@ -6,10 +6,11 @@ VENV := .venv
 CLIENTS := .venv-clients
 CLIENTS2 := .venv-clients-2
 RAY := .venv-ray
+AGENTS := .venv-agents
 BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 
-.PHONY: demo serve test coverage proof proof-release clients ray check format browser page wheel clean
+.PHONY: demo serve test coverage proof proof-release clients agents ray check format browser page wheel clean
 
 demo: $(VENV)/.ready
 	$(BIN)/foretoken demo
@@ -86,6 +87,19 @@ $(VENV)/.ready: requirements.txt pyproject.toml
 	$(BIN)/python -m pip install $(QUIET) --no-deps --no-build-isolation -e .
 	touch $@
 
+# Coding agents, unmodified, against SmolLM2; in no CI: their packages are more than a gigabyte.
+agents: $(VENV)/.ready $(AGENTS)/.ready clients/agents/node_modules/.ready
+	SERVER_PYTHON=$(abspath $(BIN)/python) $(AGENTS)/bin/pytest -c clients/pytest.ini clients/agents
+
+$(AGENTS)/.ready: requirements-agents.txt
+	test -x $(AGENTS)/bin/python || $(PYTHON) -m venv $(AGENTS)
+	$(AGENTS)/bin/python -m pip install -q -r requirements-agents.txt
+	touch $@
+
+clients/agents/node_modules/.ready: clients/agents/package.json clients/agents/package-lock.json
+	npm ci --prefix clients/agents --no-audit --no-fund --silent
+	touch $@
+
 $(CLIENTS)/.ready: requirements-clients.txt
 	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
 	$(CLIENTS)/bin/python -m pip install -q -r requirements-clients.txt
@@ -108,4 +122,4 @@ clients/node_modules/.ready: clients/package.json clients/package-lock.json
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) $(CLIENTS2) $(RAY) clients/node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage*
+	rm -rf $(VENV) $(CLIENTS) $(CLIENTS2) $(RAY) $(AGENTS) clients/node_modules clients/agents/node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage*

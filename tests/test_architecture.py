@@ -159,7 +159,17 @@ def test_fields_of_the_public_configs() -> None:
     assert [field.name for field in dataclasses.fields(EngineConfig)] == [
         *("model", "spec", "dtype", "device", "cache_tokens", "cache_dtype"),
         *("max_batch_size", "max_prompt_tokens", "max_step_tokens", "cache_reserve"),
-        *("numerics", "trace", "shadow_rate", "routing", "profile", "adapt", "weights", "tensor_parallel"),
+        *(
+            "numerics",
+            "trace",
+            "shadow_rate",
+            "routing",
+            "profile",
+            "adapt",
+            "weights",
+            "tensor_parallel",
+            "chat_template",
+        ),
     ]
 
 

@@ -18,6 +18,7 @@ from foretoken.cli import chat
 from foretoken.cli.conversation import ChatTotals, StyledPieces, Talk
 from foretoken.core import StepOutput, TokenOrigin
 from foretoken.engine.stats import RequestStats
+from foretoken.errors import StorageError
 from foretoken.printing.console import Console
 from foretoken.text.detokenizer import Detokenizer
 from tests.cli.conftest import Run
@@ -108,9 +109,24 @@ def test_what_is_no_conversation_is_refused(llm: LLM, messages: Any, message: st
         llm.chat(messages)
 
 
+def test_a_template_of_ones_own_replaces_that_of_the_checkpoint(
+    text_pair: SimpleNamespace, pair: SimpleNamespace, tmp_path: Path
+) -> None:
+    file = tmp_path / "own.jinja"
+    file.write_text("{% for message in messages %}[{{ message.content }}]{% endfor %}")
+    with LLM(text_pair.target, chat_template=file, cache_tokens=256) as llm:
+        assert llm.render_chat(HELLO) == f"[{HELLO[0]['content']}]"
+    with pytest.raises(StorageError, match=r"chat_template: cannot read .*missing"):
+        LLM(text_pair.target, chat_template=tmp_path / "missing", cache_tokens=256)
+    with pytest.raises(InputError, match=r"chat_template=.* has no tokenizer; leave the template out"):
+        LLM(pair.target, chat_template=file, cache_tokens=256)
+    with pytest.raises(InputError, match="chat_template=3: give the name of a file"):
+        LLM(text_pair.target, chat_template=3)  # type: ignore[arg-type]
+
+
 def test_checkpoints_without_a_template_or_with_a_broken_one(text_pair: SimpleNamespace, pair: SimpleNamespace) -> None:
     with LLM(text_pair.target, cache_tokens=256) as llm:
-        with pytest.raises(InputError, match=r"has no chat template; give plain text instead, .*chat_template\.jinja"):
+        with pytest.raises(InputError, match=r"has no chat template; give plain text instead, .*\(chat_template\)"):
             llm.chat(HELLO)
         llm.tokenizer.__dict__["chat_template"] = "{% if %}"  # type: ignore[union-attr]
         with pytest.raises(CheckpointError, match="is broken"):
