@@ -7,10 +7,11 @@ CLIENTS := .venv-clients
 CLIENTS2 := .venv-clients-2
 RAY := .venv-ray
 AGENTS := .venv-agents
+TRITON := .venv-triton
 BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 
-.PHONY: demo serve test coverage proof proof-release clients agents ray check format browser page wheel clean
+.PHONY: demo serve test coverage proof proof-release triton clients agents ray check format browser page wheel clean
 
 demo: $(VENV)/.ready
 	$(BIN)/foretoken demo
@@ -40,8 +41,15 @@ proof: $(VENV)/.ready
 	$(BIN)/python $(PYTEST) -m repeated
 
 # The longest proofs, and the full number of trials of others: by hand, before each release.
-proof-release: $(VENV)/.ready
+proof-release: $(VENV)/.ready $(TRITON)/.ready
 	$(BIN)/python $(PYTEST) -vv -m release proof
+	$(INTERPRETED) -m "repeated or release"
+
+# Kernels for a GPU, on CPU tensors through Triton's interpreter. Triton takes 700 MB, so it is not in $(VENV).
+INTERPRETED := PYTHONPATH=. $(TRITON)/bin/python -m pytest -vv -p no:cacheprovider --durations=5 interpreted
+
+triton: $(TRITON)/.ready
+	$(INTERPRETED) -m "not repeated and not release"
 
 # Real clients, unmodified, against a running server; they have environments of their own, Node its folder.
 clients: $(VENV)/.ready $(CLIENTS)/.ready $(CLIENTS2)/.ready clients/node_modules/.ready
@@ -117,9 +125,16 @@ $(RAY)/.ready: requirements-ray.txt
 	$(RAY)/bin/python -m pip install -q -r requirements-ray.txt
 	touch $@
 
+# The packages of $(VENV), and Triton before them.
+$(TRITON)/.ready: requirements-triton.txt $(VENV)/.ready
+	test -x $(TRITON)/bin/python || $(BIN)/python -m venv $(TRITON)
+	$(TRITON)/bin/python -m pip install -q --no-deps -r requirements-triton.txt
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$$($(TRITON)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/packages.pth"
+	touch $@
+
 clients/node_modules/.ready: clients/package.json clients/package-lock.json
 	npm ci --prefix clients --no-audit --no-fund --silent
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) $(CLIENTS2) $(RAY) $(AGENTS) clients/node_modules clients/agents/node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage*
+	rm -rf $(VENV) $(CLIENTS) $(CLIENTS2) $(RAY) $(AGENTS) $(TRITON) clients/node_modules clients/agents/node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage*

@@ -28,7 +28,7 @@ _PREFIX = "FORETOKEN_"
 _OTHER_VARIABLES = frozenset(
     {"FORETOKEN_LLAMA_CPP", "FORETOKEN_LLAMA_CPP_CONVERT", "FORETOKEN_COMPLETE", "FORETOKEN_TOML", "FORETOKEN_CACHE"}
     | {"FORETOKEN_MODELS", "FORETOKEN_VOCABULARIES", "FORETOKEN_API_KEY", "FORETOKEN_TEST", "FORETOKEN_FAULT"}
-    | {"FORETOKEN_PROBE"}
+    | {"FORETOKEN_PROBE", "FORETOKEN_ATTENTION"}
 )
 # In words what an option takes, and the types of TOML that say it. A number may stand where a text is expected:
 # num_draft = 5.

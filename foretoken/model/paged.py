@@ -12,7 +12,6 @@ from torch import Tensor
 
 from foretoken.kv.blocks import BlockAllocator
 from foretoken.kv.prefix import shared_length
-from foretoken.model.attention.choice import choose
 from foretoken.model.attention.paged import Reader
 from foretoken.model.decoder import Decoder, Hidden
 from foretoken.model.interface import EarlySegment, ForwardOutput, Segment
@@ -133,11 +132,10 @@ class PagedModel(PagedCache):
         kept: torch.dtype | None = None,
     ) -> None:
         weight = decoder.norm.weight
-        super().__init__(decoder.local, kept or weight.dtype, weight.device, num_slots, block_size)
+        self._is_exact = has_exact_rows(decoder)
+        super().__init__(decoder.local, kept or weight.dtype, weight.device, num_slots, block_size, self._is_exact)
         self.decoder, self.config = decoder, decoder.config
         self._early: dict[int, EarlyRows] = {}
-        self._is_exact = has_exact_rows(decoder)
-        self.attention = choose(weight.device, self._is_exact).kind
         assert self.dtype == weight.dtype or self._is_exact, "rows and cache of two formats"
 
     @property

@@ -17,9 +17,8 @@ from foretoken.kv.blocks import BlockAllocator, BlockTable, slots_of
 from foretoken.kv.pool import KVPool, bytes_per_token
 from foretoken.kv.prefix import PrefixStats
 from foretoken.model.architecture import ModelConfig
-from foretoken.model.attention.batched import BatchedAttention
-from foretoken.model.attention.choice import choose
-from foretoken.model.attention.paged import KeySlots, PagedAttention, Reader, row_positions
+from foretoken.model.attention.choice import AttentionKind, chosen
+from foretoken.model.attention.paged import KeySlots, Reader, row_positions
 from foretoken.model.interface import LanguageModel, Segment
 
 DEFAULT_BLOCK_SIZE = 32
@@ -39,7 +38,7 @@ class ForwardInputs:
 class PagedCache:
     """Block tables over one pool; `num_slots` tokens are shared by all sequences.
 
-    `shape` is that of the layers whose keys and values are kept, on this rank.
+    `shape` is that of the layers whose keys and values are kept, on this rank; `exact_rows`: see `AttentionPlace`.
     """
 
     def __init__(
@@ -49,6 +48,7 @@ class PagedCache:
         device: torch.device,
         num_slots: int,
         block_size: int = DEFAULT_BLOCK_SIZE,
+        exact_rows: bool = False,
     ) -> None:
         if num_slots < block_size:
             raise InputError("num_slots", num_slots, f"must be at least the block size, {block_size}")
@@ -62,7 +62,7 @@ class PagedCache:
             dtype=dtype,
             device=device,
         )
-        self.attention: type[PagedAttention | BatchedAttention] = choose(device).kind
+        self.attention: AttentionKind = chosen(device, dtype, exact_rows)
         self.tables: dict[int, BlockTable] = {}
 
     def twin_cache(self) -> PagedCache:

@@ -3,9 +3,13 @@
 import pytest
 import torch
 
+from foretoken.errors import ConfigError
 from foretoken.model.attention.batched import BatchedAttention
-from foretoken.model.attention.choice import IMPLEMENTATIONS, choose
+from foretoken.model.attention.choice import ATTENTION_VARIABLE, IMPLEMENTATIONS, choose, chosen
+from foretoken.model.attention.fused import FusedAttention
 from foretoken.model.attention.paged import KernelAttention, PagedAttention
+
+HAS_TRITON = "foretoken.model.attention.choice._has_triton"
 
 
 @pytest.mark.parametrize(
@@ -17,10 +21,59 @@ from foretoken.model.attention.paged import KernelAttention, PagedAttention
         ("meta", False, BatchedAttention),
     ],
 )
-def test_each_device_takes_its_implementation(device: str, exact_rows: bool, kind: type) -> None:
-    assert choose(torch.device(device), exact_rows).kind is kind
+def test_each_device_takes_its_implementation(
+    device: str, exact_rows: bool, kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where Triton is installed: its kernel has not been measured."""
+    monkeypatch.setattr(HAS_TRITON, lambda: True)
+    assert choose(torch.device(device), torch.bfloat16, exact_rows).kind is kind
 
 
-def test_names_are_unique_and_the_last_line_takes_what_is_left() -> None:
+def test_names_are_unique_and_every_device_has_a_default() -> None:
     assert len({one.name for one in IMPLEMENTATIONS}) == len(IMPLEMENTATIONS)
-    assert IMPLEMENTATIONS[-1].fits(torch.device("xpu"), False)
+    assert choose(torch.device("xpu"), torch.float64).name == "batched"
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "name", "kind"),
+    [
+        ("cuda", torch.bfloat16, "triton", FusedAttention),
+        ("cuda", torch.float16, "segments", PagedAttention),
+        ("cpu", torch.float64, "batched", BatchedAttention),
+    ],
+)
+def test_another_one_is_taken_by_name(
+    device: str, dtype: torch.dtype, name: str, kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HAS_TRITON, lambda: True)
+    monkeypatch.setenv(ATTENTION_VARIABLE, name)
+    assert chosen(torch.device(device), dtype) is kind
+    monkeypatch.setenv(ATTENTION_VARIABLE, "")
+    assert chosen(torch.device("cpu"), dtype) is PagedAttention
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "exact_rows", "has_triton", "name", "said"),
+    [
+        ("cpu", torch.bfloat16, False, True, "triton", "a CUDA device"),
+        ("cuda", torch.float64, False, True, "triton", "this is cuda, float64"),
+        ("cuda", torch.float8_e4m3fn, False, True, "triton", "float16, bfloat16 or float32"),
+        ("cuda", torch.bfloat16, False, False, "triton", r"foretoken\[triton\]"),
+        ("cpu", torch.bfloat16, True, True, "batched", "exact rows"),
+        ("cuda", torch.bfloat16, False, True, "exact", "compiled kernels of a CPU"),
+        ("cuda", torch.bfloat16, False, True, "flash", "choose one of exact, segments, batched, triton"),
+    ],
+)
+def test_what_does_not_run_there_is_refused(
+    device: str,
+    dtype: torch.dtype,
+    exact_rows: bool,
+    has_triton: bool,
+    name: str,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(HAS_TRITON, lambda: has_triton)
+    monkeypatch.setenv(ATTENTION_VARIABLE, name)
+    with pytest.raises(ConfigError, match=said):
+        chosen(torch.device(device), dtype, exact_rows)
