@@ -8,7 +8,7 @@ still until the engine is idle (which adds to the time): then the blocks of ever
 (after a collection, freed memory given back), tensors and Python objects are counted. A share of the greedy and seeded
 answers is compared with plain decoding.
 
-Exit code 5: from the fifth part of the time to the end the memory grew by more than --most-growth-mb, a request failed,
+Exit code 5: from the fifth part of the time to the end the memory grew by more than --max-growth-mb, a request failed,
 an answer differed, a block or a number of a request was kept.
 """
 
@@ -319,7 +319,7 @@ def main() -> int:
     parser.add_argument(
         "--cache-tokens", type=int, default=2048, help="of the target and of every draft: small, so that they fill up"
     )
-    parser.add_argument("--most-growth-mb", type=float, default=8.0)
+    parser.add_argument("--max-growth-mb", type=float, default=8.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from foretoken.errors import InputError
-from studies.serving_load.__main__ import failures
+from studies.serving_load.__main__ import failures, parser
 from studies.serving_load.client import StreamAnswer, _events
 from studies.serving_load.rivals import _drafter_of, command_of, compared
 from studies.serving_load.server import kept
@@ -66,7 +66,7 @@ def test_the_verdict() -> None:
         "files_after": 11,
         "resident_mb_per_hour": 50.0,
     }
-    short, long = (argparse.Namespace(minutes=minutes, max_mb_per_hour=1.0) for minutes in (1.0, 10.0))
+    short, long = (parser().parse_args(["--minutes", minutes]) for minutes in ("1", "10"))
     assert failures({"soak": good}, short) == []
     assert failures({"cost": {}}, long) == []
     assert failures({"soak": good}, long) == ["memory: 50.00 MB an hour"]

@@ -7,7 +7,7 @@ leave; then idle, and what is still held. `cost`: tokens per second at 16 stream
 turn by turn. `slow`: gaps of quick clients beside slow ones.
 
 Exit code 5: a request was lost, something was kept, file handles grew; and, in runs of ten minutes or more, the memory
-grew by more than --most-mb-per-hour.
+grew by more than --max-mb-per-hour.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--turns", type=int, default=5, help="of cost and slow")
     made.add_argument("--rounds", type=int, default=4, help="requests of each stream in one turn of cost")
     made.add_argument("--requests", type=int, default=10, help="of each quick client in one turn of slow")
-    made.add_argument("--most-mb-per-hour", type=float, default=1.0)
+    made.add_argument("--max-mb-per-hour", type=float, default=1.0)
     made.add_argument("--drafter", default="auto", help="of requests that name none")
     made.add_argument("--dtype", default="float32")
     made.add_argument("--cache-tokens", type=int, default=16384)
