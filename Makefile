@@ -11,7 +11,7 @@ TRITON := .venv-triton
 BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 
-.PHONY: demo serve test coverage proof proof-release triton clients agents ray check format browser page wheel clean
+.PHONY: demo serve test coverage proof proof-release triton clients llama-cpp-suite open-responses-suite agents ray check format browser page wheel clean
 
 demo: $(VENV)/.ready
 	$(BIN)/foretoken demo
@@ -59,6 +59,16 @@ clients: $(VENV)/.ready $(CLIENTS)/.ready $(CLIENTS2)/.ready clients/node_module
 # Two replicas of Ray Serve on this machine, and a client; not in CI: the environment takes minutes to install.
 ray: $(RAY)/.ready
 	PYTHONPATH=. RAY_USAGE_STATS_ENABLED=0 SERVER_PYTHON=$(RAY)/bin/python $(RAY)/bin/pytest -W ignore -c clients/pytest.ini clients/third
+
+# Test suites of others; each needs a checkout, so they are in no CI. LLAMA_CPP and OPENRESPONSES name the folders, URL a
+# running server and MODEL its model; the second one runs their TypeScript with npm's tsx.
+llama-cpp-suite: $(VENV)/.ready $(CLIENTS)/.ready
+	cd $(LLAMA_CPP)/tools/server/tests && PYTHONPATH=$(CURDIR)/clients/llama_cpp SERVER_PYTHON=$(CURDIR)/$(BIN)/python \
+	LLAMA_SERVER_BIN_PATH=$(CURDIR)/clients/llama_cpp/llama-server $(CURDIR)/$(CLIENTS)/bin/pytest -p suite -rA unit
+
+open-responses-suite:
+	cd $(OPENRESPONSES) && npm install --no-save --no-audit --no-fund --ignore-scripts tsx zod@3 && \
+	npx tsx bin/compliance-test.ts --base-url $(URL)/v1 --api-key none --model $(MODEL)
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check .

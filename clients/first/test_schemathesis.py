@@ -12,7 +12,7 @@ from urllib.request import urlopen
 
 def test_schemathesis_all(start: Callable[..., str], tmp_path: Path) -> None:
     """Case 22: every operation, valid and invalid requests: no 5xx, and every answer fits the description."""
-    server = start("--max-request-tokens", "64", "--ollama")
+    server = start("--max-request-tokens", "64", "--ollama", "--llama-cpp")
     with urlopen(f"{server}/openapi.json") as reply:
         paths = json.load(reply)["paths"]
     operations = [(path, method) for path, methods in paths.items() for method in methods]
@@ -21,6 +21,7 @@ def test_schemathesis_all(start: Callable[..., str], tmp_path: Path) -> None:
     assert ("/v1/messages", "post") in operations
     assert ("/v1/messages/count_tokens", "post") in operations
     assert ("/tokenize", "post") in operations
+    assert {("/completion", "post"), ("/infill", "post"), ("/slots", "get")} <= set(operations)
     report = tmp_path / "junit.xml"
     command = [str(Path(sys.executable).with_name("schemathesis")), "run", f"{server}/openapi.json"]
     command += ["--mode", "all", "--max-examples", "30", "--seed", "1", "--request-timeout", "20", "--no-color"]

@@ -133,6 +133,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     has_chat_template: bool
     default_spec: SpecConfig
     max_waiting: int
+    max_batch_size: int = 1
     num_parameters: int | None = None
     tool_style: str | None = None
     template_roles: tuple[str, ...] = ()

@@ -351,6 +351,7 @@ def _info(engine: AsyncEngine, name: str, missing_draft: str | None) -> ModelInf
         has_chat_template=tokenizer is not None and tokenizer.chat_template is not None,
         default_spec=llm.spec,
         max_waiting=engine.max_waiting,
+        max_batch_size=llm.engine.scheduler.config.max_batch_size,
         tool_style=None if tokenizer is None else tool_style(tokenizer.chat_template),
         template_roles=() if tokenizer is None else template_roles(tokenizer.chat_template),
         fim_tokens=None if tokenizer is None else fim_tokens(tokenizer.vocabulary, tokenizer.opening_ids),

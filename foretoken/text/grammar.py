@@ -40,6 +40,7 @@ LIMITS: dict[str, int | bool] = {
     "max_grammar_size": 500_000,  # symbols
     "verbose_errors": False,  # the grammar would stand in the message again
 }
+_MAX_GBNF_CHARS = 16 * 1024
 MAX_TEXT_BYTES = 512 * 1024  # a long alternation takes 400 times its own size when compiled
 TRIAL_DEADLINE_S = 5.0  # the largest honest schema seen took 1.2 s
 _TRIAL_MEMORY_BYTES = 2 << 30
@@ -88,6 +89,22 @@ def grammar_text(field: Field, value: Mapping[str, Any] | str) -> str:
     if max(size, len(text)) > MAX_TEXT_BYTES:
         raise InputError(field, value, f"is longer than {MAX_TEXT_BYTES // 1024} kB; make it smaller")
     return text
+
+
+def lark_of_gbnf(text: str) -> str:
+    """A grammar in llama.cpp's notation (GBNF) in that of Lark.
+
+    Raises:
+        InputError: it is none.
+    """
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    if len(text) > _MAX_GBNF_CHARS:
+        raise InputError("grammar", None, f"must have at most {_MAX_GBNF_CHARS} characters")
+    try:
+        return str(gbnf_to_lark(text))
+    except Exception as error:
+        raise InputError("grammar", None, "is no grammar in GBNF") from error
 
 
 def _schema(value: Mapping[str, Any] | str) -> dict[str, Any]:

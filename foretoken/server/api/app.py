@@ -11,9 +11,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foretoken import __version__
 from foretoken.backend.call import Backend
-from foretoken.server.api import anthropic, chat, completions, ollama, responses
+from foretoken.server.api import anthropic, chat, completions, llamacpp, ollama, responses
 from foretoken.server.api.config import ApiConfig
-from foretoken.server.api.envelopes import MESSAGES_PATH, error_response, id_headers, install_handlers
+from foretoken.server.api.envelopes import INFILL_PATH, MESSAGES_PATH, error_response, id_headers, install_handlers
 from foretoken.server.api.errors import CODE_KEY, ERROR_SCHEMA, final
 from foretoken.server.api.exchange import Api
 from foretoken.server.api.model_routes import status_router, tokenization_router
@@ -28,7 +28,10 @@ from foretoken.server.record import (
 
 _log = logging.getLogger("foretoken.server")
 RouterMaker = Callable[[Api], APIRouter]
-GENERATING_PATHS = (chat.PATH, completions.PATH, responses.PATH, MESSAGES_PATH, ollama.CHAT_PATH, ollama.GENERATE_PATH)
+GENERATING_PATHS = (
+    *(chat.PATH, completions.PATH, responses.PATH, MESSAGES_PATH, ollama.CHAT_PATH, ollama.GENERATE_PATH),
+    *("/completion", "/completions", "/chat/completions", "/responses", INFILL_PATH),
+)
 
 
 def create_app(
@@ -42,20 +45,20 @@ def create_app(
     app = FastAPI(
         title="foretoken",
         version=__version__,
-        description="Speculative decoding behind OpenAI's interface, Anthropic's, and Ollama's.",
+        description="Speculative decoding behind OpenAI's interface, Anthropic's, Ollama's, and llama.cpp's.",
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
         responses={"default": {"description": "An error", "content": {"application/json": {"schema": ERROR_SCHEMA}}}},
     )
     app.state.api = api
+    openai = (chat.chat_router(api), responses.responses_router(api), status_router(api))
     for router in (
-        chat.chat_router(api),
+        *((llamacpp.llama_router(api, openai),) if api.config.llama_cpp else ()),  # its /tokenize comes first
+        *openai,
         completions.completion_router(api),
-        responses.responses_router(api),
         anthropic.messages_router(api),
         tokenization_router(api),
-        status_router(api),
         *((ollama.ollama_router(api),) if api.config.ollama else ()),
         *(router if isinstance(router, APIRouter) else router(api) for router in routers),
     ):

@@ -58,7 +58,8 @@ def terms_of(api: Api, body: SamplingFields, scope: MutableMapping[str, Any]) ->
     """
     info = api.ready_info()
     _notice_unknown(body, api.config)
-    check_model(body.model, info)
+    if not api.config.llama_cpp:
+        check_model(body.model, info)
     if body.request_id is not None:
         name_request(scope, body.request_id)
     return Terms(info, api.config, caller_of(scope))

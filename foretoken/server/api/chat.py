@@ -42,8 +42,9 @@ class ChatChoices:
 
     def opening(self) -> Iterator[dict[str, Any]]:
         """See `ChoiceWriter`."""
+        content = None if self._frame.exchange.api.config.llama_cpp else ""
         for index in range(len(self._shapers)):
-            yield _chunk(index, {"role": "assistant", "content": ""})
+            yield _chunk(index, {"role": "assistant", "content": content})
 
     def piece(self, group: PieceGroup) -> dict[str, Any] | None:
         """See `ChoiceWriter`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -106,18 +106,25 @@ async def with_suffix(api: Api, body: CompletionRequest, info: ModelInfo) -> Com
     """
     if not body.suffix:
         return body
-    if info.fim_tokens is None:
-        raise unsupported("suffix", "the model has no tokens for a text in the middle; leave it out")
     if body.echo:
         raise unsupported("echo", "cannot stand beside suffix; leave one of them out")
+    filled = [await fill_ids(api, info, prompt, body.suffix) for prompt in body.prompt]
+    return body.model_copy(update={"prompt": filled, "suffix": None})
+
+
+async def fill_ids(api: Api, info: ModelInfo, prefix: str | Sequence[int], suffix: str) -> list[int]:
+    """The prompt after which the model writes what stands between two texts.
+
+    Raises:
+        ApiError: the model has no tokens for it.
+    """
+    if info.fim_tokens is None:
+        raise unsupported("suffix", "the model has no tokens for a text in the middle; leave it out")
     before_prefix, before_suffix, before_middle = info.fim_tokens
     try:
-        behind = await api.backend.tokenize(body.suffix, add_special_tokens=False)
-        prefixes = [
-            await api.backend.tokenize(prompt, add_special_tokens=False) if isinstance(prompt, str) else prompt
-            for prompt in body.prompt
-        ]
+        behind = await api.backend.tokenize(suffix, add_special_tokens=False)
+        if isinstance(prefix, str):
+            prefix = await api.backend.tokenize(prefix, add_special_tokens=False)
     except ForetokenError as error:
         raise of_exception(error, api.config.retry_after_s) from error
-    filled = [[*before_prefix, *prefix, before_suffix, *behind, before_middle] for prefix in prefixes]
-    return body.model_copy(update={"prompt": filled, "suffix": None})
+    return [*before_prefix, *prefix, before_suffix, *behind, before_middle]

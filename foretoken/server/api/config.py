@@ -44,6 +44,7 @@ class ApiConfig:
     - `sampling_defaults`: how requests are sampled that name neither a temperature nor another of
       `model.advised.ADVISED_FIELDS`.
     - `ollama`: Ollama's interface under `/api`, for clients that speak no other.
+    - `llama_cpp`: llama.cpp's own routes, and OpenAI's without `/v1`; the model that a request names is not looked at.
     """
 
     strict: bool = field(
@@ -102,6 +103,9 @@ class ApiConfig:
         ),
     )
     ollama: bool = field(default=False, metadata=_option("Speak Ollama's interface, too, under /api."))
+    llama_cpp: bool = field(
+        default=False, metadata=_option("Speak llama.cpp's interface, too, and take any name of a model, as it does.")
+    )
 
     def __post_init__(self) -> None:
         limits = [name for name, kind in self.__annotations__.items() if kind == "int"]
@@ -111,7 +115,7 @@ class ApiConfig:
                 check_limits(**{name: getattr(self, name)})
         for name in ("first_token_timeout_s", "request_timeout_s", "ping_s"):
             check_number(name, getattr(self, name), 0.0, 1e9, open_low=True)
-        for name in ("strict", "obfuscation", "force_obfuscation", "allow_lossy", "predictions", "ollama"):
+        for name in ("strict", "obfuscation", "force_obfuscation", "allow_lossy", "predictions", "ollama", "llama_cpp"):
             check_flag(name, getattr(self, name))
         check_fields(self)
         if any(spec.drafter is None for spec in self.specs):

@@ -1,5 +1,5 @@
 """Errors and streams in the shape of the interface that a request speaks, which its path tells: OpenAI's, under
-`/v1/messages` Anthropic's, under `/api` Ollama's.
+`/v1/messages` Anthropic's, under `/api` Ollama's, llama.cpp's on its own paths and on those of OpenAI's without `/v1`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,16 @@ from foretoken.server.api.errors import (
     ErrorCode,
     json_response,
     of_validation,
+    type_of,
 )
 from foretoken.server.record import REQUEST_ID_HEADER, request_id_of
 
 MESSAGES_PATH = "/v1/messages"
 OLLAMA_PATH = "/api"
+INFILL_PATH = "/infill"
+LLAMA_PATHS = frozenset(
+    {"/completion", "/completions", INFILL_PATH, "/props", "/slots", "/chat/completions", "/responses", "/models"}
+)
 _ID_HEADER = b"request-id"  # Anthropic's clients read this one
 _OVERLOADED = 529  # Anthropic's number for a server that has no room; 429 stands there for a client that asks too often
 _NO_ROOM = ("queue_full", "token_budget_full")
@@ -104,6 +109,8 @@ def envelope(error: ApiError, path: str, request_id: str) -> dict[str, Any]:
     """The error as JSON."""
     if _is_ollama(path):
         return {"error": error.detail, "code": error.code}
+    if path in LLAMA_PATHS:
+        return {"error": {"code": error.status_code, **_llama(error), "param": error.param, **error.extra}}
     if not _is_messages(path):
         return error.body
     status = status_of(error, path)
@@ -132,6 +139,14 @@ def error_event(error: ApiError, path: str, request_id: str) -> bytes:
 def id_headers(path: str, request_id: str) -> list[tuple[bytes, bytes]]:
     """The headers of every response that name its request."""
     return [(name, request_id.encode("ascii")) for name in wire_of(path).id_headers]
+
+
+def _llama(error: ApiError) -> dict[str, str]:
+    """Type and text of an error in llama.cpp's words, by which its clients know that a prompt is too long."""
+    if error.code == "context_length_exceeded":
+        text = f"the request exceeds the available context size: {error.detail}"
+        return {"type": "exceed_context_size_error", "message": text[:MAX_MESSAGE_BYTES]}
+    return {"type": type_of(error.status_code), "message": error.detail}
 
 
 def _message(error: ApiError) -> str:

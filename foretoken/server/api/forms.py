@@ -27,7 +27,7 @@ class JsonSchemaFormat(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
-    name: Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    name: Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$")] = "answer"
     description: str | None = None
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
     strict: bool | None = None
@@ -40,6 +40,7 @@ class ResponseFormat(BaseModel):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")  # of a json_object: llama.cpp's
 
 
 class StructuredOutputs(BaseModel):
@@ -131,7 +132,8 @@ def _of_format(asked: ResponseFormat) -> dict[str, str]:
     if asked.type == "text":
         return {}
     if asked.type == "json_object":
-        return {"json_schema": '{"type": "object"}'}
+        schema = {"type": "object"} if asked.schema_ is None else asked.schema_
+        return {"json_schema": json_text("response_format.schema", schema)}
     if asked.json_schema is None:
         raise invalid("response_format.json_schema", "type json_schema needs it, with a name and a schema")
     schema = {"type": "object"} if asked.json_schema.schema_ is None else asked.json_schema.schema_

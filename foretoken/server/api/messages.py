@@ -11,11 +11,13 @@ from typing import Any, Protocol, cast
 from pydantic_core import from_json
 
 from foretoken.backend.call import ModelInfo
+from foretoken.errors import InputError
 from foretoken.server.api.errors import invalid, unsupported
-from foretoken.server.api.forms import structure_fields
+from foretoken.server.api.forms import StructuredOutputs, structure_fields
 from foretoken.server.api.schemas import ChatRequest, SamplingFields
 from foretoken.server.api.tool_reader import ToolReader, ToolStyle
 from foretoken.server.api.tools import Callables, callables, held_form, template_message
+from foretoken.text.grammar import lark_of_gbnf
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # OpenAI's
 
@@ -108,7 +110,7 @@ def structure_of(body: SamplingFields, info: ModelInfo) -> Mapping[str, Any]:
     Raises:
         ApiError: a format that does not exist, contradicts another field, or that this server does not have.
     """
-    form = structure_fields(body.response_format, body.structured_outputs)
+    form = structure_fields(body.response_format, _outputs(body))
     if form and not info.has_tokenizer:
         raise unsupported("response_format", "the model has no tokenizer; leave it out")
     if not isinstance(body, ChatRequest):
@@ -118,6 +120,21 @@ def structure_of(body: SamplingFields, info: ModelInfo) -> Mapping[str, Any]:
         return form
     is_parallel = body.parallel_tool_calls is not False and not called.is_single
     return held_form(called, style, is_parallel, form)
+
+
+def _outputs(body: SamplingFields) -> StructuredOutputs | None:
+    """`structured_outputs`, or what stands for it in llama.cpp's words."""
+    given = [one for one in (body.structured_outputs, body.json_schema, body.grammar) if one is not None]
+    if len(given) > 1:
+        raise invalid("structured_outputs", "give one of structured_outputs, json_schema and grammar")
+    if body.json_schema is not None:
+        return StructuredOutputs.model_construct(json_=body.json_schema)
+    if body.grammar:
+        try:
+            return StructuredOutputs.model_construct(grammar=lark_of_gbnf(body.grammar))
+        except InputError as error:
+            raise invalid("grammar", error.remedy) from error
+    return body.structured_outputs
 
 
 def tools_of(body: ChatRequest, info: ModelInfo) -> list[dict[str, Any]] | None:
@@ -152,7 +169,7 @@ def arguments_of(text: str, is_cut: bool) -> dict[str, Any]:
 
 def source_of(body: SamplingFields, param: str | None) -> str | None:
     """The field of the request behind a field of `SamplingParams` that an error names."""
-    if param not in ("json_schema", "regex", "grammar"):
+    if param not in ("json_schema", "regex", "grammar") or getattr(body, param, None) is not None:
         return param
     if body.structured_outputs is not None:
         return "structured_outputs"

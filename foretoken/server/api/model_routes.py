@@ -139,6 +139,23 @@ def tokenization_router(api: Api) -> APIRouter:
     """The routes."""
     router = APIRouter(route_class=JsonRoute)
 
+    @router.get("/tokenizer_info", summary="Special tokens of the model")
+    async def tokenizer_info() -> Response:
+        info = _info(api)
+        return json_response(
+            {
+                "eos_token": info.eos_token,
+                "bos_token": info.bos_token,
+                "pad_token": info.pad_token,
+                "eos_token_ids": info.eos_token_ids,
+                "vocab_size": info.vocab_size,
+                "max_model_len": info.max_model_len,
+            }
+        )
+
+    if api.config.llama_cpp:
+        return router  # its routes of the same paths stand in their place
+
     @router.post("/tokenize", summary="Token ids of a text or a conversation")
     async def tokenize(body: TokenizeRequest) -> Response:
         info = _info(api)
@@ -165,20 +182,6 @@ def tokenization_router(api: Api) -> APIRouter:
             return json_response({"prompt": await api.backend.detokenize(body.tokens)})
         except ForetokenError as error:
             raise of_exception(error, api.config.retry_after_s) from error
-
-    @router.get("/tokenizer_info", summary="Special tokens of the model")
-    async def tokenizer_info() -> Response:
-        info = _info(api)
-        return json_response(
-            {
-                "eos_token": info.eos_token,
-                "bos_token": info.bos_token,
-                "pad_token": info.pad_token,
-                "eos_token_ids": info.eos_token_ids,
-                "vocab_size": info.vocab_size,
-                "max_model_len": info.max_model_len,
-            }
-        )
 
     return router
 

@@ -213,7 +213,7 @@ def _format(asked: str | dict[str, Any] | None) -> ResponseFormat | None:
     if not asked:
         return None
     if isinstance(asked, str):
-        return ResponseFormat.model_construct(type="json_object", json_schema=None)
+        return ResponseFormat.model_construct(type="json_object")
     schema = JsonSchemaFormat.model_construct(name="answer", schema_=asked)
     return ResponseFormat.model_construct(type="json_schema", json_schema=schema)
 

@@ -129,16 +129,23 @@ class ResponsesWriter:
             "created_at": int(exchange.began_unix_s),
             "completed_at": int(time.time()) if status == "completed" else None,
             "status": status,
+            "background": False,
             "error": None,
+            "frequency_penalty": params.frequency_penalty,
             "incomplete_details": incomplete,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": None,
             "metadata": body.metadata or {},
             "model": exchange.info.name,
             "output": [] if ended is None else self._items.items,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "presence_penalty": params.presence_penalty,
             "previous_response_id": None,
+            "prompt_cache_key": body.prompt_cache_key,
             "reasoning": {"effort": None, "summary": None} if body.reasoning is None else body.reasoning.model_dump(),
+            "safety_identifier": body.safety_identifier,
+            "service_tier": tier_of(body) or "default",
             "store": False,
             "temperature": params.temperature,
             "text": _text(body),
@@ -150,8 +157,6 @@ class ResponsesWriter:
             "usage": None if ended is None else _usage(exchange, body.prediction is not None),
             "user": body.user,
         }
-        if tier_of(body) is not None:
-            made["service_tier"] = tier_of(body)
         if ended is not None:
             made |= self._frame.reports()
             if left_out(body):

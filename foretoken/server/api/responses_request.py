@@ -249,8 +249,9 @@ def _add_item(
             raise invalid(f"{param}.call_id", "must name the call that it answers")
         content = _text(f"{param}.output", item.get("output"))
         messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
-    else:
-        raise unsupported(f"{param}.type", "is not supported; give message, function_call or function_call_output")
+    elif kind != "reasoning":  # which agents send back as they got it; no chat template has a place for it
+        kinds = "message, function_call, function_call_output or reasoning"
+        raise unsupported(f"{param}.type", f"is not supported; give {kinds}")
 
 
 def _text(param: str, content: object) -> str:

@@ -217,6 +217,9 @@ class SamplingFields(BaseModel):
     request_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9._:\-]{1,128}$")] | None = None
     structured_outputs: StructuredOutputs | None = None
     response_format: ResponseFormat | None = None
+    # llama.cpp's
+    json_schema: dict[str, Any] | None = None
+    grammar: str | None = None
     # ours, and the names under which others know `spec.num_draft`
     spec: SpecFields | None = None
     foretoken: OwnFields | None = None

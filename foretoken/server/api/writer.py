@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from fastapi import Request, Response
 
+from foretoken import __version__
 from foretoken.backend.call import AnswerEnded, RoundEvent, TokenEvent
 from foretoken.server.api.call import metrics_level, tier_of, wants_trace
 from foretoken.server.api.envelopes import status_of
@@ -19,6 +20,7 @@ from foretoken.server.api.schemas import SamplingFields, StreamOptions
 from foretoken.server.api.streaming import DONE, EventStream, PieceGroup, frame, paced, padded_frame
 from foretoken.server.api.usage import metrics, spec_report, timings, trace_record, usage
 
+BUILD = f"b0-foretoken-{__version__}"  # as llama.cpp tells its builds
 _LEAST = -9999.0  # OpenAI's number for a token that could not be drawn; JSON has no minus infinity
 _log = logging.getLogger("foretoken.server")
 _Json = dict[str, Any]
@@ -95,7 +97,7 @@ class ResponseWriter:
             "id": f"{prefix}-{exchange.request_id}",
             "created": int(exchange.began_unix_s),
             "model": exchange.info.name,
-            "system_fingerprint": None,
+            "system_fingerprint": BUILD if config.llama_cpp else None,
         }
         if tier_of(body) is not None:
             self._head["service_tier"] = tier_of(body)

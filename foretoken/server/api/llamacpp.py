@@ -1,0 +1,305 @@
+"""llama.cpp's own interface: `/completion`, `/infill`, `/tokenize`, `/detokenize`, `/props` and `/slots`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.routing import APIRoute
+
+from foretoken.backend.call import AnswerEnded, TokenEvent
+from foretoken.errors import ForetokenError
+from foretoken.server.api.body import JsonRoute
+from foretoken.server.api.call import completion_call, terms_of
+from foretoken.server.api.completions import fill_ids
+from foretoken.server.api.envelopes import INFILL_PATH, LLAMA_PATHS
+from foretoken.server.api.errors import invalid, json_response, of_exception
+from foretoken.server.api.exchange import Api, Exchange
+from foretoken.server.api.llamacpp_request import (
+    DEFAULTS,
+    InfillRequest,
+    LlamaFields,
+    PiecesRequest,
+    TokensRequest,
+    as_completion,
+    prompts_of,
+)
+from foretoken.server.api.schemas import CompletionRequest
+from foretoken.server.api.streaming import PieceGroup, frame, paced
+from foretoken.server.api.usage import timings
+from foretoken.server.api.writer import BUILD, ResponseWriter, answer, chat_logprobs
+
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    "default": {
+        "description": "An error",
+        "content": {
+            "application/json": {
+                "schema": {
+                    "type": "object",
+                    "required": ["error"],
+                    "properties": {
+                        "error": {
+                            "type": "object",
+                            "required": ["code", "message", "type", "param"],
+                            "properties": {"code": {"type": "integer"}, "message": {"type": "string"}},
+                        }
+                    },
+                }
+            }
+        },
+    }
+}
+_Json = dict[str, Any]
+
+
+def llama_router(api: Api, openai: Sequence[APIRouter]) -> APIRouter:
+    """The routes, and those of `openai` without their `/v1`, as llama.cpp has them too."""
+    router = APIRouter(route_class=JsonRoute, responses=_ERRORS)
+    for one in openai:
+        for route in one.routes:
+            if isinstance(route, APIRoute) and (bare := route.path.removeprefix("/v1")) in LLAMA_PATHS:
+                router.add_api_route(bare, route.endpoint, methods=sorted(route.methods or ()))
+
+    async def completion(body: LlamaFields, request: Request) -> Response:
+        parts, is_list = prompts_of(body.prompt)
+        prompts = [await _ids(api, one) for one in parts]
+        return await _answer(api, request, body, prompts, is_list)
+
+    for path in ("/completion", "/completions"):
+        router.add_api_route(
+            path, completion, methods=["POST"], summary="The continuation of a text, as llama.cpp has it"
+        )
+
+    @router.post(INFILL_PATH, summary="What stands between two texts, as llama.cpp has it")
+    async def infill(body: InfillRequest, request: Request) -> Response:
+        before = "".join(f"--- {one.filename} ---\n{one.text}\n" for one in body.input_extra) + body.input_prefix
+        info = api.ready_info()
+        filled = await fill_ids(api, info, before, body.input_suffix)
+        return await _answer(api, request, body, [[*filled, *await _ids(api, [body.prompt], False)]], False)
+
+    @router.post("/tokenize", summary="Token ids of a text, as llama.cpp has it")
+    async def tokenize(body: PiecesRequest) -> Response:
+        tokens = await _ids(api, [body.content], body.add_special)
+        if not body.with_pieces:
+            return json_response({"tokens": tokens})
+        return json_response({"tokens": [{"id": one, "piece": await _text(api, [one])} for one in tokens]})
+
+    @router.post("/detokenize", summary="The text of token ids, as llama.cpp has it")
+    async def detokenize(body: TokensRequest) -> Response:
+        vocab_size = api.ready_info().vocab_size
+        for token in body.tokens:
+            if type(token) is not int or not 0 <= token < vocab_size:
+                raise invalid("tokens", f"must be whole numbers from 0 to {vocab_size - 1}", token)
+        return json_response({"content": await _text(api, body.tokens)})
+
+    @router.get("/props", summary="What is known of the model and its defaults, as llama.cpp says it")
+    async def props() -> Response:
+        info = api.ready_info()
+        made = {
+            "default_generation_settings": {"n_ctx": info.max_model_len, "params": {**DEFAULTS, "seed": -1}},
+            "total_slots": info.max_batch_size,
+            "model_alias": info.name,
+            "model_path": info.name,  # a path would tell of this machine
+            "bos_token": info.bos_token or "",
+            "eos_token": info.eos_token or "",
+            "modalities": {"vision": False, "audio": False},
+            "build_info": BUILD,
+            "is_sleeping": False,
+        }
+        return json_response(made)
+
+    @router.get("/slots", summary="How many requests run, as slots, which llama.cpp has")
+    async def slots() -> Response:
+        info = api.ready_info()
+        try:
+            running = (await api.backend.stats()).get("invariants", {}).get("num_running", 0)
+        except ForetokenError as error:
+            raise of_exception(error, api.config.retry_after_s) from error
+        is_speculative = info.default_spec.drafter is not None
+        made = [
+            {"id": place, "n_ctx": info.max_model_len, "speculative": is_speculative, "is_processing": place < running}
+            for place in range(info.max_batch_size)
+        ]
+        return json_response(made)
+
+    return router
+
+
+async def _ids(api: Api, parts: Sequence[str | int], add_special: bool = True) -> list[int]:
+    """Token ids of a prompt; what begins every text stands before its first part, if that is a text."""
+    made: list[int] = []
+    try:
+        for place, part in enumerate(parts):
+            if isinstance(part, str):
+                made += await api.backend.tokenize(part, add_special_tokens=add_special and place == 0)
+            else:
+                made.append(part)
+    except ForetokenError as error:
+        raise of_exception(error, api.config.retry_after_s) from error
+    return made
+
+
+async def _text(api: Api, ids: Sequence[int]) -> str:
+    try:
+        return await api.backend.detokenize(ids)
+    except ForetokenError as error:
+        raise of_exception(error, api.config.retry_after_s) from error
+
+
+async def _biases(api: Api, body: LlamaFields) -> dict[int, float]:
+    """The biases by token id: a text is all of its tokens, a text of digits in an object is an id."""
+    found: dict[int, float] = {}
+    for key, bias in body.logit_bias or ():
+        is_id = isinstance(key, int) or (key.isascii() and key.isdecimal() and len(key) <= 10)
+        for token in [int(key)] if is_id else await _ids(api, [key], False):
+            if token < 0:
+                raise invalid("logit_bias", "token ids must be at least 0", token)
+            found[token] = bias
+    return found
+
+
+async def _answer(
+    api: Api, request: Request, body: LlamaFields, prompts: Sequence[list[int]], is_list: bool
+) -> Response:
+    terms = terms_of(api, body, request.scope)
+    asked = as_completion(body, prompts, await _biases(api, body))
+    asked.max_tokens = asked.max_tokens or terms.config.default_max_tokens or terms.info.max_model_len
+    call = completion_call(asked, terms)
+    exchange = Exchange(api, request.scope, call, terms.info, bool(body.stream))
+    texts = [await _text(api, prompt) if terms.info.has_tokenizer else "" for prompt in prompts]
+    writer = _CompletionWriter(exchange, body, asked, texts, is_list)
+    return await answer(exchange, request, writer.stream, writer.whole)
+
+
+class _CompletionWriter:
+    """The answers, whole or as events."""
+
+    def __init__(
+        self, exchange: Exchange, body: LlamaFields, asked: CompletionRequest, prompts: Sequence[str], is_list: bool
+    ) -> None:
+        self._exchange, self._body, self._asked = exchange, body, asked
+        self._prompts, self._is_list = prompts, is_list
+        self._frame = ResponseWriter(exchange, body, "", "", "")
+
+    def whole(self) -> object:
+        """The answer that is not streamed: an object, or a list of them where the prompt was a list."""
+        made = []
+        for progress in self._exchange.book.answers:
+            assert progress.ended is not None
+            ids = [token.token_id for token in progress.tokens] if self._body.return_tokens else []
+            made.append(self._selected(self._end(progress.ended, progress.text, ids, progress.tokens)))
+        return made if self._is_list else made[0]
+
+    async def stream(self) -> AsyncGenerator[bytes]:
+        """The events of the stream, encoded.
+
+        Raises:
+            ApiError: the call failed.
+        """
+        exchange = self._exchange
+        async with (
+            contextlib.aclosing(exchange.events()) as events,
+            contextlib.aclosing(paced(events, exchange.api.config)) as groups,
+        ):
+            async for event in groups:
+                if isinstance(event, PieceGroup) and (event.piece.tokens or event.piece.text):
+                    yield frame(self._chunk(event))
+                elif isinstance(event, AnswerEnded):
+                    yield frame(self._selected(self._end(event, "", [], ())))
+
+    def _chunk(self, group: PieceGroup) -> _Json:
+        piece = group.piece
+        made: _Json = {
+            "index": piece.index,
+            "content": piece.text,
+            "tokens": [token.token_id for token in piece.tokens],
+            "stop": False,
+            "id_slot": -1,
+            "tokens_predicted": len(self._exchange.book.answers[piece.index].tokens),
+            "tokens_evaluated": len(self._exchange.prompt_ids[piece.index]),
+        }
+        if self._body.timings_per_token:
+            made["timings"] = timings(self._exchange)
+        return made | self._probabilities(piece.tokens)
+
+    def _end(self, event: AnswerEnded, text: str, ids: list[int], tokens: Sequence[TokenEvent]) -> _Json:
+        """The object of an answer's end."""
+        exchange = self._exchange
+        progress, num_prompt = exchange.book.answers[event.index], len(exchange.prompt_ids[event.index])
+        made: _Json = {
+            "index": event.index,
+            "content": text,
+            "tokens": ids,
+            "id_slot": -1,
+            "stop": True,
+            "model": exchange.info.name,
+            "tokens_predicted": event.num_tokens,
+            "tokens_evaluated": num_prompt,
+            "generation_settings": self._settings(),
+            "prompt": self._prompts[event.index],
+            "has_new_line": "\n" in event.text,
+            "truncated": event.finish_reason == "length"
+            and num_prompt + event.num_tokens >= exchange.info.max_model_len,
+            **self._stop(event, progress.tokens),
+            "tokens_cached": num_prompt + event.num_tokens,
+            **self._frame.reports(),
+        }
+        return made | self._probabilities(tokens)
+
+    def _stop(self, event: AnswerEnded, tokens: Sequence[TokenEvent]) -> _Json:
+        """Why the answer ended; which of several stop strings it was is not known."""
+        stops = self._exchange.call.params.stop or ()
+        if event.finish_reason == "length":
+            return {"stop_type": "limit", "stopping_word": ""}
+        has_eos = bool(tokens) and tokens[-1].token_id in self._exchange.info.eos_token_ids
+        if has_eos or not stops:
+            return {"stop_type": "eos", "stopping_word": ""}
+        return {"stop_type": "word", "stopping_word": stops[0] if len(stops) == 1 else ""}
+
+    def _settings(self) -> _Json:
+        params = self._exchange.call.params
+        biases: list[_Json] = [{"token": token, "bias": bias} for token, bias in (params.logit_bias or {}).items()]
+        if params.ignore_eos:
+            biases += [{"token": token, "bias": None} for token in self._exchange.info.eos_token_ids]
+        return {
+            "n_predict": params.max_tokens,
+            "seed": -1 if params.seed is None else params.seed,
+            "temperature": params.temperature,
+            "top_k": params.top_k,
+            "top_p": params.top_p,
+            "min_p": params.min_p,
+            "repeat_penalty": params.repetition_penalty,
+            "presence_penalty": params.presence_penalty,
+            "frequency_penalty": params.frequency_penalty,
+            "stop": list(params.stop or ()),
+            "ignore_eos": params.ignore_eos,
+            "logit_bias": biases,
+            "n_probs": params.logprobs or 0,
+            "stream": self._exchange.is_stream,
+        }
+
+    def _probabilities(self, tokens: Sequence[TokenEvent]) -> _Json:
+        """`completion_probabilities`: the entries of a chat's log-probabilities, with the ids of their tokens."""
+        if not self._body.n_probs or not tokens:
+            return {}
+        entries = chat_logprobs(tokens)["content"]
+        for entry, token in zip(entries, tokens, strict=True):
+            entry["id"] = token.token_id
+            for one, alternative in zip(entry["top_logprobs"], token.top, strict=True):
+                one["id"] = alternative.token_id
+        return {"completion_probabilities": entries}
+
+    def _selected(self, made: _Json) -> _Json:
+        """The fields that were asked for by `response_fields`, named by their path."""
+        if not self._body.response_fields:
+            return made
+        chosen: _Json = {}
+        for path in self._body.response_fields:
+            value: Any = made
+            for name in path.split("/"):
+                value = value.get(name) if isinstance(value, dict) else None
+            if value is not None:
+                chosen[path] = value
+        return chosen
