@@ -11,7 +11,7 @@ TRITON := .venv-triton
 BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 
-.PHONY: demo serve test coverage proof proof-release triton clients llama-cpp-suite open-responses-suite agents ray check format browser page wheel clean
+.PHONY: demo serve test coverage proof proof-release gpu-rehearsal triton clients llama-cpp-suite open-responses-suite agents ray check format browser page wheel clean
 
 demo: $(VENV)/.ready
 	$(BIN)/foretoken demo
@@ -50,6 +50,10 @@ INTERPRETED := PYTHONPATH=. $(TRITON)/bin/python -m pytest -vv -p no:cacheprovid
 
 triton: $(TRITON)/.ready
 	$(INTERPRETED) -m "not repeated and not release"
+
+# The measurements of a machine with a GPU, small and on this CPU: every part runs, no number is a figure (docs/gpu.md).
+gpu-rehearsal: $(VENV)/.ready
+	PYTHON=$(CURDIR)/$(BIN)/python benchmarks/gpu/run.sh --device cpu --source tests/reference/target --out out/gpu-rehearsal
 
 # Real clients, unmodified, against a running server; they have environments of their own, Node its folder.
 clients: $(VENV)/.ready $(CLIENTS)/.ready $(CLIENTS2)/.ready clients/node_modules/.ready

@@ -78,8 +78,7 @@ class BatchEntry:
 
     `pending` are committed tokens whose K/V the target does not hold yet; the last one is the anchor. If `decodes` is
     false the entry is a chunk of a longer prompt: nothing is drafted or emitted. `processors` is None for a request
-    whose distribution depends on the logits, temperature and filters alone, `noise` is None for one whose rule is not
-    coupled.
+    whose distribution depends on the logits, temperature and filters alone, `noise` where the rule is not coupled.
     """
 
     request: Request
@@ -92,9 +91,8 @@ class BatchEntry:
     draft_probability: float = 1.0  # probability that a position is drafted
     takes_trees: bool = True  # whether the request's rule accepts trees
     num_probe: int = 0  # maximum number of probes, 0 included
-    probe_depth: int = (
-        0  # maximum depth of a probe below the anchor (its child: 1); deeper ones would exceed the context
-    )
+    # Maximum depth of a probe below the anchor (its child: 1); deeper ones would exceed the context.
+    probe_depth: int = 0
     option: int | None = None  # which of the request's drafter options runs; None: no draft
     # The last so many of `pending`, before the anchor, are followed by prompt tokens whose log-probability is wanted.
     num_prompt_rows: int = 0
@@ -256,9 +254,8 @@ class Draft:
 
     def is_chain(self, request: int) -> bool:
         """Whether every node of `request` follows the one before it."""
-        return self.parents[self.offsets[request] : self.offsets[request + 1]] == tuple(
-            range(-1, self.lengths[request] - 1)
-        )
+        own = self.parents[self.offsets[request] : self.offsets[request + 1]]
+        return own == tuple(range(-1, len(own) - 1))
 
     def paths(self, request: int) -> list[tuple[int, ...]]:
         """For every row of `request` (anchor, then nodes) the drafted tokens on the path to it, its own included."""
@@ -271,18 +268,23 @@ class Draft:
     @cached_property
     def host_tokens(self) -> list[int]:
         """The nodes' tokens [N] on the host; the first call waits for the device."""
-        return list[int](to_host(self.tokens)[0])
+        return list[int](to_host(self.tokens)[0]) if self.parents else []
+
+    @property
+    def has_host_tokens(self) -> bool:
+        """Whether `host_tokens` needs no transfer."""
+        return not self.parents or "host_tokens" in self.__dict__ or self.tokens.device.type == "cpu"
+
+    def with_host_tokens(self, tokens: list[int]) -> Draft:
+        """This draft, whose tokens are known on the host."""
+        self.__dict__["host_tokens"] = tokens
+        return self
 
     def depths(self, request: int) -> list[int]:
         """Depth of each node of `request`; a child of the committed text has depth 1."""
-        return self._all_depths[self.offsets[request] : self.offsets[request + 1]]
-
-    @cached_property
-    def _all_depths(self) -> list[int]:
-        depths: list[int] = []  # [N]
-        for start, stop in zip(self.offsets, self.offsets[1:], strict=False):
-            for parent in self.parents[start:stop]:
-                depths.append(1 if parent < 0 else depths[start + parent] + 1)
+        depths: list[int] = []
+        for parent in self.parents[self.offsets[request] : self.offsets[request + 1]]:
+            depths.append(1 if parent < 0 else depths[parent] + 1)
         return depths
 
     def anchor_row(self, request: int) -> int:
@@ -312,9 +314,8 @@ class Draft:
         nodes = [node for b in requests for node in range(self.offsets[b], self.offsets[b + 1])]
         mass = self.mass
         if mass is not None:
-            rows = self.rows_of(requests)
-            mass = Mass(mass.distributions, tuple(mass.distribution_of_row[row] for row in rows))
-        return Draft(
+            mass = Mass(mass.distributions, tuple(mass.distribution_of_row[row] for row in self.rows_of(requests)))
+        found = Draft(
             tokens=self.tokens[to_device(nodes, self.tokens.device)],
             parents=tuple(self.parents[node] for node in nodes),
             offsets=(0, *accumulate(self.lengths[b] for b in requests)),
@@ -325,13 +326,15 @@ class Draft:
             probes=None if self.probes is None else self.probes.select(requests),
             inner=tuple(self.inner[b] for b in requests) if self.inner else (),
         )
+        return found.with_host_tokens([self.host_tokens[node] for node in nodes]) if self.has_host_tokens else found
 
     def on(self, device: torch.device | str) -> Draft:
         """The same draft with its tensors on `device`."""
         mass, probes = self.mass, self.probes
         mass = mass and replace(mass, distributions=to_device(mass.distributions, device, None))
         probes = probes and replace(probes, tokens=to_device(probes.tokens, device))
-        return replace(self, tokens=to_device(self.tokens, device), mass=mass, probes=probes)
+        moved = replace(self, tokens=to_device(self.tokens, device), mass=mass, probes=probes)
+        return moved.with_host_tokens(self.host_tokens) if self.has_host_tokens else moved
 
     def rows_of(self, requests: Sequence[int]) -> list[int]:
         """Rows (anchor, then nodes) of some requests, in the given order."""

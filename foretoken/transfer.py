@@ -2,19 +2,68 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 
 def to_host(*parts: Tensor) -> list[Any]:
-    """Vectors as lists on the host, in one transfer that waits for the device.
+    """Vectors, or matrices of one width, as lists on the host, in one transfer that waits for the device.
 
-    Vectors of different dtypes travel as float64, which holds every token id and every float32 exactly; integers and
-    bools come back as such.
+    Numbers of different dtypes travel as float64, which holds every token id and every float32 exactly; integers and
+    bools come back as such. What this thread reads `Later` comes along.
     """
+    waiting = [one for one in _waiting.all if one.parts[0].device == parts[0].device and one.parts[0] is not parts[0]]
+    if parts[0].dim() > 1:  # vectors do not travel with matrices
+        waiting.clear()
+    found = _bring([*parts, *(part for one in waiting for part in one.parts)])
+    first = len(parts)
+    for one in waiting:
+        one.take(found[first : first + len(one.parts)])
+        first += len(one.parts)
+    return found[: len(parts)]
+
+
+class Later:
+    """Vectors of one device that nobody needs on the host before something else does: they come with this thread's next
+    `to_host` from that device, or when they are asked for.
+    """
+
+    def __init__(self, *parts: Tensor) -> None:
+        self.parts = parts
+        self._found: list[Any] | None = None
+        if parts[0].device.type != "cpu":
+            _waiting.all.add(self)
+
+    def take(self, found: list[Any]) -> None:
+        """Keep the host copies that came along."""
+        self._found = found
+        _waiting.all.discard(self)
+
+    @property
+    def numbers(self) -> list[Any]:
+        """The vectors as lists."""
+        found = to_host(*self.parts) if self._found is None else self._found
+        self.take(found)
+        return found
+
+
+class _Waiting(threading.local):
+    """What a thread reads later; dropped with whoever would have read it."""
+
+    def __init__(self) -> None:
+        self.all: WeakSet[Later] = WeakSet()
+
+
+_waiting = _Waiting()
+
+
+def _bring(parts: Sequence[Tensor]) -> list[Any]:
+    """The one copy that waits."""
     if all(part.device.type == "cpu" for part in parts):
         return [part.tolist() for part in parts]
     dtype = parts[0].dtype if len({part.dtype for part in parts}) == 1 else torch.float64

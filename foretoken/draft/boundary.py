@@ -9,11 +9,12 @@ from cannot be checked here.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 
-from foretoken.core import BatchEntry, Draft, Mass
+from foretoken.core import BatchEntry, Draft
 from foretoken.draft.lookup_tree import LookupTree
 from foretoken.errors import DraftError
 from foretoken.transfer import to_device, to_host
@@ -30,6 +31,7 @@ def draft_faults(draft: object, entries: Sequence[BatchEntry], vocab_size: int) 
     if not isinstance(draft, Draft):
         raise DraftError(f"propose returned {type(draft).__name__}, not a Draft")
     _check_layout(draft, len(entries))
+    figures = _mass_figures(draft, vocab_size)  # with the tokens: one transfer from a device
     tokens = draft.host_tokens
     faults: dict[int, str] = {}
     for b, ((start, stop), entry) in enumerate(zip(pairwise(draft.offsets), entries, strict=True)):
@@ -40,8 +42,8 @@ def draft_faults(draft: object, entries: Sequence[BatchEntry], vocab_size: int) 
             faults[b] = fault
     if draft.probes is not None:
         _add_probe_faults(draft, entries, vocab_size, faults)
-    if draft.mass is not None:
-        _add_mass_faults(draft, draft.mass, tokens, vocab_size, faults)
+    if figures is not None:
+        _add_mass_faults(draft, figures, faults)
     return faults
 
 
@@ -124,8 +126,25 @@ def _depth(parents: Sequence[int]) -> int:
     return max(depths)
 
 
-def _add_mass_faults(draft: Draft, mass: Mass, tokens: Sequence[int], vocab_size: int, faults: dict[int, str]) -> None:
-    """Check that distributions are sub-probability mass, and not zero at tokens sampled from them."""
+@dataclass(frozen=True)
+class _MassFigures:
+    """Minimum [M] and sum [M] of each distribution, and of each node of `sampled` its token's mass."""
+
+    least: list[float]
+    sums: list[float]
+    sampled: list[int]
+    at_token: list[float]
+
+
+def _mass_figures(draft: Draft, vocab_size: int) -> _MassFigures | None:
+    """What decides whether a draft's distributions are sound, and the draft's tokens on the host; None without mass.
+
+    Raises:
+        DraftError: the mass does not fit the draft.
+    """
+    mass = draft.mass
+    if mass is None:
+        return None
     distributions = mass.distributions
     if (
         distributions.dtype not in (torch.float32, torch.float64)
@@ -149,34 +168,30 @@ def _add_mass_faults(draft: Draft, mass: Mass, tokens: Sequence[int], vocab_size
     drawn_from = [distribution_of_row[draft.parent_rows[node]] if draft.parents[node] >= -1 else -1 for node in sampled]
     if -1 in drawn_from:
         raise DraftError("a sampled token without its distribution")
-    least, total, at_token = _distribution_figures(
-        distributions, drawn_from, [tokens[node] % vocab_size for node in sampled]
-    )
+    if not distributions.shape[0]:
+        return _MassFigures([], [], [], [])
+    rows, nodes = to_device([drawn_from, sampled], distributions.device)
+    tokens = to_device(draft.tokens, distributions.device)
+    at_token = distributions[rows, tokens[nodes] % vocab_size]
+    least, sums, masses, known = to_host(distributions.amin(-1), distributions.sum(-1), at_token, tokens)
+    if not draft.has_host_tokens:
+        draft.with_host_tokens(known)
+    return _MassFigures(least, sums, sampled, masses)
+
+
+def _add_mass_faults(draft: Draft, figures: _MassFigures, faults: dict[int, str]) -> None:
+    """Check that distributions are sub-probability mass, and not zero at tokens sampled from them."""
+    assert draft.mass is not None
     unsound = {
         distribution
-        for distribution, (low, whole) in enumerate(zip(least, total, strict=True))
+        for distribution, (low, whole) in enumerate(zip(figures.least, figures.sums, strict=True))
         if not (low >= 0 and whole <= 1 + _SUM_TOLERANCE)
     }
-    missed = {node for node, chance in zip(sampled, at_token, strict=True) if not chance > 0}
+    missed = {node for node, chance in zip(figures.sampled, figures.at_token, strict=True) if not chance > 0}
     if not unsound and not missed:
         return
     for b, (start, stop) in enumerate(pairwise(draft.offsets)):
-        if unsound.intersection(distribution_of_row[start + b : stop + b + 1]):
+        if unsound.intersection(draft.mass.distribution_of_row[start + b : stop + b + 1]):
             faults.setdefault(b, "a distribution that is not finite, has negative mass, or sums to more than 1")
         elif missed.intersection(range(start, stop)):
             faults.setdefault(b, "a sampled token with mass 0 in its distribution")
-
-
-def _distribution_figures(
-    distributions: torch.Tensor, drawn_from: list[int], tokens: list[int]
-) -> tuple[list[float], list[float], list[float]]:
-    """Minimum [M] and sum [M] of each distribution, and the mass of each sampled token; one transfer from a device."""
-    if not distributions.shape[0]:
-        return [], [], []
-    places = to_device(
-        [distribution * distributions.shape[1] + token for distribution, token in zip(drawn_from, tokens, strict=True)],
-        distributions.device,
-    )
-    at_token = distributions.reshape(-1).index_select(0, places)
-    least, sums, masses = to_host(distributions.amin(-1), distributions.sum(-1), at_token)
-    return least, sums, masses

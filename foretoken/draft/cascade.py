@@ -33,6 +33,7 @@ from foretoken.kv.prefix import shared_length
 from foretoken.model.interface import LanguageModel, Segment
 from foretoken.text.randomness import Purpose, uniforms
 from foretoken.text.sampling import check_finite, draft_probs
+from foretoken.transfer import to_device, to_host
 from foretoken.verify import first_max, verify_batch
 
 _MAX_INNER = 4  # tokens that a model hands to the level above it at once, unless its part says otherwise
@@ -294,7 +295,7 @@ class CascadeDrafter:
             length = here.model.length(sequence)
             pending = [*text[length:], *ahead[max(0, length - len(text)) :]]
             nodes = slice(draft.offsets[b], draft.offsets[b + 1])
-            pieces += [torch.tensor(pending, dtype=torch.int64, device=device), draft.tokens[nodes]]
+            pieces += [to_device(pending, device), draft.tokens[nodes]]
             segments.append(Segment(sequence, len(pending), draft.parents[nodes], 1 + draft.lengths[b]))
         return segments, here.model.forward(torch.cat(pieces), segments).logits
 
@@ -322,9 +323,11 @@ def _level_probs(
     probs = draft_probs(
         logits, params, [parts[b].draft_top_k for b in owners]
     )  # [R, V]; temperature 1 where the request is greedy
-    least = torch.tensor([parts[b].min_confidence for b in owners], device=probs.device)
-    sure = [bool(one) for one in (probs.amax(-1) >= least).tolist()]
-    greedy = [row for row, choice in enumerate(params) if choice.greedy]
+    sure = [True] * len(owners)
+    if any(part.min_confidence for part in parts):
+        least = to_device([parts[b].min_confidence for b in owners], probs.device, torch.float32)
+        sure = to_host(probs.amax(-1) >= least)[0]
+    greedy = to_device([row for row, choice in enumerate(params) if choice.greedy], probs.device)
     probs[greedy] = torch.zeros_like(probs[greedy]).scatter_(-1, first_max(logits[greedy])[:, None], 1)
     return _LevelProbs(probs, sure)
 
@@ -341,9 +344,9 @@ def _judge(runs: Sequence[_LevelTokens], draft: Draft, probs: Tensor) -> Verdict
     numbers = uniforms(
         [entries[b].request.seed for b in owners], Purpose.INNER, [entries[b].round_start for b in owners], indices
     )
-    rows = torch.from_numpy(numbers).to(probs.device)  # [R]: of each request its draw, then its tests
-    draws = [draft.anchor_row(b) for b in range(len(runs))]
-    tests = sorted(set(range(draft.num_rows)) - set(draws))
+    rows = to_device(torch.from_numpy(numbers), probs.device, None)  # [R]: of each request its draw, then its tests
+    first = [draft.anchor_row(b) for b in range(len(runs))]
+    tests, draws = (to_device(own, rows.device) for own in (sorted(set(range(draft.num_rows)) - set(first)), first))
     race = tuple(
         None
         if entry.noise is None
@@ -356,7 +359,6 @@ def _judge(runs: Sequence[_LevelTokens], draft: Draft, probs: Tensor) -> Verdict
 def _as_draft(name: str, device: torch.device, runs: Sequence[_LevelTokens]) -> Draft:
     """The runs as one draft of chains."""
     chains = [
-        Chain(run.course.entry, run.most, [torch.tensor(token, device=device) for token in run.tokens], run.masses)
-        for run in runs
+        Chain(run.course.entry, run.most, list(to_device(run.tokens, device).unbind()), run.masses) for run in runs
     ]
     return assemble(name, device, chains)

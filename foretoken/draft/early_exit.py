@@ -31,6 +31,7 @@ from foretoken.heads.adapter import ExitAdapter
 from foretoken.model.families import NATIVE_MODEL_TYPES
 from foretoken.model.interface import EarlyExitModel, EarlySegment, LanguageModel
 from foretoken.text.randomness import Purpose, uniforms
+from foretoken.transfer import to_device, to_host
 from foretoken.verify import first_max
 
 
@@ -244,7 +245,7 @@ class EarlyExitDrafter:
                 pieces.append(chain.tokens[-1][None])
                 segments.append(EarlySegment(sequence, len(pending) + len(chain.tokens) - 1, 1))
             else:
-                pieces.append(torch.tensor(pending, dtype=torch.int64, device=device))
+                pieces.append(to_device(pending, device))
                 segments.append(EarlySegment(sequence, 0, len(pending)))
         return self.target.forward_early(torch.cat(pieces), segments, layers, self.adapter)
 
@@ -261,14 +262,15 @@ class EarlyExitDrafter:
         try:
             target.rollback(_TRIAL_SEQUENCE, target.length(sequence) - len(rows))
             if target.reserve(_TRIAL_SEQUENCE, len(rows)):
-                said = torch.tensor(recent[1:], device=target.device)
+                said = to_device(recent[1:], target.device)
                 inputs, segment = (
-                    torch.tensor(rows, device=target.device),
+                    to_device(rows, target.device),
                     EarlySegment(_TRIAL_SEQUENCE, 0, len(rows), len(rows)),
                 )
 
                 def agree(layers: tuple[int, ...]) -> list[float]:
-                    return (first_max(target.forward_early(inputs, [segment], layers)) == said).double().tolist()
+                    same = first_max(target.forward_early(inputs, [segment], layers)) == said
+                    return list[float](to_host(same.double())[0])
 
                 self.skips.trial(agree, max(1, ready[0].num_draft))
         finally:

@@ -25,6 +25,7 @@ from foretoken.draft.base import Drafter, DrafterKey, Feedback, HiddenRows, Hidd
 from foretoken.draft.failures import DrafterFailures
 from foretoken.errors import DraftError
 from foretoken.model.interface import LanguageModel, PrefixModel
+from foretoken.transfer import to_device
 
 
 @cache
@@ -199,10 +200,10 @@ def _committed_rows(b: int, entry: BatchEntry, draft: Draft, verdict: Verdict, f
         assert entry.next_token is not None, "a chunk is followed by text"
         return HiddenRows(request_id, entry.start, entry.pending, entry.next_token, before)
     anchor = draft.anchor_row(b)
-    rows = torch.tensor([anchor, *(anchor + 1 + node for node in verdict.paths[b])], dtype=torch.int64)
+    rows = to_device([anchor, *(anchor + 1 + node for node in verdict.paths[b])], draft.tokens.device)
     states: dict[int, Tensor] = {}
     for layer, tap in feedback.taps.items():
-        own = tap[rows.to(tap.device)]
+        own = tap[to_device(rows, tap.device)]
         states[layer] = torch.cat((before[layer], own)) if layer in before else own
     tokens = (*entry.pending, *verdict.accepted[b])
     return HiddenRows(request_id, entry.start, tokens, verdict.next_tokens[b], states)

@@ -24,6 +24,7 @@ from foretoken.core import Batch, BatchEntry, Draft, Probes, Request, Verdict
 from foretoken.draft.base import Factory, Feedback, product_of
 from foretoken.draft.lookup_tree import EMPTY, LookupTree, assemble
 from foretoken.draft.tree import TreeNode, merge_trees
+from foretoken.transfer import to_host
 
 MAX_CONTINUATIONS = 4  # of one token, in the pool
 MAX_TOKENS = 1024  # with continuations, in the pool of one request
@@ -200,7 +201,7 @@ class LookaheadDrafter:
     def commit(self, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:
         """Take over the emitted text, and what the target said behind the window."""
         after = feedback.after_probes()
-        answers = [] if after is None else after.tolist()
+        answers = [] if after is None else to_host(after)[0]
         for b, entry in enumerate(batch.decoding):
             state, emitted = self._requests[entry.request.request_id], verdict.emitted(b)
             own = answers[draft.probes.offsets[b] : draft.probes.offsets[b + 1]] if draft.probes is not None else []

@@ -22,6 +22,7 @@ def merge_drafts(
     if len(parts) == 1 and tuple(parts[0][0]) == tuple(range(num_requests)):
         return parts[0][1]
     owner = {b: (part, local) for part, (requests, _) in enumerate(parts) for local, b in enumerate(requests)}
+    is_known, known = all(draft.has_host_tokens for _, draft in parts), list[int]()
     tokens: list[Tensor] = []
     parents: list[int] = []
     offsets: list[int] = [0]
@@ -44,6 +45,7 @@ def merge_drafts(
         draft = parts[part][1]
         nodes = slice(draft.offsets[local], draft.offsets[local + 1])
         tokens.append(draft.tokens[nodes])
+        known += draft.host_tokens[nodes] if is_known else ()
         parents.extend(draft.parents[nodes])
         sampled.extend(draft.sampled[nodes] if draft.sampled else [False] * draft.lengths[local])
         provenance.extend(draft.provenance[nodes] if draft.provenance else [None] * draft.lengths[local])
@@ -62,7 +64,7 @@ def merge_drafts(
     mixed = tuple(provenance) if any(source is not None for source in provenance) else ()
     judged = tuple(inner) if any(pair != (0, 0) for pair in inner) else ()
     probes = _merge_probes(num_requests, parts)
-    return Draft(
+    merged = Draft(
         flat,
         tuple(parents),
         tuple(offsets),
@@ -73,6 +75,7 @@ def merge_drafts(
         probes,
         judged,
     )
+    return merged.with_host_tokens(known) if is_known else merged
 
 
 def _merge_probes(num_requests: int, parts: Sequence[tuple[Sequence[int], Draft]]) -> Probes | None:

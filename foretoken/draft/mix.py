@@ -16,8 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-import torch
-
 from foretoken.config import SpecConfig
 from foretoken.core import Batch, BatchEntry, Draft, Mass, Request, Verdict, empty_draft
 from foretoken.draft.base import (
@@ -37,6 +35,7 @@ from foretoken.draft.lookup_tree import Lookup
 from foretoken.draft.merging import merge_drafts
 from foretoken.draft.tree import OVERLAP, TreeNode, merge_trees
 from foretoken.errors import ConfigError
+from foretoken.transfer import to_device
 
 
 def share_of(drawn: Sequence[float], found: Sequence[TreeNode], budget: int) -> int:
@@ -55,8 +54,7 @@ def graft(name: str, base: Draft, found: Sequence[Sequence[TreeNode]], budgets: 
     """
     if not any(found):
         return _with_provenance(name, base)
-    device = base.tokens.device
-    host = base.tokens.tolist()
+    device, host = base.tokens.device, base.host_tokens
     tokens: list[int] = []
     parents: list[int] = []
     offsets = [0]
@@ -76,7 +74,7 @@ def graft(name: str, base: Draft, found: Sequence[Sequence[TreeNode]], budgets: 
         distribution_of_row += [-1] * len(chosen)
         offsets.append(len(tokens))
     return Draft(
-        tokens=torch.tensor(tokens, dtype=torch.int64, device=device),
+        tokens=to_device(tokens, device),
         parents=tuple(parents),
         offsets=tuple(offsets),
         drafters=tuple(
@@ -99,7 +97,7 @@ def first_nodes(draft: Draft, counts: Sequence[int]) -> Draft:
         offsets.append(offsets[-1] + count)
     return replace(
         draft,
-        tokens=draft.tokens[torch.tensor(nodes, dtype=torch.int64, device=draft.tokens.device)],
+        tokens=draft.tokens[to_device(nodes, draft.tokens.device)],
         parents=tuple(draft.parents[node] for node in nodes),
         offsets=tuple(offsets),
         sampled=tuple(draft.sampled[node] for node in nodes) if draft.sampled else (),

@@ -35,6 +35,7 @@ from foretoken.draft.retokenize import DraftText, continuation, draft_writes
 from foretoken.model.interface import LanguageModel, Segment
 from foretoken.text.sampling import check_finite
 from foretoken.text.vocabulary import Side, TextUse, shared_tokens, special_twins, spellings
+from foretoken.transfer import to_device, to_host
 
 _GREEDY = SamplingParams()
 
@@ -59,7 +60,7 @@ class OtherVocabularyDrafter:
         self.shared = shared_tokens(target, draft) or {}  # target id -> draft id
         self._twins = special_twins(target, draft)
         self._spelling = spellings(target)
-        ids = torch.tensor([*self.shared.items()], dtype=torch.int64, device=model.device).reshape(-1, 2)
+        ids = to_device([*self.shared.items()], model.device).reshape(-1, 2)
         self._target_ids, self._draft_ids = ids[:, 0], ids[:, 1]  # [S] each
         self._outside = torch.ones(target.num_columns, dtype=torch.bool, device=model.device)
         self._outside[self._target_ids] = False
@@ -71,7 +72,7 @@ class OtherVocabularyDrafter:
         self._mute = torch.ones(
             draft.num_columns, dtype=torch.bool, device=model.device
         )  # columns that are neither text nor have a twin
-        self._mute[[*spoken, *self._twins.to_target]] = False
+        self._mute[to_device([*spoken, *self._twins.to_target], model.device)] = False
         self._texts: dict[int, DraftText] = {}
         self._cached: dict[
             int, list[int]
@@ -179,11 +180,11 @@ class OtherVocabularyDrafter:
         """Run the next input of every chain, after any backlog of committed tokens; the draft's logits `[A, V]`."""
         rows: list[int] = []
         segments: list[Segment] = []
-        for draft in growing:
+        newest = _newest(growing)
+        for draft, last in zip(growing, newest, strict=True):
             sequence = draft.entry.request.request_id
             cached = self._cached[sequence]
             if draft.chain.tokens:
-                last = int(draft.chain.tokens[-1])
                 fresh = pending = [self.shared[last] if draft.shared else last]
             else:
                 self._cache.catch_up(sequence)
@@ -192,7 +193,7 @@ class OtherVocabularyDrafter:
             cached += fresh
             rows += pending
             segments.append(Segment(sequence, len(pending)))
-        logits = self.model.forward(torch.tensor(rows, dtype=torch.int64, device=self.model.device), segments).logits
+        logits = self.model.forward(to_device(rows, self.model.device), segments).logits
         for segment in segments:
             self.model.commit(segment.sequence, segment.num_pending)
         return logits
@@ -202,13 +203,15 @@ class OtherVocabularyDrafter:
         for shared in (True, False):
             rows = [i for i, draft in enumerate(growing) if draft.shared == shared]
             if rows:
+                own = logits[to_device(rows, logits.device)]
                 extend(
                     [growing[i].chain for i in rows],
-                    self._moved(logits[rows]) if shared else logits[rows].masked_fill(self._mute, -torch.inf),
+                    self._moved(own) if shared else own.masked_fill(self._mute, -torch.inf),
                 )
-        for draft in growing:
-            if not draft.shared and draft.chain.tokens and int(draft.chain.tokens[-1]) in self._twins.to_target:
-                draft.chain.stopped = True
+        if self._twins.to_target and not all(draft.shared for draft in growing):
+            for draft, last in zip(growing, _newest(growing), strict=True):
+                if not draft.shared and draft.chain.tokens and last in self._twins.to_target:
+                    draft.chain.stopped = True
 
     def _moved(self, logits: Tensor) -> Tensor:
         """The draft's `logits` `[A, V draft]` at the target's ids, -inf where it has no such token: `[A, V target]`."""
@@ -220,17 +223,24 @@ class OtherVocabularyDrafter:
 
     def _in_target_tokens(self, draft: _TranslatedDraft) -> Chain:
         """The chain of the draft's own tokens as deterministic tokens of the target's."""
-        own, text, entry = [int(token) for token in draft.chain.tokens], draft.text, draft.entry
+        text, entry, own = draft.text, draft.entry, list[int]()
+        if draft.chain.tokens:
+            own = to_host(torch.stack(draft.chain.tokens))[0]
         end = self._twins.to_target[own.pop()] if own and own[-1] in self._twins.to_target else None
         written = draft_writes(self.draft.tokenizer, text.ids, own, text.at_start) if own else ""
         ids = continuation(self.target, self._spelling, text.ending, written) if written else []
         if end is not None and (ids or not own):
             ids = [*ids, end]
         ids = ids[: entry.num_draft]
-        tokens = torch.tensor(
-            ids[: _num_allowed(entry.processors, ids, self._outside)], dtype=torch.int64, device=self.model.device
-        )
-        return Chain(entry, entry.num_draft, list(tokens), [None] * len(tokens))
+        tokens = to_device(ids[: _num_allowed(entry.processors, ids, self._outside)], self.model.device)
+        return Chain(entry, entry.num_draft, list(tokens.unbind()), [None] * len(tokens))
+
+
+def _newest(growing: Sequence[_TranslatedDraft]) -> list[int]:
+    """The last draft token of each chain on the host, -1 for an empty one; one transfer for all."""
+    held = [draft.chain.tokens[-1] for draft in growing if draft.chain.tokens]
+    known = iter(to_host(torch.stack(held))[0] if held else ())
+    return [next(known) if draft.chain.tokens else -1 for draft in growing]
 
 
 class _Within:
@@ -261,5 +271,6 @@ def _num_allowed(processors: Processors | None, ids: Sequence[int], columns: Ten
         return len(ids)
     flat = torch.zeros(len(ids), columns.shape[0], device=columns.device)  # [n, V]
     adjusted = processors.adjust(flat, [tuple(ids[:place]) for place in range(len(ids))])
-    banned = [place for place, token in enumerate(ids) if adjusted[place, token] == -torch.inf]
+    (found,) = to_host(adjusted.gather(-1, to_device(ids, columns.device)[:, None]).squeeze(-1))
+    banned = [place for place, logit in enumerate(found) if logit == -torch.inf]
     return banned[0] if banned else len(ids)

@@ -18,6 +18,7 @@ from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict
 from foretoken.draft.base import Factory, Feedback
 from foretoken.draft.lookup_tree import EMPTY, LookupTree, assemble
 from foretoken.draft.tree import grow_best_first
+from foretoken.transfer import to_host
 
 NUM_RANKS = 8
 _UNKNOWN = -1
@@ -59,8 +60,8 @@ class RecyclingDrafter:
 
         Where a token stands in several rows the deepest accepted one wins: it is the latest that the text really holds.
         """
-        top = feedback.top_tokens(NUM_RANKS).cpu().numpy()  # [R, 8]
-        tokens = draft.tokens.tolist()
+        top = np.array(to_host(feedback.top_tokens(NUM_RANKS))[0], dtype=np.int32)  # [R, 8]
+        tokens = draft.host_tokens
         for b, entry in enumerate(batch.decoding):
             rows = [entry.pending[-1], *tokens[draft.offsets[b] : draft.offsets[b + 1]]]
             kept = [0, *(1 + node for node in verdict.paths[b])]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -16,6 +17,7 @@ from foretoken.engine.runner import TargetOutput
 from foretoken.engine.stats import EngineStats, RequestStats, RoundCounts
 from foretoken.errors import NumericsError
 from foretoken.text.sampling import target_probs
+from foretoken.transfer import to_device, to_host
 
 # ---- log-probabilities to report: of the distribution a token was drawn from, or of the model's own softmax
 
@@ -30,7 +32,8 @@ def sampling_log_probs(logits: Tensor, params: Sequence[SamplingParams]) -> Tens
     if len(greedy) == len(params):
         return log_model(logits)
     distribution = target_probs(logits, params).log()
-    distribution[greedy] = log_model(logits[greedy])
+    places = to_device(greedy, logits.device)
+    distribution[places] = log_model(logits[places])
     return distribution
 
 
@@ -49,18 +52,20 @@ def token_logprobs(distribution: Tensor, tokens: Sequence[int], top: int = 0) ->
     assert distribution.shape[0] == len(tokens)
     if not tokens:
         return []
-    chosen = torch.tensor(tokens, dtype=torch.int64, device=distribution.device)[:, None]  # [n, 1]
+    chosen = to_device(tokens, distribution.device)[:, None]  # [n, 1]
     values = distribution.gather(-1, chosen)  # [n, 1]
     before = (distribution > values) | (
         (distribution == values) & (torch.arange(distribution.shape[-1], device=distribution.device) < chosen)
     )  # [n, V]
-    ranks = (1 + before.sum(-1)).tolist()
+    found, ranks = to_host(values[:, 0], 1 + before.sum(-1))
     tops = _likeliest(distribution, min(top, distribution.shape[-1])) if top > 0 else [()] * len(tokens)
-    return [TokenLogprobs(*row) for row in zip(tokens, values[:, 0].tolist(), ranks, tops, strict=True)]
+    return [TokenLogprobs(*row) for row in zip(tokens, found, ranks, tops, strict=True)]
 
 
 def _likeliest(distribution: Tensor, top: int) -> list[tuple[tuple[int, float], ...]]:
     """The `top` likeliest tokens of each row, equal ones by id, without those of probability 0."""
+    if distribution.device.type != "cpu":
+        return likeliest_by_sort(distribution, top)
     least = distribution.topk(top, -1).values[:, -1:]  # [n, 1]; topk itself breaks ties as it likes
     listed = []
     for row, candidate in zip(distribution, (distribution >= least) & (distribution > -torch.inf), strict=True):
@@ -68,6 +73,13 @@ def _likeliest(distribution: Tensor, top: int) -> list[tuple[tuple[int, float], 
         values, order = row[ids].sort(descending=True, stable=True)
         listed.append(tuple(zip(ids[order[:top]].tolist(), values[:top].tolist(), strict=True)))
     return listed
+
+
+def likeliest_by_sort(distribution: Tensor, top: int) -> list[tuple[tuple[int, float], ...]]:
+    """The same from whole rows sorted, which on a device costs less than to wait for each row."""
+    values, ids = distribution.sort(dim=-1, descending=True, stable=True)
+    rows = zip(*to_host(ids[:, :top], values[:, :top]), strict=True)
+    return [tuple(pair for pair in zip(*row, strict=True) if pair[1] > -math.inf) for row in rows]
 
 
 def emit(
@@ -210,9 +222,10 @@ def _logprobs(
     params = state.request.params
     if params.logprobs is None:
         return ()
+    own = to_device(rows, target.logits.device)
     distribution = (
-        log_model(target.logits[rows])
+        log_model(target.logits[own])
         if params.logprobs_of == "model"
-        else sampling_log_probs(target.processed[rows], [params] * len(rows))
+        else sampling_log_probs(target.processed[own], [params] * len(rows))
     )
     return tuple(token_logprobs(distribution, tokens, params.logprobs))

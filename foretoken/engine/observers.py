@@ -63,7 +63,7 @@ class Trace:
             output.request_id,
             place=view.entry.round_start,
             drafter=draft.drafters[b],
-            drafted=draft.tokens[nodes].tolist(),
+            drafted=draft.host_tokens[nodes],
             parents=list(draft.parents[nodes]),
             num_probed=draft.probe_lengths[b],
             accepted=list(verdict.paths[b]),

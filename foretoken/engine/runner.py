@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from foretoken.model.interface import ForwardOutput, LanguageModel, Segment
 from foretoken.text.processors import RequestProcessors
 from foretoken.text.randomness import round_uniforms
 from foretoken.text.sampling import best_two, check_finite, near_ties_of, target_probs
-from foretoken.transfer import to_device, to_host
+from foretoken.transfer import Later, to_device, to_host
 from foretoken.verify import first_max, needs_uniforms
 
 
@@ -36,12 +37,69 @@ class TargetOutput:
     processed: Tensor
     logits: Tensor
     taps: dict[int, Tensor]
-    broken: frozenset[int]  # rows whose logits are not finite; their probabilities here are meaningless
-    near_ties: Mapping[int, float]  # by row, the gap of greedy rows whose choice hangs on rounding
+    checks: RowChecks
     prompt_logits: dict[int, Tensor]
     probe_logits: Tensor | None = None
     prompt_taps: Mapping[int, Mapping[int, Tensor]] = field(default_factory=dict)
     faults: dict[int, Exception] = field(default_factory=dict)
+
+    @property
+    def broken(self) -> frozenset[int]:
+        """Rows whose logits are not finite; their probabilities here are meaningless."""
+        return self.checks.broken
+
+    @property
+    def near_ties(self) -> Mapping[int, float]:
+        """By row, the gap of greedy rows whose choice hangs on rounding."""
+        return self.checks.near_ties
+
+
+class RowChecks:
+    """What the host asks of a forward's rows when it emits, along with what the requests' processors left unread.
+
+    `peaks` [R] are the largest scores, `two` the two largest, None where no row can be a near tie; `greedy` are the
+    rows that can, `dtype` what the model computed in. On a device they come with the numbers that decide about the
+    draft: a step waits once for both.
+    """
+
+    def __init__(
+        self,
+        entries: Sequence[BatchEntry],
+        peaks: Tensor,
+        two: tuple[Tensor, Tensor] | None,
+        greedy: frozenset[int],
+        dtype: torch.dtype,
+    ) -> None:
+        self._waiting = [
+            (entry.processors, len(entry.processors.unread))
+            for entry in entries
+            if isinstance(entry.processors, RequestProcessors) and entry.processors.unread
+        ]
+        flags = (one for processors, _ in self._waiting for one in processors.unread)
+        self._read, self._has_two, self._greedy = Later(peaks, *(two or ()), *flags), two is not None, greedy
+        self._dtype = dtype
+
+    @cached_property
+    def _found(self) -> list[list[float]]:
+        """Host copies; the processors take theirs."""
+        found, first = self._read.numbers, 3 if self._has_two else 1
+        for processors, count in self._waiting:
+            processors.take(found[first : first + count])
+            first += count
+        return found
+
+    @cached_property
+    def broken(self) -> frozenset[int]:
+        """See `TargetOutput`."""
+        return frozenset(row for row, peak in enumerate(self._found[0]) if not math.isfinite(peak))
+
+    @cached_property
+    def near_ties(self) -> Mapping[int, float]:
+        """See `TargetOutput`."""
+        if not self._has_two:
+            return {}
+        near = near_ties_of(self._found[1], self._found[2], self._dtype)
+        return {row: gap for row, gap in near.items() if row in self._greedy}
 
 
 @dataclass(frozen=True)
@@ -122,40 +180,18 @@ class Runner:
         any_greedy = any(entry.request.params.greedy for entry in batch.decoding)
         two = best_two(scores, logits.dtype, best) if any_greedy else None
         probs = target_probs(scores, params, best)
-        found = _read_together(batch, peaks.squeeze(-1), *(two or ()))
-        broken = frozenset(row for row, peak in enumerate(found[0]) if not math.isfinite(peak))
-        ties: dict[int, float] = {}
-        if two is not None:
-            near = near_ties_of(found[1], found[2], logits.dtype)
-            ties = {row: gap for row, gap in near.items() if params[row].greedy}
+        greedy = frozenset(row for row, own in enumerate(params) if own.greedy)
         return TargetOutput(
             probs=probs,
             processed=processed,
             logits=logits,
             taps=rows.taps,
-            broken=broken,
-            near_ties=ties,
+            checks=RowChecks(batch.decoding, peaks.squeeze(-1), two, greedy, logits.dtype),
             prompt_logits=rows.prompt_logits,
             probe_logits=rows.probe_logits,
             prompt_taps=rows.prompt_taps,
             faults=faults,
         )
-
-
-def _read_together(batch: Batch, *parts: Tensor) -> list[list[float]]:
-    """Host copies of `parts` and, along with them, what the requests' processors left unread: the wait of a forward."""
-    waiting = [
-        entry.processors
-        for entry in batch.decoding
-        if isinstance(entry.processors, RequestProcessors) and entry.processors.unread
-    ]
-    counts = [len(processors.unread) for processors in waiting]
-    found = to_host(*parts, *(flags for processors in waiting for flags in processors.unread))
-    first = len(parts)
-    for processors, count in zip(waiting, counts, strict=True):
-        processors.take(found[first : first + count])
-        first += count
-    return found[: len(parts)]
 
 
 def _flat(batch: Batch, draft: Draft, pending: Sequence[int], device: torch.device) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
 
@@ -27,7 +29,9 @@ class DraftVocabulary:
 
     def to(self, device: torch.device | str) -> DraftVocabulary:
         """The same vocabulary on a device."""
-        return DraftVocabulary(self.ids.to(device), self.target_vocab_size)
+        moved = copy.copy(self)  # checked when it was made: asking a device again would wait for it
+        moved.ids = self.ids.to(device)
+        return moved
 
     def to_target(self, tokens: Tensor) -> Tensor:
         """Numbers in the target's vocabulary of the head's own `tokens`, same shape."""

@@ -23,6 +23,7 @@ from foretoken.model.expert_config import ClampedGate, ExpertsConfig
 from foretoken.model.layers import Linear, activated
 from foretoken.model.matrices.dense import ProductFields, array_of
 from foretoken.model.row_kernels import RowKernels, kernels_for
+from foretoken.transfer import to_device, to_host
 
 # ---- the experts of a layer in one call: `kernels/experts.h`
 #
@@ -231,8 +232,11 @@ class Experts(nn.Module):
         Slots are added in ascending order, so that a row's sum does not depend on the other rows.
         """
         parts = torch.empty(*chosen.shape, x.shape[1], dtype=_wide(x), device=x.device)  # [T, S, D]
-        for number in sorted(set(chosen.flatten().tolist())):
-            rows, slots = (chosen == number).nonzero(as_tuple=True)
+        placed: dict[int, list[tuple[int, int]]] = {}  # by expert, rows and slots: one wait for all experts of a layer
+        for place, number in enumerate(to_host(chosen.flatten())[0]):
+            placed.setdefault(number, []).append(divmod(place, chosen.shape[1]))
+        for number in sorted(placed):
+            rows, slots = to_device(list(zip(*placed[number], strict=True)), x.device)
             parts[rows, slots] = self._expert(number)(x[rows])
         total = torch.zeros_like(parts[:, 0])
         for slot in range(chosen.shape[1]):

@@ -24,6 +24,7 @@ from foretoken.model.loader import read_raw_config
 from foretoken.model.quiet import quiet_transformers
 from foretoken.model.rope_json import rope_context_cap
 from foretoken.model.trial import Findings, try_out
+from foretoken.transfer import to_device, to_host
 
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length", "seq_length")
 # Recurrent models have no longest sequence of their own; a bound keeps the bookkeeping finite.
@@ -220,7 +221,7 @@ class TransformersModel:
         for segment in segments:
             if not self.reserve(segment.sequence, segment.num_held + segment.num_rows):
                 raise CapacityError(f"no room for {segment.num_rows} more rows of sequence {segment.sequence}")
-        flat: list[int] = tokens.tolist()
+        flat: list[int] = to_host(tokens)[0]
         logits: list[Tensor] = []
         tapped: dict[int, list[Tensor]] = {layer: [] for layer in taps}
         start = 0
@@ -288,7 +289,7 @@ class TransformersModel:
         options: dict[str, Any] = {"logits_to_keep": num_logits_run} if self._keeps_logits else {}
         if taps:
             options["output_hidden_states"] = True
-        ids = torch.tensor([whole[kept:]], device=self.device)
+        ids = to_device([whole[kept:]], self.device)
         output = (
             self._model(ids, past_key_values=state.cache, use_cache=True, **options)
             if self.can_crop

@@ -7,7 +7,7 @@ Probabilities and decisions are separate, so that a rule can be proved by enumer
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import ClassVar
 
 import torch
@@ -18,6 +18,7 @@ from foretoken.kernels.sampling import kernel_for
 from foretoken.transfer import to_device
 
 _CACHED_NUMBERS = 262_144  # 1 MB of float32
+_MAX_EARLY_NUMBERS = 4_194_304  # 32 MB of float64, a few passes over which take less than a wait
 
 
 class Rule(ABC):
@@ -75,6 +76,25 @@ def draw(weights: Tensor, u: Tensor) -> Tensor:
     usable = weights > 0
     last = torch.where(usable, ids, 0).amax(-1, keepdim=True)  # [B, 1]
     return torch.where(usable & (ids >= index), ids, last).amin(-1)
+
+
+def draws_anywhere(
+    draft: Draft, target_probs: Tensor, weights: Callable[[Sequence[int]], Tensor], uniforms: Uniforms
+) -> tuple[Tensor, ...]:
+    """The token that would end each request's round at each of its rows, one vector [R] of ids from `weights(rows)`.
+
+    On a device this costs less than to wait for the rows where rounds end, as long as the rows are few. On a CPU, where
+    nobody waits, and for many rows it is ().
+    """
+    if not is_awaited(target_probs.device) or target_probs.numel() > _MAX_EARLY_NUMBERS:
+        return ()
+    owners = [b for b, length in enumerate(draft.lengths) for _ in range(1 + length)]
+    return (draw(weights(range(draft.num_rows)), uniforms.next[to_device(owners, uniforms.next.device)]),)
+
+
+def is_awaited(device: torch.device) -> bool:
+    """Whether the host waits for numbers of `device`."""
+    return device.type != "cpu"
 
 
 def first_max(rows: Tensor) -> Tensor:

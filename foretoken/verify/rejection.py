@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from foretoken.core import Draft, Uniforms, Verdict
 from foretoken.transfer import to_host
-from foretoken.verify.base import Rule, draw, node_terms, require_chains, residual_weights, verdict_at
+from foretoken.verify.base import Rule, draw, draws_anywhere, node_terms, require_chains, residual_weights, verdict_at
 
 
 class RejectionRule(Rule):
@@ -40,14 +41,16 @@ class RejectionRule(Rule):
         p, mu = self.accept_terms(draft, target_probs)
         # No division: mu(x) may be tiny. float64 uniforms keep the product exact enough for float32 distributions.
         passed = uniforms.accept * mu < p
-        tokens, passes, ratios = to_host(draft.tokens, passed, _ratios(p, mu))
+        weights = partial(self.next_token_weights, draft, target_probs)
+        early = draws_anywhere(draft, target_probs, weights, uniforms)
+        tokens, passes, ratios, *drawn = to_host(draft.tokens, passed, _ratios(p, mu), *early)
         rows = []
         for b, length in enumerate(draft.lengths):
             start = draft.offsets[b]
             rows.append(
                 draft.anchor_row(b) + next((node for node in range(length) if not passes[start + node]), length)
             )
-        (next_tokens,) = to_host(draw(self.next_token_weights(draft, target_probs, rows), uniforms.next))
+        next_tokens = [drawn[0][row] for row in rows] if drawn else to_host(draw(weights(rows), uniforms.next))[0]
         return verdict_at(draft, tokens, rows, next_tokens, ratios)
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from foretoken.core import Draft, Uniforms, Verdict
 from foretoken.transfer import to_device, to_host
-from foretoken.verify.base import Rule, deepest_walk, draw, take, verdict_at
+from foretoken.verify.base import Rule, deepest_walk, draw, draws_anywhere, take, verdict_at
 
 _EPSILON = 0.09  # a more probable token is always accepted
 _DELTA = 0.3  # at high entropy, so is one above this times exp(-entropy)
@@ -41,9 +42,11 @@ class TypicalRule(Rule):
         """Choose the deepest path of plausible tokens of every request, then draw from the target's distribution after
         it.
         """
-        tokens, plausible = to_host(draft.tokens, _plausible(draft, target_probs))
+        weights = partial(take, target_probs)
+        early = draws_anywhere(draft, target_probs, weights, uniforms)
+        tokens, plausible, *drawn = to_host(draft.tokens, _plausible(draft, target_probs), *early)
         rows, steps = deepest_walk(draft, plausible)
-        (next_tokens,) = to_host(draw(take(target_probs, rows), uniforms.next))
+        next_tokens = [drawn[0][row] for row in rows] if drawn else to_host(draw(weights(rows), uniforms.next))[0]
         return verdict_at(draft, tokens, rows, next_tokens, steps)
 
 

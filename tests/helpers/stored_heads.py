@@ -53,7 +53,7 @@ CUT = 30  # tokens of a cut vocabulary
 
 def eagle_config(version: int = 3, target: ModelConfig = TARGET, layers: int = 1, **options: Any) -> EagleConfig:
     """An EAGLE head's configuration, with the target's whole vocabulary unless told otherwise."""
-    taps = default_taps(target.num_layers) if version == 3 else (target.num_layers,)
+    taps = options.get("taps") or (default_taps(target.num_layers) if version == 3 else (target.num_layers,))
     settings: dict[str, Any] = {
         "version": version,
         "layer": replace(target, model_type="llama", num_layers=layers, tie_embeddings=False),

@@ -35,6 +35,7 @@ from foretoken.engine.watch import RoundView
 from foretoken.errors import CapacityError, NumericsError
 from foretoken.model.interface import LanguageModel
 from foretoken.text.randomness import Purpose, uniforms
+from foretoken.transfer import to_host
 
 # How far 16-bit rounding may move the mean of a bounded score: half the variance of a logit's noise, and less
 # (SequentialTest).
@@ -301,7 +302,7 @@ def children_of(view: RoundView) -> list[DraftChildren | None]:
         return [None] * count
     anchor = draft.anchor_row(b)
     rows = [anchor, *(anchor + 1 + node for node in view.verdict.paths[b])][:count]
-    tokens = draft.tokens[draft.offsets[b] : draft.offsets[b + 1]].tolist()
+    tokens = draft.host_tokens[draft.offsets[b] : draft.offsets[b + 1]]
     parent_rows = draft.parent_rows[draft.offsets[b] : draft.offsets[b + 1]]
     found: list[DraftChildren | None] = []
     for row in rows:
@@ -318,4 +319,4 @@ def children_of(view: RoundView) -> list[DraftChildren | None]:
 def children_of_distribution(distribution: Tensor) -> DraftChildren:
     """The most probable tokens of a drafter's distribution `[V]`; a score may ignore the others."""
     likeliest = distribution.topk(min(_LIKELIEST, len(distribution)))
-    return DraftChildren(tuple(likeliest.indices.tolist()), tuple(likeliest.values.tolist()))
+    return DraftChildren(*map(tuple, to_host(likeliest.indices, likeliest.values)))

@@ -1,0 +1,109 @@
+"""The run on a GPU: parts fail by themselves, are not repeated once done, and measure something on a CPU too."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from studies.gpu import __main__ as command
+from studies.gpu import batches, checkpoint, copy_bandwidth, here
+from studies.gpu.parts import FULL, REHEARSAL, Part, parts_of
+
+ABOUT = {"device": "cpu", "commit": "abc", "machine": {"cpu": "toy"}}
+
+
+def part(code: str, **more: object) -> Part:
+    return Part("one", (sys.executable, "-S", "-c", code), 30.0, **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("made", "left_s", "outcome", "reason"),
+    [
+        (part("open('made', 'w').close()", out="made"), 99.0, "done", ""),
+        (part("pass", out="made"), 99.0, "failed", "it wrote no result"),
+        (part("import torch_of_tomorrow"), 99.0, "failed", "No module named 'torch_of_tomorrow'"),
+        (part("raise SystemExit(5)"), 99.0, "failed", "exit code 5"),
+        (part("print('SKIPPED: no GPU')", means_nothing_ran="no GPU"), 99.0, "failed", "no GPU"),
+        (part("import time; time.sleep(60)"), 5.1, "out of time", "5 s were not enough"),
+        (part("pass"), 1.0, "not reached", "run the same command again"),
+    ],
+)
+def test_outcomes(made: Part, left_s: float, outcome: str, reason: str, tmp_path: Path) -> None:
+    found = command.run_part(made, tmp_path, ABOUT, left_s)
+    assert (found["outcome"], reason in found["reason"]) == (outcome, True), found
+    assert json.loads((tmp_path / "one.json").read_text()) == found
+    assert str(tmp_path) not in json.dumps(found)
+
+
+def test_a_done_part_is_not_repeated(tmp_path: Path) -> None:
+    """Unless its result is gone, or the device or the commit is another."""
+    made = part("open('made', 'a').write('x')", out="made")
+    for about, times in ((ABOUT, 1), (ABOUT, 1), (ABOUT | {"commit": "def"}, 2), (ABOUT | {"device": "cuda"}, 3)):
+        assert command.run_part(made, tmp_path, about, 99.0)["outcome"] == "done"
+        assert (tmp_path / "made").read_text() == "x" * times
+    (tmp_path / "made").unlink()
+    command.run_part(made, tmp_path, ABOUT | {"device": "cuda"}, 99.0)
+    assert (tmp_path / "made").read_text() == "x"
+
+
+def test_the_plan() -> None:
+    """Correctness before speed, names that differ, no folder of a machine in a command."""
+    for device, scale in (("cuda", FULL), ("cpu", REHEARSAL)):
+        parts = parts_of("smollm2", device, scale)
+        names = [one.name for one in parts]
+        assert len(set(names)) == len(names)
+        for width in scale.widths:
+            own = [name.split(".")[1] for name in names if name.startswith(f"{width}.")]
+            assert own == ["checkpoint", "audit", "audit", "rounds", "drafters", "batches"]
+        assert all(not Path(word).is_absolute() for one in parts for word in one.command[1:])
+    assert [row in FULL.rows.split(",") for row in ("1", "128")] == [True, True]
+
+
+def _main(study: Callable[[], int], monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["study", *words])
+    return study()
+
+
+def test_what_the_parts_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Path("tests/reference/target").resolve()
+    monkeypatch.chdir(tmp_path)
+    assert _main(here.main, monkeypatch, "--device", "cpu", "--out", "here.json") == 0
+    words = ("--device", "cpu", "--mebibytes", "1", "--repeats", "2", "--out", "copy.json")
+    assert _main(copy_bandwidth.main, monkeypatch, *words) == 0
+    found = json.loads(Path("copy.json").read_text())
+    assert (found["moved_bytes"], len(found["seconds"])) == (2 << 20, 2)
+    words = ("--target", str(target), "--device", "cpu", "--dtype", "float32", "--drafters", "ngram")
+    words += ("--batches", "1,2", "--max-tokens", "3", "--out", "batches.json")
+    assert _main(batches.main, monkeypatch, *words) == 0
+    rows = json.loads(Path("batches.json").read_text())["rows"]
+    assert [(row["setting"], row["batch"]) for row in rows] == [
+        (name, n) for name in ("plain", "ngram") for n in (1, 2)
+    ]
+    assert all(row["differing"] == 0 < row["request_p95_s"] for row in rows)
+
+
+def test_the_source_as_it_is(pair: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same sizes, and the same weights up to bf16."""
+    from foretoken.model.loader import load_decoder
+
+    out = tmp_path / "as-is"
+    assert _main(checkpoint.main, monkeypatch, "--source", str(pair.target), "--to", "as-is", "--out", str(out)) == 0
+    ours, theirs = (load_decoder(place, dtype=torch.bfloat16, device="cpu") for place in (out, Path(pair.target)))
+    assert ours.config.num_parameters == theirs.config.num_parameters
+
+
+def test_without_the_device_every_part_fails_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.is_available():
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    words = ("--out", str(tmp_path), "--only", "copy", "--source", "smollm2")
+    assert _main(command.main, monkeypatch, *words) == 1
+    found = json.loads((tmp_path / "copy.json").read_text())
+    assert found["outcome"] == "failed"
+    assert "no CUDA device" in found["reason"]
+    assert json.loads((tmp_path / "summary.json").read_text())["parts"] == {"copy": "failed"}

@@ -1,0 +1,109 @@
+"""The parts of a run on a GPU: the command of each, what it writes, and how long it may take."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# Tests that a GPU runs beside those of every machine; the rest of the files have nothing for one.
+_TESTS = (
+    "tests/model/test_gpu.py",
+    "tests/verify/test_device.py",
+    "tests/engine/test_exactness.py",
+    "tests/engine/test_strict.py",
+)
+AS_IS = "as-is"  # the width of the source itself
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large a run is: the machine's own, or a rehearsal's, whose numbers mean nothing."""
+
+    widths: tuple[str, ...]  # what the source is widened to; the first is the model itself in bf16
+    rows: str  # nodes of a round
+    context_tokens: int
+    repeats: int
+    batches: str
+    max_tokens: int
+    num_prompts: int  # answers of each audit, prompts of each slice
+    mebibytes: int  # of the memory that is copied
+    drafters: str
+
+
+FULL = Scale(
+    widths=(AS_IS, "8b"),
+    rows="1,2,4,8,16,32,64,128",
+    context_tokens=300,
+    repeats=20,
+    batches="1,2,4,8,16,32,64",
+    max_tokens=64,
+    num_prompts=6,
+    mebibytes=2048,
+    drafters="ngram,suffix,recycling,lookahead,early_exit",
+)
+REHEARSAL = Scale((AS_IS,), "1,4", 16, 1, "1,2", 4, 1, 8, "ngram")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A command that runs for at most `limit_s`; `out` is the file or folder that it writes in the folder of the run.
+
+    It is started there, so that no result names a folder of this machine, or in the checkout (`from_checkout`). A line
+    of its output that ends with `means_nothing_ran` says that it measured nothing.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    limit_s: float
+    out: str | None = None
+    from_checkout: bool = False
+    means_nothing_ran: str | None = None
+
+
+def parts_of(source: str, device: str, scale: Scale) -> list[Part]:
+    """What is run with the checkpoint `source`, in order: what is right, then how fast it is."""
+    skipped = None if device == "cpu" else "no CUDA device"
+    pytest = (sys.executable, "-m", "pytest", "-q", "-rs", "-m", "gpu", *_TESTS)
+    found = [
+        _study("machine", ["gpu.here", "--device", device], 60),
+        Part("tests", pytest, 180, from_checkout=True, means_nothing_ran=skipped),
+        _study("copy", ["gpu.copy_bandwidth", "--device", device, "--mebibytes", str(scale.mebibytes)], 60),
+    ]
+    for width in scale.widths:
+        place = f"models/{width}"
+        words = ("studies.gpu.checkpoint", "--source", source, "--to", width, "--out", place)
+        found.append(Part(f"{width}.checkpoint", (sys.executable, "-m", *words), 240, place))
+        found += _parts_of_model(width, place, device, scale)
+    return found
+
+
+def _parts_of_model(width: str, target: str, device: str, scale: Scale) -> list[Part]:
+    """Equality and law under a few drafters, then plain steps and rounds, every drafter, batches."""
+    shared = ["--target", target, "--dtype", "bfloat16", "--device", device]
+    tokens, prompts = ["--max-tokens", str(scale.max_tokens)], str(scale.num_prompts)
+    audit = ["audit", *shared, "--num-draft", "4", "--num-prompts", prompts, *tokens]
+    model = ["--models", f"{target}@bfloat16", "--context", str(scale.context_tokens), "--device", device]
+    rounds = ["step_cost", *model, "--rows", scale.rows, "--repeats", str(scale.repeats)]
+    names, draft = scale.drafters, list[str]()
+    if width != AS_IS:  # widened from it: nearly every token is accepted
+        names, draft = f"{names},draft_model", ["--draft", f"models/{AS_IS}"]
+    drafters = ["--drafters", names, "--num-drafts", "4", "--repeats", "1", "--prompts-per-slice", prompts]
+    kept = ["--resume", f"{width}.drafters.jsonl"]
+    batches = ["gpu.batches", "--target", target, "--device", device, "--batches", scale.batches]
+    return [
+        *(_verb(f"{width}.audit.{name}", [*audit, "--drafter", name], 90) for name in ("ngram", "early_exit")),
+        _study(f"{width}.rounds", rounds, 90),
+        _verb(f"{width}.drafters", ["bench", "speed", *shared, *drafters, *draft, *tokens, *kept], 180),
+        _study(f"{width}.batches", [*batches, *tokens], 120),
+    ]
+
+
+def _study(name: str, words: Sequence[str], limit_s: float) -> Part:
+    out = f"{name}.result.json"
+    return Part(name, (sys.executable, "-m", f"studies.{words[0]}", *words[1:], "--out", out), limit_s, out)
+
+
+def _verb(name: str, words: Sequence[str], limit_s: float) -> Part:
+    out = f"{name}.result.json"
+    return Part(name, (sys.executable, "-m", "foretoken", *words, "--out", out), limit_s, out)
