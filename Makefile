@@ -60,9 +60,12 @@ clients: $(VENV)/.ready $(CLIENTS)/.ready $(CLIENTS2)/.ready clients/node_module
 	SERVER_PYTHON=$(BIN)/python $(CLIENTS)/bin/pytest -c clients/pytest.ini clients/first
 	SERVER_PYTHON=$(BIN)/python $(CLIENTS2)/bin/pytest -c clients/pytest.ini clients/second
 
-# Two replicas of Ray Serve on this machine, and a client; not in CI: the environment takes minutes to install.
-ray: $(RAY)/.ready
+# Replicas of Ray Serve on this machine: tests of their own, and real clients before two of them; not in CI: the
+# environment takes minutes to install.
+ray: $(RAY)/.ready $(CLIENTS)/.ready
 	PYTHONPATH=. RAY_USAGE_STATS_ENABLED=0 SERVER_PYTHON=$(RAY)/bin/python $(RAY)/bin/pytest -W ignore -c clients/pytest.ini clients/third
+	RAY_USAGE_STATS_ENABLED=0 SERVER_FLAGS="--ray --workers 2" SERVER_PYTHON=$(RAY)/bin/python $(CLIENTS)/bin/pytest -c clients/pytest.ini \
+		clients/first/test_openai_python.py clients/first/test_anthropic.py clients/first/test_schemathesis.py
 
 # Test suites of others; each needs a checkout, so they are in no CI. LLAMA_CPP and OPENRESPONSES name the folders, URL a
 # running server and MODEL its model; the second one runs their TypeScript with npm's tsx.

@@ -15,6 +15,7 @@ import pytest
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 PYTHON = os.environ.get("SERVER_PYTHON", str(ROOT / ".venv/bin/python"))
+FLAGS = os.environ.get("SERVER_FLAGS", "").split()  # of every server that is started: --ray, for `make ray`
 MODEL = "reference"
 
 # Clients that look for updates or send statistics would wait for a network that a test must not need.
@@ -55,7 +56,7 @@ def start(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ca
             "--name",
             MODEL,
         ]
-        command += ["--dtype", "float32", "--cost-profile", "off", "--default-max-tokens", "16", *flags]
+        command += ["--dtype", "float32", "--cost-profile", "off", "--default-max-tokens", "16", *FLAGS, *flags]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
         running.append(process)
         assert process.stdout is not None
@@ -66,7 +67,7 @@ def start(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ca
     yield start_one
     for process in running:
         process.send_signal(signal.SIGTERM)
-    assert [process.wait(60) for process in running] == [0] * len(running)
+    assert [process.wait(180) for process in running] == [0] * len(running)
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import threading
@@ -65,6 +66,17 @@ def replica_pids() -> list[int]:
     """The processes of the engine's replicas, which Ray names so."""
     names = {path.parent.name: path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()}
     return sorted(int(pid) for pid, name in names.items() if name.startswith(b"ray::ServeReplica:foretoken:Engine"))
+
+
+def command_of(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(one) for path in Path(f"/proc/{pid}/task").glob("*/children") for one in path.read_text().split()]
 
 
 def client_of(url: str) -> openai.OpenAI:
@@ -160,17 +172,72 @@ def test_two_replicas(tmp_path: Path) -> None:
         wait_for(lambda: "foretoken_num_requests_running 0.0" in httpx2.get(f"{url}/metrics").text)
 
 
+class OpenLoop:
+    """Asks at the times of a Poisson process, however long answers take; `rate` may change meanwhile. No request waits
+    for another, so a replica that falls behind gets a queue, not fewer requests.
+    """
+
+    def __init__(self, url: str, rate: float, seed: int) -> None:
+        self.rate, self.is_over, self.errors = rate, threading.Event(), list[Exception]()
+        self.answers: list[tuple[str, str, str | None]] = []
+        self._client, self._rng, self._asked = client_of(url), random.Random(seed), list[threading.Thread]()
+        self._clock = threading.Thread(target=self._run)
+        self._clock.start()
+
+    def _run(self) -> None:
+        while not self.is_over.wait(self._rng.expovariate(self.rate)):
+            one = threading.Thread(target=self._ask, args=(self._rng.choice(QUESTIONS),))
+            self._asked.append(one)
+            one.start()
+
+    def _ask(self, question: str) -> None:
+        try:
+            self.answers.append((question, *ask(self._client, question)))
+        except openai.APIError as error:
+            self.errors.append(error)
+
+    def stop(self) -> None:
+        """End the arrivals, and wait for the answers of all that came."""
+        self.is_over.set()
+        for thread in (self._clock, *self._asked):
+            thread.join()
+        assert len(self.answers) + len(self.errors) == len(self._asked)
+
+
 def test_scaling_under_an_open_loop() -> None:
-    """1 -> 2 -> 1 replicas, and no request fails."""
-    scaling = ("--replica-tokens", "150", "--scale-up-s", "1", "--scale-down-s", "5")
+    """1 -> 2 -> 1 replicas while requests arrive by a clock, and none fails or gets another answer."""
+    scaling = ("--replica-tokens", "100", "--scale-up-s", "1", "--scale-down-s", "5")
     with served("--workers", "1", "--max-replicas", "2", *scaling) as url:
+        expected = {question: ask(client_of(url), question) for question in QUESTIONS}
         assert num_running() == 1
-        load = Load(url, num_threads=8)
+        load = OpenLoop(url, rate=4.0, seed=33)
         wait_for(lambda: num_running() == 2)
-        load.stop()
-        light = Load(url, num_threads=1, pause_s=0.5)
+        load.rate = 0.4
         wait_for(lambda: num_running() == 1 and len(replica_pids()) == 1)
-        light.stop()
-        assert not load.errors + light.errors
-        assert light.answers
-        assert all(reason in ("stop", "length") for _, _, reason in load.answers + light.answers)
+        load.stop()
+        assert not load.errors
+        assert all((text, reason) == expected[question] for question, text, reason in load.answers)
+
+
+def test_a_replica_of_two_ranks() -> None:
+    """A tensor-parallel replica reserves what its ranks take, answers as one process does, and is replaced when a rank
+    is killed.
+    """
+    common = ("--target", str(ROOT / "tests/reference/target"), "--name", "reference", "--dtype", "float32")
+    asked = {"model": "reference", "temperature": 0, "max_tokens": 24}
+
+    def answers(url: str) -> list[str]:
+        client = client_of(url)
+        return [client.completions.create(prompt=text, **asked).choices[0].text for text in ("def add(", "class A:")]
+
+    with served(*common, "--workers", "1") as url:
+        expected = answers(url)
+    with served(*common, "--workers", "1", "--tp", "2") as url:
+        assert answers(url) == expected
+        assert ray.cluster_resources()["CPU"] - ray.available_resources().get("CPU", 0.0) == 2.0
+        (replica,) = replica_pids()
+        (rank,) = [pid for pid in children_of(replica) if b"foretoken.parallel.rank" in command_of(pid)]
+        os.kill(rank, signal.SIGKILL)
+        wait_for(lambda: set(replica_pids()) - {replica} != set() and num_running() == 1)
+        wait_for(lambda: replica not in replica_pids())
+        assert answers(url) == expected

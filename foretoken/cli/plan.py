@@ -1,9 +1,12 @@
-"""`foretoken plan`: what fits into memory, before anything is loaded."""
+"""`foretoken plan`: what fits into memory, before anything is loaded; with --fleet, how many replicas a day needs."""
+
+# ruff: noqa: ARG001 - options of --fleet are read from the context, by name
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -13,8 +16,10 @@ from foretoken.cli.common import (
     JsonOption,
     fetch_models,
     print_json,
+    was_given,
 )
 from foretoken.cli.flags import takes
+from foretoken.cli.simulate import AcceptanceOption, BenchOption, SettingsOption
 from foretoken.config import SpecConfig
 from foretoken.control.config import PolicyConfig
 from foretoken.engine_config import EngineConfig
@@ -23,9 +28,20 @@ from foretoken.machine.memory import available_bytes, parse_bytes
 from foretoken.params import is_count
 from foretoken.plan.memory import Account, Budget, Load, ModelShape, account, contexts_to_show, fitting, largest_batch
 from foretoken.printing.console import Console
+from foretoken.simulate.fleet.options import FleetOptions
+from foretoken.simulate.inputs import Limits
 
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)
 _DEFAULT_CONTEXT_TOKENS = 4096
+# Options that mean nothing without --fleet, beside those of `FleetOptions`; and that mean nothing with it.
+_OF_FLEET = (
+    *("settings", "acceptance", "bench", "prompt_tokens", "output_tokens", "max_batch_size", "price_per_hour", "seed"),
+    *(one.name for one in fields(FleetOptions)),
+)
+_OF_MEMORY = (
+    *("target", "draft", "head", "memory", "reserve", "batch", "context", "num_draft"),
+    *("weights", "dtype", "draft_dtype", "device"),
+)
 _PARTS = {
     "target's weights": "weight_bytes",
     "draft's weights": "draft_weight_bytes",
@@ -39,7 +55,10 @@ _PARTS = {
 @takes(SpecConfig, fields=("num_draft", "draft_dtype"))
 @takes(EngineConfig, fields=("model", "max_prompt_tokens", "weights", "dtype", "device"))
 @takes(Load)
+@takes(FleetOptions)
+@takes(Limits, fields=("max_batch_size",))
 def plan(
+    click_context: typer.Context,
     target: str = DEFAULT_MODEL,
     draft: Annotated[
         list[str] | None, typer.Option(help="A draft model; give it several times to see which ones fit.")
@@ -59,13 +78,31 @@ def plan(
     dtype: str = EngineConfig.dtype,
     draft_dtype: str = SpecConfig.draft_dtype,
     device: str = EngineConfig.device,
+    fleet: Annotated[
+        Path | None,
+        typer.Option(help="Plan the replicas of a day instead of memory, from this file of `foretoken bench profile`."),
+    ] = None,
+    settings: SettingsOption = None,
+    acceptance: AcceptanceOption = None,
+    bench: BenchOption = None,
+    prompt_tokens: Annotated[str | None, typer.Option(help="Prompt lengths with --fleet: N, or LOW-HIGH; 256.")] = None,
+    output_tokens: Annotated[str | None, typer.Option(help="Answer lengths with --fleet: N, or LOW-HIGH; 128.")] = None,
+    price_per_hour: Annotated[float, typer.Option(help="Price of a replica per hour, with --fleet.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of the failures of replicas, with --fleet.")] = 0,
     as_json: JsonOption = False,
 ) -> None:
     """Print the memory of weights, caches and a step, and which batch and context fit; exit code 1 if the requested
     ones do not.
 
-    Reads config.json and the headers of the files; of quantised matrices the scales too.
+    Reads config.json and the headers of the files; of quantised matrices the scales too. With --fleet: replicas,
+    waiting and price of a day with and without speculation; exit code 1 if no setting keeps the promise.
     """
+    _check_given(click_context, fleet is not None)
+    if fleet is not None:
+        from foretoken.cli.plan_fleet import plan_fleet
+
+        plan_fleet(click_context.params)
+        return
     from foretoken.heads.footprint import draft_shape_of, head_shape_of
     from foretoken.model.footprint import shape_of
     from foretoken.model.names import model_folder
@@ -108,6 +145,20 @@ def plan(
     else:
         _print(report, grid, rows)
     _check_fits(target, load, budget, rows)
+
+
+def _check_given(context: typer.Context, is_fleet: bool) -> None:
+    """Refuse options that would have no effect.
+
+    Raises:
+        ConfigError: names the first one.
+    """
+    remedy = (
+        "is of memory: leave it out, or --fleet" if is_fleet else "needs --fleet PROFILE: add it, or leave this out"
+    )
+    for name in _OF_MEMORY if is_fleet else _OF_FLEET:
+        if was_given(context, name):
+            raise ConfigError(name, str(context.params[name]), remedy)
 
 
 def _check_fits(target: str, load: Load, budget: Budget, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -116,7 +116,7 @@ def jobs_of(given: Mapping[str, Any], acceptance: str) -> list[Job]:
             "arrivals", arrivals, "must be poisson:RATE with a number of requests per second, or a file"
         ) from None
     prompts, outputs = (
-        _lengths(name, usual if given[name] is None else given[name])
+        lengths_of(name, usual if given[name] is None else given[name])
         for name, usual in (("prompt_tokens", _PROMPT_TOKENS), ("output_tokens", _OUTPUT_TOKENS))
     )
     return poisson(rate, requests or _NUM_REQUESTS, prompts, outputs, chances, given["seed"])
@@ -149,7 +149,12 @@ def words_of(text: str) -> list[str]:
     return [word for word in dict.fromkeys(word.strip() for word in text.split(",")) if word]
 
 
-def _lengths(field: str, text: str) -> Lengths:
+def lengths_of(field: str, text: str) -> Lengths:
+    """A number of tokens, or LOW-HIGH.
+
+    Raises:
+        InputError: neither.
+    """
     low, found, high = text.partition("-")
     if not is_count(low) or (found and not is_count(high)) or not 1 <= int(low) <= int(high or low):
         raise InputError(field, text, "must be a number of tokens, or LOW-HIGH")
@@ -174,7 +179,7 @@ _OutputTokens = Annotated[str | None, typer.Option(help="Answer lengths with poi
 _DurationS = Annotated[
     float | None, typer.Option(help="Seconds that built-in arrivals last; without it, what suits the profile.")
 ]
-_Acceptance = Annotated[
+AcceptanceOption = Annotated[
     str | None,
     typer.Option(
         help=(
@@ -182,10 +187,10 @@ _Acceptance = Annotated[
         )
     ),
 ]
-_Bench = Annotated[
+BenchOption = Annotated[
     Path | None, typer.Option(help="A result of `foretoken bench` whose slices can be named as acceptance.")
 ]
-_Settings = Annotated[
+SettingsOption = Annotated[
     str | None, typer.Option(help="Settings with commas: plain, ngram-5, draft_model-auto. Without it plain and auto.")
 ]
 _PricePerHour = Annotated[
@@ -205,9 +210,9 @@ def simulate(
     prompt_tokens: _PromptTokens = None,
     output_tokens: _OutputTokens = None,
     duration_s: _DurationS = None,
-    acceptance: _Acceptance = None,
-    bench: _Bench = None,
-    settings: _Settings = None,
+    acceptance: AcceptanceOption = None,
+    bench: BenchOption = None,
+    settings: SettingsOption = None,
     price_per_hour: _PricePerHour = None,
     seed: _Seed = 0,
     as_json: JsonOption = False,

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from foretoken.control.autoscaling import wanted_replicas
 from foretoken.server.life.replicas import PrefixRouting
 
 QUEUED_TOKENS = "queued_tokens"  # what a replica reports to the autoscaler
@@ -73,12 +74,3 @@ class QueuedTokens:
             sum(by_replica.values()), context.total_num_requests, context.total_queued_requests, self._replica_tokens
         )
         return wanted, {}
-
-
-def wanted_replicas(queued_tokens: float, num_requests: float, num_unrouted: float, replica_tokens: int) -> float:
-    """Replicas that `queued_tokens` need. `num_requests` are those in replicas and fronts; the `num_unrouted` still in
-    fronts count with the mean of the others, or `replica_tokens` where there are no others.
-    """
-    num_routed = num_requests - num_unrouted
-    mean = queued_tokens / num_routed if num_routed > 0 and queued_tokens else replica_tokens
-    return (queued_tokens + num_unrouted * mean) / replica_tokens

@@ -23,7 +23,7 @@ class RayOptions:
 
     - `max_replicas`: None keeps their number at `workers`.
     - `replica_tokens`: tokens that the requests of one replica may still read and write, on which scaling aims.
-    - `replica_cpus`, `replica_gpus`: what Ray reserves for each.
+    - `replica_cpus`, `replica_gpus`: what Ray reserves for each, of a tensor-parallel replica for each of its ranks.
 
     Raises:
         ConfigError, InputError: a value that cannot be honoured; names the field.
@@ -40,8 +40,13 @@ class RayOptions:
         default=16_384,
         metadata=_option("Tokens that the requests of a replica may still read and write; more add replicas."),
     )
-    replica_cpus: float = field(default=1.0, metadata=_option("CPUs that Ray reserves for a replica, and its threads."))
-    replica_gpus: float = field(default=0.0, metadata=_option("GPUs that Ray reserves for a replica."))
+    replica_cpus: float = field(
+        default=1.0,
+        metadata=_option("CPUs that Ray reserves for a replica, or for each of its ranks, and its threads."),
+    )
+    replica_gpus: float = field(
+        default=0.0, metadata=_option("GPUs that Ray reserves for a replica, or for each of its ranks.")
+    )
     scale_up_s: float = field(
         default=10.0, metadata=_option("Seconds of too many queued tokens before a replica is added.")
     )
@@ -101,8 +106,8 @@ def engine_options(config: ServerConfig, options: RayOptions) -> dict[str, Any]:
         "health_check_period_s": 5.0,
         "logging_config": _QUIET,
         "ray_actor_options": {
-            "num_cpus": options.replica_cpus,
-            "num_gpus": options.replica_gpus,
+            "num_cpus": options.replica_cpus * config.engine.tensor_parallel,
+            "num_gpus": options.replica_gpus * config.engine.tensor_parallel,
         },
         "request_router_config": {"request_router_class": "foretoken.scale.router:ConversationRouter"},
     }

@@ -34,7 +34,7 @@ def run_on_ray(config: ServerConfig, options: RayOptions, on_ready: Callable[[Re
     from foretoken.scale.deploy import engines
 
     is_ours = not os.environ.get("RAY_ADDRESS")
-    cpus = (options.max_replicas or config.life.workers) * options.replica_cpus
+    cpus = (options.max_replicas or config.life.workers) * options.replica_cpus * config.engine.tensor_parallel
     local = {
         "address": "local",
         "include_dashboard": False,

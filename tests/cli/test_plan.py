@@ -12,6 +12,10 @@ import torch
 from foretoken.errors import InputError
 from foretoken.machine import memory
 from foretoken.machine.memory import available_bytes, parse_bytes
+from foretoken.measure.speed.profile import write_profile
+from foretoken.plan.profile import Curve, DrafterCost, Profile
+from foretoken.simulate.fleet import day as days
+from foretoken.simulate.fleet import plan as fleet_plan
 from tests.cli.conftest import Run
 from tests.helpers.checkpoints import tiny_checkpoint
 
@@ -160,3 +164,61 @@ def test_the_memory_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert available_bytes(torch.device("cpu")) == 2000
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (123, 456))
     assert available_bytes(torch.device("cuda")) == 123
+
+
+@pytest.fixture
+def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Steps of a tenth of a second however many rows, free lookups; few days of few ticks are tried."""
+    monkeypatch.setattr(days, "TICK_S", 120.0)
+    monkeypatch.setattr(fleet_plan, "_AIMS", (0.1, 0.3))
+    one = Curve(((1, 0.1),))
+    target = {"name": "t"}
+    made = Profile(target, {"cpu": "slow"}, {}, "", "2026-11-21", one, drafters={"ngram": DrafterCost(Curve())})
+    return write_profile(made, tmp_path, "p")
+
+
+def test_a_fleet_with_and_without_speculation(foretoken: Run, profile: Path, tmp_path: Path) -> None:
+    """Where drafts cost nothing and all of them stand, four draft tokens answer with a fifth of the replicas."""
+    asked = ["plan", "--fleet", profile, "--peak-rate", 20, "--mtbf-h", 0, "--price-per-hour", 3]
+    asked += ["--settings", "plain,ngram-4", "--output-tokens", 100]
+    found = json.loads(foretoken(*asked, "--acceptance", "1", "--json").lines[-1])
+    assert [(row["setting"], row["scaling"], row["meets"]) for row in found["rows"]] == [
+        (setting, scaling, True) for setting in ("plain", "ngram-4") for scaling in ("autoscaled", "fixed")
+    ]
+    plain, drafted = (row for row in found["rows"] if row["scaling"] == "fixed")
+    assert 4 < plain["price_per_million_tokens"] / drafted["price_per_million_tokens"] < 6
+    assert plain["price_per_million_tokens"] == pytest.approx(plain["replica_hours"] * 3 / plain["num_tokens"] * 1e6)
+    bench = tmp_path / "bench.json"
+    rows = [{"drafter": "ngram", "slice": "code", "acceptance_per_position": [1.0] * 4}]
+    bench.write_text(json.dumps({"rows": rows}))
+    named = json.loads(foretoken(*asked, "--bench", bench, "--acceptance", "code", "--json").lines[-1])
+    assert named["rows"] == found["rows"]
+    done = foretoken(*asked, "--acceptance", "1")
+    assert "against plain: ngram-4 -" in done.out
+    assert "ngram-4, fixed: day 1" in done.err
+
+
+def test_a_promise_that_no_fleet_keeps_is_exit_code_1(foretoken: Run, profile: Path) -> None:
+    asked = ["plan", "--fleet", profile, "--settings", "plain", "--p95-token-ms", 50, "--max-replicas", 3]
+    done = foretoken(*asked, "--min-replicas", 3, "--peak-rate", 0.1)
+    assert done.code == 1
+    assert "missed" in done.out
+    assert "100.0% of the requests are late; raise max_replicas" in done.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--peak-rate", 3], "peak_rate='3.0': needs --fleet PROFILE"),
+        (["--fleet", "@", "--memory", "1GiB"], "memory='1GiB': is of memory"),
+        (["--fleet", "@", "--acceptance", "code"], "acceptance='code': is no number: a slice needs --bench"),
+        (["--fleet", "@", "--settings", "suffix-3"], "settings='suffix-3': the profile has no cost of suffix"),
+        (["--fleet", "@", "--min-replicas", 9, "--max-replicas", 8], "must be at least min_replicas, which is 9"),
+        (["--fleet", "@", "--routing", "least"], "choose one of two, random"),
+        (["--fleet", "@", "--prompt-tokens", "9-3"], "prompt_tokens='9-3': must be a number of tokens"),
+    ],
+)
+def test_what_a_fleet_cannot_be_asked(foretoken: Run, profile: Path, flags: list[object], words: str) -> None:
+    done = foretoken("plan", *(profile if flag == "@" else flag for flag in flags))
+    assert done.code == 2
+    assert words in done.err

@@ -311,7 +311,7 @@ def _no_model(_patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
 
 def _plan(patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
     found = model_folder("reference:draft")
-    for module in ("model.names", "heads.footprint"):
+    for module in ("heads.footprint", "model.names"):  # the first imports from the second, and keeps what it finds
         patched.setattr(f"foretoken.{module}.model_folder", lambda _name: found)
     return Scene(["plan", "--target", text, "--draft", text, "--memory", "1MB"], out=2, err=1, code=1)
 

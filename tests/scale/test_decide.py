@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from foretoken.scale.decide import QueuedTokens, ReplicaRouting, live_replicas, note_live, two_of, wanted_replicas
+from foretoken.control.autoscaling import wanted_replicas
+from foretoken.scale.decide import QueuedTokens, ReplicaRouting, live_replicas, note_live, two_of
 
 NAMES = [f"replica-{number}" for number in range(10)]
 
