@@ -78,6 +78,11 @@ VERBS: Mapping[str, VerbSource] = {
         "diagnose",
         "Say why a head or a draft model is accepted rarely, by trying each likely repair on the target's own answers.",
     ),
+    "acceptance": VerbSource(
+        "acceptance",
+        "acceptance",
+        "Say whether acceptance has fallen over the days that a server has served; exit code 5 if it has.",
+    ),
     "ab-live": VerbSource(
         "ab_live",
         "ab_live",

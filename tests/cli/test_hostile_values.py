@@ -42,6 +42,7 @@ EMPTY_IS_WRONG = {
 }
 NEEDED = {
     "ab": ["--a", "http://127.0.0.1:9", "--b", "http://127.0.0.1:9", "--replay", "replay.jsonl"],
+    "acceptance": ["missing.db"],
     "ab-live": ["--a", "http://127.0.0.1:9", "--b", "http://127.0.0.1:9"],
     "bench url": ["--url", "http://127.0.0.1:9"],
     "diagnose": ["--target", "reference:target", "--head", "reference:eagle"],

@@ -73,7 +73,7 @@ def test_the_text_has_every_metric_of_the_table_and_no_other() -> None:
         assert (family.type, family.documentation) == (metric.kind, metric.help)
     assert "_created" not in text
     assert len({metric.name for metric in METRICS}) == len(METRICS)
-    suffixes = {"perc", "ratio", "seconds", "up", "running", "waiting"}
+    suffixes = {"perc", "ratio", "seconds", "up", "fell", "running", "waiting"}
     assert all(m.name.rpartition("_")[2] in suffixes for m in METRICS if m.kind == "gauge")
 
 

@@ -10,7 +10,8 @@ import httpx2
 import pytest
 
 from foretoken.backend.call import Begun
-from foretoken.measure.ab.live import LiveOptions, LiveRequest, LiveTurn
+from foretoken.measure.ab.live import LiveOptions
+from foretoken.measure.ab.live_sums import LiveRequest, LiveTurn
 from foretoken.server.api.app import create_app
 from foretoken.server.split.proxy import Splitter
 from foretoken.server.split.run import Comparison
@@ -108,9 +109,9 @@ def test_traffic_goes_back_to_a_once_it_is_decided() -> None:
         assert now[0] < 1000
     assert comparison.ended == "B is slower"
     assert {comparison.turn().side for _ in range(3)} == {"a"}
-    count = len(comparison.requests)
+    count = comparison.sums.sides["a"].num_requests
     comparison.seen(LiveRequest(comparison.turn(), 1, 1, 1, 1))
-    assert len(comparison.requests) == count
+    assert comparison.sums.sides["a"].num_requests == count
     report = comparison.report("foretoken ab-live")
     assert report.verdict.startswith("B is slower: B runs at 0.50x [")
     assert not report.passed

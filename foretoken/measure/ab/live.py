@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +21,7 @@ import numpy as np
 
 from foretoken.backend.registry import check_address
 from foretoken.errors import ConfigError
+from foretoken.measure.ab.live_sums import LiveBlock, LiveSide, LiveTurn
 from foretoken.measure.ab.rows import Outcome
 from foretoken.measure.options import NAME_OPTION, OUT_OPTION
 from foretoken.measure.sequential import blocks_to_decide, confidence_sequence, judge
@@ -65,15 +66,6 @@ class LiveOptions:
             check_out(self.out)
 
 
-@dataclass(frozen=True)
-class LiveTurn:
-    """The block of a moment: which server has it, and whether requests that arrive now are counted."""
-
-    block: int
-    side: str
-    is_counted: bool
-
-
 def turn_at(options: LiveOptions, elapsed_s: float) -> LiveTurn:
     """Whose turn it is `elapsed_s` after the beginning."""
     block, within_s = divmod(elapsed_s, options.block_s)
@@ -82,55 +74,30 @@ def turn_at(options: LiveOptions, elapsed_s: float) -> LiveTurn:
     return LiveTurn(int(block), "a" if a_first == (place == 0) else "b", within_s >= options.washout_s)
 
 
-@dataclass(frozen=True)
-class LiveRequest:
-    """A request that has ended: its turn, seconds until its last byte and its first, bytes of its body, and the tokens
-    of its answer (0: not known). `error` is "" or why it failed.
-    """
-
-    turn: LiveTurn
-    e2e_s: float
-    ttft_s: float
-    num_prompt_bytes: int
-    num_tokens: int
-    error: str = ""
-
-
-def counted(requests: Sequence[LiveRequest]) -> list[LiveRequest]:
-    """Those whose time per token is compared."""
-    return [one for one in requests if one.turn.is_counted and not one.error and one.num_tokens > 0 and one.e2e_s > 0]
-
-
-def pair_means(requests: Sequence[LiveRequest]) -> list[float]:
+def pair_means(blocks: Sequence[LiveBlock]) -> list[float]:
     """Of each pair of blocks that has requests on both sides, in their order: the mean log of A's time per token less
-    that of B's, above 0 where B is faster.
+    that of B's, above 0 where B is faster, without what the lengths of prompts and answers explain within blocks.
     """
-    used = counted(requests)
-    if not used:
+    if not blocks:
         return []
-    times = _adjusted(used)
-    blocks: dict[int, dict[str, list[float]]] = {}
-    for one, value in zip(used, times, strict=True):
-        blocks.setdefault(one.turn.block // 2, {}).setdefault(one.turn.side, []).append(float(value))
-    pairs = [sides for _, sides in sorted(blocks.items()) if len(sides) == 2]
-    return [float(np.mean(sides["a"]) - np.mean(sides["b"])) for sides in pairs]
+    slopes = _slopes(blocks)
+    pairs: dict[int, dict[str, Array]] = {}
+    for one in blocks:
+        pairs.setdefault(one.block // 2, {})[one.side] = one.mean
+    differences = [sides["a"] - sides["b"] for _, sides in sorted(pairs.items()) if len(sides) == 2]
+    return [float(off[0] - off[1:] @ slopes) for off in differences]
 
 
-def _adjusted(used: Sequence[LiveRequest]) -> Array:
-    """log(seconds per token) [requests] without what the lengths of prompt and answer explain within a block."""
-    values = np.array([math.log(one.e2e_s / one.num_tokens) for one in used])
-    lengths = np.array([(math.log1p(one.num_prompt_bytes), math.log(one.num_tokens)) for one in used])
-    _, group = np.unique([one.turn.block for one in used], return_inverse=True)
-    counts = np.bincount(group)
-    within = [column - (np.bincount(group, column) / counts)[group] for column in (values, *lengths.T)]
-    slopes = np.linalg.lstsq(np.stack(within[1:], axis=1), within[0], rcond=None)[0]
-    found: Array = values - (lengths - lengths.mean(axis=0)) @ slopes
+def _slopes(blocks: Sequence[LiveBlock]) -> Array:
+    """How log(seconds per token) goes with the logs of the lengths [2], by least squares within blocks."""
+    products = np.sum([one.products for one in blocks], axis=0)
+    found: Array = np.linalg.lstsq(products[1:, 1:], products[1:, 0], rcond=None)[0]
     return found
 
 
-def live_outcome(requests: Sequence[LiveRequest], margin: float) -> Outcome:
-    """What the requests so far say, at whatever moment one looks; `margin` is a share."""
-    means, log_margin = pair_means(requests), math.log1p(margin)
+def live_outcome(blocks: Sequence[LiveBlock], margin: float) -> Outcome:
+    """What the blocks so far say, at whatever moment one looks; `margin` is a share."""
+    means, log_margin = pair_means(blocks), math.log1p(margin)
     found = confidence_sequence(means)
     speed = None if not means else math.exp(math.fsum(means) / len(means))
     if found is None:
@@ -141,10 +108,10 @@ def live_outcome(requests: Sequence[LiveRequest], margin: float) -> Outcome:
     return Outcome(verdict, len(means), Estimate(speed, math.exp(found.low), math.exp(found.high)), more)
 
 
-def fails_more(requests: Sequence[LiveRequest]) -> bool:
+def fails_more(sides: Mapping[str, LiveSide]) -> bool:
     """Whether B fails more often than A, by Fisher's exact test at a level that many looks do not use up."""
-    failed = {side: sum(bool(one.error) for one in requests if one.turn.side == side) for side in ("a", "b")}
-    number = {side: sum(one.turn.side == side for one in requests) for side in ("a", "b")}
+    failed = {side: one.num_errors for side, one in sides.items()}
+    number = {side: one.num_requests for side, one in sides.items()}
     if failed["b"] < MIN_ERRORS:
         return False
     total, errors = sum(number.values()), sum(failed.values())

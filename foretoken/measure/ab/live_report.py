@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-import numpy as np
-
-from foretoken.measure.ab.live import LiveOptions, LiveRequest, counted, live_outcome, pair_means
+from foretoken.measure.ab.live import LiveOptions, live_outcome, pair_means
+from foretoken.measure.ab.live_sums import LiveBlock, LiveSide, LiveSums
 from foretoken.measure.ab.report import metric_figure, ratio_text
 from foretoken.measure.ab.rows import SHARES, Outcome
 from foretoken.measure.report import Report, Table
@@ -16,16 +15,15 @@ from foretoken.measure.sequential import MIN_BLOCKS
 EXPLAINED = (
     "B over A: A's time per token as a multiple of B's, by the mean difference of logarithms between the two blocks of "
     "a pair, without what lengths of prompts and answers explain; above 1 B is faster. In brackets a 95 % interval "
-    "that holds however often one looks. p50 and p95 are those of counted requests as they came."
+    "that holds however often one looks. p50 and p95 are those of counted requests as they came, to 1 %."
 )
 
 
 def live_report(
-    options: LiveOptions, compared: Sequence[LiveRequest], requests: Sequence[LiveRequest], ended: str, command: str
+    options: LiveOptions, compared: Sequence[LiveBlock], sums: LiveSums, ended: str, command: str
 ) -> Report:
-    """The report: `compared` are the requests of whole pairs of blocks, `ended` says why the comparison was over."""
+    """The report: `compared` are the blocks of whole pairs, `ended` says why the comparison was over."""
     outcome = live_outcome(compared, options.margin)
-    sides = {side: [one for one in requests if one.turn.side == side] for side in ("a", "b")}
     return Report(
         title="A/B on live traffic",
         command=command,
@@ -36,11 +34,12 @@ def live_report(
             "outcome": outcome,
             "ended": ended,
             "pair_means": pair_means(compared),
-            "rows": [asdict(one) for one in requests],
+            "sides": {side: asdict(one) for side, one in sums.sides.items()},
+            "rows": [asdict(one) for one in sums.blocks()],
         },
-        tables=(_table(sides),),
+        tables=(_table(sums.sides),),
         explained=EXPLAINED,
-        caveats=_caveats(options, requests),
+        caveats=_caveats(options, sums),
         verdict=_verdict(outcome, ended),
         passed=outcome.verdict != "slower" and not ended.startswith("B fails"),
     )
@@ -59,32 +58,21 @@ def _verdict(outcome: Outcome, ended: str) -> str:
     return f"Go on: {found}, which decides nothing yet{more}."
 
 
-def _caveats(options: LiveOptions, requests: Sequence[LiveRequest]) -> tuple[str, ...]:
+def _caveats(options: LiveOptions, sums: LiveSums) -> tuple[str, ...]:
     found = []
-    unknown = sum(not one.error and not one.num_tokens for one in requests)
-    if unknown:
+    if unknown := sum(one.num_unknown for one in sums.sides.values()):
         found.append(f"{unknown} answers did not say how many tokens they have, and are not compared.")
-    early = sum(not one.turn.is_counted for one in requests)
-    if early:
+    if early := sum(one.num_early for one in sums.sides.values()):
         found.append(f"{early} requests arrived in the first {options.washout_s:g} s of a block, and are not compared.")
     found.append("Requests are not the same on both sides: a report of `foretoken ab` on recorded ones decides sooner.")
     return tuple(found)
 
 
-def _table(sides: dict[str, list[LiveRequest]]) -> Table:
+def _table(sides: Mapping[str, LiveSide]) -> Table:
     lines = []
     for side, own in sides.items():
-        used = counted(own)
-        cells = [
-            metric_figure(name, float(np.quantile(values, share, method="inverted_cdf"))) if values else ""
-            for name, values in (
-                ("ttft", [one.ttft_s for one in used]),
-                ("e2e", [one.e2e_s for one in used]),
-                ("itl", [one.e2e_s / one.num_tokens for one in used]),
-            )
-            for share in SHARES.values()
-        ]
-        errors = sum(bool(one.error) for one in own)
-        lines.append((side.upper(), str(len(own)), str(errors), str(len(used)), *cells))
-    quantiles = [f"{name} {share}" for name in ("ttft", "e2e", "per token") for share in SHARES]
-    return Table("Requests", ("", "requests", "errors", "counted", *quantiles), tuple(lines))
+        quantiles = [(name, times.quantile(share)) for name, times in own.times.items() for share in SHARES.values()]
+        cells = ("" if value is None else metric_figure(name, value) for name, value in quantiles)
+        lines.append((side.upper(), *map(str, (own.num_requests, own.num_errors, own.num_compared)), *cells))
+    headings = [f"{name} {share}" for name in ("ttft", "e2e", "per token") for share in SHARES]
+    return Table("Requests", ("", "requests", "errors", "counted", *headings), tuple(lines))

@@ -12,6 +12,7 @@ from typing import Any
 from foretoken.server.record import RequestRecord
 
 _MAX_NAME_CHARS = 64
+MAX_PLACES = 16
 _PLAIN_NAME = re.compile(rf"[A-Za-z0-9._:/-]{{1,{_MAX_NAME_CHARS}}}")
 
 
@@ -55,6 +56,7 @@ class RequestFigures:
     prompt_s: float
     wasted_s: float
     estimated_speedup: float | None
+    places: tuple[tuple[int, int], ...] = ()  # (drafted, accepted) by place in the draft
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -105,7 +107,15 @@ def figures_of(record: RequestRecord) -> RequestFigures:
         prompt_s=total("prompt_s"),
         wasted_s=total("wasted_s"),
         estimated_speedup=sum(speedups) / len(speedups) if speedups else None,
+        places=added_places(*(stats["accepted_per_position"] for stats in record.stats)),
     )
+
+
+def added_places(*every: Sequence[Sequence[int]]) -> tuple[tuple[int, int], ...]:
+    """(drafted, accepted) by place in the draft, summed; beyond `MAX_PLACES` nothing is kept."""
+    length = min(MAX_PLACES, max(map(len, every), default=0))
+    own = [[one[place] for one in every if place < len(one)] for place in range(length)]
+    return tuple((sum(drafted for drafted, _ in pairs), sum(accepted for _, accepted in pairs)) for pairs in own)
 
 
 def why_plain(record: RequestRecord) -> str | None:

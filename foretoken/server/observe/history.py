@@ -18,10 +18,12 @@ from itertools import groupby
 from pathlib import Path
 
 from foretoken.errors import ConfigError, StorageError
+from foretoken.measure.sequential import ALPHA
+from foretoken.server.observe import acceptance
 from foretoken.server.observe.background import FiguresWriter
 from foretoken.server.observe.figures import RequestFigures, quantile
 
-COLUMNS = tuple(field.name for field in fields(RequestFigures))
+COLUMNS = tuple(field.name for field in fields(RequestFigures) if field.name != "places")  # those are kept by day
 _APPLICATION = 0x666F7265  # "fore": tells the file from other SQLite files
 
 _MIGRATIONS = (
@@ -41,6 +43,7 @@ _MIGRATIONS = (
     );
     CREATE INDEX requests_by_time ON requests (began_unix_s);
     """,
+    acceptance.SCHEMA,
 )
 SCHEMA_VERSION = len(_MIGRATIONS)
 _BUSY_S = 1.0  # how long a row waits for another process that writes
@@ -147,6 +150,9 @@ class History(FiguresWriter):
         self._connection: sqlite3.Connection | None = None
         self._retained_s = float("-inf")
         self._has_failed = False
+        self.series: tuple[acceptance.AcceptanceSeries, ...] = ()  # of whole days, read again every ten minutes
+        with suppress(StorageError, sqlite3.Error):  # a file that is locked now is read later
+            self.series = acceptance_series(path)
         super().__init__("foretoken-history", _RETENTION_S)
 
     def close(self) -> None:
@@ -166,6 +172,7 @@ class History(FiguresWriter):
             num_lost = 0
             if time.monotonic() - self._retained_s > _RETENTION_S:
                 self._delete_old(self._connection)
+                self._judge(self._connection)
                 self._retained_s = time.monotonic()
         except (sqlite3.Error, StorageError) as error:
             self._fail(error)
@@ -180,13 +187,22 @@ class History(FiguresWriter):
         connection.execute("BEGIN IMMEDIATE")
         try:
             connection.executemany(_INSERT, rows)
+            acceptance.add_to_days(connection, batch)
             connection.execute("COMMIT")
         except BaseException:
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
             raise
 
+    def _judge(self, connection: sqlite3.Connection) -> None:
+        known = {one.name for one in self.series if one.has_fallen}
+        self.series = acceptance.series_of(connection, acceptance.day_of(time.time()))
+        for one in self.series:
+            if one.has_fallen and one.name not in known:
+                _log.warning("acceptance of %s fell: %s", one.name.drafter, acceptance.cause_of(one, self.series))
+
     def _delete_old(self, connection: sqlite3.Connection) -> None:
+        acceptance.delete_old_days(connection)
         connection.execute("DELETE FROM requests WHERE began_unix_s < ?", (time.time() - self._max_age_s,))
         if self._num_bytes(connection) > self._max_bytes:
             count = connection.execute("SELECT count(*) FROM requests").fetchone()[0]
@@ -301,6 +317,16 @@ def values_of_history(
             values,
         )
         return [row[0] for row in rows]
+
+
+def acceptance_series(path: Path, alpha: float = ALPHA) -> tuple[acceptance.AcceptanceSeries, ...]:
+    """Acceptance by day of a history, also while a server writes to it, and whether it has fallen: see `series_of`.
+
+    Raises:
+        StorageError: the file cannot be read.
+    """
+    with closing(connect_reading(path)) as connection:
+        return acceptance.series_of(connection, acceptance.day_of(time.time()), alpha)
 
 
 def _summary(

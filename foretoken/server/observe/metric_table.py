@@ -111,6 +111,7 @@ OF_SERVER = (
     ),
     Metric("history_dropped_rows", "counter", "Requests that could not be written to the history."),
     Metric("request_log_dropped_lines", "counter", "Lines that could not be written to the request log."),
+    Metric("acceptance_fell", "gauge", "1 where acceptance by day has fallen and is still low.", ("drafter", "slice")),
     Metric("scrape_engine_up", "gauge", "1 if the engine answered for this scrape, 0 if its figures are older."),
 )
 

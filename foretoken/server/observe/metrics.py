@@ -22,6 +22,7 @@ from prometheus_client.samples import Sample
 from foretoken.backend.call import Backend
 from foretoken.errors import ForetokenError
 from foretoken.server.api.errors import CLIENT_GONE, CODES
+from foretoken.server.observe.acceptance import AcceptanceSeries
 from foretoken.server.observe.config import ObserveConfig
 from foretoken.server.observe.figures import why_plain
 from foretoken.server.observe.metric_table import METRICS, OF_ENGINE, OF_REQUESTS, OF_SERVER, PREFIX, Metric
@@ -145,6 +146,7 @@ class ServerMetrics(Collector):
         self._read_s = float("-inf")
         self._reading: asyncio.Lock | None = None
         self._dropped: dict[str, Callable[[], int]] = {}
+        self._series: Callable[[], Iterable[AcceptanceSeries]] = tuple
         self._counted = {m.name: _counter(m, self._registry) for m in (*OF_REQUESTS, *OF_SERVER) if _is_own(m)}
         histograms = [metric for metric in (*OF_REQUESTS, *OF_SERVER) if metric.kind == "histogram"]
         self._measured = {metric.name: _histogram(metric, self._registry) for metric in histograms}
@@ -186,6 +188,10 @@ class ServerMetrics(Collector):
         """Show what a writer has dropped, under the metric `name`."""
         self._dropped[name] = count
 
+    def watch_acceptance(self, series: Callable[[], Iterable[AcceptanceSeries]]) -> None:
+        """Show which of the history's series have fallen."""
+        self._series = series
+
     async def text(self) -> bytes:
         """The metrics in Prometheus' text format, with the engine's figures of this moment if it answers."""
         families = await self._families()
@@ -219,7 +225,20 @@ class ServerMetrics(Collector):
         for metric in OF_SERVER:
             if metric.name in self._dropped or metric.name.endswith(("_rows", "_lines")):
                 yield _family(metric, {(): float(self._dropped.get(metric.name, int)())})
+        yield self._fallen(OF_SERVER[-2])
         yield GaugeMetricFamily(PREFIX + "scrape_engine_up", OF_SERVER[-1].help, value=float(self._is_up))
+
+    def _fallen(self, metric: Metric) -> Family:
+        """Whether acceptance has fallen, by drafter and by the slices that are labels."""
+        fallen: dict[Labels, bool] = {}
+        for one in self._series():
+            shown = one.name.slice if not one.name.slice or one.name.slice in self._config.slices else "other"
+            labels: Labels = (one.name.drafter, shown)
+            fallen[labels] = fallen.get(labels, False) or one.has_fallen
+        family = GaugeMetricFamily(PREFIX + metric.name, metric.help, labels=metric.labels)
+        for key, has_fallen in sorted(fallen.items()):
+            family.add_metric(key, float(has_fallen))
+        return family
 
     # ---- the engine
 

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foretoken.backend.call import Backend
 from foretoken.server.api.errors import CLIENT_GONE
+from foretoken.server.observe.acceptance import as_values
 from foretoken.server.observe.background import FiguresWriter
 from foretoken.server.observe.config import LogFormat, ObserveConfig
 from foretoken.server.observe.figures import RequestFigures
@@ -113,6 +114,7 @@ class Observation:
         if self.history is not None:
             history = self.history
             self.metrics.watch_dropped("history_dropped_rows", lambda: history.num_dropped)
+            self.metrics.watch_acceptance(lambda: history.series)
         if self.log is not None:
             log = self.log
             self.metrics.watch_dropped("request_log_dropped_lines", lambda: log.num_dropped)
@@ -124,8 +126,8 @@ class Observation:
 
     @property
     def routers(self) -> tuple[APIRouter, ...]:
-        """The route `/metrics`."""
-        return (metrics_router(self.metrics),)
+        """The routes `/metrics` and `/v1/acceptance`."""
+        return (metrics_router(self.metrics), acceptance_router(self.history))
 
     def around(self, app: ASGIApp) -> ASGIApp:
         """`app` with its responses counted and its trace context kept."""
@@ -145,6 +147,19 @@ def metrics_router(metrics: ServerMetrics) -> APIRouter:
     @router.get("/metrics", include_in_schema=False)
     async def show() -> Response:
         return Response(await metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    return router
+
+
+def acceptance_router(history: History | None) -> APIRouter:
+    """A router with acceptance by day, for the page; without a history it has no series."""
+    router = APIRouter()
+
+    @router.get("/v1/acceptance")
+    async def acceptance() -> dict[str, Any]:
+        """Each model, drafter and slice with its last whole days, and whether its acceptance has fallen."""
+        series = () if history is None else history.series
+        return {"has_history": history is not None, "series": [as_values(one, series) for one in series]}
 
     return router
 

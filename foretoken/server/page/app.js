@@ -151,4 +151,5 @@ find("theme").addEventListener("click", turnTheme);
 form.field("format").addEventListener("change", show);
 document.addEventListener("keydown", (event) => event.key === "Escape" && stop());
 show();
-new Board(find("figures"), find("board-state"), stats).run();
+const days = async () => (await request("/v1/acceptance", { key: form.key })).json();
+new Board(find("figures"), find("board-state"), stats, days).run();

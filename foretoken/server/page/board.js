@@ -1,17 +1,21 @@
 // The live board: reads /v1/stats once a second while the page is visible, and shows what happened in between.
 
 import { count, element, percent, svg } from "./dom.js";
-import { choiceOf, figuresOf } from "./figures.js";
+import { choiceOf, figuresOf, seriesOf } from "./figures.js";
 
 const EVERY_MS = 1000;
 const WINDOW = 10; // readings that acceptance, phases and choices are taken over
 const HISTORY = 60; // readings of the curve
+const DAYS_EVERY = 600; // readings between two of acceptance by day, which the server renews as often
 
 export class Board {
-  constructor(root, state, read) {
+  constructor(root, state, read, readDays) {
     this.root = root;
     this.state = state;
     this.read = read; // reads /v1/stats
+    this.readDays = readDays; // reads /v1/acceptance
+    this.days = [];
+    this.untilDays = 0;
     this.readings = [];
     this.speeds = [];
     this.groups = {};
@@ -32,6 +36,10 @@ export class Board {
       if (this.readings.length && now.engine.num_steps < this.readings.at(-1).engine.num_steps) this.readings = []; // restarted
       this.readings = [...this.readings, now].slice(-WINDOW - 1);
       this.groups = now.groups;
+      if (this.untilDays-- <= 0) {
+        this.untilDays = DAYS_EVERY;
+        this.days = seriesOf(await this.readDays());
+      }
       if (this.readings.length > 1) this.show(now);
     } catch (error) {
       this.say(error.status === 401 ? "needs the key" : "no connection");
@@ -63,6 +71,7 @@ export class Board {
       group("Time, by phase", phases(window_)),
       group("Accepted, by place in the draft", positions(window_)),
       group("Cache", caches(now.engine)),
+      ...(this.days.length ? [group("Accepted, by day", this.days.flatMap(daily))] : []),
     );
   }
 
@@ -92,6 +101,14 @@ function caches(engine) {
 
 function positions({ positions: found }) {
   return found.slice(0, 8).map(({ place, drafted, accepted }) => bar(`token ${place}`, accepted / drafted, percent(accepted / drafted)));
+}
+
+function daily({ name, rates, words, hasFallen }) {
+  const points = rates.map((rate, place) => `${place} ${(40 - 40 * rate).toFixed(1)}`);
+  const label = `${name}: accepted of drafted tokens by day, from 0 to 100 %`;
+  const box = { class: "spark", viewBox: `0 0 ${Math.max(1, rates.length - 1)} 40`, preserveAspectRatio: "none", role: "img", "aria-label": label };
+  const line = element("p", { class: hasFallen ? "why" : "why hint" }, `${name}: ${words}`);
+  return rates.length > 1 ? [line, svg("svg", box, svg("path", { d: `M${points.join(" L")}` }))] : [line];
 }
 
 function phases({ phases: found }) {

@@ -64,3 +64,22 @@ export function choiceOf(figures) {
     `${failed}${Math.round((100 * accepted) / drafted)} % of drafted tokens were accepted, ${figures.perStep.toFixed(2)} tokens came from a round of a request, ${Math.round(100 * figures.wastedShare)} % of the time went into rejected ones. ${pay}`,
   ];
 }
+
+// Acceptance by day as the page shows it: series that fell first, then those with most requests.
+export function seriesOf({ series }) {
+  const weight = (one) => (one.has_fallen ? Infinity : one.days.reduce((sum, day) => sum + day.requests, 0));
+  return [...series]
+    .sort((a, b) => (weight(a) === weight(b) ? 0 : weight(b) - weight(a)))
+    .slice(0, 4)
+    .map((one) => ({
+      name: one.slice ? `${one.drafter}, ${one.slice}` : one.drafter,
+      rates: one.days.map((day) => day.rate ?? 0),
+      hasFallen: one.has_fallen,
+      words: one.has_fallen ? `fell on ${one.fell_on}; ${one.cause}.` : dailyWords(one),
+    }));
+}
+
+function dailyWords({ before, after, place }) {
+  if (before === null || after === null) return "no verdict yet, it needs more than a week.";
+  return `no drop; token ${place} ${Math.round(100 * after)} % in the last week, ${Math.round(100 * before)} % before.`;
+}

@@ -16,7 +16,7 @@ import httpx2
 from starlette.types import Receive, Scope, Send
 
 from foretoken.backend.http_stream import EventReader, Stream
-from foretoken.measure.ab.live import LiveRequest, LiveTurn
+from foretoken.measure.ab.live_sums import LiveRequest, LiveTurn
 
 _log = logging.getLogger("foretoken.server")
 _CONNECT_S = 10.0

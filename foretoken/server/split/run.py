@@ -10,8 +10,9 @@ from types import FrameType
 
 import uvicorn
 
-from foretoken.measure.ab.live import LiveOptions, LiveRequest, LiveTurn, fails_more, live_outcome, turn_at
+from foretoken.measure.ab.live import LiveOptions, fails_more, live_outcome, turn_at
 from foretoken.measure.ab.live_report import live_report
+from foretoken.measure.ab.live_sums import LiveRequest, LiveSums, LiveTurn
 from foretoken.measure.report import Report
 from foretoken.server.run import listening_socket, url_of
 from foretoken.server.split.proxy import Splitter
@@ -23,7 +24,7 @@ class Comparison:
     """Whose turn it is, and why it is A's for good once that was decided."""
 
     def __init__(self, options: LiveOptions, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.options, self.requests = options, list[LiveRequest]()
+        self.options, self.sums = options, LiveSums()
         self.ended = ""  # why traffic goes to A for good
         self._clock, self._began_s, self._judged_block = clock, clock(), 0
 
@@ -35,8 +36,8 @@ class Comparison:
     def seen(self, request: LiveRequest) -> None:
         """Take in a request; what ended after the decision is not counted."""
         if not self.ended:
-            self.requests.append(request)
-            if request.error and fails_more(self.requests):
+            self.sums.add(request)
+            if request.error and fails_more(self.sums.sides):
                 self.ended = "B fails more requests than A"
 
     def look(self) -> None:
@@ -45,17 +46,13 @@ class Comparison:
         if self.ended or block == self._judged_block:
             return
         self._judged_block = block
-        verdict = live_outcome(self.whole_pairs(block), self.options.margin).verdict
+        verdict = live_outcome(self.sums.blocks(block), self.options.margin).verdict
         if verdict != "go on":
             self.ended = f"B is {verdict}" if verdict != "equivalent" else "the two are equivalent"
 
-    def whole_pairs(self, block: int) -> list[LiveRequest]:
-        """Requests that arrived before this block."""
-        return [one for one in self.requests if one.turn.block < block]
-
     def report(self, command: str) -> Report:
         """What was found so far."""
-        return live_report(self.options, self.whole_pairs(self._judged_block), self.requests, self.ended, command)
+        return live_report(self.options, self.sums.blocks(self._judged_block), self.sums, self.ended, command)
 
 
 def run_live(options: LiveOptions, command: str, tell: Callable[[str], None]) -> Report:

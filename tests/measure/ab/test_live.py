@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import math
+import pickle
 import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from foretoken.errors import ConfigError, InputError
-from foretoken.measure.ab.live import LiveOptions, LiveRequest, LiveTurn, fails_more, live_outcome, pair_means, turn_at
+from foretoken.measure.ab.live import LiveOptions, fails_more, live_outcome, pair_means, turn_at
+from foretoken.measure.ab.live_sums import (
+    BIN_WIDTH,
+    LiveBlock,
+    LiveRequest,
+    LiveSide,
+    LiveSums,
+    LiveTurn,
+    TimeHistogram,
+)
 
 OPTIONS = LiveOptions("http://a:1", "http://b:1", block_s=10, washout_s=2)
 
@@ -29,6 +40,60 @@ def traffic(speedup: float, num_pairs: int = 40, seed: int = 0, noise: float = 0
     return found
 
 
+def sums_of(requests: list[LiveRequest]) -> LiveSums:
+    found = LiveSums()
+    for one in requests:
+        found.add(one)
+    return found
+
+
+def blocks_of(requests: list[LiveRequest]) -> list[LiveBlock]:
+    return sums_of(requests).blocks()
+
+
+def slow_pair_means(requests: list[LiveRequest]) -> list[float]:
+    """The same from all requests at once, each adjusted for its lengths."""
+    values = np.array([math.log(one.e2e_s / one.num_tokens) for one in requests])
+    lengths = np.array([(math.log1p(one.num_prompt_bytes), math.log(one.num_tokens)) for one in requests])
+    blocks = np.array([one.turn.block for one in requests])
+    within = [column.copy() for column in (values, *lengths.T)]
+    for column in within:
+        for block in set(blocks):
+            column[blocks == block] -= column[blocks == block].mean()
+    adjusted = values - lengths @ np.linalg.lstsq(np.stack(within[1:], axis=1), within[0], rcond=None)[0]
+    means = {one.turn: adjusted[blocks == one.turn.block].mean() for one in requests}
+    found: dict[int, dict[str, float]] = {}
+    for turn, mean in means.items():
+        found.setdefault(turn.block // 2, {})[turn.side] = float(mean)
+    return [sides["a"] - sides["b"] for _, sides in sorted(found.items())]
+
+
+def test_sums_by_block_say_what_all_requests_do() -> None:
+    requests = traffic(1.1)
+    assert pair_means(blocks_of(requests)) == pytest.approx(slow_pair_means(requests), abs=1e-9)
+
+
+def test_what_is_kept_does_not_grow_with_requests() -> None:
+    def size(repeats: int) -> int:
+        kept = sums_of(traffic(1.0, 5) * repeats)
+        return len(pickle.dumps((kept.blocks(), kept.sides)))
+
+    assert size(20) < 1.1 * size(2)
+
+
+def test_quantiles_are_those_of_the_times_to_the_width_of_a_bin() -> None:
+    rng, histogram = np.random.default_rng(0), TimeHistogram()
+    assert histogram.quantile(0.5) is None
+    times = rng.lognormal(0, 1, 2000)
+    for seconds in times:
+        histogram.add(seconds)
+    for share in (0.01, 0.5, 0.95, 1.0):
+        expected = float(np.quantile(times, share, method="inverted_cdf"))
+        assert histogram.quantile(share) == pytest.approx(expected, rel=BIN_WIDTH)
+    for seconds in (0.0, 1e300):
+        histogram.add(seconds)
+
+
 def test_each_pair_of_blocks_has_both_servers_in_an_order_of_its_own() -> None:
     sides = [turn_at(OPTIONS, 10 * block + 5).side for block in range(200)]
     pairs = [tuple(sides[i : i + 2]) for i in range(0, 200, 2)]
@@ -39,32 +104,31 @@ def test_each_pair_of_blocks_has_both_servers_in_an_order_of_its_own() -> None:
 
 @pytest.mark.parametrize(("speedup", "verdict"), [(1.15, "faster"), (0.87, "slower"), (1.0, "equivalent")])
 def test_the_verdict_is_about_time_per_token(speedup: float, verdict: str) -> None:
-    found = live_outcome(traffic(speedup, 300), 0.06)
+    found = live_outcome(blocks_of(traffic(speedup, 300)), 0.06)
     assert found.verdict == verdict
     assert found.speedup is not None
     assert found.speedup.value == pytest.approx(speedup, rel=0.02)
 
 
 def test_what_lengths_explain_is_no_noise(monkeypatch: pytest.MonkeyPatch) -> None:
-    adjusted = pair_means(traffic(1.0))
-    monkeypatch.setattr(
-        "foretoken.measure.ab.live._adjusted", lambda used: [math.log(r.e2e_s / r.num_tokens) for r in used]
-    )
-    plain = pair_means(traffic(1.0))
+    blocks = blocks_of(traffic(1.0))
+    adjusted = pair_means(blocks)
+    monkeypatch.setattr("foretoken.measure.ab.live._slopes", lambda blocks: np.zeros(2))
+    plain = pair_means(blocks)
     assert sum(value**2 for value in adjusted) < 0.5 * sum(value**2 for value in plain)
 
 
 def test_few_requests_say_nothing_yet() -> None:
     assert live_outcome([], 0.03).speedup is None
     only_a = [one for one in traffic(1.0) if one.turn.side == "a"]
-    assert live_outcome(only_a, 0.03).num_blocks == 0
-    assert live_outcome(traffic(2.0, 5), 0.03).verdict == "go on"
+    assert live_outcome(blocks_of(only_a), 0.03).num_blocks == 0
+    assert live_outcome(blocks_of(traffic(2.0, 5)), 0.03).verdict == "go on"
 
 
 def test_what_is_not_counted() -> None:
     good = LiveRequest(LiveTurn(0, "a", True), 1.0, 0.5, 10, 10)
     other = LiveRequest(LiveTurn(1, "b", True), 1.0, 0.5, 10, 10)
-    assert pair_means([good, other]) == pytest.approx([0.0])
+    assert pair_means(blocks_of([good, other])) == pytest.approx([0.0])
     for changes in ({"error": "cut"}, {"num_tokens": 0}, {"turn": LiveTurn(1, "b", False)}):
         values: dict[str, Any] = {
             "turn": other.turn,
@@ -73,21 +137,17 @@ def test_what_is_not_counted() -> None:
             "num_prompt_bytes": 1,
             "num_tokens": 9,
         }
-        assert pair_means([good, LiveRequest(**values | changes)]) == []
+        assert pair_means(blocks_of([good, LiveRequest(**values | changes)])) == []
 
 
 def test_errors_of_b_send_traffic_back() -> None:
-    def requests(failed_a: int, failed_b: int, count: int = 100) -> list[LiveRequest]:
-        return [
-            LiveRequest(LiveTurn(0, side, True), 1, 1, 1, 1, "500" if place < failed else "")
-            for side, failed in (("a", failed_a), ("b", failed_b))
-            for place in range(count)
-        ]
+    def sides(failed_a: int, failed_b: int, count: int = 100) -> dict[str, LiveSide]:
+        return {"a": LiveSide(count, failed_a), "b": LiveSide(count, failed_b)}
 
-    assert fails_more(requests(0, 20))
-    assert not fails_more(requests(0, 4))
-    assert not fails_more(requests(18, 20))
-    assert not fails_more(requests(20, 0))
+    assert fails_more(sides(0, 20))
+    assert not fails_more(sides(0, 4))
+    assert not fails_more(sides(18, 20))
+    assert not fails_more(sides(20, 0))
 
 
 @pytest.mark.parametrize(
