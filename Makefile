@@ -8,10 +8,11 @@ CLIENTS2 := .venv-clients-2
 RAY := .venv-ray
 AGENTS := .venv-agents
 TRITON := .venv-triton
+PEERS := .venv-peers
 BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 
-.PHONY: demo serve test coverage proof proof-release gpu-rehearsal triton clients llama-cpp-suite open-responses-suite agents ray check format browser page wheel clean
+.PHONY: demo serve test coverage proof proof-release gpu-rehearsal triton clients llama-cpp-suite open-responses-suite agents ray peers check format browser page wheel clean
 
 demo: $(VENV)/.ready
 	$(BIN)/foretoken demo
@@ -76,6 +77,10 @@ llama-cpp-suite: $(VENV)/.ready $(CLIENTS)/.ready
 open-responses-suite:
 	cd $(OPENRESPONSES) && npm install --no-save --no-audit --no-fund --ignore-scripts tsx zod@3 && \
 	npx tsx bin/compliance-test.ts --base-url $(URL)/v1 --api-key none --model $(MODEL)
+
+# Exported heads in vLLM's CPU build; not in CI: its environment takes 4 GB, each of its starts a minute or more.
+peers: $(VENV)/.ready $(PEERS)/.ready
+	PYTHONPATH=. FORETOKEN_VLLM=$(CURDIR)/$(PEERS)/bin/vllm $(BIN)/python -m pytest -c peers/pytest.ini peers
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check .
@@ -149,9 +154,17 @@ $(TRITON)/.ready: requirements-triton.txt $(VENV)/.ready
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$$($(TRITON)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/packages.pth"
 	touch $@
 
+# torchvision and its kin are CUDA builds, with which vLLM cannot be imported; vLLM looks for its version by its own name.
+$(PEERS)/.ready: requirements-peers.txt
+	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install -q -r requirements-peers.txt
+	$(PEERS)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	$(PEERS)/bin/python peers/name_vllm.py
+	touch $@
+
 clients/node_modules/.ready: clients/package.json clients/package-lock.json
 	npm ci --prefix clients --no-audit --no-fund --silent
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) $(CLIENTS2) $(RAY) $(AGENTS) $(TRITON) clients/node_modules clients/agents/node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage*
+	rm -rf $(VENV) $(CLIENTS) $(CLIENTS2) $(RAY) $(AGENTS) $(TRITON) $(PEERS) clients/node_modules clients/agents/node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage*

@@ -63,12 +63,15 @@ KINDS: Mapping[str, ServerKind] = {
 
 @dataclass(frozen=True)
 class ServerAddress:
-    """Where a server is and how it is asked. `model` "": the first that it names."""
+    """Where a server is and how it is asked. `model` "": the first that it names; `model_option` is what the user
+    names it with.
+    """
 
     url: str
     model: str = ""
     key_variable: str = DEFAULT_KEY_VARIABLE
     timeout_s: float = DEFAULT_TIMEOUT_S
+    model_option: str = "--model"
 
     @property
     def base(self) -> str:
@@ -118,7 +121,7 @@ class ServerAddress:
             said = f"status {error.response.status_code}: {said_in(error.response.text)}".removesuffix(": ")
         return UnavailableError(
             f"{self.base}{self.path('models')} gave no model ({said}): is the server running? A key belongs into "
-            f"${self.key_variable}, a model's name into --model"
+            f"${self.key_variable}, a model's name into {self.model_option}"
         )
 
 
@@ -348,16 +351,17 @@ def _answer(reader: EventReader) -> Answer:
 
 
 def open_http(options: BackendOptions) -> HttpBackend:
-    """The server at the address `options.name`; own options: `served_model` (a model's name), `key_variable` (the
-    environment variable with the API key) and `timeout_s`.
+    """The server at the address `options.name`; own options: `served_model` (a model's name), `model_option` (what the
+    user names it with), `key_variable` (the environment variable with the API key) and `timeout_s`.
 
     Raises:
         InputError: no address, or an unknown option.
         UnavailableError: it does not answer.
     """
-    options.check_own("served_model", "key_variable", "timeout_s")
+    options.check_own("served_model", "model_option", "key_variable", "timeout_s")
     own = dict(options.own)
     key_variable = str(own.get("key_variable", DEFAULT_KEY_VARIABLE))
     check_address("backends", options.name, key_variable)
     timeout_s = float(own.get("timeout_s", DEFAULT_TIMEOUT_S))
-    return HttpBackend(ServerAddress(options.name, str(own.get("served_model", "")), key_variable, timeout_s))
+    model, model_option = str(own.get("served_model", "")), str(own.get("model_option", "--model"))
+    return HttpBackend(ServerAddress(options.name, model, key_variable, timeout_s, model_option))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from foretoken.backend.answering import SERVED, AnsweringBackend, Drafting
 from foretoken.backend.http import HttpBackend
@@ -18,7 +18,7 @@ class BackendSource:
     """A backend of the registry by its name or its address, and what it is to answer with.
 
     `model` and `draft` are models that an engine in this process loads; `served_model` is the name of a model at an
-    address (None: the first that the server names).
+    address (None: the first that the server names), which the user gives with `model_option`.
     """
 
     backend: str
@@ -28,6 +28,7 @@ class BackendSource:
     dtype: str = "auto"
     device: str = "auto"
     threads: int | None = None
+    model_option: str = field(default="--model", compare=False)
 
     @property
     def is_address(self) -> bool:
@@ -43,7 +44,8 @@ class BackendSource:
         """
         model = "" if self.model is None else str(model_folder(self.model))
         draft = None if self.draft is None else str(model_folder(self.draft))
-        own = {} if self.served_model is None else {"served_model": self.served_model}
+        own = {"model_option": self.model_option} if self.is_address else {}
+        own |= {} if self.served_model is None else {"served_model": self.served_model}
         found = open_backend(
             self.backend, model, draft, dtype=self.dtype, device=self.device, threads=self.threads, **own
         )

@@ -124,7 +124,7 @@ def open_sides(options: SideOptions) -> Iterator[tuple[OpenSide, OpenSide]]:
 def _source(options: SideOptions, side: str) -> BackendSource:
     backend: str = getattr(options, side)
     if is_address(backend):
-        return BackendSource(backend, served_model=getattr(options, f"{side}_model"))
+        return BackendSource(backend, served_model=getattr(options, f"{side}_model"), model_option=f"--{side}-model")
     return BackendSource(
         backend, options.target, options.draft, dtype=options.dtype, device=options.device, threads=options.threads
     )

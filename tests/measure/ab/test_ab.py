@@ -254,5 +254,13 @@ def test_a_server_that_always_drafts_cannot_be_asked_plainly(tmp_path: Path) -> 
         run_ab(AbOptions(fake.url, fake.url, replay_of(tmp_path), a_drafter="plain"))
 
 
+@pytest.mark.parametrize("dead", ["a", "b"])
+def test_a_side_that_is_not_there_is_told_its_own_options(tmp_path: Path, dead: str) -> None:
+    with serving(Fake()) as fake:
+        urls = {"a": fake.url, "b": fake.url, dead: "http://127.0.0.1:9"}
+        with pytest.raises(UnavailableError, match=f"name into --{dead}-model"):
+            run_ab(AbOptions(urls["a"], urls["b"], replay_of(tmp_path)))
+
+
 def test_a_plan_is_a_value(tmp_path: Path) -> None:
     assert isinstance(plan_pairs(options_of(tmp_path), read_prompts(replay_of(tmp_path)))[0], PairPlan)
