@@ -43,7 +43,7 @@ from foretoken.model.matrices.grouped_kernel import GroupedWeight, merged
 from foretoken.model.matrices.quant import ACTIVATIONS, GroupQuantiser, check_quant
 from foretoken.model.packed.weights import PackedWeights, assembled, method_of, packed_format
 from foretoken.model.rope import RowOrders, in_order
-from foretoken.model.sharding import Collective, Shard
+from foretoken.model.sharding import Collective, Shard, Split
 from foretoken.model.weights import EMBEDDING, HEAD, TensorSource, Weights
 
 _FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -275,24 +275,30 @@ class _Filler:
     @property
     def _fits(self) -> bool:
         """Whether the kernel for codes runs here."""
-        return self.pack and self.device.type == "cpu" and self.dtype in ACTIVATIONS and self.shard.world == 1
+        return self.pack and self.device.type == "cpu" and self.dtype in ACTIVATIONS
 
     def _grouped(self, names: Sequence[str]) -> list[GroupedWeight]:
         """Matrices in the codes that the file holds, if it has those of all and the kernel takes them here."""
-        weights = self.weights
         if not self._fits:
             return []
-        found = [(weights.shape(name)[0], self._codes(name)) for name in names]
+        found = [self._codes(name) for name in names]
         parts = [(num_rows, codes) for num_rows, codes in found if codes is not None]
         if len(parts) < len(found):
             return []
         return [assembled(codes, num_rows, self.dtype) for num_rows, codes in parts]
 
-    def _codes(self, name: str) -> Iterator[GroupedCodes] | None:
-        codes, order = self.weights.grouped_rows(name), self._orders.of(name)
-        if codes is None or order is None:
-            return codes
-        return iter((GroupedCodes.joined(list(codes)).reordered(lambda rows: in_order(rows, order)),))
+    def _codes(self, name: str) -> tuple[int, Iterator[GroupedCodes] | None]:
+        """This rank's part of a matrix, some rows at a time, and the number of its rows; None if it has no codes."""
+        codes, order, num_rows = self.weights.grouped_rows(name), self._orders.of(name), self.weights.shape(name)[0]
+        if codes is None or (order is None and self.shard.world == 1):
+            return num_rows, codes
+        if order is None and self.shard.split(name) is Split.ROW:
+            return num_rows, (self.shard.slice_codes(name, part) for part in codes)
+        whole = GroupedCodes.joined(list(codes))
+        if order is not None:
+            whole = whole.reordered(lambda rows: in_order(rows, order))
+        own = self.shard.slice_codes(name, whole)
+        return len(own.codes), iter((own,))
 
     def _note(self, names: Sequence[str]) -> None:
         """Count quantised matrices among those that are kept as numbers."""

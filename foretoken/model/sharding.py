@@ -5,9 +5,12 @@ or channels; row-parallel ones (o, down) turn these into partial sums of the res
 ranks. The embedding and the head are split by vocabulary: a rank looks up its own tokens (partial sums again), and the
 ranks' logits are concatenated.
 
+A mixture divides the channels of every expert in the same way; every rank holds the router, and so routes alike.
+
 `Shard.slice` is the only place where weights are cut; the loader passes every tensor through it, before it is packed or
-quantised. This module starts no processes and moves no data between them: whoever runs the ranks supplies a
-`Collective`.
+quantised. Matrices that a file has in codes are cut as codes (`Shard.slice_codes`), so that nothing is quantised again:
+outputs anywhere, inputs at whole spans of the kernel. This module starts no processes and moves no data between them:
+whoever runs the ranks supplies a `Collective`.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ from torch import Tensor
 
 from foretoken.errors import ConfigError
 from foretoken.model.architecture import ModelConfig
+from foretoken.model.matrices.codes import GroupedCodes
+from foretoken.model.matrices.grouped_kernel import SPAN
 
 
 class Split(Enum):
@@ -52,6 +57,12 @@ _SPLITS = {
     "o_proj": Split.ROW,
     "down_proj": Split.ROW,
     "c_proj": Split.ROW,
+    "w1": Split.COLUMN,
+    "w3": Split.COLUMN,
+    "w2": Split.ROW,
+    "gate": Split.NONE,
+    "router": Split.NONE,
+    "shared_expert_gate": Split.NONE,
     "sinks": Split.COLUMN,
     "q_norm": Split.COLUMN,  # where each head has its own weights; else every rank holds all of them
     "k_norm": Split.KV,
@@ -103,11 +114,9 @@ class Shard:
 
     def __post_init__(self) -> None:
         config, world = self.config, self.world
-        if config.experts is not None and world > 1:
-            raise ConfigError("tensor_parallel", world, "a mixture of experts runs on one rank here; take 1")
         if not 0 <= self.rank < world:
             raise ConfigError("rank", self.rank, f"must be 0 to {world - 1} for {world} ranks")
-        for name, count in (("num_attention_heads", config.num_heads), ("intermediate_size", config.intermediate_size)):
+        for name, count in {"num_attention_heads": config.num_heads, **self.widths}.items():
             if count % world:
                 raise ConfigError("tensor_parallel", world, f"must divide the model's {name}, {count}")
         if world > 1 and config.qk_norm and config.qk_norm_over == "projection":
@@ -117,14 +126,29 @@ class Shard:
             reason = f"must divide the model's num_key_value_heads, {config.num_kv_heads}, or be a multiple of it"
             raise ConfigError("tensor_parallel", world, reason)
 
+    @property
+    def widths(self) -> dict[str, int]:
+        """The channels that are divided, of the MLPs that the model has, by what they are called."""
+        config, experts = self.config, self.config.experts
+        is_dense = any(not config.has_experts(layer) for layer in range(config.num_layers))
+        widths = {"intermediate_size": config.intermediate_size} if is_dense else {}
+        if experts is not None:
+            widths |= {"intermediate size of an expert": experts.intermediate_size}
+            widths |= {"shared expert's intermediate size": experts.shared_size} if experts.shared_size else {}
+        return widths
+
     @cached_property
     def local(self) -> ModelConfig:
         """The shape of this rank's layers: its own heads, channels and rows of the vocabulary."""
         if self.world == 1:
             return self.config
-        config = self.config
+        config, experts = self.config, self.config.experts
+        if experts is not None:
+            wide, shared = experts.intermediate_size // self.world, experts.shared_size // self.world
+            experts = replace(experts, intermediate_size=wide, shared_size=shared)
         return replace(
             config,
+            experts=experts,
             num_heads=config.num_heads // self.world,
             num_kv_heads=max(1, config.num_kv_heads // self.world),
             intermediate_size=config.intermediate_size // self.world,
@@ -152,6 +176,18 @@ class Shard:
         if split is Split.VOCAB:
             return self._vocabulary(tensor)
         return self._rows(tensor, is_kv=split is Split.KV)
+
+    def slice_codes(self, name: str, codes: GroupedCodes) -> GroupedCodes:
+        """This rank's part of some rows of a matrix in codes, of all its rows unless inputs are divided. What fills up
+        a vocabulary has scales of zero.
+        """
+        if self.world == 1 or self.split(name) is Split.NONE:
+            return codes
+        if self.split(name) is not Split.ROW:
+            return codes.reordered(lambda rows: self.slice(name, rows))
+        width = codes.codes.shape[1] // self.world
+        assert width % SPAN == 0, "inputs are cut at whole spans, which is checked before anything is loaded"
+        return codes.narrowed(self.rank * width, width, SPAN)
 
     def split(self, name: str) -> Split:
         """How the parameter `name` is divided."""

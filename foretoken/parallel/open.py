@@ -34,7 +34,7 @@ def open_target(folder: Path, config: EngineConfig) -> LanguageModel:
     note_computing(torch.get_num_threads())
     devices = rank_devices(open_device(config.device), config.tensor_parallel)
     open_device(str(devices[-1]))
-    _check_divides(folder, config.tensor_parallel, config.weights)
+    _check_divides(folder, config.tensor_parallel, config.weights, devices[0])
     return _open_ranks(folder, config, devices)
 
 
@@ -56,7 +56,7 @@ def _open_ranks(folder: Path, config: EngineConfig, devices: list[torch.device])
         raise
 
 
-def _check_divides(folder: Path, world: int, weights: str) -> None:
+def _check_divides(folder: Path, world: int, weights: str, device: torch.device) -> None:
     """Refuse by name what no rank could hold a part of.
 
     Raises:
@@ -66,13 +66,12 @@ def _check_divides(folder: Path, world: int, weights: str) -> None:
     if config is None:
         remedy = f"{folder} runs through transformers, whose models are not divided here; leave it out"
         raise ConfigError("tensor_parallel", world, remedy)
-    Shard(config, 0, world)
-    stored = open_weights(folder)
-    if any(stored.sample(name) is not None for name in stored.own_names):
-        remedy = f"the matrices of {folder} are quantised in its files, which is not divided here; leave it out"
-        raise ConfigError("tensor_parallel", world, f"{remedy}, or take a 16-bit checkpoint with weights='int8'")
-    widths = {"heads": config.num_heads * config.head_dim, "intermediate_size": config.intermediate_size}
-    for name, width in widths.items():
-        if weights != "auto" and width // world % SPAN:
+    shard, stored = Shard(config, 0, world), open_weights(folder)
+    has_codes = device.type == "cpu" and any(stored.sample(name) is not None for name in stored.own_names)
+    if weights == "auto" and not has_codes:
+        return
+    why = "the groups of the file's codes" if weights == "auto" else f"the group of weights={weights!r}"
+    for name, width in {"heads": config.num_heads * config.head_dim, **shard.widths}.items():
+        if width // world % SPAN:
             reason = f"a rank's part of the {name}, {width // world} inputs, is no multiple of {SPAN}"
-            raise ConfigError("tensor_parallel", world, f"{reason}, the group of weights={weights!r}; take fewer ranks")
+            raise ConfigError("tensor_parallel", world, f"{reason}, {why}; take fewer ranks, or a 16-bit checkpoint")

@@ -4,7 +4,8 @@
 
 - `kill`: kills itself; `stop`: stops, as a debugger would stop it; `raise`: raises;
 - `slow`: sleeps up to 20 ms before some exchanges;
-- `perturb`: adds noise to the logits that it gets, so that its likeliest token is another one.
+- `perturb`: gets logits in which the two likeliest tokens have changed places, as if each row were a near tie that this
+  rank decides otherwise.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from foretoken.parallel import rank
@@ -40,13 +40,18 @@ def at(count: int, fault: Callable[[], None], is_lasting: bool) -> None:
     RankExchange._parts = faulty  # type: ignore[method-assign]
 
 
-def perturb() -> None:
-    gather = RankExchange.all_gather
+def perturb(count: int) -> None:
+    gather, seen = RankExchange.all_gather, [0]
 
-    def noisy(self: RankExchange, x: Tensor) -> Tensor:
-        return gather(self, x) + torch.randn(1)
+    def swapped(self: RankExchange, x: Tensor) -> Tensor:
+        logits = gather(self, x)
+        seen[0] += 1
+        if seen[0] < count:
+            return logits
+        best, places = logits.topk(2, dim=-1)
+        return logits.scatter(-1, places, best.flip(-1))
 
-    RankExchange.all_gather = noisy  # type: ignore[method-assign]
+    RankExchange.all_gather = swapped  # type: ignore[method-assign]
 
 
 def sleep() -> None:
@@ -74,7 +79,7 @@ def main() -> None:
     def taken(**fields: Any) -> Any:
         found = setup(**fields)
         if found.rank == int(number):
-            perturb() if what == "perturb" else at(int(count), FAULTS[what], is_lasting=what == "slow")
+            perturb(int(count)) if what == "perturb" else at(int(count), FAULTS[what], is_lasting=what == "slow")
         return found
 
     rank.RankSetup = taken  # type: ignore[misc, assignment]

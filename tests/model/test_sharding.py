@@ -15,14 +15,18 @@ from torch import Tensor
 from foretoken.errors import ConfigError, ModelError
 from foretoken.model.decoder import Decoder
 from foretoken.model.interface import Segment
-from foretoken.model.loader import load_decoder, read_config
+from foretoken.model.layers import Linear
+from foretoken.model.loader import load_decoder, open_weights, read_config
+from foretoken.model.matrices.grouped_kernel import GroupedWeight, MergedWeight
 from foretoken.model.matrices.quant import GroupQuantiser
 from foretoken.model.paged import PagedModel
 from foretoken.model.saving import save_checkpoint
 from foretoken.model.sharding import Shard, SingleRank
 from foretoken.model.strict import StrictModel
-from foretoken.model.weights import Weights, hf_tensors
+from foretoken.model.weights import hf_tensors
 from tests.helpers.checkpoints import VARIANTS, token_ids, transformers_logits, variant
+from tests.helpers.gguf_files import write_gguf
+from tests.helpers.packed_files import awq, compressed_int, fp8, gptq, write_packed
 from tests.helpers.usual import some_of
 
 _Result = TypeVar("_Result")
@@ -31,6 +35,7 @@ FAMILIES = (
     *("llama", "llama-tied", "llama-mha", "llama-mqa", "llama-biases", "mistral-sliding", "qwen2", "qwen3"),
     *("gemma2", "phi3", "glm4", "starcoder2", "cohere-qk-norm"),
 )
+MIXTURES = ("mixtral", "qwen2-moe", "gpt-oss")  # of gated experts; with a shared one; with biases and clamped gates
 # Ranks add in another order. Against float64 the logits of gemma2, up to 6, are off by 1.4e-5 whole and 1.9e-5 divided.
 CLOSE = {"atol": 4e-5, "rtol": 1e-5}
 
@@ -103,8 +108,8 @@ def decode(model: PagedModel, ids: list[int]) -> tuple[Tensor, dict[int, Tensor]
 @pytest.mark.parametrize(
     ("name", "world"),
     some_of(
-        itertools.product(FAMILIES, (2, 4)),
-        {*((name, 2) for name in FAMILIES), ("llama", 4), ("llama-mqa", 4), ("gemma2", 4)},
+        itertools.product((*FAMILIES, *MIXTURES), (2, 4)),
+        {*((name, 2) for name in (*FAMILIES, *MIXTURES)), ("llama", 4), ("llama-mqa", 4), ("gemma2", 4)},
     ),
 )
 def test_the_ranks_give_the_logits_of_the_whole_model(tmp_path: Path, name: str, world: int) -> None:
@@ -132,10 +137,9 @@ def test_every_tensor_of_every_family_is_divided_and_nothing_is_lost(tmp_path: P
     """The parts put together are the tensor; a name without an entry is an error."""
     for name in VARIANTS:
         folder = variant(tmp_path / name, name)
-        config, weights = read_config(folder), Weights(folder)
-        if config.qk_norm_over == "projection" or config.experts is not None:
-            why = "a mixture of experts" if config.experts is not None else "norms the queries of all heads together"
-            with pytest.raises(ConfigError, match=why):
+        config, weights = read_config(folder), open_weights(folder)
+        if config.qk_norm_over == "projection":
+            with pytest.raises(ConfigError, match="norms the queries of all heads together"):
                 Shard(config, 0, 2)
             continue
         shards = [Shard(config, rank, 2) for rank in range(2)]
@@ -203,6 +207,79 @@ def test_quantised_weights_are_cut_before_they_are_quantised(tmp_path: Path) -> 
     expected = read(whole)
     assert torch.equal(one, other)
     assert 0 < (one - expected).abs().max() < 0.15 * expected.std()
+
+
+WIDE = {
+    "hidden_size": 192,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 32,
+    "intermediate_size": 768,
+}
+DEEP = {
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "intermediate_size": 512,
+}
+
+
+@pytest.mark.filterwarnings("ignore::foretoken.model.loader.DequantisedWarning")
+@pytest.mark.parametrize(
+    ("kind", "world"),
+    [
+        *((kind, 3) for kind in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")),
+        # 128 inputs of a rank are half of a block of 256, 256 a whole one
+        *((kind, world) for kind in ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K") for world in (2, 4)),
+        *((name, 3) for name in ("gptq", "gptq-128", "awq", "int8-rows", "gptq-ordered", "fp8")),
+    ],
+)
+def test_codes_of_a_file_are_cut_and_stay_what_they_are(tmp_path: Path, kind: str, world: int) -> None:
+    """Every matrix of the ranks put together has the numbers of the whole one, bit for bit, and runs in the same form:
+    by its codes where it did.
+    """
+    folder = quantised(tmp_path, kind)
+    whole, parts = load_decoder(folder, dtype="float32"), load(folder, world, dtype="float32")
+    assert {part.weight_format for part in parts} == {whole.weight_format}
+    layers = [decoder.layers[0] for decoder in (whole, *parts)]
+    for path in ("o_proj", "mlp.down_proj"):
+        full, *own = (numbers(layer.get_submodule(path)) for layer in layers)
+        assert torch.equal(torch.cat(own, 1), full)
+    full, *own = (numbers(layer.mlp.gate_up_proj) for layer in layers)
+    assert torch.equal(torch.cat([part.chunk(2)[half] for half in (0, 1) for part in own]), full)
+    tables = [decoder.embedding for decoder in (whole, *parts)]
+    rows = [
+        table(torch.arange(decoder.local.vocab_size)) for table, decoder in zip(tables, (whole, *parts), strict=True)
+    ]
+    joined = torch.cat(rows[1:])
+    assert torch.equal(joined[: len(rows[0])], rows[0])
+    assert not joined[len(rows[0]) :].any()
+
+
+def quantised(folder: Path, kind: str) -> Path:
+    """A checkpoint whose matrices are stored in codes."""
+    packed = {
+        "gptq": gptq(),
+        "gptq-128": gptq(group=64, symmetric=False),
+        "awq": awq(),
+        "int8-rows": compressed_int(8, None, True),
+        "gptq-ordered": gptq(ordered=True),
+        "fp8": fp8("block"),
+    }
+    plain = variant(folder, "llama", num_hidden_layers=1, **(DEEP if kind.endswith("_K") else WIDE))
+    if kind in packed:
+        return write_packed(folder / "packed", plain, packed[kind])
+    return write_gguf(folder / "codes.gguf", plain, kind)
+
+
+def numbers(linear: Linear) -> Tensor:
+    """What a matrix [N, K] stands for, by its rows."""
+    held = linear.packed
+    if held is None or not isinstance(held, GroupedWeight | MergedWeight):
+        return linear(torch.eye(linear.in_features)).T
+    parts = held.parts if isinstance(held, MergedWeight) else (held,)
+    return torch.cat([part.rows(torch.arange(part.num_rows)) for part in parts])
 
 
 def test_strict_numerics_on_two_ranks(tmp_path: Path) -> None:

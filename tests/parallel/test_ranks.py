@@ -111,15 +111,18 @@ def test_threads_take_turns(one: LLM, divided: LLM) -> None:
     assert [found[index] for index in range(4)] == expected
 
 
-def test_groups_of_quantised_weights_are_those_of_the_whole_matrix(tmp_path: Path) -> None:
-    """Sums of integers have no order. Other forms and families: proof/."""
-    assert len(set(same_on_two(variant(tmp_path, "phi3", hidden_size=64), weights="int8", cache_dtype="model"))) > 1
+def test_quantised_experts_of_a_file_are_divided(tmp_path: Path) -> None:
+    """A mixture with a shared expert, whose file has codes: by the channels of every expert. Other forms: proof/."""
+    shape = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "moe_intermediate_size": 96}
+    folder = variant(tmp_path, "qwen2-moe", shared_expert_intermediate_size=96, **shape)
+    codes = write_gguf(tmp_path / "codes.gguf", folder, "Q8_0")
+    assert len(set(same_on(3, codes, cache_dtype="model"))) > 1
 
 
-def same_on_two(folder: Path, **options: object) -> Answers:
-    """The answers of one process, which two ranks give too."""
+def same_on(num_ranks: int, folder: Path, **options: object) -> Answers:
+    """The answers of one process, which so many ranks give too."""
     found = list[Answers]()
-    for world in (1, 2):
+    for world in (1, num_ranks):
         with opened(SimpleNamespace(target=folder), world, **options) as llm:
             found.append(answers(llm, [SpecConfig("ngram", num_draft=3)] * 4, [GREEDY] * 4))
     assert found[0] == found[1]
@@ -170,10 +173,13 @@ def test_what_is_not_divided_is_refused_by_name(tmp_path: Path) -> None:
 
     assert "num_attention_heads, 4" in refusal(variant(tmp_path / "a", "llama"), 3)
     assert "runs through transformers" in refusal(tiny_checkpoint(tmp_path / "b", "opt"))
-    assert "a mixture of experts" in refusal(variant(tmp_path / "c", "mixtral"))
+    assert "intermediate size of an expert, 25" in refusal(
+        variant(tmp_path / "c", "qwen3-moe", moe_intermediate_size=25), 2
+    )
     assert "norms the queries of all heads together" in refusal(variant(tmp_path / "d", "olmo2"))
-    codes = write_gguf(tmp_path / "codes.gguf", variant(tmp_path / "f", "llama", hidden_size=64), "Q8_0")
-    assert "quantised in its files" in refusal(codes)
+    shape = {"hidden_size": 64, "intermediate_size": 96}
+    codes = write_gguf(tmp_path / "codes.gguf", variant(tmp_path / "f", "llama", **shape), "Q8_0")
+    assert "48 inputs, is no multiple of 32, the groups of the file's codes" in refusal(codes)
     assert "24 inputs, is no multiple of 32" in refusal(variant(tmp_path / "e", "llama"), weights="int8")
     with pytest.raises(InputError, match="tensor_parallel=0"):
         EngineConfig("x", tensor_parallel=0)
