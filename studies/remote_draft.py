@@ -44,6 +44,7 @@ def draft_ahead(pipe: Connection, draft: str, dtype: str, num_ahead: int, cache_
     model.open(0)
     text, ahead, number = list[int](), list[int](), 0
     with suppress(EOFError, OSError):  # the target's process is gone
+        pipe.send((number, ()))  # loaded
         while True:
             while pipe.poll(None if not text or len(ahead) >= num_ahead else 0):
                 told: Told = pipe.recv()
@@ -130,6 +131,7 @@ class Remote:
         )
         self.process.start()
         other.close()
+        own.recv()  # it has loaded
         self._pipe = own
         self.drafter = drafter = RemoteDrafter(own, patience_s)
 
