@@ -14,6 +14,8 @@ from foretoken.option import option
 TEMPERATURES = (0.0, 100.0)
 PRIORITIES = (-100, 100)
 DEADLINES_S = (0.0, 1e9)  # the first excluded
+# What the makers of a model may advise, see `model.advised`.
+ADVISED_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 # Groups of these options: how tokens are chosen, and what else an answer is to have.
 SAMPLING = "Sampling"
 ANSWER = "Answer"

@@ -26,8 +26,7 @@ from foretoken.config import DRAFTING, SamplingParams, SpecConfig
 from foretoken.engine.prompts import Message
 from foretoken.engine_config import MODEL, EngineConfig
 from foretoken.errors import ContextLengthError, ForetokenError, InputError, StorageError
-from foretoken.model.advised import ADVISED_FIELDS, advised_sampling
-from foretoken.params import SAMPLING
+from foretoken.params import ADVISED_FIELDS, SAMPLING
 from foretoken.printing.console import Console
 
 if TYPE_CHECKING:
@@ -60,6 +59,7 @@ def chat(
     """
     from foretoken.cli.conversation import Talk
     from foretoken.engine.llm import LLM
+    from foretoken.model.advised import advised_sampling
 
     params, spec = config_from(SamplingParams, context.params), answering_spec(context.params)
     if spec is not None:

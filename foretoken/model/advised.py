@@ -12,7 +12,7 @@ from foretoken.model.gguf.header import is_gguf
 from foretoken.model.gguf.parts import read_header
 from foretoken.model.names import model_folder
 from foretoken.model.packaged import PACKAGED
-from foretoken.params import SamplingParams
+from foretoken.params import ADVISED_FIELDS, SamplingParams
 
 # Fields of `SamplingParams`, as `generation_config.json` names them and as GGUF does.
 _GGUF_KEYS = {
@@ -22,7 +22,6 @@ _GGUF_KEYS = {
     "min_p": "general.sampling.min_p",
     "repetition_penalty": "general.sampling.penalty_repeat",
 }
-ADVISED_FIELDS = tuple(_GGUF_KEYS)
 
 
 def advised_sampling(name: str | Path) -> dict[str, Any]:
@@ -42,7 +41,7 @@ def advised_sampling(name: str | Path) -> dict[str, Any]:
         file = folder / "generation_config.json"
         if not file.exists():
             return {}
-        fields, keys = Fields(read_json(file), str(file)), {own: own for own in _GGUF_KEYS}
+        fields, keys = Fields(read_json(file), str(file)), {own: own for own in ADVISED_FIELDS}
     return {own: _advised(fields, own, key) for own, key in keys.items() if fields.has(key)}
 
 

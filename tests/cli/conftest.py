@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from foretoken.cli import chat, common
+from foretoken.cli import common
 from foretoken.cli.app import run
 from foretoken.files import CACHE_VARIABLE
 from foretoken.model import names
@@ -41,7 +41,7 @@ def stand_in(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         folder = names.model_folder("reference:target")
         monkeypatch.setattr(names, "fetch_packaged", lambda model, on_bytes=None: folder)
         monkeypatch.setattr(common, "find_packaged", lambda model: folder)
-        monkeypatch.setattr(chat, "advised_sampling", lambda name: {})
+        monkeypatch.setattr("foretoken.model.advised.advised_sampling", lambda name: {})
 
 
 @pytest.fixture

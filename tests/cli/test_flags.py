@@ -31,7 +31,7 @@ CONFIGS = (
 )
 # Flags by hand that are called as a field of a configuration, and are not that field.
 OTHERS = {
-    "plan": {"draft", "head"},  # several, to compare them
+    "plan": {"draft", "head", "seed"},  # several, to compare them; of failures in a day
     "demo": {"drafter"},  # of those that need no other file
     "export": {"target", "head", "drafter", "draft", "num_draft"},  # for another engine
     "train lm": {"corpus", "device"},  # a folder of a run; the CPU by default

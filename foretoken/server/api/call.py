@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from foretoken.backend.call import Call, ModelInfo
 from foretoken.config import SamplingParams
 from foretoken.errors import InputError
-from foretoken.model.advised import ADVISED_FIELDS
+from foretoken.params import ADVISED_FIELDS
 from foretoken.server.api.config import ApiConfig
 from foretoken.server.api.errors import ApiError, invalid, unsupported
 from foretoken.server.api.exchange import Api

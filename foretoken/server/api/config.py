@@ -42,7 +42,7 @@ class ApiConfig:
     - `allow_lossy`: requests may name a rule that changes the target's distribution.
     - `predictions`: `prediction` is drafted; without it such requests are answered without.
     - `sampling_defaults`: how requests are sampled that name neither a temperature nor another of
-      `model.advised.ADVISED_FIELDS`.
+      `params.ADVISED_FIELDS`.
     - `ollama`: Ollama's interface under `/api`, for clients that speak no other.
     - `llama_cpp`: llama.cpp's own routes, and OpenAI's without `/v1`; the model that a request names is not looked at.
     """
