@@ -22,10 +22,11 @@ from foretoken.config import SamplingParams
 from foretoken.errors import InputError
 from foretoken.params import check_text
 from foretoken.text import grammar_trial
-from foretoken.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+
+    from foretoken.text.tokenizer import Tokenizer
 
 Field = Literal["json_schema", "regex", "grammar"]
 

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-from foretoken.measure.drops import drop_evidence
-from foretoken.measure.sequential import ALPHA
 from foretoken.server.observe.figures import RequestFigures, added_places
 
 SCHEMA = """
@@ -32,6 +30,7 @@ MIN_DRAFTED = 200  # tokens at a place, for its share to count as that of a day
 JUDGED_PLACES = 4  # the first ones: few drafts have more
 SHOWN_DAYS = 60
 _RECENT_DAYS = 7  # what a drop is stated by
+ALPHA = 0.05  # probability of a false alarm, in all days and series together
 
 Places = tuple[tuple[int, int], ...]
 
@@ -161,6 +160,8 @@ def judge_days(days: Sequence[AcceptanceDay], needed: float) -> AcceptanceSeries
 
 
 def _wealth(days: Sequence[AcceptanceDay], place: int) -> list[float]:
+    from foretoken.measure.drops import drop_evidence  # needs numpy, which a front has no other use for
+
     shares = [day.share(place) for day in days]
     moved = iter(drop_evidence([share for share in shares if share is not None]).tolist())
     now, found = 1.0, []

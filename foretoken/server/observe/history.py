@@ -18,7 +18,6 @@ from itertools import groupby
 from pathlib import Path
 
 from foretoken.errors import ConfigError, StorageError
-from foretoken.measure.sequential import ALPHA
 from foretoken.server.observe import acceptance
 from foretoken.server.observe.background import FiguresWriter
 from foretoken.server.observe.figures import RequestFigures, quantile
@@ -319,7 +318,7 @@ def values_of_history(
         return [row[0] for row in rows]
 
 
-def acceptance_series(path: Path, alpha: float = ALPHA) -> tuple[acceptance.AcceptanceSeries, ...]:
+def acceptance_series(path: Path, alpha: float = acceptance.ALPHA) -> tuple[acceptance.AcceptanceSeries, ...]:
     """Acceptance by day of a history, also while a server writes to it, and whether it has fallen: see `series_of`.
 
     Raises:
