@@ -1,4 +1,4 @@
-"""An exported EAGLE-1 head in vLLM, started from the line that `foretoken export` prints: texts, and accepted tokens.
+"""Exported heads (EAGLE-1, Medusa) in vLLM, started from the printed line: their texts, and what they accept.
 
 FORETOKEN_VLLM names the program `vllm` (0.32; `make peers` installs the CPU build). The oracle of the texts is the same
 server without speculation; that of acceptance is this engine with the same head. An engine that computes a head in
@@ -101,12 +101,13 @@ def own_places(spec: SpecConfig) -> list[float]:
     return [sum(answer[k][1] for answer in counts if len(answer) > k) / drafts for k in range(NUM_DRAFT)]
 
 
-def test_an_exported_eagle_1_head_starts_and_accepts_what_it_does_here(plain: Asked, tmp_path: Path) -> None:
-    head = model_folder("reference:eagle")
+@pytest.mark.parametrize("kind", ["eagle", "medusa"])
+def test_an_exported_head_starts_and_accepts_what_it_does_here(kind: str, plain: Asked, tmp_path: Path) -> None:
+    head = model_folder(f"reference:{kind}")
     export_head(head, TARGET, str(TARGET), engine_of("vllm", "0.32.0"), tmp_path / "head", NUM_DRAFT)
     launch = json.loads((tmp_path / "head" / "launch.json").read_text())
     with started(launch["argv"], tmp_path / "log") as url:
         asked = ask(url)
-    spec = SpecConfig("eagle", head=str(head), tree="chain", num_draft=NUM_DRAFT, draft_dtype="float32")
+    spec = SpecConfig(kind, head=str(head), tree="chain", num_draft=NUM_DRAFT, draft_dtype="float32")
     assert asked.texts == plain.texts
     assert asked.places == pytest.approx(own_places(spec), abs=TOLERANCE)
