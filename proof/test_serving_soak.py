@@ -17,7 +17,7 @@ PAIR = ("--target", "reference:target", "--draft", "reference:draft")
 NUM_POOL_THREADS = 16
 
 
-@pytest.mark.parametrize("minutes", [0.5, pytest.param(1.75, marks=pytest.mark.release)])
+@pytest.mark.parametrize("minutes", [pytest.param(minutes, marks=pytest.mark.release) for minutes in (0.5, 1.75)])
 def test_soak(monkeypatch: pytest.MonkeyPatch, minutes: float) -> None:
     """Case 72, for minutes. The slope of the memory needs hours: the study measures it, no test judges it."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))

@@ -121,6 +121,7 @@ def test_a_folder_that_is_no_checkout_is_refused(tmp_path: Path) -> None:
         Checkout("before", tmp_path, None)
 
 
+@pytest.mark.release
 def test_a_checkout_compared_with_itself(tmp_path: Path) -> None:
     words = f"--before {HERE} --after {HERE} --draft reference:draft --batches 2 --slices code --repeats 1"
     words += f" --max-tokens 6 --prompt-tokens 16 --profile off --out {tmp_path}"
