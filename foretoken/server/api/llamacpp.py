@@ -15,7 +15,7 @@ from foretoken.server.api.body import JsonRoute
 from foretoken.server.api.call import completion_call, terms_of
 from foretoken.server.api.completions import fill_ids
 from foretoken.server.api.envelopes import INFILL_PATH, LLAMA_PATHS
-from foretoken.server.api.errors import invalid, json_response, of_exception
+from foretoken.server.api.errors import ERROR_SCHEMA, invalid, json_response, of_exception
 from foretoken.server.api.exchange import Api, Exchange
 from foretoken.server.api.llamacpp_request import (
     DEFAULTS,
@@ -51,6 +51,10 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         },
     }
 }
+# The paths of /tokenize and /detokenize are our own routes' too, and so are their errors.
+_OWN_ERRORS: dict[int | str, dict[str, Any]] = {
+    "default": {"description": "An error", "content": {"application/json": {"schema": ERROR_SCHEMA}}}
+}
 _Json = dict[str, Any]
 
 
@@ -79,14 +83,14 @@ def llama_router(api: Api, openai: Sequence[APIRouter]) -> APIRouter:
         filled = await fill_ids(api, info, before, body.input_suffix)
         return await _answer(api, request, body, [[*filled, *await _ids(api, [body.prompt], False)]], False)
 
-    @router.post("/tokenize", summary="Token ids of a text, as llama.cpp has it")
+    @router.post("/tokenize", summary="Token ids of a text, as llama.cpp has it", responses=_OWN_ERRORS)
     async def tokenize(body: PiecesRequest) -> Response:
         tokens = await _ids(api, [body.content], body.add_special)
         if not body.with_pieces:
             return json_response({"tokens": tokens})
         return json_response({"tokens": [{"id": one, "piece": await _text(api, [one])} for one in tokens]})
 
-    @router.post("/detokenize", summary="The text of token ids, as llama.cpp has it")
+    @router.post("/detokenize", summary="The text of token ids, as llama.cpp has it", responses=_OWN_ERRORS)
     async def detokenize(body: TokensRequest) -> Response:
         vocab_size = api.ready_info().vocab_size
         for token in body.tokens:
