@@ -106,23 +106,27 @@ def test_the_table_of_the_real_model() -> None:
 
 def test_the_table_of_the_readme() -> None:
     (found,) = tables("README.md")
-    rows = raw("2026-11-25-smollm2-real-30")["rows"]
-    real = {(row["kind"], row["setting"]): row for row in rows if row["num_requests"] == 1}
-    headings = {"code": "code", "edits": "edit", "all kinds": "all"}
+    sources = ("2026-11-25-smollm2-real-30", "2026-11-27-smollm2-1b-end-to-end")
+    headings = {"code": "code", "edits": "edit", "all six kinds": "all"}
+    for row, name in zip(found, sources, strict=True):
+        rows = {(one["kind"], one["setting"]): one for one in raw(name)["rows"] if one["num_requests"] == 1}
+        for heading, kind in headings.items():
+            of = rows[kind, row["drafter"].strip("`")]
+            values = [of["over_plain"], of["over_plain_low"], of["over_plain_high"]]
+            assert of["num_differing"] == 0
+            assert all(map(is_printed_of, re.findall(r"\d+\.\d+", row[heading]), values)), (row, heading)
+
+
+def test_the_table_of_smollm2_at_a_larger_size() -> None:
+    rows = {(one["kind"], one["setting"]): one for one in raw("2026-11-27-smollm2-1b-end-to-end")["rows"]}
+    found = table_with("docs/drafters.md", "kind", "with `auto`")
+    assert len(found) == 7
     for row in found:
-        setting = row["drafter"].split(",")[0]
-        for heading, name in headings.items():
-            ratio, low, high = re.findall(r"\d+\.\d+", row[heading])
-            if row["model"].startswith("SmolLM2"):
-                of = real[name, setting.strip("`")]
-                values = [of["over_plain"], of["over_plain_low"], of["over_plain_high"]]
-                assert of["num_differing"] == 0
-            else:
-                of, plain = speed_row(SETTINGS[setting], name), speed_row("plain", name)["tokens_per_s"]
-                values = [of["tokens_per_s"] / plain, of["speedup_low"], of["speedup_high"]]
-                assert (of["num_differing"], of["num_prompts"] >= 10, of["repeats"] >= 3) == (0, True, True)
-            assert all(map(is_printed_of, (ratio, low, high), values)), (row, heading)
-    assert len(found) == 3
+        plain, of = rows[row["kind"], "plain"], rows[row["kind"], "auto"]
+        assert of["num_differing"] == 0
+        assert is_printed_of(row["plain, tokens/s"], plain["tokens_per_s"])
+        values = [of["over_plain"], of["over_plain_low"], of["over_plain_high"]]
+        assert all(map(is_printed_of, re.findall(r"\d+\.\d+", row["with `auto`"]), values)), row
 
 
 def test_the_tables_of_the_drafters_page() -> None:
