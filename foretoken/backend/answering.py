@@ -54,9 +54,10 @@ class Answer:
     """An engine's answer to one question; None for what it does not report.
 
     `decode_tokens` left the engine during the last `decode_s` seconds, in `decode_steps` target forwards: what was out
-    after the prompt's own pass is not counted. `draft_s` and `verify_s` lie within `decode_s`, `rule_s` within
-    `verify_s`, `wasted_s` (rejected draft tokens) within both together. `positions[i]` counts (drafted, accepted)
-    at the i-th place of a draft. `token_ids` is empty when only the text is known.
+    after the prompt's own pass is not counted. `ttft_s` and `e2e_s` count from the question to the first and to the
+    last token. `draft_s` and `verify_s` lie within `decode_s`, `rule_s` within `verify_s`, `wasted_s`
+    (rejected draft tokens) within both together. `positions[i]` counts (drafted, accepted) at the i-th place of a
+    draft. `token_ids` is empty when only the text is known.
     """
 
     token_ids: tuple[int, ...]
@@ -65,6 +66,7 @@ class Answer:
     decode_tokens: int
     decode_s: float
     ttft_s: float | None = None
+    e2e_s: float | None = None
     num_steps: int | None = None
     decode_steps: int | None = None
     num_drafted: int | None = None

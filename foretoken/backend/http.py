@@ -344,6 +344,7 @@ def _answer(reader: EventReader) -> Answer:
         decode_tokens=max(0, num_tokens - num_first),
         decode_s=last_s - first_s,
         ttft_s=first_s - stream.sent_s,
+        e2e_s=last_s - stream.sent_s,
         num_steps=stream.num_steps,
         num_drafted=stream.num_drafted,
         num_accepted=stream.num_accepted,

@@ -327,14 +327,15 @@ def parse_speculative(output: str, log: str, prompt: str, emits_first: bool = Fa
         raise ForetokenError(f"llama.cpp gave no result: {log[-200:]!r}")
     tokens, seconds, kept = int(decoded.group(1)), float(decoded.group(2)), int(accepted.group(1))
     first = int(emits_first)
-    steps = tokens - kept - first
+    steps, prompt_s = tokens - kept - first, float(encoded.group(1))
     return Answer(
         token_ids=(),
         text=_text_of(output, prompt),
         num_emitted=tokens,
         decode_tokens=tokens - first,
         decode_s=seconds,
-        ttft_s=float(encoded.group(1)) + (0.0 if emits_first else seconds / max(1, steps)),
+        ttft_s=prompt_s + (0.0 if emits_first else seconds / max(1, steps)),
+        e2e_s=prompt_s + seconds,
         num_steps=steps + first,
         decode_steps=steps,
         num_drafted=None if drafted is None else int(drafted.group(1)),

@@ -91,6 +91,7 @@ class LocalWay:
             decode_tokens=len(output.token_ids) - watch.num_first,
             decode_s=stop - watch.first_at,
             ttft_s=watch.first_at - watch.start,
+            e2e_s=stop - watch.start,
             num_steps=output.stats.num_steps,
             decode_steps=output.stats.num_steps - 1,
             num_drafted=output.stats.num_drafted,

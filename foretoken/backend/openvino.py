@@ -119,6 +119,7 @@ class OpenVinoBackend:
             decode_tokens=len(ids) - pieces[0][1],
             decode_s=stop - pieces[0][0],
             ttft_s=pieces[0][0] - start,
+            e2e_s=stop - start,
             num_steps=len(pieces),
             decode_steps=len(pieces) - 1,
             num_drafted=None if drafted is None else drafted.get_num_draft_tokens(),

@@ -186,6 +186,7 @@ class TransformersBackend:
             decode_tokens=len(ids) - len(pieces[0][1]),
             decode_s=stop - pieces[0][0],
             ttft_s=pieces[0][0] - start,
+            e2e_s=stop - start,
             num_steps=len(pieces),
             decode_steps=len(pieces) - 1,
             num_accepted=len(ids) - len(pieces),

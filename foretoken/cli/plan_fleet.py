@@ -12,8 +12,9 @@ from foretoken.cli.measuring import command_line
 from foretoken.cli.simulate import acceptance_of, lengths_of, settings_of
 from foretoken.errors import CapacityError, ConfigError, InputError
 from foretoken.files import read_json
+from foretoken.measure.options import check_price
 from foretoken.measure.report import Report, Table, print_report
-from foretoken.params import check_number, check_whole
+from foretoken.params import check_whole
 from foretoken.plan.profile import Profile
 from foretoken.simulate.fleet.options import FleetOptions
 from foretoken.simulate.fleet.plan import FleetPlanner, FleetRow
@@ -50,7 +51,7 @@ def plan_fleet(given: Mapping[str, Any]) -> None:
     """
     from foretoken.measure.speed.profile import load_profile
 
-    check_number("price_per_hour", given["price_per_hour"], low=0.0, high=1e12, open_low=True)
+    check_price(given["price_per_hour"])
     check_whole("max_batch_size", given["max_batch_size"], low=1, high=1024)
     options, limits = config_from(FleetOptions, given), config_from(Limits, given)
     profile = load_profile(given["fleet"])

@@ -193,14 +193,11 @@ BenchOption = Annotated[
 SettingsOption = Annotated[
     str | None, typer.Option(help="Settings with commas: plain, ngram-5, draft_model-auto. Without it plain and auto.")
 ]
-_PricePerHour = Annotated[
-    float | None, typer.Option(help="Price of one engine per hour, for the price of a million tokens.")
-]
 _Seed = Annotated[int, typer.Option(help="Seed of arrivals, lengths and acceptance.")]
 
 
 @takes(Fleet)
-@takes(SpeedOptions, fields=("out",))
+@takes(SpeedOptions, fields=("out", "price_per_hour"))
 @takes(Limits)
 def simulate(
     context: typer.Context,
@@ -213,7 +210,6 @@ def simulate(
     acceptance: AcceptanceOption = None,
     bench: BenchOption = None,
     settings: SettingsOption = None,
-    price_per_hour: _PricePerHour = None,
     seed: _Seed = 0,
     as_json: JsonOption = False,
 ) -> None:

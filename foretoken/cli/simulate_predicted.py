@@ -12,10 +12,10 @@ from foretoken.cli.measuring import command_line
 from foretoken.cli.simulate import arrival_names, jobs_of, settings_of
 from foretoken.errors import InputError
 from foretoken.files import read_json
+from foretoken.measure.options import check_price
 from foretoken.measure.plots import Plot, Point, Series
 from foretoken.measure.report import Report, Table, print_report
 from foretoken.measure.write import check_out, write_report
-from foretoken.params import check_number
 from foretoken.plan.profile import Profile
 from foretoken.simulate.inputs import PLAIN, Limits, SimSetting, chances_from_bench
 from foretoken.simulate.loads import Server, built_in
@@ -23,7 +23,6 @@ from foretoken.simulate.metrics import SimMetrics, outcome
 from foretoken.simulate.simulate import Fleet, simulate
 
 _ACCEPTANCE = "0.7"
-_MAX_PRICE = 1e12
 _HEADINGS = (
     *("setting", "tok/s", "first token", "p95", "per token", "p95", "whole answer", "p95"),
     *("busy", "there", "tok/step", "price/M"),
@@ -44,8 +43,7 @@ def predict(given: Mapping[str, Any]) -> None:
     known = chances_from_bench(read_json("bench", given["bench"])) if given["bench"] is not None else {}
     limits, chosen = _limits(given, profile), _settings(given["settings"], profile)
     fleet, price, seed = config_from(Fleet, given), given["price_per_hour"], given["seed"]
-    if price is not None:
-        check_number("price_per_hour", price, low=0.0, high=_MAX_PRICE)
+    check_price(price)
     names = arrival_names(given["arrivals"])
     if len(names) > 1:
         raise InputError("arrivals", given["arrivals"], "name one; several are not simulated in one run")

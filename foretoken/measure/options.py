@@ -6,6 +6,7 @@ from foretoken.config import DRAFTERS
 from foretoken.field_text import words
 from foretoken.measure.workload import SLICES
 from foretoken.option import option
+from foretoken.params import check_number
 
 ALL = "all"  # every slice, or every kind
 PLAIN = "plain"
@@ -29,3 +30,16 @@ STOP_AT_EOS_OPTION = option("Let answers end early; by default all have the same
 OUT_OPTION = option("Folder for a dated result, or one .html, .md or .json file.")
 NAME_OPTION = option("End of the result's file name.")
 SEED_OPTION = option("Seed of sampled answers.")
+PRICE_OPTION = option("Price of this machine per hour: adds the price of a million tokens.")
+
+_MAX_PRICE = 1e9
+
+
+def check_price(price_per_hour: float | None) -> None:
+    """Refuse a price that is not above 0.
+
+    Raises:
+        InputError: names the value.
+    """
+    if price_per_hour is not None:
+        check_number("price_per_hour", price_per_hour, 0.0, _MAX_PRICE, open_low=True)

@@ -2,9 +2,68 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from foretoken.measure.report import Table
+
 _SECONDS_PER_HOUR = 3600.0
 
 
 def million_price(price_per_hour: float, seconds_per_token: float) -> float:
     """The price of a million tokens that take so long each."""
     return price_per_hour / _SECONDS_PER_HOUR * seconds_per_token * 1e6
+
+
+@dataclass(frozen=True)
+class PriceRow:
+    """What a million tokens cost under one setting; `tokens_per_s` counts whole requests, their prompts included.
+
+    `place` is the kind of text, or the load, on which settings are compared. `change` is the relative difference to the
+    price of plain decoding there; None where plain was not measured.
+    """
+
+    place: str
+    setting: str
+    tokens_per_s: float
+    price_per_million_tokens: float
+    change: float | None
+
+
+def price_rows(
+    price_per_hour: float | None, measured: Iterable[tuple[str, str, float | None]], plain: str | None = None
+) -> tuple[PriceRow, ...]:
+    """Prices of (place, setting, tokens per second); none without a price, or where no token came.
+
+    `plain` is the setting that others are compared with at the same place.
+    """
+    if price_per_hour is None:
+        return ()
+    known = [(place, setting, speed) for place, setting, speed in measured if speed]
+    base = {place: speed for place, setting, speed in known if setting == plain}
+    return tuple(
+        PriceRow(
+            place,
+            setting,
+            speed,
+            million_price(price_per_hour, 1 / speed),
+            base[place] / speed - 1 if place in base and setting != plain else None,
+        )
+        for place, setting, speed in known
+    )
+
+
+def price_tables(rows: Iterable[PriceRow], heading: str, note: str) -> tuple[Table, ...]:
+    """The table of the prices, none without rows; `heading` says what a place is, `note` what is counted."""
+    lines = tuple(
+        (
+            row.place,
+            row.setting,
+            f"{row.tokens_per_s:.4g}",
+            f"{row.price_per_million_tokens:.3g}",
+            "" if row.change is None else f"{row.change:+.0%}",
+        )
+        for row in rows
+    )
+    headings = (heading, "setting", "tokens/s", "per 1M tokens", "against plain")
+    return (Table("Price", headings, lines, (note,), justify="ll"),) if lines else ()

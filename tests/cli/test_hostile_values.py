@@ -136,6 +136,8 @@ def test_w1_an_empty_list_is_refused(foretoken: Run) -> None:
         ("bench", "--threads", "100000"),
         ("bench", "--dtype", "int8"),
         ("bench", "profile", "--seed", "-1"),
+        ("bench", "--price-per-hour", "0"),
+        ("bench", "load", "--price-per-hour", "nan"),
         ("bench", "load", "--batches", "1000000"),
         ("bench", "load", "--batches", "1,2", "--settings", ","),
         ("bench", "load", "--batches", "2", "--settings", "ngram-²"),

@@ -140,6 +140,7 @@ def rows(**seconds: float) -> tuple[SpeedRow, ...]:
             own = answer(
                 seconds=value,
                 ttft_s=0.5,
+                e2e_s=0.5 + value,
                 num_steps=5,
                 decode_steps=4,
                 num_drafted=8,

@@ -7,14 +7,13 @@ from pathlib import Path
 
 from foretoken.errors import InputError
 from foretoken.field_text import numbers
-from foretoken.measure.options import CHAT_OPTION, NAME_OPTION, OUT_OPTION, SEED_OPTION
+from foretoken.measure.options import CHAT_OPTION, NAME_OPTION, OUT_OPTION, SEED_OPTION, check_price
 from foretoken.measure.sides import SideOptions
 from foretoken.measure.write import check_name, check_out
 from foretoken.option import check_fields, option
 from foretoken.params import TEMPERATURES, check_number, check_whole
 
 MAX_REPEATS = 1000
-MAX_PRICE = 1e9
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ class AbOptions(SideOptions):
         if self.price_per_hour is not None and not 0 < len(self.price_per_hour) <= 2:
             raise InputError("price_per_hour", self.price_per_hour, "give one price for both machines, or A's and B's")
         for price in self.price_per_hour or ():
-            check_number("price_per_hour", price, 0.0, MAX_PRICE, open_low=True)
+            check_price(price)
         check_name(self.name)
         if self.out is not None:
             check_out(self.out)

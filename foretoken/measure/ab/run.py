@@ -21,7 +21,7 @@ from foretoken.measure.sequential import confidence_sequence, judge
 from foretoken.measure.sides import open_sides
 from foretoken.measure.write import write_report
 
-_FREE_TO_CHANGE = ("stop_early", "margin", "price_per_hour")  # of a run that goes on: they decide about no answer
+_FREE_TO_CHANGE = ("stop_early", "margin")  # of a run that goes on: they decide about no answer
 
 
 def ab(a: str, b: str, replay: str | Path, **options: Any) -> Report:  # noqa: ANN401 - the other fields of AbOptions

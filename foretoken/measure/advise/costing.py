@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from foretoken.errors import InputError
 from foretoken.files import read_json
 from foretoken.measure.advise.cells import SpeedCell
-from foretoken.measure.advise.options import MAX_PRICE, AdviseOptions
+from foretoken.measure.advise.options import AdviseOptions
+from foretoken.measure.options import check_price
 from foretoken.measure.price import million_price
 from foretoken.params import check_number
 
+_MAX_SPEED = 1e9
 _KEYS = {"name", "price_per_hour", "speed"}
 
 
@@ -55,8 +57,8 @@ def machines_of(options: AdviseOptions) -> list[Machine]:
         if not isinstance(one.get("name"), str) or not {"price_per_hour"} <= one.keys() <= _KEYS:
             remedy = 'every machine needs "name" and "price_per_hour", and may have "speed"'
             raise InputError("machines", str(one), remedy)
-        for key in ("price_per_hour", "speed"):
-            check_number(key, one.get(key, 1.0), 0.0, MAX_PRICE, open_low=True)
+        check_price(one["price_per_hour"])
+        check_number("speed", one.get("speed", 1.0), 0.0, _MAX_SPEED, open_low=True)
     return own + [Machine(one["name"], float(one["price_per_hour"]), float(one.get("speed", 1.0))) for one in raw]
 
 

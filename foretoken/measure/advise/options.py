@@ -17,10 +17,12 @@ from foretoken.measure.options import (
     MAX_TOKENS_OPTION,
     NAME_OPTION,
     OUT_OPTION,
+    PRICE_OPTION,
     PROMPTS_OPTION,
     SEED_OPTION,
     SLICES_OPTION,
     STOP_AT_EOS_OPTION,
+    check_price,
 )
 from foretoken.measure.write import check_name, check_out
 from foretoken.option import check_fields, option, same_option
@@ -28,7 +30,7 @@ from foretoken.params import TEMPERATURES, check_number, check_whole
 
 MAX_CONCURRENCY = 512
 MAX_NUM_DRAFT = 64
-MAX_PRICE = 1e9
+_MAX_SLO_MS = 1e9
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class AdviseOptions:
     slo_ms: float | None = field(
         default=None, metadata=option("Longest mean time between two tokens of an answer, in milliseconds.")
     )
-    price_per_hour: float | None = field(default=None, metadata=option("Price of this machine per hour: adds costs."))
+    price_per_hour: float | None = field(default=None, metadata=PRICE_OPTION)
     machines: Path | None = field(
         default=None,
         metadata=option(
@@ -111,9 +113,9 @@ class AdviseOptions:
         check_number("temperature", self.temperature, *TEMPERATURES)
         check_number("reserve", self.reserve, 0.0, 0.9)
         check_number("budget_s", self.budget_s, 1.0, 86_400.0)
-        for name in ("slo_ms", "price_per_hour"):
-            if getattr(self, name) is not None:
-                check_number(name, getattr(self, name), 0.0, MAX_PRICE, open_low=True)
+        if self.slo_ms is not None:
+            check_number("slo_ms", self.slo_ms, 0.0, _MAX_SLO_MS, open_low=True)
+        check_price(self.price_per_hour)
         check_name(self.name)
         if self.out is not None:
             check_out(self.out)

@@ -21,9 +21,11 @@ from foretoken.measure.options import (
     NAME_OPTION,
     OUT_OPTION,
     PLAIN,
+    PRICE_OPTION,
     PROMPTS_OPTION,
     REPEATS_OPTION,
     SEED_OPTION,
+    check_price,
 )
 from foretoken.measure.prompts import read_prompts
 from foretoken.measure.workload import MAX_PROMPTS
@@ -105,6 +107,7 @@ class LoadOptions:
     dtype: str = field(default="auto", metadata=same_option(EngineConfig, "dtype"))
     device: str = field(default="auto", metadata=same_option(EngineConfig, "device"))
     threads: int | None = field(default=None, metadata=THREADS)
+    price_per_hour: float | None = field(default=None, metadata=PRICE_OPTION)
     out: Path | None = field(default=None, metadata=OUT_OPTION)
     resume: Path | None = field(
         default=None,
@@ -134,6 +137,7 @@ class LoadOptions:
             check_limits(max_batch_size=self.max_batch_size)
         check_share("cache_reserve", self.cache_reserve)
         self._check_routing()
+        check_price(self.price_per_hour)
         check_name(self.name)
         if self.out is not None:
             check_out(self.out)

@@ -10,6 +10,7 @@ from typing import Protocol
 from foretoken.measure.load.settings import BatchSetting, Turn
 from foretoken.measure.options import PLAIN
 from foretoken.measure.plots import Plot, Point, Series
+from foretoken.measure.price import PriceRow, price_rows
 from foretoken.measure.report import Table
 from foretoken.measure.stats import best_fixed, geometric_mean
 
@@ -281,6 +282,11 @@ def request_tables(rows: Sequence[BatchRow]) -> list[Table]:
         _table(rows, name, f"{name}: a request's own tokens/s, ratio to plain, ratio to best fixed", _request_cell)
         for name in _slices(rows)
     ]
+
+
+def batch_prices(rows: Sequence[BatchRow], price_per_hour: float | None) -> tuple[PriceRow, ...]:
+    """The price of tokens in every cell."""
+    return price_rows(price_per_hour, [(row.cell, row.setting, row.tokens_per_s) for row in rows], PLAIN)
 
 
 def choice_tables(rows: Sequence[BatchRow]) -> list[Table]:

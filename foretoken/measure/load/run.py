@@ -27,6 +27,7 @@ from foretoken.measure.load.prompts import Ask, asks
 from foretoken.measure.load.rows import (
     BatchSample,
     batch_plots,
+    batch_prices,
     choice_tables,
     grid_summary,
     request_tables,
@@ -46,6 +47,7 @@ from foretoken.measure.load.settings import (
 )
 from foretoken.measure.options import PLAIN, STRICT
 from foretoken.measure.plots import Plot
+from foretoken.measure.price import PriceRow, price_tables
 from foretoken.measure.progress import Tell, progress
 from foretoken.measure.report import Report, Table, load_average, source_caveats
 from foretoken.measure.write import write_report
@@ -142,6 +144,7 @@ def make_report(
     load: float,
     plots: Sequence[Plot] = (),
     strict_differing: int = 0,
+    prices: Sequence[PriceRow] = (),
 ) -> Report:
     """The report of a run, written to `options.out` if that is set; `load` is the machine's load average before it,
     `strict_differing` counts greedy answers that differ from plain's under strict numerics.
@@ -158,6 +161,7 @@ def make_report(
             "kind": kind,
             "rows": tuple(rows),
             "summary": summary,
+            "prices": tuple(prices),
             "strict_differing": strict_differing,
             "interrupted": interrupted,
         },
@@ -225,6 +229,7 @@ def run_batches(
             if kept is not None:
                 kept.close()
     rows = summarise_grid(samples)
+    prices = batch_prices(rows, options.price_per_hour)
     notes.append(
         "The policy of each setting started without measurements and kept its state from cell to cell, in the order "
         "of the tables."
@@ -236,7 +241,14 @@ def run_batches(
         rows=rows,
         summary=grid_summary(rows),
         strict_differing=sum(row.differing_greedy for row in rows) if options.numerics == STRICT else 0,
-        tables=(*slice_tables(rows), *request_tables(rows), *choice_tables(rows), summary_table(rows)),
+        prices=prices,
+        tables=(
+            *slice_tables(rows),
+            *request_tables(rows),
+            *choice_tables(rows),
+            summary_table(rows),
+            *price_tables(prices, "batch and slice", "Tokens of whole batches, their prompts included."),
+        ),
         plots=batch_plots(rows),
         explained=EXPLAINED,
         notes=(*notes, *contention_notes([(row.num_contended, row.num_turns) for row in rows], "turns"), *remarks),

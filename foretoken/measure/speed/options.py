@@ -22,11 +22,13 @@ from foretoken.measure.options import (
     MAX_TOKENS_OPTION,
     NAME_OPTION,
     OUT_OPTION,
+    PRICE_OPTION,
     PROMPTS_OPTION,
     REPEATS_OPTION,
     SEED_OPTION,
     SLICES_OPTION,
     STOP_AT_EOS_OPTION,
+    check_price,
 )
 from foretoken.measure.workload import MAX_PROMPTS, SLICES
 from foretoken.measure.write import check_name
@@ -116,6 +118,7 @@ class SpeedOptions:
         default=(4, 8, 12, 16, 24, 32),
         metadata=option("The same for their n-gram lookups, whose draft tokens cost nothing.", read=wholes),
     )
+    price_per_hour: float | None = field(default=None, metadata=PRICE_OPTION)
     plot: Path | None = field(default=None, metadata=option("Draw tokens per second into this .png or .svg file."))
     out: Path | None = field(default=None, metadata=OUT_OPTION)
     resume: Path | None = field(
@@ -162,6 +165,7 @@ class SpeedOptions:
                 "resume", str(self.resume), "what warm drafters remember is not kept; leave one of them out"
             )
         check_backends(self.backends)
+        check_price(self.price_per_hour)
         check_name(self.name)
         if self.plot is not None:
             check_plot(self.plot)

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.errors import StorageError
-from foretoken.measure.options import STRICT
+from foretoken.measure.options import PLAIN, STRICT
 from foretoken.measure.plots import Plot, Point, Series
+from foretoken.measure.price import PriceRow, price_rows, price_tables
 from foretoken.measure.report import Report, Table
 from foretoken.measure.speed.compare import SUMMARY_NOTE, against_peer, by_position, ratios, summary
 from foretoken.measure.speed.options import check_plot
@@ -19,12 +20,14 @@ from foretoken.printing.text import visible
 EXPLAINED = (
     "tok/s is the median over repeats of the tokens after the prompt's forward pass; speedup is against `plain` on "
     "the same slice in the same run, `95 %` its bootstrap interval over prompts, each drawn with its plain answer. "
+    "`end to end` is the same ratio for whole answers, their prompts included; tokens/s for `plain`. "
     "`repeats` is the share of 4-grams that an output had used before: repetition raises the acceptance of every "
     "drafter. `differ` counts greedy outputs that differ from plain decoding's: in 16 bits near ties can resolve "
     "otherwise; with strict numerics none may. `contended` counts answers during which other processes took a tenth "
     "of the cores or more. `by position` is the acceptance in per cent at the 1st, 2nd, ... draft token; `vs peer` "
     "compares with the fastest other engine that drafts in the same way."
 )
+_PRICED = "Whole answers, their prompts included, one request at a time."
 _COLUMNS = (
     *(
         "setting",
@@ -32,6 +35,7 @@ _COLUMNS = (
         "min-max",
         "speedup",
         "95 %",
+        "end to end",
         "accepted",
         "by position",
         "tok/step",
@@ -49,25 +53,32 @@ def speed_report(
     command: str,
     caveats: Sequence[str],
     results: Mapping[str, Any] | None = None,
+    price_per_hour: float | None = None,
     **about: Any,  # noqa: ANN401 - versions, machine and date, where they are known
 ) -> Report:
     """The report of `rows`, with a table per slice and temperature and a summary per temperature; `results` are further
     fields of its JSON.
     """
-    found = ratios(rows)
+    found, prices = ratios(rows), speed_prices(rows, price_per_hour)
     return Report(
         title="Speed",
         command=command,
         options=options,
-        results={"rows": tuple(rows), "ratios": found, "strict_differing": strict_differing(rows)}
+        results={"rows": tuple(rows), "ratios": found, "prices": prices, "strict_differing": strict_differing(rows)}
         | dict(results or {}),
-        tables=speed_tables(rows, found),
+        tables=(*speed_tables(rows, found), *price_tables(prices, "slice, temperature", _PRICED)),
         conclusions=_strict_notes(rows),
         plots=speed_plots(rows),
         explained=EXPLAINED,
         caveats=tuple(caveats),
         **about,
     )
+
+
+def speed_prices(rows: Sequence[SpeedRow], price_per_hour: float | None) -> tuple[PriceRow, ...]:
+    """The price of tokens by slice and temperature, where engines tell the time of whole answers."""
+    speeds = [(f"{row.slice}, {row.temperature:g}", row.setting, row.e2e_tokens_per_s) for row in rows]
+    return price_rows(price_per_hour, speeds, PLAIN)
 
 
 def speed_tables(rows: Sequence[SpeedRow], found: Mapping[str, Mapping[str, float]]) -> tuple[Table, ...]:
@@ -122,7 +133,8 @@ def _cells(row: SpeedRow, rows: Sequence[SpeedRow]) -> tuple[str, ...]:
         _number(row.tokens_per_s),
         f"{_number(row.tokens_per_s_min)}-{_number(row.tokens_per_s_max)}",
         "" if row.speedup is None else f"{row.speedup:.2f}x",
-        interval(row),
+        interval(row.speedup_low, row.speedup_high) if not _is_baseline(row) else "",
+        _end_to_end(row),
         _percent(row.acceptance_rate),
         by_position(row),
         "" if row.emitted_per_step is None else f"{row.emitted_per_step:.2f}",
@@ -145,11 +157,17 @@ def _percent(share: float | None) -> str:
     return "" if share is None else f"{100 * share:.0f} %"
 
 
-def interval(row: SpeedRow) -> str:
-    """The bootstrap interval of a row's speedup; empty for plain decoding, and with a single prompt."""
-    if _is_baseline(row) or row.speedup_low is None or row.speedup_high is None:
-        return ""
-    return f"{row.speedup_low:.2f}-{row.speedup_high:.2f}"
+def interval(low: float | None, high: float | None) -> str:
+    """The ends of a bootstrap interval; empty where there is none, as with a single prompt."""
+    return "" if low is None or high is None else f"{low:.2f}-{high:.2f}"
+
+
+def _end_to_end(row: SpeedRow) -> str:
+    """The ratio of whole answers to plain decoding's, with its interval; plain decoding's own speed."""
+    if row.e2e_speedup is None or _is_baseline(row):
+        return _number(row.e2e_tokens_per_s)
+    ends = interval(row.e2e_speedup_low, row.e2e_speedup_high)
+    return f"{row.e2e_speedup:.2f}x" + (f" ({ends})" if ends else "")
 
 
 def _is_baseline(row: SpeedRow) -> bool:

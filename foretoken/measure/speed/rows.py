@@ -36,6 +36,9 @@ class SpeedRow:
     Of `num_compared` greedy outputs `num_differing` differ from plain's. Of `num_answers` answers `num_contended` were
     measured while other processes took the cores. `over_rival` and its interval compare a drafter of ours with `rival`,
     the fastest setting of other engines that drafts, in whatever way.
+
+    `e2e_tokens_per_s` counts all tokens from the question to the last one, its prompt included, and `e2e_speedup` is
+    its ratio to plain decoding's; None where the engine does not tell the time.
     """
 
     setting: str
@@ -87,6 +90,10 @@ class SpeedRow:
     over_rival: float | None = None
     over_rival_low: float | None = None
     over_rival_high: float | None = None
+    e2e_tokens_per_s: float | None = None
+    e2e_speedup: float | None = None
+    e2e_speedup_low: float | None = None
+    e2e_speedup_high: float | None = None
 
 
 def summarise(samples: Sequence[SpeedSample], prompts: Sequence[Prompt]) -> tuple[SpeedRow, ...]:
@@ -151,6 +158,7 @@ def _row(own: list[SpeedSample], plain: list[SpeedSample], name: str, prompts: S
     comparable = own[0].temperature == 0.0 and bool(plain) and all(a.token_ids or a.text for a in answers)
     differences, num_differing, num_compared = _differences(own, plain, prompts) if comparable else (None, None, None)
     paired = paired_ratio(_tokens_and_seconds(own), _tokens_and_seconds(plain)) if plain else None
+    whole = paired_ratio(_whole_answers(own), _whole_answers(plain))
     by_prompt = {} if paired is None else paired.by_prompt
     watched = [s.others for s in own if s.others is not None]
     ttfts = [a.ttft_s for a in answers if a.ttft_s is not None]
@@ -200,6 +208,10 @@ def _row(own: list[SpeedSample], plain: list[SpeedSample], name: str, prompts: S
         num_differing=num_differing,
         num_answers=len(own),
         num_contended=sum(map(is_contended, watched)) if watched else None,
+        e2e_tokens_per_s=_e2e_tokens_per_s(own),
+        e2e_speedup=None if whole is None else whole.ratio,
+        e2e_speedup_low=None if whole is None else whole.low,
+        e2e_speedup_high=None if whole is None else whole.high,
     )
 
 
@@ -211,6 +223,26 @@ def strict_differing(rows: Sequence[SpeedRow]) -> int:
 
 def _tokens_and_seconds(samples: Sequence[SpeedSample]) -> dict[tuple[int, int], tuple[float, float]]:
     return {(s.prompt_index, s.repeat): (float(s.answer.decode_tokens), s.answer.decode_s) for s in samples}
+
+
+def _whole_answers(samples: Sequence[SpeedSample]) -> dict[tuple[int, int], tuple[float, float]]:
+    """Tokens and seconds of whole answers, prompts included, where the engine tells the time."""
+    return {
+        (s.prompt_index, s.repeat): (float(s.answer.num_emitted), s.answer.e2e_s)
+        for s in samples
+        if s.answer.e2e_s is not None
+    }
+
+
+def _e2e_tokens_per_s(samples: Sequence[SpeedSample]) -> float | None:
+    known = [s for s in samples if s.answer.e2e_s]
+    if not known:
+        return None
+    return median(_per_repeat(known, _whole_tokens_per_s).values())
+
+
+def _whole_tokens_per_s(answers: Sequence[Answer]) -> float:
+    return sum(a.num_emitted for a in answers) / sum(a.e2e_s or 0.0 for a in answers)
 
 
 def repeated_ngrams(outputs: Iterable[Sequence[int]], n: int = _NGRAM) -> float | None:

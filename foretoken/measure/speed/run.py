@@ -87,6 +87,7 @@ def run_speed(options: SpeedOptions, llm: LLM | None = None, command: str = "for
         command,
         (*run.caveats, *contention_notes(counts, "answers")),
         {"interrupted": run.interrupted, "num_answers": len(run.samples)},
+        price_per_hour=options.price_per_hour,
         versions=run.versions,
         files=() if run.samples_file is None else (str(run.samples_file),),
     )

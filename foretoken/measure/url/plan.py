@@ -17,9 +17,11 @@ from foretoken.measure.options import (
     MAX_TOKENS_OPTION,
     NAME_OPTION,
     OUT_OPTION,
+    PRICE_OPTION,
     PROMPTS_OPTION,
     SEED_OPTION,
     SLICES_OPTION,
+    check_price,
 )
 from foretoken.measure.prompts import choose, read_prompts
 from foretoken.measure.workload import SLICES, Prompt, slices
@@ -83,6 +85,7 @@ class UrlOptions:
         default=600.0, metadata=option("A server that sends nothing for so many seconds has failed the request.")
     )
     key_variable: str = field(default=DEFAULT_KEY_VARIABLE, metadata=option("Environment variable with the API key."))
+    price_per_hour: float | None = field(default=None, metadata=PRICE_OPTION)
     out: Path | None = field(default=None, metadata=OUT_OPTION)
     resume: Path | None = field(
         default=None,
@@ -110,6 +113,7 @@ class UrlOptions:
         for name in ("ttft_deadline_s", "tpot_deadline_s", "e2e_deadline_s"):
             if getattr(self, name) is not None:
                 check_number(name, getattr(self, name), 0.0, _MAX_S, open_low=True)
+        check_price(self.price_per_hour)
         for name in ("model", "key_variable"):
             if getattr(self, name) == "":
                 raise InputError(name, "", "must not be empty; leave it out")

@@ -11,6 +11,7 @@ import numpy as np
 
 from foretoken.backend.http_stream import Stream
 from foretoken.measure.plots import Plot, Point, Series
+from foretoken.measure.price import PriceRow, price_rows, price_tables
 from foretoken.measure.report import Table
 from foretoken.measure.stats import MIN_GROUPS, Estimate, estimate, mean_estimate, quantile_estimate
 from foretoken.measure.url.plan import UrlOptions
@@ -64,7 +65,7 @@ class UrlRow:
     succeeded.
 
     `lag_s_p99`: how late requests were sent. `errors` counts by code, `first_error` is what the endpoint said of the
-    first. `goodput_per_s`: requests within all deadlines.
+    first. `goodput_per_s`: requests within all deadlines, which have `num_good_tokens`.
     `num_drafted`, `num_accepted` and `acceptance_rate` (of drafted tokens) are None where the endpoint does not report
     them.
     """
@@ -80,6 +81,7 @@ class UrlRow:
     goodput_per_s: float
     tokens_per_s: Estimate
     num_tokens: int
+    num_good_tokens: int
     ttft_s: Mapping[str, Estimate]
     itl_s: Mapping[str, Estimate]
     tpot_s: Mapping[str, Estimate]
@@ -110,6 +112,7 @@ def summarise_url(
         goodput_per_s=len(good) / span if span > 0 else 0.0,
         tokens_per_s=throughput(samples, span),
         num_tokens=sum(sample.num_tokens for sample in samples),
+        num_good_tokens=sum(sample.num_tokens for sample in good),
         ttft_s=percentiles([[s.ttft_s] if s.ttft_s is not None else [] for s in done]),
         itl_s=percentiles([s.itl_s for s in done]),
         tpot_s=percentiles([[s.tpot_s] if s.tpot_s is not None else [] for s in done]),
@@ -173,9 +176,16 @@ _TIMES = ("ttft_s", "itl_s", "tpot_s", "e2e_s")
 _COLUMNS = ("mean", "p50", "p95", "p99")
 
 
-def url_tables(rows: Sequence[UrlRow], options: UrlOptions) -> tuple[Table, ...]:
-    """Throughput by run, then the percentiles in milliseconds."""
-    return _throughput(rows, options), _latency(rows)
+def url_prices(rows: Sequence[UrlRow], price_per_hour: float | None) -> tuple[PriceRow, ...]:
+    """The price of tokens by load; of answers within all deadlines only."""
+    speeds = [(row.setting, "served", row.num_good_tokens / row.span_s if row.span_s else None) for row in rows]
+    return price_rows(price_per_hour, speeds)
+
+
+def url_tables(rows: Sequence[UrlRow], options: UrlOptions, prices: Sequence[PriceRow]) -> tuple[Table, ...]:
+    """Throughput by run, then the percentiles in milliseconds, then prices."""
+    note = "Tokens of answers within all deadlines; the machine is paid for the whole run."
+    return _throughput(rows, options), _latency(rows), *price_tables(prices, "load", note)
 
 
 def url_plots(rows: Sequence[UrlRow]) -> tuple[Plot, ...]:

@@ -26,7 +26,7 @@ from foretoken.measure.url.plan import (
     trace_requests,
     warmup_requests,
 )
-from foretoken.measure.url.rows import EXPLAINED, UrlRow, UrlSample, summarise_url, url_plots, url_tables
+from foretoken.measure.url.rows import EXPLAINED, UrlRow, UrlSample, summarise_url, url_plots, url_prices, url_tables
 from foretoken.measure.write import write_report
 from foretoken.printing.console import Console
 
@@ -107,13 +107,21 @@ def run_url(options: UrlOptions, command: str = "foretoken bench --url") -> Repo
     except KeyboardInterrupt:
         interrupted = True
     rows = [summarise_url(run.setting, run.samples, options, _between(run)) for run in runs if run.samples]
+    prices = url_prices(rows, options.price_per_hour)
     known = [_RESUMED] if any(run.is_known for run in runs) else []
     report = Report(
         title=f"Load on {options.base}",
         command=command,
         options=asdict(options),
-        results={"kind": "url", **found, "rows": rows, "requests": _requests(runs), "interrupted": interrupted},
-        tables=url_tables(rows, options),
+        results={
+            "kind": "url",
+            **found,
+            "rows": rows,
+            "prices": prices,
+            "requests": _requests(runs),
+            "interrupted": interrupted,
+        },
+        tables=url_tables(rows, options, prices),
         plots=url_plots(rows),
         explained=EXPLAINED,
         caveats=(*known, *_repeats(options, runs), *_caveats(rows, load, interrupted)),

@@ -16,7 +16,7 @@ from foretoken.control.policy import BudgetPolicy
 from foretoken.errors import ConfigError, InputError
 from foretoken.measure.load.options import LoadOptions, slice_names
 from foretoken.measure.load.prompts import BATCH_SLICES, Ask, asks
-from foretoken.measure.load.rows import BatchSample, grid_summary, summarise_grid
+from foretoken.measure.load.rows import BatchSample, batch_prices, grid_summary, summarise_grid
 from foretoken.measure.load.run import measure_grid, run_batches
 from foretoken.measure.load.settings import Answered, BatchSetting, Stage, Turn, parse_batch_settings, together
 
@@ -257,6 +257,9 @@ def test_ratios_are_medians_of_neighbouring_turns() -> None:
     assert own.request_tokens_per_s == 5.0
     assert (two.tokens_per_s, two.tokens_per_s_min, two.tokens_per_s_max) == (2.0, 1.0, 2.5)
     assert (two.acceptance_rate, two.num_draft, two.emitted_per_step) == (0.5, 1.0, 1.0)
+    prices = batch_prices([plain, two], price_per_hour=3.6)
+    assert [(one.place, one.price_per_million_tokens) for one in prices] == [("2:code", 1000.0), ("2:code", 500.0)]
+    assert [one.change for one in prices] == [None, -0.5]
 
 
 def test_requests_do_not_wait_for_the_slowest() -> None:

@@ -46,6 +46,21 @@ def test_json_line_is_one_line_of_plain_values():
     assert found["ratios"]["code"]["speculative / foretoken plain"] == 2.0
 
 
+def test_whole_answers_have_a_ratio_and_a_price_of_their_own():
+    """10 tokens after half a second of prompt: 1.5 s plain, 1 s with a drafter that decodes twice as fast."""
+    row = next(row for row in ROWS if row.setting == "ngram-3" and row.slice == "code")
+    assert (row.speedup, row.e2e_speedup, row.e2e_tokens_per_s) == (2.0, 1.5, 10.0)
+    priced = speed_report(ROWS, {}, "foretoken bench", (), price_per_hour=3.6)
+    (line,) = [line for line in priced.tables[-1].lines if line[:2] == ("code, 0", "ngram-3")]
+    assert line[2:] == ("10", "100", "-33%")
+    assert "Price" not in [table.title for table in report().tables]
+
+
+def test_an_engine_that_tells_no_times_has_no_ratio_of_whole_answers_and_no_price():
+    silent = tuple(replace(row, e2e_tokens_per_s=None, e2e_speedup=None) for row in ROWS)
+    assert speed_report(silent, {}, "foretoken bench", (), price_per_hour=3.6).results["prices"] == ()
+
+
 def test_the_table_shows_every_setting_and_the_caveats():
     out = io.StringIO()
     print_report(report(files=("x.json",)), Console(file=out, width=200))

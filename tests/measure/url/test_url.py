@@ -16,7 +16,7 @@ from foretoken.backend.http_stream import read_spec_counters
 from foretoken.errors import InputError, UnavailableError
 from foretoken.measure.report import markdown
 from foretoken.measure.url.plan import UrlOptions, chosen_prompts, poisson_requests, trace_requests
-from foretoken.measure.url.rows import UrlSample, percentiles, summarise_url, throughput
+from foretoken.measure.url.rows import UrlSample, percentiles, summarise_url, throughput, url_prices
 from foretoken.measure.url.run import run_url
 from tests.measure.endpoint import Fake, Reply, serving, tokens
 
@@ -338,6 +338,10 @@ def test_goodput_counts_answers_within_all_deadlines() -> None:
     assert (row.span_s, row.goodput_per_s, row.requests_per_s) == (4.0, 0.25, 0.75)
     tight = summarise_url("1/s", samples, UrlOptions("http://x", tpot_deadline_s=0.01), None)
     assert tight.num_good == 0
+    assert (row.num_good_tokens, row.num_tokens) == (4, 12)
+    (price,) = url_prices([row], price_per_hour=3.6)
+    assert price.price_per_million_tokens == pytest.approx(1000.0)  # 4 seconds are paid for 4 tokens
+    assert url_prices([tight], price_per_hour=3.6) == ()
 
 
 def test_percentiles_are_those_of_the_values_and_the_interval_holds_them() -> None:
