@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 
+from foretoken.backend.registry import check_address
 from foretoken.engine_config import THREADS, EngineConfig
-from foretoken.errors import InputError
+from foretoken.errors import ConfigError, InputError
 from foretoken.field_text import wholes, words
 from foretoken.machine.memory import parse_bytes
 from foretoken.measure.eval.options import EvalOptions
@@ -24,6 +25,7 @@ from foretoken.measure.options import (
     STOP_AT_EOS_OPTION,
     check_price,
 )
+from foretoken.measure.url.plan import UrlOptions
 from foretoken.measure.write import check_name, check_out
 from foretoken.option import check_fields, option, same_option
 from foretoken.params import TEMPERATURES, check_number, check_whole
@@ -31,6 +33,7 @@ from foretoken.params import TEMPERATURES, check_number, check_whole
 MAX_CONCURRENCY = 512
 MAX_NUM_DRAFT = 64
 _MAX_SLO_MS = 1e9
+_OWN_ENGINE = {"memory", "reserve", "weights", "dtype", "device", "threads"}  # not read beside an address
 
 
 @dataclass(frozen=True)
@@ -42,9 +45,20 @@ class AdviseOptions:
     of which the share `reserve` is kept free (None: what this machine has free). `slo_ms` is the longest mean time
     between two tokens of an answer. `price_per_hour` is that of this machine; `machines` is a JSON file of others.
     Costs of steps are measured for about `budget_s` seconds.
+
+    With `url` the engine is a server that decodes `target` plainly: its answers and its times are measured through that
+    address, and no weights are loaded here. `model` is the name of its model there.
     """
 
     target: str = field(metadata=same_option(EngineConfig, "model"))
+    url: str | None = field(
+        default=None,
+        metadata=option(
+            "Address of a server of any engine that decodes the target plainly: it is measured in place of ours."
+        ),
+    )
+    model: str | None = field(default=None, metadata=same_option(UrlOptions, "model"))
+    key_variable: str = field(default=UrlOptions.key_variable, metadata=same_option(UrlOptions, "key_variable"))
     drafts: tuple[str, ...] = field(
         default=("ngram", "suffix"),
         metadata=option(
@@ -108,6 +122,7 @@ class AdviseOptions:
                 raise InputError(name, getattr(self, name), "give at least one number")
             for number in getattr(self, name):
                 check_whole(name, number, 1, most)
+        self._check_url()
         if not self.drafts:
             raise InputError("drafts", self.drafts, "name at least one drafter, draft model or head")
         check_number("temperature", self.temperature, *TEMPERATURES)
@@ -119,6 +134,21 @@ class AdviseOptions:
         check_name(self.name)
         if self.out is not None:
             check_out(self.out)
+
+    def _check_url(self) -> None:
+        """The address can be asked, and nothing is given that only our own engine reads.
+
+        Raises:
+            InputError, ConfigError: names the option.
+        """
+        if self.url is not None:
+            check_address("url", self.url, self.key_variable)
+        elif self.model is not None:
+            raise ConfigError("model", self.model, "names a model at an address: give url too, or leave it out")
+        for one in fields(self) if self.url is not None else ():
+            given = getattr(self, one.name)
+            if one.name in _OWN_ENGINE and given != one.default:
+                raise ConfigError(one.name, given, "is about our own engine; leave it out beside url")
 
     @cached_property
     def loads(self) -> tuple[int, ...]:

@@ -39,24 +39,34 @@ SOURCES = (
     ("bytes, requests that fit", "computed from the shapes in the files"),
     ("requests at once, answer length, temperature, ms per token allowed, prices, speeds of machines", "given by you"),
 )
+ELSEWHERE = (
+    ("seconds of steps and of reading prompts", "measured through the server's address"),
+    ("a step with draft tokens", "taken to cost what as many rows of plain requests do"),
+    ("seconds of drafting", "measured here, with our own lookups"),
+    ("accepted draft tokens", "computed from the server's answers to these prompts"),
+    ("speed-ups, tokens/s, ms per token", "computed from both; not measured end to end"),
+    SOURCES[-1],
+)
 _MEBI = 2**20
 
 
 @dataclass(frozen=True)
 class Measured:
     """What the answer is made of: candidates that could be loaded, their answers by name, the costs of steps, memory,
-    what the checks of files found, and why other candidates could not be loaded.
+    what the checks of files found, and why other candidates could not be loaded; memory and `budget` are not known of
+    another engine. `sources` says where figures come from.
     """
 
     candidates: Sequence[AdviseCandidate]
     answers: Mapping[str, Sequence[AnswerRounds]]
     costs: LoadCosts
     memory: Sequence[MemoryRow]
-    budget: Budget
+    budget: Budget | None
     machines: Sequence[Machine]
     findings: Sequence[Finding]
     failed: Mapping[str, str]
     notes: Sequence[str]
+    sources: Sequence[tuple[str, str]] = SOURCES
 
 
 def advise_report(options: AdviseOptions, found: Measured, command: str, caveats: Sequence[str]) -> Report:
@@ -93,7 +103,7 @@ def advise_report(options: AdviseOptions, found: Measured, command: str, caveats
         "settings": settings,
         "launch": lines,
         "step_costs": found.costs,
-        "sources": dict(SOURCES),
+        "sources": dict(found.sources),
     }
     return Report(
         title="Advice",
@@ -108,7 +118,7 @@ def advise_report(options: AdviseOptions, found: Measured, command: str, caveats
             *_cost_tables(costs, options),
             *_finding_tables(findings, found.failed),
             _launch_table(lines, as_toml(settings)),
-            Table("Where the figures come from", ("figure", "source"), SOURCES, justify="l"),
+            Table("Where the figures come from", ("figure", "source"), tuple(found.sources), justify="l"),
         ),
         explained=EXPLAINED,
         caveats=tuple(caveats),
@@ -121,6 +131,7 @@ def advise_report(options: AdviseOptions, found: Measured, command: str, caveats
 def _findings(options: AdviseOptions, found: Measured, best: Sequence[SpeedCell]) -> list[Finding]:
     findings = [*of_question(options, found.costs), *found.findings]
     for row in found.memory:
+        assert found.budget is not None
         advice = memory_advice(row, found.budget)
         if advice is not None:
             findings.append(Finding(advice.topic, row.candidate, advice.finding, advice.remedy))
@@ -194,7 +205,7 @@ def _value(cell: SpeedCell | None) -> str:
 
 
 def _memory_tables(found: Measured) -> tuple[Table, ...]:
-    if not found.memory:
+    if found.budget is None or not found.memory:
         return ()
     lines = tuple(
         (

@@ -20,6 +20,7 @@ from foretoken.measure.advise.candidates import AdviseCandidate, candidates_of
 from foretoken.measure.advise.checks import Finding, of_pair
 from foretoken.measure.advise.costing import Machine, machines_of
 from foretoken.measure.advise.costs import LoadCosts, measure_costs
+from foretoken.measure.advise.elsewhere import measured_elsewhere
 from foretoken.measure.advise.memory import MemoryRow, budget_of, memory_rows
 from foretoken.measure.advise.options import AdviseOptions
 from foretoken.measure.advise.report import Measured, advise_report
@@ -62,10 +63,14 @@ def run_advise(options: AdviseOptions, command: str = "foretoken advise") -> Rep
     """
     load, machines, candidates = load_average(), machines_of(options), candidates_of(options)
     prompts = _prompts(options)
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
-    found = measured(options, candidates, prompts, machines)
-    caveats = [*source_caveats(model_folder(options.target), None, load), *found.notes]
+    if options.url is not None:
+        found, caveats = measured_elsewhere(options, candidates, prompts, machines), _library_texts(options)
+    else:
+        if options.threads is not None:
+            torch.set_num_threads(options.threads)
+        found = measured(options, candidates, prompts, machines)
+        caveats = source_caveats(model_folder(options.target), None, load)
+    caveats += found.notes
     report = advise_report(options, found, command, caveats)
     return write_report(report, options.out, options.name) if options.out is not None else report
 
@@ -194,10 +199,14 @@ def _answers(
     return [one for one in found if one.rounds]
 
 
+def _library_texts(options: AdviseOptions) -> list[str]:
+    if options.prompts is not None:
+        return []
+    return ["No prompts were given: acceptance was measured on the library's own texts, and depends on texts."]
+
+
 def _notes(options: AdviseOptions, prompt_tokens: int, costs: LoadCosts) -> list[str]:
-    found = list(costs.left_out)
-    if options.prompts is None:
-        found.append("No prompts were given: acceptance was measured on the library's own texts, and depends on texts.")
+    found = [*costs.left_out, *_library_texts(options)]
     if costs.prompt_tokens < prompt_tokens:
         found.append(f"Prompts have {prompt_tokens} tokens, and steps were timed behind {costs.prompt_tokens}.")
     return found

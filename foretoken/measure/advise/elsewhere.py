@@ -1,0 +1,205 @@
+"""What the steps of another engine cost, and what lookups would have drafted of its answers, through its address.
+
+The server decodes plainly. With r requests at once its steps have r rows, so the time of a step by rows is measured by
+asking it that many requests at once. A step in which c requests have d draft tokens each is taken to cost what a step
+of c * (1 + d) requests does: the same rows, behind more texts than it would read, so rather more than it would.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from foretoken.backend.answering import SERVED, Answer, Drafting, Question
+from foretoken.backend.http import Endpoint, HttpBackend, ServerAddress
+from foretoken.backend.http_stream import Stream
+from foretoken.errors import ForetokenError, InputError
+from foretoken.measure.advise.candidates import AdviseCandidate
+from foretoken.measure.advise.costing import Machine
+from foretoken.measure.advise.costs import DrafterCosts, LoadCosts
+from foretoken.measure.advise.known_text import known_rounds
+from foretoken.measure.advise.options import AdviseOptions
+from foretoken.measure.advise.report import ELSEWHERE, Measured
+from foretoken.measure.advise.rounds import AnswerRounds
+from foretoken.measure.eval.prompts import EvalPrompt
+from foretoken.measure.progress import Tell, progress
+from foretoken.model.names import model_folder
+from foretoken.plan.profile import Curve
+from foretoken.text.tokenizer import Tokenizer, load_tokenizer
+
+_MIN_STEPS = 4  # in which all requests of a load decode together, for its step to be known
+_LOOKUP = "lookup"
+
+
+@dataclass(frozen=True)
+class _Answered:
+    """A prompt as the server gets it and in tokens, and its answer."""
+
+    prompt: EvalPrompt
+    question: Question
+    prompt_ids: tuple[int, ...]
+    answer: Answer
+
+
+def measured_elsewhere(
+    options: AdviseOptions,
+    candidates: Sequence[AdviseCandidate],
+    prompts: Sequence[EvalPrompt],
+    machines: Sequence[Machine],
+) -> Measured:
+    """Everything that the answer is made of, for the server at `options.url`. `options.target` is what it serves: its
+    tokenizer is read here, no weights are.
+
+    Raises:
+        InputError: a candidate that is no lookup, prompts of token ids, or a server that drafts already.
+        ForetokenError: the server does not answer, or serves too few requests at once for any figure.
+    """
+    for one in candidates:
+        if one.kind != _LOOKUP:
+            remedy = "only lookups are judged through an address: start the engine with it, and compare by foretoken ab"
+            raise InputError("drafts", one.name, remedy)
+    folder = model_folder(options.target)
+    tokenizer = load_tokenizer(folder)
+    if tokenizer is None:
+        raise InputError("target", options.target, "has no tokenizer, which reads the server's answers; name another")
+    server = ServerAddress(options.url or "", options.model or "", options.key_variable)
+    rows = rows_to_measure(options.loads, max(options.lengths))
+    with progress(len(prompts) + len(rows)) as tell:
+        asked = _answers(server, options, prompts, tokenizer, tell)
+        levels, notes = asyncio.run(_levels(server, options, asked, rows, tell))
+    answers: dict[str, list[AnswerRounds]] = {}
+    drafting_s: dict[str, float] = {}
+    for candidate in candidates:
+        found = [
+            known_rounds(candidate, one.prompt, one.prompt_ids, _ids_of(one.answer, tokenizer), tokenizer, folder)
+            for one in asked
+        ]
+        answers[candidate.name] = [rounds for rounds, _ in found if rounds.rounds]
+        drafting_s[candidate.name] = median(seconds for _, seconds in found)
+    costs = _costs(options, asked, levels, drafting_s)
+    return Measured(candidates, answers, costs, (), None, machines, (), {}, notes, ELSEWHERE)
+
+
+def rows_to_measure(loads: Sequence[int], num_draft: int) -> list[int]:
+    """Numbers of requests to ask at once, ascending: the loads, and powers of two to the rows of the largest step."""
+    most = max(loads) * (1 + num_draft)
+    powers = itertools.takewhile(lambda count: count < 2 * most, (2**place for place in range(64)))
+    return sorted({*loads, *powers})
+
+
+def steady_step_s(streams: Sequence[Stream]) -> float | None:
+    """Seconds of a step while all of these answers came at once; None where they did for less than a few steps."""
+    if any(stream.error or not stream.pieces for stream in streams):
+        return None
+    began = max(stream.pieces[0][0] for stream in streams)
+    ended = min(stream.pieces[-1][0] for stream in streams)
+    count = sum(number for stream in streams for at, number in stream.pieces if began < at <= ended)
+    if ended <= began or count < _MIN_STEPS * len(streams):
+        return None
+    return (ended - began) * len(streams) / count
+
+
+def _answers(
+    server: ServerAddress, options: AdviseOptions, prompts: Sequence[EvalPrompt], tokenizer: Tokenizer, tell: Tell
+) -> list[_Answered]:
+    """The answers to all prompts, one after the other."""
+    backend, found = HttpBackend(server), []
+    drafting = Drafting() if backend.capabilities.plain else Drafting(SERVED)
+    try:
+        for prompt in prompts:
+            tell(f"answering {prompt.name}")
+            question, ids = _question(options, prompt, tokenizer)
+            answer = backend.answer(question, drafting)
+            if answer.num_drafted:
+                remedy = "it drafts already: start it without speculation, or compare both ways by foretoken ab"
+                raise InputError("url", options.url, remedy)
+            found.append(_Answered(prompt, question, tuple(ids), answer))
+    finally:
+        backend.close()
+    return found
+
+
+def _question(options: AdviseOptions, prompt: EvalPrompt, tokenizer: Tokenizer) -> tuple[Question, list[int]]:
+    """What the server is asked, and the tokens that it reads."""
+    content = prompt.content
+    if isinstance(content, str) and options.chat:
+        content = ({"role": "user", "content": content},)
+    if isinstance(content, str):
+        return _asked(options, text=content), tokenizer.encode(content)
+    messages = [one for one in content if not isinstance(one, int)]
+    if not messages:
+        raise InputError("prompts", prompt.name, "holds token ids, and a server takes texts; give prompt or messages")
+    ids = tokenizer.encode(tokenizer.apply_chat_template(messages), add_special_tokens=False)
+    return _asked(options, messages=tuple((str(one["role"]), str(one["content"])) for one in messages)), ids
+
+
+def _asked(options: AdviseOptions, text: str = "", messages: tuple[tuple[str, str], ...] = ()) -> Question:
+    return Question(
+        text, messages, options.max_tokens, options.temperature, options.seed, ignore_eos=not options.stop_at_eos
+    )
+
+
+def _ids_of(answer: Answer, tokenizer: Tokenizer) -> list[int]:
+    return list(answer.token_ids) or tokenizer.encode(answer.text, add_special_tokens=False)
+
+
+async def _levels(
+    server: ServerAddress, options: AdviseOptions, asked: Sequence[_Answered], rows: Sequence[int], tell: Tell
+) -> tuple[dict[int, float], list[str]]:
+    """Seconds of a step by requests at once, as far as the time allows and the server takes them; and notes.
+
+    Raises:
+        ForetokenError: not even the smallest number of requests decodes for long enough.
+    """
+    found: dict[int, float] = {}
+    why = ""
+    began = time.monotonic()
+    async with Endpoint(server) as endpoint:
+        await endpoint.open()
+        for count in rows:
+            tell(f"{count} requests at once")
+            level_began = time.monotonic()
+            streams = [Stream() for _ in range(count)]
+            questions = [one.question for one, _ in zip(itertools.cycle(asked), streams, strict=False)]
+            await asyncio.gather(
+                *(endpoint.send(*pair, time.monotonic) for pair in zip(questions, streams, strict=True))
+            )
+            step_s = steady_step_s(streams)
+            if step_s is None:
+                failed = next((stream.error for stream in streams if stream.error), "")
+                why = f"the server failed ({failed})" if failed else "it does not decode so many together"
+                break
+            found[count] = max(step_s, *found.values(), 0.0)
+            now = time.monotonic()
+            if now - began + 2 * (now - level_began) > options.budget_s:
+                why = "the time was up"
+                break
+    if not found:
+        remedy = "no step could be timed: give a larger max_tokens"
+        raise ForetokenError(f"{options.url}: {why} with {rows[0]} requests at once; {remedy}")
+    if max(found) == rows[-1]:
+        return found, []
+    return found, [f"Steps of more than {max(found)} rows were not measured, as {why}: they lie on a line beyond."]
+
+
+def _costs(
+    options: AdviseOptions, asked: Sequence[_Answered], levels: dict[int, float], drafting_s: dict[str, float]
+) -> LoadCosts:
+    """The costs as the adviser reads them, by requests at once and draft tokens."""
+    by_rows = Curve(tuple(sorted(levels.items())))
+    prompt_tokens = round(sum(len(one.prompt_ids) for one in asked) / len(asked))
+    ttft_s = [one.answer.ttft_s for one in asked if one.answer.ttft_s is not None]
+    target = {
+        load: Curve(tuple((count, by_rows.seconds(load * (1 + count))) for count in (0, *options.lengths)))
+        for load in options.loads
+    }
+    drafters = {
+        name: DrafterCosts(False, {load: Curve(((max(options.lengths), load * seconds),)) for load in options.loads})
+        for name, seconds in drafting_s.items()
+    }
+    prefill_s = max(0.0, median(ttft_s) - by_rows.seconds(1)) if ttft_s else 0.0
+    return LoadCosts(prompt_tokens, prompt_tokens + options.max_tokens // 2, prefill_s, target, drafters)
