@@ -35,6 +35,7 @@ SHORT_TOKENS = 32  # of the past where the past is not what is measured
 BATCH_NUM_DRAFT = 4  # draft tokens of each request where several draft together
 _MAX_CHUNK = 512
 _PERIOD = 16
+_tenants = itertools.count()  # of this process
 _FEWEST_STEPS, _MAX_STEPS, _POINT_S = 3, 9, 1.0  # timed steps of a point: as many as fit into a second
 
 Tell = Callable[[str, float], None]  # what is being measured, and the share of the time that is used up
@@ -188,7 +189,9 @@ class StepBench:
         prediction = [0] if "predicted" in spec.leaves else None
         params = SamplingParams(max_tokens=room(work), seed=self.seed, ignore_eos=True, prediction=prediction)
         prompt = stand_in(self.target, work.context_tokens, self.seed)
-        states = [engine.submit(prompt, params, spec) for _ in range(work.batch)]
+        # Each request is a tenant's only one: none finds the prompt of another in the prefix cache.
+        own = (replace(params, tenant=f"step bench {next(_tenants)}") for _ in range(work.batch))
+        states = [engine.submit(prompt, one, spec) for one in own]
         prompt_s: list[float] = []
         step_s: list[float] = []
         draft_s: list[float] = []

@@ -176,6 +176,16 @@ def test_medians_and_the_drafters_own_time(pair: SimpleNamespace, monkeypatch: p
     assert bench.curve("x", (3,), lambda rows: profiling.Work(1, 32, rows - 1)) == Curve(((3, 4.5),))
 
 
+def test_a_prompt_that_was_timed_before_is_read_again(pair: SimpleNamespace) -> None:
+    """Work of a longer past begins with the same tokens, and requests of a batch have the same ones."""
+    target = open_model(Path(pair.target), "auto", "cpu", 4096)
+    bench = profiling.StepBench(target, 0, time.perf_counter() + 600, 600.0, lambda *_: None)
+    for work in (profiling.Work(1, 32, 0), profiling.Work(1, 32, 0), profiling.Work(3, 64, 0)):
+        bench.step_times("x", work)
+    assert target.prefix_stats.num_looked_up_tokens > 0
+    assert target.prefix_stats.num_found_tokens == 0
+
+
 def test_bad_options(pair: SimpleNamespace) -> None:
     with pytest.raises(ConfigError, match="draft_model needs a draft"):
         run_profile(ProfileOptions(str(pair.target), drafters=parse_drafters(["draft_model"])))
