@@ -1,6 +1,6 @@
 """`foretoken plan`: what fits into memory, before anything is loaded; with --fleet, how many replicas a day needs."""
 
-# ruff: noqa: ARG001 - options of --fleet are read from the context, by name
+# ruff: noqa: ARG001 - options are read from the context, by name
 
 from __future__ import annotations
 
@@ -103,34 +103,50 @@ def plan(
 
         plan_fleet(click_context.params)
         return
+    _plan_memory(click_context.params)
+
+
+def _plan_memory(given: Mapping[str, Any]) -> None:
+    """What fits into memory, printed.
+
+    Raises:
+        ConfigError, InputError: an option that is wrong.
+        CapacityError: the load fits with none of the drafts.
+        ModelError: shapes that do not follow from the files.
+    """
     from foretoken.heads.footprint import draft_shape_of, head_shape_of
     from foretoken.model.footprint import shape_of
     from foretoken.model.names import model_folder
     from foretoken.model.open import open_device
 
-    if draft_dtype != "auto" and not draft and not head:
+    target, draft_dtype = given["target"], given["draft_dtype"]
+    if draft_dtype != "auto" and not given["draft"] and not given["head"]:
         reason = "there is no draft model and no head: name one with --draft or --head, or leave it out"
         raise ConfigError("draft_dtype", draft_dtype, reason)
-    place = open_device(device)
-    budget = Budget(available_bytes(place) if memory is None else parse_bytes(memory), _share(reserve))
+    place, memory = open_device(given["device"]), given["memory"]
+    budget = Budget(available_bytes(place) if memory is None else parse_bytes(memory), _share(given["reserve"]))
     fetch_models(target)
-    shape = shape_of(model_folder(target), target, dtype, place.type, weights)
-    drafts = [draft_shape_of(name, dtype, shape.weight_format, draft_dtype, place.type) for name in draft or []]
-    drafts += [head_shape_of(name, target, shape, draft_dtype, place.type) for name in head or []]
+    shape = shape_of(model_folder(target), target, given["dtype"], place.type, given["weights"])
+    drafts: list[ModelShape | None] = [
+        *(
+            draft_shape_of(name, given["dtype"], shape.weight_format, draft_dtype, place.type)
+            for name in given["draft"] or ()
+        ),
+        *(head_shape_of(name, target, shape, draft_dtype, place.type) for name in given["head"] or ()),
+    ]
     load = Load(
-        batch=_at_least_one("batch", batch),
-        context_tokens=_context(context, shape),
-        num_draft=_num_draft(num_draft),
-        max_prompt_tokens=_at_least_one("max_prompt_tokens", max_prompt_tokens),
+        batch=_at_least_one("batch", given["batch"]),
+        context_tokens=_context(given["context"], shape),
+        num_draft=_num_draft(given["num_draft"]),
+        max_prompt_tokens=_at_least_one("max_prompt_tokens", given["max_prompt_tokens"]),
     )
-    candidates: list[ModelShape | None] = [*drafts] if drafts else [None]
+    candidates = drafts or [None]
     rows = [_row(shape, one, load, budget) for one in candidates]
-    contexts = contexts_to_show(shape, load.context_tokens)
     best = next((one for one, row in zip(candidates, rows, strict=True) if row["fits"]), candidates[0])
-    grid = fitting(shape, best, load, budget, _BATCHES, contexts)
+    grid = fitting(shape, best, load, budget, _BATCHES, contexts_to_show(shape, load.context_tokens))
     report = {
         "target": target,
-        "weights": weights,
+        "weights": given["weights"],
         "device": str(place),
         "memory_bytes": budget.memory_bytes,
         "usable_bytes": budget.usable_bytes,
@@ -140,7 +156,7 @@ def plan(
         "table_draft": None if best is None else best.name,
         "missing_bytes_by_context_and_batch": grid,
     }
-    if as_json:
+    if given["as_json"]:
         print_json(report)
     else:
         _print(report, grid, rows)
