@@ -117,7 +117,7 @@ def advise_report(options: AdviseOptions, found: Measured, command: str, caveats
             *_memory_tables(found),
             *_cost_tables(costs, options),
             *_finding_tables(findings, found.failed),
-            _launch_table(lines, as_toml(settings)),
+            _launch_table(lines, as_toml(settings), _sizing(own, verdict.num_draft)),
             Table("Where the figures come from", ("figure", "source"), tuple(found.sources), justify="l"),
         ),
         explained=EXPLAINED,
@@ -260,13 +260,19 @@ def _finding_tables(findings: Sequence[Finding], failed: Mapping[str, str]) -> t
     return (Table("Checks", ("about", "drafter", "finding", "remedy"), tuple(lines), justify="l"),) if lines else ()
 
 
-def _launch_table(lines: Sequence[LaunchLine], toml: str) -> Table:
+def _sizing(own: Sequence[SpeedCell], num_draft: int) -> tuple[str, ...]:
+    """The measured acceptance as the arguments of aiconfigurator, which sizes deployments on GPUs and asks for it."""
+    accepted = [one.emitted_per_step - 1 for one in own if (one.slice, one.num_draft) == (ALL_SLICES, num_draft)]
+    return tuple(f"aiconfigurator: --nextn {num_draft} --nextn-accepted {one:.3g}" for one in accepted[:1])
+
+
+def _launch_table(lines: Sequence[LaunchLine], toml: str, sizing: Sequence[str]) -> Table:
     cells = []
     for one in lines:
         cells += [(f"{one.engine}, first", command) for command in one.prepare]
         cells += [(f"{one.engine}, {name}", text.rstrip()) for name, text in (one.files or {}).items()]
         cells.append((one.engine, one.command or f"no: {one.refusal}"))
-    notes = ("foretoken.toml:", *toml.splitlines())
+    notes = (*sizing, "foretoken.toml:", *toml.splitlines())
     return Table("To start it", ("engine", "line"), tuple(cells), notes, justify="l")
 
 

@@ -61,7 +61,7 @@ def test_rounds_of_a_known_answer_are_those_of_the_run_that_gave_it(drafter: str
         prompt_ids, recorder = llm.encode(WORDS * 4), RoundRecorder()
         llm.engine.watchers.append(recorder)
         for temperature in (0.0, 1.0):
-            few = {token: 30.0 for token in prompt_ids[:3]}  # so that the answer repeats itself
+            few = dict.fromkeys(prompt_ids[:3], 30.0)  # so that the answer repeats itself
             params = SamplingParams(max_tokens=60, temperature=temperature, seed=3, ignore_eos=True, logit_bias=few)
             (output,) = llm.generate([prompt_ids], params, spec=candidate.spec)
             expected = recorder.answer("p", "code")
@@ -116,6 +116,8 @@ def test_a_server_whose_answers_copy_gets_yes(
     assert costs.plain_s(2) == pytest.approx(1.02)
     assert dict(report.results["sources"])["a step with draft tokens"].startswith("taken to cost")
     assert report.results["memory"] == ()
+    (row,) = [one for one in report.results["rows"] if (one.candidate, one.concurrency) == ("ngram", 1)]
+    assert f"--nextn {row.num_draft} --nextn-accepted {row.emitted_per_step - 1:.3g}" in report.tables[-2].notes[0]
     assert len(copying.asked) == 4 + sum(rows_to_measure((1, 2), 4))
 
 
