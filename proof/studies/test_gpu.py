@@ -13,7 +13,9 @@ import torch
 
 from studies.gpu import __main__ as command
 from studies.gpu import batches, checkpoint, copy_bandwidth, here
+from studies.gpu.heads import FULL_HEAD, REHEARSED_HEAD, head_parts
 from studies.gpu.parts import FULL, REHEARSAL, Part, parts_of
+from tests.helpers.checkpoints import tiny_checkpoint, tiny_tokenizer
 
 ABOUT = {"device": "cpu", "commit": "abc", "machine": {"cpu": "toy"}}
 
@@ -63,6 +65,29 @@ def test_the_plan() -> None:
             assert own == ["checkpoint", "audit", "audit", "rounds", "drafters", "batches"]
         assert all(not Path(word).is_absolute() for one in parts for word in one.command[1:])
     assert [row in FULL.rows.split(",") for row in ("1", "128")] == [True, True]
+
+
+def test_a_part_reads_what_an_earlier_one_wrote() -> None:
+    """Of those that train a head."""
+    for device, scale, head in (("cuda", FULL, FULL_HEAD), ("cpu", REHEARSAL, REHEARSED_HEAD)):
+        written = {"models/as-is"}
+        for one in head_parts(device, scale, head):
+            read = [word.split("=")[-1] for word in one.command if "heads." in word or word.startswith("models/")]
+            assert {word.removesuffix("/head") for word in read if word != one.out} <= written
+            written.add(one.out)
+
+
+@pytest.mark.release
+def test_a_head_is_trained_on_what_the_model_says(tmp_path: Path) -> None:
+    """Every part on a CPU, on a random model that chats."""
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    folder = tiny_checkpoint(
+        tmp_path / "models" / "as-is", "llama", vocab_size=600, num_hidden_layers=8, max_position_embeddings=4096
+    )
+    tiny_tokenizer(folder, 600, chat_template=template)
+    for one in head_parts("cpu", REHEARSAL, REHEARSED_HEAD):
+        found = command.run_part(one, tmp_path, ABOUT, 120.0)
+        assert found["outcome"] == "done", found
 
 
 def _main(study: Callable[[], int], monkeypatch: pytest.MonkeyPatch, *words: str) -> int:

@@ -15,18 +15,24 @@ from torch import Tensor
 from foretoken.errors import InputError, StorageError
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.attention.paged import PackedAttention
+from foretoken.model.decoder import Decoder
 from foretoken.model.loader import load_decoder, read_config
 from foretoken.model.weights import Weights
+from foretoken.text.tokenizer import load_tokenizer
 from studies.widen.checkpoint import widen
 from studies.widen.plan import PRESETS, plan
 from tests.helpers.checkpoints import tiny_checkpoint, tiny_tokenizer, token_ids, transformers_logits, variant
+from tests.helpers.gguf_files import write_gguf
 from tests.model.test_loader import tied_with_head
 
 SIZE = "hidden=192,intermediate=160,layers=5,heads=8,kv_heads=4"
 
 
 def logits(folder: Path, ids: list[int], dtype: torch.dtype = torch.float32) -> Tensor:
-    decoder = load_decoder(folder, dtype=dtype)
+    return _of(load_decoder(folder, dtype=dtype), ids)
+
+
+def _of(decoder: Decoder, ids: list[int]) -> Tensor:
     with torch.no_grad():
         return decoder.logits(
             decoder(torch.tensor(ids), torch.arange(len(ids)), PackedAttention(decoder.config, 1, len(ids))).last
@@ -86,6 +92,21 @@ def test_bfloat16_is_as_close_as_summation_order_allows(tmp_path: Path) -> None:
     assert (small.argmax(-1) == big.argmax(-1)).float().mean() > 0.9
     # In float32 the bfloat16 weights are the very same numbers.
     torch.testing.assert_close(logits(made.folder, ids), logits(source, ids), atol=1e-4, rtol=0)
+
+
+def test_a_gguf_file_is_widened_with_its_tokenizer(tmp_path: Path) -> None:
+    """Heads' channels in the order of Hugging Face, special tokens and chat template kept."""
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+    folder = tiny_tokenizer(tiny_checkpoint(tmp_path / "plain", "llama", vocab_size=300), 300, chat_template=template)
+    file, ids = write_gguf(tmp_path / "small.gguf", folder, tokenizer=True), token_ids(60)
+    made = widen(file, tmp_path / "big", SIZE, dtype="float32")
+    small = load_decoder(file, dtype=torch.float32, pack=False)
+    torch.testing.assert_close(logits(made.folder, ids), _of(small, ids), atol=1e-4, rtol=0)
+    ours, theirs = load_tokenizer(made.folder), load_tokenizer(file)
+    messages = [{"role": "user", "content": "the list"}]
+    assert ours.encode("def the list <|endoftext|>") == theirs.encode("def the list <|endoftext|>")
+    assert ours.apply_chat_template(messages) == theirs.apply_chat_template(messages) == "[user]the list[assistant]"
+    assert ours.eos_token_id == theirs.eos_token_id
 
 
 def test_dead_weights_do_not_matter_and_are_not_zero(tmp_path: Path) -> None:

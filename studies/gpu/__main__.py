@@ -25,6 +25,7 @@ from foretoken.machine.identity import machine, versions
 from foretoken.measure.report import now
 from foretoken.printing.console import Console
 from studies.command import exit_code_of
+from studies.gpu.heads import FULL_HEAD, REHEARSED_HEAD, head_parts
 from studies.gpu.parts import FULL, REHEARSAL, Part, parts_of
 
 _REHEARSAL = "on a CPU, to show that the parts run: no number in it is a figure"
@@ -42,6 +43,7 @@ def main() -> int:
     parser.add_argument("--source", default="smollm2", help="the checkpoint: a folder, a GGUF file, or smollm2")
     parser.add_argument("--device", default="cuda", help="cuda, cuda:N; cpu: a small rehearsal")
     parser.add_argument("--minutes", type=float, default=15.0, help="for all parts together")
+    parser.add_argument("--heads", action="store_true", help="then train an EAGLE-3 head: `studies.gpu.heads`")
     parser.add_argument("--only", help="parts, separated by commas; a name's beginning stands for all that follow")
     options = parser.parse_args()
     return exit_code_of(lambda: _run(options))
@@ -55,6 +57,8 @@ def _run(options: argparse.Namespace) -> int:
         about["rehearsal"] = _REHEARSAL
     scale = REHEARSAL if options.device == "cpu" else FULL
     parts = parts_of(_absolute(options.source), options.device, scale)
+    if options.heads:
+        parts += head_parts(options.device, scale, REHEARSED_HEAD if options.device == "cpu" else FULL_HEAD)
     if options.only is not None:
         parts = [part for part in parts if part.name.startswith(tuple(options.only.split(",")))]
     console, ends_s = Console(stderr=True), time.monotonic() + 60 * options.minutes

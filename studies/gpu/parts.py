@@ -66,9 +66,9 @@ def parts_of(source: str, device: str, scale: Scale) -> list[Part]:
     skipped = None if device == "cpu" else "no CUDA device"
     pytest = (sys.executable, "-m", "pytest", "-q", "-rs", "-m", "gpu", *_TESTS)
     found = [
-        _study("machine", ["gpu.here", "--device", device], 60),
+        study("machine", ["gpu.here", "--device", device], 60),
         Part("tests", pytest, 180, from_checkout=True, means_nothing_ran=skipped),
-        _study("copy", ["gpu.copy_bandwidth", "--device", device, "--mebibytes", str(scale.mebibytes)], 60),
+        study("copy", ["gpu.copy_bandwidth", "--device", device, "--mebibytes", str(scale.mebibytes)], 60),
     ]
     for width in scale.widths:
         place = f"models/{width}"
@@ -92,18 +92,20 @@ def _parts_of_model(width: str, target: str, device: str, scale: Scale) -> list[
     kept = ["--resume", f"{width}.drafters.jsonl"]
     batches = ["gpu.batches", "--target", target, "--device", device, "--batches", scale.batches]
     return [
-        *(_verb(f"{width}.audit.{name}", [*audit, "--drafter", name], 90) for name in ("ngram", "early_exit")),
-        _study(f"{width}.rounds", rounds, 90),
-        _verb(f"{width}.drafters", ["bench", "speed", *shared, *drafters, *draft, *tokens, *kept], 180),
-        _study(f"{width}.batches", [*batches, *tokens], 120),
+        *(verb(f"{width}.audit.{name}", [*audit, "--drafter", name], 90) for name in ("ngram", "early_exit")),
+        study(f"{width}.rounds", rounds, 90),
+        verb(f"{width}.drafters", ["bench", "speed", *shared, *drafters, *draft, *tokens, *kept], 180),
+        study(f"{width}.batches", [*batches, *tokens], 120),
     ]
 
 
-def _study(name: str, words: Sequence[str], limit_s: float) -> Part:
-    out = f"{name}.result.json"
+def study(name: str, words: Sequence[str], limit_s: float, out: str | None = None) -> Part:
+    """A study that writes `out`, by default a result of the part's name."""
+    out = out or f"{name}.result.json"
     return Part(name, (sys.executable, "-m", f"studies.{words[0]}", *words[1:], "--out", out), limit_s, out)
 
 
-def _verb(name: str, words: Sequence[str], limit_s: float) -> Part:
-    out = f"{name}.result.json"
+def verb(name: str, words: Sequence[str], limit_s: float, out: str | None = None) -> Part:
+    """The same of a verb of the command line."""
+    out = out or f"{name}.result.json"
     return Part(name, (sys.executable, "-m", "foretoken", *words, "--out", out), limit_s, out)

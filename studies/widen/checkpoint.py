@@ -36,9 +36,12 @@ from foretoken.errors import InputError, StorageError
 from foretoken.files import writing_folder
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.config_json import config_to_hf
-from foretoken.model.loader import parse_dtype, read_config
+from foretoken.model.gguf.header import is_gguf
+from foretoken.model.gguf.parts import read_header
+from foretoken.model.loader import parse_dtype, read_checkpoint
 from foretoken.model.saving import copy_tokenizer
-from foretoken.model.weights import INDEX, WEIGHTS, Weights
+from foretoken.model.weights import INDEX, WEIGHTS, TensorSource
+from foretoken.text.gguf_tokenizer import read_tokenizer
 from studies.widen.plan import WidenPlan, plan
 
 SHARD_BYTES = 1 << 30
@@ -83,7 +86,7 @@ def widen(
     """
     if not 0 <= seed < 2**63:
         raise InputError("seed", seed, "must lie between 0 and 2**63 - 1")
-    config, stored = read_config(source), parse_dtype(dtype)
+    (config, weights), stored = read_checkpoint(source), parse_dtype(dtype)
     target = plan(config, to)
     total = target.config.num_parameters
     try:
@@ -91,15 +94,13 @@ def widen(
             raise StorageError(f"{out} exists already; choose another folder or remove it")
         with writing_folder(out.parent, f".{out.name}.writing-") as work:
             _check_room(work, total * stored.itemsize)
-            counts = _write(
-                Weights(source), target, work, seed, stored, shard_bytes, progress or (lambda _done, _total: None)
-            )
+            counts = _write(weights, target, work, seed, stored, shard_bytes, progress or (lambda _done, _total: None))
             result = Widened(out, target.config, total, counts.dead / total, counts.nonzero / total)
             note = _note(source, to, seed, config, result)
             raw = config_to_hf(replace(target.config, dtype=str(stored).removeprefix("torch."))) | {"widened": note}
             (work / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
             (work / NOTE).write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
-            copy_tokenizer(source, work)
+            _write_tokenizer(source, work)
             if out.exists():
                 out.rmdir()
             work.chmod(0o755)
@@ -109,6 +110,19 @@ def widen(
     except (OSError, SafetensorError) as error:
         raise StorageError(f"cannot write the widened checkpoint to {out}: {error}") from error
     return result
+
+
+def _write_tokenizer(source: Path, folder: Path) -> None:
+    """The files of the source's tokenizer; of a GGUF file's as transformers would have them."""
+    if not is_gguf(source):
+        copy_tokenizer(source, folder)
+        return
+    found = read_tokenizer(read_header(source))
+    if found is not None:
+        inner, settings = found
+        inner.save(str(folder / "tokenizer.json"))
+        kind = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        (folder / "tokenizer_config.json").write_text(json.dumps(kind | settings, indent=2) + "\n", encoding="utf-8")
 
 
 def _check_room(folder: Path, num_bytes: int) -> None:
@@ -147,7 +161,7 @@ class _Counts:
 
 
 def _write(
-    weights: Weights,
+    weights: TensorSource,
     target: WidenPlan,
     folder: Path,
     seed: int,
@@ -197,7 +211,7 @@ class _Maker:
     Rows and columns of a matrix are each described by a list of source indices, -1 where there is none.
     """
 
-    def __init__(self, weights: Weights, target: WidenPlan, dtype: torch.dtype, seed: int) -> None:
+    def __init__(self, weights: TensorSource, target: WidenPlan, dtype: torch.dtype, seed: int) -> None:
         self.weights, self.plan, self.dtype, self.seed = weights, target, dtype, seed
         small, big = target.source, target.config
         copies = big.hidden_size // small.hidden_size
