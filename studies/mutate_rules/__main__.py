@@ -44,7 +44,7 @@ REPORT = ROOT / "build" / "mutations.md"
 REASONS = Path(__file__).resolve().parent / "reasons.md"
 STATE = ROOT / "build" / "mutations.jsonl"
 INCOMPLETE, INTERRUPTED = 3, 130
-SINGLE_CASES = ["test_rules.py", "test_dispatch.py", "test_typical.py"]  # quick, always run whole
+SINGLE_CASES = ["test_shared.py", "test_rules.py", "test_dispatch.py", "test_typical.py"]  # quick, always run whole
 MANY_CASES = ["test_enumeration.py", "test_properties.py", "test_coupled.py", "test_efficiency.py"]
 # Left to the ordinary run of the tests: a mutant that is wrong in two rounds, or for a fourth token, is wrong in one,
 # or for a third.
