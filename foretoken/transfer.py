@@ -86,6 +86,11 @@ def to_device(
     return _pinned(host).to(device, non_blocking=True)
 
 
+def fill(target: Tensor, host: Tensor) -> None:
+    """Copy numbers of the host into `target` as `to_device` does, without making a tensor on its device."""
+    target.copy_(host if target.device.type == "cpu" else _pinned(host), non_blocking=True)
+
+
 def _pinned(host: Tensor) -> Tensor:
     """`host` in pinned memory; the memory is not used again before copies from it are over."""
     return host.pin_memory() if host.device.type == "cpu" else host

@@ -8,14 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from foretoken.kernels import paged_triton, paged_work
+from foretoken.kernels.paged_work import MERGE_FIELDS
 from foretoken.model.attention import fused
-from foretoken.model.attention.fused import work_of
+from foretoken.model.attention.fused import numbers_of, work_of
 from foretoken.model.attention.paged import PagedAttention
+from foretoken.model.graphs.shape import StepShape
 from foretoken.model.interface import Segment
 from foretoken.model.loader import load_decoder
 from foretoken.model.paged import PagedModel
+from foretoken.model.paged_cache import ForwardInputs
 from interpreted.batches import CPU, MIXED, TREE, Batch, config_of
 from tests.helpers.checkpoints import VARIANTS, token_ids, variant
 from tests.model.test_batched import random_segment
@@ -93,6 +97,25 @@ def test_a_row_keeps_its_bits_however_its_text_is_cut() -> None:
         last = replace(reader, rows=slice(0, rows), past=150 - rows, segment=Segment(0, rows))
         got = fused.FusedAttention(config, whole.pool, whole.write_slots[-rows:], [last]).attend(0, *parts)
         assert torch.equal(got, expected[-rows:])
+
+
+def test_padding_changes_no_bit() -> None:
+    """As a captured step has it: rows of NaN that go to a spare slot, tiles without columns, rows without parts."""
+    batch = Batch(MIXED, config_of(4, 2, 16), seed=3)
+    expected, work = batch.fused(), numbers_of(batch.readers, batch.config)
+    inputs, num_rows = ForwardInputs(work.positions, batch.write_slots.tolist()), len(batch.write_slots)
+    shape = StepShape.of(num_rows, work, ())
+    assert shape.rows > num_rows > len(work.merged) // MERGE_FIELDS
+    assert shape.tiles > work.num_tiles
+    assert shape.parts > work.num_parts
+    spare = int(batch.pool.keys[0][0, :, 0].isnan().nonzero()[0])
+    numbers = torch.tensor([*shape.numbers(inputs, work, spare), *work.blocks], dtype=torch.int32)
+    numbers = torch.cat([numbers, *work.distances])
+    padding = (0, 0, 0, 0, 0, shape.rows - num_rows)
+    parts = [F.pad(part, padding, value=float("nan")) for part in batch.parts]
+    slots, on_device = numbers[shape.places["slots"]].long(), shape.work(numbers, batch.config.num_heads)
+    attention = fused.FusedAttention.over(batch.config, batch.pool, slots, 4, on_device)
+    assert torch.equal(attention.attend(0, *parts)[:num_rows], expected)
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", pytest.param("gemma2", marks=pytest.mark.repeated)])

@@ -3,17 +3,21 @@
     python -m studies.step_cost --models DIR,DIR@int4,FILE.gguf --rows 1,2,4,8,16 --context 300
 
 A model is a folder, a hub id, a reference model or a GGUF file; `@int8` and `@int4` are its quantised `weights`,
-another format behind the `@` is its `dtype`. Models and row counts take turns, so that drift hits all alike.
+another format behind the `@` is its `dtype`. `--settings` opens each model
+several times over the same weights: as by default, with the Triton kernel (`triton`), and with CUDA graphs beside it
+(`graphs`). Models, settings and row counts take turns, so that drift hits all alike.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -21,14 +25,20 @@ from typing import Any
 import torch
 
 from foretoken.config import QUANTISED
+from foretoken.errors import InputError
+from foretoken.model.attention.choice import ATTENTION_VARIABLE
+from foretoken.model.graphs.choice import GRAPHS_VARIABLE
 from foretoken.model.interface import LanguageModel, OpenModel, Segment
 from foretoken.model.names import model_folder
 from foretoken.model.open import open_model
+from foretoken.model.paged import PagedModel
 from foretoken.model.paged_cache import DEFAULT_BLOCK_SIZE
 from foretoken.printing.console import Console
 from studies.command import exit_code_of, record, whole_numbers, words
 
-_WARM_UP_TURNS = 3
+_WARM_UP_TURNS = 3  # graphs are captured in the first
+_TRITON = {ATTENTION_VARIABLE: "triton", GRAPHS_VARIABLE: "off"}
+SETTINGS: dict[str, dict[str, str]] = {"default": {}, "triton": _TRITON, "graphs": {**_TRITON, GRAPHS_VARIABLE: "on"}}
 
 
 def main() -> int:
@@ -43,20 +53,21 @@ def main() -> int:
     parser.add_argument("--context", type=int, default=300)
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--settings", type=words, default=("default",), help=f"some of {', '.join(SETTINGS)}")
     parser.add_argument("--out", type=Path, help="a JSON file for the record")
     options = parser.parse_args()
     return exit_code_of(lambda: _run(options))
 
 
 def _run(options: argparse.Namespace) -> int:
-    console, models = Console(stderr=True), {}
+    console, models = Console(stderr=True), dict[str, OpenModel]()
     for name in options.models:
         console.line(f"loading {name}")
-        models[name] = opened(name, options.device, options.context + max(options.rows))
+        models |= opened_as(name, options.settings, options.device, options.context + max(options.rows))
     times_ms: dict[tuple[str, int], list[float]] = defaultdict(list)
     for name, count, elapsed_ms in measure(models, options.rows, options.context, options.repeats):
         times_ms[name, count].append(elapsed_ms)
-    found = [summary(name, models[name], options.rows, times_ms) for name in options.models]
+    found = [summary(name, models[name], options.rows, times_ms) for name in models]
     about = {"context": options.context, "repeats": options.repeats, "threads": torch.get_num_threads()}
     record("step_cost", {**about, "models": found}, options.out)
     for one in found:
@@ -76,6 +87,35 @@ def opened(name: str, device: str, num_tokens: int) -> OpenModel:
     return open_model(model_folder(place), dtype, device, 2 * num_tokens + DEFAULT_BLOCK_SIZE, weights=weights)
 
 
+def opened_as(name: str, settings: Sequence[str], device: str, num_tokens: int) -> dict[str, OpenModel]:
+    """The model under each of `settings`, over the same weights: its name and a setting that is not the default.
+
+    Raises:
+        ForetokenError: see `opened`; no such setting.
+    """
+    models: dict[str, OpenModel] = {}
+    for setting in settings:
+        if setting not in SETTINGS:
+            raise InputError("settings", setting, f"choose some of {', '.join(SETTINGS)}")
+        with _variables(SETTINGS[setting]):
+            first = next(iter(models.values()), None)
+            model = opened(name, device, num_tokens) if first is None else first.fresh()
+        models[name if setting == "default" else f"{name} {setting}"] = model
+    return models
+
+
+@contextmanager
+def _variables(values: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            os.environ.update({} if value is None else {name: value})
+
+
 def summary(
     name: str, model: OpenModel, counts: Sequence[int], times_ms: dict[tuple[str, int], list[float]]
 ) -> dict[str, Any]:
@@ -91,7 +131,14 @@ def summary(
         }
         for count in counts
     ]
-    return {"model": name, "num_parameters": model.num_parameters, "step_bytes": model.step_bytes, "rows": rows}
+    graphs = model.graphs if isinstance(model, PagedModel) else None
+    return {
+        "model": name,
+        "num_parameters": model.num_parameters,
+        "step_bytes": model.step_bytes,
+        "steps": None if graphs is None else dict(graphs.steps),  # replayed, or not and why
+        "rows": rows,
+    }
 
 
 def measure(

@@ -187,6 +187,8 @@ def _merge_parts(
     one = tl.arange(0, 1)
     head, dim = tl.program_id(1) + one, tl.arange(0, DIMS)
     real, real_dim = one == 0, (dim < HEAD_DIM)[None, :]
+    if num_parts == 0:
+        return  # padding
     peak, total = tl.full([1], float("-inf"), tl.float32), tl.full([1], 0.0, tl.float32)
     read = tl.full([1, DIMS], 0.0, tl.float32)
     for part in range(num_parts):

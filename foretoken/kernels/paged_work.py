@@ -17,6 +17,7 @@ _MAX_LINES, _MAX_SUMS = 32, 4096
 _TILE_BYTES = {2: 16384, 4: 8192}
 SEGMENT_FIELDS = 8  # past, columns, rows, first row, first block, first distance or -1, spans per part, first part row
 TILE_FIELDS = 2  # segment, first of its rows
+ALIGNED = 4  # numbers; Triton compiles another kernel for vectors that do not begin at a multiple of 16 bytes
 MERGE_FIELDS = 4  # row, its place in the first part, step to its place in the next part, parts
 
 
@@ -25,7 +26,8 @@ class PagedWork:
     """The batch in int32 vectors on the device.
 
     A segment is cut into tiles of rows, and its columns into parts of whole spans. Distances between new rows of a
-    tree, -1 where one does not see the other, are a matrix [rows, columns - past] in `distances`.
+    tree, -1 where one does not see the other, are a matrix [rows, columns - past] in `distances`. A segment without
+    columns and a row without parts are padding: nothing of them is read or written.
     """
 
     segments: Tensor  # [n * SEGMENT_FIELDS]

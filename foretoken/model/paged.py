@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from foretoken.kv.blocks import BlockAllocator
 from foretoken.kv.prefix import shared_length
 from foretoken.model.attention.paged import Reader
 from foretoken.model.decoder import Decoder, Hidden
+from foretoken.model.graphs.cache import GraphCache
+from foretoken.model.graphs.choice import takes_graphs
 from foretoken.model.interface import EarlySegment, ForwardOutput, Segment
 from foretoken.model.layer_pass import has_exact_rows
 from foretoken.model.layers import Embedding, Linear
@@ -122,7 +125,10 @@ class PagedModel(PagedCache):
     """See `interface.EarlyExitModel`; `num_slots` tokens of cache are shared by all sequences.
 
     `kept` is the format of keys and values, None that of the rows; float16 beside float32 needs the compiled kernels.
+    `graphs` replays steps of few rows, where steps are captured.
     """
+
+    cuts_rows: ClassVar[bool] = False  # whether `run_pass` runs rows in tiles of its own
 
     def __init__(
         self,
@@ -135,6 +141,8 @@ class PagedModel(PagedCache):
         self._is_exact = has_exact_rows(decoder)
         super().__init__(decoder.local, kept or weight.dtype, weight.device, num_slots, block_size, self._is_exact)
         self.decoder, self.config = decoder, decoder.config
+        captures = takes_graphs(decoder, self.attention, self.cuts_rows)
+        self.graphs = GraphCache(decoder, self.pool, block_size, self.capacity_tokens) if captures else None
         self._early: dict[int, EarlyRows] = {}
         assert self.dtype == weight.dtype or self._is_exact, "rows and cache of two formats"
 
@@ -223,6 +231,10 @@ class PagedModel(PagedCache):
     def run_pass(self, one: Pass) -> ForwardOutput:
         """All layers and the head over the rows of `one`, which were admitted."""
         inputs = one.inputs
+        if self.graphs is not None:
+            replayed = self.graphs.run(one.tokens, inputs, one.taps, bool(one.joins))
+            if replayed is not None:
+                return replayed
         hidden = self._through(one)
         logits = self.decoder.logits(hidden.last[self._rows(inputs, inputs.wanted)])
         if not one.taps:

@@ -18,6 +18,7 @@ from foretoken.kv.pool import KVPool, bytes_per_token
 from foretoken.kv.prefix import PrefixStats
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.attention.choice import AttentionKind, chosen
+from foretoken.model.attention.fused import FusedAttention
 from foretoken.model.attention.paged import KeySlots, Reader, row_positions
 from foretoken.model.interface import LanguageModel, Segment
 
@@ -54,15 +55,17 @@ class PagedCache:
             raise InputError("num_slots", num_slots, f"must be at least the block size, {block_size}")
         self.local, self.block_size, self.dtype, self._device = shape, block_size, dtype, device
         self.allocator = BlockAllocator(num_slots // block_size, block_size)
+        self.attention: AttentionKind = chosen(device, dtype, exact_rows)
+        # Padding of captured steps is written behind the blocks of all sequences.
+        num_spare = block_size if issubclass(self.attention, FusedAttention) else 0
         self.pool = KVPool(
             num_layers=shape.num_layers,
             num_kv_heads=shape.num_kv_heads,
-            num_slots=self.allocator.num_blocks * block_size,
+            num_slots=self.capacity_tokens + num_spare,
             head_dim=shape.head_dim,
             dtype=dtype,
             device=device,
         )
-        self.attention: AttentionKind = chosen(device, dtype, exact_rows)
         self.tables: dict[int, BlockTable] = {}
 
     def twin_cache(self) -> PagedCache:

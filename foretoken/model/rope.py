@@ -141,10 +141,11 @@ class RotaryTable:
         On a GPU, where asking for the largest position would wait for the device, whoever runs long sequences calls
         `cover`; otherwise the first call makes the whole context available.
         """
-        if positions.device.type == "cpu":
-            self.cover(int(positions.max()) + 1 if positions.numel() else 0)
-        elif not self._covered:
-            self.cover(self._most)
+        if len(self.cos) < self._most:
+            if positions.device.type == "cpu":
+                self.cover(int(positions.max()) + 1 if positions.numel() else 0)
+            elif not self._covered:
+                self.cover(self._most)
         return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
 
     def _block(self, start: int, stop: int) -> tuple[Tensor, Tensor]:

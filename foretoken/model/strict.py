@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -61,6 +62,8 @@ def strict_kind(decoder: Decoder) -> type[PagedModel]:
 
 class StrictModel(PagedModel):
     """`PagedModel` with strict numerics; holds as long as torch's number of threads stays the same."""
+
+    cuts_rows: ClassVar[bool] = True
 
     def __init__(self, decoder: Decoder, num_slots: int, block_size: int = DEFAULT_BLOCK_SIZE) -> None:
         super().__init__(decoder, num_slots, block_size)

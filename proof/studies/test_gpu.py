@@ -62,8 +62,10 @@ def test_the_plan() -> None:
         assert len(set(names)) == len(names)
         for width in scale.widths:
             own = [name.split(".")[1] for name in names if name.startswith(f"{width}.")]
-            assert own == ["checkpoint", "audit", "audit", "rounds", "drafters", "batches"]
+            assert own == ["checkpoint", "audit", "audit", "rounds", "rounds-triton", "drafters", "batches"]
         assert all(not Path(word).is_absolute() for one in parts for word in one.command[1:])
+    settings = [one.name for one in parts_of("smollm2", "cuda", FULL) if "triton,graphs" in one.command]
+    assert settings == [f"{width}.rounds-triton" for width in FULL.widths]
     assert [row in FULL.rows.split(",") for row in ("1", "128")] == [True, True]
 
 

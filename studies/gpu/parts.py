@@ -85,6 +85,7 @@ def _parts_of_model(width: str, target: str, device: str, scale: Scale) -> list[
     audit = ["audit", *shared, "--num-draft", "4", "--num-prompts", prompts, *tokens]
     model = ["--models", f"{target}@bfloat16", "--context", str(scale.context_tokens), "--device", device]
     rounds = ["step_cost", *model, "--rows", scale.rows, "--repeats", str(scale.repeats)]
+    settings = ["--settings", "default" if device == "cpu" else "triton,graphs"]  # a CPU has neither
     names, draft = scale.drafters, list[str]()
     if width != AS_IS:  # widened from it: nearly every token is accepted
         names, draft = f"{names},draft_model", ["--draft", f"models/{AS_IS}"]
@@ -94,6 +95,7 @@ def _parts_of_model(width: str, target: str, device: str, scale: Scale) -> list[
     return [
         *(verb(f"{width}.audit.{name}", [*audit, "--drafter", name], 90) for name in ("ngram", "early_exit")),
         study(f"{width}.rounds", rounds, 90),
+        study(f"{width}.rounds-triton", [*rounds, *settings], 120),
         verb(f"{width}.drafters", ["bench", "speed", *shared, *drafters, *draft, *tokens, *kept], 180),
         study(f"{width}.batches", [*batches, *tokens], 120),
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ from foretoken import SamplingParams
 from foretoken.kv.pool import KVPool
 from foretoken.model.attention.batched import BatchedAttention
 from foretoken.model.attention.paged import PagedAttention
+from foretoken.model.graphs.cache import REPLAYED
 from foretoken.model.interface import Segment
 from foretoken.model.loader import load_decoder
 from foretoken.model.paged import PagedModel
@@ -68,6 +69,32 @@ def test_the_forward_is_that_of_the_cpu(name: str, dtype: torch.dtype, tmp_path:
         assert there.attention is BatchedAttention
         there.attention = attention
         torch.testing.assert_close(rounds(there).double().cpu(), expected, atol=TOLERANCE[dtype], rtol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_triton_kernel_and_graphs(
+    name: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel without graphs, and with them: captured once, then replayed without a wait."""
+    pytest.importorskip("triton")
+    folder = variant(tmp_path, name)
+    expected = rounds(model(folder, torch.float64, "cpu"))
+    monkeypatch.setenv("FORETOKEN_ATTENTION", "triton")
+    for graphs in ("off", "on"):
+        monkeypatch.setenv("FORETOKEN_GRAPHS", graphs)
+        there = model(folder, dtype, GPU)
+        assert (there.graphs is not None) == (graphs == "on")
+        for turn in range(2):
+            with no_waiting() if turn else nullcontext():
+                got = rounds(there)
+            tolerance = 1e-4 if dtype == torch.float32 else TOLERANCE[dtype]
+            torch.testing.assert_close(got.double().cpu(), expected, atol=tolerance, rtol=0)
+            for sequence in range(5):
+                there.close(sequence)
+        if there.graphs is not None:
+            assert there.graphs.steps == {REPLAYED: 14}
 
 
 @contextmanager

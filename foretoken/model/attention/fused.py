@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foretoken.kernels.paged_work import (
+    ALIGNED,
     MERGE_FIELDS,
     SEGMENT_FIELDS,
     SPAN_COLUMNS,
@@ -31,7 +32,6 @@ from foretoken.transfer import to_device
 # heads over all parts as take 128 MiB at a head_dim of 128. A row's bits do not depend on it.
 _MAX_SHARED_ROWS = 64
 _MAX_PART_LINES = 2**18
-_ALIGNED = 4  # numbers; Triton compiles another kernel for vectors that do not begin at a multiple of 16 bytes
 FUSED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _NONE = torch.empty(0, dtype=torch.int32)
 
@@ -43,6 +43,16 @@ class FusedAttention:
         self.config, self.pool, self.write_slots = config, pool, write_slots
         self._block_size = readers[0].slots.block_size if readers else 1
         self._work = work_of(readers, config, write_slots.device)
+
+    @classmethod
+    def over(
+        cls, config: ModelConfig, pool: KVPool, write_slots: Tensor, block_size: int, work: PagedWork
+    ) -> FusedAttention:
+        """Of a batch that lies on the device already."""
+        attention = cls.__new__(cls)
+        attention.config, attention.pool, attention.write_slots = config, pool, write_slots
+        attention._block_size, attention._work = block_size, work
+        return attention
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
         """See `decoder.Attention`."""
@@ -57,8 +67,8 @@ class FusedAttention:
 
 
 @dataclass
-class _Numbers:
-    """The parts of `PagedWork` as they grow, segment by segment."""
+class WorkNumbers:
+    """The parts of `PagedWork` on the host, as they grow segment by segment."""
 
     segments: list[int] = field(default_factory=list)
     tiles: list[int] = field(default_factory=list)
@@ -70,6 +80,11 @@ class _Numbers:
     num_parts: int = 1
     num_part_rows: int = 0
 
+    @property
+    def num_tiles(self) -> int:
+        """Tiles of all segments."""
+        return len(self.tiles) // TILE_FIELDS
+
     def add(self, reader: Reader, num_heads: int, rows_per_tile: int) -> None:
         """The rows of one segment."""
         segment, num_columns = reader.segment, len(reader.slots)
@@ -77,7 +92,7 @@ class _Numbers:
         is_shared = (
             num_rows <= _MAX_SHARED_ROWS
             and num_spans > 1
-            and (self.num_part_rows + num_rows * num_spans) * num_heads <= _MAX_PART_LINES
+            and self.num_part_rows + num_rows * num_spans <= max_part_rows(num_heads)
         )
         index, first_distance = len(self.segments) // SEGMENT_FIELDS, -1
         if not segment.is_chain:
@@ -97,23 +112,34 @@ class _Numbers:
             self.num_part_rows += num_rows * num_spans
 
 
-def work_of(readers: Sequence[Reader], config: ModelConfig, device: torch.device) -> PagedWork:
-    """The batch as the kernel reads it, in one copy to the device."""
-    numbers, heads_per_group = _Numbers(), config.num_heads // config.num_kv_heads
+def numbers_of(readers: Sequence[Reader], config: ModelConfig) -> WorkNumbers:
+    """The batch as the kernel reads it, on the host."""
+    numbers, heads_per_group = WorkNumbers(), config.num_heads // config.num_kv_heads
     rows_per_tile = tile_lines(heads_per_group, config.head_dim) // heads_per_group
     for reader in readers:
         assert not reader.sees_all, "rows see what is before them"
         if reader.segment.num_rows:
             numbers.add(reader, config.num_heads, rows_per_tile)
+    return numbers
+
+
+def max_part_rows(num_heads: int) -> int:
+    """Most rows over all parts of a batch."""
+    return _MAX_PART_LINES // num_heads
+
+
+def work_of(readers: Sequence[Reader], config: ModelConfig, device: torch.device) -> PagedWork:
+    """The batch as the kernel reads it, in one copy to the device."""
+    numbers = numbers_of(readers, config)
     lists = (numbers.segments, numbers.tiles, numbers.merged, numbers.blocks, numbers.positions)
     parts = [*(torch.tensor(one, dtype=torch.int32) for one in lists), torch.cat([_NONE, *numbers.distances])]
-    padded = [F.pad(part, (0, -len(part) % _ALIGNED)) for part in parts]
+    padded = [F.pad(part, (0, -len(part) % ALIGNED)) for part in parts]
     segments, tiles, merged, blocks, positions, told = to_device(torch.cat(padded), device, None).split_with_sizes(
         [len(part) for part in padded]
     )
     return PagedWork(
         *(segments, tiles, merged, blocks, positions, told),
-        num_tiles=len(numbers.tiles) // TILE_FIELDS,
+        num_tiles=numbers.num_tiles,
         num_parts=numbers.num_parts,
         num_merged=len(numbers.merged) // MERGE_FIELDS,
         num_part_rows=numbers.num_part_rows,

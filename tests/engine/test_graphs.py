@@ -1,0 +1,193 @@
+"""Whole runs of the engine whose forwards are replayed (`helpers.emulated_graphs`) give the tokens and logits of runs
+without graphs, and wait as often for a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from foretoken import SamplingParams, SpecConfig, transfer
+from foretoken.draft.base import Drafter
+from foretoken.draft.draft_model import DraftModelDrafter
+from foretoken.draft.eagle import EagleDrafter
+from foretoken.draft.early_exit import EarlyExitDrafter
+from foretoken.draft.group import DrafterGroup, drafter_key
+from foretoken.draft.ngram import NgramDrafter
+from foretoken.engine.engine import Engine
+from foretoken.heads.eagle_cache import CachedEagle
+from foretoken.model.decoder import Decoder
+from foretoken.model.graphs import cache
+from foretoken.model.graphs.cache import JOINED, MANY_ROWS, REPLAYED
+from foretoken.model.graphs.capture import Capture, Step
+from foretoken.model.graphs.shape import ROW_BUCKETS, StepShape
+from foretoken.model.interface import ForwardOutput, Segment
+from foretoken.model.paged import PagedModel
+from tests.engine import test_fake_cuda
+from tests.engine.test_fake_cuda import NUM_TOKENS, PLAIN, PROMPT, engine_with, steps
+from tests.helpers.checkpoints import token_ids
+from tests.helpers.emulated_graphs import emulated_graphs, no_reads
+from tests.helpers.fake_cuda import fake_cuda
+from tests.helpers.fake_drafters import DRAFTERS
+from tests.helpers.tiny_heads import eagle_head
+from tests.model.test_graphs import TOLERANCE, decoder_of
+
+no_recovery = test_fake_cuda.no_recovery  # a step or a drafter that raises fails the test
+repeated = pytest.mark.repeated
+GREEDY = SamplingParams(max_tokens=10, ignore_eos=True, temperature=0.0)
+SAMPLED = replace(GREEDY, temperature=0.8, seed=5, top_k=20)
+# When a request comes, and with what: buckets grow, shrink and come back.
+ARRIVALS = ((0, 9, GREEDY), (2, 4, SAMPLED), (3, 40, GREEDY), (4, 150, GREEDY), (20, 7, GREEDY), (21, 23, SAMPLED))
+Made = Callable[[PagedModel, Decoder], Drafter]
+
+
+def _drafted(_: PagedModel, draft: Decoder) -> Drafter:
+    return DraftModelDrafter(PagedModel(draft, 600, 4))
+
+
+def _eagle(target: PagedModel, _: Decoder) -> Drafter:
+    return EagleDrafter(CachedEagle(eagle_head(target.config).double(), target))
+
+
+POWERS = {1 << place for place in range(8)}
+MODEL, TREE = SpecConfig("draft_model", "toy", num_draft=3), {"num_draft": 6, "tree": "best_first"}
+CASES: dict[str, tuple[SpecConfig, Made | None]] = {
+    "plain": (SpecConfig(), None),
+    "ngram": (SpecConfig("ngram", num_draft=3), lambda *_: NgramDrafter()),
+    "draft_model": (MODEL, _drafted),
+    "draft_model/best_first": (replace(MODEL, **TREE), _drafted),
+    "eagle/best_first": (SpecConfig("eagle", head="toy", **TREE), _eagle),
+    "early_exit": (SpecConfig("early_exit", num_draft=3, exit_layer=1), lambda target, _: EarlyExitDrafter(target)),
+}
+
+
+@dataclass
+class Run:
+    """A target, a drafter's model if it has one, and what came of the requests."""
+
+    target: PagedModel
+    drafter: Drafter | None
+    answers: list[list[int]]
+    kept: list[Tensor]  # what the target returned, as it is when all is over
+
+    @property
+    def models(self) -> list[PagedModel]:
+        own = getattr(self.drafter, "_cache", None)
+        return [self.target, *([own.model] if isinstance(getattr(own, "model", None), PagedModel) else [])]
+
+
+def run(name: str, target_decoder: Decoder, draft_decoder: Decoder) -> Run:
+    """An engine with requests that come and go, share blocks and write over those of others."""
+    spec, make = CASES[name]
+    target = PagedModel(target_decoder, 200, 4)
+    group, drafter = DrafterGroup(target), None if make is None else make(target, draft_decoder)
+    if drafter is not None:
+        group.add(drafter_key(spec), drafter)
+    kept, engine = list[Tensor](), Engine(target, group)
+    forward = target.forward
+
+    def watched(tokens: Tensor, segments: Sequence[object], taps: Sequence[int] = ()) -> ForwardOutput:
+        found = forward(tokens, segments, taps)
+        kept.extend((found.logits, *(found.taps[layer] for layer in sorted(found.taps))))
+        return found
+
+    target.forward = watched
+    states, turn = [], 0
+    while engine.has_work or turn <= ARRIVALS[-1][0]:
+        for place, (when, length, params) in enumerate(ARRIVALS):
+            if when == turn:
+                states.append(engine.submit(token_ids(length, seed=place % 3), params, spec))
+        assert all(output.error is None for output in engine.step())
+        turn += 1
+    assert engine.stats.num_faults == 0
+    assert min(target.prefix_stats.num_found_tokens, target.prefix_stats.num_evicted_blocks) > 0
+    target.check()
+    return Run(target, drafter, [list(state.output_ids) for state in states], kept)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=repeated) if name in ("draft_model", "early_exit") else name for name in CASES]
+)
+def test_replayed_runs_answer_as_usual(name: str) -> None:
+    target, draft = decoder_of("mistral-sliding"), decoder_of("llama-mqa", seed=1)
+    with torch.inference_mode():
+        usual = run(name, target, draft)
+        with emulated_graphs():
+            replayed = run(name, target, draft)
+    assert replayed.answers == usual.answers
+    assert len(replayed.kept) == len(usual.kept)
+    for got, expected in zip(replayed.kept, usual.kept, strict=True):
+        torch.testing.assert_close(got, expected, **TOLERANCE)
+    for model in replayed.models:
+        counts, capture = model.graphs.steps, model.graphs.capture
+        assert counts.keys() <= {REPLAYED, MANY_ROWS, JOINED}
+        assert capture.num_replays == counts[REPLAYED] > 2
+        assert (counts[JOINED] > 0) == (name == "early_exit")
+        shapes = model.graphs.shapes
+        assert len(capture.graphs) == len(set(shapes)) <= bound(shapes)
+
+
+def bound(shapes: Sequence[StepShape]) -> int:
+    """Most graphs of a run: buckets of rows, and for each powers of two of tiles and parts, trees or none."""
+    parts = max(shape.parts for shape in shapes).bit_length()
+    assert all(shape.rows in ROW_BUCKETS for shape in shapes)
+    assert all(shape.tiles in {shape.rows, *POWERS} and shape.parts in POWERS for shape in shapes)
+    tiles = [(rows - 1).bit_length() + 1 for rows in {shape.rows for shape in shapes}]
+    return sum(tiles) * parts * len({(shape.has_trees, shape.taps) for shape in shapes})
+
+
+def launched(*_: object) -> Capture:
+    """Instead of `CudaCapture` where tensors have no numbers: the step runs once, and no replay changes anything."""
+
+    def capture(step: Step) -> Step:
+        with no_reads():
+            step()
+        return lambda: None
+
+    return capture
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["ngram", *(pytest.param(n, marks=repeated) for n in ("draft_model", "draft_model/best_first", "eagle"))],
+)
+def test_waits_are_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a replay brings one block of numbers to the device, where a forward makes several tensors of them."""
+    spec, make = DRAFTERS[name]
+    waits, copies = list[list[int]](), list[int]()
+    for graphs in (nullcontext(), emulated_graphs()):
+        with graphs, fake_cuda(vocab_size=NUM_TOKENS) as transfers, torch.inference_mode():
+            monkeypatch.setattr(cache, "CudaCapture", launched)
+            engine = engine_with(spec, make)
+            for _ in range(2):
+                engine.submit(PROMPT, PLAIN, spec)
+            waits.append(steps(engine, transfers, 3))
+            model = engine.target
+            assert isinstance(model, PagedModel)
+            copies.append(brought(model, monkeypatch))
+            if model.graphs is not None:
+                assert set(model.graphs.steps) == {REPLAYED}
+    assert waits[0] == waits[1]
+    assert copies[1] == 1 < copies[0]
+
+
+def brought(model: PagedModel, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Copies to the device by a forward whose tokens are there."""
+    model.open(99)
+    tokens, count = torch.zeros(3, dtype=torch.int64, device=model.device), []
+
+    def pinned(host: Tensor) -> Tensor:
+        count.append(host)
+        return host
+
+    for _ in range(2):  # the first one captures
+        with monkeypatch.context() as patch:
+            patch.setattr(transfer, "_pinned", pinned)
+            count.clear()
+            model.forward(tokens, [Segment(99, 1, (-1, 0), 2)])
+    return len(count)
