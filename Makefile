@@ -74,9 +74,13 @@ llama-cpp-suite: $(VENV)/.ready $(CLIENTS)/.ready
 	cd $(LLAMA_CPP)/tools/server/tests && PYTHONPATH=$(CURDIR)/clients/llama_cpp SERVER_PYTHON=$(CURDIR)/$(BIN)/python \
 	LLAMA_SERVER_BIN_PATH=$(CURDIR)/clients/llama_cpp/llama-server $(CURDIR)/$(CLIENTS)/bin/pytest -p suite -rA unit
 
+# Those that apply, see docs/serving/llama-cpp.md; newer checkouts have tool-calling-streaming, too.
+OPENRESPONSES_TESTS := basic-response,streaming-response,system-prompt,tool-calling,multi-turn
+
 open-responses-suite:
 	cd $(OPENRESPONSES) && npm install --no-save --no-audit --no-fund --ignore-scripts tsx zod@3 && \
-	npx tsx bin/compliance-test.ts --base-url $(URL)/v1 --api-key none --model $(MODEL)
+	npx tsx bin/compliance-test.ts --base-url $(URL)/v1 --api-key none --model $(MODEL) \
+	--filter $(OPENRESPONSES_TESTS)
 
 # Exported heads in vLLM's CPU build; not in CI: its environment takes 4 GB, each of its starts a minute or more.
 peers: $(VENV)/.ready $(PEERS)/.ready

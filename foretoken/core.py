@@ -43,8 +43,11 @@ class Request:
 class Processors(Protocol):
     """Processes logits by a request's own parameters, position by position: penalties, bias, bans, grammar."""
 
-    def adjust(self, logits: Tensor, paths: Sequence[tuple[int, ...]]) -> Tensor:
-        """Logits `[n, V]` of rows that follow the committed text and `paths[i]` -> the same shape, processed."""
+    def adjust(self, logits: Tensor, paths: Sequence[tuple[int, ...]], is_draft: bool = False) -> Tensor:
+        """Logits `[n, V]` of rows that follow the committed text and `paths[i]` -> the same shape, processed.
+
+        `is_draft`: a row in which no token is left says nothing of the request.
+        """
 
     def forced(self, most: int) -> tuple[int, ...]:
         """Up to `most` tokens of text that is forced next; () if there is a choice. Other tokens may spell it too."""

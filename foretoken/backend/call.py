@@ -214,8 +214,8 @@ class Backend(Protocol):
             InputError, UnavailableError: see `open`.
         """
 
-    async def detokenize(self, token_ids: Sequence[int]) -> str:
-        """The text of token ids.
+    async def detokenize(self, token_ids: Sequence[int], has_specials: bool = False) -> str:
+        """The text of token ids; `has_specials`: with special tokens as they are spelt.
 
         Raises:
             InputError, UnavailableError: see `open`.

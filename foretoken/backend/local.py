@@ -172,13 +172,13 @@ class LocalBackend:
 
         return await self.engine.in_thread(encode)
 
-    async def detokenize(self, token_ids: Sequence[int]) -> str:
+    async def detokenize(self, token_ids: Sequence[int], has_specials: bool = False) -> str:
         """See `Backend.detokenize`."""
         tokenizer = self._tokenizer("tokens", list(token_ids))
         for token_id in token_ids:
             if not 0 <= token_id < self._info.vocab_size:
                 raise InputError("tokens", token_id, f"must lie in [0, {self._info.vocab_size})")
-        return await self.engine.in_thread(lambda: tokenizer.decode(token_ids))
+        return await self.engine.in_thread(lambda: tokenizer.decode(token_ids, has_specials))
 
     async def stats(self) -> dict[str, Any]:
         """See `Backend.stats`."""

@@ -217,7 +217,8 @@ def _processed(growths: Sequence[Growth], logits: Tensor) -> Tensor:
     for growth in growths:
         rows = slice(row, row + len(growth.frontier))
         if growth.entry.processors is not None:
-            logits[rows] = growth.entry.processors.adjust(logits[rows], [growth.path(node) for node in growth.frontier])
+            paths = [growth.path(node) for node in growth.frontier]
+            logits[rows] = growth.entry.processors.adjust(logits[rows], paths, is_draft=True)
         row = rows.stop
     return logits
 

@@ -316,7 +316,7 @@ def _level_probs(
             rows = slice(draft.anchor_row(b), draft.anchor_row(b) + 1 + draft.lengths[b])
             ahead = tuple(run.ahead)
             logits[rows] = run.course.entry.processors.adjust(
-                logits[rows], [(*ahead, *path) for path in draft.paths(b)]
+                logits[rows], [(*ahead, *path) for path in draft.paths(b)], is_draft=True
             )
     owners = [b for b, length in enumerate(draft.lengths) for _ in range(1 + length)]  # [R]
     params = [runs[b].course.entry.request.params for b in owners]

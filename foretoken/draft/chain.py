@@ -100,7 +100,7 @@ def _processed(chains: list[Chain], logits: Tensor) -> Tensor:
     if chains[0].tokens:  # all chains that still grow are equally long
         paths = [tuple(path) for path in to_host(*(torch.stack(chains[i].tokens) for i, _ in owners))]
     for (i, processors), path in zip(owners, paths, strict=True):
-        logits[i : i + 1] = processors.adjust(logits[i : i + 1], [path])
+        logits[i : i + 1] = processors.adjust(logits[i : i + 1], [path], is_draft=True)
     return logits
 
 

@@ -156,8 +156,7 @@ class OtherVocabularyDrafter:
             # Its own tokens are no business of the request's parameters, which speak of target tokens.
             own = replace(entry, request=replace(entry.request, params=_GREEDY), processors=None, noise=None)
             return _TranslatedDraft(entry, text, Chain(own, most), shared)
-        processors = None if entry.processors is None else _Within(entry.processors, self._outside)
-        return _TranslatedDraft(entry, text, Chain(replace(entry, processors=processors), most), shared)
+        return _TranslatedDraft(entry, text, Chain(entry, most), shared)
 
     def _room(self, entry: BatchEntry, text: DraftText) -> int:
         """How many tokens can be drafted within the draft's context and cache."""
@@ -243,34 +242,12 @@ def _newest(growing: Sequence[_TranslatedDraft]) -> list[int]:
     return [next(known) if draft.chain.tokens else -1 for draft in growing]
 
 
-class _Within:
-    """A request's processors over the shared tokens alone.
-
-    A row that bans every shared token is not dead: the target may well have others. So the rest of the vocabulary is
-    there when bans are counted, and goes afterwards; where nothing is left, the token is free, and refused.
-    """
-
-    def __init__(self, inner: Processors, outside: Tensor) -> None:
-        self._inner, self._outside = inner, outside
-
-    def adjust(self, logits: Tensor, paths: Sequence[tuple[int, ...]]) -> Tensor:
-        """`logits` `[n, V]`, -inf outside the shared tokens, processed."""
-        adjusted = self._inner.adjust(logits.masked_fill(self._outside, 0.0), paths).masked_fill(
-            self._outside, -torch.inf
-        )
-        return torch.where(check_finite(adjusted)[:, None], adjusted, logits.to(adjusted.dtype))
-
-    def forced(self, most: int) -> tuple[int, ...]:
-        """As the request's own."""
-        return self._inner.forced(most)
-
-
 def _num_allowed(processors: Processors | None, ids: Sequence[int], columns: Tensor) -> int:
     """How many of `ids`, from the first, the processors do not ban; `columns` [V] has the width of its logits."""
     if processors is None or not ids:
         return len(ids)
     flat = torch.zeros(len(ids), columns.shape[0], device=columns.device)  # [n, V]
-    adjusted = processors.adjust(flat, [tuple(ids[:place]) for place in range(len(ids))])
+    adjusted = processors.adjust(flat, [tuple(ids[:place]) for place in range(len(ids))], is_draft=True)
     (found,) = to_host(adjusted.gather(-1, to_device(ids, columns.device)[:, None]).squeeze(-1))
     banned = [place for place, logit in enumerate(found) if logit == -torch.inf]
     return banned[0] if banned else len(ids)

@@ -140,9 +140,9 @@ class RayBackend:
         """See `Backend.tokenize`."""
         return await self._there().tokenize(prompt, messages, add_special_tokens, tools, template_options)
 
-    async def detokenize(self, token_ids: Sequence[int]) -> str:
+    async def detokenize(self, token_ids: Sequence[int], has_specials: bool = False) -> str:
         """See `Backend.detokenize`."""
-        return await self._there().detokenize(token_ids)
+        return await self._there().detokenize(token_ids, has_specials)
 
     async def stats(self) -> dict[str, Any]:
         """See `Replicas.stats`: of all replicas that answer within some seconds."""

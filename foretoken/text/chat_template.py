@@ -37,7 +37,7 @@ def render(
     options: Mapping[str, Any] | None = None,
 ) -> str:
     """Return the text that `source` makes of a chat, as transformers would; `where` names the folder in errors.
-    `options` are further variables; they replace none of those that are set here.
+    `options` are further variables; of those that are set here they replace `add_generation_prompt` alone.
 
     Raises:
         InputError: the template refuses the messages.
@@ -49,11 +49,11 @@ def render(
             "of a language model"
         )
     values = {
+        "add_generation_prompt": add_generation_prompt,
         **_plain(options or {}),
         "messages": [_with_reasoning(message) for message in _plain(messages)],
         "tools": _plain(tools),
         "documents": None,
-        "add_generation_prompt": add_generation_prompt,
         **special_tokens,
     }
     given = json.dumps(values)

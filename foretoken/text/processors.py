@@ -87,11 +87,12 @@ class RequestProcessors:
         """Whether the structure is complete and nothing can follow."""
         return self._structure is not None and self._structure.finished
 
-    def adjust(self, logits: Tensor, paths: Sequence[tuple[int, ...]]) -> Tensor:
+    def adjust(self, logits: Tensor, paths: Sequence[tuple[int, ...]], is_draft: bool = False) -> Tensor:
         """Logits `[n, V]` of rows that follow the committed text and `paths[i]` -> the same shape, processed.
 
         float32, or float64 for float64 logits; -inf for banned tokens. `logits` keeps its values; where nothing applies
-        the result may be `logits` itself.
+        the result may be `logits` itself. A row in which no token is left keeps its logits, and ends the request once
+        the text is there; not with `is_draft`, since a draft may lack a token that the target has.
         """
         assert logits.shape == (len(paths), self._vocab_size)
         raw = logits if logits.dtype == torch.float64 else logits.to(torch.float32)
@@ -114,17 +115,20 @@ class RequestProcessors:
             scores[where[0], where[1]] = -torch.inf
         if self._structure is not None:
             scores.masked_fill_(~to_device(self._structure.mask(paths), raw.device, None), -torch.inf)
-        return self._revived(scores, raw, paths)
+        return self._revived(scores, raw, None if is_draft else paths)
 
-    def _revived(self, scores: Tensor, raw: Tensor, paths: Sequence[tuple[int, ...]]) -> Tensor:
-        """`scores` [n, V] with the rows of `raw` where no token is left; those are remembered, on a device unread."""
+    def _revived(self, scores: Tensor, raw: Tensor, paths: Sequence[tuple[int, ...]] | None) -> Tensor:
+        """`scores` [n, V] with the rows of `raw` where no token is left; `paths`: those are remembered, on a device
+        unread.
+        """
         dead = scores.amax(-1) == -torch.inf  # [n]
         if dead.device.type == "cpu" and not bool(dead.any()):
             return scores
-        # A row that was no distribution to begin with is the model's fault, and found elsewhere.
-        self._unread.append((tuple(paths), dead & raw.amax(-1).isfinite()))
-        if dead.device.type == "cpu":
-            self._read()
+        if paths is not None:
+            # A row that was no distribution to begin with is the model's fault, and found elsewhere.
+            self._unread.append((tuple(paths), dead & raw.amax(-1).isfinite()))
+            if dead.device.type == "cpu":
+                self._read()
         return torch.where(dead[:, None], raw, scores)
 
     @property

@@ -45,7 +45,7 @@ class _Backend(Protocol):
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
     def encode_plain(self, text: str) -> list[int]: ...
-    def decode(self, ids: Sequence[int]) -> str: ...
+    def decode(self, ids: Sequence[int], has_specials: bool) -> str: ...
     def token(self, token_id: int) -> str | None: ...
     def vocabulary(self) -> dict[str, int]: ...
     def special_ids(self) -> frozenset[int]: ...
@@ -89,9 +89,11 @@ class Tokenizer:
         """The special tokens as they are spelt."""
         return tuple(text for text in map(self.token, sorted(self.special_ids)) if text)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids`, without special tokens; ids that the tokenizer does not know give nothing."""
-        return self._backend.decode(ids)
+    def decode(self, ids: Sequence[int], has_specials: bool = False) -> str:
+        """Text of `ids`, special tokens left out or, with `has_specials`, as they are spelt; ids that the tokenizer
+        does not know give nothing.
+        """
+        return self._backend.decode(ids, has_specials)
 
     def token(self, token_id: int) -> str | None:
         """The vocabulary's own spelling of one id; None for an id without a token."""
@@ -314,9 +316,9 @@ class _Fast:
             ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
         return ids
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], has_specials: bool) -> str:
         with _broken_means(f"{self._where} cannot decode some tokens", TypeError, OverflowError):
-            text: str = self._inner.decode(list(ids), skip_special_tokens=True)
+            text: str = self._inner.decode(list(ids), skip_special_tokens=not has_specials)
         return text
 
     def token(self, token_id: int) -> str | None:
@@ -351,9 +353,10 @@ class _Slow:
     def encode_plain(self, text: str) -> list[int]:
         return list(self._inner.encode(text, add_special_tokens=False, split_special_tokens=True))
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], has_specials: bool) -> str:
         known = [token_id for token_id in ids if self.token(token_id) is not None]
-        return str(self._inner.decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        skips = not has_specials
+        return str(self._inner.decode(known, skip_special_tokens=skips, clean_up_tokenization_spaces=False))
 
     def token(self, token_id: int) -> str | None:
         if not 0 <= token_id < len(self._inner):

@@ -33,7 +33,7 @@ class ForcedText:
     num_emitted: int = 0
     chances: list[list[float]] = field(default_factory=list)
 
-    def adjust(self, logits: Tensor, paths: Sequence[tuple[int, ...]]) -> Tensor:
+    def adjust(self, logits: Tensor, paths: Sequence[tuple[int, ...]], is_draft: bool = False) -> Tensor:  # noqa: ARG002
         """Logits `[n, V]` behind the committed text and `paths[i]` -> the same shape, forced."""
         forced = logits.clone() if logits.dtype in (torch.float32, torch.float64) else logits.float()
         self._count(forced, paths)

@@ -128,7 +128,7 @@ class FakeBackend:
         text = (prompt or "") if messages is None else str([messages, tools, template_options])
         return list(range(len(text)))
 
-    async def detokenize(self, token_ids: Sequence[int]) -> str:
+    async def detokenize(self, token_ids: Sequence[int], has_specials: bool = False) -> str:
         """See `Backend`."""
         return "".join(map(chr, token_ids))
 

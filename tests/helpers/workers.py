@@ -94,7 +94,7 @@ class ScriptedBackend:
     ) -> list[int]:
         return [len(prompt or "")]
 
-    async def detokenize(self, token_ids: Sequence[int]) -> str:
+    async def detokenize(self, token_ids: Sequence[int], has_specials: bool = False) -> str:
         return " ".join(map(str, token_ids))
 
     async def stats(self) -> dict[str, Any]:

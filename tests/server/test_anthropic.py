@@ -168,6 +168,7 @@ def test_a_message() -> None:
     usage = {"input_tokens": 1, "cache_read_input_tokens": 2, "cache_creation_input_tokens": 0, "output_tokens": 2}
     assert found["usage"] == usage | {"service_tier": "standard"}
     assert found["foretoken"]["spec"]["num_emitted"] == 2
+    assert "timings" not in found  # llama.cpp's, which it leaves out here too
     assert post(FakeBackend(script(["Hel"], "length")), PATH, HELLO)[2]["stop_reason"] == "max_tokens"
     assert post(FakeBackend((Begun(((1,),)), ended(0, "", num_tokens=0))), PATH, HELLO)[2]["content"] == []
 

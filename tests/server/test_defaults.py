@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from foretoken.errors import InputError
 from foretoken.server.api.app import create_app
 from foretoken.server.api.config import ApiConfig
 from tests.helpers.fake_backend import INFO, FakeBackend
@@ -35,6 +36,9 @@ def post(backend: FakeBackend, path: str, body: object, config: ApiConfig | None
         ({"top_p": 0.9}, None, (1.0, 0.9, 0)),
         ({"top_k": -1}, None, (1.0, 1.0, 0)),
         ({}, ApiConfig(sampling_defaults="openai"), (1.0, 1.0, 0)),
+        ({}, ApiConfig(default_temperature=0.125), (0.125, 0.5, 7)),
+        ({"top_p": 0.9}, ApiConfig(default_temperature=0.0), (0.0, 0.9, 0)),
+        ({"temperature": 0.5}, ApiConfig(default_temperature=0.125), (0.5, 1.0, 0)),
     ],
 )
 @pytest.mark.parametrize(
@@ -54,6 +58,20 @@ def test_advised_sampling_is_for_requests_that_name_none(
     assert status == 200, answer
     (call,) = backend.calls
     assert (call.params.temperature, call.params.top_p, call.params.top_k) == expected
+
+
+@pytest.mark.parametrize(("fields", "seed"), [({}, 9), ({"seed": 3}, 3)])
+def test_the_seed_of_requests_that_name_none(fields: dict[str, int], seed: int) -> None:
+    backend = FakeBackend()
+    config = ApiConfig(default_seed=9)
+    assert post(backend, "/v1/chat/completions", {"messages": HELLO, **fields}, config)[0] == 200
+    assert backend.calls[0].params.seed == seed
+
+
+@pytest.mark.parametrize("wrong", [{"default_seed": -1}, {"default_temperature": 101.0}, {"default_seed": 2**64}])
+def test_defaults_that_no_request_could_name_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=next(iter(wrong))):
+        ApiConfig(**wrong)
 
 
 def test_hosted_tools_are_left_out_and_said_so() -> None:

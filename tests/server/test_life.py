@@ -105,6 +105,7 @@ class Started(list[Server]):
 
 
 KEY = {"authorization": "Bearer users-key"}
+TEMPLATE = "{% for one in messages %}# {{ one.role }}: {{ one.content }}\n{% endfor %}# assistant:"
 KEYS = ("--api-key", "users-key", "--admin-key", "admin-key")
 
 
@@ -147,10 +148,13 @@ def servers() -> Iterator[Started]:
 
 
 @pytest.fixture
-def server(servers: Started) -> Server:
-    """A server that is ready: the one that other tests have left, or a new one."""
+def server(servers: Started, tmp_path_factory: pytest.TempPathFactory) -> Server:
+    """A server that is ready: the one that other tests have left, or a new one. Its target has no chat template."""
     if not servers or servers[-1].process.poll() is not None:
-        servers.append(servers.stack.enter_context(serving(*REFERENCE, *KEYS, "--drain-s", "60")))
+        template = tmp_path_factory.mktemp("template") / "chat.jinja"
+        template.write_text(TEMPLATE)
+        flags = (*REFERENCE, *KEYS, "--drain-s", "60", "--chat-template", str(template))
+        servers.append(servers.stack.enter_context(serving(*flags)))
         servers[-1].wait_ready()
     until(lambda: servers[-1].get("/ready").status_code == 200, "not ready")
     return servers[-1]
@@ -167,6 +171,18 @@ def test_ready(server: Server) -> None:
     maps = Path(f"/proc/{server.process.pid}/maps")
     assert "libtorch" not in maps.read_text()
     assert "TEST BUILD" in server.err
+
+
+def test_a_chat_in_the_template_of_a_file(server: Server) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    with server.client as client:
+        asked = {"messages": messages, "max_tokens": 2}
+        chat = client.post("/v1/chat/completions", headers=KEY, json=asked)
+        plain = client.post("/tokenize", headers=KEY, json={"prompt": "# user: hi\n# assistant:"})
+        laid_out = client.post("/tokenize", headers=KEY, json={"messages": messages})
+    assert chat.status_code == 200, chat.text
+    assert laid_out.json()["tokens"] == plain.json()["tokens"]
+    assert chat.json()["usage"]["prompt_tokens"] == plain.json()["count"]
 
 
 def test_watchdog_stuck_step() -> None:

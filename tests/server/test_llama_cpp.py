@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from foretoken.backend.call import Begun, ModelInfo
+from foretoken.backend.call import Backend, Begun, ModelInfo
+from foretoken.backend.local import LocalBackend
 from foretoken.errors import ContextLengthError
 from foretoken.server.api.app import create_app
 from foretoken.server.api.config import ApiConfig
@@ -18,7 +19,7 @@ from tests.helpers.http import JSON, client_of, run
 ON = ApiConfig(llama_cpp=True)
 
 
-def ask(backend: FakeBackend, path: str, body: Any = None, config: ApiConfig = ON) -> tuple[int, Any]:
+def ask(backend: Backend, path: str, body: Any = None, config: ApiConfig = ON) -> tuple[int, Any]:
     """Status, and JSON, or the events of a stream."""
 
     async def send() -> tuple[int, Any]:
@@ -55,6 +56,20 @@ def test_what_is_drawn_is_what_llama_cpp_draws() -> None:
     assert asked({"prompt": "a", "seed": -1, "n_predict": -1}).params.max_tokens == INFO.max_model_len
 
 
+def test_what_the_server_draws_with_where_a_request_says_nothing() -> None:
+    config = ApiConfig(llama_cpp=True, default_temperature=0.25, default_seed=9)
+    backend = FakeBackend()
+    for body in ({}, {"seed": 3, "temperature": 1}, {"seed": -1}):
+        status, found = ask(backend, "/completion", {"prompt": "ab"} | body, config)
+        assert (status, found["generation_settings"]["seed"]) == (200, backend.calls[-1].params.seed)
+    default, named, another = (call.params for call in backend.calls)
+    assert (default.temperature, default.seed, default.top_k) == (0.25, 9, 40)
+    assert (named.temperature, named.seed) == (1, 3)
+    assert another.seed not in (None, 9)
+    settings = ask(backend, "/props", None, config)[1]["default_generation_settings"]["params"]
+    assert (settings["temperature"], settings["seed"], settings["min_p"]) == (0.25, 9, 0.05)
+
+
 @pytest.mark.parametrize(
     ("prompt", "ids"),
     [
@@ -83,7 +98,9 @@ def test_a_stream_is_the_answer() -> None:
     assert "".join(event["content"] for event in events) == whole["content"]
     assert [event["stop"] for event in events] == [False, False, True]
     assert [event["tokens"] for event in events] == [[7], [7], []]
-    assert events[-1]["timings"]["predicted_n"] == 2
+    timings = events[-1]["timings"]
+    assert timings["predicted_n"] == 2
+    assert timings["predicted_per_token_ms"] == timings["predicted_ms"]  # the first one came with the prompt
 
 
 def test_fields_are_chosen() -> None:
@@ -116,6 +133,24 @@ def test_tokens_of_a_text() -> None:
     assert ask(FakeBackend(), "/tokenize", {"content": "a", "with_pieces": True}) == (200, pieces)
     assert ask(FakeBackend(), "/detokenize", {"tokens": [97, 98]}) == (200, {"content": "ab"})
     assert ask(FakeBackend(), "/detokenize", {"tokens": [99999]})[0] == 400
+
+
+def test_a_conversation_as_its_template_lays_it_out(backend: LocalBackend) -> None:
+    """With special tokens as they are spelt, and thinking unless a request says otherwise, as in llama.cpp."""
+    chat = {"messages": [{"role": "user", "content": "hi"}]}
+
+    def prompt(**fields: Any) -> Any:
+        status, found = ask(backend, "/apply-template", chat | fields)
+        return found["prompt"] if status == 200 else (status, found["error"]["param"])
+
+    assert prompt() == "<|user|>hi\n<think><|assistant|>"
+    assert prompt(add_generation_prompt=False) == "<|user|>hi\n<think>"
+    assert prompt(chat_template_kwargs={"enable_thinking": False}) == "<|user|>hi\n<|assistant|>"
+    assert prompt(messages=[]) == (400, "messages")
+    _, whole = ask(backend, "/tokenize", {"content": prompt()})
+    for path in ("/chat/completions/input_tokens", "/v1/chat/completions/input_tokens"):
+        assert ask(backend, path, chat) == (200, {"input_tokens": len(whole["tokens"])})
+    assert ask(backend, "/detokenize", {"tokens": [0]}) == (200, {"content": "<|endoftext|>"})
 
 
 @pytest.mark.parametrize(

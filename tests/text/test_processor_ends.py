@@ -43,6 +43,14 @@ class TestNothingLeft:
                 assert (processors.error is not None) == fails
                 assert not fails or "after 2 tokens" in str(processors.error)
 
+    @pytest.mark.parametrize("is_draft", [False, True])
+    def test_a_draft_that_lacks_the_token_is_not_the_requests_error(self, is_draft: bool) -> None:
+        processors = make_processors(SamplingParams(bad_words=[[0], [1], [2]]), (0,), 4, ())
+        logits = noise(1, 0, 4)
+        logits[0, 3] = -INF  # the only one that may follow is none of the draft's
+        assert torch.equal(processors.adjust(logits, [()], is_draft=is_draft), logits)
+        assert (processors.error is None) == is_draft
+
     def test_it_comes_at_the_same_token_without_a_draft(self) -> None:
         processors = self.blind_alley()
         for token, fails in ((2, False), (1, True)):

@@ -4,7 +4,6 @@ and `/v1/messages/count_tokens`, the length of its prompt.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any
 
@@ -100,7 +99,7 @@ class MessageWriter:
         events, stop = self._ended(progress.ended)
         for _ in events:
             pass
-        return {**self._message(), "content": self._blocks.content, **stop, **self._frame.reports()}
+        return {**self._message(), "content": self._blocks.content, **stop, **self._reports()}
 
     async def stream(self) -> AsyncGenerator[bytes]:
         """The events of the stream, encoded.
@@ -110,10 +109,7 @@ class MessageWriter:
         """
         exchange, is_begun = self._exchange, False
         try:
-            async with (
-                contextlib.aclosing(exchange.events()) as events,
-                contextlib.aclosing(paced(events, exchange.api.config)) as groups,
-            ):
+            async with paced(exchange) as groups:
                 async for event in groups:
                     if not is_begun and isinstance(event, PieceGroup | AnswerEnded):
                         is_begun = True
@@ -127,7 +123,7 @@ class MessageWriter:
                         for made in last:
                             yield self._encoded(made)
                         end = {"type": "message_delta", "delta": stop, "usage": self._usage()}
-                        yield self._encoded({**end, **self._frame.reports()})
+                        yield self._encoded({**end, **self._reports()})
                         yield self._encoded({"type": "message_stop"})
         except ApiError as error:
             raise _named(error, self._chat) from error
@@ -162,6 +158,10 @@ class MessageWriter:
             "stop_sequence": None,
             "usage": self._usage(),
         }
+
+    def _reports(self) -> _Json:
+        """What the request cost, without llama.cpp's `timings`, which it leaves out here too."""
+        return {name: value for name, value in self._frame.reports().items() if name != "timings"}
 
     def _usage(self) -> _Json:
         """Anthropic counts prompt tokens that were found in the cache beside the others, not among them."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from pydantic import BaseModel
@@ -89,7 +90,7 @@ def chat_call(body: ChatRequest, terms: Terms) -> Call:
         messages=messages,
         prediction=body.prediction,
         tools=tools_of(body, info),
-        template_options=_template_options(body),
+        template_options=(_llama_options() if terms.config.llama_cpp else {}) | _template_options(body),
         spec=spec_of(body, info, terms.config),
         trace=wants_rounds(body, terms.config),
     )
@@ -180,6 +181,7 @@ def _params(
         for name in _PASSED_ON
         if (value := getattr(body, name)) is not None and not (name == "min_tokens" and value == 0)
     }
+    given.setdefault("seed", config.default_seed)
     given |= _sampling(body, terms)
     given |= {
         "max_tokens": max_tokens,
@@ -200,10 +202,14 @@ def _params(
 
 
 def _sampling(body: SamplingFields, terms: Terms) -> dict[str, Any]:
-    """The `ADVISED_FIELDS` of the request; where it names none of them, what the model's makers advise."""
+    """The `ADVISED_FIELDS` of the request; where it names none of them, what the model's makers advise, at the server's
+    temperature.
+    """
     named = {name: value for name in ADVISED_FIELDS if (value := getattr(body, name)) is not None}
     if not named and terms.config.sampling_defaults == "model":
         named = dict(terms.info.advised_sampling)
+    if body.temperature is None and terms.config.default_temperature is not None:
+        named["temperature"] = terms.config.default_temperature
     return {"temperature": 1.0, **named, "top_k": max(0, int(named.get("top_k", 0)))}
 
 
@@ -275,7 +281,12 @@ def _refuse_chat_features(body: ChatRequest) -> None:
         raise unsupported("modalities", "this model writes text only")
 
 
-def _template_options(body: ChatRequest) -> Mapping[str, Any]:
+def _llama_options() -> dict[str, Any]:
+    """What llama.cpp tells every chat template where a request does not."""
+    return {"enable_thinking": True, "date_string": datetime.now().strftime("%d %b %Y")}
+
+
+def _template_options(body: ChatRequest) -> dict[str, Any]:
     """What the request tells the chat template.
 
     Raises:
@@ -289,6 +300,8 @@ def _template_options(body: ChatRequest) -> Mapping[str, Any]:
             raise invalid("chat_template_kwargs", "values must be true, false or short texts")
     if body.reasoning_effort is not None:
         given.setdefault("reasoning_effort", body.reasoning_effort)
+    if body.add_generation_prompt is not None:
+        given["add_generation_prompt"] = body.add_generation_prompt
     return given
 
 

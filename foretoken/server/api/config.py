@@ -10,7 +10,7 @@ from typing import Literal
 from foretoken.config import SpecConfig
 from foretoken.errors import ConfigError
 from foretoken.option import check_fields, option
-from foretoken.params import check_flag, check_limits, check_number
+from foretoken.params import TEMPERATURES, check_flag, check_limits, check_number, check_whole
 
 MetricsLevel = Literal["none", "summary", "detailed"]
 METRICS_LEVELS: tuple[str, ...] = ("none", "summary", "detailed")
@@ -31,6 +31,7 @@ class ApiConfig:
     - `max_request_tokens`: answers times `max_tokens` of one request. `max_pending_tokens`: the same over all requests
       that run or wait (None: not limited, the queue's length is).
     - `default_max_tokens`: of a chat request that names none (None: up to the end of the context).
+    - `default_temperature`, `default_seed`: of requests that name none (None: as `sampling_defaults` says; a new seed).
     - `first_token_timeout_s`: longest time in the queue and with the prompt; `request_timeout_s`: longest time in all.
     - `ping_s`: a comment is sent on a stream that was silent for so long, so that no proxy closes it.
     - `granularity`: when a stream's events are sent: "step" (one for each verification), "token", "interval:50" (ms).
@@ -68,6 +69,12 @@ class ApiConfig:
     default_max_tokens: int | None = field(
         default=None,
         metadata=_option("Longest answer of a chat request that names no length; to the end of the context."),
+    )
+    default_temperature: float | None = field(
+        default=None, metadata=_option("Temperature of requests that name none; as sampling-defaults says.")
+    )
+    default_seed: int | None = field(
+        default=None, metadata=_option("Seed of requests that name none, so that the same one gets the same answer.")
     )
     first_token_timeout_s: float = field(
         default=300.0, metadata=_option("Seconds for the first token, with the time in the queue.")
@@ -113,6 +120,10 @@ class ApiConfig:
         for name in ("max_pending_tokens", "default_max_tokens"):
             if getattr(self, name) is not None:
                 check_limits(**{name: getattr(self, name)})
+        if self.default_temperature is not None:
+            check_number("default_temperature", self.default_temperature, *TEMPERATURES)
+        if self.default_seed is not None:
+            check_whole("default_seed", self.default_seed, low=0, high=2**64 - 1)
         for name in ("first_token_timeout_s", "request_timeout_s", "ping_s"):
             check_number(name, getattr(self, name), 0.0, 1e9, open_low=True)
         for name in ("strict", "obfuscation", "force_obfuscation", "allow_lossy", "predictions", "ollama", "llama_cpp"):

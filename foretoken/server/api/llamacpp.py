@@ -1,8 +1,7 @@
-"""llama.cpp's own interface: `/completion`, `/infill`, `/tokenize`, `/detokenize`, `/props` and `/slots`."""
+"""llama.cpp's own interface: `/completion`, `/infill`, `/apply-template`, `/tokenize`, `/props` and others."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
@@ -12,21 +11,22 @@ from fastapi.routing import APIRoute
 from foretoken.backend.call import AnswerEnded, TokenEvent
 from foretoken.errors import ForetokenError
 from foretoken.server.api.body import JsonRoute
-from foretoken.server.api.call import completion_call, terms_of
+from foretoken.server.api.call import chat_call, completion_call, terms_of
 from foretoken.server.api.completions import fill_ids
-from foretoken.server.api.envelopes import INFILL_PATH, LLAMA_PATHS
+from foretoken.server.api.envelopes import COUNT_PATH, INFILL_PATH, LLAMA_PATHS, TEMPLATE_PATH
 from foretoken.server.api.errors import ERROR_SCHEMA, invalid, json_response, of_exception
 from foretoken.server.api.exchange import Api, Exchange
 from foretoken.server.api.llamacpp_request import (
-    DEFAULTS,
+    DISABLED,
     InfillRequest,
     LlamaFields,
     PiecesRequest,
     TokensRequest,
     as_completion,
+    defaults,
     prompts_of,
 )
-from foretoken.server.api.schemas import CompletionRequest
+from foretoken.server.api.schemas import ChatRequest, CompletionRequest
 from foretoken.server.api.streaming import PieceGroup, frame, paced
 from foretoken.server.api.usage import timings
 from foretoken.server.api.writer import BUILD, ResponseWriter, answer, chat_logprobs
@@ -83,6 +83,26 @@ def llama_router(api: Api, openai: Sequence[APIRouter]) -> APIRouter:
         filled = await fill_ids(api, info, before, body.input_suffix)
         return await _answer(api, request, body, [[*filled, *await _ids(api, [body.prompt], False)]], False)
 
+    _add_texts(router, api)
+    _add_state(router, api)
+    return router
+
+
+def _add_texts(router: APIRouter, api: Api) -> None:
+    """Texts and their tokens."""
+
+    @router.post(TEMPLATE_PATH, summary="A conversation under the chat template, as llama.cpp has it")
+    async def apply_template(body: ChatRequest, request: Request) -> Response:
+        return json_response({"prompt": await _text(api, await _chat_ids(api, body, request))})
+
+    async def count(body: ChatRequest, request: Request) -> Response:
+        return json_response({"input_tokens": len(await _chat_ids(api, body, request))})
+
+    for path in (COUNT_PATH, f"/v1{COUNT_PATH}"):
+        router.add_api_route(
+            path, count, methods=["POST"], summary="Number of a conversation's tokens, as llama.cpp has it"
+        )
+
     @router.post("/tokenize", summary="Token ids of a text, as llama.cpp has it", responses=_OWN_ERRORS)
     async def tokenize(body: PiecesRequest) -> Response:
         tokens = await _ids(api, [body.content], body.add_special)
@@ -98,11 +118,15 @@ def llama_router(api: Api, openai: Sequence[APIRouter]) -> APIRouter:
                 raise invalid("tokens", f"must be whole numbers from 0 to {vocab_size - 1}", token)
         return json_response({"content": await _text(api, body.tokens)})
 
+
+def _add_state(router: APIRouter, api: Api) -> None:
+    """What is known of the model and of what runs."""
+
     @router.get("/props", summary="What is known of the model and its defaults, as llama.cpp says it")
     async def props() -> Response:
         info = api.ready_info()
         made = {
-            "default_generation_settings": {"n_ctx": info.max_model_len, "params": {**DEFAULTS, "seed": -1}},
+            "default_generation_settings": {"n_ctx": info.max_model_len, "params": defaults(api.config)},
             "total_slots": info.max_batch_size,
             "model_alias": info.name,
             "model_path": info.name,  # a path would tell of this machine
@@ -128,8 +152,6 @@ def llama_router(api: Api, openai: Sequence[APIRouter]) -> APIRouter:
         ]
         return json_response(made)
 
-    return router
-
 
 async def _ids(api: Api, parts: Sequence[str | int], add_special: bool = True) -> list[int]:
     """Token ids of a prompt; what begins every text stands before its first part, if that is a text."""
@@ -145,9 +167,19 @@ async def _ids(api: Api, parts: Sequence[str | int], add_special: bool = True) -
     return made
 
 
-async def _text(api: Api, ids: Sequence[int]) -> str:
+async def _chat_ids(api: Api, body: ChatRequest, request: Request) -> list[int]:
+    """Token ids of a conversation with its tools, up to where the answer begins."""
+    call = chat_call(body, terms_of(api, body, request.scope))
     try:
-        return await api.backend.detokenize(ids)
+        return await api.backend.tokenize(None, call.messages, True, call.tools, call.template_options)
+    except ForetokenError as error:
+        raise of_exception(error, api.config.retry_after_s) from error
+
+
+async def _text(api: Api, ids: Sequence[int]) -> str:
+    """The text of token ids, special tokens as they are spelt: so llama.cpp writes them."""
+    try:
+        return await api.backend.detokenize(ids, has_specials=True)
     except ForetokenError as error:
         raise of_exception(error, api.config.retry_after_s) from error
 
@@ -168,7 +200,7 @@ async def _answer(
     api: Api, request: Request, body: LlamaFields, prompts: Sequence[list[int]], is_list: bool
 ) -> Response:
     terms = terms_of(api, body, request.scope)
-    asked = as_completion(body, prompts, await _biases(api, body))
+    asked = as_completion(body, prompts, await _biases(api, body), terms.config)
     asked.max_tokens = asked.max_tokens or terms.config.default_max_tokens or terms.info.max_model_len
     call = completion_call(asked, terms)
     exchange = Exchange(api, request.scope, call, terms.info, bool(body.stream))
@@ -203,10 +235,7 @@ class _CompletionWriter:
             ApiError: the call failed.
         """
         exchange = self._exchange
-        async with (
-            contextlib.aclosing(exchange.events()) as events,
-            contextlib.aclosing(paced(events, exchange.api.config)) as groups,
-        ):
+        async with paced(exchange) as groups:
             async for event in groups:
                 if isinstance(event, PieceGroup) and (event.piece.tokens or event.piece.text):
                     yield frame(self._chunk(event))
@@ -268,6 +297,7 @@ class _CompletionWriter:
         if params.ignore_eos:
             biases += [{"token": token, "bias": None} for token in self._exchange.info.eos_token_ids]
         return {
+            **DISABLED,
             "n_predict": params.max_tokens,
             "seed": -1 if params.seed is None else params.seed,
             "temperature": params.temperature,

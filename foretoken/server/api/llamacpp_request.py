@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
+from foretoken.server.api.config import ApiConfig
 from foretoken.server.api.errors import unsupported
 from foretoken.server.api.schemas import MAX_WHOLE, CompletionRequest, Number, SamplingFields, Whole, wrong_shape
 
-# What llama.cpp draws with where a request says nothing.
-DEFAULTS: Mapping[str, float] = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+# What llama.cpp draws with where neither a request nor the server says anything.
+_DEFAULTS: Mapping[str, float] = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 # Filters that do not exist here, with the values that leave what is drawn unchanged.
 _HARMLESS: Mapping[str, tuple[float, ...]] = {
     "typical_p": (1,),
@@ -23,7 +25,9 @@ _HARMLESS: Mapping[str, tuple[float, ...]] = {
     "t_max_predict_ms": (-1, 0),
     "n_indent": (0,),
     "min_keep": (0, 1),
+    "adaptive_target": (-1,),
 }
+DISABLED: Mapping[str, float] = {name: values[0] for name, values in _HARMLESS.items()} | {"adaptive_decay": 0.9}
 _PROMPT = {"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1}, {"type": "object"}]}
 
 
@@ -64,6 +68,7 @@ class LlamaFields(SamplingFields):
     id_slot: Any = None
     n_keep: Any = None
     repeat_last_n: Any = None
+    adaptive_decay: Any = None
     # refused where they would change what is drawn or answered
     typical_p: Number | None = None
     mirostat: Number | None = None
@@ -74,6 +79,7 @@ class LlamaFields(SamplingFields):
     t_max_predict_ms: Number | None = None
     n_indent: Number | None = None
     min_keep: Number | None = None
+    adaptive_target: Number | None = None
     samplers: Any = None
     post_sampling_probs: bool | None = None
     return_progress: bool | None = None
@@ -145,7 +151,15 @@ def _parts(prompt: object) -> list[str | int]:
     raise unsupported("prompt", "must be a text, a list of token ids and texts, or a list of those, and not empty")
 
 
-def as_completion(body: LlamaFields, prompts: Sequence[Sequence[int]], bias: Mapping[int, float]) -> CompletionRequest:
+def defaults(config: ApiConfig) -> dict[str, float]:
+    """How answers are drawn for which nothing is asked; seed -1: another one for each."""
+    given = {"temperature": config.default_temperature, "seed": config.default_seed}
+    return {**_DEFAULTS, "seed": -1} | {name: value for name, value in given.items() if value is not None}
+
+
+def as_completion(
+    body: LlamaFields, prompts: Sequence[Sequence[int]], bias: Mapping[int, float], config: ApiConfig
+) -> CompletionRequest:
     """The completion request that answers these prompts, with the biases by token id.
 
     Raises:
@@ -158,14 +172,16 @@ def as_completion(body: LlamaFields, prompts: Sequence[Sequence[int]], bias: Map
         "prompt": list(prompts),
         "max_tokens": None if limit is None or limit < 0 else limit,
         "repetition_penalty": body.repeat_penalty if body.repeat_penalty is not None else body.repetition_penalty,
-        "seed": None if body.seed is None or body.seed < 0 else body.seed,
+        "seed": secrets.randbits(32) if body.seed is not None and body.seed < 0 else body.seed,
         "logit_bias": dict(bias) or None,
         "logprobs": body.n_probs or None,
         "suffix": None,
         "echo": None,
         "best_of": None,
     }
-    drawn = {name: value for name, value in DEFAULTS.items() if getattr(body, name) is None}
+    drawn = {
+        name: value for name, value in defaults(config).items() if name in _DEFAULTS and getattr(body, name) is None
+    }
     return CompletionRequest.model_construct(**given | asked | drawn)
 
 

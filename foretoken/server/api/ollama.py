@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
@@ -142,10 +141,7 @@ class _Writer:
             ApiError: the call failed.
         """
         exchange = self._exchange
-        async with (
-            contextlib.aclosing(exchange.events()) as events,
-            contextlib.aclosing(paced(events, exchange.api.config)) as groups,
-        ):
+        async with paced(exchange) as groups:
             async for event in groups:
                 if isinstance(event, PieceGroup):
                     text, tokens = self._text(self._shaper.push(event.piece.text)), event.piece.tokens

@@ -4,7 +4,6 @@ no state is kept between requests.
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import time
 from collections.abc import AsyncGenerator, Iterator
@@ -78,10 +77,7 @@ class ResponsesWriter:
     async def stream(self) -> AsyncGenerator[bytes]:
         """The events of the stream, encoded."""
         exchange, is_begun = self._exchange, False
-        async with (
-            contextlib.aclosing(exchange.events()) as events,
-            contextlib.aclosing(paced(events, exchange.api.config)) as groups,
-        ):
+        async with paced(exchange) as groups:
             async for event in groups:
                 if not is_begun:
                     is_begun = True

@@ -249,6 +249,7 @@ class ChatRequest(SamplingFields):
     audio: dict[str, Any] | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
     functions: list[dict[str, Any]] | None = None
     function_call: ShortText | dict[str, Any] | None = None
     web_search_options: dict[str, Any] | None = None

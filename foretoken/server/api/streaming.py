@@ -33,8 +33,22 @@ class PieceGroup:
     rounds: list[RoundEvent]
 
 
-async def paced(events: AsyncIterator[Event], config: ApiConfig) -> AsyncGenerator[Event | PieceGroup]:
-    """The events in their order for each answer, pieces grouped as the settings say."""
+@contextlib.asynccontextmanager
+async def paced(exchange: Exchange) -> AsyncGenerator[AsyncIterator[Event | PieceGroup]]:
+    """The events of a call in their order for each answer, pieces grouped as the settings say. Every way out frees what
+    the call holds.
+
+    Raises:
+        ApiError: see `Exchange.events`.
+    """
+    async with (
+        contextlib.aclosing(exchange.events()) as events,
+        contextlib.aclosing(_grouped(events, exchange.api.config)) as groups,
+    ):
+        yield groups
+
+
+async def _grouped(events: AsyncIterator[Event], config: ApiConfig) -> AsyncGenerator[Event | PieceGroup]:
     if config.interval_s:
         async with contextlib.aclosing(_by_interval(events, config.interval_s)) as groups:
             async for group in groups:

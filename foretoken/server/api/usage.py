@@ -37,11 +37,14 @@ def _num_cached(exchange: Exchange) -> int:
 
 
 def timings(exchange: Exchange) -> dict[str, Any]:
-    """llama.cpp's object: tokens of all answers, times of the slowest."""
+    """llama.cpp's object: tokens of all answers, times of the slowest. Rates leave out the first token of each answer,
+    which comes with the prompt.
+    """
     stats = [end.stats for end in exchange.book.ended]
     num_cached = _num_cached(exchange)
     num_prompt = sum(map(len, exchange.prompt_ids)) - num_cached
     num_predicted = exchange.book.num_tokens
+    num_decoded = num_predicted - sum(bool(answer.tokens) for answer in exchange.book.answers)
     prompt_ms = 1000 * max((max(0.0, one["ttft_s"] - one["queued_s"]) for one in stats), default=0.0)
     predicted_ms = 1000 * max((one["total_s"] - one["ttft_s"] for one in stats), default=0.0)
     return {
@@ -52,8 +55,8 @@ def timings(exchange: Exchange) -> dict[str, Any]:
         "prompt_per_second": _ratio(1000 * num_prompt, prompt_ms),
         "predicted_n": num_predicted,
         "predicted_ms": predicted_ms,
-        "predicted_per_token_ms": _ratio(predicted_ms, num_predicted),
-        "predicted_per_second": _ratio(1000 * num_predicted, predicted_ms),
+        "predicted_per_token_ms": _ratio(predicted_ms, num_decoded),
+        "predicted_per_second": _ratio(1000 * num_decoded, predicted_ms),
         "draft_n": sum(one["num_drafted"] for one in stats),
         "draft_n_accepted": sum(one["num_accepted"] for one in stats),
     }

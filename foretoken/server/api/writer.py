@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -138,8 +137,7 @@ class ResponseWriter:
     async def stream(self, writer: ChoiceWriter) -> AsyncGenerator[bytes]:
         """The events of a stream, encoded."""
         exchange, is_open = self.exchange, False
-        events = exchange.events()
-        async with contextlib.aclosing(events), contextlib.aclosing(paced(events, exchange.api.config)) as groups:
+        async with paced(exchange) as groups:
             async for event in groups:
                 if not is_open and isinstance(event, PieceGroup | AnswerEnded):
                     is_open = True

@@ -99,9 +99,9 @@ class RemoteBackend:
         )
         return found
 
-    async def detokenize(self, token_ids: Sequence[int]) -> str:
+    async def detokenize(self, token_ids: Sequence[int], has_specials: bool = False) -> str:
         """See `Backend.detokenize`."""
-        return str(await self._ask(lambda number: Detokenize(number, list(token_ids))))
+        return str(await self._ask(lambda number: Detokenize(number, list(token_ids), has_specials)))
 
     async def stats(self) -> dict[str, Any]:
         """See `Backend.stats`."""

@@ -209,9 +209,9 @@ class Replicas:
         """See `Backend.tokenize`."""
         return await self._least_loaded().tokenize(prompt, messages, add_special_tokens, tools, template_options)
 
-    async def detokenize(self, token_ids: Sequence[int]) -> str:
+    async def detokenize(self, token_ids: Sequence[int], has_specials: bool = False) -> str:
         """See `Backend.detokenize`."""
-        return await self._least_loaded().detokenize(token_ids)
+        return await self._least_loaded().detokenize(token_ids, has_specials)
 
     async def stats(self) -> dict[str, Any]:
         """See `Backend.stats`: sums over the workers, rates and shares recomputed (`merged`). Also `num_restarts`, and

@@ -93,6 +93,7 @@ class Detokenize(msgspec.Struct, frozen=True, tag="detokenize"):
 
     call: int
     token_ids: list[int]
+    has_specials: bool = False
 
 
 class AskStats(msgspec.Struct, frozen=True, tag="stats"):

@@ -78,7 +78,7 @@ async def value_of(command: Any, backend: Backend) -> Any:  # noqa: ANN401
             command.template_options,
         )
     if isinstance(command, Detokenize):
-        return await backend.detokenize(command.token_ids)
+        return await backend.detokenize(command.token_ids, command.has_specials)
     assert isinstance(command, AskStats)
     return await backend.stats()
 
