@@ -1,14 +1,13 @@
 """Ranks at length: every drafter and family on 2 and 3 processes, and ranks that are lost at random moments.
 
 `make proof` runs the drafters, the families on 2 ranks, and 20 random moments; the release 4 ranks too, and 1,000
-moments in turns of 20, so that a run that was ended can go on (`pytest -m "" -k "moments and turn17"`).
+moments, which `python -m proof.moments` runs in turns.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,23 +15,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from foretoken import LLM, RankError, SamplingParams, SpecConfig
-from foretoken.parallel import group
+from foretoken import LLM, SamplingParams, SpecConfig
+from proof.moments import EQUAL, LOST, Moments, failures
 from tests.engine.test_exactness import PROMPTS, all_specs
-from tests.helpers import faulty_rank
-from tests.helpers.checkpoints import related_pair, tiny_checkpoint, variant
-from tests.helpers.deadline import within
+from tests.helpers.checkpoints import related_pair, variant
 from tests.helpers.specs import predicting
 from tests.model.test_sharding import FAMILIES
 from tests.parallel.test_ranks import GREEDY, SHAPE, answers, opened, same_on
 from tests.server.test_life import KEYS, REFERENCE, children, is_alive, serving, until
 
 pytestmark = pytest.mark.filterwarnings("ignore:the draft has .* MB of weights to read")
-# Exchanges of an answer of `LONG` and its prompt: 32 steps of 2 * 2 layers, embedding and logits, and a prompt.
-NUM_EXCHANGES = 190
 LONG = SamplingParams(max_tokens=32, ignore_eos=True)
-PATIENCE_S = 1.0
-DEADLINE_S = 60.0  # of a moment, the start of its ranks on a loaded machine included
 
 
 @pytest.fixture(scope="module")
@@ -78,49 +71,17 @@ def test_every_family(tmp_path: Path, name: str, world: int) -> None:
 )
 def test_quantised_weights(tmp_path: Path, name: str, options: dict[str, str]) -> None:
     shape = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64}
-    assert same_on(2, variant(tmp_path, name, **shape), cache_dtype="model", **options)
+    assert same_on(2, variant(tmp_path, name, **shape), **options)
 
 
-NUM_MOMENTS = 20  # of a turn
-FAULTS = {
-    "kill": 8,
-    "stop": 1,
-    "raise": 3,
-    "slow": 4,
-    "perturb": 4,
-}  # in a turn on average; the first three end a group
-
-
-@pytest.mark.parametrize(
-    "turn",
-    [pytest.param(turn, id=f"turn{turn}", marks=[pytest.mark.release] if turn else []) for turn in range(50)],
-)
-def test_random_moments_of_a_fault_end_in_an_error_or_in_the_same_tokens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, turn: int
-) -> None:
-    """Killed, stopped, raising, slow or deciding near ties otherwise from a random exchange on, of two or three ranks:
-    the tokens of one process, or a `RankError`. Never a hang: the deadline ends the test process.
-    """
-    rng = random.Random(turn)
-    target = SimpleNamespace(target=tiny_checkpoint(tmp_path, "llama", num_hidden_layers=2, **SHAPE))
-    with opened(target, 1) as one:
-        expected = one.generate([PROMPTS[2]], LONG)[0].token_ids
-    monkeypatch.setattr(group, "RANK_COMMAND", faulty_rank.COMMAND)
-    monkeypatch.setattr(group, "PATIENCE_S", PATIENCE_S)
-    outcomes = set[str]()
-    for _ in range(NUM_MOMENTS):
-        world, what = rng.choice((2, 3)), rng.choices(list(FAULTS), list(FAULTS.values()))[0]
-        last = LONG.max_tokens if what == "perturb" else NUM_EXCHANGES + 20
-        fault = f"{rng.randrange(1, world)}:{what}:{rng.randrange(1, last)}"
-        monkeypatch.setenv(faulty_rank.VARIABLE, fault)
-        with within(DEADLINE_S), opened(target, world) as llm:
-            try:
-                assert llm.generate([PROMPTS[2]], LONG)[0].token_ids == expected, fault
-                outcomes.add("equal")
-            except RankError:
-                outcomes.add("lost")
-                assert what not in ("slow", "perturb"), fault
-    assert outcomes == {"equal", "lost"}
+@pytest.mark.usefixtures("failed_drafters")  # one whose pass loses a rank fails by it, before the request does
+@pytest.mark.parametrize("count", [20, pytest.param(1000, marks=pytest.mark.release)])
+def test_a_fault_at_a_random_moment_ends_in_an_error_or_in_the_same_tokens(tmp_path: Path, count: int) -> None:
+    moments = Moments(tmp_path / "state.json", tmp_path)
+    moments.run(count)
+    assert not failures(moments.done)
+    assert {moment["outcome"] for moment in moments.done} == {EQUAL, LOST}
+    assert len(moments.done) == count
 
 
 def test_a_server_restarts_a_worker_whose_rank_was_killed() -> None:

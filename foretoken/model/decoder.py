@@ -70,10 +70,11 @@ class DecoderLayer(nn.Module):
         self.qkv_proj = Linear(config.hidden_size, rows, config.qkv_bias)
         self.q_norm, self.k_norm = norm("q_norm", of_heads), norm("k_norm", of_heads)
         self.sinks = nn.Parameter(torch.zeros(config.num_heads)) if config.has_sinks else None
-        self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size, config.o_bias)
+        outputs = config.hidden_size // collective.world
+        self.o_proj = Linear(config.num_heads * config.head_dim * collective.world, outputs, config.o_bias)
         self.attention_out_norm = norm("attention_out_norm")
         self.mlp_norm = norm("mlp_norm")
-        self.mlp = _mlp(config, layer)
+        self.mlp = _mlp(config, collective, layer)
         self.mlp_out_norm = norm("mlp_out_norm")
 
     def forward(self, x: Tensor, rotation: Rotation | None, attention: Attention, layer: int) -> Tensor:
@@ -81,7 +82,8 @@ class DecoderLayer(nn.Module):
         normed = _normed(x, self.attention_norm)
         query, key, value = self._qkv(normed, rotation)
         read = attention.attend(layer, query, key, value, self.sinks)  # [T, H, K]
-        x = self._added(x, self.o_proj(read.reshape(x.shape[0], -1)), self.attention_out_norm)
+        heads = self.collective.all_gather(read.reshape(x.shape[0], -1))
+        x = self._added(x, self.o_proj(heads), self.attention_out_norm)
         if not self.is_parallel:
             normed = _normed(x, self.mlp_norm)
         return self._added(x, self.mlp(normed), self.mlp_out_norm)
@@ -105,8 +107,10 @@ class DecoderLayer(nn.Module):
         )
 
     def _added(self, x: Tensor, change: Tensor, norm: Norm | None) -> Tensor:
-        """The residual stream `x` [T, D] with what attention or MLP, behind the `norm`, adds to it."""
-        change = _normed(self.collective.all_reduce(change), norm)
+        """The residual stream `x` [T, D] with what attention or MLP, behind the `norm`, adds to it; `change` is this
+        rank's part.
+        """
+        change = _normed(self.collective.all_gather(change), norm)
         return x + (change if self.multiplier == 1.0 else change * self.multiplier)
 
     def _qkv(self, x: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -128,10 +132,11 @@ class DecoderLayer(nn.Module):
         return normed
 
 
-def _mlp(config: ModelConfig, layer: int) -> MLP | Experts:
+def _mlp(config: ModelConfig, collective: Collective, layer: int) -> MLP | Experts:
     if config.experts is not None and config.has_experts(layer):
-        return Experts(config.hidden_size, config.experts)
-    return MLP(config.hidden_size, config.intermediate_size, config.mlp_bias, config.activation, config.is_gated)
+        return Experts(config.hidden_size, config.experts, collective)
+    form = (config.mlp_bias, config.activation, config.is_gated)
+    return MLP(config.hidden_size, config.intermediate_size, *form, collective)
 
 
 def _normed(x: Tensor, norm: Norm | None) -> Tensor:
@@ -190,7 +195,8 @@ class Decoder(nn.Module):
             embedded: Tensor = self.embedding(tokens)
             return embedded
         rows, own = self.shard.own_tokens(tokens)
-        return self.collective.all_reduce(self.embedding(rows).masked_fill(~own[:, None], 0))
+        parts = self.collective.all_gather(self.embedding(rows).masked_fill(~own[:, None], 0))
+        return parts.view(len(rows), self.shard.world, -1).sum(1)  # all but one are zero
 
     def run(
         self, x: Tensor, positions: Tensor, attention: Attention, layers: Sequence[int], taps: Sequence[int] = ()
@@ -199,7 +205,7 @@ class Decoder(nn.Module):
         or layer `l - 1` gives.
         """
         rotations = [table.at(positions) for table in self.rotaries]
-        compiled = layer_pass(self, x, attention, rotations)
+        compiled = layer_pass(self, x, attention, rotations) if self.shard.world == 1 else None
         kept: dict[int, Tensor] = {}
         if compiled is not None and layers:
             x, kept = compiled.run(x, layers, taps)
@@ -253,8 +259,6 @@ class Decoder(nn.Module):
 
     def layer_parts(self) -> list[LayerParts]:
         """See `layer_pass.LayerStack`."""
-        if self.shard.world > 1:
-            return []
         layers = zip(self.decoder_layers(), self._rope_numbers, strict=True)
         return [layer.parts(rope) for layer, rope in layers]
 

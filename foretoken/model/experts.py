@@ -23,6 +23,7 @@ from foretoken.model.expert_config import ClampedGate, ExpertsConfig
 from foretoken.model.layers import Linear, activated
 from foretoken.model.matrices.dense import ProductFields, array_of
 from foretoken.model.row_kernels import RowKernels, kernels_for
+from foretoken.model.sharding import Collective, SingleRank
 from foretoken.transfer import to_device, to_host
 
 # ---- the experts of a layer in one call: `kernels/experts.h`
@@ -106,15 +107,12 @@ def expert_table(parts: ExpertParts, dtype: torch.dtype) -> ExpertTable | None:
     return ExpertTable(fields, (gate_up, down, own, products, weights))
 
 
-def run_experts(kernels: RowKernels, stack: ExpertStack, x: Tensor) -> Tensor | None:
-    """`x` [T, D] through the experts, [T, D]; None where a part of them has no kernel here.
+def run_experts(kernels: RowKernels, table: ExpertTable, x: Tensor) -> Tensor:
+    """`x` [T, D] through the experts, [T, D].
 
     Raises:
         MemoryError: no memory for what lies between two operations.
     """
-    table = _table(stack, x.dtype)
-    if table is None:
-        return None
     x, out = x.contiguous(), torch.empty(x.shape, dtype=x.dtype)
     if not kernels.library.foretoken_run_experts(
         *(ctypes.byref(table.fields), x.data_ptr(), out.data_ptr(), len(x)),
@@ -168,47 +166,51 @@ class Scores(nn.Module):
 
 
 class Expert(nn.Module):
-    """A gated MLP; gate and up share one matrix."""
+    """A gated MLP, or a rank's part of it (see `layers.MLP`); gate and up share one matrix. Packed matrices multiply in
+    float32 or wider, plain ones in their dtype.
+    """
 
-    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool, clamped: ClampedGate | None) -> None:
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, bias: bool, clamped: ClampedGate | None, world: int
+    ) -> None:
         super().__init__()
         self.gate_up_proj = Linear(hidden_size, 2 * intermediate_size, bias)
-        self.down_proj = Linear(intermediate_size, hidden_size, bias)
+        self.down_proj = Linear(intermediate_size * world, hidden_size // world, bias)
         self.clamped = clamped
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`x` [T, D] -> [T, D] in float32 or wider, as which packed matrices multiply; plain ones do in their dtype."""
+    def channels(self, x: Tensor) -> Tensor:
+        """`x` [T, D] -> [T, I]."""
         weight = self.gate_up_proj.weight
-        wide = self.gate_up_proj(x.to(_wide(x) if weight is None else weight.dtype))
-        out: Tensor = self.down_proj(_gated(wide, self.clamped))
-        return out.to(_wide(x))
+        return _gated(self.gate_up_proj(x.to(_wide(x) if weight is None else weight.dtype)), self.clamped)
 
 
 class Experts(nn.Module):
     """Router and experts of one layer."""
 
-    def __init__(self, hidden_size: int, config: ExpertsConfig) -> None:
+    def __init__(self, hidden_size: int, config: ExpertsConfig, collective: Collective | None = None) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.collective = config, collective or SingleRank()
+        world = self.collective.world
         self.router = Scores(config.num_experts, hidden_size, config.router_bias)
         self.experts = nn.ModuleList(
-            Expert(hidden_size, config.intermediate_size, config.bias, config.clamped)
+            Expert(hidden_size, config.intermediate_size, config.bias, config.clamped, world)
             for _ in range(config.num_experts)
         )
         self.shared: Expert | None = None
         self.shared_gate: Scores | None = None
         if config.shared_size:
-            self.shared = Expert(hidden_size, config.shared_size, False, config.clamped)
+            self.shared = Expert(hidden_size, config.shared_size, False, config.clamped, world)
             self.shared_gate = Scores(1, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` [T, D] -> [T, D]."""
+        """`x` [T, D] -> [T, D / world]."""
         kernels = kernels_for(x)
-        if kernels is not None:
-            out = run_experts(kernels, self, x)
-            if out is not None:
-                return out
-        return self.mixed(x, *self.route(x))
+        table = None if kernels is None else _table(self, x.dtype)
+        if kernels is None or table is None:
+            return self.mixed(x, *self.route(x))
+        if self.collective.world > 1:
+            return self.mixed(x, *route(kernels, table, x))
+        return run_experts(kernels, table, x)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The slots of each row of `x` [T, D]: experts [T, S], best first and of equal ones the first, and their
@@ -229,19 +231,34 @@ class Experts(nn.Module):
     def mixed(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """The sum of what the experts `chosen` [T, S] make of the rows `x` [T, D], times `weights` [T, S]: [T, D].
 
-        Slots are added in ascending order, so that a row's sum does not depend on the other rows.
+        Slots are added in ascending order, so that a row's sum does not depend on the other rows, in float64 and then
+        rounded: the compiled sum's fused multiplication. Of several ranks each gives its part of D.
         """
-        parts = torch.empty(*chosen.shape, x.shape[1], dtype=_wide(x), device=x.device)  # [T, S, D]
         placed: dict[int, list[tuple[int, int]]] = {}  # by expert, rows and slots: one wait for all experts of a layer
         for place, number in enumerate(to_host(chosen.flatten())[0]):
             placed.setdefault(number, []).append(divmod(place, chosen.shape[1]))
-        for number in sorted(placed):
-            rows, slots = to_device(list(zip(*placed[number], strict=True)), x.device)
-            parts[rows, slots] = self._expert(number)(x[rows])
+        numbers = sorted(placed)
+        places = [to_device(list(zip(*placed[number], strict=True)), x.device) for number in numbers]
+        channels = [self._expert(number).channels(x[at[0]]) for number, at in zip(numbers, places, strict=True)]
+        size = x.shape[1] // self.collective.world
+        parts = torch.empty(*chosen.shape, size, dtype=_wide(x), device=x.device)  # [T, S, D]
+        for number, (rows, slots), own in zip(numbers, places, self._gathered(channels), strict=True):
+            parts[rows, slots] = self._expert(number).down_proj(own).to(parts.dtype)
         total = torch.zeros_like(parts[:, 0])
         for slot in range(chosen.shape[1]):
-            total = total + weights[:, slot, None] * parts[:, slot]
+            total = (total.double() + weights[:, slot, None].double() * parts[:, slot].double()).to(parts.dtype)
         return total.to(x.dtype)
+
+    def _gathered(self, channels: list[Tensor]) -> list[Tensor]:
+        """Each expert's `channels` [n, I / world] of all ranks side by side, [n, I], in one exchange."""
+        world = self.collective.world
+        if world == 1 or not channels:
+            return channels
+        flat = self.collective.all_gather(torch.cat([own.flatten() for own in channels])).view(world, -1)
+        parts = torch.split(flat, [own.numel() for own in channels], dim=1)
+        return [
+            part.view(world, *own.shape).transpose(0, 1).flatten(1) for part, own in zip(parts, channels, strict=True)
+        ]
 
     def parts(self) -> ExpertParts:
         """What the compiled call takes."""

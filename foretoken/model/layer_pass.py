@@ -81,7 +81,7 @@ class LayerStack(Protocol):
         """Theirs, on this rank."""
 
     def layer_parts(self) -> Sequence[LayerParts]:
-        """All of them; none where a pass cannot run them, because other ranks hold parts."""
+        """All of them."""
 
     def weight_marks(self) -> tuple[object, ...]:
         """Others than before once weights were replaced."""

@@ -15,6 +15,7 @@ from foretoken.model.architecture import Activation, NormConfig
 from foretoken.model.matrices.dense import DenseWeight, Product, dense_bytes, has_amx
 from foretoken.model.matrices.dense import kernel as dense_kernel
 from foretoken.model.row_kernels import kernels_for
+from foretoken.model.sharding import Collective, SingleRank
 
 # Row count that oneDNN lays packed weights out for. Decode and verify passes hold 1-16 rows; measured flat over 1-8
 # (benchmarks/), and prefill loses nothing against the plain layout.
@@ -200,7 +201,8 @@ def _widened(x: Tensor) -> Tensor:
 class MLP(nn.Module):
     """SwiGLU and its relatives (Shazeer 2002.05202), or two matrices with an activation between them.
 
-    Gate and up share one matrix, so that a decode step makes two calls instead of three.
+    Gate and up share one matrix, so that a decode step makes two calls instead of three. `intermediate_size` are this
+    rank's channels; its part of the outputs reads all ranks' channels.
     """
 
     def __init__(
@@ -210,15 +212,19 @@ class MLP(nn.Module):
         bias: bool,
         activation: Activation = "silu",
         is_gated: bool = True,
+        collective: Collective | None = None,
     ) -> None:
         super().__init__()
         self.activation, self.is_gated = activation, is_gated
+        self.collective = collective or SingleRank()
+        world = self.collective.world
         self.gate_up_proj = Linear(hidden_size, intermediate_size * (2 if is_gated else 1), bias)
-        self.down_proj = Linear(intermediate_size, hidden_size, bias)
+        self.down_proj = Linear(intermediate_size * world, hidden_size // world, bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` [T, hidden] -> [T, hidden]."""
-        out: Tensor = self.down_proj(activated(self.gate_up_proj(x), self.activation, self.is_gated))
+        """`x` [T, hidden] -> [T, hidden / world]."""
+        channels = activated(self.gate_up_proj(x), self.activation, self.is_gated)
+        out: Tensor = self.down_proj(self.collective.all_gather(channels))
         return out
 
 

@@ -43,7 +43,7 @@ from foretoken.model.matrices.grouped_kernel import GroupedWeight, merged
 from foretoken.model.matrices.quant import ACTIVATIONS, GroupQuantiser, check_quant
 from foretoken.model.packed.weights import PackedWeights, assembled, method_of, packed_format
 from foretoken.model.rope import RowOrders, in_order
-from foretoken.model.sharding import Collective, Shard, Split
+from foretoken.model.sharding import Collective, Shard
 from foretoken.model.weights import EMBEDDING, HEAD, TensorSource, Weights
 
 _FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -292,8 +292,6 @@ class _Filler:
         codes, order, num_rows = self.weights.grouped_rows(name), self._orders.of(name), self.weights.shape(name)[0]
         if codes is None or (order is None and self.shard.world == 1):
             return num_rows, codes
-        if order is None and self.shard.split(name) is Split.ROW:
-            return num_rows, (self.shard.slice_codes(name, part) for part in codes)
         whole = GroupedCodes.joined(list(codes))
         if order is not None:
             whole = whole.reordered(lambda rows: in_order(rows, order))

@@ -89,7 +89,7 @@ def open_model(
     kind = strict_kind(decoder) if numerics == "strict" else PagedModel
     kept = kept_dtype(decoder, cache_dtype)
     num_tokens = cache_size(decoder.local, kept, place, cache_tokens)
-    return PagedModel(decoder, num_tokens, kept=kept) if kind is PagedModel else kind(decoder, num_tokens)
+    return kind(decoder, num_tokens, kept=kept)
 
 
 def kept_dtype(decoder: Decoder, cache_dtype: str) -> torch.dtype:

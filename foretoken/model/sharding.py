@@ -1,16 +1,16 @@
-"""Tensor parallelism: which part of every weight a rank holds, and the two collectives that a forward needs.
+"""Tensor parallelism: which part of every weight a rank holds, and the one collective that a forward needs.
 
-Megatron-LM's scheme (Shoeybi et al. 1909.08053). Column-parallel matrices (q, k, v, gate, up) give each rank some heads
-or channels; row-parallel ones (o, down) turn these into partial sums of the residual stream, which are added over the
-ranks. The embedding and the head are split by vocabulary: a rank looks up its own tokens (partial sums again), and the
-ranks' logits are concatenated.
+Every matrix is divided by its outputs: each rank computes some heads, channels, parts of the residual stream and tokens
+of the vocabulary, and what the next matrix reads is gathered from all. So an output is one sum over all inputs, as in
+one process, and no sum is divided among ranks: with kernels whose outputs do not depend on each other, ranks compute
+the bits of one process. (Megatron-LM, Shoeybi et al. 1909.08053, divides the inputs of o and down instead and adds
+partial sums: half the exchanges, in another order of summation for every number of ranks.)
 
 A mixture divides the channels of every expert in the same way; every rank holds the router, and so routes alike.
 
 `Shard.slice` is the only place where weights are cut; the loader passes every tensor through it, before it is packed or
-quantised. Matrices that a file has in codes are cut as codes (`Shard.slice_codes`), so that nothing is quantised again:
-outputs anywhere, inputs at whole spans of the kernel. This module starts no processes and moves no data between them:
-whoever runs the ranks supplies a `Collective`.
+quantised. Matrices that a file has in codes are cut as codes (`Shard.slice_codes`), so that nothing is quantised again.
+This module starts no processes and moves no data between them: whoever runs the ranks supplies a `Collective`.
 """
 
 from __future__ import annotations
@@ -27,15 +27,13 @@ from torch import Tensor
 from foretoken.errors import ConfigError
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.matrices.codes import GroupedCodes
-from foretoken.model.matrices.grouped_kernel import SPAN
 
 
 class Split(Enum):
     """How a parameter is divided among ranks."""
 
-    COLUMN = "output channels"
+    OUTPUTS = "outputs"
     KV = "key/value heads; replicated among ranks when there are fewer heads than ranks"
-    ROW = "input channels; a bias is rank 0's"
     VOCAB = "rows of the vocabulary, the last ones filled up with zeros"
     QKV = "query, key and value rows in one tensor, each divided by itself"
     HALVES = "gate and up rows in one tensor, each divided by itself"
@@ -46,25 +44,25 @@ class Split(Enum):
 _SPLITS = {
     "embed_tokens": Split.VOCAB,
     "lm_head": Split.VOCAB,
-    "q_proj": Split.COLUMN,
+    "q_proj": Split.OUTPUTS,
     "k_proj": Split.KV,
     "v_proj": Split.KV,
-    "gate_proj": Split.COLUMN,
-    "up_proj": Split.COLUMN,
+    "gate_proj": Split.OUTPUTS,
+    "up_proj": Split.OUTPUTS,
     "qkv_proj": Split.QKV,
     "gate_up_proj": Split.HALVES,
-    "c_fc": Split.COLUMN,
-    "o_proj": Split.ROW,
-    "down_proj": Split.ROW,
-    "c_proj": Split.ROW,
-    "w1": Split.COLUMN,
-    "w3": Split.COLUMN,
-    "w2": Split.ROW,
+    "c_fc": Split.OUTPUTS,
+    "o_proj": Split.OUTPUTS,
+    "down_proj": Split.OUTPUTS,
+    "c_proj": Split.OUTPUTS,
+    "w1": Split.OUTPUTS,
+    "w3": Split.OUTPUTS,
+    "w2": Split.OUTPUTS,
     "gate": Split.NONE,
     "router": Split.NONE,
     "shared_expert_gate": Split.NONE,
-    "sinks": Split.COLUMN,
-    "q_norm": Split.COLUMN,  # where each head has its own weights; else every rank holds all of them
+    "sinks": Split.OUTPUTS,
+    "q_norm": Split.OUTPUTS,  # where each head has its own weights; else every rank holds all of them
     "k_norm": Split.KV,
     "input_layernorm": Split.NONE,
     "post_attention_layernorm": Split.NONE,
@@ -77,10 +75,11 @@ _SPLITS = {
 
 
 class Collective(Protocol):
-    """Communication between the ranks of one model; all of them call the same operations in the same order."""
+    """Communication between the `world` ranks of one model, all of which call it in the same order."""
 
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of the ranks' `x`, on every rank; may be computed in place."""
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
         ...
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -91,9 +90,7 @@ class Collective(Protocol):
 class SingleRank:
     """The collective of a model on one rank: the identity."""
 
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """See `Collective`."""
-        return x
+    world = 1
 
     def all_gather(self, x: Tensor) -> Tensor:
         """See `Collective`."""
@@ -116,7 +113,7 @@ class Shard:
         config, world = self.config, self.world
         if not 0 <= self.rank < world:
             raise ConfigError("rank", self.rank, f"must be 0 to {world - 1} for {world} ranks")
-        for name, count in {"num_attention_heads": config.num_heads, **self.widths}.items():
+        for name, count in self._divided.items():
             if count % world:
                 raise ConfigError("tensor_parallel", world, f"must divide the model's {name}, {count}")
         if world > 1 and config.qk_norm and config.qk_norm_over == "projection":
@@ -127,11 +124,12 @@ class Shard:
             raise ConfigError("tensor_parallel", world, reason)
 
     @property
-    def widths(self) -> dict[str, int]:
-        """The channels that are divided, of the MLPs that the model has, by what they are called."""
+    def _divided(self) -> dict[str, int]:
+        """What is divided, by what it is called: heads, the stream, channels of the MLPs that the model has."""
         config, experts = self.config, self.config.experts
         is_dense = any(not config.has_experts(layer) for layer in range(config.num_layers))
-        widths = {"intermediate_size": config.intermediate_size} if is_dense else {}
+        widths = {"num_attention_heads": config.num_heads, "hidden_size": config.hidden_size}
+        widths |= {"intermediate_size": config.intermediate_size} if is_dense else {}
         if experts is not None:
             widths |= {"intermediate size of an expert": experts.intermediate_size}
             widths |= {"shared expert's intermediate size": experts.shared_size} if experts.shared_size else {}
@@ -159,7 +157,7 @@ class Shard:
         """This rank's part of the parameter `name` (as in a Hugging Face checkpoint), a view where that is possible."""
         if self.world == 1:
             return tensor
-        split, kind = self.split(name), name.split(".")[-1]
+        split = self.split(name)
         if split is Split.NONE:
             return tensor
         if split is Split.QKV:
@@ -168,26 +166,13 @@ class Shard:
             return torch.cat((self._rows(query), self._rows(key, is_kv=True), self._rows(value, is_kv=True)))
         if split is Split.HALVES:
             return torch.cat([self._rows(half) for half in tensor.chunk(2)])
-        if split is Split.ROW:
-            if kind == "bias":  # added once, by the sum over ranks
-                return tensor if self.rank == 0 else tensor.new_zeros(tensor.shape)
-            width = tensor.shape[1] // self.world
-            return tensor.narrow(1, self.rank * width, width)
         if split is Split.VOCAB:
             return self._vocabulary(tensor)
         return self._rows(tensor, is_kv=split is Split.KV)
 
     def slice_codes(self, name: str, codes: GroupedCodes) -> GroupedCodes:
-        """This rank's part of some rows of a matrix in codes, of all its rows unless inputs are divided. What fills up
-        a vocabulary has scales of zero.
-        """
-        if self.world == 1 or self.split(name) is Split.NONE:
-            return codes
-        if self.split(name) is not Split.ROW:
-            return codes.reordered(lambda rows: self.slice(name, rows))
-        width = codes.codes.shape[1] // self.world
-        assert width % SPAN == 0, "inputs are cut at whole spans, which is checked before anything is loaded"
-        return codes.narrowed(self.rank * width, width, SPAN)
+        """This rank's part of a matrix in codes. What fills up a vocabulary has scales of zero."""
+        return codes if self.world == 1 else codes.reordered(lambda rows: self.slice(name, rows))
 
     def split(self, name: str) -> Split:
         """How the parameter `name` is divided."""

@@ -6,7 +6,7 @@ and number of threads: `prove` compares them once, and uses only those that agre
 time. Attention sums over a number of keys that follows from the position alone (`attention/strict.py`).
 
 Where the compiled kernels run all of a model on a CPU, none of this is needed: `PagedModel` is strict
-(`has_exact_rows`). A GPU, a shard of a model, and a CPU without those kernels multiply by libraries, and need it.
+(`has_exact_rows`). A GPU, and a CPU without those kernels, multiply by libraries, and need it.
 """
 
 from __future__ import annotations
@@ -65,8 +65,14 @@ class StrictModel(PagedModel):
 
     cuts_rows: ClassVar[bool] = True
 
-    def __init__(self, decoder: Decoder, num_slots: int, block_size: int = DEFAULT_BLOCK_SIZE) -> None:
-        super().__init__(decoder, num_slots, block_size)
+    def __init__(
+        self,
+        decoder: Decoder,
+        num_slots: int,
+        block_size: int = DEFAULT_BLOCK_SIZE,
+        kept: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(decoder, num_slots, block_size, kept)
         self._proven: dict[int, Proven] = {}  # by number of threads: kernels share out their work by it
         _ = self.proven  # at load rather than in the first request's way
 
@@ -187,7 +193,7 @@ def _agreeing(decoder: Decoder, smallest: int) -> tuple[int, ...] | None:
 def _everywhere(decoder: Decoder, holds: bool) -> bool:
     """Whether it holds on every rank: all of them must go on alike."""
     failed = decoder.norm.weight.new_full((1,), 0.0 if holds else 1.0)
-    return not decoder.collective.all_reduce(failed).item()
+    return not decoder.collective.all_gather(failed).any().item()
 
 
 def _probes(decoder: Decoder) -> Iterator[tuple[Callable[[Tensor], Tensor], Tensor]]:

@@ -1,9 +1,5 @@
 """How ranks exchange numbers: torch.distributed, gloo on CPUs and NCCL on GPUs, without its process-wide state.
 
-On CPUs a sum over the ranks is each rank's own sum of everybody's part, added in the order of the ranks. All ranks get
-the same bits, which depend neither on who arrives first nor on how many rows there are (a ring adds each piece of a
-tensor in another order). NCCL sums as it likes unless numerics are strict.
-
 Ranks find each other through files in a private folder, and talk over the loopback interface: one machine.
 """
 
@@ -38,10 +34,9 @@ class LostRankError(Exception):
 class RankExchange:
     """The `Collective` of one of `world` ranks; usable once `connect` was called on all of them."""
 
-    def __init__(self, rank: int, world: int, device: torch.device, is_strict: bool) -> None:
+    def __init__(self, rank: int, world: int, device: torch.device) -> None:
         self.rank, self.world, self.device = rank, world, device
         self._peers = [other for other in range(world) if other != rank]
-        self._sums_in_order = is_strict or device.type == "cpu"
         self._num_plans, self._patience_s = 0, 0.0
         self._host: Any = None  # ProcessGroupGloo
         self._fast: Any = None  # ProcessGroupNCCL, where tensors are on a GPU
@@ -66,18 +61,6 @@ class RankExchange:
             self._fast = dist.ProcessGroupNCCL(PrefixStore("device", store), self.rank, self.world, own)
 
     # ---- among all ranks
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """See `sharding.Collective`."""
-        if self._fast is not None and not self._sums_in_order:
-            x = x.contiguous()
-            self._fast.allreduce([x]).wait()
-            return x
-        first, *others = self._parts(x)
-        total = first.float() if first.itemsize == 2 else first.clone()
-        for part in others:
-            total += part
-        return total.to(x.dtype)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """See `sharding.Collective`."""

@@ -49,6 +49,7 @@ class RankSetup:
     device: str
     numerics: str
     weights: str
+    cache_dtype: str
     num_threads: int
     folder: str  # where the ranks meet
 

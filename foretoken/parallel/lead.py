@@ -24,11 +24,11 @@ from foretoken.transfer import to_host
 class LeadModel(PagedModel):
     """See `interface.RankedModel`; numbers of threads stay as they are, since ranks wait for each other."""
 
-    def __init__(self, group: RankGroup, decoder: Decoder, num_slots: int) -> None:
+    def __init__(self, group: RankGroup, decoder: Decoder, num_slots: int, kept: torch.dtype) -> None:
         self.group = group
         self._moves: list[Move] = []  # done here, and not sent yet
         with group.together(Plan(PlanKind.CACHE, numbers=[num_slots])):
-            super().__init__(decoder, num_slots)
+            super().__init__(decoder, num_slots, kept=kept)
 
     @property
     def needs_equal_threads(self) -> bool:

@@ -10,10 +10,9 @@ from foretoken.engine_config import EngineConfig
 from foretoken.errors import ConfigError
 from foretoken.machine.process import note_computing
 from foretoken.model.interface import LanguageModel
-from foretoken.model.loader import open_weights
-from foretoken.model.matrices.grouped_kernel import SPAN
 from foretoken.model.open import cache_size, kept_dtype, native_config, open_device, open_model
 from foretoken.model.sharding import Shard
+from foretoken.model.strict import StrictModel, strict_kind
 from foretoken.parallel.exchange import RankExchange, rank_devices
 from foretoken.parallel.group import RankGroup, RankSetup, meeting_folder
 from foretoken.parallel.lead import LeadModel, StrictLeadModel
@@ -34,29 +33,30 @@ def open_target(folder: Path, config: EngineConfig) -> LanguageModel:
     note_computing(torch.get_num_threads())
     devices = rank_devices(open_device(config.device), config.tensor_parallel)
     open_device(str(devices[-1]))
-    _check_divides(folder, config.tensor_parallel, config.weights, devices[0])
+    _check_divides(folder, config.tensor_parallel)
     return _open_ranks(folder, config, devices)
 
 
 def _open_ranks(folder: Path, config: EngineConfig, devices: list[torch.device]) -> LeadModel:
-    world, is_strict, meeting = len(devices), config.numerics == "strict", meeting_folder()
+    world, meeting = len(devices), meeting_folder()
     num_threads = max(1, torch.get_num_threads() // world)
-    shared = (config.numerics, config.weights, num_threads, str(meeting))
+    shared = (config.numerics, config.weights, config.cache_dtype, num_threads, str(meeting))
     setups = [RankSetup(i, world, str(folder), config.dtype, str(devices[i]), *shared) for i in range(world)]
-    exchange = RankExchange(0, world, devices[0], is_strict)
+    exchange = RankExchange(0, world, devices[0])
     group = RankGroup(setups[1:], exchange, meeting)
     try:
         decoder = load_rank(setups[0], exchange)
         kept = kept_dtype(decoder, config.cache_dtype)
         num_slots = cache_size(decoder.local, kept, devices[0], config.cache_tokens)
         group.connect()
-        return (StrictLeadModel if is_strict else LeadModel)(group, decoder, num_slots)
+        is_tiled = config.numerics == "strict" and strict_kind(decoder) is StrictModel
+        return (StrictLeadModel if is_tiled else LeadModel)(group, decoder, num_slots, kept)
     except BaseException:
         group.end()
         raise
 
 
-def _check_divides(folder: Path, world: int, weights: str, device: torch.device) -> None:
+def _check_divides(folder: Path, world: int) -> None:
     """Refuse by name what no rank could hold a part of.
 
     Raises:
@@ -66,12 +66,4 @@ def _check_divides(folder: Path, world: int, weights: str, device: torch.device)
     if config is None:
         remedy = f"{folder} runs through transformers, whose models are not divided here; leave it out"
         raise ConfigError("tensor_parallel", world, remedy)
-    shard, stored = Shard(config, 0, world), open_weights(folder)
-    has_codes = device.type == "cpu" and any(stored.sample(name) is not None for name in stored.own_names)
-    if weights == "auto" and not has_codes:
-        return
-    why = "the groups of the file's codes" if weights == "auto" else f"the group of weights={weights!r}"
-    for name, width in {"heads": config.num_heads * config.head_dim, **shard.widths}.items():
-        if width // world % SPAN:
-            reason = f"a rank's part of the {name}, {width // world} inputs, is no multiple of {SPAN}"
-            raise ConfigError("tensor_parallel", world, f"{reason}, {why}; take fewer ranks, or a 16-bit checkpoint")
+    Shard(config, 0, world)

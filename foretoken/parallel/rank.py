@@ -21,8 +21,9 @@ import torch
 from foretoken.machine.process import keep_freed_memory
 from foretoken.model.decoder import Decoder
 from foretoken.model.loader import load_decoder
+from foretoken.model.open import kept_dtype
 from foretoken.model.paged import PagedModel
-from foretoken.model.strict import StrictModel
+from foretoken.model.strict import strict_kind
 from foretoken.parallel.exchange import PATIENT_S, RankExchange
 from foretoken.parallel.group import LOADED, RankSetup
 from foretoken.parallel.plan import Plan, PlanKind
@@ -33,7 +34,7 @@ class Rank:
 
     def __init__(self, setup: RankSetup) -> None:
         self.setup, self.device = setup, torch.device(setup.device)
-        self.exchange = RankExchange(setup.rank, setup.world, self.device, setup.numerics == "strict")
+        self.exchange = RankExchange(setup.rank, setup.world, self.device)
         self.decoder = load_rank(setup, self.exchange)
 
     def serve(self) -> None:
@@ -41,8 +42,8 @@ class Rank:
         self.exchange.connect(Path(self.setup.folder), PATIENT_S)
         first, _ = self.exchange.listen(0, torch.float32)
         assert first.kind is PlanKind.CACHE
-        kind = StrictModel if self.setup.numerics == "strict" else PagedModel
-        model = kind(self.decoder, first.numbers[0])
+        kind = strict_kind(self.decoder) if self.setup.numerics == "strict" else PagedModel
+        model = kind(self.decoder, first.numbers[0], kept=kept_dtype(self.decoder, self.setup.cache_dtype))
         weight = self.decoder.norm.weight
         while True:
             self.compute(model, *self.exchange.listen(weight.shape[-1], weight.dtype))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from foretoken.control.autoscaling import DOWN_SHARE
 from foretoken.errors import ConfigError
 from foretoken.option import option
 from foretoken.params import check_flag, check_number, check_whole
@@ -93,6 +94,7 @@ def engine_options(config: ServerConfig, options: RayOptions) -> dict[str, Any]:
         "max_replicas": options.max_replicas,
         "upscale_delay_s": options.scale_up_s,
         "downscale_delay_s": options.scale_down_s,
+        "downscaling_factor": DOWN_SHARE,
         "look_back_period_s": min(10.0, max(1.0, options.scale_up_s)),
         "metrics_interval_s": 1.0,
         "policy": policy,

@@ -1,6 +1,7 @@
-"""A rank with a fault: `foretoken.parallel.rank` that dies, hangs, is slow or computes something else.
+"""A rank with a fault: `foretoken.parallel.rank` that dies, hangs, is slow or computes something else, when it is told.
 
-`FORETOKEN_TEST_RANK_FAULT` is `RANK:WHAT:COUNT`: at its `COUNT`th exchange with other ranks, or from there on, the rank
+`FORETOKEN_TEST_RANK_FAULT` names a file whose text, `RANK:WHAT:COUNT` (see `Fault`), may change while the ranks run. At
+its `COUNT`th exchange with other ranks since then, or from there on, the rank
 
 - `kill`: kills itself; `stop`: stops, as a debugger would stop it; `raise`: raises;
 - `slow`: sleeps up to 20 ms before some exchanges;
@@ -15,11 +16,12 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
 
 from torch import Tensor
 
+from foretoken.model.decoder import Decoder
 from foretoken.parallel import rank
 from foretoken.parallel.exchange import RankExchange
 
@@ -27,62 +29,69 @@ VARIABLE = "FORETOKEN_TEST_RANK_FAULT"
 COMMAND = (sys.executable, "-P", "-m", "tests.helpers.faulty_rank")
 
 
-def at(count: int, fault: Callable[[], None], is_lasting: bool) -> None:
-    """Call `fault` at this rank's `count`th exchange, and at all later ones if `is_lasting`."""
-    seen, parts = [0], RankExchange._parts
+@dataclass(frozen=True)
+class Fault:
+    """What happens to `rank` at its `count`th exchange; `serial` tells a fault from an equal one before it."""
 
-    def faulty(self: RankExchange, x: Tensor) -> list[Tensor]:
-        seen[0] += 1
-        if seen[0] == count or (is_lasting and seen[0] > count):
-            fault()
-        return parts(self, x)
+    rank: int
+    what: str
+    count: int
+    serial: int = 0
 
-    RankExchange._parts = faulty  # type: ignore[method-assign]
-
-
-def perturb(count: int) -> None:
-    gather, seen = RankExchange.all_gather, [0]
-
-    def swapped(self: RankExchange, x: Tensor) -> Tensor:
-        logits = gather(self, x)
-        seen[0] += 1
-        if seen[0] < count:
-            return logits
-        best, places = logits.topk(2, dim=-1)
-        return logits.scatter(-1, places, best.flip(-1))
-
-    RankExchange.all_gather = swapped  # type: ignore[method-assign]
+    def tell(self, file: Path) -> None:
+        """Write it where the ranks look."""
+        new = file.with_suffix(".new")
+        new.write_text(f"{self.rank}:{self.what}:{self.count}:{self.serial}")
+        new.replace(file)
 
 
-def sleep() -> None:
-    if random.random() < 0.1:
-        time.sleep(random.random() * 0.02)
+class Faulty:
+    """Does to this rank what the file says."""
 
+    def __init__(self, file: Path) -> None:
+        self.file, self.text, self.seen = file, "", 0
+        self.rank, self.what, self.count = 0, "", 0
 
-def broken() -> None:
-    raise ValueError("a fault of this test")
+    def exchange(self, own: int) -> None:
+        """Rank `own` is about to exchange numbers."""
+        text = self.file.read_text()
+        if text != self.text:
+            number, self.what, count, _ = text.split(":")
+            self.text, self.seen, self.rank, self.count = text, 0, int(number), int(count)
+        if own != self.rank:
+            return
+        self.seen += 1
+        if self.what == "slow" and self.seen >= self.count and random.random() < 0.1:
+            time.sleep(random.random() * 0.02)
+        if self.seen == self.count:
+            if self.what == "raise":
+                raise ValueError("a fault of this test")
+            if self.what in ("kill", "stop"):
+                os.kill(os.getpid(), signal.SIGKILL if self.what == "kill" else signal.SIGSTOP)
 
-
-FAULTS: dict[str, Any] = {
-    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
-    "raise": broken,
-    "slow": sleep,
-}
+    @property
+    def perturbs(self) -> bool:
+        """Whether this rank's logits are others now."""
+        return self.what == "perturb" and self.seen >= self.count
 
 
 def main() -> None:
     """Be a rank that has the fault, if it is this one's."""
-    number, what, count = os.environ[VARIABLE].split(":")
-    setup = rank.RankSetup
+    faulty = Faulty(Path(os.environ[VARIABLE]))
+    parts, logits = RankExchange._parts, Decoder.output_logits
 
-    def taken(**fields: Any) -> Any:
-        found = setup(**fields)
-        if found.rank == int(number):
-            perturb(int(count)) if what == "perturb" else at(int(count), FAULTS[what], is_lasting=what == "slow")
-        return found
+    def faulty_parts(self: RankExchange, x: Tensor) -> list[Tensor]:
+        faulty.exchange(self.rank)
+        return parts(self, x)
 
-    rank.RankSetup = taken  # type: ignore[misc, assignment]
+    def swapped(self: Decoder, normed: Tensor) -> Tensor:
+        found = logits(self, normed)
+        if not faulty.perturbs or faulty.rank != self.shard.rank:
+            return found
+        best, places = found.topk(2, dim=-1)
+        return found.scatter(-1, places, best.flip(-1))
+
+    RankExchange._parts, Decoder.output_logits = faulty_parts, swapped  # type: ignore[method-assign]
     rank.main()
 
 

@@ -22,6 +22,7 @@ from foretoken.parallel.lead import LeadModel
 from tests.helpers import faulty_rank
 from tests.helpers.checkpoints import token_ids
 from tests.helpers.deadline import within
+from tests.helpers.faulty_rank import Fault
 
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
 DEADLINE_S = 30.0  # of a test that would hang: one second of patience, and a loaded machine
@@ -55,15 +56,17 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("fault", "told"),
     [
-        ("kill:17", "rank 1 .* was ended by SIGKILL"),
-        ("stop:23", "rank 1 did not answer within 1 s"),
+        (Fault(1, "kill", 17), "rank 1 .* was ended by SIGKILL"),
+        (Fault(1, "stop", 23), "rank 1 did not answer within 1 s"),
     ],
+    ids=["kill", "stop"],
 )
 def test_a_rank_that_is_lost_in_a_step_ends_all(
-    pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, faulty: None, fault: str, told: str
+    pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, faulty: None, fault: Fault, told: str
 ) -> None:
     """The callers of that step and all later ones get the same error; the failed ranks are gone."""
-    monkeypatch.setenv(faulty_rank.VARIABLE, f"1:{fault}")
+    monkeypatch.setenv(faulty_rank.VARIABLE, str(tmp_path / "fault"))
+    fault.tell(tmp_path / "fault")
     llm = opened(pair)
     pids = ranks_of(llm)
     with within(DEADLINE_S), pytest.raises(RankError, match=told):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from foretoken.control.autoscaling import DOWN_SHARE
 from foretoken.errors import InputError
 from foretoken.scale.options import RayOptions, engine_options, front_options
 from foretoken.serve_ray import configs_of
@@ -32,6 +33,7 @@ def test_ray_is_told_what_the_flags_say() -> None:
     scaling = engine_options(config, options)["autoscaling_config"]
     assert "num_replicas" not in engine_options(config, options)
     assert (scaling["min_replicas"], scaling["max_replicas"], scaling["downscale_delay_s"]) == (2, 5, 1.5)
+    assert scaling["downscaling_factor"] == DOWN_SHARE
     assert scaling["policy"]["policy_kwargs"] == {"replica_tokens": 99}
 
 

@@ -168,9 +168,10 @@ def test_log_probabilities() -> None:
 
 def test_nothing_asked_is_a_load() -> None:
     for path, body in ((CHAT, {"model": "fake:latest"}), (GENERATE, {"model": "fake"})):
-        backend = FakeBackend()
-        status, found = ask(backend, path, body)
+        backend, records = FakeBackend(), Records()
+        status, found = ask(backend, path, body, records=(records,))
         assert (status, found["done"], found["done_reason"], backend.calls) == (200, True, "load", [])
+        assert not records.all, "nothing was refused"
 
 
 def test_what_is_told_of_the_model() -> None:

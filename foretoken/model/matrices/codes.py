@@ -129,30 +129,6 @@ class GroupedCodes:
         scales, minimums, multiples = change(self.scales), changed(self.minimums), changed(self.multiples)
         return GroupedCodes(change(self.codes), scales, minimums, self.zero, self.bits, self.group, whole, multiples)
 
-    def narrowed(self, first: int, width: int, span: int) -> GroupedCodes:
-        """The same numbers for the `width` inputs from `first` on, both multiples of `span`. Groups longer than `span`
-        become shorter; scales that were products with one of 256 inputs become float32 where those are cut.
-        """
-        repeats = max(1, self.group // span)
-        group = self.group // repeats
-
-        def part(own: Tensor, size: int) -> Tensor:
-            return own[:, first // size : (first + width) // size]
-
-        def of_groups(own: Tensor | None) -> Tensor | None:
-            return None if own is None else part(own.repeat_interleave(repeats, 1) if repeats > 1 else own, group)
-
-        scales, whole = of_groups(self.scales), self.whole
-        assert scales is not None
-        if whole is not None and first % SUPER == width % SUPER == 0:
-            own, minimums = part(whole.scales, group), whole.super_minimums
-            supers = part(whole.super_scales, SUPER), None if minimums is None else part(minimums, SUPER)
-            whole = WholeScales(own, supers[0], of_groups(whole.minimums), supers[1])
-        else:
-            whole = None
-        minimums, multiples = of_groups(self.minimums), of_groups(self.multiples)
-        return GroupedCodes(part(self.codes, 1), scales, minimums, self.zero, self.bits, group, whole, multiples)
-
 
 BLOCK_ROWS = 16  # outputs of a block
 _CHUNK = 4  # inputs of one output that stand together

@@ -91,7 +91,7 @@ class RefusalRecords:
         try:
             await self._app(scope, receive, send_and_note)
         finally:
-            if RECORDED_KEY not in scope:
+            if RECORDED_KEY not in scope and status >= 400:
                 caller, info = caller_of(scope), self._api.backend.info
                 self._api.tell(
                     RequestRecord(

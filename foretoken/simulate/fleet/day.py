@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from foretoken.control.autoscaling import wanted_replicas
+from foretoken.control.autoscaling import stepped_replicas, wanted_replicas
 from foretoken.simulate.fleet.occupancy import Occupancy
 from foretoken.simulate.fleet.options import DAY_S, LATE_SHARE, FleetOptions, Traffic
 from foretoken.simulate.fleet.speed import ReplicaSpeed
@@ -20,7 +20,7 @@ _HOURS = 24
 
 @dataclass
 class Autoscaler:
-    """Ray Serve's delays before `wanted_replicas`: a wish must last until it counts, and is then taken as it is."""
+    """Ray Serve's steps and delays before `wanted_replicas`: what is wanted must be so until the delay is over."""
 
     replica_tokens: int
     options: FleetOptions
@@ -28,9 +28,9 @@ class Autoscaler:
     _up_s: float = 0.0
     _down_s: float = 0.0
 
-    def decide(self, queued_tokens: float, seconds: float) -> int:
-        """The number of replicas from now on."""
-        wanted = math.ceil(wanted_replicas(queued_tokens, queued_tokens, 0.0, self.replica_tokens))
+    def decide(self, queued_tokens: float, live: int, seconds: float) -> int:
+        """The number of replicas from now on, of which `live` serve."""
+        wanted = stepped_replicas(wanted_replicas(queued_tokens, queued_tokens, 0.0, self.replica_tokens), live)
         wanted = min(self.options.max_replicas, max(self.options.min_replicas, wanted))
         self._up_s = self._up_s + seconds if wanted > self.target else 0.0
         self._down_s = self._down_s + seconds if wanted < self.target else 0.0
@@ -164,7 +164,7 @@ class FleetDay:
         if self._scaler is None or not self._live:
             return
         queued = self._live * self._occupancy.mean_of(self._queued)
-        target = self._scaler.decide(queued, TICK_S)
+        target = self._scaler.decide(queued, self._live, TICK_S)
         more, self._target = target - self._target, target
         if more > 0:
             self._starting.append((now_s + self._options.start_s, more))

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from foretoken.control.autoscaling import wanted_replicas
+from foretoken.control import autoscaling
+from foretoken.control.autoscaling import stepped_replicas, wanted_replicas
 from foretoken.plan.profile import Profile, profile_from_mapping
+from foretoken.scale.options import RayOptions
 from foretoken.simulate.fleet import day as days
 from foretoken.simulate.fleet import plan
 from foretoken.simulate.fleet.day import Autoscaler, FleetDay, Hour, p95, together
@@ -99,8 +101,36 @@ def test_the_autoscaler_waits_as_long_as_it_is_told() -> None:
     options = FleetOptions(scale_up_s=100.0, scale_down_s=300.0, max_replicas=7)
     scaler = Autoscaler(100, options, 2)
     assert wanted_replicas(950.0, 950.0, 0.0, 100) == 9.5
-    assert [scaler.decide(950.0, 60.0) for _ in range(3)] == [2, 7, 7], "ten are wanted, seven allowed"
-    assert [scaler.decide(310.0, 60.0) for _ in range(6)] == [7, 7, 7, 7, 7, 4]
+    assert [scaler.decide(950.0, 2, 60.0) for _ in range(3)] == [2, 7, 7], "ten are wanted, seven allowed"
+    assert [scaler.decide(310.0, 7, 60.0) for _ in range(6)] == [7, 7, 7, 7, 7, 6], "a step of four"
+
+
+def test_steady_traffic_keeps_its_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the delays of `serve --ray`, at an aim near a full batch; with whole steps downwards
+    the number of replicas swings, at more than half as much again for each token.
+    """
+    monkeypatch.setattr(days, "TICK_S", 30.0)
+    speed, ray = speed_of("draft_model-auto", "1b"), RayOptions()
+    delays = {"scale_up_s": ray.scale_up_s, "scale_down_s": ray.scale_down_s}
+    options = replace(_STEADY, peak_rate=10 * max(speed.finish_rates), **delays)
+
+    def day() -> tuple[int, float]:
+        """Most replicas at once, and those that are paid, on average."""
+        whole = together(FleetDay(speed, options.traffic, options, round(0.8 * speed.queued_tokens(16)), 12, 0).run())
+        return whole.max_replicas, whole.paid_s / whole.seconds
+
+    most, paid = day()
+    assert most <= paid + 2
+    monkeypatch.setattr(autoscaling, "DOWN_SHARE", 1.0)
+    assert day() > (2 * most, 1.5 * paid)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "live", "expected"),
+    [(9.2, 4, 10), (4.0, 4, 4), (3.9, 4, 4), (2.9, 4, 3), (0.0, 10, 8), (0.0, 2, 1), (0.0, 1, 0)],
+)
+def test_steps_downwards_are_a_fifth_of_the_way(wanted: float, live: int, expected: int) -> None:
+    assert stepped_replicas(wanted, live) == expected
 
 
 def test_traffic_is_what_was_asked_for() -> None:
