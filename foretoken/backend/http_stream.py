@@ -3,7 +3,7 @@
 server        in an answer                                        on /metrics
 foretoken     foretoken.spec: num_drafted, num_accepted           foretoken_spec_decode_num_*_tokens_total
 vLLM          metrics.speculative_decoding                        vllm:spec_decode_num_*_tokens_total
-llama.cpp     timings: draft_n, draft_n_accepted                  nothing
+llama.cpp     timings: draft_n, draft_n_accepted                  llamacpp:spec_decode_num_*_tokens_total
 SGLang        meta_info of a choice: spec_*_token_num             only gauges over a window
 OpenVINO      nothing                                             nothing
 """

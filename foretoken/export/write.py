@@ -28,7 +28,10 @@ from foretoken.model.weights import HEAD as OUTPUT
 
 _CHECKED = {
     ("llamacpp", "eagle3"): "Started with such files by us in build 0c1e570 alone",
-    **{("vllm", method): "Started with such files by us in 0.32 alone" for method in ("eagle", "draft_model")},
+    **{
+        ("vllm", method): "Started with such files by us in 0.32 alone"
+        for method in ("eagle", "eagle3", "medusa", "draft_model")
+    },
 }
 _DSPARK_KEYS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
 

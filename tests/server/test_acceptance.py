@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import sqlite3
 import time
 from contextlib import closing
@@ -14,9 +15,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from foretoken.cli.app import app
-from foretoken.errors import GateError
+from foretoken.errors import ConfigError, GateError
 from foretoken.measure.drops import drop_evidence, low_quantile
 from foretoken.measure.stats import student_quantile
+from foretoken.model.names import model_folder
 from foretoken.server.observe.acceptance import (
     MAX_ROWS,
     MAX_SERIES,
@@ -149,18 +151,55 @@ def _ask(path: Path, *words: str) -> Result:
     return CliRunner().invoke(app, ["acceptance", str(path), "--json", *words])
 
 
-def test_the_verb_ends_with_its_exit_code(tmp_path: Path) -> None:
-    path, rng, today = tmp_path / "history.db", random.Random(2), time.time()
+def _serve(path: Path, before: int, after: int) -> Path:
+    """A history of so many days at a rate of 0.7, then at 0.4; the last one 40 days at most after the first."""
+    rng, today = random.Random(2), time.time()
     with closing(connect(path, 1.0)) as connection:
-        for day in range(30):
-            served(connection, (today - NOW_S) / DAY_S - 40 + day, 0.7 + rng.gauss(0, 0.02))
-        kept = _ask(path)
-        assert kept.exit_code == 0
-        assert json.loads(kept.stdout)["rows"][0]["has_fallen"] is False
-        for day in range(30, 40):
-            served(connection, (today - NOW_S) / DAY_S - 40 + day, 0.4 + rng.gauss(0, 0.02))
-    fell = _ask(path)
+        for day in range(before + after):
+            rate = 0.7 if day < before else 0.4
+            served(connection, (today - NOW_S) / DAY_S - 40 + day, rate + rng.gauss(0, 0.02))
+    return path
+
+
+def test_the_verb_ends_with_its_exit_code(tmp_path: Path) -> None:
+    kept = _ask(_serve(tmp_path / "kept.db", 30, 0))
+    assert kept.exit_code == 0
+    assert json.loads(kept.stdout)["rows"][0]["has_fallen"] is False
+    fell = _ask(_serve(tmp_path / "fell.db", 30, 10))
     assert isinstance(fell.exception, GateError)
     (row,) = json.loads(fell.stdout)["rows"]
     assert row["has_fallen"]
     assert row["cause"].startswith("nothing to compare it with")
+
+
+def _head_with_another_rope(folder: Path) -> Path:
+    shutil.copytree(model_folder("reference:eagle"), folder)
+    file = folder / "config.json"
+    raw = json.loads(file.read_text())
+    raw |= {"rope_theta": 5.0, "rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}
+    file.write_text(json.dumps(raw))
+    return folder
+
+
+def test_the_cause_is_looked_for_where_it_has_fallen(tmp_path: Path) -> None:
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "why.json"
+    prompts.write_text('{"prompt": "The water in the glass"}\n{"prompt": "def add(a, b):"}\n')
+    head = _head_with_another_rope(tmp_path / "head")
+    pair = ("--target", "reference:target", "--head", str(head), "--prompts", str(prompts), "--out", str(out))
+    fell = _ask(_serve(tmp_path / "fell.db", 30, 10), *pair)
+    assert isinstance(fell.exception, GateError)
+    found = json.loads(fell.stdout)
+    assert found["rows"][0]["has_fallen"]
+    assert found["diagnosis"]["cause"] == "rope base"
+    assert json.loads(out.read_text())["diagnosis"]["cause"] == "rope base"
+    kept = _ask(_serve(tmp_path / "kept.db", 30, 0), *pair)
+    assert kept.exit_code == 0
+    assert json.loads(kept.stdout)["diagnosis"] is None
+
+
+def test_a_head_without_its_target_is_refused(tmp_path: Path) -> None:
+    path = _serve(tmp_path / "kept.db", 30, 0)
+    for words, field in ((("--head", "reference:eagle"), "target"), (("--target", "reference:target"), "head")):
+        refused = _ask(path, *words)
+        assert isinstance(refused.exception, ConfigError)
+        assert refused.exception.field == field

@@ -30,12 +30,16 @@ class SideFailedError(Exception):
 
 @dataclass
 class Asker:
-    """One side. The same request in the same `turn` is asked once; `rows` are all answers so far."""
+    """One side. The same request in the same `turn` is asked once; `rows` are all answers so far, of which
+    `num_restored` are an earlier run's. A side that stopped is asked nothing more: `lost` says how it did.
+    """
 
     label: str
     requester: Requester
     kept: KeptFile | None = None
     rows: list[dict[str, Any]] = field(default_factory=list)
+    num_restored: int = 0
+    lost: str = ""
     _known: dict[tuple[str, int], Reply] = field(default_factory=dict)
     _lock: Lock = field(default_factory=Lock)
 
@@ -43,16 +47,19 @@ class Asker:
         """Take in an answer of an earlier run."""
         self._known[digest(row["request"]), row["turn"]] = reply_from(row["reply"])
         self.rows.append(row)
+        self.num_restored += 1
 
     def ask(self, requests: Sequence[ApiRequest], turn: int = 0) -> list[Reply]:
         """Answers to requests, several at once where the side takes them.
 
         Raises:
-            SideFailedError: an answer failed.
-            UnavailableError: the side does not run.
+            SideFailedError: an answer failed, or the side stopped.
+            NotAskedError: the side stopped before.
         """
         wanted = {digest(asdict(request)): request for request in requests}
         missing = [request for key, request in wanted.items() if (key, turn) not in self._known]
+        if missing and self.lost:
+            raise NotAskedError(f"{self.label} stopped before: {self.lost}")
         if self.requester.num_together == 1 or len(missing) < 2:
             for request in missing:
                 self._ask(request, turn)
@@ -64,9 +71,9 @@ class Asker:
     def _ask(self, request: ApiRequest, turn: int) -> None:
         try:
             reply = self.requester.ask(request)
-        except UnavailableError:
-            raise
         except ForetokenError as error:
+            if isinstance(error, UnavailableError):
+                self.lost = str(error)
             raise SideFailedError(self.label, str(error)) from error
         row = {"side": self.label, "turn": turn, "request": asdict(request), "reply": asdict(reply)}
         with self._lock:
@@ -114,8 +121,8 @@ class CertifySession:
         """The answers of A and of B.
 
         Raises:
-            NotAskedError: a side refuses one.
-            SideFailedError, UnavailableError: see `Asker.ask`.
+            NotAskedError: a side refuses one, or stopped before.
+            SideFailedError: see `Asker.ask`.
         """
         return self.answers(self.a, requests), self.answers(self.b, requests)
 

@@ -24,14 +24,24 @@ def first(replies: Sequence[Reply]) -> list[ApiChoice]:
     return [reply.choices[0] for reply in replies]
 
 
-def compared(name: str, where: str, a: Sequence[ApiChoice], b: Sequence[ApiChoice], tolerance: float) -> Check:
-    """B's answers against A's: the same tokens up to near ties by A's log-probabilities, and the same text."""
+def compared(
+    name: str,
+    where: str,
+    a: Sequence[ApiChoice],
+    b: Sequence[ApiChoice],
+    tolerance: float,
+    penalties: Sequence[float] = (),
+) -> Check:
+    """B's answers against A's: the same tokens up to near ties by A's log-probabilities, and the same text. Servers
+    report those before penalties: one of `penalties` may have made two tokens nearly equally likely.
+    """
     if not all(one.pieces for one in (*a, *b)):
         check = equality(name, where, [one.text for one in a], [one.text for one in b], exact=True, unit="character")
         return replace(check, detail=f"{check.detail}; {_UNTOLD}") if check.result == "fail" else check
 
     def gap(i: int, place: int) -> tuple[float, float]:
-        return apart(a[i], b[i], place), tolerance
+        found = apart(a[i], b[i], place)
+        return min(abs(found - penalty) for penalty in (0.0, *penalties)), tolerance
 
     units = [[(*one.pieces, ("text", one.text)) for one in side] for side in (a, b)]
     return equality(name, where, units[0], units[1], exact=False, gap=gap)
@@ -47,7 +57,7 @@ def apart(a: ApiChoice, b: ApiChoice, place: int) -> float:
 
 def follows(base: ApiChoice, other: ApiChoice, tolerance: float) -> bool | None:
     """Whether an answer takes the same tokens as another of the same side, as far as both go; None where they part at a
-    near tie.
+    near tie, by the log-probabilities of either.
     """
     if not base.pieces or not other.pieces:
         shorter = min(len(base.text), len(other.text))
@@ -55,7 +65,27 @@ def follows(base: ApiChoice, other: ApiChoice, tolerance: float) -> bool | None:
     place = shared_length(base.pieces, other.pieces)
     if place == min(len(base.pieces), len(other.pieces)):
         return True
-    return None if apart(base, other, place) <= tolerance else False
+    pairs = ((base, other), (other, base))
+    is_tie = any(apart(*pair, place) <= tolerance or parts_at_tie(*pair, tolerance) for pair in pairs)
+    return None if is_tie else False
+
+
+def parts_at_tie(base: ApiChoice, other: ApiChoice, tolerance: float) -> bool:
+    """Whether another text parts from that of `base` with a token that was nearly as likely. It needs not name its own
+    tokens: llama.cpp leaves those that were drafted out of a stream's.
+    """
+    if not base.tops or not "".join(base.pieces).startswith(base.text):
+        return False
+    shared, start = shared_length(base.text, other.text), 0
+    for piece, logprob, top in zip(base.pieces, base.logprobs, base.tops, strict=True):
+        if start + len(piece) > shared:
+            rest = other.text[start:]
+            return any(
+                name and name != piece and rest.startswith(name) and abs(logprob - own) <= tolerance
+                for name, own in top.items()
+            )
+        start += len(piece)
+    return False
 
 
 def check_greedy(session: CertifySession) -> Iterator[Check]:
@@ -87,18 +117,24 @@ def _repeated(session: CertifySession) -> tuple[list[ApiChoice], list[ApiChoice]
 
 
 def _logprobs(session: CertifySession, where: str) -> Check:
-    """The log-probabilities of the tokens that both chose, up to the first that differs."""
+    """The log-probabilities of the tokens that both chose, up to the first that differs. A place without likeliest
+    tokens is none that a side reports, whatever number stands there: llama.cpp writes 0 for every accepted draft token.
+    """
     a, b = map(first, session.both(session.requests()))
     gaps: list[float] = []
+    untold = 0
     for one, other in zip(a, b, strict=True):
         shared = shared_length(one.pieces, other.pieces)
-        gaps += [abs(x - y) for x, y in zip(one.logprobs[:shared], other.logprobs[:shared], strict=True)]
+        told = [bool(x) and bool(y) for x, y in zip(one.tops[:shared], other.tops[:shared], strict=True)]
+        pairs = zip(one.logprobs[:shared], other.logprobs[:shared], told, strict=True)
+        gaps += [abs(x - y) for x, y, is_told in pairs if is_told]
+        untold += told.count(False)
     if not gaps:
         why = "no log-probabilities are reported" if session.num_logprobs is None else "no token is the same"
         return Check(_LOGPROBS, where, "not asked" if session.num_logprobs is None else "undecided", found=why)
     tolerance, largest = session.options.tolerance, max(gaps)
     wrong = sum(gap > tolerance for gap in gaps)
-    found = f"{wrong} of {len(gaps)} further apart, largest {largest:.2g}"
+    found = f"{wrong} of {len(gaps)} further apart, largest {largest:.2g}" + (f"; {untold} not told" if untold else "")
     return Check(_LOGPROBS, where, "fail" if wrong else "pass", len(gaps), found, f"all within {tolerance:g}")
 
 
@@ -108,6 +144,7 @@ def _logprobs(session: CertifySession, where: str) -> Check:
 def check_parameters(session: CertifySession) -> Iterator[Check]:
     """Each parameter changes B's answers as it changes A's. Where it changes none of A's, nothing can be said."""
     sampled: dict[str, object] = {"temperature": 1.0, "seed": session.options.seed}
+    penalties = {"presence_penalty 2": (2.0,), "frequency_penalty 2": tuple(2.0 * count for count in range(1, 9))}
     # What is kept of a distribution when one token is left of it: then even a sampled answer is certain.
     cases: dict[str, tuple[dict[str, object], dict[str, object]]] = {
         "presence_penalty 2": ({}, {"presence_penalty": 2.0}),
@@ -118,7 +155,7 @@ def check_parameters(session: CertifySession) -> Iterator[Check]:
         "min_p 1": (sampled, {"min_p": 1.0}),
     }
     for name, (base, more) in cases.items():
-        yield attempt(name, "is obeyed", partial(_obeyed, session, name, base, more))
+        yield attempt(name, "is obeyed", partial(_obeyed, session, name, base, more, penalties.get(name, ())))
     yield attempt("logit_bias -100", "is obeyed", lambda: _bias(session))
 
 
@@ -132,12 +169,18 @@ def _bias(session: CertifySession) -> Check:
     return _obeyed(session, "logit_bias -100", {}, {"logit_bias": bias})
 
 
-def _obeyed(session: CertifySession, name: str, base: dict[str, object], more: dict[str, object]) -> Check:
+def _obeyed(
+    session: CertifySession,
+    name: str,
+    base: dict[str, object],
+    more: dict[str, object],
+    penalties: Sequence[float] = (),
+) -> Check:
     where = "is obeyed"
     without = first(session.answers(session.a, session.requests(**base)))
     a, b = map(first, session.both(session.requests(**base, **more)))
     changed = sum(one.text != other.text for one, other in zip(a, without, strict=True))
     if not changed:
         return Check(name, where, "undecided", found="changes no answer of A")
-    check = compared(name, where, a, b, session.options.tolerance)
+    check = compared(name, where, a, b, session.options.tolerance, penalties)
     return replace(check, sees=f"B without it, where it changes A: {changed} answers")

@@ -17,11 +17,14 @@ def certify_report(
     about: Mapping[str, Mapping[str, str]],
     checks: Sequence[Check],
     rows: Sequence[Mapping[str, Any]],
+    drafted: Mapping[str, int] | None,
     command: str,
     caveats: Sequence[str],
     interrupted: bool,
 ) -> Report:
-    """The report of the checks; `about` says of each side what it is, `rows` are all requests with their answers."""
+    """The report of the checks; `about` says of each side what it is, `rows` are all requests with their answers,
+    `drafted` what B drafted in this run and how much of it was accepted, None where it does not count.
+    """
     wrong = failed(checks)
     passed = not wrong and not interrupted and any(check.result == "pass" for check in checks)
     line = verdict(checks)
@@ -34,6 +37,7 @@ def certify_report(
         "checks": checks,
         "false_alarm_rate": options.alpha,
         "sides": about,
+        "drafted": drafted,
         "rows": rows,
         "interrupted": interrupted,
     }
@@ -43,16 +47,19 @@ def certify_report(
         options=asdict(options),
         results=results,
         tables=(check_table(checks, "B against A"), _side_table(about)),
-        explained=_explained(options),
+        explained=_explained(options, drafted),
         caveats=tuple(caveats),
         verdict=line,
         passed=passed,
     )
 
 
-def _explained(options: CertifyOptions) -> str:
+def _explained(options: CertifyOptions, drafted: Mapping[str, int] | None) -> str:
     count = num_answers(options.effect, options.alpha)
-    return (
+    told = (
+        f"B drafted {drafted['drafted']:,} tokens, of which {drafted['accepted']:,} were accepted. " if drafted else ""
+    )
+    return told + (
         f"A correct B fails any of the tests of sampled answers with probability {options.alpha:g} at most: each of "
         f"the {2 * len(SETTINGS)} is made at level {level_of(options.alpha):.2g}, on {count} answers of each side. The "
         "other checks never fail by chance, if rounding moves log-probabilities by no more than "

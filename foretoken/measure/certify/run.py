@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from foretoken.backend.requesting import requester_of
-from foretoken.measure.certify.asking import Asker, CertifySession
+from foretoken.errors import UnavailableError
+from foretoken.measure.certify.asking import Asker, CertifySession, SideFailedError
 from foretoken.measure.certify.forms import check_forms
 from foretoken.measure.certify.greedy import check_greedy, check_parameters
 from foretoken.measure.certify.options import KINDS, CertifyOptions
@@ -67,6 +68,7 @@ def run_certify(options: CertifyOptions, command: str = "foretoken certify") -> 
         about = {side.label: side.identity for side in sides}
         kept = _kept(options, prompts, about)
         a, b = (Asker(side.label, requester_of(side.backend, side.drafting), kept) for side in sides)
+        before = sides[1].backend.counters()
         try:
             for row in kept.restored(dict) if kept is not None else ():
                 (a if row["side"] == a.label else b).restore(row)
@@ -78,10 +80,37 @@ def run_certify(options: CertifyOptions, command: str = "foretoken certify") -> 
         finally:
             if kept is not None:
                 kept.close()
+        drafted = None if b.lost else _drafted(before, sides[1].backend.counters())
+        caveats += _lost(a, b) or _doubt(drafted, b.num_restored > 0)
         caveats += [note for side in sides for note in side.backend.notes()]
     rows = [*a.rows, *b.rows]
-    report = certify_report(options, about, checks, rows, command, list(dict.fromkeys(caveats)), interrupted)
+    report = certify_report(options, about, checks, rows, drafted, command, list(dict.fromkeys(caveats)), interrupted)
     return write_report(report, options.out, options.name) if options.out is not None else report
+
+
+def _drafted(before: Mapping[str, float] | None, after: Mapping[str, float] | None) -> dict[str, int] | None:
+    """Draft tokens of B in this run, and the accepted ones; None where it does not count them."""
+    if before is None or after is None:
+        return None
+    return {name: round(after[name] - before[name]) for name in ("drafted", "accepted")}
+
+
+def _lost(a: Asker, b: Asker) -> list[str]:
+    return [
+        f"{side.label} stopped in this run: what it had not answered before was not asked. Start it again, and go on "
+        "with --resume, or with --only other kinds."
+        for side in (a, b)
+        if side.lost
+    ]
+
+
+def _doubt(drafted: dict[str, int] | None, is_resumed: bool) -> list[str]:
+    """A certificate says nothing of drafts that were not made; those for answers of an earlier run are not counted."""
+    if drafted is None:
+        return ["B does not report what it drafts; see elsewhere that it speculates."]
+    if not drafted["drafted"] and not is_resumed:
+        return ["B drafted no token in this run, which says nothing about speculation then."]
+    return []
 
 
 def made_checks(session: CertifySession, tell: Callable[[str], None] = lambda _: None) -> Iterator[Check]:
@@ -102,13 +131,19 @@ def _prompts(options: CertifyOptions) -> list[Prompt]:
 def _session(
     options: CertifyOptions, a: Asker, b: Asker, prompts: Sequence[Prompt], sides: Sequence[OpenSide]
 ) -> tuple[CertifySession, list[str]]:
-    """The sides with what both of them report."""
+    """The sides with what both of them report.
+
+    Raises:
+        UnavailableError: a side does not answer the first request.
+    """
     conversations = all(side.backend.capabilities.conversations for side in sides)
     session = CertifySession(options, a, b, prompts, _NUM_LOGPROBS, conversations)
     request = session.request(prompts[0])
-    silent = [
-        side.label for side in (a, b) if not (reply := side.ask([request])[0]).choices or not reply.choices[0].pieces
-    ]
+    try:
+        replies = [(side.label, side.ask([request])[0]) for side in (a, b)]
+    except SideFailedError as error:
+        raise UnavailableError(str(error)) from error
+    silent = [label for label, reply in replies if not reply.choices or not reply.choices[0].pieces]
     if not silent:
         return session, []
     caveat = (

@@ -31,7 +31,7 @@ SETTINGS: tuple[dict[str, float], ...] = (
 _TESTS = 2  # of each setting: how answers begin, and which token follows which
 _NUM_PROMPTS, _NUM_BINS = 2, 8  # bins of each prompt
 _SAMPLE_TOKENS = 8
-_AT_ONCE = 16  # answers of one request
+_AT_ONCE, _FEWER_AT_ONCE = 16, 4  # answers of one request; llama.cpp gives as many as it has slots, 4 unless told
 _APART = 1 << 40  # seeds of A and of B
 _NUM_AGAIN, _NUM_SEEDS = 4, 8
 _BEGIN, _FOLLOW = "distribution: how answers begin", "distribution: which token follows which"
@@ -78,12 +78,12 @@ def _judged(name: str, where: str, test: TwoSampleTest) -> Check:
 
 def _at_once(session: CertifySession) -> int:
     """How many answers one request brings: several where both sides take `n`."""
-    request = _requests(session, session.prompts[0], SETTINGS[0], session.options.seed, 1, _AT_ONCE)
-    takes = [
-        not (reply := side.ask(request)[0]).refused and len(reply.choices) == _AT_ONCE
-        for side in (session.a, session.b)
-    ]
-    return _AT_ONCE if all(takes) else 1
+    for count in (_AT_ONCE, _FEWER_AT_ONCE):
+        request = _requests(session, session.prompts[0], SETTINGS[0], session.options.seed, 1, count)
+        replies = [side.ask(request)[0] for side in (session.a, session.b)]
+        if all(not reply.refused and len(reply.choices) == count for reply in replies):
+            return count
+    return 1
 
 
 def _requests(

@@ -17,7 +17,7 @@ import pytest
 import foretoken
 from foretoken.backend.requesting import ApiChoice, ApiRequest, Reply
 from foretoken.errors import ConfigError, ForetokenError, InputError, UnavailableError
-from foretoken.measure.certify import forms
+from foretoken.measure.certify import forms, run
 from foretoken.measure.certify.asking import Asker, own_rules, reply_from
 from foretoken.measure.certify.greedy import compared, follows
 from foretoken.measure.certify.options import CertifyOptions
@@ -143,10 +143,23 @@ def test_answers_are_asked_one_by_one_where_n_is_refused() -> None:
     b = Dice(refuses=("n",))
     checks = list(made_checks(session_of(Asker("A", Dice()), Asker("B", b), only=("distribution",), effect=0.9)))
     assert {check.result for check in checks} == {"pass"}
-    assert not any("n" in request.fields for request in b.asked[1:])
+    assert not any("n" in request.fields for request in b.asked[2:])  # behind what was tried
 
 
 # ---- what is not asked, and what nothing can be said of
+
+
+class Slots(Dice):
+    """A server with four slots, as llama.cpp has."""
+
+    def ask(self, request: ApiRequest) -> Reply:
+        return Reply(refused="n is at most 4") if request.fields.get("n", 1) > 4 else super().ask(request)
+
+
+def test_as_many_answers_are_asked_at_once_as_both_give() -> None:
+    b = Slots()
+    assert not failures(list(made_checks(session_of(Asker("A", Dice()), Asker("B", b), only=("distribution",)))))
+    assert {request.fields.get("n") for request in b.asked} == {4}
 
 
 def test_what_a_side_refuses_is_named_and_passes_nothing() -> None:
@@ -178,6 +191,35 @@ def test_a_side_that_fails() -> None:
     assert results(Broken(), Dice()) == {("undecided", "A failed: status 500")}
 
 
+class Stopping(Dice):
+    """It is gone when it is asked for the likeliest token alone, and answers nothing more."""
+
+    is_gone = False
+
+    def ask(self, request: ApiRequest) -> Reply:
+        self.is_gone |= "top_k" in request.fields
+        if self.is_gone:
+            raise UnavailableError("connection refused")
+        return super().ask(request)
+
+
+def test_a_side_that_stops_fails_there_and_is_asked_nothing_more() -> None:
+    b = Asker("B", Stopping())
+    checks = list(made_checks(session_of(Asker("A", Dice()), b, only=("parameters", "limits"))))
+    found = {check.name: (check.result, check.found) for check in checks}
+    assert found["top_k 1"] == ("fail", "B failed: connection refused")
+    assert found["min_p 1"] == found[STOPPED] == ("not asked", "B stopped before: connection refused")
+    assert failures(checks) == {"top_k 1"}
+    assert found["presence_penalty 2"][0] == "undecided", "it was answered"
+
+
+def test_a_side_that_fails_at_the_first_request_ends_the_run() -> None:
+    a, b = Asker("A", Dice()), Asker("B", Broken())
+    session = session_of(a, b)
+    with pytest.raises(UnavailableError, match="B failed: status 500"):
+        run._session(session.options, a, b, session.prompts, ())
+
+
 # ---- near ties
 
 
@@ -197,6 +239,17 @@ def test_a_difference_at_a_near_tie_is_none() -> None:
     assert compared("n", "w", [a], [replace(a, text="abd")], 0.25).result == "fail"  # the tokens alone are the same
     texts = compared("n", "w", [replace(a, pieces=())], [replace(b, pieces=())], 0.25)
     assert (texts.result, texts.detail[:32]) == ("fail", "first differences at character 1")
+
+
+def test_a_near_tie_is_found_behind_a_penalty_and_in_a_stream_without_pieces() -> None:
+    a, b = answer("x", "y", z=-2.6), answer("x", "z")
+    assert compared("n", "w", [a], [b], 0.25).result == "fail"
+    assert compared("n", "w", [a], [b], 0.25, penalties=(2.0,)).result == "pass", (
+        "1.9 apart, of which a penalty takes 2"
+    )
+    whole = answer("x", "y", z=-0.8)
+    assert follows(whole, ApiChoice("xz", pieces=("z",)), 0.25) is None
+    assert follows(whole, ApiChoice("xw", pieces=("w",)), 0.25) is False
 
 
 # ---- runs, reports, files
@@ -222,19 +275,34 @@ def test_a_run_goes_on_from_its_file(stage: tuple[Asker, Upstream], tmp_path: Pa
     assert "PASS: 2 checks" in (tmp_path / "r.html").read_text()
 
 
+def test_what_b_drafted_is_told_and_doubted_where_it_is_nothing(tmp_path: Path) -> None:
+    kept, target = tmp_path / "kept.jsonl", "reference:target"
+    given: dict[str, Any] = {"only": ("greedy",), "target": target, "num_prompts": 1, "max_tokens": 16}
+    given |= {"draft": "reference:draft"}
+    drafted = foretoken.certify("local", "local", b_drafter="draft_model", resume=kept, **given)
+    again = foretoken.certify("local", "local", b_drafter="draft_model", resume=kept, **given)
+    plain = foretoken.certify("local", "local", **given)
+    counts = drafted.results["drafted"]
+    assert counts["drafted"] >= counts["accepted"] > 0
+    assert f"B drafted {counts['drafted']} tokens" in drafted.explained
+    assert again.results["drafted"] == plain.results["drafted"] == {"drafted": 0, "accepted": 0}
+    doubts = [[one for one in report.caveats if "says nothing" in one] for report in (drafted, again, plain)]
+    assert [len(one) for one in doubts] == [0, 0, 1]
+
+
 def test_the_report_says_what_failed_and_how_sure_it_is() -> None:
     options = CertifyOptions("http://a", "http://b")
     about = {side: dict.fromkeys(("name", "version", "model", "drafter"), "x") for side in "AB"}
     checks = [Check("c", "here", "fail", 3, "1 of 2", "2 of 2", detail="why")]
-    report = certify_report(options, about, checks, [], "foretoken certify", (), False)
+    report = certify_report(options, about, checks, [], None, "foretoken certify", (), False)
     assert report.verdict == "FAIL: 1 of 1 checks failed"
     assert not report.passed
     assert "on 1" in report.explained
     for page in (markdown(report), html_page(report)):
         assert "c (here): why" in page
-    stopped = certify_report(options, about, checks[:0], [], "foretoken certify", (), True)
+    stopped = certify_report(options, about, checks[:0], [], None, "foretoken certify", (), True)
     assert stopped.verdict.startswith("No verdict: the run was interrupted")
-    nothing = certify_report(options, about, [replace(checks[0], result="not asked")], [], "c", (), False)
+    nothing = certify_report(options, about, [replace(checks[0], result="not asked")], [], None, "c", (), False)
     assert nothing.verdict.startswith("No verdict: no check could be made")
     assert not stopped.passed
     assert not nothing.passed
