@@ -142,10 +142,10 @@ class RankGroup:
         ends = time.monotonic() + _DEATH_S
         while not self._deaths and isinstance(error, LostRankError) and time.monotonic() < ends:
             time.sleep(0.01)
-        if self._deaths:
-            why = self._deaths[0]
-        elif isinstance(error, _NotLoadedError):
+        if isinstance(error, _NotLoadedError):  # what a rank said before it ended says more than that it did
             why = str(error)
+        elif self._deaths:
+            why = self._deaths[0]
         elif isinstance(error, LostRankError | TimeoutError):
             who = f"rank {error.rank}" if isinstance(error, LostRankError) else "the other ranks"
             why = f"{who} did not answer within {PATIENCE_S:g} s"

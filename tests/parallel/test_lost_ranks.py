@@ -114,6 +114,8 @@ def test_a_rank_that_cannot_load_its_part_is_told(pair: SimpleNamespace, monkeyp
     with within(DEADLINE_S), pytest.raises(RankError, match="ended with exit code 3"):
         opened(pair)
     monkeypatch.setattr(group, "RANK_COMMAND", (sys.executable, "-c", "print('CheckpointError: gone')"))
+    await_loaded = group._await_loaded
+    monkeypatch.setattr(group, "_await_loaded", lambda ranks: (ranks[0].running.wait(), await_loaded(ranks)))
     with within(DEADLINE_S), pytest.raises(RankError, match="rank 1 could not load its part: CheckpointError: gone"):
         opened(pair)
     assert torch.get_num_threads() == 1
