@@ -346,21 +346,35 @@ def test_the_table_of_the_simulator() -> None:
 # ---- the adviser
 
 
-def test_the_table_of_the_advisers_predictions() -> None:
-    rows = [row for load in (1, 4, 8) for row in raw(f"2026-11-26-predicted-speedup-smollm2-{load}")["rows"]]
+@pytest.mark.parametrize(
+    ("name", "heading"), [("predicted-speedup-smollm2", "drafter"), ("predicted-speedup-1b", "drafter, 1.0 B")]
+)
+def test_the_tables_of_the_advisers_predictions(name: str, heading: str) -> None:
+    rows = [row for load in (1, 4, 8) for row in raw(f"2026-11-27-{name}-{load}")["rows"]]
     known = {(f"`{row['drafter']}`", row["concurrency"]): row for row in rows}
-    lines = [
-        line for line in (ROOT / "docs/advise.md").read_text(encoding="utf-8").splitlines() if line.startswith("| `")
-    ]
-    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    table = [cells for cells in table if (cells[0], 1) in known]
+    (table,) = [one for one in tables("docs/advise.md") if heading in one[0]]
     assert len(table) * 3 == len(rows)
-    for name, *printed in table:
-        for place, load in enumerate((1, 4, 8)):
-            for text, key in zip(printed[2 * place : 2 * place + 2], ("predicted", "measured"), strict=True):
-                assert is_printed_of(text, known[name, load][key]), (name, load, key)
     within = sum(abs(row["error"]) <= 0.15 for row in rows)
     assert f"{within} of {len(rows)} cells within 15 %" in page("docs/advise.md")
+    for load in (1, 4, 8):
+        for line in table:
+            row = known[line[heading], load]
+            for key in ("predicted", "measured"):
+                assert is_printed_of(line[f"{key}, {load} at once"], row[key]), (line, load)
+
+
+def test_the_table_of_another_engine_with_and_without_drafts() -> None:
+    known = {row["slice"] or "all": row for row in raw("2026-11-27-vllm-ngram")["slices"]}
+    (table,) = [one for one in tables("docs/ab.md") if "B over A" in one[0]]
+    assert {line["slice"] for line in table} == known.keys()
+    for line in table:
+        row = known[line["slice"]]
+        for side in ("a", "b"):
+            assert is_printed_of(line[f"{side.upper()} tokens/s"], row["tokens_per_s"][side])
+        printed = re.findall(NUMBER, line["B over A"])
+        for text, key in zip(printed, ("ratio", "low", "high"), strict=True):
+            assert is_printed_of(text, row["ratio"][key]), (line, key)
+        assert line["equal texts"] == f"{row['equal_texts']:.0%}".replace("%", " %")
 
 
 # ---- prose
@@ -403,6 +417,7 @@ def _without_tables(name: str, line: str) -> str:
     if line.startswith("|") and name == "README.md":
         return ""
     if line.startswith("|") and name in (
+        "docs/ab.md",
         "docs/command-line.md",
         "docs/drafters.md",
         "docs/heads.md",

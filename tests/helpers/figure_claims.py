@@ -21,8 +21,15 @@ def _real(requests: int, kind: str, setting: str = "auto", name: str = "2026-11-
     return float(row["over_plain"])
 
 
-def _rank_cost(side: str) -> list[float]:
-    return [statistics.median(one["tokens_per_s"][side]) for one in raw("2026-11-26-rank-cost")["results"]]
+def _rank_cost(side: str, day: int) -> list[float]:
+    """With 1 and 16 requests at once."""
+    results = {one["requests"]: one for one in raw(f"2026-11-{day}-rank-cost")["results"]}
+    return [statistics.median(results[requests]["tokens_per_s"][side]) for requests in (1, 16)]
+
+
+def _vllm(metric: str) -> float:
+    (row,) = [one for one in raw("2026-11-27-vllm-ngram")["rows"] if one["metric"] == metric]
+    return float(row["outcome"]["speedup"]["value"])
 
 
 def _strict(rows: int) -> float:
@@ -172,8 +179,19 @@ CLAIMS: tuple[tuple[str, str, Callable[[], list[float]]], ...] = (
     ),
     (
         "docs/tensor-parallel.md",
-        "at #, # and # tokens/s, one process with two threads at #, # and #,",
-        lambda: [*_rank_cost("ranks"), *_rank_cost("one process")],
+        "at # and # tokens/s, one process with two threads at # and #,",
+        lambda: [*_rank_cost("ranks", 27), *_rank_cost("one process", 27)],
+    ),
+    (
+        "docs/tensor-parallel.md",
+        "made # and # beside # and # ([raw data]",
+        lambda: [*_rank_cost("ranks", 26), *_rank_cost("one process", 26)],
+    ),
+    ("docs/ab.md", "B runs at #x [", lambda: [_vllm("e2e")]),
+    (
+        "docs/ab.md",
+        "as late as without (#x), the gap between tokens is # times shorter",
+        lambda: [_vllm("ttft"), _vllm("itl")],
     ),
     ("docs/controller.md", "is # to # % of a step.", lambda: _policy_shares("after")),
     (

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from foretoken.core import RaceRows
+from foretoken.core import Draft, RaceRows
 from foretoken.text.randomness import RaceNoise
 from foretoken.verify import base
 from tests.verify.batches import random_batch
@@ -82,17 +82,18 @@ def test_weights_are_summed_in_float64() -> None:
         ([0.5, 0.5, 0.0, 0.0], [0.5, 1.0, 1.0, 1.0 + 1e-9], 1 - 1e-12, 1),  # lands on a hole at the end, and goes back
         ([0.0, 0.5, 0.5, 0.0], [0.0, 0.5, 1.0, 1.0], 1.0, 2),  # beyond the end
         ([0.5, 0.0, 0.5, 0.5], [0.5, 0.5 + 1e-9, 1.0, 1.5], (0.5 + 5e-10) / 1.5, 2),  # the nearest, not the last
+        ([0.5, 0.0, 0.0, 0.0], [0.5, 0.5, 0.5, 0.5 + 1e-9], 1 - 1e-12, 0),  # the only one is the first
     ],
 )
 def test_sums_of_a_parallel_machine_are_corrected(
     weights: list[float], sums: list[float], u: float, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its prefix sums are off in their last bits: no token without weight is drawn all the same."""
-    other = [0.25, 0.25, 0.25, 0.25]
+    other, points = [0.25, 0.25, 0.25, 0.25], torch.tensor([u, 0.6], dtype=torch.float64)
     given = torch.tensor([sums, [0.25, 0.5, 0.75, 1.0]], dtype=torch.float64)
-    monkeypatch.setattr(torch.Tensor, "cumsum", lambda _self, _dim: given)
-    found = base.draw(torch.tensor([weights, other]), torch.tensor([u, 0.6], dtype=torch.float64))
-    assert found.tolist() == [expected, 2]
+    monkeypatch.setattr(torch.Tensor, "cumsum", lambda self, _dim: given[: len(self)])
+    assert base.draw(torch.tensor([weights, other]), points).tolist() == [expected, 2]
+    assert base.draw(torch.tensor([weights]), points[:1]).tolist() == [expected]
 
 
 def test_rows_that_may_end_a_round_are_drawn_before_they_are_known() -> None:
@@ -159,3 +160,12 @@ def test_rows_are_processed_in_pieces_that_fit_a_cache(vocab: int, device: str, 
     found = list(base.pieces([3, 1, 4, 0, 2], matrix))
     assert [len(one) for one in found] == expected
     assert list(itertools.chain.from_iterable(found)) == [3, 1, 4, 0, 2]
+
+
+def test_of_two_walks_of_equal_length_the_first_is_chosen() -> None:
+    """Siblings with the same token, each with a child that matches."""
+    parents = (-1, -1, 0, 1)
+    draft = Draft(torch.tensor([7, 7, 8, 8]), parents, (0, 4), ("toy",))
+    assert base.deepest_walk(draft, [True] * 4) == ([3], [1.0, 0.0, 1.0, 1.0])
+    assert base.deepest_walk(draft, [True, True, False, True]) == ([4], [0.0, 1.0, 0.0, 1.0])
+    assert base.deepest_walk(draft, [True, True, False, False]) == ([1], [1.0, 0.0, 0.0, 0.0])
