@@ -38,23 +38,23 @@ class KnownText:
     def __init__(self, text: Sequence[int], vocab_size: int) -> None:
         self.text, self.vocab_size = text, vocab_size
         self.max_context_tokens = self.capacity_tokens = len(text) + _SPARE_TOKENS
-        self._lengths: dict[int, int] = {}
+        self._sequences: dict[int, int] = {}  # committed tokens of each
 
     def open(self, sequence: int) -> None:
         """See `LanguageModel`."""
-        self._lengths[sequence] = 0
+        self._sequences[sequence] = 0
 
     def close(self, sequence: int) -> None:
         """See `LanguageModel`."""
-        del self._lengths[sequence]
+        del self._sequences[sequence]
 
     def length(self, sequence: int) -> int:
         """See `LanguageModel`."""
-        return self._lengths[sequence]
+        return self._sequences[sequence]
 
     def num_free_tokens(self) -> int:
         """See `LanguageModel`."""
-        return self.capacity_tokens - sum(self._lengths.values())
+        return self.capacity_tokens - sum(self._sequences.values())
 
     def footprint_tokens(self, num_tokens: int) -> int:
         """See `LanguageModel`."""
@@ -71,7 +71,7 @@ class KnownText:
             depths = list(range(one.num_pending))
             for parent in one.parents:
                 depths.append(depths[one.num_pending + parent] + 1)
-            places = [self._lengths[one.sequence] + depth + 1 for depth in depths[len(depths) - one.num_logits :]]
+            places = [self._sequences[one.sequence] + depth + 1 for depth in depths[len(depths) - one.num_logits :]]
             following += [self.text[place] if place < len(self.text) else 0 for place in places]
         logits = torch.zeros(len(following), self.vocab_size)
         logits[torch.arange(len(following)), torch.tensor(following, dtype=torch.long)] = 1.0
@@ -79,11 +79,11 @@ class KnownText:
 
     def commit(self, sequence: int, num_pending: int, path: Sequence[int] = ()) -> None:
         """See `LanguageModel`."""
-        self._lengths[sequence] += num_pending + len(path)
+        self._sequences[sequence] += num_pending + len(path)
 
     def rollback(self, sequence: int, length: int) -> None:
         """See `LanguageModel`."""
-        self._lengths[sequence] = length
+        self._sequences[sequence] = length
 
 
 def known_rounds(
