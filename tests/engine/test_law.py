@@ -418,7 +418,9 @@ def check_a_stale_penalty_is_seen(
     """One penalty vector for the whole block: a bug that engines have shipped."""
     adjust = RequestProcessors.adjust
     monkeypatch.setattr(
-        RequestProcessors, "adjust", lambda self, logits, paths: adjust(self, logits, [()] * len(paths))
+        RequestProcessors,
+        "adjust",
+        lambda self, logits, paths, is_draft=False: adjust(self, logits, [()] * len(paths), is_draft),
     )
     params = replace(BASE, **values)
     asked = list(zip(seeded(params, NUM_BROKEN), model_specs("block", NUM_BROKEN), strict=True))

@@ -32,7 +32,7 @@ TEMPLATE_PATH = "/apply-template"
 COUNT_PATH = "/chat/completions/input_tokens"
 LLAMA_PATHS = frozenset(
     {"/completion", "/completions", INFILL_PATH, "/props", "/slots", "/chat/completions", "/responses", "/models"}
-    | {TEMPLATE_PATH, COUNT_PATH}
+    | {TEMPLATE_PATH, COUNT_PATH, f"/v1{COUNT_PATH}"}
 )
 _ID_HEADER = b"request-id"  # Anthropic's clients read this one
 _OVERLOADED = 529  # Anthropic's number for a server that has no room; 429 stands there for a client that asks too often
