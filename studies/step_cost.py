@@ -3,9 +3,11 @@
     python -m studies.step_cost --models DIR,DIR@int4,FILE.gguf --rows 1,2,4,8,16 --context 300
 
 A model is a folder, a hub id, a reference model or a GGUF file; `@int8` and `@int4` are its quantised `weights`,
-another format behind the `@` is its `dtype`. `--settings` opens each model
-several times over the same weights: as by default, with the Triton kernel (`triton`), and with CUDA graphs beside it
-(`graphs`). Models, settings and row counts take turns, so that drift hits all alike.
+another format behind the `@` is its `dtype`. `random:8b:MODEL` has random weights, made on the device, and the shape to
+which `studies.widen` would enlarge the model: the cost of a pass depends on no number of it. `--settings` opens each
+model several times over the same weights: as by default, with keys gathered by torch (`batched`), with the Triton
+kernel (`triton`), and with CUDA graphs beside it (`graphs`). Models, settings and row counts take turns, so that drift
+hits all alike.
 """
 
 from __future__ import annotations
@@ -27,18 +29,26 @@ import torch
 from foretoken.config import QUANTISED
 from foretoken.errors import InputError
 from foretoken.model.attention.choice import ATTENTION_VARIABLE
+from foretoken.model.decoder import Decoder
 from foretoken.model.graphs.choice import GRAPHS_VARIABLE
 from foretoken.model.interface import LanguageModel, OpenModel, Segment
+from foretoken.model.loader import parse_dtype, read_config
 from foretoken.model.names import model_folder
-from foretoken.model.open import open_model
+from foretoken.model.open import open_device, open_model
 from foretoken.model.paged import PagedModel
 from foretoken.model.paged_cache import DEFAULT_BLOCK_SIZE
 from foretoken.printing.console import Console
 from studies.command import exit_code_of, record, whole_numbers, words
+from studies.widen.plan import plan
 
 _WARM_UP_TURNS = 3  # graphs are captured in the first
 _TRITON = {ATTENTION_VARIABLE: "triton", GRAPHS_VARIABLE: "off"}
-SETTINGS: dict[str, dict[str, str]] = {"default": {}, "triton": _TRITON, "graphs": {**_TRITON, GRAPHS_VARIABLE: "on"}}
+SETTINGS: dict[str, dict[str, str]] = {
+    "default": {},
+    "batched": {ATTENTION_VARIABLE: "batched"},
+    "triton": _TRITON,
+    "graphs": {**_TRITON, GRAPHS_VARIABLE: "on"},
+}
 
 
 def main() -> int:
@@ -83,8 +93,26 @@ def opened(name: str, device: str, num_tokens: int) -> OpenModel:
         ForetokenError: see `open_model`.
     """
     place, _, kind = name.partition("@")
+    if place.startswith("random:"):
+        _, size, source = place.split(":", 2)
+        return _random(size, source, kind, open_device(device), num_tokens)
     weights, dtype = (kind, "auto") if kind in QUANTISED else ("auto", kind or "auto")
     return open_model(model_folder(place), dtype, device, 2 * num_tokens + DEFAULT_BLOCK_SIZE, weights=weights)
+
+
+def _random(size: str, source: str, dtype: str, device: torch.device, num_tokens: int) -> PagedModel:
+    """A model of the shape of `source` widened to `size`, with random weights of `dtype`."""
+    config, before = plan(read_config(model_folder(source)), size).config, torch.get_default_dtype()
+    torch.set_default_dtype(parse_dtype(dtype, torch.bfloat16))
+    try:
+        with device:
+            decoder = Decoder(config).requires_grad_(False)
+    finally:
+        torch.set_default_dtype(before)
+    for parameter in decoder.parameters():
+        if parameter.dim() == 2:
+            parameter.normal_(0.0, 0.02)
+    return PagedModel(decoder, 2 * num_tokens + DEFAULT_BLOCK_SIZE)
 
 
 def opened_as(name: str, settings: Sequence[str], device: str, num_tokens: int) -> dict[str, OpenModel]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from foretoken.errors import CapacityError
+from foretoken.kernels.launches import launches_for
 from foretoken.transfer import to_device
 
 
@@ -105,6 +106,10 @@ class KVPool:
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Store `key` and `value` [T, G, K] in `slots` [T]."""
+        launches = launches_for(key)
+        if launches is not None:
+            launches.write(key, value, (self.keys[layer], self.values[layer]), slots)
+            return
         self.keys[layer].index_copy_(1, slots, key.transpose(0, 1).to(self.dtype))
         self.values[layer].index_copy_(1, slots, value.transpose(0, 1).to(self.dtype))
 

@@ -16,11 +16,12 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from foretoken.kernels.launches import launches_for
 from foretoken.model.architecture import ModelConfig, NormConfig
 from foretoken.model.experts import Experts
 from foretoken.model.layer_pass import LayerParts, layer_pass
 from foretoken.model.layer_tensors import layer_norms
-from foretoken.model.layers import MLP, Embedding, Linear, Norm, norm_of, softcapped
+from foretoken.model.layers import MLP, Embedding, Linear, Norm, RMSNorm, norm_of, softcapped
 from foretoken.model.matrices.held import usual_format
 from foretoken.model.rope import RotaryTable, rotate
 from foretoken.model.sharding import Collective, Shard, SingleRank
@@ -83,9 +84,10 @@ class DecoderLayer(nn.Module):
         query, key, value = self._qkv(normed, rotation)
         read = attention.attend(layer, query, key, value, self.sinks)  # [T, H, K]
         heads = self.collective.all_gather(read.reshape(x.shape[0], -1))
-        x = self._added(x, self.o_proj(heads), self.attention_out_norm)
-        if not self.is_parallel:
-            normed = _normed(x, self.mlp_norm)
+        if self.is_parallel:
+            x = self._added(x, self.o_proj(heads), self.attention_out_norm)
+        else:
+            x, normed = self._added_and_normed(x, self.o_proj(heads))
         return self._added(x, self.mlp(normed), self.mlp_out_norm)
 
     def parts(self, rope: int | None) -> LayerParts:
@@ -105,6 +107,20 @@ class DecoderLayer(nn.Module):
             rope=rope,
             sinks=self.sinks,
         )
+
+    def _added_and_normed(self, x: Tensor, change: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual stream `x` [T, D] behind attention, and what the MLP reads of it."""
+        launches, norm = launches_for(x), self.mlp_norm
+        if launches is not None and self._adds_plainly and isinstance(norm, RMSNorm) and norm.is_plain_for(x):
+            both: tuple[Tensor, Tensor] = launches.add_rms_norm(x, change, norm.weight, norm.eps, norm.offset)
+            return both
+        x = self._added(x, change, self.attention_out_norm)
+        return x, _normed(x, norm)
+
+    @property
+    def _adds_plainly(self) -> bool:
+        """Whether what attention gives is added as it is."""
+        return self.attention_out_norm is None and self.multiplier == 1.0 and self.collective.world == 1
 
     def _added(self, x: Tensor, change: Tensor, norm: Norm | None) -> Tensor:
         """The residual stream `x` [T, D] with what attention or MLP, behind the `norm`, adds to it; `change` is this

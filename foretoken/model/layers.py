@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from foretoken.kernels.launches import launches_for
 from foretoken.model.architecture import Activation, NormConfig
 from foretoken.model.matrices.dense import DenseWeight, Product, dense_bytes, has_amx
 from foretoken.model.matrices.dense import kernel as dense_kernel
@@ -160,11 +161,19 @@ class RMSNorm(nn.Module):
         kernels = kernels_for(x)
         if kernels is not None and self.weight.dtype == x.dtype:
             return kernels.rms_norm(x, self.weight, self.eps, self.offset)
+        launches = launches_for(x)
+        if launches is not None and self.is_plain_for(x):
+            result: Tensor = launches.rms_norm(x, self.weight, self.eps, self.offset)
+            return result
         if not self.offset and self.weight.dim() == 1 and self.weight.dtype == x.dtype:
             return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
         wide = _widened(x)
         normed = F.rms_norm(wide, (x.shape[-1],), None, self.eps) * (self.offset + self.weight.to(wide.dtype))
         return normed.to(x.dtype)
+
+    def is_plain_for(self, x: Tensor) -> bool:
+        """Whether one vector of weights in the format of `x` serves all rows."""
+        return self.weight.dim() == 1 and self.weight.dtype == x.dtype
 
 
 class LayerNorm(nn.Module):
@@ -235,6 +244,10 @@ def activated(x: Tensor, activation: Activation, is_gated: bool) -> Tensor:
         return kernels.gate(x, activation) if is_gated else kernels.activate(x, activation)
     if not is_gated:
         return _ACTIVATIONS[activation](x)
+    launches = launches_for(x)
+    if launches is not None:
+        gated: Tensor = launches.gate(x, activation)
+        return gated
     gate, up = x.chunk(2, dim=-1)
     return _ACTIVATIONS[activation](gate) * up
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from foretoken.kernels.launches import launches_for
 from foretoken.model.architecture import ModelConfig, RopeConfig
 from foretoken.model.families import FAMILIES
 from foretoken.model.row_kernels import kernels_for
@@ -161,9 +162,10 @@ class RotaryTable:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate `x` `[T, H, head_dim]` by its positions; pairs are channels i and i + head_dim / 2 (Hugging Face's)."""
-    kernels = kernels_for(x)
+    kernels = kernels_for(x) or launches_for(x)
     if kernels is not None and cos.dtype == x.dtype:
-        return kernels.rotate(x, cos, sin)
+        rotated: Tensor = kernels.rotate(x, cos, sin)
+        return rotated
     half = x.shape[-1] // 2
     turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
     return x * cos + turned * sin

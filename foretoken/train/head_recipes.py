@@ -120,12 +120,13 @@ def new_head(shape: HeadShape, target: FrozenTarget, counts: Tensor, always: Ite
     """
     counted = most_frequent(counts, shape.draft_vocab_size, always)
     vocabulary, own = counted.vocabulary, target.decoder.config
-    head = make_head(recipe_of(shape).config(shape, own, len(vocabulary.ids)), vocabulary)
+    head = make_head(recipe_of(shape).config(shape, own, len(vocabulary.ids)), vocabulary.to(target.device))
     head.initialise(seed)
+    head.to(target.device)
     head.begin_from(_Float32Parts(target))
     if isinstance(head, EagleHead):
         begin_as_last_layer(head, target.decoder)
-    return NewHead(head.to(target.device), counted.coverage)
+    return NewHead(head, counted.coverage)
 
 
 def _eagle_config(shape: EagleShape, target: ModelConfig, draft_vocab_size: int) -> EagleConfig:

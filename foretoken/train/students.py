@@ -51,7 +51,7 @@ def most_frequent(counts: Tensor, size: int | None, always: Iterable[int] = ()) 
 
 def coverage(counts: Tensor, vocabulary: DraftVocabulary) -> float:
     """The share of the counted text [V] that `vocabulary` can write."""
-    return float(counts[vocabulary.ids].sum() / counts.sum().clamp(min=1))
+    return float(counts[vocabulary.ids.to(counts.device)].sum() / counts.sum().clamp(min=1))
 
 
 class DraftStudent(nn.Module):

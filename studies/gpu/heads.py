@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from studies.gpu.parts import AS_IS, Part, Scale, study, verb
+from studies.gpu.parts import TARGET, Part, Scale, study, verb
 
 
 @dataclass(frozen=True)
@@ -33,15 +33,14 @@ REHEARSED_HEAD = HeadScale(4, 2, 16, 16, 4, 512, 400)
 
 def head_parts(device: str, scale: Scale, head: HeadScale) -> list[Part]:
     """Prompts, answers, the head, and speeds of one request with it beside lookups."""
-    target = f"models/{AS_IS}"
-    where = ["--target", target, "--device", device]
+    where = ["--target", TARGET, "--device", device]
     answering = [*where, "--dtype", "bfloat16", "--batch-size", str(head.batch)]
     options = ["--set", f"head.draft_vocab_size={head.vocabulary}", "--tokens", str(head.tokens)]
     drafters = ["--drafters", "ngram,eagle:head=heads.eagle/head", "--num-drafts", "2,4", "--repeats", "1"]
     sizes = ["--prompts-per-slice", str(scale.num_prompts), "--max-tokens", str(scale.max_tokens)]
     return [
         _written(
-            study, "openings", ["smollm2_heads", "openings", "--target", target, "--count", str(head.openings)], 60
+            study, "openings", ["smollm2_heads", "openings", "--target", TARGET, "--count", str(head.openings)], 60
         ),
         _written(
             verb,
@@ -56,7 +55,7 @@ def head_parts(device: str, scale: Scale, head: HeadScale) -> list[Part]:
             study,
             "prompts",
             [
-                *("smollm2_heads", "mixed", "--target", target, "--turns", "heads.turns.jsonl"),
+                *("smollm2_heads", "mixed", "--target", TARGET, "--turns", "heads.turns.jsonl"),
                 *("--per-kind", str(head.per_kind)),
             ],
             120,

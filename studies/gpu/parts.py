@@ -13,14 +13,15 @@ _TESTS = (
     "tests/engine/test_exactness.py",
     "tests/engine/test_strict.py",
 )
-AS_IS = "as-is"  # the width of the source itself
+AS_IS = "as-is"  # the source itself, in bf16
+TARGET = f"models/{AS_IS}"
 
 
 @dataclass(frozen=True)
 class Scale:
     """How large a run is: the machine's own, or a rehearsal's, whose numbers mean nothing."""
 
-    widths: tuple[str, ...]  # what the source is widened to; the first is the model itself in bf16
+    sizes: tuple[str, ...]  # of models with random weights, beside the model itself
     rows: str  # nodes of a round
     context_tokens: int
     repeats: int
@@ -32,7 +33,7 @@ class Scale:
 
 
 FULL = Scale(
-    widths=(AS_IS, "8b"),
+    sizes=("8b",),
     rows="1,2,4,8,16,32,64,128",
     context_tokens=300,
     repeats=20,
@@ -42,7 +43,7 @@ FULL = Scale(
     mebibytes=2048,
     drafters="ngram,suffix,recycling,lookahead,early_exit",
 )
-REHEARSAL = Scale((AS_IS,), "1,4", 16, 1, "1,2", 4, 1, 8, "ngram")
+REHEARSAL = Scale((), "1,4", 16, 1, "1,2", 4, 1, 8, "ngram")
 
 
 @dataclass(frozen=True)
@@ -70,34 +71,33 @@ def parts_of(source: str, device: str, scale: Scale) -> list[Part]:
         Part("tests", pytest, 180, from_checkout=True, means_nothing_ran=skipped),
         study("copy", ["gpu.copy_bandwidth", "--device", device, "--mebibytes", str(scale.mebibytes)], 60),
     ]
-    for width in scale.widths:
-        place = f"models/{width}"
-        words = ("studies.gpu.checkpoint", "--source", source, "--to", width, "--out", place)
-        found.append(Part(f"{width}.checkpoint", (sys.executable, "-m", *words), 240, place))
-        found += _parts_of_model(width, place, device, scale)
-    return found
+    checkpoint = ("studies.gpu.checkpoint", "--source", source, "--to", AS_IS, "--out", TARGET)
+    found.append(Part(f"{AS_IS}.checkpoint", (sys.executable, "-m", *checkpoint), 120, TARGET))
+    found += [_rounds(size, f"random:{size}:{TARGET}", device, scale) for size in scale.sizes]
+    return [*found, *_parts_of_model(device, scale)]
 
 
-def _parts_of_model(width: str, target: str, device: str, scale: Scale) -> list[Part]:
-    """Equality and law under a few drafters, then plain steps and rounds, every drafter, batches."""
-    shared = ["--target", target, "--dtype", "bfloat16", "--device", device]
+def _rounds(name: str, model: str, device: str, scale: Scale) -> Part:
+    """Passes over some nodes, under every setting that the device has; one node is a plain step."""
+    words = ["step_cost", "--models", f"{model}@bfloat16", "--context", str(scale.context_tokens), "--device", device]
+    settings = "default" if device == "cpu" else "batched,triton,graphs"
+    sizes = ["--rows", scale.rows, "--repeats", str(scale.repeats)]
+    return study(f"{name}.rounds", [*words, *sizes, "--settings", settings], 120)
+
+
+def _parts_of_model(device: str, scale: Scale) -> list[Part]:
+    """Equality and law under a few drafters, then rounds, every drafter, batches."""
+    shared = ["--target", TARGET, "--dtype", "bfloat16", "--device", device]
     tokens, prompts = ["--max-tokens", str(scale.max_tokens)], str(scale.num_prompts)
     audit = ["audit", *shared, "--num-draft", "4", "--num-prompts", prompts, *tokens]
-    model = ["--models", f"{target}@bfloat16", "--context", str(scale.context_tokens), "--device", device]
-    rounds = ["step_cost", *model, "--rows", scale.rows, "--repeats", str(scale.repeats)]
-    settings = ["--settings", "default" if device == "cpu" else "triton,graphs"]  # a CPU has neither
-    names, draft = scale.drafters, list[str]()
-    if width != AS_IS:  # widened from it: nearly every token is accepted
-        names, draft = f"{names},draft_model", ["--draft", f"models/{AS_IS}"]
-    drafters = ["--drafters", names, "--num-drafts", "4", "--repeats", "1", "--prompts-per-slice", prompts]
-    kept = ["--resume", f"{width}.drafters.jsonl"]
-    batches = ["gpu.batches", "--target", target, "--device", device, "--batches", scale.batches]
+    drafters = ["--drafters", scale.drafters, "--num-drafts", "4", "--repeats", "1", "--prompts-per-slice", prompts]
+    kept = ["--resume", f"{AS_IS}.drafters.jsonl"]
+    batches = ["gpu.batches", "--target", TARGET, "--device", device, "--batches", scale.batches]
     return [
-        *(verb(f"{width}.audit.{name}", [*audit, "--drafter", name], 90) for name in ("ngram", "early_exit")),
-        study(f"{width}.rounds", rounds, 90),
-        study(f"{width}.rounds-triton", [*rounds, *settings], 120),
-        verb(f"{width}.drafters", ["bench", "speed", *shared, *drafters, *draft, *tokens, *kept], 180),
-        study(f"{width}.batches", [*batches, *tokens], 120),
+        *(verb(f"{AS_IS}.audit.{name}", [*audit, "--drafter", name], 90) for name in ("ngram", "early_exit")),
+        _rounds(AS_IS, TARGET, device, scale),
+        verb(f"{AS_IS}.drafters", ["bench", "speed", *shared, *drafters, *tokens, *kept], 180),
+        study(f"{AS_IS}.batches", [*batches, *tokens], 120),
     ]
 
 

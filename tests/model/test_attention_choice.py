@@ -9,7 +9,7 @@ from foretoken.model.attention.choice import ATTENTION_VARIABLE, IMPLEMENTATIONS
 from foretoken.model.attention.fused import FusedAttention
 from foretoken.model.attention.paged import KernelAttention, PagedAttention
 
-HAS_TRITON = "foretoken.model.attention.choice._has_triton"
+HAS_TRITON = "foretoken.model.attention.choice.has_triton"
 
 
 @pytest.mark.parametrize(
@@ -17,16 +17,23 @@ HAS_TRITON = "foretoken.model.attention.choice._has_triton"
     [
         ("cpu", False, PagedAttention),
         ("cpu", True, KernelAttention),
-        ("cuda", False, BatchedAttention),
+        ("cuda", False, FusedAttention),
         ("meta", False, BatchedAttention),
     ],
 )
 def test_each_device_takes_its_implementation(
     device: str, exact_rows: bool, kind: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where Triton is installed: its kernel has not been measured."""
     monkeypatch.setattr(HAS_TRITON, lambda: True)
     assert choose(torch.device(device), torch.bfloat16, exact_rows).kind is kind
+
+
+@pytest.mark.parametrize(("has_triton", "dtype"), [(False, torch.bfloat16), (True, torch.float64)])
+def test_a_gpu_that_cannot_run_the_kernel_gathers(
+    has_triton: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HAS_TRITON, lambda: has_triton)
+    assert choose(torch.device("cuda"), dtype).kind is BatchedAttention
 
 
 def test_names_are_unique_and_every_device_has_a_default() -> None:
@@ -61,7 +68,7 @@ def test_another_one_is_taken_by_name(
         ("cuda", torch.bfloat16, False, False, "triton", r"foretoken\[triton\]"),
         ("cpu", torch.bfloat16, True, True, "batched", "exact rows"),
         ("cuda", torch.bfloat16, False, True, "exact", "compiled kernels of a CPU"),
-        ("cuda", torch.bfloat16, False, True, "flash", "choose one of exact, segments, batched, triton"),
+        ("cuda", torch.bfloat16, False, True, "flash", "choose one of exact, segments, triton, batched"),
     ],
 )
 def test_what_does_not_run_there_is_refused(

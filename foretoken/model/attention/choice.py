@@ -6,7 +6,6 @@ of it: `model.strict` runs rows of other shapes through it, on any device.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,8 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from foretoken.errors import ConfigError
+from foretoken.kernels.launches import TRITON_DTYPES, has_triton
 from foretoken.model.attention.batched import BatchedAttention
-from foretoken.model.attention.fused import FUSED_DTYPES, FusedAttention
+from foretoken.model.attention.fused import FusedAttention
 from foretoken.model.attention.paged import KernelAttention, PagedAttention
 
 ATTENTION_VARIABLE = "FORETOKEN_ATTENTION"
@@ -43,12 +43,8 @@ class Implementation:
     needs: str
 
 
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
 def _runs_fused(at: AttentionPlace) -> bool:
-    return at.device.type == "cuda" and at.dtype in FUSED_DTYPES and not at.exact_rows and _has_triton()
+    return at.device.type == "cuda" and at.dtype in TRITON_DTYPES and not at.exact_rows and has_triton()
 
 
 def _is_exact(at: AttentionPlace) -> bool:
@@ -70,12 +66,12 @@ IMPLEMENTATIONS = (
         *(lambda at: at.device.type == "cpu", _is_inexact, _INEXACT),
     ),
     Implementation(
-        *("batched", BatchedAttention, "a call costs more than padding"),
-        *(lambda _: True, _is_inexact, _INEXACT),
+        *("triton", FusedAttention, "one launch reads the cache as it lies, and steps are captured as graphs"),
+        *(_runs_fused, _runs_fused, "a CUDA device, float16, bfloat16 or float32, and foretoken[triton]"),
     ),
     Implementation(
-        *("triton", FusedAttention, "one launch reads the cache as it lies; by name alone until it is measured"),
-        *(lambda _: False, _runs_fused, "a CUDA device, float16, bfloat16 or float32, and foretoken[triton]"),
+        *("batched", BatchedAttention, "a call costs more than padding"),
+        *(lambda _: True, _is_inexact, _INEXACT),
     ),
 )
 

@@ -32,7 +32,6 @@ from foretoken.transfer import to_device
 # heads over all parts as take 128 MiB at a head_dim of 128. A row's bits do not depend on it.
 _MAX_SHARED_ROWS = 64
 _MAX_PART_LINES = 2**18
-FUSED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _NONE = torch.empty(0, dtype=torch.int32)
 
 
