@@ -60,12 +60,12 @@ def test_the_plan() -> None:
         parts = parts_of("smollm2", device, scale)
         names = [one.name for one in parts]
         assert len(set(names)) == len(names)
-        for width in scale.widths:
-            own = [name.split(".")[1] for name in names if name.startswith(f"{width}.")]
-            assert own == ["checkpoint", "audit", "audit", "rounds", "rounds-triton", "drafters", "batches"]
+        own = [name.split(".")[1] for name in names if name.startswith("as-is.")]
+        assert own == ["checkpoint", "audit", "audit", "rounds", "drafters", "batches"]
+        assert [f"{size}.rounds" in names for size in FULL.sizes] == [device == "cuda"] * len(FULL.sizes)
         assert all(not Path(word).is_absolute() for one in parts for word in one.command[1:])
-    settings = [one.name for one in parts_of("smollm2", "cuda", FULL) if "triton,graphs" in one.command]
-    assert settings == [f"{width}.rounds-triton" for width in FULL.widths]
+    settings = [one.name for one in parts_of("smollm2", "cuda", FULL) if "batched,triton,graphs" in one.command]
+    assert settings == [*(f"{size}.rounds" for size in FULL.sizes), "as-is.rounds"]
     assert [row in FULL.rows.split(",") for row in ("1", "128")] == [True, True]
 
 

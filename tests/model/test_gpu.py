@@ -13,9 +13,10 @@ from torch import Tensor
 
 from foretoken import SamplingParams
 from foretoken.kv.pool import KVPool
-from foretoken.model.attention.batched import BatchedAttention
-from foretoken.model.attention.paged import PagedAttention
+from foretoken.model.attention.choice import ATTENTION_VARIABLE
+from foretoken.model.attention.fused import FusedAttention
 from foretoken.model.graphs.cache import REPLAYED
+from foretoken.model.graphs.choice import GRAPHS_VARIABLE
 from foretoken.model.interface import Segment
 from foretoken.model.loader import load_decoder
 from foretoken.model.paged import PagedModel
@@ -61,14 +62,15 @@ def rounds(model: PagedModel) -> Tensor:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_forward_is_that_of_the_cpu(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """With one attention call per layer, the default there, and with one per segment."""
+def test_the_forward_is_that_of_the_cpu(
+    name: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one attention call of torch's per layer, and with one per segment."""
     folder = variant(tmp_path, name)
     expected = rounds(model(folder, torch.float64, "cpu"))
-    for attention in (BatchedAttention, PagedAttention):
+    for attention in ("batched", "segments"):
+        monkeypatch.setenv(ATTENTION_VARIABLE, attention)
         there = model(folder, dtype, GPU)
-        assert there.attention is BatchedAttention
-        there.attention = attention
         torch.testing.assert_close(rounds(there).double().cpu(), expected, atol=TOLERANCE[dtype], rtol=0)
 
 
@@ -82,10 +84,10 @@ def test_the_triton_kernel_and_graphs(
     pytest.importorskip("triton")
     folder = variant(tmp_path, name)
     expected = rounds(model(folder, torch.float64, "cpu"))
-    monkeypatch.setenv("FORETOKEN_ATTENTION", "triton")
     for graphs in ("off", "on"):
-        monkeypatch.setenv("FORETOKEN_GRAPHS", graphs)
+        monkeypatch.setenv(GRAPHS_VARIABLE, graphs)
         there = model(folder, dtype, GPU)
+        assert there.attention is FusedAttention
         assert (there.graphs is not None) == (graphs == "on")
         for turn in range(2):
             with no_waiting() if turn else nullcontext():
@@ -110,8 +112,9 @@ def no_waiting() -> Iterator[None]:
 
 
 @pytest.mark.gpu
-def test_a_forward_and_its_probabilities_do_not_wait(tmp_path: Path) -> None:
-    """As with fake tensors (`test_fake_cuda`), by the device's own count."""
+def test_a_forward_and_its_probabilities_do_not_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with fake tensors (`test_fake_cuda`), by the device's own count; a capture would wait."""
+    monkeypatch.setenv(GRAPHS_VARIABLE, "off")
     there = model(variant(tmp_path, "qwen2-layer-types"), torch.bfloat16, GPU)
     expected = rounds(there)  # makes the tables that grow
     there = PagedModel(there.decoder, 400, BLOCK)
