@@ -22,9 +22,10 @@ from foretoken.draft.branches import propose_by_place
 from foretoken.draft.head_drafter import USUAL_TOKENS, HeadStates, StatesDrafter, twin_target
 from foretoken.draft.open_head import open_head
 from foretoken.heads.block import BlockHead
-from foretoken.heads.block_attention import CachedAttention
+from foretoken.heads.block_attention import CachedAttention, admit_blocks
+from foretoken.heads.block_graphs import block_graphs
 from foretoken.model.interface import LanguageModel, SharesWeights
-from foretoken.model.paged_cache import PagedCache, cache_beside
+from foretoken.model.paged_cache import cache_beside
 from foretoken.transfer import to_device, to_host
 
 
@@ -53,9 +54,13 @@ class BlockDrafter(StatesDrafter):
 
     name = "block"
 
-    def __init__(self, head: BlockHead, target: SharesWeights, cache: PagedCache | None = None) -> None:
+    def __init__(self, head: BlockHead, target: SharesWeights, twin: BlockDrafter | None = None) -> None:
         self.head, self.target = head, target
-        self.cache = cache or cache_beside(target, head.config.layer, head.norm.weight.dtype)
+        if twin is None:
+            self.cache = cache_beside(target, head.config.layer, head.norm.weight.dtype)
+            self.graphs = block_graphs(head, target, self.cache)
+        else:
+            self.cache, self.graphs = twin.cache.twin_cache(), twin.graphs
         self._states = HeadStates(self.cache, self.hidden_layers(), head.features)
         self.num_read_tokens = 0  # see `base.Reads`
 
@@ -71,7 +76,7 @@ class BlockDrafter(StatesDrafter):
 
     def fresh(self, twin: Callable[[LanguageModel], LanguageModel]) -> Self:
         """See `base.ModelDrafter`."""
-        return type(self)(self.head, twin_target(self.target, twin), self.cache.twin_cache())
+        return type(self)(self.head, twin_target(self.target, twin), self)
 
     def hidden_layers(self) -> tuple[int, ...]:
         """See `base.HiddenStateReader`."""
@@ -147,13 +152,29 @@ class BlockDrafter(StatesDrafter):
             start = len(tokens) + head.config.block_size - head.config.num_places
             wanted += range(start, start + most[b])
             tokens += [entries[b].pending[-1], *[head.config.mask_token] * (slots - 1)]
-        attention = CachedAttention(cache, sequences, num_new, num_slots, head.config.is_causal)
         pieces = [own.between(length, len(own)) for own, length in zip(fused, held, strict=True) if len(own) > length]
         context = torch.cat(pieces) if pieces else head.norm.weight.new_empty(0, head.config.layer.hidden_size)
-        flat, rows = to_device(tokens, cache.device), to_device(wanted, cache.device)
-        hidden = head.run(flat, context, attention.positions, attention, self.target)[rows]  # [R, D]
-        attention.commit()
+        hidden, base = self._run(to_device(tokens, cache.device), context, wanted, (sequences, num_new, num_slots))
         sure: tuple[float, ...] = ()
         if head.confidence_head is not None and any(entries[b].request.spec.min_confidence for b in drafting):
             sure = tuple(to_host(head.confidence_head(hidden).float().sigmoid())[0])
-        return _BlockPredictions(head, head.logits(hidden, self.target), first, sure)
+        return _BlockPredictions(head, base, first, sure)
+
+    def _run(
+        self, tokens: Tensor, context: Tensor, wanted: Sequence[int], rows: tuple[Sequence[int], list[int], list[int]]
+    ) -> tuple[Tensor, Tensor]:
+        """States [R, D] and logits [R, V_d] of the slots `wanted`; the context rows are kept. `rows`: see
+        `block_attention.admit_blocks`.
+        """
+        head, cache = self.head, self.cache
+        if self.graphs is not None:
+            admitted = admit_blocks(cache, *rows, head.config.is_causal)
+            replayed = self.graphs.run(tokens, context, admitted, wanted)
+            if replayed is not None:
+                admitted.commit(cache)
+                return replayed
+        attention = CachedAttention(cache, *rows, head.config.is_causal)
+        hidden = head.run(tokens, context, attention.positions, attention, self.target)
+        attention.commit()
+        hidden = hidden[to_device(wanted, cache.device)]
+        return hidden, head.logits(hidden, self.target)

@@ -54,8 +54,7 @@ class EagleDrafter(StatesDrafter):
 
     def fresh(self, twin: Callable[[LanguageModel], LanguageModel]) -> Self:
         """See `base.ModelDrafter`."""
-        target = twin_target(self.runner.target, twin)
-        return type(self)(CachedEagle(self.runner.head, target, self.cache.twin_cache()))
+        return type(self)(self.runner.twin(twin_target(self.runner.target, twin)))
 
     def hidden_layers(self) -> tuple[int, ...]:
         """See `base.HiddenStateReader`."""

@@ -72,8 +72,8 @@ class BlockHead(LayeredHead):
         hidden, eps = config.layer.hidden_size, config.layer.norm_eps
         self.fc = Linear(len(config.taps) * config.target_hidden_size, hidden)
         self.hidden_norm = RMSNorm(hidden, eps)
-        self._block_layers = [BlockLayer(config.layer) for _ in range(config.layer.num_layers)]
-        self.layers = nn.ModuleList(self._block_layers)
+        self.block_layers = [BlockLayer(config.layer) for _ in range(config.layer.num_layers)]
+        self.layers = nn.ModuleList(self.block_layers)
         self.norm = RMSNorm(hidden, eps)
         self.lm_head = None if vocabulary.is_whole else Linear(hidden, config.draft_vocab_size)
         self.markov_head = MarkovHead(config) if config.markov_rank else None
@@ -115,9 +115,9 @@ class BlockHead(LayeredHead):
         rotary = self.rotary.at(positions)
         compiled = self._compiled(context, x, rotary, attention)
         if compiled is not None:
-            x, _ = compiled.run(x, range(len(self._block_layers)))
+            x, _ = compiled.run(x, range(len(self.block_layers)))
         else:
-            for number, layer in enumerate(self._block_layers):
+            for number, layer in enumerate(self.block_layers):
                 x = layer(context, x, rotary, attention, number)
         out: Tensor = self.norm(x)
         return out
@@ -131,7 +131,7 @@ class BlockHead(LayeredHead):
         (cos, sin), first = rotary, len(context)
         compiled = layer_pass(self, x, attention.of_slots, [(cos[first:], sin[first:])])
         if compiled is not None and first:
-            for number, layer in enumerate(self._block_layers):
+            for number, layer in enumerate(self.block_layers):
                 attention.keep_context(number, *layer.self_attn.context_rows(context, (cos[:first], sin[:first])))
         return compiled
 
@@ -204,7 +204,7 @@ class BlockHead(LayeredHead):
 
     def layer_parts(self) -> list[LayerParts]:
         """See `layer_pass.LayerStack`."""
-        return [layer.parts() for layer in self._block_layers]
+        return [layer.parts() for layer in self.block_layers]
 
     @property
     def rotary(self) -> RotaryTable:

@@ -5,18 +5,19 @@ drafter makes of them, and the slots of their own block.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from foretoken.heads.layers import HeadAttention, HeadMLP, layer_parts
 from foretoken.model.architecture import ModelConfig
+from foretoken.model.attention.fused import FusedAttention
 from foretoken.model.attention.paged import PagedAttention
 from foretoken.model.interface import Segment
 from foretoken.model.layer_pass import LayerParts
 from foretoken.model.layers import RMSNorm
-from foretoken.model.paged_cache import PagedCache
+from foretoken.model.paged_cache import ForwardInputs, PagedCache
 from foretoken.model.rope import rotate
 from foretoken.transfer import to_device
 
@@ -121,6 +122,33 @@ class WindowAttention:
         return read.permute(0, 3, 4, 1, 2, 5).reshape(-1, heads, head_dim)
 
 
+class BlockRows(NamedTuple):
+    """Rows of a pass that a cache admitted: new context rows of some sequences, and a block of slots behind each."""
+
+    context: ForwardInputs
+    slots: ForwardInputs
+
+    def commit(self, cache: PagedCache) -> None:
+        """After the pass: keep the context rows in the cache that admitted them."""
+        for reader in self.context.readers:
+            cache.commit(reader.segment.sequence, reader.segment.num_pending)
+
+
+def admit_blocks(
+    cache: PagedCache, sequences: Sequence[int], num_new: Sequence[int], num_slots: Sequence[int], is_causal: bool
+) -> BlockRows:
+    """Make room for `num_new` context rows of each sequence, and `num_slots` behind them.
+
+    Raises:
+        CapacityError: no room for them.
+    """
+    new = cache.admit([Segment(one, rows, (), 0) for one, rows in zip(sequences, num_new, strict=True) if rows])
+    slots = cache.admit([Segment(one, rows) for one, rows in zip(sequences, num_slots, strict=True)], num_new)
+    for reader in slots.readers:
+        reader.sees_all = not is_causal
+    return BlockRows(new, slots)
+
+
 class CachedAttention:
     """Inference: a block behind the context of each of some sequences; keys and values are in `cache`.
 
@@ -139,18 +167,14 @@ class CachedAttention:
         num_slots: Sequence[int],
         is_causal: bool,
     ) -> None:
-        self._rows = [(one, rows) for one, rows in zip(sequences, num_new, strict=True) if rows]
-        new = cache.admit([Segment(one, rows, (), 0) for one, rows in self._rows])
-        slots = cache.admit([Segment(one, rows) for one, rows in zip(sequences, num_slots, strict=True)], num_new)
+        self._rows = new, slots = admit_blocks(cache, sequences, num_new, num_slots, is_causal)
         self._cache, self._num_new = cache, len(new.positions)
         device = cache.device
         self.positions = to_device([*new.positions, *slots.positions], device)  # [C + T]
         self._new_slots, own = to_device(new.slots, device), to_device(slots.slots, device)
         kind = cache.attention
-        if not is_causal:
-            kind = PagedAttention  # the one whose mask can be left out
-            for reader in slots.readers:
-                reader.sees_all = True
+        if not is_causal and not issubclass(kind, FusedAttention):
+            kind = PagedAttention  # whose mask can be left out
         self._attention = kind(cache.local, cache.pool, own, slots.readers)
         # What a compiled pass over the slots attends with, once the context of its layers is kept.
         self.of_slots = self._attention if is_causal else None
@@ -168,5 +192,4 @@ class CachedAttention:
 
     def commit(self) -> None:
         """After the pass: keep the context rows."""
-        for sequence, rows in self._rows:
-            self._cache.commit(sequence, rows)
+        self._rows.commit(self._cache)

@@ -7,20 +7,24 @@ they are accepted).
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from foretoken.heads.eagle import EagleHead
 from foretoken.heads.eagle_chain import EagleChain, eagle_chain, embedding_of, output_of
+from foretoken.heads.eagle_graphs import eagle_graphs, likeliest
 from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.model.attention.paged import PagedAttention
 from foretoken.model.chain_kernel import reach
 from foretoken.model.interface import Segment, SharesWeights
-from foretoken.model.paged_cache import PagedCache, cache_beside
+from foretoken.model.paged_cache import ForwardInputs, cache_beside
 from foretoken.transfer import to_device
 
 
@@ -39,15 +43,25 @@ class EagleOutput:
 
 
 class CachedEagle:
-    """`head` for `target` with keys and values of its own, for as many tokens as the target's cache holds."""
+    """`head` for `target` with keys and values of its own, for as many tokens as the target's cache holds.
 
-    def __init__(self, head: EagleHead, target: SharesWeights, cache: PagedCache | None = None) -> None:
+    `graphs` replays steps of few rows, where steps are captured.
+    """
+
+    def __init__(self, head: EagleHead, target: SharesWeights) -> None:
         self.head, self.target = head, target
         self.vocabulary = head.vocabulary.to(target.device)
-        self.cache = cache or cache_beside(target, head.config.layer, head.norm_dtype)
+        self.cache = cache_beside(target, head.config.layer, head.norm_dtype)
+        self.graphs = eagle_graphs(head, target, self.vocabulary, self.cache)
         self._beside_layers = (head.fc, embedding_of(head, target), output_of(head, target))
         self._chain: tuple[tuple[object, ...], EagleChain | None] = ((), None)  # and the weights that it was made for
         self._compiled_chain()  # compiled before anybody waits for a draft
+
+    def twin(self, target: SharesWeights) -> Self:
+        """The same head beside a twin of its target, over the same memory: see `PagedCache.twin_cache`."""
+        twin = copy.copy(self)
+        twin.target, twin.cache = target, self.cache.twin_cache()
+        return twin
 
     @torch.inference_mode()
     def features(self, states: Mapping[int, Tensor]) -> Tensor:
@@ -57,27 +71,44 @@ class CachedEagle:
     @torch.inference_mode()
     def run(self, tokens: Tensor, features: Tensor, segments: Sequence[Segment]) -> EagleOutput:
         """Run rows of `tokens` [T] with their `features` [T, D], and keep the pending ones."""
-        inputs = self.cache.admit(segments)
+        output = self._run_rows(tokens, features, self.cache.admit(segments))
+        self._commit(segments)
+        return output
+
+    def _run_rows(self, tokens: Tensor, features: Tensor, inputs: ForwardInputs) -> EagleOutput:
+        """Run rows that were admitted."""
+        replayed = None if self.graphs is None else self.graphs.run(tokens, features, inputs)
+        return self._run_eagerly(tokens, features, inputs) if replayed is None else self._output(*replayed)
+
+    def _run_eagerly(self, tokens: Tensor, features: Tensor, inputs: ForwardInputs) -> EagleOutput:
         positions, slots = to_device([inputs.positions, inputs.slots], self.cache.device)
         wanted = to_device(inputs.wanted, self.cache.device)
         attention = self.cache.attention(self.head.config.layer, self.cache.pool, slots, inputs.readers)
         rows = self.head.run(tokens, features, positions, attention, self.target)
+        return self._output(self.head.logits(rows.output[wanted], self.target), rows.feedback[wanted])
+
+    def _output(self, own_logits: Tensor, feedback: Tensor) -> EagleOutput:
+        return EagleOutput(own_logits, feedback, self.vocabulary)
+
+    def _commit(self, segments: Sequence[Segment]) -> None:
+        """Keep the pending rows."""
         for segment in segments:
             if segment.num_pending:
                 self.cache.commit(segment.sequence, segment.num_pending)
-        logits = self.head.logits(rows.output[wanted], self.target)
-        return EagleOutput(logits, rows.feedback[wanted], self.vocabulary)
 
     def draft(
         self, tokens: Tensor, features: Tensor, segments: Sequence[Segment], counts: Sequence[int]
     ) -> Tensor | None:
         """Run and keep rows as `run` does, and then the head behind itself: the likeliest tokens of a chain behind each
-        segment, `counts` of them, one segment behind the other. None, and nothing done, where no compiled code does so:
-        a part of the head has no kernel (`eagle_chain`), or torch reads the many rows of a segment faster.
+        segment, `counts` of them, one segment behind the other. None, and nothing done, where that is no faster than
+        `run` for each place: no step is captured, and a part of the head has no kernel (`eagle_chain`), or torch reads
+        the many rows of a segment faster.
 
         Raises:
             CapacityError: no room for rows of drafted tokens.
         """
+        if self.graphs is not None:
+            return self._draft_by_steps(tokens, features, segments, counts)
         chain = self._compiled_chain()
         if chain is None or max(segment.num_rows for segment in segments) > PagedAttention.max_kernel_rows:
             return None
@@ -86,9 +117,46 @@ class CachedEagle:
             for segment, count in zip(segments, counts, strict=True)
         ]
         drafted = chain.draft(tokens, features, requests)
-        for segment in segments:
-            self.cache.commit(segment.sequence, segment.num_pending)
+        self._commit(segments)
         return drafted
+
+    @torch.inference_mode()
+    def _draft_by_steps(
+        self, tokens: Tensor, features: Tensor, segments: Sequence[Segment], counts: Sequence[int]
+    ) -> Tensor:
+        """See `draft`: a step for each place of the longest chain, whose tokens and features no host sees."""
+        order = sorted(range(len(counts)), key=lambda i: -counts[i])  # those that go on stand first
+        inputs = self.cache.admit(segments)
+        inputs = replace(inputs, wanted=[inputs.wanted[i] for i in order])
+        drafted: list[Tensor] = []  # by place
+        for place in range(max(counts)):
+            if place:
+                growing = [segments[i].sequence for i in order if counts[i] > place]
+                parents = (*range(-1, place - 1),)
+                inputs = self.cache.admit([Segment(sequence, 0, parents, 1, place - 1) for sequence in growing])
+                tokens, features = tokens[: len(growing)], features[: len(growing)]
+            tokens, features = self._next_tokens(tokens, features, inputs)
+            drafted.append(tokens)
+            if not place:
+                self._commit(segments)
+        return self._by_chain(drafted, order, counts)
+
+    def _next_tokens(self, tokens: Tensor, features: Tensor, inputs: ForwardInputs) -> tuple[Tensor, Tensor]:
+        """The likeliest token behind each row that is wanted, [R], and what the head goes on from, [R, D]."""
+        replayed = None if self.graphs is None else self.graphs.next_tokens(tokens, features, inputs)
+        if replayed is not None:
+            return replayed
+        output = self._run_eagerly(tokens, features, inputs)
+        return self.vocabulary.to_target(likeliest(output.own_logits)), output.feedback
+
+    def _by_chain(self, drafted: Sequence[Tensor], order: Sequence[int], counts: Sequence[int]) -> Tensor:
+        """Tokens by place, each of the chains that are so long in `order`: one chain behind the other."""
+        if min(counts) == max(counts):  # `order` is as they came
+            return torch.stack(tuple(drafted), dim=1).flatten()
+        first = [0, *accumulate(len(tokens) for tokens in drafted)]
+        rank = {chain: number for number, chain in enumerate(order)}
+        rows = [first[place] + rank[chain] for chain, count in enumerate(counts) for place in range(count)]
+        return torch.cat(tuple(drafted))[to_device(rows, self.cache.device)]
 
     def _compiled_chain(self) -> EagleChain | None:
         """Made once for the head's weights and the cache."""

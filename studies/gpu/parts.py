@@ -9,6 +9,8 @@ from dataclasses import dataclass
 # Tests that a GPU runs beside those of every machine; the rest of the files have nothing for one.
 _TESTS = (
     "tests/model/test_gpu.py",
+    "tests/heads/test_eagle_graphs.py",
+    "tests/engine/test_graphs.py",
     "tests/verify/test_device.py",
     "tests/engine/test_exactness.py",
     "tests/engine/test_strict.py",

@@ -4,6 +4,7 @@ without graphs, and wait as often for a device.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -14,26 +15,27 @@ from torch import Tensor
 
 from foretoken import SamplingParams, SpecConfig, transfer
 from foretoken.draft.base import Drafter
+from foretoken.draft.block import BlockDrafter
 from foretoken.draft.draft_model import DraftModelDrafter
 from foretoken.draft.eagle import EagleDrafter
 from foretoken.draft.early_exit import EarlyExitDrafter
 from foretoken.draft.group import DrafterGroup, drafter_key
 from foretoken.draft.ngram import NgramDrafter
 from foretoken.engine.engine import Engine
+from foretoken.heads.block import BlockHead
 from foretoken.heads.eagle_cache import CachedEagle
 from foretoken.model.decoder import Decoder
-from foretoken.model.graphs import cache
-from foretoken.model.graphs.cache import JOINED, MANY_ROWS, REPLAYED
-from foretoken.model.graphs.capture import Capture, Step
+from foretoken.model.graphs.cache import JOINED, MANY_ROWS, REPLAYED, StepGraphs
 from foretoken.model.graphs.shape import ROW_BUCKETS, StepShape
 from foretoken.model.interface import ForwardOutput, Segment
 from foretoken.model.paged import PagedModel
 from tests.engine import test_fake_cuda
 from tests.engine.test_fake_cuda import NUM_TOKENS, PLAIN, PROMPT, engine_with, steps
 from tests.helpers.checkpoints import token_ids
-from tests.helpers.emulated_graphs import emulated_graphs, no_reads
+from tests.helpers.emulated_graphs import emulated_graphs, launched
 from tests.helpers.fake_cuda import fake_cuda
 from tests.helpers.fake_drafters import DRAFTERS
+from tests.helpers.random_heads import random_head
 from tests.helpers.tiny_heads import eagle_head
 from tests.model.test_graphs import TOLERANCE, decoder_of
 
@@ -50,20 +52,42 @@ def _drafted(_: PagedModel, draft: Decoder) -> Drafter:
     return DraftModelDrafter(PagedModel(draft, 600, 4))
 
 
-def _eagle(target: PagedModel, _: Decoder) -> Drafter:
-    return EagleDrafter(CachedEagle(eagle_head(target.config).double(), target))
+def _eagle(version: int = 3) -> Made:
+    def made(target: PagedModel, _: Decoder) -> Drafter:
+        return EagleDrafter(CachedEagle(eagle_head(target.config, version).to(target.device, target.dtype), target))
+
+    return made
+
+
+def _block(name: str) -> Made:
+    def made(target: PagedModel, _: Decoder) -> Drafter:
+        head = random_head(name, replace(target.config, sliding_window=())).to(target.device, target.dtype)
+        assert isinstance(head, BlockHead)
+        head.vocabulary = head.vocabulary.to(target.device)
+        return BlockDrafter(head, target)
+
+    return made
 
 
 POWERS = {1 << place for place in range(8)}
 MODEL, TREE = SpecConfig("draft_model", "toy", num_draft=3), {"num_draft": 6, "tree": "best_first"}
+HEAD = SpecConfig("eagle", head="toy", num_draft=3)
+BLOCK = SpecConfig("block", head="toy", num_draft=3)
 CASES: dict[str, tuple[SpecConfig, Made | None]] = {
     "plain": (SpecConfig(), None),
     "ngram": (SpecConfig("ngram", num_draft=3), lambda *_: NgramDrafter()),
     "draft_model": (MODEL, _drafted),
     "draft_model/best_first": (replace(MODEL, **TREE), _drafted),
-    "eagle/best_first": (SpecConfig("eagle", head="toy", **TREE), _eagle),
+    "eagle": (HEAD, _eagle()),
+    "eagle:1": (HEAD, _eagle(1)),
+    "eagle/best_first": (replace(HEAD, **TREE), _eagle()),
+    "block": (BLOCK, _block("block:cut")),
+    "block:open": (BLOCK, _block("block:open")),
     "early_exit": (SpecConfig("early_exit", num_draft=3, exit_layer=1), lambda target, _: EarlyExitDrafter(target)),
 }
+
+
+REPEATED = ("draft_model", "early_exit", "eagle:1", "block")
 
 
 @dataclass
@@ -76,9 +100,13 @@ class Run:
     kept: list[Tensor]  # what the target returned, as it is when all is over
 
     @property
-    def models(self) -> list[PagedModel]:
+    def graphs(self) -> list[StepGraphs]:
         own = getattr(self.drafter, "_cache", None)
-        return [self.target, *([own.model] if isinstance(getattr(own, "model", None), PagedModel) else [])]
+        found = [self.target.graphs, getattr(getattr(own, "model", None), "graphs", None)]
+        found += [self.drafter.runner.graphs] if isinstance(self.drafter, EagleDrafter) else []
+        if isinstance(self.drafter, BlockDrafter) and self.drafter.graphs is not None:
+            found += [self.drafter.graphs.context, self.drafter.graphs.slots]
+        return [one for one in found if one is not None]
 
 
 def run(name: str, target_decoder: Decoder, draft_decoder: Decoder) -> Run:
@@ -111,7 +139,8 @@ def run(name: str, target_decoder: Decoder, draft_decoder: Decoder) -> Run:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=repeated) if name in ("draft_model", "early_exit") else name for name in CASES]
+    "name",
+    [pytest.param(name, marks=repeated) if name in REPEATED else name for name in CASES],
 )
 def test_replayed_runs_answer_as_usual(name: str) -> None:
     target, draft = decoder_of("mistral-sliding"), decoder_of("llama-mqa", seed=1)
@@ -123,13 +152,43 @@ def test_replayed_runs_answer_as_usual(name: str) -> None:
     assert len(replayed.kept) == len(usual.kept)
     for got, expected in zip(replayed.kept, usual.kept, strict=True):
         torch.testing.assert_close(got, expected, **TOLERANCE)
-    for model in replayed.models:
-        counts, capture = model.graphs.steps, model.graphs.capture
+    assert len(replayed.graphs) == num_graph_caches(name)
+    for graphs in replayed.graphs:
+        counts, capture = graphs.steps, graphs.capture
         assert counts.keys() <= {REPLAYED, MANY_ROWS, JOINED}
         assert capture.num_replays == counts[REPLAYED] > 2
         assert (counts[JOINED] > 0) == (name == "early_exit")
-        shapes = model.graphs.shapes
+        shapes = graphs.shapes
         assert len(capture.graphs) == len(set(shapes)) <= bound(shapes)
+
+
+def num_graph_caches(name: str) -> int:
+    """Of the target and the drafter; a block drafter has two."""
+    return 3 if name.startswith("block") else 1 + name.startswith(("draft_model", "eagle"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "name", ["plain", "draft_model", *(name for name in CASES if name.startswith(("eagle", "block")))]
+)
+def test_replayed_runs_on_a_gpu_answer_as_the_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the target's logits are the same behind every drafted token, so that drafts are."""
+    pytest.importorskip("triton")
+    decoders = [decoder_of("mistral-sliding"), decoder_of("llama-mqa", seed=1)]
+    there = [copy.deepcopy(decoder).to("cuda", torch.float32) for decoder in decoders]
+    with torch.inference_mode():
+        expected = run(name, *decoders)
+        monkeypatch.setenv("FORETOKEN_ATTENTION", "triton")
+        monkeypatch.setenv("FORETOKEN_GRAPHS", "on")
+        replayed = run(name, *there)
+    assert replayed.answers == expected.answers
+    assert len(replayed.kept) == len(expected.kept)
+    for got, wanted in zip(replayed.kept, expected.kept, strict=True):
+        torch.testing.assert_close(got.double().cpu(), wanted, atol=1e-3, rtol=0)
+    assert len(replayed.graphs) == num_graph_caches(name)
+    for graphs in replayed.graphs:
+        assert graphs.steps[REPLAYED] > 2
+        assert graphs.steps.keys() <= {REPLAYED, MANY_ROWS}
 
 
 def bound(shapes: Sequence[StepShape]) -> int:
@@ -141,29 +200,24 @@ def bound(shapes: Sequence[StepShape]) -> int:
     return sum(tiles) * parts * len({(shape.has_trees, shape.taps) for shape in shapes})
 
 
-def launched(*_: object) -> Capture:
-    """Instead of `CudaCapture` where tensors have no numbers: the step runs once, and no replay changes anything."""
-
-    def capture(step: Step) -> Step:
-        with no_reads():
-            step()
-        return lambda: None
-
-    return capture
-
-
 @pytest.mark.parametrize(
     "name",
-    ["ngram", *(pytest.param(n, marks=repeated) for n in ("draft_model", "draft_model/best_first", "eagle"))],
+    [
+        *("ngram", "eagle"),
+        *(
+            pytest.param(n, marks=repeated)
+            for n in ("draft_model", "draft_model/best_first", "eagle/best_first", "block")
+        ),
+    ],
 )
 def test_waits_are_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a replay brings one block of numbers to the device, where a forward makes several tensors of them."""
     spec, make = DRAFTERS[name]
     waits, copies = list[list[int]](), list[int]()
-    for graphs in (nullcontext(), emulated_graphs()):
+    for graphs in (nullcontext(), emulated_graphs(capture=launched)):
         with graphs, fake_cuda(vocab_size=NUM_TOKENS) as transfers, torch.inference_mode():
-            monkeypatch.setattr(cache, "CudaCapture", launched)
-            engine = engine_with(spec, make)
+            made = list[Drafter]()
+            engine = engine_with(spec, lambda target, made=made: made.append(make(target)) or made[-1])
             for _ in range(2):
                 engine.submit(PROMPT, PLAIN, spec)
             waits.append(steps(engine, transfers, 3))
@@ -172,6 +226,7 @@ def test_waits_are_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             copies.append(brought(model, monkeypatch))
             if model.graphs is not None:
                 assert set(model.graphs.steps) == {REPLAYED}
+                assert not isinstance(made[0], EagleDrafter) or set(made[0].runner.graphs.steps) == {REPLAYED}
     assert waits[0] == waits[1]
     assert copies[1] == 1 < copies[0]
 

@@ -11,7 +11,7 @@ tile and part by part, padding included; what no tile writes is NaN.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any, List  # noqa: UP035 - what torch.library reads
@@ -31,7 +31,7 @@ from foretoken.model import paged_cache
 from foretoken.model.attention import fused
 from foretoken.model.attention.fused import FusedAttention
 from foretoken.model.graphs import cache
-from foretoken.model.graphs.capture import Step
+from foretoken.model.graphs.capture import Capture, Step
 
 NAN = float("nan")
 _READS = ("tolist", "numpy", "data_ptr")  # that no operator stands for
@@ -116,6 +116,17 @@ class EmulatedCapture:
                 assert old.shape == new.shape
                 if memory_of(old) != memory_of(new):  # neither a view nor written in place
                     old.copy_(new)
+
+
+def launched(*_: object) -> Capture:
+    """Instead of `EmulatedCapture` where tensors have no numbers: the step runs once, a replay does nothing."""
+
+    def capture(step: Step) -> Step:
+        with no_reads():
+            step()
+        return lambda: None
+
+    return capture
 
 
 @contextmanager
@@ -270,7 +281,7 @@ def attend(
 
 
 @contextmanager
-def emulated_graphs(span_columns: int = 16) -> Iterator[None]:
+def emulated_graphs(span_columns: int = 16, capture: Callable[..., Capture] = EmulatedCapture) -> Iterator[None]:
     """Models that are made here read their cache by the kernel's twin and capture their steps; a long text is one of
     more than `span_columns` tokens.
     """
@@ -281,5 +292,5 @@ def emulated_graphs(span_columns: int = 16) -> Iterator[None]:
         for place in (paged_work, fused):
             patch.setattr(place, "SPAN_COLUMNS", span_columns)
         patch.setattr(paged_cache, "chosen", lambda *_: FusedAttention)
-        patch.setattr(cache, "CudaCapture", EmulatedCapture)
+        patch.setattr(cache, "CudaCapture", capture)
         yield

@@ -94,9 +94,10 @@ class WorkNumbers:
             and self.num_part_rows + num_rows * num_spans <= max_part_rows(num_heads)
         )
         index, first_distance = len(self.segments) // SEGMENT_FIELDS, -1
-        if not segment.is_chain:
+        if reader.sees_all or not segment.is_chain:
             first_distance = self.num_distances
-            self.distances.append(distances(segment).flatten())
+            told = distances(segment).flatten()
+            self.distances.append(torch.zeros_like(told) if reader.sees_all else told)
             self.num_distances += len(self.distances[-1])
         self.segments += (reader.past, num_columns, num_rows, reader.rows.start)
         self.segments += (len(self.blocks), first_distance, 1 if is_shared else num_spans, self.num_part_rows)
@@ -116,7 +117,6 @@ def numbers_of(readers: Sequence[Reader], config: ModelConfig) -> WorkNumbers:
     numbers, heads_per_group = WorkNumbers(), config.num_heads // config.num_kv_heads
     rows_per_tile = tile_lines(heads_per_group, config.head_dim) // heads_per_group
     for reader in readers:
-        assert not reader.sees_all, "rows see what is before them"
         if reader.segment.num_rows:
             numbers.add(reader, config.num_heads, rows_per_tile)
     return numbers

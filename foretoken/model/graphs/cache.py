@@ -1,9 +1,8 @@
-"""Captured steps of one model over one cache: the step's numbers go into the input block in one copy, then its graph is
-replayed.
-"""
+"""Captured steps over one cache: the step's numbers go into the input block in one copy, then its graph is replayed."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from operator import is_not
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from foretoken.kv.pool import KVPool
+from foretoken.model.architecture import ModelConfig
 from foretoken.model.attention.fused import FusedAttention, WorkNumbers, numbers_of
 from foretoken.model.decoder import Decoder
 from foretoken.model.graphs.capture import Capture, CudaCapture, Step
@@ -29,24 +29,22 @@ MANY_ROWS, MANY_NUMBERS = f"more than {MAX_ROWS} rows", "block tables too long"
 MANY_GRAPHS, NO_MEMORY = f"more than {MAX_GRAPHS} shapes", "no memory"
 
 
-class GraphCache:
-    """Runs a decoder over rows of `pool`, whose last slots, from `spare_slot` on, belong to no sequence.
+class StepGraphs(ABC):
+    """Graphs of one kind of step: `layers` over rows of `pool`, whose last slots, from `spare_slot` on, belong to no
+    sequence.
 
     `steps` counts what was replayed, and what was not by the reason.
     """
 
-    def __init__(self, decoder: Decoder, pool: KVPool, block_size: int, spare_slot: int) -> None:
-        self.decoder, self.pool, self.block_size, self.spare_slot = decoder, pool, block_size, spare_slot
-        device = pool.keys[0].device
-        self.capture: Capture = CudaCapture(device)
+    def __init__(self, layers: ModelConfig, pool: KVPool, block_size: int, spare_slot: int) -> None:
+        self.layers, self.pool, self.block_size, self.spare_slot = layers, pool, block_size, spare_slot
+        self._device = pool.keys[0].device
+        self.capture: Capture = CudaCapture(self._device)
         self.steps: Counter[str] = Counter()
-        self.tokens = torch.zeros(MAX_ROWS, dtype=torch.int64, device=device)
+        self.tokens = self.buffer(dtype=torch.int64)
         # Sequences may share blocks: their tables are longer than the pool then.
         num_numbers = HEAD_NUMBERS + _TREE_NUMBERS + 2 * (spare_slot // block_size) + MAX_ROWS
-        self.block = torch.zeros(num_numbers, dtype=torch.int32, device=device)
-        # What a step computes for all rows of its bucket, until the next one: logits [., V], and by layer taps [., D].
-        self.logits = self._outputs(decoder.config.vocab_size)
-        self.taps: dict[int, Tensor] = {}
+        self.block = torch.zeros(num_numbers, dtype=torch.int32, device=self._device)
         self._graphs: dict[StepShape, Step] = {}
         self._without_memory: set[StepShape] = set()
         self._marks: tuple[object, ...] = ()
@@ -56,44 +54,71 @@ class GraphCache:
         """What graphs were captured for."""
         return tuple(self._graphs)
 
-    def run(
-        self, tokens: Tensor, inputs: ForwardInputs, taps: Sequence[int], is_joined: bool = False
-    ) -> ForwardOutput | None:
-        """What `PagedModel.run_pass` gives for `tokens` [T]; None, and nothing done, where they are to be run as usual.
-        `is_joined`: some rows begin behind layers that they ran early.
-        """
-        found, reason = (None, JOINED) if is_joined else self._replayed(tokens, inputs, taps)
-        self.steps[reason] += 1
-        return found
+    @abstractmethod
+    def read_beside(self) -> tuple[object, ...]:
+        """Weights and tables that a step reads beside its inputs, which then lie where a graph will read them."""
 
-    def _replayed(self, tokens: Tensor, inputs: ForwardInputs, taps: Sequence[int]) -> tuple[ForwardOutput | None, str]:
+    @abstractmethod
+    def step(self, shape: StepShape) -> None:
+        """What is captured: it reads tensors that stay where they are, and writes into others that do. It is run several
+        times before it is captured, each time with the same outcome.
+        """
+
+    def buffer(self, *size: int, dtype: torch.dtype) -> Tensor:
+        """A row of `size` for each row of the largest bucket, which stays where it is."""
+        return torch.zeros(MAX_ROWS, *size, dtype=dtype, device=self._device)
+
+    def replay(
+        self, inputs: ForwardInputs, rows: Sequence[tuple[Tensor, Tensor]], taps: Sequence[int] = ()
+    ) -> StepShape | None:
+        """Replay the step of `inputs`: its outputs lie in their buffers. None, and nothing done, where it is to be run
+        as usual. `rows` are buffers, each with what its first rows are to hold.
+        """
+        shape, reason = self._replayed(inputs, rows, taps)
+        self.steps[reason] += 1
+        return shape
+
+    def wanted(self, shape: StepShape, inputs: ForwardInputs) -> Tensor:
+        """The rows that somebody wants logits of, [R] on the device, until the next step."""
+        return self.block[shape.places["wanted"]][: len(inputs.wanted)]
+
+    def attended(self, shape: StepShape) -> tuple[Tensor, FusedAttention]:
+        """Inside a step: positions of its rows, and what they read the cache by."""
+        positions, slots = (self.block[shape.places[name]].long() for name in ("positions", "slots"))
+        work = shape.work(self.block, self.layers.num_heads)
+        return positions, FusedAttention.over(self.layers, self.pool, slots, self.block_size, work)
+
+    def _replayed(
+        self, inputs: ForwardInputs, rows: Sequence[tuple[Tensor, Tensor]], taps: Sequence[int]
+    ) -> tuple[StepShape | None, str]:
         num_rows = len(inputs.positions)
         if num_rows > MAX_ROWS:
             return None, MANY_ROWS
-        work = numbers_of(inputs.readers, self.decoder.local)
+        work = numbers_of(inputs.readers, self.layers)
         shape = StepShape.of(num_rows, work, taps)
         if shape.places["tail"].start + len(work.blocks) + work.num_distances > len(self.block):
             return None, MANY_NUMBERS
-        self._fill(shape, tokens, inputs, work)
+        self._fill(shape, inputs, work, rows)
         graph, reason = self._graph(shape)
         if graph is None:
             return None, reason
         graph()
-        wanted = self.block[shape.places["wanted"]][: len(inputs.wanted)]
-        tapped = self.block[shape.places["tapped"]][: len(inputs.tapped)]
-        found = {layer: self.taps[layer].index_select(0, tapped) for layer in shape.taps}
-        return ForwardOutput(self.logits.index_select(0, wanted), found), REPLAYED
+        return shape, REPLAYED
 
-    def _fill(self, shape: StepShape, tokens: Tensor, inputs: ForwardInputs, work: WorkNumbers) -> None:
-        """Everything of a step that is not the same for all of its shape; tokens may be known to the device alone."""
+    def _fill(
+        self, shape: StepShape, inputs: ForwardInputs, work: WorkNumbers, rows: Sequence[tuple[Tensor, Tensor]]
+    ) -> None:
+        """Everything of a step that is not the same for all of its shape; rows may be known to the device alone."""
         numbers = torch.tensor([*shape.numbers(inputs, work, self.spare_slot), *work.blocks], dtype=torch.int32)
         numbers = torch.cat([numbers, *work.distances])
         fill(self.block[: len(numbers)], numbers)
-        self.tokens[: len(tokens)].copy_(tokens)
+        for buffer, values in rows:
+            assert buffer.dtype == values.dtype
+            buffer[: len(values)].copy_(values)
 
     def _graph(self, shape: StepShape) -> tuple[Step | None, str]:
         """The graph for `shape`, captured when it is first wanted, from the step that lies in the block."""
-        marks = self._weights_and_tables()
+        marks = self.read_beside()
         if len(marks) != len(self._marks) or any(map(is_not, marks, self._marks)):
             self._graphs.clear()
             self._marks = marks
@@ -103,31 +128,53 @@ class GraphCache:
             return None, NO_MEMORY
         if len(self._graphs) == MAX_GRAPHS:
             return None, MANY_GRAPHS
-        for layer in shape.taps:
-            self.taps.setdefault(layer, self._outputs(self.decoder.config.hidden_size))
         try:
-            self._graphs[shape] = self.capture(lambda: self._step(shape))
+            self._graphs[shape] = self.capture(lambda: self.step(shape))
         except torch.OutOfMemoryError:
             self._without_memory.add(shape)
             return None, NO_MEMORY
         return self._graphs[shape], REPLAYED
 
-    def _weights_and_tables(self) -> tuple[object, ...]:
-        """What a graph reads beside its inputs; tables of positions have their full length before it is captured."""
+
+class GraphCache(StepGraphs):
+    """Runs a decoder over rows of `pool`: from token ids to the logits."""
+
+    def __init__(self, decoder: Decoder, pool: KVPool, block_size: int, spare_slot: int) -> None:
+        super().__init__(decoder.local, pool, block_size, spare_slot)
+        self.decoder, self._dtype = decoder, decoder.norm.weight.dtype
+        # What a step computes for all rows of its bucket, until the next one: logits [., V], and by layer taps [., D].
+        self.logits = self.buffer(decoder.config.vocab_size, dtype=self._dtype)
+        self.taps: dict[int, Tensor] = {}
+
+    def run(
+        self, tokens: Tensor, inputs: ForwardInputs, taps: Sequence[int], is_joined: bool = False
+    ) -> ForwardOutput | None:
+        """What `PagedModel.run_pass` gives for `tokens` [T]; None, and nothing done, where they are to be run as usual.
+        `is_joined`: some rows begin behind layers that they ran early.
+        """
+        if is_joined:
+            self.steps[JOINED] += 1
+            return None
+        for layer in taps:
+            if layer not in self.taps:
+                self.taps[layer] = self.buffer(self.decoder.config.hidden_size, dtype=self._dtype)
+        shape = self.replay(inputs, [(self.tokens, tokens)], taps)
+        if shape is None:
+            return None
+        tapped = self.block[shape.places["tapped"]][: len(inputs.tapped)]
+        found = {layer: self.taps[layer].index_select(0, tapped) for layer in shape.taps}
+        return ForwardOutput(self.logits.index_select(0, self.wanted(shape, inputs)), found)
+
+    def read_beside(self) -> tuple[object, ...]:
+        """See `StepGraphs`; tables of positions have their full length before they are captured."""
         for table in self.decoder.rotaries:
             table.cover(min(self.decoder.config.max_context_tokens, self.spare_slot))
         return (*self.decoder.weight_marks(), *(table.cos for table in self.decoder.rotaries))
 
-    def _outputs(self, size: int) -> Tensor:
-        weight = self.decoder.norm.weight
-        return torch.zeros(MAX_ROWS, size, dtype=weight.dtype, device=weight.device)
-
-    def _step(self, shape: StepShape) -> None:
-        """What is captured: all layers and the head over all rows of the bucket."""
-        decoder, at = self.decoder, shape.places
-        positions, slots = self.block[at["positions"]].long(), self.block[at["slots"]].long()
-        work = shape.work(self.block, decoder.local.num_heads)
-        attention = FusedAttention.over(decoder.local, self.pool, slots, self.block_size, work)
+    def step(self, shape: StepShape) -> None:
+        """See `StepGraphs`: all layers and the head over all rows of the bucket."""
+        decoder = self.decoder
+        positions, attention = self.attended(shape)
         x = decoder.embed(self.tokens[: shape.rows])
         hidden = decoder.run(x, positions, attention, range(decoder.config.num_layers), shape.taps)
         logits = decoder.logits(hidden.last)

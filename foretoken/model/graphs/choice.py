@@ -1,5 +1,5 @@
-"""Whether steps of a model are captured: where the Triton kernel reads its cache, unless `FORETOKEN_GRAPHS` says
-otherwise (`on`, `off`).
+"""Whether steps of a model or a trained head are captured: where the Triton kernel reads its cache, unless
+`FORETOKEN_GRAPHS` says otherwise (`on`, `off`).
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from foretoken.model.decoder import Decoder
 from foretoken.model.layers import Embedding, Linear
 
 GRAPHS_VARIABLE = "FORETOKEN_GRAPHS"
+OTHER_ATTENTION = "its attention is not the Triton kernel (FORETOKEN_ATTENTION=triton)"
+PACKED = "its weights are read by kernels of their own"
 
 
 def why_not(decoder: Decoder, attention: AttentionKind, cuts_rows: bool) -> str | None:
     """Why no step of a model can be captured; None if steps can."""
     if not issubclass(attention, FusedAttention):
-        return "its attention is not the Triton kernel (FORETOKEN_ATTENTION=triton)"
+        return OTHER_ATTENTION
     if cuts_rows:
         return "strict numerics run rows in tiles of their own"
     if decoder.config.experts is not None:
@@ -26,12 +28,21 @@ def why_not(decoder: Decoder, attention: AttentionKind, cuts_rows: bool) -> str 
     if decoder.shard.world > 1:
         return "other ranks hold parts of it"
     if any(isinstance(module, Linear | Embedding) and module.packed is not None for module in decoder.modules()):
-        return "its weights are read by kernels of their own"
+        return PACKED
     return None
 
 
 def takes_graphs(decoder: Decoder, attention: AttentionKind, cuts_rows: bool = False) -> bool:
-    """Whether steps are captured.
+    """Whether steps of a model are captured.
+
+    Raises:
+        ConfigError: see `are_wanted`.
+    """
+    return are_wanted("model", why_not(decoder, attention, cuts_rows))
+
+
+def are_wanted(what: str, reason: str | None) -> bool:
+    """Whether steps of `what` are captured; `reason`: why they cannot be.
 
     Raises:
         ConfigError: the variable is neither `on` nor `off`, or `on` where no step can be captured.
@@ -39,7 +50,6 @@ def takes_graphs(decoder: Decoder, attention: AttentionKind, cuts_rows: bool = F
     name = os.environ.get(GRAPHS_VARIABLE) or None
     if name not in (None, "on", "off"):
         raise ConfigError(GRAPHS_VARIABLE, name, "choose on or off, or leave it unset")
-    reason = why_not(decoder, attention, cuts_rows)
     if name == "on" and reason is not None:
-        raise ConfigError(GRAPHS_VARIABLE, name, f"no step of this model can be captured: {reason}; leave it unset")
+        raise ConfigError(GRAPHS_VARIABLE, name, f"no step of this {what} can be captured: {reason}; leave it unset")
     return name != "off" and reason is None
