@@ -54,6 +54,17 @@ def test_half_precision(dtype: torch.dtype) -> None:
     close(Batch(MIXED[1:4], config_of(4, 2, 16), dtype), dtype)
 
 
+def test_slots_that_see_their_whole_block() -> None:
+    """Of block drafters: rows see what is behind them too, behind short and long texts and beside causal ones."""
+    batch = Batch([(140, Segment(0, 7)), (3, Segment(1, 16)), (37, Segment(2, 3))], config_of(4, 2, 16))
+    causal = batch.fused()
+    for reader in batch.readers[:2]:
+        reader.sees_all = True
+    close(batch)
+    assert torch.equal(batch.fused()[-3:], causal[-3:])
+    assert not torch.isclose(batch.fused()[0], causal[0]).any()
+
+
 @pytest.mark.parametrize("window", [None, 20])
 def test_capped_scores_beside_sinks(window: int | None) -> None:
     """A cap that bends scores of unit variance; sinks where a row's columns have one part and where they have three."""

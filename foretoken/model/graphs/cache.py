@@ -60,8 +60,9 @@ class StepGraphs(ABC):
 
     @abstractmethod
     def step(self, shape: StepShape) -> None:
-        """What is captured: it reads tensors that stay where they are, and writes into others that do. It is run
-        several times before it is captured, each time with the same outcome.
+        """What is captured: it reads tensors that stay where they are, and writes into others that do.
+
+        It is run several times before it is captured, each time with the same outcome.
         """
 
     def buffer(self, *size: int, dtype: torch.dtype) -> Tensor:
