@@ -192,12 +192,10 @@ def test_replayed_runs_on_a_gpu_answer_as_the_cpu(name: str, monkeypatch: pytest
 
 
 def bound(shapes: Sequence[StepShape]) -> int:
-    """Most graphs of a run: buckets of rows, and for each powers of two of tiles and parts, trees or none."""
+    """Most graphs of a run: buckets of rows, and for each powers of two of parts, trees or none."""
     parts = max(shape.parts for shape in shapes).bit_length()
-    assert all(shape.rows in ROW_BUCKETS for shape in shapes)
-    assert all(shape.tiles in {shape.rows, *POWERS} and shape.parts in POWERS for shape in shapes)
-    tiles = [(rows - 1).bit_length() + 1 for rows in {shape.rows for shape in shapes}]
-    return sum(tiles) * parts * len({(shape.has_trees, shape.taps) for shape in shapes})
+    assert all(shape.rows in ROW_BUCKETS and shape.parts in POWERS for shape in shapes)
+    return len({shape.rows for shape in shapes}) * parts * len({(shape.has_trees, shape.taps) for shape in shapes})
 
 
 @pytest.mark.parametrize(

@@ -55,8 +55,9 @@ def passes(head: BlockHead, target: PagedModel, cache: PagedCache, graphs: Block
 
 
 @pytest.mark.parametrize("name", ["block:cut", "block:open"])
-def test_a_replayed_pass_is_that_of_torch(name: str) -> None:
+def test_a_replayed_pass_is_that_of_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And it reads nothing but weights, tables, cache and inputs."""
+    monkeypatch.setattr("foretoken.model.graphs.cache.MAX_ROWS", 128)
     with emulated_graphs(), torch.inference_mode():
         head, target, cache = parts(name)
         other = cache_beside(target, head.config.layer, torch.float64)

@@ -7,9 +7,6 @@ from typing import Any
 
 import torch
 
-_WARM_UPS = 2  # what is compiled or allocated at a first run is not part of a graph
-
-
 Step = Callable[[], None]  # reads and writes tensors that stay where they are
 Capture = Callable[[Step], Step]
 
@@ -33,8 +30,7 @@ class CudaCapture:
             (pool, stream), current = self._shared, torch.cuda.current_stream()
             stream.wait_stream(current)
             with torch.cuda.stream(stream):
-                for _ in range(_WARM_UPS):
-                    step()
+                step()  # what is compiled or allocated at a first run is not part of a graph
             current.wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             # Memory is shared by captures on one stream. Other threads may call what a capture forbids.

@@ -17,7 +17,8 @@ from foretoken.kernels.paged_work import ALIGNED, MERGE_FIELDS, SEGMENT_FIELDS, 
 from foretoken.model.attention.fused import WorkNumbers, max_part_rows
 from foretoken.model.paged_cache import ForwardInputs
 
-ROW_BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # at most a third of the rows is padding
+# At most a third of the rows is padding.
+ROW_BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 MAX_ROWS = ROW_BUCKETS[-1]
 
 
@@ -26,7 +27,6 @@ class StepShape:
     """What is fixed when a step is captured: a bucket for each size that a launch depends on, and its switches."""
 
     rows: int
-    tiles: int  # of the attention kernel
     parts: int  # that the longest shared text is cut into
     has_trees: bool
     taps: tuple[int, ...]
@@ -35,8 +35,12 @@ class StepShape:
     def of(cls, num_rows: int, work: WorkNumbers, taps: Sequence[int]) -> StepShape:
         """The smallest that holds a step of 1 to `MAX_ROWS` rows."""
         rows = ROW_BUCKETS[bisect_left(ROW_BUCKETS, num_rows)]
-        tiles = min(rows, _power_of_two(work.num_tiles))
-        return cls(rows, tiles, _power_of_two(work.num_parts), bool(work.distances), tuple(sorted(taps)))
+        return cls(rows, _power_of_two(work.num_parts), bool(work.distances), tuple(sorted(taps)))
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of the attention kernel, each of which has a row: those that a step lacks end at once."""
+        return self.rows
 
     @property
     def places(self) -> Mapping[str, slice]:
