@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.hostile_strings import ENCODINGS, MEGABYTE, SCENES, STRINGS, WIDTHS, check, check_real_process, play
+from tests.helpers.hostile_scenes import SCENES, play
+from tests.helpers.hostile_strings import ENCODINGS, MEGABYTE, STRINGS, WIDTHS, check, check_real_process
 
 pytestmark = pytest.mark.filterwarnings("default::UserWarning")  # one scene is a warning
 

@@ -60,3 +60,13 @@ def test_the_readme_is_short_and_begins_with_code() -> None:
     code = text.split("```python\n")[1].split("```")[0]
     compile(code, "README.md", "exec")
     assert len(text.split(code)[0].splitlines()) + len(code.splitlines()) < 25
+
+
+def test_both_lists_of_studies_are_whole() -> None:
+    studies = {
+        path.stem for path in (ROOT / "studies").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
+    for page in ("studies/README.md", "docs/studies.md"):
+        rows = re.findall(r"^\|(.+?)\|", (ROOT / page).read_text(encoding="utf-8"), flags=re.MULTILINE)
+        named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+        assert studies - {"__init__", "command"} <= named, page

@@ -7,13 +7,13 @@ that neither of them knows fails `test_no_ratio_stands_without_a_raw_file`: add 
 
 from __future__ import annotations
 
-import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
 from tests.helpers.figure_claims import CLAIMS
+from tests.helpers.pages import is_printed_of, page, table_with, tables
 from tests.helpers.raw_files import ROOT, grid, raw, speed_row
 
 PAGES = ("README.md", *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").glob("**/*.md"))))
@@ -45,35 +45,6 @@ SETTINGS = {
     "`draft_model`, best-first trees": "draft_model(tree=best_first)-auto",
     "`draft_model(tree=best_first)`": "draft_model(tree=best_first)-auto",
 }
-
-
-@functools.cache
-def page(name: str) -> str:
-    """A page, with its line ends as blanks: a sentence may run over several lines."""
-    return re.sub(r"\s+", " ", (ROOT / name).read_text(encoding="utf-8"))
-
-
-def is_printed_of(printed: str, value: float) -> bool:
-    """Whether `value` is printed like this at this number of decimals."""
-    decimals = len(printed.partition(".")[2])
-    return abs(float(printed) - value) <= 0.5 * 10**-decimals + 1e-9
-
-
-def tables(name: str) -> Iterator[list[dict[str, str]]]:
-    """The tables of a page, rows by heading."""
-    rows: list[list[str]] = []
-    for line in [*(ROOT / name).read_text(encoding="utf-8").splitlines(), ""]:
-        if line.startswith("|"):
-            rows.append([cell.strip() for cell in line.strip("|").split("|")])
-        elif rows:
-            yield [dict(zip(rows[0], row, strict=False)) for row in rows[2:]]
-            rows = []
-
-
-def table_with(name: str, *headings: str, last: bool = False) -> list[dict[str, str]]:
-    """The first (or last) table of a page that has these headings."""
-    found = [table for table in tables(name) if table and set(headings) <= set(table[0])]
-    return found[-1 if last else 0]
 
 
 # ---- the real model

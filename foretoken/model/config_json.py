@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from foretoken.errors import CheckpointError, UnsupportedModelError
-from foretoken.model.architecture import Activation, ModelConfig
+from foretoken.model.architecture import Activation, ModelConfig, RopeConfig
 from foretoken.model.expert_config import experts_config
 from foretoken.model.families import FAMILIES, NATIVE_MODEL_TYPES, Family, Flag
 from foretoken.model.fields import Fields, shown
@@ -231,24 +231,6 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
             f"a config.json of model_type={shown(config.model_type)} is not written here; written are those of "
             f"{', '.join(_WRITTEN)}"
         )
-    rope = config.rope
-    scaling: dict[str, Any] | None = None
-    if rope.kind != "default":
-        scaling = {
-            "rope_type": rope.kind,
-            "factor": rope.factor,
-            "original_max_position_embeddings": rope.original_max_tokens,
-        }
-        if rope.kind == "llama3":
-            scaling |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
-        if rope.kind == "yarn":
-            scaling |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "truncate": rope.truncate}
-            optional = {
-                "attention_factor": rope.attention_factor,
-                "mscale": rope.mscale,
-                "mscale_all_dim": rope.mscale_all_dim,
-            }
-            scaling |= {key: value for key, value in optional.items() if value is not None}
     raw: dict[str, Any] = {
         "architectures": [FAMILIES[config.model_type].architecture],
         "model_type": config.model_type,
@@ -262,8 +244,8 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         "hidden_act": "silu",
         "max_position_embeddings": config.max_context_tokens,
         "rms_norm_eps": config.norm_eps,
-        "rope_theta": rope.theta,
-        "rope_scaling": scaling,
+        "rope_theta": config.rope.theta,
+        "rope_scaling": _scaling_to_hf(config.rope),
         "attention_bias": config.qkv_bias and config.model_type != "qwen2",
         "mlp_bias": config.mlp_bias,
         "tie_word_embeddings": config.tie_embeddings,
@@ -273,14 +255,40 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         else next(iter(config.eos_token_ids), None),
         "torch_dtype": config.dtype,
     }
-    if config.model_type == "mistral":
-        raw["sliding_window"] = None  # left out, it would mean 4096
-    if config.sliding_window:
-        raw["sliding_window"] = next(window for window in config.sliding_window if window is not None)
-        if config.model_type.startswith("qwen"):
-            raw["use_sliding_window"] = True
-        if None in config.sliding_window or config.model_type != "mistral":
-            raw["layer_types"] = [
-                "full_attention" if window is None else "sliding_attention" for window in config.sliding_window
-            ]
-    return raw
+    return raw | _windows_to_hf(config)
+
+
+def _scaling_to_hf(rope: RopeConfig) -> dict[str, Any] | None:
+    """How positions are scaled; None where they are not."""
+    if rope.kind == "default":
+        return None
+    scaling: dict[str, Any] = {
+        "rope_type": rope.kind,
+        "factor": rope.factor,
+        "original_max_position_embeddings": rope.original_max_tokens,
+    }
+    if rope.kind == "llama3":
+        scaling |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+    if rope.kind == "yarn":
+        scaling |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "truncate": rope.truncate}
+        optional = {
+            "attention_factor": rope.attention_factor,
+            "mscale": rope.mscale,
+            "mscale_all_dim": rope.mscale_all_dim,
+        }
+        scaling |= {key: value for key, value in optional.items() if value is not None}
+    return scaling
+
+
+def _windows_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """The fields of sliding windows, those that the family's readers need."""
+    if not config.sliding_window:
+        return {"sliding_window": None} if config.model_type == "mistral" else {}  # left out, it would mean 4096
+    found: dict[str, Any] = {"sliding_window": next(one for one in config.sliding_window if one is not None)}
+    if config.model_type.startswith("qwen"):
+        found["use_sliding_window"] = True
+    if None in config.sliding_window or config.model_type != "mistral":
+        found["layer_types"] = [
+            "full_attention" if window is None else "sliding_attention" for window in config.sliding_window
+        ]
+    return found

@@ -89,7 +89,7 @@ def test_samples_follow_the_distribution_while_weights_change_between_every_two_
     engine = Engine(target, group, limits=SchedulerConfig(64, 200), eos_token_ids=(EOS,))
     engine.watchers.append(watcher := Nonsense(drafter))
     states = []
-    for seed in range(500):  # sees a total variation of 0.22 (tests/engine/test_law.py: power)
+    for seed in range(500):  # sees a total variation of 0.22 (tests/engine/test_law_broken.py: power)
         rule = RULES[seed % 5]
         tree = "best_first" if rule in ("tree", "traversal") else "chain"
         spec = SpecConfig(kind, num_draft=1 + seed % 4, rule=rule, tree=tree)

@@ -23,7 +23,7 @@ from foretoken.printing import text as pages
 from foretoken.printing.console import Console
 from foretoken.printing.text import encodable, shortened, visible, visible_block
 from tests.cli.conftest import Run
-from tests.helpers import hostile_strings
+from tests.helpers import hostile_scenes, hostile_strings
 from tests.helpers.hostile_strings import MEGABYTE, STRINGS, Stream, undone
 
 PACKAGE = Path(foretoken.__file__).parent
@@ -156,7 +156,7 @@ def test_an_answer_in_a_pipe_is_exact(foretoken: Run, tmp_path: Path, monkeypatc
     """To the byte, also what looks like an escape sequence, streamed and not."""
     for scene, names in (("generate", list(STRINGS)), ("generate --n", ["escape sequences", "line ends"])):
         for text in (STRINGS[name] for name in names):
-            _, done = hostile_strings.play(monkeypatch, tmp_path, scene, text, None, "utf-8")
+            _, done = hostile_scenes.play(monkeypatch, tmp_path, scene, text, None, "utf-8")
             assert done.out == encodable(text, "utf-8") + "\n"
 
 
@@ -165,7 +165,7 @@ def test_json_is_ascii_and_lossless(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         for text in (STRINGS[name] for name in ("control characters", "surrogates", "formats")):
             if scene == "config show" and text == STRINGS["surrogates"]:
                 continue  # refused, see `check`
-            _, done = hostile_strings.play(monkeypatch, tmp_path, scene, text, 80, "ascii", more=("--json",))
+            _, done = hostile_scenes.play(monkeypatch, tmp_path, scene, text, 80, "ascii", more=("--json",))
             line = done.out.splitlines()[-1]
             assert line.isascii()
             assert line.isprintable()
@@ -186,7 +186,7 @@ def test_w5_show_prints_the_answers_own_text(foretoken: Run) -> None:
 def test_w5_show_keeps_tabs_and_carriage_returns(
     foretoken: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, done = hostile_strings.play(monkeypatch, tmp_path, "generate --show", "a\tb\rc\x0bd\n\te[/]", None, "utf-8")
+    _, done = hostile_scenes.play(monkeypatch, tmp_path, "generate --show", "a\tb\rc\x0bd\n\te[/]", None, "utf-8")
     assert done.out.startswith("a\tb\\rc\\x0bd\n\te[/]\n\nby token")
 
 
@@ -238,7 +238,7 @@ def test_a_spinner_and_a_bar_take_any_text() -> None:
 
 @pytest.mark.parametrize("text", STRINGS.values(), ids=STRINGS)
 def test_a_page_holds_hostile_names(text: str, tmp_path: Path) -> None:
-    report = write_report(hostile_strings.speed_report_of(text), tmp_path, "r")
+    report = write_report(hostile_scenes.speed_report_of(text), tmp_path, "r")
     page = (tmp_path / "2026-01-02-r.md").read_text(encoding="utf-8")
     assert page == markdown(report, "2026-01-02-r.json")
     assert json.loads((tmp_path / "2026-01-02-r.json").read_text())["command"] == text
@@ -255,7 +255,7 @@ def test_a_markdown_table() -> None:
 
 def test_a_plot_takes_dollar_signs(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    write_plot(hostile_strings.bench_rows_of("$x_{"), "$cpu", tmp_path / "p.svg")
+    write_plot(hostile_scenes.bench_rows_of("$x_{"), "$cpu", tmp_path / "p.svg")
     assert (tmp_path / "p.svg").stat().st_size
 
 

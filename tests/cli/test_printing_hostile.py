@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.hostile_strings import ENCODINGS, SCENES, STRINGS, WIDTHS, check, play
+from tests.helpers.hostile_scenes import SCENES, play
+from tests.helpers.hostile_strings import ENCODINGS, STRINGS, WIDTHS, check
 
 _PLACES = list(itertools.product(WIDTHS, ENCODINGS))
 

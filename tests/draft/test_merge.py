@@ -71,7 +71,7 @@ def merged(
     draw = chain_drafter(kind, length, distributions, seed)
 
     def propose(choice: Choice, context: Tokens) -> Spot:
-        base = draft_of([draw(choice, context)], VOCAB)
+        base = draft_of([draw(choice, context)])
         return spot_of(graft("mix", base, [lookups(context, seed) if said is None else said], [budget]))
 
     return propose
@@ -115,10 +115,7 @@ def _error_by_shape(choose: Callable[[Case], str], seed: int) -> float:
 
 def test_a_rule_chosen_by_the_shape_of_a_merged_draft_would_bend_the_law() -> None:
     """The shape tells what was drawn; that is why a merged request's rule is `tree` whatever its drafts look like."""
-    assert (
-        max(_error_by_shape(lambda case: rule_for(draft_of([case.drafted], VOCAB), 0), seed) for seed in range(8))
-        > 0.01
-    )
+    assert max(_error_by_shape(lambda case: rule_for(draft_of([case.drafted]), 0), seed) for seed in range(8)) > 0.01
     assert (
         max(
             _error_by_shape(lambda _: resolve("auto", greedy=False, shape_follows_draws=True), seed)

@@ -24,7 +24,6 @@ from tests.helpers.watch import Watched, check_cache
 
 VOCAB = 50
 MIXED = SpecConfig("mix", "d", parts=("ngram", "draft_model"), num_draft=4)
-CHAINS = replace(MIXED, rule="block")
 
 
 def says(answer: Sequence[int], start: int) -> ScriptedModel:

@@ -29,7 +29,7 @@ from foretoken.text.tokenizer import Tokenizer, load_tokenizer
 from foretoken.text.vocabulary import Side
 from foretoken.verify import RULES
 from tests.helpers import distribution
-from tests.helpers.checkpoints import PROSE, foreign_tokenizer, tiny_checkpoint, tiny_tokenizer, token_ids
+from tests.helpers.checkpoints import tiny_checkpoint, tiny_tokenizer, token_ids
 from tests.helpers.enumeration import (
     EXACT,
     Choice,
@@ -41,6 +41,7 @@ from tests.helpers.enumeration import (
     joint,
     max_error,
 )
+from tests.helpers.foreign_tokenizers import PROSE, foreign_tokenizer
 from tests.helpers.scripted import ScriptedModel
 from tests.helpers.watch import Watched, check_cache
 

@@ -15,7 +15,8 @@ from tokenizers import decoders, models
 from foretoken.draft.retokenize import DraftText, Ending, continuation, draft_writes
 from foretoken.text.tokenizer import load_tokenizer
 from foretoken.text.vocabulary import Side, special_twins, spellings
-from tests.helpers.checkpoints import PROSE, foreign_tokenizer, tiny_tokenizer
+from tests.helpers.checkpoints import tiny_tokenizer
+from tests.helpers.foreign_tokenizers import PROSE, foreign_tokenizer
 
 KINDS = ("bytes", "sentencepiece", "unigram", "wordpiece")
 PAIRS = [(one, other) for one, other in itertools.product(KINDS, KINDS) if one != other]

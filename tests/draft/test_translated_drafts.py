@@ -18,7 +18,8 @@ from foretoken.engine.engine import Engine
 from foretoken.text.tokenizer import Tokenizer, load_tokenizer
 from foretoken.text.vocabulary import Side, spellings
 from tests.draft.test_other_vocabulary import COLUMNS, LONG, PROMPTS, folders, foreign
-from tests.helpers.checkpoints import PROSE, tiny_checkpoint, tiny_tokenizer
+from tests.helpers.checkpoints import tiny_checkpoint, tiny_tokenizer
+from tests.helpers.foreign_tokenizers import PROSE
 from tests.helpers.scripted import ScriptedModel
 from tests.helpers.watch import Watched
 

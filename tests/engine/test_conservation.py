@@ -36,7 +36,8 @@ from foretoken.model.paged import PagedModel
 from foretoken.text.tokenizer import load_tokenizer
 from foretoken.text.vocabulary import Side
 from tests.helpers.audit import check_idle
-from tests.helpers.checkpoints import PROSE, foreign_tokenizer, tiny_checkpoint, tiny_tokenizer
+from tests.helpers.checkpoints import tiny_checkpoint, tiny_tokenizer
+from tests.helpers.foreign_tokenizers import PROSE, foreign_tokenizer
 from tests.helpers.specs import predicting
 
 NUM_REQUESTS = 1_000

@@ -16,7 +16,8 @@ from foretoken.kv.prefix import PrefixStats
 from foretoken.model.interface import Segment
 from tests.draft.test_contract import CASES
 from tests.helpers.audit import check_idle
-from tests.helpers.checkpoints import PROSE, foreign_tokenizer, tiny_checkpoint, tiny_tokenizer, token_ids
+from tests.helpers.checkpoints import tiny_checkpoint, tiny_tokenizer, token_ids
+from tests.helpers.foreign_tokenizers import PROSE, foreign_tokenizer
 from tests.helpers.mtp_checkpoints import add_mtp
 from tests.helpers.specs import predicting, spec_of
 from tests.helpers.usual import some_of

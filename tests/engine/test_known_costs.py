@@ -30,7 +30,8 @@ from foretoken.measure.speed.profile import run_profile, write_profile
 from foretoken.model.interface import LanguageModel
 from foretoken.text.tokenizer import Tokenizer
 from tests.helpers import audit
-from tests.helpers.checkpoints import foreign_tokenizer, tiny_checkpoint, token_ids
+from tests.helpers.checkpoints import tiny_checkpoint, token_ids
+from tests.helpers.foreign_tokenizers import foreign_tokenizer
 
 PROMPT = token_ids(20)
 ANSWER = SamplingParams(max_tokens=24, temperature=0.8, seed=5)

@@ -160,7 +160,7 @@ def cases_of(drafter: Drafter, contexts: Distribution) -> list[Case]:
     ]
 
 
-def draft_of(drafts: Sequence[Chain | Spot], vocab: int, layouts: Sequence[Layout] | None = None) -> Draft:
+def draft_of(drafts: Sequence[Chain | Spot], layouts: Sequence[Layout] | None = None) -> Draft:
     """The ragged draft of several chains or trees, in float64."""
     tokens, parents, offsets, sampled, distributions, distribution_of_row = [], [], [0], [], [], []
     for layout in layouts or [Layout(spot_of(drafted)) for drafted in drafts]:
@@ -195,7 +195,7 @@ def target_rows(cases: Sequence[Case], target: Tables) -> torch.Tensor:
 
 
 def batch_of(cases: Sequence[Case], target: Tables) -> tuple[Draft, torch.Tensor]:
-    return draft_of([c.drafted for c in cases], len(target[()]), [c.layout for c in cases]), target_rows(cases, target)
+    return draft_of([c.drafted for c in cases], [c.layout for c in cases]), target_rows(cases, target)
 
 
 @dataclass(frozen=True)

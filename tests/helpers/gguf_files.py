@@ -25,7 +25,6 @@ _ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3", "cohere": "comman
 _PERMUTED = ("llama", "smollm3", "granite")  # q and k, by the converter
 K_TYPES = ("Q4_K", "Q5_K", "Q6_K")
 QUANTISED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", *K_TYPES, *WRITERS, "MXFP4")
-TYPES = ("F32", "F16", "BF16", *QUANTISED)
 
 
 def write_gguf(

@@ -23,7 +23,7 @@ from foretoken.model.interface import EarlyExitModel, EarlySegment, Segment
 from foretoken.model.paged import PagedModel, first_missing
 from foretoken.model.strict import StrictModel
 from tests.helpers.checkpoints import token_ids, variant
-from tests.model.test_paged import BLOCK, TREE, Family, extend, is_scattered, scatter
+from tests.helpers.paged_family import BLOCK, TREE, Family, extend, is_scattered, scatter
 
 NUM_LAYERS = 3
 # In float64 one row or five may differ in the last bits of a sum; a wrong row, key or layer is off by far more.

@@ -24,8 +24,8 @@ from foretoken.model.loader import load_decoder
 from foretoken.model.paged import PagedModel
 from foretoken.model.strict import Proven, StrictModel, prove, strict_kind
 from tests.helpers.checkpoints import VARIANTS, tiny_checkpoint, token_ids
+from tests.helpers.paged_family import LEAF_PATHS, TREE, scatter
 from tests.helpers.usual import some_of
-from tests.model.test_paged import LEAF_PATHS, TREE, scatter
 
 BLOCK = 4
 LENGTH = 150  # crosses two key blocks

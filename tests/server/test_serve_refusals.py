@@ -22,7 +22,7 @@ from foretoken.server.api.app import create_app
 from foretoken.server.api.config import ApiConfig
 from foretoken.server.life import supervisor
 from tests.cli.conftest import Run, clean_place, foretoken  # noqa: F401 - fixtures
-from tests.helpers.checkpoints import foreign_tokenizer
+from tests.helpers.foreign_tokenizers import foreign_tokenizer
 from tests.helpers.http import client_of, run
 from tests.helpers.workers import ProcessHere
 
@@ -107,33 +107,21 @@ def refused(foretoken: Run, *arguments: object) -> tuple[int, str]:  # noqa: F81
         (wrong_dtype, "model.norm.weight"),
         (missing_shard, "model-00001-of-00002.safetensors"),
         (extra_key, "model.layers.0.self_attn.extra.weight"),
+        (encoder_only, "bert"),
+        (config_missing, "config.json"),
+        (remote_code, "mine"),
     ],
 )
-def test_model_file_damaged(
+def test_a_checkpoint_that_cannot_be_served(
     foretoken: Run,  # noqa: F811
     text_pair: SimpleNamespace,
     tmp_path: Path,
     damage: Callable[[Path], None],
     message: str,
 ) -> None:
-    """Case 65, `model_file_truncated / corrupt / size_mismatch / wrong_dtype / missing_shard / extra_key`."""
-    shutil.copytree(text_pair.target, tmp_path / "broken")
-    damage(tmp_path / "broken")
-    code, err = refused(foretoken, "-t", tmp_path / "broken", *START)
-    assert (code, message in err) == (3, True), err
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"), [(encoder_only, "bert"), (config_missing, "config.json"), (remote_code, "mine")]
-)
-def test_not_a_causal_lm(
-    foretoken: Run,  # noqa: F811
-    text_pair: SimpleNamespace,
-    tmp_path: Path,
-    damage: Callable[[Path], None],
-    message: str,
-) -> None:
-    """Case 66."""
+    """Case 65, `model_file_truncated / corrupt / size_mismatch / wrong_dtype / missing_shard / extra_key`; case 66, no
+    causal language model.
+    """
     shutil.copytree(text_pair.target, tmp_path / "broken")
     damage(tmp_path / "broken")
     code, err = refused(foretoken, "-t", tmp_path / "broken", *START)

@@ -1,12 +1,10 @@
-"""Structured answers, tools, responses and tokens over HTTP: the reference target, its template takes tools."""
+"""Structured answers and tokens over HTTP: the reference target, its template takes tools."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,64 +16,14 @@ from foretoken import LLM, EngineConfig, SamplingParams, SpecConfig, registry
 from foretoken.backend.local import LocalBackend, build_engine
 from foretoken.engine.async_engine import AsyncEngine
 from foretoken.model.names import model_folder
-from foretoken.server.api.app import create_app
 from foretoken.server.api.config import ApiConfig
-from foretoken.text import chat_template, structure
+from foretoken.text import structure
 from tests.helpers.checkpoints import tiny_checkpoint
 from tests.helpers.specs import spec_of
 from tests.helpers.usual import some_of
+from tests.server.structured import MESSAGES, SWITCH, Server, engine, server
 
-ROOT = Path(__file__).resolve().parents[2]
-MESSAGES = [{"role": "user", "content": "A function that adds."}]
-SWITCH: dict[str, Any] = {
-    "type": "object",
-    "properties": {"on": {"type": "boolean"}, "level": {"enum": ["low", "high"]}},
-    "required": ["on", "level"],
-    "additionalProperties": False,
-}
-TOOL: dict[str, Any] = {"type": "function", "function": {"name": "switch", "parameters": SWITCH}}
-
-
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncEngine]:
-    folder = tmp_path_factory.mktemp("model") / "reference"
-    shutil.copytree(ROOT / "tests/reference/target", folder)
-    shutil.copy(ROOT / "clients/chat_template.jinja", folder)
-    with LLM(str(folder), dtype="float32", profile="off") as llm, AsyncEngine(llm) as engine:
-        yield engine
-
-
-class Server:
-    """An application without a socket."""
-
-    def __init__(self, backend: LocalBackend, config: ApiConfig | None = None) -> None:
-        self.backend = backend
-        self.app = create_app(backend, config)
-
-    def post(self, path: str, body: object) -> httpx2.Response:
-        return asyncio.run(self.posted(path, body))
-
-    async def posted(self, path: str, body: object) -> httpx2.Response:
-        content = body if isinstance(body, str) else json.dumps(body)
-        transport = httpx2.ASGITransport(self.app)
-        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as client:
-            return await client.post(path, content=content, headers={"content-type": "application/json"})
-
-    def chat(self, **fields: Any) -> Any:
-        body = {"messages": MESSAGES, "temperature": 0, "max_completion_tokens": 60, **fields}
-        reply = self.post("/v1/chat/completions", body)
-        assert reply.status_code == 200, reply.text
-        return events_of(reply) if fields.get("stream") else reply.json()
-
-
-def events_of(reply: httpx2.Response) -> list[Any]:
-    lines = [line.removeprefix("data: ") for line in reply.text.splitlines() if line.startswith("data: ")]
-    return [json.loads(line) for line in lines if line != "[DONE]"]
-
-
-@pytest.fixture
-def server(engine: AsyncEngine) -> Server:
-    return Server(LocalBackend(engine, "reference"))
+__all__ = ["engine", "server"]  # fixtures
 
 
 # ---- forms of answers
@@ -260,159 +208,6 @@ def test_odd_vocab(tmp_path: Path, vocab_size: int) -> None:
         refused = server.post("/v1/completions", {"prompt": [vocab_size]})
         assert refused.status_code == 400
         assert refused.json()["error"]["param"] == "prompt"
-
-
-# ---- tools
-
-
-def merged(chunks: list[Any]) -> tuple[str, list[dict[str, Any]], str]:
-    content, calls, reason = "", list[dict[str, Any]](), ""
-    for chunk in chunks:
-        for choice in chunk["choices"]:
-            content += choice["delta"].get("content") or ""
-            reason = choice["finish_reason"] or reason
-            for part in choice["delta"].get("tool_calls", ()):
-                if "id" in part:
-                    calls.append({"name": part["function"]["name"], "arguments": ""})
-                calls[part["index"]]["arguments"] += part["function"]["arguments"]
-    return content, calls, reason
-
-
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "switch"}}])
-@pytest.mark.parametrize("drafter", [None, "ngram"])
-def test_forced_calls_fit_their_schema_streamed_or_not(server: Server, choice: Any, drafter: str | None) -> None:
-    fields: dict[str, Any] = {"tools": [TOOL], "tool_choice": choice, "spec": {"drafter": drafter}}
-    if choice == "required":
-        fields["parallel_tool_calls"] = False
-    whole = server.chat(**fields)["choices"][0]
-    (call,) = whole["message"]["tool_calls"]
-    assert call["function"]["name"] == "switch"
-    assert json.loads(call["function"]["arguments"])["level"] in ("low", "high")
-    assert whole["message"]["content"] is None
-    assert whole["finish_reason"] == "tool_calls"
-    content, calls, reason = merged(server.chat(**fields, stream=True))
-    assert (content, calls, reason) == ("", [call["function"]], "tool_calls")
-    after = [*MESSAGES, whole["message"], {"role": "tool", "tool_call_id": call["id"], "content": "on"}]
-    assert server.chat(messages=after, tools=[TOOL], max_completion_tokens=2)["choices"]
-
-
-def test_strict_functions_and_single_calls_leave_text_free(server: Server) -> None:
-    strict = {"type": "function", "function": {**TOOL["function"], "strict": True}}
-    for fields in ({"tools": [strict]}, {"tools": [TOOL], "parallel_tool_calls": False}):
-        free = server.chat(tools=[TOOL], max_completion_tokens=12)["choices"][0]["message"]["content"]
-        found = server.chat(**fields, max_completion_tokens=12)["choices"][0]["message"]
-        assert found["content"] == free
-
-
-def test_a_form_beside_tools(server: Server) -> None:
-    form = {"type": "json_schema", "json_schema": {"name": "switch", "schema": SWITCH}}
-    message = server.chat(tools=[TOOL], response_format=form, parallel_tool_calls=False)["choices"][0]["message"]
-    text = message["content"] or message["tool_calls"][0]["function"]["arguments"]
-    assert set(json.loads(text)) == {"on", "level"}
-
-
-def test_tools_that_cannot_be_offered(server: Server, engine: AsyncEngine) -> None:
-    without = LocalBackend(engine, "reference")
-    without._info = msgspec.structs.replace(without.info, tool_style=None)
-    refused = Server(without).post("/v1/chat/completions", {"messages": MESSAGES, "tools": [TOOL]})
-    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unsupported_feature")
-    for fields, param in (
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
-        ({"tools": [TOOL, TOOL]}, "tools"),
-        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
-        ({"tools": [{"type": "web_search"}]}, "tools"),
-        ({"tools": [TOOL], "structured_outputs": {"regex": "a"}}, "structured_outputs"),
-        ({"structured_outputs": {}}, "structured_outputs"),
-        ({"response_format": {"type": "json_schema"}}, "response_format"),
-        ({"response_format": {"type": "xml"}}, "response_format"),
-    ):
-        reply = server.post("/v1/chat/completions", {"messages": MESSAGES, **fields})
-        assert reply.status_code == 400, fields
-        assert reply.json()["error"]["param"].startswith(param), reply.text
-
-
-def test_template_abuse(server: Server, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Case 21: clients bring no templates and no options of their own; a template that loops ends at its deadline."""
-    for fields in (
-        {"chat_template": "{% for i in range(10**9) %}{% endfor %}"},
-        {"chat_template_kwargs": {"tokenize": True}},
-        {"chat_template_kwargs": {"messages": []}},
-        {"chat_template_kwargs": {"enable_thinking": {"a": 1}}},
-    ):
-        reply = server.post("/v1/chat/completions", {"messages": MESSAGES, **fields})
-        assert reply.status_code == 400, fields
-        assert reply.json()["error"]["param"].startswith("chat_template")
-    tokenizer = engine.llm.tokenizer
-    assert tokenizer is not None
-    loops = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}"
-    worker = chat_template._Worker()
-    monkeypatch.setattr(chat_template, "CPU_S", 0.3)
-    monkeypatch.setattr(chat_template, "_worker", worker)
-    monkeypatch.setitem(tokenizer.__dict__, "chat_template", loops)
-    try:
-        reply = server.post("/v1/chat/completions", {"messages": MESSAGES})
-    finally:
-        worker.close()
-    assert reply.status_code == 400, reply.text
-    assert reply.json()["error"]["param"] == "messages"
-
-
-# ---- responses
-
-
-def test_a_response_is_the_chat_in_another_shape(server: Server) -> None:
-    chat = server.chat(messages=[{"role": "system", "content": "Python."}, *MESSAGES], max_completion_tokens=12)
-    body = {"input": MESSAGES[0]["content"], "instructions": "Python.", "max_output_tokens": 12, "temperature": 0}
-    found = server.post("/v1/responses", body).json()
-    assert found["output"][0]["content"][0]["text"] == chat["choices"][0]["message"]["content"]
-    assert (found["status"], found["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
-    assert found["usage"]["output_tokens"] == 12
-    events = events_of(server.post("/v1/responses", body | {"stream": True}))
-    assert [event["sequence_number"] for event in events] == list(range(len(events)))
-    kinds = [event["type"].removeprefix("response.") for event in events]
-    assert kinds[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
-    assert kinds[-4:] == ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
-    text = "".join(event["delta"] for event in events if event["type"] == "response.output_text.delta")
-    assert text == found["output"][0]["content"][0]["text"] == events[-1]["response"]["output"][0]["content"][0]["text"]
-
-
-def test_a_response_with_calls(server: Server) -> None:
-    tool = {"type": "function", **TOOL["function"]}
-    body = {
-        "input": "Switch.",
-        "tools": [tool],
-        "tool_choice": "required",
-        "parallel_tool_calls": False,
-        "temperature": 0,
-    }
-    found = server.post("/v1/responses", body).json()
-    (call,) = found["output"]
-    assert (call["type"], call["name"], found["status"]) == ("function_call", "switch", "completed")
-    assert set(json.loads(call["arguments"])) == {"on", "level"}
-    events = events_of(server.post("/v1/responses", body | {"stream": True}))
-    deltas = [event["delta"] for event in events if event["type"] == "response.function_call_arguments.delta"]
-    assert "".join(deltas) == call["arguments"]
-    turn = [call, {"type": "function_call_output", "call_id": call["call_id"], "output": "on"}]
-    after = server.post("/v1/responses", {"input": [*MESSAGES, *turn], "tools": [tool], "max_output_tokens": 2})
-    assert after.status_code == 200, after.text
-
-
-def test_responses_keep_no_state(server: Server) -> None:
-    for fields, param in (
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"background": True}, "background"),
-        ({"truncation": "auto"}, "truncation"),
-        ({"include": ["file_search_call.results"]}, "include"),
-        ({"input": [{"type": "item_reference", "id": "1"}]}, "input.0.type"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content"),
-        ({"input": [{"type": "function_call", "name": "f"}]}, "input.0"),
-        ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"input": "word " * 5000}, "input"),
-    ):
-        reply = server.post("/v1/responses", {"input": "x", **fields})
-        assert reply.status_code == 400, fields
-        assert reply.json()["error"]["param"] == param, reply.text
 
 
 # ---- tokens

@@ -20,7 +20,8 @@ from foretoken.text.detokenizer import Detokenizer
 from foretoken.text.gguf_pre_tokenizers import PRE_TOKENIZERS
 from foretoken.text.gguf_tokenizer import read_tokenizer
 from foretoken.text.tokenizer import Tokenizer, load_tokenizer
-from tests.helpers.checkpoints import PROSE, foreign_tokenizer, tiny_tokenizer, variant
+from tests.helpers.checkpoints import tiny_tokenizer, variant
+from tests.helpers.foreign_tokenizers import PROSE, foreign_tokenizer
 from tests.helpers.gguf_files import add_bpe, add_sentencepiece, finish, write_gguf
 from tests.helpers.slow_tokenizers import merge_by_score
 

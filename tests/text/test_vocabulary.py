@@ -11,7 +11,8 @@ from tokenizers import decoders, models
 
 from foretoken.text.tokenizer import load_tokenizer
 from foretoken.text.vocabulary import Side, Twins, differs_in_padding_only, shared_tokens, special_twins, spellings
-from tests.helpers.checkpoints import PROSE, foreign_tokenizer, tiny_tokenizer
+from tests.helpers.checkpoints import tiny_tokenizer
+from tests.helpers.foreign_tokenizers import PROSE, foreign_tokenizer
 
 
 def side(folder: Path, num_columns: int = 1000) -> Side:

@@ -321,13 +321,13 @@ def test_a_rule_chosen_by_a_shape_that_depends_on_draws_is_biased() -> None:
     drawn.
     """
     cases = cases_of(_branching_on_a_draw, {(): 1.0})
-    names = {rule_for(draft_of([case.drafted], VOCAB), 0) for case in cases}
+    names = {rule_for(draft_of([case.drafted]), 0) for case in cases}
     assert names == {"block", "tree"}
     for rule in ("tree", "traversal"):
         assert error(emitted_law(RULES[rule], cases, TARGET)) < EXACT
     distribution: Distribution = {}
     for name in names:
-        own = [case for case in cases if rule_for(draft_of([case.drafted], VOCAB), 0) == name]
+        own = [case for case in cases if rule_for(draft_of([case.drafted]), 0) == name]
         for text, weight in emitted_law(RULES[name], own, TARGET).items():
             distribution[text] = distribution.get(text, 0.0) + weight
     assert error(distribution) > 0.001

@@ -236,7 +236,7 @@ def _law_over_one_uniform(rule: RejectionRule, p: np.ndarray, q: np.ndarray) -> 
     edges = np.unique(np.clip(np.concatenate([[0.0, 1.0], np.cumsum(q), p / q]), 0.0, 1.0))
     middle = torch.tensor((edges[1:] + edges[:-1]) / 2)
     xs = draw(torch.tensor(q).expand(len(middle), -1), middle)
-    draft = draft_of([(DraftToken(int(x), q),) for x in xs], len(p))
+    draft = draft_of([(DraftToken(int(x), q),) for x in xs])
     probs = torch.tensor(p).expand(draft.num_rows, -1)
     verdict = rule.verify(draft, probs, Uniforms(middle, torch.full((len(middle),), 0.5, dtype=torch.float64)))
     distribution = np.zeros(len(p))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from foretoken.core import Draft, RaceRows
 from foretoken.text.randomness import RaceNoise
-from foretoken.verify import base
+from foretoken.verify import RULES, base
 from tests.verify.batches import random_batch
 
 META = torch.device("meta")
@@ -111,6 +111,18 @@ def test_too_many_rows_are_not_drawn_before_they_are_known(numbers: int, expecte
     found = base.draws_anywhere(draft, torch.empty(numbers, device=META), lambda rows: probs[list(rows)], uniforms)
     assert len(found) == expected
     assert base.draws_anywhere(draft, probs, lambda rows: probs[list(rows)], uniforms) == ()
+
+
+@pytest.mark.parametrize("rule", ["rejection", "typical"])
+def test_a_round_that_is_drawn_early_ends_like_one_that_is_drawn_late(
+    rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seed in range(20):
+        batch = random_batch(seed)
+        late = RULES[rule].verify(*batch)
+        with monkeypatch.context() as patch:
+            patch.setattr(base, "is_awaited", lambda _device: True)
+            assert RULES[rule].verify(*batch) == late
 
 
 def test_who_waits_for_numbers() -> None:

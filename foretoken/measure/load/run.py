@@ -203,7 +203,6 @@ def run_batches(
     settings, notes = parse_batch_settings(options.settings, options.draft, policies)
     count = max(*options.batches, options.prompts_per_slice)
     samples: list[BatchSample] = []
-    interrupted = False
     opening = opened(
         options,
         options.slices,
@@ -213,21 +212,8 @@ def run_batches(
         policies=policies,
     )
     with opening as (stage, found):
-        kept = kept_turns(options, found)
-        try:
-            if kept is not None:
-                samples += kept.restored(lambda line: restored(line, settings))
-                notes += [RESUMED] if samples else []
-            num_turns = len(settings) * len(options.batches) * (len(options.slices) * options.repeats + options.warmup)
-            known = f", {len(samples)} of them known" if samples else ""
-            announce(f"{num_turns} turns{known}, {_estimate(stage, options, settings, found)}")
-            with progress(num_turns - len(samples)) as tell:
-                measure_grid(stage, options, settings, found, samples, tell, kept)
-        except KeyboardInterrupt:
-            interrupted = True
-        finally:
-            if kept is not None:
-                kept.close()
+        is_resumed, interrupted = _measured(stage, options, settings, found, samples)
+    notes += [RESUMED] if is_resumed else []
     rows = summarise_grid(samples)
     prices = batch_prices(rows, options.price_per_hour)
     notes.append(
@@ -255,6 +241,32 @@ def run_batches(
         interrupted=interrupted,
         load=load,
     )
+
+
+def _measured(
+    stage: Stage,
+    options: LoadOptions,
+    settings: Sequence[BatchSetting],
+    found: Mapping[str, Sequence[Ask]],
+    samples: list[BatchSample],
+) -> tuple[bool, bool]:
+    """Fill `samples`; whether some were known from an earlier run, and whether Ctrl-C ended this one."""
+    kept, num_known = kept_turns(options, found), 0
+    try:
+        if kept is not None:
+            samples += kept.restored(lambda line: restored(line, settings))
+            num_known = len(samples)
+        num_turns = len(settings) * len(options.batches) * (len(options.slices) * options.repeats + options.warmup)
+        known = f", {num_known} of them known" if num_known else ""
+        announce(f"{num_turns} turns{known}, {_estimate(stage, options, settings, found)}")
+        with progress(num_turns - num_known) as tell:
+            measure_grid(stage, options, settings, found, samples, tell, kept)
+    except KeyboardInterrupt:
+        return num_known > 0, True
+    finally:
+        if kept is not None:
+            kept.close()
+    return num_known > 0, False
 
 
 def measure_grid(

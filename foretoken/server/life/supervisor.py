@@ -73,7 +73,7 @@ class SupervisedWorker:
         self.load_s = 0.0
         self.backend: RemoteBackend | None = None  # of a worker that is ready
         self.failure: ForetokenError | None = None
-        self.num_starts = self.num_deaths = 0
+        self.num_starts = 0
         self._process: WorkerProcess | None = None
         self._golden: CanaryAnswer | None = None
         self._stuck = Watchdog(config.watchdog_s)
@@ -151,7 +151,7 @@ class SupervisedWorker:
             end = process.end  # the server ends: the worker may close its files
             raise
         finally:
-            self._on_exit(ready_at is not None)
+            self._on_exit()
             if reading is not None:
                 reading.cancel()
             code = await end()
@@ -236,10 +236,9 @@ class SupervisedWorker:
         await process.dump_stacks()
         process.kill_now()
 
-    def _on_exit(self, was_ready: bool) -> None:
+    def _on_exit(self) -> None:
         """The worker is gone, or has to go."""
         backend, self.backend = self.backend, None
-        self.num_deaths += was_ready
         self._become("restarting" if self.info is not None else "loading")
         if backend is not None:
             backend.fail(_death())

@@ -24,7 +24,8 @@ from foretoken.measure.html import html_page
 from foretoken.measure.report import Report
 from foretoken.model.interface import LanguageModel
 from foretoken.plan.profile import Curve
-from tests.helpers.checkpoints import foreign_tokenizer, tiny_checkpoint, tiny_tokenizer
+from tests.helpers.checkpoints import tiny_checkpoint, tiny_tokenizer
+from tests.helpers.foreign_tokenizers import foreign_tokenizer
 
 ROW = 0.04  # of a plain step, what a row adds: 25 rows take as long as reading the weights
 COUNTS = (1, 2, 4, 8)
