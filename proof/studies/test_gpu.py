@@ -11,11 +11,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from foretoken import LLM, SamplingParams
+from foretoken.train.answers import answered_data
 from studies.gpu import __main__ as command
-from studies.gpu import batches, checkpoint, copy_bandwidth, here
+from studies.gpu import answers, batches, checkpoint, copy_bandwidth, here
 from studies.gpu.heads import FULL_HEAD, REHEARSED_HEAD, head_parts
 from studies.gpu.parts import FULL, REHEARSAL, Part, parts_of
-from tests.helpers.checkpoints import tiny_checkpoint, tiny_tokenizer
+from tests.helpers.checkpoints import tiny_checkpoint, tiny_tokenizer, token_ids
 
 ABOUT = {"device": "cpu", "commit": "abc", "machine": {"cpu": "toy"}}
 
@@ -113,6 +115,24 @@ def test_what_the_parts_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         (name, n) for name in ("plain", "ngram") for n in (1, 2)
     ]
     assert all(row["differing"] == 0 < row["request_p95_s"] for row in rows)
+
+
+def test_answers_of_a_static_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the engine, in more turns than one; ends of text end them, prompts that are too long are left out."""
+    target = str(Path("tests/reference/target").resolve())
+    asked = [token_ids(count, seed=count) for count in (1, 9, 4, 30, 2, 17, 5)]
+    with LLM(target, device="cpu", dtype="float32", profile="off") as llm:
+        outputs = llm.generate(asked, SamplingParams(temperature=0.0, max_tokens=20))
+    expected = [list(one.token_ids) for one in outputs if len(one.prompt_ids) < 30]
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt_ids": one}) + "\n" for one in asked))
+    words = ("--target", target, "--prompts", str(prompts), "--out", str(out), "--device", "cpu", "--dtype", "float32")
+    words += ("--rows", "3", "--columns", "40", "--max-tokens", "20", "--temperature", "0")
+    assert _main(answers.main, monkeypatch, *words) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()[1:]]
+    assert [row["answer_ids"] for row in sorted(rows, key=lambda row: row["place"])] == expected
+    read = answered_data(out, Path(target), 4096, 0.2)
+    assert read.train.num_wanted + read.held_out.num_wanted == sum(map(len, expected))
 
 
 def test_the_source_as_it_is(pair: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

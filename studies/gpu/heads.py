@@ -2,13 +2,13 @@
 
     benchmarks/gpu/run.sh --out gpu-results --heads --minutes 30
 
-Answers and training go on where they stopped, so that a lease of minutes can be used in several calls. The
-checkpoint needs a chat template: conversations are written by the model itself (`studies.smollm2_heads`).
+Training goes on where it stopped, so that a lease of minutes can be used in several calls. The checkpoint needs a chat
+template: conversations are written by the model itself (`studies.smollm2_heads`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from studies.gpu.parts import TARGET, Part, Scale, study, verb
@@ -16,43 +16,49 @@ from studies.gpu.parts import TARGET, Part, Scale, study, verb
 
 @dataclass(frozen=True)
 class HeadScale:
-    """How much is answered and learnt: conversations, prompts of each other kind, tokens of answers, tokens seen."""
+    """How much is answered and learnt: conversations, prompts of each other kind, tokens of answers, texts at once, and
+    windows of a step, the head's vocabulary, tokens seen.
+    """
 
     openings: int
     per_kind: int
     turn_tokens: int
     answer_tokens: int
-    batch: int
+    columns: int  # of a prompt and its answer
+    rows: int
+    windows: int
     vocabulary: int
     tokens: int
 
 
-FULL_HEAD = HeadScale(20_000, 3_000, 120, 256, 256, 8192, 20_000_000)
-REHEARSED_HEAD = HeadScale(4, 2, 16, 16, 4, 512, 400)
+FULL_HEAD = HeadScale(20_000, 3_000, 120, 256, 768, 1024, 32, 12_288, 40_000_000)
+REHEARSED_HEAD = HeadScale(4, 2, 16, 16, 4000, 4, 2, 512, 400)
 
 
 def head_parts(device: str, scale: Scale, head: HeadScale) -> list[Part]:
     """Prompts, answers, the head, and speeds of one request with it beside lookups."""
     where = ["--target", TARGET, "--device", device]
-    answering = [*where, "--dtype", "bfloat16", "--batch-size", str(head.batch)]
-    options = ["--set", f"head.draft_vocab_size={head.vocabulary}", "--tokens", str(head.tokens)]
+    answering = ["gpu.answers", *where, "--rows", str(head.rows)]
+    settings = (
+        f"head.draft_vocab_size={head.vocabulary}",
+        f"train.batch_windows={head.windows}",
+        "train.num_places=5",
+        "train.loss.chunk_rows=8192",  # of a CPU's cache by default
+    )
+    options = [*(word for one in settings for word in ("--set", one)), "--tokens", str(head.tokens)]
     drafters = ["--drafters", "ngram,eagle:head=heads.eagle/head", "--num-drafts", "2,4", "--repeats", "1"]
     sizes = ["--prompts-per-slice", str(scale.num_prompts), "--max-tokens", str(scale.max_tokens)]
     return [
+        _written("openings", ["smollm2_heads", "openings", "--target", TARGET, "--count", str(head.openings)], 60),
         _written(
-            study, "openings", ["smollm2_heads", "openings", "--target", TARGET, "--count", str(head.openings)], 60
-        ),
-        _written(
-            verb,
             "turns",
             [
-                *("train", "answers", *answering, "--prompts", "heads.openings.jsonl"),
+                *(*answering, "--prompts", "heads.openings.jsonl", "--columns", str(head.turn_tokens + 72)),
                 *("--max-tokens", str(head.turn_tokens), "--temperature", "0.9"),
             ],
-            300,
+            120,
         ),
         _written(
-            study,
             "prompts",
             [
                 *("smollm2_heads", "mixed", "--target", TARGET, "--turns", "heads.turns.jsonl"),
@@ -61,13 +67,12 @@ def head_parts(device: str, scale: Scale, head: HeadScale) -> list[Part]:
             120,
         ),
         _written(
-            verb,
             "answers",
             [
-                *("train", "answers", *answering, "--prompts", "heads.prompts.jsonl"),
+                *(*answering, "--prompts", "heads.prompts.jsonl", "--columns", str(head.columns)),
                 *("--max-tokens", str(head.answer_tokens), "--temperature", "0.7"),
             ],
-            600,
+            300,
         ),
         verb(
             "heads.eagle", ["train", "eagle", *where, "--answers", "heads.answers.jsonl", *options], 900, "heads.eagle"
@@ -76,5 +81,5 @@ def head_parts(device: str, scale: Scale, head: HeadScale) -> list[Part]:
     ]
 
 
-def _written(make: Callable[..., Part], name: str, words: Sequence[str], limit_s: float) -> Part:
-    return make(f"heads.{name}", words, limit_s, f"heads.{name}.jsonl")
+def _written(name: str, words: Sequence[str], limit_s: float) -> Part:
+    return study(f"heads.{name}", words, limit_s, f"heads.{name}.jsonl")

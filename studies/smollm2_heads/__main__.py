@@ -72,10 +72,11 @@ def _mixed(options: argparse.Namespace) -> int:
     chat = list(_turns(options.turns, options.target))
     chooser.shuffle(functions)
     chooser.shuffle(documents)
+    half = min(per_kind, len(functions) // 2)
     made = {
         "chat": chat,
-        "code": [_code(chooser, one) for one in functions[:per_kind]],
-        "edit": [_edit(chooser, one) for one in functions[per_kind : 2 * per_kind]],
+        "code": [_code(chooser, one) for one in functions[:half]],
+        "edit": [_edit(chooser, one) for one in functions[half : 2 * half]],
         "summary": [_summary(chooser, one) for one in documents[:per_kind]],
         "retrieval": [_retrieval(chooser, documents) for _ in range(per_kind // 2)],
         "maths": [word_problem(chooser) for _ in range(per_kind)],
