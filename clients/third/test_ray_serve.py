@@ -157,12 +157,14 @@ def test_two_replicas(tmp_path: Path) -> None:
 
         victim, survivor = replica_pids()
         load = Load(url, num_threads=6)
-        wait_for(lambda: len(load.answers) > 6)
-        os.kill(victim, signal.SIGKILL)
-        num_before = len(load.answers)
-        wait_for(lambda: len(load.answers) > num_before + 6)  # traffic has moved
-        wait_for(lambda: num_running() == 2 and set(replica_pids()) - {victim, survivor} != set())
-        load.stop()
+        try:
+            wait_for(lambda: len(load.answers) > 6)
+            os.kill(victim, signal.SIGKILL)
+            num_before = len(load.answers)
+            wait_for(lambda: len(load.answers) > num_before + 6)  # traffic has moved
+            wait_for(lambda: num_running() == 2 and set(replica_pids()) - {victim, survivor} != set())
+        finally:
+            load.stop()
         assert all((text, reason) == expected[question] for question, text, reason in load.answers)
         assert len(load.errors) <= 6, load.errors  # at most what was in flight, each told to its client
         with client.chat.completions.create(
@@ -204,17 +206,20 @@ class OpenLoop:
         assert len(self.answers) + len(self.errors) == len(self._asked)
 
 
-def test_scaling_under_an_open_loop() -> None:
+@pytest.mark.parametrize("aim", [("--replica-tokens", "100"), ("--max-batch-size", "4")])
+def test_scaling_under_an_open_loop(aim: tuple[str, str]) -> None:
     """1 -> 2 -> 1 replicas while requests arrive by a clock, and none fails or gets another answer."""
-    scaling = ("--replica-tokens", "100", "--scale-up-s", "1", "--scale-down-s", "5")
-    with served("--workers", "1", "--max-replicas", "2", *scaling) as url:
+    scaling = ("--scale-up-s", "1", "--scale-down-s", "5")
+    with served("--workers", "1", "--max-replicas", "2", *aim, *scaling) as url:
         expected = {question: ask(client_of(url), question) for question in QUESTIONS}
         assert num_running() == 1
         load = OpenLoop(url, rate=4.0, seed=33)
-        wait_for(lambda: num_running() == 2)
-        load.rate = 0.4
-        wait_for(lambda: num_running() == 1 and len(replica_pids()) == 1)
-        load.stop()
+        try:
+            wait_for(lambda: num_running() == 2)
+            load.rate = 0.4
+            wait_for(lambda: num_running() == 1 and len(replica_pids()) == 1)
+        finally:  # a clock that goes on would keep this process alive
+            load.stop()
         assert not load.errors
         assert all((text, reason) == expected[question] for question, text, reason in load.answers)
 

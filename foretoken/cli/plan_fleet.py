@@ -37,7 +37,8 @@ _HEADINGS = (
     "price/M",
 )
 _EXPLAINED = (
-    "aim: queued tokens of a replica that the autoscaler aims at, the best of those tried; mean, most: paid replicas; "
+    "aim: queued tokens of a replica that the autoscaler aims at, the best of those tried; default: without an aim, "
+    "four fifths of a full batch; mean, most: paid replicas; "
     "busy: share of their time with a request; late: share of the requests beyond the promise, at most 5 %"
 )
 
@@ -62,7 +63,9 @@ def plan_fleet(given: Mapping[str, Any]) -> None:
     with progress("planning") as status:
         say = announcer(status)
         rows = [
-            plan(name, speed, say) for name, speed in speeds.items() for plan in (planner.autoscaled, planner.fixed)
+            plan(name, speed, say)
+            for name, speed in speeds.items()
+            for plan in (planner.autoscaled, planner.default, planner.fixed)
         ]
     about = {
         "profile": str(given["fleet"]),

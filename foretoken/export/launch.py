@@ -156,14 +156,25 @@ def _plain_trtllm(kind: str) -> _Maker:
 
 
 def _llamacpp_draft(target: str, draft: str, num_draft: int) -> Launch:
+    files, prepare = _as_gguf((target, "target.gguf"), (draft, "draft.gguf"))
+    argv = ("llama-server", "-m", files[0], "-md", files[1], "--spec-type", "draft-simple")
+    return Launch((*argv, "--spec-draft-n-max", str(num_draft)), prepare=prepare)
+
+
+def _llamacpp_ngram(target: str, draft: str, num_draft: int) -> Launch:  # noqa: ARG001
+    # Its own 12 tokens to look up and 48 to draft rarely match in a short answer.
+    (file,), prepare = _as_gguf((target, "target.gguf"))
+    argv = ("llama-server", "-m", file, "--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "4")
+    return Launch((*argv, "--spec-ngram-simple-size-m", str(num_draft)), prepare=prepare)
+
+
+def _as_gguf(*models: tuple[str, str]) -> tuple[list[str], tuple[tuple[str, ...], ...]]:
+    """GGUF files of models, and the commands that make those that are none yet under the names beside them."""
     convert = ("python", "convert_hf_to_gguf.py")
-    models = ((target, "target.gguf"), (draft, "draft.gguf"))
     prepare = tuple(
         (*convert, folder, "--outtype", "bf16", "--outfile", file) for folder, file in models if not _is_gguf(folder)
     )
-    files = [name if _is_gguf(name) else file for name, file in models]
-    argv = ("llama-server", "-m", files[0], "-md", files[1], "--spec-type", "draft-simple")
-    return Launch((*argv, "--spec-draft-n-max", str(num_draft)), prepare=prepare)
+    return [name if _is_gguf(name) else file for name, file in models], prepare
 
 
 def _is_gguf(name: str) -> bool:
@@ -211,6 +222,7 @@ _MAKERS: dict[str, dict[str, _Maker]] = {
         "vllm": _plain_vllm(method="ngram", prompt_lookup_min=2, prompt_lookup_max=5),
         "sglang": _sglang_ngram,
         "trtllm": _plain_trtllm("NGram"),
+        "llamacpp": _llamacpp_ngram,
         "tgi": _tgi_ngram,
         "transformers": _transformers(_LOOKUP),
     },

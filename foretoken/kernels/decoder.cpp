@@ -187,7 +187,7 @@ void typed(int is_bf16, Function function) {
 extern "C" {
 
 // What the numbers below mean; a library of another interface is not used.
-int foretoken_decoder_interface() { return 9; }
+int foretoken_decoder_interface() { return 10; }
 
 // All tensors of a call are bfloat16 or all float32; `stride` is from row to row of the input, in elements.
 
@@ -255,6 +255,43 @@ bool foretoken_route(const foretoken_experts* experts, const void* x, int32_t* c
         return false;
     }
     return true;
+}
+
+// A rank's channels of the experts that `x` [rows, hidden_size] goes to, at most MAX_ROUTED_ROWS rows; and `chosen` and
+// `weights` as of `foretoken_route`. False: no memory.
+bool foretoken_expert_channels(const foretoken_experts* experts, const void* x, int32_t* chosen, float* weights,
+                               float* channels, int64_t rows, int is_bf16, int threads) {
+    bool is_done = false;
+    try {
+        typed(is_bf16, [&](auto zero) {
+            using T = decltype(zero);
+            ExpertRows<T> run;
+            is_done = run.channels(*experts, static_cast<const T*>(x), rows, channels, threads);
+            std::copy(run.chosen.begin(), run.chosen.end(), chosen);
+            std::copy(run.weights.begin(), run.weights.end(), weights);
+        });
+    } catch (const std::bad_alloc&) {
+        return false;
+    }
+    return is_done;
+}
+
+// A rank's part of what the experts make of them, from the `channels` of all ranks: `out` [rows, outputs of a rank].
+bool foretoken_expert_outputs(const foretoken_experts* experts, const int32_t* chosen, const float* weights,
+                              const float* channels, void* out, int64_t rows, int is_bf16, int threads) {
+    bool is_done = false;
+    try {
+        typed(is_bf16, [&](auto zero) {
+            using T = decltype(zero);
+            ExpertRows<T> run;
+            const int64_t slots = rows * (experts->num_active + experts->has_shared);
+            run.chosen.assign(chosen, chosen + slots), run.weights.assign(weights, weights + slots);
+            is_done = run.outputs(*experts, channels, rows, static_cast<T*>(out), threads);
+        });
+    } catch (const std::bad_alloc&) {
+        return false;
+    }
+    return is_done;
 }
 
 // `x` [rows, hidden_size] through the experts of a layer, into `out` of the same shape. False: no memory.

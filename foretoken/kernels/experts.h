@@ -104,8 +104,42 @@ public:
             route(experts, x + at, count, threads);
             group(experts);
             is_done = multiply(experts, threads) && is_done;
-            sum(experts, out + at, threads);
+            sum(experts.hidden_size, out + at, threads);
         }
+        return is_done;
+    }
+
+    // A rank's channels of every expert: gates and ups have its share of the outputs. `out` holds them by place (see
+    // `group`), those of the shared expert, which may be of another width, last; `chosen` and `weights` are those of
+    // `route`. False: no memory inside a product.
+    bool channels(const Experts& experts, const T* x, int64_t rows, float* out, int threads) {
+        route(experts, x, rows, threads);
+        group(experts);
+        const int64_t width = half(experts, 0), shared = half(experts, experts.num_experts - 1 + experts.has_shared);
+        const int64_t routed = rows * experts.num_active;
+        return each_task(
+            threads, [&](int64_t most) { return most * (experts.hidden_size + 2 * std::max(width, shared)); },
+            [&](const Task& task, float* scratch, int own) {
+                const int64_t beyond = std::max<int64_t>(0, task.first - routed);
+                float* to = out + (task.first - beyond) * width + beyond * shared;
+                return open(experts, task, scratch, to, own);
+            });
+    }
+
+    // A rank's part of the sum over experts, from the channels of all ranks, laid out alike: `out` [rows, outputs].
+    bool outputs(const Experts& experts, const float* channels, int64_t rows, T* out, int threads) {
+        rows_ = rows, slots_ = experts.num_active + experts.has_shared;
+        group(experts);
+        const int64_t last = experts.num_experts - 1 + experts.has_shared;
+        const int64_t width = experts.down[0].width, shared = experts.down[last].width;
+        const int64_t routed = rows * experts.num_active, size = experts.down[0].num_outputs;
+        results_.resize(chosen.size() * size);
+        const bool is_done = each_task(threads, [](int64_t) { return 0; }, [&](const Task& task, float*, int own) {
+            const int64_t beyond = std::max<int64_t>(0, task.first - routed);
+            const float* from = channels + (task.first - beyond) * width + beyond * shared;
+            return multiply(experts.down[task.expert], from, task.last - task.first, &results_[task.first * size], own);
+        });
+        sum(size, out, threads);
         return is_done;
     }
 
@@ -178,14 +212,28 @@ private:
     }
 
     bool multiply(const Experts& experts, int threads) {
-        int64_t widest = 0, max_rows = 0;
-        for (const Task& task : tasks_) {
-            widest = std::max(widest, experts.down[task.expert].width);
-            max_rows = std::max(max_rows, task.last - task.first);
-        }
-        const int64_t tasks = int64_t(tasks_.size()), scratch = max_rows * (experts.hidden_size + 3 * widest);
+        int64_t widest = 0;
+        for (const Task& task : tasks_) widest = std::max(widest, experts.down[task.expert].width);
+        results_.resize(chosen.size() * experts.hidden_size);
+        return each_task(
+            threads, [&](int64_t most) { return most * (experts.hidden_size + 3 * widest); },
+            [&](const Task& task, float* scratch, int own) {
+                const foretoken_product& down = experts.down[task.expert];
+                const int64_t size = experts.hidden_size, rows = task.last - task.first;
+                float* gated = scratch + rows * (size + 2 * down.width);
+                return open(experts, task, scratch, gated, own) &&
+                       multiply(down, gated, rows, &results_[task.first * size], own);
+            });
+    }
+
+    // Calls `run(task, scratch, threads)` for every task; `scratch_of(rows)` numbers of scratch do for so many rows.
+    template <class Scratch, class Run>
+    bool each_task(int threads, Scratch scratch_of, Run run) {
+        int64_t max_rows = 0;
+        for (const Task& task : tasks_) max_rows = std::max(max_rows, task.last - task.first);
+        const int64_t tasks = int64_t(tasks_.size()), scratch = scratch_of(max_rows);
         const bool one_each = takes_tasks(tasks, threads);
-        results_.resize(chosen.size() * experts.hidden_size), scratch_.resize((one_each ? threads : 1) * scratch);
+        scratch_.resize((one_each ? threads : 1) * scratch);
         std::atomic<bool> is_done{true};
         std::atomic<int> num_threads{0};
 #pragma omp parallel num_threads(threads) if (one_each && threads > 1)
@@ -193,25 +241,26 @@ private:
             float* own = scratch_.data() + num_threads++ * scratch;
 #pragma omp for schedule(dynamic, 1)
             for (int64_t i = 0; i < tasks; ++i)
-                if (!multiply(experts, tasks_[i], own, one_each ? 1 : threads)) is_done = false;
+                if (!run(tasks_[i], own, one_each ? 1 : threads)) is_done = false;
         }
         return is_done;
     }
 
-    // The rows of a task through its expert.
-    bool multiply(const Experts& experts, const Task& task, float* scratch, int threads) {
-        const foretoken_product &gate_up = experts.gate_up[task.expert], &down = experts.down[task.expert];
-        const int64_t size = experts.hidden_size, width = down.width, rows = task.last - task.first;
-        float *in = scratch, *wide = in + rows * size, *gated = wide + rows * 2 * width;
+    static int64_t half(const Experts& experts, int64_t expert) { return experts.gate_up[expert].num_outputs / 2; }
+
+    // The rows of a task up to the channels of its expert, `gated` [rows, channels].
+    bool open(const Experts& experts, const Task& task, float* scratch, float* gated, int threads) {
+        const int64_t size = experts.hidden_size, width = half(experts, task.expert), rows = task.last - task.first;
+        float *in = scratch, *wide = in + rows * size;
         for (int64_t r = 0; r < rows; ++r) std::copy_n(&full_[row_at_[task.first + r] * size], size, in + r * size);
-        if (!multiply(gate_up, in, rows, wide, threads)) return false;
+        if (!multiply(experts.gate_up[task.expert], in, rows, wide, threads)) return false;
         for (int64_t r = 0; r < rows; ++r, wide += 2 * width) {
             if (experts.clamps)
                 clamped_row(wide, wide + width, width, experts.limit, experts.alpha, gated + r * width);
             else
                 activate_row<SILU>(wide, wide + width, width, gated + r * width);
         }
-        return multiply(down, gated, rows, &results_[task.first * size], threads);
+        return true;
     }
 
     static bool multiply(const foretoken_product& by, const float* in, int64_t rows, float* out, int threads) {
@@ -222,8 +271,7 @@ private:
         return true;
     }
 
-    void sum(const Experts& experts, T* out, int threads) {
-        const int64_t size = experts.hidden_size;
+    void sum(int64_t size, T* out, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (rows_ * slots_ * size > FEW_NUMBERS)
         for (int64_t row = 0; row < rows_; ++row) {
             const auto total = [&](auto get, int64_t i) {

@@ -34,6 +34,9 @@ from foretoken.transfer import to_device, to_host
 # others.
 
 
+_EXCHANGED_ROWS = 512  # what lies between the ranks' products, at most; the one call groups as many
+
+
 class ExpertsFields(ctypes.Structure):
     """`foretoken_experts`."""
 
@@ -59,10 +62,14 @@ class ExpertParts:
 
 @dataclass(frozen=True)
 class ExpertTable:
-    """`fields` for the kernel: addresses in what is `held`."""
+    """`fields` for the kernel: addresses in what is `held`. `width` channels of an expert are here, and `shared_width`
+    of a shared one: on a rank its share of them.
+    """
 
     fields: ExpertsFields
     held: tuple[object, ...]
+    width: int
+    shared_width: int
 
     @property
     def num_slots(self) -> int:
@@ -104,7 +111,8 @@ def expert_table(parts: ExpertParts, dtype: torch.dtype) -> ExpertTable | None:
         *((clamped.limit, clamped.alpha) if clamped is not None else (0.0, 0.0)),
     )
     weights = [(linear.packed, linear.bias) for linear in linears]
-    return ExpertTable(fields, (gate_up, down, own, products, weights))
+    width, shared = rows[0].num_outputs // 2, rows[half - 1].num_outputs // 2 if half > config.num_experts else 0
+    return ExpertTable(fields, (gate_up, down, own, products, weights), width, shared)
 
 
 def run_experts(kernels: RowKernels, table: ExpertTable, x: Tensor) -> Tensor:
@@ -137,6 +145,40 @@ def route(kernels: RowKernels, table: ExpertTable, x: Tensor) -> tuple[Tensor, T
     ):
         raise MemoryError(f"no memory for the scores of {len(x)} rows; run fewer rows at a time")
     return chosen, weights
+
+
+def run_divided(kernels: RowKernels, table: ExpertTable, x: Tensor, collective: Collective) -> Tensor:
+    """A rank's part of `run_experts`, [T, D / world]: its channels of every expert, those of all ranks in one exchange
+    of so many rows, and its outputs of them.
+
+    Raises:
+        MemoryError: no memory for what lies between two operations.
+    """
+    return torch.cat(
+        [_divided(kernels, table, rows.contiguous(), collective) for rows in torch.split(x, _EXCHANGED_ROWS)]
+    )
+
+
+def _divided(kernels: RowKernels, table: ExpertTable, x: Tensor, collective: Collective) -> Tensor:
+    fields, world = table.fields, collective.world
+    chosen = torch.empty(len(x), table.num_slots, dtype=torch.int32)
+    weights = torch.empty(len(x), table.num_slots, dtype=torch.float32)
+    routed, shared = len(x) * fields.num_active * table.width, len(x) * table.shared_width
+    own = torch.empty(routed + shared, dtype=torch.float32)
+    about = (len(x), x.dtype == torch.bfloat16, torch.get_num_threads())
+    is_done = kernels.library.foretoken_expert_channels(
+        *(ctypes.byref(fields), x.data_ptr(), chosen.data_ptr(), weights.data_ptr(), own.data_ptr()), *about
+    )
+    parts = torch.split(collective.all_gather(own).view(world, -1), [routed, shared], dim=1)
+    widths = (table.width, table.shared_width)
+    sides = [part.view(world, -1, width).transpose(0, 1) for part, width in zip(parts, widths, strict=True) if width]
+    channels = torch.cat([side.reshape(-1) for side in sides])  # of all ranks, by place
+    out = torch.empty(len(x), x.shape[1] // world, dtype=x.dtype)
+    if not is_done or not kernels.library.foretoken_expert_outputs(
+        *(ctypes.byref(fields), chosen.data_ptr(), weights.data_ptr(), channels.data_ptr(), out.data_ptr()), *about
+    ):
+        raise MemoryError(f"no memory for the experts of {len(x)} rows; run fewer rows at a time")
+    return out
 
 
 _TABLES: WeakKeyDictionary[ExpertStack, tuple[tuple[object, ...], ExpertTable | None]] = WeakKeyDictionary()
@@ -209,7 +251,7 @@ class Experts(nn.Module):
         if kernels is None or table is None:
             return self.mixed(x, *self.route(x))
         if self.collective.world > 1:
-            return self.mixed(x, *route(kernels, table, x))
+            return run_divided(kernels, table, x, self.collective)
         return run_experts(kernels, table, x)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,7 @@ FLAGS = (
     *("-std=c++17", "-O3", NATIVE, "-fno-math-errno", "-fno-trapping-math", "-fopenmp"),
     *("-shared", "-fPIC"),
 )
-_INTERFACE = 9  # of the compiled library: what its functions take
+_INTERFACE = 10  # of the compiled library: what its functions take
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh")  # in the order of `foretoken_activation`
 _DTYPES = (torch.bfloat16, torch.float32)
 
@@ -206,9 +206,11 @@ def load(path: Path) -> RowKernels:
     library.foretoken_run_layers.argtypes = (pointer,)
     library.foretoken_route.argtypes = (*(pointer,) * 4, number, *about)
     library.foretoken_run_experts.argtypes = (*(pointer,) * 3, number, *about)
+    library.foretoken_expert_channels.argtypes = (*(pointer,) * 5, number, *about)
+    library.foretoken_expert_outputs.argtypes = (*(pointer,) * 5, number, *about)
     for name in ("norm", "activate", "softcap", "rotate"):
         getattr(library, f"foretoken_{name}").restype = None
-    for name in ("attend", "run_layers", "route", "run_experts"):
+    for name in ("attend", "run_layers", "route", "run_experts", "expert_channels", "expert_outputs"):
         getattr(library, f"foretoken_{name}").restype = ctypes.c_bool
     return RowKernels(library)
 

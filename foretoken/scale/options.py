@@ -23,7 +23,8 @@ class RayOptions:
     """Replicas beside those of `LifeConfig`, whose `workers` is the smallest number of them. Times in seconds.
 
     - `max_replicas`: None keeps their number at `workers`.
-    - `replica_tokens`: tokens that the requests of one replica may still read and write, on which scaling aims.
+    - `replica_tokens`: tokens that the requests of one replica may still read and write, on which scaling aims; None:
+      on four fifths of a full batch of requests.
     - `replica_cpus`, `replica_gpus`: what Ray reserves for each, of a tensor-parallel replica for each of its ranks.
 
     Raises:
@@ -37,9 +38,12 @@ class RayOptions:
     max_replicas: int | None = field(
         default=None, metadata=_option("Most replicas; without it, always as many as --workers.")
     )
-    replica_tokens: int = field(
-        default=16_384,
-        metadata=_option("Tokens that the requests of a replica may still read and write; more add replicas."),
+    replica_tokens: int | None = field(
+        default=None,
+        metadata=_option(
+            "Tokens that the requests of a replica may still read and write; more add replicas. "
+            "Without it, four fifths of --max-batch-size requests."
+        ),
     )
     replica_cpus: float = field(
         default=1.0,
@@ -57,9 +61,9 @@ class RayOptions:
 
     def __post_init__(self) -> None:
         check_flag("ray", self.ray)
-        check_whole("replica_tokens", self.replica_tokens, low=1)
-        if self.max_replicas is not None:
-            check_whole("max_replicas", self.max_replicas, low=1)
+        for name in ("replica_tokens", "max_replicas"):
+            if getattr(self, name) is not None:
+                check_whole(name, getattr(self, name), low=1)
         check_number("replica_cpus", self.replica_cpus, low=0.0, high=_MOST, open_low=True)
         for name in ("replica_gpus", "scale_up_s", "scale_down_s"):
             check_number(name, getattr(self, name), low=0.0, high=_MOST)
@@ -85,10 +89,6 @@ class RayOptions:
 def engine_options(config: ServerConfig, options: RayOptions) -> dict[str, Any]:
     """How Ray Serve runs the engine's replicas, under its names."""
     workers = config.life.workers
-    policy = {
-        "policy_function": "foretoken.scale.decide:QueuedTokens",
-        "policy_kwargs": {"replica_tokens": options.replica_tokens},
-    }
     scaling = {
         "min_replicas": workers,
         "max_replicas": options.max_replicas,
@@ -97,7 +97,7 @@ def engine_options(config: ServerConfig, options: RayOptions) -> dict[str, Any]:
         "downscaling_factor": DOWN_SHARE,
         "look_back_period_s": min(10.0, max(1.0, options.scale_up_s)),
         "metrics_interval_s": 1.0,
-        "policy": policy,
+        "policy": _policy(config, options),
     }
     number = {"num_replicas": workers} if options.max_replicas is None else {"autoscaling_config": scaling}
     return {
@@ -113,6 +113,15 @@ def engine_options(config: ServerConfig, options: RayOptions) -> dict[str, Any]:
         },
         "request_router_config": {"request_router_class": "foretoken.scale.router:ConversationRouter"},
     }
+
+
+def _policy(config: ServerConfig, options: RayOptions) -> dict[str, Any]:
+    """Ray's name and arguments of what decides how many replicas there are."""
+    if options.replica_tokens is None:
+        name, given = "FullBatches", {"max_batch_size": config.engine.max_batch_size}
+    else:
+        name, given = "QueuedTokens", {"replica_tokens": options.replica_tokens}
+    return {"policy_function": f"foretoken.scale.decide:{name}", "policy_kwargs": given}
 
 
 def front_options(config: ServerConfig, options: RayOptions) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from msgspec.msgpack import Decoder as MessageDecoder
 from foretoken.backend.call import Generation
 from foretoken.errors import EngineError, ForetokenError
 from foretoken.machine.threads import names_waiting, sleeping
-from foretoken.scale.decide import QUEUED_TOKENS
+from foretoken.scale.decide import BATCHES, QUEUED_TOKENS
 from foretoken.server.config import ServerConfig
 from foretoken.server.life.supervisor import CanaryAnswer, ask_canary, difference
 from foretoken.server.life.wire import (
@@ -134,8 +134,8 @@ class EngineReplica:
             return packed((self.name, _refused(command.call, error)))
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Ray Serve's hook: tokens that requests may still read and write here."""
-        return {QUEUED_TOKENS: float(queued_tokens(self.engine.llm))}
+        """Ray Serve's hook: what the autoscaler's policies count."""
+        return {QUEUED_TOKENS: float(queued_tokens(self.engine.llm)), BATCHES: batches(self.engine.llm)}
 
     async def check_health(self) -> None:
         """Ray Serve's hook, called before the first request too: a replica that raises is replaced. An idle engine
@@ -171,6 +171,18 @@ def queued_tokens(llm: LLM) -> int:
     scheduler = llm.engine.scheduler
     states = [*scheduler.waiting, *list(scheduler.running.values())]
     return sum(state.num_remaining + (0 if state.has_emitted else state.num_tokens) for state in states)
+
+
+def batches(llm: LLM) -> float:
+    """Requests here by how many can run at once: as many as do run where others wait for the cache.
+
+    While a prompt is read others may wait because they begin alike, which says nothing about the cache.
+    """
+    scheduler = llm.engine.scheduler
+    running, num_waiting = list(scheduler.running.values()), len(scheduler.waiting)
+    is_full = num_waiting and running and all(state.has_emitted for state in running)
+    most = scheduler.config.max_batch_size
+    return (len(running) + num_waiting) / (min(most, len(running)) if is_full else most)
 
 
 def _refused(call: int, error: Exception) -> Refused:

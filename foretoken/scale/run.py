@@ -34,6 +34,8 @@ def run_on_ray(config: ServerConfig, options: RayOptions, on_ready: Callable[[Re
     from foretoken.scale.deploy import engines
 
     is_ours = not os.environ.get("RAY_ADDRESS")
+    if is_ours:  # Ray's own is 15: beside anything else that computes, a replica would get next to no time
+        os.environ.setdefault("RAY_worker_niceness", "0")
     cpus = (options.max_replicas or config.life.workers) * options.replica_cpus * config.engine.tensor_parallel
     local = {
         "address": "local",

@@ -183,7 +183,7 @@ def test_a_fleet_with_and_without_speculation(foretoken: Run, profile: Path, tmp
     asked += ["--settings", "plain,ngram-4", "--output-tokens", 100]
     found = json.loads(foretoken(*asked, "--acceptance", "1", "--json").lines[-1])
     assert [(row["setting"], row["scaling"], row["meets"]) for row in found["rows"]] == [
-        (setting, scaling, True) for setting in ("plain", "ngram-4") for scaling in ("autoscaled", "fixed")
+        (setting, scaling, True) for setting in ("plain", "ngram-4") for scaling in ("autoscaled", "default", "fixed")
     ]
     plain, drafted = (row for row in found["rows"] if row["scaling"] == "fixed")
     assert 4 < plain["price_per_million_tokens"] / drafted["price_per_million_tokens"] < 6

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from foretoken.backend.llama_cpp import speculation
 from foretoken.cli.app import run
 from foretoken.errors import CheckpointError, ConfigError, StorageError
 from foretoken.export.engines import NEWEST, engine_of, refusal_reason
@@ -282,6 +283,15 @@ def test_b3_names_that_no_other_engine_knows_are_refused(folder: Path, tmp_path:
     with pytest.raises(ConfigError, match=r"^draft="):
         plain_launch("draft_model", engine_of("sglang", None), "org/t", "reference:draft", 3)
     assert not (tmp_path / "out").exists()
+
+
+def test_llama_cpp_looks_up_without_a_draft_model() -> None:
+    launch = plain_launch("ngram", engine_of("llamacpp", None), "org/t", None, 6)
+    spec = launch.argv[launch.argv.index("--spec-type") :]
+    assert spec == speculation("ngram-simple", 6), "the arguments that are measured"
+    assert launch.argv[:3] == ("llama-server", "-m", "target.gguf")
+    assert [step[2] for step in launch.prepare] == ["org/t"]
+    assert plain_launch("ngram", engine_of("llamacpp", None), "a/m.gguf", None, 6).prepare == ()
 
 
 def test_b3_a_gguf_file_is_given_to_llama_cpp_as_it_is() -> None:

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from foretoken.control.autoscaling import wanted_replicas
-from foretoken.scale.decide import QueuedTokens, ReplicaRouting, live_replicas, note_live, two_of
+from foretoken.control.autoscaling import AIM_SHARE, wanted_replicas
+from foretoken.scale.decide import FullBatches, QueuedTokens, ReplicaRouting, live_replicas, note_live, two_of
 
 NAMES = [f"replica-{number}" for number in range(10)]
 
@@ -65,14 +65,31 @@ def test_a_message_for_one_replica_goes_there_while_it_lives() -> None:
     ],
 )
 def test_replicas_follow_queued_tokens(queued: float, requests: float, unrouted: float, wanted: float) -> None:
-    assert wanted_replicas(queued, requests, unrouted, 1000) == wanted
     metrics = {"queued_tokens": {"a": queued / 2, "b": queued / 2}, "other": {"a": 1e9}}
     context = SimpleNamespace(aggregated_metrics=metrics, total_num_requests=requests, total_queued_requests=unrouted)
     assert QueuedTokens(1000)(context) == (wanted, {})
 
 
 def test_many_short_requests_do_not_count_as_one_long_one() -> None:
-    assert wanted_replicas(100 * 16, 100, 0, 4096) < 1 < wanted_replicas(4 * 4000, 4, 0, 4096)
+    assert wanted_replicas(100 * 16, 100, 0, 4096, 0) < 1 < wanted_replicas(4 * 4000, 4, 0, 4096, 0)
+
+
+@pytest.mark.parametrize(
+    ("batches", "requests", "unrouted", "wanted"),
+    [
+        ([0.8, 0.8], 26, 0, 2.0),  # as aimed at
+        ([1.0, 2.0], 48, 0, 3.75),
+        ([0.5], 10, 2, 0.78125),  # 8 of 16 run: those in fronts are a sixteenth each
+        ([], 16, 16, 1.25),  # no replica yet: a full batch waits
+    ],
+)
+def test_without_tokens_replicas_follow_full_batches(
+    batches: list[float], requests: float, unrouted: float, wanted: float
+) -> None:
+    metrics = {"batches": dict(zip("abc", batches, strict=False)), "queued_tokens": {"a": 1e9}}
+    context = SimpleNamespace(aggregated_metrics=metrics, total_num_requests=requests, total_queued_requests=unrouted)
+    assert FullBatches(16)(context) == (pytest.approx(wanted), {})
+    assert AIM_SHARE == 0.8
 
 
 def test_live_replicas_are_those_noted_last() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,14 @@ def test_ray_is_told_what_the_flags_say() -> None:
     assert (scaling["min_replicas"], scaling["max_replicas"], scaling["downscale_delay_s"]) == (2, 5, 1.5)
     assert scaling["downscaling_factor"] == DOWN_SHARE
     assert scaling["policy"]["policy_kwargs"] == {"replica_tokens": 99}
+    config, options = configs_of(given | {"max_replicas": 5, "max_batch_size": 7})
+    policy = engine_options(config, options)["autoscaling_config"]["policy"]
+    assert policy == {
+        "policy_function": "foretoken.scale.decide:FullBatches",
+        "policy_kwargs": {"max_batch_size": 7},
+    }
+    for one in (scaling["policy"], policy):
+        assert callable(pkgutil.resolve_name(one["policy_function"])(**one["policy_kwargs"]))
 
 
 @pytest.mark.parametrize(

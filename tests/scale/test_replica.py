@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -14,7 +15,7 @@ from foretoken import SamplingParams, SpecConfig
 from foretoken.backend.call import AnswerEnded, Begun, Call, ModelInfo, Piece
 from foretoken.engine_config import EngineConfig
 from foretoken.errors import EngineError
-from foretoken.scale.replica import Address, EngineReplica, queued_tokens
+from foretoken.scale.replica import Address, EngineReplica, batches, queued_tokens
 from foretoken.server.config import ServerConfig
 from foretoken.server.life.wire import (
     AskStats,
@@ -117,12 +118,13 @@ def test_commands_reach_the_replica_that_they_name(replica: EngineReplica) -> No
 
 def test_queued_tokens_and_a_call_that_is_cancelled(replica: EngineReplica) -> None:
     async def run() -> None:
-        assert replica.record_autoscaling_stats() == {"queued_tokens": 0.0}
+        assert replica.record_autoscaling_stats() == {"queued_tokens": 0.0, "batches": 0.0}
         async with front(replica) as (address, came):
             call = asyncio.create_task(answered(replica, opened(9, 400), address, came))
             while not replica._running:
                 await asyncio.sleep(0.01)
             assert 300 < queued_tokens(replica.engine.llm) <= 500
+            assert batches(replica.engine.llm) == 1 / 16
             assert await asked(replica, Cancel(9), "another") is None
             assert queued_tokens(replica.engine.llm) > 0
             await asked(replica, Cancel(9), "one")
@@ -138,6 +140,23 @@ def test_queued_tokens_and_a_call_that_is_cancelled(replica: EngineReplica) -> N
                 await asyncio.sleep(0.01)
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("emitted", "num_waiting", "expected"),
+    [
+        ([True] * 3, 0, 3 / 16),
+        ([True] * 3, 6, 3.0),  # the cache holds three
+        ([True, True, False], 6, 9 / 16),  # they may wait for the prompt that is read, which begins like theirs
+        ([True] * 16, 8, 1.5),
+        ([], 2, 2 / 16),
+    ],
+)
+def test_how_full_a_replica_is(emitted: list[bool], num_waiting: int, expected: float) -> None:
+    running = {number: SimpleNamespace(has_emitted=one) for number, one in enumerate(emitted)}
+    config = SimpleNamespace(max_batch_size=16)
+    scheduler = SimpleNamespace(running=running, waiting=[object()] * num_waiting, config=config)
+    assert batches(SimpleNamespace(engine=SimpleNamespace(scheduler=scheduler))) == expected  # type: ignore[arg-type]
 
 
 def test_health_follows_the_canary(replica: EngineReplica, monkeypatch: pytest.MonkeyPatch) -> None:

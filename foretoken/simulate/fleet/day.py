@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from foretoken.control.autoscaling import stepped_replicas, wanted_replicas
+from foretoken.control.autoscaling import AIM_SHARE, stepped_replicas, wanted_replicas
 from foretoken.simulate.fleet.occupancy import Occupancy
 from foretoken.simulate.fleet.options import DAY_S, LATE_SHARE, FleetOptions, Traffic
 from foretoken.simulate.fleet.speed import ReplicaSpeed
@@ -18,19 +18,38 @@ _FIRST_LOAD = 0.6
 _HOURS = 24
 
 
+@dataclass(frozen=True)
+class Aim:
+    """What the autoscaler wants of a replica: `tokens` of its requests, or (None) `AIM_SHARE` of a full batch."""
+
+    tokens: int | None = None
+
+    @property
+    def load(self) -> float:
+        """In the unit of `loads`."""
+        return AIM_SHARE if self.tokens is None else self.tokens
+
+    def loads(self, speed: ReplicaSpeed, most: int) -> list[float]:
+        """Of a replica, by the number of its requests up to `most`."""
+        present = range(most + 1)
+        if self.tokens is None:
+            return [count / speed.max_batch_size for count in present]
+        return [*map(speed.queued_tokens, present)]
+
+
 @dataclass
 class Autoscaler:
     """Ray Serve's steps and delays before `wanted_replicas`: what is wanted must be so until the delay is over."""
 
-    replica_tokens: int
+    aim: float
     options: FleetOptions
     target: int
     _up_s: float = 0.0
     _down_s: float = 0.0
 
-    def decide(self, queued_tokens: float, live: int, seconds: float) -> int:
-        """The number of replicas from now on, of which `live` serve."""
-        wanted = stepped_replicas(wanted_replicas(queued_tokens, queued_tokens, 0.0, self.replica_tokens), live)
+    def decide(self, load: float, live: int, seconds: float) -> int:
+        """The number of replicas from now on, of which `live` serve, at a load of all of them in the aim's unit."""
+        wanted = stepped_replicas(wanted_replicas(load, load, 0.0, self.aim, self.aim), live)
         wanted = min(self.options.max_replicas, max(self.options.min_replicas, wanted))
         self._up_s = self._up_s + seconds if wanted > self.target else 0.0
         self._down_s = self._down_s + seconds if wanted < self.target else 0.0
@@ -92,19 +111,19 @@ class FleetDay:
         speed: ReplicaSpeed,
         traffic: Traffic,
         options: FleetOptions,
-        replica_tokens: int | None,
+        aim: Aim | None,
         replicas: int,
         seed: int,
     ) -> None:
-        """`replica_tokens` is what the autoscaler aims at; None: always `replicas`, with which the day begins."""
+        """`aim` is the autoscaler's; None: always `replicas`, with which the day begins."""
         self._speed, self._traffic, self._options = speed, traffic, options
-        self._scaler = None if replica_tokens is None else Autoscaler(replica_tokens, options, replicas)
+        self._scaler = None if aim is None else Autoscaler(aim.load, options, replicas)
         self._live, self._target = replicas, replicas
         self._starting: list[tuple[float, int]] = []  # when so many serve
         self._again = 0.0  # interrupted requests that come again
         self._occupancy = Occupancy([1.0], speed.max_batch_size + options.max_waiting, options.routing)
-        most = range(self._occupancy.most + 1)
-        self._finish_rates, self._queued = [*map(speed.finish_rate, most)], [*map(speed.queued_tokens, most)]
+        self._finish_rates = [*map(speed.finish_rate, range(self._occupancy.most + 1))]
+        self._loads = [] if aim is None else aim.loads(speed, self._occupancy.most)
         self._rng = random.Random(f"failures {seed}")
 
     def run(self) -> list[Hour]:
@@ -163,8 +182,8 @@ class FleetDay:
     def _scale(self, now_s: float, hour: Hour) -> None:
         if self._scaler is None or not self._live:
             return
-        queued = self._live * self._occupancy.mean_of(self._queued)
-        target = self._scaler.decide(queued, self._live, TICK_S)
+        load = self._live * self._occupancy.mean_of(self._loads)
+        target = self._scaler.decide(load, self._live, TICK_S)
         more, self._target = target - self._target, target
         if more > 0:
             self._starting.append((now_s + self._options.start_s, more))

@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from foretoken.simulate.fleet.day import FleetDay, Hour, first_replicas, late_share, p95, together
+from foretoken.simulate.fleet.day import Aim, FleetDay, Hour, first_replicas, late_share, p95, together
 from foretoken.simulate.fleet.options import LATE_SHARE, FleetOptions, Traffic
 from foretoken.simulate.fleet.speed import ReplicaSpeed
 
-AUTOSCALED, FIXED = "autoscaled", "fixed"
+AUTOSCALED, DEFAULT, FIXED = "autoscaled", "default", "fixed"
 # What the autoscaler aims at, as shares of a full batch; beyond 1 with a queue behind it.
 _AIMS = (0.03, 0.06, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.5)
 _PAST_BEST = 3  # aims that are tried beyond the cheapest
@@ -33,9 +33,9 @@ class FleetHour:
 class FleetRow:
     """A day of one setting.
 
-    `replica_tokens` is the autoscaler's aim; None: a fixed number. `meets` says whether the promise is kept over the
-    day. `busy` is the share of their time in which replicas have a request. `replica_hours` are paid ones, with those
-    that start or drain.
+    `replica_tokens` is the autoscaler's aim; None: its default, or a fixed number. `meets` says whether the
+    promise is kept over the day. `busy` is the share of their time in which replicas have a request. `replica_hours`
+    are paid ones, with those that start or drain.
     """
 
     setting: str
@@ -60,9 +60,9 @@ class FleetRow:
 
 @dataclass(frozen=True)
 class TriedDay:
-    """A day that was run: what its autoscaler aimed at, its hours, and all of them `together`."""
+    """A day that was run: what its autoscaler aimed at (None: it had none), its hours, and all of them `together`."""
 
-    replica_tokens: int | None
+    aim: Aim | None
     hours: tuple[Hour, ...]
     day: Hour
     late_share: float
@@ -92,10 +92,15 @@ class FleetPlanner:
         tried: list[TriedDay] = []
         for number, load in enumerate(_AIMS):
             say(f"{setting}, autoscaled: day {number + 1} of at most {len(_AIMS)}")
-            tried.append(self.day(speed, max(1, round(_aim_tokens(speed, load))), None))
+            tried.append(self.day(speed, Aim(max(1, round(_aim_tokens(speed, load)))), None))
             if number - tried.index(_best(tried)) >= _PAST_BEST:
                 break
         return self.row(setting, speed, _best(tried))
+
+    def default(self, setting: str, speed: ReplicaSpeed, say: Callable[[str], None]) -> FleetRow:
+        """What the autoscaler does that is given no aim."""
+        say(f"{setting}, autoscaled without an aim")
+        return self.row(setting, speed, self.day(speed, Aim(), None))
 
     def fixed(self, setting: str, speed: ReplicaSpeed, say: Callable[[str], None]) -> FleetRow:
         """The smallest fixed number of replicas that keeps the promise, to within 2 %; the largest allowed one if none
@@ -119,14 +124,14 @@ class FleetPlanner:
                 low = middle
         return self.row(setting, speed, best)
 
-    def day(self, speed: ReplicaSpeed, replica_tokens: int | None, replicas: int | None) -> TriedDay:
+    def day(self, speed: ReplicaSpeed, aim: Aim | None, replicas: int | None) -> TriedDay:
         """One day; `replicas` None: begins with as many as its traffic needs then."""
         begin = first_replicas(speed, self.traffic.rate(0.0), self.options) if replicas is None else replicas
-        hours = FleetDay(speed, self.traffic, self.options, replica_tokens, begin, self.seed).run()
+        hours = FleetDay(speed, self.traffic, self.options, aim, begin, self.seed).run()
         day = together(hours)
         tokens = day.served * speed.mix.output_tokens
         price = self.price_per_hour * day.paid_s / 3600 / tokens * 1e6 if tokens else math.inf
-        return TriedDay(replica_tokens, tuple(hours), day, late_share(speed, day, self.options), price)
+        return TriedDay(aim, tuple(hours), day, late_share(speed, day, self.options), price)
 
     def row(self, setting: str, speed: ReplicaSpeed, tried: TriedDay) -> FleetRow:
         """The figures of a day."""
@@ -136,8 +141,8 @@ class FleetPlanner:
         worst = max(math.inf if one.first_s_p95 is None else one.first_s_p95 for one in shown)
         return FleetRow(
             setting=setting,
-            scaling=FIXED if tried.replica_tokens is None else AUTOSCALED,
-            replica_tokens=tried.replica_tokens,
+            scaling=_scaling(tried.aim),
+            replica_tokens=None if tried.aim is None else tried.aim.tokens,
             meets=tried.meets,
             late_share=tried.late_share,
             replicas_mean=day.replicas,
@@ -166,6 +171,12 @@ class FleetPlanner:
             refused=hour.refused,
             interrupted=hour.interrupted,
         )
+
+
+def _scaling(aim: Aim | None) -> str:
+    if aim is None:
+        return FIXED
+    return DEFAULT if aim.tokens is None else AUTOSCALED
 
 
 def _best(tried: Sequence[TriedDay]) -> TriedDay:

@@ -14,7 +14,7 @@ from foretoken.plan.profile import Profile, profile_from_mapping
 from foretoken.scale.options import RayOptions
 from foretoken.simulate.fleet import day as days
 from foretoken.simulate.fleet import plan
-from foretoken.simulate.fleet.day import Autoscaler, FleetDay, Hour, p95, together
+from foretoken.simulate.fleet.day import Aim, Autoscaler, FleetDay, Hour, p95, together
 from foretoken.simulate.fleet.options import FleetOptions, Traffic
 from foretoken.simulate.fleet.plan import FleetPlanner
 from foretoken.simulate.fleet.speed import ReplicaSpeed, RequestMix, replica_speed
@@ -71,7 +71,7 @@ def test_the_best_number_of_draft_tokens_is_that_of_a_search() -> None:
 def test_a_day_adds_up_while_replicas_fail_and_a_zone_is_lost() -> None:
     speed = speed_of(name="1b")
     options = FleetOptions(peak_rate=8 * max(speed.finish_rates), mtbf_h=24.0, outage_share=0.5, start_s=600.0)
-    aim = round(speed.queued_tokens(4))
+    aim = Aim(round(speed.queued_tokens(4)))
     hours = FleetDay(speed, options.traffic, options, aim, 10, 3).run()
     assert hours == FleetDay(speed, options.traffic, options, aim, 10, 3).run()
     day, peak = together(hours), int(options.traffic.peak_s // 3600)
@@ -100,7 +100,7 @@ def test_too_many_requests_are_refused_and_counted() -> None:
 def test_the_autoscaler_waits_as_long_as_it_is_told() -> None:
     options = FleetOptions(scale_up_s=100.0, scale_down_s=300.0, max_replicas=7)
     scaler = Autoscaler(100, options, 2)
-    assert wanted_replicas(950.0, 950.0, 0.0, 100) == 9.5
+    assert wanted_replicas(950.0, 950.0, 0.0, 100, 100) == 9.5
     assert [scaler.decide(950.0, 2, 60.0) for _ in range(3)] == [2, 7, 7], "ten are wanted, seven allowed"
     assert [scaler.decide(310.0, 7, 60.0) for _ in range(6)] == [7, 7, 7, 7, 7, 6], "a step of four"
 
@@ -114,15 +114,36 @@ def test_steady_traffic_keeps_its_replicas(monkeypatch: pytest.MonkeyPatch) -> N
     delays = {"scale_up_s": ray.scale_up_s, "scale_down_s": ray.scale_down_s}
     options = replace(_STEADY, peak_rate=10 * max(speed.finish_rates), **delays)
 
-    def day() -> tuple[int, float]:
+    def day(aim: Aim) -> tuple[int, float]:
         """Most replicas at once, and those that are paid, on average."""
-        whole = together(FleetDay(speed, options.traffic, options, round(0.8 * speed.queued_tokens(16)), 12, 0).run())
+        whole = together(FleetDay(speed, options.traffic, options, aim, 12, 0).run())
         return whole.max_replicas, whole.paid_s / whole.seconds
 
-    most, paid = day()
-    assert most <= paid + 2
+    tokens = Aim(round(0.8 * speed.queued_tokens(16)))
+    for aim in (Aim(), tokens):
+        most, paid = day(aim)
+        assert most <= paid + 2
     monkeypatch.setattr(autoscaling, "DOWN_SHARE", 1.0)
-    assert day() > (2 * most, 1.5 * paid)
+    assert day(tokens) > (2 * most, 1.5 * paid)
+
+
+@pytest.mark.parametrize(("name", "outputs", "replicas"), [("1b", 800, 8), ("1b", 12, 3), ("2ms", 100, 8)])
+def test_without_an_aim_nobody_waits_for_a_replica_to_come(name: str, outputs: int, replicas: int) -> None:
+    """On a machine of 25 and one of 1400 tokens per second, with short and long answers: first tokens come as fast as
+    beside a full batch, and replicas are paid for at most 1.4 times what the traffic needs. An aim of 16,384 tokens
+    has people wait.
+    """
+    mix = RequestMix(Lengths(32, 96), Lengths(outputs // 2, outputs * 3 // 2), {"": (0.7,)})
+    speed = replica_speed(measured(name), parse_setting("plain"), mix, Limits())
+    options = FleetOptions(peak_rate=replicas * max(speed.finish_rates), mtbf_h=0.0)
+    planner = FleetPlanner(options.traffic, options, 1.0)
+    default, before = (planner.day(speed, aim, None).day for aim in (Aim(), Aim(16_384)))
+    full = Hour()
+    full.count([0.0] * 15 + [1.0], 1.0)
+    assert p95(speed, default, options)[0] <= 1.05 * p95(speed, full, options)[0]
+    needed = sum(options.traffic.rates) / len(options.traffic.rates) / max(speed.finish_rates)
+    assert default.paid_s / default.seconds <= 1.4 * needed
+    assert p95(speed, before, options)[0] > 10 * p95(speed, default, options)[0]
 
 
 @pytest.mark.parametrize(
