@@ -72,12 +72,19 @@ public:
         return is_tree() ? positions_[row] : segment_.num_columns - segment_.num_rows + row;
     }
 
-    int64_t slot(int64_t row, int64_t position) const {
-        const int64_t column = position < common() ? position : columns_[first_[row] + position - segment_.shared];
-        return segment_.slots == nullptr ? segment_.first_slot + column : segment_.slots[column];
+    // Those of `count` positions from `first` on, times `size`.
+    void slots(int64_t row, int64_t first, int64_t count, int64_t size, int64_t* to) const {
+        const int64_t shared = std::min(count, std::max<int64_t>(0, common() - first));
+        for (int64_t i = 0; i < shared; ++i) to[i] = slot(first + i) * size;
+        const int64_t* own = columns_.data() + (is_tree() ? first_[row] + first - segment_.shared : 0);
+        for (int64_t i = shared; i < count; ++i) to[i] = slot(own[i]) * size;
     }
 
 private:
+    int64_t slot(int64_t column) const {
+        return segment_.slots == nullptr ? segment_.first_slot + column : segment_.slots[column];
+    }
+
     const Segment& segment_;
     std::vector<int64_t> positions_, columns_, first_;
 };
@@ -142,9 +149,9 @@ class Tile {
 
 public:
     Tile(const Call& call, int64_t head_dim)
-        : call_(call), size_(head_dim), padded_((head_dim + LANES - 1) / LANES * LANES), words_(words_of<T>(head_dim)),
+        : call_(call), size_(head_dim), padded_((head_dim + LANES - 1) / LANES * LANES), words_(words_of<C>(head_dim)),
           heads_(call.num_heads / call.num_groups), scoring_{call.scale, call.softcap},
-          scratch_(bytes_of(padded_, words_)), keys_(scratch_.take<uint32_t>(KEY_BLOCK * words_)),
+          scratch_(bytes_of(padded_, words_)), keys_(scratch_.take<Laid<C>>(KEY_BLOCK * words_)),
           query_(scratch_.take<uint32_t>(TILE_ROWS * words_)), weights_(scratch_.take<float>(TILE_ROWS * KEY_BLOCK)),
           split_values_(scratch_.take<float>(TILE_ROWS * padded_)),
           total_values_(scratch_.take<float>(TILE_ROWS * padded_)) {}
@@ -210,7 +217,7 @@ private:
             highest_ = std::max(highest_, positions_[i]);
             const T* from = static_cast<const T*>(call_.query) + place_of(task, i, call_.query_stride);
             for (int64_t w = 0; w < words_; w += LANES) {
-                const Words some = row_words(from, size_, w);
+                const Words some = words_at<C>(from, size_, w);
                 std::memcpy(query_ + i * words_ + w, &some, 4 * std::min<int64_t>(LANES, words_ - w));
             }
             // A part is merged with what is before it, sinks too, when all of them are there.
@@ -232,7 +239,7 @@ private:
         const Texts& texts = *task_->texts;
         const int64_t next = block + KEY_BLOCK, past = std::min({next + KEY_BLOCK, highest_ + 1, texts.common()});
         num_soon_ = std::max<int64_t>(0, past - next);
-        for (int64_t c = 0; c < num_soon_; ++c) soon_at_[c] = texts.slot(0, next + c) * size_;
+        texts.slots(0, next, num_soon_, size_, soon_at_);
         const int64_t end = std::min<int64_t>(KEY_BLOCK, highest_ + 1 - block);
         if (block + end <= texts.common()) {
             lay_out(0, 0, end);
@@ -251,16 +258,18 @@ private:
 
     // Positions `first` (a multiple of 16) to `last` of the block.
     void lay_out(int64_t row, int64_t first, int64_t last) {
-        for (int64_t c = first; c < last; ++c) at_[c] = task_->texts->slot(row, block_ + c) * size_;
+        task_->texts->slots(row, block_ + first, last - first, size_, at_ + first);
         for (int64_t c = first; c < last; c += LANES)
             lay_out_keys(cached_keys_, at_ + c, std::min<int64_t>(LANES, last - c), size_, keys_ + c * words_);
     }
 
     void run_rows(int64_t first, int64_t count) {
         in_pieces<REGISTER_ROWS>(count, [&](auto rows, int64_t row) { score_rows<decltype(rows)::value>(first + row); });
-        for (int64_t i = first; i < first + count; ++i)
-            if (low(i) < high(i))
-                weigh(weights_ + i * KEY_BLOCK, low(i), high(i), scoring_, open_[i], padded_);
+        for (int64_t i = first; i < first + count; ++i) {
+            const int64_t from = low(i), to = high(i);
+            const auto own = from % LANES == 0 && to % LANES == 0 ? weigh<true> : weigh<false>;
+            if (from < to) own(weights_ + i * KEY_BLOCK, from, to, scoring_, open_[i], padded_);
+        }
         in_pieces<REGISTER_ROWS>(count, [&](auto rows, int64_t row) { add_rows<decltype(rows)::value>(first + row); });
     }
 
@@ -273,7 +282,7 @@ private:
             if (low(i) < high(i)) from = std::min(from, low(i)), to = std::max(to, high(i));
         if (from >= to) return;
         from /= LANES, to = (to + LANES - 1) / LANES;
-        in_pieces<REGISTER_VECTORS>(to - from, [&](auto vectors, int64_t v) {
+        in_pieces<register_vectors(ROWS)>(to - from, [&](auto vectors, int64_t v) {
             score<C, ROWS, decltype(vectors)::value>(keys_ + (from + v) * LANES * words_, query_ + row * words_, words_,
                                           weights_ + row * KEY_BLOCK + (from + v) * LANES,
                                           soon(cached_keys_, row == 0 && v == 0));
@@ -302,7 +311,7 @@ private:
         if (first >= last) return;
         const int64_t whole = size_ / LANES;
         const float* weights = weights_ + row * KEY_BLOCK;
-        in_pieces<REGISTER_VECTORS>(whole, [&](auto vectors, int64_t v) {
+        in_pieces<register_vectors(ROWS)>(whole, [&](auto vectors, int64_t v) {
             add_values<C, ROWS, decltype(vectors)::value>(cached_values_ + v * LANES, at_, weights, first, last,
                                                open_[row].values + v * LANES, padded_, LANES,
                                                soon(cached_values_, row == 0 && v == 0));
@@ -330,7 +339,8 @@ private:
     const int64_t size_, padded_, words_, heads_;
     const Scoring scoring_;
     Scratch scratch_;
-    uint32_t *keys_, *query_;  // [KEY_BLOCK / 16, words, 16] and [TILE_ROWS, words]
+    Laid<C>* keys_;  // [KEY_BLOCK / 16, words, 16]
+    uint32_t* query_;  // [TILE_ROWS, words]
     float *weights_, *split_values_, *total_values_;
     const Task* task_ = nullptr;
     const C *cached_keys_ = nullptr, *cached_values_ = nullptr;
