@@ -47,12 +47,6 @@ inline Lanes exp_below(Lanes x) {
     return own.rest * Lanes((half + 127) << 23) * Lanes((own.whole - half + 127) << 23);
 }
 
-inline float max_of(Lanes lanes) {
-    float most = lanes[0];
-    for (int k = 1; k < LANES; ++k) most = std::max(most, lanes[k]);
-    return most;
-}
-
 // The largest of a row; `maxima` gets 16 numbers of each group, each the largest of a part of it, where it is wanted.
 inline float max_of(const float* x, int64_t size, std::vector<float>* maxima) {
     Lanes most = all(-INF);
