@@ -240,25 +240,8 @@ bool foretoken_attend(const foretoken_attention* call, const foretoken_segment* 
     return true;
 }
 
-// Which experts each row goes to, best first, and their weights: `chosen` and `weights` [rows, slots]. False: no memory.
-bool foretoken_route(const foretoken_experts* experts, const void* x, int32_t* chosen, float* weights, int64_t rows,
-                     int is_bf16, int threads) {
-    try {
-        typed(is_bf16, [&](auto zero) {
-            using T = decltype(zero);
-            ExpertRows<T> run;
-            run.route(*experts, static_cast<const T*>(x), rows, threads);
-            std::copy(run.chosen.begin(), run.chosen.end(), chosen);
-            std::copy(run.weights.begin(), run.weights.end(), weights);
-        });
-    } catch (const std::bad_alloc&) {
-        return false;
-    }
-    return true;
-}
-
-// A rank's channels of the experts that `x` [rows, hidden_size] goes to, at most MAX_ROUTED_ROWS rows; and `chosen` and
-// `weights` as of `foretoken_route`. False: no memory.
+// A rank's channels of the experts that `x` [rows, hidden_size] goes to, at most MAX_ROUTED_ROWS rows; and which these
+// are, best first, with their weights: `chosen` and `weights` [rows, slots]. False: no memory.
 bool foretoken_expert_channels(const foretoken_experts* experts, const void* x, int32_t* chosen, float* weights,
                                float* channels, int64_t rows, int is_bf16, int threads) {
     bool is_done = false;

@@ -34,6 +34,7 @@ from foretoken.transfer import to_device, to_host
 # others.
 
 
+_NO_MEMORY = "no memory for the experts of {} rows; run fewer rows at a time"
 _EXCHANGED_ROWS = 512  # what lies between the ranks' products, at most; the one call groups as many
 
 
@@ -126,25 +127,27 @@ def run_experts(kernels: RowKernels, table: ExpertTable, x: Tensor) -> Tensor:
         *(ctypes.byref(table.fields), x.data_ptr(), out.data_ptr(), len(x)),
         *(x.dtype == torch.bfloat16, torch.get_num_threads()),
     ):
-        raise MemoryError(f"no memory for the experts of {len(x)} rows; run fewer rows at a time")
+        raise MemoryError(_NO_MEMORY.format(len(x)))
     return out
 
 
-def route(kernels: RowKernels, table: ExpertTable, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The slots of each row, see `Experts.route`, as the kernel fills them: [T, S] int32 and [T, S] float32.
+def expert_channels(kernels: RowKernels, table: ExpertTable, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The slots of each row, see `Experts.route`, as the kernel fills them, [T, S] int32 and [T, S] float32; and this
+    rank's channels of their experts, those of shared ones last.
 
     Raises:
-        MemoryError: no memory for the scores.
+        MemoryError: no memory for what lies between two operations.
     """
     x = x.contiguous()
     chosen = torch.empty(len(x), table.num_slots, dtype=torch.int32)
     weights = torch.empty(len(x), table.num_slots, dtype=torch.float32)
-    if not kernels.library.foretoken_route(
-        *(ctypes.byref(table.fields), x.data_ptr(), chosen.data_ptr(), weights.data_ptr(), len(x)),
+    own = torch.empty(len(x) * (table.fields.num_active * table.width + table.shared_width), dtype=torch.float32)
+    if not kernels.library.foretoken_expert_channels(
+        *(ctypes.byref(table.fields), x.data_ptr(), chosen.data_ptr(), weights.data_ptr(), own.data_ptr(), len(x)),
         *(x.dtype == torch.bfloat16, torch.get_num_threads()),
     ):
-        raise MemoryError(f"no memory for the scores of {len(x)} rows; run fewer rows at a time")
-    return chosen, weights
+        raise MemoryError(_NO_MEMORY.format(len(x)))
+    return chosen, weights, own
 
 
 def run_divided(kernels: RowKernels, table: ExpertTable, x: Tensor, collective: Collective) -> Tensor:
@@ -161,23 +164,18 @@ def run_divided(kernels: RowKernels, table: ExpertTable, x: Tensor, collective: 
 
 def _divided(kernels: RowKernels, table: ExpertTable, x: Tensor, collective: Collective) -> Tensor:
     fields, world = table.fields, collective.world
-    chosen = torch.empty(len(x), table.num_slots, dtype=torch.int32)
-    weights = torch.empty(len(x), table.num_slots, dtype=torch.float32)
     routed, shared = len(x) * fields.num_active * table.width, len(x) * table.shared_width
-    own = torch.empty(routed + shared, dtype=torch.float32)
-    about = (len(x), x.dtype == torch.bfloat16, torch.get_num_threads())
-    is_done = kernels.library.foretoken_expert_channels(
-        *(ctypes.byref(fields), x.data_ptr(), chosen.data_ptr(), weights.data_ptr(), own.data_ptr()), *about
-    )
+    chosen, weights, own = expert_channels(kernels, table, x)
     parts = torch.split(collective.all_gather(own).view(world, -1), [routed, shared], dim=1)
     widths = (table.width, table.shared_width)
     sides = [part.view(world, -1, width).transpose(0, 1) for part, width in zip(parts, widths, strict=True) if width]
     channels = torch.cat([side.reshape(-1) for side in sides])  # of all ranks, by place
     out = torch.empty(len(x), x.shape[1] // world, dtype=x.dtype)
-    if not is_done or not kernels.library.foretoken_expert_outputs(
-        *(ctypes.byref(fields), chosen.data_ptr(), weights.data_ptr(), channels.data_ptr(), out.data_ptr()), *about
+    if not kernels.library.foretoken_expert_outputs(
+        *(ctypes.byref(fields), chosen.data_ptr(), weights.data_ptr(), channels.data_ptr(), out.data_ptr(), len(x)),
+        *(x.dtype == torch.bfloat16, torch.get_num_threads()),
     ):
-        raise MemoryError(f"no memory for the experts of {len(x)} rows; run fewer rows at a time")
+        raise MemoryError(_NO_MEMORY.format(len(x)))
     return out
 
 

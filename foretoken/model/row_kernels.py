@@ -204,13 +204,12 @@ def load(path: Path) -> RowKernels:
     library.foretoken_rotate.argtypes = (*(pointer,) * 4, *(number,) * 4, *about)
     library.foretoken_attend.argtypes = (*(pointer,) * 2, small, number, small, *about)
     library.foretoken_run_layers.argtypes = (pointer,)
-    library.foretoken_route.argtypes = (*(pointer,) * 4, number, *about)
     library.foretoken_run_experts.argtypes = (*(pointer,) * 3, number, *about)
     library.foretoken_expert_channels.argtypes = (*(pointer,) * 5, number, *about)
     library.foretoken_expert_outputs.argtypes = (*(pointer,) * 5, number, *about)
     for name in ("norm", "activate", "softcap", "rotate"):
         getattr(library, f"foretoken_{name}").restype = None
-    for name in ("attend", "run_layers", "route", "run_experts", "expert_channels", "expert_outputs"):
+    for name in ("attend", "run_layers", "run_experts", "expert_channels", "expert_outputs"):
         getattr(library, f"foretoken_{name}").restype = ctypes.c_bool
     return RowKernels(library)
 

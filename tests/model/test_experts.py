@@ -12,7 +12,7 @@ from torch import Tensor
 
 from foretoken.kernels.build import built
 from foretoken.model.expert_config import ExpertsConfig
-from foretoken.model.experts import Expert, Experts, ExpertTable, expert_table, route, run_experts
+from foretoken.model.experts import Expert, Experts, ExpertTable, expert_channels, expert_table, run_experts
 from foretoken.model.row_kernels import FLAGS, SOURCE, RowKernels, load, row_kernels
 from tests.helpers.experts import HIDDEN, MIXTURES, mixture
 from tests.helpers.instruction_sets import INSTRUCTION_SETS
@@ -91,7 +91,7 @@ def test_numbers_equal_a_loop_over_rows_and_experts(config: ExpertsConfig) -> No
 def test_the_call_equals_its_twin(config: ExpertsConfig, hold: str, dtype: torch.dtype) -> None:
     """Bit for bit, given the same routing."""
     experts, x = mixture(config, hold, dtype), rows_of(11, dtype)
-    chosen, weights = route(compiled(), table_of(experts, dtype), x)
+    chosen, weights, _ = expert_channels(compiled(), table_of(experts, dtype), x)
     own, own_weights = experts.route(x)
     assert torch.equal(chosen.long(), own)
     assert torch.allclose(weights, own_weights, rtol=1e-5)
@@ -128,7 +128,7 @@ def test_all_rows_to_one_expert_and_none_to_the_others() -> None:
     experts, x = mixture(config, "int4"), rows_of(8).abs()
     experts.router.weight.zero_()
     experts.router.weight[4] = 1.0
-    chosen, _ = route(compiled(), table_of(experts, x.dtype), x)
+    chosen, _, _ = expert_channels(compiled(), table_of(experts, x.dtype), x)
     assert chosen.tolist() == [[4]] * 8
     assert torch.equal(experts(x), torch.cat([experts(row[None]) for row in x]))
 
@@ -138,7 +138,7 @@ def test_ties_go_to_the_first_expert(normalises: bool) -> None:
     config = ExpertsConfig(40, 3, 32, (0,), normalises=normalises)
     experts, x = mixture(config, "int8"), rows_of(4)
     experts.router.weight[:] = experts.router.weight[0]
-    chosen, weights = route(compiled(), table_of(experts, x.dtype), x)
+    chosen, weights, _ = expert_channels(compiled(), table_of(experts, x.dtype), x)
     own, own_weights = experts.route(x)
     assert chosen.tolist() == own.tolist() == [[0, 1, 2]] * 4
     share = torch.full_like(weights, 1 / 3 if normalises else 1 / 40)
