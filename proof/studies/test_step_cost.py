@@ -44,7 +44,7 @@ def test_settings_share_weights(pair: SimpleNamespace, monkeypatch: pytest.Monke
     assert first.decoder is second.decoder
     assert (first.attention, second.attention) == (PagedAttention, BatchedAttention)
     assert os.environ[ATTENTION_VARIABLE] == "segments"
-    with pytest.raises(InputError, match="some of default, triton, graphs"):
+    with pytest.raises(InputError, match="some of default, batched, triton, graphs"):
         opened_as(str(pair.target), ("graph",), "cpu", 8)
 
 
