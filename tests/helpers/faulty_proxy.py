@@ -43,7 +43,9 @@ class Upstream:
     """A real server, each request to which is asked once."""
 
     def __init__(self, url: str) -> None:
-        self._client = httpx2.Client(base_url=url, timeout=120, trust_env=False)
+        # A connection that was idle for long may be closed while the next request is on its way.
+        limits = httpx2.Limits(max_keepalive_connections=0)
+        self._client = httpx2.Client(base_url=url, timeout=120, trust_env=False, limits=limits)
         self._known: dict[str, tuple[int, bytes]] = {}
 
     def get(self, path: str) -> tuple[int, bytes]:
