@@ -34,11 +34,8 @@ def _h200(model: str, setting: str, rows: int) -> float:
 
 
 def _h200_real(setting: str) -> list[float]:
-    (row,) = [
-        one
-        for one in raw("2026-11-27-h200-real-prompts")["rows"]
-        if (one["kind"], one["temperature"], one["setting"]) == ("all", 0.0, setting)
-    ]
+    rows, wanted = raw("2026-11-27-h200-real-prompts")["rows"], ("all", 0.0, setting)
+    (row,) = [one for one in rows if (one["kind"], one["temperature"], one["setting"]) == wanted]
     return [row["over_plain"], row["over_plain_low"], row["over_plain_high"]]
 
 
