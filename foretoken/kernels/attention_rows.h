@@ -122,7 +122,9 @@ __attribute__((noinline)) void add_values(const C* values, const int64_t* at, co
             return VECTORS == 1 && some < LANES ? load_some(values + at[c], some) : load(values + at[c] + v * LANES);
         };
         for_tile<ROWS, VECTORS>(
-            read, [&](int r, int v, const Lanes& own) { sums[r][v] += weights[r * KEY_BLOCK + c] * own; });
+            read, [&](int r, int v, const Lanes& own) {
+                sums[r][v] = plus_product(sums[r][v], own, all(weights[r * KEY_BLOCK + c]));
+            });
     }
     store_sums(sums, total, stride);
 }

@@ -132,11 +132,12 @@ struct Numbers {
 
 // Of the 16 outputs of group `place / 16` of all blocks.
 FORETOKEN_INLINE Numbers numbers_of(const Matrix& w, int64_t place, int64_t super) {
-    Numbers found = {};
+    Numbers found;  // to set all of it to zero first takes GCC's `rep stos`, half of the time of a group
     for (int half = 0; half < 2; ++half) {
         const int64_t at = place + LANES / 2 * half, super_at = super + LANES / 2 * half;
         found.scale[half] = numbers_at(w.scales, w.super_scales, w.form, at, super_at);
-        if (w.minimums != nullptr) found.minimum[half] = minimums_at(w, found.scale[half], at, super_at);
+        found.minimum[half] =
+            w.minimums == nullptr ? _mm256_setzero_ps() : minimums_at(w, found.scale[half], at, super_at);
     }
     return found;
 }

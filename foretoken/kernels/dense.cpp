@@ -19,15 +19,21 @@ struct foretoken_dense {
 
 namespace {
 
-constexpr int MAX_ROWS = 8;       // rows of a tile, for which weights are loaded once
-constexpr int MAX_BLOCKS = 3;     // of outputs, for which a row's inputs are loaded once: 24 sums fit into registers
-constexpr int FEW_ROWS = 2;        // up to here memory is the limit, and fewer blocks are read more evenly
+// Rows of a tile, for which weights are loaded once, and blocks of outputs, for which a row's inputs are: as many as
+// leave all sums in registers.
+#ifdef __AVX512F__
+constexpr int MAX_ROWS = 8, MAX_BLOCKS = 3;
+#else
+constexpr int MAX_ROWS = 4, MAX_BLOCKS = 1;
+#endif
+constexpr int FEW_ROWS = 2, FEW_BLOCKS = 2;  // memory is the limit up to here, and two blocks are read evenly
+constexpr int MOST_BLOCKS = MAX_BLOCKS > FEW_BLOCKS ? MAX_BLOCKS : FEW_BLOCKS;
 constexpr int64_t FEW_PRODUCTS = 1 << 18;  // up to here one thread multiplies: waking others would take longer
 constexpr int AHEAD = 24;          // lines: what is fetched before it is needed
 
-// The rows of a tile stand together: [pairs, rows] of two bfloat16.
+// The rows of a tile stand together: [pairs, rows].
 struct Tile {
-    const uint32_t* pairs;
+    const Pair* pairs;
     int64_t num_pairs;
 };
 
@@ -53,18 +59,10 @@ void multiply_blocks(const uint16_t* weights, const Tile& x, Lanes (*out)[MAX_RO
     for (int b = 0; b < BLOCKS; ++b) std::copy_n(sums[b], ROWS, out[b]);
 }
 
-template <int BLOCKS>
+template <int BLOCKS, int ROWS = MAX_ROWS>
 void multiply_rows(int64_t rows, const uint16_t* weights, const Tile& x, Lanes (*out)[MAX_ROWS]) {
-    switch (rows) {
-        case 1: return multiply_blocks<1, BLOCKS>(weights, x, out);
-        case 2: return multiply_blocks<2, BLOCKS>(weights, x, out);
-        case 3: return multiply_blocks<3, BLOCKS>(weights, x, out);
-        case 4: return multiply_blocks<4, BLOCKS>(weights, x, out);
-        case 5: return multiply_blocks<5, BLOCKS>(weights, x, out);
-        case 6: return multiply_blocks<6, BLOCKS>(weights, x, out);
-        case 7: return multiply_blocks<7, BLOCKS>(weights, x, out);
-        default: return multiply_blocks<8, BLOCKS>(weights, x, out);
-    }
+    if (rows == ROWS) return multiply_blocks<ROWS, BLOCKS>(weights, x, out);
+    if constexpr (ROWS > 1) multiply_rows<BLOCKS, ROWS - 1>(rows, weights, x, out);
 }
 
 inline uint16_t rounded(uint16_t bf16) { return bf16; }
@@ -73,7 +71,7 @@ inline uint16_t rounded(float value) { return bf16_of(value); }
 // The rows of one call, rounded and laid out once for all matrices.
 struct Activations {
     int64_t rows, num_pairs;
-    std::vector<uint32_t> pairs;  // by tile as in `Tile`
+    std::vector<Pair> pairs;  // by tile as in `Tile`
 
     template <class T>
     Activations(const T* x, int64_t num_rows, int64_t width, int threads)
@@ -81,11 +79,11 @@ struct Activations {
 #pragma omp parallel for num_threads(threads) schedule(static) if (rows > MAX_ROWS)
         for (int64_t row = 0; row < rows; ++row) {
             const int64_t first = row / MAX_ROWS * MAX_ROWS, count = rows_from(first);
-            uint32_t* own = pairs.data() + first * num_pairs + (row - first);
+            Pair* own = pairs.data() + first * num_pairs + (row - first);
             const T* from = x + row * width;
             for (int64_t p = 0; p < width / 2; ++p)
-                own[p * count] = rounded(from[2 * p]) | uint32_t(rounded(from[2 * p + 1])) << 16;
-            if (width % 2) own[width / 2 * count] = rounded(from[width - 1]);
+                own[p * count] = pair_of(rounded(from[2 * p]), rounded(from[2 * p + 1]));
+            if (width % 2) own[width / 2 * count] = pair_of(rounded(from[width - 1]), 0);
         }
     }
 
@@ -100,9 +98,9 @@ void multiply_some(const foretoken_dense& w, const Activations& x, int64_t block
     const uint16_t* weights = w.weights + block * x.num_pairs * 2 * LANES;
     for (int64_t first = 0; first < x.rows; first += MAX_ROWS) {
         const int64_t rows = x.rows_from(first);
-        Lanes sums[MAX_BLOCKS][MAX_ROWS];
-        if (num_blocks == 3)
-            multiply_rows<3>(rows, weights, x.at(first), sums);
+        Lanes sums[MOST_BLOCKS][MAX_ROWS];
+        if (num_blocks == MOST_BLOCKS)
+            multiply_rows<MOST_BLOCKS>(rows, weights, x.at(first), sums);
         else if (num_blocks == 2)
             multiply_rows<2>(rows, weights, x.at(first), sums);
         else
@@ -124,7 +122,7 @@ template <class T>
 void multiply(const T* x, int64_t rows, int64_t width, const foretoken_dense* parts, int num_parts, T* out,
               int64_t stride, int threads) {
     const Activations a(x, rows, width, threads);
-    const int64_t together = rows <= FEW_ROWS ? 2 : MAX_BLOCKS;
+    const int64_t together = rows <= FEW_ROWS ? FEW_BLOCKS : MAX_BLOCKS;
     int64_t num_outputs = 0;
     for (int part = 0; part < num_parts; ++part) num_outputs += parts[part].num_outputs;
     // One region for all matrices: threads are woken and waited for once.

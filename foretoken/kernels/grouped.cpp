@@ -30,7 +30,7 @@
 namespace {
 
 // Up to here one thread works: waking others would take longer.
-constexpr int64_t FEW_PRODUCTS = 1 << 19, FEW_SPANS = 256;
+constexpr int64_t FEW_PRODUCTS = 1 << 18, FEW_SPANS = 256;
 
 using Block = void (*)(const Matrix&, const Tile&, int64_t, const Ahead&, float (*)[LANES]);
 

@@ -51,7 +51,9 @@ struct Word {
     using Vector = Lanes;
     template <class N>
     static Vector load(const N* from) { return laid(from); }
-    static void add(Lanes& sum, const Vector& keys, uint32_t query) { sum += keys * of_bits(query); }
+    static void add(Lanes& sum, const Vector& keys, uint32_t query) {
+        sum = plus_product(sum, keys, all(of_bits(query)));
+    }
 };
 
 template <>
