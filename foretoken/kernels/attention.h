@@ -354,27 +354,23 @@ private:
 // Runs `function(tile, i)` for `i` below `count` on `threads` threads, each with a tile of its own.
 template <class C, class Function>
 void share_out(const Call& call, int64_t head_dim, int64_t count, int threads, Function function) {
-    bool has_memory = true;
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    {
-        std::unique_ptr<Tile<C>> tile;
+    std::atomic<bool> has_memory{true};
+    Queue queue(count);
+    on_threads(threads, true, [&](int, int) {
         try {
-            tile.reset(new Tile<C>(call, head_dim));
+            Tile<C> tile(call, head_dim);
+            queue.work([&](int64_t i) { function(tile, i); });
         } catch (const std::bad_alloc&) {
-#pragma omp atomic write
             has_memory = false;
         }
-#pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < count; ++i)
-            if (tile != nullptr) function(*tile, i);
-    }
+    });
     if (!has_memory) throw std::bad_alloc();
 }
 
 template <class C>
 void attend(const Call& call, const Segment* segments, int num_segments, int64_t head_dim, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static) if (call.num_rows * call.key_stride > FEW_NUMBERS)
-    for (int64_t row = 0; row < call.num_rows; ++row) keep<C>(call, row, head_dim);
+    for_each(call.num_rows, threads, call.num_rows * call.key_stride > FEW_NUMBERS,
+             [&](int64_t row) { keep<C>(call, row, head_dim); });
     const std::vector<Texts> texts(segments, segments + num_segments);
     std::vector<Task> tiles;
     const int64_t heads = call.num_heads / call.num_groups;

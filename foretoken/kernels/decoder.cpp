@@ -96,14 +96,13 @@ private:
     void add_change(const NormWeights& norm) {
         const int64_t size = pass_.hidden_size;
         if (norm.weight != nullptr) normed(change_.data(), norm, change_.data(), size);
-#pragma omp parallel for num_threads(pass_.threads) schedule(static) if (rows_ * size > FEW_NUMBERS)
-        for (int64_t row = 0; row < rows_; ++row) {
+        for_each(rows_, pass_.threads, rows_ * size > FEW_NUMBERS, [&](int64_t row) {
             T *to = x() + row * size, *change = change_.data() + row * size;
             multiply_row(pass_.kind.residual_multiplier, change, size);
             by_lanes(
                 size, [&](int64_t i) { store(load(to + i) + load(change + i), to + i); },
                 [&](int64_t i, int64_t n) { store_some(load_some(to + i, n) + load_some(change + i, n), to + i, n); });
-        }
+        });
     }
 
     void multiply_row(float by, T* row, int64_t size) {
@@ -125,10 +124,10 @@ private:
         std::vector<float> full(rows_ * by.width), sums(rows_ * by.num_outputs);
         for (size_t i = 0; i < full.size(); ++i) full[i] = number(from[i]);
         run(full.data(), sums.data(), false);
-#pragma omp parallel for num_threads(pass_.threads) schedule(static) if (rows_ * by.num_outputs > FEW_NUMBERS)
-        for (int64_t row = 0; row < rows_; ++row)
+        for_each(rows_, pass_.threads, rows_ * by.num_outputs > FEW_NUMBERS, [&](int64_t row) {
             for (int64_t n = 0; n < by.num_outputs; ++n)
                 put(sums[row * by.num_outputs + n] + number(bias[n]), to[row * by.num_outputs + n]);
+        });
     }
 
     void attend(const Weights& own, int32_t index) {
@@ -157,14 +156,13 @@ private:
     // In place: `count` heads of every row, each by itself or all of them at once.
     void norm_heads(const NormWeights& norm, T* first, int64_t count) {
         const int64_t size = pass_.head_dim, stride = all_heads_ * size;
-#pragma omp parallel for num_threads(pass_.threads) schedule(static) if (rows_ * count * size > FEW_NUMBERS)
-        for (int64_t row = 0; row < rows_; ++row) {
+        for_each(rows_, pass_.threads, rows_ * count * size > FEW_NUMBERS, [&](int64_t row) {
             T* own = first + row * stride;
             if (pass_.kind.norms_projection)
                 norm_rows(own, norm, pass_.kind.norm, 1, count * size, 0, own, 0, 1);
             else
                 norm_rows(own, norm, pass_.kind.norm, count, size, size, own, size, 1);
-        }
+        });
     }
 
     const Pass& pass_;

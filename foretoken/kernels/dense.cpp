@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "pairs.h"
+#include "threads.h"
 
 // One matrix, as Python fills it in.
 struct foretoken_dense {
@@ -76,15 +77,14 @@ struct Activations {
     template <class T>
     Activations(const T* x, int64_t num_rows, int64_t width, int threads)
         : rows(num_rows), num_pairs((width + 1) / 2), pairs(rows * num_pairs) {
-#pragma omp parallel for num_threads(threads) schedule(static) if (rows > MAX_ROWS)
-        for (int64_t row = 0; row < rows; ++row) {
+        for_each(rows, threads, rows > MAX_ROWS, [&](int64_t row) {
             const int64_t first = row / MAX_ROWS * MAX_ROWS, count = rows_from(first);
             Pair* own = pairs.data() + first * num_pairs + (row - first);
             const T* from = x + row * width;
             for (int64_t p = 0; p < width / 2; ++p)
                 own[p * count] = pair_of(rounded(from[2 * p]), rounded(from[2 * p + 1]));
             if (width % 2) own[width / 2 * count] = pair_of(rounded(from[width - 1]), 0);
-        }
+        });
     }
 
     int64_t rows_from(int64_t first) const { return std::min<int64_t>(MAX_ROWS, rows - first); }
@@ -126,16 +126,15 @@ void multiply(const T* x, int64_t rows, int64_t width, const foretoken_dense* pa
     int64_t num_outputs = 0;
     for (int part = 0; part < num_parts; ++part) num_outputs += parts[part].num_outputs;
     // One region for all matrices: threads are woken and waited for once.
-#pragma omp parallel num_threads(threads) if (rows * num_outputs * width > FEW_PRODUCTS)
-    {
+    on_threads(threads, rows * num_outputs * width > FEW_PRODUCTS, [&](int t, int n) {
         T* to = out;
         for (const foretoken_dense* w = parts; w < parts + num_parts; to += w++->num_outputs) {
             const int64_t blocks = (w->num_outputs + LANES - 1) / LANES;
-#pragma omp for schedule(static) nowait
-            for (int64_t block = 0; block < blocks; block += together)
-                multiply_some(*w, a, block, std::min(together, blocks - block), to, stride);
+            for_share((blocks + together - 1) / together, t, n, [&](int64_t i) {
+                multiply_some(*w, a, i * together, std::min(together, blocks - i * together), to, stride);
+            });
         }
-    }
+    });
 }
 
 }  // namespace

@@ -172,12 +172,11 @@ private:
     void draft(const T* normed, int64_t place) {
         const int64_t num = num_growing(), count = chain_.output.num_outputs;
         multiply(chain_.output, normed, logits_.data(), num);
-#pragma omp parallel for num_threads(pass_.threads) schedule(static) if (num > 1 && num * count > FEW_NUMBERS)
-        for (int64_t row = 0; row < num; ++row) {
+        for_each(num, pass_.threads, num > 1 && num * count > FEW_NUMBERS, [&](int64_t row) {
             const int64_t best = first_largest(&logits_[row * count], count);
             growing_[row].tokens[place] = chain_.vocabulary == nullptr ? best : chain_.vocabulary[best];
             growing_[row].row = row;
-        }
+        });
     }
 
     // Leaves out the requests that have `num_drafted` tokens; the others go on from their rows of `features`.

@@ -150,17 +150,14 @@ public:
         full_.resize(rows * size), scores_.resize(rows * count);
         chosen.resize(rows * slots_), weights.resize(rows * slots_);
         for (int64_t i = 0; i < rows * size; ++i) full_[i] = number(x[i]);
-#pragma omp parallel num_threads(threads) if (rows * size * count > FEW_NUMBERS)
-        {
-#pragma omp for schedule(static)
-            for (int64_t e = 0; e < count; e += ROUTER_ROWS)
-                for (int64_t row = 0; row < rows; ++row) score(experts, e, row);
-#pragma omp for schedule(static)
-            for (int64_t row = 0; row < rows; ++row) {
-                choose(experts, &scores_[row * count], &chosen[row * slots_], &weights[row * slots_]);
-                if (experts.has_shared) share(experts, row);
-            }
-        }
+        const bool is_much = rows * size * count > FEW_NUMBERS;
+        for_each((count + ROUTER_ROWS - 1) / ROUTER_ROWS, threads, is_much, [&](int64_t e) {
+            for (int64_t row = 0; row < rows; ++row) score(experts, e * ROUTER_ROWS, row);
+        });
+        for_each(rows, threads, is_much, [&](int64_t row) {
+            choose(experts, &scores_[row * count], &chosen[row * slots_], &weights[row * slots_]);
+            if (experts.has_shared) share(experts, row);
+        });
     }
 
     std::vector<int32_t> chosen;
@@ -235,14 +232,13 @@ private:
         const bool one_each = takes_tasks(tasks, threads);
         scratch_.resize((one_each ? threads : 1) * scratch);
         std::atomic<bool> is_done{true};
-        std::atomic<int> num_threads{0};
-#pragma omp parallel num_threads(threads) if (one_each && threads > 1)
-        {
-            float* own = scratch_.data() + num_threads++ * scratch;
-#pragma omp for schedule(dynamic, 1)
-            for (int64_t i = 0; i < tasks; ++i)
+        Queue queue(tasks);
+        on_threads(threads, one_each, [&](int thread, int) {
+            float* own = scratch_.data() + thread * scratch;
+            queue.work([&](int64_t i) {
                 if (!run(tasks_[i], own, one_each ? 1 : threads)) is_done = false;
-        }
+            });
+        });
         return is_done;
     }
 
@@ -272,8 +268,7 @@ private:
     }
 
     void sum(int64_t size, T* out, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static) if (rows_ * slots_ * size > FEW_NUMBERS)
-        for (int64_t row = 0; row < rows_; ++row) {
+        for_each(rows_, threads, rows_ * slots_ * size > FEW_NUMBERS, [&](int64_t row) {
             const auto total = [&](auto get, int64_t i) {
                 Lanes sum = {};
                 for (int64_t slot = row * slots_; slot < (row + 1) * slots_; ++slot)
@@ -286,7 +281,7 @@ private:
                 [&](int64_t i, int64_t n) {
                     store_some(total([&](const float* at) { return load_some(at, n); }, i), to + i, n);
                 });
-        }
+        });
     }
 
     int64_t rows_ = 0, slots_ = 0;

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "grouped.h"
+#include "threads.h"
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
 #define FORETOKEN_VNNI 1
@@ -94,20 +95,18 @@ struct Activations {
 
     template <class T>
     void code(const T* x, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static) if (rows * spans > FEW_SPANS)
-        for (int64_t piece = 0; piece < rows * spans; ++piece) {
+        for_each(rows * spans, threads, rows * spans > FEW_SPANS, [&](int64_t piece) {
             const int64_t row = piece / spans, s = piece % spans, tile = row / MAX_ROWS;
             const int64_t at = tile * MAX_ROWS * spans + row % MAX_ROWS + s * rows_of(tile);
             code_span(x + row * width + s * SPAN, std::min<int64_t>(SPAN, width - s * SPAN), &codes[at * SPAN],
                       &scales[at], &half_sums[at * 2]);
-        }
+        });
     }
 
     // What a matrix needs beside the codes.
     void sum_groups(const Matrix& w, int threads) {
         const int64_t halves = w.group == SPAN ? 1 : 2;
-#pragma omp parallel for num_threads(threads) schedule(static) if (rows * spans > MAX_ROWS * FEW_SPANS)
-        for (int64_t tile = 0; tile < tiles(); ++tile) {
+        for_each(tiles(), threads, rows * spans > MAX_ROWS * FEW_SPANS, [&](int64_t tile) {
             const int64_t first = tile * MAX_ROWS * spans, count = rows_of(tile);
             for (int64_t s = 0; s < spans; ++s)
                 for (int64_t half = 0; half < halves; ++half)
@@ -118,7 +117,7 @@ struct Activations {
                         offsets[at] = sums_begin_with(w) - w.zero * sum;
                         sums[at] = float(sum);
                     }
-        }
+        });
     }
 
     Tile at(int64_t tile, int group) const {
@@ -195,16 +194,15 @@ void multiply(const T* x, int64_t rows, int64_t width, const Matrix* parts, int 
         for (last = first; last < end && reads_alike(*first, *last); ++last) num_outputs += last->num_outputs;
         a.sum_groups(*first, threads);
         // One region for all that read the same sums: threads are woken and waited for once.
-#pragma omp parallel num_threads(threads) if (rows * num_outputs * width > FEW_PRODUCTS)
-        {
+        on_threads(threads, rows * num_outputs * width > FEW_PRODUCTS, [&](int t, int n) {
             T* to = out;
             for (const Matrix* w = first; w < last; to += w++->num_outputs) {
                 const int64_t blocks = (w->num_outputs + LANES - 1) / LANES;
-#pragma omp for schedule(static) nowait
-                for (int64_t block = 0; block < blocks; ++block)
+                for_share(blocks, t, n, [&](int64_t block) {
                     multiply_rows(*w, a, block, block + 1 == blocks, to, stride);
+                });
             }
-        }
+        });
         out += num_outputs;
     }
 }

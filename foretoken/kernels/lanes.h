@@ -79,19 +79,19 @@ using Number = typename NumberOf<N>::Type;
 
 #define FORETOKEN_OPERATOR(op, Result)                                       \
     template <class N>                                                       \
-    inline Result operator op(const Sixteen<N>& a, const Sixteen<N>& b) {    \
+    FORETOKEN_INLINE Result operator op(const Sixteen<N>& a, const Sixteen<N>& b) {    \
         Result made;                                                         \
         for (int p = 0; p < PARTS; ++p) made.parts[p] = a.parts[p] op b.parts[p]; \
         return made;                                                         \
     }                                                                        \
     template <class N>                                                       \
-    inline Result operator op(const Sixteen<N>& a, Number<N> b) {            \
+    FORETOKEN_INLINE Result operator op(const Sixteen<N>& a, Number<N> b) {            \
         Result made;                                                         \
         for (int p = 0; p < PARTS; ++p) made.parts[p] = a.parts[p] op b;     \
         return made;                                                         \
     }                                                                        \
     template <class N>                                                       \
-    inline Result operator op(Number<N> a, const Sixteen<N>& b) {            \
+    FORETOKEN_INLINE Result operator op(Number<N> a, const Sixteen<N>& b) {            \
         Result made;                                                         \
         for (int p = 0; p < PARTS; ++p) made.parts[p] = a op b.parts[p];     \
         return made;                                                         \
@@ -112,25 +112,25 @@ FORETOKEN_OPERATOR(==, Words)
 FORETOKEN_OPERATOR(!=, Words)
 #undef FORETOKEN_OPERATOR
 
-inline Lanes operator-(const Lanes& a) {
+FORETOKEN_INLINE Lanes operator-(const Lanes& a) {
     Lanes made;
     for (int p = 0; p < PARTS; ++p) made.parts[p] = -a.parts[p];
     return made;
 }
 
 template <class Other>
-inline void operator+=(Lanes& a, const Other& b) {
+FORETOKEN_INLINE void operator+=(Lanes& a, const Other& b) {
     a = a + b;
 }
 
 template <class Other>
-inline void operator*=(Lanes& a, const Other& b) {
+FORETOKEN_INLINE void operator*=(Lanes& a, const Other& b) {
     a = a * b;
 }
 
 // `yes` in the lanes where a comparison holds, else `no`.
 template <class N>
-inline Sixteen<N> choose(const Words& holds, const Sixteen<N>& yes, const Sixteen<N>& no) {
+FORETOKEN_INLINE Sixteen<N> choose(const Words& holds, const Sixteen<N>& yes, const Sixteen<N>& no) {
     Sixteen<N> made;
     for (int p = 0; p < PARTS; ++p) made.parts[p] = holds.parts[p] ? yes.parts[p] : no.parts[p];
     return made;

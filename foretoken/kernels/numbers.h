@@ -65,7 +65,7 @@ inline void put(float value, float& to) { to = value; }
 inline void put(float value, uint16_t& to) { to = bf16_of(value); }
 inline void put(float value, Half& to) { to.bits = half_of(value); }
 
-inline Lanes all(float value) { return value - Lanes{}; }
+FORETOKEN_INLINE Lanes all(float value) { return value - Lanes{}; }
 
 // `sum + a * b`, rounded once where the processor multiplies and adds in one instruction.
 FORETOKEN_INLINE Lanes plus_product(const Lanes& sum, const Lanes& a, const Lanes& b) {
@@ -80,9 +80,9 @@ FORETOKEN_INLINE Lanes plus_product(const Lanes& sum, const Lanes& a, const Lane
 #endif
 }
 
-inline Lanes load(const float* from) { return vector_at<Lanes>(from); }
+FORETOKEN_INLINE Lanes load(const float* from) { return vector_at<Lanes>(from); }
 
-inline Words widened(const uint16_t* from) {
+FORETOKEN_INLINE Words widened(const uint16_t* from) {
 #if defined(__AVX512F__)
     typedef uint16_t Halves __attribute__((vector_size(32)));
     Halves halves;
@@ -105,7 +105,7 @@ inline Words widened(const uint16_t* from) {
 #endif
 }
 
-inline void narrow(const Words& from, uint16_t* to) {
+FORETOKEN_INLINE void narrow(const Words& from, uint16_t* to) {
 #if defined(__AVX512F__)
     typedef uint16_t Halves __attribute__((vector_size(32)));
     const Halves halves = __builtin_convertvector(from, Halves);
@@ -118,9 +118,9 @@ inline void narrow(const Words& from, uint16_t* to) {
 #endif
 }
 
-inline Lanes load(const uint16_t* bf16) { return Lanes(widened(bf16) << 16); }
+FORETOKEN_INLINE Lanes load(const uint16_t* bf16) { return Lanes(widened(bf16) << 16); }
 
-inline Lanes load(const Half* halves) {
+FORETOKEN_INLINE Lanes load(const Half* halves) {
 #if defined(__AVX512F__)
     return Lanes(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(halves))));
 #elif defined(__F16C__)
@@ -135,14 +135,14 @@ inline Lanes load(const Half* halves) {
 #endif
 }
 
-inline void store(const Lanes& from, float* to) { put_vector(from, to); }
+FORETOKEN_INLINE void store(const Lanes& from, float* to) { put_vector(from, to); }
 
-inline void store(Lanes from, uint16_t* bf16) {  // ties to even
+FORETOKEN_INLINE void store(Lanes from, uint16_t* bf16) {  // ties to even
     const Words bits = Words(from), rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     narrow(choose(from == from, rounded, Words{} + 0x7fc0), bf16);
 }
 
-inline void store(Lanes from, Half* halves) {
+FORETOKEN_INLINE void store(Lanes from, Half* halves) {
 #if defined(__AVX512F__)
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(halves),
                         _mm512_cvtps_ph(__m512(from), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));

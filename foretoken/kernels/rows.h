@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "numbers.h"
+#include "threads.h"
 
 // The weights of a norm, and its bias where it has one: [size], or [num_heads, size] of neighbouring rows. Without a
 // norm `weight` is null.
@@ -67,7 +68,7 @@ enum Activation { SILU, GELU, GELU_TANH };
 // The sigmoid of `x` times `x`, and Gaussian error linear units (Hendrycks & Gimpel 1606.08415): x times the normal
 // distribution function, and its approximation by tanh, which is a sigmoid of twice the argument.
 template <Activation A>
-Lanes activated(Lanes x) {
+FORETOKEN_INLINE Lanes activated(Lanes x) {
     if constexpr (A == SILU) return x / (1.0f + exp_of(-x));
     if constexpr (A == GELU_TANH) return x / (1.0f + exp_of(-1.5957691216f * (x + 0.044715f * x * x * x)));
     float all_of[LANES];
@@ -124,22 +125,20 @@ template <class T>
 void norm_rows(const T* x, const NormWeights& norm, const NormKind& kind, int64_t rows, int64_t size, int64_t stride,
                T* out, int64_t out_stride, int threads) {
     const T *weight = static_cast<const T*>(norm.weight), *bias = static_cast<const T*>(norm.bias);
-#pragma omp parallel for num_threads(threads) schedule(static) if (rows * size > FEW_NUMBERS)
-    for (int64_t row = 0; row < rows; ++row) {
+    for_each(rows, threads, rows * size > FEW_NUMBERS, [&](int64_t row) {
         const int64_t at = row % norm.num_heads * size;
         norm_row(x + row * stride, weight + at, bias == nullptr ? nullptr : bias + at, kind, size,
                  out + row * out_stride);
-    }
+    });
 }
 
 template <Activation A, class T>
 void activate_rows(const T* x, int64_t rows, int64_t size, int64_t stride, T* out, int threads) {
     const bool is_gated = stride == 2 * size;
-#pragma omp parallel for num_threads(threads) schedule(static) if (rows * size > FEW_EXPONENTIALS)
-    for (int64_t row = 0; row < rows; ++row) {
+    for_each(rows, threads, rows * size > FEW_EXPONENTIALS, [&](int64_t row) {
         const T* own = x + row * stride;
         activate_row<A>(own, is_gated ? own + size : nullptr, size, out + row * size);
-    }
+    });
 }
 
 // Rows of `stride` numbers: `size` of them, or twice as many, the second half of which multiplies the activated first.
@@ -152,16 +151,16 @@ void activate_rows(const T* x, int activation, int64_t rows, int64_t size, int64
 
 template <class T>
 void softcap_rows(const T* x, float cap, int64_t rows, int64_t size, T* out, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static) if (rows * size > FEW_NUMBERS)
-    for (int64_t row = 0; row < rows; ++row) softcap_row(x + row * size, cap, size, out + row * size);
+    for_each(rows, threads, rows * size > FEW_NUMBERS,
+             [&](int64_t row) { softcap_row(x + row * size, cap, size, out + row * size); });
 }
 
 template <class T>
 void rotate_rows(const T* x, const T* cos, const T* sin, int64_t rows, int64_t heads, int64_t size, int64_t stride,
                  T* out, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static) if (rows * heads * size > FEW_NUMBERS)
-    for (int64_t row = 0; row < rows; ++row)
+    for_each(rows, threads, rows * heads * size > FEW_NUMBERS, [&](int64_t row) {
         rotate_row(x + row * stride, cos + row * size, sin + row * size, heads, size, out + row * heads * size);
+    });
 }
 
 }  // namespace
