@@ -6,7 +6,6 @@ import itertools
 import time
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 
 from foretoken.config import SamplingParams, SpecConfig
@@ -22,7 +21,7 @@ from foretoken.engine.admission import Admission
 from foretoken.engine.emission import emit, fail, note_prompt
 from foretoken.engine.recovery import Faults, engine_error, recover
 from foretoken.engine.request import PreparedRequest, RequestState
-from foretoken.engine.runner import Runner, TargetOutput, race_rows, uniforms_of
+from foretoken.engine.runner import Runner, TargetOutput, uniforms_of
 from foretoken.engine.scheduler import PrefixSharing, Scheduler
 from foretoken.engine.stats import EngineStats
 from foretoken.engine.step_threads import StepThreads
@@ -34,7 +33,7 @@ from foretoken.machine.process import keep_freed_memory
 from foretoken.model.interface import LanguageModel, NeedsEqualThreads
 from foretoken.plan.profile import Curve, Profile
 from foretoken.text.tokenizer import Tokenizer
-from foretoken.verify import verify_batch
+from foretoken.verify import GREEDY, verify_batch
 
 
 class Engine:
@@ -260,12 +259,10 @@ class Engine:
     def _verify(self, batch: Batch, draft: Draft, target: TargetOutput) -> Verdict:
         entries = batch.decoding
         rules = [self.states[entry.request.request_id].rule for entry in entries]
-        uniforms = uniforms_of(batch, draft, rules, self.target.device)
-        if any(entry.noise is not None for entry in entries):
-            uniforms = replace(
-                uniforms, race=tuple(race_rows(entry, draft, b, target) for b, entry in enumerate(entries))
-            )
-        verdict = verify_batch(draft, target.probs, uniforms, rules)
+        if all(rule == GREEDY.name for rule in rules):
+            verdict = GREEDY.verify_best(draft, target.best)
+        else:
+            verdict = verify_batch(draft, target.probs, uniforms_of(batch, draft, target, rules), rules)
         self.clock.verified = time.perf_counter()
         return verdict
 

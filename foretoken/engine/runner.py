@@ -24,16 +24,20 @@ from foretoken.verify import first_max, needs_uniforms
 class TargetOutput:
     """The target's output for every row: R = B + N rows of the decoding entries, in the order of `core`.
 
-    `probs` [R, V] float32 are the probabilities after all sampling parameters, `processed` [R, V] the logits after each
-    request's processors, `logits` [R, V] the model's own. `taps` by layer [R, D] are hidden states of the same rows;
-    `prompt_taps` by request and layer [n, D] those of its rows before the anchor (of all rows of a chunk), for the
-    requests that `TapRequest.whole` names. `prompt_logits` [n, V] by request, where prompt log-probabilities were asked
-    for: one row for each of an entry's `num_prompt_rows`. `probe_logits` [P, V] are the model's own behind the draft's
-    probes, None where there are none or they had to be left out. `faults` holds what a request's own processors or
-    noise raised, by its place among the decoding entries: its rows are invalid, and it fails when the step emits.
+    `scores` [R, V] are what decides, the logits after each request's processors in float32 (float64), rows that are not
+    finite as zeros; `best` [R] is the argmax of each, `params` [R] are its sampling parameters. `processed` [R, V] are
+    the logits after the processors, `logits` [R, V] the model's own. `taps` by layer [R, D] are hidden states of the
+    same rows; `prompt_taps` by request and layer [n, D] those of its rows before the anchor (of all rows of a chunk),
+    for the requests that `TapRequest.whole` names. `prompt_logits` [n, V] by request, where prompt log-probabilities
+    were asked for: one row for each of an entry's `num_prompt_rows`. `probe_logits` [P, V] are the model's own behind
+    the draft's probes, None where there are none or they had to be left out. `faults` holds what a request's own
+    processors or noise raised, by its place among the decoding entries: its rows are invalid, and it fails when the
+    step emits.
     """
 
-    probs: Tensor
+    scores: Tensor
+    best: Tensor
+    params: Sequence[SamplingParams]
     processed: Tensor
     logits: Tensor
     taps: dict[int, Tensor]
@@ -42,6 +46,11 @@ class TargetOutput:
     probe_logits: Tensor | None = None
     prompt_taps: Mapping[int, Mapping[int, Tensor]] = field(default_factory=dict)
     faults: dict[int, Exception] = field(default_factory=dict)
+
+    @cached_property
+    def probs(self) -> Tensor:
+        """The probabilities [R, V] after all sampling parameters: made for whoever asks, as greedy rows need none."""
+        return target_probs(self.scores, self.params, self.best)
 
     @property
     def broken(self) -> frozenset[int]:
@@ -179,10 +188,11 @@ class Runner:
             params += [entry.request.params] * (1 + length)
         any_greedy = any(entry.request.params.greedy for entry in batch.decoding)
         two = best_two(scores, logits.dtype, best) if any_greedy else None
-        probs = target_probs(scores, params, best)
         greedy = frozenset(row for row, own in enumerate(params) if own.greedy)
         return TargetOutput(
-            probs=probs,
+            scores=scores,
+            best=best,
+            params=params,
             processed=processed,
             logits=logits,
             taps=rows.taps,
@@ -286,27 +296,31 @@ def _processed(batch: Batch, draft: Draft, logits: Tensor, faults: dict[int, Exc
     return processed
 
 
-def race_rows(entry: BatchEntry, draft: Draft, b: int, target: TargetOutput) -> Tensor | RaceRows | None:
-    """The coupled rule's noise `[1 + nodes, V]` for the rows of decoding entry `b`, None where its rule needs none.
+def uniforms_of(batch: Batch, draft: Draft, target: TargetOutput, rules: Sequence[str]) -> Uniforms:
+    """The round's random numbers; where no rule reads any, numbers that would break one that did.
 
-    Where it raises, the error goes to the target's `faults`, and any noise will do.
+    Where the noise of a request raises, the error goes to the target's `faults`, and any noise will do.
     """
+    entries, device = batch.decoding, target.scores.device
+    if any(needs_uniforms(rule) for rule in set(rules)):
+        seeds, starts = [entry.request.seed for entry in entries], [entry.round_start for entry in entries]
+        uniforms = round_uniforms(draft, seeds, starts, device)
+    else:
+        uniforms = Uniforms(
+            torch.full((draft.num_nodes,), torch.nan, device=device),
+            torch.full((draft.num_requests,), torch.nan, device=device),
+        )
+    if all(entry.noise is None for entry in entries):
+        return uniforms
+    return replace(uniforms, race=tuple(_race_rows(entry, draft, b, target) for b, entry in enumerate(entries)))
+
+
+def _race_rows(entry: BatchEntry, draft: Draft, b: int, target: TargetOutput) -> Tensor | RaceRows | None:
+    """The coupled rule's noise `[1 + nodes, V]` for the rows of decoding entry `b`, None where its rule needs none."""
     if entry.noise is None:
         return None
     try:
         return entry.noise.rows([entry.round_start + depth for depth in (0, *draft.depths(b))])
     except Exception as error:  # noqa: BLE001 - as above
         target.faults[b] = error
-        return torch.ones(1 + draft.lengths[b], target.probs.shape[-1], device=target.probs.device)
-
-
-def uniforms_of(batch: Batch, draft: Draft, rules: Sequence[str], device: torch.device) -> Uniforms:
-    """The round's random numbers; where no rule reads any (greedy rounds), numbers that would break one that did."""
-    if not any(needs_uniforms(rule) for rule in set(rules)):
-        return Uniforms(
-            torch.full((draft.num_nodes,), torch.nan, device=device),
-            torch.full((draft.num_requests,), torch.nan, device=device),
-        )
-    return round_uniforms(
-        draft, [e.request.seed for e in batch.decoding], [e.round_start for e in batch.decoding], device
-    )
+        return torch.ones(1 + draft.lengths[b], target.scores.shape[-1], device=target.scores.device)

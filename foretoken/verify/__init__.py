@@ -5,6 +5,7 @@ A new rule is one file with a subclass of `Rule` and one line in `dispatch.RULES
 
 from foretoken.verify.base import Rule, draw, first_max, race_winner, race_winners
 from foretoken.verify.dispatch import (
+    GREEDY,
     RULES,
     is_lossless,
     needs_race,
@@ -16,6 +17,7 @@ from foretoken.verify.dispatch import (
 )
 
 __all__ = [
+    "GREEDY",
     "RULES",
     "Rule",
     "draw",

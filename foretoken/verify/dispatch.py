@@ -18,9 +18,10 @@ from foretoken.verify.traversal import TraversalRule
 from foretoken.verify.tree import TreeRule
 from foretoken.verify.typical import TypicalRule
 
+GREEDY = GreedyRule()
 RULES: dict[str, Rule] = {
     rule.name: rule
-    for rule in (GreedyRule(), RejectionRule(), BlockRule(), CoupledRule(), TreeRule(), TraversalRule(), TypicalRule())
+    for rule in (GREEDY, RejectionRule(), BlockRule(), CoupledRule(), TreeRule(), TraversalRule(), TypicalRule())
 }
 
 

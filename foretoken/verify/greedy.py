@@ -36,6 +36,10 @@ class GreedyRule(Rule):
 
     def verify(self, draft: Draft, target_probs: Tensor, uniforms: Uniforms) -> Verdict:  # noqa: ARG002 - nothing is random
         """Choose the deepest path of argmax tokens of every request; the next token is the argmax after it."""
-        best, tokens = to_host(first_max(target_probs), draft.tokens)
-        rows, steps = deepest_walk(draft, [tokens[node] == best[row] for node, row in enumerate(draft.parent_rows)])
-        return verdict_at(draft, tokens, rows, [best[row] for row in rows], steps)
+        return self.verify_best(draft, first_max(target_probs))
+
+    def verify_best(self, draft: Draft, best: Tensor) -> Verdict:
+        """`verify` by the argmax of each row, `best` [R]: a point mass is not made only to be read."""
+        chosen, tokens = to_host(best, draft.tokens)
+        rows, steps = deepest_walk(draft, [tokens[node] == chosen[row] for node, row in enumerate(draft.parent_rows)])
+        return verdict_at(draft, tokens, rows, [chosen[row] for row in rows], steps)

@@ -252,17 +252,17 @@ def test_a_filter_that_is_not_applied_is_found(pair: SimpleNamespace, monkeypatc
 @pytest.mark.parametrize("dtype", some_of(["float32", "bfloat16"], {"bfloat16"}))
 def test_wrong_greedy_answers_are_found(pair: SimpleNamespace, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every draft token accepted: in 16-bit numbers too that is more than rounding explains."""
-    verify = GreedyRule.verify
+    verify = GreedyRule.verify_best
 
-    def trusting(self: GreedyRule, draft: Draft, probs: Tensor, uniforms: Uniforms) -> Verdict:
-        verdict = verify(self, draft, probs, uniforms)
+    def trusting(self: GreedyRule, draft: Draft, best: Tensor) -> Verdict:
+        verdict = verify(self, draft, best)
         paths = tuple(tuple(range(length)) for length in draft.lengths)
         tokens = tuple(
             tuple(draft.tokens[draft.offsets[b] : draft.offsets[b + 1]].tolist()) for b in range(draft.num_requests)
         )
         return replace(verdict, paths=paths, accepted=tokens)
 
-    monkeypatch.setattr(GreedyRule, "verify", trusting)
+    monkeypatch.setattr(GreedyRule, "verify_best", trusting)
     report = audit(pair, "auto", temperatures=(0.0,), dtype=dtype)
     assert failures(report) == {"the same answers as plain decoding", "every token is the target's choice"}
     assert "apart, rounding explains" in next(check.detail for check in report.failed if check.detail)
