@@ -173,10 +173,10 @@ class Runner:
             -1, best.unsqueeze(-1)
         )  # [R, 1] what is not finite counts as largest, so this is `check_finite`
         clean = logits
-        is_finite = peaks.isfinite()
-        if logits.device.type != "cpu" or not bool(is_finite.all()):  # elsewhere asking would wait for the device
-            # A broken row gets a harmless distribution; a request that would use it fails when the step emits, its
-            # neighbours go on.
+        if logits.device.type != "cpu" or not all(map(math.isfinite, peaks.view(-1).tolist())):
+            # Elsewhere asking would wait for the device. A broken row gets a harmless distribution; a request that
+            # would use it fails when the step emits, its neighbours go on.
+            is_finite = peaks.isfinite()
             clean, scores = (torch.where(is_finite, one, torch.zeros_like(one)) for one in (logits, scores))
             best = first_max(scores)
         faults: dict[int, Exception] = {}

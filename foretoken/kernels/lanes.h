@@ -77,24 +77,24 @@ struct NumberOf {
 template <class N>
 using Number = typename NumberOf<N>::Type;
 
-#define FORETOKEN_OPERATOR(op, Result)                                       \
-    template <class N>                                                       \
-    FORETOKEN_INLINE Result operator op(const Sixteen<N>& a, const Sixteen<N>& b) {    \
-        Result made;                                                         \
-        for (int p = 0; p < PARTS; ++p) made.parts[p] = a.parts[p] op b.parts[p]; \
-        return made;                                                         \
-    }                                                                        \
-    template <class N>                                                       \
-    FORETOKEN_INLINE Result operator op(const Sixteen<N>& a, Number<N> b) {            \
-        Result made;                                                         \
-        for (int p = 0; p < PARTS; ++p) made.parts[p] = a.parts[p] op b;     \
-        return made;                                                         \
-    }                                                                        \
-    template <class N>                                                       \
-    FORETOKEN_INLINE Result operator op(Number<N> a, const Sixteen<N>& b) {            \
-        Result made;                                                         \
-        for (int p = 0; p < PARTS; ++p) made.parts[p] = a op b.parts[p];     \
-        return made;                                                         \
+#define FORETOKEN_OPERATOR(op, Result)                                              \
+    template <class N>                                                              \
+    FORETOKEN_INLINE Result operator op(const Sixteen<N>& a, const Sixteen<N>& b) { \
+        Result made;                                                                \
+        for (int p = 0; p < PARTS; ++p) made.parts[p] = a.parts[p] op b.parts[p];   \
+        return made;                                                                \
+    }                                                                               \
+    template <class N>                                                              \
+    FORETOKEN_INLINE Result operator op(const Sixteen<N>& a, Number<N> b) {         \
+        Result made;                                                                \
+        for (int p = 0; p < PARTS; ++p) made.parts[p] = a.parts[p] op b;            \
+        return made;                                                                \
+    }                                                                               \
+    template <class N>                                                              \
+    FORETOKEN_INLINE Result operator op(Number<N> a, const Sixteen<N>& b) {         \
+        Result made;                                                                \
+        for (int p = 0; p < PARTS; ++p) made.parts[p] = a op b.parts[p];            \
+        return made;                                                                \
     }
 FORETOKEN_OPERATOR(+, Sixteen<N>)
 FORETOKEN_OPERATOR(-, Sixteen<N>)

@@ -224,6 +224,7 @@ class PagedModel(PagedCache):
     def forward(self, tokens: Tensor, segments: Sequence[Segment], taps: Sequence[int] = ()) -> ForwardOutput:
         """Run the flat `tokens` [T]; logits and taps of the rows each segment asks for."""
         inputs = self.admit(segments)
+        assert len(tokens) == len(inputs.positions), "a token for every row: kernels read as many as there are rows"
         taps = taps if inputs.tapped else ()
         early = [self._early.pop(segment.sequence, None) for segment in segments]
         return self.run_pass(Pass(tokens, inputs, joins_of(tokens, inputs.readers, early, taps), taps))
