@@ -5,7 +5,8 @@
 The adviser measures acceptance and the costs of steps, and predicts the best number of draft tokens of each drafter at
 each load, with its speed-up. Then the same prompts are answered with so many at once, a new one whenever one ends, by
 plain decoding and by each drafter with that fixed number, in turns; what counts is tokens per second while as many run
-as asked for, prompts included. No figure of the one goes into the other but the number of draft tokens.
+as asked for, prompts included. Prompts come again where they are fewer than three times as many, each time under
+another tenant, so that nothing is cached. No figure of the one goes into the other but the number of draft tokens.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from foretoken.measure.eval.prompts import own_prompts, prompts_of
 from studies.command import record, setting_of, whole_numbers, words
 
 TOLERANCE = 0.15
+_MIN_ROUNDS = 3  # of requests at a load: with fewer, those that wait join while drafts' requests end one by one alone
 
 
 @dataclass(frozen=True)
@@ -134,12 +136,12 @@ def _rates(
         }
         for spec in settings.values():
             tokens_per_s(llm, spec, texts[:load], load, min(16, asked.max_tokens), "warm-up")
-        names = list(settings)
+        names, asked_texts = list(settings), [*texts] * -(-_MIN_ROUNDS * load // len(texts))
         for repeat in range(repeats):
             first = repeat % len(names)
             for name in (*names[first:], *names[:first]):
                 tenant = f"{name} {load} {repeat}"
-                rate = tokens_per_s(llm, settings[name], texts, load, asked.max_tokens, tenant)
+                rate = tokens_per_s(llm, settings[name], asked_texts, load, asked.max_tokens, tenant)
                 found.setdefault((name, load), []).append(rate)
     return found
 
