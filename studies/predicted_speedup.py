@@ -29,7 +29,7 @@ from foretoken.measure.eval.prompts import own_prompts, prompts_of
 from studies.command import record, setting_of, whole_numbers, words
 
 TOLERANCE = 0.15
-_MIN_ROUNDS = 3  # of requests at a load: with fewer, those that wait join while drafts' requests end one by one alone
+_MIN_ROUNDS = 3  # of requests at each load: with one, prompts of those that join count, and their answers hardly
 
 
 @dataclass(frozen=True)
