@@ -61,12 +61,16 @@ clients: $(VENV)/.ready $(CLIENTS)/.ready $(CLIENTS2)/.ready clients/node_module
 	SERVER_PYTHON=$(BIN)/python $(CLIENTS)/bin/pytest -c clients/pytest.ini clients/first
 	SERVER_PYTHON=$(BIN)/python $(CLIENTS2)/bin/pytest -c clients/pytest.ini clients/second
 
-# Replicas of Ray Serve on this machine: tests of their own, and real clients before two of them; not in CI: the
-# environment takes minutes to install.
-ray: $(RAY)/.ready $(CLIENTS)/.ready
+# Replicas of Ray Serve on this machine: tests of their own, and the clients of `make clients` before two replicas of
+# SmolLM2, lm-evaluation-harness before two of the reference target, with which it compares transformers. Not in CI: the
+# environments take minutes to install.
+RAY_CLIENTS := RAY_USAGE_STATS_ENABLED=0 SERVER_PYTHON=$(RAY)/bin/python SERVER_FLAGS="--ray --workers 2" SCHEMATHESIS_EXAMPLES=2
+
+ray: $(RAY)/.ready $(CLIENTS)/.ready $(CLIENTS2)/.ready clients/node_modules/.ready
 	PYTHONPATH=. RAY_USAGE_STATS_ENABLED=0 SERVER_PYTHON=$(RAY)/bin/python $(RAY)/bin/pytest -W ignore -c clients/pytest.ini clients/third
-	RAY_USAGE_STATS_ENABLED=0 SERVER_FLAGS="--ray --workers 2" SERVER_PYTHON=$(RAY)/bin/python $(CLIENTS)/bin/pytest -c clients/pytest.ini \
-		clients/first/test_openai_python.py clients/first/test_anthropic.py clients/first/test_schemathesis.py
+	$(RAY_CLIENTS) SERVER_TARGET=smollm2 $(CLIENTS)/bin/pytest -c clients/pytest.ini clients/first --ignore clients/first/test_lm_eval.py
+	$(RAY_CLIENTS) $(CLIENTS)/bin/pytest -c clients/pytest.ini clients/first/test_lm_eval.py
+	$(RAY_CLIENTS) SERVER_TARGET=smollm2 $(CLIENTS2)/bin/pytest -c clients/pytest.ini clients/second
 
 # Test suites of others; each needs a checkout, so they are in no CI. LLAMA_CPP and OPENRESPONSES name the folders, URL a
 # running server and MODEL its model; the second one runs their TypeScript with npm's tsx.

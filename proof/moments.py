@@ -15,28 +15,24 @@ import argparse
 import collections
 import json
 import random
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 from torch import Tensor
 
 from foretoken import LLM, RankError, SamplingParams, SpecConfig
-from foretoken.parallel import group
 from foretoken.parallel.exchange import RankExchange
 from tests.engine.test_exactness import PROMPTS
-from tests.helpers import faulty_rank
 from tests.helpers.checkpoints import related_pair
 from tests.helpers.deadline import within
 from tests.helpers.faulty_rank import Fault
-from tests.helpers.forked_ranks import ForkedRank
+from tests.helpers.forked_ranks import forked
 from tests.parallel.test_ranks import SHAPE, opened
 
 # By how often they are drawn; the first three end a group.
@@ -67,15 +63,10 @@ class Moments:
         self.pair = related_pair(folder, **SHAPE)
         self.llm: LLM | None = None
         self.num_starts = 0
-        Fault(0, "none", 0).tell(self.order)
 
     def run(self, count: int) -> None:
         """That many moments more."""
-        with (
-            patch.object(group, "RANK_COMMAND", faulty_rank.COMMAND),
-            patch.object(group, "subprocess", SimpleNamespace(Popen=ForkedRank, PIPE=subprocess.PIPE)),
-            patch.dict("os.environ", {faulty_rank.VARIABLE: str(self.order)}),
-        ):
+        with forked(self.order):
             try:
                 usual = self._usual()
                 for number in range(len(self.done), len(self.done) + count):

@@ -1,7 +1,7 @@
-"""Ranks at length: every drafter and family on 2 and 3 processes, and ranks that are lost at random moments.
+"""Ranks at length: every drafter on 2 and 3 processes, and ranks that are lost at random moments.
 
-`make proof` runs the drafters, the families on 2 ranks, and 20 random moments; the release 4 ranks too, and 1,000
-moments, which `python -m proof.moments` runs in turns.
+`make proof` runs the drafters and 20 random moments; the release families on 4 ranks too, and 1,000 moments, which
+`python -m proof.moments` runs in turns. Families and forms of weights: `test_rank_forms`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.engine.test_exactness import PROMPTS, all_specs
 from tests.helpers.checkpoints import related_pair, variant
 from tests.helpers.specs import predicting
 from tests.model.test_sharding import FAMILIES
-from tests.parallel.test_ranks import GREEDY, SHAPE, answers, opened, same_on
+from tests.parallel.test_ranks import GREEDY, SHAPE, answers, opened
 from tests.server.test_life import KEYS, REFERENCE, children, is_alive, serving, until
 
 pytestmark = pytest.mark.filterwarnings("ignore:the draft has .* MB of weights to read")
@@ -48,30 +48,17 @@ def test_every_drafter_and_number_of_draft_tokens(pair: SimpleNamespace, divided
             assert answers(divided, turn, params) == answers(one, turn, params)
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.release)])
+@pytest.mark.release
 @pytest.mark.parametrize("name", [*FAMILIES])
-def test_every_family(tmp_path: Path, name: str, world: int) -> None:
-    """Of four heads; with key/value heads that are divided or repeated."""
+def test_every_family_on_4_ranks(tmp_path: Path, name: str) -> None:
+    """Of four heads and two key/value heads, which are repeated. On 2 and 3 ranks: `test_rank_forms`."""
     target = SimpleNamespace(target=variant(tmp_path, name))
     specs = [SpecConfig(), SpecConfig("ngram", num_draft=4), SpecConfig("early_exit", exit_layer=1, num_draft=3)] * 2
     found = []
-    for ranks in (1, world):
+    for ranks in (1, 4):
         with opened(target, ranks) as llm:
             found.append(answers(llm, specs, [GREEDY] * len(specs)))
     assert found[0] == found[1]
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("mistral-sliding", {"weights": "int4"}),
-        ("qwen2-tied", {"weights": "int8"}),
-        ("gemma2", {"weights": "int8"}),
-    ],
-)
-def test_quantised_weights(tmp_path: Path, name: str, options: dict[str, str]) -> None:
-    shape = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64}
-    assert same_on(2, variant(tmp_path, name, **shape), **options)
 
 
 @pytest.mark.usefixtures("failed_drafters")  # one whose pass loses a rank fails by it, before the request does

@@ -106,7 +106,7 @@ def test_errors_are_the_clients_own(client: openai.OpenAI) -> None:
         client.chat.completions.create(model=MODEL, messages=MESSAGES, temperature=-1)
     assert wrong.value.param == "temperature"
     with pytest.raises(openai.BadRequestError) as long:
-        client.completions.create(model=MODEL, prompt=[5] * 4000)
+        client.completions.create(model=MODEL, prompt=[5] * 9000)
     assert long.value.code == "context_length_exceeded"
 
 

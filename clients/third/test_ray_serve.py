@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -246,3 +247,53 @@ def test_a_replica_of_two_ranks() -> None:
         wait_for(lambda: set(replica_pids()) - {replica} != set() and num_running() == 1)
         wait_for(lambda: replica not in replica_pids())
         assert answers(url) == expected
+
+
+def test_a_configuration_is_served(tmp_path: Path) -> None:
+    """`deploy/ray-serve.yaml` with a small model, run by Ray's own command: the front is a deployment too, behind Ray's
+    proxy, and two replicas answer it.
+    """
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    config = yaml.safe_load((DEPLOY / "ray-serve.yaml").read_text())
+    config["http_options"] = {"host": "127.0.0.1", "port": port}
+    own = {"target": str(ROOT / "tests/reference/target"), "name": "reference", "dtype": "float32"}
+    config["applications"][0]["args"] |= own | {"replica_cpus": 0.5, "max_replicas": 2, "drain_s": 10}
+    (tmp_path / "serve.yaml").write_text(yaml.safe_dump(config))
+    environment = {**os.environ, "FORETOKEN_API_KEY": "a-long-secret", "RAY_ADDRESS": "local"}
+    # On a busy machine the proxy's own 5 s are too few, and so is what a process of niceness 15 gets.
+    environment |= {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "50", "RAY_worker_niceness": "0"}
+    command = [str(Path(PYTHON).with_name("serve")), "run", str(tmp_path / "serve.yaml")]
+    with subprocess.Popen(command, env=environment, cwd=ROOT) as process:
+        try:
+            url = f"http://127.0.0.1:{port}"
+            wait_for(lambda: process.poll() is not None or is_ready(url))
+            assert process.poll() is None, "the application was not started; see its messages above"
+            asked = {"model": "reference", "prompt": "def add(", "temperature": 0, "max_tokens": 24}
+            client = openai.OpenAI(base_url=f"{url}/v1", api_key="a-long-secret", max_retries=0, timeout=120)
+            whole = client.completions.create(**asked).choices[0]
+            streamed = [chunk.choices[0].text for chunk in client.completions.create(**asked, stream=True)]
+            assert whole.finish_reason == "length"
+            assert whole.text == "".join(streamed)
+            assert len(streamed) > 2
+            with pytest.raises(openai.AuthenticationError):
+                client_of(url).completions.create(**asked)
+            key = {"Authorization": "Bearer a-long-secret"}
+            wait_for(lambda: num_answering(url, key) == 2)
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait(LIMIT_S)
+
+
+def is_ready(url: str) -> bool:
+    try:
+        return httpx2.get(f"{url}/ready").status_code == 200
+    except httpx2.TransportError:
+        return False
+
+
+def num_answering(url: str, key: dict[str, str]) -> int:
+    """How many replicas a front hears of."""
+    engine = httpx2.get(f"{url}/v1/stats", headers=key, timeout=60).json()["engine"]
+    return 0 if engine is None else len(engine["replicas"])

@@ -95,7 +95,8 @@ def recover(engine: Recoverable, error: BaseException) -> None:
 
     A `BaseException` that is not an `Exception` (an interrupt) is not the fault of a request: all continue together.
     """
-    if isinstance(error, Exception) and is_out_of_memory(error):
+    # Ranks that ended for want of memory are ended: no smaller step runs on them.
+    if isinstance(error, Exception) and not isinstance(error, RankError) and is_out_of_memory(error):
         _shrink(engine, error)
         return
     scheduler = engine.scheduler

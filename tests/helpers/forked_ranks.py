@@ -4,14 +4,33 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from multiprocessing.context import ForkServerContext
 from multiprocessing.reduction import DupFd
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
+from foretoken.parallel import group
 from tests.helpers import faulty_rank
+from tests.helpers.faulty_rank import Fault
+
+
+@contextmanager
+def forked(order: Path) -> Iterator[None]:
+    """Groups that are opened in the body have such ranks, which look for their faults in the file `order`."""
+    Fault(0, "none", 0).tell(order)
+    with (
+        patch.object(group, "RANK_COMMAND", faulty_rank.COMMAND),
+        patch.object(group, "subprocess", SimpleNamespace(Popen=ForkedRank, PIPE=subprocess.PIPE)),
+        patch.dict("os.environ", {faulty_rank.VARIABLE: str(order)}),
+    ):
+        yield
 
 
 def context(*modules: str) -> ForkServerContext:

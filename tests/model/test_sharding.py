@@ -23,6 +23,7 @@ from foretoken.model.matrices.grouped_kernel import GroupedWeight, MergedWeight
 from foretoken.model.matrices.quant import GroupQuantiser
 from foretoken.model.open import kept_dtype
 from foretoken.model.paged import PagedModel
+from foretoken.model.row_kernels import row_kernels
 from foretoken.model.saving import save_checkpoint
 from foretoken.model.sharding import Shard, SingleRank
 from foretoken.model.strict import StrictModel
@@ -179,6 +180,22 @@ def test_ranks_divide_experts_of_many_rows(tmp_path: Path, monkeypatch: pytest.M
 
     with torch.inference_mode():
         assert torch.equal(torch.cat(together(run, 2), 1), whole(rows))
+
+
+@pytest.mark.parametrize(("function", "exchanges"), [("foretoken_expert_channels", 0), ("foretoken_expert_outputs", 1)])
+def test_experts_without_memory_raise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, exchanges: int
+) -> None:
+    """On both sides of the exchange; without channels a rank exchanges none."""
+    decoder = load(variant(tmp_path, "qwen3-moe"), 2, dtype="float32", quant="int8")[0]
+    part = next(module for module in decoder.modules() if isinstance(module, Experts))
+    gathered, kernels = list[Tensor](), row_kernels()
+    assert kernels is not None
+    monkeypatch.setattr(part.collective, "all_gather", lambda x: gathered.append(x) or torch.cat([x, x]))
+    monkeypatch.setattr(kernels.library, function, lambda *_: False)
+    with torch.inference_mode(), pytest.raises(MemoryError, match="no memory for the experts of 3 rows; run fewer"):
+        part(torch.ones(3, part.router.weight.shape[1]))
+    assert len(gathered) == exchanges
 
 
 def test_every_tensor_of_every_family_is_divided_and_nothing_is_lost(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,10 +18,11 @@ import pytest
 import torch
 
 from foretoken import LLM, AsyncEngine, EngineConfig, RankError, SamplingParams, SpecConfig
+from foretoken.model.row_kernels import row_kernels
 from foretoken.parallel import group
 from foretoken.parallel.lead import LeadModel
 from tests.helpers import faulty_rank
-from tests.helpers.checkpoints import token_ids
+from tests.helpers.checkpoints import token_ids, variant
 from tests.helpers.deadline import within
 from tests.helpers.faulty_rank import Fault
 
@@ -76,6 +78,25 @@ def test_a_rank_that_is_lost_in_a_step_ends_all(
     with pytest.raises(RankError, match=told):
         llm.generate([token_ids(9)], PARAMS)
     llm.close()
+
+
+def test_rank_0_without_memory_for_experts_ends_the_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it exchanges anything. The requests of the step fail at once: without the other ranks none runs again,
+    neither alone nor in smaller steps.
+    """
+    kernels = row_kernels()
+    assert kernels is not None
+    with opened(SimpleNamespace(target=variant(tmp_path, "qwen3-moe")), weights="int8") as llm:
+        llm.generate([token_ids(9)] * 2, PARAMS)
+        monkeypatch.setattr(kernels.library, "foretoken_expert_channels", lambda *_: False)
+        with (
+            within(DEADLINE_S),
+            warnings.catch_warnings(action="error"),
+            pytest.raises(RankError, match=r"rank 0 left a step .*MemoryError: no memory for the experts of 18 rows"),
+        ):
+            llm.generate([token_ids(9)] * 2, PARAMS)
+        assert llm.has_failed
+        assert llm.stats.num_faults == 0
 
 
 def test_a_rank_that_dies_between_steps_is_noticed_without_one(pair: SimpleNamespace) -> None:
