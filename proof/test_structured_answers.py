@@ -1,6 +1,7 @@
-"""Random JSON schemas and tools at temperature 1 under every drafter: whatever is drafted, every answer is valid.
+"""Random JSON schemas and tools at temperature 1 under every drafter and rule: whatever is drafted, every answer is
+valid.
 
-`FORETOKEN_STRUCTURES` raises the number of answers; `python -m pytest -s` shows what came of them.
+`FORETOKEN_STRUCTURES` raises the number of answers; `python -m pytest -s` shows what came of them, as a line of JSON.
 """
 
 from __future__ import annotations
@@ -8,9 +9,10 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,20 +20,33 @@ import jsonschema
 import pytest
 
 from foretoken import LLM, SamplingParams, SpecConfig
-from foretoken.config import known_drafters
+from foretoken.config import RULES, known_drafters
 from foretoken.server.api.tool_reader import ToolReader, ToolStyle
 from foretoken.server.api.tools import Tool, callables, held_form
 from tests.helpers.checkpoints import related_pair, tiny_tokenizer
 from tests.helpers.mtp_checkpoints import add_mtp
 from tests.helpers.specs import predicting, spec_of
 
-NUM_ANSWERS = int(os.environ.get("FORETOKEN_STRUCTURES", "200"))
+NUM_ANSWERS = int(os.environ.get("FORETOKEN_STRUCTURES", "324"))
 BATCH = 16
+_PRINTED = 32 * BATCH  # answers, after which the counts so far are printed
 MAX_TOKENS = 400
-DRAFTERS = (
-    *("draft_model", "draft_model/static", "draft_model/best_first", "ngram", "suffix", "recycling", "predicted"),
-    *("lookahead", "early_exit", "cascade", "mix", "auto", "eagle", "eagle/static", "medusa", "block", "mtp"),
-)
+# How an answer is drafted: a drafter, and what is set beside it. Rule "auto" is coupled for requests with a seed, else
+# block for chains and tree for trees.
+SETTINGS: dict[str, dict[str, Any]] = {
+    **{name: {} for name in ("draft_model", "draft_model/static", "draft_model/best_first", "ngram", "suffix")},
+    **{name: {} for name in ("recycling", "predicted", "lookahead", "early_exit", "cascade", "mix", "auto")},
+    **{name: {} for name in ("eagle", "eagle/static", "medusa", "block", "mtp", "mtp/static")},
+    "draft_model probability": {"draft_probability": 0.5},
+    "draft_model top-k": {"draft_top_k": 4},
+    "draft_model confidence": {"min_confidence": 0.05},
+    "draft_model rejection": {"rule": "rejection"},
+    "draft_model block": {"rule": "block", "draft_probability": 0.7},
+    "draft_model coupled": {"rule": "coupled"},
+    "draft_model/static traversal": {"rule": "traversal"},
+    "draft_model/best_first tree": {"rule": "tree"},
+    "draft_model typical": {"rule": "typical", "allow_lossy": True},
+}
 STYLES: tuple[ToolStyle, ...] = ("tags", "json_arguments", "json_parameters")
 TEXTS = ('{"name": "value", "none": [1, 2, true, null]}\n' * 20, "für 猫 😀 naïve " * 20)
 _Schema = dict[str, Any]
@@ -119,7 +134,7 @@ _MAKERS = {
 class Case:
     """What is asked, and what an answer must be."""
 
-    drafter: str
+    setting: str
     fields: dict[str, Any]
     schemas: dict[str, _Schema]  # by function; "" of the answer itself
     style: ToolStyle | None
@@ -142,10 +157,10 @@ class Case:
 
 def case(number: int) -> Case:
     draw = random.Random(number)
-    drafter = DRAFTERS[number % len(DRAFTERS)]
+    setting = list(SETTINGS)[number % len(SETTINGS)]
     if draw.random() < 0.5:
         made = schema(draw)
-        return Case(drafter, {"json_schema": json.dumps(made)}, {"": made}, None)
+        return Case(setting, {"json_schema": json.dumps(made)}, {"": made}, None)
     schemas = {name: an_object(draw) for name in draw.sample(["switch", "get_weather", "f"], draw.randint(1, 3))}
     tools = [
         Tool.model_validate({"type": "function", "function": {"name": name, "parameters": one}})
@@ -153,38 +168,62 @@ def case(number: int) -> Case:
     ]
     style = draw.choice(STYLES)
     is_parallel = draw.random() < 0.3
-    return Case(drafter, dict(held_form(callables(tools, "required", style), style, is_parallel, {})), schemas, style)
+    return Case(setting, dict(held_form(callables(tools, "required", style), style, is_parallel, {})), schemas, style)
 
 
-def answers(llm: LLM, pair: SimpleNamespace, numbers: range) -> tuple[Counter[str], Counter[str]]:
-    """Ask and check; how many answers ended for which reason, and accepted draft tokens by drafter."""
-    specs = {name: spec_of(name, pair.draft, num_draft=5) for name in DRAFTERS}
-    reasons: Counter[str] = Counter()
-    accepted: Counter[str] = Counter()
+@dataclass
+class Tally:
+    """What came of the answers, by setting: how many were valid, how many were cut off at `MAX_TOKENS`, of which
+    nothing can be said; draft tokens that were accepted.
+    """
+
+    valid: Counter[str] = field(default_factory=Counter)
+    cut: Counter[str] = field(default_factory=Counter)
+    accepted: Counter[str] = field(default_factory=Counter)
+
+    def as_json(self) -> str:
+        """One line; an answer that is not valid ends the test, so there is no count of them."""
+        found = {
+            name: {"valid": self.valid[name], "cut_off": self.cut[name], "accepted_tokens": self.accepted[name]}
+            for name in SETTINGS
+        }
+        return json.dumps({"num_valid": self.valid.total(), "num_cut_off": self.cut.total(), "by_setting": found})
+
+
+def answers(llm: LLM, pair: SimpleNamespace, numbers: range, tally: Tally) -> None:
+    """Ask and check; `tally` counts."""
+    specs = {
+        name: spec_of(name.partition(" ")[0], pair.draft, num_draft=5, **options) for name, options in SETTINGS.items()
+    }
     for begin in numbers[::BATCH]:
         cases = {number: case(number) for number in range(begin, min(begin + BATCH, numbers.stop))}
         params = []
         for number, one in cases.items():
             seed = number if number // BATCH % 2 else None  # coupled, or the rule of chains and trees
             asked = SamplingParams(max_tokens=MAX_TOKENS, temperature=1.0, seed=seed, **one.fields)
-            params.append(predicting(specs[one.drafter], asked))
-        outputs = llm.generate([[5, 6, 7]] * len(cases), params, [specs[one.drafter] for one in cases.values()])
+            params.append(predicting(specs[one.setting], asked))
+        outputs = llm.generate([[5, 6, 7]] * len(cases), params, [specs[one.setting] for one in cases.values()])
         for (number, one), output in zip(cases.items(), outputs, strict=True):
             assert output.error is None, (number, one, output.error)
-            reasons[output.finish_reason] += 1
-            accepted[one.drafter] += output.stats.num_accepted
+            tally.accepted[one.setting] += output.stats.num_accepted
             if output.finish_reason == "stop":
                 try:
                     one.check(output.text)
                 except Exception as error:
                     raise AssertionError(f"case {number}: {one}: {output.text!r}") from error
-    return reasons, accepted
+                tally.valid[one.setting] += 1
+            else:
+                tally.cut[one.setting] += 1
 
 
 def test_every_answer_is_valid(llm: LLM, pair: SimpleNamespace) -> None:
-    assert {name.partition("/")[0] for name in DRAFTERS} == set(known_drafters())
-    reasons, accepted = answers(llm, pair, range(NUM_ANSWERS))
-    print(f"{NUM_ANSWERS} answers: {dict(reasons)}; accepted draft tokens: {dict(accepted)}")
-    assert reasons.total() == NUM_ANSWERS
-    assert reasons["length"] <= 0.05 * NUM_ANSWERS  # cut off: nothing can be said of those
-    assert all(accepted[name] for name in DRAFTERS)
+    assert {re.split("[/ ]", name)[0] for name in SETTINGS} == set(known_drafters())
+    rules = {options.get("rule", "auto") for options in SETTINGS.values()}
+    assert rules == set(RULES) - {"greedy"}  # which is of temperature 0
+    tally = Tally()
+    for begin in range(0, NUM_ANSWERS, _PRINTED):
+        answers(llm, pair, range(begin, min(begin + _PRINTED, NUM_ANSWERS)), tally)
+        print(tally.as_json(), flush=True)
+    assert tally.valid.total() + tally.cut.total() == NUM_ANSWERS
+    assert tally.cut.total() <= 0.05 * NUM_ANSWERS
+    assert all(tally.accepted[name] for name in SETTINGS)

@@ -15,7 +15,7 @@ from pathlib import Path
 # Flags of one value and of none that change nothing that is tested: where the model comes from, how it is computed.
 _IGNORED = {"--hf-repo": 1, "--hf-file": 1, "--offline": 0, "--batch-size": 1, "--spec-draft-n-min": 1, "--verbose": 0}
 _IGNORED |= {"--ubatch-size": 1, "--threads": 1, "--n-gpu-layers": 1, "--cont-batching": 0, "-fa": 1, "--slots": 0}
-_IGNORED |= {"--jinja": 0, "--no-jinja": 0, "--metrics": 0, "--cache-ram": 1, "--no-slots": 0}
+_IGNORED |= {"--jinja": 0, "--no-jinja": 0, "--metrics": 0, "--cache-ram": 1}
 _VALUES = {"--port": "--port", "--host": "--host", "--alias": "--name", "--api-key": "--api-key"}
 _VALUES |= {"--temp": "--default-temperature", "--seed": "--default-seed", "--chat-template-file": "--chat-template"}
 _VALUES |= {"--n-predict": "--default-max-tokens", "--spec-draft-n-max": "--num-draft"}
@@ -33,12 +33,16 @@ def serve_flags(arguments: list[str]) -> list[str]:
         NoCounterpart: names the flag.
     """
     made: list[str] = []
+    if "--metrics" not in arguments:  # there it is off unless asked for
+        made.append("--no-metrics")
     num_context_tokens, num_slots = 0, 1
     rest = list(arguments)
     while rest:
         flag = rest.pop(0)
         if flag == "--n-predict" and rest[0] == "-1":
             del rest[0]
+        elif flag == "--no-slots":
+            made.append(flag)
         elif flag in _VALUES:
             made += [_VALUES[flag], rest.pop(0)]
         elif flag in _IGNORED:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Self
 
 from foretoken.config import SpecConfig
@@ -28,6 +29,7 @@ from foretoken.draft.lookup_tree import (
     grow_tree,
 )
 from foretoken.draft.ngram import BRANCHING, MIN_ESTIMATE
+from foretoken.params import check_whole
 
 _LENGTHS_TRIED = 3  # longest lengths of agreement that are compared
 _NUM_SEGMENTS = 4  # a store forgets a quarter at a time
@@ -75,6 +77,22 @@ class SharedStore:
         return found
 
 
+@dataclass(frozen=True)
+class SuffixOptions:
+    """What an operator may set: `store_tokens` of finished answers are kept for each tenant, four times as many in all.
+
+    Raises:
+        InputError: not a whole number from 256 up.
+    """
+
+    store_tokens: int = field(
+        default=DEFAULT_STORE_TOKENS, metadata={"help": "tokens of finished answers kept for each tenant"}
+    )
+
+    def __post_init__(self) -> None:
+        check_whole("store_tokens", self.store_tokens, low=_MIN_STORE_TOKENS, high=1 << 28)
+
+
 class SuffixDrafter:
     """Deterministic trees from counts; the mass is a point at each draft token.
 
@@ -84,6 +102,7 @@ class SuffixDrafter:
     """
 
     name = "suffix"
+    Options = SuffixOptions
     keeps_answers = True  # see `base.FollowsText`
 
     def __init__(
@@ -102,7 +121,8 @@ class SuffixDrafter:
     @classmethod
     def make(cls, factory: Factory, spec: SpecConfig) -> Self:
         """See `base.Factory`."""
-        return cls(() if spec.corpus is None else factory.corpus(spec.corpus))
+        kept = SuffixOptions(**spec.options).store_tokens
+        return cls(() if spec.corpus is None else factory.corpus(spec.corpus), kept, 4 * kept)
 
     def start(self, request: Request) -> None:
         """Index the prompt."""

@@ -34,6 +34,7 @@ def main() -> None:
     if sys.platform == "linux":
         import resource
 
+        resource.setrlimit(resource.RLIMIT_CPU, (job["processor_s"], job["processor_s"] + 1))
         _, most = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(
             resource.RLIMIT_AS, (job["memory_bytes"] if most < 0 else min(job["memory_bytes"], most), most)

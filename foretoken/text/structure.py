@@ -111,7 +111,9 @@ class Structure:
         self._matcher = compiled.copy()
         self._ended = False  # an end token was committed
         self._history: list[int] = []
-        self._root: _GrammarState | None = None  # the committed place, once it was needed
+        # By path: the committed place and those behind it that were asked for since the last `commit`. A draft model
+        # asks token by token, and the target's rows are the same places again.
+        self._known: dict[tuple[int, ...], _GrammarState] = {}
         self._restarts = 0  # the first one gives the answer a lexer of its own
         self._failed: dict[tuple[int, ...], InputError] = {}  # by path: where the grammar engine gives up for good
         self.error: InputError | None = None
@@ -139,7 +141,7 @@ class Structure:
         for token in map(int, tokens):
             if self.error is not None:
                 return
-            self._root = None
+            self._known = {}
             self._failed = {path[1:]: error for path, error in self._failed.items() if path[:1] == (token,)}
             self.error = self._failed.get(())
             if self._ended or token in self._compiled.end_ids:
@@ -185,9 +187,9 @@ class Structure:
 
     def _walk(self, paths: Sequence[tuple[int, ...]]) -> list[_GrammarState]:
         """The places behind the given paths; every part of a path is walked once."""
-        if self._root is None:
-            self._root = self._compiled.end if self._ended else self._place(self._matcher, ())
-        places: dict[tuple[int, ...], _GrammarState] = {(): self._root}
+        places = self._known
+        if () not in places:
+            places[()] = self._compiled.end if self._ended else self._place(self._matcher, ())
         for path in sorted(paths, key=len):
             known = len(path)
             while path[:known] not in places:
@@ -238,7 +240,7 @@ class Structure:
     def _restart(self, complaint: str) -> None:
         """Walk the answer again with a lexer of our own; give up where that is too much work or ends no better."""
         self._restarts += 1
-        self._root = None
+        self._known = {}
         walked = self._restarts <= _MAX_RESTARTS and self._compiled.compile_s <= _RESTART_COMPILE_S
         if walked:
             self._matcher = self._compiled.fresh()

@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -13,7 +16,7 @@ from foretoken.errors import InputError
 from studies.serving_load.__main__ import failures, parser
 from studies.serving_load.client import StreamAnswer, _events
 from studies.serving_load.rivals import _drafter_of, command_of, compared
-from studies.serving_load.server import kept
+from studies.serving_load.server import LoadedServer, _held_by, kept
 from studies.serving_load.soak import _lag_share
 from studies.serving_load.statistics import quantile_of, theil_sen
 from studies.side_channel import Observed, recognised
@@ -48,6 +51,15 @@ def test_the_client_reads_events() -> None:
     assert stream(b'data: {"choices": []}')[0] == "cut"
     assert stream(b'data: {"error": {}}')[0] == "stream"
     assert stream(last, last, leave_after=1)[0] == "left"
+
+
+def test_a_process_that_has_ended_holds_nothing() -> None:
+    """Grammars are tried in processes of their own: one that ends while it is looked at must not end the watch."""
+    ended = subprocess.Popen([sys.executable, "-S", "-c", ""])
+    ended.wait()
+    assert _held_by(ended.pid) is None
+    assert LoadedServer(0, ended.pid, "").held().resident_bytes == 0
+    assert LoadedServer(0, os.getpid(), "").held().num_threads >= 1
 
 
 def test_what_is_kept_is_found() -> None:

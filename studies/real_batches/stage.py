@@ -49,11 +49,12 @@ def spec_of(setting: str, draft: str | None = None, head: str | None = None) -> 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the prompts of a turn are answered."""
+    """How the prompts of a turn are answered; `schemas` are those that their answers must fit, one each, if any."""
 
     max_tokens: int
     temperature: float
     seed: int
+    schemas: tuple[str, ...] = ()
 
 
 class Stage:
@@ -88,8 +89,9 @@ class Stage:
                 temperature=sampling.temperature,
                 seed=sampling.seed + place,
                 tenant=tenant,
+                json_schema=schema,
             )
-            for place in places
+            for place, schema in zip(places, sampling.schemas or [None] * len(places), strict=True)
         ]
         before, load = self.llm.stats, OtherLoad()
         began = time.perf_counter()

@@ -23,7 +23,7 @@ from studies.command import record, words
 from studies.serving_load.cost import LibraryProcess, compare
 from studies.serving_load.server import LoadedServer, loaded_server
 from studies.serving_load.slow import compare_slow
-from studies.serving_load.soak import capacity, soak
+from studies.serving_load.soak import WARM_SHARE, Mix, capacity, fill, soak
 
 PARTS = ("soak", "cost", "slow")
 _LONG_MINUTES = 10.0  # below it the growth of memory is what was not yet filled
@@ -34,7 +34,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All parts that were asked for, on one server."""
     report: dict[str, Any] = {}
     arguments = ("--dtype", options.dtype, "--cost-profile", "off", "--cache-tokens", str(options.cache_tokens))
-    with loaded_server((*arguments, "--drafter", options.drafter)) as server:
+    models = ("--target", options.target, *(("--draft", options.draft) if options.draft else ()))
+    drafting = ("--drafter", options.drafter, *(f"--drafter-option={one}" for one in options.drafter_option))
+    with loaded_server((*models, *arguments, *drafting)) as server:
         if "soak" in options.parts:
             report["soak"] = asyncio.run(_soak(server, options))
         if "slow" in options.parts:
@@ -49,13 +51,18 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 async def _soak(server: LoadedServer, options: argparse.Namespace) -> dict[str, Any]:
-    rate = options.rate
+    mix, filled, rate = Mix(options.tenants, structures=bool(options.fill_tokens)), {}, options.rate
+    if options.fill_tokens:
+        filled = await fill(server, options.fill_tokens, options.streams, mix, options.seed)
+        print(f"filled: {filled}", file=sys.stderr, flush=True)
     if rate is None:
         most = await capacity(server, options.streams, 8 * options.streams, options.seed)
         print(f"capacity: {most:.1f} requests/s with {options.streams} clients", file=sys.stderr, flush=True)
         rate = options.share * most
     print(f"{rate:.1f} requests/s for {options.minutes:g} minutes", file=sys.stderr, flush=True)
-    return await soak(server, options.minutes, rate, options.seed)
+    warm_share = 0.0 if filled else WARM_SHARE
+    found = await soak(server, options.minutes, rate, options.seed, mix, warm_share)
+    return {"filled": filled, **found} if filled else found
 
 
 def failures(report: dict[str, Any], options: argparse.Namespace) -> list[str]:
@@ -81,11 +88,21 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--streams", type=int, default=64, help="clients that measure the capacity")
     made.add_argument("--share", type=float, default=0.8, help="of the capacity")
     made.add_argument("--rate", type=float, help="requests per second, instead of a share of the capacity")
+    made.add_argument("--tenants", type=int, default=3, choices=(1, 2, 3), help="that the soak's requests belong to")
+    made.add_argument(
+        "--fill-tokens",
+        type=int,
+        default=0,
+        help="of finished answers that each tenant's store takes in before the soak",
+    )
     made.add_argument("--turns", type=int, default=5, help="of cost and slow")
     made.add_argument("--rounds", type=int, default=4, help="requests of each stream in one turn of cost")
     made.add_argument("--requests", type=int, default=10, help="of each quick client in one turn of slow")
     made.add_argument("--max-mb-per-hour", type=float, default=1.0)
+    made.add_argument("--target", default="reference:target", help="folder, hub id or reference:target")
+    made.add_argument("--draft", default="reference:draft", help="of the drafter auto; empty: none")
     made.add_argument("--drafter", default="auto", help="of requests that name none")
+    made.add_argument("--drafter-option", action="append", default=[], help="NAME=VALUE, of that drafter")
     made.add_argument("--dtype", default="float32")
     made.add_argument("--cache-tokens", type=int, default=16384)
     made.add_argument("--seed", type=int, default=0)

@@ -73,10 +73,29 @@ async def get(port: int, path: str, key: str = "") -> bytes:
     return body if head.split()[1:2] == [b"200"] else b""
 
 
+async def post(port: int, path: str, body: dict[str, Any], key: str = "") -> dict[str, Any]:
+    """The answer to a request that is not streamed.
+
+    Raises:
+        RuntimeError: it is an error.
+    """
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(_message(path, body, key))
+    head, _, data = (await reader.read()).partition(b"\r\n\r\n")
+    writer.close()
+    if head.split()[1:2] != [b"200"]:
+        raise RuntimeError(f"{path}: {head[:15].decode()}: {data[:500].decode()}")
+    return dict(json.loads(data))
+
+
 def _request(body: dict[str, Any], key: str) -> bytes:
-    data = json.dumps({"stream": True, "stream_options": {"include_usage": True}} | body).encode()
+    return _message("/v1/completions", {"stream": True, "stream_options": {"include_usage": True}} | body, key)
+
+
+def _message(path: str, body: dict[str, Any], key: str) -> bytes:
+    data = json.dumps(body).encode()
     head = (
-        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         f"Authorization: Bearer {key}\r\nConnection: close\r\nContent-Length: {len(data)}\r\n\r\n"
     )
     return head.encode() + data

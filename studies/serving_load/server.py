@@ -28,6 +28,7 @@ class Held:
     resident_bytes: int
     num_files: int
     num_threads: int
+    processor_s: float  # time on processors since they started
 
 
 @dataclass(frozen=True)
@@ -62,11 +63,12 @@ class LoadedServer:
 
     def held(self) -> Held:
         """Memory, file handles and threads of all processes of the server."""
-        pids = [self.pid, *_children(self.pid)]
+        found = [one for pid in (self.pid, *_children(self.pid)) if (one := _held_by(pid)) is not None]
         return Held(
-            sum(_resident(pid) for pid in pids),
-            sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids),
-            sum(len(os.listdir(f"/proc/{pid}/task")) for pid in pids),
+            sum(one.resident_bytes for one in found),
+            sum(one.num_files for one in found),
+            sum(one.num_threads for one in found),
+            sum(one.processor_s for one in found),
         )
 
 
@@ -121,5 +123,13 @@ def _children(pid: int) -> list[int]:
     return [*found, *(grandchild for child in found for grandchild in _children(child))]
 
 
-def _resident(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def _held_by(pid: int) -> Held | None:
+    """What one process holds; None where it has ended, as those do in which grammars are tried."""
+    folder = Path(f"/proc/{pid}")
+    try:
+        resident = int((folder / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        processor_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return Held(resident, len(os.listdir(folder / "fd")), len(os.listdir(folder / "task")), processor_s)
+    except OSError:
+        return None

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foretoken import LLM, ConfigError, SamplingParams, SpecConfig, StorageError
+from foretoken import LLM, ConfigError, InputError, SamplingParams, SpecConfig, StorageError
 from foretoken.draft.group import drafter_key
 from foretoken.draft.lookup_tree import MATCH_LIMIT, NO_TOKEN
 from foretoken.draft.ngram import MIN_ESTIMATE
@@ -135,6 +135,16 @@ def test_all_stores_together_stay_small_and_the_tenant_unused_longest_goes() -> 
         assert keep.chain(1) == [3]
         keep.finish()
     assert list(drafter._stores) == ["t19", "t0"]
+
+
+def test_the_size_of_the_stores_is_an_option() -> None:
+    drafter = SuffixDrafter.make(None, SpecConfig("suffix", options={"store_tokens": 300}))  # type: ignore[arg-type]
+    for i in range(20):
+        tell(drafter, (9,), range(1, 200), f"t{i % 6}")
+    assert 600 < drafter.num_stored_tokens <= 1200  # at most four stores' worth
+    assert all(store.num_tokens <= 300 for store in drafter._stores.values())
+    with pytest.raises(InputError, match="store_tokens=10: must be at least 256"):
+        SpecConfig("suffix", options={"store_tokens": 10})
 
 
 @pytest.mark.parametrize("is_kept", [False, True], ids=["before", "after"])

@@ -13,6 +13,8 @@ from foretoken.backend.local import LocalBackend
 from foretoken.errors import ContextLengthError
 from foretoken.server.api.app import create_app
 from foretoken.server.api.config import ApiConfig
+from foretoken.server.observe.config import ObserveConfig
+from foretoken.server.observe.observation import Observation
 from tests.helpers.fake_backend import INFO, FakeBackend, ended, piece
 from tests.helpers.http import JSON, client_of, run
 
@@ -125,6 +127,25 @@ def test_what_is_told_of_the_server() -> None:
     _, slots = ask(FakeBackend(info=info), "/slots")
     assert [(slot["id"], slot["is_processing"]) for slot in slots] == [(0, False), (1, False), (2, False)]
     assert ask(FakeBackend(), "/models")[1]["data"][0]["id"] == "fake"
+
+
+@pytest.mark.parametrize("path", ["/slots", "/metrics"])
+def test_what_the_operator_has_closed(path: str) -> None:
+    """As in llama.cpp, whose clients ask for the status; without its interface there is no such route."""
+    for is_llama, expected in ((True, 501), (False, 404)):
+        config = ApiConfig(llama_cpp=is_llama, slots=False, metrics=False)
+        retried = "false" if is_llama else None
+        observation = Observation(FakeBackend(), ObserveConfig(request_log="none"))
+
+        async def send(config: ApiConfig = config, observation: Observation = observation) -> Any:
+            app = create_app(FakeBackend(), config, (), observation.routers)
+            async with client_of(app) as client:
+                return await client.get(path)
+
+        response = run(send())
+        assert (response.status_code, response.headers.get("x-should-retry")) == (expected, retried)
+        assert "message" in response.json()["error"]
+        observation.close()
 
 
 def test_tokens_of_a_text() -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from foretoken.config import SamplingParams
 from foretoken.errors import InputError
-from foretoken.text import grammar, structure
+from foretoken.text import grammar, grammar_trial, structure
 from foretoken.text.structure import StructureCompiler
 from tests.text.structures import Model, reference_tokenizer
 from tests.text.test_tokenizer import metaspace, word_piece
@@ -102,7 +102,7 @@ HOSTILE: dict[str, Callable[[], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_structures_are_refused(model: Model, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Some of these never come back from the compiler: the process that tries them is ended."""
-    monkeypatch.setattr(grammar, "TRIAL_DEADLINE_S", 1.0)
+    monkeypatch.setattr(grammar, "TRIAL_DEADLINE_S", 1)
     given = HOSTILE[name]()
     with pytest.raises(
         InputError,
@@ -111,6 +111,19 @@ def test_hostile_structures_are_refused(model: Model, monkeypatch: pytest.Monkey
         model.make(**given)
     assert caught.value.field in given
     assert len(str(caught.value)) < 500
+
+
+def test_a_busy_machine_makes_no_grammar_too_slow(
+    model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The deadline is in seconds of a processor: here the trial waits for one longer than that, and is no worse."""
+    (tmp_path / "waits.py").write_text(
+        f"import sys, time\ntime.sleep(1.2)\nsys.path.insert(0, {str(Path(grammar_trial.__file__).parent)!r})\n"
+        "import grammar_trial\ngrammar_trial.main()\n"
+    )
+    monkeypatch.setattr(grammar_trial, "__file__", str(tmp_path / "waits.py"))
+    monkeypatch.setattr(grammar, "TRIAL_DEADLINE_S", 1)
+    model.make(regex="[ab]{3}")
 
 
 def test_a_compiler_that_dies_takes_nobody_along(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

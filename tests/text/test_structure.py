@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from foretoken.text.structure import Structure
 from tests.text.structures import KINDS, Model
 
 
@@ -315,3 +316,25 @@ def test_blank_space_comes_to_an_end_unless_the_schema_wants_it(model: Model) ->
     held.commit(ids)
     assert held.finished
     assert model.make(json_schema="true").mask([tuple(model.spell('{"a": [1'))])[0, model.spell("]")[0]]
+
+
+def test_a_place_is_computed_once_until_the_answer_moves_on(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft model asks behind each of its tokens, and the target's rows are the same places again."""
+    text, walked = model.tokenizer.encode('{"a": 12}', add_special_tokens=False), list[tuple[int, ...]]()
+    structure = model.make(json_schema={"type": "object"})
+    step = Structure._step
+
+    def counted(self: Structure, place: Any, path: tuple[int, ...]) -> Any:
+        walked.append(path)
+        return step(self, place, path)
+
+    monkeypatch.setattr(Structure, "_step", counted)
+    paths = [tuple(text[:length]) for length in range(len(text))]
+    alone = [structure.mask([path])[0] for path in paths]
+    together = structure.mask(paths)
+    assert walked == paths[1:]
+    assert torch.equal(torch.stack(alone), together)
+    structure.commit(text[:1])
+    assert torch.equal(structure.mask([()])[0], alone[1])
+    assert torch.equal(structure.mask([tuple(text[1:2])])[0], alone[2])
+    assert len(walked) == len(paths)

@@ -46,6 +46,7 @@ class ApiConfig:
       `params.ADVISED_FIELDS`.
     - `ollama`: Ollama's interface under `/api`, for clients that speak no other.
     - `llama_cpp`: llama.cpp's own routes, and OpenAI's without `/v1`; the model that a request names is not looked at.
+    - `metrics`, `slots`: whether `/metrics`, and llama.cpp's `/slots`, tell how busy the server is.
     """
 
     strict: bool = field(
@@ -113,6 +114,8 @@ class ApiConfig:
     llama_cpp: bool = field(
         default=False, metadata=_option("Speak llama.cpp's interface, too, and take any name of a model, as it does.")
     )
+    metrics: bool = field(default=True, metadata=_option("Answer /metrics."))
+    slots: bool = field(default=True, metadata=_option("Answer /slots, which is of llama.cpp's interface."))
 
     def __post_init__(self) -> None:
         limits = [name for name, kind in self.__annotations__.items() if kind == "int"]
@@ -126,7 +129,7 @@ class ApiConfig:
             check_whole("default_seed", self.default_seed, low=0, high=2**64 - 1)
         for name in ("first_token_timeout_s", "request_timeout_s", "ping_s"):
             check_number(name, getattr(self, name), 0.0, 1e9, open_low=True)
-        for name in ("strict", "obfuscation", "force_obfuscation", "allow_lossy", "predictions", "ollama", "llama_cpp"):
+        for name in [name for name, kind in self.__annotations__.items() if kind == "bool"]:
             check_flag(name, getattr(self, name))
         check_fields(self)
         if any(spec.drafter is None for spec in self.specs):

@@ -149,7 +149,8 @@ def _llama(error: ApiError) -> dict[str, str]:
     if error.code == "context_length_exceeded":
         text = f"the request exceeds the available context size: {error.detail}"
         return {"type": "exceed_context_size_error", "message": text[:MAX_MESSAGE_BYTES]}
-    return {"type": type_of(error.status_code), "message": error.detail}
+    kind = "not_supported_error" if error.status_code == HTTPStatus.NOT_IMPLEMENTED else type_of(error.status_code)
+    return {"type": kind, "message": error.detail}
 
 
 def _message(error: ApiError) -> str:

@@ -14,7 +14,7 @@ from foretoken.server.api.body import JsonRoute
 from foretoken.server.api.call import chat_call, completion_call, terms_of
 from foretoken.server.api.completions import fill_ids
 from foretoken.server.api.envelopes import COUNT_PATH, INFILL_PATH, LLAMA_PATHS, TEMPLATE_PATH
-from foretoken.server.api.errors import ERROR_SCHEMA, invalid, json_response, of_exception
+from foretoken.server.api.errors import ERROR_SCHEMA, final, invalid, json_response, of_exception
 from foretoken.server.api.exchange import Api, Exchange
 from foretoken.server.api.llamacpp_request import (
     DISABLED,
@@ -85,7 +85,18 @@ def llama_router(api: Api, openai: Sequence[APIRouter]) -> APIRouter:
 
     _add_texts(router, api)
     _add_state(router, api)
+    for path, is_there in (("/slots", api.config.slots), ("/metrics", api.config.metrics)):
+        if not is_there:
+            _add_closed(router, path)
     return router
+
+
+def _add_closed(router: APIRouter, path: str) -> None:
+    """A route that the operator has closed: 501, as llama.cpp has it, which clients should not send again."""
+
+    @router.get(path, include_in_schema=False)
+    async def closed() -> Response:
+        raise final(501, "unsupported_feature", f"this server answers no {path}; start it without --no-{path[1:]}")
 
 
 def _add_texts(router: APIRouter, api: Api) -> None:
@@ -137,6 +148,9 @@ def _add_state(router: APIRouter, api: Api) -> None:
             "is_sleeping": False,
         }
         return json_response(made)
+
+    if not api.config.slots:
+        return
 
     @router.get("/slots", summary="How many requests run, as slots, which llama.cpp has")
     async def slots() -> Response:

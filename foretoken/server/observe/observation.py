@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -20,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foretoken.backend.call import Backend
 from foretoken.server.api.errors import CLIENT_GONE
+from foretoken.server.api.exchange import Api
 from foretoken.server.observe.acceptance import as_values
 from foretoken.server.observe.background import FiguresWriter
 from foretoken.server.observe.config import LogFormat, ObserveConfig
@@ -125,9 +127,9 @@ class Observation:
         return tuple(one for one in (self.metrics, self.tracing, self.history, self.log) if one is not None)
 
     @property
-    def routers(self) -> tuple[APIRouter, ...]:
-        """The routes `/metrics` and `/v1/acceptance`."""
-        return (metrics_router(self.metrics), acceptance_router(self.history))
+    def routers(self) -> tuple[Callable[[Api], APIRouter], APIRouter]:
+        """The routes `/metrics`, where the API has it, and `/v1/acceptance`."""
+        return (partial(metrics_router, self.metrics), acceptance_router(self.history))
 
     def around(self, app: ASGIApp) -> ASGIApp:
         """`app` with its responses counted and its trace context kept."""
@@ -140,9 +142,11 @@ class Observation:
                 one.close()
 
 
-def metrics_router(metrics: ServerMetrics) -> APIRouter:
-    """A router with `/metrics`, in Prometheus' text format."""
+def metrics_router(metrics: ServerMetrics, api: Api) -> APIRouter:
+    """A router with `/metrics`, in Prometheus' text format, unless it is closed (`ApiConfig.metrics`)."""
     router = APIRouter()
+    if not api.config.metrics:
+        return router
 
     @router.get("/metrics", include_in_schema=False)
     async def show() -> Response:
