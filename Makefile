@@ -10,6 +10,9 @@ AGENTS := .venv-agents
 TRITON := .venv-triton
 PEERS := .venv-peers
 BIN := $(VENV)/bin
+# Compiled modules are kept also where the environment forbids it: the tests start hundreds of processes, and pytest
+# rewrites every test file anew for each of its own.
+unexport PYTHONDONTWRITEBYTECODE
 TORCH ?= torch==2.13.0
 
 .PHONY: demo serve test coverage proof proof-release gpu-rehearsal triton clients llama-cpp-suite open-responses-suite agents ray peers check format browser page wheel clean

@@ -18,18 +18,28 @@ from tests.helpers.diagnosed import BOS, OPENING, TAPS, edit_config, make_head_f
 HUGE = 3e4  # a factor that float32 holds, and float16 does not
 
 
+HEADS: dict[str, dict[str, Any]] = {  # how each head is trained
+    "healthy": {},
+    "flagged": {"norm_before_residual": True},
+    "with_bos": {"mode": BOS},
+    "with_template": {"mode": OPENING},
+    "short": {"length": 16},
+}
+
+
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target, and heads for it that were trained in different ways."""
+    """A target, its prompts, and later the heads for it that tests ask for."""
     root = tmp_path_factory.mktemp("world")
-    target = make_target(root / "target")
-    make_head_for(target, root / "healthy")
-    make_head_for(target, root / "flagged", norm_before_residual=True)
-    make_head_for(target, root / "with_bos", mode=BOS)
-    make_head_for(target, root / "with_template", mode=OPENING)
-    make_head_for(target, root / "short", length=16)
+    make_target(root / "target")
     prompts_file(root / "prompts.jsonl")
     return root
+
+
+def head_of(world: Path, name: str) -> Path:
+    """One of `HEADS`, trained when it is first asked for: two processes may have a part of the tests each."""
+    folder = world / name
+    return folder if folder.exists() else make_head_for(world / "target", folder, **HEADS[name])
 
 
 def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
@@ -55,13 +65,13 @@ def diagnosed(world: Path, head: Path, target: str = "target", **options: Any) -
 
 
 def planted(world: Path, tmp_path: Path, name: str, **fields: Any) -> Path:
-    head = Path(shutil.copytree(world / name, tmp_path / "head"))
+    head = Path(shutil.copytree(head_of(world, name), tmp_path / "head"))
     edit_config(head, **fields)
     return head
 
 
 def test_a_healthy_head_has_nothing_wrong(world: Path) -> None:
-    report = diagnosed(world, world / "healthy")
+    report = diagnosed(world, head_of(world, "healthy"))
     assert report.results["cause"] is None, report.verdict
     assert report.results["rows"][0]["accepted_per_draft"] > 1.5
     assert "accepts" in report.verdict
@@ -96,21 +106,21 @@ def test_an_overflow_of_half_precision_is_named(world: Path, tmp_path: Path) -> 
 
 @pytest.mark.parametrize(("cause", "name"), [("BOS", "with_bos"), ("chat template", "with_template")])
 def test_a_prompt_that_is_written_otherwise_is_named(world: Path, cause: str, name: str) -> None:
-    report = diagnosed(world, world / name)
+    report = diagnosed(world, head_of(world, name))
     assert report.results["cause"] == cause, report.verdict
 
 
 def test_a_length_beyond_that_of_training_is_named(world: Path) -> None:
-    report = diagnosed(world, world / "short", max_tokens=110)
+    report = diagnosed(world, head_of(world, "short"), max_tokens=110)
     assert report.results["cause"] == "training length", report.verdict
 
 
 def test_a_temperature_is_named(world: Path) -> None:
-    report = diagnosed(world, world / "healthy", temperature=2.0)
+    report = diagnosed(world, head_of(world, "healthy"), temperature=2.0)
     assert report.results["cause"] == "temperature", report.verdict
 
 
 def test_another_target_is_named(world: Path, tmp_path: Path) -> None:
-    make_target(tmp_path / "other", language=1)
-    report = diagnosed(world, world / "healthy", target=str(tmp_path / "other"))
+    make_target(tmp_path / "other", language=1, steps=250)
+    report = diagnosed(world, head_of(world, "healthy"), target=str(tmp_path / "other"))
     assert report.results["cause"] == "other target", report.verdict

@@ -9,7 +9,8 @@ import pytest
 from tests.helpers.broken_gguf import GOOD, make_bases
 from tests.helpers.broken_runs import count_outcomes
 
-NUM_CASES = [3000, pytest.param(10_000, marks=pytest.mark.release)]
+# A mistake that one case in 300 meets is seen with probability 0.99, before a release one in 2,000.
+NUM_CASES = [1500, pytest.param(10_000, marks=pytest.mark.release)]
 
 
 @pytest.mark.parametrize("num_cases", NUM_CASES)

@@ -42,25 +42,25 @@ def test_soak(monkeypatch: pytest.MonkeyPatch, minutes: float) -> None:
 
 
 def test_soak_with_faults_and_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Case 72: one step in a hundred raises, and the cache has room for two of the larger requests, so that others are
+    """Case 72: one step in fifty raises, and the cache has room for two of the larger requests, so that others are
     preempted. A fault costs at most the request that ran alone in its step, which is told so; nothing stays behind.
     """
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setenv("FORETOKEN_FAULT", "step:every-100:raise")
+    monkeypatch.setenv("FORETOKEN_FAULT", "step:every-50:raise")
     options = (*PAIR, "--dtype", "float32", "--cost-profile", "off", "--cache-tokens", "768", "--drafter", "auto")
     with loaded_server(options) as server:
-        found = asyncio.run(soak(server, minutes=1.0, rate=6.0, seed=3))
+        found = asyncio.run(soak(server, minutes=0.5, rate=6.0, seed=3))
         metrics = asyncio.run(server.metrics())
-    assert found["num_requests"] > 200
+    assert found["num_requests"] > 100
     assert set(found["errors"]) <= {"stream", "500"}
     assert (
         sum(found["errors"].values())
         <= metrics["foretoken_engine_faults_total"]
-        < 0.02 * metrics["foretoken_engine_steps_total"]
+        < 0.04 * metrics["foretoken_engine_steps_total"]
     )
     assert found["kept"] == []
     assert metrics["foretoken_engine_faults_total"] > 10
-    assert metrics["foretoken_num_preemptions_total"] > 10
+    assert metrics["foretoken_num_preemptions_total"] > 5
     assert metrics["foretoken_num_requests_running"] == metrics["foretoken_num_requests_waiting"] == 0
     assert metrics["foretoken_kv_cache_usage_perc"] == metrics["foretoken_draft_kv_cache_usage_perc"] == 0
     assert metrics["foretoken_engine_restarts_total"] == 0

@@ -1,5 +1,6 @@
-"""Hundreds of thousands of tickets in races of submit, read, cancel and close, over hundreds of engines: every one
-ends, and none is kept.
+"""A hundred thousand tickets in races of submit, read, cancel and close, over a hundred engines and more: every one
+ends, and none is kept. What one ticket in 20,000 would bring is seen with probability 0.98, before a release one in
+200,000.
 """
 
 from __future__ import annotations
@@ -23,7 +24,13 @@ from foretoken import LLM, AsyncEngine, EngineError, InputError, OverloadedError
 from foretoken.core import StepOutput
 from foretoken.engine.stats import RequestStats
 
-NUM_TICKETS = [250_000, pytest.param(1_000_000, marks=pytest.mark.release)]
+# Share of calls that raise, and tickets: too few of these would meet no fault while they are refused.
+RACES = [
+    pytest.param(0.0, 80_000, id="sound"),
+    pytest.param(0.001, 50_000, id="with faults"),
+    pytest.param(0.0, 800_000, id="sound, long", marks=pytest.mark.release),
+    pytest.param(0.001, 200_000, id="with faults, long", marks=pytest.mark.release),
+]
 NUM_OF_A_REAL_ENGINE = [2_000, pytest.param(10_000, marks=pytest.mark.release)]
 NUM_THREADS = 4
 LIFETIME = 1_000  # tickets of one engine, about
@@ -269,17 +276,16 @@ def end_of(rng: random.Random, ticket: Ticket) -> str:
     return answer.finish_reason
 
 
-@pytest.mark.parametrize("num_tickets", NUM_TICKETS)
-@pytest.mark.parametrize(("fault_rate", "share"), [(0.0, 0.8), (0.001, 0.2)], ids=["sound", "with faults"])
-def test_all_tickets_end(fault_rate: float, share: float, num_tickets: int) -> None:
-    llm, num_asked = StubLLM(fault_rate), int(num_tickets * share)
-    race = Race(llm, num_asked, seed=3)
+@pytest.mark.parametrize(("fault_rate", "num_tickets"), RACES)
+def test_all_tickets_end(fault_rate: float, num_tickets: int) -> None:
+    llm = StubLLM(fault_rate)
+    race = Race(llm, num_tickets, seed=3)
     race.run()
-    assert race.num_issued >= num_asked
+    assert race.num_issued >= num_tickets
     assert race.ends["length"] > race.num_issued / 4
     assert race.ends["abort"] > race.num_issued / 20
     assert (race.ends["error"] > 0) == (race.ends["refused"] > 0) == (fault_rate > 0)
-    assert race.num_engines > num_asked / LIFETIME / 4
+    assert race.num_engines > num_tickets / LIFETIME / 4
     assert llm.owner is None
     assert not llm.states
     gc.collect()

@@ -42,7 +42,7 @@ from tests.helpers.distribution import (
 PROMPTS = [token_ids(5 + 6 * i, seed=i) for i in range(5)]
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
 RULES = ("block", "tree", "rejection", "coupled", "traversal")
-REST_S = 0.02  # between answers: the learner's thread has the lowest priority, and other tests run beside this one
+REST_S = 0.1  # between answers: the learner's thread has the lowest priority, and other tests run beside this one
 
 
 class Nonsense:

@@ -103,7 +103,7 @@ def test_an_engine_in_this_process_is_evaluated(foretoken: Run, prompts: Path) -
 # ---- audit
 
 
-SHORT = ["--num-prompts", 6, "--max-tokens", 24, "--num-seeds", 160]
+SHORT = ["--num-prompts", 6, "--max-tokens", 24, "--num-seeds", 24]
 
 
 def test_a_server_is_audited(foretoken: Run, address: str, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:

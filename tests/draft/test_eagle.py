@@ -70,6 +70,7 @@ class CheckedEagle(CheckedReleasing):
     """Compares every path of every draft, of greedy requests, with the oracle."""
 
     has_little_room = False
+    oracle = staticmethod(expected_logits)
 
     def propose(self, batch: Batch) -> Draft:
         draft = self.inner.propose(batch)
@@ -85,7 +86,7 @@ class CheckedEagle(CheckedReleasing):
             tokens = draft.tokens[draft.offsets[b] : draft.offsets[b + 1]].tolist()
             parents = draft.parents[draft.offsets[b] : draft.offsets[b + 1]]
             for node, path in enumerate(draft.paths(b)[1:]):
-                logits = expected_logits(self.inner.head, self.decoder, text, path[:-1])
+                logits = self.expected(text, path[:-1])
                 rank = sum(parent == parents[node] for parent in parents[:node])
                 assert logits.topk(rank + 1).indices[-1] == tokens[node]
                 self.num_checked += 1

@@ -6,6 +6,7 @@ the greedy chain from left to right.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -47,12 +48,20 @@ def decoder(pair: SimpleNamespace) -> Decoder:
     return load_decoder(pair.target, dtype="float32").requires_grad_(False)
 
 
-@torch.no_grad()
 def fresh_states(decoder: Decoder, text: Sequence[int], layers: Sequence[int]) -> dict[int, Tensor]:
+    """The target's states of a text, from a run over all of it: every node of a draft, every turn, and every kind of
+    head ask for those of the same texts.
+    """
     if not text:
         return {layer: torch.empty(0, decoder.config.hidden_size) for layer in layers}
+    return _states_of(decoder, tuple(text), tuple(layers))
+
+
+@functools.lru_cache(maxsize=4096)
+@torch.no_grad()
+def _states_of(decoder: Decoder, text: tuple[int, ...], layers: tuple[int, ...]) -> dict[int, Tensor]:
     attention = PackedAttention(decoder.config, 1, len(text))
-    return decoder(torch.tensor(text), torch.arange(len(text)), attention, taps=tuple(layers)).taps
+    return decoder(torch.tensor(text), torch.arange(len(text)), attention, taps=layers).taps
 
 
 @torch.no_grad()
@@ -83,11 +92,21 @@ def expected_logits(head: Head, decoder: Decoder, text: Sequence[int], draft_tok
 class CheckedHead:
     """`inner` with every chain compared with the oracle's, wherever states are complete."""
 
+    oracle = staticmethod(expected_logits)
+
     def __init__(self, inner: MedusaDrafter | BlockDrafter, decoder: Decoder) -> None:
         self.inner, self.name, self.decoder = inner, inner.name, decoder
         self.texts: dict[int, list[int]] = {}
         self.num_checked = self.num_unread = 0
         self.largest_batch = 0
+        self.known: dict[tuple[tuple[int, ...], tuple[int, ...]], Tensor] = {}  # a second turn asks for the same again
+
+    def expected(self, text: Sequence[int], draft_tokens: Sequence[int]) -> Tensor:
+        """What the oracle says behind a text and draft tokens."""
+        key = tuple(text), tuple(draft_tokens)
+        if key not in self.known:
+            self.known[key] = self.oracle(self.inner.head, self.decoder, text, draft_tokens)
+        return self.known[key]
 
     def start(self, request: object) -> None:
         self.texts[request.request_id] = list(request.prompt_ids)
@@ -108,7 +127,7 @@ class CheckedHead:
             places = head.config.num_heads if isinstance(head, MedusaHead) else head.config.num_places
             assert len(draft_tokens) == min(entry.num_draft, places)
             if draft_tokens:
-                logits = expected_logits(head, self.decoder, text, draft_tokens[:-1])
+                logits = self.expected(text, draft_tokens[:-1])
                 assert draft_tokens == logits.argmax(-1).tolist()
                 self.num_checked += 1
         return draft

@@ -67,7 +67,7 @@ def train(parameters: list[Tensor], loss: Callable[[int], Tensor], steps: int, r
         optimizer.step()
 
 
-def make_target(folder: Path, language: int = 0, steps: int = 600, length: int = 64) -> Path:
+def make_target(folder: Path, language: int = 0, steps: int = 300, length: int = 64) -> Path:
     """Train a target that writes the language, with a tokenizer and a chat template."""
     decoder = Decoder(CONFIG)
     decoder.initialise(language)

@@ -235,7 +235,7 @@ def test_worker_sigkill(server: Server) -> None:
 def test_sigterm_drain(server: Server) -> None:
     """Case 64: what is in flight ends, new requests get 503, exit code 0, no orphans."""
     pid = server.invariants()["workers"][0]["pid"]
-    stream = server.stream(max_tokens=400)
+    stream = server.stream(max_tokens=200)
     next(stream)
     server.process.send_signal(signal.SIGTERM)
     until(lambda: server.get("/ready").status_code == 503, "not draining")

@@ -104,7 +104,7 @@ def test_our_server_passes_all_that_it_can_be_asked(address: str) -> None:
 
 def test_an_engine_of_texts_is_judged_by_its_texts(engine: LocalAnswers, monkeypatch: pytest.MonkeyPatch) -> None:
     register(monkeypatch, Outside(engine, limits={"token_ids": False}))
-    report = audit()
+    report = audit(num_seeds=48)
     assert report.failed == (), [str(check) for check in report.failed]
     found = results(report)
     assert {found[name] == {"pass"} for name in (PLAIN, CHOICE, SEEDS)} == {True}
@@ -171,7 +171,7 @@ def test_an_engine_that_forgets_its_seeds_is_found(engine: LocalAnswers, monkeyp
         return ask(replace(question, seed=next(seeds))) if question.temperature else ask(question)
 
     register(monkeypatch, Outside(engine, other))
-    assert failures(audit()) == {SEEDS}
+    assert failures(audit(num_seeds=24)) == {SEEDS}
 
 
 def test_an_engine_that_changes_its_mind_is_found(engine: LocalAnswers, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,8 @@
 """Certificates: an honest server passes, each planted fault is found by the check that is there for it, what cannot be
 asked is named, and a run that was stopped goes on.
 
-`proof/test_certify.py` makes all checks for every fault; here each fault meets the kind of checks that must find it.
+Here each fault meets the kind of checks that must find it; those that samples alone show, in proof/test_certify.py, and
+before a release every fault meets all checks there.
 """
 
 from __future__ import annotations
