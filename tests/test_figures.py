@@ -233,7 +233,7 @@ def test_the_table_of_adaptation() -> None:
 
 @pytest.mark.parametrize(
     ("place", "name_of_file", "source_name"),
-    [(0, "target-{}.gguf", "2026-11-23-gguf-rivals"), (1, "SmolLM2-135M-{}.gguf", "2026-11-26-avx2-rivals")],
+    [(0, "target-{}.gguf", "2026-11-23-gguf-rivals"), (1, "SmolLM2-135M-{}.gguf", "2026-11-27-avx2-rivals")],
 )
 def test_the_tables_beside_llama_cpp(place: int, name_of_file: str, source_name: str) -> None:
     found = [table for table in tables("docs/quantised.md") if "engine" in table[0]][place]
