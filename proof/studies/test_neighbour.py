@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from foretoken import LLM, SpecConfig
 from foretoken.errors import InputError
 from studies.neighbour import PLAIN, peers_of, summary, work
 
@@ -66,7 +67,15 @@ def test_no_answer_is_drafted_from_an_earlier_one(
         target="reference:target", draft="reference:draft", threads=1, max_tokens=24, drafters=("suffix",), peers=()
     )
     job = json.dumps({"drafter": "suffix", "prompt": 0}) + "\n"
+    reset, resets = LLM.reset_drafters, list[str | None]()
+
+    def counted(llm: LLM, spec: SpecConfig) -> None:
+        resets.append(spec.drafter)
+        reset(llm, spec)
+
+    monkeypatch.setattr(LLM, "reset_drafters", counted)
     monkeypatch.setattr(sys, "stdin", io.StringIO(job * 2))
     work(options)
-    first, second = [json.loads(line) for line in capsys.readouterr().out.splitlines()[-2:]]
-    assert first["num_drafted"] == second["num_drafted"]
+    answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()[-2:]]
+    assert [answer["num_emitted"] for answer in answers] == [24, 24]
+    assert resets == ["suffix"] * 3  # before the answer that warms up, too
