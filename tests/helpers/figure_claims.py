@@ -123,8 +123,7 @@ def _worlds(over: str, what: str) -> float:
 
 
 def _kernels(setting: str) -> Mapping[str, float]:
-    summary = raw("2026-11-27-avx2-kernels-before-after")["summary"]
-    return dict(summary[f"{setting}: after/before"]["mean"])
+    return dict(raw("2026-11-27-avx2-kernels-before-after")["summary"][f"{setting}: after/before"]["mean"])
 
 
 def _summary(side: str) -> list[float]:
@@ -211,11 +210,7 @@ CLAIMS: tuple[tuple[str, str, Callable[[], list[float]]], ...] = (
         lambda: [_vllm("ttft"), _vllm("itl")],
     ),
     ("docs/controller.md", "is # to # % of a step.", lambda: _policy_shares("after")),
-    (
-        "docs/goals.md",
-        "# of 24 cells below, worst #; mean of all cells # |",
-        lambda: _summary("after"),
-    ),
+    ("docs/goals.md", "# of 24 cells below, worst #; mean of all cells # |", lambda: _summary("after")),
     (
         "docs/goals.md",
         "`eagle` #x and `auto` with it #x, # and # times the fastest drafting setting of llama.cpp; "
