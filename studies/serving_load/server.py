@@ -26,6 +26,7 @@ class Held:
     """What the front and its workers hold at one moment."""
 
     resident_bytes: int
+    front_bytes: int  # of these, the front's
     num_files: int
     num_threads: int
     processor_s: float  # time on processors since they started
@@ -63,9 +64,10 @@ class LoadedServer:
 
     def held(self) -> Held:
         """Memory, file handles and threads of all processes of the server."""
-        found = [one for pid in (self.pid, *_children(self.pid)) if (one := _held_by(pid)) is not None]
+        found = [one for pid in (self.pid, *_children(self.pid)) if (one := _held_by(pid, self.pid)) is not None]
         return Held(
             sum(one.resident_bytes for one in found),
+            sum(one.front_bytes for one in found),
             sum(one.num_files for one in found),
             sum(one.num_threads for one in found),
             sum(one.processor_s for one in found),
@@ -123,13 +125,16 @@ def _children(pid: int) -> list[int]:
     return [*found, *(grandchild for child in found for grandchild in _children(child))]
 
 
-def _held_by(pid: int) -> Held | None:
+def _held_by(pid: int, front: int) -> Held | None:
     """What one process holds; None where it has ended, as those do in which grammars are tried."""
     folder = Path(f"/proc/{pid}")
     try:
         resident = int((folder / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         fields = (folder / "stat").read_text().rpartition(")")[2].split()
         processor_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-        return Held(resident, len(os.listdir(folder / "fd")), len(os.listdir(folder / "task")), processor_s)
+        front_bytes = resident if pid == front else 0
+        return Held(
+            resident, front_bytes, len(os.listdir(folder / "fd")), len(os.listdir(folder / "task")), processor_s
+        )
     except OSError:
         return None

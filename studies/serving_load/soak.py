@@ -173,7 +173,8 @@ def _report(
     stayed = [answer for leaves, answer in tally.answers if not leaves]
     errors = Counter(answer.error for answer in stayed if answer.error)
     samples = [(at_s / 3600, held.resident_bytes / 1e6) for at_s, held in tally.held]
-    memory = samples[int(warm_share * len(samples)) :]
+    front = [(at_s / 3600, held.front_bytes / 1e6) for at_s, held in tally.held]
+    num_warm = int(warm_share * len(samples))
     stayed.sort(key=lambda answer: answer.sent_s)
     size = max(1, len(stayed) // _PARTS)
     gaps = [[gap for answer in part for gap in answer.gaps_s] for part in (stayed[:size], stayed[-size:])]
@@ -188,9 +189,11 @@ def _report(
         "itl_p99_first_s": first,
         "itl_p99_last_s": last,
         "itl_p99_drift": last / first - 1,
-        "resident_mb_per_hour": theil_sen(memory),
-        "num_memory_samples": len(memory),
+        "resident_mb_per_hour": theil_sen(samples[num_warm:]),
+        "front_mb_per_hour": theil_sen(front[num_warm:]),
+        "num_memory_samples": len(samples) - num_warm,
         "resident_mb_by_minute": _by_minute(samples),
+        "front_mb_by_minute": _by_minute(front),
         "processor_s": after.processor_s - before.processor_s,
         "files_before": before.num_files,
         "files_after": after.num_files,
