@@ -17,7 +17,12 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
+
+from filelock import FileLock
 
 from foretoken.files import CACHE_VARIABLE, cache_folder
 from foretoken.kernels import prebuilt
@@ -29,10 +34,30 @@ COMPILERS = ("g++", "c++", "clang++")  # looked for in this order where CXX name
 _DIGEST_BYTES = 32
 _MAX_S = 300.0  # it takes ten seconds, more on a busy machine; a compiler that hangs must not hang us
 _MAX_WORDS = 300  # characters of a compiler's complaint
+_LOCK = ".lock"  # in the cache folder: workers that start together compile a source once
+
+_Library = TypeVar("_Library")
 
 
 class BuildError(Exception):
     """There is no library; the message says why, and what to do about it."""
+
+
+class KernelWarning(UserWarning):
+    """A kernel could not be compiled and a slower one stands in; the message ends with a remedy."""
+
+
+def loaded(
+    source: Path, load: Callable[[Path], _Library], without: str, flags: tuple[str, ...] = FLAGS
+) -> _Library | None:
+    """What `load` makes of the library of `source`; None, with a warning that says what happens `without` it, where
+    there is none. Whoever asks keeps the answer.
+    """
+    try:
+        return load(built(source, flags))
+    except BuildError as error:
+        warnings.warn(KernelWarning(f"{without}: {error}"), stacklevel=3)
+        return None
 
 
 def built(source: Path, flags: tuple[str, ...] = FLAGS) -> Path:
@@ -51,10 +76,9 @@ def built(source: Path, flags: tuple[str, ...] = FLAGS) -> Path:
     try:
         if not _is_whole(path):
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with tempfile.TemporaryDirectory(dir=path.parent, prefix=".building-") as folder:
-                compile_library(source, flags, Path(folder) / path.name)
-                _append_digest(Path(folder) / path.name)
-                os.replace(Path(folder) / path.name, path)
+            with FileLock(path.parent / _LOCK, timeout=_MAX_S):
+                if not _is_whole(path):  # nobody else compiled it meanwhile
+                    _compile_to(path, source, flags)
     except OSError as error:
         raise BuildError(
             f"cannot keep a library in {path.parent} ({error}); set {CACHE_VARIABLE} to a folder"
@@ -120,6 +144,13 @@ def compile_library(source: Path, flags: tuple[str, ...], path: Path) -> None:
     if done.returncode != 0 or not path.exists():
         words = " ".join(done.stderr.split())[:_MAX_WORDS]
         raise BuildError(f"the C++ compiler {command[0]} failed ({words}); install g++, or name another one in CXX")
+
+
+def _compile_to(path: Path, source: Path, flags: tuple[str, ...]) -> None:
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".building-") as folder:
+        compile_library(source, flags, Path(folder) / path.name)
+        _append_digest(Path(folder) / path.name)
+        os.replace(Path(folder) / path.name, path)
 
 
 def _append_digest(path: Path) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foretoken.kernels.build import BuildError, built, opened
+from foretoken.kernels.build import loaded, opened
 
 SOURCE = Path(__file__).resolve().parent / "sampling.cpp"
 _INTERFACE = 1  # of the compiled library: what its functions take
@@ -91,11 +91,8 @@ def runs_on(device: torch.device) -> bool:
 
 @functools.cache
 def sampling_kernel() -> SamplingKernel | None:
-    """The compiled kernel, None where nothing can be compiled."""
-    try:
-        return load(built(SOURCE))
-    except BuildError:  # torch does this without it too
-        return None
+    """The compiled kernel, None where there is none (the first time with a warning)."""
+    return loaded(SOURCE, load, "tokens are sampled by torch's own operations, slower")
 
 
 def load(path: Path) -> SamplingKernel:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from foretoken.kernels.build import BuildError, built, opened
+from foretoken.kernels.build import loaded, opened
 from foretoken.model.layer_pass import PassFields
 from foretoken.model.layers import Embedding, RMSNorm
 from foretoken.model.matrices import grouped_kernel
@@ -151,11 +151,8 @@ def address_of(function: Callable[..., Any]) -> int | None:
 
 @functools.cache
 def chain_library() -> ctypes.CDLL | None:
-    """The compiled library, None where nothing can be compiled."""
-    try:
-        return load(built(SOURCE, FLAGS))
-    except BuildError:  # heads draft with a call for each pass then
-        return None
+    """The compiled library, None where there is none (the first time with a warning)."""
+    return loaded(SOURCE, load, "heads draft with a call for each pass, slower", FLAGS)
 
 
 def load(path: Path) -> ctypes.CDLL:

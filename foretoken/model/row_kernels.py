@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from foretoken.kernels.build import BuildError, built, opened
+from foretoken.kernels.build import loaded, opened
 from foretoken.kernels.prebuilt import NATIVE
 from foretoken.model.architecture import Activation
 
@@ -181,11 +181,8 @@ def kernels_for(x: Tensor) -> RowKernels | None:
 
 @functools.cache
 def row_kernels() -> RowKernels | None:
-    """The compiled kernels, None where nothing can be compiled."""
-    try:
-        return load(built(SOURCE, FLAGS))
-    except BuildError:  # `doctor` says so; unlike products of quantised weights, torch does this without them too
-        return None
+    """The compiled kernels, None where there are none (the first time with a warning)."""
+    return loaded(SOURCE, load, "attention, norms and gates run in torch's own operations, slower", FLAGS)
 
 
 def load(path: Path) -> RowKernels:

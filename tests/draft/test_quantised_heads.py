@@ -16,11 +16,12 @@ from foretoken.errors import ConfigError, InputError
 from foretoken.heads.base import Head
 from foretoken.heads.checkpoint import head_shape
 from foretoken.heads.weights import head_bytes
+from foretoken.kernels.build import KernelWarning
 from foretoken.model.footprint import shape_of
 from foretoken.model.layers import Linear
 from foretoken.model.loader import read_config
 from foretoken.model.matrices import grouped_kernel
-from foretoken.model.matrices.grouped_kernel import GroupedWeight, KernelWarning
+from foretoken.model.matrices.grouped_kernel import GroupedWeight
 from foretoken.model.matrices.held import format_of
 from tests.helpers.checkpoints import token_ids
 from tests.helpers.gguf_files import write_gguf

@@ -4,17 +4,31 @@ from __future__ import annotations
 
 import os
 import subprocess
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from foretoken.kernels import build
-from foretoken.kernels.build import BuildError, built
-from foretoken.model.matrices.grouped_kernel import GroupedWeight, KernelWarning, kernel, load
+from foretoken.kernels.build import BuildError, KernelWarning, built
+from foretoken.kernels.sampling import sampling_kernel
+from foretoken.model.chain_kernel import chain_library
+from foretoken.model.matrices.dense import kernel as dense_kernel
+from foretoken.model.matrices.grouped_kernel import GroupedWeight, kernel, load
+from foretoken.model.row_kernels import row_kernels
 from tests.helpers.grouped import grouped
 
+KERNELS: dict[str, tuple[Any, str]] = {
+    "chain": (chain_library, "heads draft"),
+    "dense": (dense_kernel, "plain matrices"),
+    "grouped": (kernel, "quantised weights"),
+    "rows": (row_kernels, "attention, norms and gates"),
+    "sampling": (sampling_kernel, "tokens are sampled"),
+}
 SOURCE = """extern "C" {
 int foretoken_grouped_interface() { return 99; }
 bool foretoken_grouped_multiply() { return true; }
@@ -38,9 +52,27 @@ def no_compiler(*args: object, **options: object) -> object:
 def test_a_library_is_compiled_once(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = built(source)
     assert path.parent == source.parent / "cache" / "kernels"
-    assert list(path.parent.iterdir()) == [path]
+    assert {one.name for one in path.parent.iterdir()} == {path.name, build._LOCK}
     monkeypatch.setattr(subprocess, "run", no_compiler)
     assert built(source) == path
+
+
+def test_workers_that_start_together_compile_once(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_library, asked, compiled = build.compile_library, threading.Barrier(2), list[Path]()
+
+    def counted(*arguments: Any) -> None:
+        compiled.append(source)
+        compile_library(*arguments)
+
+    def ask() -> Path:
+        asked.wait()
+        return built(source)
+
+    monkeypatch.setattr(build, "compile_library", counted)
+    with ThreadPoolExecutor(2) as workers:
+        paths = [future.result() for future in [workers.submit(ask) for _ in range(2)]]
+    assert paths[0] == paths[1]
+    assert compiled == [source]
 
 
 def test_another_source_or_other_flags_are_another_library(source: Path) -> None:
@@ -83,7 +115,7 @@ def test_no_compiler_and_a_failing_one_say_what_to_do(source: Path, monkeypatch:
     monkeypatch.setenv("PATH", str(source.parent / "empty"))
     with pytest.raises(BuildError, match=r"no C\+\+ compiler was found; install g\+\+"):
         built(source)
-    assert os.listdir(source.parent / "cache" / "kernels") == []
+    assert os.listdir(source.parent / "cache" / "kernels") == [build._LOCK]
 
 
 def test_a_folder_that_cannot_be_written(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,6 +123,14 @@ def test_a_folder_that_cannot_be_written(source: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("FORETOKEN_CACHE", str(source.parent / "file"))
     with pytest.raises(BuildError, match="set FORETOKEN_CACHE to a folder"):
         built(source)
+
+
+@pytest.mark.parametrize("name", sorted(KERNELS))
+def test_no_kernel_is_missing_in_silence(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path))
+    monkeypatch.setenv("CXX", "/no/such/compiler")
+    with pytest.warns(KernelWarning, match=f"{KERNELS[name][1]}.*slower.*: .*name another in CXX"):
+        assert KERNELS[name][0].__wrapped__() is None
 
 
 def test_without_a_compiler_there_is_one_warning_and_the_same_answer(

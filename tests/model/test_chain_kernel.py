@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from foretoken.kernels.build import BuildError, built
+from foretoken.kernels.build import built
 from foretoken.model import chain_kernel
 from foretoken.model.chain_kernel import SOURCE, ChainFields, Reach, address_of, draft_chain, load
 from foretoken.model.matrices.dense import ARGUMENTS
@@ -102,11 +102,3 @@ def test_no_memory(fails: str) -> None:
     assert library is not None
     with pytest.raises(MemoryError, match="no memory to draft for 2 requests; run fewer at a time"):
         chosen(library, torch.randn(2, 5), fails=fails)
-
-
-def test_without_a_compiler_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: object) -> None:
-        raise BuildError("no compiler")
-
-    monkeypatch.setattr(chain_kernel, "built", fails)
-    assert chain_kernel.chain_library.__wrapped__() is None

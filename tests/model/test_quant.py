@@ -12,8 +12,8 @@ import torch
 from foretoken.config import QUANTISED
 from foretoken.errors import ConfigError, InputError, ModelError
 from foretoken.kernels import build
+from foretoken.kernels.build import KernelWarning
 from foretoken.model.loader import load_decoder
-from foretoken.model.matrices.grouped_kernel import KernelWarning
 from foretoken.model.matrices.quant import check_quant, drafts_at_speed, group_codes, grouped_bytes, row_codes
 from foretoken.model.open import open_model
 from foretoken.model.saving import save_checkpoint

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foretoken.kernels.build import BuildError, built, opened
+from foretoken.kernels.build import loaded, opened
 from foretoken.model.matrices.codes import large_page_tensor
 from foretoken.model.row_kernels import FLAGS
 
@@ -172,11 +172,8 @@ def dense_bytes(num_rows: int, width: int) -> int:
 
 @functools.cache
 def kernel() -> Multiply | None:
-    """The compiled product, None where there is none: torch multiplies by plain matrices too."""
-    try:
-        return load(built(SOURCE, FLAGS))
-    except BuildError:
-        return None
+    """The compiled product, None where there is none (the first time with a warning)."""
+    return loaded(SOURCE, load, "plain matrices are multiplied by torch, slower for a few rows", FLAGS)
 
 
 def load(path: Path) -> Multiply:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foretoken.kernels.build import BuildError, built, opened
+from foretoken.kernels.build import loaded, opened
 from foretoken.model.matrices.codes import (
     BLOCK_ROWS,
     SUPER,
@@ -115,10 +114,6 @@ class _Matrix(ctypes.Structure):
 
 
 _Index: TypeAlias = slice | tuple[Tensor, slice, Tensor]
-
-
-class KernelWarning(UserWarning):
-    """A kernel could not be compiled and a slower one stands in; the message ends with a remedy."""
 
 
 @dataclass(frozen=True)
@@ -330,14 +325,8 @@ class GroupedKernel(NamedTuple):
 
 @functools.cache
 def kernel() -> GroupedKernel | None:
-    """The compiled functions, None where there is none (the first time with a warning)."""
-    try:
-        return load(built(SOURCE))
-    except BuildError as error:
-        warnings.warn(
-            KernelWarning(f"quantised weights run in torch's own operations, many times slower: {error}"), stacklevel=2
-        )
-        return None
+    """The compiled functions, None where there are none (the first time with a warning)."""
+    return loaded(SOURCE, load, "quantised weights run in torch's own operations, many times slower")
 
 
 def load(path: Path) -> GroupedKernel:

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from foretoken.config import QUANTISED
 from foretoken.errors import InputError
-from foretoken.kernels.build import BuildError, built
+from foretoken.kernels.build import BuildError, KernelWarning, built
 from foretoken.model.matrices.codes import BLOCK_ROWS, GroupedCodes, codes_shape, large_page_tensor
-from foretoken.model.matrices.grouped_kernel import SOURCE, SPAN, GroupedWeight, KernelWarning, kernel, load
+from foretoken.model.matrices.grouped_kernel import SOURCE, SPAN, GroupedWeight, kernel, load
 
 ACTIVATIONS = (torch.bfloat16, torch.float16, torch.float32)
 
