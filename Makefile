@@ -9,13 +9,14 @@ RAY := .venv-ray
 AGENTS := .venv-agents
 TRITON := .venv-triton
 PEERS := .venv-peers
+WEBUI := .venv-open-webui
 BIN := $(VENV)/bin
 # Compiled modules are kept also where the environment forbids it: the tests start hundreds of processes, and pytest
 # rewrites every test file anew for each of its own.
 unexport PYTHONDONTWRITEBYTECODE
 TORCH ?= torch==2.13.0
 
-.PHONY: demo serve test coverage proof proof-release gpu-rehearsal triton clients llama-cpp-suite open-responses-suite agents ray peers check format browser page wheel clean
+.PHONY: demo serve test coverage proof proof-release gpu-rehearsal triton clients llama-cpp-suite open-responses-suite agents open-webui ray peers check format browser page wheel clean
 
 demo: $(VENV)/.ready
 	$(BIN)/foretoken demo
@@ -132,6 +133,17 @@ $(VENV)/.ready: requirements.txt pyproject.toml
 agents: $(VENV)/.ready $(AGENTS)/.ready clients/agents/node_modules/.ready
 	SERVER_PYTHON=$(abspath $(BIN)/python) $(AGENTS)/bin/pytest -c clients/pytest.ini clients/agents
 
+# Open WebUI, unmodified, against SmolLM2 in a headless browser; in no CI: its environment takes 2.6 GB.
+open-webui: browser $(WEBUI)/.ready
+	SERVER_TARGET=smollm2 SERVER_PYTHON=$(abspath $(BIN)/python) OPEN_WEBUI=$(abspath $(WEBUI)/bin/open-webui) \
+	$(BIN)/python -m pytest -c clients/pytest.ini clients/webui
+
+$(WEBUI)/.ready: requirements-open-webui.txt
+	test -x $(WEBUI)/bin/python || $(PYTHON) -m venv $(WEBUI)
+	$(WEBUI)/bin/python -m pip install -q "$(TORCH)"
+	$(WEBUI)/bin/python -m pip install -q -r requirements-open-webui.txt
+	touch $@
+
 $(AGENTS)/.ready: requirements-agents.txt
 	test -x $(AGENTS)/bin/python || $(PYTHON) -m venv $(AGENTS)
 	$(AGENTS)/bin/python -m pip install -q -r requirements-agents.txt
@@ -178,4 +190,4 @@ clients/node_modules/.ready: clients/package.json clients/package-lock.json
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) $(CLIENTS2) $(RAY) $(AGENTS) $(TRITON) $(PEERS) clients/node_modules clients/agents/node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage*
+	rm -rf $(VENV) $(CLIENTS) $(CLIENTS2) $(RAY) $(AGENTS) $(TRITON) $(PEERS) $(WEBUI) clients/node_modules clients/agents/node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage*

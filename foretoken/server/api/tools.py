@@ -104,7 +104,11 @@ def callables(tools: Sequence[Tool] | None, choice: ToolChoice | None, style: To
     if choice == "none":
         return Callables()
     if style is None:
-        raise unsupported("tools", "the model's chat template takes no tools; leave them out, or send tool_choice none")
+        raise unsupported(
+            "tools",
+            "the model's chat template takes no tools; leave them out, send tool_choice none, "
+            "or start the server with --chat-template and one that takes them",
+        )
     names, is_forced = _chosen(functions, choice)
     if not functions.keys() >= set(names):
         raise invalid("tool_choice", "names a function that is not among the tools")
