@@ -145,7 +145,7 @@ FORETOKEN_INLINE Numbers numbers_of(const Matrix& w, int64_t place, int64_t supe
 // Adds group `g` to the totals of the rows `FIRST` to `FIRST + COUNT` of a tile of `ROWS`.
 template <int ROWS, int FIRST, int COUNT, int BITS, int GROUP>
 FORETOKEN_INLINE void add_group(const uint8_t* codes, const Numbers& numbers, bool has_minimum, const Tile& x, int64_t g,
-                      float (*out)[LANES]) {
+                                __m256 (*totals)[2]) {
     constexpr int GROUPS = SPAN / GROUP;
     const int64_t span = g / GROUPS, row = span * ROWS + FIRST, group_row = g * ROWS + FIRST;
     __m256i dots[COUNT][2];
@@ -154,10 +154,10 @@ FORETOKEN_INLINE void add_group(const uint8_t* codes, const Numbers& numbers, bo
     for (int r = 0; r < COUNT; ++r) {
         const __m256 x_scale = _mm256_set1_ps(x.scales[row + r]), sum = _mm256_set1_ps(x.sums[group_row + r]);
         for (int half = 0; half < 2; ++half) {
-            float* to = out[FIRST + r] + LANES / 2 * half;
+            __m256& total = totals[FIRST + r][half];
             __m256 part = _mm256_mul_ps(numbers.scale[half], _mm256_cvtepi32_ps(dots[r][half]));
             if (has_minimum) part = _mm256_add_ps(part, _mm256_mul_ps(numbers.minimum[half], sum));
-            _mm256_storeu_ps(to, _mm256_add_ps(_mm256_loadu_ps(to), _mm256_mul_ps(part, x_scale)));
+            total = _mm256_add_ps(total, _mm256_mul_ps(part, x_scale));
         }
     }
 }
@@ -170,7 +170,8 @@ void multiply_block(const Matrix& w, const Tile& x, int64_t block, const Ahead& 
     const uint8_t* codes = w.codes + block * groups * LINES * LINE;
     const bool has_minimum = w.minimums != nullptr;
     int64_t next = ahead.first;
-    for (int r = 0; r < ROWS; ++r) std::fill_n(out[r], LANES, 0.0f);
+    __m256 totals[ROWS][2];  // not in `out`, which the compiler would have to write for every group
+    for (auto& total : totals) total[0] = total[1] = _mm256_setzero_ps();
     for (int64_t g = 0; g < groups; ++g, codes += LINES * LINE) {
         const int64_t place = (block * groups + g) * LANES, super = (block * supers + g * GROUP / SUPER) * LANES;
         if (g == next) {
@@ -179,10 +180,12 @@ void multiply_block(const Matrix& w, const Tile& x, int64_t block, const Ahead& 
             fetch_numbers(w, place + ahead.scales);
         }
         const Numbers numbers = numbers_of(w, place, super);
-        add_group<ROWS, 0, COUNT, BITS, GROUP>(codes, numbers, has_minimum, x, g, out);
+        add_group<ROWS, 0, COUNT, BITS, GROUP>(codes, numbers, has_minimum, x, g, totals);
         if constexpr (COUNT < ROWS)
-            add_group<ROWS, COUNT, ROWS - COUNT, BITS, GROUP>(codes, numbers, has_minimum, x, g, out);
+            add_group<ROWS, COUNT, ROWS - COUNT, BITS, GROUP>(codes, numbers, has_minimum, x, g, totals);
     }
+    for (int r = 0; r < ROWS; ++r)
+        for (int half = 0; half < 2; ++half) _mm256_storeu_ps(out[r] + LANES / 2 * half, totals[r][half]);
 }
 
 }  // namespace
