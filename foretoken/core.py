@@ -94,8 +94,7 @@ class BatchEntry:
     draft_probability: float = 1.0  # probability that a position is drafted
     takes_trees: bool = True  # whether the request's rule accepts trees
     num_probe: int = 0  # maximum number of probes, 0 included
-    # Maximum depth of a probe below the anchor (its child: 1); deeper ones would exceed the context.
-    probe_depth: int = 0
+    probe_depth: int = 0  # maximum depth of a probe below the anchor (its child: 1), within the context
     option: int | None = None  # which of the request's drafter options runs; None: no draft
     # The last so many of `pending`, before the anchor, are followed by prompt tokens whose log-probability is wanted.
     num_prompt_rows: int = 0
@@ -333,9 +332,8 @@ class Draft:
 
     def on(self, device: torch.device | str) -> Draft:
         """The same draft with its tensors on `device`."""
-        mass, probes = self.mass, self.probes
-        mass = mass and replace(mass, distributions=to_device(mass.distributions, device, None))
-        probes = probes and replace(probes, tokens=to_device(probes.tokens, device))
+        mass = self.mass and replace(self.mass, distributions=to_device(self.mass.distributions, device, None))
+        probes = self.probes and replace(self.probes, tokens=to_device(self.probes.tokens, device))
         moved = replace(self, tokens=to_device(self.tokens, device), mass=mass, probes=probes)
         return moved.with_host_tokens(self.host_tokens) if self.has_host_tokens else moved
 
@@ -346,9 +344,8 @@ class Draft:
 
 def empty_draft(num_requests: int, device: torch.device | str = "cpu") -> Draft:
     """A draft without nodes."""
-    return Draft(
-        torch.empty(0, dtype=torch.int64, device=device), (), (0,) * (num_requests + 1), (None,) * num_requests
-    )
+    tokens = torch.empty(0, dtype=torch.int64, device=device)
+    return Draft(tokens, (), (0,) * (num_requests + 1), (None,) * num_requests)
 
 
 @dataclass(frozen=True)

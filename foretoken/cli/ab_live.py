@@ -18,8 +18,8 @@ def ab_live(context: typer.Context, as_json: JsonOption = False) -> None:
     All requests go to A as soon as it is clear, or as B fails more of them. Ctrl-C ends the proxy and reports.
     """
     from foretoken.measure.write import write_report
-    from foretoken.server.split.run import run_live
+    from foretoken.server.split import run_live
 
     options = config_from(LiveOptions, context.params)
     found = run_live(options, command_line(), lambda text: Console(stderr=True).line(text))
-    finish(found if options.out is None else write_report(found, options.out, options.name), as_json)
+    finish(write_report(found, options.out, options.name), as_json)

@@ -38,8 +38,7 @@ def acceptance(
     if target is None and any(given[one] is not None for one in ("head", "draft", "prompts")):
         raise ConfigError("target", target, "give the target that the head or the draft belongs to")
     options = None if target is None else config_from(DiagnoseOptions, given, out=None)
-    if given["out"] is not None:
-        check_out(given["out"])
+    check_out(given["out"])
     series = acceptance_series(history, alpha)
     fallen = [one for one in series if one.has_fallen]
     found = None
@@ -47,6 +46,6 @@ def acceptance(
         fetch_models(options.target, options.draft)
         found = run_diagnose(options, command_line())
     report = acceptance_report(series, {"history": history.name, "alpha": alpha}, command_line(), found)
-    finish(report if given["out"] is None else write_report(report, given["out"], name), as_json)
+    finish(write_report(report, given["out"], name), as_json)
     if fallen:
         raise GateError(f"acceptance fell: {', '.join(' on '.join(filter(None, one.name[1:])) for one in fallen)}")

@@ -50,38 +50,36 @@ _PARTS = {
     "a step": "workspace_bytes",
     "together": "total_bytes",
 }
+_DraftsOption = Annotated[
+    list[str] | None, typer.Option(help="A draft model; give it several times to see which ones fit.")
+]
+_HeadsOption = Annotated[
+    list[str] | None, typer.Option(help="A trained head; give it several times to see which ones fit.")
+]
+_MemoryOption = Annotated[
+    str | None, typer.Option(help="Memory to plan with, such as 24GiB; without it, what this machine has free now.")
+]
+_FleetOption = Annotated[
+    Path | None,
+    typer.Option(help="Plan the replicas of a day instead of memory, from this file of `foretoken bench profile`."),
+]
 
 
-@takes(SpecConfig, fields=("num_draft", "draft_dtype"))
-@takes(EngineConfig, fields=("model", "max_prompt_tokens", "weights", "dtype", "device"))
-@takes(Load)
 @takes(FleetOptions)
 @takes(Limits, fields=("max_batch_size",))
+@takes(Load)
+@takes(EngineConfig, fields=("model", "max_prompt_tokens", "weights", "dtype", "device"))
+@takes(SpecConfig, fields=("num_draft", "draft_dtype"))
 def plan(
     click_context: typer.Context,
     target: str = DEFAULT_MODEL,
-    draft: Annotated[
-        list[str] | None, typer.Option(help="A draft model; give it several times to see which ones fit.")
-    ] = None,
-    head: Annotated[
-        list[str] | None, typer.Option(help="A trained head; give it several times to see which ones fit.")
-    ] = None,
-    memory: Annotated[
-        str | None, typer.Option(help="Memory to plan with, such as 24GiB; without it, what this machine has free now.")
-    ] = None,
+    draft: _DraftsOption = None,
+    head: _HeadsOption = None,
+    memory: _MemoryOption = None,
     reserve: Annotated[float, typer.Option(help="Share of the memory that is kept free.")] = 0.2,
     batch: int = 1,
     context: int | None = None,
-    num_draft: str = "auto",
-    max_prompt_tokens: int = EngineConfig.max_prompt_tokens,
-    weights: str = EngineConfig.weights,
-    dtype: str = EngineConfig.dtype,
-    draft_dtype: str = SpecConfig.draft_dtype,
-    device: str = EngineConfig.device,
-    fleet: Annotated[
-        Path | None,
-        typer.Option(help="Plan the replicas of a day instead of memory, from this file of `foretoken bench profile`."),
-    ] = None,
+    fleet: _FleetOption = None,
     settings: SettingsOption = None,
     acceptance: AcceptanceOption = None,
     bench: BenchOption = None,

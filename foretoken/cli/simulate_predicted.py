@@ -37,8 +37,7 @@ def predict(given: Mapping[str, Any]) -> None:
     """
     from foretoken.measure.speed.profile import load_profile
 
-    if given["out"] is not None:
-        check_out(given["out"])
+    check_out(given["out"])
     profile = load_profile(given["profile"])
     known = chances_from_bench(read_json("bench", given["bench"])) if given["bench"] is not None else {}
     limits, chosen = _limits(given, profile), _settings(given["settings"], profile)
@@ -65,9 +64,7 @@ def predict(given: Mapping[str, Any]) -> None:
         "fleet": asdict(fleet),
         "seed": seed,
     }
-    report = simulate_report(found, profile, about, command_line())
-    if given["out"] is not None:
-        report = write_report(report, given["out"], "simulate")
+    report = write_report(simulate_report(found, profile, about, command_line()), given["out"], "simulate")
     if given["as_json"]:
         print_json(
             {**about, "machine": profile.machine, "target": profile.target, "rows": [asdict(row) for row in found]}

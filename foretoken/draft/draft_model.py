@@ -17,12 +17,12 @@ from torch import Tensor
 from foretoken.config import SpecConfig
 from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict
 from foretoken.draft import branches
-from foretoken.draft.base import Drafter, Factory, Feedback, product_of
+from foretoken.draft.base import Drafter, Factory, Feedback
 from foretoken.draft.branches import Growth
-from foretoken.draft.chain import PROBABILITIES, Chain, assemble, extend
+from foretoken.draft.chain import Chain, assemble, extend
 from foretoken.draft.merging import merge_drafts
 from foretoken.draft.other_vocabulary import OtherVocabularyDrafter
-from foretoken.draft.own_cache import OwnCache
+from foretoken.draft.own_cache import OwnCacheDrafter
 from foretoken.errors import ConfigError
 from foretoken.model.interface import LanguageModel, Segment
 from foretoken.model.names import model_folder
@@ -33,16 +33,15 @@ from foretoken.text.vocabulary import match_tokenizers, warn_of_text
 from foretoken.transfer import to_device
 
 
-class DraftModelDrafter:
+class DraftModelDrafter(OwnCacheDrafter):
     """Chains or trees sampled from a draft model under the request's own sampling parameters."""
 
     name = "draft_model"
     keeps_answers = False  # see `base.FollowsText`
 
     def __init__(self, model: LanguageModel) -> None:
-        self.model = model
         self._texts: dict[int, list[int]] = {}  # committed text
-        self._cache = OwnCache(model, self._texts.__getitem__)
+        super().__init__(model, self._texts.__getitem__)
         self._held: dict[
             int, dict[tuple[int, int], int]
         ] = {}  # nodes in the cache: (parent, token) -> number, -1 = the committed text
@@ -69,22 +68,9 @@ class DraftModelDrafter:
         warn_of_text(found, spec.draft, len(drafter.shared))
         return drafter
 
-    def models(self) -> Sequence[LanguageModel]:
-        """See `base.ModelDrafter`."""
-        return (self.model,)
-
     def fresh(self, twin: Callable[[LanguageModel], LanguageModel]) -> Self:
         """See `base.ModelDrafter`."""
         return type(self)(twin(self.model))
-
-    def variants(self, spec: SpecConfig) -> tuple[SpecConfig, ...]:
-        """See `base.Variants`: the chance that a position is drafted."""
-        return product_of(spec, PROBABILITIES if spec.draft_probability == "auto" else {})
-
-    @property
-    def num_read_tokens(self) -> int:
-        """See `base.Reads`."""
-        return self._cache.num_read_tokens
 
     def start(self, request: Request) -> None:
         """Open a sequence; the prompt is run when something is first drafted."""
@@ -128,19 +114,11 @@ class DraftModelDrafter:
         """See `base.FollowsText`: the tokens are run when something is drafted again."""
         self._texts[request_id].extend(tokens)
 
-    def release(self, request_id: int) -> None:
-        """See `base.Releases`."""
-        self._cache.release(request_id)
-
     def finish(self, request_id: int) -> None:
         """Close the sequence; what it holds of the text may serve another one."""
         self._cache.finish(request_id)
         del self._texts[request_id]
         self._held.pop(request_id, None)
-
-    def reset(self) -> None:
-        """See `base.Resets`: the cached beginnings of texts."""
-        self._cache.reset()
 
     def _propose_chains(self, entries: Sequence[BatchEntry]) -> Draft:
         chains = [Chain(entry, self._room(entry)) for entry in entries]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import heapq
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Generic, Protocol, Self, TypeVar, runtime_checkable
 
 import torch
 
-from foretoken.core import BatchEntry, Draft
-from foretoken.draft.base import Drafter
+from foretoken.config import SpecConfig
+from foretoken.core import Batch, BatchEntry, Draft, Verdict
+from foretoken.draft.base import Drafter, Factory, Feedback
 
 # ---- where the last words of a text stood before: the index behind every lookup drafter
 #
@@ -220,6 +222,55 @@ def _grow_chain(following: Sequence[int], budget: int, doubt: float, least: floa
         tokens.append(token)
         chances.append(chance)
     return LookupTree(tuple(tokens), tuple(range(-1, len(tokens) - 1)), tuple(chances))
+
+
+class GrowingText(Protocol):
+    """What a lookup keeps of a request."""
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append tokens of the answer."""
+
+
+_Text = TypeVar("_Text", bound=GrowingText)
+
+
+class TextLookup(ABC, Generic[_Text]):
+    """What lookups that keep one growing text of each request answer alike."""
+
+    name: str
+    keeps_answers = False  # see `base.FollowsText`
+
+    def __init__(self) -> None:
+        self._indexes: dict[int, _Text] = {}
+
+    @classmethod
+    def make(cls, factory: Factory, spec: SpecConfig) -> Self:  # noqa: ARG003
+        """See `base.Factory`."""
+        return cls()
+
+    @abstractmethod
+    def look_up(self, entry: BatchEntry, ahead: Sequence[int] = ()) -> LookupTree:
+        """See `Lookup`."""
+
+    def propose(self, batch: Batch) -> Draft:
+        """What `look_up` gives for each request."""
+        return assemble(self.name, [self.look_up(entry) for entry in batch.decoding])
+
+    def commit(self, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:  # noqa: ARG002
+        """Append what was emitted."""
+        for b, entry in enumerate(batch.decoding):
+            self._indexes[entry.request.request_id].extend(verdict.emitted(b))
+
+    def follow(self, request_id: int, tokens: Sequence[int]) -> None:
+        """See `base.FollowsText`."""
+        self._indexes[request_id].extend(tokens)
+
+    def finish(self, request_id: int) -> None:
+        """Drop what is kept of the request."""
+        del self._indexes[request_id]
+
+    def reset(self) -> None:
+        """See `base.Resets`: nothing outlives a request."""
 
 
 def assemble(name: str, trees: Sequence[LookupTree]) -> Draft:

@@ -26,11 +26,11 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from foretoken.config import SamplingParams, SpecConfig
+from foretoken.config import SamplingParams
 from foretoken.core import Batch, BatchEntry, Draft, Processors, Request, Verdict
-from foretoken.draft.base import Feedback, product_of
-from foretoken.draft.chain import PROBABILITIES, Chain, assemble, extend
-from foretoken.draft.own_cache import OwnCache
+from foretoken.draft.base import Feedback
+from foretoken.draft.chain import Chain, assemble, extend
+from foretoken.draft.own_cache import OwnCacheDrafter
 from foretoken.draft.retokenize import DraftText, continuation, draft_writes
 from foretoken.model.interface import LanguageModel, Segment
 from foretoken.text.sampling import check_finite
@@ -50,13 +50,15 @@ class _TranslatedDraft:
     shared: bool
 
 
-class OtherVocabularyDrafter:
+class OtherVocabularyDrafter(OwnCacheDrafter):
     """Chains from a draft model that has its own tokenizer, `draft`; `target` is the vocabulary to draft in."""
 
     name = "draft_model"
 
     def __init__(self, model: LanguageModel, target: Side, draft: Side, how: TextUse = "auto") -> None:
-        self.model, self.target, self.draft, self.how = model, target, draft, how
+        self._texts: dict[int, DraftText] = {}
+        super().__init__(model, lambda sequence: self._texts[sequence].ids)
+        self.target, self.draft, self.how = target, draft, how
         self.shared = shared_tokens(target, draft) or {}  # target id -> draft id
         self._twins = special_twins(target, draft)
         self._spelling = spellings(target)
@@ -73,28 +75,13 @@ class OtherVocabularyDrafter:
             draft.num_columns, dtype=torch.bool, device=model.device
         )  # columns that are neither text nor have a twin
         self._mute[to_device([*spoken, *self._twins.to_target], model.device)] = False
-        self._texts: dict[int, DraftText] = {}
         self._cached: dict[
             int, list[int]
         ] = {}  # draft tokens that the draft's cache holds, or held before it gave them back
-        self._cache = OwnCache(model, lambda sequence: self._texts[sequence].ids)
-
-    def models(self) -> Sequence[LanguageModel]:
-        """See `base.ModelDrafter`."""
-        return (self.model,)
 
     def fresh(self, twin: Callable[[LanguageModel], LanguageModel]) -> Self:
         """See `base.ModelDrafter`."""
         return type(self)(twin(self.model), self.target, self.draft, self.how)
-
-    def variants(self, spec: SpecConfig) -> tuple[SpecConfig, ...]:
-        """See `base.Variants`: the chance that a position is drafted."""
-        return product_of(spec, PROBABILITIES if spec.draft_probability == "auto" else {})
-
-    @property
-    def num_read_tokens(self) -> int:
-        """See `base.Reads`; in the draft's tokens."""
-        return self._cache.num_read_tokens
 
     def start(self, request: Request) -> None:
         """Open a sequence; the prompt is run when something is first drafted."""
@@ -132,18 +119,10 @@ class OtherVocabularyDrafter:
             del cached[same:]
         self._cache.publish_read()
 
-    def release(self, request_id: int) -> None:
-        """See `base.Releases`."""
-        self._cache.release(request_id)
-
     def finish(self, request_id: int) -> None:
         """Close the sequence; what it holds of the text may serve another one."""
         self._cache.finish(request_id)
         del self._texts[request_id], self._cached[request_id]
-
-    def reset(self) -> None:
-        """See `base.Resets`: the cached beginnings of texts."""
-        self._cache.reset()
 
     def _begin(self, entry: BatchEntry) -> _TranslatedDraft:
         text = self._texts[entry.request.request_id]

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from foretoken.config import SpecConfig
+from foretoken.draft.base import product_of
+from foretoken.draft.chain import PROBABILITIES
 from foretoken.kv.prefix import shared_length
 from foretoken.model.interface import LanguageModel, PrefixModel, Segment
 from foretoken.transfer import to_device
@@ -149,3 +152,32 @@ class OwnCache:
             if model.reserve(sequence, num_rows):
                 return True
         return False
+
+
+class OwnCacheDrafter:
+    """What drafters that are a model with a cache of its own answer alike; tokens are the model's own."""
+
+    def __init__(self, model: LanguageModel, text_of: Callable[[int], Sequence[int]]) -> None:
+        self.model = model
+        self._cache = OwnCache(model, text_of)
+
+    def models(self) -> Sequence[LanguageModel]:
+        """See `base.ModelDrafter`."""
+        return (self.model,)
+
+    def variants(self, spec: SpecConfig) -> tuple[SpecConfig, ...]:
+        """See `base.Variants`: the chance that a position is drafted."""
+        return product_of(spec, PROBABILITIES if spec.draft_probability == "auto" else {})
+
+    @property
+    def num_read_tokens(self) -> int:
+        """See `base.Reads`."""
+        return self._cache.num_read_tokens
+
+    def release(self, request_id: int) -> None:
+        """See `base.Releases`."""
+        self._cache.release(request_id)
+
+    def reset(self) -> None:
+        """See `base.Resets`: the cached beginnings of texts."""
+        self._cache.reset()

@@ -10,12 +10,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from copy import copy
-from typing import Self
 
-from foretoken.config import SpecConfig
-from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict
-from foretoken.draft.base import Factory, Feedback
-from foretoken.draft.lookup_tree import EMPTY, LookupTree, assemble
+from foretoken.core import BatchEntry, Request
+from foretoken.draft.lookup_tree import EMPTY, LookupTree, TextLookup
 
 _ANCHOR_TOKENS = (4, 3, 2)  # lengths of agreement that take the cursor up again, best first
 _SURE_TOKENS = 6  # longer than a chance match: from here on the prediction is drafted in full
@@ -41,7 +38,7 @@ class Cursor:
         """The place expected next; None while the answer has left the prediction, and behind its end."""
         return self._at if 0 <= self._at < len(self._prediction) else None
 
-    def advance(self, tokens: Sequence[int]) -> None:
+    def extend(self, tokens: Sequence[int]) -> None:
         """Follow the answer by `tokens`."""
         for token in tokens:
             self._recent = (*self._recent[1 - _ANCHOR_TOKENS[0] :], token)
@@ -77,55 +74,26 @@ def num_followed(prediction: Sequence[int], tokens: Sequence[int]) -> int:
     cursor, places = Cursor(tuple(prediction)), set()
     for token in tokens:
         place = cursor.place
-        cursor.advance((token,))
+        cursor.extend((token,))
         if place is not None and prediction[place] == token:
             places.add(place)
     return len(places)
 
 
-class PredictedDrafter:
+class PredictedDrafter(TextLookup[Cursor]):
     """Deterministic drafts from `SamplingParams.prediction`; the mass is a point at each draft token."""
 
     name = "predicted"
-    keeps_answers = False  # see `base.FollowsText`
-
-    def __init__(self) -> None:
-        self._cursors: dict[int, Cursor] = {}
-
-    @classmethod
-    def make(cls, factory: Factory, spec: SpecConfig) -> Self:  # noqa: ARG003
-        """See `base.Factory`."""
-        return cls()
 
     def start(self, request: Request) -> None:
         """Index the prediction."""
-        self._cursors[request.request_id] = Cursor(request.prediction_ids)
-
-    def propose(self, batch: Batch) -> Draft:
-        """The next tokens of the prediction, `num_draft` at most; nothing while the answer has left it."""
-        return assemble(self.name, [self.look_up(entry) for entry in batch.decoding])
-
-    def commit(self, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:  # noqa: ARG002
-        """Follow the answer."""
-        for b, entry in enumerate(batch.decoding):
-            self._cursors[entry.request.request_id].advance(verdict.emitted(b))
-
-    def follow(self, request_id: int, tokens: Sequence[int]) -> None:
-        """See `base.FollowsText`."""
-        self._cursors[request_id].advance(tokens)
-
-    def finish(self, request_id: int) -> None:
-        """Drop the prediction."""
-        del self._cursors[request_id]
-
-    def reset(self) -> None:
-        """See `base.Resets`: nothing outlives a request."""
+        self._indexes[request.request_id] = Cursor(request.prediction_ids)
 
     def look_up(self, entry: BatchEntry, ahead: Sequence[int] = ()) -> LookupTree:
-        """The next tokens of the prediction, taken as sure."""
-        cursor = self._cursors[entry.request.request_id]
+        """The next tokens of the prediction, taken as sure; nothing while the answer has left it."""
+        cursor = self._indexes[entry.request.request_id]
         if ahead:
             cursor = copy(cursor)  # what it has looked up is shared, where it stands is not
-            cursor.advance(ahead)
+            cursor.extend(ahead)
         said = cursor.ahead(entry.num_draft) if entry.num_draft else ()
         return LookupTree(said, tuple(range(-1, len(said) - 1)), (1.0,) * len(said)) if said else EMPTY

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from foretoken.config import SpecConfig
-from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict
-from foretoken.draft.base import Factory, Feedback
+from foretoken.core import BatchEntry, Request
+from foretoken.draft.base import Factory
 from foretoken.draft.lookup_tree import (
     EMPTY,
     MATCH_LIMIT,
@@ -25,7 +25,7 @@ from foretoken.draft.lookup_tree import (
     LookupTree,
     Matches,
     MatchIndex,
-    assemble,
+    TextLookup,
     grow_tree,
 )
 from foretoken.draft.ngram import BRANCHING, MIN_ESTIMATE
@@ -93,7 +93,7 @@ class SuffixOptions:
         check_whole("store_tokens", self.store_tokens, low=_MIN_STORE_TOKENS, high=1 << 28)
 
 
-class SuffixDrafter:
+class SuffixDrafter(TextLookup[MatchIndex]):
     """Deterministic trees from counts; the mass is a point at each draft token.
 
     A finished request's answer enters the store of its tenant (`SamplingParams.tenant`), never another's. `corpus` is a
@@ -111,7 +111,7 @@ class SuffixDrafter:
         store_tokens: int = DEFAULT_STORE_TOKENS,
         max_tokens: int = 4 * DEFAULT_STORE_TOKENS,
     ) -> None:
-        self._indexes: dict[int, MatchIndex] = {}
+        super().__init__()
         self._requests: dict[int, Request] = {}
         self._stores: OrderedDict[str, SharedStore] = OrderedDict()  # by tenant, used last at the end
         self._store_tokens, self._max_tokens = min(store_tokens, max_tokens), max_tokens
@@ -130,19 +130,6 @@ class SuffixDrafter:
         self._requests[request.request_id] = request
         if request.params.tenant in self._stores:
             self._stores.move_to_end(request.params.tenant)
-
-    def propose(self, batch: Batch) -> Draft:
-        """The tree with the most expected accepted tokens, over all sources and lengths of agreement."""
-        return assemble(self.name, [self.look_up(entry) for entry in batch.decoding])
-
-    def commit(self, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:  # noqa: ARG002
-        """Append what was emitted."""
-        for b, entry in enumerate(batch.decoding):
-            self._indexes[entry.request.request_id].extend(verdict.emitted(b))
-
-    def follow(self, request_id: int, tokens: Sequence[int]) -> None:
-        """See `base.FollowsText`."""
-        self._indexes[request_id].extend(tokens)
 
     def finish(self, request_id: int) -> None:
         """Move the answer, with the words before it, into the store of its tenant. An interrupted call can be repeated:
@@ -188,7 +175,7 @@ class SuffixDrafter:
         )
 
     def look_up(self, entry: BatchEntry, ahead: Sequence[int] = ()) -> LookupTree:
-        """The best tree of all sources and lengths of agreement."""
+        """The tree with the most expected accepted tokens, over all sources and lengths of agreement."""
         if not entry.num_draft:
             return EMPTY
         index, depth = self._indexes[entry.request.request_id], entry.num_draft

@@ -80,10 +80,6 @@ class BlockHead(LayeredHead):
         self.confidence_head = ConfidenceHead(hidden) if config.has_confidence else None
         self._rotary: RotaryTable | None = None
 
-    def hidden_layers(self) -> tuple[int, ...]:
-        """See `Head`."""
-        return self.config.taps
-
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
         """See `Head`; the correction begins at nothing."""
@@ -134,11 +130,6 @@ class BlockHead(LayeredHead):
             for number, layer in enumerate(self.block_layers):
                 attention.keep_context(number, *layer.self_attn.context_rows(context, (cos[:first], sin[:first])))
         return compiled
-
-    def logits(self, hidden: Tensor, target: SharedWeights) -> Tensor:
-        """Logits over the head's vocabulary `[R, V_d]` of slots `hidden` [R, D], without the correction."""
-        own: Tensor = target.output_logits(hidden) if self.lm_head is None else self.lm_head(hidden)
-        return own
 
     def correct(self, logits: Tensor, before: Tensor) -> Tensor:
         """`logits` [R, V_d], corrected by the tokens `before` [R] the drafted ones."""

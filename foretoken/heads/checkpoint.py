@@ -103,7 +103,8 @@ def save_head(
     """
     state = head_state(head)
     wanted = parse_dtype(dtype, next(iter(state.values())).dtype)
-    raw = head_json(head.config, str(wanted).removeprefix("torch."), len(head.vocabulary.ids), target_name)
+    dtype_name, draft_vocab_size = str(wanted).removeprefix("torch."), len(head.vocabulary.ids)
+    raw = kind_of_config(head.config).to_json(head.config, dtype_name, draft_vocab_size, target_name)
     tensors = {name: tensor.detach().to("cpu", wanted) for name, tensor in state.items()}
     tensors |= vocabulary_tables(head.config, head.vocabulary)
     write_head(folder, raw, tensors, {HEAD_NOTE: target_note(target, target_folder)})
@@ -178,15 +179,6 @@ def read_head_config(fields: Fields, kind: str, target: ModelConfig, names: froz
     """
     config: HeadConfig = KINDS[kind].from_json(fields, target, names)
     return config
-
-
-def head_json(config: HeadConfig, dtype: str, draft_vocab_size: int, target_name: str | None = None) -> dict[str, Any]:
-    """`config.json` of a head.
-
-    Raises:
-        ConfigError: layers that the format has no words for.
-    """
-    return kind_of_config(config).to_json(config, dtype, draft_vocab_size, target_name)
 
 
 def head_tensors(config: HeadConfig, draft_vocab_size: int) -> dict[str, Shape]:
@@ -286,18 +278,13 @@ def _check_embedding(weights: Weights, config: EagleConfig | BlockConfig) -> Non
         )
 
 
-def draft_vocab_size(config: HeadConfig, fields: Fields) -> int:
-    """Size of the vocabulary that a head drafts from."""
-    return kind_of_config(config).draft_vocab_size(config, fields)
-
-
 def _read_vocabulary(weights: Weights, config: HeadConfig, fields: Fields) -> DraftVocabulary:
     """The head's tokens from its tables.
 
     Raises:
         CheckpointError: a table is missing, or is no list of the target's tokens, each once.
     """
-    size = draft_vocab_size(config, fields)
+    size = kind_of_config(config).draft_vocab_size(config, fields)
     if isinstance(config, ExitAdapterConfig):
         return DraftVocabulary.whole(config.vocab_size)
     if isinstance(config, MedusaConfig):
@@ -342,7 +329,7 @@ def head_shape(folder: Path, name: str, config: ModelConfig, target: ModelShape,
     kind = head_kind(folder)
     fields, weights = open_head_files(folder)
     own = read_head_config(fields, kind, config, frozenset(weights.own_names))
-    tensors = head_tensors(own, draft_vocab_size(own, fields))
+    tensors = head_tensors(own, kind_of_config(own).draft_vocab_size(own, fields))
     sizes = [tensor_bytes(tensor, shape, weight_format, target.itemsize) for tensor, shape in tensors.items()]
     return replace(
         target,

@@ -111,10 +111,6 @@ class EagleHead(LayeredHead):
         self._layers = tuple(layers)
         self._rotary: RotaryTable | None = None
 
-    def hidden_layers(self) -> tuple[int, ...]:
-        """See `Head`."""
-        return self.config.taps
-
     @property
     def first_layer(self) -> EagleLayer:
         """The layer that reads what `joined` gives."""
@@ -179,11 +175,6 @@ class EagleHead(LayeredHead):
             return EagleRows(x, x)
         output = self.norm(x)
         return EagleRows(output, output if self.feeds_normed else x)
-
-    def logits(self, output: Tensor, target: SharedWeights) -> Tensor:
-        """Logits over the head's vocabulary `[R, V_d]` of rows `output` [R, D] of `EagleRows`."""
-        own: Tensor = target.output_logits(output) if self.lm_head is None else self.lm_head(output)
-        return own
 
     def places(self, batch: HeadBatch, target: SharedWeights, num_places: int, seed: int) -> Iterator[Place]:
         """See `Head`: training-time test, the first step over every row, later ones over a share of them (version 1

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from foretoken.heads.base import Head
 from foretoken.heads.config import BlockConfig, EagleConfig
 from foretoken.model.architecture import ModelConfig
+from foretoken.model.interface import SharedWeights
 from foretoken.model.layer_pass import LayerParts
 from foretoken.model.layers import Linear, RMSNorm
 from foretoken.model.rope import rotate
@@ -101,6 +102,16 @@ class LayeredHead(Head):
     """A head with decoder layers, which the compiled pass can run (`layer_pass.LayerStack`)."""
 
     config: EagleConfig | BlockConfig
+    lm_head: Linear | None
+
+    def hidden_layers(self) -> tuple[int, ...]:
+        """See `Head`."""
+        return self.config.taps
+
+    def logits(self, output: Tensor, target: SharedWeights) -> Tensor:
+        """Logits over the head's vocabulary `[R, V_d]` of rows `output` [R, D] behind its last norm; uncorrected."""
+        own: Tensor = target.output_logits(output) if self.lm_head is None else self.lm_head(output)
+        return own
 
     @property
     def layer_shape(self) -> ModelConfig:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from foretoken.config import DRAFTERS
 from foretoken.field_text import words
 from foretoken.measure.workload import SLICES
-from foretoken.option import option
+from foretoken.option import Option, option
 from foretoken.params import check_number
 
 ALL = "all"  # every slice, or every kind
@@ -33,6 +35,11 @@ SEED_OPTION = option("Seed of sampled answers.")
 PRICE_OPTION = option("Price of this machine per hour: adds the price of a million tokens.")
 
 _MAX_PRICE = 1e9
+
+
+def resume_option(what: str, how: str = "") -> Mapping[str, Option]:
+    """The option that names the file from which a run resumes, where each `what` is kept."""
+    return option(f"File that keeps each {what}; a run that was stopped goes on from it{how}.")
 
 
 def check_price(price_per_hour: float | None) -> None:

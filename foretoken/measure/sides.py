@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
@@ -13,6 +13,7 @@ from foretoken.engine_config import THREADS, EngineConfig
 from foretoken.errors import ConfigError, InputError
 from foretoken.measure.asked import BackendSource, chosen_draftings, drafting_name
 from foretoken.measure.options import PLAIN
+from foretoken.measure.report import Table
 from foretoken.option import option, same_option
 from foretoken.params import check_whole
 
@@ -119,6 +120,13 @@ def open_sides(options: SideOptions) -> Iterator[tuple[OpenSide, OpenSide]]:
             }
             found.append(OpenSide(side.upper(), backend, drafting, about))
         yield found[0], found[1]
+
+
+def side_table(about: Mapping[str, Mapping[str, str]]) -> Table:
+    """What the sides are, by letter: their `OpenSide.identity`."""
+    names = ("name", "version", "model", "drafter")
+    lines = tuple((label, *(own[name] for name in names)) for label, own in about.items())
+    return Table("Compared", ("", "backend", "version", "model", "drafter"), lines, justify="l")
 
 
 def _source(options: SideOptions, side: str) -> BackendSource:

@@ -64,6 +64,12 @@ class Estimate:
     high: float | None = None
 
 
+def ratio_text(found: Estimate) -> str:
+    """A ratio with its interval."""
+    ends = "" if found.low is None or found.high is None else f" [{found.low:.2f}, {found.high:.2f}]"
+    return f"{found.value:.2f}x{ends}"
+
+
 @dataclass(frozen=True)
 class PairedRatio:
     """One setting's rate over another's, its interval (None with a single prompt), and each prompt's own ratio."""

@@ -20,12 +20,15 @@ def is_page(out: Path) -> bool:
     return out.suffix.lower() in SUFFIXES and not out.is_dir()
 
 
-def check_out(out: Path) -> None:
-    """Check that a report can be written to a file or folder, before minutes of work; the folder is made.
+def check_out(out: Path | None) -> None:
+    """Check that a report can be written to a file or folder, before minutes of work; the folder is made. None: nothing
+    is to be written.
 
     Raises:
         StorageError: it cannot be made or written.
     """
+    if out is None:
+        return
     check_folder(out.parent if is_page(out) else out)
     if is_page(out):
         check_file("out", out)
@@ -38,15 +41,17 @@ def rendered(report: Report, suffix: str) -> str:
     return html_page(report) if suffix.lower() == ".html" else markdown(report)
 
 
-def write_report(report: Report, out: Path, name: str) -> Report:
+def write_report(report: Report, out: Path | None, name: str) -> Report:
     """Write the file `out`, or where `out` has none of `SUFFIXES` `out/YYYY-MM-DD-name.json` and `.md`, numbered where
-    a result of the day has that name.
+    a result of the day has that name. None: nothing is to be written.
 
     Returns the report with the files named.
 
     Raises:
         StorageError: the file or folder cannot be written.
     """
+    if out is None:
+        return report
     if is_page(out):
         report = dataclasses.replace(report, files=(*report.files, str(out)))
         replace_text("out", out, rendered(report, out.suffix))

@@ -1,22 +1,32 @@
-"""From an engine's configuration to its target: in this process, or divided among several."""
+"""From an engine's configuration to its target: in this process, or divided among several.
+
+Of a divided one this process is rank 0, which has the tables, the requests and all decisions: `LeadModel` turns what is
+decided into a `Plan` and sends it to the other ranks before each pass.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Self
 
 import torch
+from torch import Tensor
 
 from foretoken.engine_config import EngineConfig
-from foretoken.errors import ConfigError
+from foretoken.errors import ConfigError, RankError
 from foretoken.machine.process import note_computing
-from foretoken.model.interface import LanguageModel
+from foretoken.model.decoder import Decoder
+from foretoken.model.interface import ForwardOutput, LanguageModel
 from foretoken.model.open import cache_size, kept_dtype, native_config, open_device, open_model
+from foretoken.model.paged import PagedModel, Pass
 from foretoken.model.sharding import Shard
 from foretoken.model.strict import StrictModel, strict_kind
 from foretoken.parallel.exchange import RankExchange, rank_devices
 from foretoken.parallel.group import RankGroup, RankSetup, meeting_folder
-from foretoken.parallel.lead import LeadModel, StrictLeadModel
+from foretoken.parallel.plan import Move, Plan, PlanKind
 from foretoken.parallel.rank import load_rank
+from foretoken.transfer import to_host
 
 
 def open_target(folder: Path, config: EngineConfig) -> LanguageModel:
@@ -67,3 +77,75 @@ def _check_divides(folder: Path, world: int) -> None:
         remedy = f"{folder} runs through transformers, whose models are not divided here; leave it out"
         raise ConfigError("tensor_parallel", world, remedy)
     Shard(config, 0, world)
+
+
+class LeadModel(PagedModel):
+    """See `interface.RankedModel`; numbers of threads stay as they are, since ranks wait for each other."""
+
+    def __init__(self, group: RankGroup, decoder: Decoder, num_slots: int, kept: torch.dtype) -> None:
+        self.group = group
+        self._moves: list[Move] = []  # done here, and not sent yet
+        with group.together(Plan(PlanKind.CACHE, numbers=[num_slots])):
+            super().__init__(decoder, num_slots, kept=kept)
+
+    @property
+    def needs_equal_threads(self) -> bool:
+        """See `interface.NeedsEqualThreads`."""
+        return True
+
+    @property
+    def failure(self) -> RankError | None:
+        """See `interface.RankedModel`."""
+        return self.group.failure
+
+    def end(self) -> None:
+        """See `interface.RankedModel`."""
+        self.group.end()
+
+    def fresh(self) -> Self:
+        """Other ranks have one cache.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError("tensor_parallel", self.decoder.shard.world, "the target has one cache; open it anew")
+
+    def run_pass(self, one: Pass) -> ForwardOutput:
+        """See `PagedModel.run_pass`."""
+        rows = torch.cat([join.hidden for join in one.joins]) if one.joins else None
+        with self.group.together(self._plan(PlanKind.PASS, one), rows):
+            return super().run_pass(one)
+
+    def run_early(self, one: Pass) -> tuple[Tensor, Tensor]:
+        """See `PagedModel.run_early`."""
+        with self.group.together(self._plan(PlanKind.EARLY, one)):
+            return super().run_early(one)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """See `interface.SharesWeights`."""
+        with self.group.together(Plan(PlanKind.EMBED, self._taken(), tokens=to_host(tokens)[0])):
+            return super().embed(tokens)
+
+    def output_logits(self, normed: Tensor) -> Tensor:
+        """See `interface.SharesWeights`."""
+        assert normed.dtype == self.decoder.norm.weight.dtype, "rows of another format than the ranks expect"
+        with self.group.together(Plan(PlanKind.OUTPUT, self._taken(), [len(normed)]), normed):
+            return super().output_logits(normed)
+
+    def move(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
+        """See `PagedCache.move`; sent with the next plan."""
+        super().move(sources, destinations)
+        self._moves.append((sources, destinations))
+
+    def _plan(self, kind: PlanKind, one: Pass) -> Plan:
+        return Plan.of_pass(kind, one, to_host(one.tokens)[0], self._taken())
+
+    def _taken(self) -> list[Move]:
+        """The moves to send with a plan; none are left."""
+        moves = list(self._moves)
+        self._moves.clear()  # in place: twins share them, as they share the cache
+        return moves
+
+
+class StrictLeadModel(LeadModel, StrictModel):
+    """`LeadModel` with strict numerics: what rows share a product was proven on all ranks."""

@@ -22,7 +22,7 @@ from foretoken.backend.call import Backend, ModelInfo
 from foretoken.errors import ConfigError, ForetokenError, StorageError
 from foretoken.server.api.app import RouterMaker, create_app
 from foretoken.server.config import ServerConfig
-from foretoken.server.guard.app import guarded
+from foretoken.server.guard.app import Guard
 from foretoken.server.guard.connection import uvicorn_options
 from foretoken.server.life.fault_hooks import TEST_VARIABLE, debug_router, is_test_build
 from foretoken.server.life.replicas import AsyncCondition, Replicas
@@ -226,7 +226,7 @@ def compose(backend: Backend, config: ServerConfig) -> Composed:
     if is_test_build() and isinstance(backend, Replicas):
         routers.append(debug_router(backend))
     app = create_app(backend, config.api, observation.observers, routers)
-    return Composed(observation.around(guarded(app, config.guard)), uvicorn_options(config.guard), observation.close)
+    return Composed(observation.around(Guard(app, config.guard)), uvicorn_options(config.guard), observation.close)
 
 
 def listening_socket(host: str, port: int) -> socket.socket:

@@ -26,7 +26,7 @@ from foretoken.files import to_json
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.attention.paged import PackedAttention
 from foretoken.model.decoder import Decoder
-from foretoken.model.graphs.capture import CudaCapture, Step
+from foretoken.model.graphs.cache import CudaCapture, Step
 from foretoken.model.loader import load_decoder
 from foretoken.model.names import model_folder
 from foretoken.printing.console import Console

@@ -112,7 +112,7 @@ def test_requests_have_cursors_of_their_own() -> None:
     assert other.chain(2) == TEXT[::-1][:2]
     one.finish()
     other.finish()
-    assert not drafter._cursors
+    assert not drafter._indexes
 
 
 def test_accounts_in_openais_words(llm: LLM) -> None:

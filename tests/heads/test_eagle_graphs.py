@@ -19,7 +19,7 @@ from foretoken.heads.eagle_cache import CachedEagle
 from foretoken.heads.eagle_graphs import EagleGraphs, likeliest
 from foretoken.model.attention.paged import PagedAttention
 from foretoken.model.graphs import cache
-from foretoken.model.graphs.capture import Step
+from foretoken.model.graphs.cache import Step
 from foretoken.model.graphs.choice import GRAPHS_VARIABLE
 from foretoken.model.interface import Segment
 from foretoken.model.layers import MkldnnWeight

@@ -34,7 +34,7 @@ _num_faults: weakref.WeakKeyDictionary[Engine, int] = weakref.WeakKeyDictionary(
 KEPT_BY_DRAFTER: dict[type, Callable[[Any], object]] = {
     NgramDrafter: lambda drafter: drafter._indexes,
     SuffixDrafter: lambda drafter: drafter._indexes or drafter._requests,
-    PredictedDrafter: lambda drafter: drafter._cursors,
+    PredictedDrafter: lambda drafter: drafter._indexes,
     LookaheadDrafter: lambda drafter: drafter._requests,
     RecyclingDrafter: lambda drafter: None,  # the matrix is everybody's
     DraftModelDrafter: lambda drafter: drafter._texts or drafter._held or kept_in(drafter._cache),

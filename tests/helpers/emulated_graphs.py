@@ -31,7 +31,7 @@ from foretoken.model import paged_cache
 from foretoken.model.attention import fused
 from foretoken.model.attention.fused import FusedAttention
 from foretoken.model.graphs import cache
-from foretoken.model.graphs.capture import Capture, Step
+from foretoken.model.graphs.cache import Capture, Step
 
 NAN = float("nan")
 _READS = ("tolist", "numpy", "data_ptr")  # that no operator stands for

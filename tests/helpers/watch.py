@@ -197,7 +197,7 @@ def check_predicted_state(
     drafter: PredictedDrafter, sequence: int, text: list[int], num_drafted: int, num_accepted: int
 ) -> None:
     """The cursor has seen the end of the text."""
-    recent = drafter._cursors[sequence]._recent
+    recent = drafter._indexes[sequence]._recent
     assert recent == tuple(text[len(text) - len(recent) :])
 
 

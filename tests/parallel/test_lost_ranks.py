@@ -20,7 +20,7 @@ import torch
 from foretoken import LLM, AsyncEngine, EngineConfig, RankError, SamplingParams, SpecConfig
 from foretoken.model.row_kernels import row_kernels
 from foretoken.parallel import group
-from foretoken.parallel.lead import LeadModel
+from foretoken.parallel.open import LeadModel
 from tests.helpers import faulty_rank
 from tests.helpers.checkpoints import token_ids, variant
 from tests.helpers.deadline import within

@@ -14,7 +14,7 @@ from foretoken.engine.stats import EngineStats
 from foretoken.engine_config import EngineConfig
 from foretoken.server.api.app import create_app
 from foretoken.server.config import ServerConfig
-from foretoken.server.guard.app import PUBLIC_PATHS, ASGIApp, guarded, need_of
+from foretoken.server.guard.app import PUBLIC_PATHS, ASGIApp, Guard, need_of
 from foretoken.server.guard.config import GuardConfig
 from foretoken.server.observe.config import ObserveConfig
 from foretoken.server.observe.observation import Observation
@@ -121,7 +121,7 @@ def test_auth_matrix_of_admin_routes() -> None:
 def test_refused_requests_count_with_their_codes() -> None:
     backend = StatsBackend()
     observation = Observation(backend, ObserveConfig(request_log="none"))
-    app = observation.around(guarded(create_app(backend), GuardConfig(api_key=USER)))
+    app = observation.around(Guard(create_app(backend), GuardConfig(api_key=USER)))
     for token in (None, USER, USER):
         status(app, "GET", "/v1/models", token)
     counted = {tuple(s.labels.values()): s.value for s in _samples(observation, "foretoken_http_requests_total")}
@@ -133,7 +133,7 @@ def test_a_body_that_is_refused_half_way_is_no_client_that_left() -> None:
     observation = Observation(backend, ObserveConfig(request_log="none"))
     app = create_app(backend, observers=observation.observers)
     headers = [HOST, (b"content-type", b"application/json"), (b"transfer-encoding", b"chunked")]
-    small = observation.around(guarded(app, GuardConfig(max_body_bytes=100)))
+    small = observation.around(Guard(app, GuardConfig(max_body_bytes=100)))
     reply = asyncio.run(ask(small, scope_of("POST", "/v1/completions", headers), *[b"x" * 60] * 3))
     assert reply.status == 413
     assert [s.labels["code"] for s in _samples(observation, "foretoken_http_requests_total")] == ["413"]
@@ -159,7 +159,7 @@ def test_salt_isolation(backend: LocalBackend, tmp_path: Path) -> None:
     """Case 60: what one tenant sent neither speeds up nor warms another one's requests."""
     path = tmp_path / "keys.toml"
     path.write_text("".join(f'[{name}]\nkey = "{name}-key-123"\n' for name in ("alice", "bob", "carol")))
-    app = guarded(create_app(backend), GuardConfig(keys_file=str(path)))
+    app = Guard(create_app(backend), GuardConfig(keys_file=str(path)))
 
     def run(key: str, **more: Any) -> tuple[int, int, int]:
         """Cached prompt tokens, drafted and accepted tokens of an answer."""

@@ -15,7 +15,7 @@ from foretoken.errors import ContextLengthError, OverloadedError, UnavailableErr
 from foretoken.server.api.anthropic import ContentBlocks, completed_stop
 from foretoken.server.api.app import create_app
 from foretoken.server.api.config import ApiConfig
-from foretoken.server.guard.app import guarded
+from foretoken.server.guard.app import Guard
 from foretoken.server.guard.config import GuardConfig
 from tests.helpers.fake_backend import INFO, FakeBackend, ended, piece
 from tests.helpers.http import JSON, Records, client_of, run
@@ -382,7 +382,7 @@ def test_an_error_in_a_stream_is_its_last_event() -> None:
 
 
 def test_keys_by_both_headers() -> None:
-    app = guarded(create_app(FakeBackend()), GuardConfig(api_key="a-long-key"))
+    app = Guard(create_app(FakeBackend()), GuardConfig(api_key="a-long-key"))
 
     async def send(headers: dict[str, str]) -> Any:
         async with client_of(app) as client:

@@ -11,7 +11,7 @@ import pytest
 
 from foretoken.errors import ConfigError, InputError, StorageError
 from foretoken.server.guard import keys as keys_module
-from foretoken.server.guard.app import guarded
+from foretoken.server.guard.app import Guard
 from foretoken.server.guard.config import GuardConfig, is_loopback
 from foretoken.server.guard.keys import KeyRing, key_ring, read_keys, refuse_public_bind
 from foretoken.server.record import CALLER_KEY, Caller
@@ -47,7 +47,7 @@ class Echo:
 
 
 def run(config: GuardConfig, scope: dict[str, Any], *parts: bytes, app: Echo | None = None) -> Reply:
-    return asyncio.run(ask(guarded(app or Echo(), config), scope, *parts))
+    return asyncio.run(ask(Guard(app or Echo(), config), scope, *parts))
 
 
 # ---- keys
@@ -332,7 +332,7 @@ def test_a_slow_body_ends_with_408() -> None:
             if message["type"] == "http.response.start":
                 reply.status = message["status"]
 
-        await guarded(app, GuardConfig(body_timeout_s=0.05))(scope, receive, send)
+        await Guard(app, GuardConfig(body_timeout_s=0.05))(scope, receive, send)
         return reply, app
 
     reply, app = asyncio.run(slow(scope_of("POST", "/v1")))
@@ -344,7 +344,7 @@ def test_errors_of_the_application_are_its_own() -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        asyncio.run(ask(guarded(broken, GuardConfig()), scope_of("GET", "/health")))
+        asyncio.run(ask(Guard(broken, GuardConfig()), scope_of("GET", "/health")))
 
 
 def test_web_sockets_are_closed_and_the_lifespan_passes() -> None:
@@ -359,7 +359,7 @@ def test_web_sockets_are_closed_and_the_lifespan_passes() -> None:
 
     async def both() -> None:
         for kind in ("websocket", "lifespan"):
-            await guarded(app, KEYED)({"type": kind, "headers": [], "path": "/"}, None, send)  # type: ignore[arg-type]
+            await Guard(app, KEYED)({"type": kind, "headers": [], "path": "/"}, None, send)  # type: ignore[arg-type]
 
     asyncio.run(both())
     assert (sent, seen) == (["websocket.close"], ["lifespan"])

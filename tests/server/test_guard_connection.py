@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from foretoken.server.guard.app import guarded
+from foretoken.server.guard.app import Guard
 from foretoken.server.guard.config import MIB, GuardConfig
 from foretoken.server.guard.connection import uvicorn_options
 
@@ -39,7 +39,7 @@ class Running:
     def __init__(self, config: GuardConfig) -> None:
         self.server = uvicorn.Server(
             uvicorn.Config(
-                guarded(echo_length, config),
+                Guard(echo_length, config),
                 port=0,
                 lifespan="off",
                 log_level="critical",

@@ -13,7 +13,7 @@ from foretoken.backend.local import LocalBackend
 from foretoken.config import SpecConfig
 from foretoken.server.api.app import create_app
 from foretoken.server.api.config import ApiConfig
-from foretoken.server.guard.app import guarded
+from foretoken.server.guard.app import Guard
 from foretoken.server.guard.config import GuardConfig
 from foretoken.server.observe.config import ObserveConfig
 from foretoken.server.observe.history import summarise
@@ -31,7 +31,7 @@ def test_metrics_and_history_count_what_responses_say(backend: LocalBackend, tmp
     observation = Observation(backend, ObserveConfig(history=path, request_log="none", stats_max_age_s=0.0))
     api = ApiConfig(specs=(SpecConfig("draft_model", "reference:draft", num_draft=3),))
     app = create_app(backend, api, observation.observers, observation.routers)
-    whole = observation.around(guarded(app, GuardConfig(api_key=KEY, allowed_hosts=("test",))))
+    whole = observation.around(Guard(app, GuardConfig(api_key=KEY, allowed_hosts=("test",))))
 
     async def play() -> tuple[list[dict[str, Any]], Any, Any]:
         reports = []
@@ -89,7 +89,7 @@ def test_metrics_and_history_count_what_responses_say(backend: LocalBackend, tmp
 
 def test_a_client_that_leaves_counts_once(backend: LocalBackend) -> None:
     observation = Observation(backend, ObserveConfig(request_log="none"))
-    app = observation.around(guarded(create_app(backend, observers=observation.observers), GuardConfig()))
+    app = observation.around(Guard(create_app(backend, observers=observation.observers), GuardConfig()))
     body = json.dumps({"prompt": "def f(x):", "max_tokens": 500, "ignore_eos": True}).encode()
     headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
     asyncio.run(ask(app, scope_of("POST", "/v1/completions", headers), body))  # disconnects behind its body

@@ -24,7 +24,7 @@ ALLOWED = {
     ("backend/registry.py", "importlib.import_module"): "backends that are imported when first used",
     ("cli/verb.py", "importlib.import_module"): "the engine, imported when a verb runs",
     ("cli/verbs.py", "importlib.import_module"): "verbs that are imported when first used",
-    ("server/split/proxy.py", "httpx2"): "passes requests on to the two addresses of the command line",
+    ("server/split.py", "httpx2"): "passes requests on to the two addresses of the command line",
     ("registry.py", "importlib.import_module"): "drafters that are imported when first used",
 }
 

@@ -14,7 +14,7 @@ import pytest
 from foretoken.backend.call import AnswerEnded, Begun, Event, Piece, TokenEvent
 from foretoken.server.api.app import create_app
 from foretoken.server.api.config import ApiConfig
-from foretoken.server.guard.app import guarded
+from foretoken.server.guard.app import Guard
 from foretoken.server.guard.config import GuardConfig
 from tests.helpers.fake_backend import STATS, FakeBackend
 from tests.helpers.virtual_loop import run_virtually
@@ -69,7 +69,7 @@ class Packet:
 def packets(pattern: Sequence[int], config: ApiConfig, **body: Any) -> list[Packet]:
     """What is sent for a streamed request."""
     request = {"model": "fake", "prompt": "x", "stream": True, "max_tokens": NUM_TOKENS} | body
-    app, found = guarded(create_app(PatternBackend(pattern), config), GuardConfig()), list[Packet]()
+    app, found = Guard(create_app(PatternBackend(pattern), config), GuardConfig()), list[Packet]()
 
     async def play() -> None:
         loop = asyncio.get_running_loop()

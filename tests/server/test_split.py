@@ -13,8 +13,7 @@ from foretoken.backend.call import Begun
 from foretoken.measure.ab.live import LiveOptions
 from foretoken.measure.ab.live_sums import LiveRequest, LiveTurn
 from foretoken.server.api.app import create_app
-from foretoken.server.split.proxy import Splitter
-from foretoken.server.split.run import Comparison
+from foretoken.server.split import Comparison, Splitter
 from tests.helpers.fake_backend import FakeBackend, ended, piece
 from tests.helpers.http import JSON, Serving, client_of
 

@@ -62,8 +62,7 @@ class LiveOptions:
             raise ConfigError("washout_s", self.washout_s, f"must be less than block_s, which is {self.block_s:g}")
         check_number("margin", self.margin, 0.0, 1.0, open_low=True)
         check_name(self.name)
-        if self.out is not None:
-            check_out(self.out)
+        check_out(self.out)
 
 
 def turn_at(options: LiveOptions, elapsed_s: float) -> LiveTurn:

@@ -7,10 +7,11 @@ from dataclasses import asdict
 
 from foretoken.measure.ab.live import LiveOptions, live_outcome, pair_means
 from foretoken.measure.ab.live_sums import LiveBlock, LiveSide, LiveSums
-from foretoken.measure.ab.report import metric_figure, ratio_text
+from foretoken.measure.ab.report import metric_figure
 from foretoken.measure.ab.rows import SHARES, Outcome
 from foretoken.measure.report import Report, Table
 from foretoken.measure.sequential import MIN_BLOCKS
+from foretoken.measure.stats import ratio_text
 
 EXPLAINED = (
     "B over A: A's time per token as a multiple of B's, by the mean difference of logarithms between the two blocks of "

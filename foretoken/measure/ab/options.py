@@ -7,7 +7,7 @@ from pathlib import Path
 
 from foretoken.errors import InputError
 from foretoken.field_text import numbers
-from foretoken.measure.options import CHAT_OPTION, NAME_OPTION, OUT_OPTION, SEED_OPTION, check_price
+from foretoken.measure.options import CHAT_OPTION, NAME_OPTION, OUT_OPTION, SEED_OPTION, check_price, resume_option
 from foretoken.measure.sides import SideOptions
 from foretoken.measure.write import check_name, check_out
 from foretoken.option import check_fields, option
@@ -53,9 +53,7 @@ class AbOptions(SideOptions):
         default=None,
         metadata=option("Price of a machine per hour, or of A's and B's as 2.5,3: adds costs.", read=numbers),
     )
-    resume: Path | None = field(
-        default=None, metadata=option("File that keeps each pair; a run that was stopped goes on from it.")
-    )
+    resume: Path | None = field(default=None, metadata=resume_option("pair"))
     out: Path | None = field(default=None, metadata=OUT_OPTION)
     name: str = field(default="ab", metadata=NAME_OPTION)
     seed: int = field(default=0, metadata=SEED_OPTION)
@@ -81,8 +79,7 @@ class AbOptions(SideOptions):
         for price in self.price_per_hour or ():
             check_price(price)
         check_name(self.name)
-        if self.out is not None:
-            check_out(self.out)
+        check_out(self.out)
 
     @property
     def prices(self) -> tuple[float, float] | None:

@@ -12,7 +12,6 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from foretoken.backend.answering import Question
 from foretoken.measure.ab.options import AbOptions
@@ -139,8 +138,3 @@ def block_means(pairs: Sequence[Pair], metric: str) -> list[float]:
         if value is not None:
             blocks.setdefault(pair.plan.block, []).append(value)
     return [math.fsum(values) / len(values) for _, values in sorted(blocks.items())]
-
-
-def observed_from(line: dict[str, Any]) -> Observed:
-    """What `dataclasses.asdict` made of an `Observed`."""
-    return Observed(**line)

@@ -24,7 +24,8 @@ from foretoken.measure.ab.rows import (
 from foretoken.measure.plots import Plot, Point, Series, shown
 from foretoken.measure.report import Report, Table
 from foretoken.measure.sequential import MIN_BLOCKS
-from foretoken.measure.stats import Estimate
+from foretoken.measure.sides import side_table
+from foretoken.measure.stats import Estimate, ratio_text
 
 EXPLAINED = (
     "B over A: the speed of B as a multiple of A's, by the mean of log-ratios of a request on both; above 1 B is "
@@ -77,7 +78,7 @@ def ab_report(
         command=command,
         options=asdict(options),
         results=results,
-        tables=(_metric_table(metrics), _slice_table(slices, options), _side_table(about)),
+        tables=(_metric_table(metrics), _slice_table(slices, options), side_table(about)),
         explained=EXPLAINED,
         caveats=tuple(caveats),
         verdict=verdict_line(outcome, len(pairs), options),
@@ -196,13 +197,6 @@ def _slice_line(row: SliceRow, has_costs: bool) -> tuple[str, ...]:
     return (row.slice or "all", str(row.num_pairs), errors, *speeds, ratio, texts, *cells)
 
 
-def _side_table(about: Mapping[str, Mapping[str, str]]) -> Table:
-    lines = tuple(
-        (label, *(own[name] for name in ("name", "version", "model", "drafter"))) for label, own in about.items()
-    )
-    return Table("Compared", ("", "backend", "version", "model", "drafter"), lines, justify="l")
-
-
 def _plots(metrics: Sequence[MetricRow], slices: Sequence[SliceRow]) -> tuple[Plot, ...]:
     points = [
         Point(_WORDS[row.metric], row.outcome.speedup.value, row.outcome.speedup.low, row.outcome.speedup.high)
@@ -229,12 +223,6 @@ def _pair_values(pair: Pair) -> dict[str, Any]:
     }
     about = {"name": pair.plan.name, "slice": pair.plan.slice, "block": pair.plan.block, "a_first": pair.plan.a_first}
     return about | sides | {"equal_text": pair.a.text == pair.b.text}
-
-
-def ratio_text(found: Estimate) -> str:
-    """A ratio with its interval."""
-    ends = "" if found.low is None or found.high is None else f" [{found.low:.2f}, {found.high:.2f}]"
-    return f"{found.value:.2f}x{ends}"
 
 
 def metric_figure(metric: str, value: float) -> str:

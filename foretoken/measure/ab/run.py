@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from foretoken.errors import UnavailableError
+from foretoken.backend.answering import Question, check_question
+from foretoken.errors import ForetokenError, UnavailableError
 from foretoken.measure.ab.options import AbOptions
-from foretoken.measure.ab.pairs import Pair, PairPlan, block_means, observed_from, plan_pairs
+from foretoken.measure.ab.pairs import Observed, Pair, PairPlan, block_means, plan_pairs
 from foretoken.measure.ab.report import ab_report
 from foretoken.measure.ab.rows import PRIMARY, margin_of
-from foretoken.measure.ab.sides import AbSide
 from foretoken.measure.kept import KeptFile, digest, run_of
 from foretoken.measure.progress import progress
 from foretoken.measure.prompts import read_prompts
 from foretoken.measure.report import Report, load_average
 from foretoken.measure.sequential import confidence_sequence, judge
-from foretoken.measure.sides import open_sides
+from foretoken.measure.sides import OpenSide, open_sides
 from foretoken.measure.write import write_report
 
 _FREE_TO_CHANGE = ("stop_early", "margin")  # of a run that goes on: they decide about no answer
+_MAX_FAILED_IN_A_ROW = 5
 
 
 def ab(a: str, b: str, replay: str | Path, **options: Any) -> Report:  # noqa: ANN401 - the other fields of AbOptions
@@ -85,7 +87,7 @@ def run_ab(options: AbOptions, command: str = "foretoken ab") -> Report:
         interrupted,
         replay.is_resumed,
     )
-    return write_report(report, options.out, options.name) if options.out is not None else report
+    return write_report(report, options.out, options.name)
 
 
 def _measure(options: AbOptions, replay: _Replay, sides: tuple[AbSide, AbSide], kept: KeptFile | None) -> None:
@@ -150,7 +152,7 @@ def _kept(options: AbOptions, replay: _Replay, about: dict[str, dict[str, str]])
 
     def read(line: dict[str, Any]) -> tuple[str, Pair]:
         plan = replay.plans[line["pair"]]
-        return line["phase"], Pair(plan, observed_from(line["a"]), observed_from(line["b"]))
+        return line["phase"], Pair(plan, Observed(**line["a"]), Observed(**line["b"]))
 
     known = file.restored(read)
     replay.aa_pairs += [pair for phase, pair in known if phase == "aa"]
@@ -162,3 +164,42 @@ def _kept(options: AbOptions, replay: _Replay, about: dict[str, dict[str, str]])
 def _keep(kept: KeptFile | None, phase: str, pair: Pair) -> None:
     if kept is not None:
         kept.append({"phase": phase, "pair": pair.plan.index, "a": asdict(pair.a), "b": asdict(pair.b)})
+
+
+@dataclass
+class AbSide:
+    """One side, and how many answers in a row it has failed."""
+
+    side: OpenSide
+    num_failed_in_a_row: int = field(default=0)
+
+    def ask(self, question: Question) -> Observed:
+        """The answer to one question, timed; a failure is kept in it. An engine in this process has forgotten earlier
+        answers by then: both sides may be one, and the other side has just answered the same.
+
+        Raises:
+            UnavailableError: so many answers in a row failed that there is nothing to compare.
+        """
+        self.side.backend.reset()
+        began = time.perf_counter()
+        try:
+            answer = self.side.backend.answer(question, self.side.drafting)
+        except ForetokenError as error:
+            self.num_failed_in_a_row += 1
+            if self.num_failed_in_a_row >= _MAX_FAILED_IN_A_ROW:
+                raise UnavailableError(
+                    f"{self.side.title} failed {self.num_failed_in_a_row} times in a row: {error}"
+                ) from error
+            return Observed(time.perf_counter() - began, 0, error=f"{type(error).__name__}: {error}")
+        e2e_s = time.perf_counter() - began
+        self.num_failed_in_a_row = 0
+        itl_s = answer.decode_s / answer.decode_tokens if answer.decode_tokens > 0 and answer.decode_s > 0 else None
+        return Observed(e2e_s, answer.num_emitted, answer.ttft_s, itl_s, answer.text)
+
+    def check(self, question: Question) -> None:
+        """Refuse what the backend cannot be asked.
+
+        Raises:
+            InputError: names the field.
+        """
+        check_question(self.side.title, question, self.side.drafting, self.side.backend.capabilities)

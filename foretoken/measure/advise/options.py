@@ -132,8 +132,7 @@ class AdviseOptions:
             check_number("slo_ms", self.slo_ms, 0.0, _MAX_SLO_MS, open_low=True)
         check_price(self.price_per_hour)
         check_name(self.name)
-        if self.out is not None:
-            check_out(self.out)
+        check_out(self.out)
 
     def _check_url(self) -> None:
         """The address can be asked, and nothing is given that only our own engine reads.

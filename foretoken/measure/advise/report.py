@@ -18,11 +18,11 @@ from foretoken.measure.advise.rounds import AnswerRounds
 from foretoken.measure.advise.verdict import (
     MARGIN,
     candidate_verdict,
-    shown,
     verdict_of,
 )
 from foretoken.measure.plots import Plot, Point, Series
 from foretoken.measure.report import Report, Table
+from foretoken.measure.stats import ratio_text
 from foretoken.plan.memory import Budget
 
 EXPLAINED = (
@@ -166,7 +166,7 @@ def _load_table(best: Sequence[SpeedCell], options: AdviseOptions) -> Table:
                 cell.candidate,
                 str(cell.concurrency),
                 str(cell.num_draft),
-                shown(cell.speedup),
+                ratio_text(cell.speedup),
                 f"{cell.decode_speedup:.2f}x",
                 f"{cell.emitted_per_step:.2f}",
                 f"{cell.step_ratio:.2f}",
@@ -185,7 +185,7 @@ def _slice_tables(best: Sequence[SpeedCell]) -> tuple[Table, ...]:
     loads = sorted({cell.concurrency for cell in own})
     places = list(dict.fromkeys((cell.candidate, cell.slice) for cell in own))
     known = {(cell.candidate, cell.slice, cell.concurrency): cell for cell in own}
-    lines = tuple((*place, *(shown(known[(*place, load)].speedup) for load in loads)) for place in places)
+    lines = tuple((*place, *(ratio_text(known[(*place, load)].speedup) for load in loads)) for place in places)
     headings = ("drafter", "slice", *(f"{load} at once" for load in loads))
     return (Table("Speed-up by slice", headings, lines, justify="llr"),)
 

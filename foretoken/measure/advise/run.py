@@ -72,7 +72,7 @@ def run_advise(options: AdviseOptions, command: str = "foretoken advise") -> Rep
         caveats = source_caveats(model_folder(options.target), None, load)
     caveats += found.notes
     report = advise_report(options, found, command, caveats)
-    return write_report(report, options.out, options.name) if options.out is not None else report
+    return write_report(report, options.out, options.name)
 
 
 def _prompts(options: AdviseOptions) -> list[EvalPrompt]:

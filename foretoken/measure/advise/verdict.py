@@ -10,7 +10,7 @@ from typing import Literal
 from foretoken.measure.advise.cells import ALL_SLICES, SpeedCell
 from foretoken.measure.advise.checks import Finding, shortest_answer
 from foretoken.measure.advise.costs import LoadCosts
-from foretoken.measure.stats import Estimate
+from foretoken.measure.stats import ratio_text
 
 Answer = Literal["yes", "only under this load", "only for these slices", "no"]
 MARGIN = 0.03  # a gain that is smaller is none
@@ -80,7 +80,7 @@ def _reasons(overall: Sequence[SpeedCell], findings: Sequence[Finding]) -> list[
         else:
             found.append(
                 f"with {requests} at once a step emits {cell.emitted_per_step:.2f} tokens a request and takes "
-                f"{cell.step_ratio:.2f} plain steps ({shown(cell.speedup)} end to end)"
+                f"{cell.step_ratio:.2f} plain steps ({ratio_text(cell.speedup)} end to end)"
             )
     return list(dict.fromkeys(found))
 
@@ -138,7 +138,7 @@ def _gain(one: CandidateVerdict, cells: Sequence[SpeedCell]) -> tuple[bool, floa
 def _sentence(best: CandidateVerdict, own: Mapping[int, SpeedCell], cells: Sequence[SpeedCell]) -> str:
     if not best.paying_loads:
         named = [
-            f"{cell.slice} {shown(cell.speedup)}"
+            f"{cell.slice} {ratio_text(cell.speedup)}"
             for cell in cells
             if cell.candidate == best.candidate and cell.slice in best.paying_slices and cell.concurrency == min(own)
         ]
@@ -148,7 +148,7 @@ def _sentence(best: CandidateVerdict, own: Mapping[int, SpeedCell], cells: Seque
             f"{', '.join(named)} as fast as plain decoding; on all texts together it does not pay."
         )
     parts = [
-        f"{shown(own[load].speedup)} as fast with {_requests(load)} at once ({_draft_tokens(own[load].num_draft)})"
+        f"{ratio_text(own[load].speedup)} as fast with {_requests(load)} at once ({_draft_tokens(own[load].num_draft)})"
         for load in best.paying_loads
     ]
     sentence = f"answers come {', '.join(parts)}"
@@ -156,18 +156,12 @@ def _sentence(best: CandidateVerdict, own: Mapping[int, SpeedCell], cells: Seque
         sentence += f"; not on {', '.join(best.losing_slices)}"
     if best.answer == "yes":
         return f"Speculate with {best.candidate}: {sentence}."
-    others = [f"{load}: {shown(cell.speedup)}" for load, cell in own.items() if load not in best.paying_loads]
+    others = [f"{load}: {ratio_text(cell.speedup)}" for load, cell in own.items() if load not in best.paying_loads]
     most = max(best.paying_loads)
     return (
         f"Speculate with {best.candidate}, but only up to {_requests(most)} at once: {sentence}; beyond, it does not "
         f"pay ({', '.join(others)})."
     )
-
-
-def shown(found: Estimate) -> str:
-    """A ratio with its interval."""
-    ends = "" if found.low is None or found.high is None else f" [{found.low:.2f}, {found.high:.2f}]"
-    return f"{found.value:.2f}x{ends}"
 
 
 def _draft_tokens(count: int) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from foretoken.errors import InputError
 from foretoken.field_text import words
-from foretoken.measure.options import CHAT_OPTION, NAME_OPTION, OUT_OPTION, PROMPTS_OPTION, SEED_OPTION
+from foretoken.measure.options import CHAT_OPTION, NAME_OPTION, OUT_OPTION, PROMPTS_OPTION, SEED_OPTION, resume_option
 from foretoken.measure.sides import SideOptions
 from foretoken.measure.write import check_name, check_out
 from foretoken.option import check_fields, option
@@ -45,9 +45,7 @@ class CertifyOptions(SideOptions):
     only: tuple[str, ...] = field(
         default=KINDS, metadata=option(f"Kinds of checks, separated by commas: {', '.join(KINDS)}.", read=words)
     )
-    resume: Path | None = field(
-        default=None, metadata=option("File that keeps each answer; a run that was stopped goes on from it.")
-    )
+    resume: Path | None = field(default=None, metadata=resume_option("answer"))
     out: Path | None = field(default=None, metadata=OUT_OPTION)
     name: str = field(default="certify", metadata=NAME_OPTION)
     seed: int = field(default=0, metadata=SEED_OPTION)
@@ -63,8 +61,7 @@ class CertifyOptions(SideOptions):
         check_number("tolerance", self.tolerance, 0.0, 10.0)
         _check_kinds(self.only)
         check_name(self.name)
-        if self.out is not None:
-            check_out(self.out)
+        check_out(self.out)
 
 
 def _check_kinds(kinds: tuple[str, ...]) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 from foretoken.measure.certify.options import CertifyOptions
 from foretoken.measure.certify.sampled import SETTINGS, level_of, num_answers
 from foretoken.measure.checks import Check, check_table, failed, verdict
-from foretoken.measure.report import Report, Table
+from foretoken.measure.report import Report
+from foretoken.measure.sides import side_table
 
 
 def certify_report(
@@ -46,7 +47,7 @@ def certify_report(
         command=command,
         options=asdict(options),
         results=results,
-        tables=(check_table(checks, "B against A"), _side_table(about)),
+        tables=(check_table(checks, "B against A"), side_table(about)),
         explained=_explained(options, drafted),
         caveats=tuple(caveats),
         verdict=line,
@@ -66,9 +67,3 @@ def _explained(options: CertifyOptions, drafted: Mapping[str, int] | None) -> st
         f"{options.tolerance:g}. sees: what a check misses with probability 0.01 at most. not asked: a side refuses "
         "the request, or does not report what the check needs. undecided: A does the same, or nothing could differ."
     )
-
-
-def _side_table(about: Mapping[str, Mapping[str, str]]) -> Table:
-    names = ("name", "version", "model", "drafter")
-    lines = tuple((label, *(own[name] for name in names)) for label, own in about.items())
-    return Table("Compared", ("", "backend", "version", "model", "drafter"), lines, justify="l")

@@ -85,7 +85,7 @@ def run_certify(options: CertifyOptions, command: str = "foretoken certify") -> 
         caveats += [note for side in sides for note in side.backend.notes()]
     rows = [*a.rows, *b.rows]
     report = certify_report(options, about, checks, rows, drafted, command, list(dict.fromkeys(caveats)), interrupted)
-    return write_report(report, options.out, options.name) if options.out is not None else report
+    return write_report(report, options.out, options.name)
 
 
 def _drafted(before: Mapping[str, float] | None, after: Mapping[str, float] | None) -> dict[str, int] | None:

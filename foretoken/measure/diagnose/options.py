@@ -59,5 +59,4 @@ class DiagnoseOptions:
         elif self.model is not None:
             raise ConfigError("model", self.model, "names a model at --url; give that, or leave it out")
         check_name(self.name)
-        if self.out is not None:
-            check_out(self.out)
+        check_out(self.out)

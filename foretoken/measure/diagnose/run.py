@@ -72,7 +72,7 @@ def run_diagnose(options: DiagnoseOptions, command: str = "foretoken diagnose") 
     """
     found = _diagnosis(options, command)
     report = diagnose_report(options, found, command)
-    return write_report(report, options.out, options.name) if options.out is not None else report
+    return write_report(report, options.out, options.name)
 
 
 def _diagnosis(options: DiagnoseOptions, command: str) -> Diagnosis:

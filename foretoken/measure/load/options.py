@@ -26,6 +26,7 @@ from foretoken.measure.options import (
     REPEATS_OPTION,
     SEED_OPTION,
     check_price,
+    resume_option,
 )
 from foretoken.measure.prompts import read_prompts
 from foretoken.measure.workload import MAX_PROMPTS
@@ -109,10 +110,7 @@ class LoadOptions:
     threads: int | None = field(default=None, metadata=THREADS)
     price_per_hour: float | None = field(default=None, metadata=PRICE_OPTION)
     out: Path | None = field(default=None, metadata=OUT_OPTION)
-    resume: Path | None = field(
-        default=None,
-        metadata=option("File that keeps each turn; a run that was stopped goes on from it with the same options."),
-    )
+    resume: Path | None = field(default=None, metadata=resume_option("turn", " with the same options"))
     name: str = field(default="batches", metadata=NAME_OPTION)
     seed: int = field(default=0, metadata=SEED_OPTION)
 
@@ -139,8 +137,7 @@ class LoadOptions:
         self._check_routing()
         check_price(self.price_per_hour)
         check_name(self.name)
-        if self.out is not None:
-            check_out(self.out)
+        check_out(self.out)
 
     @property
     def routing(self) -> RoutingRules:

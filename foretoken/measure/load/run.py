@@ -170,7 +170,7 @@ def make_report(
         explained=explained,
         caveats=(*caveats, *notes),
     )
-    return write_report(report, options.out, options.name) if options.out is not None else report
+    return write_report(report, options.out, options.name)
 
 
 EXPLAINED = (

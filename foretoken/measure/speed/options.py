@@ -29,6 +29,7 @@ from foretoken.measure.options import (
     SLICES_OPTION,
     STOP_AT_EOS_OPTION,
     check_price,
+    resume_option,
 )
 from foretoken.measure.workload import MAX_PROMPTS, SLICES
 from foretoken.measure.write import check_name
@@ -121,10 +122,7 @@ class SpeedOptions:
     price_per_hour: float | None = field(default=None, metadata=PRICE_OPTION)
     plot: Path | None = field(default=None, metadata=option("Draw tokens per second into this .png or .svg file."))
     out: Path | None = field(default=None, metadata=OUT_OPTION)
-    resume: Path | None = field(
-        default=None,
-        metadata=option("File that keeps each answer; a run that was stopped goes on from it with the same options."),
-    )
+    resume: Path | None = field(default=None, metadata=resume_option("answer", " with the same options"))
     name: str = field(default="bench", metadata=NAME_OPTION)
     seed: int = field(default=0, metadata=SEED_OPTION)
 

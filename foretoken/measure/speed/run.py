@@ -93,7 +93,7 @@ def run_speed(options: SpeedOptions, llm: LLM | None = None, command: str = "for
     )
     if options.plot is not None and rows:
         write_plot(rows, machine()["cpu"], options.plot)
-    return write_report(report, options.out, options.name) if options.out is not None else report
+    return write_report(report, options.out, options.name)
 
 
 def measure_speed(options: SpeedOptions, llm: LLM | None = None) -> SpeedRun:
@@ -102,8 +102,7 @@ def measure_speed(options: SpeedOptions, llm: LLM | None = None) -> SpeedRun:
     Raises:
         ForetokenError: see `run_speed`.
     """
-    if options.out is not None:
-        check_out(options.out)
+    check_out(options.out)
     prompts, notes = _prompts(options)
     torch.set_num_threads(options.num_threads)
     target, draft = _folders(options, given=llm is not None)

@@ -22,6 +22,7 @@ from foretoken.measure.options import (
     SEED_OPTION,
     SLICES_OPTION,
     check_price,
+    resume_option,
 )
 from foretoken.measure.prompts import choose, read_prompts
 from foretoken.measure.workload import SLICES, Prompt, slices
@@ -87,10 +88,7 @@ class UrlOptions:
     key_variable: str = field(default=DEFAULT_KEY_VARIABLE, metadata=option("Environment variable with the API key."))
     price_per_hour: float | None = field(default=None, metadata=PRICE_OPTION)
     out: Path | None = field(default=None, metadata=OUT_OPTION)
-    resume: Path | None = field(
-        default=None,
-        metadata=option("File that keeps each load; a run that was stopped goes on from it with the same options."),
-    )
+    resume: Path | None = field(default=None, metadata=resume_option("load", " with the same options"))
     name: str = field(default="url", metadata=NAME_OPTION)
     seed: int = field(default=0, metadata=SEED_OPTION)
 
@@ -118,8 +116,7 @@ class UrlOptions:
             if getattr(self, name) == "":
                 raise InputError(name, "", "must not be empty; leave it out")
         check_name(self.name)
-        if self.out is not None:
-            check_out(self.out)
+        check_out(self.out)
 
     @property
     def base(self) -> str:

@@ -126,7 +126,7 @@ def run_url(options: UrlOptions, command: str = "foretoken bench --url") -> Repo
         explained=EXPLAINED,
         caveats=(*known, *_repeats(options, runs), *_caveats(rows, load, interrupted)),
     )
-    return write_report(report, options.out, options.name) if options.out is not None else report
+    return write_report(report, options.out, options.name)
 
 
 def plan_runs(options: UrlOptions) -> list[UrlRun]:

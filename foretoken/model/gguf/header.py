@@ -222,7 +222,7 @@ class _Cursor:
 
     def take(self, layout: str, what: str) -> tuple[int, ...]:
         """Numbers laid out as `struct` says."""
-        start = self._advance(struct.calcsize(layout), what)
+        start = self.skip(struct.calcsize(layout), what)
         return struct.unpack_from(layout, self.view, start)
 
     def text(self, what: str, max_bytes: int = _MAX_HEADER_BYTES) -> str:
@@ -230,15 +230,11 @@ class _Cursor:
         (length,) = self.take("<Q", what)
         if length > max_bytes:
             raise CheckpointError(f"{self.path}: {what} claims a string of {length:,} bytes; the file cannot hold it")
-        start = self._advance(length, what)
+        start = self.skip(length, what)
         try:
             return self.view[start : start + length].decode("utf-8")
         except UnicodeDecodeError as error:
             raise CheckpointError(f"{self.path}: {what} is not UTF-8 text ({error.reason})") from error
-
-    def skip(self, num_bytes: int, what: str) -> None:
-        """Go on behind `num_bytes`."""
-        self._advance(num_bytes, what)
 
     def check_count(self, count: int, min_bytes: int, what: str) -> None:
         """Refuse a number of things that the rest of the header cannot hold."""
@@ -248,7 +244,8 @@ class _Cursor:
                 "the file is truncated or corrupt"
             )
 
-    def _advance(self, num_bytes: int, what: str) -> int:
+    def skip(self, num_bytes: int, what: str) -> int:
+        """Go on behind `num_bytes`; where they begin."""
         start = self.position
         if num_bytes > self.end - start:
             raise CheckpointError(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import is_not
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,12 +15,13 @@ from foretoken.kv.pool import KVPool
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.attention.fused import FusedAttention, WorkNumbers, numbers_of
 from foretoken.model.decoder import Decoder
-from foretoken.model.graphs.capture import Capture, CudaCapture, Step
 from foretoken.model.graphs.shape import MAX_ROWS, StepShape
 from foretoken.model.interface import ForwardOutput
 from foretoken.model.paged_cache import ForwardInputs
 from foretoken.transfer import fill
 
+Step = Callable[[], None]  # reads and writes tensors that stay where they are
+Capture = Callable[[Step], Step]
 MAX_GRAPHS = 96
 # Numbers of the input block in front of block tables, and for trees: rows by what they may see.
 HEAD_NUMBERS, _TREE_NUMBERS = 32 * MAX_ROWS, 2 * MAX_ROWS * MAX_ROWS
@@ -27,6 +29,34 @@ HEAD_NUMBERS, _TREE_NUMBERS = 32 * MAX_ROWS, 2 * MAX_ROWS * MAX_ROWS
 REPLAYED, JOINED = "replayed", "rows that ran early"
 MANY_ROWS, MANY_NUMBERS = f"more than {MAX_ROWS} rows", "block tables too long"
 MANY_GRAPHS, NO_MEMORY = f"more than {MAX_GRAPHS} shapes", "no memory"
+
+
+class CudaCapture:
+    """Captures steps that share the memory of what lies between their operations: they must not run side by side."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._shared: tuple[Any, torch.cuda.Stream] | None = None  # handle of the memory, and its stream
+
+    def __call__(self, step: Step) -> Step:
+        """Run `step` to warm up, and capture it: what replays it.
+
+        Raises:
+            torch.OutOfMemoryError: no memory for what lies between its operations.
+        """
+        with torch.cuda.device(self._device):
+            if self._shared is None:
+                self._shared = torch.cuda.graph_pool_handle(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            (pool, stream), current = self._shared, torch.cuda.current_stream()
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                step()  # what is compiled or allocated at a first run is not part of a graph
+            current.wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            # Memory is shared by captures on one stream. Other threads may call what a capture forbids.
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                step()
+        return graph.replay
 
 
 class StepGraphs(ABC):

@@ -4,22 +4,23 @@ and `/v1/messages/count_tokens`, the length of its prompt.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from foretoken.backend.call import AnswerEnded, TokenEvent
+from foretoken.backend.call import AnswerEnded, Event, TokenEvent
 from foretoken.errors import ForetokenError
 from foretoken.server.api.anthropic_request import MessagesRequest, TokenCountRequest, as_chat
 from foretoken.server.api.body import JsonRoute
 from foretoken.server.api.call import chat_call, terms_of, tier_of
 from foretoken.server.api.envelopes import MESSAGES_ERROR_SCHEMA, MESSAGES_PATH, wire_of
-from foretoken.server.api.errors import ApiError, json_response, of_exception
+from foretoken.server.api.errors import ApiError, error_responses, json_response, of_exception
 from foretoken.server.api.exchange import Api, Exchange
 from foretoken.server.api.messages import arguments_of, shaper_of, source_of
 from foretoken.server.api.schemas import ChatRequest
-from foretoken.server.api.streaming import PieceGroup, paced
+from foretoken.server.api.streaming import PieceGroup, frames_of
 from foretoken.server.api.usage import usage
 from foretoken.server.api.writer import ResponseWriter, answer
 
@@ -34,9 +35,7 @@ _PARAMS = {
     "reasoning_effort": "output_config.effort",
 }
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-_ERRORS: dict[int | str, _Json] = {
-    "default": {"description": "An error", "content": {"application/json": {"schema": MESSAGES_ERROR_SCHEMA}}}
-}
+_ERRORS = error_responses(MESSAGES_ERROR_SCHEMA)
 
 
 def messages_router(api: Api) -> APIRouter:
@@ -86,7 +85,7 @@ class MessageWriter:
     """One message, whole or as events."""
 
     def __init__(self, exchange: Exchange, chat: ChatRequest) -> None:
-        self._exchange, self._chat = exchange, chat
+        self._exchange, self._chat, self._is_begun = exchange, chat, False
         self._shaper, self._blocks = shaper_of(chat, exchange.info), ContentBlocks()
         self._frame = ResponseWriter(exchange, chat, "msg", "message", "message")
 
@@ -107,26 +106,26 @@ class MessageWriter:
         Raises:
             ApiError: the call failed.
         """
-        exchange, is_begun = self._exchange, False
         try:
-            async with paced(exchange) as groups:
-                async for event in groups:
-                    if not is_begun and isinstance(event, PieceGroup | AnswerEnded):
-                        is_begun = True
-                        yield self._encoded({"type": "message_start", "message": self._message()})
-                        yield wire_of(exchange.path).ping
-                    if isinstance(event, PieceGroup):
-                        for made in self._blocks.add(self._shaper.push(event.piece.text)):
-                            yield self._encoded(made)
-                    elif isinstance(event, AnswerEnded):
-                        last, stop = self._ended(event)
-                        for made in last:
-                            yield self._encoded(made)
-                        end = {"type": "message_delta", "delta": stop, "usage": self._usage()}
-                        yield self._encoded({**end, **self._reports()})
-                        yield self._encoded({"type": "message_stop"})
+            async with contextlib.aclosing(frames_of(self._exchange, self._frames)) as frames:
+                async for data in frames:
+                    yield data
         except ApiError as error:
             raise _named(error, self._chat) from error
+
+    def _frames(self, event: Event | PieceGroup) -> Iterator[bytes]:
+        if not self._is_begun and isinstance(event, PieceGroup | AnswerEnded):
+            self._is_begun = True
+            yield self._encoded({"type": "message_start", "message": self._message()})
+            yield wire_of(self._exchange.path).ping
+        if isinstance(event, PieceGroup):
+            yield from map(self._encoded, self._blocks.add(self._shaper.push(event.piece.text)))
+        elif isinstance(event, AnswerEnded):
+            last, stop = self._ended(event)
+            yield from map(self._encoded, last)
+            end = {"type": "message_delta", "delta": stop, "usage": self._usage()}
+            yield self._encoded({**end, **self._reports()})
+            yield self._encoded({"type": "message_stop"})
 
     def _ended(self, event: AnswerEnded) -> tuple[list[_Json], _Json]:
         """The last events of the content, and why it ended."""

@@ -14,7 +14,7 @@ from foretoken.backend.call import Backend
 from foretoken.server.api import anthropic, chat, completions, llamacpp, ollama, responses
 from foretoken.server.api.config import ApiConfig
 from foretoken.server.api.envelopes import INFILL_PATH, MESSAGES_PATH, error_response, id_headers, install_handlers
-from foretoken.server.api.errors import CODE_KEY, ERROR_SCHEMA, final
+from foretoken.server.api.errors import CODE_KEY, ERROR_SCHEMA, error_responses, final
 from foretoken.server.api.exchange import Api
 from foretoken.server.api.model_routes import status_router, tokenization_router
 from foretoken.server.record import (
@@ -49,7 +49,7 @@ def create_app(
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
-        responses={"default": {"description": "An error", "content": {"application/json": {"schema": ERROR_SCHEMA}}}},
+        responses=error_responses(ERROR_SCHEMA),
     )
     app.state.api = api
     openai = (chat.chat_router(api), responses.responses_router(api), status_router(api))

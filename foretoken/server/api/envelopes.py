@@ -20,6 +20,7 @@ from foretoken.server.api.errors import (
     ApiError,
     ErrorCode,
     json_response,
+    object_schema,
     of_validation,
     type_of,
 )
@@ -48,27 +49,15 @@ _TYPES = {
     _OVERLOADED: "overloaded_error",
 }
 
-MESSAGES_ERROR_SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "required": ["type", "error", "request_id"],
-    "properties": {
-        "type": {"const": "error"},
-        "error": {
-            "type": "object",
-            "required": ["type", "message", "details"],
-            "properties": {
-                "type": {"type": "string"},
-                "message": {"type": "string", "maxLength": MAX_MESSAGE_BYTES},
-                "details": {
-                    "type": "object",
-                    "required": ["error_code", "param"],
-                    "properties": {"error_code": {"enum": list(CODES)}, "param": {"type": ["string", "null"]}},
-                },
-            },
-        },
-        "request_id": {"type": "string"},
-    },
+_DETAILS = {"error_code": {"enum": list(CODES)}, "param": {"type": ["string", "null"]}}
+_FIELDS = {
+    "type": {"type": "string"},
+    "message": {"type": "string", "maxLength": MAX_MESSAGE_BYTES},
+    "details": object_schema(_DETAILS),
 }
+MESSAGES_ERROR_SCHEMA = object_schema(
+    {"type": {"const": "error"}, "error": object_schema(_FIELDS), "request_id": {"type": "string"}}
+)
 
 
 class Wire(NamedTuple):

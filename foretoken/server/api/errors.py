@@ -71,23 +71,30 @@ _PATH = re.compile(r"(?:[A-Za-z]:\\|~?/)(?:[^\s/\\:;,'\"()]+[/\\])+[^\s/\\:;,'\"
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{5,}\b|\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b")
 _LINES = re.compile(r"\s+")
 
+Responses = dict[int | str, dict[str, Any]]  # of a route, as FastAPI takes their descriptions
 
-ERROR_SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string", "maxLength": MAX_MESSAGE_BYTES},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"enum": list(CODES)},
-            },
-        }
-    },
+
+def object_schema(properties: Mapping[str, Any], required: Sequence[str] | None = None) -> dict[str, Any]:
+    """The JSON schema of an object, which has all of `properties` where `required` does not say which."""
+    return {
+        "type": "object",
+        "required": list(properties if required is None else required),
+        "properties": dict(properties),
+    }
+
+
+def error_responses(schema: Mapping[str, Any]) -> Responses:
+    """The description of a route's errors, whose bodies have this schema."""
+    return {"default": {"description": "An error", "content": {"application/json": {"schema": schema}}}}
+
+
+_FIELDS = {
+    "message": {"type": "string", "maxLength": MAX_MESSAGE_BYTES},
+    "type": {"type": "string"},
+    "param": {"type": ["string", "null"]},
+    "code": {"enum": list(CODES)},
 }
+ERROR_SCHEMA = object_schema({"error": object_schema(_FIELDS)})
 
 
 class ApiError(HTTPException):

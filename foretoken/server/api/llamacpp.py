@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.routing import APIRoute
 
-from foretoken.backend.call import AnswerEnded, TokenEvent
+from foretoken.backend.call import AnswerEnded, Event, TokenEvent
 from foretoken.errors import ForetokenError
 from foretoken.server.api.body import JsonRoute
 from foretoken.server.api.call import chat_call, completion_call, terms_of
 from foretoken.server.api.completions import fill_ids
 from foretoken.server.api.envelopes import COUNT_PATH, INFILL_PATH, LLAMA_PATHS, TEMPLATE_PATH
-from foretoken.server.api.errors import ERROR_SCHEMA, final, invalid, json_response, of_exception
+from foretoken.server.api.errors import (
+    ERROR_SCHEMA,
+    error_responses,
+    final,
+    invalid,
+    json_response,
+    object_schema,
+    of_exception,
+)
 from foretoken.server.api.exchange import Api, Exchange
 from foretoken.server.api.llamacpp_request import (
     DISABLED,
@@ -27,34 +35,14 @@ from foretoken.server.api.llamacpp_request import (
     prompts_of,
 )
 from foretoken.server.api.schemas import ChatRequest, CompletionRequest
-from foretoken.server.api.streaming import PieceGroup, frame, paced
+from foretoken.server.api.streaming import PieceGroup, frame, frames_of
 from foretoken.server.api.usage import timings
 from foretoken.server.api.writer import BUILD, ResponseWriter, answer, chat_logprobs
 
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    "default": {
-        "description": "An error",
-        "content": {
-            "application/json": {
-                "schema": {
-                    "type": "object",
-                    "required": ["error"],
-                    "properties": {
-                        "error": {
-                            "type": "object",
-                            "required": ["code", "message", "type", "param"],
-                            "properties": {"code": {"type": "integer"}, "message": {"type": "string"}},
-                        }
-                    },
-                }
-            }
-        },
-    }
-}
+_FIELDS = {"code": {"type": "integer"}, "message": {"type": "string"}}
+_ERRORS = error_responses(object_schema({"error": object_schema(_FIELDS, ["code", "message", "type", "param"])}))
 # The paths of /tokenize and /detokenize are our own routes' too, and so are their errors.
-_OWN_ERRORS: dict[int | str, dict[str, Any]] = {
-    "default": {"description": "An error", "content": {"application/json": {"schema": ERROR_SCHEMA}}}
-}
+_OWN_ERRORS = error_responses(ERROR_SCHEMA)
 _Json = dict[str, Any]
 
 
@@ -220,7 +208,7 @@ async def _answer(
     exchange = Exchange(api, request.scope, call, terms.info, bool(body.stream))
     texts = [await _text(api, prompt) if terms.info.has_tokenizer else "" for prompt in prompts]
     writer = _CompletionWriter(exchange, body, asked, texts, is_list)
-    return await answer(exchange, request, writer.stream, writer.whole)
+    return await answer(exchange, request, lambda: frames_of(exchange, writer.frames), writer.whole)
 
 
 class _CompletionWriter:
@@ -242,19 +230,12 @@ class _CompletionWriter:
             made.append(self._selected(self._end(progress.ended, progress.text, ids, progress.tokens)))
         return made if self._is_list else made[0]
 
-    async def stream(self) -> AsyncGenerator[bytes]:
-        """The events of the stream, encoded.
-
-        Raises:
-            ApiError: the call failed.
-        """
-        exchange = self._exchange
-        async with paced(exchange) as groups:
-            async for event in groups:
-                if isinstance(event, PieceGroup) and (event.piece.tokens or event.piece.text):
-                    yield frame(self._chunk(event))
-                elif isinstance(event, AnswerEnded):
-                    yield frame(self._selected(self._end(event, "", [], ())))
+    def frames(self, event: Event | PieceGroup) -> Iterator[bytes]:
+        """What is sent for an event of the call."""
+        if isinstance(event, PieceGroup) and (event.piece.tokens or event.piece.text):
+            yield frame(self._chunk(event))
+        elif isinstance(event, AnswerEnded):
+            yield frame(self._selected(self._end(event, "", [], ())))
 
     def _chunk(self, group: PieceGroup) -> _Json:
         piece = group.piece

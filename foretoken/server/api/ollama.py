@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from foretoken.backend.call import AnswerEnded, Call, ModelInfo, TokenEvent
+from foretoken.backend.call import AnswerEnded, Call, Event, ModelInfo, TokenEvent
 from foretoken.server.api.body import JsonRoute
 from foretoken.server.api.call import Terms, chat_call, check_model, completion_call, terms_of
 from foretoken.server.api.completions import with_suffix
 from foretoken.server.api.envelopes import OLLAMA_PATH
-from foretoken.server.api.errors import json_response
+from foretoken.server.api.errors import Responses, error_responses, json_response, object_schema
 from foretoken.server.api.exchange import Api, Exchange
 from foretoken.server.api.messages import MessageShaper, PlainMessage, arguments_of, shaper_of
 from foretoken.server.api.ollama_request import (
@@ -26,7 +26,7 @@ from foretoken.server.api.ollama_request import (
     as_completion,
     as_prompted_chat,
 )
-from foretoken.server.api.streaming import PieceGroup, paced
+from foretoken.server.api.streaming import PieceGroup, frames_of
 from foretoken.server.api.usage import timings
 from foretoken.server.api.writer import ResponseWriter, answer, chat_logprobs
 
@@ -35,23 +35,8 @@ CHAT_PATH, GENERATE_PATH = f"{OLLAMA_PATH}/chat", f"{OLLAMA_PATH}/generate"
 _INTERFACE_VERSION = "0.12.6"
 _EPOCH = "1970-01-01T00:00:00Z"
 _NS_PER_MS = 1_000_000
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    "default": {
-        "description": "An error",
-        "content": {
-            "application/json": {
-                "schema": {
-                    "type": "object",
-                    "required": ["error", "code"],
-                    "properties": {"error": {"type": "string"}, "code": {"type": "string"}},
-                }
-            }
-        },
-    }
-}
-_STREAMED: dict[int | str, dict[str, Any]] = {
-    200: {"content": {"application/x-ndjson": {"schema": {"type": "object"}}}}
-}
+_ERRORS = error_responses(object_schema({"error": {"type": "string"}, "code": {"type": "string"}}))
+_STREAMED: Responses = {200: {"content": {"application/x-ndjson": {"schema": {"type": "object"}}}}}
 _Json = dict[str, Any]
 
 
@@ -113,7 +98,7 @@ async def _answer(
     info = api.ready_info()
     exchange = Exchange(api, request.scope, call, info, body.is_stream)
     writer = _Writer(exchange, body, shaper, is_chat)
-    return await answer(exchange, request, writer.stream, writer.whole)
+    return await answer(exchange, request, lambda: frames_of(exchange, writer.lines), writer.whole)
 
 
 class _Writer:
@@ -134,21 +119,14 @@ class _Writer:
             progress.ended
         )
 
-    async def stream(self) -> AsyncGenerator[bytes]:
-        """The lines of the stream.
-
-        Raises:
-            ApiError: the call failed.
-        """
-        exchange = self._exchange
-        async with paced(exchange) as groups:
-            async for event in groups:
-                if isinstance(event, PieceGroup):
-                    text, tokens = self._text(self._shaper.push(event.piece.text)), event.piece.tokens
-                    if text or (self._has_logprobs and tokens):
-                        yield _line(self._object(text, tokens) | {"done": False})
-                elif isinstance(event, AnswerEnded):
-                    yield _line(self._last(event))
+    def lines(self, event: Event | PieceGroup) -> Iterator[bytes]:
+        """What is sent for an event of the call."""
+        if isinstance(event, PieceGroup):
+            text, tokens = self._text(self._shaper.push(event.piece.text)), event.piece.tokens
+            if text or (self._has_logprobs and tokens):
+                yield _line(self._object(text, tokens) | {"done": False})
+        elif isinstance(event, AnswerEnded):
+            yield _line(self._last(event))
 
     def _text(self, delta: _Json) -> str:
         """The text of a delta; its calls are kept until the answer ends, for Ollama's are whole."""
@@ -158,10 +136,10 @@ class _Writer:
             self._calls[-1]["arguments"] += part["function"]["arguments"] or ""
         return delta.get("content") or ""
 
-    def _last(self, event: AnswerEnded, text: str = "", tokens: Sequence[TokenEvent] = ()) -> _Json:
+    def _last(self, event: AnswerEnded) -> _Json:
         """The last object: what is left of the text, the calls, and what it took."""
-        text = self._text(self._shaper.push(text)) + self._text(self._shaper.finish(event.finish_reason)[0])
-        return self._object(text, tokens, self._made_calls(event)) | self._end(event)
+        text = self._text(self._shaper.finish(event.finish_reason)[0])
+        return self._object(text, (), self._made_calls(event)) | self._end(event)
 
     def _made_calls(self, event: AnswerEnded) -> list[_Json]:
         is_cut = event.finish_reason == "length"

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from foretoken.backend.call import AnswerEnded, TokenEvent
+from foretoken.backend.call import AnswerEnded, Event, TokenEvent
 from foretoken.server.api.body import JsonRoute
 from foretoken.server.api.call import chat_call, terms_of, tier_of
 from foretoken.server.api.errors import ApiError
@@ -19,7 +19,7 @@ from foretoken.server.api.exchange import Api, Exchange
 from foretoken.server.api.messages import shaper_of, source_of
 from foretoken.server.api.responses_request import ResponsesRequest, as_chat, functions_of, left_out, wants_logprobs
 from foretoken.server.api.schemas import ChatRequest
-from foretoken.server.api.streaming import PieceGroup, paced
+from foretoken.server.api.streaming import PieceGroup, frames_of
 from foretoken.server.api.usage import usage
 from foretoken.server.api.writer import ResponseWriter, answer, chat_logprobs
 
@@ -46,7 +46,7 @@ def responses_router(api: Api) -> APIRouter:
             chat = as_chat(body, terms.info.template_roles)
             exchange = Exchange(api, request.scope, chat_call(chat, terms), terms.info, bool(body.stream))
             writer = ResponsesWriter(exchange, body, chat)
-            return await answer(exchange, request, writer.stream, writer.whole)
+            return await answer(exchange, request, lambda: frames_of(exchange, writer.frames), writer.whole)
         except ApiError as error:
             param = error.param if chat is None else source_of(chat, error.param)
             error.param = _PARAMS.get(param or "", param)
@@ -74,23 +74,17 @@ class ResponsesWriter:
             pass
         return self._response(progress.ended)
 
-    async def stream(self) -> AsyncGenerator[bytes]:
-        """The events of the stream, encoded."""
-        exchange, is_begun = self._exchange, False
-        async with paced(exchange) as groups:
-            async for event in groups:
-                if not is_begun:
-                    is_begun = True
-                    for kind in ("response.created", "response.in_progress"):
-                        yield self._encoded({"type": kind, "response": self._response(None)})
-                if isinstance(event, PieceGroup):
-                    for made in self._piece_events(event.piece.text, event.piece.tokens):
-                        yield self._encoded(made)
-                elif isinstance(event, AnswerEnded):
-                    for made in self._end_events(event):
-                        yield self._encoded(made)
-                    response = self._response(event)
-                    yield self._encoded({"type": f"response.{response['status']}", "response": response})
+    def frames(self, event: Event | PieceGroup) -> Iterator[bytes]:
+        """What is sent for an event of the call."""
+        if self._num_sent == 0:
+            for kind in ("response.created", "response.in_progress"):
+                yield self._encoded({"type": kind, "response": self._response(None)})
+        if isinstance(event, PieceGroup):
+            yield from map(self._encoded, self._piece_events(event.piece.text, event.piece.tokens))
+        elif isinstance(event, AnswerEnded):
+            yield from map(self._encoded, self._end_events(event))
+            response = self._response(event)
+            yield self._encoded({"type": f"response.{response['status']}", "response": response})
 
     def _piece_events(self, text: str, tokens: Any) -> Iterator[_Json]:  # noqa: ANN401 - tokens of either container
         return self._items.add(self._shaper.push(text), self._logprobs(tokens))

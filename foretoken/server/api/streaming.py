@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,10 +33,11 @@ class PieceGroup:
     rounds: list[RoundEvent]
 
 
-@contextlib.asynccontextmanager
-async def paced(exchange: Exchange) -> AsyncGenerator[AsyncIterator[Event | PieceGroup]]:
-    """The events of a call in their order for each answer, pieces grouped as the settings say. Every way out frees what
-    the call holds.
+async def frames_of(
+    exchange: Exchange, encoded: Callable[[Event | PieceGroup], Iterator[bytes]]
+) -> AsyncGenerator[bytes]:
+    """What `encoded` makes of the events of a call, in their order for each answer, pieces grouped as the settings say.
+    Every way out frees what the call holds.
 
     Raises:
         ApiError: see `Exchange.events`.
@@ -45,7 +46,9 @@ async def paced(exchange: Exchange) -> AsyncGenerator[AsyncIterator[Event | Piec
         contextlib.aclosing(exchange.events()) as events,
         contextlib.aclosing(_grouped(events, exchange.api.config)) as groups,
     ):
-        yield groups
+        async for event in groups:
+            for data in encoded(event):
+                yield data
 
 
 async def _grouped(events: AsyncIterator[Event], config: ApiConfig) -> AsyncGenerator[Event | PieceGroup]:
@@ -166,7 +169,7 @@ class EventStream(Response):
         """
         feeder, watcher = asyncio.create_task(self._feed()), asyncio.create_task(hung_up(receive))
         self._tasks = [feeder, watcher]
-        arrival = asyncio.create_task(self._arrived())
+        arrival = asyncio.create_task(self._changed.wait())
         try:
             await asyncio.wait({arrival, watcher}, timeout=self._config.ping_s, return_when=asyncio.FIRST_COMPLETED)
             if watcher.done():
@@ -184,7 +187,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI's
         """See ASGI."""
         watcher = self._tasks[1]
-        sender, overflow = asyncio.create_task(self._send(send)), asyncio.create_task(self._overflow())
+        sender, overflow = asyncio.create_task(self._send(send)), asyncio.create_task(self._is_full.wait())
         try:
             await asyncio.wait({sender, watcher, overflow}, return_when=asyncio.FIRST_COMPLETED)
             if overflow.done():  # the socket takes no more: it is closed, since an error could not be sent either
@@ -212,12 +215,6 @@ class EventStream(Response):
             exchange.finish(CLIENT_GONE if is_gone else 200, exchange.left)
         else:
             exchange.finish(200, "" if self._error is None else self._error.code)
-
-    async def _arrived(self) -> None:
-        await self._changed.wait()
-
-    async def _overflow(self) -> None:
-        await self._is_full.wait()
 
     async def _feed(self) -> None:
         try:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from fastapi import Request, Response
 
 from foretoken import __version__
-from foretoken.backend.call import AnswerEnded, RoundEvent, TokenEvent
+from foretoken.backend.call import AnswerEnded, Event, RoundEvent, TokenEvent
 from foretoken.server.api.call import metrics_level, tier_of, wants_trace
 from foretoken.server.api.envelopes import status_of
 from foretoken.server.api.errors import ApiError, final, json_response
 from foretoken.server.api.exchange import Exchange
 from foretoken.server.api.messages import source_of
 from foretoken.server.api.schemas import SamplingFields, StreamOptions
-from foretoken.server.api.streaming import DONE, EventStream, PieceGroup, frame, paced, padded_frame
+from foretoken.server.api.streaming import DONE, EventStream, PieceGroup, frame, frames_of, padded_frame
 from foretoken.server.api.usage import metrics, spec_report, timings, trace_record, usage
 
 BUILD = f"b0-foretoken-{__version__}"  # as llama.cpp tells its builds
@@ -83,7 +85,7 @@ class ResponseWriter:
     """The fields around the choices: names, times, and the reports of what it cost."""
 
     def __init__(self, exchange: Exchange, body: SamplingFields, prefix: str, whole: str, chunk: str) -> None:
-        self.exchange, self.body = exchange, body
+        self.exchange, self.body, self._is_open = exchange, body, False
         self._level = metrics_level(body, exchange.api.config)
         self._has_trace = wants_trace(body)
         self._options = body.stream_options or StreamOptions()
@@ -136,25 +138,28 @@ class ResponseWriter:
 
     async def stream(self, writer: ChoiceWriter) -> AsyncGenerator[bytes]:
         """The events of a stream, encoded."""
-        exchange, is_open = self.exchange, False
-        async with paced(exchange) as groups:
-            async for event in groups:
-                if not is_open and isinstance(event, PieceGroup | AnswerEnded):
-                    is_open = True
-                    for choice in writer.opening():
-                        yield self._encoded([choice])
-                if isinstance(event, PieceGroup):
-                    written = writer.piece(event)
-                    if written is not None:
-                        yield self._encoded([written], self._trace_of(event))
-                elif isinstance(event, AnswerEnded):
-                    last = writer.ended(event) | self.of_choice(event)
-                    is_last = len(exchange.book.ended) == exchange.num_answers
-                    reports = self.reports(with_trace=False) if is_last and not self._options.include_usage else {}
-                    yield self._encoded([last], reports)
+        async with contextlib.aclosing(frames_of(self.exchange, partial(self._frames, writer))) as frames:
+            async for data in frames:
+                yield data
         if self._options.include_usage:
             yield self._encoded([], self.reports(with_trace=False), has_ended=True)
         yield DONE
+
+    def _frames(self, writer: ChoiceWriter, event: Event | PieceGroup) -> Iterator[bytes]:
+        exchange = self.exchange
+        if not self._is_open and isinstance(event, PieceGroup | AnswerEnded):
+            self._is_open = True
+            for choice in writer.opening():
+                yield self._encoded([choice])
+        if isinstance(event, PieceGroup):
+            written = writer.piece(event)
+            if written is not None:
+                yield self._encoded([written], self._trace_of(event))
+        elif isinstance(event, AnswerEnded):
+            last = writer.ended(event) | self.of_choice(event)
+            is_last = len(exchange.book.ended) == exchange.num_answers
+            reports = self.reports(with_trace=False) if is_last and not self._options.include_usage else {}
+            yield self._encoded([last], reports)
 
     def _encoded(self, choices: list[_Json], more: _Json | None = None, has_ended: bool = False) -> bytes:
         chunk = {**self._head, "object": self._chunk, "choices": choices, **(more or {})}

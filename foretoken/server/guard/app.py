@@ -1,4 +1,4 @@
-"""`guarded`: one pure-ASGI layer around the application, closed by default: everything that is not listed needs a key.
+"""`Guard`: one pure-ASGI layer around the application, closed by default: everything that is not listed needs a key.
 
 It decides by `scope["path"]` alone: a path that is rebuilt from the `Host` header can be chosen by the client
 (CVE-2026-48746). Starlette's CORS middleware is not used because it answers in plain text, and because what is refused
@@ -32,7 +32,7 @@ _READING = frozenset({"GET", "HEAD"})
 _SAFE_HEADERS = ((b"x-content-type-options", b"nosniff"),)
 
 
-def guarded(app: ASGIApp, config: GuardConfig) -> ASGIApp:
+class Guard:
     """`app` behind the checks of `config`; `PUBLIC_PATHS` are read without a key.
 
     The application finds the `Caller` of a request in its scope (`record.caller_of`).
@@ -41,15 +41,13 @@ def guarded(app: ASGIApp, config: GuardConfig) -> ASGIApp:
         ConfigError: keys that are malformed.
         StorageError: the file of keys cannot be read.
     """
-    return _Guard(app, config)
 
-
-class _Guard:
     def __init__(self, app: ASGIApp, config: GuardConfig) -> None:
         self._app, self._config, self._keys, self._origins = app, config, key_ring(config), Origins(config)
         self._public = PUBLIC_PATHS | (METRICS_PATHS if config.metrics_public else frozenset())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return

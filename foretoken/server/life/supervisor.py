@@ -306,22 +306,19 @@ class WorkerProcess:
 
     async def kill(self) -> int:
         """End it at once."""
-        self._kill_group()
+        self.kill_now()
         return await self.end()
-
-    def kill_now(self) -> None:
-        """End it without waiting: for a front that ends itself."""
-        self._kill_group()
 
     def _wait(self) -> int:
         try:
             code = self._process.wait(_CLOSING_S)
         except subprocess.TimeoutExpired:
-            self._kill_group()
+            self.kill_now()
             code = self._process.wait()
         return code
 
-    def _kill_group(self) -> None:
+    def kill_now(self) -> None:
+        """End it without waiting: for a front that ends itself."""
         if self._process.returncode is None:  # not waited for: the number is still its own
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
