@@ -52,6 +52,12 @@ class Processors(Protocol):
     def forced(self, most: int) -> tuple[int, ...]:
         """Up to `most` tokens of text that is forced next; () if there is a choice. Other tokens may spell it too."""
 
+    def allowed(self, tokens: Sequence[int], parents: Sequence[int]) -> list[bool]:
+        """For each node of a tree behind the committed text whether the parameters allow it and those before it.
+
+        Where that is not known: True. No random number and no target's probability decides about it.
+        """
+
 
 class Noise(Protocol):
     """The noise of the coupled rule for one request."""

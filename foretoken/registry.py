@@ -29,7 +29,9 @@ class Traits:
     samples: bool = False  # draft tokens are sampled from a distribution; otherwise they are deterministic
     composite: bool = False  # works with the drafters in `SpecConfig.parts`
     fields: tuple[str, ...] = ()  # of `SpecConfig` that it reads
-    options: type | None = None  # dataclass of its own options; None: the attribute `Options` of `source`, if any
+    # Dataclass of its own options, or "module:Class" of one that is checked without importing `source`; None: the
+    # attribute `Options` of `source`, if any.
+    options: str | type | None = None
     limit_s: float | None = None  # longest time of one call; None: not limited
 
     @property
@@ -45,7 +47,11 @@ DRAFTERS: dict[str, Traits] = {
         fields=("draft", "draft_dtype", "draft_vocabulary", *_SAMPLING, "tree", "branching"),
     ),
     "ngram": Traits("foretoken.draft.ngram:NgramDrafter"),
-    "suffix": Traits("foretoken.draft.suffix:SuffixDrafter", fields=("corpus",)),
+    "suffix": Traits(
+        "foretoken.draft.suffix:SuffixDrafter",
+        fields=("corpus",),
+        options="foretoken.draft.suffix_options:SuffixOptions",
+    ),
     "recycling": Traits("foretoken.draft.recycling:RecyclingDrafter"),
     "predicted": Traits("foretoken.draft.predicted:PredictedDrafter"),
     "early_exit": Traits(
@@ -136,6 +142,7 @@ def _imported(source: str) -> Any:  # noqa: ANN401 - whatever "module:attribute"
 def options_class(name: str) -> type | None:
     """The dataclass of a drafter's own options, None if it has none."""
     found = traits_of(name).options or getattr(load_source(name), "Options", None)
+    found = _imported(found) if isinstance(found, str) else found
     assert found is None or is_dataclass(found), f"options of {name} are not a dataclass"
     return found
 

@@ -245,7 +245,7 @@ class BudgetPolicy:
                 self._num_users[option.drafter] = self._num_users.get(option.drafter, 0) + 1
         mean_weight = sum(request.weight for request in requests) / max(1, len(requests))
         weights = [request.weight / mean_weight for request in requests]
-        candidates = [tuple(self._candidate(request, option) for option in request.options) for request in requests]
+        candidates = [_within_reach([self._candidate(one, option) for option in one.options]) for one in requests]
         self._weighed = list(zip(given, candidates, strict=True))
         self._token_s = self.target_cost.seconds(len(requests)) / max(1, len(requests))
         # Without a draft the rate is 1: what pays less is never worth its time, whatever noise and trials made of late.
@@ -393,3 +393,9 @@ class BudgetPolicy:
                 if request.is_open and option.preview is None and option.max_draft and place != found.picks[b]:
                     passed.append((untried.get(option.drafter, 1 << 30), b, place))
         return passed
+
+
+def _within_reach(own: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    """The candidates of one request; a number that was set stands as far as the longest draft that one of them has."""
+    longest = max((len(one.emitted) for one in own), default=0)
+    return tuple(one._replace(at_least=longest) if one.at_least > longest else one for one in own)

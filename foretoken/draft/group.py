@@ -19,6 +19,7 @@ from foretoken.draft.failures import Deadline, DrafterFailures
 from foretoken.draft.hidden_states import HiddenStates, check_layers
 from foretoken.draft.lookup_tree import EMPTY, Lookup, LookupTree, assemble
 from foretoken.draft.merging import merge_drafts
+from foretoken.draft.refused import allowed_draft, allowed_tree
 from foretoken.model.interface import LanguageModel
 
 GRAMMAR = "grammar"  # the drafter's name in the provenance of tokens that a grammar forced
@@ -160,6 +161,7 @@ class DrafterGroup:
             own = self._under(entries[ask.request_id], ask.option, ask.num_draft)
             call = partial(self._checked_tree, cast(Lookup, drafter), own)
             tree = self.failures.attempt(key, drafter, [ask.request_id], call) or EMPTY
+            tree = allowed_tree(tree, own.processors)
             self._shown.setdefault(ask.request_id, {})[ask.option] = tree
             shown = Preview(tree.parents, tree.chances, tree.tokens) if tree.tokens else NO_PREVIEW
             previews.setdefault(ask.request_id, {})[ask.option] = shown
@@ -275,9 +277,10 @@ class DrafterGroup:
     def _sound_drafts(self, key: DrafterKey, routed: Mapping[int, BatchEntry]) -> list[tuple[Sequence[int], Draft]]:
         """What one drafter proposes, as (places in the batch, draft), without requests whose drafts cannot be used."""
         drafter, places, entries = self.drafters[key], list(routed), list(routed.values())
+        shown = self._shown_draft(drafter, entries)
 
         def checked() -> tuple[Draft, dict[int, str]]:
-            draft = self._propose(drafter, entries)
+            draft = drafter.propose(Batch(tuple(entries))) if shown is None else shown
             self.num_read_tokens[key] = int(getattr(drafter, "num_read_tokens", 0))  # `base.Reads`
             return draft, draft_faults(draft, entries, self.vocab_size)
 
@@ -285,22 +288,25 @@ class DrafterGroup:
         if found is None:
             return []
         draft, faults = found
-        if not faults:
-            return [(places, draft)]
         for place, fault in faults.items():
             self.failures.add(key, drafter, entries[place].request.request_id, fault)
         sound = [place for place in range(len(places)) if place not in faults]
-        return [([places[place] for place in sound], draft.select(sound))] if sound else []
+        if not sound:
+            return []
+        draft = draft.select(sound)
+        if shown is None and previews_drafts(type(drafter)):
+            draft = allowed_draft(draft, [entries[place] for place in sound])
+        return [([places[place] for place in sound], draft)]
 
-    def _propose(self, drafter: Drafter, entries: Sequence[BatchEntry]) -> Draft:
-        """What one drafter proposes; what it has shown already is not looked up again."""
+    def _shown_draft(self, drafter: Drafter, entries: Sequence[BatchEntry]) -> Draft | None:
+        """What a drafter has shown already, which need not be looked up again; None where it showed not all of it."""
         trees: list[LookupTree] = []
         if any(entry.num_probe for entry in entries):
-            return drafter.propose(Batch(tuple(entries)))  # probes were not shown
+            return None  # probes were not shown
         for entry in entries:
             tree = self._shown.get(entry.request.request_id, {}).get(entry.option or 0)
             if tree is None:
-                return drafter.propose(Batch(tuple(entries)))
+                return None
             trees.append(tree.first(entry.num_draft))
         return assemble(drafter.name, trees)
 

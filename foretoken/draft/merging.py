@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from foretoken.core import Draft, Mass, Probes
+from foretoken.transfer import to_device
 
 
 def merge_drafts(
@@ -76,6 +78,27 @@ def merge_drafts(
         judged,
     )
     return merged.with_host_tokens(known) if is_known else merged
+
+
+def keep_nodes(draft: Draft, kept: Sequence[Sequence[int]]) -> Draft:
+    """Of every request only the nodes `kept[b]`, in order: with a node its parent is kept."""
+    nodes = [draft.offsets[b] + node for b, own in enumerate(kept) for node in own]
+    rows = [draft.anchor_row(b) + row for b, own in enumerate(kept) for row in (0, *(1 + node for node in own))]
+    parents: list[int] = []
+    for b, own in enumerate(kept):
+        place = {-1: -1, **{node: number for number, node in enumerate(own)}}
+        parents += [place[draft.parents[draft.offsets[b] + node]] for node in own]
+    return replace(
+        draft,
+        tokens=draft.tokens[to_device(nodes, draft.tokens.device)],
+        parents=tuple(parents),
+        offsets=(0, *accumulate(map(len, kept))),
+        sampled=tuple(draft.sampled[node] for node in nodes) if draft.sampled else (),
+        mass=None
+        if draft.mass is None
+        else Mass(draft.mass.distributions, tuple(draft.mass.distribution_of_row[row] for row in rows)),
+        provenance=tuple(draft.provenance[node] for node in nodes) if draft.provenance else (),
+    )
 
 
 def _merge_probes(num_requests: int, parts: Sequence[tuple[Sequence[int], Draft]]) -> Probes | None:

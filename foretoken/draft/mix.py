@@ -32,7 +32,8 @@ from foretoken.draft.base import (
     variants_of,
 )
 from foretoken.draft.lookup_tree import Lookup
-from foretoken.draft.merging import merge_drafts
+from foretoken.draft.merging import keep_nodes, merge_drafts
+from foretoken.draft.refused import allowed_tree
 from foretoken.draft.tree import OVERLAP, TreeNode, merge_trees
 from foretoken.errors import ConfigError
 from foretoken.transfer import to_device
@@ -85,26 +86,6 @@ def graft(name: str, base: Draft, found: Sequence[Sequence[TreeNode]], budgets: 
         mass=None if base.mass is None else Mass(base.mass.distributions, tuple(distribution_of_row)),
         provenance=tuple(provenance),
         inner=base.inner,
-    )
-
-
-def first_nodes(draft: Draft, counts: Sequence[int]) -> Draft:
-    """Of every request the first `counts[b]` nodes, closed under parents."""
-    nodes = [draft.offsets[b] + node for b, count in enumerate(counts) for node in range(count)]
-    rows = [draft.anchor_row(b) + row for b, count in enumerate(counts) for row in range(1 + count)]
-    offsets = [0]
-    for count in counts:
-        offsets.append(offsets[-1] + count)
-    return replace(
-        draft,
-        tokens=draft.tokens[to_device(nodes, draft.tokens.device)],
-        parents=tuple(draft.parents[node] for node in nodes),
-        offsets=tuple(offsets),
-        sampled=tuple(draft.sampled[node] for node in nodes) if draft.sampled else (),
-        mass=None
-        if draft.mass is None
-        else Mass(draft.mass.distributions, tuple(draft.mass.distribution_of_row[row] for row in rows)),
-        provenance=tuple(draft.provenance[node] for node in nodes) if draft.provenance else (),
     )
 
 
@@ -286,7 +267,7 @@ class MixDrafter:
     def _nodes(self, entry: BatchEntry, index: int, part: Lookup) -> list[TreeNode]:
         """The draft tokens of a lookup."""
         most = entry.request.spec.configs[index].at_most(entry.num_draft)
-        tree = part.look_up(_entry_of(entry, index, most))
+        tree = allowed_tree(part.look_up(_entry_of(entry, index, most)), entry.processors)
         nodes = zip(tree.tokens, tree.parents, tree.chances, strict=True)
         return [TreeNode(token, parent, chance, part.name) for token, parent, chance in nodes]
 
@@ -331,7 +312,7 @@ def _commit_in_turns(
         verdict.next_kinds,
     )
     rows = [feedback.rows[draft.anchor_row(b) + row] for b, count in enumerate(counts) for row in range(1 + count)]
-    part.commit(batch, first_nodes(draft, counts), own, replace(feedback, rows=tuple(rows)))
+    part.commit(batch, keep_nodes(draft, [range(count) for count in counts]), own, replace(feedback, rows=tuple(rows)))
     done = [1 + len(path) for path in kept]
     while left := [b for b, tokens in enumerate(emitted) if done[b] < len(tokens)]:
         entries = tuple(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Self
 
 from foretoken.config import SpecConfig
@@ -29,14 +28,10 @@ from foretoken.draft.lookup_tree import (
     grow_tree,
 )
 from foretoken.draft.ngram import BRANCHING, MIN_ESTIMATE
-from foretoken.params import check_whole
+from foretoken.draft.suffix_options import DEFAULT_STORE_TOKENS, MIN_STORE_TOKENS, SuffixOptions
 
 _LENGTHS_TRIED = 3  # longest lengths of agreement that are compared
 _NUM_SEGMENTS = 4  # a store forgets a quarter at a time
-DEFAULT_STORE_TOKENS = 1 << 18
-_MIN_STORE_TOKENS = (
-    256  # that a store is taken for, since an index takes some KB however little it holds: this bounds their number
-)
 
 
 class SharedStore:
@@ -77,22 +72,6 @@ class SharedStore:
         return found
 
 
-@dataclass(frozen=True)
-class SuffixOptions:
-    """What an operator may set: `store_tokens` of finished answers are kept for each tenant, four times as many in all.
-
-    Raises:
-        InputError: not a whole number from 256 up.
-    """
-
-    store_tokens: int = field(
-        default=DEFAULT_STORE_TOKENS, metadata={"help": "tokens of finished answers kept for each tenant"}
-    )
-
-    def __post_init__(self) -> None:
-        check_whole("store_tokens", self.store_tokens, low=_MIN_STORE_TOKENS, high=1 << 28)
-
-
 class SuffixDrafter(TextLookup[MatchIndex]):
     """Deterministic trees from counts; the mass is a point at each draft token.
 
@@ -102,7 +81,6 @@ class SuffixDrafter(TextLookup[MatchIndex]):
     """
 
     name = "suffix"
-    Options = SuffixOptions
     keeps_answers = True  # see `base.FollowsText`
 
     def __init__(
@@ -158,7 +136,7 @@ class SuffixDrafter(TextLookup[MatchIndex]):
 
     def _counted(self, store: SharedStore) -> int:
         """Tokens that a store counts for."""
-        return max(store.num_tokens, min(_MIN_STORE_TOKENS, self._store_tokens)) if store.num_tokens else 0
+        return max(store.num_tokens, min(MIN_STORE_TOKENS, self._store_tokens)) if store.num_tokens else 0
 
     @property
     def num_stored_tokens(self) -> int:

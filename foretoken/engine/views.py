@@ -51,7 +51,13 @@ def next_entry(state: RequestState) -> BatchEntry:
     """A decoding request's part in the coming step, as far as previews need it."""
     last = len(state.tokens) - 1
     return BatchEntry(
-        state.request, last, (state.tokens[last],), decodes=True, num_draft=0, takes_trees=takes_trees(state.rule)
+        state.request,
+        last,
+        (state.tokens[last],),
+        decodes=True,
+        num_draft=0,
+        processors=state.processors,
+        takes_trees=takes_trees(state.rule),
     )
 
 

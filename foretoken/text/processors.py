@@ -41,6 +41,9 @@ class OutputConstraint(Protocol):
     def forced(self, most: int) -> tuple[int, ...]:
         """Up to `most` tokens that spell text which must come next; () when there is a choice."""
 
+    def allowed(self, tokens: Sequence[int], parents: Sequence[int]) -> list[bool]:
+        """For each node of a tree behind the answer whether it and those before it may follow; True if unknown."""
+
 
 class RequestProcessors:
     """The processors of one request, with what they remember of its text (`core.Processors`).
@@ -168,14 +171,27 @@ class RequestProcessors:
         """Up to `most` tokens of text that must come next; () for a choice, or when the only token is banned."""
         tokens = self._structure.forced(most) if self._structure is not None else ()
         for length, token in enumerate(tokens):
-            before = tokens[:length]
-            if (
-                token in self._single
-                or token in self._bans([before])[1]
-                or any(bool((part == token).any()) for part in self._completing(before))
-            ):
-                return before
+            if self._is_banned(token, tokens[:length]):
+                return tokens[:length]
         return tokens
+
+    def allowed(self, tokens: Sequence[int], parents: Sequence[int]) -> list[bool]:
+        """See `core.Processors.allowed`: the structure, and no token that `bad_words` or `min_tokens` bans."""
+        found = [True] * len(tokens) if self._structure is None else self._structure.allowed(tokens, parents)
+        paths: list[tuple[int, ...]] = []
+        for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+            before = paths[parent] if parent >= 0 else ()
+            paths.append((*before, token))
+            found[node] = found[node] and (parent < 0 or found[parent]) and not self._is_banned(token, before)
+        return found
+
+    def _is_banned(self, token: int, before: tuple[int, ...]) -> bool:
+        """Whether a token may not stand behind the committed text and `before`, whatever the structure says."""
+        return (
+            token in self._single
+            or token in self._bans([before])[1]
+            or any(bool((part == token).any()) for part in self._completing(before))
+        )
 
     def _completing(self, path: tuple[int, ...]) -> list[Tensor]:
         """Tokens, in parts, that would complete a banned text behind `path`."""

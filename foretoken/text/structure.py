@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -42,6 +42,9 @@ from foretoken.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+
+    # Where a drafted token leads: a matcher that has taken it, behind the answer's end, or nowhere.
+    _Behind: TypeAlias = "LLMatcher | Literal['ended', 'refused']"
 
 _MAX_CACHED = 32  # compiled grammars; a hostile one may hold 50 MB of lexer states
 _MAX_CACHED_BYTES = 4 << 20  # of their text; compiling takes up to 400 times as much memory
@@ -115,6 +118,8 @@ class Structure:
         # asks token by token, and the target's rows are the same places again.
         self._known: dict[tuple[int, ...], _GrammarState] = {}
         self._restarts = 0  # the first one gives the answer a lexer of its own
+        # Whether `allowed` looks at drafts: not where a lexer that breaks on one is slow to replace.
+        self._checks_drafts = compiled.compile_s <= _RESTART_COMPILE_S
         self._failed: dict[tuple[int, ...], InputError] = {}  # by path: where the grammar engine gives up for good
         self.error: InputError | None = None
 
@@ -168,6 +173,42 @@ class Structure:
             if walker.try_consume_tokens(whole) == len(whole) and walker.is_stopped():
                 tokens = whole
         return tuple(tokens[: min(most, self._matcher.deep_copy().validate_tokens(tokens))])
+
+    def allowed(self, tokens: Sequence[int], parents: Sequence[int]) -> list[bool]:
+        """For each node of a tree behind the committed answer whether it and those before it may follow (-1: the
+        answer).
+
+        The tokens are taken one by one, without the masks, which cost ten times as much and are those of the target's
+        rows. True where nobody knows.
+        """
+        if self.error is not None or not self._checks_drafts:
+            return [True] * len(tokens)
+        last_child = {parent: node for node, parent in enumerate(parents)}
+        behind: list[_Behind] = []
+        start: _Behind = "ended" if self._ended else self._matcher.deep_copy()
+        for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+            before = start if parent < 0 else behind[parent]
+            if not isinstance(before, str) and last_child[parent] != node:
+                before = before.deep_copy()
+            behind.append(self._behind(before, token))
+        if any(not isinstance(one, str) and one.is_error() for one in (start, *behind)):
+            # The fuel of a step comes with its mask, and what was left did not suffice. It is nothing that the answer
+            # is to blame for, so it goes on with a new lexer, and its drafts are no longer checked.
+            self._checks_drafts = False
+            self._renew()
+            return [True] * len(tokens)
+        return [one != "refused" for one in behind]
+
+    def _behind(self, before: _Behind, token: int) -> _Behind:
+        """Where `token` leads from `before`, whose matcher it moves."""
+        compiled = self._compiled
+        is_end = token in compiled.end_ids
+        if isinstance(before, str):
+            return "ended" if before == "ended" and (is_end or not compiled.end_ids) else "refused"
+        if is_end:
+            return "ended" if before.is_accepting() else "refused"
+        is_taken = 0 <= token < compiled.vocab_size and before.try_consume_tokens([token]) == 1
+        return before if is_taken or before.is_error() else "refused"
 
     @property
     def max_tokens(self) -> int | None:
@@ -240,15 +281,19 @@ class Structure:
     def _restart(self, complaint: str) -> None:
         """Walk the answer again with a lexer of our own; give up where that is too much work or ends no better."""
         self._restarts += 1
-        self._known = {}
-        walked = self._restarts <= _MAX_RESTARTS and self._compiled.compile_s <= _RESTART_COMPILE_S
-        if walked:
-            self._matcher = self._compiled.fresh()
-            for token in self._history:
-                self._matcher.compute_bitmask()  # the fuel of a step comes with its mask
-                walked = walked and self._matcher.consume_token(token)
-        if not walked:
+        if self._restarts > _MAX_RESTARTS or not self._renew():
             self.error = breakdown(self._compiled.field, self._compiled.value, complaint)
+
+    def _renew(self) -> bool:
+        """Walk the answer again with a lexer of our own; whether that was not too much work, and worked."""
+        self._known = {}
+        if self._compiled.compile_s > _RESTART_COMPILE_S:
+            return False
+        walked, self._matcher = True, self._compiled.fresh()
+        for token in self._history:
+            self._matcher.compute_bitmask()  # the fuel of a step comes with its mask
+            walked = walked and self._matcher.consume_token(token)
+        return walked
 
 
 class StructureCompiler:

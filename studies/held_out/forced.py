@@ -47,6 +47,10 @@ class ForcedText:
         """Nothing is told in advance."""
         return ()
 
+    def allowed(self, tokens: Sequence[int], parents: Sequence[int]) -> list[bool]:  # noqa: ARG002
+        """Nothing is told in advance."""
+        return [True] * len(tokens)
+
     def _count(self, logits: Tensor, paths: Sequence[tuple[int, ...]]) -> None:
         rows = {path: row for row, path in enumerate(paths)}
         for path in paths:

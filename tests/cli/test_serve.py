@@ -133,15 +133,16 @@ def test_every_setting_of_the_server_has_a_flag() -> None:
         assert {field.name for field in fields(kind)} - {field.name for field, _ in options_of(kind)} <= derived, kind
 
 
-def test_the_front_imports_no_torch(tmp_path: Path) -> None:
-    """Settings from outside are checked without importing other verbs."""
+@pytest.mark.parametrize("flags", [[], ["--drafter", "suffix", "--drafter-option", "store_tokens=4096"]])
+def test_the_front_imports_no_torch(tmp_path: Path, flags: list[str]) -> None:
+    """Settings from outside are checked without importing other verbs, and a drafter's options without the drafter."""
     (tmp_path / "foretoken.toml").write_text("[serve]\nworkers = 2\n")
     code = (
         "import os, sys\n"
         f"os.environ |= {{'FORETOKEN_TOML': {str(tmp_path / 'foretoken.toml')!r}, 'FORETOKEN_SERVE__PORT': '70000'}}\n"
         "from foretoken.cli.app import run\n"
         "import foretoken.server.run\n"
-        "assert run(['serve']) == 2\n"
+        f"assert run(['serve', *{flags!r}]) == 2\n"
         "print([name for name in ('torch', 'transformers', 'numpy') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)

@@ -129,6 +129,19 @@ def test_numbers_that_were_set_are_not_charged_to_those_left_open() -> None:
         observe(policy, requests, [given], [0], 1.0, {"ab"[given.option or 0]: 0.3})
 
 
+def test_a_number_that_was_set_stands_as_far_as_lookups_show_draft_tokens() -> None:
+    """Of two lookups that both show fewer the one with more drafts, as much as it shows."""
+    policy = BudgetPolicy()
+    shown = [Preview((-1,), (0.9,), (7,)), Preview((-1, 0), (0.1, 0.1), (8, 9))]
+    options = tuple(DrafterOption(number, number, 6, 0, True, one) for number, one in enumerate(shown))
+    nothing = tuple(option._replace(preview=Preview()) for option in options)
+    for usable, expected in ((options, (1, 2)), (nothing, (None, 0))):
+        policy.begin([0])
+        policy._mode = "decide"
+        (given,) = policy.plan([RequestView(0, usable, num_draft=6)])
+        assert given[:2] == expected
+
+
 def test_one_slow_decision_is_enough_for_repeats() -> None:
     """The first decision of a batch, in the step that reads the prompts, takes next to nothing: it must not hide the
     next one.

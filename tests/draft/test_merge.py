@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from foretoken.core import Draft, Mass
-from foretoken.draft.mix import first_nodes, graft, share_of
+from foretoken.draft.merging import keep_nodes
+from foretoken.draft.mix import graft, share_of
 from foretoken.draft.tree import TreeNode, merge_trees
 from foretoken.verify import RULES, resolve, rule_for
 from tests.helpers.enumeration import (
@@ -218,7 +219,7 @@ def test_first_nodes_undo_a_graft(seed: int) -> None:
         own = found[b]
         said = {path for node in range(len(own)) for path in [_path(own, node)]}
         assert set(paths[1 + base.lengths[b] :]) <= said
-    back = first_nodes(draft, base.lengths)
+    back = keep_nodes(draft, [range(count) for count in base.lengths])
     assert torch.equal(back.tokens, base.tokens)
     assert (back.parents, back.offsets, back.sampled) == (base.parents, base.offsets, base.sampled)
     assert back.mass is not None

@@ -8,10 +8,14 @@ import itertools
 import json
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import torch
 
 from foretoken import LLM, InputError, SamplingParams, SpecConfig
+from foretoken.core import Batch, Draft
+from foretoken.text.processors import RequestProcessors
 from tests.helpers.usual import some_of
 
 SCHEMA = {
@@ -80,6 +84,75 @@ def test_forced_tokens_are_free_drafts(reference: LLM) -> None:
     assert drafted.stats.accepted_by["grammar"] == len(forced) <= drafted.stats.drafted_by["grammar"]
     assert all(origin.kind == "plain" for origin in plain.provenance)
     assert drafted.stats.num_steps < plain.stats.num_steps
+
+
+class Rows:
+    """Counts the target's rows, and those of draft tokens to which the request's processors give no probability."""
+
+    def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_rows = self.num_refused = 0
+        runner = llm.engine.runner
+        forward = runner.forward
+
+        def counted(batch: Batch, draft: Draft, *rest: Any) -> Any:
+            self.num_rows += draft.num_rows
+            for b, entry in enumerate(batch.decoding):
+                own = slice(draft.offsets[b], draft.offsets[b + 1])
+                rows = [1 + parent for parent in draft.parents[own]]
+                if entry.processors is not None and rows:
+                    scores = entry.processors.adjust(torch.zeros(1 + len(rows), llm.target.vocab_size), draft.paths(b))
+                    self.num_refused += int((scores[rows, draft.host_tokens[own]] == -torch.inf).sum())
+            return forward(batch, draft, *rest)
+
+        monkeypatch.setattr(runner, "forward", counted)
+
+
+EXAMPLE = (
+    'rows = [{"name": "main", "kind": "function", "lines": 12}, {"name": "Parser", "kind": "class", "lines": 7}]\n'
+)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        SpecConfig("ngram", num_draft=6),
+        SpecConfig("suffix", num_draft=6),
+        SpecConfig("lookahead", num_draft=6, lookahead_window=5),
+        SpecConfig("recycling", num_draft=6),
+        SpecConfig("mix", num_draft=6),
+        SpecConfig("auto"),
+    ],
+    ids=lambda spec: spec.drafter,
+)
+def test_refused_tokens_of_lookups_do_not_reach_the_target(
+    reference: LLM, spec: SpecConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers and rounds are the same, with fewer rows; also where bad words and a least length refuse tokens."""
+    prompts = [2 * EXAMPLE + prompt for prompt in PROMPTS]
+    words = {"regex": r"[a-z ]{1,60}", "bad_words": [" the"], "min_tokens": 20}
+    params = [
+        SamplingParams(max_tokens=60, json_schema=SCHEMA),
+        SamplingParams(max_tokens=60, temperature=1.0, seed=3, **words),  # type: ignore[arg-type]
+    ]
+    plain = [out.token_ids for out in reference.generate(prompts, params)]
+    found: list[tuple[Rows, list[tuple[int, int]]]] = []
+    for cuts in (True, False):
+        with monkeypatch.context() as patch:
+            if not cuts:  # the planted break
+                patch.setattr(RequestProcessors, "allowed", lambda self, tokens, parents: [True] * len(tokens))
+            rows = Rows(reference, patch)
+            reference.reset_drafters(spec)
+            outputs = reference.generate(prompts, params, spec)
+        assert [out.token_ids for out in outputs] == plain
+        found.append((rows, [(out.stats.num_steps, out.stats.num_accepted) for out in outputs]))
+    (cut, rounds), (whole, same_rounds) = found
+    assert cut.num_refused == 0
+    if spec.drafter == "auto":
+        return  # what it drafts follows measured times
+    assert whole.num_refused > 0
+    assert cut.num_rows < whole.num_rows
+    if spec.drafter not in ("recycling", "mix"):  # they learn from the target's rows
+        assert rounds == same_rounds
 
 
 def test_regex_and_grammar(reference: LLM) -> None:

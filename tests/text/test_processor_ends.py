@@ -84,13 +84,13 @@ class TestNothingLeft:
 
     def test_an_empty_structure_names_its_field(self) -> None:
         structure = Fake()
-        structure.allowed = lambda text: set(ENDS)
+        structure.follow = lambda text: set(ENDS)
         processors = make_processors(SamplingParams(min_tokens=2, json_schema="{}"), (0,), V, ENDS, structure=structure)
         processors.adjust(noise(1, 0), [()])
         assert processors.error.field == "min_tokens"
         assert "together with json_schema" in str(processors.error)
         processors = make_processors(SamplingParams(grammar="start: x"), (0,), V, ENDS, structure=structure)
-        structure.allowed = lambda text: set()
+        structure.follow = lambda text: set()
         processors.adjust(noise(1, 0), [()])
         assert processors.error.field == "grammar"
 
@@ -98,12 +98,12 @@ class TestNothingLeft:
 class TestStructure:
     def test_a_rejected_draft_token_is_no_error(self) -> None:
         processors = make(ALONE["structure"], [0])
-        refused = next(token for token in range(V) if token not in Fake().allowed(()))
+        refused = next(token for token in range(V) if token not in Fake().follow(()))
         logits = noise(2, 0)
         out = processors.adjust(logits, [(), (refused,)])
         assert out[0, refused] == -INF
         assert torch.equal(out[1], logits[1])
-        processors.commit((min(Fake().allowed(())),))
+        processors.commit((min(Fake().follow(())),))
         assert processors.error is None
 
     def test_its_state_is_handed_on(self) -> None:

@@ -54,15 +54,15 @@ class Fake:
     def __init__(self, text: Sequence[int] = (), vocab: int = V) -> None:
         self.text, self.vocab, self.finished, self.error, self.sure = tuple(text), vocab, False, None, ()
 
-    def allowed(self, text: tuple[int, ...]) -> set[int]:
+    def follow(self, text: tuple[int, ...]) -> set[int]:
         last, before = (0, 0, *text)[-1], (0, 0, *text)[-2]
         return {token for token in range(self.vocab) if (token * 7 + last * 5 + before) % 3}
 
     def mask(self, paths: Sequence[tuple[int, ...]]) -> torch.Tensor:
         mask = torch.zeros(len(paths), self.vocab, dtype=torch.bool)
         for row, path in enumerate(paths):
-            if all(token in self.allowed(self.text + path[:i]) for i, token in enumerate(path)):
-                mask[row, sorted(self.allowed(self.text + path))] = True
+            if all(token in self.follow(self.text + path[:i]) for i, token in enumerate(path)):
+                mask[row, sorted(self.follow(self.text + path))] = True
         return mask
 
     def commit(self, tokens: Sequence[int]) -> None:
@@ -70,6 +70,12 @@ class Fake:
 
     def forced(self, most: int) -> tuple[int, ...]:
         return self.sure[:most]
+
+    def allowed(self, tokens: Sequence[int], parents: Sequence[int]) -> list[bool]:
+        paths: list[tuple[int, ...]] = []
+        for token, parent in zip(tokens, parents, strict=True):
+            paths.append((*(paths[parent] if parent >= 0 else ()), token))
+        return [all(token in self.follow(self.text + path[:i]) for i, token in enumerate(path)) for path in paths]
 
 
 def theirs(params: SamplingParams, prompt: Sequence[int], answer: Sequence[int], row: torch.Tensor) -> torch.Tensor:
@@ -120,7 +126,19 @@ def tree(rng: random.Random, nodes: int, vocab: int = LETTERS) -> list[tuple[int
 def reachable(params: SamplingParams, output: list[int], path: tuple[int, ...]) -> bool:
     """Whether the fake structure lets the path be; what it says behind a refused one does not matter."""
     fake = Fake(output)
-    return not params.structured or all(token in fake.allowed((*output, *path[:i])) for i, token in enumerate(path))
+    return not params.structured or all(token in fake.follow((*output, *path[:i])) for i, token in enumerate(path))
+
+
+def check_allowed(
+    processors: RequestProcessors, paths: list[tuple[int, ...]], rows: dict[tuple[int, ...], torch.Tensor]
+) -> None:
+    """What may be drafted is what the target's rows allow; a row that allows all may be one that had no token left."""
+    nodes = paths[1:]
+    parents = [nodes.index(path[:-1]) if path[:-1] else -1 for path in nodes]
+    for path, allowed in zip(nodes, processors.allowed([path[-1] for path in nodes], parents), strict=True):
+        before = [rows.get(path[:i], torch.zeros(V, dtype=torch.bool)) for i in range(len(path))]
+        likely = all(bool(row[token]) for row, token in zip(before, path, strict=True))
+        assert allowed == likely or (likely and any(bool(row.all()) for row in before))
 
 
 def rounds(params: SamplingParams, seed: int, adjust=RequestProcessors.adjust, num_rounds: int = 5) -> None:
@@ -135,6 +153,9 @@ def rounds(params: SamplingParams, seed: int, adjust=RequestProcessors.adjust, n
         kept = [row for row, path in enumerate(paths) if reachable(params, output, path)]
         expected = torch.stack([theirs(params, prompt, [*output, *paths[row]], logits[row]) for row in kept])
         torch.testing.assert_close(ours[kept], expected, rtol=1e-12, atol=0)
+        check_allowed(
+            processors, paths, {paths[row]: scores > -INF for row, scores in zip(kept, expected, strict=True)}
+        )
         warped = LogitsProcessorList(
             [TemperatureLogitsWarper(0.8), TopKLogitsWarper(6), TopPLogitsWarper(0.9), MinPLogitsWarper(0.05)]
         )

@@ -125,11 +125,16 @@ def test_masks_are_those_of_the_language(
         held = model.make(**write(WORDS[words]))
         while True:
             paths = random_paths(model, language, generator, 8)
+            nodes = sorted({path for path in paths if path}, key=len)
+            parents = [nodes.index(path[:-1]) if path[:-1] else -1 for path in nodes]
+            allowed = held.allowed([path[-1] for path in nodes], parents)
             mask = held.mask(paths)
             assert mask.dtype == torch.bool
             assert mask.shape == (len(paths), model.size)
             for path, row in zip(paths, mask.tolist(), strict=True):
                 assert row == language.row(answer + path), (answer, path)
+            rows = dict(zip(paths, mask.tolist(), strict=True))
+            assert allowed == [all(rows[path[:i]][token] for i, token in enumerate(path)) for path in nodes]
             may_follow = [token for token, good in enumerate(language.row(answer)) if good]
             assert held.finished == (set(may_follow) == set(model.end_ids))
             assert held.error is None

@@ -112,6 +112,25 @@ def test_what_a_draft_meets_is_no_error_of_the_answer(weak: Model) -> None:
     assert re.search(TOO_SLOW, str(held.error))
 
 
+def test_a_draft_that_is_too_dear_to_check_costs_its_answer_nothing(
+    weak: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checking it ruins the lexer: the answer goes on with another one, and its drafts are no longer checked."""
+    held, tokens, x = weak.make(regex=GROWING), steps(weak), weak.spell("x")[0]
+    expected = held.mask([(), (tokens[0],)])
+    assert held.allowed([tokens[0], x], [-1, 0]) == [True, False]
+    assert all(held.allowed(tokens, range(-1, len(tokens) - 1)))
+    assert held.error is None
+    assert torch.equal(held.mask([(), (tokens[0],)]), expected)
+    held.commit(tokens[:1])
+    assert torch.equal(held.mask([()])[0], expected[1])
+    assert held.allowed([tokens[1], x], [-1, 0]) == [True, True]
+    assert (held.error, held._restarts) == (None, 0)
+    monkeypatch.setattr(structure, "_RESTART_COMPILE_S", -1.0)
+    dear = weak.make(regex=GROWING)
+    assert dear.allowed([tokens[0], x], [-1, 0]) == [True, True]
+
+
 def test_a_token_that_the_structure_forbids_is_an_error(model: Model) -> None:
     """Nobody should emit one; whoever does hears of it, and no more is said about what may follow."""
     held = model.make(regex="ab")

@@ -16,13 +16,14 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import TypeAlias
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, TypeAlias
 
 from foretoken.errors import CheckpointError
 from foretoken.model.fields import MAX_SIZE, Fields, shown
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,8 @@ class Header:
         Raises:
             CheckpointError: another kind of value.
         """
+        import numpy as np  # late: the server's front, which reads names of models, does without
+
         array = self._array(key)
         if array is None:
             return None
