@@ -57,7 +57,7 @@ class Answer:
     after the prompt's own pass is not counted. `ttft_s` and `e2e_s` count from the question to the first and to the
     last token. `draft_s` and `verify_s` lie within `decode_s`, `rule_s` within `verify_s`, `wasted_s`
     (rejected draft tokens) within both together. `positions[i]` counts (drafted, accepted) at the i-th place of a
-    draft. `token_ids` is empty when only the text is known.
+    draft. `token_ids` is empty when only the text is known. `num_prompt_tokens` is what a server counted of the prompt.
     """
 
     token_ids: tuple[int, ...]
@@ -76,6 +76,7 @@ class Answer:
     rule_s: float | None = None
     wasted_s: float | None = None
     positions: tuple[tuple[int, int], ...] = ()
+    num_prompt_tokens: int | None = None
 
 
 @dataclass(frozen=True)

@@ -179,9 +179,12 @@ class Endpoint:
             return None
         return read_spec_counters(answer.text) if answer.status_code == 200 else None
 
-    async def send(self, question: Question, stream: Stream, clock: Callable[[], float]) -> None:
-        """Ask, and fill `stream` while the answer comes; failures are kept in it, never raised."""
+    async def send(
+        self, question: Question, stream: Stream, clock: Callable[[], float], more: Mapping[str, Any] | None = None
+    ) -> None:
+        """Ask, with the fields `more`, and fill `stream` while the answer comes; failures are kept in it."""
         path, body = self.server.body(self.model, question)
+        body |= more or {}
         stream.sent_s = clock()
         try:
             async with self.client.stream("POST", path, json=body) as answer:
@@ -272,8 +275,7 @@ class HttpBackend:
         if drafting.kind not in (None, SERVED):
             raise InputError("drafting", drafting.kind, f"{self.name} drafts as it was started; ask for {SERVED!r}")
         path, body = self.server.body(self.model, question)
-        body |= self.kind.fields
-        body |= (self.kind.plain or {}) if drafting.kind is None else {}
+        body |= self.fields(drafting)
         if self.kind.predictions and question.prediction is not None:
             body["prediction"] = {"type": "content", "content": question.prediction}
         before = None if self.kind.reports else self.counters()
@@ -285,6 +287,10 @@ class HttpBackend:
             stream.num_drafted = round(after["drafted"] - before["drafted"])
             stream.num_accepted = round(after["accepted"] - before["accepted"])
         return _answer(reader)
+
+    def fields(self, drafting: Drafting) -> dict[str, Any]:
+        """What a request to this kind of server says beside the question, drafting or asked to answer plainly."""
+        return {**self.kind.fields, **((self.kind.plain or {}) if drafting.kind is None else {})}
 
     def _send(self, path: str, body: Mapping[str, Any], reader: EventReader) -> None:
         stream = reader.stream
@@ -348,6 +354,7 @@ def _answer(reader: EventReader) -> Answer:
         num_steps=stream.num_steps,
         num_drafted=stream.num_drafted,
         num_accepted=stream.num_accepted,
+        num_prompt_tokens=stream.num_prompt_tokens or None,
     )
 
 

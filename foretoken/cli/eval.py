@@ -106,7 +106,7 @@ def evaluate(
             _evaluate(run, out, as_json)
             result = run.result()
     found = None if earlier is None else compare(earlier, result, max_lost)
-    _report(result, found, out, as_json)
+    _report(run, found, out, as_json)
     if found is not None and found.lost:
         changed = f" (changed: {'; '.join(found.changed)})" if found.changed else ""
         raise GateError(f"acceptance fell: {'; '.join(map(str, found.lost))}{changed}")
@@ -198,11 +198,11 @@ def _evaluate(run: EvalRun | BackendEvalRun, out: Path | None, as_json: bool) ->
             run.run(tell)
     except BaseException:
         if run.samples:
-            _report(run.result(), None, out, as_json)
+            _report(run, None, out, as_json)
         raise
 
 
-def _report(result: EvalResult, found: EvalComparison | None, out: Path | None, as_json: bool) -> None:
+def _report(run: EvalRun | BackendEvalRun, found: EvalComparison | None, out: Path | None, as_json: bool) -> None:
     """Write the file and print the tables, or the object of the file."""
     from foretoken.measure.eval.report import eval_report
     from foretoken.measure.eval.result import rows_of, write_result
@@ -210,11 +210,14 @@ def _report(result: EvalResult, found: EvalComparison | None, out: Path | None, 
     from foretoken.measure.report import print_report
     from foretoken.measure.write import is_page, write_report
 
+    result, prices = run.result(), run.prices()
     rows = rows_of(result)
     written = result.as_dict(rows)
+    if prices:
+        written["prices"] = [asdict(one) for one in prices]
     if found is not None:
         written["comparison"] = asdict(found) | {"verdict": found.verdict}
-    report = eval_report(result, rows, found)
+    report = eval_report(result, rows, found, prices)
     if out is not None and is_page(out) and out.suffix.lower() != ".json":
         report = write_report(report, out, out.stem)
     elif out is not None:

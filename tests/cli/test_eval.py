@@ -55,6 +55,29 @@ def test_the_file_holds_what_a_later_run_compares(foretoken: Run, pair: SimpleNa
     assert compared["changed"] == []
 
 
+def test_a_price_is_one_of_plain_decoding_too(foretoken: Run, pair: SimpleNamespace, prompts: Path) -> None:
+    common = ["eval", "-t", pair.target, "--drafters", "ngram", "--prompts", prompts, *SHORT, "--temperatures", "0"]
+    done = foretoken(*common, "--price-per-hour", 2, "--out", "priced.json", "--json")
+    assert done.code == 0, done.err
+    found = json.loads(done.lines[-1])
+    places = [(one["place"], one["setting"], one["change"] is None) for one in found["prices"]]
+    assert places == [
+        ("a, 0", "plain", True),
+        ("b, 0", "plain", True),
+        ("a, 0", "ngram-3", False),
+        ("b, 0", "ngram-3", False),
+    ]
+    assert all(
+        one["price_per_million_tokens"] == pytest.approx(2 / 3600 / one["tokens_per_s"] * 1e6)
+        for one in found["prices"]
+    )
+    assert ({one["drafter"] for one in found["answers"]}, found["complete"]) == ({"ngram-3"}, True)
+    again = foretoken(*common, "--against", "priced.json")  # without a price, nothing else differs
+    assert again.code == 0, again.err
+    assert "per 1M tokens" not in again.out
+    assert foretoken(*common, "--price-per-hour", 0).code == 2
+
+
 def test_a_worse_draft_is_exit_code_5_and_named(
     foretoken: Run, pair: SimpleNamespace, prompts: Path, tmp_path: Path
 ) -> None:

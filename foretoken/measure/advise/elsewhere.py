@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import median, median_low
+from typing import Any
 
 from foretoken.backend.answering import SERVED, Answer, Drafting, Question
 from foretoken.backend.http import Endpoint, HttpBackend, ServerAddress
@@ -69,8 +70,9 @@ def measured_elsewhere(
     server = ServerAddress(options.url or "", options.model or "", options.key_variable)
     rows = rows_to_measure(options.loads, max(options.lengths))
     with progress(len(prompts) + len(rows)) as tell:
-        asked = _answers(server, options, prompts, tokenizer, tell)
-        levels, notes = asyncio.run(_levels(server, options, asked, rows, tell))
+        asked, fields = _answers(server, options, prompts, tokenizer, tell)
+        _check_tokenizer(options, asked)
+        levels, notes = asyncio.run(_levels(server, options, asked, fields, rows, tell))
     answers: dict[str, list[AnswerRounds]] = {}
     drafting_s: dict[str, float] = {}
     for candidate in candidates:
@@ -105,8 +107,8 @@ def steady_step_s(streams: Sequence[Stream]) -> float | None:
 
 def _answers(
     server: ServerAddress, options: AdviseOptions, prompts: Sequence[EvalPrompt], tokenizer: Tokenizer, tell: Tell
-) -> list[_Answered]:
-    """The answers to all prompts, one after the other."""
+) -> tuple[list[_Answered], dict[str, Any]]:
+    """The answers to all prompts, one after the other, and the fields with which the server answers plainly."""
     backend, found = HttpBackend(server), []
     drafting = Drafting() if backend.capabilities.plain else Drafting(SERVED)
     try:
@@ -120,7 +122,25 @@ def _answers(
             found.append(_Answered(prompt, question, tuple(ids), answer))
     finally:
         backend.close()
-    return found
+    return found, backend.fields(drafting)
+
+
+def _check_tokenizer(options: AdviseOptions, asked: Sequence[_Answered]) -> None:
+    """Whether the server counts the tokens of the prompts as the target's tokenizer does, but for as many more of each:
+    a start token, or a template's. Another tokenizer differs by another number on most prompts.
+
+    Raises:
+        InputError: it does not: the server serves another model.
+    """
+    pairs = [(len(one.prompt_ids), one.answer.num_prompt_tokens) for one in asked]
+    counts = [(here, there) for here, there in pairs if there is not None]
+    more = [there - here for here, there in counts]
+    if more and sum(one != median_low(more) for one in more) > len(more) / 2:
+        remedy = (
+            f"reads the prompts as {sum(here for here, _ in counts)} tokens and the server as "
+            f"{sum(there for _, there in counts)}: name the model that it serves"
+        )
+        raise InputError("target", options.target, remedy)
 
 
 def _question(options: AdviseOptions, prompt: EvalPrompt, tokenizer: Tokenizer) -> tuple[Question, list[int]]:
@@ -148,7 +168,12 @@ def _ids_of(answer: Answer, tokenizer: Tokenizer) -> list[int]:
 
 
 async def _levels(
-    server: ServerAddress, options: AdviseOptions, asked: Sequence[_Answered], rows: Sequence[int], tell: Tell
+    server: ServerAddress,
+    options: AdviseOptions,
+    asked: Sequence[_Answered],
+    fields: Mapping[str, Any],
+    rows: Sequence[int],
+    tell: Tell,
 ) -> tuple[dict[int, float], list[str]]:
     """Seconds of a step by requests at once, as far as the time allows and the server takes them; and notes.
 
@@ -166,7 +191,7 @@ async def _levels(
             streams = [Stream() for _ in range(count)]
             questions = [one.question for one, _ in zip(itertools.cycle(asked), streams, strict=False)]
             await asyncio.gather(
-                *(endpoint.send(*pair, time.monotonic) for pair in zip(questions, streams, strict=True))
+                *(endpoint.send(*pair, time.monotonic, fields) for pair in zip(questions, streams, strict=True))
             )
             step_s = steady_step_s(streams)
             if step_s is None:

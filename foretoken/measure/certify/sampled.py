@@ -32,7 +32,7 @@ _TESTS = 2  # of each setting: how answers begin, and which token follows which
 _NUM_PROMPTS, _NUM_BINS = 2, 8  # bins of each prompt
 _SAMPLE_TOKENS = 8
 _AT_ONCE, _FEWER_AT_ONCE = 16, 4  # answers of one request; llama.cpp gives as many as it has slots, 4 unless told
-_APART = 1 << 40  # seeds of A and of B
+_APART = 1 << 30  # seeds of A and of B; engines keep the lowest 32 bits
 _NUM_AGAIN, _NUM_SEEDS = 4, 8
 _BEGIN, _FOLLOW = "distribution: how answers begin", "distribution: which token follows which"
 _EQUAL, _OTHER = "equal seeds, equal answers", "other seeds, other answers"
@@ -89,9 +89,10 @@ def _at_once(session: CertifySession) -> int:
 def _requests(
     session: CertifySession, prompt: Prompt, setting: dict[str, float], seed: int, count: int, at_once: int
 ) -> list[ApiRequest]:
+    """Requests for `at_once` answers each, which engines draw under the next seeds: those are left out."""
     more = {} if at_once == 1 else {"n": at_once}
     return [
-        session.request(prompt, max_tokens=_SAMPLE_TOKENS, seed=seed + number, **setting, **more)
+        session.request(prompt, max_tokens=_SAMPLE_TOKENS, seed=seed + number * at_once, **setting, **more)
         for number in range(count)
     ]
 

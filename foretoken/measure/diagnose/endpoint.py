@@ -51,7 +51,12 @@ def ask_endpoint(options: DiagnoseOptions, prompts: Sequence[EvalPrompt], comman
         assert isinstance(backend, HttpBackend)
         before = backend.position_counters()
         run = BackendEvalRun(asked, prompts, command, backend)
-        run.run()
+        try:
+            run.run()
+        except InputError as error:
+            if error.field != "backend":
+                raise
+            raise InputError("url", options.url, error.remedy) from error
         after, server = backend.position_counters(), backend.version()
     if before is not None and after is not None and (own := after.since(before)).num_drafts:
         places = tuple(count / own.num_drafts for count in own.accepted[: options.num_draft])

@@ -82,6 +82,7 @@ def _diagnosis(options: DiagnoseOptions, command: str) -> Diagnosis:
         return Diagnosis(findings=(opened,))
     findings = tuple(read_findings(drafter, target)) if options.head is not None else ()
     prompts = _prompts(options)
+    reported = None if options.url is None else ask_endpoint(options, prompts, command)
     sampling = Sampling(options.temperature, options.greedy_drafts)
     as_given = _Prompted(Asking(options.chat), options.temperature)
     with _open_target(target) as llm:
@@ -97,7 +98,6 @@ def _diagnosis(options: DiagnoseOptions, command: str) -> Diagnosis:
         trials, base = _trials(options, opened, frozen, texts, as_given, sampling, repairs, tell)
         tell("half precision")
         half = _half_precision(options, drafter, target, texts[as_given], base, sampling)
-    reported = None if options.url is None else ask_endpoint(options, prompts, command)
     return Diagnosis(findings, base, (*trials, *half), reported, longest)
 
 

@@ -13,7 +13,14 @@ from foretoken.engine_config import EngineConfig
 from foretoken.errors import ConfigError, InputError
 from foretoken.field_text import numbers, words
 from foretoken.measure.asked import BackendSource
-from foretoken.measure.options import CHAT_OPTION, DRAFTERS_OPTION, MAX_TOKENS_OPTION, STOP_AT_EOS_OPTION
+from foretoken.measure.options import (
+    CHAT_OPTION,
+    DRAFTERS_OPTION,
+    MAX_TOKENS_OPTION,
+    PRICE_OPTION,
+    STOP_AT_EOS_OPTION,
+    check_price,
+)
 from foretoken.option import check_fields, option, same_option
 from foretoken.params import TEMPERATURES, check_number, check_temperatures, check_whole
 
@@ -40,7 +47,8 @@ class EvalOptions:
     `drafters` are written as for `foretoken bench`. Every draft has `num_draft` tokens at most, a fixed number:
     acceptance rates at different lengths are not comparable. `rule="auto"` is greedy at temperature 0 and coupled
     above, because every answer has a seed. With `chat` a text becomes a user's message. `seed` is added
-    to the seeds of the sampled answers, which follow from their prompts.
+    to the seeds of the sampled answers, which follow from their prompts. With `price_per_hour` answers are timed, and
+    those of plain decoding beside them.
     """
 
     target: str = field(metadata=same_option(EngineConfig, "model"))
@@ -66,6 +74,7 @@ class EvalOptions:
     device: str = field(default="auto", metadata=same_option(EngineConfig, "device"))
     numerics: str = field(default="default", metadata=same_option(EngineConfig, "numerics"))
     weights: str = field(default="auto", metadata=same_option(EngineConfig, "weights"))
+    price_per_hour: float | None = field(default=None, metadata=PRICE_OPTION)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -74,6 +83,7 @@ class EvalOptions:
         check_whole("max_tokens", self.max_tokens, low=2)
         check_whole("seed", self.seed, low=0, high=2**62)
         check_temperatures("temperatures", self.temperatures)
+        check_price(self.price_per_hour)
         _ = self.settings  # refuses what no drafter takes
 
     @cached_property
@@ -138,6 +148,7 @@ class BackendEvalOptions:
     stop_at_eos: bool = field(default=False, metadata=STOP_AT_EOS_OPTION)
     chat: bool = field(default=False, metadata=CHAT_OPTION)
     seed: int = field(default=0, metadata=same_option(EvalOptions, "seed"))
+    price_per_hour: float | None = field(default=None, metadata=PRICE_OPTION)
 
     def __post_init__(self) -> None:
         check_whole("num_draft", self.num_draft, low=1, high=MAX_DRAFTED)
@@ -146,6 +157,7 @@ class BackendEvalOptions:
         check_whole("seed", self.seed, low=0, high=2**62)
         for temperature in self.temperatures or ():
             check_number("temperatures", temperature, *TEMPERATURES)
+        check_price(self.price_per_hour)
 
     def temperatures_for(self, backend: AnsweringBackend) -> tuple[float, ...]:
         """The temperatures to ask at, each once.

@@ -8,6 +8,7 @@ from typing import Any
 from foretoken.measure.eval.compare import EvalComparison
 from foretoken.measure.eval.result import EvalResult
 from foretoken.measure.plots import Plot, Point, Series
+from foretoken.measure.price import PriceRow, price_tables
 from foretoken.measure.report import Report, Table
 from foretoken.measure.stats import Interval
 
@@ -20,9 +21,18 @@ _EXPLAINED = (
 _OUTCOME_STYLES = {"lost": "bold red", "undecided": "yellow", "kept": None}
 _MAX_POSITIONS = 8
 _UNKNOWN = "not reported"
+_PRICED = (
+    "Whole answers, their prompts included, one request at a time, drafters without what they learnt of other answers. "
+    "A machine under load costs less."
+)
 
 
-def eval_report(result: EvalResult, rows: Sequence[Mapping[str, Any]], found: EvalComparison | None) -> Report:
+def eval_report(
+    result: EvalResult,
+    rows: Sequence[Mapping[str, Any]],
+    found: EvalComparison | None,
+    prices: Sequence[PriceRow] = (),
+) -> Report:
     """The report of an evaluation, with the comparison where there is one, whose verdict is then its heading."""
     single = ("one prompt has no interval",) if any(row["num_prompts"] < 2 for row in rows) else ()
     stopped = () if result.complete else ("incomplete, the run was interrupted",)
@@ -30,8 +40,12 @@ def eval_report(result: EvalResult, rows: Sequence[Mapping[str, Any]], found: Ev
         title="Acceptance",
         command=result.command,
         options=result.options,
-        results={"rows": rows, "interrupted": not result.complete},
-        tables=(*_rate_tables(rows), *(() if found is None else (_comparison_table(found),))),
+        results={"rows": rows, "prices": tuple(prices), "interrupted": not result.complete},
+        tables=(
+            *_rate_tables(rows),
+            *price_tables(prices, "slice, temperature", _PRICED),
+            *(() if found is None else (_comparison_table(found),)),
+        ),
         explained=_EXPLAINED,
         caveats=(*single, *result.notes, *stopped, *(() if found is None else found.notes)),
         conclusions=() if found is None else _changed(found),

@@ -31,7 +31,10 @@ _METHOD = "bootstrap over prompts, percentiles expanded for few prompts"
 
 @dataclass(frozen=True)
 class EvalSample:
-    """The counts of one answer: `prompt` is the key of its prompt, `rule` what judged its drafts ("": unknown)."""
+    """The counts of one answer: `prompt` is the key of its prompt, `rule` what judged its drafts ("": unknown).
+
+    `timed` holds the tokens and the seconds of the whole answer, where they were taken; files do not hold it.
+    """
 
     drafter: str
     slice: str
@@ -39,6 +42,7 @@ class EvalSample:
     prompt: str
     rule: str
     counts: AnswerCounts
+    timed: tuple[int, float] | None = field(default=None, compare=False)
 
     @property
     def cell(self) -> Cell:
@@ -106,8 +110,12 @@ class EvalResult:
             head
             | {name: getattr(self, name) for name in names}
             | {"interval": interval, "emitted_per_step": emitted, "rows": list(rows)}
-            | {"answers": [asdict(sample) for sample in self.samples]}
+            | {"answers": [_written(sample) for sample in self.samples]}
         )
+
+
+def _written(sample: EvalSample) -> dict[str, Any]:
+    return {name: value for name, value in asdict(sample).items() if name != "timed"}
 
 
 def write_result(found: Mapping[str, Any], path: Path) -> None:

@@ -19,6 +19,8 @@ from foretoken.measure.eval.identity import identity_of
 from foretoken.measure.eval.options import BackendEvalOptions, EvalDrafter, EvalOptions
 from foretoken.measure.eval.prompts import EvalPrompt, encoded, in_turns
 from foretoken.measure.eval.result import EvalResult, EvalSample
+from foretoken.measure.options import PLAIN
+from foretoken.measure.price import PriceRow, price_rows
 from foretoken.measure.report import now
 from foretoken.model.names import model_folder
 
@@ -41,7 +43,8 @@ def open_llm(options: EvalOptions) -> LLM:
 
 
 def plan(options: EvalOptions, prompts: Sequence[EvalPrompt]) -> list[tuple[EvalPrompt, EvalDrafter, float]]:
-    """What to run, prompt by prompt. A drafter that needs a prediction runs on the prompts that have one.
+    """What to run, prompt by prompt. A drafter that needs a prediction runs on the prompts that have one. With a price
+    plain decoding runs too, to be compared with.
 
     Raises:
         InputError: a drafter for which there is no prompt.
@@ -49,10 +52,11 @@ def plan(options: EvalOptions, prompts: Sequence[EvalPrompt]) -> list[tuple[Eval
     for drafter in options.settings:
         if drafter.needs_prediction and all(prompt.prediction is None for prompt in prompts):
             raise InputError("drafters", drafter.name, "no prompt has a prediction; evaluate it on the slice edit")
+    plain = () if options.price_per_hour is None else (EvalDrafter(PLAIN, SpecConfig(drafter=None)),)
     return [
         (prompt, drafter, float(temperature))
         for prompt in in_turns(prompts)
-        for drafter in options.settings
+        for drafter in (*plain, *options.settings)
         if prompt.prediction is not None or not drafter.needs_prediction
         for temperature in dict.fromkeys(options.temperatures)
     ]
@@ -91,7 +95,8 @@ def measure(
             if output.error is not None:
                 raise output.error
             rule = "+".join(sorted(counter.rules)) or output.stats.rule
-            yield EvalSample(drafter.name, prompt.slice, temperature, key, rule, counter.counts)
+            timed = len(output.token_ids), output.stats.total_s
+            yield EvalSample(drafter.name, prompt.slice, temperature, key, rule, counter.counts, timed)
     finally:
         llm.engine.watchers.remove(counter)
 
@@ -100,13 +105,16 @@ FEW_PROMPTS = 10
 
 
 class EvaluationRun(ABC):
-    """A running evaluation: `samples` are the answers so far, so that `result` can be taken at any time."""
+    """A running evaluation: `samples` are the answers so far, so that `result` can be taken at any time. `plain` are
+    those without drafts, which only prices need.
+    """
 
     jobs: Sequence[object]  # one for each answer
 
     def __init__(self, options: EvalOptions | BackendEvalOptions, prompts: Sequence[EvalPrompt], command: str) -> None:
         self._options, self.prompts, self.command = options, prompts, command
         self.samples: list[EvalSample] = []
+        self.plain: list[EvalSample] = []
         self.identity: dict[str, object] = {}
 
     @abstractmethod
@@ -121,6 +129,15 @@ class EvaluationRun(ABC):
         """What restricts the result."""
         return few_prompts(self.prompts)
 
+    def prices(self) -> tuple[PriceRow, ...]:
+        """The price of tokens by slice and temperature, of plain decoding too where it can be had; none without one."""
+        spent: dict[tuple[str, str], list[tuple[int, float]]] = {}
+        for one in (*self.plain, *self.samples):
+            if one.timed is not None:
+                spent.setdefault((f"{one.slice}, {one.temperature:g}", one.drafter), []).append(one.timed)
+        speeds = [(*where, _tokens_per_s(timed)) for where, timed in spent.items()]
+        return price_rows(self._options.price_per_hour, speeds, PLAIN)
+
     def result(self) -> EvalResult:
         """What was measured so far."""
         return EvalResult(
@@ -132,7 +149,7 @@ class EvaluationRun(ABC):
             machine=machine(),
             versions=versions(),
             date=now(),
-            complete=len(self.samples) == len(self.jobs),
+            complete=len(self.samples) + len(self.plain) == len(self.jobs),
             notes=self.notes(),
         )
 
@@ -156,7 +173,13 @@ class EvalRun(EvaluationRun):
         with open_llm(self.options) as llm:
             self.identity = identities(self.options)
             for sample in measure(llm, self.options, self.jobs, tell):
-                self.samples.append(sample)
+                (self.plain if sample.drafter == PLAIN else self.samples).append(sample)
+
+
+def _tokens_per_s(timed: Sequence[tuple[int, float]]) -> float | None:
+    """Tokens of all answers over their time."""
+    seconds = sum(one for _, one in timed)
+    return sum(count for count, _ in timed) / seconds if seconds > 0 else None
 
 
 def few_prompts(prompts: Sequence[EvalPrompt]) -> list[str]:
@@ -222,14 +245,16 @@ class BackendEvalRun(EvaluationRun):
         self.draftings = chosen_draftings(backend, "drafters", options.drafters, options.num_draft)
         temperatures = options.temperatures_for(backend)
         asked = [(self._question(prompt), prompt) for prompt in in_turns(self.prompts)]
+        plain = (Drafting(),) * (options.price_per_hour is not None and backend.capabilities.plain)
         self.jobs = [
             (question, prompt, drafting, temperature)
-            for question, prompt in asked
-            for drafting in self.draftings
+            for place, (question, prompt) in enumerate(asked)
+            # The second to answer finds its prompt in the cache of a server.
+            for drafting in ((*plain, *self.draftings) if place % 2 else (*self.draftings, *plain))
             for temperature in temperatures
         ]
         if not self.counts_itself:  # one slice after the other: what its counters miss of an answer is the next one's
-            places = {drafting: place for place, drafting in enumerate(self.draftings)}
+            places = {drafting: place for place, drafting in enumerate((*plain, *self.draftings))}
             self.jobs.sort(key=lambda job: (places[job[2]], job[3], job[1].slice))
 
     def run(self, tell: Callable[[str], None] = lambda _: None) -> None:
@@ -241,7 +266,8 @@ class BackendEvalRun(EvaluationRun):
         """
         for question, prompt, drafting, temperature in self.jobs:
             tell(drafting_name(drafting))
-            self.samples.append(self._measured(question, prompt, drafting, temperature))
+            sample = self._measured(question, prompt, drafting, temperature)
+            (self.plain if drafting.kind is None else self.samples).append(sample)
             if self.num_silent and not self.has_promised:
                 break
         if self.num_silent == len(self.samples):
@@ -259,9 +285,11 @@ class BackendEvalRun(EvaluationRun):
         drafted, accepted = answer.num_drafted, answer.num_accepted
         if before is not None and after is not None:
             drafted, accepted = (round(after[name] - before[name]) for name in ("drafted", "accepted"))
-        self.num_silent += drafted is None or accepted is None
+        self.num_silent += drafting.kind is not None and (drafted is None or accepted is None)
         counts = reported_counts(answer, drafted or 0, accepted or 0)
-        return EvalSample(drafting_name(drafting), prompt.slice, temperature, prompt.key, "", counts)
+        name = PLAIN if drafting.kind is None else drafting_name(drafting)
+        timed = None if answer.e2e_s is None else (answer.num_emitted, answer.e2e_s)
+        return EvalSample(name, prompt.slice, temperature, prompt.key, "", counts, timed)
 
     def _question(self, prompt: EvalPrompt) -> Question:
         """A prompt as the backend is asked it.

@@ -34,10 +34,18 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_tokenizer(tiny_checkpoint(folder, "llama", vocab_size=300, num_hidden_layers=1), 300)
 
 
+def counted(target: Path, body: dict[str, Any], *texts: str, **last: Any) -> Reply:
+    """An answer that says how many tokens the prompt has."""
+    tokenizer = load_tokenizer(target)
+    assert tokenizer is not None
+    count = len(tokenizer.encode(body["prompt"]))
+    return tokens(*texts, usage={"completion_tokens": 2 * len(texts), "prompt_tokens": count}, **last)
+
+
 @pytest.fixture
-def copying() -> Iterator[Fake]:
+def copying(target: Path) -> Iterator[Fake]:
     """It answers with the words of the prompt, a token or so at a time."""
-    with serving(Fake(lambda _number, _body: tokens(*(WORDS * 2).split(" ")))) as found:
+    with serving(Fake(lambda _number, body: counted(target, body, *(WORDS * 2).split(" ")))) as found:
         yield found
 
 
@@ -138,6 +146,30 @@ def test_a_server_that_drafts_already_is_refused(target: Path, texts: Path) -> N
 
     with serving(Fake(drafting)) as fake, pytest.raises(InputError, match="start it without speculation"):
         foretoken.advise(str(target), url=fake.url, prompts=texts)
+
+
+def test_our_server_is_timed_as_plainly_as_it_is_asked(
+    copying: Fake, target: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It drafts unless a request asks it not to: then its steps would be those of drafts, too."""
+    monkeypatch.setattr(elsewhere, "steady_step_s", step_of_rows)
+    copying.owner = "foretoken"
+    foretoken.advise(str(target), url=copying.url, prompts=texts, concurrency=(2,), num_drafts=(1,))
+    assert [body["spec"] for _, _, body in copying.asked] == [{"drafter": None}] * (4 + 1 + 2 + 4)
+
+
+def test_a_target_whose_tokenizer_is_not_the_servers_is_refused(target: Path, texts: Path) -> None:
+    """It counts characters where the target counts tokens."""
+    lines = [json.loads(line) for line in texts.read_text().splitlines()]
+    longer = [{**line, "prompt": line["prompt"] * (1 + number)} for number, line in enumerate(lines)]
+    texts.write_text("\n".join(map(json.dumps, longer)))
+
+    def characters(_number: int, body: dict[str, Any]) -> Reply:
+        return tokens("a", usage={"completion_tokens": 2, "prompt_tokens": len(body["prompt"])})
+
+    with serving(Fake(characters)) as fake, pytest.raises(InputError, match="name the model that it serves") as error:
+        foretoken.advise(str(target), url=fake.url, prompts=texts)
+    assert error.value.field == "target"
 
 
 @pytest.mark.parametrize(

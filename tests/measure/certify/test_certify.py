@@ -162,6 +162,31 @@ def test_another_distribution_is_found(fault: dict[str, Any], names: set[str], w
     assert names <= found
 
 
+class Narrow(Dice):
+    """A server that keeps 32 bits of a seed, and draws the further answers of a request under the next seeds."""
+
+    def ask(self, request: ApiRequest) -> Reply:
+        if "seed" not in request.fields or request.fields["temperature"] == 0:
+            return super().ask(request)
+        count, seed = request.fields.get("n", 1), request.fields["seed"]
+        each = [
+            replace(request, fields={**request.fields, "n": 1, "seed": (seed + i) % (1 << 32)}) for i in range(count)
+        ]
+        replies = [super(Narrow, self).ask(one) for one in each]
+        return Reply(tuple(reply.choices[0] for reply in replies), replies[0].num_prompt_tokens)
+
+
+def test_no_two_answers_are_one_draw() -> None:
+    a, b = Narrow(), Narrow()
+    checks = list(made_checks(session_of(Asker("A", a), Asker("B", b), only=("distribution",), effect=0.4)))
+    seeds = [
+        (one.text, one.fields["seed"], one.fields.get("top_p"), one.fields["temperature"])
+        for one in (*a.asked, *b.asked)
+        if one.fields["temperature"] > 0 and one.fields["seed"] >= 1000
+    ]
+    assert len(seeds) == len(set(seeds)) == 2 * sum(check.num_tokens for check in checks if check.name == BEGIN)
+
+
 def test_answers_are_asked_one_by_one_where_n_is_refused() -> None:
     b = Dice(refuses=("n",))
     checks = list(made_checks(session_of(Asker("A", Dice()), Asker("B", b), only=("distribution",), effect=0.9)))

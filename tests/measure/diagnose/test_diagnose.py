@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from foretoken.backend.http_stream import read_position_counters
-from foretoken.errors import ConfigError
+from foretoken.errors import ConfigError, InputError, UnavailableError
 from foretoken.heads.base import HeadBatch
-from foretoken.measure.diagnose.endpoint import Reported
+from foretoken.measure.diagnose import run as run_module
+from foretoken.measure.diagnose.endpoint import Reported, ask_endpoint
 from foretoken.measure.diagnose.options import DiagnoseOptions
 from foretoken.measure.diagnose.reading import FileFinding
 from foretoken.measure.diagnose.reference import Accepted, Sampling, windows
 from foretoken.measure.diagnose.repairs import Asking, Repair, text_repairs
 from foretoken.measure.diagnose.report import Diagnosis, Trial, diagnose_report
+from foretoken.measure.eval.prompts import EvalPrompt
 from foretoken.measure.html import html_page
 from foretoken.measure.report import markdown
+from tests.measure.endpoint import Fake, serving, tokens
 
 OPTIONS = DiagnoseOptions("target", "head")
 METRICS = """# TYPE vllm:spec_decode_num_drafts_total counter
@@ -73,6 +79,36 @@ def test_a_server_far_below_the_head_is_the_cause() -> None:
     assert report.results["cause"] == "endpoint"
     assert "the server 0.40" in report.verdict
     assert Diagnosis(base=accepted(0.4), reported=reported).cause is None
+
+
+def test_a_server_is_read_by_position_or_in_total_and_asked_to_draft() -> None:
+    """A metrics page that grows with every answer; draft tokens told with the answers; nothing told."""
+    prompts = [EvalPrompt(f"p{number}", "s", f"text {number}") for number in range(3)]
+
+    def counted() -> str:
+        totals = "vllm:spec_decode_num_draft_tokens_total 200.0\nvllm:spec_decode_num_accepted_tokens_total 30.0\n"
+        return re.sub(r"\d+\.0", lambda found: str(float(found[0]) * len(fake.asked)), METRICS + totals)
+
+    fake = Fake(metrics=counted)
+    with serving(fake):
+        found = ask_endpoint(replace(OPTIONS, url=fake.url), prompts, "foretoken diagnose")
+    assert (found.places, found.per_draft) == ((0.6, 0.2), 0.8)
+    with serving(Fake(lambda *_: tokens("a", timings={"draft_n": 8, "draft_n_accepted": 2}))) as fake:
+        found = ask_endpoint(replace(OPTIONS, url=fake.url), prompts, "foretoken diagnose")
+    assert (found.places, found.per_draft) == ((), 2 / 8 * OPTIONS.num_draft)
+    with (
+        serving(Fake(lambda *_: tokens("a", timings={}))) as fake,
+        pytest.raises(InputError, match=r"url=.*reports no drafted"),
+    ):
+        ask_endpoint(replace(OPTIONS, url=fake.url), prompts, "foretoken diagnose")
+
+
+def test_a_server_that_is_not_there_is_found_before_the_target_answers(
+    pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_module, "_open_target", None)
+    with pytest.raises(UnavailableError, match="is the server running"):
+        run_module.diagnose(str(pair.target), draft=str(pair.draft), url="http://127.0.0.1:9", num_prompts=2)
 
 
 def test_positions_of_a_metrics_page() -> None:

@@ -169,6 +169,33 @@ def test_an_answer_without_a_word_on_drafts_drafted_nothing() -> None:
     assert "1 answers came without counts of drafts" in result.notes[-1]
 
 
+def test_a_price_times_answers_and_asks_plainly_too() -> None:
+    """A plain answer of 12 tokens takes 4 s, one with drafts 2 s; an engine that always drafts has no price before."""
+
+    class Timed(Scripted):
+        def answer(self, question: Question, drafting: Drafting) -> Answer:
+            return replace(super().answer(question, drafting), e2e_s=4.0 if drafting.kind is None else 2.0)
+
+    backend = Timed(replace(CAN, plain=True))
+    run = run_of(backend, drafters=("tree",), temperatures=(0.0,), price_per_hour=36.0)
+    run.run()
+    found = {
+        (row.place, row.setting): (row.tokens_per_s, row.price_per_million_tokens, row.change) for row in run.prices()
+    }
+    before, after = (3.0, pytest.approx(0.01 / 3.0 * 1e6), None), (6.0, pytest.approx(0.01 / 6.0 * 1e6), -0.5)
+    assert found == {(f"{s}, 0", name): cell for s in "ab" for name, cell in (("plain", before), ("tree", after))}
+    first = [drafting.kind for _, drafting in backend.asked[::2]]
+    assert first == ["tree", None] * 6
+    result = run.result()
+    assert (result.complete, {one.drafter for one in result.samples}) == (True, {"tree"})
+    page = markdown(eval_report(result, rows_of(result), None, run.prices()))
+    assert "| a, 0 | tree | 6 | 1.67e+03 | -50% |" in page
+    always = run_of(Timed(), drafters=("tree",), temperatures=(0.0,), price_per_hour=36.0)
+    always.run()
+    assert {(row.setting, row.change) for row in always.prices()} == {("tree", None)}
+    assert run_of(Timed(replace(CAN, plain=True)), drafters=("tree",)).prices() == ()
+
+
 def test_what_the_engine_cannot_be_asked_is_refused_by_name() -> None:
     silent = replace(CAN, sampling=False)
     cases: list[tuple[Scripted, dict[str, Any], str]] = [
