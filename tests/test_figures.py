@@ -100,6 +100,41 @@ def test_the_table_of_smollm2_at_a_larger_size() -> None:
         assert all(map(is_printed_of, re.findall(r"\d+\.\d+", row["with `auto`"]), values)), row
 
 
+def test_the_table_of_the_head_of_smollm2_at_a_larger_size() -> None:
+    rows = {(one["kind"], one["setting"]): one for one in raw("2026-11-27-smollm2-1b-head")["rows"]}
+    kinds = {"edits": "edit", "mathematics": "math"}
+    columns = {
+        "`auto`, lookups only, over plain": ("auto-lookups", "over_plain"),
+        "`auto` with the head, over plain": ("auto", "over_plain"),
+        "with the head, over lookups only": ("auto", "over_best_lookup"),
+    }
+    found = table_with("docs/heads.md", "kind", "with the head, over lookups only")
+    assert len(found) == 7
+    for row in found:
+        for heading, (setting, field) in columns.items():
+            of = rows[kinds.get(row["kind"], row["kind"]), setting]
+            assert of["num_differing"] == 0
+            values = [of[field], of[f"{field}_low"], of[f"{field}_high"]]
+            assert all(map(is_printed_of, re.findall(r"\d+\.\d+", row[heading]), values)), (row, heading)
+
+
+def test_the_table_of_answers_under_a_schema() -> None:
+    rows = raw("2026-11-27-structured-cost")["rows"]
+    by = {(row["setting"], row["num_requests"], row["temperature"]): row for row in rows if row["form"] == "schema"}
+    columns = {
+        "1 request, greedy": (1, 0.0),
+        "1, temperature 1": (1, 1.0),
+        "4, greedy": (4, 0.0),
+        "4, temperature 1": (4, 1.0),
+    }
+    found = table_with("docs/serving/tools.md", "over plain decoding", "4, greedy")
+    assert len(found) == 2
+    for row in found:
+        for heading, load in columns.items():
+            values = by[row["over plain decoding"].strip("`"), *load]["to_plain"]
+            assert all(map(is_printed_of, re.findall(r"\d+\.\d+", row[heading]), values)), (row, heading)
+
+
 def test_the_tables_of_the_drafters_page() -> None:
     found = [table for table in tables("docs/drafters.md") if table and "against plain" in table[0]]
     assert len(found) == len(SLICES)
@@ -321,8 +356,10 @@ def test_the_table_of_the_simulator() -> None:
     ("name", "heading"), [("predicted-speedup-smollm2", "drafter"), ("predicted-speedup-1b", "drafter, 1.0 B")]
 )
 def test_the_tables_of_the_advisers_predictions(name: str, heading: str) -> None:
-    rows = [row for load in (1, 4, 8) for row in raw(f"2026-11-27-{name}-{load}")["rows"]]
-    known = {(f"`{row['drafter']}`", row["concurrency"]): row for row in rows}
+    files = [f"2026-11-27-{name}-{load}" for load in (1, 4, 8)]
+    files += ["2026-11-27-predicted-speedup-1b-8-again"] if name == "predicted-speedup-1b" else []
+    known = {(f"`{row['drafter']}`", row["concurrency"]): row for file in files for row in raw(file)["rows"]}
+    rows = list(known.values())
     (table,) = [one for one in tables("docs/advise.md") if heading in one[0]]
     assert len(table) * 3 == len(rows)
     within = sum(abs(row["error"]) <= 0.15 for row in rows)
@@ -393,6 +430,7 @@ def _without_tables(name: str, line: str) -> str:
         "docs/drafters.md",
         "docs/heads.md",
         "docs/quantised.md",
+        "docs/serving/tools.md",
     ):
         return ""
     if name == "docs/goals.md" and line.startswith("|"):

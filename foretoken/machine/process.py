@@ -4,9 +4,6 @@ Memory that a step frees stays with the process for the next one. glibc gives la
 they are free, and every page of the next step is then fetched and cleared anew: with 16 requests and a vocabulary of
 49k, a thousand pages a step.
 
-Python collects its oldest objects only once the newcomers among them are a quarter: beside some hundred thousand of
-imported modules, cycles that requests leave behind would wait for hours.
-
 A forked child has none of its parent's threads, and OpenMP (torch, our kernels) waits for its own for ever: the first
 product that is shared among threads hangs.
 """
@@ -15,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import gc
 import os
 import platform
 from pathlib import Path
@@ -43,13 +39,6 @@ def _kept(is_set_by_user: bool) -> bool:
         return False
     library = ctypes.CDLL(None)
     return bool(library.mallopt(_MMAP_THRESHOLD, _MAPPED_BYTES) and library.mallopt(_TRIM_THRESHOLD, _KEPT_BYTES))
-
-
-def freeze_objects() -> None:
-    """Leave all objects that there are now out of later garbage collections, for a server whose start is over."""
-    gc.collect()
-    gc.freeze()
-    gc.collect()  # which counts anew what a quarter is of
 
 
 REMEDY = (

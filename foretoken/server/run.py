@@ -20,7 +20,6 @@ from starlette.types import ASGIApp
 
 from foretoken.backend.call import Backend, ModelInfo
 from foretoken.errors import ConfigError, ForetokenError, StorageError
-from foretoken.machine.process import freeze_objects
 from foretoken.server.api.app import RouterMaker, create_app
 from foretoken.server.config import ServerConfig
 from foretoken.server.guard.app import Guard
@@ -147,7 +146,6 @@ class _Front:
     async def _report_ready(self) -> None:
         backend = self._backend
         await backend.changes.wait_for(lambda: backend.state == "ready")
-        freeze_objects()
         self._on_ready(Readiness(self._url, *backend.described()))
 
     async def _drain(self) -> None:

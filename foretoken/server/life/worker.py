@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from foretoken.backend.call import Backend, Generation
 from foretoken.errors import ForetokenError
-from foretoken.machine.process import freeze_objects
 from foretoken.server.life.wire import (
     ArmFaults,
     AskInvariants,
@@ -174,7 +173,6 @@ class Worker:
         engine, missing_draft = build_engine(config, self._load.max_waiting, self._load.draft_required)
         if self._hook is not None:
             self._hook.watch_steps(engine.llm.engine)
-        freeze_objects()
         return engine, LocalBackend(engine, self._load.name, missing_draft)
 
     # ---- commands
