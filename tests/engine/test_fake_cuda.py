@@ -37,7 +37,7 @@ PROCESSED = replace(
     SAMPLED,
     min_tokens=30,
     logit_bias={3: 1.0},
-    bad_words=[[5], [6, 7]],
+    bad_words=[[0], [7, 6]],  # lookups in the prompt propose the next number: their tokens are not refused
     repetition_penalty=1.1,
     presence_penalty=0.1,
     frequency_penalty=0.1,
