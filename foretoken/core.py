@@ -44,19 +44,13 @@ class Processors(Protocol):
     """Processes logits by a request's own parameters, position by position: penalties, bias, bans, grammar."""
 
     def adjust(self, logits: Tensor, paths: Sequence[tuple[int, ...]], is_draft: bool = False) -> Tensor:
-        """Logits `[n, V]` of rows that follow the committed text and `paths[i]` -> the same shape, processed.
-
-        `is_draft`: a row in which no token is left says nothing of the request.
-        """
+        """Logits `[n, V]` behind the text and `paths[i]` -> the same, processed; a dead row of a draft says nothing."""
 
     def forced(self, most: int) -> tuple[int, ...]:
         """Up to `most` tokens of text that is forced next; () if there is a choice. Other tokens may spell it too."""
 
     def allowed(self, tokens: Sequence[int], parents: Sequence[int]) -> list[bool]:
-        """For each node of a tree behind the committed text whether the parameters allow it and those before it.
-
-        Where that is not known: True. No random number and no target's probability decides about it.
-        """
+        """For each node of a tree behind the committed text if it and those before it may follow; True if unknown."""
 
 
 class Noise(Protocol):
@@ -102,8 +96,7 @@ class BatchEntry:
     num_probe: int = 0  # maximum number of probes, 0 included
     probe_depth: int = 0  # maximum depth of a probe below the anchor (its child: 1), within the context
     option: int | None = None  # which of the request's drafter options runs; None: no draft
-    # The last so many of `pending`, before the anchor, are followed by prompt tokens whose log-probability is wanted.
-    num_prompt_rows: int = 0
+    num_prompt_rows: int = 0  # last ones of `pending`, before the anchor: log-probabilities of what follows are wanted
     next_token: int | None = None  # behind `pending`, for a chunk; what follows an anchor is what the step finds out
 
     @property

@@ -67,6 +67,7 @@ class RequestProcessors:
         self._end_ids = sorted(end_ids)
         self._touched = _Touched(params, prompt_ids, vocab_size)
         self._bad_words, self._bad_texts = TokenSequences(bad_words, prompt_ids), bad_texts
+        self._has_bans = bool(bad_words) or bad_texts is not None
         single = {word[0] for word in bad_words if len(word) == 1} | set(
             bad_texts.single_ids if bad_texts is not None else ()
         )
@@ -177,6 +178,8 @@ class RequestProcessors:
 
     def allowed(self, tokens: Sequence[int], parents: Sequence[int]) -> list[bool]:
         """See `core.Processors.allowed`: the structure, and no token that `bad_words` or `min_tokens` bans."""
+        if self._structure is None and not self._has_bans and not self._is_short(()):
+            return [True] * len(tokens)
         found = [True] * len(tokens) if self._structure is None else self._structure.allowed(tokens, parents)
         paths: list[tuple[int, ...]] = []
         for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
