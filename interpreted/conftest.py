@@ -12,12 +12,18 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 torch.set_num_threads(1)
 
 
+_INSTRUCTION_CHANNELS = 16  # that a GPU's matrix instruction adds to its accumulator
+
+
 def _dot(_builder: InterpreterBuilder, a: TensorHandle, b: TensorHandle, d: TensorHandle, *_: object) -> TensorHandle:
-    """The interpreter's product, each row by itself as on a GPU: what numpy's library gives for a row depends on the
-    row's place among the others on some processors.
+    """The interpreter's product, each row by itself and instruction by instruction as on a GPU: what numpy's library
+    gives for a row depends on the row's place among the others on some processors.
     """
-    product = np.einsum("ik,kj->ij", a.data.astype(d.data.dtype), b.data.astype(d.data.dtype))
-    return TensorHandle(product + d.data, d.dtype.scalar)
+    total, left, right = d.data, a.data.astype(d.data.dtype), b.data.astype(d.data.dtype)
+    for first in range(0, left.shape[1], _INSTRUCTION_CHANNELS):
+        part = slice(first, first + _INSTRUCTION_CHANNELS)
+        total = total + np.einsum("ik,kj->ij", np.ascontiguousarray(left[:, part]), np.ascontiguousarray(right[part]))
+    return TensorHandle(total, d.dtype.scalar)
 
 
 InterpreterBuilder.create_dot = _dot

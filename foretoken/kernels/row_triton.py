@@ -19,7 +19,7 @@ _GATE_CHANNELS = 1024  # of a program
 _ERF_SCALE = tl.constexpr(0.7071067811865476)
 _TANH_SCALE = tl.constexpr(0.7978845608028654)
 _TANH_CUBE = tl.constexpr(0.044715)
-_KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 
 
 @triton.jit
@@ -27,6 +27,18 @@ def _logistic(x):
     """1 / (1 + exp(-x)); nothing overflows."""
     small = tl.exp(-tl.abs(x))
     return tl.where(x >= 0, 1.0, small) / (1.0 + small)
+
+
+@triton.jit
+def activated(x, KIND: tl.constexpr) -> tl.tensor:
+    """The activation of float32 numbers, by its place in `KINDS`."""
+    if KIND == 0:
+        return x * _logistic(x)
+    elif KIND == 1:
+        return 0.5 * x * (1.0 + tl.erf(x * _ERF_SCALE))
+    else:
+        inner = _TANH_SCALE * (x + _TANH_CUBE * x * x * x)
+        return x * _logistic(2.0 * inner)  # 0.5 * (1 + tanh(z)) is the logistic function of 2 z
 
 
 @triton.jit
@@ -38,18 +50,23 @@ def _gate(x, out, row_stride, size, KIND: tl.constexpr, CHANNELS: tl.constexpr):
     at = x + row * row_stride + channel
     gate = tl.load(at, mask=real, other=0.0).to(tl.float32)
     up = tl.load(at + size, mask=real, other=0.0).to(tl.float32)
-    if KIND == 0:
-        gate = gate * _logistic(gate)
-    elif KIND == 1:
-        gate = 0.5 * gate * (1.0 + tl.erf(gate * _ERF_SCALE))
-    else:
-        inner = _TANH_SCALE * (gate + _TANH_CUBE * gate * gate * gate)
-        gate = gate * _logistic(2.0 * inner)  # 0.5 * (1 + tanh(z)) is the logistic function of 2 z
-    tl.store(out + row * size + channel, (gate * up).to(out.dtype.element_ty), mask=real)
+    tl.store(out + row * size + channel, (activated(gate, KIND) * up).to(out.dtype.element_ty), mask=real)
 
 
 @triton.jit
-def _norm(x, change, weight, total, out, row_stride, size, eps, offset, HAS_CHANGE: tl.constexpr, DIMS: tl.constexpr):
+def _norm(
+    x,
+    change,
+    weight,
+    total,
+    out,
+    row_stride,
+    size,
+    eps,
+    offset,
+    HAS_CHANGE: tl.constexpr,
+    DIMS: tl.constexpr,
+):
     """One program per row."""
     row, dim = tl.program_id(0).to(tl.int64), tl.arange(0, DIMS)
     real = dim < size
@@ -64,7 +81,17 @@ def _norm(x, change, weight, total, out, row_stride, size, eps, offset, HAS_CHAN
 
 
 @triton.jit
-def _rotate(x, cos, sin, out, row_stride, head_stride, num_heads, HALF: tl.constexpr, DIMS: tl.constexpr):
+def _rotate(
+    x,
+    cos,
+    sin,
+    out,
+    row_stride,
+    head_stride,
+    num_heads,
+    HALF: tl.constexpr,
+    DIMS: tl.constexpr,
+):
     """One program per row and head."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     dim = tl.arange(0, DIMS)
@@ -154,7 +181,10 @@ def gate(x: Tensor, activation: str) -> Tensor:
         return out
     with torch.cuda.device_of(x):
         _gate[len(x), triton.cdiv(size, _GATE_CHANNELS)](
-            x, out, x.stride(0), size, KIND=_KINDS[activation], CHANNELS=_GATE_CHANNELS, enable_fp_fusion=False
+            *(x, out, x.stride(0), size),
+            KIND=KINDS[activation],
+            CHANNELS=_GATE_CHANNELS,
+            enable_fp_fusion=False,
         )
     return out
 

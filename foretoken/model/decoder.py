@@ -88,6 +88,8 @@ class DecoderLayer(nn.Module):
             x = self._added(x, self.o_proj(heads), self.attention_out_norm)
         else:
             x, normed = self._added_and_normed(x, self.o_proj(heads))
+        if isinstance(self.mlp, MLP) and self.mlp_out_norm is None and self._adds_plainly:
+            return self.mlp.added_to(x, normed)
         return self._added(x, self.mlp(normed), self.mlp_out_norm)
 
     def parts(self, rope: int | None) -> LayerParts:
@@ -111,7 +113,8 @@ class DecoderLayer(nn.Module):
     def _added_and_normed(self, x: Tensor, change: Tensor) -> tuple[Tensor, Tensor]:
         """The residual stream `x` [T, D] behind attention, and what the MLP reads of it."""
         launches, norm = launches_for(x), self.mlp_norm
-        if launches is not None and self._adds_plainly and isinstance(norm, RMSNorm) and norm.is_plain_for(x):
+        adds = self._adds_plainly and self.attention_out_norm is None
+        if launches is not None and adds and isinstance(norm, RMSNorm) and norm.is_plain_for(x):
             both: tuple[Tensor, Tensor] = launches.add_rms_norm(x, change, norm.weight, norm.eps, norm.offset)
             return both
         x = self._added(x, change, self.attention_out_norm)
@@ -119,8 +122,8 @@ class DecoderLayer(nn.Module):
 
     @property
     def _adds_plainly(self) -> bool:
-        """Whether what attention gives is added as it is."""
-        return self.attention_out_norm is None and self.multiplier == 1.0 and self.collective.world == 1
+        """Whether what this rank computes is all, and is added as it is."""
+        return self.multiplier == 1.0 and self.collective.world == 1
 
     def _added(self, x: Tensor, change: Tensor, norm: Norm | None) -> Tensor:
         """The residual stream `x` [T, D] with what attention or MLP, behind the `norm`, adds to it; `change` is this

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foretoken.kernels.launches import launches_for
+from foretoken.kernels.launches import launches_for, products_for
 from foretoken.model.architecture import Activation, NormConfig
 from foretoken.model.matrices.dense import DenseWeight, Product, dense_bytes, has_amx
 from foretoken.model.matrices.dense import kernel as dense_kernel
@@ -58,13 +58,37 @@ class Linear(nn.Module):
         self.weight: nn.Parameter | None = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
         self.packed: PackedWeight | None = None
+        self.keeps_rows_exact = False  # on a GPU: a row's bits do not depend on the number of rows, however many
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` [T, in] -> [T, out]."""
-        if self.packed is None:
-            assert self.weight is not None
-            return F.linear(x, self.weight, self.bias)
-        return self.packed.multiply(x, self.bias)
+        if self.packed is not None:
+            return self.packed.multiply(x, self.bias)
+        assert self.weight is not None
+        products = products_for(x, self.weight, self.keeps_rows_exact)
+        if products is not None:
+            product: Tensor = products.product(x, self.weight, self.bias)
+            return product
+        return F.linear(x, self.weight, self.bias)
+
+    def added_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """`residual` [T, out] plus the product with `x` [T, in]."""
+        products = None if self.weight is None else products_for(x, self.weight, self.keeps_rows_exact)
+        if products is None:
+            total: Tensor = residual + self(x)
+        else:
+            total = products.product(x, self.weight, self.bias, residual)
+        return total
+
+    def gated(self, x: Tensor, activation: Activation) -> Tensor | None:
+        """The activation of the first half of the product with `x` [T, in] times the second, in one launch: [T, out /
+        2]. None where none does it.
+        """
+        products = None if self.weight is None else products_for(x, self.weight, self.keeps_rows_exact)
+        if products is None:
+            return None
+        channels: Tensor = products.gated_product(x, self.weight, self.bias, activation)
+        return channels
 
     def pack(self) -> None:
         """Replace the weight by its packed form (CPU, bf16 only; elsewhere this does nothing)."""
@@ -232,9 +256,19 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` [T, hidden] -> [T, hidden / world]."""
-        channels = activated(self.gate_up_proj(x), self.activation, self.is_gated)
-        out: Tensor = self.down_proj(self.collective.all_gather(channels))
+        out: Tensor = self.down_proj(self._channels(x))
         return out
+
+    def added_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """`residual` [T, hidden] plus what is made of `x` [T, hidden], on the only rank."""
+        return self.down_proj.added_to(residual, self._channels(x))
+
+    def _channels(self, x: Tensor) -> Tensor:
+        """What all ranks give the second matrix, [T, intermediate]."""
+        channels = self.gate_up_proj.gated(x, self.activation) if self.is_gated else None
+        if channels is None:
+            channels = activated(self.gate_up_proj(x), self.activation, self.is_gated)
+        return self.collective.all_gather(channels)
 
 
 def activated(x: Tensor, activation: Activation, is_gated: bool) -> Tensor:

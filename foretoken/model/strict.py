@@ -6,7 +6,8 @@ and number of threads: `prove` compares them once, and uses only those that agre
 time. Attention sums over a number of keys that follows from the position alone (`attention/strict.py`).
 
 Where the compiled kernels run all of a model on a CPU, none of this is needed: `PagedModel` is strict
-(`has_exact_rows`). A GPU, and a CPU without those kernels, multiply by libraries, and need it.
+(`has_exact_rows`), and so is `ExactDeviceModel` on a GPU where Triton kernels run all of it. Elsewhere libraries
+multiply.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from foretoken.model.attention.strict import (
     texts_of,
 )
 from foretoken.model.decoder import Decoder
+from foretoken.model.exact_device import ExactDeviceModel, has_exact_launches
 from foretoken.model.interface import ForwardOutput, Segment
 from foretoken.model.layer_pass import has_exact_rows
 from foretoken.model.layers import Linear
@@ -57,7 +59,9 @@ class Proven:
 
 def strict_kind(decoder: Decoder) -> type[PagedModel]:
     """What runs `decoder` with strict numerics here."""
-    return PagedModel if has_exact_rows(decoder) else StrictModel
+    if has_exact_rows(decoder):
+        return PagedModel
+    return ExactDeviceModel if has_exact_launches(decoder) else StrictModel
 
 
 class StrictModel(PagedModel):

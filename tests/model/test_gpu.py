@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import product as product_of
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from foretoken import SamplingParams
 from foretoken.kv.pool import KVPool
 from foretoken.model.attention.choice import ATTENTION_VARIABLE
 from foretoken.model.attention.fused import FusedAttention
+from foretoken.model.exact_device import ExactDeviceModel
 from foretoken.model.graphs.cache import REPLAYED
 from foretoken.model.graphs.choice import GRAPHS_VARIABLE
 from foretoken.model.interface import Segment
@@ -98,6 +100,56 @@ def test_the_triton_kernel_and_graphs(
                 there.close(sequence)
         if there.graphs is not None:
             assert there.graphs.steps == {REPLAYED: 14}
+
+
+def in_order(order: Tensor, rows: int, sign: int) -> Tensor:
+    """[rows, K]: numbers of very different size, and the same times `sign` in another order: a product of two such
+    matrices is what was rounded on the way, which follows the order of its sums.
+    """
+    half = torch.randn(rows, len(order)) * 2.0 ** torch.randint(7, (rows, len(order)))
+    return torch.cat((half, sign * half[:, order]), 1).to(GPU, torch.bfloat16)
+
+
+@pytest.mark.gpu
+def test_products_have_the_same_bits_for_any_number_of_rows() -> None:
+    """In tiles of every size, and in those of matrices of other sizes."""
+    pytest.importorskip("triton")
+    from foretoken.kernels.product_triton import Operands, gated_product, product, tiled, tiling_of
+
+    order = torch.randperm(700)
+    x, weight = in_order(order, 600, 1), in_order(order, 1000, -1)
+    whole, gated = product(x, weight), gated_product(x, weight, None, "silu")
+    assert whole.count_nonzero() > 100_000
+    for rows in (1, 2, 3, 8, 9, 16, 17, 31, 33, 64, 65, 100, 128, 129, 255, 512):
+        assert torch.equal(product(x[-rows:], weight), whole[-rows:])
+        assert torch.equal(gated_product(x[-rows:], weight, None, "silu"), gated[-rows:])
+    cells = product_of((1, 20, 40, 64, 128, 600), (576, 4096, 30_000, 150_000))
+    for tiling in {tiling_of(rows, outputs, 2000) for rows, outputs in cells}:
+        assert torch.equal(tiled(Operands(x, weight), tiling), whole)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FAMILIES)
+def test_strict_rows_have_the_same_bits(name: str, tmp_path: Path) -> None:
+    """One by one, in one pass, beside other texts and as a tree's rows; steps are replayed."""
+    pytest.importorskip("triton")
+    there = ExactDeviceModel(load_decoder(variant(tmp_path, name), dtype=torch.bfloat16, device=GPU), 1600, BLOCK)
+    assert there.graphs is not None
+    assert there.numerics == "strict"
+    text = to_device(token_ids(250, seed=5), there.device)
+    for sequence in range(5):
+        there.open(sequence)
+    whole = there.forward(text.repeat(3), [Segment(i, 250, (), 250) for i in range(3)]).logits  # no captured step
+    assert torch.equal(whole[500:], whole[:250])
+    rows, first = [], 0
+    for size in (120, *[1] * 30, 9, 17, 33):
+        rows.append(there.forward(text[first : first + size], [Segment(3, size, (), size)]).logits)
+        there.commit(3, size)
+        first += size
+    assert torch.equal(torch.cat(rows), whole[:first])
+    beside = [Segment(4, 200, (), 200), Segment(3, 1, tuple(range(-1, 6)), 8)]
+    logits = there.forward(torch.cat((text[:200], text[first : first + 8])), beside).logits
+    assert torch.equal(logits, torch.cat((whole[:200], whole[first : first + 8])))
 
 
 @contextmanager
