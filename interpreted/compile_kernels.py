@@ -1,5 +1,5 @@
 """`python -m interpreted.compile_kernels CAPABILITY DTYPE HEAD_DIM`: the kernels as they are compiled for a GPU, which
-need not be there. The last line says what the larger one takes.
+need not be there. The last line says what the largest one takes, and what matrices are multiplied by.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,12 +18,14 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from foretoken.kernels import paged_triton
+from foretoken.kernels import paged_triton, product_triton
 from foretoken.kernels.paged_triton import sizes_of
+from foretoken.kernels.product_triton import tiling_of
 
 DTYPES = {"bf16": (tl.bfloat16, 2), "fp16": (tl.float16, 2), "fp32": (tl.float32, 4)}
 NUMBERS = ("segments", "tiles", "blocks", "positions", "distances", "merged")
-ALIGNED = ("query_row", "query_head", "cache_head")
+TENSORS = ("query", "keys", "values", "sinks", "x", "weight", "bias", "residual", "out")
+ALIGNED = ("query_row", "query_head", "cache_head", "size", "num_outputs", "row_stride")
 
 
 def compiled(kernel: Any, capability: int, dtype: str, constants: dict[str, Any], **options: int) -> Any:
@@ -33,7 +36,7 @@ def compiled(kernel: Any, capability: int, dtype: str, constants: dict[str, Any]
             return "constexpr"
         if name in NUMBERS or name.startswith("part_"):
             return "*i32" if name in NUMBERS else "*fp32"
-        if name in ("query", "keys", "values", "sinks", "out"):
+        if name in TENSORS:
             return f"*{dtype}"
         return "fp32" if name in ("scale", "softcap") else "i32"
 
@@ -60,6 +63,17 @@ def resources(ptx: str) -> dict[str, int]:
     return {"registers": int(registers), "spilled_bytes": int(spilled)}
 
 
+def products(capability: int, dtype: str, kind: tl.dtype) -> list[Any]:
+    """The product kernel in every tiling of a model's matrices."""
+    cells = [(rows, outputs, gated) for rows in (1, 20, 40, 600) for outputs, gated in ((4096, False), (28_672, True))]
+    found = []
+    for tiling, gated in {(tiling_of(rows, outputs, 4096, gated), gated) for rows, outputs, gated in cells}:
+        switches = {"EVEN": True, "GATE": 0 if gated else -1, "HAS_BIAS": True, "ADDS": not gated, "OPERAND": kind}
+        sizes = {name.upper(): value for name, value in asdict(tiling).items() if name != "warps"}
+        found.append(compiled(product_triton._multiply, capability, dtype, sizes | switches, num_warps=tiling.warps))
+    return found
+
+
 def main(capability: int, dtype: str, head_dim: int) -> None:
     """A model of 32 heads in groups of four."""
     kind, itemsize = DTYPES[dtype]
@@ -68,9 +82,12 @@ def main(capability: int, dtype: str, head_dim: int) -> None:
     attend = compiled(paged_triton._attend, capability, dtype, constants)
     few = {name: constants[name] for name in ("HEAD_DIM", "DIMS", "HAS_SINKS")}
     merge = compiled(paged_triton._merge_parts, capability, dtype, few, num_warps=1)
-    assert attend.asm["cubin"]
+    multiply = [] if dtype == "fp32" else products(capability, dtype, kind)
     assert merge.asm["cubin"]
-    print(json.dumps({"shared_bytes": attend.metadata.shared, **resources(attend.asm["ptx"])}))
+    takes = [{"shared_bytes": one.metadata.shared, **resources(one.asm["ptx"])} for one in (attend, *multiply)]
+    instructions = {found for one in multiply for found in re.findall(r"\b(?:wg)?mma\S*", one.asm["ptx"])}
+    largest = {name: max(one[name] for one in takes) for name in takes[0]}
+    print(json.dumps(largest | {"instructions": sorted(instructions)}))
 
 
 if __name__ == "__main__":

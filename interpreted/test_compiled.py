@@ -29,4 +29,7 @@ def test_the_kernels_compile_for(capability: int, dtype: str, head_dim: int, tmp
     took = json.loads(done.stdout.splitlines()[-1])
     assert took["shared_bytes"] <= SHARED_BYTES[capability]
     assert took["registers"] <= 255
-    assert took["spilled_bytes"] <= 32
+    assert took["spilled_bytes"] <= 64
+    # One instruction for all tilings: another one may add in another order.
+    assert len(took["instructions"]) == (dtype != "fp32")
+    assert all(name.startswith("mma.sync") for name in took["instructions"])
