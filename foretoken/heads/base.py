@@ -35,6 +35,11 @@ class HeadBatch:
     wanted: Tensor  # [B, S + 1] bool
     states: Mapping[int, Tensor]  # by layer, each [B, S, D]
     normed: Tensor  # [B, S, D] behind the target's final norm
+    mask: Tensor | None = None  # `wanted` on the host, where it was made there: reading it back would wait
+
+    def wanted_on_host(self) -> Tensor:
+        """`wanted`, [B, S + 1], on the host."""
+        return self.wanted.cpu() if self.mask is None else self.mask
 
 
 @dataclass(frozen=True)

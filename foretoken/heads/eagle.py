@@ -30,6 +30,7 @@ from foretoken.model.interface import SharedWeights
 from foretoken.model.layer_pass import LayerParts, layer_pass
 from foretoken.model.layers import Embedding, Linear, RMSNorm
 from foretoken.model.rope import RotaryTable
+from foretoken.transfer import to_device
 
 # In training one in so many rows goes on to the steps after the first, which then cost less than it does.
 _ROWS_PER_UNROLLED = 4
@@ -182,26 +183,29 @@ class EagleHead(LayeredHead):
         """
         num_windows, num_rows = batch.tokens.shape[0], batch.tokens.shape[1] - 1
         attention = UnrolledAttention(self.config.layer, num_windows, num_rows)
-        device = batch.tokens.device
+        device, wanted = batch.tokens.device, batch.wanted_on_host()
         own = batch.normed.flatten(0, 1) if self.config.version == 1 else None
         flat = {layer: state.flatten(0, 1) for layer, state in batch.states.items()}
         features = self.features(flat, target) if own is None else own
-        window = torch.arange(num_windows, device=device)[:, None]
-        start = torch.arange(num_rows, device=device).expand(num_windows, -1)  # [B, Q] rows that a step goes on from
+        # Which rows are learnt is decided on the host, from its own mask: a device that is asked is waited for.
+        window = torch.arange(num_windows)[:, None]
+        start = torch.arange(num_rows).expand(num_windows, -1)  # [B, Q] rows that a step goes on from
         for step in range(num_places):
             if step + 1 >= num_rows:
                 return
             if step == 1:
-                wanted = F.pad(batch.wanted[:, 2:], (0, 1))  # the token that row t predicts first, [B, S]
-                start = random_rows(wanted, _ROWS_PER_UNROLLED, seed).rows.sort(dim=1).values
-                features = features.view(num_windows, num_rows, -1)[window, start].flatten(0, 1)
-                attention.go_on_from(start)
+                first = F.pad(wanted[:, 2:], (0, 1))  # whether the token that row t predicts first is wanted, [B, S]
+                start = random_rows(first, _ROWS_PER_UNROLLED, seed).rows.sort(dim=1).values
+                features = features[to_device((window * num_rows + start).flatten(), device)]
+                attention.go_on_from(to_device(start, device))
             # Rows whose token lies behind the window read its last one: no row that is used sees them.
-            tokens = batch.tokens[window, (start + 1 + step).clamp(max=num_rows)]  # [B, Q]
-            rows = self.run(tokens.flatten(), features, (start + step).flatten(), attention, target)
+            read = (window * (num_rows + 1) + (start + 1 + step).clamp(max=num_rows)).flatten()  # [B * Q]
+            tokens, positions = batch.tokens.flatten()[to_device(read, device)], to_device(start + step, device)
+            rows = self.run(tokens, features, positions.flatten(), attention, target)
             predicted = start + 1 + step  # the target's row that each should equal
-            learnt = (predicted < num_rows) & batch.wanted[window, (predicted + 1).clamp(max=num_rows)]
-            output, chosen = rows.output[learnt.flatten()], (window * num_rows + predicted)[learnt]  # [R, D], [R]
+            learnt = (predicted < num_rows) & wanted[window, (predicted + 1).clamp(max=num_rows)]
+            chosen = to_device((window * num_rows + predicted)[learnt], device)  # [R]
+            output = rows.output[to_device(learnt.flatten().nonzero().squeeze(1), device)]  # [R, D]
             extra = None
             if own is not None and len(chosen):  # the mean over no row is no number
                 extra = FEATURE_WEIGHT * F.smooth_l1_loss(output, own[chosen])

@@ -31,6 +31,7 @@ from foretoken.model.decoder import Decoder
 from foretoken.model.fields import read_json
 from foretoken.model.loader import load_decoder
 from foretoken.model.open import native_config
+from foretoken.transfer import to_device
 
 Precision = Literal["bfloat16", "float32"]
 
@@ -87,7 +88,8 @@ class FrozenTarget:
     @torch.no_grad()
     def read(self, tokens: Tensor, wanted: Tensor, layers: Sequence[int]) -> HeadBatch:
         """Run windows `tokens` [B, S + 1] and keep the states of `layers`."""
-        tokens, wanted = tokens.to(self.device), wanted.to(self.device)
+        mask = wanted if wanted.device.type == "cpu" else None
+        tokens, wanted = to_device(tokens, self.device), to_device(wanted, self.device, None)
         num_windows, length = tokens.shape[0], tokens.shape[1] - 1
         positions = torch.arange(length, device=self.device).repeat(num_windows)
         attention = PackedAttention(self.decoder.config, num_windows, length)
@@ -96,7 +98,7 @@ class FrozenTarget:
             normed = self.decoder.final_norm(hidden.last)
         shape = (num_windows, length, -1)
         return HeadBatch(
-            tokens, wanted, {layer: state.view(shape) for layer, state in hidden.taps.items()}, normed.view(shape)
+            tokens, wanted, {layer: state.view(shape) for layer, state in hidden.taps.items()}, normed.view(shape), mask
         )
 
 

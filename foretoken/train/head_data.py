@@ -80,16 +80,65 @@ class TokenText:
         """Windows `numbers`: tokens and mask, each `[B, S + 1]`, cut behind the last token that is wanted: S is at most
         `length`, and short answers are not computed with their padding.
         """
-        drawn = [self.window(number, length, seed) for number in numbers]
-        tokens, wanted = np.stack([ids for ids, _ in drawn]), np.stack([wanted for _, wanted in drawn])
-        used = np.flatnonzero(wanted.any(axis=0))
-        stop = max(_MIN_WINDOW, int(used[-1]) + 1) if len(used) else length + 1
-        return torch.from_numpy(tokens[:, :stop]), torch.from_numpy(wanted[:, :stop])
+        return _stacked([self.window(number, length, seed) for number in numbers])
 
     @cached_property
     def _cumulated(self) -> npt.NDArray[np.int64]:
         """Wanted tokens before each bound, `[M + 1]`."""
         return np.concatenate([[0], np.cumsum(self.wanted)])[self.bounds]
+
+
+_Window = tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]
+
+
+def _stacked(windows: Sequence[_Window]) -> tuple[Tensor, Tensor]:
+    """Windows of one length as tokens and mask, cut behind the last token that is wanted."""
+    tokens, wanted = np.stack([ids for ids, _ in windows]), np.stack([wanted for _, wanted in windows])
+    used = np.flatnonzero(wanted.any(axis=0))
+    stop = max(_MIN_WINDOW, int(used[-1]) + 1) if len(used) else tokens.shape[1]
+    return torch.from_numpy(tokens[:, :stop]), torch.from_numpy(wanted[:, :stop])
+
+
+class Batches:
+    """Batches of `num_windows` windows of `text`, each a function of its number and `seed` alone.
+
+    With a `group` above 1 the windows of so many batches are sorted by length and dealt out again: a batch then has
+    windows of similar length, as many of them as make about its share of the group's tokens, and little padding.
+    """
+
+    def __init__(self, text: TokenText, num_windows: int, length: int, seed: int, group: int = 1) -> None:
+        self.text, self.num_windows, self.length, self.seed, self.group = text, num_windows, length, seed, group
+        self._group: tuple[int, list[tuple[list[_Window], float]]] | None = None  # the last one, and its number
+
+    def at(self, number: int) -> tuple[Tensor, Tensor, float]:
+        """Tokens and mask of batch `number`, each [B, S + 1], and its weight: the tokens that it wants over the mean of
+        its group, so that every token of the group counts alike.
+        """
+        if self.group == 1:
+            numbers = range(number * self.num_windows, (number + 1) * self.num_windows)
+            return *self.text.batch(numbers, self.length, self.seed), 1.0
+        place, part = divmod(number, self.group)
+        if self._group is None or self._group[0] != place:
+            self._group = place, self._dealt(place)
+        windows, weight = self._group[1][part]
+        return *_stacked(windows), weight
+
+    def _dealt(self, place: int) -> list[tuple[list[_Window], float]]:
+        """The windows of group `place`, by batch, and weights; the batches are in an order drawn at random."""
+        count = self.group * self.num_windows
+        drawn = [self.text.window(place * count + one, self.length, self.seed) for one in range(count)]
+        masks = np.stack([mask for _, mask in drawn])  # [N, length + 1]
+        wanted = masks.sum(1)
+        used = np.where(wanted > 0, masks.shape[1] - masks[:, ::-1].argmax(1), 1)
+        order = np.argsort(used, kind="stable")
+        before = np.cumsum(used[order])
+        ends = np.searchsorted(before, before[-1] * np.arange(1, self.group) / self.group) + 1
+        steps = np.arange(1, self.group)
+        ends = np.clip(np.maximum.accumulate(ends - steps) + steps, steps, count - self.group + steps)  # none is empty
+        parts = np.split(order, ends)
+        shuffled = np.random.default_rng((self.seed, place, self.group)).permutation(self.group)
+        mean = max(1.0, float(wanted.sum())) / self.group
+        return [([drawn[one] for one in parts[part]], float(wanted[parts[part]].sum()) / mean) for part in shuffled]
 
 
 @dataclass(frozen=True)

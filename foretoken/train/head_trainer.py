@@ -23,7 +23,7 @@ from foretoken.heads.base import HeadBatch
 from foretoken.heads.losses import LossConfig, compare, target_logits, weighted_loss
 from foretoken.printing.console import Console
 from foretoken.train.frozen_target import FrozenTarget, StateCache
-from foretoken.train.head_data import HeadData
+from foretoken.train.head_data import Batches, HeadData
 from foretoken.train.optimizer import OptimizerConfig, make_optimizers, set_rate
 from foretoken.train.parallel import Ranks
 from foretoken.train.run_state import (
@@ -43,6 +43,7 @@ _SAME = (
     "seed",
     "length",
     "batch_windows",
+    "group_batches",
     "accumulate",
     "num_places",
     "row_share",
@@ -55,12 +56,16 @@ class HeadTrainConfig:
 
     A step is `accumulate` batches of `batch_windows` windows of `length` tokens. `num_places` predictions are learnt at
     each position, from a random `row_share` of the positions: in a small head the output matrix costs most, and
-    neighbours teach much the same. The run ends early after `patience` validations without a better head (0: never).
-    Up to `state_cache_bytes` of hidden states are kept on disk (0: none), see `frozen_target`.
+    neighbours teach much the same. The windows of `group_batches` batches are dealt out by length, which leaves little
+    padding (1: as they are drawn). With `seconds` above 0 the run ends after so many, and its rate falls in time for
+    whichever of tokens and seconds ends first. The run ends early after `patience` validations without a better head
+    (0: never). Up to `state_cache_bytes` of hidden states are kept on disk (0: none), see `frozen_target`.
     """
 
     tokens: int = 3_000_000
+    seconds: float = 0.0
     batch_windows: int = 4
+    group_batches: int = 1
     accumulate: int = 1
     length: int = 512
     num_places: int = 4
@@ -79,9 +84,12 @@ class HeadTrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "batch_windows", "accumulate", "num_places", "validate_windows", "report_every_steps"):
+        counts = ("tokens", "batch_windows", "group_batches", "accumulate", "num_places", "validate_windows")
+        for name in (*counts, "report_every_steps"):
             if getattr(self, name) < 1:
                 raise ConfigError(name, getattr(self, name), "must be at least 1")
+        if self.seconds < 0:
+            raise ConfigError("seconds", self.seconds, "must be at least 0 (no limit)")
         if self.state_cache_bytes < 0:
             raise ConfigError("state_cache_bytes", self.state_cache_bytes, "must be at least 0 (none is kept)")
         if self.validate_every_steps < 1:
@@ -146,8 +154,11 @@ class HeadTrainer:
             keep,
         )
         self.ranks, self.states = ranks or Ranks(), states
+        if config.seconds and self.ranks.world > 1:
+            raise ConfigError("seconds", config.seconds, "clocks of several processes differ: give train.tokens alone")
         self._output = target.output_over(head.vocabulary)
         self._parameters = [p for p in head.parameters() if p.requires_grad]
+        self.batches = Batches(data.train, config.batch_windows, config.length, config.seed, config.group_batches)
         self.optimizers = make_optimizers(head, config.optimizer)
         self.step, self.seconds = 0, 0.0
         self.best: HeadAcceptance | None = None
@@ -167,12 +178,13 @@ class HeadTrainer:
         started, saved, before = time.monotonic(), time.monotonic(), self.seconds
         loss: float | None = None
         with interruption() as interrupted, self._progress() as show:
-            while self.step < self.config.num_steps and not self.is_early:
+            while self.step < self.config.num_steps and not self.is_early and self._time_used < 1:
                 loss = self.train_step()
                 now = time.monotonic()
                 self.seconds = before + now - started
                 show(loss)
-                if self.step % self.config.validate_every_steps == 0 or self.step == self.config.num_steps:
+                is_last = self.step == self.config.num_steps or self._time_used >= 1
+                if self.step % self.config.validate_every_steps == 0 or is_last:
                     self._validate()
                 if self.ranks.any(bool(interrupted)):
                     self.save()
@@ -194,10 +206,16 @@ class HeadTrainer:
         """Whether the run ended because validations brought nothing."""
         return 0 < self.config.patience <= self._num_worse
 
+    @property
+    def _time_used(self) -> float:
+        """Share of the run's seconds that are over; 0 without such a limit."""
+        return self.seconds / self.config.seconds if self.config.seconds else 0.0
+
     def train_step(self) -> float:
         """One step of the optimiser; the mean loss of its batches."""
         config = self.config
-        set_rate(self.optimizers, rate_share(self.step, config.num_steps, config.warmup_steps, config.decay_share))
+        schedule = (config.num_steps, config.warmup_steps, config.decay_share, self._time_used)
+        set_rate(self.optimizers, rate_share(self.step, *schedule))
         loss = torch.zeros((), device=self.target.device)
         for part in self.ranks.share(config.accumulate):
             loss += self._backward(part)
@@ -219,8 +237,7 @@ class HeadTrainer:
     def _backward(self, part: int) -> Tensor:
         """Loss and gradients of one batch of the step, divided by their number."""
         config, piece = self.config, self.step * self.config.accumulate + part
-        numbers = range(piece * config.batch_windows, (piece + 1) * config.batch_windows)
-        tokens, wanted = self.data.train.batch(numbers, config.length, config.seed)
+        tokens, wanted, weight = self.batches.at(piece)
         if config.row_share < 1:
             generator = torch.Generator().manual_seed(config.seed + piece)
             wanted &= torch.rand(wanted.shape, generator=generator) < config.row_share
@@ -231,7 +248,7 @@ class HeadTrainer:
             for place in self.head.places(batch, self.target.decoder, config.num_places, config.seed + piece):
                 compared = compare(place, logits, config.loss)
                 loss = loss + weighted_loss(place, compared, config.loss)
-        loss = loss / config.accumulate
+        loss = loss * (weight / config.accumulate)
         if loss.requires_grad:  # no row of the batch may be wanted
             loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()

@@ -8,11 +8,14 @@ from foretoken.errors import ConfigError
 from foretoken.option import option
 
 
-def rate_share(step: int, num_steps: int, warmup_steps: int, decay_share: float) -> float:
-    """Learning rate at `step` as a share of the peak; the last `decay_share` of the run decays."""
+def rate_share(step: int, num_steps: int, warmup_steps: int, decay_share: float, time_used: float = 0.0) -> float:
+    """Learning rate at `step` as a share of the peak; the last `decay_share` of the run decays.
+
+    `time_used` is the share of the run's time that is over: the further one of steps and time counts.
+    """
     warm = min(1.0, (step + 1) / max(1, warmup_steps))
-    remaining = (num_steps - step) / max(1.0, num_steps * decay_share)
-    return warm * min(1.0, remaining)
+    left = min(num_steps - step, num_steps * (1 - min(1.0, time_used)))
+    return warm * min(1.0, left / max(1.0, num_steps * decay_share))
 
 
 @dataclass(frozen=True)

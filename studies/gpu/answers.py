@@ -5,13 +5,16 @@
 `foretoken train answers` writes the same file through the engine, whose scheduler takes longer for a thousand requests
 than a small target takes for a step. Here a step is one CUDA graph over rows that each have a text of their own: dense
 keys and values, no drafts, no penalties. A row whose text has ended takes the next prompt. Every answer follows the
-target's distribution at the temperature; which one is drawn depends on the device and on the number of rows. Prompts
-and answers that do not fit in `--columns` together are left out, and counted.
+target's distribution at the temperature, or is greedy for an even `--greedy-share` of the prompts; which one is drawn
+depends on the device and on the number of rows. Every step reads all columns, so that with several `--columns` each
+prompt runs in the fewest that hold it and its answer, beside as many more rows. Prompts that fit in none are left out,
+and counted.
 """
 
 from __future__ import annotations
 
 import argparse
+import bisect
 import hashlib
 import sys
 import time
@@ -48,10 +51,11 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--rows", type=int, default=1024, help="texts at once")
-    parser.add_argument("--columns", type=int, default=640, help="tokens of a prompt and its answer")
+    parser.add_argument("--rows", type=int, default=1024, help="texts at once, in the most columns")
+    parser.add_argument("--columns", default="640", help="tokens of a prompt and its answer; several, with commas")
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--temperature", type=float, default=0.7)
+    parser.add_argument("--greedy-share", type=float, default=0.0, help="of the prompts, whose answers are greedy")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="prompts that are left then have no answer")
     options = parser.parse_args()
@@ -61,20 +65,21 @@ def main() -> int:
 def _run(options: argparse.Namespace) -> int:
     folder, console = model_folder(options.target), Console(stderr=True)
     prompts = _encoded(options)
-    fitting = [prompt for prompt in prompts if len(prompt) + options.max_tokens <= options.columns]
+    columns = sorted(map(int, options.columns.split(",")))
+    fitting = [prompt for prompt in prompts if len(prompt) + options.max_tokens <= columns[-1]]
     decoder = load_decoder(folder, dtype=options.dtype, device=options.device, pack=False)
+    settings = ("max_tokens", "temperature", "greedy_share", "seed", "rows", "columns")
     header = {
         "kind": ANSWERS_KIND,
         "target": folder_fingerprint(folder),
         "prompts": hashlib.sha256(to_json(fitting).encode()).hexdigest()[:16],
-        **{name: getattr(options, name) for name in ("max_tokens", "temperature", "seed", "rows", "columns")},
+        **{name: getattr(options, name) for name in settings},
     }
-    batch = StaticBatch(decoder, options.rows, options.columns, options.max_tokens, options.temperature, options.seed)
     began = shown = time.monotonic()
     num_answers = num_tokens = 0
     with options.out.open("w", encoding="utf-8") as file:
         file.write(to_json(header) + "\n")
-        for place, answer in batch.answers(fitting, began + options.seconds):
+        for place, answer in _answers(decoder, fitting, columns, options):
             row = {"place": place, "prompt_ids": fitting[place], "answer_ids": answer}
             file.write(to_json(row) + "\n")
             num_answers, num_tokens = num_answers + 1, num_tokens + len(answer)
@@ -87,6 +92,33 @@ def _run(options: argparse.Namespace) -> int:
         f"{num_tokens} tokens in {took_s:.1f} s"
     )
     return 0
+
+
+def _answers(
+    decoder: Decoder, prompts: Sequence[Sequence[int]], columns: Sequence[int], options: argparse.Namespace
+) -> Iterator[tuple[int, list[int]]]:
+    """(place, tokens) of every prompt, those of the fewest `columns` first; each number of columns has its part of the
+    seconds.
+    """
+    parts: list[list[int]] = [[] for _ in columns]
+    for place, prompt in enumerate(prompts):
+        parts[bisect.bisect_left(columns, len(prompt) + options.max_tokens)].append(place)
+    costs = [len(part) * width for part, width in zip(parts, columns, strict=True)]
+    began = time.monotonic()
+    for number, (part, width) in enumerate(zip(parts, columns, strict=True)):
+        if not part:
+            continue
+        rows = max(1, options.rows * columns[-1] // width)
+        batch = StaticBatch(decoder, rows, width, options.max_tokens, options.temperature, options.seed)
+        is_greedy = [_is_greedy(place, options.greedy_share) for place in part]
+        ends_s = began + options.seconds * sum(costs[: number + 1]) / sum(costs)
+        for place, answer in batch.answers([prompts[place] for place in part], is_greedy, ends_s):
+            yield part[place], answer
+
+
+def _is_greedy(place: int, share: float) -> bool:
+    """Whether the place is one of those that are spread evenly and make up `share` of all."""
+    return int((place + 1) * share) > int(place * share)
 
 
 def _encoded(options: argparse.Namespace) -> list[list[int]]:
@@ -158,7 +190,7 @@ class StaticBatch:
         ]
         self.keys, self.values = empty[: config.num_layers], empty[config.num_layers :]
         self.tokens, self.positions, self.written = torch.zeros(3, num_rows, dtype=torch.int64, device=device)
-        self.has_ended = torch.ones(num_rows, dtype=torch.bool, device=device)
+        self.has_ended, self.is_greedy = torch.ones(2, num_rows, dtype=torch.bool, device=device)
         self.answer = torch.zeros(num_rows, max_tokens + 1, dtype=torch.int64, device=device)  # the last is never read
         self.ends = torch.tensor(sorted(config.eos_token_ids), device=device)
         self._last = num_columns - 1
@@ -167,16 +199,22 @@ class StaticBatch:
         torch.manual_seed(seed)
         self._replay = self._captured(device)
 
-    def answers(self, prompts: Sequence[Sequence[int]], ends_s: float) -> Iterator[tuple[int, list[int]]]:
+    def answers(
+        self, prompts: Sequence[Sequence[int]], is_greedy: Sequence[bool], ends_s: float
+    ) -> Iterator[tuple[int, list[int]]]:
         """(place, tokens) of every prompt, as they end; none begins after `ends_s`."""
         texts: dict[int, int] = {}  # by row, the prompt's place
         waiting = iter(range(len(prompts)))
+        wishes = [True] * self.num_rows
         while True:
             free = [row for row in range(self.num_rows) if row not in texts]
             new = list(zip(free, waiting, strict=False)) if time.monotonic() < ends_s else []
             texts |= dict(new)
             if not texts:
                 return
+            for row, place in new:
+                wishes[row] = is_greedy[place]
+            self.is_greedy.copy_(torch.tensor(wishes))
             self._begin(sorted(((row, prompts[place]) for row, place in new), key=lambda one: len(one[1])))
             for _ in range(_STEPS_AT_ONCE):
                 self._replay()
@@ -217,7 +255,8 @@ class StaticBatch:
         attention = DenseAttention(decoder.config, self.keys, self.values, self.positions)
         logits = decoder.logits(decoder(self.tokens, self.positions, attention).last).float()  # [R, V]
         if self.temperature > 0:  # the largest of p / e with e exponential is a draw from p
-            logits = (logits / self.temperature).softmax(-1) / torch.empty_like(logits).exponential_()
+            noise = torch.empty_like(logits).exponential_().masked_fill_(self.is_greedy[:, None], 1.0)
+            logits = (logits / self.temperature).softmax(-1) / noise
         drawn = logits.argmax(-1)
         self.answer.scatter_(1, self.written.clamp(max=self.max_tokens)[:, None], drawn[:, None])
         self.has_ended |= (drawn[:, None] == self.ends).any(-1)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from foretoken.errors import ConfigError, InputError
-from foretoken.train.head_data import TokenText, split_documents
+from foretoken.train.head_data import Batches, TokenText, split_documents
 from foretoken.train.head_run import HeadSettings
 from foretoken.train.run_options import with_overrides, with_settings
 from foretoken.train.students import most_frequent
@@ -115,3 +115,32 @@ def test_a_batch_of_short_answers_has_room_for_every_place() -> None:
     tokens, wanted = text.batch([0, 1], 200, seed=0)
     assert tokens.shape == (2, 64)
     assert int(wanted.sum()) >= 2
+
+
+def test_batches_dealt_out_by_length_hold_the_same_windows_with_less_padding() -> None:
+    text = TokenText.answered([((1, 2), range(100, 100 + length)) for length in range(70, 190)])
+    plain, grouped = (Batches(text, 8, 200, seed=3, group=group) for group in (1, 6))
+    for place in (0, 2):
+        numbers = range(6 * place, 6 * place + 6)
+        apart, together = ([one.at(number) for number in numbers] for one in (plain, grouped))
+        rows = [
+            sorted(ids[mask].tolist() for tokens, wanted, _ in found for ids, mask in zip(tokens, wanted, strict=True))
+            for found in (apart, together)
+        ]
+        assert rows[0] == rows[1]
+        sizes = [sum(tokens.numel() for tokens, _, _ in found) for found in (apart, together)]
+        assert sizes[1] < 0.85 * sizes[0]
+        assert sum(weight for _, _, weight in together) == pytest.approx(6)
+        for _, wanted, weight in together:  # each token counts alike, and no batch is much larger than another
+            assert int(wanted.sum()) == pytest.approx(weight * sum(map(len, rows[0])) / 6)
+            assert 0.6 < weight < 1.6
+        again = Batches(text, 8, 200, seed=3, group=6).at(numbers[4])
+        assert torch.equal(again[0], together[4][0])
+
+
+def test_no_batch_of_a_group_is_empty() -> None:
+    text = TokenText.answered([((1,), (2,)), ((1,), range(3, 190))])
+    for number in range(12):
+        tokens, wanted, _ = Batches(text, 1, 200, seed=0, group=4).at(number)
+        assert len(tokens) >= 1
+        assert bool(wanted.any())

@@ -16,7 +16,7 @@ import torch.multiprocessing
 
 from foretoken.errors import CheckpointError, ConfigError, NumericsError, StorageError
 from foretoken.train.frozen_target import FrozenTarget, fast_precision
-from foretoken.train.head_data import TokenText
+from foretoken.train.head_data import Batches, TokenText
 from foretoken.train.head_trainer import CURVE, HeadTrainer
 from foretoken.train.parallel import Ranks, joined_ranks
 from tests.train.tiny import CONFIG, SHAPES, tiny_target, tiny_trainer
@@ -98,6 +98,28 @@ def test_a_killed_run_goes_on_to_the_same_curve(kind: str, target: FrozenTarget,
         torch.testing.assert_close(weights(resumed)[name], value, atol=0, rtol=0, msg=name)
 
 
+def test_a_run_ends_in_its_time_and_its_rate_falls_with_it(target: FrozenTarget, tmp_path: Path) -> None:
+    config = dataclasses.replace(CONFIG, tokens=32 * 1000, seconds=100.0, validate_every_steps=1000)
+    trainer = tiny_trainer(tmp_path, target, config=config)
+    step, rates = trainer.train_step, []
+
+    def as_if_slow() -> float:
+        trainer.seconds = 25.0 * trainer.step
+        loss = step()
+        rates.append(trainer.optimizers[0].param_groups[0]["lr"] / 1e-2)
+        if trainer.step == 4:
+            trainer.config = dataclasses.replace(config, seconds=1e-9)
+        return loss
+
+    trainer.train_step = as_if_slow  # type: ignore[method-assign]
+    result = trainer.run()
+    assert result.steps == 4
+    assert rates == pytest.approx([1.0, 1.0, 1.0, 0.5])  # the second half decays
+    assert len(trainer.kept) == 1  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="seconds"):
+        tiny_trainer(tmp_path / "other", target, config=config, ranks=Ranks(0, 2))
+
+
 def test_an_interrupted_run_saves_its_state(target: FrozenTarget, tmp_path: Path) -> None:
     trainer = tiny_trainer(tmp_path, target)
     step = trainer.train_step
@@ -119,7 +141,7 @@ def test_a_window_of_which_nothing_is_wanted_teaches_nothing(kind: str, target: 
     """A long prompt may fill a window, and its answer begin behind it."""
     text = TokenText.answered([([1 + number % 40 for number in range(4000)], [1, 2])])
     trainer = tiny_trainer(tmp_path, target, kind)
-    trainer.data = dataclasses.replace(trainer.data, train=text)
+    trainer.batches = Batches(text, CONFIG.batch_windows, CONFIG.length, CONFIG.seed)
     assert not text.batch([0, 1], CONFIG.length, CONFIG.seed)[1].any()
     assert trainer.train_step() == 0
     assert all(value.isfinite().all() for value in weights(trainer).values())
