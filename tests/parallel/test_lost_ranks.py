@@ -27,7 +27,7 @@ from tests.helpers.deadline import within
 from tests.helpers.faulty_rank import Fault
 
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
-DEADLINE_S = 90.0  # of a test that would hang: one second of patience, and a loaded machine on which a process starts in 20
+DEADLINE_S = 90.0  # of a test that would hang: one second of patience, and a loaded machine
 
 
 @pytest.fixture(autouse=True)
