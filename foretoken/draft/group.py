@@ -13,7 +13,16 @@ import torch
 from foretoken.config import SpecConfig
 from foretoken.control.candidates import NO_BOUND, NO_PREVIEW, DrafterOption, Preview, PreviewAsk, Previews, set_number
 from foretoken.core import Batch, BatchEntry, Draft, Request, TapRequest, Verdict, empty_draft
-from foretoken.draft.base import Drafter, DrafterKey, Feedback, FollowsText, Releases, Taps, variants_of
+from foretoken.draft.base import (
+    Drafter,
+    DrafterKey,
+    Feedback,
+    FollowsText,
+    HiddenStateReader,
+    Releases,
+    Taps,
+    variants_of,
+)
 from foretoken.draft.boundary import check_tree, draft_faults
 from foretoken.draft.failures import Deadline, DrafterFailures
 from foretoken.draft.hidden_states import HiddenStates, check_layers
@@ -184,6 +193,12 @@ class DrafterGroup:
                 parts += self._sound_drafts(key, free)
             self.spent_s[key] = self.spent_s.get(key, 0.0) + time.perf_counter() - began
         return merge_drafts(len(entries), parts, self.device) if parts else empty_draft(len(entries), self.device)
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        """The layers that drafters read of every step, as far as they are loaded."""
+        readers = (drafter for drafter in self.drafters.values() if isinstance(drafter, HiddenStateReader))
+        return tuple(sorted({layer for reader in readers for layer in reader.hidden_layers()}))
 
     def taps(self) -> TapRequest:
         """The hidden states that drafters want from the step's forward."""

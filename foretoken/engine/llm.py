@@ -39,7 +39,7 @@ from foretoken.engine_config import EngineConfig, EngineOptions, config_of
 from foretoken.errors import ForetokenError, InputError, SpeculationWarning, StorageError
 from foretoken.heads.kind import with_head_kind
 from foretoken.machine.process import Uncopied
-from foretoken.model.interface import LanguageModel, PrefixModel, RankedModel
+from foretoken.model.interface import CapturesSteps, LanguageModel, PrefixModel, RankedModel
 from foretoken.model.names import model_folder
 from foretoken.model.open import open_device
 from foretoken.parallel.open import open_target
@@ -120,6 +120,8 @@ class LLM(BetweenRequests, Uncopied):
             engine.watchers.append(self._adviser)
             self._adapter = adapt(engine, config)
             self._prepare_default()
+            if isinstance(target, CapturesSteps):
+                target.capture_ahead(self._drafters.hidden_layers)
             self._adviser.look_at_memory()
             self.costs = seed_costs(engine, self.spec, mode, str(self.folder), on_profile)
             if self._adapter is not None:

@@ -260,6 +260,14 @@ class SharesModules(Protocol):
 
 
 @runtime_checkable
+class CapturesSteps(Protocol):
+    """A language model whose steps may be captured when their shape is first met, which takes a while."""
+
+    def capture_ahead(self, taps: Sequence[int]) -> None:
+        """Capture steps of few rows, with the hidden states `taps` and without, before any request waits for them."""
+
+
+@runtime_checkable
 class NeedsEqualThreads(Protocol):
     """A language model of which something is promised only while torch's number of threads stays the same."""
 

@@ -220,6 +220,12 @@ class PagedModel(PagedCache):
             return type(self)(self.decoder, self.capacity_tokens, self.block_size)
         return PagedModel(self.decoder, self.capacity_tokens, self.block_size, self.dtype)
 
+    def capture_ahead(self, taps: Sequence[int]) -> None:
+        """See `interface.CapturesSteps`."""
+        if self.graphs is not None:
+            for wanted in {(), tuple(sorted(taps))}:
+                self.graphs.capture_ahead(wanted)
+
     @torch.inference_mode()
     def forward(self, tokens: Tensor, segments: Sequence[Segment], taps: Sequence[int] = ()) -> ForwardOutput:
         """Run the flat `tokens` [T]; logits and taps of the rows each segment asks for."""

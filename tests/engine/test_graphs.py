@@ -25,7 +25,7 @@ from foretoken.engine.engine import Engine
 from foretoken.heads.block import BlockHead
 from foretoken.heads.eagle_cache import CachedEagle
 from foretoken.model.decoder import Decoder
-from foretoken.model.graphs.cache import JOINED, MANY_ROWS, REPLAYED, StepGraphs
+from foretoken.model.graphs.cache import JOINED, MANY_ROWS, REPLAYED, ROWS_AHEAD, StepGraphs
 from foretoken.model.graphs.shape import ROW_BUCKETS, StepShape
 from foretoken.model.interface import ForwardOutput, Segment
 from foretoken.model.paged import PagedModel
@@ -160,6 +160,34 @@ def test_replayed_runs_answer_as_usual(name: str) -> None:
         assert (counts[JOINED] > 0) == (name == "early_exit")
         shapes = graphs.shapes
         assert len(capture.graphs) == len(set(shapes)) <= bound(shapes)
+
+
+@pytest.mark.parametrize("taps", [(), (1, 3)])
+def test_captured_ahead_a_step_of_few_rows_captures_nothing(taps: tuple[int, ...]) -> None:
+    """What padding leaves behind is read by nobody: the same logits and taps as a model that captured nothing."""
+    decoder = decoder_of("mistral-sliding")
+    with torch.inference_mode(), emulated_graphs():
+        usual, ahead = PagedModel(decoder, 200, 4), PagedModel(decoder, 200, 4)
+        assert ahead.graphs is not None
+        ahead.capture_ahead(taps)
+        num_captured = len(ahead.graphs.shapes)
+        assert num_captured == len(ROWS_AHEAD) * (2 if taps else 1)
+        assert not ahead.graphs.steps
+        found = []
+        for model in (usual, ahead):
+            model.open(0)
+            outputs = []
+            for turn, size in enumerate((7, 1, 3, 1)):
+                tokens, segment = torch.tensor(token_ids(size, seed=turn)), Segment(0, size, (), size, num_taps=size)
+                outputs.append(model.forward(tokens, [segment], taps if turn != 2 else ()))
+                model.commit(0, size)
+            found.append(outputs)
+        for got, expected in zip(*found, strict=True):
+            assert torch.equal(got.logits, expected.logits)
+            assert got.taps.keys() == expected.taps.keys()
+            assert all(torch.equal(got.taps[layer], expected.taps[layer]) for layer in expected.taps)
+        assert len(ahead.graphs.shapes) == num_captured
+        assert ahead.graphs.steps == {REPLAYED: 4}
 
 
 def num_graph_caches(name: str) -> int:

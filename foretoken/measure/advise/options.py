@@ -97,7 +97,7 @@ class AdviseOptions:
         default=None,
         metadata=option(
             'JSON file of machines: a list of {"name", "price_per_hour"} and optional "speed" (of steps, this machine '
-            'is 1).'
+            "is 1)."
         ),
     )
     budget_s: float = field(default=120.0, metadata=option("Seconds that measuring the costs of steps may take."))

@@ -15,7 +15,7 @@ from foretoken.kv.pool import KVPool
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.attention.fused import FusedAttention, WorkNumbers, numbers_of
 from foretoken.model.decoder import Decoder
-from foretoken.model.graphs.shape import MAX_ROWS, StepShape
+from foretoken.model.graphs.shape import MAX_ROWS, ROW_BUCKETS, StepShape
 from foretoken.model.interface import ForwardOutput
 from foretoken.model.paged_cache import ForwardInputs
 from foretoken.transfer import fill
@@ -23,6 +23,7 @@ from foretoken.transfer import fill
 Step = Callable[[], None]  # reads and writes tensors that stay where they are
 Capture = Callable[[Step], Step]
 MAX_GRAPHS = 96
+ROWS_AHEAD = tuple(rows for rows in ROW_BUCKETS if rows <= 16)  # what a request alone, or a few of them, will need
 # Numbers of the input block in front of block tables, and for trees: rows by what they may see.
 HEAD_NUMBERS, _TREE_NUMBERS = 32 * MAX_ROWS, 2 * MAX_ROWS * MAX_ROWS
 # Why a step is not replayed.
@@ -186,15 +187,27 @@ class GraphCache(StepGraphs):
         if is_joined:
             self.steps[JOINED] += 1
             return None
-        for layer in taps:
-            if layer not in self.taps:
-                self.taps[layer] = self.buffer(self.decoder.config.hidden_size, dtype=self._dtype)
+        self._make_room(taps)
         shape = self.replay(inputs, [(self.tokens, tokens)], taps)
         if shape is None:
             return None
         tapped = self.block[shape.places["tapped"]][: len(inputs.tapped)]
         found = {layer: self.taps[layer].index_select(0, tapped) for layer in shape.taps}
         return ForwardOutput(self.logits.index_select(0, self.wanted(shape, inputs)), found)
+
+    @torch.inference_mode()
+    def capture_ahead(self, taps: Sequence[int]) -> None:
+        """Capture steps of `ROWS_AHEAD` rows of short texts, which hold nothing but padding meanwhile."""
+        self._make_room(taps)
+        for rows in ROWS_AHEAD:
+            shape = StepShape.of(rows, WorkNumbers(), taps)
+            self._fill(shape, ForwardInputs(), WorkNumbers(), [])
+            self._graph(shape)
+
+    def _make_room(self, taps: Sequence[int]) -> None:
+        for layer in taps:
+            if layer not in self.taps:
+                self.taps[layer] = self.buffer(self.decoder.config.hidden_size, dtype=self._dtype)
 
     def read_beside(self) -> tuple[object, ...]:
         """See `StepGraphs`; tables of positions have their full length before they are captured."""
