@@ -18,13 +18,14 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from foretoken.kernels import paged_triton, product_triton
+from foretoken.kernels import expert_routes_triton, experts_triton, paged_triton, product_triton
 from foretoken.kernels.paged_triton import sizes_of
 from foretoken.kernels.product_triton import tiling_of
 
 DTYPES = {"bf16": (tl.bfloat16, 2), "fp16": (tl.float16, 2), "fp32": (tl.float32, 4)}
-NUMBERS = ("segments", "tiles", "blocks", "positions", "distances", "merged")
-TENSORS = ("query", "keys", "values", "sinks", "x", "weight", "bias", "residual", "out")
+NUMBERS = ("segments", "tiles", "blocks", "positions", "distances", "merged", "places", "chosen")
+FLOATS = ("scores", "weights", "gates", "parts")
+TENSORS = ("query", "keys", "values", "sinks", "x", "weight", "bias", "residual", "out", "channels")
 ALIGNED = ("query_row", "query_head", "cache_head", "size", "num_outputs", "row_stride")
 
 
@@ -34,11 +35,13 @@ def compiled(kernel: Any, capability: int, dtype: str, constants: dict[str, Any]
     def type_of(name: str) -> str:
         if name in constants:
             return "constexpr"
-        if name in NUMBERS or name.startswith("part_"):
-            return "*i32" if name in NUMBERS else "*fp32"
+        if name in NUMBERS:
+            return "*i32"
+        if name in FLOATS or name.startswith("part_") or (name == "out" and kernel is experts_triton._outputs):
+            return "*fp32"
         if name in TENSORS:
             return f"*{dtype}"
-        return "fp32" if name in ("scale", "softcap") else "i32"
+        return "fp32" if name in ("scale", "softcap", "limit", "alpha") else "i32"
 
     signature = {name: type_of(name) for name in kernel.arg_names}
     aligned = [i for i, (name, kind) in enumerate(signature.items()) if kind[0] == "*" or name in ALIGNED]
@@ -74,8 +77,28 @@ def products(capability: int, dtype: str, kind: tl.dtype) -> list[Any]:
     return found
 
 
+def experts(capability: int, dtype: str) -> list[Any]:
+    """The kernels of experts; without matrix instructions that sum in another order for larger tiles."""
+    kind, itemsize = DTYPES[dtype]
+    routes = expert_routes_triton
+    chosen = {"EXPERTS": 128, "ACTIVE": 8, "SLOTS": 8, "NORMALISES": True}
+    groups = {"EXPERTS": 256, "LINES": 16, "PLACES": 1024, "TILES": 32}
+    found = [
+        compiled(routes._choose, capability, dtype, chosen, num_warps=1),
+        compiled(routes._group, capability, dtype, groups),
+    ]
+    for num_places in (128, 4096, 16384):
+        tiling = routes.tiling_of(num_places, 128, itemsize)
+        sizes = {"LINES": tiling.lines, "OUTPUTS": tiling.outputs, "CHANNELS": tiling.channels, "OPERAND": kind}
+        sizes |= {"STAGES": tiling.stages, "EVEN": True, "HAS_BIAS": True, "IS_ALL": False}
+        for kernel, switches in ((experts_triton._channels, {"CLAMPS": True}), (experts_triton._outputs, {})):
+            found.append(compiled(kernel, capability, dtype, sizes | switches, num_warps=tiling.warps))
+            assert "wgmma" not in found[-1].asm["ptx"]
+    return found
+
+
 def main(capability: int, dtype: str, head_dim: int) -> None:
-    """A model of 32 heads in groups of four."""
+    """A model of 32 heads in groups of four, and one with 128 experts in tiles of every size."""
     kind, itemsize = DTYPES[dtype]
     switches = {"HAS_SOFTCAP": False, "HAS_SINKS": True, "HAS_TREES": True, "OPERAND": kind}
     constants: dict[str, Any] = sizes_of(32, 8, head_dim, itemsize, 32) | switches
@@ -84,7 +107,8 @@ def main(capability: int, dtype: str, head_dim: int) -> None:
     merge = compiled(paged_triton._merge_parts, capability, dtype, few, num_warps=1)
     multiply = [] if dtype == "fp32" else products(capability, dtype, kind)
     assert merge.asm["cubin"]
-    takes = [{"shared_bytes": one.metadata.shared, **resources(one.asm["ptx"])} for one in (attend, *multiply)]
+    compiled_all = (attend, *multiply, *experts(capability, dtype))
+    takes = [{"shared_bytes": one.metadata.shared, **resources(one.asm["ptx"])} for one in compiled_all]
     instructions = {found for one in multiply for found in re.findall(r"\b(?:wg)?mma\S*", one.asm["ptx"])}
     largest = {name: max(one[name] for one in takes) for name in takes[0]}
     print(json.dumps(largest | {"instructions": sorted(instructions)}))

@@ -4,7 +4,8 @@
 
 A model is a folder, a hub id, a reference model or a GGUF file; `@int8` and `@int4` are its quantised `weights`,
 another format behind the `@` is its `dtype`. `random:8b:MODEL` has random weights, made on the device, and the shape to
-which `studies.widen` would enlarge the model: the cost of a pass depends on no number of it. `--settings` opens each
+which `studies.widen` would enlarge the model: the cost of a pass depends on no number of it. `random:30b-a3b` has the
+shape of Qwen3-30B-A3B, a mixture of experts, whose random tokens meet more experts than a text. `--settings` opens each
 model several times over the same weights: as by default, with keys gathered by torch (`batched`), with the Triton
 kernel (`triton`), and with CUDA graphs beside it (`graphs`). Models, settings and row counts take turns, so that drift
 hits all alike.
@@ -28,7 +29,9 @@ import torch
 
 from foretoken.config import QUANTISED
 from foretoken.errors import InputError
+from foretoken.model.architecture import ModelConfig
 from foretoken.model.attention.choice import ATTENTION_VARIABLE
+from foretoken.model.config_json import config_from_hf
 from foretoken.model.decoder import Decoder
 from foretoken.model.graphs.choice import GRAPHS_VARIABLE
 from foretoken.model.interface import LanguageModel, OpenModel, Segment
@@ -48,6 +51,27 @@ SETTINGS: dict[str, dict[str, str]] = {
     "batched": {ATTENTION_VARIABLE: "batched"},
     "triton": _TRITON,
     "graphs": {**_TRITON, GRAPHS_VARIABLE: "on"},
+}
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "30b-a3b": {
+        "model_type": "qwen3_moe",
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "max_position_embeddings": 32768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e7,
+        "tie_word_embeddings": False,
+    }
 }
 
 
@@ -94,15 +118,23 @@ def opened(name: str, device: str, num_tokens: int) -> OpenModel:
     """
     place, _, kind = name.partition("@")
     if place.startswith("random:"):
-        _, size, source = place.split(":", 2)
-        return _random(size, source, kind, open_device(device), num_tokens)
+        _, size, *source = place.split(":", 2)
+        config = plan(read_config(model_folder(source[0])), size).config if source else _shape(size)
+        return _random(config, kind, open_device(device), num_tokens)
     weights, dtype = (kind, "auto") if kind in QUANTISED else ("auto", kind or "auto")
     return open_model(model_folder(place), dtype, device, 2 * num_tokens + DEFAULT_BLOCK_SIZE, weights=weights)
 
 
-def _random(size: str, source: str, dtype: str, device: torch.device, num_tokens: int) -> PagedModel:
-    """A model of the shape of `source` widened to `size`, with random weights of `dtype`."""
-    config, before = plan(read_config(model_folder(source)), size).config, torch.get_default_dtype()
+def _shape(size: str) -> ModelConfig:
+    if size not in SHAPES:
+        remedy = f"choose one of {', '.join(SHAPES)}, or name a model to widen behind it"
+        raise InputError("models", f"random:{size}", remedy)
+    return config_from_hf(SHAPES[size])
+
+
+def _random(config: ModelConfig, dtype: str, device: torch.device, num_tokens: int) -> PagedModel:
+    """A model with random weights of `dtype`."""
+    before = torch.get_default_dtype()
     torch.set_default_dtype(parse_dtype(dtype, torch.bfloat16))
     try:
         with device:

@@ -25,6 +25,7 @@ from foretoken.draft.merging import merge_drafts
 from foretoken.draft.open_head import open_head
 from foretoken.draft.tree import TreeNode, grow_best_first
 from foretoken.heads.medusa import MedusaHead
+from foretoken.heads.medusa_graphs import medusa_graphs
 from foretoken.model.interface import LanguageModel, SharesWeights
 from foretoken.transfer import to_device, to_host
 
@@ -133,13 +134,17 @@ class _HeadPredictions:
 
     head: MedusaHead
     target: SharesWeights
-    states: Tensor  # [A, D] behind the target's final norm
+    states: Tensor  # [A, D] behind the target's final norm; not read where logits are known
     row: dict[int, int]
+    logits: Tensor | None = None  # [K, A, V_d] of the first heads
 
     @torch.inference_mode()
     def at(self, place: int, requests: Sequence[int], before: Tensor) -> Tensor:
         """See `by_place.PlaceLogits`; heads that do not see the tokens before theirs are asked once per request."""
         device = self.states.device
+        if self.logits is not None:
+            rows = to_device([self.row[b] for b in requests], device)
+            return self.head.vocabulary.expand(self.logits[place].index_select(0, rows))
         if self.head.config.is_sequential:
             beside = self.target.embed(before.flatten()).view(len(requests), -1)  # [A, (place + 1) * D]
             states = self.states[to_device([self.row[b] for b in requests], device)]
@@ -161,6 +166,7 @@ class MedusaDrafter(HeadDrafter):
 
     def __init__(self, head: MedusaHead, target: SharesWeights) -> None:
         self.head, self.target = head, target
+        self.graphs = medusa_graphs(head, target)
         self._requests: dict[int, _Newest] = {}
         self._num_ranks = min(NUM_RANKS, len(head.vocabulary.ids))
 
@@ -250,8 +256,13 @@ class MedusaDrafter(HeadDrafter):
         """The newest states of the requests that draft, behind the target's final norm."""
         asked = [b for b, num in enumerate(most) if num]
         states = [state for b in asked if (state := owns[b].state) is not None]
-        normed = self.target.final_norm(torch.cat(states)) if states else torch.empty(0)
-        return _HeadPredictions(self.head, self.target, normed, {b: i for i, b in enumerate(asked)})
+        row = {b: i for i, b in enumerate(asked)}
+        if not states:
+            return _HeadPredictions(self.head, self.target, torch.empty(0), row)
+        together = torch.cat(states)
+        logits = None if self.graphs is None else self.graphs.run(together, max(most))
+        behind = self.target.final_norm(together) if logits is None else together
+        return _HeadPredictions(self.head, self.target, behind, row, logits)
 
     def _propose_ranked(
         self, entries: Sequence[BatchEntry], most: Sequence[int], requests: Sequence[int], predictions: _HeadPredictions

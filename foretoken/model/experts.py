@@ -1,8 +1,9 @@
 """A mixture of experts in place of a layer's MLP: a router, gated MLPs, and in some families a shared one.
 
 Where the CPU's kernels run, one call does all of it (`kernels/experts.h`); the modules here are its twin in torch's own
-operations, which trains, runs on other devices, and says what the call computes. Routing and the sum over experts are
-in float32 everywhere: a row's choice among experts must not hang on the rounding of a score.
+operations, which trains, runs on other devices, and says what the call computes. On CUDA Triton kernels take its place
+(`expert_launches`). Routing and the sum over experts are in float32 everywhere: a row's choice among experts must not
+hang on the rounding of a score.
 
 Shapes: T rows, D hidden size, E experts, S slots of a row (its experts, then the shared one), I intermediate size.
 """
@@ -10,9 +11,7 @@ Shapes: T rows, D hidden size, E experts, S slots of a row (its experts, then th
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foretoken.model.expert_config import ClampedGate, ExpertsConfig
+from foretoken.model.expert_launches import can_launch, launched, stacked
+from foretoken.model.expert_parts import ExpertParts, ExpertStack
 from foretoken.model.layers import Linear, activated
 from foretoken.model.matrices.dense import ProductFields, array_of
 from foretoken.model.row_kernels import RowKernels, kernels_for
@@ -50,18 +51,6 @@ class ExpertsFields(ctypes.Structure):
 
 
 @dataclass(frozen=True)
-class ExpertParts:
-    """Weights of one layer's experts, a shared one last; `router` [E, D], `router_bias` [E], `shared_gate` [1, D]."""
-
-    config: ExpertsConfig
-    gate_up: Sequence[Linear]
-    down: Sequence[Linear]
-    router: Tensor
-    router_bias: Tensor | None
-    shared_gate: Tensor | None
-
-
-@dataclass(frozen=True)
 class ExpertTable:
     """`fields` for the kernel: addresses in what is `held`. `width` channels of an expert are here, and `shared_width`
     of a shared one: on a rank its share of them.
@@ -76,16 +65,6 @@ class ExpertTable:
     def num_slots(self) -> int:
         """Experts that a row goes to, the shared one included."""
         return int(self.fields.num_active) + int(self.fields.has_shared)
-
-
-class ExpertStack(Protocol):
-    """The experts of a layer, as the call takes them."""
-
-    def parts(self) -> ExpertParts:
-        """Their weights."""
-
-    def weight_marks(self) -> tuple[object, ...]:
-        """Others than before once weights were replaced."""
 
 
 def expert_table(parts: ExpertParts, dtype: torch.dtype) -> ExpertTable | None:
@@ -247,7 +226,8 @@ class Experts(nn.Module):
         kernels = kernels_for(x)
         table = None if kernels is None else _table(self, x.dtype)
         if kernels is None or table is None:
-            return self.mixed(x, *self.route(x))
+            out = launched(self, x) if self.collective.world == 1 else None
+            return self.mixed(x, *self.route(x)) if out is None else out
         if self.collective.world > 1:
             return run_divided(kernels, table, x, self.collective)
         return run_experts(kernels, table, x)
@@ -300,6 +280,12 @@ class Experts(nn.Module):
             part.view(world, *own.shape).transpose(0, 1).flatten(1) for part, own in zip(parts, channels, strict=True)
         ]
 
+    def stack(self) -> None:
+        """Lay the weights as the kernels of their device read them, which the first rows would do otherwise."""
+        weight = self._expert(0).gate_up_proj.weight
+        if weight is not None and self.collective.world == 1 and can_launch(weight):
+            stacked(self, weight)
+
     def parts(self) -> ExpertParts:
         """What the compiled call takes."""
         experts = [self._expert(number) for number in range(len(self.experts) + (self.shared is not None))]
@@ -314,7 +300,8 @@ class Experts(nn.Module):
 
     def weight_marks(self) -> tuple[object, ...]:
         """Others than before once weights were replaced, which happens to all of them at once."""
-        return self._expert(0).gate_up_proj.packed, self._expert(-1).down_proj.packed, self.router.weight
+        first, last = self._expert(0).gate_up_proj, self._expert(-1).down_proj
+        return first.packed, last.packed, self.router.weight, first.weight, last.weight
 
     def _expert(self, number: int) -> Expert:
         expert = self.shared if number == len(self.experts) else self.experts[number]

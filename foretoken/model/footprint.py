@@ -106,13 +106,16 @@ def _row_numbers(config: ModelConfig) -> int:
 
 
 def _expert_row_bytes(config: ModelConfig) -> int:
-    """What a row takes in float32 while it runs through experts: a result of each, scores, and one expert's MLP."""
+    """What a row takes in float32 while it runs through experts: a result of each, scores, and one expert's MLP or the
+    channels of all.
+    """
     experts = config.experts
     if experts is None:
         return 0
     widest = max(experts.intermediate_size, experts.shared_size)
     num_slots = experts.num_active + (experts.shared_size > 0)
-    return 4 * ((num_slots + 2) * config.hidden_size + experts.num_experts + 3 * widest)
+    channels = max(3 * widest, experts.num_active * experts.intermediate_size)
+    return 4 * ((num_slots + 2) * config.hidden_size + experts.num_experts + channels)
 
 
 def _foreign_shape(name: str, raw: Mapping[str, Any], weights: TensorSource, kind: torch.dtype) -> ModelShape:

@@ -23,6 +23,7 @@ from foretoken.model.architecture import ModelConfig
 from foretoken.model.config_json import config_from_hf
 from foretoken.model.decoder import Decoder
 from foretoken.model.expert_weights import ExpertWeights
+from foretoken.model.experts import Experts
 from foretoken.model.families import FAMILIES
 from foretoken.model.fields import Fields, check_links, read_json
 from foretoken.model.gguf.header import is_gguf
@@ -386,6 +387,8 @@ class _Filler:
             self.linear(linear, matrix.rows, matrix.columns)
         for module, matrix in layer_scores(config, index).items():
             self.scores(layer.get_submodule(module), matrix)
+        if isinstance(layer.mlp, Experts):
+            layer.mlp.stack()
         for module, (name, _) in layer_norms(config, index).items():
             self.norm(layer.get_submodule(module), name)
         if config.has_sinks:

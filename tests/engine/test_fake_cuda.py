@@ -151,7 +151,7 @@ def test_a_step_waits_as_often_for_many_requests_as_for_one(drafter: str, rule: 
     assert counts[0] == counts[1] == RULE_WAITS[rule][drafter == "draft_model"]
 
 
-# Experts are found on the host: a wait for each layer.
+# Without Triton, experts are found on the host: a wait for each layer.
 FAMILIES = {"gemma2": 1, "gemma3": 1, "phi3": 1, "olmo2": 1, "glm4": 1, "cohere2": 1, "mixtral": 4}
 
 

@@ -20,10 +20,13 @@ from foretoken.draft.draft_model import DraftModelDrafter
 from foretoken.draft.eagle import EagleDrafter
 from foretoken.draft.early_exit import EarlyExitDrafter
 from foretoken.draft.group import DrafterGroup, drafter_key
+from foretoken.draft.medusa import MedusaDrafter
 from foretoken.draft.ngram import NgramDrafter
 from foretoken.engine.engine import Engine
 from foretoken.heads.block import BlockHead
 from foretoken.heads.eagle_cache import CachedEagle
+from foretoken.heads.medusa import MedusaHead
+from foretoken.heads.medusa_graphs import MedusaGraphs
 from foretoken.model.decoder import Decoder
 from foretoken.model.graphs.cache import JOINED, MANY_ROWS, REPLAYED, ROWS_AHEAD, StepGraphs
 from foretoken.model.graphs.shape import ROW_BUCKETS, StepShape
@@ -33,7 +36,7 @@ from tests.engine import test_fake_cuda
 from tests.engine.test_fake_cuda import NUM_TOKENS, PLAIN, PROMPT, engine_with, steps
 from tests.helpers.checkpoints import token_ids
 from tests.helpers.emulated_graphs import emulated_graphs, launched
-from tests.helpers.fake_cuda import fake_cuda
+from tests.helpers.fake_cuda import fake_cuda, fake_model
 from tests.helpers.fake_drafters import DRAFTERS
 from tests.helpers.random_heads import random_head
 from tests.helpers.tiny_heads import eagle_head
@@ -57,6 +60,13 @@ def _eagle(version: int = 3) -> Made:
         return EagleDrafter(CachedEagle(eagle_head(target.config, version).to(target.device, target.dtype), target))
 
     return made
+
+
+def _medusa(target: PagedModel, _: Decoder) -> Drafter:
+    head = random_head("medusa", replace(target.config, sliding_window=())).to(target.device, target.dtype)
+    assert isinstance(head, MedusaHead)
+    head.vocabulary = head.vocabulary.to(target.device)
+    return MedusaDrafter(head, target)
 
 
 def _block(name: str) -> Made:
@@ -83,6 +93,7 @@ CASES: dict[str, tuple[SpecConfig, Made | None]] = {
     "eagle/best_first": (replace(HEAD, **TREE), _eagle()),
     "block": (BLOCK, _block("block:cut")),
     "block:open": (BLOCK, _block("block:open")),
+    "medusa": (SpecConfig("medusa", head="toy", num_draft=3), _medusa),
     "early_exit": (SpecConfig("early_exit", num_draft=3, exit_layer=1), lambda target, _: EarlyExitDrafter(target)),
 }
 
@@ -153,6 +164,10 @@ def test_replayed_runs_answer_as_usual(name: str) -> None:
     for got, expected in zip(replayed.kept, usual.kept, strict=True):
         torch.testing.assert_close(got, expected, **TOLERANCE)
     assert len(replayed.graphs) == num_graph_caches(name)
+    if isinstance(replayed.drafter, MedusaDrafter):
+        assert isinstance(replayed.drafter.graphs, MedusaGraphs)
+        assert set(replayed.drafter.graphs.steps) == {REPLAYED}
+        assert replayed.drafter.graphs.capture.num_replays == replayed.drafter.graphs.steps[REPLAYED] > 2
     for graphs in replayed.graphs:
         counts, capture = graphs.steps, graphs.capture
         assert counts.keys() <= {REPLAYED, MANY_ROWS, JOINED}
@@ -190,6 +205,26 @@ def test_captured_ahead_a_step_of_few_rows_captures_nothing(taps: tuple[int, ...
         assert ahead.graphs.steps == {REPLAYED: 4}
 
 
+def test_experts_are_captured() -> None:
+    """Whose rows the host sorts otherwise: answers are the same, with a wait less for each layer."""
+    target, draft = decoder_of("qwen2-moe"), decoder_of("llama-mqa", seed=1)
+    spec, make = DRAFTERS["ngram"]
+    with torch.inference_mode():
+        usual = run("ngram", target, draft)
+        with emulated_graphs():
+            replayed = run("ngram", target, draft)
+    assert replayed.answers == usual.answers
+    for got, expected in zip(replayed.kept, usual.kept, strict=True):
+        torch.testing.assert_close(got, expected, **TOLERANCE)
+    (graphs,) = replayed.graphs
+    assert graphs.steps[REPLAYED] > 2
+    with emulated_graphs(capture=launched), fake_cuda(vocab_size=NUM_TOKENS) as transfers, torch.inference_mode():
+        engine = engine_with(spec, make, fake_model("qwen2-moe"))
+        engine.submit(PROMPT, PLAIN, spec)
+        assert max(steps(engine, transfers, 3)) == 1
+        assert set(engine.target.graphs.steps) == {REPLAYED}
+
+
 def num_graph_caches(name: str) -> int:
     """Of the target and the drafter; a block drafter has two."""
     return 3 if name.startswith("block") else 1 + name.startswith(("draft_model", "eagle"))
@@ -197,7 +232,7 @@ def num_graph_caches(name: str) -> int:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "name", ["plain", "draft_model", *(name for name in CASES if name.startswith(("eagle", "block")))]
+    "name", ["plain", "draft_model", *(name for name in CASES if name.startswith(("eagle", "block", "medusa")))]
 )
 def test_replayed_runs_on_a_gpu_answer_as_the_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the target's logits are the same behind every drafted token, so that drafts are."""
@@ -232,7 +267,7 @@ def bound(shapes: Sequence[StepShape]) -> int:
         *("ngram", "eagle"),
         *(
             pytest.param(n, marks=repeated)
-            for n in ("draft_model", "draft_model/best_first", "eagle/best_first", "block")
+            for n in ("draft_model", "draft_model/best_first", "eagle/best_first", "block", "medusa")
         ),
     ],
 )

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
-from typing import Any, List  # noqa: UP035 - what torch.library reads
+from typing import Any, List, Optional  # noqa: UP035 - what torch.library reads
 from unittest import mock
 
 import pytest
@@ -27,11 +27,12 @@ from torch.utils._pytree import tree_leaves
 from foretoken import transfer
 from foretoken.kernels import paged_work
 from foretoken.kernels.paged_work import MERGE_FIELDS, SEGMENT_FIELDS, TILE_FIELDS, PagedWork, tile_lines
-from foretoken.model import paged_cache
+from foretoken.model import expert_launches, paged_cache
 from foretoken.model.attention import fused
 from foretoken.model.attention.fused import FusedAttention
-from foretoken.model.graphs import cache
+from foretoken.model.graphs import cache, choice
 from foretoken.model.graphs.cache import Capture, Step
+from tests.helpers import emulated_experts
 
 NAN = float("nan")
 _READS = ("tolist", "numpy", "data_ptr")  # that no operator stands for
@@ -159,8 +160,15 @@ def _merged(one: Sums, other: Sums) -> Sums:
 class _Launch:
     """One call of the kernel; tiles of one segment are computed together."""
 
-    def __init__(self, lists: Sequence[Tensor], sizes: Sequence[int], cache: tuple[Tensor, Tensor], query: Tensor):
-        self.lists = lists
+    def __init__(
+        self,
+        lists: Sequence[Tensor],
+        sizes: Sequence[int],
+        cache: tuple[Tensor, Tensor],
+        query: Tensor,
+        sinks: Tensor | None,
+    ) -> None:
+        self.lists, self.sinks = lists, sinks
         self.num_tiles, self.num_parts, self.num_merged, num_part_rows, self.block_size = sizes
         self.keys, self.values, self.query = *cache, query
         self.heads, self.size = query.shape[1:]
@@ -185,7 +193,7 @@ class _Launch:
             own = torch.tensor(rows)
             sums = self._sums(fields[index], own, count, width, scale, softcap, window, has_trees)
             if width >= num_columns:
-                self.out[first_row + own] = (sums[2] / sums[1][..., None])[:, 0]
+                self.out[first_row + own] = self._result(*(one[:, 0] for one in sums))
                 continue
             at = first_part_row + torch.arange(count) * num_rows + own[:, None]
             for kept, new in zip(self.parts, sums, strict=True):
@@ -204,7 +212,15 @@ class _Launch:
             both = _merged(tuple(one[has] for one in found), tuple(one[at] for one in self.parts))  # type: ignore
             for one, new in zip(found, both, strict=True):
                 one[has] = new
-        self.out[row] = found[2] / found[1][..., None]
+        self.out[row] = self._result(*found)
+
+    def _result(self, top: Tensor, total: Tensor, read: Tensor) -> Tensor:
+        """Of sums [n, H, ...], in which the sink of a head takes part."""
+        if self.sinks is None:
+            return read / total[..., None]
+        peak = torch.maximum(top, self.sinks)
+        kept = (top - peak).exp()
+        return read * kept[..., None] / (total * kept + (self.sinks - peak).exp())[..., None]
 
     def _sums(
         self,
@@ -249,12 +265,13 @@ def _paged_attend(
     keys: Tensor,
     values: Tensor,
     query: Tensor,
+    sinks: Optional[Tensor],  # noqa: UP045
     scale: float,
     softcap: float,
     window: int,
     has_trees: bool,
 ) -> Tensor:
-    return _Launch(lists, sizes, (keys, values), query).run(scale, softcap, window, has_trees)
+    return _Launch(lists, sizes, (keys, values), query, sinks).run(scale, softcap, window, has_trees)
 
 
 @_paged_attend.register_fake
@@ -272,12 +289,11 @@ def attend(
     window: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """See `kernels.paged_triton.attend`; models with sinks have experts, and are not captured."""
-    assert sinks is None
+    """See `kernels.paged_triton.attend`."""
     lists = [work.segments, work.tiles, work.merged, work.blocks, work.positions, work.distances]
     sizes = [work.num_tiles, work.num_parts, work.num_merged, work.num_part_rows, block_size]
     window = 2**30 if window is None else window
-    return _paged_attend(lists, sizes, *cache, query, scale, softcap, window, work.has_trees)  # type: ignore
+    return _paged_attend(lists, sizes, *cache, query, sinks, scale, softcap, window, work.has_trees)  # type: ignore
 
 
 @contextmanager
@@ -291,6 +307,9 @@ def emulated_graphs(span_columns: int = 16, capture: Callable[..., Capture] = Em
         patch.setitem(sys.modules, module.__name__, module)
         for place in (paged_work, fused):
             patch.setattr(place, "SPAN_COLUMNS", span_columns)
+        for place in (choice, expert_launches):
+            patch.setattr(place, "can_launch", lambda _: True)
+        patch.setattr(expert_launches, "_experts_triton", lambda: emulated_experts)
         patch.setattr(paged_cache, "chosen", lambda *_: FusedAttention)
         patch.setattr(cache, "CudaCapture", capture)
         yield

@@ -25,6 +25,8 @@ from foretoken.model.paged import PagedModel
 from foretoken.text.sampling import near_ties, sample, target_probs
 from foretoken.transfer import to_device, to_host
 from tests.helpers.checkpoints import token_ids, variant
+from tests.helpers.experts import HIDDEN, MIXTURES, mixture
+from tests.model.test_experts import by_hand
 
 GPU = "cuda"
 BLOCK = 4
@@ -150,6 +152,55 @@ def test_strict_rows_have_the_same_bits(name: str, tmp_path: Path) -> None:
     beside = [Segment(4, 200, (), 200), Segment(3, 1, tuple(range(-1, 6)), 8)]
     logits = there.forward(torch.cat((text[:200], text[first : first + 8])), beside).logits
     assert torch.equal(logits, torch.cat((whole[:200], whole[first : first + 8])))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss"])
+def test_experts_are_replayed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model with experts, without graphs and with them, in float32: in 16 bit a row may choose another expert."""
+    pytest.importorskip("triton")
+    folder = variant(tmp_path, name)
+    expected = rounds(model(folder, torch.float64, "cpu"))
+    for graphs in ("off", "on"):
+        monkeypatch.setenv(GRAPHS_VARIABLE, graphs)
+        there = model(folder, torch.float32, GPU)
+        for turn in range(2):
+            with no_waiting() if turn else nullcontext():
+                got = rounds(there)
+            torch.testing.assert_close(got.double().cpu(), expected, atol=1e-4, rtol=0)
+            for sequence in range(5):
+                there.close(sequence)
+        assert there.graphs is None or there.graphs.steps == {REPLAYED: 14}
+
+
+# By dtype: a sum of up to 96 products of numbers up to 3, of channels that were rounded.
+EXPERT_TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", EXPERT_TOLERANCE, ids=str)
+@pytest.mark.parametrize("name", MIXTURES)
+def test_experts_there(name: str, dtype: torch.dtype) -> None:
+    """As in float64 here, without a wait; a row's bits are its own, alone, among others, and replayed."""
+    pytest.importorskip("triton")
+    rows = torch.randn(600, HIDDEN).to(dtype)
+    expected = by_hand(mixture(MIXTURES[name], dtype=dtype), rows[:70])
+    experts, x = mixture(MIXTURES[name], dtype=dtype).to(GPU), rows.to(GPU)
+    with torch.inference_mode():
+        together = experts(x)
+        with no_waiting():
+            assert torch.equal(experts(x[:70]), together[:70])
+            assert torch.equal(experts(x[33:34]), together[33:34])
+        torch.testing.assert_close(
+            together[:70].double().cpu(), expected, atol=EXPERT_TOLERANCE[dtype], rtol=EXPERT_TOLERANCE[dtype]
+        )
+        given, graph = x[:9].clone(), torch.cuda.CUDAGraph()
+        experts(given)
+        with torch.cuda.graph(graph):
+            replayed = experts(given)
+        given.copy_(x[40:49])
+        graph.replay()
+        assert torch.equal(replayed, together[40:49])
 
 
 @contextmanager

@@ -30,7 +30,8 @@ from tests.helpers.fake_cuda import config_of
 from tests.model.test_gpu import rounds
 
 repeated = pytest.mark.repeated
-MORE_FAMILIES = ("llama-head-dim", "cohere", "cohere2", "qwen3", "phi3", "olmo2", "glm4", "starcoder2")
+MORE_FAMILIES = ("llama-head-dim", "cohere", "cohere2", "qwen3", "phi3", "olmo2", "glm4", "starcoder2", "qwen3-moe")
+FAMILIES = ("llama", "mistral-sliding", "gemma2", "granite", "mixtral", "qwen2-moe", "gpt-oss")
 BLOCK = 4
 TOLERANCE = {"atol": 1e-12, "rtol": 0.0}  # float64; a wrong key or row changes the first digit
 
@@ -61,20 +62,32 @@ def captured(model: PagedModel) -> EmulatedCapture:
 
 @pytest.mark.parametrize(
     "name",
-    [*("llama", "mistral-sliding", "gemma2", "granite"), *(pytest.param(n, marks=repeated) for n in MORE_FAMILIES)],
+    [*FAMILIES, *(pytest.param(n, marks=repeated) for n in MORE_FAMILIES)],
 )
-def test_replayed_steps_are_those_of_torch(name: str, graphs: None) -> None:
+def test_replayed_steps_are_those_of_torch(name: str) -> None:
     """Prompts, single tokens, chains, trees and shared blocks; a second time nothing is captured any more."""
     decoder = decoder_of(name)
-    model = PagedModel(decoder, 400, BLOCK)
     expected = rounds(usual(decoder))
-    for turn in range(2):
-        torch.testing.assert_close(rounds(model), expected, **TOLERANCE)
-        assert captured(model).num_replays == model.graphs.steps[cache.REPLAYED] == 7 * (turn + 1)
-        assert len(captured(model).graphs) == len(model.graphs.shapes) == 4
-        for sequence in range(5):
-            model.close(sequence)
+    with emulated_graphs():
+        model = PagedModel(decoder, 400, BLOCK)
+        for turn in range(2):
+            torch.testing.assert_close(rounds(model), expected, **TOLERANCE)
+            assert captured(model).num_replays == model.graphs.steps[cache.REPLAYED] == 7 * (turn + 1)
+            assert len(captured(model).graphs) == len(model.graphs.shapes) == 4
+            for sequence in range(5):
+                model.close(sequence)
     model.check()
+
+
+def test_padding_wakes_no_expert(graphs: None) -> None:
+    """Rows of no numbers go to none (`kernels.experts_triton`)."""
+    model = PagedModel(decoder_of("mixtral"), 400, BLOCK)
+    assert model.graphs is not None
+    model.open(0)
+    found = model.forward(torch.tensor(token_ids(5)), [Segment(0, 5, num_taps=1)], taps=(0,))
+    assert bool(found.logits.isfinite().all())
+    assert model.graphs.shapes[0].rows == 6
+    assert model.graphs.taps[0][:6].isnan().all(1).tolist() == [False] * 5 + [True]
 
 
 def usual(decoder: Decoder) -> PagedModel:

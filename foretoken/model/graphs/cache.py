@@ -220,6 +220,9 @@ class GraphCache(StepGraphs):
         decoder = self.decoder
         positions, attention = self.attended(shape)
         x = decoder.embed(self.tokens[: shape.rows])
+        if decoder.config.experts is not None:
+            padding = self.block[shape.places["slots"]] == self.spare_slot
+            x = x.masked_fill(padding[:, None], float("nan"))  # which goes to no expert, and wakes none
         hidden = decoder.run(x, positions, attention, range(decoder.config.num_layers), shape.taps)
         logits = decoder.logits(hidden.last)
         assert logits.dtype == self.logits.dtype

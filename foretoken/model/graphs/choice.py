@@ -10,6 +10,7 @@ from foretoken.errors import ConfigError
 from foretoken.model.attention.choice import AttentionKind
 from foretoken.model.attention.fused import FusedAttention
 from foretoken.model.decoder import Decoder
+from foretoken.model.expert_launches import can_launch
 from foretoken.model.layers import Embedding, Linear
 
 GRAPHS_VARIABLE = "FORETOKEN_GRAPHS"
@@ -23,8 +24,8 @@ def why_not(decoder: Decoder, attention: AttentionKind, cuts_rows: bool) -> str 
         return OTHER_ATTENTION
     if cuts_rows:
         return "strict numerics run rows in tiles of their own"
-    if decoder.config.experts is not None:
-        return "rows of a mixture of experts are sorted on the host"
+    if decoder.config.experts is not None and not can_launch(decoder.norm.weight):
+        return "without Triton kernels for it, rows of a mixture of experts are sorted on the host"
     if decoder.shard.world > 1:
         return "other ranks hold parts of it"
     if any(isinstance(module, Linear | Embedding) and module.packed is not None for module in decoder.modules()):
