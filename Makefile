@@ -15,8 +15,11 @@ BIN := $(VENV)/bin
 # rewrites every test file anew for each of its own.
 unexport PYTHONDONTWRITEBYTECODE
 TORCH ?= torch==2.13.0
+# uv resolves and unpacks the environments of clients in a quarter of pip's time. torch is left to pip everywhere, which
+# also finds builds beside the index.
+UV := uv==0.13.9
 
-.PHONY: demo serve test coverage proof proof-release gpu-rehearsal triton clients llama-cpp-suite open-responses-suite agents open-webui ray peers check format browser page wheel clean
+.PHONY: demo serve test environments coverage proof proof-release gpu-rehearsal triton clients llama-cpp-suite open-responses-suite agents open-webui ray peers check format browser page wheel clean
 
 demo: $(VENV)/.ready
 	$(BIN)/foretoken demo
@@ -34,8 +37,11 @@ FLOOR := 95
 test: check
 	$(BIN)/python $(PYTEST) -m "not repeated"
 
+# What CI installs beside the tools of `make check`. No browser: with one, `make coverage` would run what `make page` does.
+environments: $(VENV)/.ready $(CLIENTS)/.ready $(CLIENTS2)/.ready clients/node_modules/.ready $(TRITON)/.ready
+
 # The same tests once, measured: lines and branches that they reach in their own processes, and the floor.
-coverage: check
+coverage: $(VENV)/.ready
 	rm -f .coverage.json
 	$(BIN)/python -m slipcover --json --out .coverage.json $(PYTEST) -m "not repeated" --durations=30
 	$(BIN)/python -m slipcover --merge .coverage.json --out .coverage.json --fail-under $(FLOOR)
@@ -155,13 +161,14 @@ clients/agents/node_modules/.ready: clients/agents/package.json clients/agents/p
 
 $(CLIENTS)/.ready: requirements-clients.txt
 	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
-	$(CLIENTS)/bin/python -m pip install -q -r requirements-clients.txt
+	$(CLIENTS)/bin/python -m pip install -q $(UV)
+	$(CLIENTS)/bin/uv pip install -q --python $(CLIENTS)/bin/python -r requirements-clients.txt
 	touch $@
 
 $(CLIENTS2)/.ready: requirements-clients-2.txt
 	test -x $(CLIENTS2)/bin/python || $(PYTHON) -m venv $(CLIENTS2)
-	$(CLIENTS2)/bin/python -m pip install -q --upgrade-strategy only-if-needed "$(TORCH)"  # guidellm depends on it
-	$(CLIENTS2)/bin/python -m pip install -q -r requirements-clients-2.txt
+	$(CLIENTS2)/bin/python -m pip install -q --upgrade-strategy only-if-needed $(UV) "$(TORCH)"  # guidellm depends on torch
+	$(CLIENTS2)/bin/uv pip install -q --python $(CLIENTS2)/bin/python -r requirements-clients-2.txt
 	touch $@
 
 $(RAY)/.ready: requirements-ray.txt

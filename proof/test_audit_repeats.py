@@ -16,10 +16,11 @@ from tests.helpers.clock import jitter
 PROMPTS = ["def main():\n", "class Parser:\n    ", "import os\n", "x = [1,"]
 
 
-# A check that fails by chance once in 9 is seen with probability 0.99, before a release one that fails once in 44.
+# Of the compiled kernels, which claim equal bits, a check that fails by chance once in 9 is seen with probability 0.99;
+# of torch's products one that fails once in 5, before a release once in 44.
 @pytest.mark.parametrize(
     ("kernels", "num_turns"),
-    [("torch", 10), ("compiled", 10), pytest.param("torch", 50, marks=pytest.mark.release)],
+    [("torch", 5), ("compiled", 10), pytest.param("torch", 50, marks=pytest.mark.release)],
 )
 def test_w3_checks_of_equal_seeds_and_greedy_answers(
     monkeypatch: pytest.MonkeyPatch, kernels: str, num_turns: int

@@ -18,12 +18,12 @@ from tests.helpers.diagnosed import BOS, OPENING, TAPS, edit_config, make_head_f
 HUGE = 3e4  # a factor that float32 holds, and float16 does not
 
 
-HEADS: dict[str, dict[str, Any]] = {  # how each head is trained
+HEADS: dict[str, dict[str, Any]] = {  # how each head is trained; those that a fault needs half as long
     "healthy": {},
-    "flagged": {"norm_before_residual": True},
-    "with_bos": {"mode": BOS},
-    "with_template": {"mode": OPENING},
-    "short": {"length": 16},
+    "flagged": {"norm_before_residual": True, "steps": 150},
+    "with_bos": {"mode": BOS, "steps": 150},
+    "with_template": {"mode": OPENING, "steps": 150},
+    "short": {"length": 16, "steps": 150},
 }
 
 
@@ -121,6 +121,6 @@ def test_a_temperature_is_named(world: Path) -> None:
 
 
 def test_another_target_is_named(world: Path, tmp_path: Path) -> None:
-    make_target(tmp_path / "other", language=1, steps=250)
+    make_target(tmp_path / "other", language=1, steps=20)  # what it says need not be the language
     report = diagnosed(world, head_of(world, "healthy"), target=str(tmp_path / "other"))
     assert report.results["cause"] == "other target", report.verdict

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.terminal import CTRL_C, ROOT, on_terminal
+from tests.helpers.usual import some_of
 
 TINY = ("--target", "reference:target")  # what is shown is tested, not what the default model says
 BENCH = (*TINY, "--slices", "code", "--prompts-per-slice", "1")
@@ -81,7 +82,8 @@ def test_a_chat_on_a_terminal(columns: int, tmp_path: Path) -> None:
     assert end in done.lines
 
 
-@pytest.mark.parametrize("verb", [*COMMANDS, "chat"])
+# What the others write where no terminal is, tests/cli reads without starting a process for each.
+@pytest.mark.parametrize("verb", some_of([*COMMANDS, "chat"], {"demo", "chat"}, pytest.mark.release))
 def test_in_a_log_file(verb: str, tmp_path: Path) -> None:
     arguments, end = {**COMMANDS, "chat": CHAT}[verb]
     log = tmp_path / "log"

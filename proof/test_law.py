@@ -67,11 +67,14 @@ def test_every_trained_head_has_the_law_at_other_temperatures(
         assert min(p_values(answers, distribution)) > ALARM, name
 
 
+# Each of these has as many answers in the mixed batches above; tests/engine/test_law.py has the others by themselves.
+@pytest.mark.release
 @pytest.mark.parametrize("name", [name for name in groups(0) if name not in GROUPS_HERE])
 def test_every_drafter_has_the_law(narrow: SimpleNamespace, name: str) -> None:
     check_group(narrow, name)
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("name", [name for name in PARAMETERS if name not in PARAMETERS_HERE])
 def test_every_sampling_parameter_has_the_law(narrow: SimpleNamespace, name: str) -> None:
     check_parameter(narrow, name)

@@ -34,15 +34,23 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
 
 
 @pytest.fixture(scope="module", params=[2, 3])
-def divided(pair: SimpleNamespace, request: pytest.FixtureRequest) -> Iterator[LLM]:
-    with opened(pair, request.param) as llm:
+def ranks(request: pytest.FixtureRequest) -> int:
+    found: int = request.param
+    return found
+
+
+@pytest.fixture(scope="module")
+def divided(pair: SimpleNamespace, ranks: int) -> Iterator[LLM]:
+    with opened(pair, ranks) as llm:
         yield llm
 
 
-def test_every_drafter_and_number_of_draft_tokens(pair: SimpleNamespace, divided: LLM) -> None:
+@pytest.mark.parametrize("stride", [2, pytest.param(1, marks=pytest.mark.release)])
+def test_every_drafter_and_number_of_draft_tokens(pair: SimpleNamespace, divided: LLM, ranks: int, stride: int) -> None:
+    """Turn by turn on 2 or on 3 ranks, and before a release on both."""
     specs = all_specs(pair.draft)
     with opened(pair, 1) as one:
-        for start in range(0, len(specs), 16):
+        for start in range(ranks % stride * 16, len(specs), 16 * stride):
             turn = specs[start : start + 16]
             params = [predicting(spec, LONG, PROMPTS[4] * 2) for spec in turn]
             assert answers(divided, turn, params) == answers(one, turn, params)

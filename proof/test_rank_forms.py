@@ -1,12 +1,13 @@
 """Every family and every form of weights on 2 and 3 ranks: what one process answers, drawn by every rule.
 
 Where compiled kernels multiply everywhere, log-probabilities are compared to the last bit; elsewhere tokens.
-`make proof` runs families and types of GGUF files, the release the rest.
+`make proof` runs families and types of GGUF files, each on 2 or on 3 ranks, the release the rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ BLOCKS = {
 }
 NOT_DIVIDED = ("olmo2",)  # see `test_what_is_not_divided_is_refused_by_name`
 MIXTURES = ("mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss")
+WORLDS = (2, 3)
 Answers = list[tuple[tuple[int, ...], tuple[TokenLogprobs, ...]]]
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True, logprobs=2)
 
@@ -69,10 +71,10 @@ def answers(folder: Path, world: int, options: dict[str, Any]) -> tuple[Answers,
         return [(out.token_ids, out.logprobs) for out in found], has_exact_rows(llm.target.decoder)
 
 
-def check(folder: Path, **options: Any) -> bool:
+def check(folder: Path, worlds: Sequence[int] = WORLDS, **options: Any) -> bool:
     """Ranks answer as one process; whether that was compared to the last bit."""
     expected, is_exact = answers(folder, 1, options)
-    for world in (2, 3):
+    for world in worlds:
         found, is_exact_too = answers(folder, world, options)
         assert is_exact_too == is_exact
         assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
@@ -84,12 +86,21 @@ def checkpoint(folder: Path, name: str) -> Path:
     return variant(folder, name, **SHAPE, **(EXPERTS if "moe" in name else {}))
 
 
-@pytest.mark.parametrize("name", [name for name in ONE_OF_EACH if name not in NOT_DIVIDED])
-def test_every_family(tmp_path: Path, name: str) -> None:
+def in_turns(names: Iterable[str]) -> list[Any]:
+    """Each name on 2 or on 3 ranks, and before a release on both."""
+    usual = list(zip(names, itertools.cycle([(2,), (3,)])))
+    return [*usual, *(pytest.param(name, WORLDS, marks=pytest.mark.release) for name, _ in usual)]
+
+
+@pytest.mark.parametrize(("name", "worlds"), in_turns(name for name in ONE_OF_EACH if name not in NOT_DIVIDED))
+def test_every_family(tmp_path: Path, name: str, worlds: tuple[int, ...]) -> None:
+    """Codes to the last bit; floats on 2 ranks, and strict ones to the last bit on 3; before a release on both."""
     folder = checkpoint(tmp_path, name)
-    assert not check(folder)
-    assert check(folder, weights="int8")
-    assert check(folder, dtype="bfloat16", numerics="strict") != has_amx()
+    assert check(folder, worlds, weights="int8")
+    if 2 in worlds:
+        assert not check(folder, worlds)
+    if 3 in worlds:
+        assert check(folder, worlds, dtype="bfloat16", numerics="strict") != has_amx()
 
 
 @pytest.mark.release
@@ -100,9 +111,9 @@ def test_weights_in_integers(tmp_path: Path, weights: str, options: dict[str, st
         assert check(checkpoint(tmp_path / name, name), weights=weights, **options)
 
 
-@pytest.mark.parametrize("kind", QUANTISED)
-def test_every_type_of_gguf(tmp_path: Path, kind: str) -> None:
-    assert check(write_gguf(tmp_path / "codes.gguf", variant(tmp_path, "llama", **BLOCKS), kind))
+@pytest.mark.parametrize(("kind", "worlds"), in_turns(QUANTISED))
+def test_every_type_of_gguf(tmp_path: Path, kind: str, worlds: tuple[int, ...]) -> None:
+    assert check(write_gguf(tmp_path / "codes.gguf", variant(tmp_path, "llama", **BLOCKS), kind), worlds)
 
 
 @pytest.mark.release

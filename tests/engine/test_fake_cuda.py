@@ -27,7 +27,7 @@ from foretoken.registry import DRAFTERS as KNOWN
 from foretoken.text.processors import RequestProcessors
 from foretoken.verify import RULES
 from tests.helpers.fake_cuda import Transfers, fake_cuda, fake_model
-from tests.helpers.fake_drafters import DRAFT, DRAFTERS, Made
+from tests.helpers.fake_drafters import DRAFTERS, Made, fake_draft
 
 NUM_TOKENS = 12  # of the vocabulary, which made-up tokens are: whatever comes has stood in the prompt
 PROMPT = list(range(NUM_TOKENS)) * 2
@@ -139,11 +139,11 @@ RULE_WAITS = {
 )
 def test_a_step_waits_as_often_for_many_requests_as_for_one(drafter: str, rule: str) -> None:
     spec = SpecConfig(drafter, None if drafter == "ngram" else "toy", num_draft=3, rule=rule, allow_lossy=True)
-    make = {"ngram": lambda _: NgramDrafter(), "draft_model": lambda _: DraftModelDrafter(fake_model(DRAFT))}[drafter]
+    make = {"ngram": lambda _: NgramDrafter(), "draft_model": lambda _: DraftModelDrafter(fake_draft())}[drafter]
     counts = []
     for num_requests in (1, 3):
         with fake_cuda(vocab_size=NUM_TOKENS) as transfers, torch.inference_mode():
-            engine = engine_with(spec, make)
+            engine = engine_with(spec, make, fake_model("llama", num_hidden_layers=1))
             for _ in range(num_requests):
                 engine.submit(PROMPT, PLAIN if rule == "greedy" else PROCESSED, spec)
             counts.append(max(steps(engine, transfers, 3)))

@@ -167,14 +167,14 @@ MISTAKES: dict[str, Callable[[Tensor], object]] = {
 }
 
 
-def config_of(name: str) -> ModelConfig:
+def config_of(name: str, **shape: Any) -> ModelConfig:
     family, overrides = VARIANTS[name]
-    return config_from_hf(AutoConfig.for_model(family, **(_SHAPE | _FAMILY[family] | overrides)).to_dict())
+    return config_from_hf(AutoConfig.for_model(family, **(_SHAPE | _FAMILY[family] | overrides | shape)).to_dict())
 
 
-def fake_model(name: str, dtype: torch.dtype = torch.bfloat16) -> PagedModel:
-    """A model of fake weights, in a `fake_cuda`."""
-    config, before = config_of(name), torch.get_default_dtype()
+def fake_model(name: str, dtype: torch.dtype = torch.bfloat16, **shape: Any) -> PagedModel:
+    """A model of fake weights, in a `fake_cuda`; `shape` in place of what the variant says."""
+    config, before = config_of(name, **shape), torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with DEVICE:

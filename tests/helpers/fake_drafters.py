@@ -35,6 +35,11 @@ CUT = 8  # tokens of a head's own vocabulary
 DRAFT = "llama-mqa"  # the variant that draft models are
 
 
+def fake_draft() -> PagedModel:
+    """A draft model of one layer."""
+    return fake_model(DRAFT, num_hidden_layers=1)
+
+
 def fake_head(config: HeadConfig, make: Callable[..., Head] = make_head) -> Head:
     """A head of fake weights; its vocabulary is checked before it goes to the device, as on loading."""
     with _disable_current_modes():
@@ -81,7 +86,7 @@ def _recycling(target: PagedModel) -> Drafter:
 
 
 def _cascade(target: PagedModel) -> Drafter:
-    return CascadeDrafter([fake_model(DRAFT)], NgramDrafter())
+    return CascadeDrafter([fake_draft()], NgramDrafter())
 
 
 _NGRAM, _MODEL = SpecConfig("ngram", num_draft=3), SpecConfig("draft_model", "toy", num_draft=3)
@@ -94,12 +99,9 @@ DRAFTERS: dict[str, tuple[SpecConfig, Made]] = {
     "recycling": (SpecConfig("recycling", num_draft=3), _recycling),
     "predicted": (SpecConfig("predicted", num_draft=3), lambda _: PredictedDrafter()),
     "lookahead": (SpecConfig("lookahead", num_draft=3, lookahead_window=4), lambda _: LookaheadDrafter()),
-    "draft_model": (_MODEL, lambda _: DraftModelDrafter(fake_model(DRAFT))),
-    "draft_model/best_first": (replace(_MODEL, **_TREE), lambda _: DraftModelDrafter(fake_model(DRAFT))),
-    "draft_model/static": (
-        replace(_MODEL, num_draft=5, tree="static"),
-        lambda _: DraftModelDrafter(fake_model(DRAFT)),
-    ),
+    "draft_model": (_MODEL, lambda _: DraftModelDrafter(fake_draft())),
+    "draft_model/best_first": (replace(_MODEL, **_TREE), lambda _: DraftModelDrafter(fake_draft())),
+    "draft_model/static": (replace(_MODEL, num_draft=5, tree="static"), lambda _: DraftModelDrafter(fake_draft())),
     "early_exit": (SpecConfig("early_exit", num_draft=3, exit_layer=1), lambda target: EarlyExitDrafter(target)),
     "early_exit:adapter": (SpecConfig("early_exit", head="toy", num_draft=3), _adapter),
     "early_exit:search": (
@@ -120,6 +122,6 @@ DRAFTERS: dict[str, tuple[SpecConfig, Made]] = {
     "cascade": (SpecConfig("cascade", parts=("ngram", "draft_model"), draft="toy", num_draft=3), _cascade),
     "mix": (
         SpecConfig("mix", parts=("ngram", "draft_model"), draft="toy", num_draft=4),
-        lambda _: MixDrafter([NgramDrafter(), DraftModelDrafter(fake_model(DRAFT))]),
+        lambda _: MixDrafter([NgramDrafter(), DraftModelDrafter(fake_draft())]),
     ),
 }

@@ -158,7 +158,7 @@ def test_another_temperature_is_found(engine: LocalAnswers, monkeypatch: pytest.
         return ask(replace(question, temperature=1.8 * question.temperature))
 
     register(monkeypatch, Outside(engine, warm, {"token_ids": token_ids}))
-    found = failures(audit(num_seeds=400, temperatures=(0.8,)))
+    found = failures(audit(num_seeds=160, temperatures=(0.8,)))
     assert f"{FIRST}: sharpness" in found
     assert (f"{WHOLE}: sharpness" in found) == token_ids
     assert {name.split(": ")[0] for name in found} <= {WHOLE, FIRST}
