@@ -22,7 +22,7 @@ from torch import Tensor
 
 from foretoken.kernels.expert_routes_triton import ExpertPlaces, choose, every_row, grouped, scores
 from foretoken.kernels.experts_work import TILE_FIELDS, StackedExperts, StackedMixture
-from foretoken.kernels.row_triton import _logistic
+from foretoken.kernels.row_triton import logistic, operand
 
 _TILE_FIELDS = tl.constexpr(TILE_FIELDS)
 _MIX_CHANNELS = 512  # of a program
@@ -110,9 +110,9 @@ def _channels(
         # Not `tl.minimum`, which would make a number of what is none.
         gate = tl.where(gate > limit, limit, gate)
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up)) + 1.0
-        gated = gate * _logistic(alpha * gate)
+        gated = gate * logistic(alpha * gate)
     else:
-        gated = gate * _logistic(gate)
+        gated = gate * logistic(gate)
     to = place[None, :] * num_outputs + output[:, None]
     tl.store(out + to, (gated * up).to(out.dtype.element_ty), mask=real[:, None] & there[None, :])
 
@@ -174,7 +174,7 @@ def _mix(parts, weights, gates, out, size, ACTIVE: tl.constexpr, SLOTS: tl.const
     for slot in range(ACTIVE):
         total += tl.load(weights + row * ACTIVE + slot) * tl.load(at + slot * size, mask=real, other=0.0)
     if SLOTS > ACTIVE:
-        total += _logistic(tl.load(gates + row)) * tl.load(at + ACTIVE * size, mask=real, other=0.0)
+        total += logistic(tl.load(gates + row)) * tl.load(at + ACTIVE * size, mask=real, other=0.0)
     tl.store(out + row * size + dim, total.to(out.dtype.element_ty), mask=real)
 
 
@@ -224,7 +224,7 @@ def _run_stack(
         "CHANNELS": tiling.channels,
         "STAGES": tiling.stages,
         "IS_ALL": work.places is None,
-        "OPERAND": _operand(x),
+        "OPERAND": operand(x),
         "num_warps": tiling.warps,
         "enable_fp_fusion": False,
     }
@@ -245,10 +245,3 @@ def _run_stack(
         HAS_BIAS=bias is not None,
         **sizes,
     )
-
-
-def _operand(x: Tensor) -> tl.dtype:
-    """What matrices are multiplied in; Triton's interpreter multiplies the bits of bfloat16 as integers."""
-    if x.device.type == "cpu":
-        return tl.float32
-    return {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}[x.dtype]

@@ -27,6 +27,7 @@ from foretoken.kernels.paged_work import (
     tile_columns,
     tile_lines,
 )
+from foretoken.kernels.row_triton import operand
 
 _SEGMENT_FIELDS = tl.constexpr(SEGMENT_FIELDS)
 _TILE_FIELDS = tl.constexpr(TILE_FIELDS)
@@ -216,12 +217,6 @@ def sizes_of(num_heads: int, num_groups: int, head_dim: int, itemsize: int, bloc
     }
 
 
-def _operand(query: Tensor) -> tl.dtype:
-    """What matrices are multiplied in; Triton's interpreter multiplies the bits of bfloat16 as integers."""
-    kinds = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
-    return tl.float32 if query.device.type == "cpu" else kinds[query.dtype]
-
-
 def attend(
     work: PagedWork,
     cache: tuple[Tensor, Tensor],
@@ -256,7 +251,7 @@ def attend(
             HAS_SOFTCAP=softcap != 0.0,
             HAS_SINKS=sinks is not None,
             HAS_TREES=work.has_trees,
-            OPERAND=_operand(query),
+            OPERAND=operand(query),
             enable_fp_fusion=False,  # the two kernels, and any version of either, round alike
         )
         if work.num_merged:

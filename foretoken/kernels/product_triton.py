@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foretoken.kernels.row_triton import KINDS, activated
+from foretoken.kernels.row_triton import KINDS, activated, operand
 
 _NO_GATE = tl.constexpr(-1)
 
@@ -201,15 +201,8 @@ def tiled(of: Operands, tiling: Tiling) -> Tensor:
             GATE=-1 if of.activation is None else KINDS[of.activation],
             HAS_BIAS=of.bias is not None,
             ADDS=of.residual is not None,
-            OPERAND=_operand(x),
+            OPERAND=operand(x),
             num_warps=tiling.warps,
             enable_fp_fusion=False,  # whatever the tiling, sums are added and gated alike
         )
     return out
-
-
-def _operand(x: Tensor) -> tl.dtype:
-    """What matrices are multiplied in; Triton's interpreter multiplies the bits of bfloat16 as integers."""
-    if x.device.type == "cpu":
-        return tl.float32
-    return tl.float16 if x.dtype == torch.float16 else tl.bfloat16

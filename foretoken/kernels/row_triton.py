@@ -23,7 +23,7 @@ KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 
 
 @triton.jit
-def _logistic(x):
+def logistic(x) -> tl.tensor:
     """1 / (1 + exp(-x)); nothing overflows."""
     small = tl.exp(-tl.abs(x))
     return tl.where(x >= 0, 1.0, small) / (1.0 + small)
@@ -33,12 +33,12 @@ def _logistic(x):
 def activated(x, KIND: tl.constexpr) -> tl.tensor:
     """The activation of float32 numbers, by its place in `KINDS`."""
     if KIND == 0:
-        return x * _logistic(x)
+        return x * logistic(x)
     elif KIND == 1:
         return 0.5 * x * (1.0 + tl.erf(x * _ERF_SCALE))
     else:
         inner = _TANH_SCALE * (x + _TANH_CUBE * x * x * x)
-        return x * _logistic(2.0 * inner)  # 0.5 * (1 + tanh(z)) is the logistic function of 2 z
+        return x * logistic(2.0 * inner)  # 0.5 * (1 + tanh(z)) is the logistic function of 2 z
 
 
 @triton.jit
@@ -133,6 +133,12 @@ def _write(
     new_value = tl.load(value + row * value_row + head * value_head + dim, mask=real)
     tl.store(keys + to, new_key.to(keys.dtype.element_ty), mask=real)
     tl.store(values + to, new_value.to(values.dtype.element_ty), mask=real)
+
+
+def operand(x: Tensor) -> tl.dtype:
+    """What matrices are multiplied in; Triton's interpreter multiplies the bits of bfloat16 as integers."""
+    kinds = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+    return tl.float32 if x.device.type == "cpu" else kinds[x.dtype]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
