@@ -121,7 +121,7 @@ def test_queued_tokens_and_a_call_that_is_cancelled(replica: EngineReplica) -> N
         assert replica.record_autoscaling_stats() == {"queued_tokens": 0.0, "batches": 0.0}
         async with front(replica) as (address, came):
             call = asyncio.create_task(answered(replica, opened(9, 400), address, came))
-            while not replica._running:
+            while not queued_tokens(replica.engine.llm):
                 await asyncio.sleep(0.01)
             assert 300 < queued_tokens(replica.engine.llm) <= 500
             assert batches(replica.engine.llm) == 1 / 16
