@@ -152,13 +152,13 @@ _MANY_OUTPUTS = 8448  # of which tiles of 32 fill an H200 twice
 def tiling_of(num_rows: int, num_outputs: int, size: int, is_gated: bool = False) -> Tiling:
     """The tiling of `num_rows` rows of `size` channels and `num_outputs` outputs: the fastest of a sweep on an H200."""
     rows = max(16, min(_MAX_ROWS, triton.next_power_of_2(num_rows)))
-    parts = 2 if is_gated or num_outputs >= _MANY_OUTPUTS else 1
+    is_wide = is_gated or num_outputs >= _MANY_OUTPUTS
     if rows > 64:
         return Tiling(rows, 32, 2, 32, 5, 4)
     if rows > 16:
-        channels = 256 if rows == 32 else 64 if parts == 2 else 128
-        return Tiling(rows, 32, parts, channels, 3, 2)
-    if parts == 2:
+        channels = 256 if rows == 32 else 64 if is_wide else 128
+        return Tiling(rows, 32, 2 if is_wide else 1, channels, 3, 2)
+    if is_wide:
         return Tiling(rows, 32, 2 if is_gated else 1, 64, 6, 2)
     return Tiling(rows, 16, 1, 512, 3, 2) if size >= 1024 else Tiling(rows, 16, 1, 128, 6, 2)
 

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from tests.helpers.gpu_claims import GPU_CLAIMS
 from tests.helpers.raw_files import grid, mean, ratios, raw, speed_row, turns
 
 _1B, _SHIPPED = "2026-11-22-before-after-1b", "2026-11-22-before-after-reference"
@@ -25,18 +26,6 @@ def _rank_cost(side: str, day: int) -> list[float]:
     """With 1 and 16 requests at once."""
     results = {one["requests"]: one for one in raw(f"2026-11-{day}-rank-cost")["results"]}
     return [statistics.median(results[requests]["tokens_per_s"][side]) for requests in (1, 16)]
-
-
-def _h200(model: str, setting: str, rows: int) -> float:
-    """Milliseconds of a pass."""
-    (found,) = [one for one in raw(f"2026-11-27-h200-rounds-{model}")["models"] if one["model"].endswith(f" {setting}")]
-    return float(next(row["median_ms"] for row in found["rows"] if row["rows"] == rows))
-
-
-def _h200_real(setting: str) -> list[float]:
-    rows, wanted = raw("2026-11-27-h200-real-prompts")["rows"], ("all", 0.0, setting)
-    (row,) = [one for one in rows if (one["kind"], one["temperature"], one["setting"]) == wanted]
-    return [row["over_plain"], row["over_plain_low"], row["over_plain_high"]]
 
 
 def _vllm(metric: str) -> float:
@@ -403,17 +392,7 @@ CLAIMS: tuple[tuple[str, str, Callable[[], list[float]]], ...] = (
         "1.3 requests/s, 24 each) # times the tokens/s within it",
         lambda: [max(row["ratio"]["foretoken-auto"] for row in raw("2026-11-23-serving-rivals")["at_p95_of_plain"])],
     ),
-    (
-        "docs/gpu.md",
-        "**A tree of 64 nodes** costs # times one row of the 8 B shape, one of 128 nodes # times",
-        lambda: [_h200("8b", "graphs", rows) / _h200("8b", "graphs", 1) for rows in (64, 128)],
-    ),
-    (
-        "docs/gpu.md",
-        "**Graphs** are # times as fast as the gathering path at 8 B, # times on SmolLM2",
-        lambda: [_h200(model, "batched", 1) / _h200(model, "graphs", 1) for model in ("8b", "smollm2")],
-    ),
-    ("docs/goals.md", "`ngram` # times plain (# to #)", lambda: _h200_real("ngram")),
+    *GPU_CLAIMS,
     ("docs/scale-out.md", "| tokens/s | # | # |", lambda: _ray("tokens_per_s")),
     ("docs/scale-out.md", "first token, ms | # | # |", lambda: _ray("ttft_median_s", 1e3)),
     ("docs/scale-out.md", "between two events, ms | # | # |", lambda: _ray("gap_median_s", 1e3)),
