@@ -111,7 +111,7 @@ class BlockHead(LayeredHead):
         rotary = self.rotary.at(positions)
         compiled = self._compiled(context, x, rotary, attention)
         if compiled is not None:
-            x, _ = compiled.run(x, range(len(self.block_layers)))
+            x = compiled.run(x, range(len(self.block_layers))).last
         else:
             for number, layer in enumerate(self.block_layers):
                 x = layer(context, x, rotary, attention, number)

@@ -168,7 +168,7 @@ class EagleHead(LayeredHead):
         rotary = self.rotary.at(positions)
         compiled = layer_pass(self, x, attention, [rotary], embedded)
         if compiled is not None:
-            x, _ = compiled.run(x, range(len(self._layers)))
+            x = compiled.run(x, range(len(self._layers))).last
         else:
             for number, layer in enumerate(self._layers):
                 x = layer(x, embedded, rotary, attention, number)

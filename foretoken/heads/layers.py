@@ -122,6 +122,9 @@ class LayeredHead(Head):
     def layer_parts(self) -> list[LayerParts]:
         """See `layer_pass.LayerStack`."""
 
+    def output_parts(self) -> None:
+        """See `layer_pass.LayerStack`: a head's logits are made of rows that it chooses afterwards."""
+
     def weight_marks(self) -> tuple[object, ...]:
         """See `layer_pass.LayerStack`: adaptation replaces any packed matrix; norms and biases keep their place."""
         return tuple([linear.packed for linear in self._linears])

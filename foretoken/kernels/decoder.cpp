@@ -61,6 +61,18 @@ public:
         add_change(own.mlp_out_norm);
     }
 
+    void put_logits(const foretoken_head& head) {
+        const int64_t size = pass_.hidden_size;
+        const T* from = x();
+        if (head.rows != nullptr) {
+            for (int64_t i = 0; i < head.num_rows; ++i)
+                std::copy_n(x() + head.rows[i] * size, size, change_.data() + i * size);
+            from = change_.data();
+        }
+        norm_rows(from, head.norm, pass_.kind.norm, head.num_rows, size, size, normed_.data(), size, pass_.threads);
+        multiply(head.output, normed_.data(), head.num_rows, static_cast<T*>(head.logits));
+    }
+
 private:
     T* x() { return static_cast<T*>(pass_.x); }
 
@@ -113,18 +125,22 @@ private:
     }
 
     void multiply(const Product& by, const std::vector<T>& from, std::vector<T>& to) {
+        multiply(by, from.data(), rows_, to.data());
+    }
+
+    void multiply(const Product& by, const T* from, int64_t rows, T* to) {
         constexpr bool is_bf16 = sizeof(T) == 2;
         const auto run = [&](const void* in, void* out, bool narrow) {
-            if (!by.multiply(in, rows_, by.width, by.parts, by.num_parts, out, by.num_outputs, narrow, pass_.threads))
+            if (!by.multiply(in, rows, by.width, by.parts, by.num_parts, out, by.num_outputs, narrow, pass_.threads))
                 throw std::bad_alloc();
         };
-        if (by.bias == nullptr) return run(from.data(), to.data(), is_bf16);
+        if (by.bias == nullptr) return run(from, to, is_bf16);
         // A bias is added before the result is rounded.
         const T* bias = static_cast<const T*>(by.bias);
-        std::vector<float> full(rows_ * by.width), sums(rows_ * by.num_outputs);
+        std::vector<float> full(rows * by.width), sums(rows * by.num_outputs);
         for (size_t i = 0; i < full.size(); ++i) full[i] = number(from[i]);
         run(full.data(), sums.data(), false);
-        for_each(rows_, pass_.threads, rows_ * by.num_outputs > FEW_NUMBERS, [&](int64_t row) {
+        for_each(rows, pass_.threads, rows * by.num_outputs > FEW_NUMBERS, [&](int64_t row) {
             for (int64_t n = 0; n < by.num_outputs; ++n)
                 put(sums[row * by.num_outputs + n] + number(bias[n]), to[row * by.num_outputs + n]);
         });
@@ -141,7 +157,7 @@ private:
         const bool turns = own.rope >= 0;
         if (turns)
             rotate_rows(qkv, static_cast<const T*>(pass_.cos[own.rope]), static_cast<const T*>(pass_.sin[own.rope]),
-                        rows_, heads + groups, size, stride, turned_.data(), pass_.threads);
+                        pass_.positions, rows_, heads + groups, size, stride, turned_.data(), pass_.threads);
         const T* query = turns ? turned_.data() : qkv;
         const int64_t query_stride = turns ? turned_stride : stride;
         const foretoken_attention call = {pass_.keys[index], pass_.values[index], query,
@@ -185,7 +201,7 @@ void typed(int is_bf16, Function function) {
 extern "C" {
 
 // What the numbers below mean; a library of another interface is not used.
-int foretoken_decoder_interface() { return 10; }
+int foretoken_decoder_interface() { return 11; }
 
 // All tensors of a call are bfloat16 or all float32; `stride` is from row to row of the input, in elements.
 
@@ -217,8 +233,8 @@ void foretoken_rotate(const void* x, const void* cos, const void* sin, void* out
                       int64_t size, int64_t stride, int is_bf16, int threads) {
     typed(is_bf16, [&](auto zero) {
         using T = decltype(zero);
-        rotate_rows(static_cast<const T*>(x), static_cast<const T*>(cos), static_cast<const T*>(sin), rows, heads, size,
-                    stride, static_cast<T*>(out), threads);
+        rotate_rows(static_cast<const T*>(x), static_cast<const T*>(cos), static_cast<const T*>(sin), nullptr, rows,
+                    heads, size, stride, static_cast<T*>(out), threads);
     });
 }
 
@@ -291,7 +307,7 @@ bool foretoken_run_experts(const foretoken_experts* experts, const void* x, void
     return is_done;
 }
 
-// Runs the layers of a pass. False: no memory.
+// Runs the layers of a pass, and its head if it has one. False: no memory.
 bool foretoken_run_layers(const foretoken_pass* pass) {
     try {
         typed(pass->is_bf16, [&](auto zero) {
@@ -301,6 +317,7 @@ bool foretoken_run_layers(const foretoken_pass* pass) {
                 if (pass->taps != nullptr && pass->taps[i] != nullptr) std::memcpy(pass->taps[i], pass->x, bytes);
                 layers.run(pass->order[i]);
             }
+            if (pass->head != nullptr) layers.put_logits(*pass->head);
         });
     } catch (const std::bad_alloc&) {
         return false;

@@ -94,7 +94,7 @@ template <class T>
 class Drafting {
 public:
     explicit Drafting(const foretoken_chain& chain)
-        : chain_(chain), pass_(chain.pass), size_(chain.pass.hidden_size), head_dim_(chain.pass.head_dim) {
+        : chain_(chain), pass_(chain.pass), size_(chain.pass.hidden_size) {
         int64_t first = 0, rows = 0;
         for (int32_t r = 0; r < chain.num_requests; ++r) {
             growing_.push_back({&chain.requests[r], r, chain.tokens + first});
@@ -106,8 +106,7 @@ public:
         embedded_.resize(rows * size_);
         wide_.resize(chain.join.multiply == nullptr ? 0 : rows * 2 * size_);
         logits_.resize(chain.num_requests * chain.output.num_outputs);
-        cos_.resize(rows * head_dim_);
-        sin_.resize(rows * head_dim_);
+        positions_.resize(rows);
         last_.resize(rows);
         slots_.resize(rows);
         segments_.resize(chain.num_requests);
@@ -211,19 +210,18 @@ private:
         for (int64_t i = 0; i < count; ++i) {
             const int64_t row = first + i, position = past + i;
             slots_[row] = own.slots == nullptr ? own.first_slot + position : own.slots[position];
-            std::copy_n(static_cast<const T*>(chain_.cos) + position * head_dim_, head_dim_, &cos_[row * head_dim_]);
-            std::copy_n(static_cast<const T*>(chain_.sin) + position * head_dim_, head_dim_, &sin_[row * head_dim_]);
+            positions_[row] = position;
         }
     }
 
     // Rows of features in `stream_` and tokens in `last_` through the layers, into `stream_`.
     void run_layers(int64_t rows) {
         embed(rows);
-        const void *cos = cos_.data(), *sin = sin_.data();
         pass_.x = stream_.data();
         pass_.beside = embedded_.data();
-        pass_.cos = &cos;
-        pass_.sin = &sin;
+        pass_.cos = &chain_.cos;
+        pass_.sin = &chain_.sin;
+        pass_.positions = positions_.data();
         pass_.write_slots = slots_.data();
         pass_.segments = segments_.data();
         pass_.num_rows = rows;
@@ -252,10 +250,10 @@ private:
 
     const foretoken_chain& chain_;
     foretoken_pass pass_;
-    const int64_t size_, head_dim_;
+    const int64_t size_;
     std::vector<Growing> growing_;
-    std::vector<T> stream_, normed_, embedded_, wide_, logits_, cos_, sin_;
-    std::vector<int64_t> last_, slots_;
+    std::vector<T> stream_, normed_, embedded_, wide_, logits_;
+    std::vector<int64_t> last_, slots_, positions_;
     std::vector<Segment> segments_;
 };
 
@@ -264,7 +262,7 @@ private:
 extern "C" {
 
 // What the function below takes; a library of another interface is not used.
-int foretoken_draft_interface() { return 2; }
+int foretoken_draft_interface() { return 3; }
 
 // Runs the texts of all requests of a chain and drafts their tokens; each has at least one of both. False: no memory.
 bool foretoken_draft_chain(const foretoken_chain* chain) {

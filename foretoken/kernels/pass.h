@@ -28,6 +28,15 @@ struct foretoken_layer_kind {
     int32_t activation, norms_projection, is_parallel;
 };
 
+// What makes logits of some rows behind the last layer: a norm of the layers' kind, then the output matrix.
+struct foretoken_head {
+    foretoken_norm_weights norm;
+    foretoken_product output;
+    const int64_t* rows;  // [num_rows], null: all rows of the pass
+    void* logits;         // [num_rows, output.num_outputs]
+    int64_t num_rows;
+};
+
 // The rows of one forward and what they run through.
 struct foretoken_pass {
     const foretoken_decoder_layer* layers;
@@ -35,10 +44,12 @@ struct foretoken_pass {
     void *const *keys, *const *values;  // by layer, [num_groups, num_slots, head_dim]; float16 if `is_half_cache`
     void* x;                            // [num_rows, hidden_size], replaced by the result
     const void* beside;                 // [num_rows, hidden_size] or null
-    const void *const *cos, *const *sin;  // by table, [num_rows, head_dim]
+    const void *const *cos, *const *sin;  // by table, [*, head_dim]
+    const int64_t* positions;             // [num_rows]: rows of these tables, null: its own number for each row
     const int64_t* write_slots;
     const foretoken_segment* segments;
     void* const* taps;  // by place in `order`, [num_rows, hidden_size] for what that layer gets, null where nobody reads it
+    const foretoken_head* head;  // null: no logits
     int64_t num_rows, hidden_size, num_heads, num_groups, head_dim, num_slots;
     int32_t num_layers, num_segments, is_bf16, is_half_cache, threads;
     foretoken_layer_kind kind;

@@ -119,7 +119,7 @@ void rotate_row(const T* x, const T* cos, const T* sin, int64_t heads, int64_t s
 }
 
 // The above for some rows; `stride` is from row to row of the input, `out_stride` of the result where its rows do not
-// follow one another.
+// follow one another. `positions`: rows of cos and sin, null: the rows' own numbers.
 
 template <class T>
 void norm_rows(const T* x, const NormWeights& norm, const NormKind& kind, int64_t rows, int64_t size, int64_t stride,
@@ -156,10 +156,11 @@ void softcap_rows(const T* x, float cap, int64_t rows, int64_t size, T* out, int
 }
 
 template <class T>
-void rotate_rows(const T* x, const T* cos, const T* sin, int64_t rows, int64_t heads, int64_t size, int64_t stride,
-                 T* out, int threads) {
+void rotate_rows(const T* x, const T* cos, const T* sin, const int64_t* positions, int64_t rows, int64_t heads,
+                 int64_t size, int64_t stride, T* out, int threads) {
     for_each(rows, threads, rows * heads * size > FEW_NUMBERS, [&](int64_t row) {
-        rotate_row(x + row * stride, cos + row * size, sin + row * size, heads, size, out + row * heads * size);
+        const int64_t at = (positions == nullptr ? row : positions[row]) * size;
+        rotate_row(x + row * stride, cos + at, sin + at, heads, size, out + row * heads * size);
     });
 }
 

@@ -26,7 +26,7 @@ from foretoken.model.paged_cache import PagedCache
 from foretoken.model.row_kernels import FLAGS, NormFields, RowKernels
 
 SOURCE = Path(__file__).resolve().parent.parent / "kernels" / "draft.cpp"
-_INTERFACE = 2  # of the compiled library: what its function takes
+_INTERFACE = 3  # of the compiled library: what its function takes
 
 
 class RequestFields(ctypes.Structure):

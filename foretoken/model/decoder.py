@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from foretoken.kernels.launches import launches_for
 from foretoken.model.architecture import ModelConfig, NormConfig
 from foretoken.model.experts import Experts
-from foretoken.model.layer_pass import LayerParts, layer_pass
+from foretoken.model.layer_pass import LayerParts, LayerPass, layer_pass
 from foretoken.model.layer_tensors import layer_norms
 from foretoken.model.layers import MLP, Embedding, Linear, Norm, RMSNorm, norm_of, softcapped
 from foretoken.model.matrices.held import usual_format
@@ -42,13 +42,15 @@ class Attention(Protocol):
 
 @dataclass(frozen=True)
 class Hidden:
-    """Output of the decoder: `last` [T, D] before the final norm, `taps` by layer, each [T, D].
+    """Output of the decoder: `last` [T, D] before the final norm, `taps` by layer, each [T, D], and `logits` [R, V] of
+    the rows that were asked for.
 
     Tap `l` is the residual stream after `l` layers: tap 0 is the embedding.
     """
 
     last: Tensor
     taps: dict[int, Tensor]
+    logits: Tensor | None = None
 
 
 class DecoderLayer(nn.Module):
@@ -218,17 +220,24 @@ class Decoder(nn.Module):
         return parts.view(len(rows), self.shard.world, -1).sum(1)  # all but one are zero
 
     def run(
-        self, x: Tensor, positions: Tensor, attention: Attention, layers: Sequence[int], taps: Sequence[int] = ()
+        self,
+        x: Tensor,
+        positions: Tensor,
+        attention: Attention,
+        layers: Sequence[int],
+        taps: Sequence[int] = (),
+        wanted: Tensor | slice | None = None,
     ) -> Hidden:
         """Run some `layers`, in ascending order, over the residual stream `x` [T, D]; tap `l` is what layer `l` gets,
-        or layer `l - 1` gives.
+        or layer `l - 1` gives. `wanted`: rows whose logits are made of what the last of them gives.
         """
-        rotations = [table.at(positions) for table in self.rotaries]
-        compiled = layer_pass(self, x, attention, rotations) if self.shard.world == 1 else None
+        compiled, logits = self._compiled(x, positions, attention), None
         kept: dict[int, Tensor] = {}
         if compiled is not None and layers:
-            x, kept = compiled.run(x, layers, taps)
+            x, kept, logits = compiled.run(x, layers, taps, wanted if compiled.has_head else None)
+            logits = None if logits is None else self.scaled_logits(logits)
         else:
+            rotations = [table.at(positions) for table in self.rotaries]
             for index in layers:
                 if index in taps:
                     kept[index] = x
@@ -236,7 +245,16 @@ class Decoder(nn.Module):
                 x = self.layers[index](x, None if number is None else rotations[number], attention, index)
         if layers and layers[-1] + 1 in taps:
             kept[layers[-1] + 1] = x
-        return Hidden(x, kept)
+        return Hidden(x, kept, self.logits(x[wanted]) if logits is None and wanted is not None else logits)
+
+    def _compiled(self, x: Tensor, positions: Tensor, attention: Attention) -> LayerPass | None:
+        """The compiled pass over `x` [T, D], if there is one for it."""
+        if self.shard.world > 1:
+            return None
+        for table in self.rotaries:
+            table.reach(positions)
+        rotations = [(table.cos, table.sin) for table in self.rotaries]
+        return layer_pass(self, x, attention, rotations, positions=positions)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits `[R, V]` of the rows `hidden` [R, D]; call it for the rows that somebody reads."""
@@ -281,12 +299,16 @@ class Decoder(nn.Module):
         layers = zip(self.decoder_layers(), self._rope_numbers, strict=True)
         return [layer.parts(rope) for layer, rope in layers]
 
+    def output_parts(self) -> tuple[Norm, Linear]:
+        """See `layer_pass.LayerStack`."""
+        return self.norm, self.lm_head
+
     def weight_marks(self) -> tuple[object, ...]:
-        """See `layer_pass.LayerStack`: they are replaced all at once."""
+        """See `layer_pass.LayerStack`: those of the layers are replaced all at once."""
         layers = self.decoder_layers()
         last = layers[-1].mlp
         packed = last.down_proj.packed if isinstance(last, MLP) else last.weight_marks()[1]
-        return layers[0].qkv_proj.packed, packed, self.norm.weight
+        return layers[0].qkv_proj.packed, packed, self.norm.weight, self.lm_head.packed
 
     def decoder_layers(self) -> list[DecoderLayer]:
         """`layers`, with their type."""

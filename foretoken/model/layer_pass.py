@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -29,7 +29,7 @@ from foretoken.model.row_kernels import ACTIVATIONS, NormFields, RowKernels, Seg
 if TYPE_CHECKING:
     from foretoken.model.decoder import Decoder
 
-Rotations = Sequence[tuple[Tensor, Tensor]]  # by table
+Rotations = Sequence[tuple[Tensor, Tensor]]  # by table: cos and sin, [*, K] or [*, 1, K]
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,9 @@ class LayerStack(Protocol):
     def layer_parts(self) -> Sequence[LayerParts]:
         """All of them."""
 
+    def output_parts(self) -> tuple[Norm, Linear] | None:
+        """What makes logits of the stream behind them: a norm of the layers' kind, then a matrix."""
+
     def weight_marks(self) -> tuple[object, ...]:
         """Others than before once weights were replaced."""
 
@@ -120,12 +123,23 @@ class _KindFields(ctypes.Structure):
         )
 
 
+class _HeadFields(ctypes.Structure):
+    """`foretoken_head`."""
+
+    _fields_ = (
+        ("norm", NormFields),
+        ("output", ProductFields),
+        *((name, ctypes.c_void_p) for name in ("rows", "logits")),
+        ("num_rows", ctypes.c_int64),
+    )
+
+
 class PassFields(ctypes.Structure):
     """`foretoken_pass`."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("layers", "order", "keys", "values", "x", "beside", "cos", "sin")),
-        *((name, ctypes.c_void_p) for name in ("write_slots", "segments", "taps")),
+        *((name, ctypes.c_void_p) for name in ("positions", "write_slots", "segments", "taps", "head")),
         *((name, ctypes.c_int64) for name in ("num_rows", "hidden_size", "num_heads", "num_groups", "head_dim")),
         ("num_slots", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("num_layers", "num_segments", "is_bf16", "is_half_cache", "threads")),
@@ -160,10 +174,21 @@ class PassFields(ctypes.Structure):
 
 @dataclass(frozen=True)
 class LayerTable:
-    """The layers of a stack as the kernel takes them: addresses in what is `held`."""
+    """The layers of a stack as the kernel takes them: addresses in what is `held`. `head`: norm and matrix behind them,
+    None where the kernel has none.
+    """
 
     layers: ctypes.Array[_LayerFields]
+    head: tuple[NormFields, ProductFields] | None
     held: tuple[object, ...]
+
+
+class PassOutput(NamedTuple):
+    """The residual stream `last` [T, D], what tapped layers get, each [T, D], and logits [R, N] if asked for."""
+
+    last: Tensor
+    taps: dict[int, Tensor]
+    logits: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -176,11 +201,20 @@ class LayerPass:
     attention: PagedAttention
     segments: ctypes.Array[SegmentRows]
     rotations: Rotations
+    positions: Tensor | None  # [T]
     beside: Tensor | None  # [T, D]
 
-    def run(self, x: Tensor, layers: Sequence[int], taps: Sequence[int] = ()) -> tuple[Tensor, dict[int, Tensor]]:
-        """The residual stream [T, D] behind `layers`, which follow one another in `x` [T, D], and what those in `taps`
-        get, each [T, D].
+    @property
+    def has_head(self) -> bool:
+        """Whether logits can be asked for."""
+        return self.table.head is not None
+
+    def run(
+        self, x: Tensor, layers: Sequence[int], taps: Sequence[int] = (), wanted: Tensor | slice | None = None
+    ) -> PassOutput:
+        """Run `layers`, which follow one another, over the stream `x` [T, D]; keep what those in `taps` get.
+
+        `wanted`: the rows whose logits are wanted, `[R]` int64 or all of them, see `has_head`.
 
         Raises:
             MemoryError: no memory for what lies between two operations.
@@ -188,29 +222,45 @@ class LayerPass:
         kept = {layer: torch.empty_like(x, memory_format=torch.contiguous_format) for layer in layers if layer in taps}
         x = x.clone(memory_format=torch.contiguous_format)
         tables = [(cos.contiguous(), sin.contiguous()) for cos, sin in self.rotations]
+        positions = None if self.positions is None else self.positions.contiguous()
         cos, sin = ((ctypes.c_void_p * len(tables))(*(pair[i].data_ptr() for pair in tables)) for i in range(2))
         beside = None if self.beside is None else self.beside.contiguous()
         order = (ctypes.c_int32 * len(layers))(*layers)
         fields = PassFields.without_rows(self.shape, self.table, self.attention.pool, order, x.dtype)
         fields.x, fields.beside = x.data_ptr(), None if beside is None else beside.data_ptr()
         fields.cos, fields.sin = ctypes.addressof(cos), ctypes.addressof(sin)
+        fields.positions = None if positions is None else positions.data_ptr()
         fields.write_slots, fields.segments = self.attention.write_slots.data_ptr(), ctypes.addressof(self.segments)
         fields.num_rows, fields.num_segments = len(x), len(self.segments)
         if kept:
             places = (ctypes.c_void_p * len(layers))(*(kept[i].data_ptr() if i in kept else None for i in layers))
             fields.taps = ctypes.addressof(places)
+        logits = None
+        if wanted is not None:
+            assert self.table.head is not None
+            rows = None if isinstance(wanted, slice) else wanted.contiguous()
+            logits = torch.empty(len(x) if rows is None else len(rows), self.table.head[1].num_outputs, dtype=x.dtype)
+            head = _HeadFields(
+                *self.table.head, None if rows is None else rows.data_ptr(), logits.data_ptr(), len(logits)
+            )
+            fields.head = ctypes.addressof(head)
         if not self.kernels.library.foretoken_run_layers(ctypes.byref(fields)):
             raise MemoryError(f"no memory for {len(x)} rows; run fewer rows at a time")
-        return x, kept
+        return PassOutput(x, kept, logits)
 
 
 def layer_pass(
-    stack: LayerStack, x: Tensor, attention: object, rotations: Rotations, beside: Tensor | None = None
+    stack: LayerStack,
+    x: Tensor,
+    attention: object,
+    rotations: Rotations,
+    beside: Tensor | None = None,
+    positions: Tensor | None = None,
 ) -> LayerPass | None:
     """The pass for this forward; None where a part of it has no kernel here, or a prompt's many rows want torch's.
 
-    `rotations` are the tables that layers turn queries and keys by, each cos and sin [T, 1, K]. `beside` [T, D] is what
-    layers with a `beside_norm` read in front of the stream `x` [T, D].
+    `rotations` are the tables that layers turn queries and keys by, of which row t of the stream `x` [T, D] takes row
+    `positions[t]`, by default row t. `beside` [T, D] is what layers with a `beside_norm` read in front of the stream.
     """
     kernels = kernels_for(x)
     if kernels is None or len(x) == 0 or not isinstance(attention, PagedAttention):
@@ -219,7 +269,8 @@ def layer_pass(
     segments = None if table is None else attention.kernel_segments(x)
     if table is None or segments is None:
         return None
-    return LayerPass(stack.layer_shape, table, kernels, attention, array_of(SegmentRows, segments), rotations, beside)
+    rows = (rotations, positions, beside)
+    return LayerPass(stack.layer_shape, table, kernels, attention, array_of(SegmentRows, segments), *rows)
 
 
 def has_exact_rows(decoder: Decoder) -> bool:
@@ -238,11 +289,11 @@ def layer_table(stack: LayerStack) -> LayerTable | None:
     marks = stack.weight_marks()
     kept = _TABLES.get(stack)
     if kept is None or any(one is not other for one, other in zip(kept[0], marks, strict=True)):
-        _TABLES[stack] = kept = (marks, _made(stack.layer_parts(), stack.layer_shape))
+        _TABLES[stack] = kept = (marks, _made(stack.layer_parts(), stack.layer_shape, stack.output_parts()))
     return kept[1]
 
 
-def _made(layers: Sequence[LayerParts], shape: ModelConfig) -> LayerTable | None:
+def _made(layers: Sequence[LayerParts], shape: ModelConfig, behind: tuple[Norm, Linear] | None) -> LayerTable | None:
     """See `layer_table`."""
     if not layers:
         return None
@@ -269,7 +320,19 @@ def _made(layers: Sequence[LayerParts], shape: ModelConfig) -> LayerTable | None
         rows.append(_LayerFields(*fields, *norms, mixture, layer.keeps_normed, rope, *scoring))
         held += [*products, *numbers, *biases, sinks, experts]
         held += [linear.packed for linears in matrices for linear in linears]
-    return LayerTable(array_of(_LayerFields, rows), tuple(held))
+    held += [] if behind is None else [*behind, behind[1].packed]
+    return LayerTable(array_of(_LayerFields, rows), _head(behind, dtype), tuple(held))
+
+
+def _head(behind: tuple[Norm, Linear] | None, dtype: torch.dtype) -> tuple[NormFields, ProductFields] | None:
+    """Norm and matrix behind the layers; None where one has no kernel for rows of `dtype`."""
+    if behind is None:
+        return None
+    norm, matrix = behind
+    product = _product([matrix], dtype)
+    if product is None or any(tensor is not None and tensor.dtype != dtype for tensor in (norm.weight, norm.bias)):
+        return None
+    return NormFields.of(norm.weight, norm.bias), product.fields(matrix.bias)
 
 
 def _product(linears: Sequence[Linear], dtype: torch.dtype) -> Product | None:

@@ -243,11 +243,11 @@ class PagedModel(PagedCache):
             if replayed is not None:
                 return replayed
         hidden = self._through(one)
-        logits = self.decoder.logits(hidden.last[self._rows(inputs, inputs.wanted)])
+        assert hidden.logits is not None
         if not one.taps:
-            return ForwardOutput(logits, {})
+            return ForwardOutput(hidden.logits, {})
         tapped = self._rows(inputs, inputs.tapped)
-        return ForwardOutput(logits, {layer: tap[tapped] for layer, tap in hidden.taps.items()})
+        return ForwardOutput(hidden.logits, {layer: tap[tapped] for layer, tap in hidden.taps.items()})
 
     @torch.inference_mode()
     def forward_early(
@@ -286,7 +286,7 @@ class PagedModel(PagedCache):
         return self.config.vocab_size * self.config.hidden_size / self.config.step_layer_parameters
 
     def _through(self, one: Pass) -> Hidden:
-        """All layers over all rows; those that ran early begin where they stopped."""
+        """All layers over all rows, and the logits that are wanted; rows that ran early begin where they stopped."""
         inputs, joins = one.inputs, one.joins
         positions, slots = to_device([inputs.positions, inputs.slots], self._device)
         x = self.decoder.embed(one.tokens)  # [T, D]
@@ -302,7 +302,8 @@ class PagedModel(PagedCache):
                     0, active, self.decoder.run(x[active], positions[active], attention, range(first, last)).last
                 )
         attention = self.attention(self.local, self.pool, slots, inputs.readers)
-        return self.decoder.run(x, positions, attention, range(depths[-1], self.num_layers), one.taps)
+        wanted = self._rows(inputs, inputs.wanted)
+        return self.decoder.run(x, positions, attention, range(depths[-1], self.num_layers), one.taps, wanted)
 
     def _rows(self, inputs: ForwardInputs, rows: Sequence[int]) -> slice | Tensor:
         """An index of `rows`, which are some rows of the forward, in order."""

@@ -137,7 +137,12 @@ class RotaryTable:
             self.cos, self.sin = torch.cat((self.cos, cos)), torch.cat((self.sin, sin))
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin `[T, 1, head_dim]` for `positions` `[T]`.
+        """cos and sin `[T, 1, head_dim]` for `positions` `[T]`, see `reach`."""
+        self.reach(positions)
+        return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
+
+    def reach(self, positions: Tensor) -> None:
+        """Make `positions` `[T]` available.
 
         On a GPU, where asking for the largest position would wait for the device, whoever runs long sequences calls
         `cover`; otherwise the first call makes the whole context available.
@@ -147,7 +152,6 @@ class RotaryTable:
                 self.cover(int(positions.max()) + 1 if positions.numel() else 0)
             elif not self._covered:
                 self.cover(self._most)
-        return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
 
     def _block(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         wide = torch.float64 if self._dtype == torch.float64 else torch.float32

@@ -27,7 +27,7 @@ FLAGS = (
     *("-std=c++17", "-O3", NATIVE, "-fno-math-errno", "-fno-trapping-math", "-fopenmp"),
     *("-shared", "-fPIC"),
 )
-_INTERFACE = 10  # of the compiled library: what its functions take
+_INTERFACE = 11  # of the compiled library: what its functions take
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh")  # in the order of `foretoken_activation`
 _DTYPES = (torch.bfloat16, torch.float32)
 

@@ -58,7 +58,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 def without_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (eagle_module, block_module):
-        monkeypatch.setattr(module, "layer_pass", lambda *_: None)
+        monkeypatch.setattr(module, "layer_pass", lambda *_, **__: None)
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +177,7 @@ def test_replaced_weights_are_the_ones_that_run(
         replace_weights(head, {name: value})
         together = eagle_answers(head, target)
         with monkeypatch.context() as patch:
-            patch.setattr(eagle_module, "layer_pass", lambda *_: None)
+            patch.setattr(eagle_module, "layer_pass", lambda *_, **__: None)
             assert_same(together, eagle_answers(head, target))
         assert not torch.equal(together[0], before[0]), name
     assert all(passes)

@@ -13,8 +13,8 @@ def note_passes(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> list[b
     """Whether each forward through the layers of `modules` had a pass, as they come."""
     seen: list[bool] = []
 
-    def noted(*given: object) -> object:
-        found = layer_pass(*given)  # type: ignore[arg-type]
+    def noted(*given: object, **named: object) -> object:
+        found = layer_pass(*given, **named)  # type: ignore[arg-type]
         seen.append(found is not None)
         return found
 
