@@ -43,7 +43,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The files of the project without what git ignores."""
     folder = tmp_path_factory.mktemp("checkout") / "copy"
     hidden = shutil.ignore_patterns(
-        ".git", ".venv", "__pycache__", "*.egg-info", "build", "dist", ".*cache", ".hypothesis"
+        *(".git", ".venv*", "node_modules", ".browser", "out", ".dev"),
+        *("__pycache__", "*.egg-info", "build", "dist", ".*cache", ".hypothesis"),
     )
     shutil.copytree(ROOT, folder, ignore=hidden)
     return folder
