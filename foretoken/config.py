@@ -13,7 +13,7 @@ from typing import Any, Literal
 from foretoken.errors import ConfigError
 from foretoken.option import check_fields, option
 from foretoken.params import SamplingParams as SamplingParams
-from foretoken.params import check_flag, check_whole
+from foretoken.params import check_flag, check_no_arrays, check_whole
 from foretoken.registry import DRAFTERS as DRAFTERS
 from foretoken.registry import HEAD_KINDS, HEADS, FrozenOptions, check_options, traits_of
 from foretoken.registry import PLAIN as PLAIN
@@ -176,6 +176,7 @@ class SpecConfig:
     head_kind: str = "auto"
 
     def __post_init__(self) -> None:
+        check_no_arrays(self)
         if self.drafter == PLAIN:
             object.__setattr__(self, "drafter", None)
         check_names(self)

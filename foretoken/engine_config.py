@@ -19,7 +19,7 @@ from foretoken.control.routing import RoutingRules
 from foretoken.errors import ConfigError, InputError
 from foretoken.field_text import from_mapping
 from foretoken.option import check_fields, option, same_option
-from foretoken.params import check_limits, check_share, check_text, check_threads, check_whole
+from foretoken.params import check_limits, check_no_arrays, check_share, check_text, check_threads, check_whole
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 # Groups of these options; a verb takes those that it reads.
@@ -200,6 +200,7 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
+        check_no_arrays(self)
         for name in ("dtype", "device"):  # torch's own objects, which this module does not import
             if type(getattr(self, name)).__module__ == "torch":
                 object.__setattr__(self, name, str(getattr(self, name)).removeprefix("torch."))

@@ -147,6 +147,7 @@ class SamplingParams:
     slice: str = ""
 
     def __post_init__(self) -> None:
+        check_no_arrays(self)
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         elif self.stop is None or isinstance(self.stop, list | tuple):
@@ -262,6 +263,17 @@ class SamplingParams:
         """`stop`, always a tuple."""
         assert isinstance(self.stop, tuple)
         return self.stop
+
+
+def check_no_arrays(config: object) -> None:
+    """No field is an array or a tensor of several numbers, which cannot be compared with anything.
+
+    Raises:
+        InputError: names the field.
+    """
+    for name, value in vars(config).items():
+        if getattr(value, "shape", None):
+            raise InputError(name, value, "must not be an array; x.tolist() makes a list of it")
 
 
 def check_number(name: str, value: object, low: float, high: float, open_low: bool = False) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from foretoken import LLM, InputError, SamplingParams, SpecConfig
+from foretoken import LLM, EngineConfig, InputError, SamplingParams, SpecConfig
 
 HALF = "\ud83d"  # of an emoji
 
@@ -97,3 +98,18 @@ def test_the_largest_numbers_mean_no_limit(reference: LLM) -> None:
     params = SamplingParams(max_tokens=10**30, temperature=1.0, seed=1, top_k=10**30, stop=free.text[-1], min_tokens=12)
     out = reference.generate(["def f(self):"], params)[0]
     assert out.token_ids[:12] == free.token_ids
+
+
+@pytest.mark.parametrize(
+    "value", [np.array([1, 2]), np.zeros((0,)), torch.tensor([1.0, 2.0])], ids=["two", "none", "torch"]
+)
+def test_an_array_is_named_like_any_other_wrong_value(value: object) -> None:
+    """It compares with nothing, so that each check would raise an error of its library."""
+    for kind, field, more in (
+        (SamplingParams, "logprobs_of", {}),
+        (SpecConfig, "num_draft", {"drafter": "ngram"}),
+        (SpecConfig, "parts", {"drafter": "mix"}),
+        (EngineConfig, "weights", {"model": "a"}),
+    ):
+        with pytest.raises(InputError, match=rf"^{field}=.*: must not be an array"):
+            kind(**more | {field: value})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +142,8 @@ class PromptEncoder:
         """
         conversation = as_conversation(messages)
         tokenizer = self._of_field("messages", conversation)
-        return tokenizer.apply_chat_template(conversation, tools=tools, options=options)
+        with _shallow():
+            return tokenizer.apply_chat_template(conversation, tools=tools, options=options)
 
     def encode_chat(
         self,
@@ -156,7 +158,8 @@ class PromptEncoder:
             InputError, CheckpointError, MismatchError: see `render_chat`, `encode`.
         """
         specials = () if self._tokenizer is None else self._tokenizer.special_texts
-        quoted = QuotedSpecials(as_conversation(messages), specials)
+        with _shallow():
+            quoted = QuotedSpecials(as_conversation(messages), specials)
         text = self.render_chat(quoted.messages, tools, options)
         ids: list[int] = []
         for part, is_plain in quoted.parts(text):
@@ -171,7 +174,9 @@ class PromptEncoder:
         """
         return self._encode(field, text, add_special_tokens=False, is_plain=True)
 
-    def _encode(self, field: str, text: str, add_special_tokens: bool, is_plain: bool = False) -> list[int]:
+    def _encode(self, field: str, text: object, add_special_tokens: bool, is_plain: bool = False) -> list[int]:
+        if not isinstance(text, str):
+            raise InputError(field, text, "must be a text")
         check_text(field, text)
         tokenizer = self._of_field(field, text)
         ids = tokenizer.encode_plain(text) if is_plain else tokenizer.encode(text, add_special_tokens)
@@ -187,6 +192,16 @@ class PromptEncoder:
         if self._tokenizer is None:
             raise InputError(field, value, f"{self._folder} has no tokenizer; give token ids instead of text")
         return self._tokenizer
+
+
+@contextmanager
+def _shallow() -> Iterator[None]:
+    """Refuse what is nested so deeply that it cannot be walked through."""
+    try:
+        yield
+    except RecursionError:
+        remedy = "they, or the tools beside them, are nested too deeply; flatten them"
+        raise InputError("messages", "objects inside of objects", remedy) from None
 
 
 class QuotedSpecials:

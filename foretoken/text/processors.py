@@ -154,6 +154,7 @@ class RequestProcessors:
         """Take emitted tokens, those that became part of the output."""
         self._read()
         tokens = tuple(tokens)
+        before = self._error
         for length in range(1 + len(tokens) if self._dead else 0):
             self._error = self._error or self._dead.get(tokens[:length])
         self._dead = {path[len(tokens) :]: error for path, error in self._dead.items() if path[: len(tokens)] == tokens}
@@ -166,7 +167,8 @@ class RequestProcessors:
             self._structure.commit(tokens)
             if self._structure.finished and self._num_output < self._params.min_tokens:
                 remedy = f"the structure was complete after {self._num_output} tokens; ask for no more than it needs"
-                self._error = self._error or InputError("min_tokens", self._params.min_tokens, remedy)
+                # In place of what a row behind draft tokens said of this place, where plain decoding has no row.
+                self._error = before or InputError("min_tokens", self._params.min_tokens, remedy)
 
     def forced(self, most: int) -> tuple[int, ...]:
         """Up to `most` tokens of text that must come next; () for a choice, or when the only token is banned."""

@@ -270,6 +270,7 @@ def test_c7_things_of_the_wrong_kind_in_a_request(llm: LLM) -> None:
         (lambda: llm.prepare("ngram"), "spec='ngram': give SpecConfig"),  # type: ignore[arg-type]
         (lambda: llm.generate([[1]], on_step=5), "on_step=5: give a function"),  # type: ignore[arg-type]
         (lambda: llm.encode(5), "text=5: must be a text"),  # type: ignore[arg-type]
+        (lambda: llm.encode_plain("prediction", 5), "prediction=5: must be a text"),  # type: ignore[arg-type]
     ]
     for use, message in uses:
         with pytest.raises(InputError, match=message):

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from foretoken.engine.prompts import QuotedSpecials
+from foretoken.engine.prompts import PromptEncoder, QuotedSpecials
 from foretoken.errors import InputError
+from foretoken.text.tokenizer import load_tokenizer
+from tests.helpers.checkpoints import tiny_tokenizer
 
 SPECIALS = ("<|end|>", "<|end|>x", "<s>")
 
@@ -46,3 +51,16 @@ def test_nested_texts_are_searched_too() -> None:
 def test_a_message_with_every_mark_is_refused() -> None:
     with pytest.raises(InputError, match="noncharacter"):
         QuotedSpecials([{"role": "user", "content": "<s>" + "".join(map(chr, range(0xFDD0, 0xFDF0)))}], SPECIALS)
+
+
+def test_what_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
+    """JSON takes about 1,000 levels; a template is given as many as can be walked through."""
+    tokenizer = load_tokenizer(tiny_tokenizer(tmp_path, 300, chat_template="{{ messages[0].content }}"))
+    encoder = PromptEncoder(tokenizer, tmp_path, 300)
+    deep: Any = 1
+    for _ in range(980):
+        deep = [deep]
+    for message, tools in (({"role": "user", "content": "a", "more": deep}, None), ({"role": "user"}, [{"a": deep}])):
+        with pytest.raises(InputError, match=r"messages=.*nested too deeply"):
+            encoder.encode_chat([message], tools)
+    assert encoder.encode_chat([{"role": "user", "content": "a", "more": [[[1]]]}])

@@ -10,11 +10,12 @@ import msgspec
 import pytest
 
 from foretoken import SpecConfig
-from foretoken.backend.call import AnswerFailed, Begun, Event, TokenEvent
+from foretoken.backend.call import AnswerFailed, Begun, Event, Piece, TokenEvent
 from foretoken.errors import ContextLengthError, OverloadedError, UnavailableError
-from foretoken.server.api.anthropic import ContentBlocks, completed_stop
+from foretoken.server.api.anthropic import ContentBlocks
 from foretoken.server.api.app import create_app
 from foretoken.server.api.config import ApiConfig
+from foretoken.server.api.exchange import completed_stop
 from foretoken.server.guard.app import Guard
 from foretoken.server.guard.config import GuardConfig
 from tests.helpers.fake_backend import INFO, FakeBackend, ended, piece
@@ -231,6 +232,19 @@ def test_calls_that_are_cut_or_malformed(arguments: str, reason: str, expected: 
     found = post(FakeBackend(script(texts, reason), TAGS), PATH, HELLO | {"tools": [TOOL]})[2]
     assert found["content"][0]["input"] == expected
     assert found["stop_reason"] == ("max_tokens" if reason == "length" else "tool_use")
+
+
+def test_a_stop_sequence_cuts_a_call_like_the_length() -> None:
+    """Ollama's interface, too, has the arguments as far as they came."""
+    text = '<tool_call>{"name": "f", "arguments": {"a": [1, 2'
+    pieces = (piece(0, text), Piece(0, "", (token("]"),)))  # the token that completes the stop string writes nothing
+    backend = FakeBackend((Begun(((1, 2, 3),)), *pieces, ended(0, text)), TAGS)
+    found = post(backend, PATH, HELLO | {"tools": [TOOL], "stop_sequences": ["]"]})[2]
+    assert (found["content"][0]["input"], found["stop_sequence"]) == ({"a": [1, 2]}, "]")
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    body = {"stream": False, "messages": HELLO["messages"], "tools": tools, "options": {"stop": "]"}}
+    found = post(backend, "/api/chat", body, ApiConfig(ollama=True))[2]
+    assert found["message"]["tool_calls"][0]["function"]["arguments"] == {"a": [1, 2]}
 
 
 def test_blocks_without_arguments() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -105,6 +106,21 @@ def test_a_stream_is_the_answer() -> None:
     assert timings["predicted_per_token_ms"] == timings["predicted_ms"]  # the first one came with the prompt
 
 
+def test_what_ended_an_answer() -> None:
+    """A stop string, the one that the last token completed; a structure that was complete; the length."""
+    words = {"prompt": "ab", "stop": ["x", "lo", "o"]}
+    for body, reason, found in (
+        (words, "stop", ("word", "lo")),
+        (words | {"grammar": 'root ::= "Hello"', "stop": ["x"]}, "stop", ("eos", "")),
+        (words, "length", ("limit", "")),
+    ):
+        backend = FakeBackend([Begun(((1, 2),)), piece(0, "Hel"), piece(0, "lo", 1), ended(0, "Hel", reason)])
+        for asked_for in (body, body | {"stream": True}):
+            answer = ask(backend, "/completion", asked_for)[1]
+            last = answer[-1] if isinstance(answer, list) else answer
+            assert (last["stop_type"], last["stopping_word"]) == found
+
+
 def test_fields_are_chosen() -> None:
     fields = ["content", "generation_settings/n_predict", "no/such"]
     _, found = ask(FakeBackend(), "/completion", {"prompt": "a", "n_predict": 3, "response_fields": fields})
@@ -154,6 +170,45 @@ def test_tokens_of_a_text() -> None:
     assert ask(FakeBackend(), "/tokenize", {"content": "a", "with_pieces": True}) == (200, pieces)
     assert ask(FakeBackend(), "/detokenize", {"tokens": [97, 98]}) == (200, {"content": "ab"})
     assert ask(FakeBackend(), "/detokenize", {"tokens": [99999]})[0] == 400
+
+
+class Counting(FakeBackend):
+    """Counts the texts that it is asked to tokenise, and the tokens that it spells."""
+
+    num_asked = 0
+
+    async def tokenize(self, *given: Any, **named: Any) -> list[int]:
+        self.num_asked += 1
+        return await super().tokenize(*given, **named)
+
+    async def detokenize(self, *given: Any, **named: Any) -> str:
+        self.num_asked += 1
+        return await super().detokenize(*given, **named)
+
+
+@pytest.mark.parametrize(
+    ("path", "wrong"),
+    [
+        ("/completion", {"prompt": ["a"] * 1025}),
+        ("/completion", {"prompt": [5, *["a"] * INFO.max_model_len]}),
+        ("/completion", {"prompt": "a", "logit_bias": [["a", 1]] * 1025}),
+        ("/v1/completions", {"prompt": ["a"] * 1025, "suffix": "b"}),
+    ],
+)
+def test_too_much_is_refused_before_it_is_tokenised(path: str, wrong: dict[str, Any]) -> None:
+    """Each text is a question to the engine's process: a body has room for a million of them."""
+    backend = Counting(info=msgspec.structs.replace(INFO, fim_tokens=((90,), 91, 92)))
+    status, found = ask(backend, path, wrong)
+    assert (status, found["error"]["param"]) == (400, list(wrong)[-1] if "suffix" not in wrong else "prompt")
+    assert backend.num_asked <= 1
+
+
+def test_a_token_is_spelt_once() -> None:
+    backend = Counting()
+    backend.tokenize = lambda *_given, **_named: asyncio.sleep(0, [97, 98] * 500)  # type: ignore[method-assign]
+    found = ask(backend, "/tokenize", {"content": "ab" * 500, "with_pieces": True})[1]
+    assert found["tokens"] == [{"id": 97, "piece": "a"}, {"id": 98, "piece": "b"}] * 500
+    assert backend.num_asked == 2
 
 
 def test_a_conversation_as_its_template_lays_it_out(backend: LocalBackend) -> None:

@@ -161,6 +161,13 @@ def test_calls_of_tools_are_whole(stream: bool) -> None:
     assert lines[-1]["done_reason"] == "stop"
 
 
+def test_a_call_that_was_cut_off_is_dropped_streamed_or_not() -> None:
+    texts = ["So", *CALL[: CALL.index(', "arguments')]]
+    whole = ask(FakeBackend(script(texts, "length"), info=TAGS), CHAT, HELLO | {"tools": [TOOL]})[1]
+    lines = ask(FakeBackend(script(texts, "length"), info=TAGS), CHAT, HELLO | {"tools": [TOOL], "stream": True})[1]
+    assert whole["message"]["content"] == "".join(line["message"]["content"] for line in lines) == "So"
+
+
 def test_log_probabilities() -> None:
     lines = ask(FakeBackend(script(["one"])), CHAT, HELLO | {"stream": True, "logprobs": True})[1]
     assert [entry["token"] for line in lines for entry in line["logprobs"]] == ["one"]

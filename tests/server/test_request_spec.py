@@ -9,6 +9,7 @@ import pytest
 
 from foretoken import SpecConfig
 from foretoken.backend.local import LocalBackend
+from foretoken.registry import DRAFTERS as DRAFTERS_OF_THE_PACKAGE
 from foretoken.server.api.app import create_app
 from foretoken.server.api.config import ApiConfig
 from tests.helpers.fake_backend import FakeBackend
@@ -44,6 +45,10 @@ def test_a_request_chooses_its_drafter() -> None:
     assert spec_for(prediction=prediction("a")) == SpecConfig("predicted")
     assert spec_for(prediction=prediction("a"), spec={"drafter": None}) == SpecConfig()
     assert spec_for(default=draft, prediction=prediction("a")).leaves == {"predicted", "draft_model"}
+    for name, traits in DRAFTERS_OF_THE_PACKAGE.items():  # a prediction joins any drafter that a request may name
+        if traits.is_lookup and name != "predicted":
+            spec = {"drafter": name, "num_draft": 3}
+            assert spec_for(prediction=prediction("a"), spec=spec).leaves == {"predicted", name}
 
 
 def refusal(config: ApiConfig | None = None, **fields: Any) -> Any:

@@ -125,6 +125,21 @@ def test_a_response_is_the_chat_in_another_shape(server: Server) -> None:
     assert text == found["output"][0]["content"][0]["text"] == events[-1]["response"]["output"][0]["content"][0]["text"]
 
 
+def test_a_response_has_the_log_probabilities_of_the_chat(server: Server) -> None:
+    """Those of the token that completed a stop string, too, which writes nothing; streamed or not."""
+    text = server.chat(max_completion_tokens=12)["choices"][0]["message"]["content"]
+    for stop in (text[:1], text[5:8]):
+        chat = server.chat(max_completion_tokens=12, stop=[stop], logprobs=True, spec={"drafter": None})["choices"][0]
+        expected = [(entry["token"], entry["logprob"]) for entry in chat["logprobs"]["content"]]
+        body = {"input": MESSAGES, "max_output_tokens": 12, "temperature": 0, "stop": [stop], "spec": {"drafter": None}}
+        body |= {"include": ["message.output_text.logprobs"]}
+        events = events_of(server.post("/v1/responses", body | {"stream": True}))
+        for found in (server.post("/v1/responses", body).json(), events[-1]["response"]):
+            (part,) = found["output"][0]["content"]
+            assert part["text"] == chat["message"]["content"]
+            assert [(entry["token"], entry["logprob"]) for entry in part["logprobs"]] == expected
+
+
 def test_a_response_with_calls(server: Server) -> None:
     tool = {"type": "function", **TOOL["function"]}
     body = {

@@ -319,6 +319,32 @@ def test_rows_are_independent_and_leave_no_trace(
     assert torch.equal(used.adjust(logits, rows), fresh.adjust(logits, rows))
 
 
+class OneToken:
+    """A structure of one token, behind which nothing but an end may stand."""
+
+    finished, error = False, None
+
+    def mask(self, paths: Sequence[tuple[int, ...]]) -> torch.Tensor:
+        ends = torch.tensor([token in ENDS for token in range(V)])
+        return torch.stack([ends if path or self.finished else ~ends for path in paths])
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        self.finished = True
+
+
+def test_the_error_of_a_short_structure_does_not_depend_on_drafts() -> None:
+    """Plain decoding has no row behind the answer's end; behind a draft there is one, in which no token is left."""
+    errors = []
+    for paths in ([()], [(), (4,)]):
+        params = SamplingParams(max_tokens=9, min_tokens=5, bad_words=[[1, 2]])
+        processors = RequestProcessors(params, [1], V, ENDS, [(1, 2)], OneToken())  # type: ignore[arg-type]
+        processors.adjust(noise(len(paths), 1), paths)
+        processors.commit((4,))
+        errors.append(str(processors.error))
+    assert errors[0] == errors[1]
+    assert "min_tokens=5: the structure was complete after 1 tokens" in errors[0]
+
+
 def test_the_number_of_rows_may_change_from_call_to_call() -> None:
     """T19: a drafter that stops and starts again, nothing at all included."""
     processors = make(ALONE["repetition_penalty"], [1, 2])

@@ -5,12 +5,12 @@ and `/v1/messages/count_tokens`, the length of its prompt.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from foretoken.backend.call import AnswerEnded, Event, TokenEvent
+from foretoken.backend.call import AnswerEnded, Event
 from foretoken.errors import ForetokenError
 from foretoken.server.api.anthropic_request import MessagesRequest, TokenCountRequest, as_chat
 from foretoken.server.api.body import JsonRoute
@@ -130,16 +130,10 @@ class MessageWriter:
     def _ended(self, event: AnswerEnded) -> tuple[list[_Json], _Json]:
         """The last events of the content, and why it ended."""
         delta, reason = self._shaper.finish(event.finish_reason)
-        made = [*self._blocks.add(delta), *self._blocks.close(is_cut=event.finish_reason == "length")]
-        found = self._stop_sequence(event)
+        found = self._exchange.stop_string(event)
+        is_cut = event.finish_reason == "length" or found is not None
+        made = [*self._blocks.add(delta), *self._blocks.close(is_cut)]
         return made, {"stop_reason": _REASONS[reason] if found is None else "stop_sequence", "stop_sequence": found}
-
-    def _stop_sequence(self, event: AnswerEnded) -> str | None:
-        """The stop sequence that ended the answer: the last token completed it."""
-        tokens, exchange = self._exchange.book.answers[0].tokens, self._exchange
-        if event.finish_reason != "stop" or not tokens or tokens[-1].token_id in exchange.info.eos_token_ids:
-            return None
-        return completed_stop(tokens, exchange.call.params.stop_strings)
 
     def _encoded(self, event: _Json) -> bytes:
         """An event; padded like those of a chat where that is asked for."""
@@ -175,28 +169,6 @@ class MessageWriter:
             "service_tier": "priority" if tier_of(self._chat) in ("priority", "fast") else "standard",
             **{name: count for name, count in details.items() if name.endswith("_prediction_tokens")},
         }
-
-
-def completed_stop(tokens: Sequence[TokenEvent], stops: Sequence[str]) -> str | None:
-    """The stop string that ends in the last of an answer's tokens and begins first; None without such."""
-    longest = max((len(stop.encode()) for stop in stops), default=0)
-    tail, last = b"", _written(tokens[-1])
-    for token in reversed(tokens):
-        tail = _written(token) + tail
-        if len(tail) >= longest + len(last):
-            break
-    found = []
-    for stop in stops:
-        data = stop.encode()
-        # the first place from which it ends inside the last token
-        place = tail.find(data, max(0, len(tail) - len(last) - len(data) + 1))
-        if place >= 0:
-            found.append((place, stop))
-    return min(found, key=lambda pair: pair[0])[1] if found else None
-
-
-def _written(token: TokenEvent) -> bytes:
-    return token.text.encode() if token.data is None else token.data
 
 
 class ContentBlocks:

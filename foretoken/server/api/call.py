@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence, Sized
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -230,8 +230,7 @@ def _check_counts(body: SamplingFields, terms: Terms, num_answers: int, max_toke
     for token in body.logit_bias or ():
         if token >= info.vocab_size:
             raise invalid("logit_bias", f"token ids must be less than {info.vocab_size}", token)
-    if len(body.logit_bias or ()) > config.max_logit_bias:
-        raise invalid("logit_bias", f"must have at most {config.max_logit_bias} entries", len(body.logit_bias or ()))
+    check_num_biases(body.logit_bias, config)
     words = body.bad_words or ()
     if len(words) > config.max_bad_words or sum(map(len, words)) > config.max_bad_word_tokens:
         raise invalid(
@@ -252,10 +251,29 @@ def _checked_stops(body: SamplingFields, config: ApiConfig) -> list[str]:
     return stops
 
 
-def _check_prompts(prompts: Sequence[Any], terms: Terms) -> None:
-    info, config = terms.info, terms.config
+def check_num_prompts(prompts: Sequence[Any], config: ApiConfig) -> None:
+    """Refuse more prompts than a request may have, before any of them is tokenised.
+
+    Raises:
+        ApiError: there are more.
+    """
     if len(prompts) > config.max_prompts:
         raise invalid("prompt", f"must be at most {config.max_prompts} prompts", len(prompts))
+
+
+def check_num_biases(biases: Sized | None, config: ApiConfig) -> None:
+    """Refuse more entries of `logit_bias` than a request may have, before any of them is tokenised.
+
+    Raises:
+        ApiError: there are more.
+    """
+    if len(biases or ()) > config.max_logit_bias:
+        raise invalid("logit_bias", f"must have at most {config.max_logit_bias} entries", len(biases or ()))
+
+
+def _check_prompts(prompts: Sequence[Any], terms: Terms) -> None:
+    info = terms.info
+    check_num_prompts(prompts, terms.config)
     for prompt in prompts:
         if not prompt:
             raise invalid("prompt", "is empty; give at least one token")

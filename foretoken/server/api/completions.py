@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request, Response
 from foretoken.backend.call import AnswerEnded, ModelInfo
 from foretoken.errors import ForetokenError
 from foretoken.server.api.body import JsonRoute
-from foretoken.server.api.call import completion_call, terms_of
+from foretoken.server.api.call import check_num_prompts, completion_call, terms_of
 from foretoken.server.api.errors import of_exception, unsupported
 from foretoken.server.api.exchange import Api, Exchange
 from foretoken.server.api.schemas import CompletionRequest
@@ -108,6 +108,7 @@ async def with_suffix(api: Api, body: CompletionRequest, info: ModelInfo) -> Com
         return body
     if body.echo:
         raise unsupported("echo", "cannot stand beside suffix; leave one of them out")
+    check_num_prompts(body.prompt, api.config)
     filled = [await fill_ids(api, info, prompt, body.suffix) for prompt in body.prompt]
     return body.model_copy(update={"prompt": filled, "suffix": None})
 

@@ -176,6 +176,13 @@ class Exchange:
             if isinstance(iterator, AsyncGenerator):
                 await iterator.aclose()
 
+    def stop_string(self, event: AnswerEnded) -> str | None:
+        """The stop string that ended an answer: its last token completed it. None where something else ended it."""
+        tokens, ends = self.book.answers[event.index].tokens, self.info.eos_token_ids
+        if event.finish_reason != "stop" or not tokens or tokens[-1].token_id in ends:
+            return None
+        return completed_stop([token for token in tokens if token.token_id not in ends], self.call.params.stop_strings)
+
     def leave(self, reason: str) -> None:
         """Let the call go, for the first reason given: its events end with an error."""
         if not self.left and not self._is_finished:
@@ -372,3 +379,25 @@ async def stop(*tasks: Awaitable[Any]) -> None:
         task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def completed_stop(tokens: Sequence[TokenEvent], stops: Sequence[str]) -> str | None:
+    """The stop string that ends in the last of an answer's tokens and begins first; None without such."""
+    longest = max((len(stop.encode()) for stop in stops), default=0)
+    tail, last = b"", _written(tokens[-1])
+    for token in reversed(tokens):
+        tail = _written(token) + tail
+        if len(tail) >= longest + len(last):
+            break
+    found = []
+    for stop in stops:
+        data = stop.encode()
+        # the first place from which it ends inside the last token
+        place = tail.find(data, max(0, len(tail) - len(last) - len(data) + 1))
+        if place >= 0:
+            found.append((place, stop))
+    return min(found, key=lambda pair: pair[0])[1] if found else None
+
+
+def _written(token: TokenEvent) -> bytes:
+    return token.text.encode() if token.data is None else token.data

@@ -11,11 +11,12 @@ from fastapi.routing import APIRoute
 from foretoken.backend.call import AnswerEnded, Event, TokenEvent
 from foretoken.errors import ForetokenError
 from foretoken.server.api.body import JsonRoute
-from foretoken.server.api.call import chat_call, completion_call, terms_of
+from foretoken.server.api.call import chat_call, check_num_biases, check_num_prompts, completion_call, terms_of
 from foretoken.server.api.completions import fill_ids
 from foretoken.server.api.envelopes import COUNT_PATH, INFILL_PATH, LLAMA_PATHS, TEMPLATE_PATH
 from foretoken.server.api.errors import (
     ERROR_SCHEMA,
+    ApiError,
     error_responses,
     final,
     invalid,
@@ -56,6 +57,7 @@ def llama_router(api: Api, openai: Sequence[APIRouter]) -> APIRouter:
 
     async def completion(body: LlamaFields, request: Request) -> Response:
         parts, is_list = prompts_of(body.prompt)
+        check_num_prompts(parts, api.config)
         prompts = [await _ids(api, one) for one in parts]
         return await _answer(api, request, body, prompts, is_list)
 
@@ -107,7 +109,8 @@ def _add_texts(router: APIRouter, api: Api) -> None:
         tokens = await _ids(api, [body.content], body.add_special)
         if not body.with_pieces:
             return json_response({"tokens": tokens})
-        return json_response({"tokens": [{"id": one, "piece": await _text(api, [one])} for one in tokens]})
+        pieces = {one: await _text(api, [one]) for one in set(tokens)}
+        return json_response({"tokens": [{"id": one, "piece": pieces[one]} for one in tokens]})
 
     @router.post("/detokenize", summary="The text of token ids, as llama.cpp has it", responses=_OWN_ERRORS)
     async def detokenize(body: TokensRequest) -> Response:
@@ -156,7 +159,16 @@ def _add_state(router: APIRouter, api: Api) -> None:
 
 
 async def _ids(api: Api, parts: Sequence[str | int], add_special: bool = True) -> list[int]:
-    """Token ids of a prompt; what begins every text stands before its first part, if that is a text."""
+    """Token ids of a prompt; what begins every text stands before its first part, if that is a text.
+
+    Raises:
+        ApiError: the backend refuses a text, or there are more parts than the context has tokens.
+    """
+    most = api.ready_info().max_model_len
+    parts = [part for place, part in enumerate(parts) if part != "" or place == 0]
+    if len(parts) > most:
+        message = f"prompt: has {len(parts)} parts, and the context holds {most} tokens"
+        raise ApiError(400, "context_length_exceeded", message, "prompt")
     made: list[int] = []
     try:
         for place, part in enumerate(parts):
@@ -188,6 +200,7 @@ async def _text(api: Api, ids: Sequence[int]) -> str:
 
 async def _biases(api: Api, body: LlamaFields) -> dict[int, float]:
     """The biases by token id: a text is all of its tokens, a text of digits in an object is an id."""
+    check_num_biases(body.logit_bias, api.config)
     found: dict[int, float] = {}
     for key, bias in body.logit_bias or ():
         is_id = isinstance(key, int) or (key.isascii() and key.isdecimal() and len(key) <= 10)
@@ -255,7 +268,7 @@ class _CompletionWriter:
     def _end(self, event: AnswerEnded, text: str, ids: list[int], tokens: Sequence[TokenEvent]) -> _Json:
         """The object of an answer's end."""
         exchange = self._exchange
-        progress, num_prompt = exchange.book.answers[event.index], len(exchange.prompt_ids[event.index])
+        num_prompt = len(exchange.prompt_ids[event.index])
         made: _Json = {
             "index": event.index,
             "content": text,
@@ -270,21 +283,18 @@ class _CompletionWriter:
             "has_new_line": "\n" in event.text,
             "truncated": event.finish_reason == "length"
             and num_prompt + event.num_tokens >= exchange.info.max_model_len,
-            **self._stop(event, progress.tokens),
+            **self._stop(event),
             "tokens_cached": num_prompt + event.num_tokens,
             **self._frame.reports(),
         }
         return made | self._probabilities(tokens)
 
-    def _stop(self, event: AnswerEnded, tokens: Sequence[TokenEvent]) -> _Json:
-        """Why the answer ended; which of several stop strings it was is not known."""
-        stops = self._exchange.call.params.stop or ()
+    def _stop(self, event: AnswerEnded) -> _Json:
+        """Why the answer ended; one whose structure is complete ends like one with an end token."""
         if event.finish_reason == "length":
             return {"stop_type": "limit", "stopping_word": ""}
-        has_eos = bool(tokens) and tokens[-1].token_id in self._exchange.info.eos_token_ids
-        if has_eos or not stops:
-            return {"stop_type": "eos", "stopping_word": ""}
-        return {"stop_type": "word", "stopping_word": stops[0] if len(stops) == 1 else ""}
+        found = self._exchange.stop_string(event)
+        return {"stop_type": "eos" if found is None else "word", "stopping_word": found or ""}
 
     def _settings(self) -> _Json:
         params = self._exchange.call.params

@@ -114,10 +114,9 @@ class _Writer:
         """The answer that is not streamed."""
         progress = self._exchange.book.answers[0]
         assert progress.ended is not None
-        texts = [self._text(self._shaper.push(progress.text)), self._text(self._shaper.finish("stop")[0])]
-        return self._object("".join(texts), progress.tokens, self._made_calls(progress.ended)) | self._end(
-            progress.ended
-        )
+        ended = progress.ended
+        texts = [self._text(self._shaper.push(ended.text)), self._text(self._shaper.finish(ended.finish_reason)[0])]
+        return self._object("".join(texts), progress.tokens, self._made_calls(ended)) | self._end(ended)
 
     def lines(self, event: Event | PieceGroup) -> Iterator[bytes]:
         """What is sent for an event of the call."""
@@ -142,7 +141,7 @@ class _Writer:
         return self._object(text, (), self._made_calls(event)) | self._end(event)
 
     def _made_calls(self, event: AnswerEnded) -> list[_Json]:
-        is_cut = event.finish_reason == "length"
+        is_cut = event.finish_reason == "length" or self._exchange.stop_string(event) is not None
         return [
             {"function": call | {"index": place, "arguments": arguments_of(call["arguments"], is_cut)}}
             for place, call in enumerate(self._calls)

@@ -200,9 +200,13 @@ class ResponseItems:
             yield from self._add_call(part)
 
     def close(self, status: str) -> Iterator[_Json]:
-        """The events that end the last item; an answer without a text has an empty one."""
+        """The events that end the last item; an answer without a text has an empty one. Tokens that wrote nothing, such
+        as the end token, come with the end.
+        """
         if not self.items:
             yield from self._open_message()
+        if self._is_open and self.items[-1]["type"] == "message":
+            self.items[-1]["content"][0]["logprobs"] += self._logprobs
         yield from self._close(status)
 
     def _add_text(self, text: str) -> Iterator[_Json]:

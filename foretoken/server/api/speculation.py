@@ -72,6 +72,8 @@ def with_prediction(body: SamplingFields, spec: SpecConfig, config: ApiConfig) -
     if spec.is_composite and spec.drafter != "cascade":
         return replace(spec, parts=("predicted", *spec.parts))
     part = replace(spec, rule="auto", allow_lossy=False, draft_probability=1.0)
+    if part.num_probe:  # probes run beside their drafter's own tokens only
+        part = replace(part, lookahead_window=0)
     return SpecConfig("auto", rule=spec.rule, allow_lossy=spec.allow_lossy, parts=("predicted", part))
 
 
