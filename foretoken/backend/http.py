@@ -119,6 +119,8 @@ class ServerAddress:
         said = type(error).__name__
         if isinstance(error, httpx2.HTTPStatusError):
             said = f"status {error.response.status_code}: {said_in(error.response.text)}".removesuffix(": ")
+        elif isinstance(error, IndexError):
+            said = "an empty list: it may still be loading"
         return UnavailableError(
             f"{self.base}{self.path('models')} gave no model ({said}): is the server running? A key belongs into "
             f"${self.key_variable}, a model's name into {self.model_option}"

@@ -106,6 +106,11 @@ def _tgi(config: HeadConfig, engine: OtherEngine, target: str, head: str, num_dr
 _Maker = Callable[[str, str, int], Launch]
 
 
+def plain_drafters(engine: str) -> list[str]:
+    """Our drafters without a trained head that have a counterpart in `engine`."""
+    return [name for name, engines in _MAKERS.items() if engine in engines]
+
+
 def plain_launch(drafter: str, engine: OtherEngine, target: str, draft: str | None, num_draft: int) -> Launch:
     """How `engine` starts `target` with one of our drafters that has a counterpart there.
 
@@ -114,9 +119,9 @@ def plain_launch(drafter: str, engine: OtherEngine, target: str, draft: str | No
     """
     makers = _MAKERS.get(drafter, {})
     if engine.name not in makers:
-        known = [name for name, engines in _MAKERS.items() if engine.name in engines]
+        known = ", ".join(plain_drafters(engine.name))
         raise ConfigError(
-            "drafter", drafter, f"has no counterpart in {NAMES[engine.name]}; it takes {', '.join(known)} or a --head"
+            "drafter", drafter, f"has no counterpart in {NAMES[engine.name]}; it takes {known} or a --head"
         )
     if drafter == "draft_model" and draft is None:
         raise ConfigError("draft", None, "drafter='draft_model' needs the folder or hub id of a draft model")

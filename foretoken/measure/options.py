@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from foretoken.config import DRAFTERS
+from foretoken.errors import InputError
 from foretoken.field_text import words
 from foretoken.measure.workload import SLICES
 from foretoken.option import Option, option
@@ -33,13 +34,31 @@ OUT_OPTION = option("Folder for a dated result, or one .html, .md or .json file.
 NAME_OPTION = option("End of the result's file name.")
 SEED_OPTION = option("Seed of sampled answers.")
 PRICE_OPTION = option("Price of this machine per hour: adds the price of a million tokens.")
+SLO_OPTION = option(
+    "With a price: longest mean time between two tokens of an answer, in milliseconds; others are paid for and not "
+    "counted."
+)
 
 _MAX_PRICE = 1e9
+MAX_SLO_MS = 1e9
 
 
 def resume_option(what: str, how: str = "") -> Mapping[str, Option]:
     """The option that names the file from which a run resumes, where each `what` is kept."""
     return option(f"File that keeps each {what}; a run that was stopped goes on from it{how}.")
+
+
+def check_slo(slo_ms: float | None, has_price: bool) -> None:
+    """Refuse a longest time between tokens that is not above 0, or that no price is made with.
+
+    Raises:
+        InputError: names the value.
+    """
+    if slo_ms is None:
+        return
+    check_number("slo_ms", slo_ms, 0.0, MAX_SLO_MS, open_low=True)
+    if not has_price:
+        raise InputError("slo_ms", slo_ms, "says which tokens a price is divided among: give price_per_hour too")
 
 
 def check_price(price_per_hour: float | None) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from foretoken.measure.report import Table
 
+NEVER = "never in time"
 _SECONDS_PER_HOUR = 3600.0
 
 
@@ -15,9 +16,17 @@ def million_price(price_per_hour: float, seconds_per_token: float) -> float:
     return price_per_hour / _SECONDS_PER_HOUR * seconds_per_token * 1e6
 
 
+def counted_tokens(num_tokens: int, between_s: float | None, slo_ms: float | None) -> int:
+    """The tokens of an answer that a price is divided among: none where `between_s`, the mean time between two of them,
+    is longer than `slo_ms` allows. An answer without such a time is within it.
+    """
+    return 0 if slo_ms is not None and between_s is not None and 1e3 * between_s > slo_ms else num_tokens
+
+
 @dataclass(frozen=True)
 class PriceRow:
-    """What a million tokens cost under one setting; `tokens_per_s` counts whole requests, their prompts included.
+    """What a million tokens cost under one setting; `tokens_per_s` counts whole requests, their prompts included. The
+    price is None where no answer came in time.
 
     `place` is the kind of text, or the load, on which settings are compared. `change` is the relative difference to the
     price of plain decoding there; None where plain was not measured.
@@ -26,41 +35,43 @@ class PriceRow:
     place: str
     setting: str
     tokens_per_s: float
-    price_per_million_tokens: float
+    price_per_million_tokens: float | None
     change: float | None
 
 
 def price_rows(
     price_per_hour: float | None, measured: Iterable[tuple[str, str, float | None]], plain: str | None = None
 ) -> tuple[PriceRow, ...]:
-    """Prices of (place, setting, tokens per second); none without a price, or where no token came.
+    """Prices of (place, setting, tokens per second); none without a price, or where the speed is not known.
 
     `plain` is the setting that others are compared with at the same place.
     """
     if price_per_hour is None:
         return ()
-    known = [(place, setting, speed) for place, setting, speed in measured if speed]
-    base = {place: speed for place, setting, speed in known if setting == plain}
+    known = [(place, setting, speed) for place, setting, speed in measured if speed is not None]
+    base = {place: speed for place, setting, speed in known if setting == plain and speed}
     return tuple(
         PriceRow(
             place,
             setting,
             speed,
-            million_price(price_per_hour, 1 / speed),
-            base[place] / speed - 1 if place in base and setting != plain else None,
+            million_price(price_per_hour, 1 / speed) if speed else None,
+            base[place] / speed - 1 if speed and place in base and setting != plain else None,
         )
         for place, setting, speed in known
     )
 
 
-def price_tables(rows: Iterable[PriceRow], heading: str, note: str) -> tuple[Table, ...]:
+def price_tables(rows: Iterable[PriceRow], heading: str, note: str, slo_ms: float | None = None) -> tuple[Table, ...]:
     """The table of the prices, none without rows; `heading` says what a place is, `note` what is counted."""
+    if slo_ms is not None:
+        note += f" Answers with more than {slo_ms:g} ms between two tokens are paid for, and their tokens not counted."
     lines = tuple(
         (
             row.place,
             row.setting,
             f"{row.tokens_per_s:.4g}",
-            f"{row.price_per_million_tokens:.3g}",
+            NEVER if row.price_per_million_tokens is None else f"{row.price_per_million_tokens:.3g}",
             "" if row.change is None else f"{row.change:+.0%}",
         )
         for row in rows

@@ -194,15 +194,19 @@ def _known() -> str:
 def _own(item: _Item) -> Prompt:
     prediction = item.text("prediction") if item.values.get("prediction") is not None else None
     name = item.text("name") if "name" in item.values else item.name()
-    return Prompt(name, _slice(item), item.text("prompt"), prediction=prediction, **_asked(item, item.values))
+    return Prompt(name, _slice(item), item.text("prompt"), prediction=prediction, **asked_of(item.place, item.values))
 
 
 def _slice(item: _Item) -> str:
     return item.text("slice") if "slice" in item.values else item.path.stem
 
 
-def _asked(item: _Item, values: Mapping[str, Any]) -> dict[str, Any]:
-    """What a recorded request says of its answer's length and temperature, by the fields of `Prompt`."""
+def asked_of(place: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """What a recorded request says of its answer's length and temperature, by the fields of `Prompt`.
+
+    Raises:
+        InputError: a length or temperature that makes no sense; names the `place`.
+    """
     length = next((values[key] for key in _LENGTH_KEYS if values.get(key) is not None), None)
     temperature = values.get("temperature")
     try:
@@ -211,23 +215,23 @@ def _asked(item: _Item, values: Mapping[str, Any]) -> dict[str, Any]:
         if temperature is not None:
             check_number("temperature", temperature, *TEMPERATURES)
     except InputError as error:
-        raise InputError("prompts", item.place, f"{error.field} there: {error.remedy}") from error
+        raise InputError("prompts", place, f"{error.field} there: {error.remedy}") from error
     return {"max_tokens": length, "temperature": temperature}
 
 
 def _pairs(item: _Item, messages: object) -> tuple[tuple[str, str], ...]:
     """(role, content) of each message; contents in OpenAI's parts are joined where all are texts."""
     fit = isinstance(messages, list) and all(
-        isinstance(one, dict) and isinstance(one.get("role"), str) and _content(one) is not None for one in messages
+        isinstance(one, dict) and isinstance(one.get("role"), str) and message_text(one) is not None for one in messages
     )
     if not fit or not messages:
         raise InputError("prompts", item.place, '"messages" must be a list of objects with "role" and "content"')
     assert isinstance(messages, list)
-    return tuple((one["role"], _content(one) or "") for one in messages)
+    return tuple((one["role"], message_text(one) or "") for one in messages)
 
 
-def _content(message: Mapping[str, Any]) -> str | None:
-    """The text of a message; None where it holds something else."""
+def message_text(message: Mapping[str, Any]) -> str | None:
+    """The text of a message, whole or in OpenAI's parts; None where it holds something else."""
     content = message.get("content")
     if isinstance(content, list):
         parts = [part.get("text") if isinstance(part, dict) else None for part in content]
@@ -242,7 +246,7 @@ def _conversation(item: _Item) -> Prompt:
     name = item.text("name") if "name" in item.values else item.name()
     continuation = pairs[-1][1] if answered else None
     asked = pairs[:-1] if answered else pairs
-    return Prompt(name, _slice(item), "", continuation, prediction, asked, **_asked(item, item.values))
+    return Prompt(name, _slice(item), "", continuation, prediction, asked, **asked_of(item.place, item.values))
 
 
 def _batch_request(item: _Item) -> Prompt:
@@ -250,7 +254,7 @@ def _batch_request(item: _Item) -> Prompt:
     if not isinstance(body, dict):
         raise InputError("prompts", item.place, '"body" must be the object that the request was sent with')
     known = {"max_tokens": body.get("max_tokens") or body.get("max_completion_tokens") or body.get("max_output_tokens")}
-    asked = _asked(item, body | known)
+    asked = asked_of(item.place, body | known)
     text = body.get("prompt", body.get("input"))
     if "messages" in body:
         return Prompt(name, _slice(item), "", messages=_pairs(item, body["messages"]), **asked)
@@ -262,7 +266,7 @@ def _batch_request(item: _Item) -> Prompt:
 
 def _trace_text(key: str) -> Callable[[_Item], Prompt]:
     def make(item: _Item) -> Prompt:
-        return Prompt(item.name(), _slice(item), item.text(key), **_asked(item, item.values))
+        return Prompt(item.name(), _slice(item), item.text(key), **asked_of(item.place, item.values))
 
     return make
 
@@ -276,7 +280,7 @@ def _trace_session(item: _Item) -> Prompt:
     roles = [str(turn.get("role") or "user") for turn in turns]
     count = 2 if roles[0] == "system" and len(turns) > 1 else 1
     pairs = tuple((role, str(text)) for role, text in zip(roles[:count], texts[:count], strict=True))
-    return Prompt(item.name("session_id"), _slice(item), "", messages=pairs, **_asked(item, turns[count - 1]))
+    return Prompt(item.name("session_id"), _slice(item), "", messages=pairs, **asked_of(item.place, turns[count - 1]))
 
 
 def _lengths_only(item: _Item) -> Prompt:

@@ -129,7 +129,7 @@ def answer(tokens: int = 10, seconds: float = 1.0, ids: Sequence[int] | None = N
     return Answer(found, "", tokens, tokens, seconds, **values)  # type: ignore[arg-type]
 
 
-def rows(**seconds: float) -> tuple[SpeedRow, ...]:
+def rows(slo_ms: float | None = None, **seconds: float) -> tuple[SpeedRow, ...]:
     """Rows of settings that answered 10 tokens in so many seconds, once, to each prompt; `plain` is always there."""
     samples = []
     for name, value in ({"plain": 1.0} | seconds).items():
@@ -150,4 +150,4 @@ def rows(**seconds: float) -> tuple[SpeedRow, ...]:
                 positions=((8, 4),),
             )
             samples.append(SpeedSample(setting, index, prompt.slice, 0.0, 0, own))
-    return summarise(samples, PROMPTS)
+    return summarise(samples, PROMPTS, slo_ms)

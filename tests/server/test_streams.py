@@ -111,6 +111,13 @@ def test_an_event_is_sent_for_each_verify_step_token_or_interval(backend: LocalB
     assert sum(len(event["foretoken"]["trace"]) for event in by_time) == len(by_step)
 
 
+def test_what_a_request_cost_is_said_once_though_both_answers_end_within_an_interval() -> None:
+    script = (Begun(((1,),)), piece(0, "a"), piece(1, "b"), ended(0, "a"), ended(1, "b"))
+    events = stream(create_app(FakeBackend(script), ApiConfig(granularity="interval:20")), prompt="a", n=2)
+    assert [choice["index"] for event in events for choice in event["choices"] if choice["finish_reason"]] == [0, 1]
+    assert ["timings" in event for event in events] == [False] * (len(events) - 1) + [True]
+
+
 @pytest.mark.parametrize(
     ("last", "code"),
     [

@@ -7,7 +7,16 @@ from pathlib import Path
 
 from foretoken.errors import InputError
 from foretoken.field_text import numbers
-from foretoken.measure.options import CHAT_OPTION, NAME_OPTION, OUT_OPTION, SEED_OPTION, check_price, resume_option
+from foretoken.measure.options import (
+    CHAT_OPTION,
+    NAME_OPTION,
+    OUT_OPTION,
+    SEED_OPTION,
+    SLO_OPTION,
+    check_price,
+    check_slo,
+    resume_option,
+)
 from foretoken.measure.sides import SideOptions
 from foretoken.measure.write import check_name, check_out
 from foretoken.option import check_fields, option
@@ -24,7 +33,8 @@ class AbOptions(SideOptions):
     replays the file so often, in another order each time. A block has `pairs_per_block` requests, an even number, half
     of them first asked of A. `aa_blocks` are asked of A twice before, which must find no difference. `margin` is the
     relative difference below which two backends count as equivalent. `price_per_hour` is that of A's machine and B's,
-    or one for both. `resume` is a file that keeps every pair.
+    or one for both; of answers with more than `slo_ms` between two tokens the tokens are not counted. `resume` is a
+    file that keeps every pair.
     """
 
     replay: Path = field(
@@ -53,6 +63,7 @@ class AbOptions(SideOptions):
         default=None,
         metadata=option("Price of a machine per hour, or of A's and B's as 2.5,3: adds costs.", read=numbers),
     )
+    slo_ms: float | None = field(default=None, metadata=SLO_OPTION)
     resume: Path | None = field(default=None, metadata=resume_option("pair"))
     out: Path | None = field(default=None, metadata=OUT_OPTION)
     name: str = field(default="ab", metadata=NAME_OPTION)
@@ -78,6 +89,7 @@ class AbOptions(SideOptions):
             raise InputError("price_per_hour", self.price_per_hour, "give one price for both machines, or A's and B's")
         for price in self.price_per_hour or ():
             check_price(price)
+        check_slo(self.slo_ms, self.price_per_hour is not None)
         check_name(self.name)
         check_out(self.out)
 

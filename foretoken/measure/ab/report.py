@@ -22,6 +22,7 @@ from foretoken.measure.ab.rows import (
     slice_rows,
 )
 from foretoken.measure.plots import Plot, Point, Series, shown
+from foretoken.measure.price import NEVER
 from foretoken.measure.report import Report, Table
 from foretoken.measure.sequential import MIN_BLOCKS
 from foretoken.measure.sides import side_table
@@ -184,13 +185,15 @@ def _metric_table(rows: Sequence[MetricRow]) -> Table:
 def _slice_table(rows: Sequence[SliceRow], options: AbOptions) -> Table:
     costs = ("A per 1M tokens", "B per 1M tokens") if options.prices else ()
     headings = ("slice", "pairs", "errors A, B", "A tok/s", "B tok/s", "B over A", "equal texts", *costs)
-    return Table("By slice", headings, tuple(_slice_line(row, bool(costs)) for row in rows))
+    notes = () if options.slo_ms is None else (f"Costs: only of answers with at most {options.slo_ms:g} ms a token.",)
+    return Table("By slice", headings, tuple(_slice_line(row, bool(costs)) for row in rows), notes)
 
 
 def _slice_line(row: SliceRow, has_costs: bool) -> tuple[str, ...]:
     ratio = "" if row.ratio is None else ratio_text(Estimate(row.ratio.ratio, row.ratio.low, row.ratio.high))
     costs = row.cost_per_million or {}
-    cells = [f"{costs[side].value:.3g}" if side in costs else "" for side in ("a", "b")] if has_costs else []
+    missing = NEVER if row.num_ok else ""
+    cells = [f"{costs[side].value:.3g}" if side in costs else missing for side in ("a", "b")] if has_costs else []
     speeds = ["" if row.tokens_per_s[side] is None else shown(row.tokens_per_s[side] or 0.0) for side in ("a", "b")]
     texts = "" if row.equal_texts is None else f"{row.equal_texts:.0%}"
     errors = f"{row.errors['a']}, {row.errors['b']}"

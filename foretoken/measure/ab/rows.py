@@ -10,9 +10,9 @@ import numpy as np
 
 from foretoken.measure.ab.options import AbOptions
 from foretoken.measure.ab.pairs import METRICS, Observed, Pair, block_means
-from foretoken.measure.price import million_price
+from foretoken.measure.price import counted_tokens, million_price
 from foretoken.measure.sequential import Verdict, blocks_to_decide, confidence_sequence, judge
-from foretoken.measure.stats import Estimate, Measured, PairedRatio, estimate, paired_ratio, quantile_ratio
+from foretoken.measure.stats import Estimate, Measured, PairedRatio, estimate, paired_ratio, quantile_ratio, ratio
 
 PRIMARY = "e2e"  # the metric that the verdict is about
 SHARES = {"p50": 0.50, "p95": 0.95}
@@ -52,7 +52,8 @@ class MetricRow:
 @dataclass(frozen=True)
 class SliceRow:
     """One kind of text ("": all). `tokens_per_s` are totals over totals, `ratio` B's over A's with an interval by
-    prompts. `equal_texts` is a share of the pairs without an error. `cost_per_million` is None without prices.
+    prompts. `equal_texts` is a share of the pairs without an error. `cost_per_million` is None without prices, and
+    holds no side of which no token was in time.
     """
 
     slice: str
@@ -149,7 +150,7 @@ def _slice_row(name: str, pairs: Sequence[Pair], options: AbOptions) -> SliceRow
         ratio=paired_ratio(_measured(done, lambda pair: pair.b), _measured(done, lambda pair: pair.a)),
         equal_texts=_share([pair.a.text == pair.b.text for pair in done]),
         equal_lengths=_share([pair.has_equal_lengths for pair in done]),
-        cost_per_million=_costs(sides, options.prices),
+        cost_per_million=_costs(sides, options.prices, options.slo_ms),
     )
 
 
@@ -170,16 +171,21 @@ def _share(values: Sequence[bool]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _costs(sides: Mapping[str, Sequence[Observed]], prices: tuple[float, float] | None) -> dict[str, Estimate] | None:
-    """Price of a million tokens on each side, answered one request at a time."""
+def _costs(
+    sides: Mapping[str, Sequence[Observed]], prices: tuple[float, float] | None, slo_ms: float | None
+) -> dict[str, Estimate] | None:
+    """Price of a million tokens on each side, answered one request at a time; a side is missing where none counts."""
     if prices is None:
         return None
     found = {}
     for price, (side, own) in zip(prices, sides.items(), strict=True):
-        counts = np.array([(million_price(price, one.e2e_s), one.num_tokens) for one in own]).reshape(-1, 2)
+        counts = np.array(
+            [(million_price(price, one.e2e_s), counted_tokens(one.num_tokens, one.itl_s, slo_ms)) for one in own]
+        ).reshape(-1, 2)
         if len(counts) and counts[:, 1].sum() > 0:
-            found[side] = estimate(counts)
-    return found or None
+            is_whole = bool((counts[:, 1] > 0).all())  # an interval leaves out what has no tokens, and that is paid for
+            found[side] = estimate(counts) if is_whole else Estimate(ratio(counts) or 0.0)
+    return found
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ def of_question(options: AdviseOptions, costs: LoadCosts) -> list[Finding]:
         found.append(Finding("prompt length", "", finding, remedy))
     if options.max_tokens < SHORT_ANSWER_TOKENS:
         finding = f"answers of {options.max_tokens} tokens are short"
-        remedy = "look at the end-to-end speed-up, not at that of decoding; see the shortest answer that pays below"
+        remedy = "look at the end-to-end speed-up, not at that of decoding; drafts without a model read no prompt"
         found.append(Finding("short answer", "", finding, remedy))
     return found
 

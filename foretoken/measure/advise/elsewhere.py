@@ -11,7 +11,9 @@ import asyncio
 import itertools
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median, median_low
 from typing import Any
 
@@ -23,9 +25,10 @@ from foretoken.measure.advise.candidates import AdviseCandidate
 from foretoken.measure.advise.costing import Machine
 from foretoken.measure.advise.costs import DrafterCosts, LoadCosts
 from foretoken.measure.advise.known_text import known_rounds
+from foretoken.measure.advise.offered import engine_at, engine_notes, engines_to_name, offered
 from foretoken.measure.advise.options import AdviseOptions
 from foretoken.measure.advise.report import ELSEWHERE, Measured
-from foretoken.measure.advise.rounds import AnswerRounds
+from foretoken.measure.advise.rounds import AnswerRounds, answered
 from foretoken.measure.eval.prompts import EvalPrompt
 from foretoken.measure.progress import Tell, progress
 from foretoken.model.names import model_folder
@@ -56,7 +59,8 @@ def measured_elsewhere(
     tokenizer is read here, no weights are.
 
     Raises:
-        InputError: a candidate that is no lookup, prompts of token ids, or a server that drafts already.
+        InputError: a candidate that is no lookup, none that the server's engine has, prompts of token ids, or a server
+            that drafts already.
         ForetokenError: the server does not answer, or serves too few requests at once for any figure.
     """
     for one in candidates:
@@ -70,20 +74,17 @@ def measured_elsewhere(
     server = ServerAddress(options.url or "", options.model or "", options.key_variable)
     rows = rows_to_measure(options.loads, max(options.lengths))
     with progress(len(prompts) + len(rows)) as tell:
-        asked, fields = _answers(server, options, prompts, tokenizer, tell)
-        _check_tokenizer(options, asked)
+        with closing(HttpBackend(server)) as backend:
+            engine = engine_at(backend.owner, backend.model)
+            candidates, failed = offered(candidates, engine)
+            asked, fields = _answers(backend, options, prompts, tokenizer, tell)
+        _check_tokenizer(options, asked, tokenizer)
+        answers, drafting_s = _drafted(candidates, asked, tokenizer, folder)
         levels, notes = asyncio.run(_levels(server, options, asked, fields, rows, tell))
-    answers: dict[str, list[AnswerRounds]] = {}
-    drafting_s: dict[str, float] = {}
-    for candidate in candidates:
-        found = [
-            known_rounds(candidate, one.prompt, one.prompt_ids, _ids_of(one.answer, tokenizer), tokenizer, folder)
-            for one in asked
-        ]
-        answers[candidate.name] = [rounds for rounds, _ in found if rounds.rounds]
-        drafting_s[candidate.name] = median(seconds for _, seconds in found)
     costs = _costs(options, asked, levels, drafting_s)
-    return Measured(candidates, answers, costs, (), None, machines, (), {}, notes, ELSEWHERE)
+    notes = [*engine_notes(engine, backend.owner, failed), *notes]
+    engines = engines_to_name(engine)
+    return Measured(candidates, answers, costs, (), None, machines, (), failed, notes, ELSEWHERE, engines)
 
 
 def rows_to_measure(loads: Sequence[int], num_draft: int) -> list[int]:
@@ -106,28 +107,42 @@ def steady_step_s(streams: Sequence[Stream]) -> float | None:
 
 
 def _answers(
-    server: ServerAddress, options: AdviseOptions, prompts: Sequence[EvalPrompt], tokenizer: Tokenizer, tell: Tell
+    backend: HttpBackend, options: AdviseOptions, prompts: Sequence[EvalPrompt], tokenizer: Tokenizer, tell: Tell
 ) -> tuple[list[_Answered], dict[str, Any]]:
     """The answers to all prompts, one after the other, and the fields with which the server answers plainly."""
-    backend, found = HttpBackend(server), []
-    drafting = Drafting() if backend.capabilities.plain else Drafting(SERVED)
-    try:
-        for prompt in prompts:
-            tell(f"answering {prompt.name}")
-            question, ids = _question(options, prompt, tokenizer)
-            answer = backend.answer(question, drafting)
-            if answer.num_drafted:
-                remedy = "it drafts already: start it without speculation, or compare both ways by foretoken ab"
-                raise InputError("url", options.url, remedy)
-            found.append(_Answered(prompt, question, tuple(ids), answer))
-    finally:
-        backend.close()
+    drafting, found = Drafting() if backend.capabilities.plain else Drafting(SERVED), []
+    for prompt in prompts:
+        tell(f"answering {prompt.name}")
+        question, ids = _question(options, prompt, tokenizer)
+        answer = backend.answer(question, drafting)
+        if answer.num_drafted:
+            remedy = "it drafts already: start it without speculation, or compare both ways by foretoken ab"
+            raise InputError("url", options.url, remedy)
+        found.append(_Answered(prompt, question, tuple(ids), answer))
     return found, backend.fields(drafting)
 
 
-def _check_tokenizer(options: AdviseOptions, asked: Sequence[_Answered]) -> None:
+def _drafted(
+    candidates: Sequence[AdviseCandidate], asked: Sequence[_Answered], tokenizer: Tokenizer, folder: Path
+) -> tuple[dict[str, list[AnswerRounds]], dict[str, float]]:
+    """By candidate: its rounds on each answer, and the seconds in which it drafts for one request.
+
+    Raises:
+        InputError: no answer has a second token.
+    """
+    texts = [(one, ids) for one in asked if len(ids := _ids_of(one.answer, tokenizer)) > 1]
+    answers, drafting_s = {}, {}
+    for candidate in candidates:
+        found = [known_rounds(candidate, one.prompt, one.prompt_ids, ids, tokenizer, folder) for one, ids in texts]
+        answers[candidate.name] = answered([rounds for rounds, _ in found], len(asked))
+        drafting_s[candidate.name] = median(seconds for _, seconds in found)
+    return answers, drafting_s
+
+
+def _check_tokenizer(options: AdviseOptions, asked: Sequence[_Answered], tokenizer: Tokenizer) -> None:
     """Whether the server counts the tokens of the prompts as the target's tokenizer does, but for as many more of each:
-    a start token, or a template's. Another tokenizer differs by another number on most prompts.
+    a start token, or a template's. Another tokenizer differs by another number on most prompts. Where the server gives
+    the tokens of its answers, most of them must also be read as the texts that they came with.
 
     Raises:
         InputError: it does not: the server serves another model.
@@ -141,6 +156,17 @@ def _check_tokenizer(options: AdviseOptions, asked: Sequence[_Answered]) -> None
             f"{sum(there for _, there in counts)}: name the model that it serves"
         )
         raise InputError("target", options.target, remedy)
+    listed = [one.answer for one in asked if one.answer.token_ids and one.answer.text]
+    others = sum(not _reads(tokenizer, one) for one in listed)
+    if others > len(listed) / 2:
+        remedy = f"reads the tokens of {others} of {len(listed)} answers as other texts: name the model that it serves"
+        raise InputError("target", options.target, remedy)
+
+
+def _reads(tokenizer: Tokenizer, answer: Answer) -> bool:
+    """Whether the tokens of an answer are its text; characters may be incomplete at its end, and white space be cut."""
+    own, text = (one.rstrip("\ufffd").strip() for one in (tokenizer.decode(answer.token_ids), answer.text))
+    return own == text or bool(own and text and (own.startswith(text) or text.startswith(own)))
 
 
 def _question(options: AdviseOptions, prompt: EvalPrompt, tokenizer: Tokenizer) -> tuple[Question, list[int]]:
@@ -153,8 +179,10 @@ def _question(options: AdviseOptions, prompt: EvalPrompt, tokenizer: Tokenizer) 
     messages = [one for one in content if not isinstance(one, int)]
     if not messages:
         raise InputError("prompts", prompt.name, "holds token ids, and a server takes texts; give prompt or messages")
+    if not all(isinstance(one.get("content"), str) for one in messages):
+        raise InputError("prompts", prompt.name, "has a message without a text; leave out calls of tools and images")
     ids = tokenizer.encode(tokenizer.apply_chat_template(messages), add_special_tokens=False)
-    return _asked(options, messages=tuple((str(one["role"]), str(one["content"])) for one in messages)), ids
+    return _asked(options, messages=tuple((str(one["role"]), one["content"]) for one in messages)), ids
 
 
 def _asked(options: AdviseOptions, text: str = "", messages: tuple[tuple[str, str], ...] = ()) -> Question:

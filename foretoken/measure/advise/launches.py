@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from foretoken.measure.advise.candidates import AdviseCandidate
 from foretoken.model.loader import read_config
 from foretoken.model.names import is_own_name, model_folder
 
+OURS = "foretoken"
 OTHERS = ("vllm", "sglang", "llamacpp", "trtllm", "tgi")
 
 
@@ -51,17 +52,33 @@ def as_toml(settings: Mapping[str, Any]) -> str:
 
 
 def launch_lines(
-    candidate: AdviseCandidate | None, target: str, num_draft: int, routing: Mapping[str, int]
+    candidate: AdviseCandidate | None,
+    target: str,
+    num_draft: int,
+    routing: Mapping[str, int],
+    engines: Sequence[str] = (OURS, *OTHERS),
 ) -> list[LaunchLine]:
-    """The lines of ours and of every other engine; without a candidate only ours, which decodes plainly."""
-    words = ["foretoken", "serve"]
+    """The lines of these engines; without a candidate only ours, which decodes plainly."""
+    others = [name for name in engines if name != OURS] if candidate is not None else []
+    lines = [_own_line(candidate, target, routing)] if OURS in engines else []
+    return lines + [_elsewhere(candidate, target, name, num_draft) for name in others if candidate is not None]
+
+
+def lost_rules(lines: Sequence[LaunchLine], routing: Mapping[str, int]) -> list[str]:
+    """A note where rules of routing are settings of ours that lines of other engines do not hold."""
+    others = [one.engine for one in lines if one.engine != OURS and one.command]
+    if not others or not routing:
+        return []
+    rules = ", ".join(f"{name} = {value}" for name, value in routing.items())
+    return [f"{rules}: a setting of foretoken; started by its line, {', '.join(others)} drafts for every request."]
+
+
+def _own_line(candidate: AdviseCandidate | None, target: str, routing: Mapping[str, int]) -> LaunchLine:
+    words = [OURS, "serve"]
     for name, value in settings_of(candidate, target, routing).items():
         for item in value if isinstance(value, list) else [value]:
             words += [f"--{name.replace('_', '-')}", str(item)]
-    lines = [LaunchLine("foretoken", shlex.join(words))]
-    return (
-        lines if candidate is None else [*lines, *(_elsewhere(candidate, target, name, num_draft) for name in OTHERS)]
-    )
+    return LaunchLine(OURS, shlex.join(words))
 
 
 def _elsewhere(candidate: AdviseCandidate, target: str, name: str, num_draft: int) -> LaunchLine:

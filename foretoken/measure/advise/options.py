@@ -15,6 +15,7 @@ from foretoken.measure.eval.options import EvalOptions
 from foretoken.measure.options import (
     ALL,
     CHAT_OPTION,
+    MAX_SLO_MS,
     MAX_TOKENS_OPTION,
     NAME_OPTION,
     OUT_OPTION,
@@ -32,7 +33,6 @@ from foretoken.params import TEMPERATURES, check_number, check_whole
 
 MAX_CONCURRENCY = 512
 MAX_NUM_DRAFT = 64
-_MAX_SLO_MS = 1e9
 _OWN_ENGINE = {"memory", "reserve", "weights", "dtype", "device", "threads"}  # not read beside an address
 
 
@@ -74,7 +74,7 @@ class AdviseOptions:
         default=(1, 4, 8), metadata=option("Requests answered at once, separated by commas.", read=wholes)
     )
     num_drafts: tuple[int, ...] = field(
-        default=(1, 2, 3, 4, 5, 6, 8, 10),
+        default=tuple(range(1, 11)),
         metadata=option("Numbers of draft tokens to compare, separated by commas.", read=wholes),
     )
     max_tokens: int = field(default=128, metadata=MAX_TOKENS_OPTION)
@@ -129,7 +129,7 @@ class AdviseOptions:
         check_number("reserve", self.reserve, 0.0, 0.9)
         check_number("budget_s", self.budget_s, 1.0, 86_400.0)
         if self.slo_ms is not None:
-            check_number("slo_ms", self.slo_ms, 0.0, _MAX_SLO_MS, open_low=True)
+            check_number("slo_ms", self.slo_ms, 0.0, MAX_SLO_MS, open_low=True)
         check_price(self.price_per_hour)
         check_name(self.name)
         check_out(self.out)

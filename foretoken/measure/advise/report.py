@@ -11,7 +11,15 @@ from foretoken.measure.advise.cells import ALL_SLICES, SpeedCell, best_cells, ce
 from foretoken.measure.advise.checks import Finding, of_cells, of_question
 from foretoken.measure.advise.costing import CostRow, Machine, cost_rows
 from foretoken.measure.advise.costs import LoadCosts
-from foretoken.measure.advise.launches import LaunchLine, as_toml, launch_lines, settings_of
+from foretoken.measure.advise.launches import (
+    OTHERS,
+    OURS,
+    LaunchLine,
+    as_toml,
+    launch_lines,
+    lost_rules,
+    settings_of,
+)
 from foretoken.measure.advise.memory import MemoryRow, memory_advice, rooms_of
 from foretoken.measure.advise.options import AdviseOptions
 from foretoken.measure.advise.rounds import AnswerRounds
@@ -21,6 +29,7 @@ from foretoken.measure.advise.verdict import (
     verdict_of,
 )
 from foretoken.measure.plots import Plot, Point, Series
+from foretoken.measure.price import NEVER
 from foretoken.measure.report import Report, Table
 from foretoken.measure.stats import ratio_text
 from foretoken.plan.memory import Budget
@@ -54,7 +63,7 @@ _MEBI = 2**20
 class Measured:
     """What the answer is made of: candidates that could be loaded, their answers by name, the costs of steps, memory,
     what the checks of files found, and why other candidates could not be loaded; memory and `budget` are not known of
-    another engine. `sources` says where figures come from.
+    another engine. `sources` says where figures come from; `engines` are those that the answer may be carried out with.
     """
 
     candidates: Sequence[AdviseCandidate]
@@ -67,6 +76,7 @@ class Measured:
     failed: Mapping[str, str]
     notes: Sequence[str]
     sources: Sequence[tuple[str, str]] = SOURCES
+    engines: Sequence[str] = (OURS, *OTHERS)
 
 
 def advise_report(options: AdviseOptions, found: Measured, command: str, caveats: Sequence[str]) -> Report:
@@ -86,7 +96,7 @@ def advise_report(options: AdviseOptions, found: Measured, command: str, caveats
     chosen = next((one for one in found.candidates if one.name == verdict.candidate), None)
     own = [cell for cell in best if cell.candidate == (verdict.candidate or verdict.nearest)]
     costs = cost_rows(found.machines, own, options.slo_ms, MARGIN)
-    lines = launch_lines(chosen, options.target, verdict.num_draft, verdict.routing)
+    lines = launch_lines(chosen, options.target, verdict.num_draft, verdict.routing, found.engines)
     settings = settings_of(chosen, options.target, verdict.routing)
     results: dict[str, Any] = {
         "kind": "advise",
@@ -117,7 +127,11 @@ def advise_report(options: AdviseOptions, found: Measured, command: str, caveats
             *_memory_tables(found),
             *_cost_tables(costs, options),
             *_finding_tables(findings, found.failed),
-            _launch_table(lines, as_toml(settings), _sizing(own, verdict.num_draft)),
+            _launch_table(
+                lines,
+                as_toml(settings) if OURS in found.engines else "",
+                (*_sizing(own, verdict.num_draft), *lost_rules(lines, verdict.routing)),
+            ),
             Table("Where the figures come from", ("figure", "source"), tuple(found.sources), justify="l"),
         ),
         explained=EXPLAINED,
@@ -251,7 +265,7 @@ def _cost_tables(costs: Sequence[CostRow], options: AdviseOptions) -> tuple[Tabl
 
 
 def _price(value: float | None, concurrency: int | None) -> tuple[str, str]:
-    return ("never in time", "") if value is None else (f"{value:.3g}", str(concurrency))
+    return (NEVER, "") if value is None else (f"{value:.3g}", str(concurrency))
 
 
 def _finding_tables(findings: Sequence[Finding], failed: Mapping[str, str]) -> tuple[Table, ...]:
@@ -266,14 +280,14 @@ def _sizing(own: Sequence[SpeedCell], num_draft: int) -> tuple[str, ...]:
     return tuple(f"aiconfigurator: --nextn {num_draft} --nextn-accepted {one:.3g}" for one in accepted[:1])
 
 
-def _launch_table(lines: Sequence[LaunchLine], toml: str, sizing: Sequence[str]) -> Table:
+def _launch_table(lines: Sequence[LaunchLine], toml: str, notes: Sequence[str]) -> Table:
     cells = []
     for one in lines:
         cells += [(f"{one.engine}, first", command) for command in one.prepare]
         cells += [(f"{one.engine}, {name}", text.rstrip()) for name, text in (one.files or {}).items()]
         cells.append((one.engine, one.command or f"no: {one.refusal}"))
-    notes = (*sizing, "foretoken.toml:", *toml.splitlines())
-    return Table("To start it", ("engine", "line"), tuple(cells), notes, justify="l")
+    settings = ("foretoken.toml:", *toml.splitlines()) if toml else ()
+    return Table("To start it", ("engine", "line"), tuple(cells), (*notes, *settings), justify="l")
 
 
 def _plots(best: Sequence[SpeedCell], sweep: Sequence[SpeedCell]) -> tuple[Plot, ...]:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from foretoken.engine.request import RequestState
 from foretoken.engine.watch import RoundView, RoundWatcher
+from foretoken.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,19 @@ class AnswerRounds:
     def num_tokens(self) -> int:
         """Tokens that the rounds emit, the whole of the last one counted."""
         return sum(one.num_emitted for one in self.rounds)
+
+
+def answered(found: Sequence[AnswerRounds], num_prompts: int) -> list[AnswerRounds]:
+    """Those answers to `num_prompts` prompts that went on behind their first token.
+
+    Raises:
+        InputError: none did: nothing was there to draft.
+    """
+    kept = [one for one in found if one.rounds]
+    if not kept:
+        remedy = "answers to all of them end with their first token: give others, --chat, or leave out --stop-at-eos"
+        raise InputError("prompts", num_prompts, remedy)
+    return kept
 
 
 def shortened(rounds: Sequence[DraftRound], num_draft: int) -> list[DraftRound]:

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from statistics import median_low
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from foretoken.measure.advise.elsewhere import measured_elsewhere
 from foretoken.measure.advise.memory import MemoryRow, budget_of, memory_rows
 from foretoken.measure.advise.options import AdviseOptions
 from foretoken.measure.advise.report import Measured, advise_report
-from foretoken.measure.advise.rounds import AnswerRounds, RoundRecorder
+from foretoken.measure.advise.rounds import AnswerRounds, RoundRecorder, answered
 from foretoken.measure.eval.options import EvalDrafter, EvalOptions
 from foretoken.measure.eval.prompts import EvalPrompt, encoded, own_prompts, prompts_of
 from foretoken.measure.eval.run import measure
@@ -70,9 +71,32 @@ def run_advise(options: AdviseOptions, command: str = "foretoken advise") -> Rep
             torch.set_num_threads(options.threads)
         found = measured(options, candidates, prompts, machines)
         caveats = source_caveats(model_folder(options.target), None, load)
-    caveats += found.notes
+    caveats += [*recorded_notes(options, prompts), *found.notes]
     report = advise_report(options, found, command, caveats)
     return write_report(report, options.out, options.name)
+
+
+def recorded_notes(options: AdviseOptions, prompts: Sequence[EvalPrompt]) -> list[str]:
+    """Where recorded requests have other lengths or temperatures than those that the advice is made for."""
+    lengths = [one.max_tokens for one in prompts if one.max_tokens is not None]
+    temperatures = [one.temperature for one in prompts if one.temperature is not None]
+    found = []
+    if lengths and median_low(lengths) != options.max_tokens:
+        found.append(
+            f"The requests of the file ask for {_range(lengths)} tokens, and the advice is for answers of "
+            f"{options.max_tokens}: --max-tokens {median_low(lengths)} is their median."
+        )
+    if temperatures and median_low(temperatures) != options.temperature:
+        found.append(
+            f"The requests of the file have a temperature of {_range(temperatures)}, and the advice is for "
+            f"{options.temperature:g}: --temperature {median_low(temperatures):g} is their median."
+        )
+    return found
+
+
+def _range(values: Sequence[float]) -> str:
+    ends = dict.fromkeys((min(values), max(values)))
+    return " to ".join(f"{one:g}" for one in ends)
 
 
 def _prompts(options: AdviseOptions) -> list[EvalPrompt]:
@@ -196,7 +220,7 @@ def _answers(
             ]
     finally:
         llm.engine.watchers.remove(recorder)
-    return [one for one in found if one.rounds]
+    return answered(found, len(prompts))
 
 
 def _library_texts(options: AdviseOptions) -> list[str]:

@@ -156,11 +156,14 @@ def _sentence(best: CandidateVerdict, own: Mapping[int, SpeedCell], cells: Seque
         sentence += f"; not on {', '.join(best.losing_slices)}"
     if best.answer == "yes":
         return f"Speculate with {best.candidate}: {sentence}."
-    others = [f"{load}: {ratio_text(cell.speedup)}" for load, cell in own.items() if load not in best.paying_loads]
+    beyond = {load: cell for load, cell in own.items() if load not in best.paying_loads}
+    others = [f"{load}: {ratio_text(cell.speedup)}" for load, cell in beyond.items()]
     most = max(best.paying_loads)
+    loses = all((cell.speedup.high or cell.speedup.value) <= 1 + MARGIN for cell in beyond.values())
+    what = "does not pay" if loses else "is not shown to pay, and more prompts may tell"
     return (
-        f"Speculate with {best.candidate}, but only up to {_requests(most)} at once: {sentence}; beyond, it does not "
-        f"pay ({', '.join(others)})."
+        f"Speculate with {best.candidate}, but only up to {_requests(most)} at once: {sentence}; beyond, it {what} "
+        f"({', '.join(others)})."
     )
 
 

@@ -60,10 +60,14 @@ def _explained(options: CertifyOptions, drafted: Mapping[str, int] | None) -> st
     told = (
         f"B drafted {drafted['drafted']:,} tokens, of which {drafted['accepted']:,} were accepted. " if drafted else ""
     )
-    return told + (
+    drawn = (
         f"A correct B fails any of the tests of sampled answers with probability {options.alpha:g} at most: each of "
         f"the {2 * len(SETTINGS)} is made at level {level_of(options.alpha):.2g}, on {count} answers of each side. The "
-        "other checks never fail by chance, if rounding moves log-probabilities by no more than "
+        "other checks"
+    )
+    return told + (
+        f"{drawn if 'distribution' in options.only else 'Sampled answers were not tested. The checks'} never fail by "
+        "chance, if rounding moves log-probabilities by no more than "
         f"{options.tolerance:g}. sees: what a check misses with probability 0.01 at most. not asked: a side refuses "
         "the request, or does not report what the check needs. undecided: A does the same, or nothing could differ."
     )

@@ -30,6 +30,7 @@ from foretoken.measure.eval.prompts import EvalPrompt, encoded, in_turns, own_pr
 from foretoken.measure.eval.run import answer_seed
 from foretoken.measure.options import ALL
 from foretoken.measure.progress import Tell, progress
+from foretoken.measure.prompts import message_text
 from foretoken.measure.report import Report
 from foretoken.measure.write import write_report
 from foretoken.model.loader import load_decoder, parse_dtype, read_config, read_raw_config, stored_dtype
@@ -153,7 +154,7 @@ def _answers(llm: LLM, options: DiagnoseOptions, prompts: Sequence[EvalPrompt], 
 def _ids(llm: LLM, prompt: EvalPrompt, asking: Asking) -> list[int]:
     content = prompt.content
     if not asking.chat and not isinstance(content, str) and not isinstance(content[0], int):
-        texts = [str(message["content"]) for message in content if not isinstance(message, int)]
+        texts = [message_text(message) or "" for message in content if not isinstance(message, int)]
         ids = llm.encode("\n".join(texts))
     else:
         ids = encoded(llm, prompt, asking.chat)

@@ -18,8 +18,10 @@ from foretoken.measure.options import (
     DRAFTERS_OPTION,
     MAX_TOKENS_OPTION,
     PRICE_OPTION,
+    SLO_OPTION,
     STOP_AT_EOS_OPTION,
     check_price,
+    check_slo,
 )
 from foretoken.option import check_fields, option, same_option
 from foretoken.params import TEMPERATURES, check_number, check_temperatures, check_whole
@@ -75,6 +77,7 @@ class EvalOptions:
     numerics: str = field(default="default", metadata=same_option(EngineConfig, "numerics"))
     weights: str = field(default="auto", metadata=same_option(EngineConfig, "weights"))
     price_per_hour: float | None = field(default=None, metadata=PRICE_OPTION)
+    slo_ms: float | None = field(default=None, metadata=SLO_OPTION)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -84,6 +87,7 @@ class EvalOptions:
         check_whole("seed", self.seed, low=0, high=2**62)
         check_temperatures("temperatures", self.temperatures)
         check_price(self.price_per_hour)
+        check_slo(self.slo_ms, self.price_per_hour is not None)
         _ = self.settings  # refuses what no drafter takes
 
     @cached_property
@@ -149,6 +153,7 @@ class BackendEvalOptions:
     chat: bool = field(default=False, metadata=CHAT_OPTION)
     seed: int = field(default=0, metadata=same_option(EvalOptions, "seed"))
     price_per_hour: float | None = field(default=None, metadata=PRICE_OPTION)
+    slo_ms: float | None = field(default=None, metadata=SLO_OPTION)
 
     def __post_init__(self) -> None:
         check_whole("num_draft", self.num_draft, low=1, high=MAX_DRAFTED)
@@ -158,6 +163,7 @@ class BackendEvalOptions:
         for temperature in self.temperatures or ():
             check_number("temperatures", temperature, *TEMPERATURES)
         check_price(self.price_per_hour)
+        check_slo(self.slo_ms, self.price_per_hour is not None)
 
     def temperatures_for(self, backend: AnsweringBackend) -> tuple[float, ...]:
         """The temperatures to ask at, each once.

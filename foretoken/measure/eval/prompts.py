@@ -18,19 +18,23 @@ from foretoken.errors import InputError
 from foretoken.files import parse_json, read_text, to_json
 from foretoken.measure import workload
 from foretoken.measure.options import ALL
-from foretoken.measure.prompts import prompt_files, read_prompts
+from foretoken.measure.prompts import asked_of, message_text, messages_of, prompt_files, read_prompts
 
 _OWN_KEYS = ("messages", "prompt_ids")
 
 
 @dataclass(frozen=True)
 class EvalPrompt:
-    """One prompt: a text, the messages of a conversation, or token ids."""
+    """One prompt: a text, the messages of a conversation, or token ids; `max_tokens` and `temperature` are those of a
+    recorded request, None where the file says nothing. They are no part of what is compared (`key`).
+    """
 
     name: str
     slice: str
     content: str | tuple[Mapping[str, Any], ...] | tuple[int, ...]
     prediction: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
 
     @property
     def key(self) -> str:
@@ -107,7 +111,17 @@ def _read(path: Path) -> list[EvalPrompt]:
 
 
 def _of_bench(path: Path) -> list[EvalPrompt]:
-    return [EvalPrompt(one.name, one.slice, one.text, one.prediction) for one in read_prompts(path)]
+    return [
+        EvalPrompt(
+            one.name,
+            one.slice,
+            tuple(messages_of(one)) if one.messages else one.text,
+            one.prediction,
+            one.max_tokens,
+            one.temperature,
+        )
+        for one in read_prompts(path)
+    ]
 
 
 def _parse(path: Path, number: int, item: object) -> EvalPrompt:
@@ -119,5 +133,22 @@ def _parse(path: Path, number: int, item: object) -> EvalPrompt:
     for key, value in texts.items():
         if not isinstance(value, str):
             raise InputError("prompts", where, f'"{key}" must be a text')
+    prediction = item.get("prediction")
+    if prediction is not None and not isinstance(prediction, str):
+        raise InputError("prompts", where, '"prediction" must be a text')
     content = prompt_content(where, item)
-    return EvalPrompt(texts["name"], texts["slice"], content)
+    if not isinstance(content, str):
+        content = _asked_messages(content)
+    return EvalPrompt(texts["name"], texts["slice"], content, prediction or None, **asked_of(where, item))
+
+
+def _asked_messages(content: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A conversation up to its last answer, which is not sent, contents in parts joined where all are texts; token ids
+    as they are.
+    """
+    if len(content) > 1 and isinstance(content[-1], Mapping) and content[-1]["role"] == "assistant":
+        content = content[:-1]
+    return tuple(
+        {**one, "content": message_text(one)} if isinstance(one, Mapping) and message_text(one) is not None else one
+        for one in content
+    )

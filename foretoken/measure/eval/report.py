@@ -43,7 +43,7 @@ def eval_report(
         results={"rows": rows, "prices": tuple(prices), "interrupted": not result.complete},
         tables=(
             *_rate_tables(rows),
-            *price_tables(prices, "slice, temperature", _PRICED),
+            *price_tables(prices, "slice, temperature", _PRICED, result.options.get("slo_ms")),
             *(() if found is None else (_comparison_table(found),)),
         ),
         explained=_EXPLAINED,

@@ -33,7 +33,8 @@ _METHOD = "bootstrap over prompts, percentiles expanded for few prompts"
 class EvalSample:
     """The counts of one answer: `prompt` is the key of its prompt, `rule` what judged its drafts ("": unknown).
 
-    `timed` holds the tokens and the seconds of the whole answer, where they were taken; files do not hold it.
+    `timed` holds the tokens and the seconds of the whole answer and the mean time between two tokens (None: there are
+    no two), where they were taken; files do not hold it.
     """
 
     drafter: str
@@ -42,7 +43,7 @@ class EvalSample:
     prompt: str
     rule: str
     counts: AnswerCounts
-    timed: tuple[int, float] | None = field(default=None, compare=False)
+    timed: tuple[int, float, float | None] | None = field(default=None, compare=False)
 
     @property
     def cell(self) -> Cell:

@@ -20,7 +20,7 @@ from foretoken.measure.eval.options import BackendEvalOptions, EvalDrafter, Eval
 from foretoken.measure.eval.prompts import EvalPrompt, encoded, in_turns
 from foretoken.measure.eval.result import EvalResult, EvalSample
 from foretoken.measure.options import PLAIN
-from foretoken.measure.price import PriceRow, price_rows
+from foretoken.measure.price import PriceRow, counted_tokens, price_rows
 from foretoken.measure.report import now
 from foretoken.model.names import model_folder
 
@@ -95,7 +95,8 @@ def measure(
             if output.error is not None:
                 raise output.error
             rule = "+".join(sorted(counter.rules)) or output.stats.rule
-            timed = len(output.token_ids), output.stats.total_s
+            count = len(output.token_ids)
+            timed = count, output.stats.total_s, output.stats.inter_token_s if count > 1 else None
             yield EvalSample(drafter.name, prompt.slice, temperature, key, rule, counter.counts, timed)
     finally:
         llm.engine.watchers.remove(counter)
@@ -132,9 +133,12 @@ class EvaluationRun(ABC):
     def prices(self) -> tuple[PriceRow, ...]:
         """The price of tokens by slice and temperature, of plain decoding too where it can be had; none without one."""
         spent: dict[tuple[str, str], list[tuple[int, float]]] = {}
+        slo_ms = self._options.slo_ms
         for one in (*self.plain, *self.samples):
             if one.timed is not None:
-                spent.setdefault((f"{one.slice}, {one.temperature:g}", one.drafter), []).append(one.timed)
+                count, seconds, between_s = one.timed
+                timed = counted_tokens(count, between_s, slo_ms), seconds
+                spent.setdefault((f"{one.slice}, {one.temperature:g}", one.drafter), []).append(timed)
         speeds = [(*where, _tokens_per_s(timed)) for where, timed in spent.items()]
         return price_rows(self._options.price_per_hour, speeds, PLAIN)
 
@@ -288,7 +292,8 @@ class BackendEvalRun(EvaluationRun):
         self.num_silent += drafting.kind is not None and (drafted is None or accepted is None)
         counts = reported_counts(answer, drafted or 0, accepted or 0)
         name = PLAIN if drafting.kind is None else drafting_name(drafting)
-        timed = None if answer.e2e_s is None else (answer.num_emitted, answer.e2e_s)
+        between_s = answer.decode_s / answer.decode_tokens if answer.decode_tokens else None
+        timed = None if answer.e2e_s is None else (answer.num_emitted, answer.e2e_s, between_s)
         return EvalSample(name, prompt.slice, temperature, prompt.key, "", counts, timed)
 
     def _question(self, prompt: EvalPrompt) -> Question:

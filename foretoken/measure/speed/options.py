@@ -27,8 +27,10 @@ from foretoken.measure.options import (
     REPEATS_OPTION,
     SEED_OPTION,
     SLICES_OPTION,
+    SLO_OPTION,
     STOP_AT_EOS_OPTION,
     check_price,
+    check_slo,
     resume_option,
 )
 from foretoken.measure.workload import MAX_PROMPTS, SLICES
@@ -120,6 +122,7 @@ class SpeedOptions:
         metadata=option("The same for their n-gram lookups, whose draft tokens cost nothing.", read=wholes),
     )
     price_per_hour: float | None = field(default=None, metadata=PRICE_OPTION)
+    slo_ms: float | None = field(default=None, metadata=SLO_OPTION)
     plot: Path | None = field(default=None, metadata=option("Draw tokens per second into this .png or .svg file."))
     out: Path | None = field(default=None, metadata=OUT_OPTION)
     resume: Path | None = field(default=None, metadata=resume_option("answer", " with the same options"))
@@ -164,6 +167,7 @@ class SpeedOptions:
             )
         check_backends(self.backends)
         check_price(self.price_per_hour)
+        check_slo(self.slo_ms, self.price_per_hour is not None)
         check_name(self.name)
         if self.plot is not None:
             check_plot(self.plot)

@@ -59,14 +59,15 @@ def speed_report(
     """The report of `rows`, with a table per slice and temperature and a summary per temperature; `results` are further
     fields of its JSON.
     """
-    found, prices = ratios(rows), speed_prices(rows, price_per_hour)
+    slo_ms = options.get("slo_ms")
+    found, prices = ratios(rows), speed_prices(rows, price_per_hour, slo_ms)
     return Report(
         title="Speed",
         command=command,
         options=options,
         results={"rows": tuple(rows), "ratios": found, "prices": prices, "strict_differing": strict_differing(rows)}
         | dict(results or {}),
-        tables=(*speed_tables(rows, found), *price_tables(prices, "slice, temperature", _PRICED)),
+        tables=(*speed_tables(rows, found), *price_tables(prices, "slice, temperature", _PRICED, slo_ms)),
         conclusions=_strict_notes(rows),
         plots=speed_plots(rows),
         explained=EXPLAINED,
@@ -75,9 +76,18 @@ def speed_report(
     )
 
 
-def speed_prices(rows: Sequence[SpeedRow], price_per_hour: float | None) -> tuple[PriceRow, ...]:
+def speed_prices(
+    rows: Sequence[SpeedRow], price_per_hour: float | None, slo_ms: float | None = None
+) -> tuple[PriceRow, ...]:
     """The price of tokens by slice and temperature, where engines tell the time of whole answers."""
-    speeds = [(f"{row.slice}, {row.temperature:g}", row.setting, row.e2e_tokens_per_s) for row in rows]
+    speeds = [
+        (
+            f"{row.slice}, {row.temperature:g}",
+            row.setting,
+            row.e2e_tokens_per_s if slo_ms is None else row.timely_tokens_per_s,
+        )
+        for row in rows
+    ]
     return price_rows(price_per_hour, speeds, PLAIN)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import TypeVar
 
@@ -11,6 +12,7 @@ from foretoken.backend.answering import Answer
 from foretoken.kv.prefix import shared_length
 from foretoken.machine.neighbours import is_contended
 from foretoken.measure.options import DEFAULT_NUMERICS, STRICT
+from foretoken.measure.price import counted_tokens
 from foretoken.measure.speed.plan import ALL_SLICES, ENGINE, SpeedSample
 from foretoken.measure.stats import paired_ratio
 from foretoken.measure.workload import Prompt
@@ -38,7 +40,8 @@ class SpeedRow:
     the fastest setting of other engines that drafts, in whatever way.
 
     `e2e_tokens_per_s` counts all tokens from the question to the last one, its prompt included, and `e2e_speedup` is
-    its ratio to plain decoding's; None where the engine does not tell the time.
+    its ratio to plain decoding's; None where the engine does not tell the time. `timely_tokens_per_s` counts only those
+    of answers with at most so much time between two tokens as was asked for.
     """
 
     setting: str
@@ -94,9 +97,12 @@ class SpeedRow:
     e2e_speedup: float | None = None
     e2e_speedup_low: float | None = None
     e2e_speedup_high: float | None = None
+    timely_tokens_per_s: float | None = None
 
 
-def summarise(samples: Sequence[SpeedSample], prompts: Sequence[Prompt]) -> tuple[SpeedRow, ...]:
+def summarise(
+    samples: Sequence[SpeedSample], prompts: Sequence[Prompt], slo_ms: float | None = None
+) -> tuple[SpeedRow, ...]:
     """One row per temperature, slice and setting; with several slices, one over all of them as well, where a setting
     ran on all.
     """
@@ -109,6 +115,7 @@ def summarise(samples: Sequence[SpeedSample], prompts: Sequence[Prompt]) -> tupl
                 if name != ALL_SLICES or all(setting.runs_on(prompt) for prompt in prompts):
                     own = [s for s in chosen if s.setting == setting]
                     row = _row(own, _plain_of(own, chosen), name, prompts)
+                    row = row if slo_ms is None else replace(row, timely_tokens_per_s=_e2e_tokens_per_s(own, slo_ms))
                     rows.append(_beside_rival(row, own, _fastest_rival(chosen)))
     return tuple(rows)
 
@@ -234,15 +241,16 @@ def _whole_answers(samples: Sequence[SpeedSample]) -> dict[tuple[int, int], tupl
     }
 
 
-def _e2e_tokens_per_s(samples: Sequence[SpeedSample]) -> float | None:
+def _e2e_tokens_per_s(samples: Sequence[SpeedSample], slo_ms: float | None = None) -> float | None:
     known = [s for s in samples if s.answer.e2e_s]
     if not known:
         return None
-    return median(_per_repeat(known, _whole_tokens_per_s).values())
+    return median(_per_repeat(known, partial(_whole_tokens_per_s, slo_ms)).values())
 
 
-def _whole_tokens_per_s(answers: Sequence[Answer]) -> float:
-    return sum(a.num_emitted for a in answers) / sum(a.e2e_s or 0.0 for a in answers)
+def _whole_tokens_per_s(slo_ms: float | None, answers: Sequence[Answer]) -> float:
+    counted = (counted_tokens(a.num_emitted, a.decode_s / max(1, a.decode_tokens), slo_ms) for a in answers)
+    return sum(counted) / sum(a.e2e_s or 0.0 for a in answers)
 
 
 def repeated_ngrams(outputs: Iterable[Sequence[int]], n: int = _NGRAM) -> float | None:

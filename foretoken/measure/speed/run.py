@@ -79,7 +79,7 @@ def run_speed(options: SpeedOptions, llm: LLM | None = None, command: str = "for
         check_folder(options.plot.parent)
         check_file("plot", options.plot)
     run = measure_speed(options, llm)
-    rows = summarise(run.samples, run.prompts)
+    rows = summarise(run.samples, run.prompts, options.slo_ms)
     counts = [(row.num_contended, row.num_answers) for row in rows if row.slice != ALL_SLICES]
     report = speed_report(
         rows,

@@ -86,6 +86,7 @@ class ResponseWriter:
 
     def __init__(self, exchange: Exchange, body: SamplingFields, prefix: str, whole: str, chunk: str) -> None:
         self.exchange, self.body, self._is_open = exchange, body, False
+        self._num_ended = 0  # of the answers whose end was written: the exchange may be ahead of its stream
         self._level = metrics_level(body, exchange.api.config)
         self._has_trace = wants_trace(body)
         self._options = body.stream_options or StreamOptions()
@@ -146,7 +147,6 @@ class ResponseWriter:
         yield DONE
 
     def _frames(self, writer: ChoiceWriter, event: Event | PieceGroup) -> Iterator[bytes]:
-        exchange = self.exchange
         if not self._is_open and isinstance(event, PieceGroup | AnswerEnded):
             self._is_open = True
             for choice in writer.opening():
@@ -157,7 +157,8 @@ class ResponseWriter:
                 yield self._encoded([written], self._trace_of(event))
         elif isinstance(event, AnswerEnded):
             last = writer.ended(event) | self.of_choice(event)
-            is_last = len(exchange.book.ended) == exchange.num_answers
+            self._num_ended += 1
+            is_last = self._num_ended == self.exchange.num_answers
             reports = self.reports(with_trace=False) if is_last and not self._options.include_usage else {}
             yield self._encoded([last], reports)
 

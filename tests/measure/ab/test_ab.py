@@ -139,6 +139,21 @@ def test_rows_say_ratios_equal_texts_errors_and_costs(tmp_path: Path) -> None:
     assert json.loads(report.json_line())["pairs"][1]["equal_text"] is False
 
 
+def test_costs_count_the_tokens_of_answers_in_time_and_pay_for_all(tmp_path: Path) -> None:
+    """A takes 0.1 s a token in every other answer, and too long for the rest; B always does."""
+    options = options_of(tmp_path, 40, price_per_hour=(3.6,), slo_ms=100.0)
+    pairs = [
+        Pair(pair.plan, Observed(1.0, 10, itl_s=0.1 if place % 2 else 0.11), Observed(1.0, 10, itl_s=0.11))
+        for place, pair in enumerate(pairs_of(options, 1.0))
+    ]
+    every = slice_rows(pairs, options)[0]
+    assert every.cost_per_million is not None
+    assert every.cost_per_million["a"].value == pytest.approx(200)  # 2 s are paid for 10 tokens
+    assert every.cost_per_million["a"].low is None
+    assert "b" not in every.cost_per_million
+    assert "never in time" in markdown(ab_report(options, ABOUT, pairs, [], "foretoken ab", (), 0.0, False, False))
+
+
 ABOUT = {side: {"name": "n", "version": "v", "model": "m", "drafter": "plain"} for side in ("A", "B")}
 
 
@@ -239,6 +254,7 @@ def test_the_library_call_takes_names_and_options(tmp_path: Path) -> None:
         ({"margin": 0.0}, InputError, "margin"),
         ({"price_per_hour": (1.0, 2.0, 3.0)}, InputError, "price_per_hour"),
         ({"price_per_hour": (-1.0,)}, InputError, "price_per_hour"),
+        ({"slo_ms": 50.0}, InputError, "slo_ms"),
         ({"temperature": -1.0}, InputError, "temperature"),
         ({"warmup": 0}, InputError, "warmup"),
     ],

@@ -156,6 +156,10 @@ def test_memory_that_a_draft_takes_is_told(advised: Callable[..., Report], hard:
     assert rows["draft"].draft_weight_bytes > 0 == rows["ngram"].draft_weight_bytes
     assert rows["draft"].displaced_tokens > rows["ngram"].displaced_tokens
     assert rows["draft"].room.candidate < rows["draft"].room.plain
+    assert not [one for one in report.results["findings"] if one.topic == "memory"]
+    tight = advised(pair.target, pair.draft, prompts=hard, memory=f"{rows['draft'].total_bytes * 10 // 9}")
+    (finding,) = [one for one in tight.results["findings"] if one.topic == "memory"]
+    assert (finding.candidate, "leaves 10% in reserve" in finding.finding) == ("draft", True)
 
 
 def test_what_cannot_be_loaded_is_told_and_the_others_are_judged(

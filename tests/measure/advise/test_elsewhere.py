@@ -129,6 +129,54 @@ def test_a_server_whose_answers_copy_gets_yes(
     assert len(copying.asked) == 4 + sum(rows_to_measure((1, 2), 4))
 
 
+@pytest.mark.parametrize(
+    ("owner", "judged", "lines"),
+    [
+        ("llamacpp", {"ngram"}, ["llama.cpp"]),
+        ("vllm", {"ngram", "suffix"}, ["vLLM"]),
+        ("tensorrt_llm", {"ngram", "suffix"}, ["TensorRT-LLM"]),
+        ("fake", {"ngram"}, ["TGI"]),  # which names its model as the owner
+        ("foretoken", {"ngram", "suffix"}, ["foretoken"]),
+        ("someone", {"ngram", "suffix"}, ["foretoken", "vLLM", "SGLang", "llama.cpp", "TensorRT-LLM", "TGI"]),
+    ],
+)
+def test_only_what_the_servers_engine_has_is_advised(
+    owner: str,
+    judged: set[str],
+    lines: list[str],
+    copying: Fake,
+    target: Path,
+    texts: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(elsewhere, "steady_step_s", step_of_rows)
+    copying.owner = owner
+    report = foretoken.advise(str(target), url=copying.url, prompts=texts, concurrency=(1,), num_drafts=(1,))
+    assert {one.candidate for one in report.results["rows"]} == judged
+    assert {*report.results["failed"]} == {"ngram", "suffix"} - judged
+    assert [one.engine for one in report.results["launch"]] == lines
+    said = " ".join(report.caveats)
+    assert ("suffix was left out" in said) == ("suffix" not in judged)
+    assert ("does not say which engine" in said) == (owner == "someone")
+    (table,) = [one for one in report.tables if one.title == "To start it"]
+    assert ("foretoken.toml:" in table.notes) == ("foretoken" in lines)
+
+
+def test_a_drafter_that_the_servers_engine_lacks_is_refused_where_it_alone_is_named(
+    copying: Fake, target: Path, texts: Path
+) -> None:
+    copying.owner = "llamacpp"
+    with pytest.raises(InputError, match=r"llama\.cpp has none; of lookups it has ngram") as error:
+        foretoken.advise(str(target), url=copying.url, prompts=texts, drafts=("suffix",))
+    assert error.value.field == "drafts"
+
+
+def test_answers_that_end_at_once_tell_nothing(target: Path, texts: Path) -> None:
+    fake = Fake(lambda _number, body: counted(target, body, "a"))
+    with serving(fake), pytest.raises(InputError, match="end with their first token"):
+        foretoken.advise(str(target), url=fake.url, prompts=texts, concurrency=(1,))
+
+
 def test_loads_that_the_server_does_not_take_are_said(
     copying: Fake, target: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,6 +216,24 @@ def test_a_target_whose_tokenizer_is_not_the_servers_is_refused(target: Path, te
         return tokens("a", usage={"completion_tokens": 2, "prompt_tokens": len(body["prompt"])})
 
     with serving(Fake(characters)) as fake, pytest.raises(InputError, match="name the model that it serves") as error:
+        foretoken.advise(str(target), url=fake.url, prompts=texts)
+    assert error.value.field == "target"
+
+
+@pytest.mark.parametrize("ids", [[5], [100_000]], ids=["another text", "beyond the vocabulary"])
+def test_a_target_that_reads_the_servers_tokens_as_other_texts_is_refused(
+    ids: list[int], target: Path, texts: Path
+) -> None:
+    """Its prompts have as many tokens."""
+
+    def listed(_number: int, body: dict[str, Any]) -> Reply:
+        reply = counted(target, body, "def", "return")
+        events = [
+            event | {"choices": [choice | {"token_ids": ids} for choice in event["choices"]]} for event in reply.events
+        ]
+        return Reply(tuple(events))
+
+    with serving(Fake(listed)) as fake, pytest.raises(InputError, match="of 4 answers as other texts") as error:
         foretoken.advise(str(target), url=fake.url, prompts=texts)
     assert error.value.field == "target"
 

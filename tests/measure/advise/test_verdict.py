@@ -63,6 +63,12 @@ def test_only_under_a_load_becomes_a_routing_rule() -> None:
     assert any("with 8 requests at once a step emits 2.00 tokens" in reason for reason in found.reasons)
 
 
+def test_a_load_at_which_it_may_pay_is_not_said_to_lose() -> None:
+    found = answer(cell(1, 2.0, name="e"), cell(4, 1.2, name="e", half=0.3))
+    assert "beyond, it is not shown to pay, and more prompts may tell (4: 1.20x" in found.sentence
+    assert "beyond, it does not pay" in answer(cell(1, 2.0, name="e"), cell(4, 0.8, name="e")).sentence
+
+
 def test_only_for_the_slices_that_gain() -> None:
     found = answer(cell(1, 0.9), cell(1, 1.6, "edit"), cell(1, 1.3, "code"), cell(1, 0.6, "chat"))
     assert found.answer == "only for these slices"

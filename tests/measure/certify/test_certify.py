@@ -346,6 +346,8 @@ def test_the_report_says_what_failed_and_how_sure_it_is() -> None:
     assert report.verdict == "FAIL: 1 of 1 checks failed"
     assert not report.passed
     assert "on 1" in report.explained
+    few = certify_report(replace(options, only=("greedy",)), about, checks, [], None, "c", (), False)
+    assert few.explained.startswith("Sampled answers were not tested. The checks never fail by chance")
     for page in (markdown(report), html_page(report)):
         assert "c (here): why" in page
     stopped = certify_report(options, about, checks[:0], [], None, "foretoken certify", (), True)

@@ -196,6 +196,28 @@ def test_a_price_times_answers_and_asks_plainly_too() -> None:
     assert run_of(Timed(replace(CAN, plain=True)), drafters=("tree",)).prices() == ()
 
 
+def test_a_price_at_a_deadline_counts_the_tokens_of_answers_in_time() -> None:
+    """A plain answer takes 0.3 s a token behind its first, one with drafts 0.1 s."""
+
+    class Timed(Scripted):
+        def answer(self, question: Question, drafting: Drafting) -> Answer:
+            gap_s = 0.3 if drafting.kind is None else 0.1
+            return replace(super().answer(question, drafting), e2e_s=2.0, decode_s=11 * gap_s, decode_tokens=11)
+
+    run = run_of(
+        Timed(replace(CAN, plain=True)), drafters=("tree",), temperatures=(0.0,), price_per_hour=36.0, slo_ms=200.0
+    )
+    run.run()
+    found = {(row.setting, row.price_per_million_tokens is None, row.change) for row in run.prices()}
+    assert found == {("plain", True, None), ("tree", False, None)}
+    result = run.result()
+    page = markdown(eval_report(result, rows_of(result), None, run.prices()))
+    assert "| a, 0 | plain | 0 | never in time |" in page
+    assert "Answers with more than 200 ms between two tokens are paid for" in page
+    with pytest.raises(InputError, match="give price_per_hour too"):
+        run_of(Timed(CAN), drafters=("tree",), slo_ms=200.0)
+
+
 def test_what_the_engine_cannot_be_asked_is_refused_by_name() -> None:
     silent = replace(CAN, sampling=False)
     cases: list[tuple[Scripted, dict[str, Any], str]] = [

@@ -64,3 +64,33 @@ def test_texts_may_stand_before_conversations_and_ids(tmp_path: Path) -> None:
     path = tmp_path / "mixed.jsonl"
     path.write_text('{"prompt": "a"}\n{"prompt_ids": [1, 2]}\n')
     assert [prompt.content for prompt in prompts_of(path, [ALL], 5)] == ["a", (1, 2)]
+
+
+ASKED = {"role": "user", "content": "Hello"}
+RECORDED = {
+    "a batch file of OpenAI": {"custom_id": "r", "body": {"messages": [ASKED], "max_tokens": 9, "temperature": 0.5}},
+    "a session of aiperf": {"session_id": "r", "turns": [{"text": "Hello", "output_length": 9}, {"text": "More"}]},
+    "a log with answers": {"messages": [ASKED, {"role": "assistant", "content": "Hi"}], "max_tokens": 9},
+    "contents in parts": {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}], "name": "r"},
+}
+
+
+@pytest.mark.parametrize("kind", RECORDED)
+def test_recorded_conversations_are_asked_up_to_their_last_answer(kind: str, tmp_path: Path) -> None:
+    """Their texts are in the messages alone: read as texts, they would be empty."""
+    path = tmp_path / "r.jsonl"
+    path.write_text(json.dumps(RECORDED[kind]))
+    (found,) = prompts_of(path, [ALL], 5)
+    assert found.content == (ASKED,)
+    assert found.max_tokens == (None if kind == "contents in parts" else 9)
+    assert found.key == EvalPrompt("other", "r", (ASKED,)).key  # lengths are set by the measurement
+
+
+def test_a_conversation_may_bring_what_is_expected_and_says_what_cannot_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_text(json.dumps({"messages": [ASKED], "prediction": "Hi"}))
+    assert prompts_of(path, [ALL], 5)[0].prediction == "Hi"
+    for wrong, named in ({"prediction": 3}, "prediction"), ({"max_tokens": 0}, "max_tokens there"):
+        path.write_text(json.dumps({"messages": [ASKED], **wrong}))
+        with pytest.raises(InputError, match=rf"r\.jsonl:1.*{named}"):
+            prompts_of(path, [ALL], 5)

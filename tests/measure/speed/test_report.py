@@ -56,6 +56,14 @@ def test_whole_answers_have_a_ratio_and_a_price_of_their_own():
     assert "Price" not in [table.title for table in report().tables]
 
 
+def test_a_price_at_a_deadline_counts_the_tokens_of_answers_in_time():
+    found = rows(slo_ms=80.0, **{"ngram-3": 0.5})  # 100 ms a token plain, 50 ms with drafts
+    priced = speed_report(found, {"slo_ms": 80.0}, "foretoken bench", (), price_per_hour=3.6)
+    lines = {line[1]: line[2:] for line in priced.tables[-1].lines if line[0] == "code, 0"}
+    assert lines == {"plain": ("0", "never in time", ""), "ngram-3": ("10", "100", "")}
+    assert "more than 80 ms between two tokens" in priced.tables[-1].notes[0]
+
+
 def test_an_engine_that_tells_no_times_has_no_ratio_of_whole_answers_and_no_price():
     silent = tuple(replace(row, e2e_tokens_per_s=None, e2e_speedup=None) for row in ROWS)
     assert speed_report(silent, {}, "foretoken bench", (), price_per_hour=3.6).results["prices"] == ()

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from foretoken.backend.http import HttpBackend, ServerAddress
 from foretoken.backend.http_stream import read_spec_counters
 from foretoken.errors import InputError, UnavailableError
 from foretoken.measure.report import markdown
@@ -330,6 +331,19 @@ def test_times_of_one_request() -> None:
     assert sample(0, (1.0,)).tpot_s is None
 
 
+def test_a_server_that_still_loads_is_not_taken_for_one_that_is_not_there() -> None:
+    class Loading(Fake):
+        def reply(self, path: str, headers: dict[str, str], body: bytes) -> tuple[int, str, bytes]:
+            return (
+                (200, "application/json", b'{"data": []}')
+                if path == "/v1/models"
+                else super().reply(path, headers, body)
+            )
+
+    with serving(Loading()) as fake, pytest.raises(UnavailableError, match="it may still be loading"):
+        HttpBackend(ServerAddress(fake.url))
+
+
 def test_goodput_counts_answers_within_all_deadlines() -> None:
     samples = [sample(0, (0.1, 0.2)), sample(1, (0.9, 1.0)), sample(2, (0.1, 4.0)), sample(3, (), error="429")]
     options = UrlOptions("http://x", ttft_deadline_s=0.5, e2e_deadline_s=2.0)
@@ -341,7 +355,8 @@ def test_goodput_counts_answers_within_all_deadlines() -> None:
     assert (row.num_good_tokens, row.num_tokens) == (4, 12)
     (price,) = url_prices([row], price_per_hour=3.6)
     assert price.price_per_million_tokens == pytest.approx(1000.0)  # 4 seconds are paid for 4 tokens
-    assert url_prices([tight], price_per_hour=3.6) == ()
+    (never,) = url_prices([tight], price_per_hour=3.6)
+    assert never.price_per_million_tokens is None
 
 
 def test_percentiles_are_those_of_the_values_and_the_interval_holds_them() -> None:
