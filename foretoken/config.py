@@ -269,12 +269,12 @@ class SpecConfig:
         """`count`, or `num_draft` where that is a smaller number."""
         return count if self.num_draft == "auto" else min(count, self.num_draft)
 
-    @cached_property
+    @property
     def drafter_options(self) -> tuple[SpecConfig, ...]:
         """The configurations of which one runs in a round: the parts of `auto`, else this one; none for plain."""
         if self.drafter == "auto":
             return self.configs
-        return () if self.drafter is None else (self,)
+        return () if self.drafter is None else (self,)  # kept, it would be a cycle: memory until a garbage collection
 
     @property
     def leaves(self) -> frozenset[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -270,3 +272,17 @@ def test_unknown_options_name_the_nearest() -> None:
         with pytest.raises(TypeError, match=name):
             SpecConfig(**{name: "x"})
     assert from_mapping(SpecConfig, {"drafter": "ngram", "num_draft": 3}) == SpecConfig("ngram", num_draft=3)
+
+
+def test_a_requests_configuration_goes_with_its_request() -> None:
+    """Without a garbage collection, which in a server's worker comes after thousands of requests."""
+    gc.disable()
+    try:
+        spec = SpecConfig("ngram", num_draft=3)
+        assert spec.drafter_options == (spec,)
+        assert spec.leaves == {"ngram"}
+        kept = weakref.ref(spec)
+        del spec
+        assert kept() is None
+    finally:
+        gc.enable()

@@ -18,6 +18,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from foretoken.server.api.errors import ApiError
 from foretoken.server.guard.app import not_http, raw, too_many_connections
 from foretoken.server.guard.config import GuardConfig
+from foretoken.server.receiving import SharedBufferProtocol
 
 _NO_LINE = re.compile(rb"[^\s!#$%&'*+\-.^_`|~0-9A-Za-z]")  # begins no chunk size and no name of a header
 
@@ -38,7 +39,7 @@ def uvicorn_options(config: GuardConfig) -> dict[str, Any]:
     }
 
 
-class GuardedProtocol(H11Protocol):
+class GuardedProtocol(H11Protocol, SharedBufferProtocol):
     """One connection."""
 
     guard: GuardConfig

@@ -39,6 +39,7 @@ from foretoken.server.life.wire import (
     from_wire,
     plain,
 )
+from foretoken.server.receiving import open_stream
 
 _READ_BYTES = 4 << 20  # what may wait to be decoded: a step of many answers with log-probabilities
 _DUMP_S = 0.5  # for the stacks of all threads to be written; nothing says when they are
@@ -279,7 +280,7 @@ class WorkerProcess:
             theirs.close()
         ours.setblocking(False)
         try:
-            reader, writer = await asyncio.open_connection(sock=ours, limit=_READ_BYTES)
+            reader, writer = await open_stream(ours, _READ_BYTES)
         except BaseException:  # such as a front that ends meanwhile: nobody else knows of the process
             ours.close()
             process.kill()

@@ -47,6 +47,7 @@ from foretoken.server.life.wire import (
     to_wire,
     to_wire_of_loading,
 )
+from foretoken.server.receiving import open_stream
 
 if TYPE_CHECKING:
     from foretoken.backend.local import LocalBackend
@@ -241,7 +242,7 @@ def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
 async def _serve(descriptor: int) -> None:
     connection = socket.socket(fileno=descriptor)
     connection.setblocking(False)
-    reader, writer = await asyncio.open_connection(sock=connection, limit=READ_BYTES)
+    reader, writer = await open_stream(connection, READ_BYTES)
     channel = Channel(reader, writer, Command)
     load = await channel.receive()
     if isinstance(load, LoadEngine):
