@@ -178,8 +178,9 @@ def test_a_step_stays_within_its_account(
     params = SamplingParams(max_tokens=20, temperature=1.0, top_p=0.9, ignore_eos=True)
     with LLM(target, spec, cache_tokens=1024, max_batch_size=batch, max_prompt_tokens=128, weights=weights) as llm:
         used = peak_bytes(llm, tmp_path / "trace.json", batch, context, params, spec)
-    # The compiled pass, which runs prompts in int8 too, takes its rows outside of torch's account.
-    assert (0.05 if weights == "int8" else 0.1) * planned < used <= planned
+    # The compiled pass, which runs prompts in int8 too, takes its rows, those of the final norm among them, outside of
+    # torch's account.
+    assert (0.04 if weights == "int8" else 0.1) * planned < used <= planned
 
 
 def test_the_parts_by_hand() -> None:
