@@ -59,9 +59,10 @@ def launch_lines(
     engines: Sequence[str] = (OURS, *OTHERS),
 ) -> list[LaunchLine]:
     """The lines of these engines; without a candidate only ours, which decodes plainly."""
-    others = [name for name in engines if name != OURS] if candidate is not None else []
     lines = [_own_line(candidate, target, routing)] if OURS in engines else []
-    return lines + [_elsewhere(candidate, target, name, num_draft) for name in others if candidate is not None]
+    if candidate is None:
+        return lines
+    return lines + [_elsewhere(candidate, target, name, num_draft) for name in engines if name != OURS]
 
 
 def lost_rules(lines: Sequence[LaunchLine], routing: Mapping[str, int]) -> list[str]:
