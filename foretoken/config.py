@@ -19,6 +19,8 @@ from foretoken.registry import HEAD_KINDS, HEADS, FrozenOptions, check_options, 
 from foretoken.registry import PLAIN as PLAIN
 from foretoken.registry import known_drafters as known_drafters
 from foretoken.spec_checks import (
+    NO_TABLE,
+    PACKAGED_TABLE,
     check_draft,
     check_drafting_less,
     check_lookahead,
@@ -26,6 +28,7 @@ from foretoken.spec_checks import (
     check_nesting,
     check_parts,
     check_read,
+    check_table,
     check_texts,
     is_lookup,
     leaves_of,
@@ -87,7 +90,8 @@ class SpecConfig:
 
     Drafter `predicted` drafts the request's `SamplingParams.prediction`, and only requests that have one can use it.
     Drafter `suffix` also drafts from the text file `corpus` and from finished answers of the same tenant
-    (`SamplingParams.tenant`).
+    (`SamplingParams.tenant`), and goes on with the target's n-gram table: `ngram_table` is a file that `foretoken train
+    ngrams` wrote, "packaged" for the one that the package has for the target's tokenizer, if any, or "none".
 
     Drafter `early_exit` is the target itself without some of its layers: its first `exit_layer` ones, or all but
     `skip_layers` (numbers from 0). With `exit_layer="auto"` the engine chooses among a few exits in each round, with
@@ -144,6 +148,13 @@ class SpecConfig:
         ),
     )
     corpus: str | None = field(default=None, metadata=_option("A text file to draft from, for --drafter suffix."))
+    ngram_table: str = field(
+        default=PACKAGED_TABLE,
+        metadata=_option(
+            f"The target's n-gram table, for --drafter suffix and auto: a file, {PACKAGED_TABLE} (the package's own "
+            f"where it has one for this tokenizer), or {NO_TABLE}."
+        ),
+    )
     exit_layer: int | Literal["auto"] = field(
         default="auto", metadata=_option("Layers that draft, for --drafter early_exit: a number, or auto.")
     )
@@ -200,6 +211,7 @@ class SpecConfig:
         check_drafting_less(self)
         self._check_tree()
         check_texts(self)
+        check_table(self)
         self._check_layers()
         check_lookahead(self)
         self._check_options()

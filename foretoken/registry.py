@@ -49,7 +49,7 @@ DRAFTERS: dict[str, Traits] = {
     "ngram": Traits("foretoken.draft.ngram:NgramDrafter"),
     "suffix": Traits(
         "foretoken.draft.suffix:SuffixDrafter",
-        fields=("corpus",),
+        fields=("corpus", "ngram_table"),
         options="foretoken.draft.suffix_options:SuffixOptions",
     ),
     "recycling": Traits("foretoken.draft.recycling:RecyclingDrafter"),

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 A_DRAFT = "the folder or hub id of a draft model"
 A_HEAD = "the folder or hub id of a trained head"
+PACKAGED_TABLE, NO_TABLE = "packaged", "none"  # of `SpecConfig.ngram_table`
 
 
 def is_lookup(spec: SpecConfig) -> bool:
@@ -77,6 +78,16 @@ def check_texts(spec: SpecConfig) -> None:
         raise ConfigError("corpus", spec.corpus, "must be the name of a text file")
     if spec.corpus:
         check_read(spec, "corpus")
+
+
+def check_table(spec: SpecConfig) -> None:
+    """Whether somebody reads the n-gram table that is named, or left out."""
+    if not isinstance(spec.ngram_table, str) or not spec.ngram_table:
+        remedy = f"must be the name of a file, {PACKAGED_TABLE!r} or {NO_TABLE!r}"
+        raise ConfigError("ngram_table", spec.ngram_table, remedy)
+    check_text("ngram_table", spec.ngram_table)
+    if spec.ngram_table != PACKAGED_TABLE:
+        check_read(spec, "ngram_table")
 
 
 def check_draft(spec: SpecConfig) -> None:

@@ -124,7 +124,7 @@ def test_fields_of_the_public_configs() -> None:
     assert [field.name for field in dataclasses.fields(SpecConfig)] == [
         *("drafter", "draft", "num_draft", "rule", "allow_lossy", "draft_probability", "min_confidence", "draft_top_k"),
         *("draft_dtype", "draft_vocabulary"),
-        "corpus",
+        *("corpus", "ngram_table"),
         *("exit_layer", "skip_layers"),
         *("parts", "lookahead_window", "lookahead_ngram"),
         *("tree", "branching", "options", "head", "head_kind"),

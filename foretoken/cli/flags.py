@@ -29,6 +29,7 @@ from foretoken.field_text import parse_field, union_members
 from foretoken.files import check_readable
 from foretoken.option import Option, options_of, setting_name
 from foretoken.registry import known_drafters, options_class
+from foretoken.spec_checks import NO_TABLE, PACKAGED_TABLE
 
 Verb = Callable[..., None]
 _Config = TypeVar("_Config")
@@ -260,7 +261,7 @@ def check_sources(spec: SpecConfig | None) -> None:
 
     Raises:
         ModelError: no such draft or head.
-        StorageError: the corpus cannot be opened.
+        StorageError: the corpus or the n-gram table cannot be opened.
     """
     if spec is None:
         return
@@ -272,5 +273,16 @@ def check_sources(spec: SpecConfig | None) -> None:
         from foretoken.heads.kind import kind_of_head
 
         kind_of_head(spec.head)
+    check_drafting_files(spec)
+
+
+def check_drafting_files(spec: SpecConfig) -> None:
+    """Whether the corpus and the n-gram table that `spec` names can be read.
+
+    Raises:
+        StorageError: one cannot.
+    """
     if spec.corpus is not None:
         check_readable("corpus", Path(spec.corpus))
+    if spec.ngram_table not in (PACKAGED_TABLE, NO_TABLE):
+        check_readable("ngram_table", Path(spec.ngram_table))

@@ -5,18 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from foretoken.cli.common import DEFAULT_MODEL, JsonOption, engine_config, fetch_models, print_json, text_of
-from foretoken.cli.flags import answering_spec, config_from, takes
+from foretoken.cli.flags import answering_spec, check_drafting_files, config_from, takes
 from foretoken.cli.origins import SECRETS
 from foretoken.config import SpecConfig
 from foretoken.engine_config import EngineConfig
 from foretoken.errors import ConfigError
-from foretoken.files import check_file, check_readable
+from foretoken.files import check_file
 from foretoken.printing.console import Console
 from foretoken.scale.options import RayOptions
 from foretoken.server.api.config import ApiConfig
@@ -93,8 +92,7 @@ def server_config(given: Mapping[str, Any]) -> ServerConfig:
 
         spec.for_request(None)
         spec = with_head_kind(spec)  # requests may name each part
-        if spec.corpus is not None:
-            check_readable("corpus", Path(spec.corpus))
+        check_drafting_files(spec)
     if given["trace"] is not None:
         check_file("trace", given["trace"])
     specs = () if spec is None else spec.configs

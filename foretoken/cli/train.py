@@ -121,7 +121,32 @@ def answers(
         Console().line(f"{out}: {count.num_answers:,} answers, {count.num_tokens:,} tokens")
 
 
-for _verb in (answers, eagle, medusa, block, adapter, draft):
+@takes(EngineConfig, fields=("model",))
+def ngrams(
+    target: str,
+    answers: Annotated[
+        list[Path], typer.Option(help="The target's answers, as train answers writes them; may be given several times.")
+    ],
+    out: Annotated[Path, typer.Option(help="The file of the table.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Count the n-gram table of a target from its answers: what --ngram-table takes, for drafters suffix and auto."""
+    from foretoken.draft.ngram_table import save_table
+    from foretoken.model.names import model_folder
+    from foretoken.train.ngrams import table_of_answers
+
+    folder = model_folder(target)
+    check_file("out", out)
+    with Console(stderr=True).bar("counting n-grams", None):
+        table, note = table_of_answers(answers, folder)
+    save_table(table, out, {name: str(value) for name, value in note.items()})
+    if as_json:
+        print_json(note | {"table": str(out), "entries": table.num_entries, "bytes": table.num_bytes})
+    else:
+        Console().line(f"{out}: {table.num_entries:,} entries from {note['answer_tokens']:,} tokens of answers")
+
+
+for _verb in (answers, ngrams, eagle, medusa, block, adapter, draft):
     app.command(_verb.__name__, cls=EngineVerb)(_verb)
 
 

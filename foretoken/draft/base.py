@@ -17,6 +17,7 @@ from torch import Tensor
 
 from foretoken.config import SpecConfig
 from foretoken.core import Batch, Draft, Request, Verdict
+from foretoken.draft.ngram_table import NgramTable
 from foretoken.heads.base import Head
 from foretoken.model.interface import LanguageModel
 from foretoken.text.tokenizer import Tokenizer
@@ -261,6 +262,9 @@ class Factory(Protocol):
 
     def corpus(self, path: str) -> list[int]:
         """Token ids of a text file."""
+
+    def ngram_table(self, name: str) -> NgramTable | None:
+        """The table of `SpecConfig.ngram_table`; None where there is none for the target."""
 
 
 @runtime_checkable

@@ -35,8 +35,8 @@ GRAMMAR = "grammar"  # the drafter's name in the provenance of tokens that a gra
 
 
 def drafter_key(spec: SpecConfig) -> DrafterKey | None:
-    """Which drafter serves `spec`: its name, the draft model (its format, the use of its vocabulary), head or corpus it
-    works with, its own options, its parts.
+    """Which drafter serves `spec`: its name, the draft model (its format, the use of its vocabulary), head, corpus or
+    n-gram table it works with, its own options, its parts.
 
     None for plain decoding.
     """
@@ -44,7 +44,7 @@ def drafter_key(spec: SpecConfig) -> DrafterKey | None:
         return None
     parts = [drafter_key(part) for part in spec.configs]
     model = (spec.draft, spec.draft_dtype, spec.draft_vocabulary, spec.head)
-    return repr((spec.drafter, *model, spec.corpus, spec.options, *parts))
+    return repr((spec.drafter, *model, spec.corpus, spec.ngram_table, spec.options, *parts))
 
 
 def own_drafters(spec: SpecConfig) -> dict[DrafterKey, SpecConfig]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, Self, TypeVar, runtime_checkable
 
@@ -14,6 +14,7 @@ import torch
 from foretoken.config import SpecConfig
 from foretoken.core import Batch, BatchEntry, Draft, Verdict
 from foretoken.draft.base import Drafter, Factory, Feedback
+from foretoken.draft.tree import TreeNode, grow_best_first
 
 # ---- where the last words of a text stood before: the index behind every lookup drafter
 #
@@ -222,6 +223,51 @@ def _grow_chain(following: Sequence[int], budget: int, doubt: float, least: floa
         tokens.append(token)
         chances.append(chance)
     return LookupTree(tuple(tokens), tuple(range(-1, len(tokens) - 1)), tuple(chances))
+
+
+Said = Callable[[Sequence[int]], tuple[int, float] | None]  # the likeliest token behind a text, and its chance
+
+
+def continued(
+    tree: LookupTree, said: Said, text: Sequence[int], budget: int, branching: int, least: float
+) -> LookupTree:
+    """`tree`, a draft behind `text`, joined with what another source has `said` at each of its places and behind its
+    ends.
+
+    A place has the `branching` likeliest of its children: a token that both name has the higher chance, one that the
+    source alone names has its chance where the tree's children are wrong. At most `budget` nodes, none less likely than
+    `least`.
+    """
+    below: dict[int, list[int]] = {}
+    for node, parent in enumerate(tree.parents):
+        below.setdefault(parent, []).append(node)
+    paths: list[list[int]] = []  # by node of the result
+    origins: list[int | None] = []  # its node in `tree`; None: the source's own
+
+    def children(path: list[int], origin: int | None) -> list[tuple[float, int]]:
+        own = [] if origin is None else below.get(origin, [])
+        above = 1.0 if origin is None or origin < 0 else tree.chances[origin]
+        ranked = {tree.tokens[node]: tree.chances[node] / above for node in own}
+        found = said([*text, *path])
+        if found is not None:
+            token, chance = found
+            left = 1.0 if token in ranked else 1.0 - max(ranked.values(), default=0.0)
+            ranked[token] = max(ranked.get(token, 0.0), left * chance)
+        return sorted(((chance, token) for token, chance in ranked.items()), key=lambda child: -child[0])[:branching]
+
+    def below_node(node: TreeNode) -> list[tuple[float, int]]:
+        path, origin = (paths[node.parent], origins[node.parent]) if node.parent >= 0 else ([], -1)
+        own = [] if origin is None else below.get(origin, [])
+        paths.append([*path, node.token])
+        origins.append(next((one for one in own if tree.tokens[one] == node.token), None))
+        return children(paths[-1], origins[-1])
+
+    nodes = grow_best_first(children([], -1), below_node, budget, least)
+    return LookupTree(
+        tuple(node.token for node in nodes),
+        tuple(node.parent for node in nodes),
+        tuple(node.estimate for node in nodes),
+    )
 
 
 class GrowingText(Protocol):

@@ -1,5 +1,5 @@
-"""Suffix lookup: what followed the last words in this text, in earlier answers of the same tenant, and in a corpus of
-one's own.
+"""Suffix lookup: what followed the last words in this text, in earlier answers of the same tenant, in a corpus of
+one's own, and in general where the target has an n-gram table.
 
 After SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975; `snowflakedb/ArcticInference`): for several lengths of
 agreement the continuations of all places that agree that far form a tree of counts; the tree with the highest score,
@@ -25,9 +25,11 @@ from foretoken.draft.lookup_tree import (
     Matches,
     MatchIndex,
     TextLookup,
+    continued,
     grow_tree,
 )
 from foretoken.draft.ngram import BRANCHING, MIN_ESTIMATE
+from foretoken.draft.ngram_table import MAX_CONTEXT, NgramTable
 from foretoken.draft.suffix_options import DEFAULT_STORE_TOKENS, MIN_STORE_TOKENS, SuffixOptions
 
 _LENGTHS_TRIED = 3  # longest lengths of agreement that are compared
@@ -88,6 +90,7 @@ class SuffixDrafter(TextLookup[MatchIndex]):
         corpus: Sequence[int] = (),
         store_tokens: int = DEFAULT_STORE_TOKENS,
         max_tokens: int = 4 * DEFAULT_STORE_TOKENS,
+        table: NgramTable | None = None,
     ) -> None:
         super().__init__()
         self._requests: dict[int, Request] = {}
@@ -95,12 +98,14 @@ class SuffixDrafter(TextLookup[MatchIndex]):
         self._store_tokens, self._max_tokens = min(store_tokens, max_tokens), max_tokens
         self._num_counted = 0  # tokens of all stores, as they count towards `max_tokens`
         self._corpus = MatchIndex([*corpus, NO_TOKEN] if corpus else ())
+        self._table = table
 
     @classmethod
     def make(cls, factory: Factory, spec: SpecConfig) -> Self:
         """See `base.Factory`."""
         kept = SuffixOptions(**spec.options).store_tokens
-        return cls(() if spec.corpus is None else factory.corpus(spec.corpus), kept, 4 * kept)
+        corpus = () if spec.corpus is None else factory.corpus(spec.corpus)
+        return cls(corpus, kept, 4 * kept, factory.ngram_table(spec.ngram_table))
 
     def start(self, request: Request) -> None:
         """Index the prompt."""
@@ -148,12 +153,15 @@ class SuffixDrafter(TextLookup[MatchIndex]):
         """Memory of everything held, roughly."""
         return (
             self._corpus.num_bytes
+            + (0 if self._table is None else self._table.num_bytes)
             + sum(store.num_bytes for store in self._stores.values())
             + sum(own.num_bytes for own in self._indexes.values())
         )
 
     def look_up(self, entry: BatchEntry, ahead: Sequence[int] = ()) -> LookupTree:
-        """The tree with the most expected accepted tokens, over all sources and lengths of agreement."""
+        """The tree with the most expected accepted tokens, over all sources and lengths of agreement, continued with
+        the target's n-gram table.
+        """
         if not entry.num_draft:
             return EMPTY
         index, depth = self._indexes[entry.request.request_id], entry.num_draft
@@ -161,15 +169,18 @@ class SuffixDrafter(TextLookup[MatchIndex]):
         own, fixed = index.matches(end, depth), self._corpus.matches(end, depth)
         store = self._stores.get(entry.request.params.tenant)
         others = [*(store.matches(end, depth) if store is not None else ()), *([fixed] if fixed is not None else ())]
+        branching = BRANCHING if entry.takes_trees else 1
         trees = [
             tree
             for found in ([own] if own is not None else [], others)
             if found
-            for tree in _trees(_together(found), depth, BRANCHING if entry.takes_trees else 1)
+            for tree in _trees(_together(found), depth, branching)
         ]
-        return max(
-            trees, key=lambda tree: tree.score, default=EMPTY
-        )  # on a tie the request's own text, and the longer agreement
+        # on a tie the request's own text, and the longer agreement
+        best = max(trees, key=lambda tree: tree.score, default=EMPTY)
+        if self._table is None:
+            return best
+        return continued(best, self._table.after, end[-MAX_CONTEXT:], depth, branching, MIN_ESTIMATE)
 
 
 def _trees(matches: Matches, budget: int, branching: int) -> list[LookupTree]:

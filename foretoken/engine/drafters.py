@@ -14,6 +14,7 @@ from foretoken.draft.base import AdaptableDrafter, Drafter, DrafterKey, ModelDra
 from foretoken.draft.group import DrafterGroup, own_drafters
 from foretoken.draft.head_drafter import HeadDrafter
 from foretoken.draft.hidden_states import reads_hidden_states
+from foretoken.draft.ngram_table import NgramTable, table_for
 from foretoken.errors import ConfigError, InputError
 from foretoken.files import read_text
 from foretoken.heads.kind import kind_of_head, with_head_kind
@@ -24,6 +25,7 @@ from foretoken.model.matrices.quant import drafts_at_speed
 from foretoken.model.open import draft_weights, native_config, open_device, open_model
 from foretoken.params import check_number
 from foretoken.registry import DRAFTERS, Traits, add_traits, load_source, traits_of
+from foretoken.spec_checks import NO_TABLE, PACKAGED_TABLE
 from foretoken.text.tokenizer import Tokenizer
 
 DEFAULT_LIMIT_S = 10.0
@@ -113,6 +115,21 @@ class DrafterFactory:
         if self.tokenizer is None:
             raise InputError("corpus", path, f"{self.folder} has no tokenizer to read a text with")
         return self.tokenizer.encode(read_text("corpus", Path(path)), add_special_tokens=False)
+
+    def ngram_table(self, name: str) -> NgramTable | None:
+        """The n-gram table to draft from: the file `name`, or the package's own of this tokenizer, if it has one.
+
+        Raises:
+            InputError: a file for a target without a tokenizer.
+            StorageError, CheckpointError, MismatchError: see `table_for`.
+        """
+        if name == NO_TABLE:
+            return None
+        if self.tokenizer is None:
+            if name == PACKAGED_TABLE:
+                return None
+            raise InputError("ngram_table", name, f"{self.folder} has no tokenizer to compare the table's with")
+        return table_for(self.tokenizer, None if name == PACKAGED_TABLE else Path(name))
 
 
 Maker = Callable[[DrafterFactory, SpecConfig], Drafter]

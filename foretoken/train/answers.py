@@ -179,13 +179,29 @@ def answered_data(path: Path, target: Path, vocab_size: int, held_out_share: flo
     """
     from foretoken.train.head_data import split_documents
 
-    file = read_answers(path)
-    most = max((token for pair in file.pairs for part in pair for token in part), default=0)
-    if file.header.get("target") != folder_fingerprint(target) or most >= vocab_size:
-        raise MismatchError(
-            f"{path} holds the answers of another target than {target}: make them again with `foretoken train answers`"
-        )
+    file = answers_of(path, target)
+    if max((token for pair in file.pairs for part in pair for token in part), default=0) >= vocab_size:
+        raise _of_another(path, target)
     return split_documents(file.pairs, str(path), held_out_share)
+
+
+def answers_of(path: Path, target: Path) -> AnswerFile:
+    """The answers of the target in the folder `target`.
+
+    Raises:
+        MismatchError: another target's answers.
+        StorageError, InputError: see `read_answers`.
+    """
+    file = read_answers(path)
+    if file.header.get("target") != folder_fingerprint(target):
+        raise _of_another(path, target)
+    return file
+
+
+def _of_another(path: Path, target: Path) -> MismatchError:
+    return MismatchError(
+        f"{path} holds the answers of another target than {target}: make them again with `foretoken train answers`"
+    )
 
 
 def folder_fingerprint(folder: Path) -> str:

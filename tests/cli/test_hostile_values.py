@@ -51,6 +51,7 @@ NEEDED = {
     "report": ["run.json", "--out", "page.html"],
     "train lm": ["--out", "run"],
     "train answers": ["--target", "reference:target", "--prompts", "prompts.jsonl", "--out", "answers.jsonl"],
+    "train ngrams": ["--target", "reference:target", "--answers", "answers.jsonl", "--out", "table"],
     **{
         f"train {kind}": ["--target", "reference:target", "--out", "run"]
         for kind in ("eagle", "medusa", "block", "adapter", "draft")

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foretoken import LLM, ConfigError, InputError, SamplingParams, SpecConfig, StorageError
+from foretoken.draft.base import Factory
 from foretoken.draft.group import drafter_key
 from foretoken.draft.lookup_tree import MATCH_LIMIT, NO_TOKEN
 from foretoken.draft.ngram import MIN_ESTIMATE
@@ -138,7 +140,8 @@ def test_all_stores_together_stay_small_and_the_tenant_unused_longest_goes() -> 
 
 
 def test_the_size_of_the_stores_is_an_option() -> None:
-    drafter = SuffixDrafter.make(None, SpecConfig("suffix", options={"store_tokens": 300}))  # type: ignore[arg-type]
+    factory = cast(Factory, SimpleNamespace(ngram_table=lambda _: None))
+    drafter = SuffixDrafter.make(factory, SpecConfig("suffix", options={"store_tokens": 300}))
     for i in range(20):
         tell(drafter, (9,), range(1, 200), f"t{i % 6}")
     assert 600 < drafter.num_stored_tokens <= 1200  # at most four stores' worth

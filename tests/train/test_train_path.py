@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from foretoken.cli.app import app as main_app
 from foretoken.cli.train import app
 from foretoken.config import SamplingParams, SpecConfig
+from foretoken.draft.ngram_table import load_table
 from foretoken.engine.llm import LLM
 from foretoken.errors import ConfigError, InputError, MismatchError, StorageError
 from foretoken.heads.checkpoint import load_head
@@ -198,3 +199,27 @@ def test_from_own_prompts_to_generation_and_to_another_engine(folder: Path, answ
     result = CliRunner().invoke(main_app, words)
     assert result.exit_code == 0, result.output
     assert (out / "config.json").exists()
+
+
+def test_an_n_gram_table_is_counted_from_answers(folder: Path, answered: Path, tmp_path: Path) -> None:
+    out, words = tmp_path / "table", ("ngrams", "--target", folder / "target", "--out", tmp_path / "table", "--json")
+    repeated = run(*words, *("--answers", answered) * 4)
+    assert repeated["answers"] == 4 * 9
+    assert repeated["entries"] == load_table(out).num_entries > 0
+    plain, made = (
+        LLM(folder / "target", SpecConfig("suffix", ngram_table=name), dtype="float32", cache_tokens=256).generate(
+            [[1, 2, 3]], SamplingParams(max_tokens=8)
+        )[0]
+        for name in ("none", str(out))
+    )
+    assert made.token_ids == plain.token_ids
+    header, *rows = answered.read_text().splitlines(keepends=True)
+    few = tmp_path / "few.jsonl"
+    few.write_text(header + json.dumps({"place": 0, "prompt_ids": [1], "answer_ids": [2, 3]}) + "\n")
+    with pytest.raises(InputError, match="no token stands 3 times"):
+        run(*words, "--answers", few)
+    few.write_text(header.replace('"target": "', '"target": "x') + rows[0])
+    with pytest.raises(MismatchError, match="another target"):
+        run(*words, "--answers", few)
+    with pytest.raises(StorageError, match="out: cannot write"):
+        run(*words, "--answers", answered, "--out", tmp_path / "none" / "table")

@@ -1,0 +1,260 @@
+"""N-gram tables: counted against a twin of dictionaries, read and written, joined with what a text says, and in use."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+
+from foretoken import LLM, CheckpointError, ConfigError, MismatchError, SamplingParams, SpecConfig, StorageError
+from foretoken.draft import ngram_table
+from foretoken.draft.lookup_tree import EMPTY, LookupTree, continued
+from foretoken.draft.ngram_table import (
+    context_keys,
+    load_table,
+    save_table,
+    table_for,
+    vocabulary_digest,
+)
+from foretoken.draft.suffix import SuffixDrafter
+from foretoken.text.tokenizer import load_tokenizer
+from foretoken.train.ngrams import count_ngrams
+from tests.helpers.rounds import Alone
+
+Pairs = list[tuple[list[int], list[int]]]
+texts = st.lists(st.integers(0, 3), max_size=30)
+answers = st.lists(st.tuples(texts, texts), min_size=1, max_size=4)
+ANSWERS: Pairs = [([7, 8], [1, 2, 3] * 4 + [1, 2, 4]), ([9], [1, 2, 3, 5, 6] * 3)]
+
+
+def seen_after(pairs: Pairs, context: Sequence[int]) -> Counter[int]:
+    """What stands in the answers after `context`, which may begin in the prompt's last three tokens."""
+    found: Counter[int] = Counter()
+    for prompt, answer in pairs:
+        text = [*prompt[-3:], *answer]
+        for stop in range(max(len(context), len(prompt[-3:])), len(text)):
+            if text[stop - len(context) : stop] == list(context):
+                found[text[stop]] += 1
+    return found
+
+
+def twin(pairs: Pairs) -> dict[tuple[int, ...], tuple[int, float]]:
+    """The entries of a table by context."""
+    kept: dict[tuple[int, ...], tuple[int, float]] = {}
+    spelt = {tuple([*p[-3:], *a][i : i + n]) for p, a in pairs for n in (1, 2, 3) for i in range(len(p) + len(a))}
+    for context in sorted(filter(None, spelt), key=len):
+        found = seen_after(pairs, context)
+        if found.total() < 3:
+            continue
+        most = max(found.values())
+        token = min(token for token, count in found.items() if count == most)
+        chance = (most - 0.5) / (found.total() + 0.5)
+        shorter = next((kept[context[n:]] for n in range(1, len(context)) if context[n:] in kept), (-1, 0.0))
+        if max(chance, shorter[1]) >= 0.1 and (shorter[0] != token or abs(shorter[1] - chance) > 0.15):
+            kept[context] = token, chance
+    return kept
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(answers, texts)
+def test_a_table_says_what_the_answers_say(pairs: Pairs, text: list[int]) -> None:
+    kept, table = twin(pairs), count_ngrams(pairs, "")
+    assert table.num_entries == len(kept)
+    expected = next((kept[tuple(text[-n:])] for n in (3, 2, 1) if tuple(text[-n:]) in kept and len(text) >= n), None)
+    found = table.after(text)
+    assert (found is None) == (expected is None)
+    if found is not None and expected is not None:
+        assert found[0] == expected[0]
+        assert found[1] == pytest.approx(expected[1], abs=1 / 255)
+
+
+def test_a_hash_of_one_context_is_that_of_many() -> None:
+    columns = np.random.default_rng(0).integers(0, 1 << 18, (3, 50)).astype(np.uint64)
+    keys = context_keys(list(columns)) >> np.uint64(32)
+    assert keys.tolist() == [ngram_table._key(list(map(int, context))) for context in columns.T]
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    table = count_ngrams(ANSWERS, "some tokenizer")
+    save_table(table, tmp_path / "t.safetensors", {"answers": "2"})
+    again = load_table(tmp_path / "t.safetensors")
+    assert again.vocabulary == "some tokenizer"
+    assert (again.keys, again.tokens, again.chances) == (table.keys, table.tokens, table.chances)
+    assert again.num_bytes > again.num_entries > 0
+    with pytest.raises(StorageError, match="cannot write"):
+        save_table(table, tmp_path / "none" / "t.safetensors", {})
+
+
+def test_files_that_are_no_table_are_refused(tmp_path: Path) -> None:
+    other, text = tmp_path / "head.safetensors", tmp_path / "t.txt"
+    save_file({"x": np.zeros(3)}, other)
+    text.write_text("no table")
+    for path in (other, text):
+        with pytest.raises(CheckpointError, match=r"no n-gram table.*train ngrams"):
+            load_table(path)
+    for path in (tmp_path / "none", tmp_path):
+        with pytest.raises((StorageError, CheckpointError), match=r"n-gram table|ngram_table"):
+            load_table(path)
+    uneven = {"keys.1": np.zeros(3, np.uint32), "tokens.1": np.zeros(2, np.uint16), "chances.1": np.zeros(3, np.uint8)}
+    save_file(uneven, other, {"format": "foretoken n-gram table"})
+    with pytest.raises(CheckpointError, match="damaged"):
+        load_table(other)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    st.lists(st.tuples(st.integers(-1, 6), st.integers(0, 3), st.floats(0.1, 1.0)), max_size=7),
+    st.dictionaries(st.integers(0, 3), st.tuples(st.integers(0, 3), st.floats(0.0, 1.0))),
+    st.integers(0, 8),
+    st.integers(1, 2),
+)
+def test_a_continued_tree(
+    nodes: list[tuple[int, int, float]], said: dict[int, tuple[int, float]], budget: int, branching: int
+) -> None:
+    """Each place has the likeliest of what the tree and the other source say there; nothing else is drafted."""
+    tree = tree_of(nodes)
+    made = continued(tree, lambda text: said.get(text[-1]), [0], budget, branching, 0.12)
+    paths: list[tuple[int, ...]] = []
+    for place, (token, parent, chance) in enumerate(zip(made.tokens, made.parents, made.chances, strict=True)):
+        assert -1 <= parent < place
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+        assert chance == pytest.approx(chance_of(tree, said, paths[-1]))
+        assert chance >= 0.12
+    assert len(set(paths)) == len(paths) <= budget
+    assert all(made.parents.count(parent) <= branching for parent in made.parents)
+    assert list(made.chances) == sorted(made.chances, reverse=True)  # so that fewer are the beginning of more
+    if len(paths) < budget and branching == 2:  # no place was left out
+        followed = {path[:-1] for path in paths}
+        left = [path for path in {*paths, ()} - followed if path[-1:] and path[-1] in said]
+        assert all(chance_of(tree, said, (*path, said[path[-1]][0])) < 0.12 for path in left)
+
+
+def tree_of(nodes: list[tuple[int, int, float]]) -> LookupTree:
+    """A tree whose siblings differ and share a chance of at most 1, from parents, tokens and wishes."""
+    made: list[tuple[int, int, float]] = []
+    for parent, token, wish in nodes:
+        above = min(parent, len(made) - 1)
+        siblings = [node for node in made if node[0] == above]
+        if token not in (node[1] for node in siblings):
+            whole = 1.0 if above < 0 else made[above][2]
+            made.append((above, token, wish * (whole - sum(node[2] for node in siblings))))
+    parents, tokens, chances = zip(*made, strict=True) if made else ((), (), ())
+    return LookupTree(tokens, parents, chances)
+
+
+def chance_of(tree: LookupTree, said: dict[int, tuple[int, float]], path: tuple[int, ...]) -> float:
+    """The chance of a path by both sources, walked from the text's end."""
+    place: int | None = -1
+    chance, before = 1.0, 0
+    for token in path:
+        own = {t: n for n, (t, p) in enumerate(zip(tree.tokens, tree.parents, strict=True)) if p == place}
+        above = tree.chances[place] if place is not None and place >= 0 else 1.0
+        shares = {t: tree.chances[n] / above for t, n in own.items()}
+        other, likely = said.get(before, (-1, 0.0))
+        if token == other:
+            left = 1.0 if token in own else 1.0 - max(shares.values(), default=0.0)
+            chance *= max(shares.get(token, 0.0), left * likely)
+        else:
+            chance *= shares[token]
+        place, before = own.get(token), token
+    return chance
+
+
+def test_where_the_text_says_nothing_the_table_goes_on() -> None:
+    table = count_ngrams(ANSWERS, "")
+    bare, joined = SuffixDrafter(), SuffixDrafter(table=table)
+    assert Alone(bare, (9, 1, 2), 0).chain(4) == []
+    assert Alone(joined, (9, 1, 2), 0, takes_trees=False).chain(4)[:1] == [3]
+    assert Alone(joined, (9, 1, 2), 1, takes_trees=False).chain(0) == []
+    copied = Alone(joined, (1, 2, 8, 8, 1, 2), 2, takes_trees=False)  # the text's own word is likelier
+    assert copied.chain(2)[0] in (3, 8)
+    assert joined.num_bytes - bare.num_bytes >= table.num_bytes
+    assert continued(EMPTY, lambda _: None, [1], 4, 1, 0.1) == EMPTY
+
+
+def test_the_packaged_table_is_of_smollm2() -> None:
+    (path,) = ngram_table._PACKAGED.glob("*.safetensors")
+    table = load_table(path)
+    assert path.stem == "smollm2"
+    assert table.num_entries > 300_000
+    assert table.num_bytes < 4_000_000
+    assert [list(keys) == sorted(set(keys)) for keys in table.keys] == [True] * 3
+    assert max(map(max, table.tokens)) < 49_152
+
+
+@pytest.fixture(scope="module")
+def text_llm(text_pair: SimpleNamespace) -> LLM:
+    return LLM(text_pair.target, dtype="float32", cache_tokens=1024)
+
+
+PROMPTS = [[5, 6, 7], [8, 9], [11, 5, 6]]
+LONG = SamplingParams(max_tokens=40, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def own_table(text_llm: LLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file with what the model itself answers, three times so that it counts."""
+    outputs = text_llm.generate(PROMPTS, LONG, SpecConfig())
+    pairs = [(list(one.prompt_ids), list(one.token_ids)) for one in outputs] * 3
+    path = tmp_path_factory.mktemp("table") / "own.safetensors"
+    assert text_llm.tokenizer is not None
+    save_table(count_ngrams(pairs, vocabulary_digest(text_llm.tokenizer)), path, {})
+    return path
+
+
+@pytest.mark.parametrize("drafter", ["suffix", "auto", "mix"])
+@pytest.mark.parametrize("params", [LONG, SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.7, seed=5)])
+def test_with_a_table_answers_stay_and_steps_are_fewer(
+    text_llm: LLM, own_table: Path, drafter: str, params: SamplingParams
+) -> None:
+    plain = text_llm.generate(PROMPTS, params, SpecConfig())
+    num_draft = "auto" if drafter == "auto" else 6
+    steps = {}
+    for name in ("none", str(own_table)):
+        spec = SpecConfig(drafter, num_draft=num_draft, ngram_table=name)
+        text_llm.reset_drafters(spec)
+        made = text_llm.generate(PROMPTS, params, spec)
+        assert [one.token_ids for one in made] == [one.token_ids for one in plain]
+        steps[name] = sum(one.stats.num_steps for one in made)
+    if drafter == "suffix" and params.temperature == 0:
+        assert steps[str(own_table)] < steps["none"]
+
+
+def test_the_package_is_asked_for_a_table_of_the_tokenizer(
+    text_pair: SimpleNamespace, own_table: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = load_tokenizer(text_pair.target)
+    assert tokenizer is not None
+    assert table_for(tokenizer, None) is None  # the package has one of another tokenizer
+    monkeypatch.setattr(ngram_table, "_PACKAGED", own_table.parent)
+    found = table_for(tokenizer, None)
+    assert found is not None
+    with LLM(text_pair.target, SpecConfig("auto"), dtype="float32", cache_tokens=256) as llm:
+        (drafter,) = llm._drafters.drafters.values()
+        assert drafter._table.num_entries == found.num_entries
+        llm.prepare(SpecConfig("suffix", ngram_table="none"))
+        assert [one._table for one in llm._drafters.drafters.values()] == [drafter._table, None]
+
+
+def test_a_table_of_another_tokenizer_is_refused(text_llm: LLM, tmp_path: Path) -> None:
+    path = tmp_path / "t.safetensors"
+    save_table(count_ngrams(ANSWERS, "another"), path, {})
+    with pytest.raises(MismatchError, match="another tokenizer"):
+        text_llm.prepare(SpecConfig("suffix", ngram_table=str(path)))
+    with pytest.raises(StorageError, match="ngram_table: cannot read"):
+        text_llm.prepare(SpecConfig("suffix", ngram_table=str(tmp_path / "none")))
+
+
+@pytest.mark.parametrize(
+    "values", [{"drafter": "ngram", "ngram_table": "x"}, {"drafter": "suffix", "ngram_table": ""}, {"ngram_table": 5}]
+)
+def test_wrong_names_are_refused(values: dict) -> None:
+    with pytest.raises(ConfigError, match="ngram_table"):
+        SpecConfig(**values)
