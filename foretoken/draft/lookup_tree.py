@@ -14,7 +14,6 @@ import torch
 from foretoken.config import SpecConfig
 from foretoken.core import Batch, BatchEntry, Draft, Verdict
 from foretoken.draft.base import Drafter, Factory, Feedback
-from foretoken.draft.tree import TreeNode, grow_best_first
 
 # ---- where the last words of a text stood before: the index behind every lookup drafter
 #
@@ -228,45 +227,35 @@ def _grow_chain(following: Sequence[int], budget: int, doubt: float, least: floa
 Said = Callable[[Sequence[int]], tuple[int, float] | None]  # the likeliest token behind a text, and its chance
 
 
-def continued(
-    tree: LookupTree, said: Said, text: Sequence[int], budget: int, branching: int, least: float
-) -> LookupTree:
-    """`tree`, a draft behind `text`, joined with what another source has `said` at each of its places and behind its
-    ends.
+def continued(tree: LookupTree, said: Said, end: Sequence[int], budget: int, least: float) -> LookupTree:
+    """`tree`, a draft behind a text that ends with `end`, and behind each of its leaves a chain of what another source
+    has `said`: it is asked only where the tree says nothing.
 
-    A place has the `branching` likeliest of its children: a token that both name has the higher chance, one that the
-    source alone names has its chance where the tree's children are wrong. At most `budget` nodes, none less likely than
-    `least`.
+    The `budget` likeliest nodes, none less likely than `least`.
     """
-    below: dict[int, list[int]] = {}
-    for node, parent in enumerate(tree.parents):
-        below.setdefault(parent, []).append(node)
-    paths: list[list[int]] = []  # by node of the result
-    origins: list[int | None] = []  # its node in `tree`; None: the source's own
-
-    def children(path: list[int], origin: int | None) -> list[tuple[float, int]]:
-        own = [] if origin is None else below.get(origin, [])
-        above = 1.0 if origin is None or origin < 0 else tree.chances[origin]
-        ranked = {tree.tokens[node]: tree.chances[node] / above for node in own}
-        found = said([*text, *path])
-        if found is not None:
-            token, chance = found
-            left = 1.0 if token in ranked else 1.0 - max(ranked.values(), default=0.0)
-            ranked[token] = max(ranked.get(token, 0.0), left * chance)
-        return sorted(((chance, token) for token, chance in ranked.items()), key=lambda child: -child[0])[:branching]
-
-    def below_node(node: TreeNode) -> list[tuple[float, int]]:
-        path, origin = (paths[node.parent], origins[node.parent]) if node.parent >= 0 else ([], -1)
-        own = [] if origin is None else below.get(origin, [])
-        paths.append([*path, node.token])
-        origins.append(next((one for one in own if tree.tokens[one] == node.token), None))
-        return children(paths[-1], origins[-1])
-
-    nodes = grow_best_first(children([], -1), below_node, budget, least)
+    nodes = list(zip(tree.tokens, tree.parents, tree.chances, strict=True))
+    for leaf in sorted(set(range(len(nodes))) - set(tree.parents)) or [-1]:
+        path: list[int] = []
+        node, chance, place = leaf, tree.chances[leaf] if nodes else 1.0, leaf
+        while node >= 0:
+            path.append(tree.tokens[node])
+            node = tree.parents[node]
+        text = [*end, *reversed(path)]
+        for _ in range(budget):
+            found = said(text)
+            if found is None or (chance := chance * found[1]) < least:
+                break
+            nodes.append((found[0], place, chance))
+            place = len(nodes) - 1
+            text.append(found[0])
+    if len(nodes) == len(tree.tokens):
+        return tree
+    order = sorted(range(len(nodes)), key=lambda node: -nodes[node][2])[:budget]
+    new = {-1: -1} | {node: place for place, node in enumerate(order)}
     return LookupTree(
-        tuple(node.token for node in nodes),
-        tuple(node.parent for node in nodes),
-        tuple(node.estimate for node in nodes),
+        tuple(nodes[node][0] for node in order),
+        tuple(new[nodes[node][1]] for node in order),
+        tuple(nodes[node][2] for node in order),
     )
 
 

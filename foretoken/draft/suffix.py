@@ -180,7 +180,7 @@ class SuffixDrafter(TextLookup[MatchIndex]):
         best = max(trees, key=lambda tree: tree.score, default=EMPTY)
         if self._table is None:
             return best
-        return continued(best, self._table.after, end[-MAX_CONTEXT:], depth, branching, MIN_ESTIMATE)
+        return continued(best, self._table.after, end[-MAX_CONTEXT:], depth, MIN_ESTIMATE)
 
 
 def _trees(matches: Matches, budget: int, branching: int) -> list[LookupTree]:

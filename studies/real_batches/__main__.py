@@ -64,7 +64,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--requests", type=whole_numbers, default=(1, 4, 16), help="requests at once")
     parser.add_argument("--temperatures", type=_decimals, default=(0.0,))
     parser.add_argument(
-        "--settings", type=words, default=SETTINGS, help="plain, auto, auto-lookups, DRAFTER or DRAFTER-NUMBER"
+        "--settings",
+        type=words,
+        default=SETTINGS,
+        help="plain, auto, auto-lookups, auto-without-table, DRAFTER or DRAFTER-NUMBER",
     )
     parser.add_argument("--weights", default="auto", help="auto (as stored), int8 or int4")
     parser.add_argument("--head", help="folder, hub id or smollm2-eagle")

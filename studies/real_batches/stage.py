@@ -18,17 +18,18 @@ from foretoken.control.chooser import Policy
 from foretoken.engine.stats import RequestStats
 from foretoken.machine.neighbours import OtherLoad
 from foretoken.registry import HEADS
+from foretoken.spec_checks import NO_TABLE
 
-PLAIN, LOOKUPS = "plain", "auto-lookups"
+PLAIN, LOOKUPS, WITHOUT_TABLE = "plain", "auto-lookups", "auto-without-table"
 # Ends with the process that started it, however that ends.
 _LOOP = "import os, sys\nwhile os.getppid() == int(sys.argv[1]):\n    for _ in range(10**6): pass\n"
 _LOOP_BEGINS_S = 0.5
 
 
 def spec_of(setting: str, draft: str | None = None, head: str | None = None) -> SpecConfig:
-    """The configuration that a setting names: `plain`, a drafter, a drafter and its number (`ngram-3`), or
-    `auto-lookups`, which is `auto` without a model or head. `auto` gets the `draft` model and the `head`, if there are
-    any; without either it takes the head that the package has for the target.
+    """The configuration that a setting names: `plain`, a drafter, a drafter and its number (`ngram-3`),
+    `auto-lookups`, which is `auto` without a model or head, or `auto-without-table`, which has no n-gram table either.
+    `auto` gets the `draft` model and the `head`, if there are any.
 
     Raises:
         ConfigError: no such drafter.
@@ -37,6 +38,8 @@ def spec_of(setting: str, draft: str | None = None, head: str | None = None) -> 
         return SpecConfig(None)
     if setting == LOOKUPS:
         return SpecConfig("auto", parts=("suffix",))
+    if setting == WITHOUT_TABLE:
+        return SpecConfig("auto", ngram_table=NO_TABLE)
     name, _, number = setting.rpartition("-")
     drafter = name if name and number.isdigit() else setting
     return SpecConfig(
