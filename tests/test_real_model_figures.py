@@ -35,15 +35,38 @@ def test_the_table_of_the_real_model() -> None:
 
 def test_the_table_of_the_readme() -> None:
     (found,) = tables("README.md")
-    sources = ("2026-11-25-smollm2-real-30", "2026-11-27-smollm2-1b-end-to-end")
+    sources = (
+        ("2026-11-28-smollm2-ngram-table", "auto"),
+        ("2026-11-28-smollm2-ngram-table", "auto-without-table"),
+        ("2026-11-25-smollm2-real-30", "auto"),
+        ("2026-11-28-smollm2-1b-ngram-table", "auto"),
+    )
     headings = {"code": "code", "edits": "edit", "all six kinds": "all"}
-    for row, name in zip(found, sources, strict=True):
+    for row, (name, setting) in zip(found, sources, strict=True):
         rows = {(one["kind"], one["setting"]): one for one in raw(name)["rows"] if one["num_requests"] == 1}
         for heading, kind in headings.items():
-            of = rows[kind, row["drafter"].strip("`")]
+            of = rows[kind, setting]
             values = [of["over_plain"], of["over_plain_low"], of["over_plain_high"]]
             assert of["num_differing"] == 0
             assert all(map(is_printed_of, re.findall(r"\d+\.\d+", row[heading]), values)), (row, heading)
+
+
+def test_the_tables_of_the_n_gram_table() -> None:
+    for model, name in (("SmolLM2", "smollm2-ngram-table"), ("1.0 B", "smollm2-1b-ngram-table")):
+        rows = {(one["kind"], one["setting"]): one for one in raw(f"2026-11-28-{name}")["rows"]}
+        found = table_with("docs/drafters.md", f"{model}, one request", "`auto` without the table")
+        assert len(found) == 7
+        for row in found:
+            kind = row[f"{model}, one request"]
+            assert is_printed_of(row["plain, tokens/s"], rows[kind, "plain"]["tokens_per_s"])
+            for heading, setting in (("`auto`", "auto"), ("`auto` without the table", "auto-without-table")):
+                of = rows[kind, setting]
+                assert of["num_differing"] == 0
+                values = [of["over_plain"], of["over_plain_low"], of["over_plain_high"]]
+                assert all(map(is_printed_of, re.findall(r"\d+\.\d+", row[heading]), values)), (row, heading)
+            printed = re.findall(r"\d+\.\d+", row["tokens a step, with and without"])
+            for text, setting in zip(printed, ("auto", "auto-without-table"), strict=True):
+                assert is_printed_of(text, rows[kind, setting]["emitted_per_step"])
 
 
 def test_the_table_of_smollm2_at_a_larger_size() -> None:
