@@ -86,7 +86,8 @@ def test_the_wheel(wheel: Path) -> None:
     about = {name for name in names if name.startswith(f"{NAME}.dist-info/")}
     assert names - about == package_files()
     assert "foretoken/py.typed" in names
-    assert not [name for name in names if name.endswith(".safetensors")]  # models are fetched or named
+    tensors = [name for name in names if name.endswith(".safetensors")]
+    assert tensors == ["foretoken/draft/ngrams/smollm2.safetensors"]  # models and heads are fetched or named
     assert wheel.stat().st_size < MAX_BYTES
     assert f"{NAME}.dist-info/licenses/LICENSE" in about
     assert "License-Expression: Apache-2.0" in metadata
