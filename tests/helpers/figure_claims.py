@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tests.helpers.gpu_claims import GPU_CLAIMS
+from tests.helpers.ngram_table_claims import NGRAM_TABLE_CLAIMS
 from tests.helpers.raw_files import grid, mean, ratios, raw, speed_row, turns
 
 _1B, _SHIPPED = "2026-11-22-before-after-1b", "2026-11-22-before-after-reference"
@@ -20,14 +21,6 @@ def _real(requests: int, kind: str, setting: str = "auto", name: str = "2026-11-
     rows = raw(name)["rows"]
     (row,) = (one for one in rows if (one["num_requests"], one["kind"], one["setting"]) == (requests, kind, setting))
     return float(row["over_plain"])
-
-
-def _with_table(name: str, requests: int = 1) -> list[float]:
-    """How much faster `auto` is with the n-gram table, all kinds together, and its interval."""
-    rows = raw(f"2026-11-28-{name}")["rows"]
-    (row,) = (one for one in rows if (one["num_requests"], one["kind"], one["setting"]) == (requests, "all", "auto"))
-    assert row["best_lookup"] == "auto-without-table"
-    return [float(row[field]) for field in ("over_best_lookup", "over_best_lookup_low", "over_best_lookup_high")]
 
 
 def _rank_cost(side: str, day: int) -> list[float]:
@@ -400,27 +393,7 @@ CLAIMS: tuple[tuple[str, str, Callable[[], list[float]]], ...] = (
         "1.3 requests/s, 24 each) # times the tokens/s within it",
         lambda: [max(row["ratio"]["foretoken-auto"] for row in raw("2026-11-23-serving-rivals")["at_p95_of_plain"])],
     ),
-    (
-        "docs/drafters.md",
-        "`auto` with the table is # (# to #) times as fast as without for SmolLM2",
-        lambda: _with_table("smollm2-ngram-table"),
-    ),
-    ("docs/drafters.md", "no gain is shown: # (# to #), though", lambda: _with_table("smollm2-1b-ngram-table")),
-    (
-        "docs/drafters.md",
-        "# (# to #) of `auto` without it with 4 requests, # (# to #) with 16 on three kinds",
-        lambda: [
-            *_with_table("smollm2-ngram-table-batches", 4),
-            *_with_table("smollm2-ngram-table-batches", 16),
-        ],
-    ),
-    (
-        "docs/goals.md",
-        "): # on a processor without AVX-512 (# without it)",
-        lambda: [
-            _real(1, "all", setting, "2026-11-28-smollm2-ngram-table") for setting in ("auto", "auto-without-table")
-        ],
-    ),
+    *NGRAM_TABLE_CLAIMS,
     *GPU_CLAIMS,
     ("docs/scale-out.md", "| tokens/s | # | # |", lambda: _ray("tokens_per_s")),
     ("docs/scale-out.md", "first token, ms | # | # |", lambda: _ray("ttft_median_s", 1e3)),
