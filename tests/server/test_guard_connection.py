@@ -236,6 +236,25 @@ def test_a_connection_too_many_is_refused() -> None:
     served(GuardConfig(max_connections=2), play)
 
 
+def test_a_connection_too_many_takes_the_place_of_the_idlest() -> None:
+    async def play(running: Running) -> None:
+        connections = [await running.connect() for _ in range(3)]
+        (first, asking), (second, writer), (silent, _) = connections
+        for reader, one in ((first, asking), (second, writer)):
+            one.write(REQUEST + b"\r\n")
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        assert (await running.talk(REQUEST + b"Connection: close\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        assert b"200" not in await first.read()  # the rest of its answer, and then its end
+        writer.write(REQUEST + b"Connection: close\r\n\r\n")
+        assert (await second.read()).count(b"HTTP/1.1 200") == 1
+        assert not silent.at_eof()  # one that has not asked yet is no idle one: its time for headers runs
+        for _, one in connections:
+            one.close()
+        await running.until(0)
+
+    served(GuardConfig(max_connections=3), play)
+
+
 def test_what_is_not_http_gets_the_envelope() -> None:
     async def play(running: Running) -> None:
         answer = await running.talk(b"HELLO\r\n\r\n")

@@ -34,7 +34,8 @@ class GuardConfig:
     - `header_timeout_s`: from the first byte of a request to the end of its headers; then the connection is closed.
     - `body_timeout_s`: from the end of the headers to the end of the body, and one second more for each
       `min_body_bytes_per_s` received; then 408.
-    - `keep_alive_s`: how long an idle connection stays open; `max_connections`: a further one gets 503 and is closed.
+    - `keep_alive_s`: how long an idle connection stays open; `max_connections`: a further one takes the place of the
+      one that has been idle longest, or gets 503 and is closed.
 
     Raises:
         ConfigError, InputError: a value that cannot be honoured; names the field.
@@ -93,7 +94,9 @@ class GuardConfig:
         default=16 * KIB,
         metadata=_option("A body that comes slower is given up."),  # slower than any usable line
     )
-    keep_alive_s: float = field(default=5.0, metadata=_option("Seconds that an idle connection stays open."))
+    # Longer than clients and proxies keep a connection for their next request (httpx 5 s, aiohttp 15 s, nginx 60 s):
+    # who sends one at the moment in which the server closes gets no answer.
+    keep_alive_s: float = field(default=75.0, metadata=_option("Seconds that an idle connection stays open."))
     max_connections: int = field(default=1024, metadata=_option("Most connections at once."))
 
     def __post_init__(self) -> None:

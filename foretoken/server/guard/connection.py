@@ -49,9 +49,9 @@ class GuardedProtocol(H11Protocol, SharedBufferProtocol):
         self._header_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
-        """Take a connection, or answer that there are too many."""
+        """Take a connection, in place of an idle one where there are too many; or answer that there are."""
         super().connection_made(transport)
-        if len(self.connections) > self.guard.max_connections:
+        if len(self.connections) > self.guard.max_connections and not self._end_idlest():
             self._close_with(too_many_connections())
             return
         self._watch_headers()  # a client that sends nothing is a slow one
@@ -87,6 +87,19 @@ class GuardedProtocol(H11Protocol, SharedBufferProtocol):
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - uvicorn's text
         """What is not HTTP, or has headers that are too large, in the envelope of all errors."""
         self._close_with(not_http())
+
+    def _end_idlest(self) -> bool:
+        """Close the connection that has waited longest for its next request; False where none does."""
+        waiting: list[tuple[float, GuardedProtocol]] = [
+            (one.timeout_keep_alive_task.when(), one)
+            for one in self.connections
+            if isinstance(one, GuardedProtocol) and one.timeout_keep_alive_task and not one.transport.is_closing()
+        ]
+        if not waiting:
+            return False
+        idlest = min(waiting, key=lambda pair: pair[0])[1]
+        idlest.timeout_keep_alive_handler()
+        return True
 
     @property
     def _awaits_headers(self) -> bool:
