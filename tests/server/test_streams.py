@@ -10,17 +10,19 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx2
+import msgspec
 import pytest
 
-from foretoken.backend.call import AnswerFailed, Begun
+from foretoken.backend.call import AnswerFailed, Begun, Piece, TokenEvent
 from foretoken.backend.local import LocalBackend
 from foretoken.engine.async_engine import AsyncEngine
 from foretoken.errors import NumericsError, WorkerDiedError
 from foretoken.server.api.app import create_app
 from foretoken.server.api.config import ApiConfig
-from tests.helpers.fake_backend import FakeBackend, ended, piece
+from tests.helpers.fake_backend import INFO, FakeBackend, ended, piece
 from tests.helpers.http import RawClient, Records, Serving, client_of, events_of, run, text_of
 from tests.server.drafters import DRAFTERS, config_for
+from tests.server.structured import events_of as named_events_of
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPT = "def read(self, path):\n"
@@ -324,3 +326,40 @@ def test_what_observers_raise_costs_nothing(backend: LocalBackend) -> None:
     assert text_of(events)
     assert len(records.all) == 1
     assert json.dumps(records.all[0].attributes)
+
+
+@pytest.mark.parametrize("granularity", ["step", "token"])
+def test_log_probabilities_stand_with_the_item_of_their_tokens(granularity: Any) -> None:
+    """Of a response, however many tokens a step has: before a call, in it, and behind it; whole as streamed."""
+    steps: list[list[str | bytes]] = [
+        ["H", b"\xc3", b"\xa9", "<tool_call>"],
+        ['{"name": "f", ', '"arguments": {}}'],
+        ["</tool_call>", " ok", "!"],
+    ]
+    script: list[Any] = [Begun(((1, 2, 3),))]
+    for number, step in enumerate(steps):
+        data = [part if isinstance(part, bytes) else part.encode() for part in step]
+        words = [(part.decode(errors="replace"), part) for part in data]
+        tokens = [TokenEvent(7, word, part, "plain", None, number, logprob=-1.0) for word, part in words]
+        script.append(Piece(0, b"".join(data).decode(), tuple(tokens)))
+    answer = "".join(one.text for one in script[1:])
+    info = msgspec.structs.replace(INFO, tool_style="tags")
+    app = create_app(FakeBackend([*script, ended(0, answer)], info), ApiConfig(granularity=granularity))
+    function = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+    body = {"input": "a", "tools": [function], "include": ["message.output_text.logprobs"]}
+
+    async def last(is_streamed: bool) -> Any:
+        async with client_of(app) as client:
+            reply = await client.post("/v1/responses", json={**body, "stream": is_streamed})
+            assert reply.status_code == 200, reply.text
+            return named_events_of(reply)[-1]["response"] if is_streamed else reply.json()
+
+    found = []
+    for response in (run(last(False)), run(last(True))):
+        items = [item for item in response["output"] if item["type"] == "message"]
+        assert [item["type"] for item in response["output"]] == ["message", "function_call", "message"]
+        parts = [item["content"][0] for item in items]
+        found.append([(part["text"], [entry["token"] for entry in part["logprobs"]]) for part in parts])
+    assert found[0] == found[1]
+    assert found[0][0] == ("H\u00e9", ["H", "\ufffd", "\ufffd"])
+    assert found[0][1][0].strip() == "ok!"

@@ -11,7 +11,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from foretoken.backend.call import AnswerEnded, Event, TokenEvent
+from foretoken.backend.call import AnswerEnded, Event, Piece, TokenEvent
 from foretoken.server.api.body import JsonRoute
 from foretoken.server.api.call import chat_call, terms_of, tier_of
 from foretoken.server.api.errors import ApiError
@@ -19,7 +19,7 @@ from foretoken.server.api.exchange import Api, Exchange
 from foretoken.server.api.messages import shaper_of, source_of
 from foretoken.server.api.responses_request import ResponsesRequest, as_chat, functions_of, left_out, wants_logprobs
 from foretoken.server.api.schemas import ChatRequest
-from foretoken.server.api.streaming import PieceGroup, frames_of
+from foretoken.server.api.streaming import PieceGroup, by_token, frames_of
 from foretoken.server.api.usage import usage
 from foretoken.server.api.writer import ResponseWriter, answer, chat_logprobs
 
@@ -68,7 +68,7 @@ class ResponsesWriter:
         """The response that is not streamed."""
         progress = self._exchange.book.answers[0]
         assert progress.ended is not None
-        for _ in self._piece_events(progress.text, progress.tokens):
+        for _ in self._piece_events(Piece(0, progress.text, tuple(progress.tokens))):
             pass
         for _ in self._end_events(progress.ended):
             pass
@@ -80,21 +80,26 @@ class ResponsesWriter:
             for kind in ("response.created", "response.in_progress"):
                 yield self._encoded({"type": kind, "response": self._response(None)})
         if isinstance(event, PieceGroup):
-            yield from map(self._encoded, self._piece_events(event.piece.text, event.piece.tokens))
+            yield from map(self._encoded, self._piece_events(event.piece))
         elif isinstance(event, AnswerEnded):
             yield from map(self._encoded, self._end_events(event))
             response = self._response(event)
             yield self._encoded({"type": f"response.{response['status']}", "response": response})
 
-    def _piece_events(self, text: str, tokens: Any) -> Iterator[_Json]:  # noqa: ANN401 - tokens of either container
-        return self._items.add(self._shaper.push(text), self._logprobs(tokens))
+    def _piece_events(self, piece: Piece) -> Iterator[_Json]:
+        """The events of a step, or of a whole answer: with log-probabilities those of each token, so that each is told
+        with the item that it belongs to, however many come at once.
+        """
+        groups = by_token(piece) if wants_logprobs(self._body) else [PieceGroup(piece, [])]
+        for one in groups:
+            yield from self._items.add(self._shaper.push(one.piece.text), self._logprobs(one.piece.tokens))
 
     def _end_events(self, event: AnswerEnded) -> Iterator[_Json]:
         delta, _ = self._shaper.finish(event.finish_reason)
         yield from self._items.add(delta, [])
         yield from self._items.close(_status(event))
 
-    def _logprobs(self, tokens: list[TokenEvent] | tuple[TokenEvent, ...]) -> list[_Json]:
+    def _logprobs(self, tokens: tuple[TokenEvent, ...]) -> list[_Json]:
         if not wants_logprobs(self._body):
             return []
         entries: list[_Json] = chat_logprobs(tokens)["content"]

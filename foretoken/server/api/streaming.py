@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import contextlib
 import logging
 from collections import deque
@@ -61,18 +62,21 @@ async def _grouped(events: AsyncIterator[Event], config: ApiConfig) -> AsyncGene
         if not isinstance(event, Piece):
             yield event
         elif config.granularity == "token":
-            for one in _by_token(event):
+            for one in by_token(event):
                 yield one
         else:
             yield PieceGroup(event, [] if event.round is None else [event.round])
 
 
-def _by_token(piece: Piece) -> Iterator[PieceGroup]:
-    """A piece as one for each token, its text divided as far as tokens and characters agree."""
-    rest = piece.text
+def by_token(piece: Piece) -> Iterator[PieceGroup]:
+    """A piece as one for each token, its text divided as far as tokens and characters agree; a character of several
+    tokens stands with the last of them.
+    """
+    rest, decoder = piece.text, codecs.getincrementaldecoder("utf-8")("replace")
     for place, token in enumerate(piece.tokens):
         is_last = place == len(piece.tokens) - 1
-        text = rest if is_last else rest[: len(token.text)]
+        written = token.text if token.data is None else decoder.decode(token.data)
+        text = rest if is_last else rest[: len(written)]
         rest = rest[len(text) :]
         rounds = [piece.round] if place == 0 and piece.round is not None else []
         yield PieceGroup(msgspec.structs.replace(piece, text=text, tokens=(token,)), rounds)
