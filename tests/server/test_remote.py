@@ -121,9 +121,13 @@ def test_texts_figures_and_refusals(engine: AsyncEngine) -> None:
                 await backend.detokenize([4096])
             with pytest.raises(OverloadedError):
                 await backend.open(Call(SamplingParams(max_tokens=4, n=5), ["x"]))
-            for prompt in ("\ud800", [2**64]):
-                with pytest.raises(InputError, match=r"cannot|Unicode|64 bits"):
-                    await backend.open(Call(SamplingParams(max_tokens=4), [prompt]))
+            for prompt, field in (("\ud800", "prompts.1"), ([5, 2**64], "prompts.1.1")):
+                with pytest.raises(InputError, match="64 bits") as refused:
+                    await backend.open(Call(SamplingParams(max_tokens=4), ["a", prompt]))
+                assert refused.value.field == field
+            said = [{"role": "user", "content": "a", "name": -(2**63) - 1}]
+            with pytest.raises(InputError, match=r"^messages\.0\.name=-9223372036854775809: "):
+                await backend.tokenize(None, said)
             assert backend.num_open == 0
 
     asyncio.run(run())

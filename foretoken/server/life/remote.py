@@ -24,6 +24,7 @@ from foretoken.server.life.wire import (
     Returned,
     Tokenize,
     from_wire,
+    unwritable,
 )
 
 BEING_RESTARTED = "the engine is being restarted"
@@ -165,9 +166,7 @@ class RemoteBackend:
         try:
             self._channel.send(command)
         except (OverflowError, UnicodeEncodeError, TypeError, ValueError) as error:
-            raise InputError(
-                "request", None, "holds a number beyond 64 bits, a text that is not Unicode, or is too long"
-            ) from error
+            raise _unsendable(command, error) from error
         pending = self._pending[number] = _Pending()
         return pending
 
@@ -251,3 +250,12 @@ class _Pending:
             self._arrived.clear()
             await self._arrived.wait()
         return self._events.popleft()
+
+
+def _unsendable(command: Command, error: Exception) -> InputError:
+    """Names the field of a request that kept its command from being sent."""
+    found = unwritable(command.request if isinstance(command, Open) else command)
+    if found is None:
+        return InputError("request", None, str(error))  # each part can be sent, and all of them are too long
+    name, value = found
+    return InputError(name.removeprefix("params."), value, "must be a number of at most 64 bits, or a Unicode text")

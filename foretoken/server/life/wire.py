@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -190,6 +190,33 @@ def packed(value: object) -> bytes:
     if len(data) > MAX_MESSAGE_BYTES:
         raise ValueError(f"a message of {len(data)} bytes; at most {MAX_MESSAGE_BYTES} can be sent")
     return data
+
+
+def unwritable(value: object, name: str = "") -> tuple[str, object] | None:
+    """The first part of a message that msgpack cannot write, by its name with dots, and its value; None if there is
+    none.
+    """
+    parts: list[tuple[object, object]]
+    if isinstance(value, msgspec.Struct):
+        parts = [(key, getattr(value, key)) for key in value.__struct_fields__]
+    elif is_dataclass(value):
+        parts = [(one.name, getattr(value, one.name)) for one in fields(value)]
+    elif isinstance(value, Mapping):
+        parts = list(value.items())
+    elif isinstance(value, list | tuple):
+        parts = list(enumerate(value))
+    else:
+        return None if _is_writable(value) else (name, value)
+    found = (unwritable(part, f"{name}.{key}" if name else str(key)) for key, part in parts)
+    return next(filter(None, found), None)
+
+
+def _is_writable(value: object) -> bool:
+    try:
+        _ENCODER.encode(value)
+    except (OverflowError, UnicodeEncodeError, TypeError):
+        return False
+    return True
 
 
 class Channel:
