@@ -39,6 +39,7 @@ from foretoken.server.life.wire import (
     to_wire,
 )
 from foretoken.server.life.worker import READ_BYTES
+from foretoken.server.receiving import listen
 
 _ASK_S = 5.0  # for the statistics of one replica
 _AGAIN_S = 1.0
@@ -188,7 +189,7 @@ class ReplicaSender:
     async def listen(self) -> None:
         """Take connections of replicas, on this node's address in the cluster."""
         host = ray.util.get_node_ip_address()
-        self._server = server = await asyncio.start_server(self._read, host, 0, limit=READ_BYTES)
+        self._server = server = await listen(self._read, host, READ_BYTES)
         self._address = self._address._replace(host=host, port=server.sockets[0].getsockname()[1])
 
     async def close(self) -> None:

@@ -30,7 +30,8 @@ from foretoken.server.life.wire import (
     packed,
     to_wire,
 )
-from foretoken.server.life.worker import value_of
+from foretoken.server.life.worker import READ_BYTES, value_of
+from foretoken.server.receiving import open_stream
 
 if TYPE_CHECKING:
     from foretoken.engine.llm import LLM
@@ -112,7 +113,7 @@ class EngineReplica:
         async with self._connecting:
             channel = self._channels.get(front)
             if channel is None or channel.is_closing:
-                reader, writer = await asyncio.open_connection(address.host, address.port)
+                reader, writer = await open_stream(READ_BYTES, host=address.host, port=address.port)
                 writer.write(f"{address.key} {self.name}\n".encode())
                 channel = self._channels[front] = Channel(reader, writer, Message)
         return channel

@@ -6,12 +6,13 @@ import asyncio
 import socket
 import tracemalloc
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import uvicorn
 
 from foretoken.server.guard.config import GuardConfig
 from foretoken.server.guard.connection import uvicorn_options
-from foretoken.server.receiving import open_stream
+from foretoken.server.receiving import listen, open_stream
 from tests.server.test_guard_connection import echo_length
 
 _KIB = 1 << 10
@@ -59,7 +60,7 @@ def test_messages_between_processes_are_read_without_large_blocks() -> None:
     async def run() -> tuple[bytes, int]:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        reader, writer = await open_stream(ours, limit=_READ_BYTES)
+        reader, writer = await open_stream(_READ_BYTES, sock=ours)
 
         async def answer() -> None:
             while data := await reader.readexactly(5):
@@ -86,7 +87,7 @@ def test_what_is_longer_than_the_buffer_arrives_whole_beside_others() -> None:
         async def one(text: bytes) -> None:
             ours, theirs = socket.socketpair()
             ours.setblocking(False)
-            reader, writer = await open_stream(ours, limit=_KIB)
+            reader, writer = await open_stream(_KIB, sock=ours)
             sending = asyncio.create_task(asyncio.to_thread(theirs.sendall, text))
             assert await reader.readexactly(len(text)) == text
             await sending
@@ -98,3 +99,33 @@ def test_what_is_longer_than_the_buffer_arrives_whole_beside_others() -> None:
         await asyncio.gather(*map(one, texts))
 
     asyncio.run(run())
+
+
+def test_loops_of_several_threads_read_what_came_to_them() -> None:
+    """Each over TCP, as a front and its replicas; a thread may run while the kernel fills the buffer of another."""
+
+    async def run(text: bytes) -> None:
+        is_over = asyncio.Event()
+
+        async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            while data := await reader.read(_READ_BYTES):
+                writer.write(data)
+            writer.close()
+            await writer.wait_closed()
+            is_over.set()
+
+        server = await listen(echo, "127.0.0.1", _KIB)
+        host, port = server.sockets[0].getsockname()
+        reader, writer = await open_stream(_KIB, host=host, port=port)
+        for _ in range(20):
+            writer.write(text)
+            assert await reader.readexactly(len(text)) == text
+        writer.close()
+        await writer.wait_closed()
+        await is_over.wait()
+        server.close()
+        await server.wait_closed()
+
+    texts = [bytes([number]) * 300 * _KIB for number in range(1, 4)]
+    with ThreadPoolExecutor(len(texts)) as threads:
+        list(threads.map(lambda text: asyncio.run(run(text)), texts))

@@ -280,7 +280,7 @@ class WorkerProcess:
             theirs.close()
         ours.setblocking(False)
         try:
-            reader, writer = await open_stream(ours, _READ_BYTES)
+            reader, writer = await open_stream(_READ_BYTES, sock=ours)
         except BaseException:  # such as a front that ends meanwhile: nobody else knows of the process
             ours.close()
             process.kill()
