@@ -14,6 +14,7 @@ import ctypes
 import functools
 import os
 import platform
+import sys
 from pathlib import Path
 from typing import ClassVar, NoReturn
 
@@ -39,6 +40,17 @@ def _kept(is_set_by_user: bool) -> bool:
         return False
     library = ctypes.CDLL(None)
     return bool(library.mallopt(_MMAP_THRESHOLD, _MAPPED_BYTES) and library.mallopt(_TRIM_THRESHOLD, _KEPT_BYTES))
+
+
+def give_back_freed_memory() -> None:
+    """Return what the C library keeps of freed blocks to the system.
+
+    glibc keeps blocks of up to 32 MiB, and what lies between blocks that are in use. What a model is made of lies
+    between the temporaries of loading; a step of more rows than any before leaves a place as large as its logits.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:  # another C library has none
+        trim(0)
 
 
 REMEDY = (

@@ -7,8 +7,6 @@ the weights themselves.
 
 from __future__ import annotations
 
-import ctypes
-import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -19,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from foretoken.errors import InputError
+from foretoken.machine.process import give_back_freed_memory
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.config_json import config_from_hf
 from foretoken.model.decoder import Decoder
@@ -178,7 +177,7 @@ def load_decoder(
     filler.embedding(decoder.embedding, "model.embed_tokens", config)
     for index, layer in enumerate(decoder.layers):
         filler.layer(layer, index, config)
-        _give_back_freed_memory()
+        give_back_freed_memory()
     filler.norm(decoder.norm, "model.norm")
     if config.tie_embeddings:
         decoder.lm_head.weight = decoder.embedding.weight
@@ -191,17 +190,6 @@ def load_decoder(
     if pack and filler.dequantised:
         warnings.warn(DequantisedWarning(_dequantised_words(folder, target, filler.dequantised)), stacklevel=2)
     return decoder.eval()
-
-
-def _give_back_freed_memory() -> None:
-    """Return the memory of freed temporaries to the system.
-
-    glibc keeps freed blocks of up to 32 MiB. Matrices that stay lie between them, so later and larger temporaries
-    do not fit into the gaps.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:  # another C library has none
-        trim(0)
 
 
 def _dequantised_words(folder: Path, dtype: torch.dtype, reasons: Mapping[str, int]) -> str:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from foretoken.backend.call import Backend, Generation
 from foretoken.errors import ForetokenError
+from foretoken.machine.process import give_back_freed_memory
 from foretoken.server.life.wire import (
     ArmFaults,
     AskInvariants,
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("foretoken.worker")
 
 READ_BYTES = 4 << 20  # read ahead of the decoder; long prompts come in few pieces
+_TRIM_S = 60.0  # after a step larger than any before its memory is given back within that
 _CLOSING_S = 5.0  # for the running step to end; then the process ends without it
 
 
@@ -151,7 +153,11 @@ class Worker:
         self._backend, llm = backend, engine.llm
         drafters = tuple(sorted(llm.spec.leaves))
         self._channel.send(Loaded(backend.info, time.perf_counter() - began, drafters))
+        trimmed_s = time.perf_counter()
         while engine.is_running:
+            if time.perf_counter() - trimmed_s > _TRIM_S:
+                await asyncio.to_thread(give_back_freed_memory)
+                trimmed_s = time.perf_counter()
             began_s = engine.turn_began_s
             step_s = None if began_s is None else time.perf_counter() - began_s
             self._channel.send(Beat(step_s, llm.engine.stats.num_steps))
@@ -242,7 +248,7 @@ def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
 async def _serve(descriptor: int) -> None:
     connection = socket.socket(fileno=descriptor)
     connection.setblocking(False)
-    reader, writer = await open_stream(connection, READ_BYTES)
+    reader, writer = await open_stream(READ_BYTES, sock=connection)
     channel = Channel(reader, writer, Command)
     load = await channel.receive()
     if isinstance(load, LoadEngine):
