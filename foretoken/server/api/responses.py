@@ -87,8 +87,8 @@ class ResponsesWriter:
             yield self._encoded({"type": f"response.{response['status']}", "response": response})
 
     def _piece_events(self, piece: Piece) -> Iterator[_Json]:
-        """The events of a step, or of a whole answer: with log-probabilities those of each token, so that each is told
-        with the item that it belongs to, however many come at once.
+        """The events of a step, or of a whole answer; with log-probabilities those of each token, which then stand with
+        the item that it belongs to, however many come at once.
         """
         groups = by_token(piece) if wants_logprobs(self._body) else [PieceGroup(piece, [])]
         for one in groups:
