@@ -14,6 +14,7 @@ from foretoken.backend.call import AnswerEnded, Backend, Begun, Call, Event, Gen
 from foretoken.backend.local import LocalBackend
 from foretoken.engine.async_engine import AsyncEngine
 from foretoken.errors import InputError, OverloadedError, UnavailableError, WorkerDiedError
+from foretoken.server.life import worker
 from foretoken.server.life.remote import RemoteBackend
 from foretoken.server.life.wire import Beat, Loaded, LoadEngine
 from tests.helpers.workers import ScriptedBackend, WorkerHere, channels
@@ -202,5 +203,18 @@ def test_a_call_of_wrong_types_is_refused_alone() -> None:
             events: list[Event] = []
             await read_into(events, await backend.open(Call(SamplingParams(), prompts=[(1, 2)])))
             assert isinstance(events[-1], AnswerEnded)
+
+    asyncio.run(run())
+
+
+def test_a_worker_gives_freed_memory_back_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[bool] = []
+    monkeypatch.setattr(worker, "_TRIM_S", 0.0)
+    monkeypatch.setattr(worker, "give_back_freed_memory", lambda: given.append(True))
+
+    async def run() -> None:
+        async with remote(ScriptedBackend()):
+            while len(given) < 2:
+                await asyncio.sleep(0.001)
 
     asyncio.run(run())
