@@ -129,6 +129,11 @@ def test_texts_figures_and_refusals(engine: AsyncEngine) -> None:
             said = [{"role": "user", "content": "a", "name": -(2**63) - 1}]
             with pytest.raises(InputError, match=r"^messages\.0\.name=-9223372036854775809: "):
                 await backend.tokenize(None, said)
+            deep: Any = 2**64
+            for _ in range(900):
+                deep = [deep]
+            with pytest.raises(InputError, match=r"^messages\.0\.content(\.0){13}="):
+                await backend.tokenize(None, [{"role": "user", "content": deep}])
             assert backend.num_open == 0
 
     asyncio.run(run())

@@ -165,7 +165,7 @@ class RemoteBackend:
             raise UnavailableError(BEING_RESTARTED)
         try:
             self._channel.send(command)
-        except (OverflowError, UnicodeEncodeError, TypeError, ValueError) as error:
+        except (OverflowError, UnicodeEncodeError, TypeError, ValueError, RecursionError) as error:
             raise _unsendable(command, error) from error
         pending = self._pending[number] = _Pending()
         return pending
@@ -254,8 +254,8 @@ class _Pending:
 
 def _unsendable(command: Command, error: Exception) -> InputError:
     """Names the field of a request that kept its command from being sent."""
-    found = unwritable(command.request if isinstance(command, Open) else command)
-    if found is None:
-        return InputError("request", None, str(error))  # each part can be sent, and all of them are too long
-    name, value = found
-    return InputError(name.removeprefix("params."), value, "must be a number of at most 64 bits, or a Unicode text")
+    name, value = unwritable(command.request if isinstance(command, Open) else command)
+    if not name:
+        return InputError("request", None, str(error))  # each part can be sent: together they are too long
+    shown = value if isinstance(value, int) else None  # a text is the user's own, and what is nested may be long
+    return InputError(name.removeprefix("params."), shown, "must be a number of at most 64 bits, or a Unicode text")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,6 +33,7 @@ _OWN = ("field", "value", "remedy")  # attributes of an `InputError` that have a
 _LENGTH_BYTES = 4
 # Far above a prompt of a million tokens or the log-probabilities of one; below what a broken length would ask for.
 MAX_MESSAGE_BYTES = 256 << 20
+_NAMED_LEVELS = 16
 
 _Kind = TypeVar("_Kind")
 
@@ -192,29 +193,35 @@ def packed(value: object) -> bytes:
     return data
 
 
-def unwritable(value: object, name: str = "") -> tuple[str, object] | None:
-    """The first part of a message that msgpack cannot write, by its name with dots, and its value; None if there is
-    none.
+def unwritable(message: object) -> tuple[str, object]:
+    """The part of a message that msgpack cannot write, by its name with dots, and its value; no name: it is the whole.
+
+    What lies deeper than `_NAMED_LEVELS` is named by what holds it: each level writes the part once more.
     """
-    parts: list[tuple[object, object]]
+    names, value = list[str](), message
+    for _ in range(_NAMED_LEVELS):
+        found = next(((key, part) for key, part in _parts_of(value) if not _is_writable(part)), None)
+        if found is None:
+            break
+        names.append(str(found[0]))
+        value = found[1]
+    return ".".join(names), value
+
+
+def _parts_of(value: object) -> Iterable[tuple[object, object]]:
     if isinstance(value, msgspec.Struct):
-        parts = [(key, getattr(value, key)) for key in value.__struct_fields__]
-    elif is_dataclass(value):
-        parts = [(one.name, getattr(value, one.name)) for one in fields(value)]
-    elif isinstance(value, Mapping):
-        parts = list(value.items())
-    elif isinstance(value, list | tuple):
-        parts = list(enumerate(value))
-    else:
-        return None if _is_writable(value) else (name, value)
-    found = (unwritable(part, f"{name}.{key}" if name else str(key)) for key, part in parts)
-    return next(filter(None, found), None)
+        return [(name, getattr(value, name)) for name in value.__struct_fields__]
+    if is_dataclass(value):
+        return [(one.name, getattr(value, one.name)) for one in fields(value)]
+    if isinstance(value, Mapping):
+        return value.items()
+    return enumerate(value) if isinstance(value, list | tuple) else ()
 
 
 def _is_writable(value: object) -> bool:
     try:
         _ENCODER.encode(value)
-    except (OverflowError, UnicodeEncodeError, TypeError):
+    except (OverflowError, UnicodeEncodeError, TypeError, RecursionError):
         return False
     return True
 
