@@ -19,6 +19,8 @@ from foretoken.server.life.remote import RemoteBackend
 from foretoken.server.life.wire import Beat, Loaded, LoadEngine
 from tests.helpers.workers import ScriptedBackend, WorkerHere, channels
 
+_PATIENCE_S = 60.0  # until a test gives up; nothing depends on it
+
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[AsyncEngine]:
@@ -218,7 +220,7 @@ def test_a_worker_gives_freed_memory_back_now_and_then(monkeypatch: pytest.Monke
     monkeypatch.setattr(worker, "give_back_freed_memory", lambda: given.append(True))
 
     async def run() -> None:
-        async with remote(ScriptedBackend()):
+        async with remote(ScriptedBackend()), asyncio.timeout(_PATIENCE_S):
             while len(given) < 2:
                 await asyncio.sleep(0.001)
 
