@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from tests.helpers.pages import is_printed_of, page, table_with, tables
 from tests.helpers.raw_files import raw
@@ -36,37 +37,58 @@ def test_the_table_of_the_real_model() -> None:
 def test_the_table_of_the_readme() -> None:
     (found,) = tables("README.md")
     sources = (
-        ("2026-11-28-smollm2-ngram-table", "auto"),
-        ("2026-11-28-smollm2-ngram-table", "auto-without-table"),
-        ("2026-11-25-smollm2-real-30", "auto"),
-        ("2026-11-28-smollm2-1b-ngram-table", "auto"),
+        ("smollm2-ngram-table-avx512", 0.0),
+        ("smollm2-ngram-table-avx512", 0.7),
+        ("smollm2-1b-ngram-table-avx512", 0.0),
+        ("smollm2-ngram-table", 0.0),
+        ("smollm2-1b-ngram-table", 0.0),
     )
     headings = {"code": "code", "edits": "edit", "all six kinds": "all"}
-    for row, (name, setting) in zip(found, sources, strict=True):
-        rows = {(one["kind"], one["setting"]): one for one in raw(name)["rows"] if one["num_requests"] == 1}
+    for row, (name, temperature) in zip(found, sources, strict=True):
+        rows = one_request(name, temperature)
         for heading, kind in headings.items():
-            of = rows[kind, setting]
-            values = [of["over_plain"], of["over_plain_low"], of["over_plain_high"]]
-            assert of["num_differing"] == 0
-            assert all(map(is_printed_of, re.findall(r"\d+\.\d+", row[heading]), values)), (row, heading)
+            check_ratio(row[heading], rows[kind, "auto"])
+
+
+def one_request(name: str, temperature: float = 0.0) -> dict[tuple[str, str], dict[str, Any]]:
+    """What one request at a time was measured with and without the n-gram table, by kind and setting."""
+    rows = raw(f"2026-11-28-{name}")["rows"]
+    return {
+        (row["kind"], row["setting"]): row
+        for row in rows
+        if (row["num_requests"], row["temperature"]) == (1, temperature)
+    }
+
+
+def check_ratio(cell: str, row: dict[str, Any]) -> None:
+    """A cell has the ratio of a row to plain decoding with its interval, and no answer differs."""
+    values = [row["over_plain"], row["over_plain_low"], row["over_plain_high"]]
+    assert row["num_differing"] == 0
+    for text, value in zip(re.findall(r"\d+\.\d+", cell), values, strict=True):
+        assert is_printed_of(text, value), (cell, row)
 
 
 def test_the_tables_of_the_n_gram_table() -> None:
     for model, name in (("SmolLM2", "smollm2-ngram-table"), ("1.0 B", "smollm2-1b-ngram-table")):
-        rows = {(one["kind"], one["setting"]): one for one in raw(f"2026-11-28-{name}")["rows"]}
+        zen_5, zen_3 = one_request(f"{name}-avx512"), one_request(name)
+        columns = {
+            "`auto`": (zen_5, "auto"),
+            "`auto` without the table": (zen_5, "auto-without-table"),
+            "Zen 3: `auto`": (zen_3, "auto"),
+            "Zen 3: without the table": (zen_3, "auto-without-table"),
+        }
+        if name == "smollm2-ngram-table":
+            columns["`auto` at temperature 0.7"] = (one_request(f"{name}-avx512", 0.7), "auto")
         found = table_with("docs/drafters.md", f"{model}, one request", "`auto` without the table")
         assert len(found) == 7
         for row in found:
             kind = row[f"{model}, one request"]
-            assert is_printed_of(row["plain, tokens/s"], rows[kind, "plain"]["tokens_per_s"])
-            for heading, setting in (("`auto`", "auto"), ("`auto` without the table", "auto-without-table")):
-                of = rows[kind, setting]
-                assert of["num_differing"] == 0
-                values = [of["over_plain"], of["over_plain_low"], of["over_plain_high"]]
-                assert all(map(is_printed_of, re.findall(r"\d+\.\d+", row[heading]), values)), (row, heading)
+            assert is_printed_of(row["plain, tokens/s"], zen_5[kind, "plain"]["tokens_per_s"])
+            for heading, (rows, setting) in columns.items():
+                check_ratio(row[heading], rows[kind, setting])
             printed = re.findall(r"\d+\.\d+", row["tokens a step, with and without"])
             for text, setting in zip(printed, ("auto", "auto-without-table"), strict=True):
-                assert is_printed_of(text, rows[kind, setting]["emitted_per_step"])
+                assert is_printed_of(text, zen_5[kind, setting]["emitted_per_step"])
 
 
 def test_the_table_of_smollm2_at_a_larger_size() -> None:
