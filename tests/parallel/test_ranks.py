@@ -54,7 +54,7 @@ def one(pair: SimpleNamespace) -> LLM:
     return opened(pair, 1)
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.repeated), 3])
 def divided(pair: SimpleNamespace, request: pytest.FixtureRequest) -> Iterator[LLM]:
     with opened(pair, request.param) as llm:
         yield llm

@@ -57,7 +57,7 @@ def address() -> Iterator[str]:
 
 
 def audit(backend: str = NAME, **changes: Any) -> AuditReport:
-    settings: dict[str, Any] = {"num_prompts": 8, "max_tokens": 40, "num_seeds": 160, "temperatures": (0.0, 0.8)}
+    settings: dict[str, Any] = {"num_prompts": 4, "max_tokens": 24, "num_seeds": 64, "temperatures": (0.0, 0.8)}
     settings |= {"target": TARGET, "dtype": "float32", "cache_tokens": 4096} | changes
     source = BackendSource(backend, None if backend.startswith("http") else TARGET)
     return run_backend_audit(BackendAuditOptions(source, **settings), PROMPTS, "foretoken audit", {}, {})
@@ -83,7 +83,7 @@ def check_of(report: AuditReport, name: str, result: str = "not asked") -> Check
 
 
 def test_our_server_passes_all_that_it_can_be_asked(address: str) -> None:
-    report = audit(address)
+    report = audit(address, num_prompts=8, max_tokens=40, num_seeds=160)  # fewer leave a law undecided
     assert report.failed == (), [str(check) for check in report.failed]
     assert results(report) == {
         **{name: {"pass"} for name in (PLAIN, CHOICE, AGAIN, SEEDS)},
@@ -119,7 +119,7 @@ def test_two_engines_are_compared(address: str, engine: LocalAnswers, monkeypatc
     register(monkeypatch, backend)
     report = audit(against=BackendSource(address), temperatures=(0.0,))
     assert report.failed == ()
-    assert check_of(report, f"the same answers as {address}", "pass").num_tokens == 4 * 40
+    assert check_of(report, f"the same answers as {address}", "pass").num_tokens == 4 * 24
     assert all(drafting == Drafting("lookup", 5) for _, drafting in backend.asked)
 
 
@@ -158,7 +158,7 @@ def test_another_temperature_is_found(engine: LocalAnswers, monkeypatch: pytest.
         return ask(replace(question, temperature=1.8 * question.temperature))
 
     register(monkeypatch, Outside(engine, warm, {"token_ids": token_ids}))
-    found = failures(audit(num_seeds=160, temperatures=(0.8,)))
+    found = failures(audit(num_seeds=96, temperatures=(0.8,)))
     assert f"{FIRST}: sharpness" in found
     assert (f"{WHOLE}: sharpness" in found) == token_ids
     assert {name.split(": ")[0] for name in found} <= {WHOLE, FIRST}
