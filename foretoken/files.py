@@ -58,7 +58,7 @@ def read_stream(field: str, name: str, file: IO[bytes]) -> str:
     if len(data) > MAX_BYTES:
         raise StorageError(f"{field}: cannot read {name}: it is longer than {MAX_BYTES >> 20} MiB; give a shorter text")
     try:
-        return data.decode("utf-8")
+        return data.decode("utf-8-sig")  # editors of Windows write a byte order mark
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise StorageError(
@@ -137,13 +137,18 @@ def as_plain(value: object) -> object:
 
 
 def replace_text(field: str, path: Path, text: str) -> None:
-    """Write a UTF-8 file, replacing the one that is there at once: an interrupted write leaves the old one
+    """Write a UTF-8 file, replacing the one that is there at once: an interrupted write leaves the old one. A link
+    stays and its file is replaced; a device or a pipe is written to
 
     Raises:
         StorageError: names the field.
     """
+    path = Path(os.path.realpath(path))
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
+        if path.exists() and not path.is_file():
+            path.write_text(text, encoding="utf-8")
+            return
         part.write_text(text, encoding="utf-8")
         part.replace(path)
     except OSError as error:

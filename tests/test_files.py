@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from foretoken.files import (
     parse_json,
     read_json,
     read_text,
+    replace_text,
     to_json,
 )
 from foretoken.measure.prompts import read_prompts
@@ -39,6 +41,26 @@ def test_texts_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     (tmp_path / "x").write_bytes(content)
     with pytest.raises(StorageError, match=message):
         read_text("field", tmp_path / "x")
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\n')
+    assert read_json("field", tmp_path / "x") == {"prompt": "a"}
+    assert [prompt.text for prompt in read_prompts(tmp_path / "x")] == ["a"]
+
+
+def test_a_replaced_file_may_be_a_link_or_a_pipe(tmp_path: Path) -> None:
+    (tmp_path / "old").write_text("old")
+    (tmp_path / "link").symlink_to("old")
+    replace_text("out", tmp_path / "link", "new")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "old").read_text() == "new"
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    replace_text("out", tmp_path / "pipe", "through")
+    assert os.read(reader, 99) == b"through"
+    os.close(reader)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "old", "pipe"]
 
 
 def test_places_that_hold_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -352,7 +352,7 @@ def _info(engine: AsyncEngine, name: str, missing_draft: str | None) -> ModelInf
         default_spec=llm.spec,
         max_waiting=engine.max_waiting,
         max_batch_size=llm.engine.scheduler.config.max_batch_size,
-        tool_style=None if tokenizer is None else tool_style(tokenizer.chat_template),
+        tool_style=None if tokenizer is None else tool_style(tokenizer.tool_template),
         template_roles=() if tokenizer is None else template_roles(tokenizer.chat_template),
         fim_tokens=None if tokenizer is None else fim_tokens(tokenizer.vocabulary, tokenizer.opening_ids),
         missing_draft=missing_draft,

@@ -58,7 +58,10 @@ def export(
 
 
 def _name_elsewhere(name: str) -> str:
-    """A model's name as other engines take it: of a name that only we know, its folder or file."""
+    """A model's name as other engines take it in any folder: a path is absolute, a name that only we know is one."""
     from foretoken.model.names import is_own_name, model_folder
 
-    return str(model_folder(name)) if is_own_name(name) else name
+    if is_own_name(name):
+        return str(model_folder(name))
+    path = Path(name).expanduser()
+    return str(path.resolve()) if path.exists() else name

@@ -46,9 +46,11 @@ class KeptFile:
         try:
             known = path.read_bytes() if path.exists() else b""
             whole = known[: known.rfind(b"\n") + 1]
-            found: list[Any] = [json.loads(line) for line in whole.decode("utf-8").splitlines()]
+            found: list[Any] = [json.loads(line) for line in whole.decode("utf-8").split("\n")[:-1]]
             if found:
                 self._check(found[0], header, option)
+            elif not json.dumps(header).encode().startswith(known):
+                raise ValueError("it does not begin with the header of this run")
             path.parent.mkdir(parents=True, exist_ok=True)
             if whole != known:
                 os.truncate(path, len(whole))

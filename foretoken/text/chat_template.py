@@ -65,6 +65,34 @@ def render(
     _fail(reply, messages, where)
 
 
+def chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """The Jinja sources of a checkpoint by name: `default`, and `tool_use` where chats with tools have their own.
+
+    Files of the folder replace what the settings of its tokenizer hold, as in transformers.
+
+    Raises:
+        CheckpointError: a file that cannot be read.
+    """
+    files = {file.stem: file for file in sorted(folder.glob("additional_chat_templates/*.jinja"))}
+    if (folder / "chat_template.jinja").exists():
+        files["default"] = folder / "chat_template.jinja"
+    if files:
+        return {name: _source(file) for name, file in files.items()}
+    found = settings.get("chat_template")
+    if isinstance(found, list):
+        named = {str(entry.get("name")): entry.get("template") for entry in found if isinstance(entry, dict)}
+    else:
+        named = {"default": found}
+    return {name: source for name, source in named.items() if isinstance(source, str)}
+
+
+def _source(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{file} cannot be read as UTF-8 text ({error}); download it again") from error
+
+
 def _fail(reply: Mapping[str, str], messages: Sequence[Mapping[str, Any]], where: str) -> NoReturn:
     """Raise what a reply without a text stands for."""
     if "refused" in reply:

@@ -181,7 +181,10 @@ def _settings(header: Header, tokens: list[str], defaults: dict[str, int]) -> di
     settings: dict[str, Any] = {
         name: _token_of(header, role, tokens, defaults.get(role)) for name, role in _SPECIALS.items()
     }
-    template = header.fields.text("tokenizer.chat_template")
+    template: str | list[dict[str, str]] | None = header.fields.text("tokenizer.chat_template")
+    for_tools = header.fields.text("tokenizer.chat_template.tool_use")
+    if isinstance(template, str) and for_tools is not None:
+        template = [{"name": "default", "template": template}, {"name": "tool_use", "template": for_tools}]
     return {name: value for name, value in (settings | {"chat_template": template}).items() if value is not None}
 
 

@@ -22,7 +22,7 @@ from foretoken.model.gguf.header import is_gguf
 from foretoken.model.gguf.parts import read_header
 from foretoken.model.quiet import quiet_transformers
 from foretoken.params import check_text
-from foretoken.text.chat_template import render
+from foretoken.text.chat_template import chat_templates, render
 from foretoken.text.gguf_tokenizer import read_tokenizer
 from foretoken.text.token_bytes import token_writer
 
@@ -163,21 +163,18 @@ class Tokenizer:
         return next((tuple(dressed[:place]) for place in places if dressed[place : place + len(bare)] == bare), ())
 
     @cached_property
+    def _templates(self) -> Mapping[str, str]:
+        return chat_templates(self.folder, self._settings) if self._template is None else {"default": self._template}
+
+    @property
     def chat_template(self) -> str | None:
         """The Jinja source that lays out a chat; None when the folder has none."""
-        if self._template is not None:
-            return self._template
-        file = self.folder / "chat_template.jinja"
-        if file.exists():
-            try:
-                return file.read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise CheckpointError(f"{file} cannot be read as UTF-8 text ({error}); download it again") from error
-        template = self._settings.get("chat_template")
-        if isinstance(template, list):  # several, by name
-            named = {str(entry.get("name")): entry.get("template") for entry in template if isinstance(entry, dict)}
-            template = named.get("default")
-        return template if isinstance(template, str) else None
+        return self._templates.get("default")
+
+    @property
+    def tool_template(self) -> str | None:
+        """The source that lays out a chat with tools: `tool_use` where the folder names one, else `chat_template`."""
+        return self._templates.get("tool_use", self.chat_template)
 
     def apply_chat_template(
         self,
@@ -195,7 +192,8 @@ class Tokenizer:
             InputError: the folder has no chat template, or the template refuses these messages.
             CheckpointError: the template itself is broken, or does not come to an end.
         """
-        if self.chat_template is None:
+        source = self.tool_template if tools else self.chat_template
+        if source is None:
             raise InputError(
                 "messages",
                 list(messages),
@@ -207,7 +205,7 @@ class Tokenizer:
             for name, value in self._settings.items()
             if name.endswith("_token") and (text := _content(value)) is not None
         }
-        return render(self.chat_template, messages, add_generation_prompt, tools, specials, str(self.folder), options)
+        return render(source, messages, add_generation_prompt, tools, specials, str(self.folder), options)
 
     def with_template(self, template: str) -> Tokenizer:
         """The same tokenizer with another chat template."""

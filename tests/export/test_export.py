@@ -270,6 +270,16 @@ def test_b3_launch_lines_name_models_as_other_engines_do(
     assert "org/draft" in text
 
 
+def test_paths_of_models_are_absolute_in_launch_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    """The line runs in the folder of the export, not where the user stood."""
+    monkeypatch.chdir(folder.parent)
+    words = ["export", "--to", "vllm", "--drafter", "ngram", "--target", folder.name, "--out", str(tmp_path / "out")]
+    assert run(words) == 0
+    assert str(folder.resolve()) in (tmp_path / "out" / "LAUNCH.md").read_text()
+
+
 def test_b3_names_that_no_other_engine_knows_are_refused(folder: Path, tmp_path: Path) -> None:
     source = stored(folder, eagle_config(target=read_config(folder)), tmp_path)
     for engine in NEWEST:

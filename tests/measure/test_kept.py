@@ -59,13 +59,22 @@ def test_another_runs_file_is_refused_by_the_field_that_differs(
 
 def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "other.jsonl"
-    for content in ('{"rows": []}\n', "words\n", "3\n", '{"format": "foretoken.kept/0", "kind": "x", "run": {}}\n'):
+    for content in (
+        '{"rows": []}\n',
+        "words\n",
+        "3\n",
+        '{"format": "foretoken.kept/0", "kind": "x", "run": {}}\n',
+        '{"my": 1}',
+    ):
         path.write_text(content)
         with pytest.raises(StorageError, match="does not hold the measurements"):
             opened(path)
         assert path.read_text() == content
-    path.unlink()
+    opened(path.with_name("cut.jsonl")).close()
+    header = path.with_name("cut.jsonl").read_text()
+    path.write_text(header[:30])  # cut off by the end of the process
     kept = opened(path)
+    assert path.read_text() == header
     kept.append({"setting": "plain"})
     with pytest.raises(StorageError, match="does not hold the measurements"):
         kept.restored(lambda line: line["answer"])

@@ -62,6 +62,7 @@ def test_byte_level(tmp_path: Path) -> None:
     def add(writer: gguf.GGUFWriter) -> None:
         add_bpe(writer, folder)
         writer.add_eos_token_id(0)
+        writer.add_string("tokenizer.chat_template.tool_use", "tools")
 
     found, expected = opened(made(tmp_path / "model.gguf", add)), opened(folder)
     for text in TEXTS:
@@ -72,6 +73,7 @@ def test_byte_level(tmp_path: Path) -> None:
     assert found.chat_template == TEMPLATE
     messages = [{"role": "user", "content": "x"}]
     assert found.apply_chat_template(messages) == expected.apply_chat_template(messages)
+    assert found.apply_chat_template(messages, tools=[{"type": "function"}]) == found.tool_template == "tools"
 
 
 def test_sentencepiece(tmp_path: Path) -> None:

@@ -390,6 +390,23 @@ def test_a_template_file_wins_and_named_templates_have_a_default(tmp_path: Path)
     named = load_tokenizer(tmp_path / "named")
     assert named is not None
     assert named.apply_chat_template(MESSAGES) == "plain"
+    assert named.apply_chat_template(MESSAGES, tools=[]) == "plain"
+    assert named.apply_chat_template(MESSAGES, tools=[{"type": "function"}]) == named.tool_template == "tools"
+    assert named.with_template("other").apply_chat_template(MESSAGES, tools=[{"type": "function"}]) == "other"
+
+
+def test_templates_in_files_replace_those_of_the_settings(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    tokenizer = with_template(tmp_path, CHATML)
+    (tmp_path / "chat_template.jinja").write_text("file")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools[0].function.name }}")
+    assert tokenizer.apply_chat_template(MESSAGES) == "file"
+    assert tokenizer.apply_chat_template(MESSAGES, tools=tools) == "f"
+    expected = AutoTokenizer.from_pretrained(tmp_path)
+    assert expected.apply_chat_template(MESSAGES, tools=tools, tokenize=False) == "f"
 
 
 def test_a_refused_chat_and_a_missing_template_are_input_errors(tmp_path: Path) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from foretoken.backend.answering import Question
 from foretoken.measure.ab.options import AbOptions
 from foretoken.measure.ab.pairs import METRICS, Observed, Pair, block_means
 from foretoken.measure.price import counted_tokens, million_price
@@ -155,13 +156,16 @@ def _slice_row(name: str, pairs: Sequence[Pair], options: AbOptions) -> SliceRow
 
 
 def _measured(pairs: Sequence[Pair], side: Callable[[Pair], Observed]) -> Measured:
-    """(tokens, seconds) of one side; the same request asked again is another repeat of one prompt."""
-    repeats: dict[str, int] = {}
-    numbers: dict[str, int] = {}
+    """(tokens, seconds) of one side; the same request asked again, with another seed, is another repeat of one prompt.
+    Names alone do not tell: requests of two files may share them.
+    """
+    repeats: dict[tuple[str, Question], int] = {}
+    numbers: dict[tuple[str, Question], int] = {}
     found: dict[tuple[int, int], tuple[float, float]] = {}
     for pair in pairs:
-        prompt = numbers.setdefault(pair.plan.name, len(numbers))
-        repeat = repeats[pair.plan.name] = repeats.get(pair.plan.name, -1) + 1
+        request = pair.plan.name, replace(pair.plan.question, seed=None)
+        prompt = numbers.setdefault(request, len(numbers))
+        repeat = repeats[request] = repeats.get(request, -1) + 1
         one = side(pair)
         found[prompt, repeat] = (float(one.num_tokens), one.e2e_s)
     return found

@@ -81,6 +81,8 @@ def read_prompts(path: Path) -> list[Prompt]:
     ]
     if not lines:
         raise InputError("prompts", str(path), "the file is empty; write one prompt a line")
+    if path.suffix.lower() == ".json":
+        raise InputError("prompts", str(path), "is one JSON text; write one object a line into a .jsonl file")
     if path.suffix.lower() != ".jsonl" and not lines[0][1].lstrip().startswith("{"):
         return [line.removesuffix("\r") for _, line in lines]
     return [_parse(f"{path}:{number}", line) for number, line in lines]

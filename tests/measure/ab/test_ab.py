@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,14 @@ def test_rows_say_ratios_equal_texts_errors_and_costs(tmp_path: Path) -> None:
     assert "<svg" in page
     assert "per 1M tokens" in markdown(report)
     assert json.loads(report.json_line())["pairs"][1]["equal_text"] is False
+
+
+def test_requests_that_share_a_name_are_prompts_of_their_own(tmp_path: Path) -> None:
+    """As those of two batch files do: the interval is that of as many prompts as were asked."""
+    options = options_of(tmp_path, 12, repeats=2)
+    pairs = pairs_of(options, 0.5)
+    named_alike = [replace(pair, plan=replace(pair.plan, name="request-0")) for pair in pairs]
+    assert slice_rows(named_alike, options)[0].ratio == slice_rows(pairs, options)[0].ratio
 
 
 def test_costs_count_the_tokens_of_answers_in_time_and_pay_for_all(tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ def test_a_conversation_is_laid_out_by_the_targets_template(tmp_path: Path) -> N
     [
         ("p.jsonl", '{"messages": []}\n', r"p\.jsonl:1.*messages there: give a list of messages"),
         ("p.txt", "\n \n", "the file is empty"),
+        ("p.json", '[{"prompt": "a"}]', "is one JSON text; write one object a line"),
         ("p.jsonl", "plain text\n", r"p\.jsonl:1.*not JSON"),
         ("p.jsonl", '{"prompt": "a"}\n[1]\n', r"p\.jsonl:2.*every line is an object"),
         ("p.txt", '{"prompt": ""}\n', "every line is an object"),
