@@ -44,6 +44,7 @@ def draft_faults(draft: object, entries: Sequence[BatchEntry], vocab_size: int) 
         _add_probe_faults(draft, entries, vocab_size, faults)
     if figures is not None:
         _add_mass_faults(draft, figures, faults)
+        _add_chain_faults(draft, entries, faults)
     return faults
 
 
@@ -177,6 +178,19 @@ def _mass_figures(draft: Draft, vocab_size: int) -> _MassFigures | None:
     if not draft.has_host_tokens:
         draft.with_host_tokens(known)
     return _MassFigures(least, sums, sampled, masses)
+
+
+def _add_chain_faults(draft: Draft, entries: Sequence[BatchEntry], faults: dict[int, str]) -> None:
+    """Check that a row of a chain has a distribution exactly where its token was sampled, as rules for chains expect:
+    a tree may say of a token that was not sampled what else might have been.
+    """
+    assert draft.mass is not None
+    laws = draft.mass.distribution_of_row
+    for b, ((start, stop), entry) in enumerate(zip(pairwise(draft.offsets), entries, strict=True)):
+        if b in faults or entry.takes_trees:
+            continue
+        if any(laws[draft.parent_rows[n]] >= 0 for n in range(start, stop) if not (draft.sampled and draft.sampled[n])):
+            faults[b] = "a distribution beside a token that was not sampled, where the rule accepts chains only"
 
 
 def _add_mass_faults(draft: Draft, figures: _MassFigures, faults: dict[int, str]) -> None:

@@ -134,7 +134,8 @@ class DrafterFailures:
         self._untold.append(DrafterFailure(request_id, drafter.name, reason, is_last))
         if is_last and key not in self._off.setdefault(request_id, set()):
             self._off[request_id].add(key)
-            with contextlib.suppress(Exception):  # it has failed already: resources that it cannot free are lost
+            # It has failed already: resources that it cannot free are lost, also where freeing them takes too long.
+            with contextlib.suppress(Exception), self.deadlines.get(key, contextlib.nullcontext()):
                 drafter.finish(request_id)
         if key not in self._warned:
             message = (

@@ -244,7 +244,12 @@ class AsyncEngine(Uncopied):
 
         Raises:
             OverloadedError: there are not so many.
+            InputError: there can never be so many.
         """
+        if count > self.max_waiting:
+            raise InputError(
+                "n", count, f"prompts times n must be at most {self.max_waiting}; ask for fewer, or raise max_waiting"
+            )
         with self._wake:
             self._check_open()
             if len(self.llm.engine.scheduler.waiting) + self._num_coming + count > self.max_waiting:

@@ -19,7 +19,7 @@ from foretoken.control.policy import BudgetPolicy
 from foretoken.core import Batch, BatchEntry, Draft, Mass, Probes, Request, Verdict
 from foretoken.draft.base import Feedback
 from foretoken.draft.boundary import check_tree, draft_faults
-from foretoken.draft.failures import MAX_FAILURES, Deadline
+from foretoken.draft.failures import MAX_FAILURES, Deadline, DrafterFailures
 from foretoken.draft.group import drafter_key
 from foretoken.draft.lookup_tree import LookupTree
 from foretoken.draft.ngram import NgramDrafter
@@ -133,6 +133,10 @@ def test_sound_drafts_pass() -> None:
         assert complaint(draft) is None
     assert complaint(tree, takes_trees=False) is not None
     assert complaint(point([1, 2, 3, 4]), takes_trees=False) is None
+    spare = replace(point([1]), mass=Mass(torch.tensor([FAIR]), (0, -1)))  # another token might have been sampled
+    assert complaint(spare) is None
+    assert str(complaint(spare, takes_trees=False)).startswith("a distribution beside a token that was not sampled")
+    assert complaint(drawn(FAIR), takes_trees=False) is None
     deep = replace(point([1]), probes=Probes(torch.tensor([1, 1, 1]), (-1, 0, 1), (0, 3)))
     assert complaint(deep, num_probe=3) == "probes: deeper than 2"
     assert complaint(Draft(torch.tensor([1]), (-1,), (0, 2, 1), ("x", "x")), 4, 4) == "offsets that decrease"
@@ -350,6 +354,22 @@ def test_h3_a_drafter_that_hangs_is_interrupted(
         outs = generate(llm, Faulty(at, hang), limit_s=0.05)
     assert [out.token_ids for out in outs] == plain
     assert outs[0].stats.disabled_drafters.keys() == {"bad"}
+
+
+def test_h3_a_finish_that_hangs_after_the_last_failure_is_interrupted(failed_drafters: list[str]) -> None:
+    is_over = []
+
+    class Held(NgramDrafter):
+        def finish(self, request_id: int) -> None:
+            for _ in range(1_000):
+                time.sleep(0.001)
+            is_over.append(request_id)
+
+    failures, key = DrafterFailures(), drafter_key(SpecConfig("ngram"))
+    failures.deadlines[key] = Deadline(0.05)
+    with pytest.warns(DrafterWarning, match="no reply"):
+        failures.add(key, Held(), 7, "no reply", is_last=True)
+    assert not is_over
 
 
 def test_h3_one_that_catches_everything_is_interrupted_again() -> None:

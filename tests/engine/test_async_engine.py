@@ -8,6 +8,7 @@ import asyncio
 import random
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace, TracebackType
 
 import pytest
@@ -166,6 +167,8 @@ def test_overload_is_told_and_passes(pair: SimpleNamespace) -> None:
             waiting = [engine.submit(PROMPTS[i], GREEDY) for i in (1, 2)]
             with pytest.raises(OverloadedError, match="2 requests wait"):
                 engine.submit(PROMPTS[3], GREEDY)
+            with pytest.raises(InputError, match="n=3: prompts times n must be at most 2"):
+                asyncio.run(engine.generate(PROMPTS[3], replace(GREEDY, n=3)))
         first.close()
         assert [len(ticket.result().token_ids) for ticket in waiting] == [20, 20]
         assert len(engine.submit(PROMPTS[3], GREEDY).result().token_ids) == 20
