@@ -25,6 +25,8 @@ from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
+import torch
+
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.core import StepOutput
 from foretoken.engine.admission import check_types
@@ -83,9 +85,14 @@ class AsyncEngine(Uncopied):
         self._cause: BaseException | None = None  # why the thread ended, where nobody closed
         self._process = os.getpid()
         self._preparing = ThreadPoolExecutor(_NUM_PREPARING, thread_name_prefix="foretoken-prepare")
-        self._loading = ThreadPoolExecutor(1, thread_name_prefix="foretoken-load")  # drafters, which take seconds
-        driver = self.llm.claim(self)
-        self._thread = threading.Thread(target=self._run, args=(driver,), name="foretoken-engine", daemon=True)
+        # New threads begin with the number of torch's threads that was set last, which a step of another engine may
+        # have lowered for as long as it runs: the threads of this one begin with the caller's.
+        num_threads = torch.get_num_threads()
+        self._loading = ThreadPoolExecutor(  # of drafters, which takes seconds
+            1, "foretoken-load", initializer=torch.set_num_threads, initargs=(num_threads,)
+        )
+        driver, run = self.llm.claim(self), self._run
+        self._thread = threading.Thread(target=run, args=(driver, num_threads), name="foretoken-engine", daemon=True)
         try:
             self._thread.start()
         except BaseException:
@@ -303,9 +310,10 @@ class AsyncEngine(Uncopied):
 
     # ---- the engine's thread
 
-    def _run(self, driver: Driver) -> None:
+    def _run(self, driver: Driver, num_threads: int) -> None:
         cause: BaseException | None = None
         try:
+            torch.set_num_threads(num_threads)
             while self._turn(driver):
                 pass
         except BaseException as error:  # noqa: BLE001 - all tickets must end with this thread

@@ -6,11 +6,12 @@ import os
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from foretoken import LLM, SamplingParams, SpecConfig
+from foretoken import LLM, AsyncEngine, SamplingParams, SpecConfig
 from foretoken.control.cost import CostTable
 from foretoken.control.threads import Threading
 from foretoken.engine import step_threads
@@ -53,6 +54,25 @@ def test_waiting_threads_are_told_to_sleep_and_to_spin_again() -> None:
         assert torch.get_num_threads() == 2
     waiting.set_waiting("spin")
     assert (waiting.current_waiting(), teams(), torch.get_num_threads()) == ("spin", 0, 2)
+
+
+def test_an_engine_s_thread_begins_with_its_caller_s_number(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not with the one that another thread has set last, as a step that runs on fewer threads does."""
+    torch.set_num_threads(2)
+    other = threading.Thread(target=torch.set_num_threads, args=(1,))
+    other.start()
+    other.join()
+    numbers, forward = set[int](), llm.engine.runner.forward
+
+    def noted(*arguments: Any) -> Any:
+        numbers.add(llm.engine.threads._max_threads)
+        return forward(*arguments)
+
+    monkeypatch.setattr(llm.engine.runner, "forward", noted)
+    with AsyncEngine(llm) as engine:
+        engine.submit(token_ids(5), SamplingParams(max_tokens=2)).result()
+        assert engine._loading.submit(torch.get_num_threads).result() == 2
+    assert numbers == {2}
 
 
 def test_a_way_of_waiting_that_is_set_stands(monkeypatch: pytest.MonkeyPatch) -> None:
