@@ -18,7 +18,7 @@ from foretoken.errors import ConfigError
 from foretoken.files import check_file
 from foretoken.measure.speed.options import SpeedOptions
 from foretoken.printing.console import Console
-from foretoken.train.answers import AnswerConfig, read_user_prompts, write_answers
+from foretoken.train.answers import AnswerConfig, placed_prompts, write_answers
 from foretoken.train.train_config import TrainConfig
 
 if TYPE_CHECKING:
@@ -97,7 +97,8 @@ def answers(
     from foretoken.engine.llm import LLM
 
     config = config_from(AnswerConfig, context.params)
-    texts = read_user_prompts(prompts)
+    placed = placed_prompts(prompts)
+    sources, texts = [source for source, _ in placed], [prompt for _, prompt in placed]
     check_file("out", out)
     if threads is not None:
         torch.set_num_threads(threads)
@@ -112,7 +113,7 @@ def answers(
                 if not console.is_terminal and done % config.batch_size == 0:
                     console.line(f"answering: {done} of {len(texts)}")
 
-            count = write_answers(llm, texts, out, config, tell)
+            count = write_answers(llm, texts, out, config, tell, sources)
     finally:
         llm.close()
     if as_json:

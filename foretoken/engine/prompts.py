@@ -12,6 +12,10 @@ from foretoken.errors import InputError, MismatchError
 from foretoken.params import check_text
 from foretoken.text.tokenizer import Tokenizer
 
+TOOLS_REMEDY = "tools and tool calls are not replayed; leave these requests out"
+_TOOL_ROLES = ("tool", "function")
+_TOOL_KEYS = ("tool_calls", "tool_call_id", "function_call")  # of a message
+
 _MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))  # noncharacters: Unicode keeps them for such use, no text has them
 
 Prompt = str | Sequence[int]
@@ -74,22 +78,76 @@ def as_conversation(messages: object) -> Conversation:
 
 
 def prompt_content(where: str, item: Mapping[str, Any]) -> str | tuple[Message, ...] | tuple[int, ...]:
-    """What one object of a file of prompts asks: its `messages` (a conversation), `prompt_ids` or `prompt` (a text).
+    """What one object of a file of prompts asks: its `messages` (a conversation, up to its last answer), `prompt_ids`
+    or `prompt` (a text).
 
     Raises:
-        InputError: none of these, or messages that are no conversation; names the place `where`.
+        InputError: none of these, messages that are no conversation or an answer alone, or tools; names the place
+            `where`.
     """
+    check_no_tools(where, item)
     if "messages" in item:
         try:
-            return tuple(as_conversation(item["messages"]))
+            conversation = as_conversation(item["messages"])
         except InputError as error:
             raise InputError("prompts", where, f'"messages": {error.remedy}') from error
+        return asked_messages(where, conversation)
     ids, text = item.get("prompt_ids"), item.get("prompt")
     if isinstance(ids, list) and ids and all(isinstance(one, int) and not isinstance(one, bool) for one in ids):
         return tuple(ids)
     if isinstance(text, str) and text:
         return text
     raise InputError("prompts", where, "must hold messages (a list), prompt_ids (whole numbers) or prompt (a text)")
+
+
+def asked_messages(where: str, messages: Conversation) -> tuple[Message, ...]:
+    """A conversation up to its last answer, which is not sent; contents in parts are joined where all are texts.
+
+    Raises:
+        InputError: an answer alone; names the place `where`.
+    """
+    asked = messages[:-1] if messages[-1]["role"] == "assistant" else messages
+    if not asked:
+        raise InputError("prompts", where, '"messages" holds an answer alone; give the messages that it answers, too')
+    joined = [(one, message_text(one)) for one in asked]
+    return tuple(one if text is None else {**one, "content": text} for one, text in joined)
+
+
+def message_text(message: Message) -> str | None:
+    """The text of a message, whole or in OpenAI's parts; None where it holds something else."""
+    content = message.get("content")
+    if isinstance(content, list):
+        parts = [part.get("text") if isinstance(part, dict) else None for part in content]
+        return "".join(parts) if parts and all(isinstance(part, str) for part in parts) else None  # type: ignore[arg-type]
+    return content if isinstance(content, str) else None
+
+
+def check_no_tools(where: str, request: Mapping[str, Any]) -> None:
+    """Refuse a request with tools, which a conversation's messages do not hold.
+
+    Raises:
+        InputError: it has some; names the place `where`.
+    """
+    for key in ("tools", "functions"):
+        if request.get(key):
+            raise InputError("prompts", where, f'has "{key}": {TOOLS_REMEDY}')
+
+
+def check_no_tool_calls(where: str, messages: object) -> None:
+    """Refuse messages that call tools or are their results, for readers that keep only `role` and `content`.
+
+    Raises:
+        InputError: there is one; names the place `where`.
+    """
+    for message in messages if isinstance(messages, list | tuple) else ():
+        if not isinstance(message, Mapping):
+            continue
+        key = next((key for key in _TOOL_KEYS if message.get(key)), None)
+        if key is None and message.get("role") in _TOOL_ROLES:
+            key = "role"
+        if key is not None:
+            said = f'the role "{message["role"]}"' if key == "role" else f'"{key}"'
+            raise InputError("prompts", where, f"a message has {said}: {TOOLS_REMEDY}")
 
 
 def per_prompt(name: str, value: object, count: int) -> list:  # type: ignore[type-arg]

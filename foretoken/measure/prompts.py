@@ -28,6 +28,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from foretoken.engine.prompts import asked_messages, check_no_tool_calls, check_no_tools, message_text
 from foretoken.errors import InputError, StorageError
 from foretoken.files import parse_json, read_text
 from foretoken.measure.options import ALL
@@ -220,7 +221,12 @@ def asked_of(place: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _pairs(item: _Item, messages: object) -> tuple[tuple[str, str], ...]:
-    """(role, content) of each message; contents in OpenAI's parts are joined where all are texts."""
+    """(role, content) of each message; contents in OpenAI's parts are joined where all are texts.
+
+    Raises:
+        InputError: no list of messages, a content that is no text, or calls of tools, which pairs do not hold.
+    """
+    check_no_tool_calls(item.place, messages)
     fit = isinstance(messages, list) and all(
         isinstance(one, dict) and isinstance(one.get("role"), str) and message_text(one) is not None for one in messages
     )
@@ -230,22 +236,13 @@ def _pairs(item: _Item, messages: object) -> tuple[tuple[str, str], ...]:
     return tuple((one["role"], message_text(one) or "") for one in messages)
 
 
-def message_text(message: Mapping[str, Any]) -> str | None:
-    """The text of a message, whole or in OpenAI's parts; None where it holds something else."""
-    content = message.get("content")
-    if isinstance(content, list):
-        parts = [part.get("text") if isinstance(part, dict) else None for part in content]
-        return "".join(parts) if parts and all(isinstance(part, str) for part in parts) else None  # type: ignore[arg-type]
-    return content if isinstance(content, str) else None
-
-
 def _conversation(item: _Item) -> Prompt:
+    check_no_tools(item.place, item.values)
     pairs = _pairs(item, item.values["messages"])
-    answered = len(pairs) > 1 and pairs[-1][0] == "assistant"
+    asked = pairs[: len(asked_messages(item.place, item.values["messages"]))]
     prediction = item.text("prediction") if item.values.get("prediction") is not None else None
     name = item.text("name") if "name" in item.values else item.name()
-    continuation = pairs[-1][1] if answered else None
-    asked = pairs[:-1] if answered else pairs
+    continuation = pairs[-1][1] if len(asked) < len(pairs) else None
     return Prompt(name, _slice(item), "", continuation, prediction, asked, **asked_of(item.place, item.values))
 
 
@@ -253,6 +250,7 @@ def _batch_request(item: _Item) -> Prompt:
     body, name = item.values["body"], item.text("custom_id")
     if not isinstance(body, dict):
         raise InputError("prompts", item.place, '"body" must be the object that the request was sent with')
+    check_no_tools(item.place, body)
     known = {"max_tokens": body.get("max_tokens") or body.get("max_completion_tokens") or body.get("max_output_tokens")}
     asked = asked_of(item.place, body | known)
     text = body.get("prompt", body.get("input"))

@@ -1,37 +1,45 @@
 """Answers of the target to the user's own prompts: what its heads are trained on.
 
-A file of JSON lines: a header that says whose answers these are, then one line for each prompt. It is written line by
-line and continued where it ends; a line that a killed run left unfinished is answered again.
+A file of JSON lines: a header that says whose answers these are, then one line for each prompt, in the order in which
+the answers ended. It is read and written line by line and continued where it ends; a line that a killed run left
+unfinished is answered again.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foretoken.config import SamplingParams
 from foretoken.engine.prompts import prompt_content
-from foretoken.errors import ConfigError, InputError, MismatchError, StorageError
-from foretoken.files import parse_json, read_text, to_json
+from foretoken.errors import (
+    CapacityError,
+    ConfigError,
+    ContextLengthError,
+    InputError,
+    MismatchError,
+    StorageError,
+)
+from foretoken.files import MAX_BYTES, parse_json, read_text, to_json
 from foretoken.model.gguf.parts import part_files
 from foretoken.option import option
 from foretoken.params import check_whole
 
 if TYPE_CHECKING:
-    from foretoken.core import StepOutput
     from foretoken.engine.llm import LLM
+    from foretoken.engine.request import RequestState
     from foretoken.train.head_data import HeadData
 
 ANSWERS_KIND = "foretoken answers"
 _MAX_SEED = 1 << 63
 # Batches that are submitted together: a request that ends makes room for the next one, so that only the last of them
-# run in a batch that empties. An interruption loses at most so many.
+# run in a batch that empties.
 _BATCHES_AT_ONCE = 8
 
 
@@ -78,19 +86,26 @@ def read_user_prompts(path: Path) -> list[PromptContent]:
         StorageError: the file cannot be read.
         InputError: a line that is none of these; or no prompt.
     """
-    found = [
-        _prompt(f"{path}:{number}", line)
-        for number, line in enumerate(read_text("prompts", path).splitlines(), start=1)
-        if line.strip()
-    ]
+    return [prompt for _, prompt in placed_prompts(path)]
+
+
+def placed_prompts(path: Path) -> list[tuple[str, PromptContent]]:
+    """File and line of each prompt, and the prompt.
+
+    Raises:
+        StorageError, InputError: see `read_user_prompts`.
+    """
+    # Not `str.splitlines`, which cuts at characters that JSON's texts may hold, such as U+2028.
+    lines = enumerate(read_text("prompts", path).split("\n"), start=1)
+    found = [_prompt(f"{path}:{number}", line) for number, line in lines if line.strip()]
     if not found:
         raise InputError("prompts", str(path), "holds no prompt; write one JSON object a line")
     return found
 
 
-def _prompt(where: str, line: str) -> PromptContent:
+def _prompt(where: str, line: str) -> tuple[str, PromptContent]:
     item = parse_json("prompts", where, line)
-    return prompt_content(where, item if isinstance(item, dict) else {})
+    return where, prompt_content(where, item if isinstance(item, dict) else {})
 
 
 def write_answers(
@@ -99,48 +114,82 @@ def write_answers(
     path: Path,
     config: AnswerConfig,
     tell: Callable[[int], None],
+    sources: Sequence[str] = (),
 ) -> AnswerCount:
     """Answer the prompts that the file at `path` has no answer to yet; `tell` is called with the number answered.
 
     The answer to a prompt depends on its place, on the seed and on the prompt alone, not on where a run was resumed.
+    `sources` are what errors call the prompts, such as file and line.
 
     Raises:
         ConfigError: the file was written under other settings or by another target.
-        InputError: a prompt that the target cannot take.
+        InputError, CapacityError: a prompt that the target cannot take; nothing was answered.
         StorageError: the file cannot be read or written; what is in it is kept.
     """
-    encoded = [_encode(llm, prompt, config) for prompt in prompts]
+    sources = sources or [f"prompt {number}" for number in range(1, len(prompts) + 1)]
+    encoded = [_encoded(llm, prompt, config, source) for prompt, source in zip(prompts, sources, strict=True)]
     header = {"kind": ANSWERS_KIND, "target": _fingerprint(llm), "prompts": _digest(encoded)} | {
         name: value for name, value in asdict(config).items() if name != "batch_size"
     }
     done = _resume(path, header)
     left = [place for place in range(len(encoded)) if place not in done]
+    finished = itertools.count(len(done))
+    tell(next(finished))
     try:
-        at_once = _BATCHES_AT_ONCE * config.batch_size
-        for start in range(0, len(left), at_once):
-            places = left[start : start + at_once]
-            finished = itertools.count(len(done) + start)
-            tell(next(finished))
-
-            def count(step: Sequence[StepOutput], finished: Iterator[int] = finished) -> None:
-                for _ in filter(None, (one.finish_reason for one in step)):
-                    tell(next(finished))
-
-            params = [config.params(place) for place in places]
-            outputs = llm.generate([encoded[place] for place in places], params, on_step=count)
-            with path.open("a", encoding="utf-8") as file:
-                for place, output in zip(places, outputs, strict=True):
-                    if output.error is not None:
-                        raise output.error
-                    row = {"place": place, "prompt_ids": output.prompt_ids, "answer_ids": output.token_ids}
-                    file.write(to_json(row | {"finish_reason": output.finish_reason}) + "\n")
-                file.flush()
+        with path.open("a", encoding="utf-8") as file:
+            for group in _groups(left, _BATCHES_AT_ONCE * config.batch_size):
+                with closing(_answered(llm, encoded, group, config)) as steps:  # an interruption frees the requests
+                    for ended in steps:
+                        whole = [one for one in ended if one[1].error is None]
+                        file.write("".join(_row(place, state) for place, state in whole))
+                        file.flush()
+                        for _ in whole:
+                            tell(next(finished))
+                        _check_whole(ended, sources)
                 os.fsync(file.fileno())
     except OSError as error:
         raise StorageError(f"cannot write the answers to {path}: {error}; what is in it is kept") from error
     tell(len(encoded))
-    pairs = read_answers(path).pairs
-    return AnswerCount(len(encoded), len(pairs), sum(len(answer) for _, answer in pairs))
+    lengths = [len(answer) for _, _, answer in _read(path)[1]]
+    return AnswerCount(len(encoded), len(lengths), sum(lengths))
+
+
+def _groups(places: Sequence[int], size: int) -> Iterator[Sequence[int]]:
+    return (places[start : start + size] for start in range(0, len(places), size))
+
+
+def _answered(
+    llm: LLM, encoded: Sequence[Sequence[int]], places: Sequence[int], config: AnswerConfig
+) -> Generator[list[tuple[int, RequestState]]]:
+    """Answer the prompts at these places: yields after each step those that ended with it, so that an interruption
+    loses none that has ended.
+    """
+    running: list[tuple[int, RequestState]] = []
+    try:
+        for place in places:
+            running.append((place, llm.submit(encoded[place], config.params(place), llm.spec)))
+        while running:
+            llm.step()
+            ended = [one for one in running if one[1].finish_reason is not None]
+            if ended:
+                running = [one for one in running if one[1].finish_reason is None]
+                yield ended
+    finally:
+        for _, state in running:
+            llm.engine.abort(state.request_id)
+
+
+def _row(place: int, state: RequestState) -> str:
+    row = {"place": place, "prompt_ids": state.request.prompt_ids, "answer_ids": state.output_ids}
+    return to_json(row | {"finish_reason": state.finish_reason}) + "\n"
+
+
+def _check_whole(ended: Sequence[tuple[int, RequestState]], sources: Sequence[str]) -> None:
+    """Raise the error of an answer that failed, with the name of its prompt."""
+    for place, state in ended:
+        if state.error is not None:
+            state.error.add_note(sources[place])
+            raise state.error
 
 
 @dataclass(frozen=True)
@@ -158,16 +207,34 @@ def read_answers(path: Path) -> AnswerFile:
         StorageError: the file cannot be read.
         InputError: not a file of answers.
     """
-    lines = _whole_lines(read_text("answers", path))
-    header = parse_json("answers", f"{path}:1", lines[0]) if lines else None
+    header, rows = _read(path)
+    found = list(rows)
+    if None not in (place for place, _, _ in found):  # by the prompts, whichever answer ended first
+        found.sort(key=lambda row: row[0] or 0)
+    return AnswerFile(header, tuple((prompt, answer) for _, prompt, answer in found))
+
+
+_Row = tuple[int | None, tuple[int, ...], tuple[int, ...]]  # place, prompt and answer
+
+
+def _read(path: Path) -> tuple[Mapping[str, Any], Iterator[_Row]]:
+    """The header, and the rows as they are read."""
+    lines = _whole_lines("answers", path)
+    where, text, _ = next(lines, (str(path), "null", 0))
+    header = parse_json("answers", where, text)
     if not isinstance(header, dict) or header.get("kind") != ANSWERS_KIND:
         raise InputError("answers", str(path), "is no file of answers; make one with `foretoken train answers`")
-    rows = [parse_json("answers", f"{path}:{number}", line) for number, line in enumerate(lines[1:], start=2)]
+    return header, (_parsed(where, text) for where, text, _ in lines)
+
+
+def _parsed(where: str, line: str) -> _Row:
+    row = parse_json("answers", where, line)
     try:
-        pairs = tuple((tuple(map(int, row["prompt_ids"])), tuple(map(int, row["answer_ids"]))) for row in rows)
-    except (KeyError, TypeError, ValueError) as error:
-        raise InputError("answers", str(path), f"a line has no prompt_ids and answer_ids ({error})") from error
-    return AnswerFile(header, pairs)
+        place = row.get("place")
+        prompt, answer = (tuple(map(int, row[name])) for name in ("prompt_ids", "answer_ids"))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise InputError("answers", where, f"the line has no prompt_ids and answer_ids ({error})") from error
+    return place if isinstance(place, int) else None, prompt, answer
 
 
 def answered_data(path: Path, target: Path, vocab_size: int, held_out_share: float) -> HeadData:
@@ -221,6 +288,23 @@ def _fingerprint(llm: LLM) -> str:
     return folder_fingerprint(llm.folder)
 
 
+def _encoded(llm: LLM, prompt: PromptContent, config: AnswerConfig, source: str) -> list[int]:
+    """Token ids of a prompt that the target can answer: checked here, before hours of answers to others."""
+    from foretoken.engine.admission import check_request  # with torch, which help does without
+
+    try:
+        ids = _encode(llm, prompt, config)
+        check_request(ids, config.params(0), llm.spec, llm.target, llm.tokenizer is not None)
+    except InputError as error:
+        if error.field not in ("prompt", "messages", "text"):  # of the drafter
+            raise
+        said = f"has {error.value}; " if isinstance(error, ContextLengthError) else ""
+        raise InputError("prompts", source, said + error.remedy) from error
+    except CapacityError as error:
+        raise CapacityError(f"{source}: {error}") from error
+    return ids
+
+
 def _encode(llm: LLM, prompt: PromptContent, config: AnswerConfig) -> list[int]:
     if isinstance(prompt, str):
         return llm.encode_chat([{"role": "user", "content": prompt}]) if config.chat else llm.encode(prompt)
@@ -236,28 +320,67 @@ def _resume(path: Path, header: Mapping[str, Any]) -> set[int]:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(to_json(header) + "\n", encoding="utf-8")
             return set()
-        lines = _whole_lines(read_text("out", path))
-        before = parse_json("out", f"{path}:1", lines[0]) if lines else {}
-        for name, value in header.items():
-            if before.get(name) != value:
-                raise ConfigError(
-                    "out" if name in ("kind", "target", "prompts") else name,
-                    str(path) if name in ("kind", "target", "prompts") else value,
-                    f"the answers in {path} were made with {name}={before.get(name)!r}; use that, or another file",
-                )
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-        partial.replace(path)
+        lines = _whole_lines("out", path)
+        where, text, whole = next(lines, (str(path), "null", 0))
+        _check_header(path, parse_json("out", where, text), header)
+        done = set[int]()
+        for where, text, end in lines:
+            done.add(_place(where, text))
+            whole = end
+        if whole < path.stat().st_size:
+            os.truncate(path, whole)
     except StorageError:
         raise
     except OSError as error:
         raise StorageError(f"cannot write the answers to {path}: {error}") from error
-    return {int(json.loads(line)["place"]) for line in lines[1:]}
+    return done
 
 
-def _whole_lines(text: str) -> list[str]:
-    """Lines that have an end."""
-    return text.split("\n")[:-1]
+def _check_header(path: Path, found: object, header: Mapping[str, Any]) -> None:
+    before = found if isinstance(found, dict) else {}
+    for name, value in header.items():
+        if before.get(name) != value:
+            raise ConfigError(
+                "out" if name in ("kind", "target", "prompts") else name,
+                str(path) if name in ("kind", "target", "prompts") else value,
+                f"the answers in {path} were made with {name}={before.get(name)!r}; use that, or another file",
+            )
+
+
+def _place(where: str, line: str) -> int:
+    row = parse_json("out", where, line)
+    place = row.get("place") if isinstance(row, dict) else None
+    if not isinstance(place, int):
+        raise InputError("out", where, "the line has no place: another program wrote it; use another file")
+    return place
+
+
+def _whole_lines(field: str, path: Path) -> Iterator[tuple[str, str, int]]:
+    """File and line, text, and end in bytes of each line that has an end; a file may be longer than memory."""
+    end = 0
+    try:
+        with path.open("rb") as file:
+            for number in itertools.count(1):
+                line = file.readline(MAX_BYTES + 1)
+                if len(line) > MAX_BYTES:
+                    remedy = f"line {number} is longer than {MAX_BYTES >> 20} MiB; it is no file of answers"
+                    raise StorageError(f"{field}: cannot read {path}: {remedy}")
+                if not line.endswith(b"\n"):
+                    return
+                end += len(line)
+                yield f"{path}:{number}", _decoded(field, path, number, line[:-1]), end
+    except StorageError:
+        raise
+    except (OSError, ValueError) as error:  # a ValueError is a NUL in the path
+        raise StorageError(f"{field}: cannot read {path}: {error}") from error
+
+
+def _decoded(field: str, path: Path, number: int, line: bytes) -> str:
+    try:
+        return line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        remedy = f"line {number} is not UTF-8 (byte 0x{line[error.start]:02x})"
+        raise StorageError(f"{field}: cannot read {path}: {remedy}") from error
 
 
 def _digest(encoded: Sequence[Sequence[int]]) -> str:

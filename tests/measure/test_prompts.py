@@ -268,9 +268,45 @@ def test_requests_recorded_for_other_tools_are_read(tmp_path, line, prompt):
     assert read_prompts(path) == (prompt,)
 
 
+USER = {"role": "user", "content": "w?"}
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+CALL = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+RESULT = {"role": "tool", "tool_call_id": "1", "content": "42"}
+WITH_TOOLS = [
+    {"messages": [USER], "tools": TOOLS},
+    {"messages": [USER], "functions": [{"name": "f"}]},
+    {"messages": [USER, {"role": "assistant", "content": "", "tool_calls": CALL}, RESULT]},
+    {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": CALL}, RESULT]},
+    {"messages": [USER, {"role": "assistant", "content": None, "function_call": {"name": "f"}}]},
+    {"messages": [USER, {"role": "tool", "content": "42"}]},
+    {"custom_id": "r", "body": {"messages": [USER], "tools": TOOLS}},
+    {"custom_id": "r", "body": {"messages": [USER, RESULT]}},
+    {"custom_id": "r", "body": {"input": "w?", "tools": TOOLS}},
+]
+
+
+@pytest.mark.parametrize("line", WITH_TOOLS)
+def test_requests_with_tools_are_refused_rather_than_sent_without(tmp_path: Path, line: object) -> None:
+    path = tmp_path / "mine.jsonl"
+    path.write_text('{"prompt": "p"}\n' + json.dumps(line) + "\n", encoding="utf-8")
+    with pytest.raises(InputError, match=r"mine\.jsonl:2.*tools and tool calls are not replayed; leave these"):
+        read_prompts(path)
+
+
+def test_requests_whose_tools_are_empty_are_read(tmp_path: Path) -> None:
+    message: dict[str, object] = USER | {"tool_calls": [], "function_call": None}
+    lines: list[object] = [
+        {"messages": [message], "tools": []},
+        {"custom_id": "r", "body": {"messages": [message], "tools": None}},
+    ]
+    found = read_prompts(write(tmp_path / "mine.jsonl", lines))
+    assert [prompt.messages for prompt in found] == [(("user", "w?"),)] * 2
+
+
 @pytest.mark.parametrize(
     ("line", "named"),
     [
+        ({"messages": [{"role": "assistant", "content": "a"}]}, r"mine\.jsonl:1.*an answer alone"),
         ({"custom_id": "r", "body": []}, '"body" must be the object'),
         ({"custom_id": "r", "body": {"input": [1]}}, '"messages", or a text'),
         ({"custom_id": "r", "body": {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}}, "role"),

@@ -83,6 +83,14 @@ def test_answers_of_another_target_are_refused(folder: Path, answered: Path, tmp
         answered_data(folder / "prompts.jsonl", folder / "target", 300, 0.2)
 
 
+def test_a_prompt_beyond_the_context_is_named_by_its_line(folder: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "good"}\n\n' + json.dumps({"prompt_ids": [1] * 999}) + "\n")
+    words = ("answers", "--target", folder / "target", "--prompts", prompts, "--out", tmp_path / "answers.jsonl")
+    with pytest.raises(InputError, match=r"prompts\.jsonl:3.*has 999 tokens; the context holds 256"):
+        run(*words)
+
+
 def test_lines_that_are_no_prompts_are_named(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     for line in ('{"text": "a"}', "[1]", '{"prompt_ids": [true]}', '{"prompt": ""}'):

@@ -12,6 +12,7 @@ import torch
 
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.engine.llm import LLM
+from foretoken.engine.prompts import message_text
 from foretoken.errors import InputError
 from foretoken.heads.base import HeadBatch
 from foretoken.measure.diagnose.endpoint import ask_endpoint
@@ -30,7 +31,6 @@ from foretoken.measure.eval.prompts import EvalPrompt, encoded, in_turns, own_pr
 from foretoken.measure.eval.run import answer_seed
 from foretoken.measure.options import ALL
 from foretoken.measure.progress import Tell, progress
-from foretoken.measure.prompts import message_text
 from foretoken.measure.report import Report
 from foretoken.measure.write import write_report
 from foretoken.model.loader import load_decoder, parse_dtype, read_config, read_raw_config, stored_dtype

@@ -18,7 +18,7 @@ from foretoken.errors import InputError
 from foretoken.files import parse_json, read_text, to_json
 from foretoken.measure import workload
 from foretoken.measure.options import ALL
-from foretoken.measure.prompts import asked_of, message_text, messages_of, prompt_files, read_prompts
+from foretoken.measure.prompts import asked_of, messages_of, prompt_files, read_prompts
 
 _OWN_KEYS = ("messages", "prompt_ids")
 
@@ -137,18 +137,4 @@ def _parse(path: Path, number: int, item: object) -> EvalPrompt:
     if prediction is not None and not isinstance(prediction, str):
         raise InputError("prompts", where, '"prediction" must be a text')
     content = prompt_content(where, item)
-    if not isinstance(content, str):
-        content = _asked_messages(content)
     return EvalPrompt(texts["name"], texts["slice"], content, prediction or None, **asked_of(where, item))
-
-
-def _asked_messages(content: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A conversation up to its last answer, which is not sent, contents in parts joined where all are texts; token ids
-    as they are.
-    """
-    if len(content) > 1 and isinstance(content[-1], Mapping) and content[-1]["role"] == "assistant":
-        content = content[:-1]
-    return tuple(
-        {**one, "content": message_text(one)} if isinstance(one, Mapping) and message_text(one) is not None else one
-        for one in content
-    )

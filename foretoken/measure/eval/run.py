@@ -10,6 +10,7 @@ from dataclasses import asdict
 from foretoken.backend.answering import AnsweringBackend, Drafting, Question
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.engine.llm import LLM
+from foretoken.engine.prompts import check_no_tool_calls
 from foretoken.errors import InputError
 from foretoken.heads.kind import with_head_kind
 from foretoken.machine.identity import machine, versions
@@ -333,8 +334,9 @@ def _pairs(prompt: EvalPrompt) -> tuple[tuple[str, str], ...]:
     """The (role, content) pairs of a conversation.
 
     Raises:
-        InputError: token ids, or a message that is no plain text.
+        InputError: token ids, or a message that is no plain text, or calls a tool.
     """
+    check_no_tool_calls(prompt.name, prompt.content)
     pairs = [one if isinstance(one, int) else (one.get("role"), one.get("content")) for one in prompt.content]  # type: ignore[union-attr]
     found = tuple(
         (role, content)

@@ -182,7 +182,8 @@ def trace_requests(options: UrlOptions, prompts: Sequence[Prompt], path: Path, f
         InputError: names the line and what is wrong with it.
         StorageError: the file cannot be read.
     """
-    lines = [line for line in enumerate(read_text("trace", path).splitlines(), 1) if line[1].strip()]
+    # Not `str.splitlines`, which cuts at characters that JSON's texts may hold, such as U+2028.
+    lines = [line for line in enumerate(read_text("trace", path).split("\n"), 1) if line[1].strip()]
     if not 0 < len(lines) <= MAX_REQUESTS:
         raise InputError("trace", str(path), f"must hold 1 to {MAX_REQUESTS} requests, one a line")
     parsed = sorted((_line(path, number, line) for number, line in lines), key=lambda raw: float(raw["arrival_s"]))
@@ -210,6 +211,7 @@ def _traced(options: UrlOptions, prompt: Prompt, index: int, raw: Mapping[str, A
 
 def _line(path: Path, number: int, line: str) -> Mapping[str, Any]:
     where = f"trace line {number}"
+    line = line.removesuffix("\r")
     raw = parse_json("trace", f"{path}:{number}", line)
     if not isinstance(raw, Mapping):
         raise InputError(where, line, "must be an object")

@@ -220,6 +220,7 @@ def test_a_price_at_a_deadline_counts_the_tokens_of_answers_in_time() -> None:
 
 def test_what_the_engine_cannot_be_asked_is_refused_by_name() -> None:
     silent = replace(CAN, sampling=False)
+    called = {"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}
     cases: list[tuple[Scripted, dict[str, Any], str]] = [
         (
             Scripted(),
@@ -229,6 +230,7 @@ def test_what_the_engine_cannot_be_asked_is_refused_by_name() -> None:
         (Scripted(silent), {"temperatures": (0.0, 0.5)}, "temperatures=0.5: scripted does not sample by a seed"),
         (Scripted(), {"chat": True}, "chat='p0': scripted renders no conversations"),
         (Scripted(), {"prompts": [EvalPrompt("i", "s", (1, 2))]}, "it takes no token ids"),
+        (Scripted(), {"prompts": [EvalPrompt("i", "s", (called,))]}, "tools and tool calls are not replayed"),
         (Scripted(), {"prompts": [EvalPrompt("m", "s", ({"role": "user", "content": "a"},))]}, "renders no"),
         (Scripted(), {"prompts": [EvalPrompt("m", "s", ({"role": "user", "content": [1]},))]}, "content is a text"),
     ]

@@ -90,7 +90,12 @@ def test_a_conversation_may_bring_what_is_expected_and_says_what_cannot_be_read(
     path = tmp_path / "r.jsonl"
     path.write_text(json.dumps({"messages": [ASKED], "prediction": "Hi"}))
     assert prompts_of(path, [ALL], 5)[0].prediction == "Hi"
-    for wrong, named in ({"prediction": 3}, "prediction"), ({"max_tokens": 0}, "max_tokens there"):
+    for wrong, named in (
+        ({"prediction": 3}, "prediction"),
+        ({"max_tokens": 0}, "max_tokens there"),
+        ({"tools": [{}]}, "tools and tool calls are not replayed"),
+        ({"messages": [{"role": "assistant", "content": "Hi"}]}, "an answer alone"),
+    ):
         path.write_text(json.dumps({"messages": [ASKED], **wrong}))
         with pytest.raises(InputError, match=rf"r\.jsonl:1.*{named}"):
             prompts_of(path, [ALL], 5)

@@ -258,6 +258,12 @@ def test_a_trace_says_when_and_what(fake: Fake, prompts: Path, tmp_path: Path) -
     assert [row.setting for row in report.rows] == ["trace trace.jsonl"]
 
 
+def test_only_a_line_feed_ends_a_line_of_a_trace(prompts: Path, tmp_path: Path) -> None:
+    path, options = tmp_path / "trace.jsonl", UrlOptions("http://x", prompts=prompts)
+    path.write_bytes('{"arrival_s": 0, "prompt": "a\u2028b\u0085c"}\r\n{"arrival_s": 1}\r\n'.encode())
+    assert [one.text for one in trace_requests(options, chosen_prompts(options), path)] == ["a\u2028b\u0085c", "two"]
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [

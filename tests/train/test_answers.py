@@ -1,0 +1,178 @@
+"""Answers to the user's own prompts: which prompts are read, what an interruption keeps, files longer than a text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from foretoken.config import SpecConfig
+from foretoken.engine.llm import LLM
+from foretoken.errors import InputError, StorageError
+from foretoken.files import read_text, to_json
+from foretoken.train import answers
+from foretoken.train.answers import AnswerConfig, placed_prompts, read_answers, read_user_prompts, write_answers
+from tests.helpers.checkpoints import tiny_checkpoint
+
+PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13], [14, 15]]
+CONFIG = AnswerConfig(max_tokens=4, batch_size=2)
+ASKED = {"role": "user", "content": "Weather?"}
+ANSWERED = {"role": "assistant", "content": "Rain."}
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    folder = tiny_checkpoint(tmp_path_factory.mktemp("target"), "llama")
+    with LLM(folder, SpecConfig(), cache_tokens=512, max_batch_size=2, profile="off") as found:
+        yield found
+
+
+def written(path: Path, *items: object) -> Path:
+    path.write_text("".join(json.dumps(item, ensure_ascii=False) + "\n" for item in items), encoding="utf-8")
+    return path
+
+
+def test_prompts_are_read_as_by_other_measurements(tmp_path: Path) -> None:
+    """A last answer is not sent, parts are joined, and only a line feed ends a line."""
+    parts = [{"type": "text", "text": "Wea"}, {"type": "text", "text": "ther?"}]
+    path = written(
+        tmp_path / "p.jsonl",
+        {"messages": [ASKED, ANSWERED]},
+        {"messages": [{"role": "user", "content": parts}]},
+        {"prompt": "a\u2028b\u0085c"},
+    )
+    path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
+    assert read_user_prompts(path) == [(ASKED,), (ASKED,), "a\u2028b\u0085c"]
+    assert [source for source, _ in placed_prompts(path)] == [f"{path}:{number}" for number in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("item", "named"),
+    [
+        ({"messages": [ANSWERED]}, "an answer alone"),
+        ({"messages": [ASKED], "tools": [{"type": "function"}]}, '"tools": tools and tool calls are not replayed'),
+    ],
+)
+def test_conversations_that_cannot_be_answered_are_named(item: object, named: str, tmp_path: Path) -> None:
+    path = written(tmp_path / "p.jsonl", {"prompt": "good"}, item)
+    with pytest.raises(InputError, match=rf"p\.jsonl:2.*{named}"):
+        read_user_prompts(path)
+
+
+def test_calls_that_the_template_lays_out_stay(tmp_path: Path) -> None:
+    called = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
+    result = {"role": "tool", "tool_call_id": "1", "content": "22 C"}
+    path = written(tmp_path / "p.jsonl", {"messages": [ASKED, called, result], "tools": []})
+    assert read_user_prompts(path) == [(ASKED, called, result)]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "named"), [([3] * 300, "has 300 tokens; the context holds 256"), ([10**6], "whole numbers from 0")]
+)
+def test_a_prompt_that_cannot_be_answered_is_named_before_the_first_answer(
+    prompt: list[int], named: str, llm: LLM, tmp_path: Path
+) -> None:
+    sources = [f"p.jsonl:{number}" for number in range(1, 6)]
+    with pytest.raises(InputError, match=rf"p\.jsonl:5.*{named}"):
+        write_answers(llm, [*PROMPTS, prompt], tmp_path / "a.jsonl", CONFIG, lambda _: None, sources)
+    with pytest.raises(InputError, match="prompt 5"):
+        write_answers(llm, [*PROMPTS, prompt], tmp_path / "a.jsonl", CONFIG, lambda _: None)
+    assert not (tmp_path / "a.jsonl").exists()
+
+
+def test_an_interruption_keeps_every_answer_that_has_ended(llm: LLM, tmp_path: Path) -> None:
+    whole, part = tmp_path / "whole.jsonl", tmp_path / "part.jsonl"
+    write_answers(llm, PROMPTS, whole, CONFIG, lambda _: None)
+
+    def stop(done: int) -> None:
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_answers(llm, PROMPTS, part, CONFIG, stop)
+    assert len(part.read_text().splitlines()) == 1 + 2
+    assert not llm.engine.has_work
+    told: list[int] = []
+    count = write_answers(llm, PROMPTS, part, CONFIG, told.append)
+    assert told == [2, 3, 4, 4]
+    assert (count.num_prompts, count.num_answers, count.num_tokens) == (4, 4, 16)
+    assert read_answers(part) == read_answers(whole)
+
+
+def test_an_answer_that_fails_is_named_and_those_before_it_are_kept(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = llm.step
+
+    def failing() -> object:
+        found = step()
+        for state in list(llm.engine.states.values()):
+            if state.request.prompt_ids == (10, 11, 12, 13) and state.has_emitted:
+                llm.engine.fail(state, RuntimeError("broken"))
+        return found
+
+    path = tmp_path / "a.jsonl"
+    monkeypatch.setattr(llm, "step", failing)
+    with pytest.raises(RuntimeError, match="broken") as caught:
+        write_answers(llm, PROMPTS, path, CONFIG, lambda _: None)
+    assert caught.value.__notes__ == ["prompt 3"]
+    assert [list(prompt) for prompt, _ in read_answers(path).pairs] == PROMPTS[:2]
+    monkeypatch.undo()
+    assert not llm.engine.has_work
+
+
+def test_answers_are_ordered_by_their_prompts(llm: LLM, tmp_path: Path) -> None:
+    """Which answers are held out must not depend on which ended first."""
+    path = tmp_path / "a.jsonl"
+    write_answers(llm, PROMPTS, path, CONFIG, lambda _: None)
+    header, *rows = path.read_text().splitlines(keepends=True)
+    path.write_text(header + "".join(reversed(rows)))
+    assert [list(prompt) for prompt, _ in read_answers(path).pairs] == PROMPTS
+
+
+def test_a_file_longer_than_a_text_may_be_is_read_and_continued(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.jsonl"
+    write_answers(llm, PROMPTS, path, CONFIG, lambda _: None)
+    lines, whole = path.read_text().splitlines(keepends=True), read_answers(path)
+    longest = max(map(len, lines))
+    for name in ("foretoken.files.MAX_BYTES", "foretoken.train.answers.MAX_BYTES"):
+        monkeypatch.setattr(name, longest)
+    with pytest.raises(StorageError, match="longer than"):
+        read_text("answers", path)
+    path.write_text("".join(lines[:-1]) + lines[-1][:-9])
+    write_answers(llm, PROMPTS, path, CONFIG, lambda _: None)
+    assert read_answers(path) == whole
+    assert [one.name for one in tmp_path.iterdir()] == ["a.jsonl"]
+    monkeypatch.setattr(answers, "MAX_BYTES", longest - 1)
+    with pytest.raises(StorageError, match=r"line \d is longer"):
+        read_answers(path)
+
+
+@pytest.mark.parametrize(
+    ("line", "error", "named"),
+    [
+        (b"\xff\n", StorageError, "line 2 is not UTF-8"),
+        (b"[1]\n", InputError, r"a\.jsonl:2"),
+        (b'{"place": 0}\n', InputError, r"a\.jsonl:2.*prompt_ids"),
+        (b"{\n", InputError, r"a\.jsonl:2.*not JSON"),
+    ],
+)
+def test_a_line_that_is_no_answer_is_named(line: bytes, error: type[Exception], named: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes((to_json({"kind": answers.ANSWERS_KIND}) + "\n").encode() + line)
+    with pytest.raises(error, match=named):
+        read_answers(path)
+
+
+def test_a_file_whose_rows_another_program_wrote_is_not_continued(llm: LLM, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    write_answers(llm, PROMPTS, path, CONFIG, lambda _: None)
+    before = path.read_text() + '{"prompt_ids": [1], "answer_ids": [2]}\n{"unfinished'
+    path.write_text(before)
+    with pytest.raises(InputError, match=r"a\.jsonl:6.*has no place"):
+        write_answers(llm, PROMPTS, path, CONFIG, lambda _: None)
+    assert path.read_text() == before
