@@ -225,6 +225,8 @@ def test_calls_whole_and_streamed() -> None:
         ('{"a": [1, 2', "length", {"a": [1, 2]}),
         ('{"a": "cut', "length", {}),
         ("{a: 1}}</tool_call>", "stop", {"INVALID_JSON": "{a: 1}"}),
+        ('{"a": "\\ud83d"}}</tool_call>', "stop", {"INVALID_JSON": '{"a": "\\ud83d"}'}),
+        ("null}</tool_call>", "stop", {}),
     ],
 )
 def test_calls_that_are_cut_or_malformed(arguments: str, reason: str, expected: Any) -> None:

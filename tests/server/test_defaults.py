@@ -8,10 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from foretoken.backend.call import Begun
 from foretoken.errors import InputError
 from foretoken.server.api.app import create_app
 from foretoken.server.api.config import ApiConfig
-from tests.helpers.fake_backend import INFO, FakeBackend
+from tests.helpers.fake_backend import INFO, FakeBackend, ended
 from tests.helpers.http import JSON, client_of, run
 
 ADVISED = {"temperature": 0.25, "top_p": 0.5, "top_k": 7}
@@ -58,6 +59,38 @@ def test_advised_sampling_is_for_requests_that_name_none(
     assert status == 200, answer
     (call,) = backend.calls
     assert (call.params.temperature, call.params.top_p, call.params.top_k) == expected
+
+
+@pytest.mark.parametrize("limit", ["max_request_tokens", "max_pending_tokens"])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": HELLO, "n": 4}),
+        ("/completion", {"prompt": ["a"] * 4}),
+        ("/api/generate", {"prompt": "a", "raw": True, "stream": False}),
+    ],
+)
+def test_a_length_that_nobody_named_is_cut_to_the_budget(path: str, body: dict[str, Any], limit: str) -> None:
+    """Of all answers together; also where the budget is less than the context."""
+    num_answers = 1 if "raw" in body else 4
+    backend = FakeBackend((Begun(((1,),) * 4), *(ended(index, "") for index in range(num_answers))))
+    limited: dict[str, Any] = {limit: 1000}
+    config = ApiConfig(llama_cpp=True, ollama=True, **limited)
+    status, answer = post(backend, path, body, config)
+    assert status == 200, answer
+    assert backend.calls[0].params.max_tokens == 1000 // num_answers
+
+
+@pytest.mark.parametrize(("n", "max_tokens", "param"), [(4, 251, "max_tokens"), (128, None, "n")])
+def test_what_the_budget_cannot_hold_is_refused_by_the_name_that_was_sent(
+    n: int, max_tokens: int | None, param: str
+) -> None:
+    backend = FakeBackend(info=msgspec.structs.replace(INFO, max_waiting=1000))
+    config = ApiConfig(max_request_tokens=1000 if max_tokens else 100)
+    body = {"messages": HELLO, "n": n, "max_tokens": max_tokens}
+    status, answer = post(backend, "/v1/chat/completions", body, config)
+    assert (status, answer["error"]["param"], answer["error"]["code"]) == (400, param, "too_many_tokens")
+    assert not backend.calls
 
 
 @pytest.mark.parametrize(("fields", "seed"), [({}, 9), ({"seed": 3}, 3)])

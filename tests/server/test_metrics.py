@@ -166,17 +166,19 @@ def test_figures_of_requests() -> None:
     metrics.finished(record(status=499, reason="client", finish_reasons=(), stats=()))
     metrics.finished(record(status=429, reason="queue_full", finish_reasons=(), stats=(), ttft_s=None))
     metrics.finished(record(status=429, reason="the user's text", finish_reasons=(), stats=(), ttft_s=None))
+    metrics.finished(record(status=529, reason="queue_full", finish_reasons=(), stats=(), ttft_s=None))
     metrics.finished(record(status=500, reason="numerical_error", finish_reasons=("error",), stats=()))
+    metrics.finished(record(status=200, reason="engine_error", finish_reasons=(), stats=()))  # a stream that failed
     metrics.finished(record(status=400, reason="invalid_value", finish_reasons=(), stats=(), ttft_s=None))
     found = read(metrics)
-    assert value(found, "time_to_first_token_seconds_count") == 4
-    assert value(found, "inter_token_latency_seconds_count") == 35
+    assert value(found, "time_to_first_token_seconds_count") == 5
+    assert value(found, "inter_token_latency_seconds_count") == 45
     assert value(found, "e2e_request_latency_seconds_count") == 3
     assert value(found, "request_success_total", finished_reason="stop") == 3
     assert value(found, "request_success_total", finished_reason="length") == 1
     aborted = {dict(labels)["reason"]: count for (name, labels), count in found.items() if "aborted_total" in name}
-    assert aborted == {"client": 1, "numerical_error": 1}
-    assert value(found, "admission_rejections_total", reason="queue_full") == 1
+    assert aborted == {"client": 1, "numerical_error": 1, "engine_error": 1}
+    assert value(found, "admission_rejections_total", reason="queue_full") == 2
     assert value(found, "admission_rejections_total", reason="other") == 1
     assert value(found, "requests_not_speculated_total", reason="off") == 1
     assert value(found, "draft_seconds_total", drafter="ngram") == pytest.approx(0.2)

@@ -161,6 +161,15 @@ def test_calls_of_tools_are_whole(stream: bool) -> None:
     assert lines[-1]["done_reason"] == "stop"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_half_a_surrogate_pair_in_a_call_is_no_json(stream: bool) -> None:
+    backend = FakeBackend(script([*CALL.replace("1", '"\\ud83d"')]), info=TAGS)
+    status, found = ask(backend, CHAT, HELLO | {"tools": [TOOL], "stream": stream})
+    assert status == 200
+    (call,) = (found[-1] if stream else found)["message"]["tool_calls"]
+    assert call["function"]["arguments"] == {"INVALID_JSON": '{"a": "\\ud83d"}'}
+
+
 def test_a_call_that_was_cut_off_is_dropped_streamed_or_not() -> None:
     texts = ["So", *CALL[: CALL.index(', "arguments')]]
     whole = ask(FakeBackend(script(texts, "length"), info=TAGS), CHAT, HELLO | {"tools": [TOOL]})[1]

@@ -8,6 +8,7 @@ import pytest
 from fastapi import APIRouter
 
 from foretoken.backend.call import State
+from foretoken.errors import UnavailableError
 from foretoken.server.api.app import create_app
 from foretoken.server.api.config import ApiConfig
 from foretoken.server.api.errors import CODES
@@ -41,6 +42,10 @@ def test_health_and_readiness_follow_the_backend(state: State, health: int, read
     app = create_app(fake)
     found = fetch(app, ("GET", "/health"), ("GET", "/ready"), ("GET", "/v1/models"))
     assert [response.status_code for response in found] == [health, ready, 200]
+    heads = fetch(app, ("HEAD", "/health"), ("HEAD", "/ready"))
+    assert [(one.status_code, one.headers["content-length"]) for one in heads] == [
+        (one.status_code, one.headers["content-length"]) for one in found[:2]
+    ]
     if ready == 503:
         assert found[1].json()["error"]["code"] == code
         assert found[1].json()["error"]["type"] == "unavailable_error"
@@ -58,6 +63,21 @@ def test_before_the_first_load_there_is_no_model() -> None:
     assert models.json() == {"object": "list", "data": [], **pages}
     assert "max_model_len" not in limits.json()
     assert ready.status_code == 503
+
+
+def test_a_prompt_cannot_be_repeated_while_the_engine_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake, records = FakeBackend(), Records()
+
+    async def gone(*_: Any) -> str:
+        raise UnavailableError("the engine is being restarted")
+
+    monkeypatch.setattr(fake, "detokenize", gone)
+    app = create_app(fake, observers=[records])
+    (refused,) = fetch(app, ("POST", "/v1/completions"), json={"prompt": [1, 2], "echo": True})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "restarting")
+    assert "retry-after" in refused.headers
+    assert "x-should-retry" not in refused.headers
+    assert [record.reason for record in records.all] == ["restarting"]
 
 
 def test_limits_are_those_in_force() -> None:

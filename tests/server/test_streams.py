@@ -24,7 +24,7 @@ from tests.helpers.http import RawClient, Records, Serving, client_of, events_of
 from tests.server.drafters import DRAFTERS, config_for
 from tests.server.structured import events_of as named_events_of
 
-TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
+TEXT, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 PROMPT = "def read(self, path):\n"
 LONG = {"prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True, "temperature": 0}
 
@@ -314,6 +314,20 @@ def test_slow_client_is_dropped_when_its_buffer_is_full(serving: Serving) -> Non
     assert fast.read_until(b"data: [DONE]\n\n").count(b"data: ") == 11
     slow.close()
     fast.close()
+
+
+def test_an_event_larger_than_the_buffer_drops_nobody() -> None:
+    """The end of a response repeats its text four times."""
+    records, text = Records(), "x" * 400
+    fake = FakeBackend((Begun(((1,),)), *(piece(0, text, step) for step in range(100)), ended(0, text * 100)))
+    app = create_app(fake, ApiConfig(stream_buffer_bytes=20_000), [records])
+
+    async def read() -> str:
+        async with client_of(app) as client:
+            return (await client.post(RESPONSES, json={"input": "a", "stream": True})).text
+
+    assert "event: response.completed\n" in run(read())
+    assert [(record.status, record.reason) for record in records.all] == [(200, "")]
 
 
 def test_what_observers_raise_costs_nothing(backend: LocalBackend) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from typing import Any
 
 import pytest
@@ -16,19 +17,35 @@ from foretoken.server.api.tools import (
     FunctionTool,
     NamedToolChoice,
     Tool,
+    arguments_of,
     callables,
     held_form,
     template_message,
 )
 
 NAMES = ("f", "g")
+# What is no call, though it looks like one.
+NAMED_BY_AN_OBJECT = '<tool_call>{"name": {"type": "string"}, "arguments": {"a": "x"}}</tool_call>'
+NAMED_BY_A_LIST = '<tool_call>{"name": ["f"], "arguments": {}}</tool_call>'
+HALF_A_PAIR = '<tool_call>{"name": "f", "arguments": "\\ud83d"}</tool_call>'
+FRAGMENTS = (
+    *("<tool_call>", "</tool_call>", "<tool", "_call>", " ", "\n", "hi", '"', "\\", "{", "}", "]", ", ", "é"),
+    *(
+        '{"name": "f", "arguments": {"a": 1}}',
+        '{"name":"g","arguments":',
+        '{"x":"}"}',
+        '{"name": "h", "arguments": {}}',
+    ),
+    *('{"arguments": {"a": 2}, "name": "f"}', '[{"name": "f", "parameters": {}}', '{"name": "f", "arguments": "text"}'),
+    *('{"name": "f"}', '{"name": ["f"]}', '{"name": {}, "arguments": {}}'),
+)
 
 
-def read(style: ToolStyle, text: str, width: int) -> tuple[str, list[list[str]], str]:
+def read(style: ToolStyle, text: str, width: int, end: str = "stop") -> tuple[str, list[list[str]], str]:
     """Content, calls and finish reason, from deltas of `width` characters each; the whole message says the same."""
     reader = ToolReader(style, NAMES)
     deltas = [reader.push(text[place : place + width]) for place in range(0, len(text), width)]
-    last, reason = reader.finish("stop")
+    last, reason = reader.finish(end)
     content, calls = "", list[list[str]]()
     for delta in [*deltas, last]:
         content += delta.get("content", "")
@@ -68,6 +85,15 @@ def read(style: ToolStyle, text: str, width: int) -> tuple[str, list[list[str]],
         ("tags", '<tool_call>{"name": "f", "arguments": {"a": 1', "", [["f", '{"a": 1']]),
         ("tags", "a < b <tool_c", "a < b <tool_c", []),
         ("tags", "<tool_call>no JSON</tool_call>", "<tool_call>no JSON</tool_call>", []),
+        (
+            "tags",
+            '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n<tool_call>{"name": "g", "arguments": {}}</tool_call>',
+            "",
+            [["f", '{"a": 1}'], ["g", "{}"]],
+        ),
+        ("tags", NAMED_BY_AN_OBJECT, NAMED_BY_AN_OBJECT, []),
+        ("tags", NAMED_BY_A_LIST, NAMED_BY_A_LIST, []),
+        ("tags", HALF_A_PAIR, HALF_A_PAIR, []),
         ("json_parameters", '{"name": "f", "parameters": {"a": 1}}', "", [["f", '{"a": 1}']]),
         (
             "json_arguments",
@@ -84,6 +110,15 @@ def test_calls_are_read_however_the_text_is_cut(
     style: ToolStyle, text: str, content: str, calls: list[list[str]], width: int
 ) -> None:
     assert read(style, text, width) == (content, calls, "tool_calls" if calls else "stop")
+
+
+@pytest.mark.parametrize("style", ["tags", "json_arguments"])
+def test_any_text_is_read_alike_whole_and_in_parts(style: ToolStyle) -> None:
+    rng = random.Random(5)
+    for _ in range(400):
+        text = "".join(rng.choices(FRAGMENTS, k=rng.randint(1, 8)))
+        end, width = rng.choice(("stop", "length")), rng.choice((1, 2, 3, 5, 9))
+        assert read(style, text, width, end) == read(style, text, len(text), end), (text, width, end)
 
 
 def test_a_call_that_is_cut_off_keeps_the_reason() -> None:
@@ -143,11 +178,30 @@ def test_earlier_calls_reach_the_template_as_objects() -> None:
     call: dict[str, Any] = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     found = template_message("messages.0", {"role": "assistant", "content": "", "tool_calls": [call]})
     assert found["tool_calls"][0]["function"]["arguments"] == {"a": 1}
-    for wrong in ("[1]", "no JSON", "[" * 10_000, 5):
+    for nothing in (None, "", "{}", "null"):
+        assert template_message("m", calling(nothing))["tool_calls"][0]["function"]["arguments"] == {}
+    deep, long = "[" * 10_000, f'{{"a": {2**64}}}'
+    for text in ("[1]", "no JSON", '{"a": "cut o', '{"a": "\\ud83d"}', deep, long):  # as models write them
+        found = template_message("m", calling(text))["tool_calls"][0]["function"]["arguments"]
+        assert found == {"INVALID_JSON": text}
+    for wrong in (calling(5), calling({"a": 1}), {"tool_calls": [{"function": {"arguments": "{}"}}]}):
         with pytest.raises(ApiError):
-            template_message(
-                "m", {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": wrong}}]}
-            )
+            template_message("m", wrong)
+
+
+def calling(arguments: Any) -> dict[str, Any]:
+    """A message with one call."""
+    return {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+
+
+def test_arguments_that_were_cut_off_are_as_far_as_they_came() -> None:
+    for text, found in (
+        ('{"a": [1, 2', {"a": [1, 2]}),
+        ('{"a": 1, "b": "x\\ud83d', {"a": 1}),
+        ('{"a": "\\ud83d", "b', {"INVALID_JSON": '{"a": "\\ud83d", "b'}),
+        ("", {}),
+    ):
+        assert arguments_of(text, is_cut=True) == found
 
 
 def test_what_model_files_say() -> None:

@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import httpx2
 import msgspec
 import pytest
 
+from foretoken.backend.call import AnswerFailed, Begun
 from foretoken.backend.local import LocalBackend
 from foretoken.engine.async_engine import AsyncEngine
+from foretoken.server.api.app import create_app
 from foretoken.text import chat_template
+from tests.helpers.fake_backend import FakeBackend, piece
+from tests.helpers.http import client_of, run
 from tests.server.structured import MESSAGES, SWITCH, TOOL, Server, engine, events_of, server
 
 __all__ = ["engine", "server"]  # fixtures
@@ -169,10 +174,32 @@ def test_responses_keep_no_state(server: Server) -> None:
         ({"include": ["file_search_call.results"]}, "include"),
         ({"input": [{"type": "item_reference", "id": "1"}]}, "input.0.type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content"),
-        ({"input": [{"type": "function_call", "name": "f"}]}, "input.0"),
+        ({"input": [{"type": "function_call", "name": "f"}]}, "input.0.call_id"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"input": "word " * 5000}, "input"),
     ):
         reply = server.post("/v1/responses", {"input": "x", **fields})
         assert reply.status_code == 400, fields
         assert reply.json()["error"]["param"] == param, reply.text
+
+
+def test_a_response_that_fails_is_a_code_or_a_last_event() -> None:
+    """Of its own, before the error that all streams end with; its field has the name of the request."""
+    long = AnswerFailed(0, "InputError", "too long", "messages")
+
+    async def ask(*script: Any) -> httpx2.Response:
+        async with client_of(create_app(FakeBackend((Begun(((1,),)), *script)))) as client:
+            return await client.post("/v1/responses", json={"input": "a", "stream": True})
+
+    refused = run(ask(long))
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input")
+    begun = run(ask(piece(0, "He"), long))
+    *_, failed, last = events = events_of(begun)
+    assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
+    assert [event["sequence_number"] for event in events[:-1]] == list(range(len(events) - 1))
+    assert "event: response.failed\n" in begun.text
+    assert (failed["type"], failed["response"]["status"]) == ("response.failed", "failed")
+    assert failed["response"]["error"] == {"code": "invalid_value", "message": "messages: too long"}
+    (item,) = failed["response"]["output"]
+    assert (item["status"], item["content"][0]["text"]) == ("incomplete", "He")
+    assert (last["error"]["code"], last["error"]["param"]) == ("invalid_value", "input")

@@ -136,6 +136,23 @@ def test_messages_shapes(trial: Trial) -> None:
     assert trial.backend.calls[-1].messages == [{"role": "user", "content": "a\nb"}]
 
 
+@pytest.mark.parametrize(("text", "found"), [("{a: 1}", {"INVALID_JSON": "{a: 1}"}), ("null", {})])
+def test_calls_are_taken_back_as_the_model_wrote_them(trial: Trial, text: str, found: Any) -> None:
+    """A conversation must not end with arguments that are no JSON object; what is no text is named where it stands."""
+    function = {"name": "f", "arguments": text}
+    call = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": function}]}
+    item = {"type": "function_call", "call_id": "1", "name": "f", "arguments": text}
+    chat, response = {"messages": [*HELLO, call]}, {"input": [*HELLO, item]}
+    for path, body in ((CHAT, chat), (RESPONSES, response)):
+        assert trial.post(path, body)[0][0] == 200
+        messages = trial.backend.calls[-1].messages
+        assert messages is not None
+        assert messages[1]["tool_calls"][0]["function"]["arguments"] == found
+    function["arguments"] = 5  # type: ignore[assignment]
+    trial.refused(CHAT, chat, param="messages.1.tool_calls")
+    trial.refused(RESPONSES, {"input": [*HELLO, item | {"arguments": 5}]}, param="input.1.arguments")
+
+
 def test_c2_a_role_that_nobody_knows_is_refused_by_name(trial: Trial) -> None:
     """Also where the template would write it; roles of the template's own are taken."""
     wizard = {"role": "wizard", "content": "a"}

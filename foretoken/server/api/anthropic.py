@@ -18,9 +18,10 @@ from foretoken.server.api.call import chat_call, terms_of, tier_of
 from foretoken.server.api.envelopes import MESSAGES_ERROR_SCHEMA, MESSAGES_PATH, wire_of
 from foretoken.server.api.errors import ApiError, error_responses, json_response, of_exception
 from foretoken.server.api.exchange import Api, Exchange
-from foretoken.server.api.messages import arguments_of, shaper_of, source_of
+from foretoken.server.api.messages import shaper_of, source_of
 from foretoken.server.api.schemas import ChatRequest
 from foretoken.server.api.streaming import PieceGroup, frames_of
+from foretoken.server.api.tools import arguments_of
 from foretoken.server.api.usage import usage
 from foretoken.server.api.writer import ResponseWriter, answer
 

@@ -82,9 +82,10 @@ def chat_call(body: ChatRequest, terms: Terms) -> Call:
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("top_logprobs", "needs logprobs=true", body.top_logprobs)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    max_tokens = max((limit for limit in limits if limit is not None), default=terms.config.default_max_tokens)
+    named = max((limit for limit in limits if limit is not None), default=None)
+    max_tokens = _max_tokens(body, terms, named, terms.config.default_max_tokens, num_prompts=1)
     messages = checked_messages(body.messages, info.template_roles)
-    params = _params(body, terms, max_tokens, logprobs, "top_logprobs", num_prompts=1)
+    params = _params(body, terms, max_tokens, logprobs, "top_logprobs")
     return Call(
         params,
         messages=messages,
@@ -96,8 +97,10 @@ def chat_call(body: ChatRequest, terms: Terms) -> Call:
     )
 
 
-def completion_call(body: CompletionRequest, terms: Terms) -> Call:
-    """The call of a completion request.
+def completion_call(
+    body: CompletionRequest, terms: Terms, default_max_tokens: int | None = _COMPLETION_MAX_TOKENS
+) -> Call:
+    """The call of a completion request; `default_max_tokens` is for one that names none (None: to the context's end).
 
     Raises:
         ApiError: a field that cannot be honoured.
@@ -105,8 +108,8 @@ def completion_call(body: CompletionRequest, terms: Terms) -> Call:
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise unsupported("best_of", "other than n is not supported")
     _check_prompts(body.prompt, terms)
-    max_tokens = body.max_tokens or _COMPLETION_MAX_TOKENS
-    params = _params(body, terms, max_tokens, body.logprobs, "logprobs", len(body.prompt), bool(body.echo))
+    max_tokens = _max_tokens(body, terms, body.max_tokens, default_max_tokens, len(body.prompt))
+    params = _params(body, terms, max_tokens, body.logprobs, "logprobs", bool(body.echo))
     return Call(
         params,
         prompts=body.prompt,
@@ -164,16 +167,13 @@ def tier_of(body: SamplingFields) -> str | None:
 def _params(
     body: SamplingFields,
     terms: Terms,
-    max_tokens: int | None,
+    max_tokens: int,
     logprobs: int | None,
     logprobs_param: str,
-    num_prompts: int,
     has_prompt_logprobs: bool = False,
 ) -> SamplingParams:
     config = terms.config
-    max_tokens = min(max_tokens or terms.info.max_model_len, terms.info.max_model_len)
-    num_answers = num_prompts * (body.n or 1)
-    _check_counts(body, terms, num_answers, max_tokens)
+    _check_lists(body, terms)
     if logprobs is not None and logprobs > config.max_logprobs:
         raise invalid(logprobs_param, f"must be at most {config.max_logprobs}", logprobs)
     given: dict[str, Any] = {
@@ -213,10 +213,16 @@ def _sampling(body: SamplingFields, terms: Terms) -> dict[str, Any]:
     return {"temperature": 1.0, **named, "top_k": max(0, int(named.get("top_k", 0)))}
 
 
-def _check_counts(body: SamplingFields, terms: Terms, num_answers: int, max_tokens: int) -> None:
-    """Numbers whose product could be large, before anything of that size is made."""
+def _max_tokens(body: SamplingFields, terms: Terms, named: int | None, default: int | None, num_prompts: int) -> int:
+    """The limit of each answer's length, before anything of the size of all answers is made. One that the request does
+    not name is cut to what all answers may have together.
+
+    Raises:
+        ApiError: too many answers, or a named limit that is too long for them.
+    """
     config, info = terms.config, terms.info
     n = body.n or 1
+    num_answers = num_prompts * n
     if n > config.max_choices:
         raise invalid("n", f"must be at most {config.max_choices}", n)
     if num_answers > info.max_waiting:
@@ -224,9 +230,20 @@ def _check_counts(body: SamplingFields, terms: Terms, num_answers: int, max_toke
     budget = config.max_request_tokens
     if config.max_pending_tokens is not None:
         budget = min(budget, config.max_pending_tokens)
+    if num_answers > budget:
+        raise invalid("n", f"prompts times n must be at most {budget}", num_answers, "too_many_tokens")
+    if named is None:
+        return min(default or info.max_model_len, info.max_model_len, budget // num_answers)
+    max_tokens = min(named, info.max_model_len)
     if num_answers * max_tokens > budget:
-        message = f"max_tokens: prompts times n times max_tokens must be at most {budget}"
-        raise ApiError(400, "too_many_tokens", f"{message} (got {num_answers * max_tokens})", "max_tokens")
+        message = f"prompts times n times max_tokens must be at most {budget}"
+        raise invalid("max_tokens", message, num_answers * max_tokens, "too_many_tokens")
+    return max_tokens
+
+
+def _check_lists(body: SamplingFields, terms: Terms) -> None:
+    """Fields that list something."""
+    config, info = terms.config, terms.info
     for token in body.logit_bias or ():
         if token >= info.vocab_size:
             raise invalid("logit_bias", f"token ids must be less than {info.vocab_size}", token)

@@ -33,14 +33,27 @@ def completion_router(api: Api) -> APIRouter:
         body = await with_suffix(api, body, info)
         call = completion_call(body, terms)
         exchange = Exchange(api, request.scope, call, info, bool(body.stream))
-        echoed = [
-            prompt if isinstance(prompt, str) else await api.backend.detokenize(prompt) if info.has_tokenizer else ""
-            for prompt in (body.prompt if body.echo else ())
-        ]
+        echoed = [await _echoed(api, info, prompt) for prompt in (body.prompt if body.echo else ())]
         frame = ResponseWriter(exchange, body, "cmpl", "text_completion", "text_completion")
         return await frame.answer(TextChoices(frame, body, echoed), request)
 
     return router
+
+
+async def _echoed(api: Api, info: ModelInfo, prompt: str | Sequence[int]) -> str:
+    """The text of a prompt; none where the model has no tokenizer.
+
+    Raises:
+        ApiError: the backend does not answer.
+    """
+    if isinstance(prompt, str):
+        return prompt
+    if not info.has_tokenizer:
+        return ""
+    try:
+        return await api.backend.detokenize(prompt)
+    except ForetokenError as error:
+        raise of_exception(error, api.config.retry_after_s) from error
 
 
 class TextChoices:

@@ -36,7 +36,7 @@ LLAMA_PATHS = frozenset(
     | {TEMPLATE_PATH, COUNT_PATH, f"/v1{COUNT_PATH}"}
 )
 _ID_HEADER = b"request-id"  # Anthropic's clients read this one
-_OVERLOADED = 529  # Anthropic's number for a server that has no room; 429 stands there for a client that asks too often
+OVERLOADED = 529  # Anthropic's number for a server that has no room; 429 stands there for a client that asks too often
 _NO_ROOM = ("queue_full", "token_budget_full")
 _TYPES = {
     401: "authentication_error",
@@ -46,7 +46,7 @@ _TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
     504: "timeout_error",
-    _OVERLOADED: "overloaded_error",
+    OVERLOADED: "overloaded_error",
 }
 
 _DETAILS = {"error_code": {"enum": list(CODES)}, "param": {"type": ["string", "null"]}}
@@ -94,7 +94,7 @@ def _is_ollama(path: str) -> bool:
 
 def status_of(error: ApiError, path: str) -> int:
     """The HTTP code that is sent."""
-    return _OVERLOADED if _is_messages(path) and error.code in _NO_ROOM else error.status_code
+    return OVERLOADED if _is_messages(path) and error.code in _NO_ROOM else error.status_code
 
 
 def envelope(error: ApiError, path: str, request_id: str) -> dict[str, Any]:

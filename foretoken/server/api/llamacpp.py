@@ -216,8 +216,7 @@ async def _answer(
 ) -> Response:
     terms = terms_of(api, body, request.scope)
     asked = as_completion(body, prompts, await _biases(api, body), terms.config)
-    asked.max_tokens = asked.max_tokens or terms.config.default_max_tokens or terms.info.max_model_len
-    call = completion_call(asked, terms)
+    call = completion_call(asked, terms, terms.config.default_max_tokens)
     exchange = Exchange(api, request.scope, call, terms.info, bool(body.stream))
     texts = [await _text(api, prompt) if terms.info.has_tokenizer else "" for prompt in prompts]
     writer = _CompletionWriter(exchange, body, asked, texts, is_list)

@@ -4,11 +4,8 @@ the answer's message as it grows.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, cast
-
-from pydantic_core import from_json
 
 from foretoken.backend.call import ModelInfo
 from foretoken.errors import InputError
@@ -154,17 +151,6 @@ def shaper_of(body: ChatRequest, info: ModelInfo) -> MessageShaper:
     if not called.functions or style is None:
         return PlainMessage()
     return ToolReader(style, [function.name for function in called.functions])
-
-
-def arguments_of(text: str, is_cut: bool) -> dict[str, Any]:
-    """The arguments of a call as an object: as far as they came where they were cut off, as Anthropic's clients read
-    them from a stream; what is no JSON object stands in one, as Anthropic asks its clients to send such back.
-    """
-    try:
-        found = from_json(text or "{}", allow_partial=True) if is_cut else json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        found = None
-    return found if isinstance(found, dict) else {"INVALID_JSON": text}
 
 
 def source_of(body: SamplingFields, param: str | None) -> str | None:

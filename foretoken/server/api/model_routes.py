@@ -55,12 +55,14 @@ def status_router(api: Api) -> APIRouter:
             raise ApiError(404, "model_not_found", "model: is not served here; see /v1/models", "model")
         return json_response(_model(info))
 
+    @router.head("/health", include_in_schema=False)
     @router.get("/health", summary="Whether the engine lives")
     async def health() -> Response:
         if api.backend.state in _DEAD:
             raise unavailable(api.backend.state, api.config.retry_after_s)
         return json_response({"status": "ok", "state": api.backend.state})
 
+    @router.head("/ready", include_in_schema=False)
     @router.get("/ready", summary="Whether requests are taken")
     async def ready() -> Response:
         api.ready_info()

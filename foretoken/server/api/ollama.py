@@ -16,7 +16,7 @@ from foretoken.server.api.completions import with_suffix
 from foretoken.server.api.envelopes import OLLAMA_PATH
 from foretoken.server.api.errors import Responses, error_responses, json_response, object_schema
 from foretoken.server.api.exchange import Api, Exchange
-from foretoken.server.api.messages import MessageShaper, PlainMessage, arguments_of, shaper_of
+from foretoken.server.api.messages import MessageShaper, PlainMessage, shaper_of
 from foretoken.server.api.ollama_request import (
     OllamaChat,
     OllamaFields,
@@ -27,6 +27,7 @@ from foretoken.server.api.ollama_request import (
     as_prompted_chat,
 )
 from foretoken.server.api.streaming import PieceGroup, frames_of
+from foretoken.server.api.tools import arguments_of
 from foretoken.server.api.usage import timings
 from foretoken.server.api.writer import ResponseWriter, answer, chat_logprobs
 
@@ -87,8 +88,7 @@ async def _prompt_call(api: Api, body: OllamaGenerate, terms: Terms) -> Call:
     """A prompt is the message of a user, where the model has a chat template and nothing says that it is whole."""
     if body.raw or body.suffix or not terms.info.has_chat_template:
         completion = await with_suffix(api, as_completion(body), terms.info)
-        completion.max_tokens = completion.max_tokens or terms.config.default_max_tokens or terms.info.max_model_len
-        return completion_call(completion, terms)
+        return completion_call(completion, terms, terms.config.default_max_tokens)
     return chat_call(as_prompted_chat(body), terms)
 
 

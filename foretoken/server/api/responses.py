@@ -4,9 +4,10 @@ no state is kept between requests.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -46,20 +47,25 @@ def responses_router(api: Api) -> APIRouter:
             chat = as_chat(body, terms.info.template_roles)
             exchange = Exchange(api, request.scope, chat_call(chat, terms), terms.info, bool(body.stream))
             writer = ResponsesWriter(exchange, body, chat)
-            return await answer(exchange, request, lambda: frames_of(exchange, writer.frames), writer.whole)
+            return await answer(exchange, request, writer.stream, writer.whole)
         except ApiError as error:
-            param = error.param if chat is None else source_of(chat, error.param)
-            error.param = _PARAMS.get(param or "", param)
-            raise
+            raise _named(error, chat) from error
 
     return router
+
+
+def _named(error: ApiError, chat: ChatRequest | None) -> ApiError:
+    """The error with the name that its field has here."""
+    param = error.param if chat is None else source_of(chat, error.param)
+    error.param = _PARAMS.get(param or "", param)
+    return error
 
 
 class ResponsesWriter:
     """One response, whole or as events."""
 
     def __init__(self, exchange: Exchange, body: ResponsesRequest, chat: ChatRequest) -> None:
-        self._exchange, self._body = exchange, body
+        self._exchange, self._body, self._chat = exchange, body, chat
         self._shaper, self._items = shaper_of(chat, exchange.info), ResponseItems()
         self._frame = ResponseWriter(exchange, body, "resp", "response", "response")
         self._num_sent = 0
@@ -72,19 +78,34 @@ class ResponsesWriter:
             pass
         for _ in self._end_events(progress.ended):
             pass
-        return self._response(progress.ended)
+        return self._response(_status(progress.ended))
 
-    def frames(self, event: Event | PieceGroup) -> Iterator[bytes]:
-        """What is sent for an event of the call."""
-        if self._num_sent == 0:
+    async def stream(self) -> AsyncGenerator[bytes]:
+        """The events of the stream, encoded. One that fails after it began ends with `response.failed`.
+
+        Raises:
+            ApiError: the call failed.
+        """
+        try:
+            async with contextlib.aclosing(frames_of(self._exchange, self._frames)) as frames:
+                async for data in frames:
+                    yield data
+        except ApiError as error:
+            if self._num_sent:
+                self._items.cut()
+                yield self._encoded({"type": "response.failed", "response": self._response("failed", error)})
+            raise _named(error, self._chat) from error
+
+    def _frames(self, event: Event | PieceGroup) -> Iterator[bytes]:
+        if self._num_sent == 0 and isinstance(event, PieceGroup | AnswerEnded):
             for kind in ("response.created", "response.in_progress"):
-                yield self._encoded({"type": kind, "response": self._response(None)})
+                yield self._encoded({"type": kind, "response": self._response("in_progress")})
         if isinstance(event, PieceGroup):
             yield from map(self._encoded, self._piece_events(event.piece))
         elif isinstance(event, AnswerEnded):
             yield from map(self._encoded, self._end_events(event))
-            response = self._response(event)
-            yield self._encoded({"type": f"response.{response['status']}", "response": response})
+            status = _status(event)
+            yield self._encoded({"type": f"response.{status}", "response": self._response(status)})
 
     def _piece_events(self, piece: Piece) -> Iterator[_Json]:
         """The events of a step, or of a whole answer; with log-probabilities those of each token, which then stand with
@@ -114,9 +135,9 @@ class ResponsesWriter:
         self._num_sent += 1
         return b"event: %b\n%b" % (kind, self._frame.encoded(event))
 
-    def _response(self, ended: AnswerEnded | None) -> _Json:
+    def _response(self, status: str, error: ApiError | None = None) -> _Json:
         body, exchange, params = self._body, self._exchange, self._exchange.call.params
-        status = "in_progress" if ended is None else _status(ended)
+        has_ended = status in ("completed", "incomplete")
         incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
         made: _Json = {
             "id": f"resp_{exchange.request_id}",
@@ -125,7 +146,7 @@ class ResponsesWriter:
             "completed_at": int(time.time()) if status == "completed" else None,
             "status": status,
             "background": False,
-            "error": None,
+            "error": None if error is None else {"code": error.code, "message": error.detail},
             "frequency_penalty": params.frequency_penalty,
             "incomplete_details": incomplete,
             "instructions": body.instructions,
@@ -133,7 +154,7 @@ class ResponsesWriter:
             "max_tool_calls": None,
             "metadata": body.metadata or {},
             "model": exchange.info.name,
-            "output": [] if ended is None else self._items.items,
+            "output": [] if status == "in_progress" else self._items.items,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "presence_penalty": params.presence_penalty,
             "previous_response_id": None,
@@ -149,10 +170,10 @@ class ResponsesWriter:
             "top_logprobs": body.top_logprobs or 0,
             "top_p": params.top_p,
             "truncation": "disabled",
-            "usage": None if ended is None else _usage(exchange, body.prediction is not None),
+            "usage": _usage(exchange, body.prediction is not None) if has_ended else None,
             "user": body.user,
         }
-        if ended is not None:
+        if has_ended:
             made |= self._frame.reports()
             if left_out(body):
                 made["foretoken"]["tools_left_out"] = left_out(body)
@@ -213,6 +234,11 @@ class ResponseItems:
         if self._is_open and self.items[-1]["type"] == "message":
             self.items[-1]["content"][0]["logprobs"] += self._logprobs
         yield from self._close(status)
+
+    def cut(self) -> None:
+        """The answer failed: the item that it was writing stays as it is."""
+        if self._is_open:
+            self._is_open, self.items[-1]["status"] = False, "incomplete"
 
     def _add_text(self, text: str) -> Iterator[_Json]:
         if not self._is_open or self.items[-1]["type"] != "message":

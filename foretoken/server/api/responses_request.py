@@ -237,8 +237,9 @@ def _add_item(
         content = _text(f"{param}.content", item.get("content"))
         messages.append({"role": "system" if role == "developer" else role, "content": content})
     elif kind == "function_call":
-        if not all(isinstance(item.get(name), str) for name in ("call_id", "name", "arguments")):
-            raise invalid(param, "a function_call has the texts call_id, name and arguments")
+        for name in ("call_id", "name", "arguments"):
+            if not isinstance(item.get(name), str):
+                raise invalid(f"{param}.{name}", "a function_call has the texts call_id, name and arguments")
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": ""})
         function = {"name": item["name"], "arguments": item["arguments"]}

@@ -48,7 +48,7 @@ async def frames_of(
         contextlib.aclosing(_grouped(events, exchange.api.config)) as groups,
     ):
         async for event in groups:
-            for data in encoded(event):
+            if data := b"".join(encoded(event)):  # one event fills the buffer at once, or not at all
                 yield data
 
 
@@ -234,11 +234,11 @@ class EventStream(Response):
             self._changed.set()
 
     def _put(self, data: bytes) -> None:
+        if self._num_bytes > self._config.stream_buffer_bytes:  # without this event: nobody took what was there
+            self._is_full.set()
         self._buffer.append(data)
         self._num_bytes += len(data)
         self._changed.set()
-        if self._num_bytes > self._config.stream_buffer_bytes:
-            self._is_full.set()
 
     async def _send(self, send: Send) -> None:
         """Everything that is in the buffer whenever something is, and pings while nothing is."""

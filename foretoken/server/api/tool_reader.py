@@ -148,9 +148,15 @@ class ToolReader:
         return [self._arguments(part)]
 
     def _read_call_end(self, is_over: bool) -> _Found:
-        """Behind the arguments: the brace of the call and, where there are tags, the closing one."""
+        """Behind the arguments: the brace of the call and, where there are tags, the closing one. Models forget the
+        closing tag: the opening one of the next call ends a call, too.
+        """
         end = CLOSE_TAG if self._has_tags else "}"
         place = self._held.find(end)
+        opening = self._held.find(OPEN_TAG) if self._has_tags else -1
+        if opening >= 0 and (place < 0 or opening < place):
+            self._held, self._read, self._is_behind_call = self._held[opening:], self._read_text, True
+            return []
         if place < 0 and not is_over:
             return None
         self._held = "" if place < 0 else self._held[place + len(end) :]
@@ -233,9 +239,12 @@ def _whole_call(text: str, names: Collection[str]) -> tuple[str, str] | None:
     """Name and arguments of a call that is written in another order, or whose arguments are JSON in a string."""
     try:
         call = json.loads(text)
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str) or call["name"] not in names:
+            return None
+        arguments = call.get("arguments", call.get("parameters", {}))
+        if not isinstance(arguments, str):
+            return call["name"], json.dumps(arguments)
+        arguments.encode()  # half of a surrogate pair could not be sent
     except (ValueError, RecursionError):
         return None
-    if not isinstance(call, dict) or call.get("name") not in names:
-        return None
-    arguments = call.get("arguments", call.get("parameters", {}))
-    return call["name"], arguments if isinstance(arguments, str) else json.dumps(arguments)
+    return call["name"], arguments

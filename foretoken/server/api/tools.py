@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+import msgspec
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic_core import from_json
 
 from foretoken.server.api.errors import invalid, unsupported
 from foretoken.server.api.forms import check_size, json_rule, lark_text
@@ -134,7 +136,7 @@ def template_message(param: str, message: Mapping[str, Any]) -> dict[str, Any]:
     """A message as chat templates read it: arguments of earlier calls as objects, not as JSON text.
 
     Raises:
-        ApiError: a call without a name, or arguments that are no JSON object.
+        ApiError: a call without a name, or arguments that are no text.
     """
     if not message.get("tool_calls"):
         return {name: value for name, value in message.items() if name != "tool_calls"}
@@ -145,13 +147,28 @@ def _template_call(param: str, call: Mapping[str, Any]) -> dict[str, Any]:
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise invalid(param, "each must have a function with a name")
-    try:
-        arguments = json.loads(function.get("arguments") or "{}")
-    except (ValueError, TypeError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
+    text = function.get("arguments") or ""
+    if not isinstance(text, str):
         raise invalid(param, "arguments must be the text of a JSON object")
+    arguments = arguments_of(text, is_cut=False)
+    try:
+        msgspec.msgpack.encode(arguments)
+    except OverflowError:  # a number that no worker can be sent; the model may have written it
+        arguments = {"INVALID_JSON": text}
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def arguments_of(text: str, is_cut: bool) -> dict[str, Any]:
+    """The arguments of a call as an object: as far as they came where they were cut off, as Anthropic's clients read
+    them from a stream; what is no JSON object stands in one, as Anthropic asks its clients to send such back.
+    """
+    try:
+        found = from_json(text or "{}", allow_partial=is_cut)
+    except ValueError:
+        return {"INVALID_JSON": text}
+    if found is None:  # some models write null for a function without arguments
+        return {}
+    return found if isinstance(found, dict) else {"INVALID_JSON": text}
 
 
 def _chosen(functions: Mapping[str, FunctionTool], choice: ToolChoice | None) -> tuple[list[str], bool]:

@@ -21,6 +21,7 @@ from prometheus_client.samples import Sample
 
 from foretoken.backend.call import Backend
 from foretoken.errors import ForetokenError
+from foretoken.server.api.envelopes import OVERLOADED
 from foretoken.server.api.errors import CLIENT_GONE, CODES
 from foretoken.server.observe.acceptance import AcceptanceSeries
 from foretoken.server.observe.config import ObserveConfig
@@ -123,7 +124,7 @@ EVERY_S = 0.05  # 20 timers a second cost nothing, and a block of 50 ms is never
 FINISH_REASONS = frozenset({"stop", "length", "tool_calls", "content_filter", "abort", "error"})
 REASONS = frozenset({*CODES, "client"})
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
-_REJECTED = frozenset({429, 503})
+_REJECTED = frozenset({429, 503, OVERLOADED})
 
 _GAUGES = {
     "num_requests_running": "num_running",
@@ -161,7 +162,7 @@ class ServerMetrics(Collector):
             self._measure("time_to_first_token_seconds", record.ttft_s)
         for gap_s in record.inter_token_s:
             self._measure("inter_token_latency_seconds", gap_s)
-        if record.status < 400:
+        if record.status < 400 and not record.reason:  # a stream that failed has code 200
             self._measure("e2e_request_latency_seconds", record.duration_s)
         for reason in record.finish_reasons:
             self._counted["request_success"].labels(_within(reason, FINISH_REASONS)).inc()
