@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -100,8 +101,9 @@ def verdict_of(
     loads = best.paying_loads or tuple(own)[:1]
     num_draft = own[loads[0]].num_draft
     routing: dict[str, int] = {}
-    if best.paying_loads and max(own) > max(best.paying_loads):
-        routing["max_speculating_requests"] = max(best.paying_loads)
+    run = _first_paying(best, own)
+    if run and max(own) > run[-1]:
+        routing["max_speculating_requests"] = run[-1]
     shortest = shortest_answer(best.candidate, list(own.values()), costs)
     if shortest:
         routing["min_tokens_to_speculate"] = shortest
@@ -147,24 +149,44 @@ def _sentence(best: CandidateVerdict, own: Mapping[int, SpeedCell], cells: Seque
             f"Speculate only on {slices}, with {best.candidate}: with {_requests(min(own))} at once it answers "
             f"{', '.join(named)} as fast as plain decoding; on all texts together it does not pay."
         )
+    run = _first_paying(best, own)
     parts = [
         f"{ratio_text(own[load].speedup)} as fast with {_requests(load)} at once ({_draft_tokens(own[load].num_draft)})"
-        for load in best.paying_loads
+        for load in run
     ]
     sentence = f"answers come {', '.join(parts)}"
     if best.losing_slices:
         sentence += f"; not on {', '.join(best.losing_slices)}"
     if best.answer == "yes":
         return f"Speculate with {best.candidate}: {sentence}."
-    beyond = {load: cell for load, cell in own.items() if load not in best.paying_loads}
-    others = [f"{load}: {ratio_text(cell.speedup)}" for load, cell in beyond.items()]
-    most = max(best.paying_loads)
-    loses = all((cell.speedup.high or cell.speedup.value) <= 1 + MARGIN for cell in beyond.values())
-    what = "does not pay" if loses else "is not shown to pay, and more prompts may tell"
-    return (
-        f"Speculate with {best.candidate}, but only up to {_requests(most)} at once: {sentence}; beyond, it {what} "
-        f"({', '.join(others)})."
-    )
+    below = [cell for load, cell in own.items() if load < run[0]]
+    beyond = [cell for load, cell in own.items() if load > run[-1]]
+    where = f"{'with' if below and beyond else 'up to'} {_requests(run[-1])} at once"
+    if below and run[0] < run[-1]:
+        where = f"with {run[0]} to {_requests(run[-1])} at once"
+    if not beyond:
+        where = f"from {_requests(run[0])} at once on"
+    sentence = f"Speculate with {best.candidate}, but only {where}: {sentence}"
+    if below:
+        sentence += f"; with fewer, it {_failure(below, best)}, and no setting stops drafting there"
+    if beyond:
+        sentence += f"; beyond, it {_failure(beyond, best)}"
+    return f"{sentence}."
+
+
+def _first_paying(best: CandidateVerdict, own: Mapping[int, SpeedCell]) -> tuple[int, ...]:
+    """The smallest measured loads, one after the other, at which it pays: a routing rule knows one limit, the upper."""
+    from_first = itertools.dropwhile(lambda load: load not in best.paying_loads, sorted(own))
+    return tuple(itertools.takewhile(lambda load: load in best.paying_loads, from_first))
+
+
+def _failure(cells: Sequence[SpeedCell], best: CandidateVerdict) -> str:
+    """What was found at loads at which drafting is not advised."""
+    others = ", ".join(f"{cell.concurrency}: {ratio_text(cell.speedup)}" for cell in cells)
+    if any(cell.concurrency in best.paying_loads for cell in cells):
+        return f"does not pay at every load ({others})"
+    loses = all((cell.speedup.high or cell.speedup.value) <= 1 + MARGIN for cell in cells)
+    return f"{'does not pay' if loses else 'is not shown to pay, and more prompts may tell'} ({others})"
 
 
 def _draft_tokens(count: int) -> str:

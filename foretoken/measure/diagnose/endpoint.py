@@ -59,6 +59,9 @@ def ask_endpoint(options: DiagnoseOptions, prompts: Sequence[EvalPrompt], comman
             raise InputError("url", options.url, error.remedy) from error
         after, server = backend.position_counters(), backend.version()
     if before is not None and after is not None and (own := after.since(before)).num_drafts:
+        if len(own.accepted) < options.num_draft:
+            remedy = f"the server counts {len(own.accepted)} tokens of a draft; give that number"
+            raise InputError("num_draft", options.num_draft, remedy)
         places = tuple(count / own.num_drafts for count in own.accepted[: options.num_draft])
         return Reported(sum(places), places, "accepted tokens by position of /metrics", server)
     rate = ratio(overall(run.samples))

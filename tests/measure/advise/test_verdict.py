@@ -63,6 +63,25 @@ def test_only_under_a_load_becomes_a_routing_rule() -> None:
     assert any("with 8 requests at once a step emits 2.00 tokens" in reason for reason in found.reasons)
 
 
+@pytest.mark.parametrize(
+    ("speedups", "words", "most"),
+    [
+        ((0.9, 1.5, 1.3), "only from 4 requests at once on: answers come 1.50x", None),
+        ((0.9, 1.5, 0.8), "only with 4 requests at once: answers", 4),
+        ((2.0, 0.8, 1.3), "only up to 1 request at once", 1),
+    ],
+)
+def test_a_load_that_loses_below_one_that_pays_is_named(
+    speedups: tuple[float, ...], words: str, most: int | None
+) -> None:
+    found = answer(*(cell(load, speedup, name="e") for load, speedup in zip((1, 4, 8), speedups, strict=True)))
+    assert words in found.sentence
+    assert found.routing.get("max_speculating_requests") == most
+    fewer = "; with fewer, it does not pay (1: 0.90x [0.85, 0.95]), and no setting stops drafting there"
+    assert (fewer in found.sentence) == (speedups[0] < 1)
+    assert ("beyond, it does not pay at every load (4: 0.80x" in found.sentence) == (speedups[0] > 1)
+
+
 def test_a_load_at_which_it_may_pay_is_not_said_to_lose() -> None:
     found = answer(cell(1, 2.0, name="e"), cell(4, 1.2, name="e", half=0.3))
     assert "beyond, it is not shown to pay, and more prompts may tell (4: 1.20x" in found.sentence

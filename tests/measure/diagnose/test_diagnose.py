@@ -91,7 +91,9 @@ def test_a_server_is_read_by_position_or_in_total_and_asked_to_draft() -> None:
 
     fake = Fake(metrics=counted)
     with serving(fake):
-        found = ask_endpoint(replace(OPTIONS, url=fake.url), prompts, "foretoken diagnose")
+        found = ask_endpoint(replace(OPTIONS, url=fake.url, num_draft=2), prompts, "foretoken diagnose")
+        with pytest.raises(InputError, match=r"num_draft=4: the server counts 2 tokens of a draft; give that"):
+            ask_endpoint(replace(OPTIONS, url=fake.url), prompts, "foretoken diagnose")
     assert (found.places, found.per_draft) == ((0.6, 0.2), 0.8)
     with serving(Fake(lambda *_: tokens("a", timings={"draft_n": 8, "draft_n_accepted": 2}))) as fake:
         found = ask_endpoint(replace(OPTIONS, url=fake.url), prompts, "foretoken diagnose")
