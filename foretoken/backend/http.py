@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ from foretoken.backend.http_stream import (
     Stream,
     beginning,
     beginning_async,
+    lines_of,
+    lines_of_async,
     read_position_counters,
     read_spec_counters,
     said_in,
@@ -36,7 +39,7 @@ class ServerKind:
 
     `version` is the path and the key at which it says its version. `fields` are sent with every request. `plain` is
     sent to answer without drafting, None where that cannot be asked. `repeats`: the same answer again for the same
-    seed. `reports`: an answer says what was drafted for it.
+    seed. `reports`: an answer says what was drafted for it, from version `reports_since` on where that is set.
     """
 
     version: tuple[str, str] | None = None
@@ -45,6 +48,7 @@ class ServerKind:
     repeats: bool = False
     reports: bool = False
     predictions: bool = False
+    reports_since: tuple[int, ...] = ()
 
 
 # A server may filter by its own or its model's defaults: asked above temperature 0, it shall draw from all tokens.
@@ -54,7 +58,11 @@ KINDS: Mapping[str, ServerKind] = {
         ("/version", "version"), {"return_token_ids": True}, {"spec": {"drafter": None}}, True, True, True
     ),
     "vllm": ServerKind(("/version", "version"), {"return_token_ids": True, **_UNFILTERED}, repeats=True),
-    "sglang": ServerKind(("/server_info", "version"), {"return_meta_info": True}, reports=True),
+    # By its released wheels: 0.5.21 to 0.5.23 answer this field in streams of chats and of completions, and refuse
+    # `return_meta_info` in streamed chats; 0.5.3 and 0.5.10 have neither, and leave out what they do not know.
+    "sglang": ServerKind(
+        ("/server_info", "version"), {"return_spec_tokens_details": True}, reports=True, reports_since=(0, 5, 21)
+    ),
     # It has no way to leave out drafting for one request.
     "llamacpp": ServerKind(("/props", "build_info"), _UNFILTERED, repeats=True, reports=True),
     "OVMS": ServerKind(("/v2", "version"), repeats=True),
@@ -191,7 +199,7 @@ class Endpoint:
         try:
             async with self.client.stream("POST", path, json=body) as answer:
                 if answer.status_code == 200:
-                    stream.error = await EventReader(stream, clock).read_async(answer.aiter_lines())
+                    stream.error = await EventReader(stream, clock).read_async(lines_of_async(answer.aiter_bytes()))
                 else:
                     stream.error = str(answer.status_code)
                     stream.said = said_in(await beginning_async(answer.aiter_bytes()))
@@ -222,7 +230,7 @@ class HttpBackend:
             raise server.no_model(error) from error
         self.model, self.owner = str(about["id"]), str(about.get("owned_by"))
         self.kind = KINDS.get(self.owner, ServerKind())
-        self._counts = self.counters() is not None
+        self._counts, self._reports = self.counters() is not None, self._is_reporting()
         self._capabilities = Capabilities(
             plain=self.kind.plain is not None,
             drafting=False,
@@ -233,7 +241,14 @@ class HttpBackend:
         )
 
     def _draft_counts(self) -> Literal["none", "total"]:
-        return "total" if self.kind.reports or self._counts else "none"
+        return "total" if self._reports or self._counts else "none"
+
+    def _is_reporting(self) -> bool:
+        """Whether its answers say what was drafted for them."""
+        since = self.kind.reports_since
+        if not self.kind.reports or not since:
+            return self.kind.reports
+        return tuple(map(int, re.findall(r"\d+", self.version())[: len(since)])) >= since
 
     @property
     def capabilities(self) -> Capabilities:
@@ -280,7 +295,7 @@ class HttpBackend:
         body |= self.fields(drafting)
         if self.kind.predictions and question.prediction is not None:
             body["prediction"] = {"type": "content", "content": question.prediction}
-        before = None if self.kind.reports else self.counters()
+        before = None if self._reports else self.counters()
         stream = Stream()
         reader = EventReader(stream, time.perf_counter)
         self._send(path, body, reader)
@@ -302,7 +317,7 @@ class HttpBackend:
                 if answer.status_code != 200:
                     said = said_in(beginning(answer.iter_bytes()))
                     raise ForetokenError(f"{self.name} refused with status {answer.status_code}: {said}")
-                stream.error = reader.read(answer.iter_lines())
+                stream.error = reader.read(lines_of(answer.iter_bytes()))
         except httpx2.HTTPError as error:
             raise UnavailableError(f"{self.name} gave no answer ({_failure(error)}: {error})") from error
         stream.ended_s = reader.clock()

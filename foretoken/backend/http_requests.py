@@ -11,7 +11,7 @@ import httpx2
 
 from foretoken.backend.answering import SERVED, Drafting
 from foretoken.backend.http import HttpBackend
-from foretoken.backend.http_stream import EventReader, Stream, beginning, said_in
+from foretoken.backend.http_stream import EventReader, Stream, beginning, lines_of, said_in, thinking_of
 from foretoken.backend.requesting import ApiChoice, ApiRequest, Reply
 from foretoken.errors import ForetokenError, InputError, UnavailableError
 
@@ -84,7 +84,7 @@ class HttpRequester:
 
     def _streamed(self, answer: httpx2.Response) -> Reply:
         reader = _ChunkReader()
-        broken = reader.read(answer.iter_lines())
+        broken = reader.read(lines_of(answer.iter_bytes()))
         if broken:
             raise ForetokenError(f"{self._backend.name} gave no whole answer ({broken} {reader.stream.said})")
         usages = [chunk["usage"] for chunk in reader.chunks if chunk.get("usage")]
@@ -107,11 +107,12 @@ def _reply(chunks: Sequence[Sequence[Mapping[str, Any]]], usage: Mapping[str, An
 
 def _choice(parts: Sequence[Mapping[str, Any]]) -> ApiChoice:
     """One answer from its parts."""
-    texts, reasons, ids = [], [], list[int]()
+    thoughts, texts, reasons, ids = [], [], [], list[int]()
     pieces, logprobs, tops = list[str](), list[float](), list[Mapping[str, float]]()
     calls: dict[int, list[str]] = {}
     for part in parts:
         message = part.get("message") or part.get("delta") or {}
+        thoughts.append(thinking_of(message))
         texts.append(str(part.get("text") or message.get("content") or ""))
         reasons.append(str(part.get("finish_reason") or ""))
         ids += part.get("token_ids") or ()
@@ -126,7 +127,9 @@ def _choice(parts: Sequence[Mapping[str, Any]]) -> ApiChoice:
             own[1] += function.get("arguments") or ""
     made = tuple((name, arguments) for _, (name, arguments) in sorted(calls.items()))
     reason = next((one for one in reversed(reasons) if one), "")
-    return ApiChoice("".join(texts), reason, tuple(ids), tuple(pieces), tuple(logprobs), tuple(tops), made)
+    thinking = "".join(thoughts)
+    text = thinking + "".join(texts)
+    return ApiChoice(text, reason, tuple(ids), tuple(pieces), tuple(logprobs), tuple(tops), made, thinking)
 
 
 def _scored(found: Mapping[str, Any]) -> list[tuple[str, float, Mapping[str, float]]]:

@@ -4,7 +4,7 @@ server        in an answer                                        on /metrics
 foretoken     foretoken.spec: num_drafted, num_accepted           foretoken_spec_decode_num_*_tokens_total
 vLLM          metrics.speculative_decoding                        vllm:spec_decode_num_*_tokens_total
 llama.cpp     timings: draft_n, draft_n_accepted                  llamacpp:spec_decode_num_*_tokens_total
-SGLang        meta_info of a choice: spec_*_token_num             only gauges over a window
+SGLang        sglext.spec_tokens_details, where asked for         only gauges over a window
 OpenVINO      nothing                                             nothing
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,10 @@ _REPORTS = (
     (("foretoken", "spec"), "num_drafted", "num_accepted", "num_steps"),
     (("metrics", "speculative_decoding"), "num_draft_tokens", "num_accepted_draft_tokens", ""),
     (("timings",), "draft_n", "draft_n_accepted", ""),
+    # SGLang's names by its released wheels: the newer ones in 0.5.21 to 0.5.23, the older in 0.5.10. Streams have them
+    # in `sglext`, in a chunk without choices; its whole answers and its own API have them in `meta_info`.
+    (("sglext", "spec_tokens_details"), "spec_num_proposed_drafts", "spec_num_correct_drafts", "spec_verify_ct"),
+    (("meta_info",), "spec_num_proposed_drafts", "spec_num_correct_drafts", "spec_verify_ct"),
     (("meta_info",), "spec_draft_token_num", "spec_accept_token_num", "spec_verify_ct"),
 )
 
@@ -31,10 +35,10 @@ _REPORTS = (
 class Stream:
     """One streamed answer as the client saw it; times in seconds by the client's clock.
 
-    `pieces` are (time, tokens) of every event with text. `error` is "" for a complete answer; otherwise the HTTP
-    status, "connect", "timeout", "stream" (an error event), "cut" (an end without [DONE]) or "interrupted"; `said` is
-    what the server said of it. `num_drafted`, `num_accepted` and `num_steps` are None where the server does not report
-    them.
+    `pieces` are (time, tokens) of every event with text, of thinking or of the answer. `error` is "" for a complete
+    answer; otherwise the HTTP status, "connect", "timeout", "stream" (an error event), "cut" (an end without [DONE]) or
+    "interrupted"; `said` is what the server said of it. `num_drafted`, `num_accepted` and `num_steps` are None where
+    the server does not report them.
     """
 
     sent_s: float = 0.0
@@ -50,7 +54,7 @@ class Stream:
 
 
 class EventReader:
-    """Reads the events of one answer into a `Stream`; `texts` and `token_ids` are what they hold."""
+    """Reads the events of one answer into a `Stream`; `texts` and `token_ids` are what they hold, thinking included."""
 
     def __init__(self, stream: Stream, clock: Callable[[], float]) -> None:
         self.stream, self.clock = stream, clock
@@ -108,7 +112,43 @@ class EventReader:
 
 
 def _text(choice: Mapping[str, Any]) -> str:
-    return str(choice.get("text") or (choice.get("delta") or {}).get("content") or "")
+    delta = choice.get("delta") or {}
+    return str(choice.get("text") or "") or thinking_of(delta) + str(delta.get("content") or "")
+
+
+def thinking_of(message: Mapping[str, Any]) -> str:
+    """What a message, or a part of one, holds of the model's thinking; some servers say it under both names."""
+    return str(message.get("reasoning_content") or message.get("reasoning") or "")
+
+
+class _LineCutter:
+    """Cuts a body at line feeds alone: JSON's texts may hold what else `str.splitlines` cuts at, such as U+2028."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def take(self, part: bytes) -> list[str]:
+        """The lines that end in this part."""
+        *lines, self._rest = (self._rest + part).split(b"\n")
+        return [line.decode(errors="replace").removesuffix("\r") for line in lines]
+
+
+def lines_of(parts: Iterable[bytes]) -> Iterator[str]:
+    """The lines of a body, the last also without an end."""
+    cutter = _LineCutter()
+    for part in parts:
+        yield from cutter.take(part)
+    yield from cutter.take(b"\n")
+
+
+async def lines_of_async(parts: AsyncIterator[bytes]) -> AsyncIterator[str]:
+    """The same as parts come."""
+    cutter = _LineCutter()
+    async for part in parts:
+        for line in cutter.take(part):
+            yield line
+    for line in cutter.take(b"\n"):
+        yield line
 
 
 def _take_report(part: Mapping[str, Any], stream: Stream) -> None:

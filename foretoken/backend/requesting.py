@@ -37,7 +37,8 @@ class ApiChoice:
     """One answer. `pieces` are the texts of its tokens and `logprobs` their log-probabilities, `tops` the likeliest
     pieces at each place with theirs; all empty where the backend does not report them, as are `token_ids`.
 
-    `calls` are (name, arguments) of the functions that it calls.
+    `calls` are (name, arguments) of the functions that it calls. `text` begins with `thinking`, which is "" where the
+    backend does not tell it from the answer.
     """
 
     text: str
@@ -47,6 +48,7 @@ class ApiChoice:
     logprobs: tuple[float, ...] = ()
     tops: tuple[Mapping[str, float], ...] = ()
     calls: tuple[tuple[str, str], ...] = ()
+    thinking: str = ""
 
 
 @dataclass(frozen=True)

@@ -75,6 +75,8 @@ def audit(
         raise GateError(
             "audit failed: " + "; ".join(dict.fromkeys(f"{check.name} ({check.where})" for check in found.failed))
         )
+    if not found.passed:
+        raise GateError("audit: no check could be made; the report says why")
 
 
 def _options(context: typer.Context) -> AuditOptions:

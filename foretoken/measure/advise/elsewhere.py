@@ -35,6 +35,7 @@ from foretoken.model.names import model_folder
 from foretoken.plan.profile import Curve
 from foretoken.text.tokenizer import Tokenizer, load_tokenizer
 
+_HEAD_CHARS = 16  # of an answer's text that its tokens must hold
 _MIN_STEPS = 4  # in which all requests of a load decode together, for its step to be known
 _LOOKUP = "lookup"
 
@@ -164,9 +165,11 @@ def _check_tokenizer(options: AdviseOptions, asked: Sequence[_Answered], tokeniz
 
 
 def _reads(tokenizer: Tokenizer, answer: Answer) -> bool:
-    """Whether the tokens of an answer are its text; characters may be incomplete at its end, and white space be cut."""
+    """Whether the tokens of an answer are its text; characters may be incomplete at its end, and white space be cut.
+    Tokens that mark thinking are in no text: they stand before it and within.
+    """
     own, text = (one.rstrip("\ufffd").strip() for one in (tokenizer.decode(answer.token_ids), answer.text))
-    return own == text or bool(own and text and (own.startswith(text) or text.startswith(own)))
+    return own == text or bool(own and text and (text[:_HEAD_CHARS] in own or text.startswith(own)))
 
 
 def _question(options: AdviseOptions, prompt: EvalPrompt, tokenizer: Tokenizer) -> tuple[Question, list[int]]:

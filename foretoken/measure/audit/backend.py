@@ -240,7 +240,8 @@ def check_distribution(session: BackendSession, drafting: Drafting, alpha: float
         seed = options.seed + number * options.num_prompts
         checks += _whole_answers(session, drafting, where, temperature, seed, alpha)
     seed = options.seed + len(places) * options.num_prompts
-    return checks + judged(_first_tokens(session, drafting, seed), first, alpha, name=_FIRST)
+    found = _first_tokens(session, drafting, seed)
+    return checks + ([not_asked(_FIRST, first, _NO_IDS)] if found is None else judged(found, first, alpha, name=_FIRST))
 
 
 def _whole_answers(
@@ -252,7 +253,10 @@ def _whole_answers(
         return [not_asked("distribution", where, _NO_IDS)]
     questions = session.sampled(session.options.num_prompts, temperature, seed, session.options.max_tokens)
     params, total = SamplingParams(temperature=temperature, ignore_eos=True), Evidence()
-    for i, answer in enumerate(session.answers(questions, drafting)):
+    answers = session.answers(questions, drafting)
+    if not all(answer.token_ids for answer in answers):
+        return [not_asked("distribution", where, _NO_IDS)]
+    for i, answer in enumerate(answers):
         for rows in session.judge.rows(session.prompt_ids[i % len(session.prompt_ids)], answer.token_ids, params):
             places = range(rows.first, rows.first + len(rows.tokens))
             distributions, edges = rows.certain()
@@ -260,12 +264,16 @@ def _whole_answers(
     return judged(total, where, alpha)
 
 
-def _first_tokens(session: BackendSession, drafting: Drafting, seed: int) -> Evidence:
-    """First tokens of many seeds: by their ids, or by the texts that they write."""
+def _first_tokens(session: BackendSession, drafting: Drafting, seed: int) -> Evidence | None:
+    """First tokens of many seeds: by their ids, or by the texts that they write; None where ids were to come and did
+    not, as from servers of an earlier version.
+    """
     judge, count, by_id = session.judge, session.options.num_seeds, session.reports_ids
     assert judge is not None
     questions = session.sampled(count, _FIRST_TEMPERATURE, seed, _NUM_FIRST_TOKENS if by_id else 1)
     answers = session.answers(questions, drafting, together=session.options.source.is_address)
+    if by_id and not all(answer.token_ids for answer in answers):
+        return None
     params, total = SamplingParams(temperature=_FIRST_TEMPERATURE), Evidence()
     for place, prompt in enumerate(session.prompt_ids):
         seeds = range(seed + place, seed + count, len(session.prompt_ids))

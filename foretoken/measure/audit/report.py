@@ -34,7 +34,13 @@ class AuditReport:
     @property
     def verdict(self) -> str:
         """The outcome in one line."""
-        return verdict(self.checks)
+        line = verdict(self.checks)
+        return line if self.passed or self.failed else f"No verdict: no check could be made; {line}"
+
+    @property
+    def passed(self) -> bool:
+        """Whether a check was made, and none failed."""
+        return not self.failed and any(check.result == "pass" for check in self.checks)
 
 
 def audit_report(audit: AuditReport) -> Report:
@@ -45,7 +51,7 @@ def audit_report(audit: AuditReport) -> Report:
         options=audit.options,
         results={
             "verdict": audit.verdict,
-            "passed": not audit.failed,
+            "passed": audit.passed,
             "checks": audit.checks,
             "false_alarm_rate": audit.false_alarm_rate,
         },
@@ -55,7 +61,7 @@ def audit_report(audit: AuditReport) -> Report:
             f"{audit.false_alarm_rate:g} at most; the other checks never fail by chance."
         ),
         verdict=audit.verdict,
-        passed=not audit.failed,
+        passed=audit.passed,
         machine=audit.machine,
         versions=audit.versions,
         date=audit.date,

@@ -78,7 +78,7 @@ def _valid(session: CertifySession, name: str, where: str, requests: Sequence[Ap
 
 def _json_problem(answer: ApiChoice) -> str | None:
     """What is wrong with an answer; None where it was cut before its end."""
-    return None if answer.finish_reason == "length" else _value_problem(answer.text)
+    return None if answer.finish_reason == "length" else _value_problem(answer.text.removeprefix(answer.thinking))
 
 
 def _call_problem(answer: ApiChoice) -> str | None:

@@ -59,7 +59,8 @@ def check_distribution(session: CertifySession) -> Iterator[Check]:
             if prompts is None:
                 at_once = _at_once(session)
                 prompts = _telling(session, at_once)
-            pairs = [_drawn(session, prompt, setting, count // len(prompts), at_once) for prompt in prompts]
+            own = count // len(prompts)
+            pairs = [_drawn(session, prompt, setting, place, own, at_once) for place, prompt in enumerate(prompts)]
         except (NotAskedError, SideFailedError) as error:
             yield from (unmade(name, where, error) for name in (_BEGIN, _FOLLOW))
             continue
@@ -113,11 +114,13 @@ def _telling(session: CertifySession, at_once: int) -> list[Prompt]:
 
 
 def _drawn(
-    session: CertifySession, prompt: Prompt, setting: dict[str, float], count: int, at_once: int
+    session: CertifySession, prompt: Prompt, setting: dict[str, float], place: int, count: int, at_once: int
 ) -> tuple[list[ApiChoice], list[ApiChoice]]:
-    """As many answers of A as of B, under seeds of their own."""
-    begin = session.options.seed + 1000
+    """As many answers of A as of B, under seeds of their own: engines draw the same numbers for a seed whatever the
+    prompt, and the tests take the prompts' answers as independent.
+    """
     num_requests = -(-count // at_once)
+    begin = session.options.seed + 1000 + place * num_requests * at_once
     a = _answers(session, session.a, _requests(session, prompt, setting, begin, num_requests, at_once))
     b = _answers(session, session.b, _requests(session, prompt, setting, begin + _APART, num_requests, at_once))
     return a, b

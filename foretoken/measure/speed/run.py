@@ -227,8 +227,8 @@ def _samples_file(options: SpeedOptions) -> Path | None:
 
 def _about(options: SpeedOptions, prompts: Sequence[Prompt], found: Mapping[str, str]) -> dict[str, Any]:
     """Everything that must agree for answers of two runs to stand in one table."""
-    texts = {prompt.name: digest(prompt.text) for prompt in prompts}
-    return run_of(options, machine=machine(), versions=dict(found)) | {"texts of the prompts": texts}
+    asked = digest([(one.name, one.slice, one.text, one.messages, one.prediction) for one in prompts])
+    return run_of(options, machine=machine(), versions=dict(found)) | {"what the prompts ask": asked}
 
 
 def _interrupted(samples: Samples, plan: SpeedPlan, contenders: Sequence[Contender], path: Path | None) -> str:

@@ -125,7 +125,9 @@ def summarise_url(
 
 
 def is_good(sample: UrlSample, options: UrlOptions) -> bool:
-    """Whether a complete answer met every deadline that is set."""
+    """Whether a complete answer met every deadline that is set; tokens without a time to the first did not."""
+    if options.ttft_deadline_s is not None and sample.ttft_s is None and sample.num_tokens:
+        return False
     limits = (
         (sample.ttft_s, options.ttft_deadline_s),
         (sample.tpot_s, options.tpot_deadline_s),
@@ -146,7 +148,7 @@ def percentiles(values: Sequence[Sequence[float]]) -> dict[str, Estimate]:
 
 def throughput(samples: Sequence[UrlSample], span_s: float) -> Estimate:
     """Tokens per second over the run; the interval is over equal parts of the run."""
-    pieces = [(at, count) for sample in samples for at, count in sample.pieces]
+    pieces = [piece for sample in samples for piece in _counted(sample)]
     if span_s <= 0 or not pieces:
         return Estimate(0.0)
     start = min(sample.arrival_s for sample in samples)
@@ -156,6 +158,16 @@ def throughput(samples: Sequence[UrlSample], span_s: float) -> Estimate:
     if len(samples) < MIN_GROUPS:
         return Estimate(value)
     return replace(estimate(np.stack([parts, np.full(_WINDOWS, span_s / _WINDOWS)], axis=1)), value=value)
+
+
+def _counted(sample: UrlSample) -> list[tuple[float, float]]:
+    """The pieces of a request, whose tokens add up to those that were counted: a piece counts as one where only the
+    end of an answer says how many there were.
+    """
+    num_pieces = sum(count for _, count in sample.pieces)
+    if not num_pieces:
+        return [(sample.ended_s, float(sample.num_tokens))] if sample.num_tokens else []
+    return [(at, count * sample.num_tokens / num_pieces) for at, count in sample.pieces]
 
 
 def _drafted(done: Sequence[UrlSample], counters: tuple[int, int] | None) -> tuple[int | None, int | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 import foretoken
+from foretoken.backend.answering import Answer
 from foretoken.backend.http_stream import Stream
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.errors import ConfigError, ForetokenError, InputError
@@ -236,6 +238,15 @@ def test_a_target_that_reads_the_servers_tokens_as_other_texts_is_refused(
     with serving(Fake(listed)) as fake, pytest.raises(InputError, match="of 4 answers as other texts") as error:
         foretoken.advise(str(target), url=fake.url, prompts=texts)
     assert error.value.field == "target"
+
+
+def test_marks_of_thinking_are_in_tokens_and_in_no_text(target: Path) -> None:
+    tokenizer = load_tokenizer(target)
+    assert tokenizer is not None
+    marked, text = "<think>\nthe list is a self</think>\n\nreturn", "the list is a selfreturn"
+    answer = Answer(tuple(tokenizer.encode(marked)), text, 9, 8, 1.0)
+    assert elsewhere._reads(tokenizer, answer)
+    assert not elsewhere._reads(tokenizer, replace(answer, text="another text than that"))
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,10 @@ from foretoken.backend.local import LocalBackend
 from foretoken.backend.local_answers import LocalAnswers
 from foretoken.engine.async_engine import AsyncEngine
 from foretoken.measure.asked import BackendSource
+from foretoken.measure.audit.backend import _NO_IDS, not_asked
 from foretoken.measure.audit.judge import Judge
 from foretoken.measure.audit.options import BackendAuditOptions, ChatPrompt, Prompt
-from foretoken.measure.audit.report import AuditReport
+from foretoken.measure.audit.report import AuditReport, audit_report
 from foretoken.measure.audit.run import run_backend_audit
 from foretoken.measure.checks import Check
 from foretoken.server.api.app import create_app
@@ -217,6 +218,23 @@ def test_an_answer_that_fails_fails_its_check(engine: LocalAnswers, monkeypatch:
 
 
 # ---- what cannot be asked
+
+
+def test_an_audit_without_a_check_that_could_be_made_has_no_verdict() -> None:
+    nothing = AuditReport((not_asked("distribution", "", "no"),), "", {}, {}, {}, 0.0)
+    assert not nothing.passed
+    assert nothing.verdict.startswith("No verdict: no check could be made; ")
+    assert not audit_report(nothing).passed
+
+
+def test_ids_that_were_to_come_and_did_not_leave_the_other_checks(
+    engine: LocalAnswers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As from a vLLM whose version does not know `return_token_ids`."""
+    register(monkeypatch, Outside(engine, lambda ask, question, _: replace(ask(question), token_ids=())))
+    report = audit(temperatures=(0.8,), num_seeds=4)
+    assert {check_of(report, name).found for name in (WHOLE, FIRST)} == {_NO_IDS}
+    assert results(report)[SEEDS] == {"pass"}
 
 
 def test_every_question_that_cannot_be_asked_is_named(engine: LocalAnswers, monkeypatch: pytest.MonkeyPatch) -> None:

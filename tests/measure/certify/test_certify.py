@@ -148,6 +148,18 @@ def test_sampled_answers_of_one_distribution_pass(tells: bool) -> None:
     assert begin.num_tokens == 512
 
 
+def test_prompts_are_sampled_under_seeds_of_their_own() -> None:
+    """Engines draw the same numbers for a seed, whatever the prompt, and the tests take answers as independent."""
+    a = Dice()
+    list(made_checks(session_of(Asker("A", a), Asker("B", Dice()), only=("distribution",), effect=0.4)))
+    seeds: dict[str, set[int]] = {}
+    for request in a.asked:
+        if (seed := request.fields.get("seed", 0)) >= 1000:
+            seeds.setdefault(request.text, set()).update(range(seed, seed + request.fields.get("n", 1)))
+    first, second = seeds.values()
+    assert first.isdisjoint(second)
+
+
 @pytest.mark.parametrize(
     ("fault", "names", "where"),
     [

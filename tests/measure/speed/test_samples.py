@@ -78,13 +78,21 @@ def test_other_options_are_refused_by_name(tmp_path: Path, changed: dict[str, ob
     run_speed(replace(options, name="another"), FakeLLM())  # no answer depends on it
 
 
-def test_other_prompts_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"prompt": "one"}, {"prompt": "two"}),
+        ({"prompt": "one", "prediction": "a"}, {"prompt": "one", "prediction": "b"}),
+        ({"messages": [{"role": "user", "content": "a"}]}, {"messages": [{"role": "user", "content": "b"}]}),
+    ],
+)
+def test_other_prompts_are_refused(tmp_path: Path, before: dict[str, object], after: dict[str, object]) -> None:
     prompts = tmp_path / "mine.jsonl"
     options = replace(OPTIONS, resume=tmp_path / "kept.jsonl", prompts=prompts, slices=("all",))
-    prompts.write_text('{"prompt": "one"}\n', encoding="utf-8")
+    prompts.write_text(json.dumps(before) + "\n", encoding="utf-8")
     run_speed(options, Stopped())
-    prompts.write_text('{"prompt": "two"}\n', encoding="utf-8")
-    with pytest.raises(InputError, match="texts of the prompts"):
+    prompts.write_text(json.dumps(after) + "\n", encoding="utf-8")
+    with pytest.raises(InputError, match="what the prompts ask"):
         run_speed(options, FakeLLM())
 
 

@@ -17,7 +17,7 @@ from foretoken.backend.http_stream import read_spec_counters
 from foretoken.errors import InputError, UnavailableError
 from foretoken.measure.report import markdown
 from foretoken.measure.url.plan import UrlOptions, chosen_prompts, poisson_requests, trace_requests
-from foretoken.measure.url.rows import UrlSample, percentiles, summarise_url, throughput, url_prices
+from foretoken.measure.url.rows import UrlSample, is_good, percentiles, summarise_url, throughput, url_prices
 from foretoken.measure.url.run import run_url
 from tests.measure.endpoint import Fake, Reply, serving, tokens
 
@@ -78,8 +78,9 @@ def test_a_chat_sends_messages(fake: Fake, prompts: Path) -> None:
         {"metrics": {"speculative_decoding": {"num_draft_tokens": 10, "num_accepted_draft_tokens": 4}}},
         {"timings": {"draft_n": 10, "draft_n_accepted": 4}},
         {"choices": [{"index": 0, "meta_info": {"spec_draft_token_num": 10, "spec_accept_token_num": 4}}]},
+        {"choices": [{"index": 0, "meta_info": {"spec_num_proposed_drafts": 10, "spec_num_correct_drafts": 4}}]},
     ],
-    ids=["ours", "vllm", "llama.cpp", "sglang"],
+    ids=["ours", "vllm", "llama.cpp", "older sglang", "sglang"],
 )
 def test_acceptance_in_the_shapes_that_servers_have(fake: Fake, prompts: Path, last: dict[str, Any]) -> None:
     fake.answer = lambda number, body: tokens("a", **last)
@@ -361,6 +362,9 @@ def test_goodput_counts_answers_within_all_deadlines() -> None:
     assert (row.num_good_tokens, row.num_tokens) == (4, 12)
     (price,) = url_prices([row], price_per_hour=3.6)
     assert price.price_per_million_tokens == pytest.approx(1000.0)  # 4 seconds are paid for 4 tokens
+    silent = replace(sample(4, ()), num_tokens=3)  # tokens, and nobody saw the first
+    assert [is_good(one, options) for one in (silent, sample(5, ()))] == [False, True]
+    assert is_good(silent, UrlOptions("http://x"))
     (never,) = url_prices([tight], price_per_hour=3.6)
     assert never.price_per_million_tokens is None
 
@@ -380,3 +384,15 @@ def test_throughput_of_an_even_stream_has_a_narrow_interval() -> None:
     assert found.value == pytest.approx(4.0)
     assert found.low == pytest.approx(4.0, rel=0.1)
     assert found.high == pytest.approx(4.0, rel=0.1)
+
+
+def test_the_interval_of_throughput_is_that_of_counted_tokens() -> None:
+    """Where only the end says how many tokens there were, a piece counts as one of them."""
+    few = [sample(index, (index + 0.5, index + 1.0), arrival_s=float(index)) for index in range(100)]
+    found = throughput([replace(one, num_tokens=12) for one in few], 100.0)
+    silent = throughput([replace(one, num_tokens=12, pieces=one.pieces * (one.index > 50)) for one in few], 100.0)
+    for one in (found, silent):
+        assert one.value == pytest.approx(12.0)
+        assert 0 < one.low <= one.value <= one.high
+    assert found.low == pytest.approx(12.0, rel=0.1)
+    assert silent.low == pytest.approx(12.0, rel=0.1)

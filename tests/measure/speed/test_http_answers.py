@@ -1,0 +1,175 @@
+"""Answers of servers over HTTP: thinking, SGLang's reports of drafting, and where a line of a stream ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from foretoken.backend.answering import SERVED, Drafting, Question
+from foretoken.backend.http import Endpoint, HttpBackend, ServerAddress
+from foretoken.backend.http_requests import HttpRequester
+from foretoken.backend.http_stream import EventReader, Stream, lines_of, lines_of_async
+from foretoken.backend.requesting import ApiChoice, ApiRequest
+from foretoken.measure.certify import forms
+from tests.measure.endpoint import Fake, Reply, serving, tokens
+
+OWN = Drafting(SERVED)
+CHAT = (("user", "hi"),)
+SPEC = {"spec_num_proposed_drafts": 24, "spec_num_correct_drafts": 9, "spec_verify_ct": 3}
+
+
+@pytest.fixture
+def fake() -> Iterator[Fake]:
+    with serving(Fake()) as found:
+        yield found
+
+
+def streamed(*deltas: dict[str, Any], num_tokens: int) -> Reply:
+    """A chat whose usage comes at its end alone."""
+    events = [{"choices": [{"index": 0, "delta": delta}]} for delta in deltas]
+    return Reply((*events, {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": num_tokens}}))
+
+
+# ---- thinking
+
+
+def read(events: Sequence[dict[str, Any]]) -> EventReader:
+    """A second passes from one event to the next."""
+    seconds = iter(range(100))
+    reader = EventReader(Stream(), lambda: float(next(seconds)))
+    assert reader.read([*(f"data: {json.dumps(event)}" for event in events), "data: [DONE]"]) == ""
+    return reader
+
+
+@pytest.mark.parametrize("names", [("reasoning_content",), ("reasoning",), ("reasoning", "reasoning_content")])
+def test_every_token_of_thinking_is_timed(names: tuple[str, ...]) -> None:
+    thought: dict[str, Any] = {"content": None} | dict.fromkeys(names, " x")
+    events = streamed({"role": "assistant", "content": ""}, *[thought] * 3, {"content": " y"}, num_tokens=4).events
+    reader = read(events)
+    assert reader.stream.pieces == [(1.0, 1), (2.0, 1), (3.0, 1), (4.0, 1)]
+    assert (reader.stream.num_tokens, "".join(reader.texts)) == (4, " x x x y")
+
+
+def test_an_answer_that_still_thinks_has_times_and_a_text(fake: Fake) -> None:
+    fake.answer = lambda _number, _body: streamed(*[{"reasoning_content": " x"}] * 5, num_tokens=5)
+    backend = HttpBackend(ServerAddress(fake.url))
+    answer = backend.answer(Question(messages=CHAT), OWN)
+    backend.close()
+    assert (answer.num_emitted, answer.decode_tokens, answer.text) == (5, 4, " x" * 5)
+    assert answer.decode_s > 0
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_reply_begins_with_its_thinking(fake: Fake, name: str, stream: bool) -> None:
+    whole = {"choices": [{"message": {name: "a b", "content": "{}"}, "finish_reason": "stop"}]}
+    parts = streamed({name: "a"}, {name: " b"}, {"content": "{"}, {"content": "}"}, num_tokens=4)
+    fake.answer = lambda _number, body: parts if body["stream"] else Reply(body=json.dumps(whole).encode())
+    backend = HttpBackend(ServerAddress(fake.url))
+    reply = HttpRequester(backend, OWN).ask(ApiRequest(messages=CHAT, stream=stream))
+    backend.close()
+    assert [(one.text, one.thinking) for one in reply.choices] == [("a b{}", "a b")]
+
+
+def test_json_is_looked_for_behind_the_thinking(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forms, "_value_problem", lambda text: text)
+    assert forms._json_problem(ApiChoice("so {}", "stop", thinking="so ")) == "{}"
+    assert forms._json_problem(ApiChoice("so {}", "stop")) == "so {}"
+
+
+# ---- SGLang
+
+
+class Sglang(Fake):
+    """It refuses `return_meta_info` in streams, as SGLang's chats do; `server_version` "": it does not say which."""
+
+    server_version = "0.5.23"
+
+    def reply(self, path: str, headers: dict[str, str], body: bytes) -> tuple[int, str, bytes]:
+        if path == "/server_info":
+            found = {"version": self.server_version} if self.server_version else {}
+            return 200, "application/json", json.dumps(found).encode()
+        asked = json.loads(body) if body else {}
+        if asked.get("stream") and asked.get("return_meta_info"):
+            said = {"object": "error", "message": "return_meta_info is not supported with streaming.", "code": 400}
+            return 400, "application/json", json.dumps(said).encode()
+        return super().reply(path, headers, body)
+
+
+@pytest.mark.parametrize("question", [Question("x"), Question(messages=CHAT)], ids=["text", "chat"])
+def test_sglang_reports_where_it_is_asked_in_a_way_that_streams_take(question: Question) -> None:
+    def answer(_number: int, body: dict[str, Any]) -> Reply:
+        assert body["return_spec_tokens_details"] is True
+        events = tokens("a", "b").events
+        return Reply((*events, {"choices": [], "sglext": {"spec_tokens_details": SPEC}}))
+
+    with serving(Sglang(answer, owner="sglang")) as fake:
+        backend = HttpBackend(ServerAddress(fake.url))
+        found = backend.answer(question, OWN)
+        backend.close()
+    assert (found.num_drafted, found.num_accepted, found.num_steps) == (24, 9, 3)
+    assert backend.capabilities.draft_counts == "total"
+
+
+@pytest.mark.parametrize(
+    ("version", "counts"),
+    [("0.5.10", "none"), ("0.5.21", "total"), ("0.5.22.post1", "total"), ("0.6.0rc1", "total"), ("", "none")],
+)
+def test_only_an_sglang_that_reports_in_streams_is_taken_to(version: str, counts: str) -> None:
+    server = Sglang(owner="sglang")
+    server.server_version = version
+    with serving(server) as fake:
+        backend = HttpBackend(ServerAddress(fake.url))
+        assert backend.answer(Question(messages=CHAT), OWN).num_drafted is None
+        backend.close()
+    assert backend.capabilities.draft_counts == counts
+
+
+# ---- lines
+
+
+RAW = "a\u2028b\u2029c\u0085d\x0ce"
+BODY = f'data: {{"choices": [{{"index": 0, "text": "{RAW}"}}]}}\r\n\r\ndata: [DONE]'.encode()
+
+
+def bytewise(body: bytes) -> Iterable[bytes]:
+    return (body[place : place + 1] for place in range(len(body)))
+
+
+async def lines_at_once(body: bytes) -> list[str]:
+    async def parts() -> AsyncIterator[bytes]:
+        for part in bytewise(body):
+            yield part
+
+    return [line async for line in lines_of_async(parts())]
+
+
+@pytest.mark.parametrize("body", [BODY, BODY + b"\n", b"\xff\n", b""], ids=["open", "ended", "no UTF-8", "empty"])
+def test_only_a_line_feed_ends_a_line(body: bytes) -> None:
+    expected = [line.removesuffix("\r") for line in body.decode(errors="replace").split("\n")]
+    assert list(lines_of(bytewise(body))) == list(lines_of([body])) == expected
+    assert asyncio.run(lines_at_once(body)) == expected
+
+
+def test_separators_within_a_text_do_not_break_a_stream(fake: Fake) -> None:
+    raw = BODY.replace(b"\x0c", b"")  # JSON takes no form feed
+    fake.answer = lambda _number, _body: Reply(body=raw)
+    backend = HttpBackend(ServerAddress(fake.url))
+    assert backend.answer(Question("x"), OWN).text == RAW.replace("\x0c", "")
+    (choice,) = HttpRequester(backend, OWN).ask(ApiRequest("x", stream=True)).choices
+    backend.close()
+    assert choice.text == RAW.replace("\x0c", "")
+
+    async def send() -> Stream:
+        stream = Stream()
+        async with Endpoint(ServerAddress(fake.url, "m")) as endpoint:
+            await endpoint.send(Question("x"), stream, time.monotonic)
+        return stream
+
+    found = asyncio.run(send())
+    assert (found.error, found.num_tokens) == ("", 1)
