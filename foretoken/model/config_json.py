@@ -132,6 +132,11 @@ def _native_config(model_type: str, family: Family, fields: Fields) -> ModelConf
     context = fields.whole("max_position_embeddings", most=MAX_CONTEXT_TOKENS)
     if rope.kind == "longrope":  # other factors hold behind it, see `rope_context_cap`
         context = min(context, rope.original_max_tokens or context)
+    activation = _activation(model_type, family, fields)
+    experts = None if family.experts is None else experts_config(family.experts, fields, layers)
+    if experts is not None and experts.clamped is None and activation != "silu":
+        own = shown(fields.text(family.activation))
+        raise UnsupportedModelError(f"{family.activation}={own} of experts has no native implementation")
     return ModelConfig(
         model_type=model_type,
         vocab_size=vocab_size,
@@ -157,12 +162,12 @@ def _native_config(model_type: str, family: Family, fields: Fields) -> ModelConf
         norms=family.norms,
         is_parallel=family.is_parallel,
         qk_norm_over=family.qk_norm_over,
-        activation=_activation(model_type, family, fields),
+        activation=activation,
         is_gated=family.is_gated,
         local_rope=local_rope,
         rope_layers=_rope_layers(family, fields, layers, windows),
         has_sinks=family.has_sinks,
-        experts=None if family.experts is None else experts_config(family.experts, fields, layers),
+        experts=experts,
         **_factors(family, fields, hidden),
     )
 

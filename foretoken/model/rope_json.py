@@ -76,6 +76,11 @@ def rope_config(model_type: str, family: Family, fields: Fields, head_dim: int) 
         if by_type:
             raise UnsupportedModelError("rope parameters by layer type have no native implementation")
         return reader.read(scaling), None
+    scalings, parameters = (fields.fields(key) for key in ("rope_scaling", "rope_parameters"))
+    if parameters is not None and parameters.raw and (not by_type or (scalings is not None and scalings.raw)):
+        raise UnsupportedModelError(
+            "rope_parameters that are not by layer type, or stand beside rope_scaling, have no native implementation"
+        )
     if not by_type:
         return reader.read(scaling), RopeConfig(
             theta=fields.number("rope_local_base_freq", above=1.0), original_max_tokens=reader.trained_tokens

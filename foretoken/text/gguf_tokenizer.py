@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from foretoken.errors import CheckpointError, UnsupportedModelError
 from foretoken.model.fields import shown
 from foretoken.model.gguf.header import Header
-from foretoken.model.gguf.special_tokens import NO_TOKEN, PREFIX, read_tokens, special_tokens
+from foretoken.model.gguf.special_tokens import NO_TOKEN, PREFIX, TokenType, read_tokens, special_tokens, token_types
 from foretoken.text.gguf_pre_tokenizers import ENCODERS, PRE_TOKENIZERS, PreTokenizer
 
 _SPACE = "\u2581"
@@ -148,14 +148,20 @@ def _mark_spaces(inner: tokenizers.Tokenizer, prefix: bool) -> None:
     inner.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *last])
 
 
+_UNMERGED = (TokenType.CONTROL, TokenType.UNKNOWN, TokenType.BYTE)
+
+
 def _scored_merges(header: Header, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
     """Pairs in the order in which SentencePiece joins them: by the score of what they make."""
     scores = header.numbers(f"{PREFIX}scores")
     if scores is None or len(scores) != len(vocabulary):
         found = "missing" if scores is None else f"{len(scores):,} numbers"
         raise CheckpointError(f"{header.path}: {PREFIX}scores is {found} for {len(vocabulary):,} tokens")
+    types = token_types(header, read_tokens(header))
     ranked: list[tuple[float, int, int, int, tuple[str, str]]] = []
     for token, token_id in vocabulary.items():
+        if types[token_id] in _UNMERGED:
+            continue  # no text is joined to such a token
         score = float(scores[token_id])
         for place in range(1, len(token)):
             left, right = token[:place], token[place:]

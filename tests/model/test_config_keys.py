@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers import AutoConfig
 
-from foretoken.errors import CheckpointError
+from foretoken.errors import CheckpointError, UnsupportedModelError
 from foretoken.model.attention.paged import PackedAttention
 from foretoken.model.config_json import config_from_hf
 from foretoken.model.families import FAMILIES as NATIVE_FAMILIES
@@ -65,6 +66,35 @@ def test_a_dropout_that_is_no_share_is_named(family: str, key: str, value: objec
     assert config_from_hf(raw | {key: 0.1}) == config_from_hf(raw)
     with pytest.raises(CheckpointError, match=f"config.json: {key}=.* must be a number from 0 to 1, or absent"):
         config_from_hf(raw | {key: value})
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_new", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe"])
+def test_experts_of_another_activation_are_refused(family: str, activation: str) -> None:
+    """They are left to transformers: our experts multiply by SiLU."""
+    raw: dict[str, Any] = {"model_type": family, "hidden_size": 48, "num_attention_heads": 4, "num_hidden_layers": 2}
+    raw |= {"head_dim": 12}
+    raw |= {"vocab_size": 300, "intermediate_size": 64, "moe_intermediate_size": 64, "num_key_value_heads": 2}
+    raw |= {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 256}
+    raw |= {"decoder_sparse_step": 1, "shared_expert_intermediate_size": 64}
+    assert config_from_hf(raw | {"hidden_act": "silu"}).experts is not None
+    with pytest.raises(UnsupportedModelError, match=f"hidden_act='{activation}' of experts has no native"):
+        config_from_hf(raw | {"hidden_act": activation})
+
+
+def test_rope_parameters_of_gemma_3_that_transformers_reads_otherwise_are_refused() -> None:
+    """Flat ones it ignores, and with `rope_scaling` beside them it merges both."""
+    raw: dict[str, Any] = {"model_type": "gemma3_text", "hidden_size": 48, "num_attention_heads": 4, "vocab_size": 300}
+    raw |= {"num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 12, "intermediate_size": 64}
+    raw |= {"max_position_embeddings": 256, "rope_local_base_freq": 500.0, "rope_theta": 1000.0}
+    linear = {"rope_type": "linear", "factor": 2.0}
+    by_type = {"full_attention": linear | {"rope_theta": 1e3}, "sliding_attention": {"rope_theta": 500.0}}
+    assert (
+        config_from_hf(raw | {"rope_scaling": linear}).rope == config_from_hf(raw | {"rope_parameters": by_type}).rope
+    )
+    for found in ({"rope_parameters": linear}, {"rope_parameters": by_type, "rope_scaling": linear}):
+        with pytest.raises(UnsupportedModelError, match="not by layer type, or stand beside rope_scaling"):
+            config_from_hf(raw | found)
 
 
 @pytest.mark.parametrize("family", NATIVE_MODEL_TYPES)

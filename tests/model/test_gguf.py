@@ -83,6 +83,23 @@ def test_codes_of_rows_in_another_order(tmp_path: Path, name: str) -> None:
     assert (found - expected).norm() < 0.03 * expected.norm()
 
 
+@pytest.mark.parametrize(
+    ("extra", "kind", "factor"),
+    [
+        ({"rope__scaling__factor": 4.0}, "linear", 4.0),  # llama.cpp's type where none is named
+        ({"rope__scale_linear": 4.0}, "linear", 4.0),
+        ({"rope__scaling__factor": 4.0, "rope__scale_linear": 2.0}, "linear", 4.0),
+        ({"rope__scaling__factor": 4.0, "rope__scaling__type": "none"}, "default", 1.0),
+        ({"rope__scaling__type": "linear"}, "default", 1.0),
+    ],
+)
+def test_a_factor_without_a_type_is_linear_scaling(
+    tmp_path: Path, extra: dict[str, object], kind: str, factor: float
+) -> None:
+    rope = read_config(write_gguf(tmp_path / "model.gguf", variant(tmp_path / "hf", "llama"), **extra)).rope
+    assert (rope.kind, rope.factor) == (kind, factor)
+
+
 def test_llama3_scaling_comes_as_factors(tmp_path: Path) -> None:
     """The file holds its effect on each channel, rounded to float32."""
     folder = variant(tmp_path / "hf", "llama-llama3")
@@ -195,6 +212,7 @@ def refused(path: Path, error: type[Exception], *words: str) -> None:
         ({"attention__causal": False}, UnsupportedModelError, "attention.causal"),
         ({"attention__sliding_window": 8}, UnsupportedModelError, "attention.sliding_window"),
         ({"rope__scaling__type": "longrope"}, UnsupportedModelError, "longrope"),
+        ({"rope__scaling__attn_factor": 2.0}, UnsupportedModelError, "rope.scaling.attn_factor"),
         ({"logit_scale": 2.0}, UnsupportedModelError, "logit_scale"),
     ],
 )

@@ -149,6 +149,21 @@ def test_sentencepiece_joins_by_score(tmp_path: Path) -> None:
     assert tokenizer.opening_ids == (1,)  # the file names no BOS: SentencePiece's own number
 
 
+def test_no_plain_text_is_joined_to_a_control_token(tmp_path: Path) -> None:
+    """Whose two halves are tokens, and whose score is the highest."""
+    tokens = ["<unk>", "<s>", "</s>", *"</s>a", "</", "s>"]
+
+    def add(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(tokens)
+        writer.add_token_scores([0.0, 0.0, 0.0, *(-float(place) for place in range(1, len(tokens) - 2))])
+        writer.add_token_types([2, 3, 3, *[1] * (len(tokens) - 3)])
+        writer.add_add_space_prefix(False)
+
+    tokenizer = opened(made(tmp_path / "model.gguf", add))
+    assert [tokens[token_id] for token_id in tokenizer.encode_plain("a</s>a")] == ["a", "</", "s>", "a"]
+
+
 def marked_bpe(writer: gguf.GGUFWriter, kind: str = "gemma4") -> None:
     """A vocabulary like Gemma 4's: text with a mark for the space, bytes for what is left."""
     letters = ["a", "b", "\u2581", "\n", "\u00e9", "ab", "\u2581ab", "\n\n"]

@@ -219,21 +219,20 @@ def _rope(fields: Fields, context: int, kind_of: Family, head_dim: int) -> dict[
     }
     if kind_of.is_partial:
         rope["partial_rotary_factor"] = rotated / head_dim
-    kind = fields.text("rope.scaling.type", "none")
-    if fields.has("rope.scale_linear"):  # how old files say it
-        factor, kind = fields.number("rope.scale_linear"), "linear"
-    else:
-        factor = fields.number_or("rope.scaling.factor", 1.0)
-    if kind_of.has_longrope and kind in ("none", "longrope"):  # the factors are tensors
+    kind = fields.text("rope.scaling.type", "linear")  # llama.cpp's default
+    key = "rope.scaling.factor" if fields.has("rope.scaling.factor") else "rope.scale_linear"  # how old files say it
+    factor = fields.number_or(key, 1.0)
+    has_longrope = kind_of.has_longrope and (kind in ("none", "longrope") or factor == 1.0)
+    if has_longrope:  # the factors are tensors
         return rope
+    if fields.number_or("rope.scaling.attn_factor", 1.0) != 1.0:
+        raise UnsupportedModelError(f"{fields.where}: rope.scaling.attn_factor has no native implementation")
     if kind == "none" or (kind == "linear" and factor == 1.0):
         return rope
     if kind == "linear":
         return rope | {"rope_type": "linear", "factor": factor}
     if kind != "yarn":
         raise UnsupportedModelError(f"{fields.where}: rope.scaling.type={shown(kind)} has no native implementation")
-    if fields.number_or("rope.scaling.attn_factor", 1.0) != 1.0:
-        raise UnsupportedModelError(f"{fields.where}: rope.scaling.attn_factor has no native implementation")
     return rope | {
         "rope_type": "yarn",
         "factor": factor,
