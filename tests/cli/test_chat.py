@@ -128,7 +128,7 @@ def test_checkpoints_without_a_template_or_with_a_broken_one(text_pair: SimpleNa
     with LLM(text_pair.target, cache_tokens=256) as llm:
         with pytest.raises(InputError, match=r"has no chat template; give plain text instead, .*\(chat_template\)"):
             llm.chat(HELLO)
-        llm.tokenizer.__dict__["chat_template"] = "{% if %}"  # type: ignore[union-attr]
+        llm.tokenizer.__dict__["_templates"] = {"default": "{% if %}"}  # type: ignore[union-attr]
         with pytest.raises(CheckpointError, match="is broken"):
             llm.chat(HELLO)
     with LLM(pair.target, cache_tokens=256) as llm, pytest.raises(InputError, match="has no tokenizer"):

@@ -68,7 +68,7 @@ def test_overload_token_budget(backend: LocalBackend, monkeypatch: pytest.Monkey
     assert app.state.api.budget.num_taken == 0
     assert run(post_all(app, [{**body, "n": 6}]))[0].status_code == 400  # never
     num_before = backend.engine.llm.stats.num_submitted
-    monkeypatch.setattr(backend.engine, "max_waiting", 3)
+    monkeypatch.setattr(backend.engine, "_num_coming", backend.engine.max_waiting - 3)
     (all_or_none,) = run(post_all(app, [body]))
     assert all_or_none.status_code == 429
     assert backend.engine.llm.stats.num_submitted == num_before

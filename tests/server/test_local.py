@@ -60,10 +60,13 @@ def test_events_add_up_to_the_answers_of_generate(engine: AsyncEngine, drafter: 
     assert [len(ends[index].prompt) > 0 for index in range(4)] == [True, False, True, False]
 
 
-def test_a_call_is_queued_whole_or_not_at_all(engine: AsyncEngine) -> None:
+def test_a_call_is_queued_whole_or_not_at_all(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = LocalBackend(engine, "reference")
-    with pytest.raises(OverloadedError):
+    with pytest.raises(InputError, match="n=6: prompts times n must be at most 4"):
         asyncio.run(backend.open(Call(SamplingParams(max_tokens=4, n=3), PROMPTS)))
+    monkeypatch.setattr(engine, "_num_coming", 1)
+    with pytest.raises(OverloadedError):
+        asyncio.run(backend.open(Call(SamplingParams(max_tokens=4, n=2), PROMPTS)))
     assert not engine.llm.engine.has_work
 
 

@@ -112,7 +112,7 @@ def test_the_events_are_those_of_the_backend_behind_it(engine: AsyncEngine) -> N
     assert without_times(there) == without_times(here)
 
 
-def test_texts_figures_and_refusals(engine: AsyncEngine) -> None:
+def test_texts_figures_and_refusals(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         async with remote(LocalBackend(engine, "reference")) as backend:
             ids = await backend.tokenize("def f(x):")
@@ -122,8 +122,10 @@ def test_texts_figures_and_refusals(engine: AsyncEngine) -> None:
             assert held["pools"]["target"]["total"] > 0
             with pytest.raises(InputError, match=r"tokens=4096: must lie in \[0, 4096\)"):
                 await backend.detokenize([4096])
-            with pytest.raises(OverloadedError):
-                await backend.open(Call(SamplingParams(max_tokens=4, n=5), ["x"]))
+            with monkeypatch.context() as patch:
+                patch.setattr(engine, "_num_coming", 1)
+                with pytest.raises(OverloadedError):
+                    await backend.open(Call(SamplingParams(max_tokens=4, n=4), ["x"]))
             for prompt, field in (("\ud800", "prompts.1"), ([5, 2**64], "prompts.1.1")):
                 with pytest.raises(InputError, match="64 bits") as refused:
                     await backend.open(Call(SamplingParams(max_tokens=4), ["a", prompt]))

@@ -105,7 +105,7 @@ def test_template_abuse(server: Server, engine: AsyncEngine, monkeypatch: pytest
     worker = chat_template._Worker()
     monkeypatch.setattr(chat_template, "CPU_S", 0.3)
     monkeypatch.setattr(chat_template, "_worker", worker)
-    monkeypatch.setitem(tokenizer.__dict__, "chat_template", loops)
+    monkeypatch.setitem(tokenizer.__dict__, "_templates", {"default": loops})
     try:
         reply = server.post("/v1/chat/completions", {"messages": MESSAGES})
     finally:

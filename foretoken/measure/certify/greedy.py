@@ -40,18 +40,23 @@ def compared(
         return replace(check, detail=f"{check.detail}; {_UNTOLD}") if check.result == "fail" else check
 
     def gap(i: int, place: int) -> tuple[float, float]:
-        found = apart(a[i], b[i], place)
+        found = apart(a[i], b[i], place, bool(penalties))
         return min(abs(found - penalty) for penalty in (0.0, *penalties)), tolerance
 
     units = [[(*one.pieces, ("text", one.text)) for one in side] for side in (a, b)]
     return equality(name, where, units[0], units[1], exact=False, gap=gap)
 
 
-def apart(a: ApiChoice, b: ApiChoice, place: int) -> float:
-    """How far A's log-probabilities of the two tokens at a place are apart; infinite where A names B's not."""
+def apart(a: ApiChoice, b: ApiChoice, place: int, has_penalties: bool = False) -> float:
+    """How far A's log-probabilities of the two tokens at a place are apart; infinite where A names B's not. Behind
+    penalties the token taken need not be among the likeliest before them: there B's own log-probability of it stands
+    for A's, as the same text is before both and the check of log-probabilities compares the two sides'.
+    """
     if place >= min(len(a.pieces), len(b.pieces)):
         return math.inf
     other = a.tops[place].get(b.pieces[place]) if a.tops else None
+    if other is None and has_penalties and a.tops and place < len(b.logprobs):
+        other = b.logprobs[place]
     return math.inf if other is None else abs(a.logprobs[place] - other)
 
 

@@ -148,6 +148,18 @@ def test_sampled_answers_of_one_distribution_pass(tells: bool) -> None:
     assert begin.num_tokens == 512
 
 
+@pytest.mark.parametrize(
+    ("logprob", "penalties", "result"),
+    [(-3.01, (2.0,), "pass"), (-3.6, (2.0,), "fail"), (-1.01, (2.0,), "pass"), (-3.01, (), "fail")],
+)
+def test_a_near_tie_behind_penalties_need_not_be_among_the_likeliest(
+    logprob: float, penalties: tuple[float, ...], result: str
+) -> None:
+    a = ApiChoice("ab", "length", pieces=("a", "b"), logprobs=(-0.1, -1.0), tops=({"a": -0.1}, {"x": -0.9, "y": -0.95}))
+    b = replace(a, text="ac", pieces=("a", "c"), logprobs=(-0.1, logprob))
+    assert compared(SAME, "", [a], [b], 0.05, penalties).result == result
+
+
 def test_prompts_are_sampled_under_seeds_of_their_own() -> None:
     """Engines draw the same numbers for a seed, whatever the prompt, and the tests take answers as independent."""
     a = Dice()
