@@ -168,11 +168,6 @@ def _ray(figure: str, factor: float = 1.0) -> list[float]:
 # Page, words with a gap for each figure (#), what the raw files say.
 CLAIMS: tuple[tuple[str, str, Callable[[], list[float]]], ...] = (
     (
-        "README.md",
-        "requests (Zen 4) it makes #x and #x",
-        lambda: [_real(4, "all"), _real(16, "all")],
-    ),
-    (
         "docs/guarantees.md",
         "# of # greedy answers in bf16 differed",
         lambda: [

@@ -49,16 +49,16 @@ def responses_router(api: Api) -> APIRouter:
             writer = ResponsesWriter(exchange, body, chat)
             return await answer(exchange, request, writer.stream, writer.whole)
         except ApiError as error:
-            raise _named(error, chat) from error
+            _rename_field(error, chat)
+            raise
 
     return router
 
 
-def _named(error: ApiError, chat: ChatRequest | None) -> ApiError:
-    """The error with the name that its field has here."""
+def _rename_field(error: ApiError, chat: ChatRequest | None) -> None:
+    """Give the field of an error its name here."""
     param = error.param if chat is None else source_of(chat, error.param)
     error.param = _PARAMS.get(param or "", param)
-    return error
 
 
 class ResponsesWriter:
@@ -94,7 +94,8 @@ class ResponsesWriter:
             if self._num_sent:
                 self._items.cut()
                 yield self._encoded({"type": "response.failed", "response": self._response("failed", error)})
-            raise _named(error, self._chat) from error
+            _rename_field(error, self._chat)
+            raise
 
     def _frames(self, event: Event | PieceGroup) -> Iterator[bytes]:
         if self._num_sent == 0 and isinstance(event, PieceGroup | AnswerEnded):
