@@ -4,8 +4,7 @@ and `/v1/messages/count_tokens`, the length of its prompt.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -101,18 +100,17 @@ class MessageWriter:
             pass
         return {**self._message(), "content": self._blocks.content, **stop, **self._reports()}
 
-    async def stream(self) -> AsyncGenerator[bytes]:
+    def stream(self) -> AsyncGenerator[bytes]:
         """The events of the stream, encoded.
 
         Raises:
             ApiError: the call failed.
         """
-        try:
-            async with contextlib.aclosing(frames_of(self._exchange, self._frames)) as frames:
-                async for data in frames:
-                    yield data
-        except ApiError as error:
-            raise _named(error, self._chat) from error
+        return frames_of(self._exchange, self._frames, self._failed)
+
+    def _failed(self, error: ApiError) -> Sequence[bytes]:
+        _named(error, self._chat)
+        return ()
 
     def _frames(self, event: Event | PieceGroup) -> Iterator[bytes]:
         if not self._is_begun and isinstance(event, PieceGroup | AnswerEnded):

@@ -4,10 +4,9 @@ no state is kept between requests.
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -80,22 +79,21 @@ class ResponsesWriter:
             pass
         return self._response(_status(progress.ended))
 
-    async def stream(self) -> AsyncGenerator[bytes]:
+    def stream(self) -> AsyncGenerator[bytes]:
         """The events of the stream, encoded. One that fails after it began ends with `response.failed`.
 
         Raises:
             ApiError: the call failed.
         """
-        try:
-            async with contextlib.aclosing(frames_of(self._exchange, self._frames)) as frames:
-                async for data in frames:
-                    yield data
-        except ApiError as error:
-            if self._num_sent:
-                self._items.cut()
-                yield self._encoded({"type": "response.failed", "response": self._response("failed", error)})
-            _rename_field(error, self._chat)
-            raise
+        return frames_of(self._exchange, self._frames, self._failed)
+
+    def _failed(self, error: ApiError) -> Sequence[bytes]:
+        sent: list[bytes] = []
+        if self._num_sent:
+            self._items.cut()
+            sent.append(self._encoded({"type": "response.failed", "response": self._response("failed", error)}))
+        _rename_field(error, self._chat)
+        return sent
 
     def _frames(self, event: Event | PieceGroup) -> Iterator[bytes]:
         if self._num_sent == 0 and isinstance(event, PieceGroup | AnswerEnded):
