@@ -38,6 +38,7 @@ from foretoken.measure.report import Report, load_average, source_caveats
 from foretoken.measure.workload import Prompt, in_turns
 from foretoken.model.names import model_folder
 from studies.command import arguments, command_line, run, whole_numbers, words
+from studies.real_batches.asking import as_asked
 from studies.real_batches.plan import MIXED, Turn, turns
 from studies.real_batches.stage import PLAIN, Sampling, Stage, looping_process, spec_of
 from studies.real_batches.tables import EXPLAINED, rows, tables
@@ -45,8 +46,6 @@ from studies.real_batches.tables import EXPLAINED, rows, tables
 KINDS = ("chat", "code", "edit", "summarisation", "retrieval", "math")
 SETTINGS = (PLAIN, "auto", "ngram", "suffix")
 NEIGHBOURS = {"none": False, "loop": True}
-# What a user would write before a bare task: a chat model answers a bare function with talk about it.
-_ASKS = {"code": "Complete this Python code:\n\n", "edit": "Edit this code. Answer with the edited code.\n\n"}
 _CACHE_SPARE = 1.25  # draft tokens, whole blocks, and the reserve that admission keeps free
 _WARM_TOKENS = 24
 
@@ -182,7 +181,7 @@ def _prompts(options: argparse.Namespace, llm: LLM) -> tuple[dict[str, tuple[Pro
     """The prompts of each kind as the chat template writes them, and notes on what was left out or cut."""
     kinds = [kind for kind in options.kinds if kind != MIXED]
     chosen, notes = choose(read_prompts(options.prompts), kinds, options.per_kind)
-    asked = [_asked(prompt) for prompt in chosen]
+    asked = [as_asked(prompt) for prompt in chosen]
     written, cut = fit(
         with_template(asked, llm, chat=True), lambda text: len(llm.encode(text)), options.max_prompt_tokens
     )
@@ -191,11 +190,6 @@ def _prompts(options: argparse.Namespace, llm: LLM) -> tuple[dict[str, tuple[Pro
         by_turn = in_turns(replace(prompt, name=f"{prompt.slice}:{prompt.name}") for prompt in written)
         found[MIXED] = tuple(by_turn[: options.per_kind])
     return found, notes + cut
-
-
-def _asked(prompt: Prompt) -> Prompt:
-    lead = _ASKS.get(prompt.slice)
-    return prompt if lead is None or prompt.messages else replace(prompt, text=lead + prompt.text)
 
 
 def _about(options: argparse.Namespace, prompts: Mapping[str, Sequence[Prompt]]) -> dict[str, Any]:

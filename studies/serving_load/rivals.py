@@ -6,9 +6,9 @@
 A server's name is its engine, for plain decoding, or ENGINE-DRAFTER, or ENGINE-DRAFTER-NUMBER of drafted tokens; the
 drafters of llama.cpp are its `--spec-type`s. The servers run one after the other on this machine, each with `--threads`
 threads and room for `--slots` requests. Requests arrive in an open loop (`foretoken bench load --url`); their prompts
-are of `--slices` in turn. For each rate the servers are compared at the 95th percentile of a request's time that the
-first plain server had there: the most tokens per second that each reached, at any rate, with a percentile no longer
-than that.
+are of `--slices` in turn, from the standard library, or with `--prompts` from files, sent as a user's messages. For
+each rate the servers are compared at the 95th percentile of a request's time that the first plain server had there: the
+most tokens per second that each reached, at any rate, with a percentile no longer than that.
 
 `--keep` is a folder with all requests as they end; the same command goes on with a run that was stopped.
 """
@@ -24,7 +24,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +33,17 @@ from foretoken.backend.llama_programs import LLAMA_CPP
 from foretoken.errors import InputError, UnavailableError
 from foretoken.files import check_folder
 from foretoken.measure.kept import KeptFile
+from foretoken.measure.prompts import choose, fit, read_prompts
 from foretoken.measure.url.plan import UrlOptions
 from foretoken.measure.url.run import run_url
+from foretoken.measure.workload import in_turns
 from foretoken.model.names import model_folder
 from foretoken.printing.console import Console
 from foretoken.text.tokenizer import load_tokenizer
 from studies.command import INTERRUPTED, end, exit_code_of, record, words
 from studies.gguf_rivals.files import programs
 from studies.gguf_rivals.prompts import SLICES, prompt_lines
+from studies.real_batches.asking import as_asked
 from studies.serving_load.client import get
 
 OURS = "foretoken"
@@ -69,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--servers", type=words, default=(OURS, f"{OURS}-auto", LLAMA_CPP))
     parser.add_argument("--rates", type=_numbers, default=(0.1, 0.2, 0.3, 0.4), help="requests a second")
     parser.add_argument("--requests", type=int, default=40, help="of each rate")
+    parser.add_argument("--prompts", type=Path, help="file or folder of prompts; without it, the standard library's")
     parser.add_argument("--slices", type=words, default=SLICES, help="of the prompts")
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--max-tokens", type=int, default=64)
@@ -90,7 +94,7 @@ def _run(options: argparse.Namespace) -> int:
     commands = {name: command_of(name, options) for name in options.servers}
     options.keep.mkdir(parents=True, exist_ok=True)
     check_folder(options.keep)
-    about = {name: getattr(options, name) for name in _OF_RUN}
+    about = {name: getattr(options, name) for name in _OF_RUN} | {"chat": options.prompts is not None}
     _write_prompts(options)
     kept = KeptFile(options.keep / "servers.jsonl", "study serving_load", about, option="keep")
     known = {line["server"] for line in kept.lines}
@@ -121,7 +125,14 @@ def _write_prompts(options: argparse.Namespace) -> None:
     if tokenizer is None:
         raise InputError("target", options.target, "has no tokenizer, and requests are texts")
     count = -(-(_WARM_UP + options.requests * len(options.rates)) // len(options.slices))
-    lines = prompt_lines(tokenizer, options.slices, count, options.prompt_tokens)
+    if options.prompts is None:
+        lines = prompt_lines(tokenizer, options.slices, count, options.prompt_tokens)
+    else:
+        chosen, _ = choose(read_prompts(options.prompts), options.slices, count)
+        room, asked = options.prompt_tokens, [as_asked(prompt) for prompt in chosen]
+        fitted, _ = fit(asked, lambda text: len(tokenizer.encode(text, add_special_tokens=False)), room)
+        named = in_turns(replace(prompt, name=f"{prompt.slice}:{prompt.name}") for prompt in fitted)
+        lines = [{"prompt": prompt.text, "name": prompt.name} for prompt in named]
     texts = (json.dumps(line | {"slice": "mixed"}) + "\n" for line in lines)
     (options.keep / _PROMPTS).write_text("".join(texts), encoding="utf-8")
 
@@ -170,6 +181,7 @@ def _measure(name: str, command: Sequence[str], options: argparse.Namespace) -> 
         warmup=_WARM_UP,
         max_tokens=options.max_tokens,
         seed=options.seed,
+        chat=options.prompts is not None,
         resume=options.keep / f"{name}.jsonl",
     )
     with running(name, command, options):
