@@ -51,20 +51,27 @@ class ServerKind:
     reports_since: tuple[int, ...] = ()
 
 
-# A server may filter by its own or its model's defaults: asked above temperature 0, it shall draw from all tokens.
+# A server may filter and penalise by its own or its model's defaults: asked above temperature 0, it shall draw from all
+# tokens, and at any temperature by the model's probabilities alone.
 _UNFILTERED = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+_NO_PENALTY = {"repetition_penalty": 1.0}
 KINDS: Mapping[str, ServerKind] = {
     "foretoken": ServerKind(
         ("/version", "version"), {"return_token_ids": True}, {"spec": {"drafter": None}}, True, True, True
     ),
-    "vllm": ServerKind(("/version", "version"), {"return_token_ids": True, **_UNFILTERED}, repeats=True),
+    "vllm": ServerKind(("/version", "version"), {"return_token_ids": True, **_UNFILTERED, **_NO_PENALTY}, repeats=True),
     # By its released wheels: 0.5.21 to 0.5.23 answer this field in streams of chats and of completions, and refuse
     # `return_meta_info` in streamed chats; 0.5.3 and 0.5.10 have neither, and leave out what they do not know.
     "sglang": ServerKind(
-        ("/server_info", "version"), {"return_spec_tokens_details": True}, reports=True, reports_since=(0, 5, 21)
+        ("/server_info", "version"),
+        {"return_spec_tokens_details": True, **_NO_PENALTY},
+        reports=True,
+        reports_since=(0, 5, 21),
     ),
     # It has no way to leave out drafting for one request.
-    "llamacpp": ServerKind(("/props", "build_info"), _UNFILTERED, repeats=True, reports=True),
+    "llamacpp": ServerKind(
+        ("/props", "build_info"), {**_UNFILTERED, "repeat_penalty": 1.0}, repeats=True, reports=True
+    ),
     "OVMS": ServerKind(("/v2", "version"), repeats=True),
 }
 

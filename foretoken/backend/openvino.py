@@ -156,6 +156,7 @@ class OpenVinoBackend:
         config = pipeline.get_generation_config()
         config.max_new_tokens, config.ignore_eos = question.max_tokens, question.ignore_eos
         config.do_sample, config.apply_chat_template = question.temperature > 0, False
+        config.repetition_penalty = 1.0  # the model's own settings may have one
         if question.temperature > 0:
             config.temperature, config.top_p, config.top_k = question.temperature, 1.0, 2**31 - 1
             config.rng_seed = question.seed or 0

@@ -77,11 +77,15 @@ class RoundLog:
             if self not in self._watchers:
                 self._watchers.append(self)
         try:
-            yield self._tickets.extend
+            yield self._follow
         finally:
             with self._lock:
                 self._num_opening -= 1
                 self._forget_others()
+
+    def _follow(self, tickets: Sequence[Ticket]) -> None:
+        with self._lock:  # `closed` of another call makes a new list
+            self._tickets.extend(tickets)
 
     def take(self, output: StepOutput) -> RoundEvent | None:
         """The round that emitted this, once."""

@@ -226,6 +226,8 @@ class TransformersBackend:
         if question.temperature > 0:
             options |= {"temperature": question.temperature, "top_k": 0, "top_p": 1.0}
         model.generation_config = copy.deepcopy(self.own_settings)
+        model.generation_config.repetition_penalty = 1.0
+        model.generation_config.min_p = None
         if question.ignore_eos:
             # An argument of None would be filled from the model's own settings, so the end is taken out there.
             model.generation_config.eos_token_id = None

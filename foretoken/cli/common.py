@@ -18,6 +18,7 @@ from foretoken.errors import ConfigError, InputError, StorageError
 from foretoken.files import read_stream, read_text, to_json
 from foretoken.model.packaged import DEFAULT_MODEL as DEFAULT_MODEL
 from foretoken.model.packaged import PACKAGED, download_line, fetch_packaged, find_packaged
+from foretoken.option import options_of
 from foretoken.printing.console import Console, Spinner
 from foretoken.registry import HEADS, MTP
 
@@ -39,6 +40,28 @@ def engine_config(
         )
         raise ConfigError("adapt", True, remedy)
     return config_from(EngineConfig, given, spec=spec, routing=routing)
+
+
+def routing_rules(given: Mapping[str, Any], spec: SpecConfig | None) -> RoutingRules:
+    """When not to draft; rules hold only where the number of draft tokens is open.
+
+    Raises:
+        InputError: a rule that makes no sense, or that nothing here would ask.
+    """
+    for field, _ in options_of(RoutingRules):
+        value = given[field.name]
+        if spec is not None and value != field.default and (spec.drafter is None or spec.num_draft != "auto"):
+            remedy = (
+                "there is no drafter: name a --drafter other than none"
+                if spec.drafter is None
+                else f"num_draft={spec.num_draft} is set: leave that to auto"
+            )
+            raise ConfigError(
+                field.name,
+                value,
+                f"rules hold where the number of draft tokens is open, and {remedy}, or leave this out",
+            )
+    return config_from(RoutingRules, given)
 
 
 def _learns(spec: SpecConfig | None) -> bool:

@@ -18,8 +18,8 @@ from foretoken.cli.common import (
     engine_config,
     fetch_models,
     progress,
+    routing_rules,
     texts_of,
-    was_given,
 )
 from foretoken.cli.flags import answering_spec, check_sources, config_from, takes
 from foretoken.config import DRAFTING, SamplingParams, SpecConfig
@@ -27,9 +27,8 @@ from foretoken.control.queue import BATCHES
 from foretoken.control.routing import RoutingRules
 from foretoken.engine.prompts import Conversation, as_conversation
 from foretoken.engine_config import MODEL, EngineConfig
-from foretoken.errors import ConfigError, InputError
+from foretoken.errors import InputError
 from foretoken.files import check_file, parse_json
-from foretoken.option import options_of
 from foretoken.printing.console import Console
 
 if TYPE_CHECKING:
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
 
 # Options whose text may stand in a file or on standard input.
 _TEXTS = ("prompt", "prompt_ids", "messages", "prediction", "json_schema", "grammar")
-_ROUTING = tuple(field.name for field, _ in options_of(RoutingRules))
 
 _PromptOption = Annotated[
     str | None, typer.Option("--prompt", "-p", help="The text to continue; @FILE, - (standard input), @@ for an @.")
@@ -78,7 +76,7 @@ def generate(
     asked, params, spec = _asked(texts, chat), config_from(SamplingParams, given), answering_spec(given)
     if spec is not None:
         spec.for_request(params.prediction)  # what cannot go together is refused before anything is loaded
-    config = engine_config(spec, given, routing=_rules(context, spec))
+    config = engine_config(spec, given, routing_rules(given, spec))
     fetch_models(target)
     check_sources(spec)
     if trace is not None:
@@ -117,27 +115,6 @@ def _answer(llm: LLM, asked: _Asked, params: SamplingParams, show: bool, as_json
     report(llm, output, show, as_json, stream_out)
     if show and llm.stats.profile_s:
         print_cost_profile(llm)
-
-
-def _rules(context: typer.Context, spec: SpecConfig | None) -> RoutingRules:
-    """When not to draft; rules hold only where the number of draft tokens is open.
-
-    Raises:
-        InputError: a rule that makes no sense, or that nothing here would ask.
-    """
-    for name in _ROUTING:
-        if spec is not None and was_given(context, name) and (spec.drafter is None or spec.num_draft != "auto"):
-            remedy = (
-                "there is no drafter: name a --drafter other than none"
-                if spec.drafter is None
-                else f"num_draft={spec.num_draft} is set: leave that to auto"
-            )
-            raise ConfigError(
-                name,
-                context.params[name],
-                f"rules hold where the number of draft tokens is open, and {remedy}, or leave this out",
-            )
-    return config_from(RoutingRules, context.params)
 
 
 class _Streamed:

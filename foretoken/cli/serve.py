@@ -9,10 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from foretoken.cli.common import DEFAULT_MODEL, JsonOption, engine_config, fetch_models, print_json, text_of
+from foretoken.cli.common import (
+    DEFAULT_MODEL,
+    JsonOption,
+    engine_config,
+    fetch_models,
+    print_json,
+    routing_rules,
+    text_of,
+)
 from foretoken.cli.flags import answering_spec, check_drafting_files, config_from, takes
 from foretoken.cli.origins import SECRETS
 from foretoken.config import SpecConfig
+from foretoken.control.routing import RoutingRules
 from foretoken.engine_config import EngineConfig
 from foretoken.errors import ConfigError
 from foretoken.files import check_file
@@ -34,6 +43,7 @@ if TYPE_CHECKING:
 @takes(ApiConfig)
 @takes(GuardConfig)
 @takes(SpecConfig)
+@takes(RoutingRules)
 @takes(EngineConfig)
 @takes(ServerConfig)
 def serve(
@@ -100,7 +110,7 @@ def server_config(given: Mapping[str, Any]) -> ServerConfig:
     return config_from(
         ServerConfig,
         given,
-        engine=engine_config(spec, given),
+        engine=engine_config(spec, given, routing_rules(given, spec)),
         api=config_from(ApiConfig, given, **api),
         guard=config_from(GuardConfig, given, **_keys(given)),
         observe=config_from(ObserveConfig, given),

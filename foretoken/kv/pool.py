@@ -9,7 +9,6 @@ import math
 import mmap
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from foretoken.errors import CapacityError
 from foretoken.kernels.launches import launches_for
+from foretoken.machine.memory import group_memory
 from foretoken.transfer import to_device
 
 
@@ -25,12 +25,12 @@ def largest_cache_bytes(device: torch.device) -> int | None:
     """Most bytes that a cache on `device` could hold; None if the system does not say.
 
     A GPU's cache is allocated at once, so the limit is the memory that is free now. A CPU's takes memory only as it
-    fills, and what is free then is not known yet: the limit is all the memory of the machine, of its control group, or
-    of this process's address space, whichever is least. A larger cache could never be filled.
+    fills, and what is free then is not known yet: the limit is all the memory of the machine, of a control group, or of
+    this process's address space, whichever is least. A larger cache could never be filled.
     """
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    known = (_physical_bytes(), _control_group_bytes(), _address_space_bytes())
+    known = (_physical_bytes(), *(group.limit for group in group_memory()), _address_space_bytes())
     return min((limit for limit in known if limit is not None), default=None)
 
 
@@ -39,14 +39,6 @@ def _physical_bytes() -> int | None:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError, AttributeError):
         return None
-
-
-def _control_group_bytes() -> int | None:
-    try:
-        text = Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8").strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
 
 
 def _address_space_bytes() -> int | None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from foretoken.errors import InputError, StorageError
 
@@ -24,6 +25,8 @@ _UNITS = {
     "tib": 2**40,
 }
 _MAX_BYTES = 1 << 60
+_GROUPS = Path("/sys/fs/cgroup")
+_OWN_GROUP = Path("/proc/self/cgroup")
 
 
 def parse_bytes(text: str) -> int:
@@ -42,7 +45,7 @@ def parse_bytes(text: str) -> int:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Free memory now: of the GPU, or of this machine within the limit of its control group.
+    """Free memory now: of the GPU, or of this machine within the limits of its control groups.
 
     Raises:
         StorageError: the system does not report it; `--memory` replaces it.
@@ -58,14 +61,49 @@ def available_bytes(device: torch.device) -> int:
     if found is None:
         raise StorageError("this system does not report free memory; give it with --memory")
     free = int(found.group(1)) * 1024
-    limit, used = (_control_group(name) for name in ("memory.max", "memory.current"))
-    return free if limit is None or used is None else min(free, max(0, limit - used))
+    return min([free, *(max(0, one.limit - one.used) for one in group_memory())])
 
 
-def _control_group(name: str) -> int | None:
-    """A value of this process's control group (cgroup v2); None without one or without a limit."""
+class GroupMemory(NamedTuple):
+    """Bytes that a control group may use, and those that it does."""
+
+    limit: int
+    used: int
+
+
+# What the system writes back or forgets at need is not in use: files that were read fill a group up to its limit.
+_CAN_BE_DROPPED = re.compile(r"^(?:total_)?inactive_file (\d+)$", re.MULTILINE)
+
+
+def group_memory(groups: Path = _GROUPS, own_group: Path = _OWN_GROUP) -> list[GroupMemory]:
+    """Of each control group with a limit that this process is in: its own ones and those above them."""
+    found = []
+    for folder, limit_name, used_name in _folders(groups, own_group):
+        limit, used = _text(folder / limit_name), _text(folder / used_name)
+        if limit.isdigit() and used.isdigit():
+            dropped = sum(map(int, _CAN_BE_DROPPED.findall(_text(folder / "memory.stat"))[-1:]))
+            found.append(GroupMemory(int(limit), max(0, int(used) - dropped)))
+    return found
+
+
+def _folders(groups: Path, own_group: Path) -> Iterator[tuple[Path, str, str]]:
+    """Where a group of this process may say its memory, with the names of the limit and of what is used: version 2 of
+    control groups, and version 1. A container sees its own group at the top, whatever path the system names.
+    """
+    paths = {name: path for _, name, path in (line.split(":", 2) for line in _text(own_group).splitlines())}
+    first = next((path for names, path in paths.items() if "memory" in names.split(",")), "")
+    for top, path, names in (
+        (groups, paths.get("", ""), ("memory.max", "memory.current")),
+        (groups / "memory", first, ("memory.limit_in_bytes", "memory.usage_in_bytes")),
+    ):
+        folder = top / path.lstrip("/")
+        while folder.is_relative_to(top):
+            yield folder, *names
+            folder = folder.parent
+
+
+def _text(path: Path) -> str:
     try:
-        text = (Path("/sys/fs/cgroup") / name).read_text(encoding="utf-8").strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        return ""

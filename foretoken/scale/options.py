@@ -12,7 +12,7 @@ from foretoken.option import option
 from foretoken.params import check_flag, check_number, check_whole
 from foretoken.server.config import ServerConfig
 
-_RUNNING = 256  # requests of one step, at most; those beyond `max_waiting` the engine refuses by itself
+_OTHERS = 256  # calls of a replica beside its requests: cancellations, texts to tokenise, statistics
 _QUIET = {"enable_access_log": False}  # the request log of the front has every request
 _MOST = 86_400.0  # cores, GPUs or seconds: a day
 _option = partial(option, group="Ray")
@@ -102,7 +102,7 @@ def engine_options(config: ServerConfig, options: RayOptions) -> dict[str, Any]:
     number = {"num_replicas": workers} if options.max_replicas is None else {"autoscaling_config": scaling}
     return {
         **number,
-        "max_ongoing_requests": config.life.max_waiting + _RUNNING,
+        "max_ongoing_requests": _calls(config),
         "graceful_shutdown_timeout_s": config.life.drain_s,
         "graceful_shutdown_wait_loop_s": 0.5,
         "health_check_period_s": 5.0,
@@ -113,6 +113,11 @@ def engine_options(config: ServerConfig, options: RayOptions) -> dict[str, Any]:
         },
         "request_router_config": {"request_router_class": "foretoken.scale.router:ConversationRouter"},
     }
+
+
+def _calls(config: ServerConfig) -> int:
+    """Calls of a replica at the same time. Requests beyond those that run or wait the engine refuses by itself."""
+    return config.engine.max_batch_size + config.life.max_waiting + _OTHERS
 
 
 def _policy(config: ServerConfig, options: RayOptions) -> dict[str, Any]:
@@ -129,7 +134,7 @@ def front_options(config: ServerConfig, options: RayOptions) -> dict[str, Any]:
     replicas = options.max_replicas or config.life.workers
     return {
         "num_replicas": 1,
-        "max_ongoing_requests": 2 * replicas * (config.life.max_waiting + _RUNNING),
+        "max_ongoing_requests": 2 * replicas * _calls(config),
         "graceful_shutdown_timeout_s": config.life.drain_s,
         "logging_config": _QUIET,
         "ray_actor_options": {"num_cpus": 0},

@@ -27,6 +27,7 @@ from foretoken.measure.report import Report
 from foretoken.server.run import listening_socket, url_of
 
 _LOOK_S = 1.0
+LEFT = "left"  # the error of a request whose client did not wait for the end
 _log = logging.getLogger("foretoken.server")
 _CONNECT_S = 10.0
 _CHARS_PER_TOKEN = 4  # where an answer does not say how many tokens it has: events of a speculating server hold several
@@ -136,8 +137,14 @@ class Splitter:
         if scope["type"] != "http":
             return
         turn, note = self._turn(), _Note()
+        passing = asyncio.create_task(self._pass_on(self._addresses[turn.side], note, scope, send))
+        reading = asyncio.create_task(note.read(receive))  # ends when the client has left
         try:
-            await self._pass_on(self._addresses[turn.side], note, scope, receive, send)
+            await asyncio.wait((passing, reading), return_when=asyncio.FIRST_COMPLETED)
+            if passing.done():
+                passing.result()
+            elif not note.has_ended:
+                note.error = LEFT
         except httpx2.HTTPError as error:
             note.error = "connect" if isinstance(error, httpx2.ConnectError) else "cut"
             _log.warning("server %s: %s", turn.side.upper(), type(error).__name__)
@@ -145,15 +152,18 @@ class Splitter:
                 raise  # the client must see that its answer is cut off
             await _refuse(send)
         finally:
+            for task in (passing, reading):
+                task.cancel()  # without its client the server need not go on
+            await asyncio.gather(passing, reading, return_exceptions=True)
             if scope["method"] == "POST":
                 self._seen(note.request(turn))
 
-    async def _pass_on(self, address: str, note: _Note, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _pass_on(self, address: str, note: _Note, scope: Scope, send: Send) -> None:
         query = b"?" + scope["query_string"] if scope["query_string"] else b""
         path = scope.get("raw_path") or scope["path"].encode()
         headers = [pair for pair in scope["headers"] if pair[0].lower() not in _HOP]
         request = self._client.build_request(
-            scope["method"], address + (path + query).decode("ascii"), headers=headers, content=note.body(receive)
+            scope["method"], address + (path + query).decode("ascii"), headers=headers, content=note.body()
         )
         answer = await self._client.send(request, stream=True)
         try:
@@ -163,8 +173,8 @@ class Splitter:
             async for data in answer.aiter_raw():
                 note.take(data)
                 await send({"type": "http.response.body", "body": data, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
             note.end()
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             await answer.aclose()
 
@@ -173,7 +183,8 @@ class _Note:
     """What is noted of one request."""
 
     def __init__(self) -> None:
-        self.error, self.has_begun = "left", False
+        self.error, self.has_begun, self.has_ended = LEFT, False, False
+        self._parts: asyncio.Queue[bytes | None] = asyncio.Queue(1)  # of the body, None behind the last
         self._began_s = self._first_s = self._ended_s = time.perf_counter()
         self._num_bytes = 0
         self._stream = Stream()
@@ -181,17 +192,20 @@ class _Note:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._rest, self._whole = "", bytearray()
 
-    async def body(self, receive: Receive) -> AsyncIterator[bytes]:
-        """The body of the request as it comes."""
-        is_open = True
-        while is_open:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return
-            data, is_open = message.get("body", b""), message.get("more_body", False)
+    async def read(self, receive: Receive) -> None:
+        """Take in the body of the request as it comes; returns when the client has left."""
+        while (message := await receive())["type"] != "http.disconnect":
+            data = message.get("body", b"")
             self._num_bytes += len(data)
             if data:
-                yield data
+                await self._parts.put(data)
+            if not message.get("more_body", False):
+                await self._parts.put(None)
+
+    async def body(self) -> AsyncIterator[bytes]:
+        """The body of the request as it comes; one that breaks off never ends."""
+        while (data := await self._parts.get()) is not None:
+            yield data
 
     def begin(self, status: int, headers: httpx2.Headers) -> None:
         self.has_begun = True
@@ -212,6 +226,7 @@ class _Note:
             self.error = said
 
     def end(self) -> None:
+        self.has_ended = True
         self._ended_s = time.perf_counter()
         if self._events is None and not self.error:
             self._stream.num_tokens = _num_tokens(bytes(self._whole))

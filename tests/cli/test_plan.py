@@ -11,7 +11,7 @@ import torch
 
 from foretoken.errors import InputError
 from foretoken.machine import memory
-from foretoken.machine.memory import available_bytes, parse_bytes
+from foretoken.machine.memory import GroupMemory, available_bytes, group_memory, parse_bytes
 from foretoken.measure.speed.profile import write_profile
 from foretoken.plan.profile import Curve, DrafterCost, Profile
 from foretoken.simulate.fleet import day as days
@@ -159,11 +159,55 @@ def test_sizes() -> None:
 def test_the_memory_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     free = available_bytes(torch.device("cpu"))
     assert 2**20 < free < 2**50
-    limits = {"memory.max": 5000, "memory.current": 3000}
-    monkeypatch.setattr(memory, "_control_group", limits.get)
+    monkeypatch.setattr(memory, "group_memory", lambda: [GroupMemory(9000, 1000), GroupMemory(5000, 3000)])
     assert available_bytes(torch.device("cpu")) == 2000
+    monkeypatch.setattr(memory, "group_memory", list)  # a system without control groups
+    assert available_bytes(torch.device("cpu")) > 2**20
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (123, 456))
     assert available_bytes(torch.device("cuda")) == 123
+
+
+@pytest.mark.parametrize(
+    ("own_group", "files", "found"),
+    [
+        ("0::/\n", {"memory.max": "5000", "memory.current": "3000"}, [(5000, 3000)]),  # in a container
+        ("0::/\n", {"memory.max": "max", "memory.current": "3000"}, []),
+        (
+            "0::/a.slice/b.service\n",
+            {
+                "a.slice/b.service/memory.max": "5000\n",
+                "a.slice/b.service/memory.current": "4900\n",
+                "a.slice/b.service/memory.stat": "anon 900\nfile 4000\ninactive_file 3900\nactive_file 100\n",
+                "a.slice/memory.max": "8000",
+                "a.slice/memory.current": "6000",
+            },
+            [(5000, 1000), (8000, 6000)],
+        ),
+        (
+            "4:cpu,cpuacct:/a\n3:memory:/b\n0::/\n",
+            {
+                "memory/b/memory.limit_in_bytes": "7000",
+                "memory/b/memory.usage_in_bytes": "600",
+                "memory/b/memory.stat": "inactive_file 1\ntotal_inactive_file 200\n",
+            },
+            [(7000, 400)],
+        ),
+        (
+            "3:memory:/docker/b\n",
+            {"memory/memory.limit_in_bytes": "7000", "memory/memory.usage_in_bytes": "600"},
+            [(7000, 600)],
+        ),
+    ],
+)
+def test_the_limits_of_control_groups_and_what_can_be_dropped_in_them(
+    own_group: str, files: dict[str, str], found: list[tuple[int, int]], tmp_path: Path
+) -> None:
+    groups, own = tmp_path / "cgroup", tmp_path / "own"
+    own.write_text(own_group)
+    for name, text in files.items():
+        (groups / name).parent.mkdir(parents=True, exist_ok=True)
+        (groups / name).write_text(text)
+    assert group_memory(groups, own) == found
 
 
 @pytest.fixture

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 
 from foretoken import SpecConfig
 from foretoken.backend.call import ModelInfo
+from foretoken.control.routing import RoutingRules
+from foretoken.measure.advise.candidates import candidates_of
+from foretoken.measure.advise.launches import OURS, as_toml, launch_lines, settings_of
+from foretoken.measure.advise.options import AdviseOptions
 from foretoken.option import options_of
 from foretoken.server import run
 from foretoken.server.api.config import ApiConfig
@@ -84,6 +89,7 @@ def test_flags_reach_their_configurations(
         *("--cors-origins", "https://a.example", "--metrics-public", "--max-body-bytes", 1000),
         *("--metrics-alias", "vllm", "--history", "h.sqlite", "--request-log", "json", "--slices", "code"),
         *("--dtype", "float32", "--device", "cpu", "--cache-tokens", 512, "--max-batch-size", 3, "--shadow-rate", 0.1),
+        *("--max-speculating-requests", 5),
     )
     assert done.code == 0, done.err
     assert json.loads(done.lines[-1])["key"] is True
@@ -100,9 +106,40 @@ def test_flags_reach_their_configurations(
         "h.sqlite",
     )
     assert (config.engine.dtype, config.engine.cache_tokens, config.engine.shadow_rate) == ("float32", 512, 0.1)
+    assert config.engine.routing == RoutingRules(max_speculating_requests=5)
     monkeypatch.setenv(KEY_VARIABLE, "from-the-environment")
     assert foretoken("serve").code == 0
     assert served[1].guard.api_key == "from-the-environment"
+
+
+@pytest.mark.parametrize("closed", [("--drafter", "none"), ("--num-draft", 3)])
+def test_a_rule_that_nothing_would_ask_is_refused_by_its_flag(foretoken: Run, closed: tuple[object, ...]) -> None:
+    done = foretoken("serve", *closed, "--max-speculating-requests", 5)
+    assert done.code == 2
+    assert "max_speculating_requests=5: rules hold where the number of draft tokens is open" in done.err
+
+
+@pytest.mark.parametrize(
+    "draft",
+    [
+        "ngram",
+        "suffix:store_tokens=1000",
+        "early_exit:skip_layers=1+2",
+        "draft_model:draft=reference:draft;tree=static;branching=3+2;draft_dtype=float16",
+    ],
+)
+def test_the_line_and_the_settings_of_advise_start_what_was_judged(
+    foretoken: Run, served: list[ServerConfig], draft: str
+) -> None:
+    (candidate,) = candidates_of(AdviseOptions("m", drafts=(draft,)))
+    rules = {"max_speculating_requests": 3, "min_tokens_to_speculate": 9}
+    (line,) = launch_lines(candidate, "m", 4, rules, (OURS,))
+    assert foretoken(*shlex.split(line.command)[1:]).code == 0
+    Path("foretoken.toml").write_text(as_toml(settings_of(candidate, "m", rules)))
+    assert foretoken("serve").code == 0
+    for config in served:
+        assert config.engine.routing == RoutingRules(**rules)
+        assert config.engine.spec == replace(candidate.spec, num_draft="auto")
 
 
 def test_files_of_deployment_use_flags_that_exist() -> None:

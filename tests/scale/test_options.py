@@ -28,6 +28,8 @@ def test_ray_is_told_what_the_flags_say() -> None:
     assert found["max_ongoing_requests"] > 10  # the engine refuses first, with 429
     assert found["ray_actor_options"] == {"num_cpus": 3.0, "num_gpus": 0.0}
     assert front_options(config, options)["max_ongoing_requests"] >= 2 * found["max_ongoing_requests"]
+    large = engine_options(*configs_of(given | {"max_batch_size": 1024}))
+    assert large["max_ongoing_requests"] > 1024 + 10  # its batches fill, too
     ranks, options = configs_of(given | {"tensor_parallel": 2, "replica_gpus": 1.0})
     assert engine_options(ranks, options)["ray_actor_options"] == {"num_cpus": 6.0, "num_gpus": 2.0}
     config, options = configs_of(given | {"max_replicas": 5, "replica_tokens": 99, "scale_down_s": 1.5})

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -31,6 +32,28 @@ def engine() -> Iterator[AsyncEngine]:
 
 async def events_of(backend: LocalBackend, call: Call) -> list[Event]:
     return [event async for event in await backend.open(call)]
+
+
+def test_a_traced_call_keeps_its_rounds_where_another_ends_while_it_is_queued(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, submit = LocalBackend(engine, "reference"), engine.submit_all
+    call = Call(SamplingParams(max_tokens=3), PROMPTS[:1], spec=SpecConfig(), trace=True)
+
+    async def both() -> list[Event]:
+        first = await backend.open(call)
+
+        async def submit_until_the_first_ends(*asked: Any) -> Any:
+            tickets = await submit(*asked)
+            assert [event async for event in first]
+            return tickets
+
+        monkeypatch.setattr(engine, "submit_all", submit_until_the_first_ends)
+        return await events_of(backend, call)
+
+    pieces = [event for event in asyncio.run(both()) if isinstance(event, Piece)]
+    assert pieces
+    assert all(piece.round is not None for piece in pieces)
 
 
 @pytest.mark.parametrize("drafter", [None, "ngram"])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from typing import Any
 
 import httpx2
 import pytest
+from starlette.types import Message, Receive, Scope, Send
 
 from foretoken.backend.call import Begun
 from foretoken.measure.ab.live import LiveOptions
@@ -95,6 +97,45 @@ def test_a_server_that_is_not_there_is_an_error_of_its_own() -> None:
     turns = Turns({"a": "http://127.0.0.1:9"})
     (found,) = turns.send(("POST", CHAT, HELLO))
     assert (found.status_code, turns.seen[0].error) == (502, "connect")
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_a_client_that_leaves_ends_its_request_at_the_server(serving: Serving, is_streamed: bool) -> None:
+    has_heard = threading.Event()
+
+    async def endless(_scope: Scope, receive: Receive, send: Send) -> None:
+        if is_streamed:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"x", "more_body": True})
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        has_heard.set()
+
+    async def leave() -> list[LiveRequest]:
+        host, port = serving(endless)
+        seen, leaves = list[LiveRequest](), asyncio.Event()
+        came: list[Message] = [{"type": "http.request", "body": b"{}"}]
+
+        async def receive() -> Message:
+            if came:
+                return came.pop()
+            if is_streamed:
+                await leaves.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Message) -> None:
+            if message.get("body"):
+                leaves.set()
+
+        splitter = Splitter({"a": f"http://{host}:{port}"}, lambda: LiveTurn(0, "a", True), seen.append)
+        scope = {"type": "http", "method": "POST", "path": CHAT, "query_string": b"", "headers": []}
+        async with asyncio.timeout(20):
+            await splitter(scope, receive, send)
+        assert await asyncio.to_thread(has_heard.wait, 20)
+        await splitter.close()
+        return seen
+
+    assert [one.error for one in asyncio.run(leave())] == ["left"]
 
 
 def test_traffic_goes_back_to_a_once_it_is_decided() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from foretoken.errors import ConfigError, ForetokenError
@@ -17,6 +17,8 @@ from foretoken.model.loader import read_config
 from foretoken.model.names import is_own_name, model_folder
 
 OURS = "foretoken"
+# The engine chooses the number of draft tokens, the head's files say its kind, and options have a flag of their own.
+_NOT_BY_NAME = frozenset({"num_draft", "head_kind", "options"})
 OTHERS = ("vllm", "sglang", "llamacpp", "trtllm", "tgi")
 
 
@@ -37,10 +39,10 @@ def settings_of(candidate: AdviseCandidate | None, target: str, routing: Mapping
     if candidate is None:
         return found | {"drafter": "none"}
     spec = candidate.spec
-    found["drafter"] = spec.drafter
-    for name in ("draft", "head"):
-        if getattr(spec, name) is not None:
-            found[name] = getattr(spec, name)
+    for one in fields(spec):
+        value = getattr(spec, one.name)
+        if one.name not in _NOT_BY_NAME and value != one.default:
+            found[one.name] = ",".join(map(str, value)) if isinstance(value, tuple) else value
     if spec.options:
         found["drafter_option"] = [f"{name}={value}" for name, value in spec.options.items()]
     return found | dict(routing)

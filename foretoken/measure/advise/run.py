@@ -34,6 +34,7 @@ from foretoken.measure.progress import progress
 from foretoken.measure.report import Report, load_average, source_caveats
 from foretoken.measure.write import write_report
 from foretoken.model.names import model_folder
+from foretoken.model.open import open_device
 from foretoken.plan.memory import Budget
 from foretoken.printing.console import Console, Spinner
 from foretoken.text.tokenizer import Tokenizer, load_tokenizer
@@ -117,8 +118,9 @@ def measured(
     Raises:
         ForetokenError: a target that cannot be used, or a failing engine.
     """
+    device = open_device(options.device)
+    budget = budget_of(options, device)  # what is free before the target is loaded, which is planned with the rest
     with _opened(options, prompts) as (llm, lengths):
-        device, budget = llm.target.device, budget_of(options, llm.target.device)
         prompt_tokens = round(sum(lengths) / len(lengths))
         loaded = _Loaded()
         for candidate in candidates:

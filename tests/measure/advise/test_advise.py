@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 import foretoken
+from foretoken.engine.llm import LLM
 from foretoken.errors import InputError
-from foretoken.measure.advise import run
+from foretoken.measure.advise import memory, run
 from foretoken.measure.advise.costs import DrafterCosts, LoadCosts, Made
 from foretoken.measure.advise.options import AdviseOptions
 from foretoken.measure.html import html_page
@@ -160,6 +161,28 @@ def test_memory_that_a_draft_takes_is_told(advised: Callable[..., Report], hard:
     tight = advised(pair.target, pair.draft, prompts=hard, memory=f"{rows['draft'].total_bytes * 10 // 9}")
     (finding,) = [one for one in tight.results["findings"] if one.topic == "memory"]
     assert (finding.candidate, "leaves 10% in reserve" in finding.finding) == ("draft", True)
+
+
+def test_memory_without_a_size_is_what_is_free_before_the_target_is_loaded(
+    advised: Callable[..., Report], hard: Path, pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Afterwards its weights would count twice."""
+    loaded, free = list[object](), list[int]()
+
+    def available(_device: object) -> int:
+        free.append((1 << 30) >> len(loaded))
+        return free[-1]
+
+    class Loading(LLM):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            loaded.append(self)
+
+    monkeypatch.setattr(memory, "available_bytes", available)
+    monkeypatch.setattr(run, "LLM", Loading)
+    report = advised(pair.target, "ngram", prompts=hard, prompts_per_slice=1, memory=None)
+    assert report.results["memory"]
+    assert (len(loaded), free) == (1, [1 << 30])
 
 
 def test_what_cannot_be_loaded_is_told_and_the_others_are_judged(

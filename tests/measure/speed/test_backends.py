@@ -202,6 +202,18 @@ def test_an_answer_that_ends_with_its_first_token_has_no_text(fake: Fake) -> Non
     backend.close()
 
 
+@pytest.mark.parametrize(
+    ("owner", "field"),
+    [("vllm", "repetition_penalty"), ("sglang", "repetition_penalty"), ("llamacpp", "repeat_penalty")],
+)
+def test_penalties_of_a_server_are_switched_off(fake: Fake, owner: str, field: str) -> None:
+    fake.owner = owner
+    backend = open_backend(fake.url, "whatever")
+    backend.answer(ASKED, OWN)
+    assert fake.asked[-1][2][field] == 1.0
+    backend.close()
+
+
 @pytest.mark.parametrize("owner", ["vllm", "llamacpp"])
 def test_filters_of_a_server_are_switched_off(fake: Fake, owner: str) -> None:
     fake.owner = owner
@@ -303,9 +315,10 @@ class FakePipeline:
         )
 
     def get_generation_config(self) -> SimpleNamespace:
-        return SimpleNamespace()
+        return SimpleNamespace(repetition_penalty=1.1)  # the model's own
 
     def generate(self, ids: int, config: SimpleNamespace, streamer) -> SimpleNamespace:
+        assert config.repetition_penalty == 1.0
         self.given["config"] = config
         found = list(range(ids, ids + config.max_new_tokens))
         streamer.write(found[0])

@@ -108,10 +108,18 @@ def test_transformers_counts(answers):
     assert early.num_steps + early.num_accepted == early.num_emitted
 
 
-def test_one_way_leaves_nothing_behind_for_the_next(checkpoints):
-    """The model carries what early exit is told, and may have settings of its own that change its text."""
+def test_penalties_and_filters_of_the_models_own_settings_are_left_out(checkpoints, answers):
     library = TransformersBackend(checkpoints[0], None, "float32", "cpu")
     library.target.generation_config.repetition_penalty = 1.5
+    library.target.generation_config.min_p = 1.0
+    assert library.answer(QUESTION, PLAIN).token_ids == answers["transformers"].token_ids
+    drawn = {library.answer(replace(QUESTION, temperature=1.0, seed=seed), PLAIN).token_ids for seed in (1, 2)}
+    assert len(drawn) == 2
+
+
+def test_one_way_leaves_nothing_behind_for_the_next(checkpoints):
+    """The model carries what early exit is told."""
+    library = TransformersBackend(checkpoints[0], None, "float32", "cpu")
     before = library.answer(QUESTION, PLAIN)
     assert library.answer(QUESTION, Drafting("early_exit", 2, "layer=1")).token_ids == before.token_ids
     assert library.target.generation_config.num_assistant_tokens == 2
