@@ -128,11 +128,14 @@ def load_table(path: Path) -> NgramTable:
             ]
     except OSError as error:
         raise StorageError(f"ngram_table: cannot read {path}: {error}") from error
-    except SafetensorError as error:
+    except (SafetensorError, TypeError) as error:  # a TypeError is a number format that numpy does not have
         raise CheckpointError(f"{path} is no n-gram table ({error}); make one with `foretoken train ngrams`") from error
     for keys, tokens, chances in columns:
-        if not len(keys) == len(tokens) == len(chances):
-            raise CheckpointError(f"{path} is a damaged n-gram table: its columns differ in length")
+        are_words = keys.dtype == np.uint32 and tokens.dtype.kind == "u" and chances.dtype == np.uint8
+        if not (are_words and keys.ndim == 1 and keys.shape == tokens.shape == chances.shape):
+            raise CheckpointError(f"{path} is a damaged n-gram table: its columns differ in length or type")
+        if not bool((keys[1:] > keys[:-1]).all()):  # a context is searched for by halves
+            raise CheckpointError(f"{path} is a damaged n-gram table: its keys do not ascend")
     return table_of(columns, metadata.get("vocabulary", ""))
 
 

@@ -99,6 +99,8 @@ def target_reason(target: str, engine: OtherEngine, has_head: bool) -> str | Non
 
 def _eagle_reason(config: EagleConfig, engine: OtherEngine) -> str | None:
     name = NAMES[engine.name]
+    if config.layer.model_type != "llama":
+        return f"layers as in {config.layer.model_type} are not portable; export a head with llama's"
     if config.version == 1:
         if config.fc_bias and engine.name == "vllm":
             return "vLLM's EAGLE-1 has no fc.bias; train the head with fc_bias=false"

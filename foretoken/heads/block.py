@@ -48,7 +48,7 @@ class ConfidenceHead(nn.Module):
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
-        self.proj = Linear(hidden_size, 1)
+        self.proj = Linear(hidden_size, 1, bias=True)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """`hidden` [R, D] -> [R]."""

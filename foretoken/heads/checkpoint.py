@@ -25,7 +25,7 @@ from foretoken.errors import CheckpointError, ConfigError, ModelError, StorageEr
 from foretoken.files import writing_folder
 from foretoken.heads.base import Head
 from foretoken.heads.config import BlockConfig, EagleConfig, ExitAdapterConfig, HeadConfig, MedusaConfig
-from foretoken.heads.formats.block import MARKOV_IN
+from foretoken.heads.formats.block import CONFIDENCE, CONFIDENCE_BIAS, MARKOV_IN
 from foretoken.heads.formats.eagle import network_name
 from foretoken.heads.formats.layers import Shape
 from foretoken.heads.formats.medusa import MEDUSA_WEIGHTS, SHARED_OUTPUT, TOKEN_MAP, medusa_name
@@ -72,6 +72,8 @@ def load_head(
     vocabulary = _read_vocabulary(weights, config, fields)
     stored = _stored_names(weights, config, len(vocabulary.ids))
     expected = head_tensors(config, len(vocabulary.ids))
+    absent = {CONFIDENCE_BIAS} & expected.keys() - stored.keys()  # heads trained before had none
+    zeros = {name: torch.zeros(expected.pop(name)) for name in absent}
     problems = tensor_problems(weights, stored, expected)
     if problems:
         raise CheckpointError(f"{folder}: " + "; ".join(problems[:_SHOWN]) + _more(len(problems) - _SHOWN))
@@ -79,6 +81,7 @@ def load_head(
     with torch.device("meta"):
         head = make_head(config, vocabulary.to(place))
     state = {name: weights.read(stored[name], shape).to(place, wanted, copy=True) for name, shape in expected.items()}
+    state |= {name: tensor.to(place, wanted) for name, tensor in zeros.items()}
     head.load_state_dict(state, strict=True, assign=True)
     return head
 
@@ -249,13 +252,13 @@ def _stored_names(weights: Weights, config: HeadConfig, vocab_size: int) -> dict
     """
     found: dict[str, str] = {}
     for name in weights.own_names:
-        if name in (_OFFSETS, _MASK, TOKEN_MAP):
+        if name in (_OFFSETS, _MASK, TOKEN_MAP) or name in _left_out(config):
             continue
         if name == _EMBEDDING and isinstance(config, EagleConfig | BlockConfig) and not _owns_embedding(config):
             _check_embedding(weights, config)
             continue
-        if name == SHARED_OUTPUT and isinstance(config, MedusaConfig) and not config.has_own_output:
-            weights.check_shape(name, (vocab_size, config.hidden_size))
+        if name == SHARED_OUTPUT and (width := _shared_output_width(config, vocab_size)) is not None:
+            weights.check_shape(name, (vocab_size, width))
             continue
         own = network_name(config, name) if isinstance(config, EagleConfig) else name
         own = medusa_name(name, config.num_blocks) if isinstance(config, MedusaConfig) else own
@@ -263,6 +266,22 @@ def _stored_names(weights: Weights, config: HeadConfig, vocab_size: int) -> dict
             raise CheckpointError(f"{weights.folder} holds one tensor twice, as {found[own]} and {name}")
         found[own] = name
     return found
+
+
+def _left_out(config: HeadConfig) -> tuple[str, ...]:
+    """Tensors of a confidence that the head is read without."""
+    return (CONFIDENCE, CONFIDENCE_BIAS) if isinstance(config, BlockConfig) and not config.has_confidence else ()
+
+
+def _shared_output_width(config: HeadConfig, vocab_size: int) -> int | None:
+    """Columns of the target's output matrix, where the head uses it; a copy is in vLLM's Medusa heads and in every
+    block drafter that speculators saves.
+    """
+    if isinstance(config, MedusaConfig):
+        return None if config.has_own_output else config.hidden_size
+    if isinstance(config, BlockConfig) and vocab_size == config.layer.vocab_size:
+        return config.layer.hidden_size
+    return None
 
 
 def _owns_embedding(config: HeadConfig) -> bool:

@@ -67,7 +67,7 @@ _MEDUSA = HeadKind(
     from_json=medusa_from_json,
     to_json=medusa_json,
     tensors=medusa_tensors,
-    draft_vocab_size=lambda _config, fields: medusa_vocab_size(fields),
+    draft_vocab_size=medusa_vocab_size,
     samples_rows=False,
 )
 _BLOCK = HeadKind(

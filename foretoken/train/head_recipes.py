@@ -28,6 +28,14 @@ from foretoken.train.optimizer import OptimizerConfig
 from foretoken.train.students import most_frequent
 
 
+def _check_counts(shape: object, **least: int) -> None:
+    """Refuse fields of a shape that are smaller than `least`; None is the target's own value."""
+    for name, minimum in least.items():
+        value = getattr(shape, name)
+        if value is not None and value < minimum:
+            raise ConfigError(name, value, f"must be at least {minimum}")
+
+
 @dataclass(frozen=True)
 class EagleShape:
     """An EAGLE head; None is the target's own value, and for `taps` its low, middle and high layer."""
@@ -43,6 +51,11 @@ class EagleShape:
     def __post_init__(self) -> None:
         if self.version not in (1, 3):
             raise ConfigError("version", self.version, "use 1 (EAGLE-1 and 2) or 3 (EAGLE-3)")
+        if self.version == 1 and self.taps is not None:
+            raise ConfigError(
+                "taps", self.taps, "EAGLE-1 reads the last state alone; leave them out, or take version 3"
+            )
+        _check_counts(self, num_layers=1, intermediate_size=1)
 
 
 @dataclass(frozen=True)
@@ -54,6 +67,9 @@ class MedusaShape:
     is_sequential: bool = False
     has_own_output: bool = False
     draft_vocab_size: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_counts(self, num_heads=1, num_blocks=1)
 
 
 @dataclass(frozen=True)
@@ -68,6 +84,9 @@ class BlockShape:
     is_causal: bool = True
     has_confidence: bool = False
     taps: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        _check_counts(self, num_layers=1, block_size=1, intermediate_size=1, markov_rank=0)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from foretoken.train.optimizer import OptimizerConfig, make_optimizers, set_rate
 from foretoken.train.parallel import Ranks
 from foretoken.train.run_state import (
     check_same,
+    check_same_shape,
     end_by,
     interruption,
     read_meta,
@@ -88,7 +89,7 @@ class HeadTrainConfig:
         for name in (*counts, "report_every_steps"):
             if getattr(self, name) < 1:
                 raise ConfigError(name, getattr(self, name), "must be at least 1")
-        if self.seconds < 0:
+        if not self.seconds >= 0:
             raise ConfigError("seconds", self.seconds, "must be at least 0 (no limit)")
         if self.state_cache_bytes < 0:
             raise ConfigError("state_cache_bytes", self.state_cache_bytes, "must be at least 0 (none is kept)")
@@ -96,6 +97,8 @@ class HeadTrainConfig:
             raise ConfigError("validate_every_steps", self.validate_every_steps, "must be at least 1")
         if self.length < 2 * self.num_places:
             raise ConfigError("length", self.length, f"must be at least twice the {self.num_places} places")
+        if not self.clip_norm > 0:  # 0 stops learning, less turns it round
+            raise ConfigError("clip_norm", self.clip_norm, "must lie above 0")
         if not 0 < self.row_share <= 1:
             raise ConfigError("row_share", self.row_share, "must lie above 0 and be at most 1")
         if not 0 <= self.decay_share <= 1:
@@ -294,8 +297,14 @@ class HeadTrainer:
             "best": None if self.best is None else asdict(self.best),
             "config": asdict(self.config),
             "data": self.data.train.digest,
+            "shape": self._shape(),
         }
         save_state(self.folder, self.head, self.optimizers, meta)
+
+    def _shape(self) -> dict[str, Any]:
+        """What the saved weights and the optimisers' state belong to, as JSON has it."""
+        shape: dict[str, Any] = json.loads(json.dumps(asdict(self.head.config)))
+        return {"kind": self.head.name, **shape, "train": {"optimizer": {"kind": self.config.optimizer.kind}}}
 
     def _resume(self) -> None:
         meta = read_meta(self.folder)
@@ -307,6 +316,7 @@ class HeadTrainer:
             raise ConfigError(
                 "out", str(self.folder), "the run there was started with another text; use that or another folder"
             )
+        check_same_shape(meta.get("shape", {}), self._shape(), self.folder)
         restore_state(self.folder, self.head, self.optimizers)
         self.step, self.seconds, self._num_worse = meta["step"], meta["seconds"], meta["num_worse"]
         if meta["best"] is not None:

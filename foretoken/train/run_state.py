@@ -78,6 +78,22 @@ def check_same(meta: Mapping[str, Any], config: object, names: Sequence[str], fo
             raise ConfigError(name, own, f"the run in {folder} was started with {earlier}; use that or another folder")
 
 
+def check_same_shape(earlier: Mapping[str, Any], own: Mapping[str, Any], folder: Path, prefix: str = "") -> None:
+    """Compare the shape that the run in `folder` trains with that of the run that would continue it, both as JSON has
+    them: weights of the same sizes may be those of another network.
+
+    Raises:
+        ConfigError: names what differs.
+    """
+    for name, now in own.items():
+        before = earlier.get(name, now)  # an earlier version may know less
+        if isinstance(before, Mapping) and isinstance(now, Mapping):
+            check_same_shape(before, now, folder, f"{prefix}{name}.")
+        elif before != now:
+            remedy = f"the run in {folder} was started with {before}; use that or another folder"
+            raise ConfigError(f"{prefix}{name}", now, remedy)
+
+
 def restore_state(folder: Path, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Load what `save_state` wrote.
 

@@ -65,7 +65,7 @@ class DraftStudent(nn.Module):
 
     def __init__(self, decoder: Decoder) -> None:
         super().__init__()
-        self.decoder = decoder.requires_grad_(True)
+        self.decoder, self.config = decoder.requires_grad_(True), decoder.config
         self.vocabulary = DraftVocabulary.whole(decoder.config.vocab_size)
 
     def hidden_layers(self) -> tuple[int, ...]:

@@ -137,7 +137,7 @@ class _HeadMaker:
             return self._copied(small, self.first, self._segments(small))
         if _MEDUSA_OUTPUT.fullmatch(name) or name in ("lm_head.weight", "confidence_head.proj.weight"):
             return self._copied(small, torch.arange(len(small)), self.first)
-        if name.startswith("markov_head.") or name.endswith(("q_norm.weight", "k_norm.weight")):
+        if name.startswith(("markov_head.", "confidence_head.")) or name.endswith(("q_norm.weight", "k_norm.weight")):
             return small.clone()
         if name.startswith("fc."):
             return self._copied(small, self.stream, self._segments(small))

@@ -9,9 +9,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from safetensors.numpy import save_file
+from safetensors.torch import save_file as save_torch_file
 
 from foretoken import LLM, CheckpointError, ConfigError, MismatchError, SamplingParams, SpecConfig, StorageError
 from foretoken.draft import ngram_table
@@ -102,10 +105,40 @@ def test_files_that_are_no_table_are_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "none", tmp_path):
         with pytest.raises((StorageError, CheckpointError), match=r"n-gram table|ngram_table"):
             load_table(path)
-    uneven = {"keys.1": np.zeros(3, np.uint32), "tokens.1": np.zeros(2, np.uint16), "chances.1": np.zeros(3, np.uint8)}
-    save_file(uneven, other, {"format": "foretoken n-gram table"})
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"tokens.1": np.zeros(2, np.uint16)},
+        {"keys.1": np.array([1, 3, 2], np.uint32)},
+        {"keys.1": np.array([[1], [2], [3]], np.uint32)},
+        {"keys.1": np.array(1, np.uint32)},
+        {"keys.1": np.array([1, 2, 3], np.uint64)},
+        {"tokens.1": np.array([-1, 2, 3], np.int32)},
+        {"chances.1": np.ones(3, np.float32)},
+    ],
+)
+def test_damaged_tables_are_refused(tmp_path: Path, changed: dict[str, NDArray[np.generic]]) -> None:
+    path = tmp_path / "t.safetensors"
+    whole: dict[str, NDArray[np.generic]] = {
+        "keys.1": np.array([1, 2, 3], np.uint32),
+        "tokens.1": np.ones(3, np.uint16),
+        "chances.1": np.ones(3, np.uint8),
+    }
+    save_file(whole, path, {"format": "foretoken n-gram table"})
+    load_table(path)
+    save_file(whole | changed, path, {"format": "foretoken n-gram table"})
     with pytest.raises(CheckpointError, match="damaged"):
-        load_table(other)
+        load_table(path)
+
+
+def test_a_number_format_that_numpy_does_not_have_is_refused(tmp_path: Path) -> None:
+    path, column = tmp_path / "t.safetensors", torch.zeros(3, dtype=torch.bfloat16)
+    columns = {f"{name}.1": column.clone() for name in ("keys", "tokens", "chances")}
+    save_torch_file(columns, path, {"format": "foretoken n-gram table"})
+    with pytest.raises(CheckpointError, match="no n-gram table"):
+        load_table(path)
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)

@@ -80,6 +80,8 @@ def test_every_option_that_is_written_exists(engine: str) -> None:
         (eagle_config(layers=2), "llamacpp", None, "one layer"),
         (eagle_config(layers=2), "vllm", None, "one layer"),
         (eagle_config(fc_bias=True), "vllm", None, "fc.bias"),
+        (HEADS["eagle1-qwen2"], "sglang", None, "qwen2"),
+        (HEADS["eagle3-qwen3"], "vllm", None, "qwen3"),
         (eagle_config(taps=(1, 5)), "llamacpp", None, "exactly 3"),
         (replace(eagle_config(taps=(1, 2, 3)), target_num_layers=5), "trtllm", None, "five layers"),
         (block_config(), "sglang", None, "causal"),

@@ -184,7 +184,7 @@ def test_confidence_learns_the_chance_of_acceptance() -> None:
     assert place.extra_loss is not None
     place.extra_loss.backward()
     touched = {name for name, parameter in head.named_parameters() if parameter.grad is not None}
-    assert touched == {"confidence_head.proj.weight"}
+    assert touched == {"confidence_head.proj.weight", "confidence_head.proj.bias"}
 
 
 def test_states_that_the_targets_matrix_reads_learn_to_be_the_targets() -> None:

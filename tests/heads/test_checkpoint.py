@@ -334,6 +334,6 @@ def test_what_was_there_stays_whole_if_writing_fails(portable: Path, monkeypatch
 
 
 def test_layers_that_the_form_has_no_words_for(tmp_path: Path) -> None:
-    layer = replace(eagle_config().layer, model_type="qwen3", qk_norm=True)
+    layer = replace(eagle_config().layer, model_type="mistral")
     with pytest.raises(ConfigError, match="llama"):
         save_head(stored_head(eagle_config(layer=layer)), tmp_path, TARGET)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from foretoken.heads.checkpoint import load_head, save_head, save_speculators
 from foretoken.heads.config import BlockConfig, EagleConfig
 from foretoken.heads.formats.layers import are_default_taps, outputs_to_taps, taps_to_outputs
 from foretoken.heads.kind import head_kind
-from tests.helpers.stored_heads import TARGET, block_config, eagle_config, stored_head
+from tests.helpers.stored_heads import HEADS, TARGET, block_config, eagle_config, stored_head
 
 
 def test_outputs_are_one_below_taps() -> None:
@@ -71,6 +72,16 @@ def test_other_layers_are_named_in_both_ways(tmp_path: Path) -> None:
     assert rewrite(tmp_path, raw | {"eagle_aux_hidden_state_layer_ids": [2, 3, 6]}).taps == (2, 3, 6)
 
 
+def test_eagle_heads_of_deepspec_name_outputs(tmp_path: Path) -> None:
+    """`target_layer_ids` at the top level, with layers as in Qwen3 and no vocabulary of their own."""
+    layer = replace(eagle_config().layer, model_type="qwen3", qk_norm=True)
+    config = eagle_config(layer=layer, taps=(2, 3, 5, 6, 7), has_own_output=True)
+    raw = written(tmp_path, config) | {"architectures": ["Qwen3Eagle3Model"], "target_layer_ids": [1, 2, 4, 5, 6]}
+    for key in ("eagle_config", "eagle_aux_hidden_state_layer_ids", "draft_vocab_size"):
+        del raw[key]
+    assert rewrite(tmp_path, raw) == config
+
+
 def test_layers_of_a_block_drafter_are_outputs(tmp_path: Path) -> None:
     raw = written(tmp_path, block_config(taps=(1, 4, 7)))
     assert raw["dflash_config"]["target_layer_ids"] == [0, 3, 6]
@@ -113,7 +124,6 @@ def test_a_block_drafter_of_another_target(tmp_path: Path) -> None:
     ("keys", "words"),
     [
         ({"markov_head_type": "gated"}, "gated"),
-        ({"enable_confidence_head": True, "confidence_head_with_markov": True}, "confidence_head_with_markov"),
         ({"use_swa": True}, "use_swa"),
     ],
 )
@@ -197,6 +207,86 @@ def test_kinds_that_are_not_run_are_refused_by_name(tmp_path: Path, raw: dict[st
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(UnsupportedModelError, match=words):
         head_kind(tmp_path)
+
+
+def test_a_confidence_that_reads_the_token_before_is_left_out(tmp_path: Path) -> None:
+    """As DeepSpec, SpecForge and speculators train it unless told otherwise: the head drafts the same without it."""
+    head = stored_head("dspark")
+    raw = written(tmp_path, block_config(has_confidence=True))
+    path = tmp_path / "model.safetensors"
+    wide = {"confidence_head.proj.weight": torch.zeros(1, 48 + 8), "confidence_head.proj.bias": torch.zeros(1)}
+    save_file(load_file(path) | wide, path)
+    assert rewrite(tmp_path, raw | {"confidence_head_with_markov": True}) == block_config()
+    own, read = head.state_dict(), load_head(tmp_path, TARGET).state_dict()
+    assert read.keys() == own.keys() - wide.keys()
+    assert all(torch.equal(own[name], value) for name, value in read.items())
+
+
+def test_the_bias_of_a_confidence_was_left_out_by_earlier_versions(tmp_path: Path) -> None:
+    """Other engines make one in any case, and leave a missing one as memory was."""
+    written(tmp_path, block_config(has_confidence=True))
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    assert tensors.pop("confidence_head.proj.bias").shape == (1,)
+    save_file(tensors, path)
+    assert load_head(tmp_path, TARGET).state_dict()["confidence_head.proj.bias"].tolist() == [0.0]
+
+
+def test_ends_of_text_are_the_targets(tmp_path: Path) -> None:
+    """SpecForge's configurations for DeepSeek-V3 and Ling name tokens of another model, behind the vocabulary."""
+    raw = written(tmp_path, eagle_config())
+    assert rewrite(tmp_path, raw | {"bos_token_id": 97, "eos_token_id": [151645]}) == eagle_config()
+
+
+@pytest.mark.parametrize("config", [eagle_config(), block_config()], ids=["eagle3", "dspark"])
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"hidden_act": "gelu_pytorch_tanh"}, "hidden_act='gelu_pytorch_tanh'"),
+        ({"layer_types": ["sliding_attention"] * 2, "sliding_window": 64, "num_hidden_layers": 2}, "sliding"),
+    ],
+)
+def test_layers_that_a_head_does_not_compute_are_refused(
+    tmp_path: Path, config: EagleConfig | BlockConfig, keys: dict[str, Any], words: str
+) -> None:
+    """Llama's readers skip windows, and gates are SiLU's: both were run as something else."""
+    raw = written(tmp_path, config)
+    with pytest.raises((UnsupportedModelError, CheckpointError), match=words):
+        rewrite(tmp_path, raw | keys)
+
+
+@pytest.mark.parametrize("name", ["eagle1-qwen2", "eagle3-qwen3"])
+def test_the_family_of_layers_is_told_by_their_tensors(tmp_path: Path, name: str) -> None:
+    """SafeAILab's heads of Qwen2 say `qkv_bias` and llama; other files name the family or nothing."""
+    config = HEADS[name]
+    assert isinstance(config, EagleConfig)
+    raw = written(tmp_path, config)
+    assert rewrite(tmp_path, raw | {"model_type": "llama", "qkv_bias": True}) == config
+    del raw["model_type"]
+    assert rewrite(tmp_path, raw) == config
+
+
+@pytest.mark.parametrize("name", ["dspark", "dflash"])
+def test_block_drafters_that_speculators_saved_hold_copies_of_the_targets_matrices(tmp_path: Path, name: str) -> None:
+    head = stored_head(name)
+    save_speculators(head, tmp_path, TARGET, 3, "org/target", "LlamaForCausalLM")
+    path = tmp_path / "model.safetensors"
+    copies = {one: torch.zeros(97, 48) for one in ("embed_tokens.weight", "lm_head.weight")}
+    save_file(load_file(path) | copies, path)
+    assert load_head(tmp_path, TARGET).config == head.config
+    save_file(load_file(path) | {"lm_head.weight": torch.zeros(97, 32)}, path)
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight"):
+        load_head(tmp_path, TARGET)
+
+
+def test_medusa_heads_that_say_nothing_of_their_target(tmp_path: Path) -> None:
+    """FasterDecoding's and TGI's `config.json` have neither a hidden size nor a vocabulary."""
+    head = stored_head("medusa")
+    save_head(head, tmp_path, TARGET)
+    (tmp_path / "config.json").write_text(
+        json.dumps({"base_model_name_or_path": "org/target", "medusa_num_heads": 4, "medusa_num_layers": 1})
+    )
+    assert load_head(tmp_path, TARGET).config == head.config
 
 
 def test_kind_by_the_tensors(tmp_path: Path) -> None:

@@ -101,7 +101,11 @@ HEADS: Mapping[str, HeadConfig] = {
     ),
     "eagle3-bias-2-layers": eagle_config(layers=2, fc_bias=True, draft_vocab_size=CUT),
     "eagle3-another-width": eagle_config(layer=replace(eagle_config().layer, hidden_size=32), draft_vocab_size=CUT),
+    "eagle3-qwen3": eagle_config(
+        layer=replace(eagle_config().layer, model_type="qwen3", qk_norm=True), draft_vocab_size=CUT
+    ),
     "eagle1": eagle_config(1),
+    "eagle1-qwen2": eagle_config(1, layer=replace(eagle_config(1).layer, model_type="qwen2", qkv_bias=True)),
     "eagle1-bias": eagle_config(1, fc_bias=True, layers=2),
     "medusa": medusa_config(),
     "medusa-2-blocks": medusa_config(num_heads=2, num_blocks=2),

@@ -9,6 +9,7 @@ import resource
 import signal
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +18,10 @@ import torch.multiprocessing
 from foretoken.errors import CheckpointError, ConfigError, NumericsError, StorageError
 from foretoken.train.frozen_target import FrozenTarget, fast_precision
 from foretoken.train.head_data import Batches, TokenText
+from foretoken.train.head_recipes import BlockShape, EagleShape, HeadShape, MedusaShape
 from foretoken.train.head_trainer import CURVE, HeadTrainer
 from foretoken.train.parallel import Ranks, joined_ranks
+from foretoken.train.run_state import check_same_shape, restore_state
 from tests.train.tiny import CONFIG, SHAPES, tiny_target, tiny_trainer
 
 
@@ -208,10 +211,68 @@ def test_a_folder_of_another_run_is_refused(
         tiny_trainer(tmp_path, target, config=dataclasses.replace(CONFIG, **change))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "error"),
+    [
+        (EagleShape(taps=(1, 3, 5)), EagleShape(taps=(2, 4, 6)), r"taps=\[2, 4, 6\].*started with \[1, 3, 5\]"),
+        (EagleShape(), EagleShape(norm_output=True), "norm_output=True"),
+        (EagleShape(fc_norm=True), EagleShape(), "fc_norm=False"),
+        (BlockShape(num_layers=1), BlockShape(num_layers=1, is_causal=False), "is_causal=False"),
+        (EagleShape(), EagleShape(intermediate_size=40), "layer.intermediate_size=40"),
+    ],
+)
+def test_a_run_of_another_shape_is_refused(
+    before: HeadShape,
+    after: HeadShape,
+    error: str,
+    target: FrozenTarget,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where weights of the same sizes would be taken for those of the other network."""
+    monkeypatch.setitem(SHAPES, "one", before)
+    tiny_trainer(tmp_path, target, "one").save()
+    monkeypatch.setitem(SHAPES, "one", after)
+    with pytest.raises(ConfigError, match=error):
+        tiny_trainer(tmp_path, target, "one")
+
+
+def test_a_run_goes_on_with_its_own_optimiser_and_whatever_earlier_versions_kept(
+    target: FrozenTarget, tmp_path: Path
+) -> None:
+    trainer = tiny_trainer(tmp_path, target)
+    trainer.save()
+    muon = dataclasses.replace(CONFIG, optimizer=dataclasses.replace(CONFIG.optimizer, kind="muon"))
+    with pytest.raises(ConfigError, match=r"train.optimizer.kind='muon'.*started with adamw"):
+        tiny_trainer(tmp_path, target, config=muon)
+    check_same_shape({"unknown": 1}, {"taps": [1]}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value"),
+    [
+        (EagleShape, "num_layers", 0),
+        (EagleShape, "intermediate_size", 0),
+        (MedusaShape, "num_heads", 0),
+        (MedusaShape, "num_blocks", 0),
+        (BlockShape, "num_layers", -1),
+        (BlockShape, "markov_rank", -1),
+    ],
+)
+def test_shapes_that_no_head_has_are_refused(kind: Any, field: str, value: int) -> None:
+    with pytest.raises(ConfigError, match=f"{field}={value}: must be at least"):
+        kind(**{field: value})
+    with pytest.raises(ConfigError, match="taps"):
+        EagleShape(version=1, taps=(1, 2))
+
+
 def test_states_that_are_broken_or_of_another_head_are_refused(target: FrozenTarget, tmp_path: Path) -> None:
     tiny_trainer(tmp_path, target).save()
-    with pytest.raises(CheckpointError, match="another model"):
+    with pytest.raises(ConfigError, match=r"kind='block'.*started with eagle"):
         tiny_trainer(tmp_path, target, "block")
+    other = tiny_trainer(tmp_path / "other", target, "block")
+    with pytest.raises(CheckpointError, match="another model"):
+        restore_state(tmp_path, other.head, other.optimizers)
     path = tmp_path / "state.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match="not a complete training state"):
@@ -265,7 +326,17 @@ def test_precision_follows_the_device() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("tokens", 0), ("length", 3), ("row_share", 0.0), ("decay_share", 2.0), ("seed", -1), ("validate_every_steps", 0)],
+    [
+        ("tokens", 0),
+        ("length", 3),
+        ("row_share", 0.0),
+        ("decay_share", 2.0),
+        ("seed", -1),
+        ("validate_every_steps", 0),
+        ("clip_norm", 0.0),
+        ("clip_norm", -1.0),
+        ("seconds", float("nan")),
+    ],
 )
 def test_bad_settings_are_refused(field: str, value: float) -> None:
     with pytest.raises(ConfigError, match=field):

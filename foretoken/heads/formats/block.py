@@ -16,16 +16,13 @@ from foretoken.heads.formats.layers import (
     outputs_to_taps,
     taps_to_outputs,
 )
-from foretoken.heads.formats.pairing import check_sizes, cover_context
+from foretoken.heads.formats.pairing import beside_target, check_sizes
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.fields import Fields, shown
 
 DFLASH, DSPARK = "DFlashDraftModel", "Qwen3DSparkModel"
-MARKOV_IN, MARKOV_OUT, CONFIDENCE = (
-    "markov_head.markov_w1.weight",
-    "markov_head.markov_w2.weight",
-    "confidence_head.proj.weight",
-)
+MARKOV_IN, MARKOV_OUT = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
+CONFIDENCE, CONFIDENCE_BIAS = "confidence_head.proj.weight", "confidence_head.proj.bias"
 MARKOV_TYPE = "vanilla"  # the sum of W2 W1[token before] and the logits
 _MAX_BLOCK = 1024
 
@@ -77,7 +74,7 @@ def block_from_json(fields: Fields, target: ModelConfig) -> BlockConfig:
     if not both.flag("use_swa") and raw.get("layer_types") == ["full_attention"] * len(raw.get("layer_types") or ()):
         raw.pop("layer_types", None)
         raw["use_sliding_window"] = False
-    layer = cover_context(layer_from_json(raw, fields.where, "qwen3"), target)
+    layer = beside_target(layer_from_json(raw, fields.where, "qwen3"), target)
     ids = layer_ids(both, "target_layer_ids", least=-1)
     if ids is None:
         raise both.refusal("target_layer_ids", "a list of layer numbers")
@@ -100,7 +97,8 @@ def block_from_json(fields: Fields, target: ModelConfig) -> BlockConfig:
         block_size=both.whole("block_size", most=_MAX_BLOCK),
         markov_rank=rank,
         is_causal=both.flag("causal"),
-        has_confidence=both.flag("enable_confidence_head"),
+        # One that also reads the token before is left out: without it the head drafts the same.
+        has_confidence=both.flag("enable_confidence_head") and not both.flag("confidence_head_with_markov"),
         mask_token=both.whole("mask_token_id", least=0, most=layer.vocab_size - 1),
         predicts_at_anchor=both.flag("sample_from_anchor", default=is_dspark),
     )
@@ -116,10 +114,6 @@ def _refuse_variants(fields: Fields) -> None:
     if fields.whole_or("markov_rank", 0, least=0) and kind != MARKOV_TYPE:
         raise UnsupportedModelError(
             f"{fields.where}: markov_head_type={shown(kind)} is not run here, only {MARKOV_TYPE!r}"
-        )
-    if fields.flag("enable_confidence_head") and fields.flag("confidence_head_with_markov"):
-        raise UnsupportedModelError(
-            f"{fields.where}: confidence_head_with_markov=true is not run here; the confidence reads the hidden state"
         )
     if fields.flag("use_swa"):
         raise UnsupportedModelError(f"{fields.where}: use_swa=true (a sliding window) is not run here")
@@ -140,3 +134,4 @@ def block_tensors(config: BlockConfig) -> Iterator[tuple[str, Shape]]:
         yield MARKOV_OUT, (config.draft_vocab_size, config.markov_rank)
     if config.has_confidence:
         yield CONFIDENCE, (1, hidden)
+        yield CONFIDENCE_BIAS, (1,)

@@ -18,7 +18,7 @@ from foretoken.heads.formats.layers import (
     outputs_to_taps,
     taps_to_outputs,
 )
-from foretoken.heads.formats.pairing import check_sizes, cover_context
+from foretoken.heads.formats.pairing import beside_target, check_sizes
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.fields import Fields
 
@@ -26,6 +26,7 @@ ARCHITECTURE_3 = "LlamaForCausalLMEagle3"
 ARCHITECTURE_1, ARCHITECTURE_1_BIAS = "EagleLlamaForCausalLM", "LlamaForCausalLMEagle"
 NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _AUX_IDS = "eagle_aux_hidden_state_layer_ids"
+_LAYERS = ("llama", "qwen2", "qwen3")  # families whose layers EAGLE heads have
 _MAX_TAPS = 1024  # bounds a list that is read before it is compared with the target
 
 
@@ -36,8 +37,9 @@ def eagle_json(config: EagleConfig, dtype: str) -> dict[str, Any]:
         ConfigError: layers that the format has no words for.
     """
     layer = config.layer
-    if layer.model_type != "llama" or layer.qk_norm:
-        raise ConfigError("model_type", layer.model_type, "the layers of an EAGLE head are written as llama's")
+    if layer.model_type not in _LAYERS or layer.qk_norm != (layer.model_type == "qwen3"):
+        written = f"the layers of an EAGLE head are written as one of {', '.join(_LAYERS)}"
+        raise ConfigError("model_type", layer.model_type, written)
     raw = layer_json(layer, dtype) | {"target_hidden_size": config.target_hidden_size, "bias": config.fc_bias}
     if config.version == 1:
         # vLLM reads the first and has no bias; SGLang the second, which leaves a missing bias random.
@@ -67,9 +69,9 @@ def eagle_from_json(fields: Fields, target: ModelConfig, names: frozenset[str]) 
     if version_3 and not fields.has("num_hidden_layers"):
         raw["num_hidden_layers"] = 1
     refuse_variants(names)
-    layer = layer_from_json(raw, fields.where, "llama")
+    layer = layer_from_json(raw, fields.where, _model_type(fields, names))
     wide = fields.whole_or("target_hidden_size", layer.hidden_size)
-    layer, where = cover_context(layer, target), fields.where
+    layer, where = beside_target(layer, target), fields.where
     if not version_3:
         check_sizes(where, target, wide, layer.vocab_size, ())
         return EagleConfig(
@@ -99,6 +101,16 @@ def eagle_from_json(fields: Fields, target: ModelConfig, names: frozenset[str]) 
         norm_output=fields.flag("norm_output"),
         has_own_output=size == layer.vocab_size and ("lm_head.weight" in names or layer.hidden_size != wide),
     )
+
+
+def _model_type(fields: Fields, names: frozenset[str]) -> str:
+    """The family of a head's layers, by their tensors: Qwen3's norms (`--draft-arch qwen3` of speculators), or Qwen2's
+    biases (`qkv_bias` of SafeAILab's heads), which `model_type` often does not tell.
+    """
+    parts = {name.partition("self_attn.")[2] for name in names}
+    if "q_norm.weight" in parts:
+        return "qwen3"
+    return "qwen2" if "q_proj.bias" in parts and not fields.flag("attention_bias") else "llama"
 
 
 def is_version_3(fields: Fields) -> bool:
@@ -155,12 +167,15 @@ def network_name(config: EagleConfig, name: str) -> str:
 
 
 def _taps(fields: Fields, target: ModelConfig) -> tuple[int, ...]:
-    """Layers that an EAGLE-3 head reads: the top level (enter) before `eagle_config` (output), as in vLLM."""
+    """Layers that an EAGLE-3 head reads: the top level (enter) before `eagle_config` (output), as in vLLM, and
+    `target_layer_ids` (output) of DeepSpec's heads.
+    """
     ids = layer_ids(fields, _AUX_IDS)
     if ids is not None:
         return ids
     own = fields.fields("eagle_config")
     outputs = None if own is None else layer_ids(own, _AUX_IDS)
+    outputs = outputs or layer_ids(fields, "target_layer_ids", least=-1)
     return default_taps(target.num_layers) if outputs is None else outputs_to_taps(outputs)
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from foretoken.errors import ConfigError
+from foretoken.errors import ConfigError, UnsupportedModelError
 from foretoken.heads.config import default_taps
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.config_json import config_from_hf, config_to_hf
+from foretoken.model.fields import shown
 
 
 def taps_to_outputs(taps: tuple[int, ...]) -> list[int]:
@@ -30,6 +31,12 @@ def are_default_taps(taps: tuple[int, ...], num_layers: int) -> bool:
 
 
 Shape = tuple[int, ...]
+_NOT_OF_LAYERS = (
+    "architectures",
+    "is_encoder_decoder",
+    "bos_token_id",
+    "eos_token_id",
+)  # ends of text are the target's
 
 
 def layer_json(layer: ModelConfig, dtype: str) -> dict[str, Any]:
@@ -51,10 +58,21 @@ def layer_from_json(raw: Mapping[str, Any], where: str, model_type: str) -> Mode
     """The layers described by a head's configuration, read as those of a `model_type`.
 
     Raises:
-        CheckpointError, UnsupportedModelError: see `config_from_hf`.
+        CheckpointError: see `config_from_hf`.
+        UnsupportedModelError: see `config_from_hf`; an activation or a window that heads do not have.
     """
-    own = {key: value for key, value in raw.items() if key not in ("architectures", "is_encoder_decoder")}
-    return config_from_hf(own | {"model_type": model_type, "tie_word_embeddings": False}, where)
+    own = {key: value for key, value in raw.items() if key not in _NOT_OF_LAYERS}
+    layer = config_from_hf(own | {"model_type": model_type, "tie_word_embeddings": False}, where)
+    if layer.activation != "silu":
+        raise UnsupportedModelError(
+            f"{where}: hidden_act={shown(raw['hidden_act'])} is not run in a head, only silu; take a head with silu"
+        )
+    if "sliding_attention" in (raw.get("layer_types") or ()) and not layer.sliding_window:  # llama's readers skip it
+        raise UnsupportedModelError(
+            f"{where}: layer_types has sliding_attention, which is not run in a head; take a head that attends to the "
+            "whole text"
+        )
+    return layer
 
 
 def layer_tensors(

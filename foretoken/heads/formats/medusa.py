@@ -67,10 +67,9 @@ def medusa_from_json(fields: Fields, target: ModelConfig, names: frozenset[str])
     )
 
 
-def medusa_vocab_size(fields: Fields) -> int:
+def medusa_vocab_size(config: MedusaConfig, fields: Fields) -> int:
     """Size of the vocabulary that the heads draft from."""
-    size = fields.whole_or("vocab_size", 1)
-    return fields.whole_or("truncated_vocab_size", size, most=max(size, 1))
+    return fields.whole_or("truncated_vocab_size", config.vocab_size, most=config.vocab_size)
 
 
 def medusa_tensors(config: MedusaConfig, draft_vocab_size: int) -> Iterator[tuple[str, Shape]]:

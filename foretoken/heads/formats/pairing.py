@@ -37,9 +37,16 @@ def check_sizes(where: str, target: ModelConfig, hidden_size: int, vocab_size: i
         )
 
 
-def cover_context(layer: ModelConfig, target: ModelConfig) -> ModelConfig:
-    """The same layers for every position of the target. Published heads often name the length of their training."""
-    return replace(layer, max_context_tokens=max(layer.max_context_tokens, target.max_context_tokens))
+def beside_target(layer: ModelConfig, target: ModelConfig) -> ModelConfig:
+    """The same layers for every position of the target, whose texts they continue. Published heads often name the
+    length of their training, and ends of text of another model.
+    """
+    return replace(
+        layer,
+        max_context_tokens=max(layer.max_context_tokens, target.max_context_tokens),
+        bos_token_id=target.bos_token_id,
+        eos_token_ids=target.eos_token_ids,
+    )
 
 
 def target_note(target: ModelConfig, folder: Path | None) -> dict[str, Any]:
