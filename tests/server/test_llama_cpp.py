@@ -286,6 +286,12 @@ def test_a_response_has_every_field_of_open_responses() -> None:
     assert found["service_tier"] == "default"
 
 
+def test_a_form_in_a_response_has_every_field_of_open_responses() -> None:
+    form = {"type": "json_schema", "name": "a", "schema": {"const": None}}
+    _, found = ask(FakeBackend(), "/v1/responses", {"input": "hi", "text": {"format": form}}, ApiConfig())
+    assert found["text"] == {"format": form | {"description": None, "strict": False}}
+
+
 def test_it_is_off_unless_asked_for() -> None:
     off = ApiConfig()
     assert ask(FakeBackend(), "/completion", {"prompt": "a"}, off)[0] == 404

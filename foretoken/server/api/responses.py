@@ -185,7 +185,10 @@ def _status(event: AnswerEnded) -> str:
 
 def _text(body: ResponsesRequest) -> _Json:
     given: _Json = {} if body.text is None else body.text.model_dump(by_alias=True, exclude_none=True)
-    return {"format": {"type": "text"}, **given}
+    form: _Json = given.get("format", {"type": "text"})
+    if form["type"] == "json_schema":  # has these fields always, as OpenAI's has
+        form = {"name": "answer", "description": None, **form, "strict": bool(form.get("strict"))}
+    return {**given, "format": form}
 
 
 def _choice(body: ResponsesRequest) -> Any:  # noqa: ANN401 - a word or an object
