@@ -8,6 +8,7 @@ file that was cut short is built anew rather than mapped.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -15,6 +16,7 @@ import os
 import platform
 import shlex
 import shutil
+import signal
 import subprocess
 import tempfile
 import warnings
@@ -96,9 +98,15 @@ def opened(path: Path, interface: str, number: int) -> ctypes.CDLL:
     """
     try:
         library = ctypes.CDLL(str(path))
+    except OSError as error:  # a file system mounted noexec, which another copy would not help, or a broken file
+        raise BuildError(
+            f"the compiled library cannot be loaded ({error}); set {CACHE_VARIABLE} to a folder that programs may run "
+            f"from, or delete {path}"
+        ) from error
+    try:
         found: int = getattr(library, interface)()
-    except (OSError, AttributeError) as error:
-        raise BuildError(f"the compiled library cannot be loaded ({error}); delete {path}") from error
+    except AttributeError as error:
+        raise BuildError(f"the compiled library is none of ours ({error}); delete {path}") from error
     if found != number:
         raise BuildError(f"{path} has interface {found}, not {number}; delete it")
     return library
@@ -136,14 +144,26 @@ def compile_library(source: Path, flags: tuple[str, ...], path: Path) -> None:
     """
     command = [*_compiler(), *flags, str(source)]
     try:
-        done = subprocess.run(
-            [*command, "-o", str(path)], capture_output=True, text=True, errors="replace", timeout=_MAX_S, check=False
-        )
+        returncode, complaint = _run([*command, "-o", str(path)])
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"the C++ compiler {command[0]} cannot be run ({error}); name another in CXX") from error
-    if done.returncode != 0 or not path.exists():
-        words = " ".join(done.stderr.split())[:_MAX_WORDS]
+    if returncode != 0 or not path.exists():
+        words = " ".join(complaint.split())[:_MAX_WORDS]
         raise BuildError(f"the C++ compiler {command[0]} failed ({words}); install g++, or name another one in CXX")
+
+
+def _run(command: list[str]) -> tuple[int, str]:
+    """Exit status and complaints of a compiler that has `_MAX_S`; the processes that it started end with it."""
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True
+    ) as process:
+        try:
+            complaint = process.communicate(timeout=_MAX_S)[1]
+        except BaseException:  # also a signal that ends us, which its own session does not get
+            with contextlib.suppress(ProcessLookupError):  # all have ended meanwhile
+                os.killpg(process.pid, signal.SIGKILL) if os.name == "posix" else process.kill()
+            raise
+    return process.returncode, complaint
 
 
 def _compile_to(path: Path, source: Path, flags: tuple[str, ...]) -> None:

@@ -7,6 +7,7 @@ transformers.
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from weakref import WeakKeyDictionary
@@ -18,6 +19,7 @@ from foretoken.errors import InputError
 from foretoken.text.tokenizer import Tokenizer
 
 _BORDER = b"\xff"  # no text has this byte
+_KNOWN_TEXTS = 65_536  # of which the tokens are remembered: requests often come with the same long list
 
 
 class TokenSequences:
@@ -58,8 +60,9 @@ class TokenTexts:
         for text in self._texts:
             self._starts.append(place)
             place += len(text) + 1
+        self.containing = functools.lru_cache(_KNOWN_TEXTS)(self._containing)
 
-    def containing(self, text: bytes) -> list[int]:
+    def _containing(self, text: bytes) -> list[int]:
         """Tokens with `text` inside."""
         found, place = set[int](), self._all.find(text)
         while place >= 0:
@@ -86,13 +89,11 @@ class BannedTexts:
 
     def after(self, path: Sequence[int]) -> list[Tensor]:
         """Tokens, in parts, that would complete a text begun in the answer and `path`."""
-        tail = self._append(path)
-        rests = {
-            text[length:]
-            for text in self._texts
-            for length in range(1, min(len(text) - 1, len(tail)) + 1)
-            if tail.endswith(text[:length])
-        }
+        tail, rests = self._append(path), set[bytes]()
+        for place in range(len(tail)):
+            begun = tail[place:]
+            first, last = bisect_right(self._texts, begun), bisect_left(self._texts, begun + _BORDER)
+            rests |= {text[len(begun) :] for text in self._texts[first:last]}
         return [self._beginning(rest) for rest in sorted(rests)]
 
     def commit(self, tokens: Sequence[int]) -> None:

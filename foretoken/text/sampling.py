@@ -141,7 +141,8 @@ def _choices(scores: Tensor, params: Sequence[SamplingParams], best: Tensor | No
             continue
         if id(choice) not in made:
             dropped = 1 - choice.top_p if choice.top_p < 1 else -1.0
-            made[id(choice)] = Choice(0, choice.top_k, coldest(choice.temperature), dropped, choice.min_p)
+            top_k = min(choice.top_k, scores.shape[-1])  # C would take another number's last 64 bits
+            made[id(choice)] = Choice(0, top_k, coldest(choice.temperature), dropped, choice.min_p)
         choices.append(made[id(choice)])
     return choices
 

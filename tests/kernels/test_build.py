@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import select
 import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -53,7 +55,7 @@ def test_a_library_is_compiled_once(source: Path, monkeypatch: pytest.MonkeyPatc
     path = built(source)
     assert path.parent == source.parent / "cache" / "kernels"
     assert {one.name for one in path.parent.iterdir()} == {path.name, build._LOCK}
-    monkeypatch.setattr(subprocess, "run", no_compiler)
+    monkeypatch.setattr(subprocess, "Popen", no_compiler)
     assert built(source) == path
 
 
@@ -116,6 +118,34 @@ def test_no_compiler_and_a_failing_one_say_what_to_do(source: Path, monkeypatch:
     with pytest.raises(BuildError, match=r"no C\+\+ compiler was found; install g\+\+"):
         built(source)
     assert os.listdir(source.parent / "cache" / "kernels") == [build._LOCK]
+
+
+def test_what_a_compiler_started_ends_with_it(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `cc1plus`, which works on when the `g++` that started it is gone."""
+    alive, compiler = source.parent / "alive", source.parent / "compiler"
+    os.mkfifo(alive)
+    compiler.write_text(f"#!/bin/sh\nexec 3>{alive}\nsleep 3 &\nwait\n")
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setattr(build, "_MAX_S", 0.1)
+    reader = os.open(alive, os.O_RDONLY | os.O_NONBLOCK)
+    writer = os.open(alive, os.O_WRONLY)
+    with pytest.raises(BuildError, match="timed out"):
+        built(source)
+    os.close(writer)
+    is_closed = bool(select.select([reader], [], [], 1)[0])
+    os.close(reader)
+    assert is_closed, "another process has the other end"
+
+
+def test_a_folder_that_no_program_may_run_from(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: str) -> object:
+        raise OSError(f"{path}: failed to map segment from shared object")
+
+    path = built(source)
+    monkeypatch.setattr(ctypes, "CDLL", refused)
+    with pytest.raises(BuildError, match=r"failed to map .* set FORETOKEN_CACHE to a folder that programs may run"):
+        load(path)
 
 
 def test_a_folder_that_cannot_be_written(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,6 +115,13 @@ def test_tiny_and_huge_temperatures(kernel: SamplingKernel, vocab: int, temperat
         check_distributions(logits, [SamplingParams(temperature=temperature, **own)] * len(logits))
 
 
+@pytest.mark.parametrize("top_k", [700, 701, 2**63, 2**64 + 1])
+def test_more_tokens_than_there_are_is_no_filter(kernel: SamplingKernel, top_k: int) -> None:
+    logits = logits_of(700)
+    every, free = ([SamplingParams(temperature=1.0, top_k=k)] * len(logits) for k in (top_k, 0))
+    assert torch.equal(target_probs(logits, every), target_probs(logits, free))
+
+
 def test_probabilities_are_those_of_float64(kernel: SamplingKernel) -> None:
     """Up to what rounding a score costs, down to the least number of float32."""
     spread = torch.randn(4, 128_000, generator=torch.Generator().manual_seed(5))

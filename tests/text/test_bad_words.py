@@ -5,13 +5,14 @@ answer.
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from foretoken import LLM, InputError, SamplingParams, SpecConfig
-from foretoken.text.bad_words import TokenTexts, split_words
+from foretoken.text.bad_words import BannedTexts, TokenTexts, split_words
 from foretoken.text.processors import RequestProcessors, make_processors
 from foretoken.text.tokenizer import Tokenizer, load_tokenizer
 from tests.helpers.checkpoints import END_OF_TEXT, tiny_tokenizer
@@ -118,6 +119,28 @@ def test_tokens_are_found_by_their_bytes() -> None:
         text = bytes(rng.choices(b"ab", k=rng.randrange(1, 4)))
         assert tokens.containing(text) == [i for i, one in written.items() if text in one]
         assert sorted(tokens.beginning(text)) == [i for i, one in written.items() if one.startswith(text)]
+
+
+def test_a_long_list_is_looked_up_not_gone_through() -> None:
+    """What completes a text behind an answer: as by definition, in far fewer calls than there are texts."""
+    rng, calls = random.Random(0), list[str]()
+    texts = {bytes(rng.choices(b"abcdefghijklmnop", k=rng.randrange(2, 9))) for _ in range(3000)}
+    tokens = TokenTexts({token: bytes([token]) for token in range(256)})
+    found = BannedTexts(texts, tokens)
+    answer = [*rng.choices(b"abcdefghijklmnop", k=20), 255, *min(texts, key=len)[:-1]]
+    found.commit(answer[:4])
+    before = sys.getprofile()
+    sys.setprofile(lambda _frame, event, _call: calls.append(event))
+    try:
+        parts = found.after(answer[4:])
+    finally:
+        sys.setprofile(before)
+    rests = {text[k:] for text in texts for k in range(1, len(text)) if bytes(answer).endswith(text[:k])}
+    assert [part.tolist() for part in parts] == [tokens.beginning(rest) for rest in sorted(rests)]
+    assert len(calls) < len(texts)
+    found_once = tokens.containing.cache_info().misses
+    assert BannedTexts(texts, tokens).single_ids == found.single_ids
+    assert tokens.containing.cache_info().misses == found_once
 
 
 @pytest.fixture(scope="module")
