@@ -80,11 +80,20 @@ class TextAssembler:
         return bool(found)
 
     def _held_back(self) -> int:
-        """Length of the longest end of the text that begins a stop string."""
-        for length in range(min(self._longest - 1, len(self._text)), 0, -1):
-            if any(s.startswith(self._text[-length:]) for s in self._stop_strings):
-                return length
-        return 0
+        """Length of the longest end of the text that begins a stop string.
+
+        Only ends with the first character of a stop string are compared: this is asked for at every token, and stop
+        strings may be long.
+        """
+        longest = 0
+        for stop in self._stop_strings:
+            end = self._text[max(0, len(self._text) - len(stop) + 1) :]
+            for place in occurrences(end, stop[0], 0):
+                if len(end) - place <= longest:
+                    break
+                if stop.startswith(end[place:]):
+                    longest = len(end) - place
+        return longest
 
 
 def occurrences(text: str, wanted: str, start: int) -> Iterator[int]:

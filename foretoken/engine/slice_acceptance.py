@@ -47,10 +47,11 @@ class SliceAcceptance:
         return tuple(self._counts)
 
     def copy(self) -> SliceAcceptance:
-        """A copy that later rounds do not change."""
+        """A copy that later rounds do not change; any thread may ask for one while another one counts."""
+        # A list of items is made in one piece: a loop over them could meet a round half-way.
         counts = OrderedDict(
-            (name, {drafter: list(positions) for drafter, positions in drafters.items()})
-            for name, drafters in self._counts.items()
+            (name, {drafter: list(positions) for drafter, positions in list(drafters.items())})
+            for name, drafters in list(self._counts.items())
         )
         return SliceAcceptance(self.num_dropped, counts)
 

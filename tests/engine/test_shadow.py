@@ -289,6 +289,18 @@ def test_pieces_are_bounded_and_room_is_asked_for() -> None:
     assert shadow.advance(100) == 0
 
 
+def test_processors_are_made_once_there_is_room() -> None:
+    """A grammar may take seconds, in the engine's thread, and a busy engine refuses room at every step."""
+    spare, made = Spare(), list[int]()
+    shadow = Shadow(scripted(LAW), 1.0, room=spare, fresh_processors=lambda request: made.append(request.request_id))
+    shadow.offer(requests(1)[0], [0, 1, 2])
+    spare.open = False
+    assert [shadow.advance(100) for _ in range(3)] == [0, 0, 0]
+    assert made == []
+    spare.open = True
+    assert (shadow.drain().num_requests, made) == (1, [0])
+
+
 def test_a_request_that_needs_the_room_gets_it_at_once() -> None:
     """What was begun is begun anew, and counts once."""
     model, spare = scripted(LAW), Spare()

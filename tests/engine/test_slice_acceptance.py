@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 from foretoken import LLM, SamplingParams, SpecConfig
@@ -43,6 +44,28 @@ def test_trees_count_every_node_of_a_depth() -> None:
     counted.count("s", depths=[1, 1, 2, 3], provenance=["a", "b", "a", None], emitted=[0, 2])
     assert counted.of("s", "a") == ((1, 1), (1, 1))
     assert counted.of("s", "b") == ((1, 0),)
+
+
+class Meanwhile(list[tuple[int, int]]):
+    """Counts that make another thread's round visible: while they are read, one of every slice is counted."""
+
+    def __init__(self, counted: SliceAcceptance) -> None:
+        super().__init__([(1, 0)])
+        self.counted = counted
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        for name in ("b", "a", "new"):
+            self.counted.count(name, [1], [f"by {name}"], [])
+        return super().__iter__()
+
+
+def test_a_copy_is_made_while_another_thread_counts() -> None:
+    counted = SliceAcceptance()
+    for name in ("a", "b"):
+        counted.count(name, [1], ["ngram"], [])
+    counted._counts["a"]["ngram"] = Meanwhile(counted)
+    assert counted.copy().of("a", "ngram") == ((1, 0),)
+    assert counted.slices == ("b", "a", "new")
 
 
 def test_the_slice_unused_longest_is_dropped(monkeypatch: object) -> None:

@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -275,6 +276,27 @@ def test_no_more_is_held_than_must_be(pieces: list[str], stops: list[str]) -> No
             return
         longest = max((n for stop in stops for n in range(len(stop)) if whole.endswith(stop[:n])), default=0)
         assert sent == whole[: len(whole) - longest]
+
+
+class Compared(str):
+    """A stop string that counts how often the end of a text was compared with it."""
+
+    num_compared = 0
+
+    def startswith(self, *arguments: Any) -> bool:
+        self.num_compared += 1
+        return super().startswith(*arguments)
+
+
+def test_long_stop_strings_are_compared_only_where_they_may_begin() -> None:
+    """The engine's thread asks at every token: a comparison for each length would hold up all other requests."""
+    stop = Compared("x" * 1000 + "y")
+    text = TextAssembler(Pieces(["abc " * 1000, "xx"]), (stop,))
+    for token, held in ((0, 0), (1, 2)):
+        assert not text.push(token)
+        text.release(final=False)
+        assert text._held_back() == held
+    assert stop.num_compared <= 2
 
 
 @pytest.mark.parametrize("drafter", ["draft_model", "ngram", None])

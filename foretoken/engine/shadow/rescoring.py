@@ -102,7 +102,7 @@ class Rescoring:
         processors: AnswerProcessors | None = None,
     ) -> None:
         assert prompt_ids
-        self._target, self._params, self._processors = target, params, processors
+        self._target, self._params, self.processors = target, params, processors
         self._text, self._num_prompt = (*prompt_ids, *output_ids), len(prompt_ids)
         self._num_run = 0
         self._sequence: int | None = None
@@ -156,11 +156,11 @@ class Rescoring:
             raise NumericsError(
                 f"the target's logits are not finite when output token {first} or a later one is scored again"
             )
-        if self._processors is not None and answer:
-            logits = self._processors.adjust(logits, [answer[:i] for i in range(len(answer))])
+        if self.processors is not None and answer:
+            logits = self.processors.adjust(logits, [answer[:i] for i in range(len(answer))])
             rounding = _rounding_after(rounding, logits, self._params.repetition_penalty)
             if self.num_remaining:  # an end token has no successor, so processors need not see it
-                self._processors.commit(answer)
+                self.processors.commit(answer)
         distributions = target_probs(logits, [self._params] * len(answer)) if answer else logits.float()
         return ScoredRows(
             first,

@@ -229,11 +229,12 @@ class Shadow:
 
     def _start(self, case: _Case) -> bool:
         request = case.request
-        processors = None if self._fresh_processors is None else self._fresh_processors(request)
-        scoring = Rescoring(self.target, request.prompt_ids, case.output_ids, request.params, processors)
+        scoring = Rescoring(self.target, request.prompt_ids, case.output_ids, request.params)
         if not self._room.borrow(scoring.footprint_tokens, self.release):
             return False
         self._running = scoring
+        if self._fresh_processors is not None:  # not before: a grammar may take long, and room is asked for every step
+            scoring.processors = self._fresh_processors(request)
         return True
 
     def _weigh(self, case: _Case, rows: ScoredRows) -> None:
