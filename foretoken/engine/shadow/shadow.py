@@ -232,9 +232,13 @@ class Shadow:
         scoring = Rescoring(self.target, request.prompt_ids, case.output_ids, request.params)
         if not self._room.borrow(scoring.footprint_tokens, self.release):
             return False
+        try:
+            if self._fresh_processors is not None:  # behind it: a grammar takes long, and room is asked for every step
+                scoring.processors = self._fresh_processors(request)
+        except BaseException:
+            self._room.give_back()
+            raise
         self._running = scoring
-        if self._fresh_processors is not None:  # not before: a grammar may take long, and room is asked for every step
-            scoring.processors = self._fresh_processors(request)
         return True
 
     def _weigh(self, case: _Case, rows: ScoredRows) -> None:
