@@ -137,8 +137,17 @@ def as_plain(value: object) -> object:
 
 
 def replace_text(field: str, path: Path, text: str) -> None:
-    """Write a UTF-8 file, replacing the one that is there at once: an interrupted write leaves the old one. A link
-    stays and its file is replaced; a device or a pipe is written to
+    """Write a UTF-8 file as `replace_bytes` does
+
+    Raises:
+        StorageError: names the field.
+    """
+    replace_bytes(field, path, text.encode("utf-8"))
+
+
+def replace_bytes(field: str, path: Path, data: bytes) -> None:
+    """Write a file, replacing the one that is there at once: an interrupted write leaves the old one. A link stays and
+    its file is replaced; a device or a pipe is written to
 
     Raises:
         StorageError: names the field.
@@ -147,9 +156,9 @@ def replace_text(field: str, path: Path, text: str) -> None:
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         if path.exists() and not path.is_file():
-            path.write_text(text, encoding="utf-8")
+            path.write_bytes(data)
             return
-        part.write_text(text, encoding="utf-8")
+        part.write_bytes(data)
         part.replace(path)
     except OSError as error:
         raise StorageError(f"{field}: cannot write {path}: {error}") from error

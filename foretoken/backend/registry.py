@@ -100,19 +100,19 @@ def is_address(name: str) -> bool:
     return name.startswith(_SCHEMES)
 
 
-def check_backends(names: Sequence[str]) -> None:
-    """Refuse names of no backend, before any is opened.
+def check_backends(names: Sequence[str], field: str = "backends") -> None:
+    """Refuse names of no backend, before any is opened; `field` is the option that holds them.
 
     Raises:
         InputError: names it and lists those that exist.
     """
     if not names:
-        raise InputError("backends", "", f"name at least one of {_known()}")
+        raise InputError(field, "", f"name at least one of {_known()}")
     for name in names:
         if is_address(name):
-            check_address("backends", name)
+            check_address(field, name)
         elif name not in BACKENDS:
-            raise InputError("backends", name, f"choose from {_known()}")
+            raise InputError(field, name, f"choose from {_known()}")
 
 
 def open_backend(

@@ -112,7 +112,7 @@ def _backend_options(context: typer.Context, backend: str) -> BackendAuditOption
     refuse_set(context, [*others, "numerics"], f"is chosen by {backend} itself; leave it out")
     source = source_of(context, backend)
     second = context.params["against_backend"]
-    against = None if second is None else source_of(context, second)
+    against = None if second is None else source_of(context, second, "against_backend")
     target = context.params["target"]
     if source.is_address:
         refuse_of_engines(context, backend, _ASKED)

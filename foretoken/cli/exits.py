@@ -15,6 +15,27 @@ CLOSED_PIPE = 141  # the exit code of a program ended by SIGPIPE, as in `yes | h
 _IO_FAILED = 4
 
 
+def open_missing_streams(has_results: bool = True) -> None:
+    """Put something behind standard streams that were closed before the start, as in `foretoken ... >&-`.
+
+    Otherwise the next file or socket would take their number, and with it what is written to them. Where standard
+    output has results, writing to it fails then, as an answer would be lost in silence; otherwise, and for standard
+    error, what is written is dropped.
+    """
+    for_stdout = os.O_RDONLY if has_results else os.O_WRONLY
+    for number, name, flags in ((0, "stdin", os.O_WRONLY), (1, "stdout", for_stdout), (2, "stderr", os.O_WRONLY)):
+        try:
+            os.fstat(number)
+        except OSError:
+            opened = os.open(os.devnull, flags)  # takes this number: it is the lowest that is free
+            assert opened == number
+            os.set_inheritable(number, True)
+            if number:  # `sys.stdin` stays None, which says that nothing can be read
+                stream = os.fdopen(number, "w", encoding="utf-8", closefd=False)
+                setattr(sys, name, stream)
+                setattr(sys, f"__{name}__", stream)
+
+
 def print_version() -> None:
     """The program's name and version."""
     print(f"foretoken {foretoken.__version__}")

@@ -91,8 +91,8 @@ def refuse_set(context: typer.Context, names: Sequence[str], remedy: str) -> Non
             raise ConfigError(name, context.params[name], remedy)
 
 
-def source_of(context: typer.Context, backend: str) -> BackendSource:
-    """The backend called `backend` with the models and settings of the other options.
+def source_of(context: typer.Context, backend: str, option: str = "backend") -> BackendSource:
+    """The backend called `backend`, as `option` says, with the models and settings of the other options.
 
     Raises:
         InputError: no such backend, or options that it does not take.
@@ -102,7 +102,7 @@ def source_of(context: typer.Context, backend: str) -> BackendSource:
     from foretoken.measure.asked import BackendSource
 
     given = context.params
-    check_backends((backend,))
+    check_backends((backend,), option)
     if is_address(backend):
         return BackendSource(backend, served_model=given["model"])
     fetch_models(given["target"], given["draft"])

@@ -13,7 +13,7 @@ import time
 from types import FrameType
 from typing import NoReturn
 
-from foretoken.cli.exits import INTERRUPTED, io_failure, print_version, quit_at_once, say
+from foretoken.cli.exits import INTERRUPTED, io_failure, open_missing_streams, print_version, quit_at_once, say
 from foretoken.machine.neighbours import OtherLoad
 from foretoken.machine.threads import (
     LONG_RUNNING,
@@ -38,6 +38,7 @@ class Terminated(SystemExit):
 def main() -> None:
     """Run the command line of this process, and exit."""
     arguments = sys.argv[1:]
+    open_missing_streams(has_results=arguments[:1] not in (["serve"], ["ab-live"]))  # what they print is no result
     takes_interrupts = (
         signal.getsignal(signal.SIGINT) is signal.default_int_handler
     )  # a shell has background jobs ignore them

@@ -18,9 +18,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from foretoken.errors import CheckpointError, MismatchError, StorageError
+from foretoken.files import replace_bytes
 from foretoken.text.tokenizer import Tokenizer
 
 MAX_CONTEXT = 3  # tokens; with a fourth the table is a third larger and no draft better (LOG.md, 2026-11-28)
@@ -103,10 +104,8 @@ def save_table(table: NgramTable, path: Path, note: Mapping[str, str]) -> None:
         arrays[f"keys.{length}"] = np.array(keys, dtype=np.uint32)
         arrays[f"tokens.{length}"] = np.array(tokens, dtype=np.min_scalar_type(max(tokens, default=0)))
         arrays[f"chances.{length}"] = np.frombuffer(chances, dtype=np.uint8)
-    try:
-        save_file(arrays, path, {"format": _FORMAT, "vocabulary": table.vocabulary, **note})
-    except (OSError, SafetensorError) as error:
-        raise StorageError(f"out: cannot write {path}: {error}") from error
+    # safetensors' own writer replaces links and devices, and lets nobody but the user read the file
+    replace_bytes("out", path, save(arrays, {"format": _FORMAT, "vocabulary": table.vocabulary, **note}))
 
 
 def load_table(path: Path) -> NgramTable:

@@ -170,6 +170,8 @@ def _write(out: Path, engine: OtherEngine, launch: Launch, method: str, num_draf
             (work / "LAUNCH.md").write_text(_readable(engine, launch, method, num_draft), encoding="utf-8")
             if out.exists():
                 out.rmdir()
+            for file in work.iterdir():
+                file.chmod(0o644)  # the engine may run as another user; safetensors writes files for this one alone
             work.chmod(0o755)
             os.replace(work, out)
     except StorageError:

@@ -40,7 +40,7 @@ def render(
     `options` are further variables; of those that are set here they replace `add_generation_prompt` alone.
 
     Raises:
-        InputError: the template refuses the messages.
+        InputError: the template refuses the messages, or fails where the content of one is no text.
         CheckpointError: the template is broken, or asks for too much time or memory.
     """
     if len(source) > _MAX_SOURCE:
@@ -100,6 +100,10 @@ def _fail(reply: Mapping[str, str], messages: Sequence[Mapping[str, Any]], where
     if "broken" in reply:
         raise CheckpointError(f"the chat template in {where} is broken: {reply['broken']}")
     if "failed" in reply:
+        for place, message in enumerate(messages):  # most templates add texts up, whatever a message holds
+            if not isinstance(message.get("content"), str):
+                remedy = f"must be a text for this chat template, which failed: {reply['failed']}"
+                raise InputError(f"messages.{place}.content", message.get("content"), remedy)
         raise CheckpointError(f"the chat template in {where} failed: {reply['failed']}")
     remedy = "shorten the messages, or replace the template if its source is unknown"
     if "too_large" in reply:

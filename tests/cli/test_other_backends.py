@@ -154,7 +154,7 @@ def test_without_a_target_the_rest_is_not_asked(foretoken: Run, address: str, pr
         (["audit", "--dtype", "float32"], "dtype='float32': is of a target that judges the answers"),
         (["audit", "--num-seeds", 0, "-t", TARGET], "num_seeds=0: must be at least 1"),
         (["audit", "--temperatures", ""], "temperatures='': name at least one"),
-        (["audit", "--against-backend", "odd"], "choose from"),
+        (["audit", "--against-backend", "odd"], "against_backend='odd': choose from"),
     ],
 )
 def test_options_that_an_address_does_not_take(
@@ -173,7 +173,7 @@ def test_options_that_an_address_does_not_take(
         (["audit", "--model", "m"], "model='m': goes with --backend"),
         (["audit", "--against-backend", ADDRESS], "goes with --backend"),
         (["audit", "--num-seeds", 9], "num_seeds=9: goes with --backend"),
-        (["eval", "--backend", "odd"], "choose from local, "),
+        (["eval", "--backend", "odd"], " backend='odd': choose from local, "),
         (["eval", "--backend", "local", "--model", "m"], "names the model at an address"),
         (["eval", "--backend", "local", "--drafters", "odd"], "local drafts otherwise; choose from"),
     ],

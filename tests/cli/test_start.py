@@ -114,6 +114,40 @@ def test_c4_a_full_disk_is_4() -> None:
     assert (done.returncode, done.stderr) == (4, b"error: cannot write the output: No space left on device\n")
 
 
+def test_a_closed_standard_output_is_4() -> None:
+    """`foretoken ... >&-`: nothing that is printed is lost in silence, and no traceback."""
+    done = process("-m", "foretoken", "--version", preexec_fn=lambda: os.close(1))
+    assert (done.returncode, done.stderr) == (4, b"error: cannot write the output: Bad file descriptor\n")
+
+
+def test_a_server_needs_no_standard_output() -> None:
+    """What it prints when it is ready is no result: it ends with 0."""
+    code = "from foretoken.cli import start; start._threads = lambda *_: exit(print('ready')); start.main()"
+    done = process("-c", code, "serve", preexec_fn=lambda: os.close(1))
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_no_file_takes_the_number_of_a_closed_stream(tmp_path: Path) -> None:
+    """What is written to standard error would go into it; processes that are started have the stream too."""
+    code = f"""
+import os, subprocess, sys
+from foretoken.cli.exits import open_missing_streams
+open_missing_streams()
+file = open({str(tmp_path / "file")!r}, "w")
+os.write(2, b"lost")
+print("lost", file=sys.stderr, flush=True)
+subprocess.run(["sh", "-c", "echo lost >&2"], check=True)
+print(file.fileno() > 2, sys.stdin)
+"""
+
+    def close_two() -> None:
+        os.close(0)
+        os.close(2)
+
+    done = process("-c", code, preexec_fn=close_two)
+    assert (done.returncode, done.stdout, (tmp_path / "file").read_text()) == (0, b"True None\n", "")
+
+
 @pytest.mark.parametrize(
     ("number", "code", "message"),
     [(errno.ENOSPC, 4, "error: cannot write the output: No space left on device\n"), (errno.EPIPE, 141, "")],

@@ -95,6 +95,17 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         save_table(table, tmp_path / "none" / "t.safetensors", {})
 
 
+def test_a_table_is_written_through_a_link_and_may_be_read_by_others(tmp_path: Path) -> None:
+    """A server runs as a user of its own; a link or a device at the place was replaced by a file."""
+    link, file = tmp_path / "link", tmp_path / "t.safetensors"
+    link.symlink_to(file)
+    save_table(count_ngrams(ANSWERS, "any"), link, {})
+    (tmp_path / "usual").write_bytes(b"")
+    assert link.is_symlink()
+    assert file.stat().st_mode == (tmp_path / "usual").stat().st_mode
+    assert load_table(file).num_entries
+
+
 def test_files_that_are_no_table_are_refused(tmp_path: Path) -> None:
     other, text = tmp_path / "head.safetensors", tmp_path / "t.txt"
     save_file({"x": np.zeros(3)}, other)

@@ -107,6 +107,8 @@ SECRETS = (
     "/home/user/models/target/config.json",
     "C:\\Users\\me\\model.gguf",
     "~/.ssh/id",
+    "/srv/v1/models",
+    "/v1/models/target",
     "0x7f3a9c01beef",
     "10.1.2.3:8000",
 )
@@ -117,6 +119,7 @@ def test_error_text_clean(trial: Trial) -> None:
     for secret in SECRETS:
         assert secret not in clean(f"cannot read {secret} now")
     assert "a b" in clean("a\nb")
+    assert clean("see /v1/models") == "see /v1/models"  # no file, but the remedy
     assert len(clean("é" * 5000).encode()) <= 1024
     for error in (RuntimeError("secret /a/b"), ContextLengthError("prompt", "9 tokens", "x" * 5000)):
         made = of_exception(error, 1)

@@ -386,4 +386,5 @@ def test_unknown_model(trial: Trial) -> None:
         (error,) = trial.refused(path, {**body, "model": "gpt-9"}, status=404, param="model")
         assert (error["code"], error["type"]) == ("model_not_found", "not_found_error")
         assert "gpt-9" not in error["message"]
+        assert "see /v1/models" in error["message"]
         assert [status for status, _ in trial.post(path, body, {**body, "model": "fake"})] == [200, 200]

@@ -122,6 +122,16 @@ def test_broken_templates_come_to_a_typed_end(template: str, message: str) -> No
         render(template, MESSAGES, True, None, {}, "some/folder")
 
 
+@pytest.mark.parametrize(
+    "content", [{}, {"content": None}, {"content": 5}, {"content": [{"type": "text", "text": "b"}]}]
+)
+def test_a_template_that_takes_texts_alone_names_the_message(content: dict[str, Any]) -> None:
+    """The checkpoint is sound: what is wrong is what was asked."""
+    messages = [{"role": "user", "content": "a"}, {"role": "user", **content}]
+    with pytest.raises(InputError, match=r"messages\.1\.content=.*must be a text for this chat template"):
+        render("{% for m in messages %}{{ '<' + m['content'] }}{% endfor %}", messages, True, None, {}, "some/folder")
+
+
 LARGE = {
     "repetition": "{{ 'a' * 10**10 }}",
     "center": "{{ 'a' | center(10**9) }}",

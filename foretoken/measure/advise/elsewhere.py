@@ -20,6 +20,7 @@ from typing import Any
 from foretoken.backend.answering import SERVED, Answer, Drafting, Question
 from foretoken.backend.http import Endpoint, HttpBackend, ServerAddress
 from foretoken.backend.http_stream import Stream
+from foretoken.engine.prompts import check_no_tool_calls
 from foretoken.errors import ForetokenError, InputError
 from foretoken.measure.advise.candidates import AdviseCandidate
 from foretoken.measure.advise.costing import Machine
@@ -182,8 +183,9 @@ def _question(options: AdviseOptions, prompt: EvalPrompt, tokenizer: Tokenizer) 
     messages = [one for one in content if not isinstance(one, int)]
     if not messages:
         raise InputError("prompts", prompt.name, "holds token ids, and a server takes texts; give prompt or messages")
+    check_no_tool_calls(prompt.name, messages)
     if not all(isinstance(one.get("content"), str) for one in messages):
-        raise InputError("prompts", prompt.name, "has a message without a text; leave out calls of tools and images")
+        raise InputError("prompts", prompt.name, "has a message without a text; leave out images")
     ids = tokenizer.encode(tokenizer.apply_chat_template(messages), add_special_tokens=False)
     return _asked(options, messages=tuple((str(one["role"]), one["content"]) for one in messages)), ids
 

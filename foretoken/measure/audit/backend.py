@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from foretoken.backend.answering import Answer, AnsweringBackend, Drafting, Question
 from foretoken.config import SamplingParams
+from foretoken.engine.prompts import check_no_tool_calls
 from foretoken.engine.shadow.sequential_test import Evidence, GreedyEvidence, weigh, weigh_greedy
 from foretoken.errors import InputError
 from foretoken.measure.asked import drafting_name
@@ -123,7 +124,8 @@ def questions_of(prompts: Sequence[Prompt], options: BackendAuditOptions, backen
     """The audit's prompts as questions.
 
     Raises:
-        InputError: token ids, a message that is no plain text, or a conversation where the backend renders none.
+        InputError: token ids, a message that is no plain text or calls tools, or a conversation where the backend
+            renders none.
     """
     return [_question(prompt, options, backend) for prompt in prompts[: options.num_prompts]]
 
@@ -134,6 +136,7 @@ def _question(prompt: Prompt, options: BackendAuditOptions, backend: AnsweringBa
         return Question(prompt, max_tokens=options.max_tokens, ignore_eos=ignore_eos)
     if not isinstance(prompt, ChatPrompt):
         raise InputError("prompts", prompt, "another engine takes no token ids; give texts or messages")
+    check_no_tool_calls(prompt.place, prompt.messages)
     pairs = [(one.get("role"), one.get("content")) for one in prompt.messages]
     messages = tuple((role, text) for role, text in pairs if isinstance(role, str) and isinstance(text, str))
     if len(messages) < len(pairs):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from foretoken.config import SpecConfig
-from foretoken.engine.prompts import Conversation, as_conversation
+from foretoken.engine.prompts import Conversation, prompt_content
 from foretoken.engine_config import EngineConfig
 from foretoken.errors import InputError
 from foretoken.field_text import numbers
@@ -21,9 +21,10 @@ MAX_PROMPTS = 100_000  # all answers are held in memory until they are tested
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """A conversation that the target's chat template lays out."""
+    """A conversation that the target's chat template lays out; `place` says where it was read."""
 
     messages: Conversation
+    place: str = field(default="messages", compare=False)
 
 
 Prompt = str | list[int] | ChatPrompt
@@ -67,14 +68,14 @@ class AuditOptions:
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """Prompts from a file: JSON lines with `prompt` (a text), `prompt_ids` or `messages` (a conversation), or else one
-    text per line.
+    """Prompts from a file: JSON lines with `prompt` (a text), `prompt_ids` or `messages` (a conversation, up to its
+    last answer), or else one text per line.
 
     A file is read as JSON lines when its name ends in .jsonl or its first line begins with a brace.
 
     Raises:
         StorageError: the file cannot be read.
-        InputError: a line that is not such an object, or no line at all.
+        InputError: a line that is not such an object, tools beside a conversation, or no line at all.
     """
     lines = [
         (number, line) for number, line in enumerate(read_text("prompts", path).split("\n"), start=1) if line.strip()
@@ -90,26 +91,13 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 def _parse(where: str, line: str) -> Prompt:
     item = parse_json("prompts", where, line)
-    if isinstance(item, dict) and "messages" in item:
-        try:
-            return ChatPrompt(as_conversation(item["messages"]))
-        except InputError as error:
-            raise InputError("prompts", where, f"{error.field} there: {error.remedy}") from error
-    found = item.get("prompt", item.get("prompt_ids")) if isinstance(item, dict) else None
-    if isinstance(found, str) and found:
-        return found
-    if (
-        isinstance(found, list)
-        and found
-        and all(isinstance(token, int) and not isinstance(token, bool) for token in found)
-    ):
-        return found
-    raise InputError(
-        "prompts",
-        where,
-        'every line is an object with a text under "prompt", token ids under "prompt_ids" or a conversation under '
-        '"messages"',
-    )
+    if not isinstance(item, dict):
+        raise InputError("prompts", where, "every line must be an object")
+    content = prompt_content(where, item)
+    if isinstance(content, str):
+        return content
+    ids = [token for token in content if isinstance(token, int)]
+    return ids or ChatPrompt([message for message in content if not isinstance(message, int)], where)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,8 @@ class ApiConfig:
     - `max_logit_bias`: entries of `logit_bias`. `max_logprobs`: alternatives for each token (OpenAI's 20).
     - `max_prompt_logprobs`: prompt tokens times alternatives that one response lists, so that its size is bounded.
     - `max_request_tokens`: answers times `max_tokens` of one request. `max_pending_tokens`: the same over all requests
-      that run or wait (None: not limited, the queue's length is). A length that nobody named is cut to both.
+      that run or wait (None: not limited, the queue's length is). A length that nobody named is cut to both, and
+      counts in full until the answer ends: set `default_max_tokens` beside it.
     - `default_max_tokens`: of a chat request that names none (None: up to the end of the context).
     - `default_temperature`, `default_seed`: of requests that name none (None: as `sampling_defaults` says; a new seed).
     - `first_token_timeout_s`: longest time in the queue and with the prompt; `request_timeout_s`: longest time in all.

@@ -68,6 +68,7 @@ _TYPES = {
     503: "unavailable_error",
 }
 _PATH = re.compile(r"(?:[A-Za-z]:\\|~?/)(?:[^\s/\\:;,'\"()]+[/\\])+[^\s/\\:;,'\"()]*")
+_NAMED_ROUTES = frozenset({"/v1/models", "/v1/completions", "/api/chat"})  # of remedies
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{5,}\b|\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b")
 _LINES = re.compile(r"\s+")
 
@@ -133,10 +134,15 @@ def type_of(status: int) -> str:
 
 
 def clean(text: str) -> str:
-    """A message without paths, addresses and line breaks, at most `MAX_MESSAGE_BYTES` long."""
-    text = _ADDRESS.sub("<address>", _PATH.sub("<path>", _LINES.sub(" ", text[: 4 * MAX_MESSAGE_BYTES])))
+    """A message without paths of files, addresses and line breaks, at most `MAX_MESSAGE_BYTES` long."""
+    text = _PATH.sub(_unless_a_route, _LINES.sub(" ", text[: 4 * MAX_MESSAGE_BYTES]))
+    text = _ADDRESS.sub("<address>", text)
     data = text.encode("utf-8", "replace")
     return text if len(data) <= MAX_MESSAGE_BYTES else data[: MAX_MESSAGE_BYTES - 3].decode("utf-8", "ignore") + "..."
+
+
+def _unless_a_route(found: re.Match[str]) -> str:
+    return found[0] if found[0] in _NAMED_ROUTES else "<path>"
 
 
 def json_response(body: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

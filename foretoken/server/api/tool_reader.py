@@ -28,6 +28,7 @@ _HEAD_PART = re.compile(
     r'\s*(?:\{\s*(?:"(?:n|na|nam|name(?:"\s*(?::\s*(?:"[^"\\]*(?:"\s*(?:,\s*(?:"[a-z]*(?:"\s*(?::\s*)?)?)?)?)?)?)?)?)?)?)?'
 )
 _OPENING = re.compile(r"\s*(?:\[\s*)?")  # before the first call where there are no tags
+_BEHIND_ARGUMENTS = re.compile(r"\s*\}[\s}\]]*")  # the end of a call whose closing tag is missing
 _BETWEEN = re.compile(r"[\s,;\]]*")  # between calls, and behind the last one
 
 
@@ -149,17 +150,20 @@ class ToolReader:
 
     def _read_call_end(self, is_over: bool) -> _Found:
         """Behind the arguments: the brace of the call and, where there are tags, the closing one. Models forget the
-        closing tag: the opening one of the next call ends a call, too.
+        closing tag: the opening one of the next call ends a call, too, and so does the end of the answer.
         """
         end = CLOSE_TAG if self._has_tags else "}"
         place = self._held.find(end)
         opening = self._held.find(OPEN_TAG) if self._has_tags else -1
-        if opening >= 0 and (place < 0 or opening < place):
-            self._held, self._read, self._is_behind_call = self._held[opening:], self._read_text, True
-            return []
-        if place < 0 and not is_over:
+        is_next = opening >= 0 and (place < 0 or opening < place)
+        if place < 0 and not is_next and not is_over:
             return None
-        self._held = "" if place < 0 else self._held[place + len(end) :]
+        if is_next:
+            self._held = _text_behind(self._held[:opening]) + self._held[opening:]
+        elif place < 0:
+            self._held = _text_behind(self._held) if self._has_tags else ""
+        else:
+            self._held = self._held[place + len(end) :]
         self._read, self._is_behind_call = self._read_text if self._has_tags else self._read_between, True
         return []
 
@@ -227,6 +231,13 @@ def new_call_id() -> str:
 
 def _content(text: str) -> list[str | Delta]:
     return [text] if text else []
+
+
+def _text_behind(rest: str) -> str:
+    """The text behind a call without a closing tag; `rest` is what stands behind its arguments."""
+    end = _BEHIND_ARGUMENTS.match(rest)
+    text = rest[end.end() :] if end is not None else ""
+    return "" if CLOSE_TAG.startswith(text.rstrip()) else text  # a closing tag that was cut off
 
 
 def _may_begin(text: str, mark: str) -> str:

@@ -240,6 +240,15 @@ def test_a_target_that_reads_the_servers_tokens_as_other_texts_is_refused(
     assert error.value.field == "target"
 
 
+def test_calls_of_tools_are_not_sent_as_texts(target: Path, texts: Path) -> None:
+    """The tokens of the template would hold them, and the server's would not."""
+    messages = [{"role": "user", "content": "a"}, {"role": "tool", "content": "b", "tool_call_id": "c"}]
+    texts.write_text(json.dumps({"messages": messages, "name": "call"}))
+    fake, remedy = Fake(lambda _number, body: counted(target, body, "a")), "call.*tool calls are not replayed"
+    with serving(fake), pytest.raises(InputError, match=remedy):
+        foretoken.advise(str(target), url=fake.url, prompts=texts)
+
+
 def test_marks_of_thinking_are_in_tokens_and_in_no_text(target: Path) -> None:
     tokenizer = load_tokenizer(target)
     assert tokenizer is not None

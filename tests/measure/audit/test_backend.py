@@ -263,6 +263,7 @@ def test_prompts_that_no_other_engine_takes(engine: LocalAnswers, monkeypatch: p
         ([1, 2], "takes no token ids"),
         (ChatPrompt([{"role": "user", "content": "a"}]), "renders no conversations"),
         (ChatPrompt([{"role": "user", "content": ["a"]}]), "whose content is a text"),
+        (ChatPrompt([{"role": "assistant", "content": "a", "tool_calls": [{}]}], "x:2"), "x:2.*tool calls"),
         (long, "the context has room for"),
     ]
     for prompt, message in cases:

@@ -12,6 +12,8 @@ from foretoken.measure.audit.options import AuditOptions, ChatPrompt, read_promp
 from foretoken.measure.audit.session import Session
 from tests.helpers.checkpoints import tiny_checkpoint, tiny_tokenizer
 
+TOOLS = '{"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function"}]}'
+
 
 def write(path: Path, text: str) -> Path:
     path.write_text(text, encoding="utf-8")
@@ -40,17 +42,25 @@ def test_a_conversation_is_laid_out_by_the_targets_template(tmp_path: Path) -> N
     session.llm.close()
 
 
+def test_a_recorded_conversation_is_asked_up_to_its_last_answer(tmp_path: Path) -> None:
+    said = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+    file = write(tmp_path / "p.jsonl", json.dumps({"messages": [said, {"role": "assistant", "content": "c"}]}))
+    assert read_prompts(file) == [ChatPrompt([{"role": "user", "content": "ab"}])]
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("p.jsonl", '{"messages": []}\n', r"p\.jsonl:1.*messages there: give a list of messages"),
+        ("p.jsonl", '{"messages": []}\n', r'p\.jsonl:1.*"messages": give a list of messages'),
+        ("p.jsonl", TOOLS, r'p\.jsonl:1.*has "tools": tools and tool calls are not replayed'),
+        ("p.jsonl", '{"messages": [{"role": "assistant", "content": "b"}]}', r"p\.jsonl:1.*an answer alone"),
         ("p.txt", "\n \n", "the file is empty"),
         ("p.json", '[{"prompt": "a"}]', "is one JSON text; write one object a line"),
         ("p.jsonl", "plain text\n", r"p\.jsonl:1.*not JSON"),
-        ("p.jsonl", '{"prompt": "a"}\n[1]\n', r"p\.jsonl:2.*every line is an object"),
-        ("p.txt", '{"prompt": ""}\n', "every line is an object"),
-        ("p.txt", '{"prompt_ids": [1, true]}\n', "every line is an object"),
-        ("p.txt", '{"prompt_ids": []}\n', "every line is an object"),
+        ("p.jsonl", '{"prompt": "a"}\n[1]\n', r"p\.jsonl:2.*every line must be an object"),
+        ("p.txt", '{"prompt": ""}\n', "must hold messages"),
+        ("p.txt", '{"prompt_ids": [1, true]}\n', "must hold messages"),
+        ("p.txt", '{"prompt_ids": []}\n', "must hold messages"),
     ],
 )
 def test_what_is_no_prompt_is_named(tmp_path: Path, name: str, text: str, message: str) -> None:
