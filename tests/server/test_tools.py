@@ -93,8 +93,8 @@ def read(style: ToolStyle, text: str, width: int, end: str = "stop") -> tuple[st
         ),
         (
             "tags",
-            '<tool_call>{"name": "f", "arguments": {}}\nAnd\n<tool_call>{"name": "g", "arguments": {}}}\n\nDone. </tool',
-            "AndDone. </tool",
+            '<tool_call>{"name": "f", "arguments": {}}\n&\n<tool_call>{"name": "g", "arguments": {}}}\n\nDone. </tool',
+            "&Done. </tool",
             [["f", "{}"], ["g", "{}"]],
         ),
         ("tags", '<tool_call>{"name": "f", "arguments": {}}\n</tool_c', "", [["f", "{}"]]),
