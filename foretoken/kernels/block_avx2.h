@@ -169,13 +169,11 @@ void multiply_block(const Matrix& w, const Tile& x, int64_t block, const Ahead& 
     const int64_t groups = x.spans * GROUPS, supers = (x.spans * SPAN + SUPER - 1) / SUPER;
     const uint8_t* codes = w.codes + block * groups * LINES * LINE;
     const bool has_minimum = w.minimums != nullptr;
-    int64_t next = ahead.first;
     __m256 totals[ROWS][2];  // not in `out`, which the compiler would have to write for every group
     for (auto& total : totals) total[0] = total[1] = _mm256_setzero_ps();
     for (int64_t g = 0; g < groups; ++g, codes += LINES * LINE) {
         const int64_t place = (block * groups + g) * LANES, super = (block * supers + g * GROUP / SUPER) * LANES;
-        if (g == next) {
-            next += ahead.stride;
+        if (ahead.codes != 0) {
             for (int i = 0; i < LINES; ++i) fetch(codes + ahead.codes + i * LINE);
             fetch_numbers(w, place + ahead.scales);
         }

@@ -80,14 +80,12 @@ void multiply_block(const Matrix& w, const Tile& x, int64_t block, const Ahead& 
     constexpr int GROUPS = SPAN / GROUP, LINES = GROUP * BITS / 32;
     const int64_t groups = x.spans * GROUPS, supers = (x.spans * SPAN + SUPER - 1) / SUPER;
     const uint8_t* codes = w.codes + block * groups * LINES * LINE;
-    int64_t next = ahead.first;
     __m512 total[ROWS];
     for (int r = 0; r < ROWS; ++r) total[r] = _mm512_setzero_ps();
     for (int64_t g = 0; g < groups; ++g, codes += LINES * LINE) {
         const int64_t span = g / GROUPS, place = (block * groups + g) * LANES;
         const int64_t super = (block * supers + g * GROUP / SUPER) * LANES;
-        if (g == next) {
-            next += ahead.stride;
+        if (ahead.codes != 0) {
             for (int i = 0; i < LINES; ++i) fetch(codes + ahead.codes + i * LINE);
             fetch_numbers(w, place + ahead.scales);
         }

@@ -45,10 +45,10 @@ struct Tile {
     int64_t spans;
 };
 
-// Which lines of the next block a pass over this one fetches ahead: those of every `stride`th group from `first` on.
+// Bytes and scales from a group to the same group of the next block, which a pass over this one fetches ahead; 0: of
+// nothing.
 struct Ahead {
-    int64_t codes, scales;    // bytes and scales from a group to the same group of the next block; 0: there is none
-    int64_t first, stride;
+    int64_t codes, scales;
 };
 
 inline float number_at(const void* from, const uint16_t* supers, int32_t form, int64_t index, int64_t super) {
