@@ -9,6 +9,7 @@ from typing import Any
 from tests.helpers.gpu_claims import GPU_CLAIMS
 from tests.helpers.ngram_table_claims import NGRAM_TABLE_CLAIMS
 from tests.helpers.raw_files import grid, mean, ratios, raw, speed_row, turns
+from tests.helpers.zen_5_claims import ZEN_5_CLAIMS
 
 _1B, _SHIPPED = "2026-11-22-before-after-1b", "2026-11-22-before-after-reference"
 _HEADS = "2026-11-23-heads-1b"
@@ -383,11 +384,7 @@ CLAIMS: tuple[tuple[str, str, Callable[[], list[float]]], ...] = (
         "best setting: # (# to #) times on code, # (# to #) on edits, # (# to #) on JSON, # (# to #) on chat",
         lambda: _auto_over_llama_cpp(_Q4_K_M),
     ),
-    (
-        "docs/goals.md",
-        "1.3 requests/s, 24 each) # times the tokens/s within it",
-        lambda: [max(row["ratio"]["foretoken-auto"] for row in raw("2026-11-23-serving-rivals")["at_p95_of_plain"])],
-    ),
+    *ZEN_5_CLAIMS,
     *NGRAM_TABLE_CLAIMS,
     *GPU_CLAIMS,
     ("docs/scale-out.md", "| tokens/s | # | # |", lambda: _ray("tokens_per_s")),
