@@ -138,9 +138,9 @@ class StepOutcome:
     """What came of a step: its rounds, and where its time went.
 
     `only_decodes`: no prompt was read in it and it ran on the usual threads, so that its time is that of decoding.
-    `num_rows` rows of which `num_nodes` are draft tokens or probes. `draft_s` and `num_read_tokens` are those of
-    drafters that drafted and show no previews: seconds, and tokens that were new to them. What drafters take that only
-    follow the text is no part of it: nobody chose it.
+    `num_rows` rows of which `num_nodes` are draft tokens or probes. `draft_s` are the seconds of drafters that drafted,
+    without those in which they showed previews; `num_read_tokens` the tokens that were new to those that show none.
+    What drafters take that only follow the text is no part of it: nobody chose it.
     """
 
     rounds: Sequence[RoundOutcome]

@@ -103,6 +103,7 @@ class DrafterGroup:
         self.hidden_states = HiddenStates(target, self.failures)
         self.device, self.vocab_size, self.num_layers = target.device, target.vocab_size, target.num_layers
         self.spent_s: dict[DrafterKey, float] = {}  # what each drafter took in the last round, proposing and committing
+        self.shown_s: dict[DrafterKey, float] = {}  # the part of it in which drafts were shown
         self.num_read_tokens: dict[DrafterKey, int] = {}  # read in the last round before each could draft
         self._requests: dict[int, _Routed] = {}
         self._shown: dict[int, dict[int, LookupTree]] = {}  # previews of the coming round, by request and option
@@ -158,7 +159,7 @@ class DrafterGroup:
 
     def preview(self, asks: Sequence[PreviewAsk], entries: Mapping[int, BatchEntry]) -> Previews:
         """The drafts that drafters have ready; `entries` are the coming round's, by request."""
-        self.spent_s, self._shown = {}, {}
+        self.spent_s, self.shown_s, self._shown = {}, {}, {}
         previews: dict[int, dict[int, Preview]] = {}
         total_s = 0.0
         for ask in asks:
@@ -175,7 +176,7 @@ class DrafterGroup:
             shown = Preview(tree.parents, tree.chances, tree.tokens) if tree.tokens else NO_PREVIEW
             previews.setdefault(ask.request_id, {})[ask.option] = shown
             took_s = time.perf_counter() - began
-            self.spent_s[key] = self.spent_s.get(key, 0.0) + took_s
+            self.spent_s[key] = self.shown_s[key] = self.spent_s.get(key, 0.0) + took_s
             total_s += took_s
         return Previews(previews, total_s)
 

@@ -113,8 +113,9 @@ def outcome_of(
         if round_.budget.option is not None and round_.budget.num_draft:
             key = drafters.keys(round_.request_id)[round_.budget.option]
             option = drafters.options(round_.request_id)[round_.budget.option]
+            # What a lookup took to show its drafts was spent before one was chosen: the previews have that.
+            draft_s[option.drafter] = drafters.spent_s.get(key, 0.0) - drafters.shown_s.get(key, 0.0)
             if not option.shows:
-                draft_s[option.drafter] = drafters.spent_s.get(key, 0.0)
                 num_read[option.drafter] = drafters.num_read_tokens.get(key, 0)
     return StepOutcome(
         rounds=rounds,

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from foretoken import LLM, SamplingParams, SpecConfig
+from foretoken.control.candidates import DrafterOption
 from foretoken.control.cost import CostTable
 from foretoken.core import Batch, BatchEntry, Draft, Probes, Request, Verdict
 from foretoken.draft.draft_model import DraftModelDrafter
@@ -26,6 +27,7 @@ from foretoken.engine.request import RequestState
 from foretoken.engine.scheduler import SchedulerConfig
 from foretoken.engine.stats import Counters, EngineStats, RequestStats, RoundCounts
 from foretoken.engine.time_attribution import charge, gain
+from foretoken.engine.views import outcome_of
 from foretoken.engine.watch import StepClock
 from foretoken.plan.profile import Curve
 from tests.helpers.checkpoints import token_ids
@@ -175,6 +177,19 @@ def test_a_drafter_that_nobody_of_the_step_has() -> None:
     steps = CostTable(Curve(((14, 20.0), (18, 22.0))))
     accounts = charged(batch, draft, verdict_of(2, 0), steps, {drafter_key(DRAFT): 1.0, drafter_key(NGRAM): 0.5})
     assert [account.draft_s for account in accounts] == pytest.approx([2.0, 1.0])
+
+
+def test_what_a_lookup_takes_beyond_showing_its_draft() -> None:
+    """In rounds that repeat a budget nothing is shown, and the lookup itself counts."""
+    option, key = DrafterOption(0, "lookups", shows=True), drafter_key(NGRAM)
+    draft, batch = draft_of([2], ["ngram"]), Batch((entry(0, NGRAM),))
+    for shown_s, expected_s in (({key: 0.25}, 0.5), ({}, 0.75)):
+        drafters = SimpleNamespace(
+            keys=lambda _: (key,), options=lambda _: (option,), spent_s={key: 0.75}, shown_s=shown_s, num_read_tokens={}
+        )
+        outcome = outcome_of(batch, draft, verdict_of(1), drafters, 1.0)
+        assert outcome.draft_s == {"lookups": expected_s}
+        assert outcome.num_read_tokens == {}
 
 
 def test_who_pays_for_a_step() -> None:
