@@ -81,12 +81,12 @@ def test_files(tmp_path: Path) -> None:
 def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "r.md").write_text("old")
 
-    def cut(self: Path, text: str, **options: object) -> None:
-        with self.open("w") as file:
-            file.write(text[:20])
+    def cut(self: Path, data: bytes) -> None:
+        with self.open("wb") as file:
+            file.write(data[:20])
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Path, "write_text", cut)
+    monkeypatch.setattr(Path, "write_bytes", cut)
     with pytest.raises(KeyboardInterrupt):
         write_report(audit_report(REPORT), tmp_path / "r.md", "r")
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("r.md", b"old")]
