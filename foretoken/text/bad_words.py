@@ -19,7 +19,7 @@ from foretoken.errors import InputError
 from foretoken.text.tokenizer import Tokenizer
 
 _BORDER = b"\xff"  # no text has this byte
-_KNOWN_TEXTS = 65_536  # of which the tokens are remembered: requests often come with the same long list
+_KNOWN_TEXTS = 8_192  # of which the tokens are remembered: requests often come with the same long list
 
 
 class TokenSequences:
