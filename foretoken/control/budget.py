@@ -43,19 +43,21 @@ def allocate(
     step_s: StepSeconds,
     draft_s: DraftSeconds,
     rate: float = 0.0,
+    extra_s: float = 0.0,
     config: BudgetConfig = DEFAULT.budget,
 ) -> Allocation:
     """The best allocation over the `candidates` of each request, whose tokens count `weights`.
 
     `step_s(rows)` is what the target takes, `draft_s(drafter, num_draft)` what a drafter takes. A drafter that does not
-    gain what it takes is left out as a whole. `rate` is the long-run token rate, 0 where that is not known.
+    gain what it takes is left out as a whole. `rate` is the long-run token rate, 0 where that is not known. The host
+    takes `extra_s` longer in a step with any draft token.
     """
     users: dict[Hashable, int] = {}
     for own in candidates:
         for candidate in own:
             if candidate.emitted or candidate.at_least:
                 users[candidate.drafter] = users.get(candidate.drafter, 0) + 1
-    step = _Step(candidates, weights, step_s, draft_s, users, rate)
+    step = _Step(candidates, weights, step_s, draft_s, users, rate, extra_s)
     active = set(users)
     best = step.best(active)
     # In order: of equals the first goes, whatever their hashes are.
@@ -80,8 +82,9 @@ class _Step:
         draft_s: DraftSeconds,
         users: dict[Hashable, int],
         rate: float,
+        extra_s: float,
     ) -> None:
-        self.candidates, self.weights, self.rate = candidates, weights, rate
+        self.candidates, self.weights, self.rate, self.extra_s = candidates, weights, rate, extra_s
         self.step_s, self.draft_s, self.users = step_s, draft_s, users
         self.own_s = step_s(len(candidates))
         self._alone = self._values_alone()
@@ -124,15 +127,17 @@ class _Step:
         ]
 
     def _value_alone(self, candidate: Candidate, weight: float) -> float:
-        """The value of a step in which only this candidate drafts, its drafter's time shared with who may use it."""
-        share = 1 / self.users[candidate.drafter]
+        """The value of a step in which only this candidate drafts, its drafter's time shared with who may use it, and
+        the host's with all requests.
+        """
+        share, extra_s = 1 / self.users[candidate.drafter], self.extra_s / len(self.candidates)
         rows = tokens = float(len(self.candidates))
         best = -math.inf
         for place, (drafted, emitted) in enumerate(zip(candidate.drafted, candidate.emitted, strict=True)):
             rows, tokens = rows + drafted, tokens + weight * emitted
             if place + 1 >= candidate.at_least:
                 draft_s = share * self.draft_s(candidate.drafter, place + 1) + candidate.entry_s
-                best = max(best, self.value(tokens, self.step_s(rows) + draft_s))
+                best = max(best, self.value(tokens, self.step_s(rows) + draft_s + extra_s))
         return best
 
 
@@ -182,6 +187,8 @@ class _Admission:
         if place < len(candidate.emitted):
             self.rows += candidate.drafted[place]
             self.tokens += self.step.weights[b] * candidate.emitted[place]
+        if not self.longest:
+            self.draft_s += self.step.extra_s
         if not place:
             self.draft_s += candidate.entry_s
         known = self.longest.get(candidate.drafter, 0)

@@ -50,6 +50,9 @@ class Policy(Protocol):
     def observe_step(self, step: StepOutcome, decision_s: float, preview_s: float) -> None:
         """Take in a step: deciding took `decision_s`, and `preview_s` of its drafting were previews."""
 
+    def observe_host(self, host_s: float) -> None:
+        """Take in what the host took for the step observed last, without drafting and deciding."""
+
     def observe_draft(
         self, drafter: Hashable, longest: int, draft_s: float, num_requests: int, num_read_tokens: int
     ) -> None:
@@ -98,7 +101,7 @@ class Chooser:
         self._last_num_draft: dict[int, int] = {}
         self._usable: dict[int, _Usable] = {}  # made anew where something changed
         self._num_probed: dict[int, int] = {}  # probes that came with a request's last draft tokens
-        self._overhead_s = 0.0
+        self._overhead_s = self._decision_s = 0.0  # of this step so far, of the one observed last
         self._mode: Mode = "decide"
         self._may_draft = False  # any request of the round that is planned or ran last
 
@@ -168,7 +171,11 @@ class Chooser:
             self.policy.observe_draft(drafter, max(counts), step.draft_s.get(drafter, 0.0), len(counts), num_read)
         self._overhead_s += self.clock() - began
         self.policy.observe_step(step, self._overhead_s, self._previews.seconds)
-        self._previews, self._overhead_s = Previews(), 0.0
+        self._previews, self._decision_s, self._overhead_s = Previews(), self._overhead_s, 0.0
+
+    def observe_host(self, host_s: float) -> None:
+        """Learn what the host took for the step observed last: all but drafting, deciding included."""
+        self.policy.observe_host(max(0.0, host_s - self._decision_s))
 
     def why_none(self, request_id: int, is_planned: bool) -> NoDraftReason:
         """Why a request with a drafter made no draft token in the round that ran last; `is_planned`: `plan` gave it

@@ -34,7 +34,7 @@ from foretoken.control.candidates import (
     StepOutcome,
 )
 from foretoken.control.config import DEFAULT, PolicyConfig
-from foretoken.control.cost import CostTable, DraftCosts, StepCosts, TimeAccount, load_of
+from foretoken.control.cost import CostTable, DraftCosts, HostCosts, StepCosts, TimeAccount, load_of
 from foretoken.plan.profile import Curve
 
 
@@ -53,6 +53,7 @@ class BudgetPolicy:
     def __init__(self, config: PolicyConfig = DEFAULT) -> None:
         self.config = config
         self.step_costs, self.draft_costs = StepCosts(config=config.cost), DraftCosts(config=config.cost)
+        self.host_costs = HostCosts(config.cost)
         self.acceptance = Acceptance(config.acceptance)
         self._requests: dict[int, _RequestHistory] = {}
         self._num_requests = 1  # of the round that is planned or was last
@@ -69,6 +70,7 @@ class BudgetPolicy:
         self._token_s = 0.0  # what a token takes without a draft
         self._worth_s = 0.0  # what a token takes of late, draft tokens and all
         self._rate = TokenRate()
+        self._last_step: StepOutcome | None = None
         self._num_declined = 0  # decisions against any draft token, in a row
         self._decisions_per_trial: dict[int, int] = {}  # by load
         self._since_plain: dict[int, int] = {}  # steps with draft tokens since one without, by load
@@ -125,6 +127,7 @@ class BudgetPolicy:
     def observe_step(self, step: StepOutcome, decision_s: float = 0.0, preview_s: float = 0.0) -> None:
         """See `chooser.Policy.observe_step`."""
         num_requests, draft_s = len(step.rounds), sum(step.draft_s.values())
+        self._last_step = step
         if self._mode == "decide":
             allowed_s = self.config.decision_share * (step.target_s + draft_s)
             self._repeats_left = min(self.config.max_repeats, int(decision_s / max(allowed_s, 1e-9)))
@@ -135,12 +138,19 @@ class BudgetPolicy:
             num_tokens = sum(len(round_.emitted) for round_ in step.rounds)
             if self._token_s:
                 keep = self.config.rate_memory**num_requests
-                self._rate.observe(num_tokens * self._token_s, step.target_s + draft_s + preview_s + decision_s, keep)
+                took_s = step.target_s + draft_s + preview_s + decision_s + self._host_s(step)
+                self._rate.observe(num_tokens * self._token_s, took_s, keep)
             load, due = load_of(num_requests), self.config.plain_every - self.config.first_plain
             was_plain = self._mode == "plain" or not step.num_nodes  # but for numbers that were set
             self._since_plain[load] = 0 if was_plain else self._since_plain.get(load, due) + 1
         self.account.credit_s += self.config.trial_share * step.target_s
         self._charge(step, decision_s, preview_s)
+
+    def observe_host(self, host_s: float) -> None:
+        """See `chooser.Policy.observe_host`."""
+        step = self._last_step
+        if step is not None and step.only_decodes and step.rounds:
+            self.host_costs.observe(len(step.rounds), host_s, has_draft=step.num_nodes > 0)
 
     def observe_draft(
         self, drafter: Hashable, longest: int, draft_s: float, num_requests: int = 1, num_read_tokens: int = 0
@@ -208,10 +218,10 @@ class BudgetPolicy:
         """
         if not self._open:
             return
-        cost = self.step_costs.at(len(step.rounds))
+        cost, num_requests = self.step_costs.at(len(step.rounds)), len(step.rounds)
         drafting = [one for one in step.rounds if one.budget.num_draft]
         drafted = [one for one in drafting if one.request_id in self._open]
-        rows = step.num_nodes + len(step.rounds)
+        rows = step.num_nodes + num_requests
         base_s = cost.seconds(rows - sum(len(one.parents) + one.num_probed for one in drafted))
         more_s = 0.0
         if self._mode != "plain":
@@ -219,8 +229,15 @@ class BudgetPolicy:
         for drafter, draft_s in step.draft_s.items() if drafted else ():
             read_s = self.draft_costs.read_s(drafter, step.num_read_tokens.get(drafter, 0))
             more_s += max(0.0, draft_s - read_s) * len(drafted) / len(drafting)
-        gained = sum(len(one.emitted) - 1 for one in drafted) / len(step.rounds)
-        self.account.settle(base_s, gained, more_s, self._joined)
+        if drafted:
+            more_s += self.host_costs.extra_s(num_requests) * len(drafted) / len(drafting)
+        gained = sum(len(one.emitted) - 1 for one in drafted) / num_requests
+        self.account.settle(base_s + self.host_costs.plain_s(num_requests), gained, more_s, self._joined)
+
+    def _host_s(self, step: StepOutcome) -> float:
+        """What the host takes in such a step, by those that ran."""
+        extra_s = self.host_costs.extra_s(len(step.rounds)) if step.num_nodes else 0.0
+        return self.host_costs.plain_s(len(step.rounds)) + extra_s
 
     def _repeated(self, request: RequestView) -> DraftBudget:
         """The request's last budget again, as far as its option is there; a number that was set stands in any case."""
@@ -247,16 +264,17 @@ class BudgetPolicy:
         weights = [request.weight / mean_weight for request in requests]
         candidates = [_within_reach([self._candidate(one, option) for option in one.options]) for one in requests]
         self._weighed = list(zip(given, candidates, strict=True))
-        self._token_s = self.target_cost.seconds(len(requests)) / max(1, len(requests))
+        host_s, extra_s = self.host_costs.plain_s(len(requests)), self.host_costs.extra_s(len(requests))
+        self._token_s = (self.target_cost.seconds(len(requests)) + host_s) / max(1, len(requests))
         # Without a draft the rate is 1: what pays less is never worth its time, whatever noise and trials made of late.
         rate = max(1.0, self._rate.of_late) / self._token_s if self._token_s and self._rate.of_late else 0.0
         self._worth_s = 1 / rate if rate else self._token_s
-        step_s, draft_s = self._step_times(), self._draft_times()
+        step_s, draft_s = self._step_times(host_s), self._draft_times()
 
         def chosen(step_s: StepSeconds) -> Allocation:
-            return allocate(candidates, weights, step_s, draft_s, rate, self.config.budget)
+            return allocate(candidates, weights, step_s, draft_s, rate, extra_s, self.config.budget)
 
-        found = self._with_cheaper_rows(chosen, chosen(step_s), len(requests), step_s)
+        found = self._with_cheaper_rows(chosen, chosen(step_s), len(requests), step_s, extra_s)
         trial = self._trial(requests, candidates, found, step_s, draft_s)
         budgets = []
         for b, (request, pick, budget) in enumerate(zip(requests, found.picks, found.budgets, strict=True)):
@@ -310,14 +328,16 @@ class BudgetPolicy:
             return 0.0
         return self.draft_costs.read_s(option.drafter, request.num_tokens)
 
-    def _step_times(self) -> StepSeconds:
-        """What a step takes by rows; rows far beyond what was ever run are tried in steps of twice as many."""
+    def _step_times(self, host_s: float) -> StepSeconds:
+        """What a step takes by rows, with `host_s` on the host; rows far beyond what was ever run are tried in steps of
+        twice as many.
+        """
         table = self.target_cost
         max_rows = 2 * max(table.largest, self._num_requests) + self.config.first_rows
 
         @cache
         def step_s(num_rows: float) -> float:
-            return table.seconds(num_rows) if num_rows <= max_rows else math.inf
+            return table.seconds(num_rows) + host_s if num_rows <= max_rows else math.inf
 
         return step_s
 
@@ -363,7 +383,12 @@ class BudgetPolicy:
         return None
 
     def _with_cheaper_rows(
-        self, chosen: Callable[[StepSeconds], Allocation], found: Allocation, num_requests: int, step_s: StepSeconds
+        self,
+        chosen: Callable[[StepSeconds], Allocation],
+        found: Allocation,
+        num_requests: int,
+        step_s: StepSeconds,
+        extra_s: float,
     ) -> Allocation:
         """Where no draft token was chosen for some time: what would be if rows took half as long, as far as trials may
         lose.
@@ -377,7 +402,8 @@ class BudgetPolicy:
             return found
         self._num_declined, own_s = 0, found.seconds
         hoped = chosen(lambda rows: own_s + (step_s(rows) - own_s) / 2)
-        loss_s = 2 * (hoped.seconds - own_s) - (hoped.tokens - found.tokens) * self._worth_s
+        more_s = 2 * (hoped.seconds - own_s) - extra_s  # of which the host's part is not halved
+        loss_s = more_s - (hoped.tokens - found.tokens) * self._worth_s
         if not any(hoped.budgets) or loss_s > self.account.credit_s:
             return found
         self.account.credit_s -= max(0.0, loss_s)

@@ -348,6 +348,8 @@ class Engine:
             if state.finish_reason is not None:
                 self.release(state)
         self.clock.emitted = time.perf_counter()
+        with self.faults.contained("the controller", "it learns nothing of the host's part of this step"):
+            self.chooser.observe_host(self.clock.host_s)
         self.stats.num_threads, self.stats.waiting = self.threads.current
         book(self.clock, self.stats)
         if self.watchers:

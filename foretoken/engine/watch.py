@@ -63,6 +63,11 @@ class StepClock:
         """Tokens, text and log-probabilities for the caller, and observers."""
         return self.emitted - self.observed
 
+    @property
+    def host_s(self) -> float:
+        """All but drafting and the target's pass with its verification."""
+        return self.schedule_s + self.commit_s + self.observe_s + self.emit_s
+
 
 @dataclass(frozen=True)
 class RoundView:

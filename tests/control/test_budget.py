@@ -11,9 +11,11 @@ from foretoken.control.budget import Allocation, DraftSeconds, StepSeconds, allo
 from foretoken.control.candidates import Candidate
 
 
-def choose(candidates: list[list[Candidate]], step_s: StepSeconds, draft_s: DraftSeconds) -> Allocation:
+def choose(
+    candidates: list[list[Candidate]], step_s: StepSeconds, draft_s: DraftSeconds, extra_s: float = 0.0
+) -> Allocation:
     """The allocation for requests with these candidates, a long-run rate not known."""
-    return allocate(candidates, [1.0] * len(candidates), step_s, draft_s)
+    return allocate(candidates, [1.0] * len(candidates), step_s, draft_s, extra_s=extra_s)
 
 
 def tokens_per_s(found: Allocation) -> float:
@@ -46,6 +48,22 @@ def test_the_known_optimum_of_one_chain() -> None:
     choice = choose([[chain("d", 0.8, 16)]], lambda _: 1.0, lambda _, n: 0.05 * n)
     assert choice.budgets == (8,)
     assert tokens_per_s(choice) == pytest.approx(3.09, abs=0.005)
+
+
+def test_what_the_host_takes_for_draft_tokens_is_paid_by_all_of_them() -> None:
+    """Each of four gains 0.04 of a step beyond its row; together they pay 0.1 of one, and not 0.2; alone none does."""
+    requests = [[chain("d", 0.9, 1)] for _ in range(4)]
+
+    def made(extra_s: float, candidates: list[list[Candidate]]) -> tuple[int, ...]:
+        return choose(candidates, lambda rows: 1.0 + 0.17 * (rows - 4), lambda _, n: 0.0, extra_s).budgets
+
+    assert made(0.0, requests) == (1, 1, 1, 1)
+    assert made(0.1, requests) == (1, 1, 1, 1)
+    assert made(0.25, requests) == (0, 0, 0, 0)
+    assert made(0.1, [requests[0], [], [], []]) == (0, 0, 0, 0)
+    assert made(0.0, [requests[0], [], [], []]) == (1, 0, 0, 0)
+    several = [[chain("d", 0.9, 1), chain("e", 0.89, 1)] for _ in range(4)]  # a choice that none would make alone
+    assert made(0.1, several) == (1, 1, 1, 1)
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -103,6 +103,25 @@ def test_decoding_does_not_fall_behind_plain_whatever_is_expected() -> None:
     assert lost_s <= 0.04 * total_s
 
 
+def test_what_the_host_takes_longer_for_draft_tokens_is_charged() -> None:
+    """Every second draft token is emitted and pays for its row; scheduling, committing and emitting take a fifth of a
+    step more where there are any.
+    """
+    policy, time_s, tokens, made = BudgetPolicy(), 0.0, 0, 0
+    preview = Preview((-1,), (0.95,), (7,))
+    for turn in range(400):
+        requests = [options_of(b, "d", 1, preview=preview) for b in range(4)]
+        given = plan(policy, requests)
+        kept = [budget.num_draft * ((turn + b) % 2) for b, budget in enumerate(given)]
+        nodes = sum(budgets(given))
+        observe(policy, requests, given, kept, 1.0 + 0.12 * nodes)
+        host_s = 0.3 if nodes else 0.1
+        policy.observe_host(host_s)
+        time_s, tokens, made = time_s + 1.0 + 0.12 * nodes + host_s, tokens + 4 + sum(kept), made + nodes
+    assert made > 0
+    assert time_s <= 1.03 * 1.1 * tokens / 4
+
+
 def test_a_clock_that_stands_still_breaks_nothing() -> None:
     """Steps of three requests took no time by a coarse clock, steps of twelve did."""
     policy = BudgetPolicy()

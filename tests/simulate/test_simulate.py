@@ -121,6 +121,7 @@ class Real:
         self.clock, self.steps, self.finished = 0.0, [], []
         self.observe, self.engine.chooser.observe = self.engine.chooser.observe, self.timed
         self.engine.chooser.clock = lambda: self.clock
+        self.engine.chooser.observe_host = lambda host_s: None  # the profile's steps have no host's part of their own
         self.schedule, self.engine.scheduler.schedule = self.engine.scheduler.schedule, self.scheduled
         self.preview, group.preview = group.preview, self.previewed
         self.rows = self.prompt_tokens = 0
