@@ -103,6 +103,7 @@ INSIDE = (
         "scheduler.rows",
         "chooser.plan",
         "chooser.observe",
+        "chooser.observe_host",
         "drafters.propose",
         "drafters.commit",
         "drafters.taps",

@@ -41,6 +41,7 @@ CALLS = [
         "_emit",
         "chooser.plan",
         "chooser.observe",
+        "chooser.observe_host",
         "admission.prepare",
     ),
     *(
