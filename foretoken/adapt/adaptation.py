@@ -12,7 +12,6 @@ import statistics
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,15 +21,7 @@ from torch.nn import Parameter
 from foretoken.adapt.buffer import ExampleBuffer, Window
 from foretoken.control.adaptation import MIN_WINDOWS, AdaptConfig, change, emitted_per_step
 from foretoken.heads.base import Head, HeadBatch
-from foretoken.heads.losses import (
-    LossConfig,
-    acceptance,
-    compare,
-    restricted,
-    same_argmax,
-    target_logits,
-    weighted_loss,
-)
+from foretoken.heads.losses import LossConfig, acceptance, compare, same_argmax, target_logits, weighted_loss
 from foretoken.heads.weights import HeadWeight, held_in, in_format, numbers, plain_copy, weights_of
 from foretoken.model.interface import SharesWeights
 
@@ -80,7 +71,7 @@ class Adaptation:
         self,
         name: str,
         buffer: ExampleBuffer,
-        learner: Learner,
+        learner: HeadLearner,
         config: AdaptConfig,
         clock_s: Callable[[], float],
     ) -> None:
@@ -195,34 +186,16 @@ _CLIP = 0.5  # of the gradient's norm, as in training (SafeAILab/EAGLE)
 _WINDOWS_PER_UPDATE = 4  # smooths the gradient of single texts
 
 
-class Learner(Protocol):
-    """What learns in the background; each call is one unit of work."""
-
-    def learn(self, window: Window) -> None:
-        """Take in one window."""
-
-    def score(self, weights: Weights, window: Window) -> float:
-        """Tokens that a step would emit along a window under `weights`."""
-
-    def weights(self) -> Weights:
-        """What was learnt so far: a copy, in the formats of the weights in use."""
-
-    def restart(self, weights: Weights) -> None:
-        """Go on from these weights."""
-
-
 class HeadLearner:
     """Updates a float32 copy of `head` by AdamW with a loss of training; parameters whose names begin with one of
     `fixed` stay as they are. What is judged and handed out of a quantised matrix is quantised.
 
-    `target` is only read: its embedding, final norm and output matrix.
+    `target` is only read: its embedding, final norm and output matrix. Each call is one unit of work.
     """
 
-    def __init__(
-        self, head: Head, target: SharesWeights, fixed: Sequence[str], config: LossConfig | None = None
-    ) -> None:
+    def __init__(self, head: Head, target: SharesWeights, fixed: Sequence[str]) -> None:
         dtype = target.embed(torch.zeros(1, dtype=torch.int64, device=target.device)).dtype
-        self._config, self._target = config or LossConfig(), _FrozenTarget(target, dtype)
+        self._config, self._target = LossConfig(), _FrozenTarget(target, dtype)
         self._last_layer, self._num_windows = head.config.target_num_layers, 0
         in_use = {name: own for name, own in weights_of(head).items() if not name.startswith(tuple(fixed))}
         self._formats = {name: held_in(own) for name, own in in_use.items()}
@@ -232,10 +205,11 @@ class HeadLearner:
         self._optimizer = self._new_optimizer()
 
     def learn(self, window: Window) -> None:
-        """See `Learner`: every fourth window changes the weights."""
+        """Take in one window; every fourth changes the weights."""
         self._num_windows += 1
         batch = self._batch(window)
-        logits = restricted(target_logits(batch, self._target.output_logits), self._head.vocabulary)
+        vocabulary = self._head.vocabulary
+        logits = target_logits(batch, lambda normed: vocabulary.restrict(self._target.output_logits(normed)))
         with torch.enable_grad():
             losses = [
                 weighted_loss(place, compare(place, logits, self._config), self._config)
@@ -252,7 +226,9 @@ class HeadLearner:
 
     @torch.no_grad()
     def score(self, weights: Weights, window: Window) -> float:
-        """See `Learner`: by equal likeliest tokens for greedy requests, else by sum min(p, q) at temperature 1."""
+        """Tokens that a step would emit along a window under `weights`: by equal likeliest tokens for greedy requests,
+        else by sum min(p, q) at temperature 1.
+        """
         for name, own in self._parameters(self._judge):
             own.copy_(numbers(weights[name]))
         batch = self._batch(window)
@@ -267,12 +243,12 @@ class HeadLearner:
         return emitted_per_step([float(rows.mean()) for rows in accepted])
 
     def weights(self) -> Weights:
-        """See `Learner`."""
+        """What was learnt so far: a copy, in the formats of the weights in use."""
         return {name: in_format(own.detach(), self._formats[name]) for name, own in self._learnt.items()}
 
     @torch.no_grad()
     def restart(self, weights: Weights) -> None:
-        """See `Learner`; what the optimizer knew of the old ones is forgotten."""
+        """Resume from these weights; what the optimizer knew of the old ones is forgotten."""
         for name, own in self._learnt.items():
             own.copy_(numbers(weights[name]))
             own.grad = None

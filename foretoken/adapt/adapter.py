@@ -16,20 +16,17 @@ from typing import cast
 
 import torch
 
-from foretoken.adapt.adaptation import Adaptation, AdaptationState, HeadLearner, Learner, Rest
+from foretoken.adapt.adaptation import Adaptation, AdaptationState, HeadLearner, Rest
 from foretoken.adapt.buffer import ExampleBuffer
 from foretoken.control.adaptation import AdaptConfig, ShareBudget
 from foretoken.core import Request
 from foretoken.draft.base import AdaptableDrafter, Drafter, DrafterKey, HiddenRows
 from foretoken.draft.hidden_states import reads_hidden_states
-from foretoken.heads.base import Head
 from foretoken.heads.weights import replace_weights
 from foretoken.model.interface import SharesWeights
 
 _LONG_REST_S = 0.05  # between two looks at whether there is something to learn
 _NICE = 19  # the lowest priority: a step that wants the core gets it
-
-MakeLearner = Callable[[Head, SharesWeights, Sequence[str]], Learner]
 
 
 @cache
@@ -58,9 +55,8 @@ class Adapter:
         target: SharesWeights,
         drafters: Mapping[DrafterKey, Drafter],
         config: AdaptConfig,
-        make_learner: MakeLearner = HeadLearner,
     ) -> None:
-        self._target, self._drafters, self._config, self._make_learner = target, drafters, config, make_learner
+        self._target, self._drafters, self._config = target, drafters, config
         self._trainees: dict[DrafterKey, _Trainee] = {}
         self._new: list[tuple[DrafterKey, Sequence[HiddenRows]]] = []  # of the running step
         self._background = LearnerThread(
@@ -152,7 +148,7 @@ class Adapter:
 
     def _trainee(self, drafter: AdaptableDrafter) -> _Trainee:
         buffer = ExampleBuffer({*drafter.hidden_layers(), self._target.num_layers}, self._config.buffer_tokens)
-        learner = self._make_learner(drafter.head, self._target, drafter.fixed_weights)
+        learner = HeadLearner(drafter.head, self._target, drafter.fixed_weights)
         adaptation = Adaptation(drafter.name, buffer, learner, self._config, time.perf_counter)
         return _Trainee(drafter, adaptation, adaptation.work())
 

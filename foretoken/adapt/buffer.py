@@ -66,13 +66,13 @@ class ExampleBuffer:
     The engine's thread adds, the learner's thread reads; windows never change.
     """
 
-    def __init__(self, layers: Collection[int], num_tokens: int, seed: int = 0) -> None:
+    def __init__(self, layers: Collection[int], num_tokens: int) -> None:
         self.layers = tuple(sorted(layers))
         self._limits = {True: num_tokens // _HELD_OUT, False: num_tokens - num_tokens // _HELD_OUT}
         self._windows: dict[bool, deque[Window]] = {True: deque(), False: deque()}  # by whether they are held out
         self._streams: dict[int, _OpenText] = {}
         self._lock = threading.Lock()
-        self._rng = random.Random(seed)
+        self._rng = random.Random(0)
         self._num_requests = 0
         self.num_windows = 0  # ever made
         self.num_added = 0  # rows ever added to learn from

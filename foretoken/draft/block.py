@@ -167,14 +167,14 @@ class BlockDrafter(StatesDrafter):
         `block_attention.admit_blocks`.
         """
         head, cache = self.head, self.cache
+        admitted = admit_blocks(cache, *rows, head.config.is_causal)
         if self.graphs is not None:
-            admitted = admit_blocks(cache, *rows, head.config.is_causal)
             replayed = self.graphs.run(tokens, context, admitted, wanted)
             if replayed is not None:
                 admitted.commit(cache)
                 return replayed
-        attention = CachedAttention(cache, *rows, head.config.is_causal)
+        attention = CachedAttention(cache, admitted)
         hidden = head.run(tokens, context, attention.positions, attention, self.target)
-        attention.commit()
+        admitted.commit(cache)
         hidden = hidden[to_device(wanted, cache.device)]
         return hidden, head.logits(hidden, self.target)

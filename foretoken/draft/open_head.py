@@ -26,7 +26,6 @@ from foretoken.heads.base import Head, HeadBatch
 from foretoken.heads.checkpoint import load_head, make_head
 from foretoken.heads.config import BlockConfig, EagleConfig, ExitAdapterConfig, HeadConfig, MedusaConfig
 from foretoken.heads.kind import head_kind
-from foretoken.heads.kinds import kind_of_config
 from foretoken.heads.mtp import MtpHead, load_mtp
 from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.heads.weights import pack
@@ -257,7 +256,7 @@ def _scores(head: Head, batch: HeadBatch, target: SharesWeights) -> _Scores:
     """What `head` makes of the text's tokens, by place and row."""
     found: _Scores = {}
     # A block drafter has anchors at some of the rows, an EAGLE head goes on from some: other ones for each seed.
-    for seed in range(_NUM_SEEDS if kind_of_config(head.config).samples_rows else 1):
+    for seed in range(_NUM_SEEDS if head.samples_rows else 1):
         for place in head.places(batch, target, _MAX_PLACES, seed):
             wanted = batch.tokens[0, place.rows + 1]
             hits = head.vocabulary.to_target(place.logits.argmax(-1)) == wanted

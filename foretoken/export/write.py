@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from foretoken.files import writing_folder
 from foretoken.heads.base import Head
 from foretoken.heads.checkpoint import load_head, save_head, save_speculators
 from foretoken.heads.config import BlockConfig, EagleConfig, MedusaConfig
+from foretoken.heads.formats.block import CORRECTION_KEYS
 from foretoken.heads.formats.eagle import ARCHITECTURE_1_BIAS
 from foretoken.heads.formats.medusa import MEDUSA_WEIGHTS, SHARED_OUTPUT
 from foretoken.model.fields import read_json
@@ -33,7 +34,6 @@ _CHECKED = {
         for method in ("eagle", "eagle3", "medusa", "draft_model")
     },
 }
-_DSPARK_KEYS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
 
 
 def export_head(
@@ -66,10 +66,8 @@ def export_head(
 
     def fill(work: Path) -> None:
         if as_speculators:
-            architecture = str(
-                (read_json(target_folder / "config.json").get("architectures") or ["LlamaForCausalLM"])[0]
-            )
-            save_speculators(head, work, target, num_draft, target_name, architecture)
+            architectures = read_json(target_folder / "config.json").get("architectures") or ["LlamaForCausalLM"]
+            save_speculators(head, work, target, num_draft, target_name, str(architectures[0]))
         else:
             save_head(head, work, target, target_folder, target_name if head.config.method == "medusa" else None)
             _adapt(work, head, engine, target_folder)
@@ -106,10 +104,7 @@ def _check(head: Head, engine: OtherEngine, num_draft: int, as_speculators: bool
 def _adapt(folder: Path, head: Head, engine: OtherEngine, target_folder: Path) -> None:
     """Change the directory where an engine reads another variant than the portable one."""
     if engine.name == "sglang":
-        path = folder / "config.json"
-        raw = read_json(path)
-        _FOR_SGLANG[head.config.method](folder, raw, head, head.config)
-        path.write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+        _adapt_to_sglang(folder, head)
     elif engine.name == "vllm" and isinstance(head.config, MedusaConfig) and not head.config.has_own_output:
         _add_shared_output(folder, head, target_folder)
 
@@ -130,33 +125,27 @@ def _output_matrix(target_folder: Path) -> Tensor:
     return weights.read(EMBEDDING if config.tie_embeddings else OUTPUT, (config.vocab_size, config.hidden_size))
 
 
-def _eagle_for_sglang(folder: Path, raw: dict[str, Any], head: Head, config: EagleConfig) -> None:  # noqa: ARG001
-    raw |= {"architectures": [ARCHITECTURE_1_BIAS], "bias": True}
-    if not config.fc_bias:  # SGLang makes one in any case, and leaves a missing one random
-        tensors = load_file(folder / WEIGHTS)
-        zeros = torch.zeros(config.layer.hidden_size, dtype=tensors["fc.weight"].dtype)
-        save_file(tensors | {"fc.bias": zeros}, folder / WEIGHTS, metadata={"format": "pt"})
-
-
-def _eagle3_for_sglang(folder: Path, raw: dict[str, Any], head: Head, config: EagleConfig) -> None:  # noqa: ARG001
-    if not config.has_own_output and head.vocabulary.is_whole:
+def _adapt_to_sglang(folder: Path, head: Head) -> None:
+    """What SGLang reads otherwise in `config.json` and beside it."""
+    path, config = folder / "config.json", head.config
+    raw = read_json(path)
+    if isinstance(config, BlockConfig):
+        raw["dflash_config"] |= {key: raw[key] for key in CORRECTION_KEYS if key in raw}
+    elif isinstance(config, EagleConfig) and config.version == 1:
+        raw |= {"architectures": [ARCHITECTURE_1_BIAS], "bias": True}
+        if not config.fc_bias:  # SGLang makes one in any case, and leaves a missing one random
+            tensors = load_file(folder / WEIGHTS)
+            zeros = torch.zeros(config.layer.hidden_size, dtype=tensors["fc.weight"].dtype)
+            save_file(tensors | {"fc.bias": zeros}, folder / WEIGHTS, metadata={"format": "pt"})
+    elif isinstance(config, EagleConfig) and not config.has_own_output and head.vocabulary.is_whole:
         raw.pop("draft_vocab_size")  # SGLang takes the target's matrix only without this key
+    path.write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
 
 
-def _block_for_sglang(folder: Path, raw: dict[str, Any], head: Head, config: BlockConfig) -> None:  # noqa: ARG001
-    raw["dflash_config"] |= {key: raw[key] for key in _DSPARK_KEYS if key in raw}
-
-
-# By method, of those that SGLang runs: what it reads otherwise in `config.json` and beside it.
-_FOR_SGLANG: Mapping[str, Callable[[Path, dict[str, Any], Head, Any], None]] = {
-    "eagle": _eagle_for_sglang,
-    "eagle3": _eagle3_for_sglang,
-    "dflash": _block_for_sglang,
-    "dspark": _block_for_sglang,
-}
-
-
-def _write(out: Path, engine: OtherEngine, launch: Launch, method: str, num_draft: int, fill: Any) -> None:  # noqa: ANN401
+def _write(
+    out: Path, engine: OtherEngine, launch: Launch, method: str, num_draft: int, fill: Callable[[Path], None]
+) -> None:
+    """Write what `fill` puts into a folder, and the files of `launch`, under the name `out` once all are there."""
     try:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise StorageError(f"{out} exists already; choose another folder or remove it")
@@ -164,9 +153,8 @@ def _write(out: Path, engine: OtherEngine, launch: Launch, method: str, num_draf
             fill(work)
             for name, text in launch.files.items():
                 (work / name).write_text(text, encoding="utf-8")
-            (work / "launch.json").write_text(
-                json.dumps(launch_json(engine, launch), indent=2) + "\n", encoding="utf-8"
-            )
+            described = json.dumps(launch_json(engine, launch), indent=2)
+            (work / "launch.json").write_text(described + "\n", encoding="utf-8")
             (work / "LAUNCH.md").write_text(_readable(engine, launch, method, num_draft), encoding="utf-8")
             if out.exists():
                 out.rmdir()
@@ -187,21 +175,15 @@ def launch_json(engine: OtherEngine, launch: Launch) -> dict[str, Any]:
         "engine_version": engine.version,
         "prepare": [list(argv) for argv in launch.prepare],
         "argv": list(launch.argv),
-        "env": launch.env,
+        "env": {},  # no engine needs a variable so far
         "files": sorted(launch.files),
     }
 
 
 def _readable(engine: OtherEngine, launch: Launch, method: str, num_draft: int) -> str:
     before = [*(Launch(argv).command() for argv in launch.prepare), launch.command()]
-    lines = [
-        f"# {method} in {engine}",
-        "",
-        f"Drafts up to {num_draft} tokens per step. Run in this folder:",
-        "",
-        "```",
-    ]
-    lines += [*before, "```", ""]
+    lines = [f"# {method} in {engine}", "", f"Drafts up to {num_draft} tokens per step. Run in this folder:", ""]
+    lines += ["```", *before, "```", ""]
     lines += [f"- {note}" for note in launch.notes]
     checked = _CHECKED.get((engine.name, method), "Not started with such files by us")
     lines += [f"- {checked}: compare the engine's acceptance with `foretoken eval` first."]

@@ -30,6 +30,7 @@ class ExitAdapter(Head):
     """
 
     name = "early_exit"
+    samples_rows = False
     config: ExitAdapterConfig
 
     def __init__(self, config: ExitAdapterConfig, vocabulary: DraftVocabulary) -> None:

@@ -6,7 +6,7 @@ The names of a head's parameters are those of its checkpoint format (`formats`),
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from foretoken.heads.config import HeadConfig
 from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.model.interface import SharedWeights
+from foretoken.model.layers import Linear
 
 # A head whose states are read by the target's output matrix learns the target's states beside its distributions: each
 # row then teaches D numbers more. EAGLE-1's loss is 1.0 on features and 0.1 on tokens (eagle/train/main.py); here the
@@ -75,6 +76,7 @@ class Head(nn.Module, ABC):
     """A trained head; frozen parts of the target (`SharedWeights`) are handed in, never part of `state_dict`."""
 
     name: str  # of its drafter
+    samples_rows = True  # `places` chooses rows by its seed
 
     def __init__(self, config: HeadConfig, vocabulary: DraftVocabulary) -> None:
         super().__init__()
@@ -88,8 +90,20 @@ class Head(nn.Module, ABC):
     def initialise(self, seed: int) -> None:
         """Random weights for training."""
 
-    def begin_from(self, target: SharedWeights) -> None:
-        """Before training, after `initialise`: take over what begins as a copy of the target's weights."""
+    def output_matrices(self) -> tuple[Linear, ...]:
+        """Those of its own, over its vocabulary."""
+        return ()
+
+    @torch.no_grad()
+    def begin_from(self, output_logits: Callable[[Tensor], Tensor]) -> None:
+        """Before training, after `initialise`: output matrices of its own begin as the target's, whose `output_logits`
+        are given.
+        """
+        for output in self.output_matrices():
+            weight = output.weight
+            assert weight is not None, "training begins before matrices are packed"
+            identity = torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device)
+            weight.copy_(self.vocabulary.restrict(output_logits(identity)).T)
 
     @abstractmethod
     def places(self, batch: HeadBatch, target: SharedWeights, num_places: int, seed: int) -> Iterator[Place]:

@@ -16,14 +16,13 @@ from torch import Tensor, nn
 
 from foretoken.errors import ConfigError
 from foretoken.heads.base import FEATURE_WEIGHT, HeadBatch, Place, random_rows
-from foretoken.heads.block_attention import BlockLayer, CachedAttention, ContextAttention, WindowAttention
+from foretoken.heads.block_attention import BlockLayer, CachedAttention, WindowAttention
 from foretoken.heads.config import BlockConfig
-from foretoken.heads.layers import LayeredHead, initialise_weights
+from foretoken.heads.layers import LayeredHead, PlainAttention, initialise_weights
 from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.model.interface import SharedWeights
-from foretoken.model.layer_pass import LayerParts, LayerPass, layer_pass
+from foretoken.model.layer_pass import LayerPass, layer_pass
 from foretoken.model.layers import Embedding, Linear, RMSNorm
-from foretoken.model.rope import RotaryTable
 
 # In training every so many rows of text have an anchor: blocks of 8 are then about twice as many rows as the text.
 _ROWS_PER_ANCHOR = 4
@@ -65,20 +64,20 @@ class BlockHead(LayeredHead):
 
     name = "block"
     config: BlockConfig
+    decoder_layers: tuple[BlockLayer, ...]
 
     def __init__(self, config: BlockConfig, vocabulary: DraftVocabulary) -> None:
         super().__init__(config, vocabulary)
-        _check(config, vocabulary)
+        _check(config)
         hidden, eps = config.layer.hidden_size, config.layer.norm_eps
         self.fc = Linear(len(config.taps) * config.target_hidden_size, hidden)
         self.hidden_norm = RMSNorm(hidden, eps)
-        self.block_layers = [BlockLayer(config.layer) for _ in range(config.layer.num_layers)]
-        self.layers = nn.ModuleList(self.block_layers)
+        self.decoder_layers = tuple(BlockLayer(config.layer) for _ in range(config.layer.num_layers))
+        self.layers = nn.ModuleList(self.decoder_layers)
         self.norm = RMSNorm(hidden, eps)
         self.lm_head = None if vocabulary.is_whole else Linear(hidden, config.draft_vocab_size)
         self.markov_head = MarkovHead(config) if config.markov_rank else None
         self.confidence_head = ConfidenceHead(hidden) if config.has_confidence else None
-        self._rotary: RotaryTable | None = None
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
@@ -87,13 +86,6 @@ class BlockHead(LayeredHead):
         if self.markov_head is not None and self.markov_head.markov_w2.weight is not None:
             self.markov_head.markov_w2.weight.zero_()
 
-    @torch.no_grad()
-    def begin_from(self, target: SharedWeights) -> None:
-        """See `Head`: an output matrix of its own begins as the target's."""
-        if self.lm_head is not None and (weight := self.lm_head.weight) is not None:
-            identity = torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device)
-            weight.copy_(self.vocabulary.restrict(target.output_logits(identity)).T)
-
     def features(self, states: Mapping[int, Tensor]) -> Tensor:
         """What the layers read of the target's `states`, by layer [n, Dt]: [n, D]. Row i depends on rows i alone."""
         taps = torch.cat([states[layer] for layer in self.config.taps], dim=-1)
@@ -101,7 +93,7 @@ class BlockHead(LayeredHead):
         return out
 
     def run(
-        self, tokens: Tensor, context: Tensor, positions: Tensor, attention: ContextAttention, target: SharedWeights
+        self, tokens: Tensor, context: Tensor, positions: Tensor, attention: PlainAttention, target: SharedWeights
     ) -> Tensor:
         """The slots' states behind the last norm, [T, D]: blocks of `tokens` [T], anchor and masks.
 
@@ -111,15 +103,15 @@ class BlockHead(LayeredHead):
         rotary = self.rotary.at(positions)
         compiled = self._compiled(context, x, rotary, attention)
         if compiled is not None:
-            x = compiled.run(x, range(len(self.block_layers))).last
+            x = compiled.run(x, range(len(self.decoder_layers))).last
         else:
-            for number, layer in enumerate(self.block_layers):
+            for number, layer in enumerate(self.decoder_layers):
                 x = layer(context, x, rotary, attention, number)
         out: Tensor = self.norm(x)
         return out
 
     def _compiled(
-        self, context: Tensor, x: Tensor, rotary: tuple[Tensor, Tensor], attention: ContextAttention
+        self, context: Tensor, x: Tensor, rotary: tuple[Tensor, Tensor], attention: PlainAttention
     ) -> LayerPass | None:
         """The compiled pass over the slots `x` [T, D], if there is one; the context's keys and values are then kept."""
         if not isinstance(attention, CachedAttention):
@@ -127,8 +119,8 @@ class BlockHead(LayeredHead):
         (cos, sin), first = rotary, len(context)
         compiled = layer_pass(self, x, attention.of_slots, [(cos[first:], sin[first:])])
         if compiled is not None and first:
-            for number, layer in enumerate(self.block_layers):
-                attention.keep_context(number, *layer.self_attn.context_rows(context, (cos[:first], sin[:first])))
+            for number, layer in enumerate(self.decoder_layers):
+                attention.keep_context(number, *layer.self_attn.keys_and_values(context, (cos[:first], sin[:first])))
         return compiled
 
     def correct(self, logits: Tensor, before: Tensor) -> Tensor:
@@ -193,30 +185,12 @@ class BlockHead(LayeredHead):
             accepted = self.vocabulary.restrict(p).minimum(logits.float().softmax(-1)).sum(-1)  # [R]
         return F.binary_cross_entropy_with_logits(confidence.float(), accepted.clamp(0, 1))
 
-    def layer_parts(self) -> list[LayerParts]:
-        """See `layer_pass.LayerStack`."""
-        return [layer.parts() for layer in self.block_layers]
 
-    @property
-    def rotary(self) -> RotaryTable:
-        """cos and sin table in the weights' own dtype and device."""
-        if self._rotary is None:
-            weight = self.norm.weight
-            self._rotary = RotaryTable(self.config.layer, weight.device, weight.dtype)
-        return self._rotary
-
-
-def _check(config: BlockConfig, vocabulary: DraftVocabulary) -> None:
+def _check(config: BlockConfig) -> None:
     hidden, target_hidden = config.layer.hidden_size, config.target_hidden_size
     if hidden != target_hidden:
         raise ConfigError(
             "hidden_size", hidden, f"must be the target's, {target_hidden}: the slots begin as the target's embeddings"
-        )
-    if config.layer.sliding_window:
-        raise ConfigError("sliding_window", config.layer.sliding_window, "block drafters attend to the whole text")
-    if len(vocabulary.ids) != config.draft_vocab_size:
-        raise ConfigError(
-            "draft_vocab_size", config.draft_vocab_size, f"the vocabulary has {len(vocabulary.ids)} tokens"
         )
     if not 0 <= config.mask_token < config.layer.vocab_size:
         raise ConfigError(

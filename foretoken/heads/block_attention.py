@@ -5,12 +5,12 @@ drafter makes of them, and the slots of their own block.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from foretoken.heads.layers import HeadAttention, HeadMLP, layer_parts
+from foretoken.heads.layers import HeadAttention, HeadLayer, HeadMLP, PlainAttention, layer_parts
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.attention.fused import FusedAttention
 from foretoken.model.attention.paged import PagedAttention
@@ -18,65 +18,29 @@ from foretoken.model.interface import Segment
 from foretoken.model.layer_pass import LayerParts
 from foretoken.model.layers import RMSNorm
 from foretoken.model.paged_cache import ForwardInputs, PagedCache
-from foretoken.model.rope import rotate
 from foretoken.transfer import to_device
 
 
-class ContextAttention(Protocol):
-    """Stores this pass's keys and values and returns what each slot's query reads."""
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """`query` [T, H, K] of slots; `key`, `value` [C + T, G, K] of C new context rows, then slots -> [T, H, K]."""
-        ...
-
-
-class BlockAttention(HeadAttention):
-    """Attention whose keys and values come from context rows and slots alike, through the same matrices."""
-
-    def context_rows(self, context: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Key and value [C, G, K] of `context` [C, D] at the places of `rotary`."""
-        key, value = (
-            project(context).view(len(context), -1, self.shape.head_dim) for project in (self.k_proj, self.v_proj)
-        )
-        return rotate(key if self.k_norm is None else self.k_norm(key), *rotary), value
-
-    def read(
-        self, context: Tensor, x: Tensor, rotary: tuple[Tensor, Tensor], attention: ContextAttention, layer: int
-    ) -> Tensor:
-        """`context` [C, D] and slots `x` [T, D] -> [T, D]; `rotary` of all C + T rows."""
-        cos, sin = rotary
-        first, seen = len(context), torch.cat((context, x))
-        query = self.q_proj(x).view(len(x), -1, self.shape.head_dim)  # [T, H, K]
-        key, value = (
-            project(seen).view(len(seen), -1, self.shape.head_dim) for project in (self.k_proj, self.v_proj)
-        )  # [C + T, G, K]
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
-        query, key = rotate(query, cos[first:], sin[first:]), rotate(key, cos, sin)
-        out: Tensor = self.o_proj(attention.attend(layer, query, key, value).reshape(len(x), -1))
-        return out
-
-
-class BlockLayer(nn.Module):
+class BlockLayer(HeadLayer):
     """Pre-norm attention and gated MLP over the slots; context rows are read as they are, without the layer's norm."""
 
     def __init__(self, shape: ModelConfig) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps)
-        self.self_attn = BlockAttention(shape, shape.hidden_size)
+        self.self_attn = HeadAttention(shape, shape.hidden_size)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps)
         self.mlp = HeadMLP(shape)
 
     def forward(
-        self, context: Tensor, x: Tensor, rotary: tuple[Tensor, Tensor], attention: ContextAttention, layer: int
+        self, context: Tensor, x: Tensor, rotary: tuple[Tensor, Tensor], attention: PlainAttention, layer: int
     ) -> Tensor:
         """The residual stream of the slots `x` [T, D] behind this layer."""
-        x = x + self.self_attn.read(context, self.input_layernorm(x), rotary, attention, layer)
+        x = x + self.self_attn(self.input_layernorm(x), rotary, attention, layer, context)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 
     def parts(self) -> LayerParts:
-        """What the compiled pass runs over slots."""
+        """See `HeadLayer`: the pass runs over slots."""
         return layer_parts(self.self_attn, self.mlp, self.input_layernorm, self.post_attention_layernorm)
 
 
@@ -98,7 +62,7 @@ class WindowAttention:
         ]  # [B, 1, 1, A, W, S + W]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # noqa: ARG002
-        """See `ContextAttention`."""
+        """See `PlainAttention`."""
         heads, groups, head_dim = self.shape.num_heads, self.shape.num_kv_heads, self.shape.head_dim
         windows, blocks, slots, rows = self.num_windows, self.num_blocks, self.num_slots, self.num_rows
         past = windows * rows
@@ -127,9 +91,10 @@ class BlockRows(NamedTuple):
 
     context: ForwardInputs
     slots: ForwardInputs
+    is_causal: bool
 
     def commit(self, cache: PagedCache) -> None:
-        """After the pass: keep the context rows in the cache that admitted them."""
+        """After the pass: keep the context rows in the cache that admitted them; the next pass overwrites the slots."""
         for reader in self.context.readers:
             cache.commit(reader.segment.sequence, reader.segment.num_pending)
 
@@ -146,41 +111,27 @@ def admit_blocks(
     slots = cache.admit([Segment(one, rows) for one, rows in zip(sequences, num_slots, strict=True)], num_new)
     for reader in slots.readers:
         reader.sees_all = not is_causal
-    return BlockRows(new, slots)
+    return BlockRows(new, slots, is_causal)
 
 
 class CachedAttention:
-    """Inference: a block behind the context of each of some sequences; keys and values are in `cache`.
+    """Inference: blocks behind the context of some sequences, as `cache` admitted them; keys and values are there."""
 
-    `num_new` and `num_slots` count the new context rows and the slots of each. `commit` keeps the context rows; the
-    slots are forgotten, the next pass overwrites them.
-
-    Raises:
-        CapacityError: no room for the rows.
-    """
-
-    def __init__(
-        self,
-        cache: PagedCache,
-        sequences: Sequence[int],
-        num_new: Sequence[int],
-        num_slots: Sequence[int],
-        is_causal: bool,
-    ) -> None:
-        self._rows = new, slots = admit_blocks(cache, sequences, num_new, num_slots, is_causal)
+    def __init__(self, cache: PagedCache, rows: BlockRows) -> None:
+        new, slots = rows.context, rows.slots
         self._cache, self._num_new = cache, len(new.positions)
         device = cache.device
         self.positions = to_device([*new.positions, *slots.positions], device)  # [C + T]
         self._new_slots, own = to_device(new.slots, device), to_device(slots.slots, device)
         kind = cache.attention
-        if not is_causal and not issubclass(kind, FusedAttention):
+        if not rows.is_causal and not issubclass(kind, FusedAttention):
             kind = PagedAttention  # whose mask can be left out
         self._attention = kind(cache.local, cache.pool, own, slots.readers)
         # What a compiled pass over the slots attends with, once the context of its layers is kept.
-        self.of_slots = self._attention if is_causal else None
+        self.of_slots = self._attention if rows.is_causal else None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See `ContextAttention`."""
+        """See `PlainAttention`."""
         first = self._num_new
         self.keep_context(layer, key[:first], value[:first])
         return self._attention.attend(layer, query, key[first:], value[first:])
@@ -189,7 +140,3 @@ class CachedAttention:
         """Store key and value [C, G, K] of the new context rows."""
         if self._num_new:
             self._cache.pool.write(layer, self._new_slots, key, value)
-
-    def commit(self) -> None:
-        """After the pass: keep the context rows."""
-        self._rows.commit(self._cache)

@@ -12,47 +12,37 @@ from torch import Tensor
 
 from foretoken.heads.block import BlockHead
 from foretoken.heads.block_attention import BlockRows
-from foretoken.heads.graphs import Matrices, captured_matrices
-from foretoken.model.graphs.cache import StepGraphs
+from foretoken.heads.graphs import HeadGraphs, Matrices, captured_matrices
 from foretoken.model.graphs.shape import StepShape
 from foretoken.model.interface import SharesModules, SharesWeights
 from foretoken.model.paged_cache import PagedCache
 
 
-class ContextGraphs(StepGraphs):
+class ContextGraphs(HeadGraphs[BlockHead]):
     """Keeps keys and values that every layer of `head` makes of features; `matrices`: see `SlotGraphs`."""
 
     def __init__(self, head: BlockHead, cache: PagedCache, matrices: Matrices) -> None:
-        super().__init__(head.config.layer, cache.pool, cache.block_size, cache.capacity_tokens)
-        self.head, self._matrices = head, matrices
-        self.features = self.buffer(head.config.layer.hidden_size, dtype=head.norm.weight.dtype)
-
-    def read_beside(self) -> tuple[object, ...]:
-        """See `StepGraphs`; norms and biases keep their place."""
-        return _beside(self.head, self._matrices)
+        super().__init__(head, cache, matrices)
+        self.features = self.buffer(head.config.layer.hidden_size, dtype=head.norm_dtype)
 
     def step(self, shape: StepShape) -> None:
         """See `StepGraphs`."""
         positions, attention = self.attended(shape)
         rotary, context = self.head.rotary.at(positions), self.features[: shape.rows]
-        for number, layer in enumerate(self.head.block_layers):
-            self.pool.write(number, attention.write_slots, *layer.self_attn.context_rows(context, rotary))
+        for number, layer in enumerate(self.head.decoder_layers):
+            self.pool.write(number, attention.write_slots, *layer.self_attn.keys_and_values(context, rotary))
 
 
-class SlotGraphs(StepGraphs):
+class SlotGraphs(HeadGraphs[BlockHead]):
     """Runs slots of `head` for `target` behind the context that is kept; `matrices` are all that a step reads."""
 
     def __init__(self, head: BlockHead, target: SharesWeights, cache: PagedCache, matrices: Matrices) -> None:
-        super().__init__(head.config.layer, cache.pool, cache.block_size, cache.capacity_tokens)
-        self.head, self.target, self._matrices = head, target, matrices
-        width, dtype = head.config.layer.hidden_size, head.norm.weight.dtype
+        super().__init__(head, cache, matrices)
+        self.target = target
+        width, dtype = head.config.layer.hidden_size, head.norm_dtype
         # What a step computes for all rows of its bucket, until the next one.
         self.hidden = self.buffer(width, dtype=dtype)
         self.logits = self.buffer(head.config.draft_vocab_size, dtype=dtype)
-
-    def read_beside(self) -> tuple[object, ...]:
-        """See `StepGraphs`; norms and biases keep their place."""
-        return _beside(self.head, self._matrices)
 
     def step(self, shape: StepShape) -> None:
         """See `StepGraphs`."""
@@ -97,10 +87,5 @@ def block_graphs(head: BlockHead, target: SharesWeights, cache: PagedCache) -> B
     embedding, output = None, head.lm_head
     if isinstance(target, SharesModules):
         embedding, output = target.embedding_module(), output or target.output_module()
-    matrices = captured_matrices(head, cache, head.norm.weight.dtype, (embedding, output))
+    matrices = captured_matrices(head, cache, head.norm_dtype, (embedding, output))
     return None if matrices is None else BlockGraphs(head, target, cache, matrices)
-
-
-def _beside(head: BlockHead, matrices: Matrices) -> tuple[object, ...]:
-    head.rotary.cover(head.config.layer.max_context_tokens)
-    return (*(matrix.weight for matrix in matrices), head.rotary.cos)

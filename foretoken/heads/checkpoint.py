@@ -1,4 +1,4 @@
-"""Directories of trained heads: read one for a target, write one, and the memory that one takes beside its target.
+"""Directories of trained heads: read one for a target, and write one.
 
 Read are the portable EAGLE-3 directory, EAGLE-1/2, Medusa, DFlash and DSpark, speculators' form of them, and early-exit
 adapters (`formats`). The names and shapes that `config.json` asks for are compared with the headers of the file before
@@ -8,40 +8,32 @@ a weight is read: engines load a head with a tensor too few, or too many, withou
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from foretoken.config import QUANTISED
 from foretoken.errors import CheckpointError, ConfigError, ModelError, StorageError
 from foretoken.files import writing_folder
 from foretoken.heads.base import Head
 from foretoken.heads.config import BlockConfig, EagleConfig, ExitAdapterConfig, HeadConfig, MedusaConfig
-from foretoken.heads.formats.block import CONFIDENCE, CONFIDENCE_BIAS, MARKOV_IN
+from foretoken.heads.formats.block import CONFIDENCE, CONFIDENCE_BIAS
 from foretoken.heads.formats.eagle import network_name
-from foretoken.heads.formats.layers import Shape
 from foretoken.heads.formats.medusa import MEDUSA_WEIGHTS, SHARED_OUTPUT, TOKEN_MAP, medusa_name
 from foretoken.heads.formats.pairing import check_note, target_note
-from foretoken.heads.formats.speculators import from_speculators, is_speculators, speculators_json
+from foretoken.heads.formats.speculators import from_speculators, speculators_json
 from foretoken.heads.kind import head_kind
 from foretoken.heads.kinds import KINDS, kind_of_config
 from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.fields import HEAD_NOTE, Fields, read_json
 from foretoken.model.loader import parse_dtype, stored_dtype
-from foretoken.model.matrices.codes import BLOCK_ROWS
-from foretoken.model.matrices.quant import grouped_bytes
-from foretoken.model.rope import TABLE_BLOCK
 from foretoken.model.weights import INDEX, WEIGHTS, Weights
-from foretoken.plan.memory import ModelShape
 
 _OFFSETS, _MASK = "d2t", "t2d"  # target id = draft id + d2t[draft id]; the mask of the same ids
 _EMBEDDING = "embed_tokens.weight"
@@ -65,21 +57,18 @@ def load_head(
         UnsupportedModelError: a kind or variant of head that is not run here.
         ConfigError: the target has too few layers for the head's defaults.
     """
-    kind, place = head_kind(folder), torch.device(device)
+    place = torch.device(device)
     check_note(folder, target, target_folder)
-    fields, weights = open_head_files(folder)
-    config = read_head_config(fields, kind, target, frozenset(weights.own_names))
-    vocabulary = _read_vocabulary(weights, config, fields)
-    stored = _stored_names(weights, config, len(vocabulary.ids))
-    expected = head_tensors(config, len(vocabulary.ids))
+    fields, weights, head = open_head(folder, target)
+    stored = _stored_names(weights, head.config, len(head.vocabulary.ids))
+    expected = tensor_shapes(head)
     absent = {CONFIDENCE_BIAS} & expected.keys() - stored.keys()  # heads trained before had none
     zeros = {name: torch.zeros(expected.pop(name)) for name in absent}
     problems = tensor_problems(weights, stored, expected)
     if problems:
         raise CheckpointError(f"{folder}: " + "; ".join(problems[:_SHOWN]) + _more(len(problems) - _SHOWN))
     wanted = parse_dtype(dtype, stored_dtype(fields.raw, weights, fields.where))
-    with torch.device("meta"):
-        head = make_head(config, vocabulary.to(place))
+    head.vocabulary = head.vocabulary.to(place)
     state = {name: weights.read(stored[name], shape).to(place, wanted, copy=True) for name, shape in expected.items()}
     state |= {name: tensor.to(place, wanted) for name, tensor in zeros.items()}
     head.load_state_dict(state, strict=True, assign=True)
@@ -155,13 +144,33 @@ def write_head(
         raise StorageError(f"cannot write the head to {folder}: {error}") from error
 
 
-def open_head_files(folder: Path) -> tuple[Fields, Weights]:
-    """`config.json` of a head, see `read_fields`, and its tensors, of which only headers are read.
+class OpenedHead(NamedTuple):
+    """`config.json` of a head, see `read_fields`, its file, and its network, whose parameters lie on no device."""
+
+    fields: Fields
+    weights: Weights
+    network: Head
+
+
+def open_head(folder: Path, target: ModelConfig) -> OpenedHead:
+    """The head in `folder`, of whose tensors only headers are read.
 
     Raises:
-        CheckpointError: missing or malformed.
+        CheckpointError, MismatchError, UnsupportedModelError, ConfigError: see `load_head`.
     """
-    return read_fields(folder), Weights(folder, MEDUSA_WEIGHTS if (folder / MEDUSA_WEIGHTS).exists() else WEIGHTS)
+    kind, fields = KINDS[head_kind(folder)], read_fields(folder)
+    weights = Weights(folder, MEDUSA_WEIGHTS if (folder / MEDUSA_WEIGHTS).exists() else WEIGHTS)
+    config = kind.from_json(fields, target, frozenset(weights.own_names))
+    if isinstance(config, EagleConfig | BlockConfig) and config.layer.num_layers > len(weights.own_names):
+        raise CheckpointError(
+            f"{folder}: config.json asks for {config.layer.num_layers:,} layers, the file holds "
+            f"{len(weights.own_names):,} tensors"
+        )
+    vocabulary = _read_vocabulary(weights, config, kind.draft_vocab_size(config, fields))
+    try:
+        return OpenedHead(fields, weights, _network(config, vocabulary))
+    except RuntimeError as error:  # torch counts the bytes of a tensor in 64 bits
+        raise CheckpointError(f"{folder}: config.json asks for a tensor that no memory holds ({error})") from error
 
 
 def read_fields(folder: Path) -> Fields:
@@ -171,22 +180,7 @@ def read_fields(folder: Path) -> Fields:
         CheckpointError: missing or malformed.
     """
     fields = Fields(read_json(folder / "config.json"), str(folder / "config.json"))
-    return from_speculators(fields) if is_speculators(fields) else fields
-
-
-def read_head_config(fields: Fields, kind: str, target: ModelConfig, names: frozenset[str]) -> HeadConfig:
-    """The configuration of a head of this `kind`, from its `config.json` and the `names` of its tensors.
-
-    Raises:
-        CheckpointError, MismatchError, UnsupportedModelError, ConfigError: see `load_head`.
-    """
-    config: HeadConfig = KINDS[kind].from_json(fields, target, names)
-    return config
-
-
-def head_tensors(config: HeadConfig, draft_vocab_size: int) -> dict[str, Shape]:
-    """Name and shape of every tensor of a head's network: `state_dict()` of the head."""
-    return dict(kind_of_config(config).tensors(config, draft_vocab_size))
+    return from_speculators(fields) if fields.has("speculators_model_type") else fields
 
 
 def make_head(config: HeadConfig, vocabulary: DraftVocabulary) -> Head:
@@ -198,6 +192,17 @@ def make_head(config: HeadConfig, vocabulary: DraftVocabulary) -> Head:
     return kind_of_config(config).network(config, vocabulary)
 
 
+def _network(config: HeadConfig, vocabulary: DraftVocabulary) -> Head:
+    """The network of a configuration, whose parameters have shapes and no numbers."""
+    with torch.device("meta"):
+        return make_head(config, vocabulary)
+
+
+def tensor_shapes(head: Head) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every parameter of a head that is not packed."""
+    return {name: tuple(own.shape) for name, own in head.state_dict().items()}
+
+
 def head_state(head: Head) -> dict[str, Tensor]:
     """The weights of a head by name.
 
@@ -205,8 +210,7 @@ def head_state(head: Head) -> dict[str, Tensor]:
         ModelError: it is packed.
     """
     state = head.state_dict()
-    expected = head_tensors(head.config, len(head.vocabulary.ids))
-    missing = sorted(expected.keys() - state.keys())
+    missing = sorted(tensor_shapes(_network(head.config, head.vocabulary)).keys() - state.keys())
     if missing:
         raise ModelError(
             f"the head has no plain weights left to write ({missing[0]}): load it again, without packing it"
@@ -229,7 +233,7 @@ def vocabulary_tables(config: HeadConfig, vocabulary: DraftVocabulary) -> dict[s
     return {_OFFSETS: ids - torch.arange(len(ids)), _MASK: mask}
 
 
-def tensor_problems(weights: Weights, stored: Mapping[str, str], expected: Mapping[str, Shape]) -> list[str]:
+def tensor_problems(weights: Weights, stored: Mapping[str, str], expected: Mapping[str, tuple[int, ...]]) -> list[str]:
     """What the headers have too few, too many or in another shape; `stored` has the file's names by the network's."""
     problems = [f"tensor {name} is missing" for name in expected if name not in stored]
     for name, own in stored.items():
@@ -251,8 +255,11 @@ def _stored_names(weights: Weights, config: HeadConfig, vocab_size: int) -> dict
         CheckpointError: one tensor under two names, or a copy that has not the shape of the target's matrix.
     """
     found: dict[str, str] = {}
+    left_out = {_OFFSETS, _MASK, TOKEN_MAP}
+    if isinstance(config, BlockConfig) and not config.has_confidence:
+        left_out |= {CONFIDENCE, CONFIDENCE_BIAS}
     for name in weights.own_names:
-        if name in (_OFFSETS, _MASK, TOKEN_MAP) or name in _left_out(config):
+        if name in left_out:
             continue
         if name == _EMBEDDING and isinstance(config, EagleConfig | BlockConfig) and not _owns_embedding(config):
             _check_embedding(weights, config)
@@ -266,11 +273,6 @@ def _stored_names(weights: Weights, config: HeadConfig, vocab_size: int) -> dict
             raise CheckpointError(f"{weights.folder} holds one tensor twice, as {found[own]} and {name}")
         found[own] = name
     return found
-
-
-def _left_out(config: HeadConfig) -> tuple[str, ...]:
-    """Tensors of a confidence that the head is read without."""
-    return (CONFIDENCE, CONFIDENCE_BIAS) if isinstance(config, BlockConfig) and not config.has_confidence else ()
 
 
 def _shared_output_width(config: HeadConfig, vocab_size: int) -> int | None:
@@ -297,16 +299,13 @@ def _check_embedding(weights: Weights, config: EagleConfig | BlockConfig) -> Non
         )
 
 
-def _read_vocabulary(weights: Weights, config: HeadConfig, fields: Fields) -> DraftVocabulary:
-    """The head's tokens from its tables.
+def _read_vocabulary(weights: Weights, config: HeadConfig, size: int) -> DraftVocabulary:
+    """The head's tokens, `size` of them, from its tables.
 
     Raises:
         CheckpointError: a table is missing, or is no list of the target's tokens, each once.
     """
-    size = kind_of_config(config).draft_vocab_size(config, fields)
-    if isinstance(config, ExitAdapterConfig):
-        return DraftVocabulary.whole(config.vocab_size)
-    if isinstance(config, MedusaConfig):
+    if isinstance(config, MedusaConfig | ExitAdapterConfig):
         whole, table = config.vocab_size, TOKEN_MAP
     else:
         whole, table = config.layer.vocab_size, _OFFSETS
@@ -331,50 +330,3 @@ def _read_vocabulary(weights: Weights, config: HeadConfig, fields: Fields) -> Dr
 
 def _more(count: int) -> str:
     return f"; and {count} more" if count > 0 else ""
-
-
-_TABLES = (MARKOV_IN, "embed_tokens.weight")  # a row at a time is read of them: they stay numbers
-
-
-def head_shape(folder: Path, name: str, config: ModelConfig, target: ModelShape, weight_format: str) -> ModelShape:
-    """The memory of the head in `folder` beside the target of `config` and shape `target`; `name` is what the user
-    calls it.
-
-    `weight_format` "int8" or "int4": its matrices are quantised. A row is taken to need what a row of the target needs.
-
-    Raises:
-        CheckpointError, MismatchError, UnsupportedModelError, ConfigError: see `checkpoint.load_head`.
-    """
-    kind = head_kind(folder)
-    fields, weights = open_head_files(folder)
-    own = read_head_config(fields, kind, config, frozenset(weights.own_names))
-    tensors = head_tensors(own, kind_of_config(own).draft_vocab_size(own, fields))
-    sizes = [tensor_bytes(tensor, shape, weight_format, target.itemsize) for tensor, shape in tensors.items()]
-    return replace(
-        target,
-        name=name,
-        weight_bytes=sum(sizes) + _table_numbers(own) * target.itemsize,
-        kv_bytes_per_token=_numbers_per_token(own) * target.itemsize,
-    )
-
-
-def tensor_bytes(name: str, shape: tuple[int, ...], weight_format: str, itemsize: int) -> int:
-    """Memory of one tensor of a head, as `weights.pack` holds it."""
-    if weight_format in QUANTISED and len(shape) == 2 and shape[0] >= BLOCK_ROWS and name not in _TABLES:
-        return grouped_bytes(weight_format, *shape)
-    return math.prod(shape) * itemsize
-
-
-def _numbers_per_token(config: HeadConfig) -> int:
-    """Kept of a position: keys and values of the head's layers, and the feature that they are made of."""
-    if isinstance(config, MedusaConfig | ExitAdapterConfig):
-        return 0
-    layer = config.layer
-    return 2 * layer.num_layers * layer.num_kv_heads * layer.head_dim + layer.hidden_size
-
-
-def _table_numbers(config: HeadConfig) -> int:
-    """cos and sin of short sequences."""
-    if isinstance(config, MedusaConfig | ExitAdapterConfig):
-        return 0
-    return 2 * min(config.layer.max_context_tokens, TABLE_BLOCK) * config.layer.head_dim

@@ -23,13 +23,20 @@ from torch import Tensor, nn
 from foretoken.errors import ConfigError
 from foretoken.heads.base import FEATURE_WEIGHT, HeadBatch, Place, random_rows
 from foretoken.heads.config import EagleConfig
-from foretoken.heads.layers import HeadAttention, HeadMLP, LayeredHead, PlainAttention, initialise_weights, layer_parts
+from foretoken.heads.layers import (
+    HeadAttention,
+    HeadLayer,
+    HeadMLP,
+    LayeredHead,
+    PlainAttention,
+    initialise_weights,
+    layer_parts,
+)
 from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.interface import SharedWeights
 from foretoken.model.layer_pass import LayerParts, layer_pass
 from foretoken.model.layers import Embedding, Linear, RMSNorm
-from foretoken.model.rope import RotaryTable
 from foretoken.transfer import to_device
 
 # In training one in so many rows goes on to the steps after the first, which then cost less than it does.
@@ -43,7 +50,7 @@ class EagleRows(NamedTuple):
     feedback: Tensor
 
 
-class EagleLayer(nn.Module):
+class EagleLayer(HeadLayer):
     """One decoder layer. The first of version 3 has the embedding beside the residual stream; the first of version 1
     has no norm before its attention.
     """
@@ -69,12 +76,12 @@ class EagleLayer(nn.Module):
             normed = self.hidden_norm(x)
             seen = torch.cat((self.input_layernorm(embedded), normed), dim=-1)  # [T, 2D]
             x = normed if self.norm_before_residual else x
-        x = x + self.self_attn(seen, *rotary, attention, layer)
+        x = x + self.self_attn(seen, rotary, attention, layer)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 
     def parts(self) -> LayerParts:
-        """What the compiled pass runs."""
+        """See `HeadLayer`."""
         if not self.reads_embedding:
             return layer_parts(self.self_attn, self.mlp, self.input_layernorm, self.post_attention_layernorm)
         norms = (self.hidden_norm, self.post_attention_layernorm, self.input_layernorm)
@@ -90,6 +97,7 @@ class EagleHead(LayeredHead):
 
     name = "eagle"
     config: EagleConfig
+    decoder_layers: tuple[EagleLayer, ...]
 
     def __init__(self, config: EagleConfig, vocabulary: DraftVocabulary) -> None:
         super().__init__(config, vocabulary)
@@ -109,13 +117,7 @@ class EagleHead(LayeredHead):
         self.embed_tokens = Embedding(config.layer.vocab_size, hidden) if config.has_own_embedding else None
         has_output = config.has_own_output or not vocabulary.is_whole
         self.lm_head = Linear(hidden, config.draft_vocab_size) if has_output else None
-        self._layers = tuple(layers)
-        self._rotary: RotaryTable | None = None
-
-    @property
-    def first_layer(self) -> EagleLayer:
-        """The layer that reads what `joined` gives."""
-        return self._layers[0]
+        self.decoder_layers = tuple(layers)
 
     @property
     def feeds_normed(self) -> bool:
@@ -130,15 +132,6 @@ class EagleHead(LayeredHead):
     def initialise(self, seed: int) -> None:
         """See `Head`."""
         initialise_weights(self, self.config.layer.num_layers, seed)
-
-    @torch.no_grad()
-    def begin_from(self, target: SharedWeights) -> None:
-        """See `Head`: its own output matrix begins as the target's."""
-        if self.lm_head is not None:
-            assert self.lm_head.weight is not None, "training begins before matrices are packed"
-            weight = self.lm_head.weight
-            identity = torch.eye(self.config.layer.hidden_size, dtype=weight.dtype, device=weight.device)
-            weight.copy_(self.vocabulary.restrict(target.output_logits(identity)).T)
 
     def features(self, states: Mapping[int, Tensor], target: SharedWeights) -> Tensor:
         """What the head keeps of the target's `states`, by layer [n, Dt]: [n, D]. Row i depends on rows i alone."""
@@ -168,9 +161,9 @@ class EagleHead(LayeredHead):
         rotary = self.rotary.at(positions)
         compiled = layer_pass(self, x, attention, [rotary], embedded)
         if compiled is not None:
-            x = compiled.run(x, range(len(self._layers))).last
+            x = compiled.run(x, range(len(self.decoder_layers))).last
         else:
-            for number, layer in enumerate(self._layers):
+            for number, layer in enumerate(self.decoder_layers):
                 x = layer(x, embedded, rotary, attention, number)
         if self.norm is None:
             return EagleRows(x, x)
@@ -212,23 +205,6 @@ class EagleHead(LayeredHead):
             yield Place(step, self.logits(output, target), chosen, extra)
             features = rows.feedback
 
-    def layer_parts(self) -> list[LayerParts]:
-        """See `layer_pass.LayerStack`."""
-        return [layer.parts() for layer in self._layers]
-
-    @property
-    def norm_dtype(self) -> torch.dtype:
-        """Number format of the weights that are never packed."""
-        return self._layers[0].post_attention_layernorm.weight.dtype
-
-    @property
-    def rotary(self) -> RotaryTable:
-        """cos and sin table in the weights' own dtype and device."""
-        weight = self._layers[0].post_attention_layernorm.weight
-        if self._rotary is None:
-            self._rotary = RotaryTable(self.config.layer, weight.device, weight.dtype)
-        return self._rotary
-
 
 def _check(config: EagleConfig, vocabulary: DraftVocabulary) -> None:
     hidden, target_hidden = config.layer.hidden_size, config.target_hidden_size
@@ -243,12 +219,6 @@ def _check(config: EagleConfig, vocabulary: DraftVocabulary) -> None:
             "hidden_size",
             hidden,
             f"is not the target's, {target_hidden}: such a head needs an output matrix of its own",
-        )
-    if config.layer.sliding_window:
-        raise ConfigError("sliding_window", config.layer.sliding_window, "EAGLE heads attend to the whole text")
-    if len(vocabulary.ids) != config.draft_vocab_size:
-        raise ConfigError(
-            "draft_vocab_size", config.draft_vocab_size, f"the vocabulary has {len(vocabulary.ids)} tokens"
         )
     if config.version == 1 and not vocabulary.is_whole:
         raise ConfigError("draft_vocab_size", config.draft_vocab_size, "an EAGLE-1 head has the target's vocabulary")

@@ -71,24 +71,19 @@ class CachedEagle:
     @torch.inference_mode()
     def run(self, tokens: Tensor, features: Tensor, segments: Sequence[Segment]) -> EagleOutput:
         """Run rows of `tokens` [T] with their `features` [T, D], and keep the pending ones."""
-        output = self._run_rows(tokens, features, self.cache.admit(segments))
-        self._commit(segments)
-        return output
-
-    def _run_rows(self, tokens: Tensor, features: Tensor, inputs: ForwardInputs) -> EagleOutput:
-        """Run rows that were admitted."""
+        inputs = self.cache.admit(segments)
         replayed = None if self.graphs is None else self.graphs.run(tokens, features, inputs)
-        return self._run_eagerly(tokens, features, inputs) if replayed is None else self._output(*replayed)
+        found = self._run_eagerly(tokens, features, inputs) if replayed is None else replayed
+        self._commit(segments)
+        return EagleOutput(*found, self.vocabulary)
 
-    def _run_eagerly(self, tokens: Tensor, features: Tensor, inputs: ForwardInputs) -> EagleOutput:
+    def _run_eagerly(self, tokens: Tensor, features: Tensor, inputs: ForwardInputs) -> tuple[Tensor, Tensor]:
+        """What `EagleGraphs.run` gives."""
         positions, slots = to_device([inputs.positions, inputs.slots], self.cache.device)
         wanted = to_device(inputs.wanted, self.cache.device)
         attention = self.cache.attention(self.head.config.layer, self.cache.pool, slots, inputs.readers)
         rows = self.head.run(tokens, features, positions, attention, self.target)
-        return self._output(self.head.logits(rows.output[wanted], self.target), rows.feedback[wanted])
-
-    def _output(self, own_logits: Tensor, feedback: Tensor) -> EagleOutput:
-        return EagleOutput(own_logits, feedback, self.vocabulary)
+        return self.head.logits(rows.output[wanted], self.target), rows.feedback[wanted]
 
     def _commit(self, segments: Sequence[Segment]) -> None:
         """Keep the pending rows."""
@@ -146,8 +141,8 @@ class CachedEagle:
         replayed = None if self.graphs is None else self.graphs.next_tokens(tokens, features, inputs)
         if replayed is not None:
             return replayed
-        output = self._run_eagerly(tokens, features, inputs)
-        return self.vocabulary.to_target(likeliest(output.own_logits)), output.feedback
+        own_logits, feedback = self._run_eagerly(tokens, features, inputs)
+        return self.vocabulary.to_target(likeliest(own_logits)), feedback
 
     def _by_chain(self, drafted: Sequence[Tensor], order: Sequence[int], counts: Sequence[int]) -> Tensor:
         """Tokens by place, each of the chains that are so long in `order`: one chain behind the other."""

@@ -9,16 +9,15 @@ from torch import Tensor
 
 from foretoken.heads.eagle import EagleHead
 from foretoken.heads.eagle_chain import embedding_of, output_of
-from foretoken.heads.graphs import Matrices, captured_matrices
+from foretoken.heads.graphs import HeadGraphs, Matrices, captured_matrices
 from foretoken.heads.vocabulary import DraftVocabulary
-from foretoken.model.graphs.cache import StepGraphs
 from foretoken.model.graphs.shape import StepShape
 from foretoken.model.interface import SharesWeights
 from foretoken.model.paged_cache import ForwardInputs, PagedCache
 from foretoken.text.sampling import check_finite
 
 
-class EagleGraphs(StepGraphs):
+class EagleGraphs(HeadGraphs[EagleHead]):
     """Runs rows of `head` for `target` over the head's own `cache`; `matrices` are all that a step reads.
 
     `vocabulary` is the head's, on the device.
@@ -27,8 +26,8 @@ class EagleGraphs(StepGraphs):
     def __init__(
         self, head: EagleHead, target: SharesWeights, vocabulary: DraftVocabulary, cache: PagedCache, matrices: Matrices
     ) -> None:
-        super().__init__(head.config.layer, cache.pool, cache.block_size, cache.capacity_tokens)
-        self.head, self.target, self.vocabulary, self._matrices = head, target, vocabulary, matrices
+        super().__init__(head, cache, matrices)
+        self.target, self.vocabulary = target, vocabulary
         width, dtype = head.config.layer.hidden_size, head.norm_dtype
         self.features = self.buffer(width, dtype=dtype)
         # What a step computes for all rows of its bucket, until the next one.
@@ -41,24 +40,11 @@ class EagleGraphs(StepGraphs):
 
         None, and nothing done, where they are to be run as usual.
         """
-        shape = self._replayed_rows(tokens, features, inputs)
-        if shape is None:
-            return None
-        wanted = self.wanted(shape, inputs)
-        return self.logits.index_select(0, wanted), self.feedback.index_select(0, wanted)
+        return self._replayed_rows(self.logits, tokens, features, inputs)
 
     def next_tokens(self, tokens: Tensor, features: Tensor, inputs: ForwardInputs) -> tuple[Tensor, Tensor] | None:
         """The likeliest token [R] of the target's vocabulary in place of `run`'s logits."""
-        shape = self._replayed_rows(tokens, features, inputs)
-        if shape is None:
-            return None
-        wanted = self.wanted(shape, inputs)
-        return self.likeliest.index_select(0, wanted), self.feedback.index_select(0, wanted)
-
-    def read_beside(self) -> tuple[object, ...]:
-        """See `StepGraphs`; norms and biases keep their place."""
-        self.head.rotary.cover(self.layers.max_context_tokens)
-        return (*(matrix.weight for matrix in self._matrices), self.head.rotary.cos)
+        return self._replayed_rows(self.likeliest, tokens, features, inputs)
 
     def step(self, shape: StepShape) -> None:
         """See `StepGraphs`."""
@@ -72,8 +58,14 @@ class EagleGraphs(StepGraphs):
         self.feedback[:num_rows].copy_(rows.feedback)
         self.likeliest[:num_rows].copy_(self.vocabulary.to_target(likeliest(logits)))
 
-    def _replayed_rows(self, tokens: Tensor, features: Tensor, inputs: ForwardInputs) -> StepShape | None:
-        return self.replay(inputs, [(self.tokens, tokens), (self.features, features)])
+    def _replayed_rows(
+        self, output: Tensor, tokens: Tensor, features: Tensor, inputs: ForwardInputs
+    ) -> tuple[Tensor, Tensor] | None:
+        shape = self.replay(inputs, [(self.tokens, tokens), (self.features, features)])
+        if shape is None:
+            return None
+        wanted = self.wanted(shape, inputs)
+        return output.index_select(0, wanted), self.feedback.index_select(0, wanted)
 
 
 def likeliest(logits: Tensor) -> Tensor:

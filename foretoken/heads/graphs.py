@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+from typing import Generic, TypeVar
+
 import torch
 
 from foretoken.heads.layers import LayeredHead
 from foretoken.model.attention.fused import FusedAttention
+from foretoken.model.graphs.cache import StepGraphs
 from foretoken.model.graphs.choice import OTHER_ATTENTION, PACKED, are_wanted
 from foretoken.model.layers import Embedding, Linear
 from foretoken.model.paged_cache import PagedCache
 
 Matrices = tuple[Embedding | Linear, ...]
+_Head = TypeVar("_Head", bound=LayeredHead)
+
+
+class HeadGraphs(StepGraphs, Generic[_Head]):
+    """Graphs of steps of `head` over the drafter's own `cache`; `matrices` are all that a step reads."""
+
+    def __init__(self, head: _Head, cache: PagedCache, matrices: Matrices) -> None:
+        super().__init__(head.layer_shape, cache.pool, cache.block_size, cache.capacity_tokens)
+        self.head, self._matrices = head, matrices
+
+    def read_beside(self) -> tuple[object, ...]:
+        """See `StepGraphs`; norms and biases keep their place."""
+        self.head.rotary.cover(self.layers.max_context_tokens)
+        return (*(matrix.weight for matrix in self._matrices), self.head.rotary.cos)
 
 
 def captured_matrices(

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from foretoken.config import SpecConfig
 from foretoken.errors import CheckpointError, UnsupportedModelError
 from foretoken.model.fields import Fields, read_json, shown
 from foretoken.model.names import model_folder
 
-_MAX_HEADER_BYTES = 1 << 26
 # What other engines run and this one does not, with what to take in its place.
 _REFUSED = {
     "mlp_speculator": "an MLP speculator (IBM); train medusa heads for this target (foretoken train medusa)",
@@ -114,11 +112,7 @@ def _tensor_names(folder: Path) -> list[str]:
     if not path.exists():
         return []
     try:
-        with path.open("rb") as file:
-            (size,) = struct.unpack("<Q", file.read(8))
-            if size > _MAX_HEADER_BYTES:
-                raise ValueError(f"a header of {size:,} bytes")
-            header: Any = json.loads(file.read(size))
-        return [name for name in header if name != "__metadata__"]
-    except (OSError, ValueError, RecursionError, struct.error) as error:
+        with safe_open(path, framework="numpy") as tensors:
+            return list(tensors.keys())
+    except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} is truncated or corrupt ({error}): download it again") from error

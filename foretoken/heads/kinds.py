@@ -6,20 +6,19 @@ engines run it (`export.engines`) are tables by the same names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from foretoken.heads.adapter import ExitAdapter
 from foretoken.heads.base import Head
 from foretoken.heads.block import BlockHead
-from foretoken.heads.config import BlockConfig, EagleConfig, ExitAdapterConfig, HeadConfig, MedusaConfig
+from foretoken.heads.config import HeadConfig
 from foretoken.heads.eagle import EagleHead
-from foretoken.heads.formats.adapter import adapter_from_json, adapter_json, adapter_tensors
-from foretoken.heads.formats.block import block_from_json, block_json, block_tensors
-from foretoken.heads.formats.eagle import eagle_from_json, eagle_json, eagle_tensors
-from foretoken.heads.formats.layers import Shape
-from foretoken.heads.formats.medusa import medusa_from_json, medusa_json, medusa_tensors, medusa_vocab_size
+from foretoken.heads.formats.adapter import adapter_from_json, adapter_json
+from foretoken.heads.formats.block import block_from_json, block_json
+from foretoken.heads.formats.eagle import eagle_from_json, eagle_json
+from foretoken.heads.formats.medusa import medusa_from_json, medusa_json, medusa_vocab_size
 from foretoken.heads.medusa import MedusaHead
 from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.model.architecture import ModelConfig
@@ -33,61 +32,46 @@ class HeadKind(Generic[_Config]):
     """One kind of trained head.
 
     - `name`: its drafter in `registry.DRAFTERS`.
-    - `config`, `network`: the class of its shape, and what makes its network for a vocabulary.
+    - `network`: what makes the network of a shape for a vocabulary.
     - `from_json`: the shape from `config.json`, the target's shape and the names of the tensors; raises ModelError.
     - `to_json`: `config.json` of a shape, number format, vocabulary size and name of the target; raises ConfigError.
-    - `tensors`: name and shape of every tensor of a network with that vocabulary size: its `state_dict()`.
     - `draft_vocab_size`: size of the vocabulary that it drafts from, given the shape and `config.json`.
-    - `samples_rows`: `Head.places` chooses rows by its seed.
     """
 
     name: str
-    config: type[_Config]
     network: Callable[[_Config, DraftVocabulary], Head]
     from_json: Callable[[Fields, ModelConfig, frozenset[str]], _Config]
     to_json: Callable[[_Config, str, int, str | None], dict[str, Any]]
-    tensors: Callable[[_Config, int], Iterable[tuple[str, Shape]]]
     draft_vocab_size: Callable[[_Config, Fields], int]
-    samples_rows: bool = True
 
 
 _EAGLE = HeadKind(
     "eagle",
-    EagleConfig,
     EagleHead,
     from_json=eagle_from_json,
     to_json=lambda config, dtype, _size, _target: eagle_json(config, dtype),
-    tensors=lambda config, _size: eagle_tensors(config),
     draft_vocab_size=lambda config, _fields: config.draft_vocab_size,
 )
 _MEDUSA = HeadKind(
     "medusa",
-    MedusaConfig,
     MedusaHead,
     from_json=medusa_from_json,
     to_json=medusa_json,
-    tensors=medusa_tensors,
     draft_vocab_size=medusa_vocab_size,
-    samples_rows=False,
 )
 _BLOCK = HeadKind(
     "block",
-    BlockConfig,
     BlockHead,
     from_json=lambda fields, target, _names: block_from_json(fields, target),
     to_json=lambda config, dtype, _size, _target: block_json(config, dtype),
-    tensors=lambda config, _size: block_tensors(config),
     draft_vocab_size=lambda config, _fields: config.draft_vocab_size,
 )
 _EXIT_ADAPTER = HeadKind(
     "early_exit",
-    ExitAdapterConfig,
     ExitAdapter,
     from_json=lambda fields, target, _names: adapter_from_json(fields, target),
     to_json=lambda config, dtype, _size, _target: adapter_json(config, dtype),
-    tensors=lambda config, _size: adapter_tensors(config),
     draft_vocab_size=lambda config, _fields: config.vocab_size,
-    samples_rows=False,
 )
 KINDS: Mapping[str, HeadKind[Any]] = {kind.name: kind for kind in (_EAGLE, _MEDUSA, _BLOCK, _EXIT_ADAPTER)}
 

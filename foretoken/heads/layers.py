@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import functools
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from foretoken.errors import ConfigError
 from foretoken.heads.base import Head
 from foretoken.heads.config import BlockConfig, EagleConfig
+from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.interface import SharedWeights
 from foretoken.model.layer_pass import LayerParts
 from foretoken.model.layers import Linear, RMSNorm
-from foretoken.model.rope import rotate
+from foretoken.model.rope import RotaryTable, rotate
 from foretoken.model.row_kernels import kernels_for
 
 
 class PlainAttention(Protocol):
-    """`decoder.Attention` without sinks, which no head has."""
+    """`decoder.Attention` without sinks, which no head has. It may store keys and values of the pass."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """`query` [T, H, K], `key` and `value` [T, G, K] -> [T, H, K]."""
+        """`query` [T, H, K], `key` and `value` [C + T, G, K] of C context rows, if there are any, and T others ->
+        [T, H, K].
+        """
         ...
 
 
@@ -45,15 +49,29 @@ class HeadAttention(nn.Module):
         self.q_norm = RMSNorm(shape.head_dim, shape.norm_eps) if shape.qk_norm else None
         self.k_norm = RMSNorm(shape.head_dim, shape.norm_eps) if shape.qk_norm else None
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: PlainAttention, layer: int) -> Tensor:
-        """`x` [T, in] -> [T, D]; `layer` is the number that keys and values are kept under."""
-        heads = (x.shape[0], -1, self.shape.head_dim)
-        query, key = self.q_proj(x).view(heads), self.k_proj(x).view(heads)  # [T, H, K], [T, G, K]
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
-        value = self.v_proj(x).view(heads)
-        read = attention.attend(layer, rotate(query, cos, sin), rotate(key, cos, sin), value)
-        out: Tensor = self.o_proj(read.reshape(x.shape[0], -1))
+    def keys_and_values(self, rows: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Key and value [R, G, K] of `rows` [R, in] at the places of `rotary`."""
+        key, value = (project(rows).view(len(rows), -1, self.shape.head_dim) for project in (self.k_proj, self.v_proj))
+        return rotate(key if self.k_norm is None else self.k_norm(key), *rotary), value
+
+    def forward(
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        attention: PlainAttention,
+        layer: int,
+        context: Tensor | None = None,
+    ) -> Tensor:
+        """`x` [T, in] -> [T, D]; `layer` is the number that keys and values are kept under.
+
+        Keys and values are made of the rows `context` [C, in] too; `rotary` is then that of all C + T rows.
+        """
+        first, seen = (0, x) if context is None else (len(context), torch.cat((context, x)))
+        query = self.q_proj(x).view(len(x), -1, self.shape.head_dim)  # [T, H, K]
+        query = query if self.q_norm is None else self.q_norm(query)
+        key, value = self.keys_and_values(seen, rotary)
+        read = attention.attend(layer, rotate(query, *(table[first:] for table in rotary)), key, value)
+        out: Tensor = self.o_proj(read.reshape(len(x), -1))
         return out
 
 
@@ -98,15 +116,44 @@ def layer_parts(
     )
 
 
+class HeadLayer(nn.Module, ABC):
+    """A decoder layer of a head."""
+
+    post_attention_layernorm: RMSNorm
+
+    @abstractmethod
+    def parts(self) -> LayerParts:
+        """What the compiled pass runs."""
+
+
 class LayeredHead(Head):
-    """A head with decoder layers, which the compiled pass can run (`layer_pass.LayerStack`)."""
+    """A head with decoder layers, which the compiled pass can run (`layer_pass.LayerStack`).
+
+    Raises:
+        ConfigError: layers with a window, or a vocabulary of another size.
+    """
 
     config: EagleConfig | BlockConfig
     lm_head: Linear | None
+    decoder_layers: tuple[HeadLayer, ...]
+
+    def __init__(self, config: EagleConfig | BlockConfig, vocabulary: DraftVocabulary) -> None:
+        super().__init__(config, vocabulary)
+        self._rotary: RotaryTable | None = None
+        if config.layer.sliding_window:
+            raise ConfigError("sliding_window", config.layer.sliding_window, "heads attend to the whole text")
+        if len(vocabulary.ids) != config.draft_vocab_size:
+            raise ConfigError(
+                "draft_vocab_size", config.draft_vocab_size, f"the vocabulary has {len(vocabulary.ids)} tokens"
+            )
 
     def hidden_layers(self) -> tuple[int, ...]:
         """See `Head`."""
         return self.config.taps
+
+    def output_matrices(self) -> tuple[Linear, ...]:
+        """See `Head`."""
+        return () if self.lm_head is None else (self.lm_head,)
 
     def logits(self, output: Tensor, target: SharedWeights) -> Tensor:
         """Logits over the head's vocabulary `[R, V_d]` of rows `output` [R, D] behind its last norm; uncorrected."""
@@ -118,9 +165,9 @@ class LayeredHead(Head):
         """See `layer_pass.LayerStack`."""
         return self.config.layer
 
-    @abstractmethod
     def layer_parts(self) -> list[LayerParts]:
         """See `layer_pass.LayerStack`."""
+        return [layer.parts() for layer in self.decoder_layers]
 
     def output_parts(self) -> None:
         """See `layer_pass.LayerStack`: a head's logits are made of rows that it chooses afterwards."""
@@ -128,6 +175,19 @@ class LayeredHead(Head):
     def weight_marks(self) -> tuple[object, ...]:
         """See `layer_pass.LayerStack`: adaptation replaces any packed matrix; norms and biases keep their place."""
         return tuple([linear.packed for linear in self._linears])
+
+    @property
+    def norm_dtype(self) -> torch.dtype:
+        """Number format of the weights that are never packed."""
+        return self.decoder_layers[0].post_attention_layernorm.weight.dtype
+
+    @property
+    def rotary(self) -> RotaryTable:
+        """cos and sin table in the weights' own dtype and device."""
+        if self._rotary is None:
+            weight = self.decoder_layers[0].post_attention_layernorm.weight
+            self._rotary = RotaryTable(self.layer_shape, weight.device, weight.dtype)
+        return self._rotary
 
     @functools.cached_property
     def _linears(self) -> tuple[Linear, ...]:

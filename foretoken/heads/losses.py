@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -51,11 +51,8 @@ class LossConfig:
             raise ConfigError("chunk_rows", self.chunk_rows, "must be at least 1")
 
 
-class RowLogits(Protocol):
-    """The target's logits of some rows of a batch."""
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        """`rows` [R] of the flattened batch -> logits [R, V], or [R, V_d] over a head's vocabulary."""
+# The target's logits [R, V], or [R, V_d] over a head's vocabulary, of the rows [R] of the flattened batch.
+RowLogits: TypeAlias = Callable[[Tensor], Tensor]
 
 
 def target_logits(batch: HeadBatch, output: Callable[[Tensor], Tensor]) -> RowLogits:
@@ -69,11 +66,6 @@ def target_logits(batch: HeadBatch, output: Callable[[Tensor], Tensor]) -> RowLo
         return lambda rows: output(normed[rows])
     whole = output(normed)  # [B * S, V]
     return lambda rows: whole[rows]
-
-
-def restricted(logits: RowLogits, vocabulary: DraftVocabulary) -> RowLogits:
-    """The same over a head's vocabulary, [R, V_d]."""
-    return lambda rows: vocabulary.restrict(logits(rows))
 
 
 def compare(place: Place, target: RowLogits, config: LossConfig) -> Tensor:

@@ -43,6 +43,7 @@ class MedusaHead(Head):
     """
 
     name = "medusa"
+    samples_rows = False
     config: MedusaConfig
 
     def __init__(self, config: MedusaConfig, vocabulary: DraftVocabulary) -> None:
@@ -80,14 +81,9 @@ class MedusaHead(Head):
             else:
                 parameter.normal_(0.0, 0.02, generator=generator)
 
-    @torch.no_grad()
-    def begin_from(self, target: SharedWeights) -> None:
-        """See `Head`: output matrices begin as the target's (Medusa-1)."""
-        for output in self._outputs:
-            if output is not None:
-                assert output.weight is not None, "training begins before matrices are packed"
-                identity = torch.eye(self.config.hidden_size, dtype=output.weight.dtype, device=output.weight.device)
-                output.weight.copy_(self.vocabulary.restrict(target.output_logits(identity)).T)
+    def output_matrices(self) -> tuple[Linear, ...]:
+        """See `Head`: one for each head, as in Medusa-1."""
+        return tuple(output for output in self._outputs if output is not None)
 
     def predict(self, number: int, state: Tensor, beside: Tensor | None, target: SharedWeights) -> Tensor:
         """Logits `[R, V_d]` of head `number` over its vocabulary.

@@ -27,7 +27,7 @@ from foretoken.errors import (
     StorageError,
 )
 from foretoken.files import MAX_BYTES, parse_json, read_text, to_json
-from foretoken.model.gguf.parts import part_files
+from foretoken.heads.formats.pairing import add_first_weights
 from foretoken.option import option
 from foretoken.params import check_whole
 
@@ -79,21 +79,13 @@ class AnswerCount:
 PromptContent = str | Sequence[Mapping[str, Any]] | Sequence[int]
 
 
-def read_user_prompts(path: Path) -> list[PromptContent]:
-    """JSON lines with `prompt` (a text), `messages` (a conversation) or `prompt_ids`.
+def placed_prompts(path: Path) -> list[tuple[str, PromptContent]]:
+    """File and line of each prompt, and the prompt, of JSON lines with `prompt` (a text), `messages` (a conversation)
+    or `prompt_ids`.
 
     Raises:
         StorageError: the file cannot be read.
         InputError: a line that is none of these; or no prompt.
-    """
-    return [prompt for _, prompt in placed_prompts(path)]
-
-
-def placed_prompts(path: Path) -> list[tuple[str, PromptContent]]:
-    """File and line of each prompt, and the prompt.
-
-    Raises:
-        StorageError, InputError: see `read_user_prompts`.
     """
     # Not `str.splitlines`, which cuts at characters that JSON's texts may hold, such as U+2028.
     lines = enumerate(read_text("prompts", path).split("\n"), start=1)
@@ -128,7 +120,8 @@ def write_answers(
     """
     sources = sources or [f"prompt {number}" for number in range(1, len(prompts) + 1)]
     encoded = [_encoded(llm, prompt, config, source) for prompt, source in zip(prompts, sources, strict=True)]
-    header = {"kind": ANSWERS_KIND, "target": _fingerprint(llm), "prompts": _digest(encoded)} | {
+    prompts_digest = hashlib.sha256(to_json(encoded).encode()).hexdigest()[:16]
+    header = {"kind": ANSWERS_KIND, "target": folder_fingerprint(llm.folder), "prompts": prompts_digest} | {
         name: value for name, value in asdict(config).items() if name != "batch_size"
     }
     done = _resume(path, header)
@@ -137,7 +130,8 @@ def write_answers(
     tell(next(finished))
     try:
         with path.open("a", encoding="utf-8") as file:
-            for group in _groups(left, _BATCHES_AT_ONCE * config.batch_size):
+            size = _BATCHES_AT_ONCE * config.batch_size
+            for group in (left[start : start + size] for start in range(0, len(left), size)):
                 with closing(_answered(llm, encoded, group, config)) as steps:  # an interruption frees the requests
                     for ended in steps:
                         whole = [one for one in ended if one[1].error is None]
@@ -152,10 +146,6 @@ def write_answers(
     tell(len(encoded))
     lengths = [len(answer) for _, _, answer in _read(path)[1]]
     return AnswerCount(len(encoded), len(lengths), sum(lengths))
-
-
-def _groups(places: Sequence[int], size: int) -> Iterator[Sequence[int]]:
-    return (places[start : start + size] for start in range(0, len(places), size))
 
 
 def _answered(
@@ -277,15 +267,8 @@ def folder_fingerprint(folder: Path) -> str:
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         if (folder / name).is_file():
             digest.update(name.encode() + (folder / name).read_bytes())
-    # A GGUF file, or its first part, has it all.
-    for path in part_files(folder)[:1] if folder.is_file() else sorted(folder.glob("*.safetensors")):
-        with path.open("rb") as file:  # header and first weights
-            digest.update(f"{path.name} {path.stat().st_size}".encode() + file.read(1 << 20))
+    add_first_weights(digest, folder)
     return digest.hexdigest()[:16]
-
-
-def _fingerprint(llm: LLM) -> str:
-    return folder_fingerprint(llm.folder)
 
 
 def _encoded(llm: LLM, prompt: PromptContent, config: AnswerConfig, source: str) -> list[int]:
@@ -381,7 +364,3 @@ def _decoded(field: str, path: Path, number: int, line: bytes) -> str:
     except UnicodeDecodeError as error:
         remedy = f"line {number} is not UTF-8 (byte 0x{line[error.start]:02x})"
         raise StorageError(f"{field}: cannot read {path}: {remedy}") from error
-
-
-def _digest(encoded: Sequence[Sequence[int]]) -> str:
-    return hashlib.sha256(to_json(encoded).encode()).hexdigest()[:16]

@@ -149,7 +149,8 @@ class StateCache:
         if new_bytes > free:
             remedy = f"the states would take {new_bytes:,} bytes more in {folder}, which has {free:,} free: give less"
             raise ConfigError("state_cache_bytes", max_bytes, remedy)
-        say(f"hidden states: up to {new_bytes / 2**20:,.1f} MiB will be written to {folder}{self._there()}")
+        there = f"; {self.used_bytes / 2**20:,.1f} MiB are there" if self.used_bytes else ""
+        say(f"hidden states: up to {new_bytes / 2**20:,.1f} MiB will be written to {folder}{there}")
 
     def read(self, tokens: Tensor, wanted: Tensor) -> HeadBatch:
         """`FrozenTarget.read` of windows `tokens` [B, S + 1], from the disk where they are there."""
@@ -179,9 +180,6 @@ class StateCache:
             there = []
         path.write_text(to_json(dict(about), indent=2) + "\n")
         return sum(one.stat().st_size for one in there)
-
-    def _there(self) -> str:
-        return f"; {self.used_bytes / 2**20:,.1f} MiB are there" if self.used_bytes else ""
 
     def _load(self, path: Path, shape: tuple[int, int]) -> dict[str, Tensor] | None:
         """The tensors of an entry on the target's device; None without one. A broken one is dropped with a notice."""

@@ -23,7 +23,7 @@ from foretoken.model.architecture import ModelConfig
 from foretoken.model.decoder import Decoder
 from foretoken.model.layers import MLP, RMSNorm
 from foretoken.train.frozen_target import FrozenTarget
-from foretoken.train.head_trainer import HeadTrainConfig
+from foretoken.train.head_train_config import HeadTrainConfig
 from foretoken.train.optimizer import OptimizerConfig
 from foretoken.train.students import most_frequent
 
@@ -122,30 +122,22 @@ def usual_training(shape: HeadShape) -> HeadTrainConfig:
     )
 
 
-@dataclass(frozen=True)
-class NewHead:
-    """A head that was not trained, and the share of the counted text that its vocabulary can write."""
-
-    head: Head
-    coverage: float
-
-
-def new_head(shape: HeadShape, target: FrozenTarget, counts: Tensor, always: Iterable[int], seed: int) -> NewHead:
+def new_head(shape: HeadShape, target: FrozenTarget, counts: Tensor, always: Iterable[int], seed: int) -> Head:
     """A head of `shape` for `target`: an EAGLE head begins as the target's last layer where that fits, others random.
     The head's vocabulary is counted from `counts` [V], with `always` in it.
 
     Raises:
         ConfigError: a shape that the target cannot have.
     """
-    counted = most_frequent(counts, shape.draft_vocab_size, always)
-    vocabulary, own = counted.vocabulary, target.decoder.config
+    vocabulary, own = most_frequent(counts, shape.draft_vocab_size, always), target.decoder.config
     head = make_head(recipe_of(shape).config(shape, own, len(vocabulary.ids)), vocabulary.to(target.device))
     head.initialise(seed)
     head.to(target.device)
-    head.begin_from(_Float32Parts(target))
+    dtype = target.decoder.norm.weight.dtype
+    head.begin_from(lambda rows: target.decoder.output_logits(rows.to(dtype)))
     if isinstance(head, EagleHead):
         begin_as_last_layer(head, target.decoder)
-    return NewHead(head, counted.coverage)
+    return head
 
 
 def _eagle_config(shape: EagleShape, target: ModelConfig, draft_vocab_size: int) -> EagleConfig:
@@ -231,34 +223,13 @@ def recipe_of(shape: HeadShape) -> Recipe[Any]:
     return RECIPES[type(shape)]
 
 
-class _Float32Parts:
-    """The target's parts for float32 inputs, as `begin_from` reads its matrices with them."""
-
-    def __init__(self, target: FrozenTarget) -> None:
-        self._decoder = target.decoder
-        self._dtype = target.decoder.norm.weight.dtype
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """See `SharedWeights`."""
-        return self._decoder.embed(tokens)
-
-    def final_norm(self, hidden: Tensor) -> Tensor:
-        """See `SharedWeights`."""
-        return self._decoder.final_norm(hidden.to(self._dtype))
-
-    @torch.no_grad()
-    def output_logits(self, normed: Tensor) -> Tensor:
-        """See `SharedWeights`."""
-        return self._decoder.output_logits(normed.to(self._dtype)).float()
-
-
 @torch.no_grad()
 def begin_as_last_layer(head: EagleHead, target: Decoder) -> bool:
     """Copy the target's last layer into the head's first one; False, and nothing is changed, where their shapes or
     what they compute differ.
     """
     own, config = head.config, target.config
-    last, layer = target.decoder_layers()[-1], head.first_layer
+    last, layer = target.decoder_layers()[-1], head.decoder_layers[0]
     norms = (last.attention_norm, last.mlp_norm, target.norm)
     fits = (
         config.has_llama_layers

@@ -10,12 +10,15 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from foretoken.errors import ConfigError, MismatchError, StorageError, UnsupportedModelError
+from foretoken.heads.base import Head
 from foretoken.heads.checkpoint import load_head, save_head
 from foretoken.heads.kind import head_kind
 from foretoken.model.architecture import ModelConfig
@@ -26,8 +29,9 @@ from foretoken.model.names import model_folder
 from foretoken.model.saving import save_checkpoint
 from foretoken.text.tokenizer import load_tokenizer
 from foretoken.train.head_data import HeadData
-from foretoken.train.head_recipes import EagleShape, HeadShape, NewHead, new_head, recipe_of
-from foretoken.train.head_trainer import HeadResult, HeadTrainConfig, HeadTrainer
+from foretoken.train.head_recipes import EagleShape, HeadShape, new_head, recipe_of
+from foretoken.train.head_train_config import HeadTrainConfig
+from foretoken.train.head_trainer import HeadResult, HeadTrainer
 from foretoken.train.parallel import Ranks
 from foretoken.train.recipes import DRAFT_SHAPE, ModelSize
 from foretoken.train.run_job import (
@@ -40,7 +44,7 @@ from foretoken.train.run_job import (
     states_bytes,
     write_manifest,
 )
-from foretoken.train.students import DraftStudent, coverage
+from foretoken.train.students import DraftStudent, Student, coverage
 
 HEAD = "head"
 
@@ -79,11 +83,12 @@ class HeadPlan:
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """Everything that a trainer needs."""
+    """Everything that a trainer needs, and the share of the text that the head's vocabulary can write."""
 
     target: JobTarget
     data: HeadData
-    new: NewHead
+    head: Head
+    coverage: float
 
 
 def prepare_run(job: HeadJob) -> PreparedRun:
@@ -97,13 +102,13 @@ def prepare_run(job: HeadJob) -> PreparedRun:
     target = open_target(job)
     data = open_text(job, target, target.folder)
     counts = data.train.counts(target.vocab_size)
+    config = target.frozen.decoder.config
     if started_folder is not None:
-        config, device = target.frozen.decoder.config, target.frozen.device
-        head = load_head(started_folder, config, "float32", device, target.folder)
-        return PreparedRun(target, data, NewHead(head, coverage(counts, head.vocabulary)))
-    always = {*target.frozen.decoder.config.eos_token_ids, *_special_tokens(target)}
-    new = new_head(job.settings.head, target.frozen, counts, always, job.settings.train.seed)
-    return PreparedRun(target, data, new)
+        head = load_head(started_folder, config, "float32", target.frozen.device, target.folder)
+    else:
+        always = {*config.eos_token_ids, *_special_tokens(target)}
+        head = new_head(job.settings.head, target.frozen, counts, always, job.settings.train.seed)
+    return PreparedRun(target, data, head, coverage(counts, head.vocabulary))
 
 
 def _folder_to_start_from(init: str, shape: HeadShape) -> Path:
@@ -133,13 +138,13 @@ def train_head(job: HeadJob, ranks: Ranks | None = None) -> HeadResult:
     """
     ranks = ranks or Ranks()
     run = prepare_run(job)
-    head, target = run.new.head, run.target
+    head, target = run.head, run.target
     what = {
         "kind": head.name,
         "head": asdict(head.config),
         "init": job.init,
         "taps": {"layers": head.hidden_layers(), "convention": "enter: the residual stream after that many layers"},
-        "draft_vocabulary": {"size": len(head.vocabulary.ids), "coverage": run.new.coverage},
+        "draft_vocabulary": {"size": len(head.vocabulary.ids), "coverage": run.coverage},
     }
     if recipe_of(job.settings.head).begins_as_exit and job.init is None:
         what |= {"without_adapter": asdict(_passing_trainer(run, job, job.settings.train).measure())}
@@ -148,19 +153,32 @@ def train_head(job: HeadJob, ranks: Ranks | None = None) -> HeadResult:
         config = target.frozen.decoder.config
         save_head(head, job.out / HEAD, config, target.folder, job.target, dtype="bfloat16")
 
-    states = open_states(job, target, head.hidden_layers(), ranks)
-    trainer = HeadTrainer(head, target.frozen, run.data, job.settings.train, job.out, keep, ranks, states)
+    return _trained(job, target, run.data, head, what, keep, ranks)
+
+
+def _trained(
+    job: RunJob,
+    target: JobTarget,
+    data: HeadData,
+    student: Student,
+    what: Mapping[str, Any],
+    keep: Callable[[], None],
+    ranks: Ranks,
+) -> HeadResult:
+    """Train `student`, which `what` describes in the manifest and `keep` stores."""
+    states = open_states(job, target, student.hidden_layers(), ranks)
+    trainer = HeadTrainer(student, target.frozen, data, job.settings.train, job.out, keep, ranks, states)
     if ranks.is_first:
-        write_manifest(job, target, run.data, what, None)
+        write_manifest(job, target, data, what, None)
     result = trainer.run()
     if ranks.is_first:
-        write_manifest(job, target, run.data, what, result)
+        write_manifest(job, target, data, what, result)
     return result
 
 
 def _passing_trainer(run: PreparedRun, job: HeadJob, config: HeadTrainConfig) -> HeadTrainer:
     """A trainer of the new head that keeps nothing and resumes nothing."""
-    return HeadTrainer(run.new.head, run.target.frozen, run.data, config, job.out / "dry-run", lambda: None)
+    return HeadTrainer(run.head, run.target.frozen, run.data, config, job.out / "dry-run", lambda: None)
 
 
 def plan_head(job: HeadJob) -> HeadPlan:
@@ -172,7 +190,7 @@ def plan_head(job: HeadJob) -> HeadPlan:
     started = time.perf_counter()
     trainer.train_step()
     step_s = time.perf_counter() - started
-    parameters = sum(p.numel() for p in run.new.head.parameters())
+    parameters = sum(p.numel() for p in run.head.parameters())
     state_bytes = sum(
         value.nbytes
         for optimizer in trainer.optimizers
@@ -190,10 +208,9 @@ def plan_head(job: HeadJob) -> HeadPlan:
         memory_bytes=weight_bytes + 8 * parameters + state_bytes + _batch_bytes(run, config),
         disk_bytes=2 * (4 * parameters + state_bytes) + 2 * parameters,
         states_bytes=min(
-            config.state_cache_bytes,
-            states_bytes(config, run.target.frozen, len(run.new.head.hidden_layers())),
+            config.state_cache_bytes, states_bytes(config, run.target.frozen, len(run.head.hidden_layers()))
         ),
-        coverage=run.new.coverage,
+        coverage=run.coverage,
     )
 
 
@@ -201,9 +218,9 @@ def _batch_bytes(run: PreparedRun, config: HeadTrainConfig) -> int:
     """Hidden states, the target's logits, and what is kept of each place for the backward pass."""
     own, width = run.target.frozen.decoder.config, 4 if run.target.frozen.precision == "float32" else 2
     rows = config.batch_windows * config.length
-    states = rows * own.hidden_size * (len(run.new.head.hidden_layers()) + 1)
+    states = rows * own.hidden_size * (len(run.head.hidden_layers()) + 1)
     logits = rows * own.vocab_size
-    places = 2 * config.num_places * rows * config.row_share * len(run.new.head.vocabulary.ids)
+    places = 2 * config.num_places * rows * config.row_share * len(run.head.vocabulary.ids)
     return int(width * (states + logits + places))
 
 
@@ -250,15 +267,7 @@ def train_draft(job: DraftJob, ranks: Ranks | None = None) -> HeadResult:
     def keep() -> None:
         _save(decoder, job.out / MODEL, target.folder)
 
-    student = DraftStudent(decoder)
-    states = open_states(job, target, student.hidden_layers(), ranks)
-    trainer = HeadTrainer(student, target.frozen, data, job.settings.train, job.out, keep, ranks, states)
-    if ranks.is_first:
-        write_manifest(job, target, data, what, None)
-    result = trainer.run()
-    if ranks.is_first:
-        write_manifest(job, target, data, what, result)
-    return result
+    return _trained(job, target, data, DraftStudent(decoder), what, keep, ranks)
 
 
 def _start(job: DraftJob, target: ModelConfig) -> Decoder:

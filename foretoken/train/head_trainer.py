@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,101 +18,20 @@ from torch import Tensor
 
 from foretoken.errors import ConfigError, NumericsError, StorageError
 from foretoken.heads.base import HeadBatch
-from foretoken.heads.losses import LossConfig, compare, target_logits, weighted_loss
-from foretoken.printing.console import Console
+from foretoken.heads.losses import compare, target_logits, weighted_loss
 from foretoken.train.frozen_target import FrozenTarget, StateCache
 from foretoken.train.head_data import Batches, HeadData
-from foretoken.train.optimizer import OptimizerConfig, make_optimizers, set_rate
+from foretoken.train.head_train_config import HeadTrainConfig
+from foretoken.train.optimizer import make_optimizers, set_rate
 from foretoken.train.parallel import Ranks
-from foretoken.train.run_state import (
-    check_same,
-    check_same_shape,
-    end_by,
-    interruption,
-    read_meta,
-    restore_state,
-    save_state,
-    training_progress,
-)
+from foretoken.train.run_state import check_same, read_meta, restore_state, save_state
 from foretoken.train.students import HeadAcceptance, Student, measure_head
 from foretoken.train.train_config import rate_share
+from foretoken.train.training_loop import TrainingLoop
 
 CURVE = "curve.jsonl"
-_SAME = (
-    "seed",
-    "length",
-    "batch_windows",
-    "group_batches",
-    "accumulate",
-    "num_places",
-    "row_share",
-)  # a run may be made longer or shorter
-
-
-@dataclass(frozen=True)
-class HeadTrainConfig:
-    """One run; lengths in tokens, times in seconds.
-
-    A step is `accumulate` batches of `batch_windows` windows of `length` tokens. `num_places` predictions are learnt at
-    each position, from a random `row_share` of the positions: in a small head the output matrix costs most, and
-    neighbours teach much the same. The windows of `group_batches` batches are dealt out by length, which leaves little
-    padding (1: as they are drawn). With `seconds` above 0 the run ends after so many, and its rate falls in time for
-    whichever of tokens and seconds ends first. The run ends early after `patience` validations without a better head
-    (0: never). Up to `state_cache_bytes` of hidden states are kept on disk (0: none), see `frozen_target`.
-    """
-
-    tokens: int = 3_000_000
-    seconds: float = 0.0
-    batch_windows: int = 4
-    group_batches: int = 1
-    accumulate: int = 1
-    length: int = 512
-    num_places: int = 4
-    row_share: float = 1.0
-    warmup_steps: int = 30
-    decay_share: float = 0.5
-    clip_norm: float = 1.0
-    seed: int = 0
-    save_every_s: float = 60.0
-    report_every_steps: int = 20
-    validate_every_steps: int = 100
-    validate_windows: int = 16
-    patience: int = 0
-    state_cache_bytes: int = 0
-    loss: LossConfig = field(default_factory=LossConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-
-    def __post_init__(self) -> None:
-        counts = ("tokens", "batch_windows", "group_batches", "accumulate", "num_places", "validate_windows")
-        for name in (*counts, "report_every_steps"):
-            if getattr(self, name) < 1:
-                raise ConfigError(name, getattr(self, name), "must be at least 1")
-        if not self.seconds >= 0:
-            raise ConfigError("seconds", self.seconds, "must be at least 0 (no limit)")
-        if self.state_cache_bytes < 0:
-            raise ConfigError("state_cache_bytes", self.state_cache_bytes, "must be at least 0 (none is kept)")
-        if self.validate_every_steps < 1:
-            raise ConfigError("validate_every_steps", self.validate_every_steps, "must be at least 1")
-        if self.length < 2 * self.num_places:
-            raise ConfigError("length", self.length, f"must be at least twice the {self.num_places} places")
-        if not self.clip_norm > 0:  # 0 stops learning, less turns it round
-            raise ConfigError("clip_norm", self.clip_norm, "must lie above 0")
-        if not 0 < self.row_share <= 1:
-            raise ConfigError("row_share", self.row_share, "must lie above 0 and be at most 1")
-        if not 0 <= self.decay_share <= 1:
-            raise ConfigError("decay_share", self.decay_share, "must lie between 0 and 1")
-        if not 0 <= self.seed < 2**63:
-            raise ConfigError("seed", self.seed, "must lie between 0 and 2**63 - 1")
-
-    @property
-    def step_tokens(self) -> int:
-        """Tokens of a step, over all ranks."""
-        return self.batch_windows * self.accumulate * self.length
-
-    @property
-    def num_steps(self) -> int:
-        """Steps in the whole run."""
-        return max(1, self.tokens // self.step_tokens)
+# A run may be made longer or shorter, and nothing else.
+_SAME = ("seed", "length", "batch_windows", "group_batches", "accumulate", "num_places", "row_share")
 
 
 @dataclass(frozen=True)
@@ -129,7 +46,7 @@ class HeadResult:
     is_early: bool  # it ended before its last step, because nothing was gained any more
 
 
-class HeadTrainer:
+class HeadTrainer(TrainingLoop):
     """Trains `head` for `target` on `data` with its state in `folder`; `keep` stores the head, best so far.
 
     `states` are what the target computed in earlier steps and runs.
@@ -148,25 +65,18 @@ class HeadTrainer:
         ranks: Ranks | None = None,
         states: StateCache | None = None,
     ) -> None:
-        self.head, self.target, self.data, self.config, self.folder, self.keep = (
-            head,
-            target,
-            data,
-            config,
-            folder,
-            keep,
-        )
-        self.ranks, self.states = ranks or Ranks(), states
+        super().__init__(ranks)
+        self.head, self.target, self.data, self.folder, self.keep = head, target, data, folder, keep
+        self.config: HeadTrainConfig = config
+        self.states = states
         if config.seconds and self.ranks.world > 1:
             raise ConfigError("seconds", config.seconds, "clocks of several processes differ: give train.tokens alone")
         self._output = target.output_over(head.vocabulary)
         self._parameters = [p for p in head.parameters() if p.requires_grad]
         self.batches = Batches(data.train, config.batch_windows, config.length, config.seed, config.group_batches)
         self.optimizers = make_optimizers(head, config.optimizer)
-        self.step, self.seconds = 0, 0.0
         self.best: HeadAcceptance | None = None
         self._num_worse = 0  # validations since the best one
-        self._console = Console(stderr=True)
         self._resume()
 
     def run(self) -> HeadResult:
@@ -178,26 +88,7 @@ class HeadTrainer:
             NumericsError: the loss is no number; the state of the last save and the best head are kept.
             StorageError: the state cannot be written; the earlier one is kept.
         """
-        started, saved, before = time.monotonic(), time.monotonic(), self.seconds
-        loss: float | None = None
-        with interruption() as interrupted, self._progress() as show:
-            while self.step < self.config.num_steps and not self.is_early and self._time_used < 1:
-                loss = self.train_step()
-                now = time.monotonic()
-                self.seconds = before + now - started
-                show(loss)
-                is_last = self.step == self.config.num_steps or self._time_used >= 1
-                if self.step % self.config.validate_every_steps == 0 or is_last:
-                    self._validate()
-                if self.ranks.any(bool(interrupted)):
-                    self.save()
-                    break
-                if now - saved > self.config.save_every_s:
-                    self.save()
-                    saved = now
-        if interrupted:
-            end_by(interrupted[0])
-        self.save()
+        loss = self._train()
         if self.best is None:
             self._validate()
         assert self.best is not None
@@ -208,6 +99,17 @@ class HeadTrainer:
     def is_early(self) -> bool:
         """Whether the run ended because validations brought nothing."""
         return 0 < self.config.patience <= self._num_worse
+
+    @property
+    def _is_over(self) -> bool:
+        return self._is_at_end or self.is_early
+
+    @property
+    def _is_at_end(self) -> bool:
+        return self.step >= self.config.num_steps or self._time_used >= 1
+
+    def _figures(self) -> str:
+        return "" if self.best is None else f", {self.best.emitted_sampled:.2f} tokens per step"
 
     @property
     def _time_used(self) -> float:
@@ -270,6 +172,13 @@ class HeadTrainer:
             return self.states.read(tokens, wanted)
         return self.target.read(tokens, wanted, self.head.hidden_layers())
 
+    def _after_step(self, loss: float) -> None:
+        """See `TrainingLoop`."""
+        if self.step % self.config.report_every_steps == 0:
+            self._record({"step": self.step, "seconds": round(self.seconds, 1), "loss": loss})
+        if self.step % self.config.validate_every_steps == 0 or self._is_at_end:
+            self._validate()
+
     def _validate(self) -> None:
         found = self.measure()  # every rank, with the same weights: the same figures
         is_better = self.best is None or found.emitted_sampled > self.best.emitted_sampled
@@ -287,7 +196,7 @@ class HeadTrainer:
         )
 
     def save(self) -> None:
-        """Write weights, optimiser state and counters atomically."""
+        """See `TrainingLoop`."""
         if not self.ranks.is_first:
             return
         meta = {
@@ -311,12 +220,13 @@ class HeadTrainer:
         if meta is None:
             self._cut_curve()
             return
-        check_same(meta, self.config, _SAME, self.folder)
+        own = asdict(self.config)
+        check_same(meta["config"], {name: own[name] for name in _SAME}, self.folder)
         if meta["data"] != self.data.train.digest:
             raise ConfigError(
                 "out", str(self.folder), "the run there was started with another text; use that or another folder"
             )
-        check_same_shape(meta.get("shape", {}), self._shape(), self.folder)
+        check_same(meta.get("shape", {}), self._shape(), self.folder)
         restore_state(self.folder, self.head, self.optimizers)
         self.step, self.seconds, self._num_worse = meta["step"], meta["seconds"], meta["num_worse"]
         if meta["best"] is not None:
@@ -348,23 +258,3 @@ class HeadTrainer:
                 file.write(json.dumps(row) + "\n")
         except OSError as error:
             raise StorageError(f"cannot write the loss curve to {self.folder}: {error}") from error
-
-    @contextmanager
-    def _progress(self) -> Iterator[Callable[[float], None]]:
-        """A function to call with the loss of every step, which is also recorded."""
-        config = self.config
-        every = config.report_every_steps
-        with training_progress(self._console, self.step, config.num_steps, config.step_tokens, every) as tell:
-
-            def show(loss: float) -> None:
-                if self.step % every == 0:
-                    self._record({"step": self.step, "seconds": round(self.seconds, 1), "loss": loss})
-                if self.ranks.is_first:
-                    emitted = "" if self.best is None else f", {self.best.emitted_sampled:.2f} tokens per step"
-                    tell(self.step, self.seconds, f"loss {loss:.4f}{emitted}")
-
-            yield show
-
-    def _say(self, line: str) -> None:
-        if self.ranks.is_first:
-            self._console.line(line)

@@ -51,17 +51,11 @@ def make_optimizers(model: nn.Module, config: OptimizerConfig) -> tuple[torch.op
     chosen = {id(p) for p in matrices}
     rest = [p for _, p in trained if id(p) not in chosen]
     made: list[torch.optim.Optimizer] = []
-    if matrices:
-        if config.kind == "muon":
-            made.append(
-                torch.optim.Muon(
-                    matrices, lr=config.matrix_rate, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
-                )
-            )
-        else:
-            made.append(
-                torch.optim.AdamW(matrices, config.matrix_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay)
-            )
+    rate, decay = config.matrix_rate, config.weight_decay
+    if matrices and config.kind == "muon":
+        made.append(torch.optim.Muon(matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw"))
+    elif matrices:
+        made.append(torch.optim.AdamW(matrices, lr=rate, betas=(0.9, 0.95), weight_decay=decay))
     if rest:
         made.append(torch.optim.AdamW(rest, lr=config.vector_rate, betas=(0.9, 0.95), weight_decay=0.0))
     for optimizer in made:

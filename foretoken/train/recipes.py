@@ -60,15 +60,9 @@ def prepare(folder: Path, vocab_size: int = 4096) -> tuple[Tokenizer, Data]:
             folder.mkdir(parents=True, exist_ok=True)
             tokenizer.save(str(folder / "tokenizer.json"))
             size = sum(len(d.text.encode()) for d in held_out)
-            partial = (
-                folder / "corpus.partial.npz"
-            )  # numpy requires the suffix; an interruption must not leave half a corpus
-            np.savez(
-                partial,
-                train=encode(tokenizer, corpus.train),
-                held_out=encode(tokenizer, held_out),
-                held_out_bytes=size,
-            )
+            # numpy requires the suffix; an interruption must not leave half a corpus
+            partial, ids = folder / "corpus.partial.npz", encode(tokenizer, corpus.train)
+            np.savez(partial, train=ids, held_out=encode(tokenizer, held_out), held_out_bytes=size)
             partial.replace(corpus_file)
         except OSError as error:
             raise StorageError(f"cannot write the corpus to {folder}: {error}") from error

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 import foretoken
-from foretoken.errors import ConfigError, MismatchError, StorageError
-from foretoken.files import check_folder, to_json
+from foretoken.errors import ConfigError, MismatchError
+from foretoken.files import check_folder, replace_text, to_json
 from foretoken.model.names import model_folder
 from foretoken.model.open import open_device
 from foretoken.printing.console import Console
@@ -20,7 +20,8 @@ from foretoken.text.tokenizer import load_tokenizer
 from foretoken.train.answers import answered_data, folder_fingerprint
 from foretoken.train.frozen_target import FrozenTarget, Precision, StateCache, entry_bytes, fast_precision
 from foretoken.train.head_data import HeadData, TokenText
-from foretoken.train.head_trainer import HeadResult, HeadTrainConfig
+from foretoken.train.head_train_config import HeadTrainConfig
+from foretoken.train.head_trainer import HeadResult
 from foretoken.train.parallel import Ranks
 from foretoken.train.recipes import prepare
 
@@ -118,28 +119,20 @@ def states_bytes(config: HeadTrainConfig, target: FrozenTarget, num_layers: int)
 
 
 def open_text(job: RunJob, target: JobTarget, writer: Path) -> HeadData:
-    """The text of a run: the answers that the model in the folder `writer` gave, or the standard library's source.
+    """The text of a run: the answers that the model in the folder `writer` gave, or the standard library's source as
+    running text.
 
     Raises:
-        InputError, ModelError, StorageError: see `answered_data` and `library_data`.
+        MismatchError: the target has another tokenizer than the source.
+        InputError, ModelError, StorageError: see `answered_data` and `prepare`.
     """
     if job.answers is not None:
         return answered_data(job.answers, writer, target.vocab_size, job.settings.held_out_share)
-    return library_data(job.corpus or job.out, target.folder)
-
-
-def library_data(corpus: Path, target: Path) -> HeadData:
-    """The standard library's source as running text for the target in the folder `target`; kept in `corpus`.
-
-    Raises:
-        MismatchError: the target has another tokenizer.
-        StorageError: see `prepare`.
-    """
-    tokenizer, data = prepare(corpus)
-    words = load_tokenizer(target)
+    tokenizer, data = prepare(job.corpus or job.out)
+    words = load_tokenizer(target.folder)
     if words is None or words.vocabulary != tokenizer.get_vocab():
         raise MismatchError(
-            f"the standard library's text has a tokenizer of its own, {target} another: write answers of "
+            f"the standard library's text has a tokenizer of its own, {target.folder} another: write answers of "
             "your own target with `foretoken train answers` and train on them (--answers)"
         )
     return HeadData(TokenText.running(data.train), TokenText.running(data.held_out), "the standard library")
@@ -148,7 +141,7 @@ def library_data(corpus: Path, target: Path) -> HeadData:
 def write_manifest(
     job: RunJob, target: JobTarget, data: HeadData, what: Mapping[str, Any], result: HeadResult | None
 ) -> None:
-    """Write `run.json`, beside its final name first: what was trained (`what`) for whom, on what, how, and what came
+    """Write `run.json`: what was trained (`what`) for whom, on what, how, and what came
     of it.
 
     Raises:
@@ -172,10 +165,4 @@ def write_manifest(
         **what,
         "result": None if result is None else asdict(result),
     }
-    path = job.out / MANIFEST
-    partial = path.with_name(path.name + ".partial")
-    try:
-        partial.write_text(to_json(manifest, indent=2) + "\n")
-        partial.replace(path)
-    except OSError as error:
-        raise StorageError(f"cannot write {path}: {error}") from error
+    replace_text("out", job.out / MANIFEST, to_json(manifest, indent=2) + "\n")

@@ -6,10 +6,7 @@ The file is written beside the earlier one and renamed: a run that is killed, or
 from __future__ import annotations
 
 import json
-import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from foretoken.errors import CheckpointError, ConfigError, StorageError
-from foretoken.printing.console import Console
 
 STATE_WEIGHTS, STATE_JSON = "state.safetensors", "state.json"
 
@@ -66,21 +62,9 @@ def read_meta(folder: Path) -> dict[str, Any] | None:
         raise CheckpointError(f"{path} is not a complete training state ({error}); remove it to start again") from error
 
 
-def check_same(meta: Mapping[str, Any], config: object, names: Sequence[str], folder: Path) -> None:
-    """Compare the settings `names` of the run in `folder` with those of the run that would continue it.
-
-    Raises:
-        ConfigError: names the setting.
-    """
-    for name in names:
-        earlier, own = meta["config"][name], getattr(config, name)
-        if earlier != own:
-            raise ConfigError(name, own, f"the run in {folder} was started with {earlier}; use that or another folder")
-
-
-def check_same_shape(earlier: Mapping[str, Any], own: Mapping[str, Any], folder: Path, prefix: str = "") -> None:
-    """Compare the shape that the run in `folder` trains with that of the run that would continue it, both as JSON has
-    them: weights of the same sizes may be those of another network.
+def check_same(earlier: Mapping[str, Any], own: Mapping[str, Any], folder: Path, prefix: str = "") -> None:
+    """Compare settings of the run in `folder`, or the shape that it trains, with those of the run that would continue
+    it, both as JSON has them: weights of the same sizes may be those of another network.
 
     Raises:
         ConfigError: names what differs.
@@ -88,7 +72,7 @@ def check_same_shape(earlier: Mapping[str, Any], own: Mapping[str, Any], folder:
     for name, now in own.items():
         before = earlier.get(name, now)  # an earlier version may know less
         if isinstance(before, Mapping) and isinstance(now, Mapping):
-            check_same_shape(before, now, folder, f"{prefix}{name}.")
+            check_same(before, now, folder, f"{prefix}{name}.")
         elif before != now:
             remedy = f"the run in {folder} was started with {before}; use that or another folder"
             raise ConfigError(f"{prefix}{name}", now, remedy)
@@ -118,59 +102,3 @@ def restore_state(folder: Path, model: nn.Module, optimizers: Sequence[torch.opt
                 key, field = name[len(prefix) :].split(".")
                 state["state"].setdefault(int(key), {})[field] = value
         optimizer.load_state_dict(state)
-
-
-@contextmanager
-def interruption() -> Iterator[list[int]]:
-    """Collects the signals that would end the process, so that no step is cut. In the main thread only."""
-    came: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield came
-        return
-    numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    old = {
-        number: signal.signal(number, lambda caught, _frame: came.append(caught)) for number in numbers if _ends(number)
-    }
-    try:
-        yield came
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
-
-
-def end_by(number: int) -> None:
-    """End as the signal `number` would have, once the state is saved: its handler is called first.
-
-    Raises:
-        KeyboardInterrupt: it has no handler, or the handler returned.
-    """
-    if callable(signal.getsignal(number)):
-        signal.raise_signal(number)
-    raise KeyboardInterrupt
-
-
-def _ends(number: int) -> bool:
-    """Whether a signal has an effect: nohup ignores SIGHUP, and a shell's background jobs ignore Ctrl-C."""
-    return signal.getsignal(number) is not signal.SIG_IGN
-
-
-Show = Callable[[int, float, str], None]  # steps that are done, seconds that they took, what else to say
-
-
-@contextmanager
-def training_progress(
-    console: Console, first: int, num_steps: int, step_tokens: int, every_steps: int
-) -> Iterator[Show]:
-    """A function to call after every step of a run that begins behind `first` steps of `step_tokens` tokens each."""
-    with console.bar("training", num_steps, counts=True, stays=True) as bar:
-        bar.update(completed=first)
-
-        def show(done: int, seconds: float, words: str) -> None:
-            rate = done * step_tokens / max(seconds, 1e-9)
-            line = f"{words}, {rate:,.0f} tokens/s"
-            bar.update(line, completed=done)
-            if done % every_steps == 0 and not console.is_terminal:
-                left_s = (num_steps - done) * step_tokens / max(rate, 1e-9)
-                console.line(f"step {done}/{num_steps} {line}, about {left_s / 60:.0f} min left")
-
-        yield show

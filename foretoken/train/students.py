@@ -20,15 +20,7 @@ from foretoken.train.evaluate import logits_of
 from foretoken.train.frozen_target import FrozenTarget
 
 
-@dataclass(frozen=True)
-class CountedVocabulary:
-    """`coverage` is the share of the counted text that the vocabulary can write."""
-
-    vocabulary: DraftVocabulary
-    coverage: float
-
-
-def most_frequent(counts: Tensor, size: int | None, always: Iterable[int] = ()) -> CountedVocabulary:
+def most_frequent(counts: Tensor, size: int | None, always: Iterable[int] = ()) -> DraftVocabulary:
     """The `size` most frequent tokens of `counts` [V] (None: all), those of `always` (ends of text, special tokens)
     among them.
 
@@ -37,16 +29,14 @@ def most_frequent(counts: Tensor, size: int | None, always: Iterable[int] = ()) 
     """
     total, kept = len(counts), sorted(set(always))
     if size is None or size == total:
-        return CountedVocabulary(DraftVocabulary.whole(total), 1.0)
+        return DraftVocabulary.whole(total)
     if not max(1, len(kept)) <= size <= total:
         raise ConfigError(
             "draft_vocab_size", size, f"must lie between {max(1, len(kept))} (special tokens) and the target's {total}"
         )
     rank = counts.double()
     rank[kept] = float("inf")
-    ids = torch.argsort(rank, descending=True, stable=True)[:size].sort().values
-    vocabulary = DraftVocabulary(ids, total)
-    return CountedVocabulary(vocabulary, coverage(counts, vocabulary))
+    return DraftVocabulary(torch.argsort(rank, descending=True, stable=True)[:size].sort().values, total)
 
 
 def coverage(counts: Tensor, vocabulary: DraftVocabulary) -> float:

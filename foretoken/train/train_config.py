@@ -9,7 +9,8 @@ from foretoken.option import option
 
 
 def rate_share(step: int, num_steps: int, warmup_steps: int, decay_share: float, time_used: float = 0.0) -> float:
-    """Learning rate at `step` as a share of the peak; the last `decay_share` of the run decays.
+    """Learning rate at `step` as a share of the peak: warm-up, stable, and linear decay to zero in the last
+    `decay_share` of the run.
 
     `time_used` is the share of the run's time that is over: the further one of steps and time counts.
     """
@@ -59,6 +60,11 @@ class TrainConfig:
                 raise ConfigError(name, getattr(self, name), "must lie between 0 and 1")
 
     @property
+    def step_tokens(self) -> int:
+        """Tokens of a step."""
+        return self.batch_tokens
+
+    @property
     def num_steps(self) -> int:
         """Number of optimiser steps in the whole run."""
         return max(1, self.tokens // self.batch_tokens)
@@ -66,7 +72,3 @@ class TrainConfig:
     def length_at(self, step: int) -> int:
         """Window length at `step`."""
         return self.final_length if step >= self.num_steps * (1 - self.final_share) else self.length
-
-    def rate_at(self, step: int) -> float:
-        """Learning rate at `step` as a share of the peak: warm-up, stable, linear decay to zero."""
-        return rate_share(step, self.num_steps, self.warmup_steps, self.decay_share)

@@ -6,9 +6,7 @@ and then decays to zero over the last part of the run (warm-up, stable, decay).
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -18,20 +16,12 @@ import torch
 from torch import Tensor
 
 from foretoken.model.decoder import Decoder
-from foretoken.printing.console import Console
 from foretoken.train.corpus import windows
 from foretoken.train.evaluate import Agreement, agreement, bits_per_byte, cross_entropy, distillation, logits_of
 from foretoken.train.optimizer import OptimizerConfig, make_optimizers, set_rate
-from foretoken.train.run_state import (
-    check_same,
-    end_by,
-    interruption,
-    read_meta,
-    restore_state,
-    save_state,
-    training_progress,
-)
-from foretoken.train.train_config import TrainConfig
+from foretoken.train.run_state import check_same, read_meta, restore_state, save_state
+from foretoken.train.train_config import TrainConfig, rate_share
+from foretoken.train.training_loop import TrainingLoop
 
 
 @dataclass(frozen=True)
@@ -55,19 +45,19 @@ class Result:
     agreement: Agreement | None = None
 
 
-class Trainer:
+class Trainer(TrainingLoop):
     """Trains `model` on `data`, by distillation if `teacher` is given, keeping its state in `folder`."""
 
     def __init__(
         self, model: Decoder, data: Data, config: TrainConfig, folder: Path, teacher: Decoder | None = None
     ) -> None:
-        self.model, self.data, self.config, self.folder, self.teacher = model, data, config, folder, teacher
+        super().__init__()
+        self.model, self.data, self.folder, self.teacher = model, data, folder, teacher
+        self.config: TrainConfig = config
         self.optimizers = make_optimizers(
             model, OptimizerConfig("muon", config.matrix_rate, config.vector_rate, config.weight_decay)
         )
-        self.step, self.seconds = 0, 0.0
         self.device = next(model.parameters()).device
-        self._console = Console(stderr=True)
         self._loss: Callable[[Tensor], Tensor] = (
             torch.compile(self._loss_of, dynamic=False) if config.compile else self._loss_of
         )
@@ -81,25 +71,9 @@ class Trainer:
             KeyboardInterrupt: it was interrupted; the state is saved. A handler of the signal is called first.
             StorageError: the state cannot be written.
         """
-        started, saved, before = time.monotonic(), time.monotonic(), self.seconds
-        loss: float | None = None
-        with interruption() as interrupted, self._progress() as show:
-            while self.step < self.config.num_steps:
-                loss = self._train_step()
-                now = time.monotonic()
-                self.seconds = before + now - started
-                show(loss)
-                if self.step % self.config.validate_every_steps == 0:
-                    self._say(f"step {self.step}: held-out {self.bits_per_byte():.4f} bits per byte")
-                if interrupted:
-                    self.save()
-                    break
-                if now - saved > self.config.save_every_s:
-                    self.save()
-                    saved = now
-        if interrupted:
-            end_by(interrupted[0])
-        self.save()
+        if self.config.compile and not self._is_over:
+            self._say("compiling the training step: the first one takes a minute or two")
+        loss = self._train()
         return Result(
             self.step,
             self.step * self.config.batch_tokens,
@@ -109,19 +83,25 @@ class Trainer:
             self.held_out_agreement(),
         )
 
-    def _train_step(self) -> float:
-        length = self.config.length_at(self.step)
-        batch = windows(self.data.train, self.step, self.config.batch_tokens // length, length, self.config.seed)
-        rate = self.config.rate_at(self.step)
+    def train_step(self) -> float:
+        """See `TrainingLoop`."""
+        config, length = self.config, self.config.length_at(self.step)
+        batch = windows(self.data.train, self.step, config.batch_tokens // length, length, config.seed)
+        rate = rate_share(self.step, config.num_steps, config.warmup_steps, config.decay_share)
         set_rate(self.optimizers, rate)
         loss = self._loss(torch.from_numpy(batch).to(self.device))
         loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_norm)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
         self.step += 1
         return float(loss.detach())
+
+    def _after_step(self, loss: float) -> None:  # noqa: ARG002
+        """See `TrainingLoop`."""
+        if self.step % self.config.validate_every_steps == 0:
+            self._say(f"step {self.step}: held-out {self.bits_per_byte():.4f} bits per byte")
 
     def _loss_of(self, batch: Tensor) -> Tensor:
         """Loss of `batch` [B, S + 1]; distillation when there is a teacher."""
@@ -144,7 +124,7 @@ class Trainer:
         )
 
     def save(self) -> None:
-        """Write weights, optimiser state and step atomically."""
+        """See `TrainingLoop`."""
         meta = {"step": self.step, "seconds": self.seconds, "config": asdict(self.config)}
         save_state(self.folder, self.model, self.optimizers, meta)
 
@@ -152,21 +132,8 @@ class Trainer:
         meta = read_meta(self.folder)
         if meta is None:
             return
-        check_same(meta, self.config, ("batch_tokens", "seed", "length"), self.folder)
+        own = asdict(self.config)
+        check_same(meta["config"], {name: own[name] for name in ("batch_tokens", "seed", "length")}, self.folder)
         restore_state(self.folder, self.model, self.optimizers)
         self.step, self.seconds = meta["step"], meta["seconds"]
         self._say(f"resumed at step {self.step} of {self.config.num_steps}")
-
-    @contextmanager
-    def _progress(self) -> Iterator[Callable[[float], None]]:
-        """A function to call with the loss of every step."""
-        if self.config.compile and self.step < self.config.num_steps:
-            self._say("compiling the training step: the first one takes a minute or two")
-        every = self.config.report_every_steps
-        with training_progress(
-            self._console, self.step, self.config.num_steps, self.config.batch_tokens, every
-        ) as show:
-            yield lambda loss: show(self.step, self.seconds, f"loss {loss:.4f}")
-
-    def _say(self, line: str) -> None:
-        self._console.line(line)

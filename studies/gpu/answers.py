@@ -33,7 +33,7 @@ from foretoken.model.graphs.cache import CudaCapture, Step
 from foretoken.model.loader import load_decoder
 from foretoken.model.names import model_folder
 from foretoken.printing.console import Console
-from foretoken.train.answers import ANSWERS_KIND, folder_fingerprint, read_user_prompts
+from foretoken.train.answers import ANSWERS_KIND, folder_fingerprint, placed_prompts
 from studies.command import exit_code_of
 
 _STEPS_AT_ONCE = 16  # between two looks at which texts have ended
@@ -123,7 +123,7 @@ def _is_greedy(place: int, share: float) -> bool:
 
 def _encoded(options: argparse.Namespace) -> list[list[int]]:
     """The prompts as token ids, through the target's chat template where they are conversations."""
-    found = read_user_prompts(options.prompts)
+    found = [prompt for _, prompt in placed_prompts(options.prompts)]
     if all(not isinstance(prompt, str) and isinstance(prompt[0], int) for prompt in found):
         return [[token for token in prompt if isinstance(token, int)] for prompt in found]
     encoded: list[list[int]] = []

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from foretoken import LLM, SamplingParams, SpecConfig
+from foretoken.adapt import adapter as adapter_module
 from foretoken.adapt.adaptation import HeadLearner, Weights
 from foretoken.adapt.adapter import Adapter
 from foretoken.adapt.buffer import Window
@@ -189,9 +190,9 @@ class NonsenseLearner:
         raise AssertionError("it is never worse")
 
 
-def adapted(llm: LLM, make_learner: type) -> Adapter:
+def adapted(llm: LLM) -> Adapter:
     config = AdaptConfig(share=1.0, buffer_tokens=4096, swap_interval_s=0.0)
-    adapter = Adapter(llm.target, llm.engine.drafters.drafters, config, make_learner)
+    adapter = Adapter(llm.target, llm.engine.drafters.drafters, config)
     llm.engine.drafters.hidden_states.listener = adapter
     llm.engine.watchers.append(AdaptationWatcher(adapter))
     return adapter
@@ -208,11 +209,12 @@ def served_until(llm: LLM, spec: SpecConfig, plain: list[list[int]], condition: 
 
 @pytest.mark.parametrize("kind", ["medusa", "block"])
 def test_a_learner_that_offers_nonsense_changes_no_answer(
-    pair: SimpleNamespace, plain: list[list[int]], kind: str
+    pair: SimpleNamespace, plain: list[list[int]], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with LLM(pair.target, SpecConfig(), dtype="float32", cache_tokens=2048) as llm:
         spec, _ = with_head(llm, kind)
-        adapter = adapted(llm, NonsenseLearner)
+        monkeypatch.setattr(adapter_module, "HeadLearner", NonsenseLearner)
+        adapter = adapted(llm)
         served_until(llm, spec, plain, lambda: adapter.states and adapter.states[0].num_swaps >= 3)
         assert adapter.states[0].version >= 2
         assert not llm.stats.num_faults
@@ -226,10 +228,13 @@ class BrokenLearner(NonsenseLearner):
         raise RuntimeError("no gradient")
 
 
-def test_a_learner_that_raises_ends_learning_and_nothing_else(pair: SimpleNamespace, plain: list[list[int]]) -> None:
+def test_a_learner_that_raises_ends_learning_and_nothing_else(
+    pair: SimpleNamespace, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with LLM(pair.target, SpecConfig(), dtype="float32", cache_tokens=2048) as llm:
         spec, _ = with_head(llm, "medusa")
-        adapter = adapted(llm, BrokenLearner)
+        monkeypatch.setattr(adapter_module, "HeadLearner", BrokenLearner)
+        adapter = adapted(llm)
         faults.expect("a learner that raises")
         with pytest.warns(UserWarning, match="AdaptationWatcher raised RuntimeError: no gradient"):
             served_until(llm, spec, plain, lambda: llm.stats.num_faults > 0)

@@ -14,7 +14,7 @@ from foretoken.draft.base import AdaptableDrafter
 from foretoken.draft.group import drafter_key
 from foretoken.errors import ConfigError, InputError
 from foretoken.heads.base import Head
-from foretoken.heads.checkpoint import head_shape
+from foretoken.heads.footprint import head_shape
 from foretoken.heads.weights import head_bytes
 from foretoken.kernels.build import KernelWarning
 from foretoken.model.footprint import shape_of

@@ -26,7 +26,7 @@ from foretoken.engine.request import RequestState
 from foretoken.engine.scheduler import SchedulerConfig
 from foretoken.heads.base import Head
 from foretoken.heads.block import BlockHead
-from foretoken.heads.block_attention import CachedAttention
+from foretoken.heads.block_attention import CachedAttention, admit_blocks
 from foretoken.heads.medusa import MedusaHead
 from foretoken.model.attention.paged import PackedAttention
 from foretoken.model.decoder import Decoder
@@ -79,7 +79,8 @@ def expected_logits(head: Head, decoder: Decoder, text: Sequence[int], draft_tok
         config = head.config
         cache = PagedCache(config.layer, torch.float32, torch.device("cpu"), 512)
         cache.open(0)
-        attention = CachedAttention(cache, [0], [len(text) - 1], [config.block_size], config.is_causal)
+        admitted = admit_blocks(cache, [0], [len(text) - 1], [config.block_size], config.is_causal)
+        attention = CachedAttention(cache, admitted)
         inputs = torch.tensor([text[-1], *[config.mask_token] * (config.block_size - 1)])
         hidden = head.run(inputs, head.features(states), attention.positions, attention, decoder)
         hidden = hidden[config.block_size - config.num_places :]
@@ -235,9 +236,10 @@ def test_context_keys_are_those_of_one_fresh_pass(decoder: Decoder) -> None:
     states = fresh_states(decoder, state.tokens[:length], drafter.hidden_layers())
     cache = PagedCache(drafter.head.config.layer, torch.float32, torch.device("cpu"), 512, BLOCK)
     cache.open(0)
-    attention = CachedAttention(cache, [0], [length], [2], True)
+    admitted = admit_blocks(cache, [0], [length], [2], True)
+    attention = CachedAttention(cache, admitted)
     drafter.head.run(torch.tensor([1, 5]), drafter.head.features(states), attention.positions, attention, decoder)
-    attention.commit()
+    admitted.commit(cache)
     for held, fresh in zip(drafter.cache.pool.keys, cache.pool.keys, strict=True):
         table = drafter.cache.tables[state.request_id].blocks
         own = torch.cat([held[:, block * BLOCK : (block + 1) * BLOCK] for block in table], 1)[:, :length]

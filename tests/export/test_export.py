@@ -15,7 +15,7 @@ from foretoken.backend.llama_cpp import speculation
 from foretoken.cli.app import run
 from foretoken.errors import CheckpointError, ConfigError, StorageError
 from foretoken.export.engines import NEWEST, engine_of, refusal_reason
-from foretoken.export.launch import _MAKERS, Launch, launch_of, plain_launch
+from foretoken.export.launch import COUNTERPARTS, Launch, launch_of, plain_launch
 from foretoken.export.write import export_head
 from foretoken.heads.checkpoint import load_head, make_head, save_head
 from foretoken.heads.config import HeadConfig
@@ -53,8 +53,8 @@ def test_every_option_that_is_written_exists(engine: str) -> None:
             if refusal_reason(config, one) is None:
                 written += 1
                 assert names_in(engine, launch_of(config, one, "org/target", "HEAD", 3)) <= options(engine)
-    for drafter, makers in _MAKERS.items():
-        if engine in makers and engine != "transformers":
+    for drafter, engines in COUNTERPARTS.items():
+        if engine in engines and engine != "transformers":
             launch = plain_launch(drafter, engine_of(engine, None), "org/target", "org/draft", 3)
             assert names_in(engine, launch) <= options(engine)
     assert written or engine == "transformers"
@@ -305,6 +305,11 @@ def test_llama_cpp_looks_up_without_a_draft_model() -> None:
     assert launch.argv[:3] == ("llama-server", "-m", "target.gguf")
     assert [step[2] for step in launch.prepare] == ["org/t"]
     assert plain_launch("ngram", engine_of("llamacpp", None), "a/m.gguf", None, 6).prepare == ()
+
+
+def test_an_older_tensorrt_llm_is_given_the_name_that_it_has_for_the_file() -> None:
+    for version, option in (("1.0", "--extra_llm_api_options"), (None, "--config")):
+        assert plain_launch("ngram", engine_of("trtllm", version), "org/t", None, 3).argv[2] == option
 
 
 def test_b3_a_gguf_file_is_given_to_llama_cpp_as_it_is() -> None:

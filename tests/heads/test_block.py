@@ -13,7 +13,7 @@ from torch import Tensor
 from foretoken.errors import ConfigError
 from foretoken.heads.base import FEATURE_WEIGHT, HeadBatch
 from foretoken.heads.block import BlockHead
-from foretoken.heads.block_attention import CachedAttention
+from foretoken.heads.block_attention import CachedAttention, admit_blocks
 from foretoken.heads.config import BlockConfig
 from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.model.architecture import ModelConfig
@@ -164,10 +164,11 @@ def test_a_ragged_batch_over_the_cache_is_the_twin(kind: dict[str, object]) -> N
         blocks = [5 if not head.config.is_causal else size for _, _, size in round_]
         inputs = [[11 + s, *[7] * (size - 1)] for (s, _, _), size in zip(round_, blocks, strict=True)]
         context = torch.cat([head.features({la: st[held[s] : n] for la, st in texts[s].items()}) for s, n, _ in round_])
-        attention = CachedAttention(cache, [s for s, _, _ in round_], new, blocks, head.config.is_causal)
+        admitted = admit_blocks(cache, [s for s, _, _ in round_], new, blocks, head.config.is_causal)
+        attention = CachedAttention(cache, admitted)
         flat = torch.tensor([token for own in inputs for token in own])
         hidden = head.run(flat, context, attention.positions, attention, target)
-        attention.commit()
+        admitted.commit(cache)
         expected = [
             twin(head, target, {la: st[:n] for la, st in texts[s].items()}, own)
             for (s, n, _), own in zip(round_, inputs, strict=True)
@@ -201,7 +202,7 @@ def test_states_that_the_targets_matrix_reads_learn_to_be_the_targets() -> None:
 def test_an_output_matrix_of_its_own_begins_as_the_targets() -> None:
     head, target = make_head(vocabulary=CUT), make_target()
     head.initialise(0)
-    head.begin_from(target)
+    head.begin_from(target.output_logits)
     x = torch.randn(3, HIDDEN, dtype=torch.float64)
     torch.testing.assert_close(head.logits(x, target), target.output_logits(x)[:, CUT.ids])
 

@@ -46,7 +46,7 @@ def passes(head: BlockHead, target: PagedModel, cache: PagedCache, graphs: Block
         admitted = admit_blocks(cache, (0, 1), new, slots, head.config.is_causal)
         out = None if graphs is None else graphs.run(tokens, context, admitted, range(len(tokens)))
         if out is None:
-            attention = CachedAttention(cache, (0, 1), new, slots, head.config.is_causal)
+            attention = CachedAttention(cache, admitted)
             hidden = head.run(tokens, context, attention.positions, attention, target)
             out = hidden, head.logits(hidden, target)
         admitted.commit(cache)

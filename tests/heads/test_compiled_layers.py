@@ -16,7 +16,7 @@ from foretoken.heads import block as block_module
 from foretoken.heads import eagle as eagle_module
 from foretoken.heads.base import Head
 from foretoken.heads.block import BlockHead
-from foretoken.heads.block_attention import CachedAttention
+from foretoken.heads.block_attention import CachedAttention, admit_blocks
 from foretoken.heads.config import BlockConfig, EagleConfig
 from foretoken.heads.eagle import EagleHead
 from foretoken.heads.eagle_cache import CachedEagle
@@ -125,10 +125,11 @@ def block_answers(head: BlockHead, target: PagedModel) -> list[Tensor]:
     for sequence in (0, 1):
         cache.open(sequence)
     for num_new, rows in (([4, 3], context[:7]), ([2, 0], context[7:])):
-        attention = CachedAttention(cache, [0, 1], num_new, [5, 3], head.config.is_causal)
+        admitted = admit_blocks(cache, [0, 1], num_new, [5, 3], head.config.is_causal)
+        attention = CachedAttention(cache, admitted)
         tokens = torch.tensor([7, *[head.config.mask_token] * 4, 9, *[head.config.mask_token] * 2])
         found.append(head.run(tokens, rows, attention.positions, attention, target))
-        attention.commit()
+        admitted.commit(cache)
     return found
 
 

@@ -226,7 +226,7 @@ def test_training_lowers_the_loss_and_reaches_every_weight() -> None:
 
 def test_output_matrix_begins_as_the_targets() -> None:
     decoder, head = target(), head_of(VERSION_3)
-    head.begin_from(decoder)
+    head.begin_from(decoder.output_logits)
     assert head.lm_head is not None
     assert head.lm_head.weight is not None
     torch.testing.assert_close(head.lm_head.weight.data, decoder.lm_head.weight.data[IDS])

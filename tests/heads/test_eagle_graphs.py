@@ -208,7 +208,7 @@ def test_other_weights_are_captured_anew(graphs: None) -> None:
     drafted(runner)
     for sequence in range(3):
         runner.cache.close(sequence)
-    for linear in (runner.head.fc, runner.head.first_layer.mlp.down_proj, runner.head.lm_head):
+    for linear in (runner.head.fc, runner.head.decoder_layers[0].mlp.down_proj, runner.head.lm_head):
         assert linear is not None
         assert linear.weight is not None
         linear.weight = nn.Parameter(-linear.weight, requires_grad=False)

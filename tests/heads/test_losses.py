@@ -14,7 +14,6 @@ from foretoken.heads.losses import (
     LossKind,
     acceptance,
     compare,
-    restricted,
     same_argmax,
     weighted_loss,
 )
@@ -55,7 +54,7 @@ def example(vocabulary: DraftVocabulary, dtype: torch.dtype = torch.float64) -> 
 @pytest.mark.parametrize("kind", LOSS_KINDS)
 def test_loss_and_gradient_are_those_of_the_formula(kind: LossKind, vocabulary: DraftVocabulary) -> None:
     target, place = example(vocabulary)
-    compared = compare(place, restricted(lambda rows: target[rows], vocabulary), LossConfig(kind, chunk_rows=5))
+    compared = compare(place, lambda rows: vocabulary.restrict(target[rows]), LossConfig(kind, chunk_rows=5))
     twin = place.logits.detach().clone().requires_grad_(True)
     expected = eager(kind, vocabulary.restrict(target[place.rows]), twin).mean()
     torch.testing.assert_close(compared, expected, atol=1e-12, rtol=0)

@@ -84,7 +84,7 @@ def test_training_places_are_those_of_the_twin(sequential: bool, own_output: boo
 def test_heads_begin_as_the_targets_own_output() -> None:
     head, target = make_head(), make_target()
     head.initialise(0)
-    head.begin_from(target)
+    head.begin_from(target.output_logits)
     state = torch.randn(4, HIDDEN, dtype=torch.float64)
     for number in range(3):
         torch.testing.assert_close(head.predict(number, state, None, target), target.output_logits(state))

@@ -102,7 +102,7 @@ def make_head_for(
     head = make_head(config, DraftVocabulary(ids, VOCABULARY))
     assert isinstance(head, EagleHead)
     head.initialise(0)
-    head.begin_from(frozen.decoder)
+    head.begin_from(frozen.decoder.output_logits)
     begin_as_last_layer(head, frozen.decoder)
 
     def loss(step: int) -> Tensor:

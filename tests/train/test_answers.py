@@ -13,7 +13,7 @@ from foretoken.engine.llm import LLM
 from foretoken.errors import InputError, StorageError
 from foretoken.files import read_text, to_json
 from foretoken.train import answers
-from foretoken.train.answers import AnswerConfig, placed_prompts, read_answers, read_user_prompts, write_answers
+from foretoken.train.answers import AnswerConfig, placed_prompts, read_answers, write_answers
 from tests.helpers.checkpoints import tiny_checkpoint
 
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13], [14, 15]]
@@ -44,8 +44,8 @@ def test_prompts_are_read_as_by_other_measurements(tmp_path: Path) -> None:
         {"prompt": "a\u2028b\u0085c"},
     )
     path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
-    assert read_user_prompts(path) == [(ASKED,), (ASKED,), "a\u2028b\u0085c"]
-    assert [source for source, _ in placed_prompts(path)] == [f"{path}:{number}" for number in (1, 2, 3)]
+    prompts = [(ASKED,), (ASKED,), "a\u2028b\u0085c"]
+    assert placed_prompts(path) == [(f"{path}:{number}", prompt) for number, prompt in enumerate(prompts, start=1)]
 
 
 @pytest.mark.parametrize(
@@ -58,14 +58,14 @@ def test_prompts_are_read_as_by_other_measurements(tmp_path: Path) -> None:
 def test_conversations_that_cannot_be_answered_are_named(item: object, named: str, tmp_path: Path) -> None:
     path = written(tmp_path / "p.jsonl", {"prompt": "good"}, item)
     with pytest.raises(InputError, match=rf"p\.jsonl:2.*{named}"):
-        read_user_prompts(path)
+        placed_prompts(path)
 
 
 def test_calls_that_the_template_lays_out_stay(tmp_path: Path) -> None:
     called = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
     result = {"role": "tool", "tool_call_id": "1", "content": "22 C"}
     path = written(tmp_path / "p.jsonl", {"messages": [ASKED, called, result], "tools": []})
-    assert read_user_prompts(path) == [(ASKED, called, result)]
+    assert [prompt for _, prompt in placed_prompts(path)] == [(ASKED, called, result)]
 
 
 @pytest.mark.parametrize(

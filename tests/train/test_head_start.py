@@ -20,10 +20,10 @@ from tests.train.tiny import VOCABULARY, tiny_target
 def test_its_layer_computes_what_the_last_one_does(version: int) -> None:
     target = tiny_target()
     shape = EagleShape(version=version)
-    head = new_head(shape, target, torch.ones(VOCABULARY), [0], seed=3).head
+    head = new_head(shape, target, torch.ones(VOCABULARY), [0], seed=3)
     assert isinstance(head, EagleHead)
     decoder, width = target.decoder, target.decoder.config.hidden_size
-    attention = head.first_layer.self_attn
+    attention = head.decoder_layers[0].self_attn
     for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
         assert projection.weight is not None
         assert version == 1 or float(projection.weight[:, :width].detach().abs().max()) > 0, (
@@ -34,7 +34,7 @@ def test_its_layer_computes_what_the_last_one_does(version: int) -> None:
     own = PackedAttention(head.config.layer, 1, 9)
     with torch.inference_mode(False), torch.no_grad():
         rotary = head.rotary.at(positions)
-        found = head.first_layer(x, torch.randn(9, width), rotary, own, 0)
+        found = head.decoder_layers[0](x, torch.randn(9, width), rotary, own, 0)
         theirs = PackedAttention(decoder.config, 1, 9)
         expected = decoder.layers[-1](x, decoder.rotaries[0].at(positions), theirs, decoder.config.num_layers - 1)
     if version == 3:  # version 1 has no norm in front of its attention

@@ -21,7 +21,7 @@ from foretoken.train.head_data import Batches, TokenText
 from foretoken.train.head_recipes import BlockShape, EagleShape, HeadShape, MedusaShape
 from foretoken.train.head_trainer import CURVE, HeadTrainer
 from foretoken.train.parallel import Ranks, joined_ranks
-from foretoken.train.run_state import check_same_shape, restore_state
+from foretoken.train.run_state import check_same, restore_state
 from tests.train.tiny import CONFIG, SHAPES, tiny_target, tiny_trainer
 
 
@@ -245,7 +245,7 @@ def test_a_run_goes_on_with_its_own_optimiser_and_whatever_earlier_versions_kept
     muon = dataclasses.replace(CONFIG, optimizer=dataclasses.replace(CONFIG.optimizer, kind="muon"))
     with pytest.raises(ConfigError, match=r"train.optimizer.kind='muon'.*started with adamw"):
         tiny_trainer(tmp_path, target, config=muon)
-    check_same_shape({"unknown": 1}, {"taps": [1]}, tmp_path)
+    check_same({"unknown": 1}, {"taps": [1]}, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from foretoken.errors import ConfigError, InputError, MismatchError, StorageErro
 from foretoken.heads.checkpoint import load_head
 from foretoken.heads.kind import head_kind
 from foretoken.model.loader import load_decoder, read_config
-from foretoken.train.answers import answered_data, read_answers, read_user_prompts
+from foretoken.train.answers import answered_data, placed_prompts, read_answers
 from foretoken.train.frozen_target import fast_precision
 from tests.helpers.checkpoints import tiny_checkpoint, tiny_tokenizer
 
@@ -96,7 +96,7 @@ def test_lines_that_are_no_prompts_are_named(tmp_path: Path) -> None:
     for line in ('{"text": "a"}', "[1]", '{"prompt_ids": [true]}', '{"prompt": ""}'):
         path.write_text('{"prompt": "good"}\n' + line + "\n")
         with pytest.raises(InputError, match=r"prompts\.jsonl:2"):
-            read_user_prompts(path)
+            placed_prompts(path)
 
 
 @pytest.mark.parametrize("kind", ["eagle", "medusa", "block", "adapter"])
@@ -171,15 +171,15 @@ def test_a_manifest_that_cannot_be_written_leaves_the_earlier_one(
     words = ("draft", "--target", folder / "target", "--answers", answered, "--out", tmp_path, *SMALL)
     words = (*words, "--set", "train.num_places=2", "--set", "model.hidden_size=32")
     run(*words)
-    earlier, write = (tmp_path / "run.json").read_text(), Path.write_text
+    earlier, write = (tmp_path / "run.json").read_text(), Path.write_bytes
 
-    def full(path: Path, text: str) -> int:
-        if path.name.startswith("run.json"):
-            write(path, text[: len(text) // 2])
+    def full(path: Path, data: bytes) -> int:
+        if "run.json" in path.name:
+            write(path, data[: len(data) // 2])
             raise OSError(28, "No space left on device")
-        return write(path, text)
+        return write(path, data)
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(StorageError, match=r"cannot write .*run\.json"):
         run(*words)
     assert (tmp_path / "run.json").read_text() == earlier

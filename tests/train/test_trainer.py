@@ -59,7 +59,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
     whole.run()
 
     stopped = Trainer(decoder(), data(), CONFIG, tmp_path / "parts")
-    train_step = stopped._train_step
+    train_step = stopped.train_step
 
     def interrupt_at_ten() -> float:
         loss = train_step()
@@ -67,7 +67,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
         return loss
 
-    stopped._train_step = interrupt_at_ten  # type: ignore[method-assign]
+    stopped.train_step = interrupt_at_ten  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         stopped.run()
     assert stopped.step == 10
@@ -83,7 +83,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
 def test_l3_whoever_handles_a_signal_hears_of_it_after_the_state_is_saved(tmp_path: Path) -> None:
     """The command line makes its exit code of it."""
     trainer = Trainer(decoder(), data(), CONFIG, tmp_path / "run")
-    train_step, saved = trainer._train_step, []
+    train_step, saved = trainer.train_step, []
 
     def interrupt_at_two() -> float:
         loss = train_step()
@@ -95,7 +95,7 @@ def test_l3_whoever_handles_a_signal_hears_of_it_after_the_state_is_saved(tmp_pa
         saved.append((number, (tmp_path / "run" / "state.safetensors").exists()))
         raise SystemExit(129)
 
-    trainer._train_step = interrupt_at_two  # type: ignore[method-assign]
+    trainer.train_step = interrupt_at_two  # type: ignore[method-assign]
     old = signal.signal(signal.SIGHUP, handler)
     try:
         with pytest.raises(SystemExit):

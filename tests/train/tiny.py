@@ -13,7 +13,8 @@ from foretoken.model.decoder import Decoder
 from foretoken.train.frozen_target import FrozenTarget, StateCache
 from foretoken.train.head_data import HeadData, TokenText
 from foretoken.train.head_recipes import AdapterShape, BlockShape, EagleShape, HeadShape, MedusaShape, new_head
-from foretoken.train.head_trainer import HeadTrainConfig, HeadTrainer
+from foretoken.train.head_train_config import HeadTrainConfig
+from foretoken.train.head_trainer import HeadTrainer
 from foretoken.train.optimizer import OptimizerConfig
 from foretoken.train.parallel import Ranks
 from tests.helpers.checkpoints import randomise
@@ -66,12 +67,12 @@ def tiny_trainer(
 ) -> HeadTrainer:
     """A trainer of a new head; `seed` is that of its weights."""
     data = tiny_text()
-    new = new_head(SHAPES[kind], target, data.train.counts(VOCABULARY), [0], seed)
+    head = new_head(SHAPES[kind], target, data.train.counts(VOCABULARY), [0], seed)
     kept: list[dict[str, torch.Tensor]] = []
 
     def keep() -> None:
-        kept.append({name: value.clone() for name, value in new.head.state_dict().items()})
+        kept.append({name: value.clone() for name, value in head.state_dict().items()})
 
-    trainer = HeadTrainer(new.head, target, data, config, folder, keep, ranks, states)
+    trainer = HeadTrainer(head, target, data, config, folder, keep, ranks, states)
     trainer.kept = kept  # type: ignore[attr-defined]
     return trainer

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from foretoken.heads.config import ExitAdapterConfig
-from foretoken.heads.formats.layers import Shape
 from foretoken.heads.formats.pairing import check_sizes
 from foretoken.heads.kind import EXIT_ADAPTER
 from foretoken.model.architecture import ModelConfig
@@ -45,11 +43,3 @@ def adapter_from_json(fields: Fields, target: ModelConfig) -> ExitAdapterConfig:
         intermediate_size=fields.whole("intermediate_size"),
         norm_eps=fields.number("rms_norm_eps"),
     )
-
-
-def adapter_tensors(config: ExitAdapterConfig) -> Iterator[tuple[str, Shape]]:
-    """Name and shape of every tensor of the network."""
-    hidden, wide = config.hidden_size, config.intermediate_size
-    yield "norm.weight", (hidden,)
-    yield "mlp.gate_up_proj.weight", (2 * wide, hidden)
-    yield "mlp.down_proj.weight", (hidden, wide)

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from foretoken.errors import ConfigError, MismatchError, UnsupportedModelError
 from foretoken.heads.config import BlockConfig
 from foretoken.heads.formats.eagle import layer_ids
-from foretoken.heads.formats.layers import (
-    Shape,
-    layer_from_json,
-    layer_json,
-    layer_tensors,
-    outputs_to_taps,
-    taps_to_outputs,
-)
+from foretoken.heads.formats.layers import layer_from_json, layer_json, outputs_to_taps, taps_to_outputs
 from foretoken.heads.formats.pairing import beside_target, check_sizes
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.fields import Fields, shown
@@ -24,6 +16,7 @@ DFLASH, DSPARK = "DFlashDraftModel", "Qwen3DSparkModel"
 MARKOV_IN, MARKOV_OUT = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
 CONFIDENCE, CONFIDENCE_BIAS = "confidence_head.proj.weight", "confidence_head.proj.bias"
 MARKOV_TYPE = "vanilla"  # the sum of W2 W1[token before] and the logits
+CORRECTION_KEYS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
 _MAX_BLOCK = 1024
 
 
@@ -117,21 +110,3 @@ def _refuse_variants(fields: Fields) -> None:
         )
     if fields.flag("use_swa"):
         raise UnsupportedModelError(f"{fields.where}: use_swa=true (a sliding window) is not run here")
-
-
-def block_tensors(config: BlockConfig) -> Iterator[tuple[str, Shape]]:
-    """Name and shape of every tensor of the network, as `BlockHead` names them."""
-    layer, hidden = config.layer, config.layer.hidden_size
-    yield "fc.weight", (hidden, len(config.taps) * config.target_hidden_size)
-    yield "hidden_norm.weight", (hidden,)
-    for number in range(layer.num_layers):
-        yield from layer_tensors(layer, f"layers.{number}", hidden, ("input_layernorm", "post_attention_layernorm"))
-    yield "norm.weight", (hidden,)
-    if config.draft_vocab_size < layer.vocab_size:
-        yield "lm_head.weight", (config.draft_vocab_size, hidden)
-    if config.markov_rank:
-        yield MARKOV_IN, (layer.vocab_size, config.markov_rank)
-        yield MARKOV_OUT, (config.draft_vocab_size, config.markov_rank)
-    if config.has_confidence:
-        yield CONFIDENCE, (1, hidden)
-        yield CONFIDENCE_BIAS, (1,)

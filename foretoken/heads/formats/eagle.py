@@ -4,17 +4,14 @@ serves EAGLE-1 and EAGLE-2 (SafeAILab/EAGLE; vllm/model_executor/models/llama_ea
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from foretoken.errors import ConfigError, UnsupportedModelError
 from foretoken.heads.config import EagleConfig, default_taps
 from foretoken.heads.formats.layers import (
-    Shape,
     are_default_taps,
     layer_from_json,
     layer_json,
-    layer_tensors,
     outputs_to_taps,
     taps_to_outputs,
 )
@@ -64,42 +61,38 @@ def eagle_from_json(fields: Fields, target: ModelConfig, names: frozenset[str]) 
         MismatchError: made for another target.
         UnsupportedModelError: a variant that is not run here.
     """
-    version_3 = is_version_3(fields)
+    if "mask_hidden" in names:
+        raise UnsupportedModelError(
+            "the head holds mask_hidden: P-EAGLE, a parallel variant that is not run here; take an EAGLE-3 head, or "
+            "train a block drafter (foretoken train block)"
+        )
+    is_version_3 = any("Eagle3" in name for name in fields.texts("architectures") or ())
+    is_version_3 |= fields.has("draft_vocab_size")
     raw = dict(fields.raw)
-    if version_3 and not fields.has("num_hidden_layers"):
+    if is_version_3 and not fields.has("num_hidden_layers"):
         raw["num_hidden_layers"] = 1
-    refuse_variants(names)
     layer = layer_from_json(raw, fields.where, _model_type(fields, names))
     wide = fields.whole_or("target_hidden_size", layer.hidden_size)
-    layer, where = beside_target(layer, target), fields.where
-    if not version_3:
-        check_sizes(where, target, wide, layer.vocab_size, ())
-        return EagleConfig(
-            version=1,
-            layer=layer,
-            target_hidden_size=wide,
-            target_num_layers=target.num_layers,
-            taps=(target.num_layers,),
-            draft_vocab_size=layer.vocab_size,
-            fc_bias="fc.bias" in names,
-        )
-    taps = _taps(fields, target)
-    check_sizes(where, target, wide, layer.vocab_size, taps)
-    own = fields.fields("eagle_config") or Fields({}, where)
-    size = fields.whole_or("draft_vocab_size", layer.vocab_size, most=layer.vocab_size)
+    layer = beside_target(layer, target)
+    taps: tuple[int, ...] = (target.num_layers,)
+    size, options = layer.vocab_size, dict[str, bool]()
+    if is_version_3:
+        taps, own = _taps(fields, target), fields.fields("eagle_config") or Fields({}, fields.where)
+        size = fields.whole_or("draft_vocab_size", layer.vocab_size, most=layer.vocab_size)
+        options = {flag: fields.flag(flag) for flag in NORM_FLAGS}
+        options["norm_before_fc"] = fields.flag("norm_before_fc", own.flag("norm_before_fc"))
+        has_matrix = "lm_head.weight" in names or layer.hidden_size != wide
+        options["has_own_output"] = size == layer.vocab_size and has_matrix
+    check_sizes(fields.where, target, wide, layer.vocab_size, taps)
     return EagleConfig(
-        version=3,
+        version=3 if is_version_3 else 1,
         layer=layer,
         target_hidden_size=wide,
         target_num_layers=target.num_layers,
         taps=taps,
         draft_vocab_size=size,
         fc_bias="fc.bias" in names,
-        norm_before_residual=fields.flag("norm_before_residual"),
-        norm_before_fc=fields.flag("norm_before_fc", own.flag("norm_before_fc")),
-        fc_norm=fields.flag("fc_norm"),
-        norm_output=fields.flag("norm_output"),
-        has_own_output=size == layer.vocab_size and ("lm_head.weight" in names or layer.hidden_size != wide),
+        **options,
     )
 
 
@@ -111,52 +104,6 @@ def _model_type(fields: Fields, names: frozenset[str]) -> str:
     if "q_norm.weight" in parts:
         return "qwen3"
     return "qwen2" if "q_proj.bias" in parts and not fields.flag("attention_bias") else "llama"
-
-
-def is_version_3(fields: Fields) -> bool:
-    """EAGLE-3 by the name of its architecture, or by a vocabulary of its own."""
-    return any("Eagle3" in name for name in fields.texts("architectures") or ()) or fields.has("draft_vocab_size")
-
-
-def refuse_variants(names: frozenset[str]) -> None:
-    """Refuse P-EAGLE by name.
-
-    Raises:
-        UnsupportedModelError: it drafts several tokens in one pass with a mask that these layers do not have.
-    """
-    if "mask_hidden" in names:
-        raise UnsupportedModelError(
-            "the head holds mask_hidden: P-EAGLE, a parallel variant that is not run here; take an EAGLE-3 head, or "
-            "train a block drafter (foretoken train block)"
-        )
-
-
-def eagle_tensors(config: EagleConfig) -> Iterator[tuple[str, Shape]]:
-    """Name and shape of every tensor of the network, as `EagleHead` names them."""
-    layer, hidden, wide = config.layer, config.layer.hidden_size, config.target_hidden_size
-    inputs = len(config.taps) * wide if config.version == 3 else hidden + wide
-    if config.has_own_embedding:
-        yield "embed_tokens.weight", (layer.vocab_size, hidden)
-    yield "fc.weight", (hidden, inputs)
-    if config.fc_bias:
-        yield "fc.bias", (hidden,)
-    if config.norm_before_fc:
-        yield "input_norm.weight", (inputs,)
-    if config.fc_norm:
-        yield from ((f"fc_norm.{number}.weight", (wide,)) for number in range(len(config.taps)))
-    for number in range(layer.num_layers):
-        reads_embedding = number == 0 and config.version == 3
-        prefix = "midlayer" if config.version == 3 and layer.num_layers == 1 else f"layers.{number}"
-        norms: tuple[str, ...] = ("post_attention_layernorm",)
-        if number or reads_embedding:
-            norms = ("input_layernorm", *norms)
-        if reads_embedding:
-            norms = ("hidden_norm", *norms)
-        yield from layer_tensors(layer, prefix, 2 * hidden if reads_embedding else hidden, norms)
-    if config.version == 3:
-        yield "norm.weight", (hidden,)
-    if config.has_own_output or config.draft_vocab_size < layer.vocab_size:
-        yield "lm_head.weight", (config.draft_vocab_size, hidden)
 
 
 def network_name(config: EagleConfig, name: str) -> str:

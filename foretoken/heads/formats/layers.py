@@ -1,8 +1,8 @@
-"""The decoder layers of a head: their part of config.json, and their tensors."""
+"""The decoder layers of a head: their part of config.json, and the states of the target that they read."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from foretoken.errors import ConfigError, UnsupportedModelError
@@ -30,13 +30,8 @@ def are_default_taps(taps: tuple[int, ...], num_layers: int) -> bool:
         return False
 
 
-Shape = tuple[int, ...]
-_NOT_OF_LAYERS = (
-    "architectures",
-    "is_encoder_decoder",
-    "bos_token_id",
-    "eos_token_id",
-)  # ends of text are the target's
+# Ends of text are the target's.
+_NOT_OF_LAYERS = ("architectures", "is_encoder_decoder", "bos_token_id", "eos_token_id")
 
 
 def layer_json(layer: ModelConfig, dtype: str) -> dict[str, Any]:
@@ -73,29 +68,3 @@ def layer_from_json(raw: Mapping[str, Any], where: str, model_type: str) -> Mode
             "whole text"
         )
     return layer
-
-
-def layer_tensors(
-    layer: ModelConfig, prefix: str, in_features: int, norms: tuple[str, ...]
-) -> Iterator[tuple[str, Shape]]:
-    """Name and shape of every tensor of a layer whose attention reads `in_features`; `norms` are of the hidden size."""
-    hidden, wide, size = layer.hidden_size, layer.intermediate_size, layer.head_dim
-    q, kv = layer.num_heads * size, layer.num_kv_heads * size
-    linears = (
-        ("self_attn.q_proj", q, in_features, layer.qkv_bias),
-        ("self_attn.k_proj", kv, in_features, layer.qkv_bias),
-        ("self_attn.v_proj", kv, in_features, layer.qkv_bias),
-        ("self_attn.o_proj", hidden, q, layer.o_bias),
-        ("mlp.gate_proj", wide, hidden, layer.mlp_bias),
-        ("mlp.up_proj", wide, hidden, layer.mlp_bias),
-        ("mlp.down_proj", hidden, wide, layer.mlp_bias),
-    )
-    for name, rows, columns, has_bias in linears:
-        yield f"{prefix}.{name}.weight", (rows, columns)
-        if has_bias:
-            yield f"{prefix}.{name}.bias", (rows,)
-    for norm in norms:
-        yield f"{prefix}.{norm}.weight", (hidden,)
-    if layer.qk_norm:
-        yield f"{prefix}.self_attn.q_norm.weight", (size,)
-        yield f"{prefix}.self_attn.k_norm.weight", (size,)

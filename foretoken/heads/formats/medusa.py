@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 from foretoken.heads.config import MedusaConfig
-from foretoken.heads.formats.layers import Shape
 from foretoken.heads.formats.pairing import check_sizes
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.fields import Fields
@@ -70,18 +68,6 @@ def medusa_from_json(fields: Fields, target: ModelConfig, names: frozenset[str])
 def medusa_vocab_size(config: MedusaConfig, fields: Fields) -> int:
     """Size of the vocabulary that the heads draft from."""
     return fields.whole_or("truncated_vocab_size", config.vocab_size, most=config.vocab_size)
-
-
-def medusa_tensors(config: MedusaConfig, draft_vocab_size: int) -> Iterator[tuple[str, Shape]]:
-    """Name and shape of every tensor of the network, as `MedusaHead` and the trained files name them."""
-    hidden = config.hidden_size
-    for head in range(config.num_heads):
-        for block in range(config.num_blocks):
-            inputs = hidden * (1 + head + 1) if config.is_sequential and block == 0 else hidden
-            yield f"{head}.{block}.linear.weight", (hidden, inputs)
-            yield f"{head}.{block}.linear.bias", (hidden,)
-        if config.has_own_output:
-            yield f"{head}.{config.num_blocks}.weight", (draft_vocab_size, hidden)
 
 
 def medusa_name(name: str, num_blocks: int) -> str:

@@ -93,11 +93,19 @@ def weights_digest(folder: Path) -> str | None:
 
     A head for other weights of the same sizes may still draft well (a fine-tuned target): it is not refused.
     """
-    digest, paths = hashlib.sha256(), part_files(folder)[:1] if folder.is_file() else sorted(folder.glob(_WEIGHTS))
+    digest = hashlib.sha256()
+    return "sha256:" + digest.hexdigest() if add_first_weights(digest, folder) else None
+
+
+def add_first_weights(digest: hashlib._Hash, folder: Path) -> bool:
+    """Feed names, sizes and first bytes of a checkpoint's files of weights to `digest`; whether there are any. A GGUF
+    file, or its first part, has them all.
+    """
+    paths = part_files(folder)[:1] if folder.is_file() else sorted(folder.glob(_WEIGHTS))
     for path in paths:
         with path.open("rb") as file:  # header and first weights
             digest.update(f"{path.name} {path.stat().st_size}".encode() + file.read(_READ_BYTES))
-    return "sha256:" + digest.hexdigest() if paths else None
+    return bool(paths)
 
 
 def tokenizer_digest(folder: Path) -> str | None:

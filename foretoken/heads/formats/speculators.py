@@ -10,7 +10,7 @@ from typing import Any
 
 from foretoken.errors import ConfigError
 from foretoken.heads.config import BlockConfig, EagleConfig
-from foretoken.heads.formats.block import DFLASH, DSPARK, block_json
+from foretoken.heads.formats.block import CORRECTION_KEYS, DFLASH, DSPARK, block_json
 from foretoken.heads.formats.eagle import ARCHITECTURE_3, NORM_FLAGS, eagle_json, layer_ids
 from foretoken.heads.formats.layers import taps_to_outputs
 from foretoken.model.fields import Fields
@@ -38,18 +38,7 @@ _LAYER_KEYS = (
     "bos_token_id",
     "eos_token_id",
 )
-_BLOCK_KEYS = (
-    "block_size",
-    "markov_rank",
-    "markov_head_type",
-    "enable_confidence_head",
-    "confidence_head_with_markov",
-)
-
-
-def is_speculators(fields: Fields) -> bool:
-    """Whether a `config.json` is in this form."""
-    return fields.has("speculators_model_type")
+_BLOCK_KEYS = ("block_size", *CORRECTION_KEYS)
 
 
 def from_speculators(fields: Fields) -> Fields:

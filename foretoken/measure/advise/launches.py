@@ -113,4 +113,4 @@ def _head_launch(candidate: AdviseCandidate, target: str, engine: OtherEngine, n
         raise ConfigError("head", head, reason)
     export = ("foretoken", "export", "--target", target, "--head", head, "--to", engine.name, "--out", "head")
     launch = launch_of(config, engine, target, "head", num_draft)
-    return Launch(launch.argv, launch.env, launch.files, (export, *launch.prepare), launch.notes)
+    return Launch(launch.argv, launch.files, (export, *launch.prepare), launch.notes)

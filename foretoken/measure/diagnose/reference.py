@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from foretoken.heads.base import Head, HeadBatch, Place
-from foretoken.heads.kinds import kind_of_config
 from foretoken.heads.losses import RowLogits, acceptance, same_argmax, target_logits
 from foretoken.measure.stats import Counts, Interval, ratio, ratio_interval
 from foretoken.train.frozen_target import FrozenTarget
@@ -115,7 +114,7 @@ def _of_window(
     head: Student, target: FrozenTarget, batch: HeadBatch, num_places: int, sampling: Sampling
 ) -> tuple[int, Tensor, int]:
     """Drafts, accepted tokens by place [K], and rows that are not finite."""
-    samples_rows = isinstance(head, Head) and kind_of_config(head.config).samples_rows
+    samples_rows = isinstance(head, Head) and head.samples_rows
     num_rows, num_drafts, num_broken = batch.wanted.shape[1] - 1, 0, 0
     sums = torch.zeros(num_places, dtype=torch.float64)
     logits = target_logits(batch, target.decoder.output_logits)

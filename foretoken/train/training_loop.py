@@ -1,0 +1,123 @@
+"""The loop of both trainers: steps until the run is over; its state is saved from time to time, and when it is
+interrupted.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from foretoken.printing.console import Bar, Console
+from foretoken.train.head_train_config import HeadTrainConfig
+from foretoken.train.parallel import Ranks
+from foretoken.train.train_config import TrainConfig
+
+
+class TrainingLoop(ABC):
+    """A resumable run: `step` steps are done, which took `seconds`; the first of `ranks` writes and prints."""
+
+    config: TrainConfig | HeadTrainConfig
+
+    def __init__(self, ranks: Ranks | None = None) -> None:
+        self.step, self.seconds, self.ranks = 0, 0.0, ranks or Ranks()
+        self._console = Console(stderr=True)
+
+    @abstractmethod
+    def train_step(self) -> float:
+        """One step of the optimiser; its loss."""
+
+    @abstractmethod
+    def save(self) -> None:
+        """Write weights, optimiser state and counters atomically."""
+
+    @abstractmethod
+    def _after_step(self, loss: float) -> None:
+        """Record and validate, where it is time to."""
+
+    @property
+    def _is_over(self) -> bool:
+        return self.step >= self.config.num_steps
+
+    def _figures(self) -> str:
+        """What is shown behind the loss."""
+        return ""
+
+    def _train(self) -> float | None:
+        """The steps that are left; the loss of the last one.
+
+        Raises:
+            KeyboardInterrupt: it was interrupted; the state is saved. A handler of the signal is called first.
+        """
+        started = saved = time.monotonic()
+        before, loss = self.seconds, None
+        bar = self._console.bar("training", self.config.num_steps, counts=True, stays=True)
+        with interruption() as interrupted, bar as shown:
+            shown.update(completed=self.step)
+            while not self._is_over:
+                loss = self.train_step()
+                now = time.monotonic()
+                self.seconds = before + now - started
+                if self.ranks.is_first:
+                    self._show(shown, loss)
+                self._after_step(loss)
+                if self.ranks.any(bool(interrupted)):
+                    self.save()
+                    break
+                if now - saved > self.config.save_every_s:
+                    self.save()
+                    saved = now
+        if interrupted:
+            _end_by(interrupted[0])
+        self.save()
+        return loss
+
+    def _show(self, bar: Bar, loss: float) -> None:
+        config = self.config
+        rate = self.step * config.step_tokens / max(self.seconds, 1e-9)
+        line = f"loss {loss:.4f}{self._figures()}, {rate:,.0f} tokens/s"
+        bar.update(line, completed=self.step)
+        if self.step % config.report_every_steps == 0 and not self._console.is_terminal:
+            left_s = (config.num_steps - self.step) * config.step_tokens / max(rate, 1e-9)
+            self._console.line(f"step {self.step}/{config.num_steps} {line}, about {left_s / 60:.0f} min left")
+
+    def _say(self, line: str) -> None:
+        if self.ranks.is_first:
+            self._console.line(line)
+
+
+@contextmanager
+def interruption() -> Iterator[list[int]]:
+    """Collects the signals that would end the process, so that no step is cut. In the main thread only."""
+    came: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield came
+        return
+    numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    old = {
+        number: signal.signal(number, lambda caught, _frame: came.append(caught)) for number in numbers if _ends(number)
+    }
+    try:
+        yield came
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+def _end_by(number: int) -> None:
+    """End as the signal `number` would have, once the state is saved: its handler is called first.
+
+    Raises:
+        KeyboardInterrupt: it has no handler, or the handler returned.
+    """
+    if callable(signal.getsignal(number)):
+        signal.raise_signal(number)
+    raise KeyboardInterrupt
+
+
+def _ends(number: int) -> bool:
+    """Whether a signal has an effect: nohup ignores SIGHUP, and a shell's background jobs ignore Ctrl-C."""
+    return signal.getsignal(number) is not signal.SIG_IGN
