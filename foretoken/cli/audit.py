@@ -23,10 +23,10 @@ from foretoken.cli.measuring import (
 from foretoken.config import SpecConfig
 from foretoken.errors import GateError
 from foretoken.field_text import wholes, words
-from foretoken.machine.identity import machine, versions
 from foretoken.measure.audit.options import AuditOptions, Prompt, read_prompts
-from foretoken.measure.audit.report import AuditReport, audit_report, check_out
-from foretoken.measure.report import print_report
+from foretoken.measure.audit.report import check_out
+from foretoken.measure.checks import failed
+from foretoken.measure.report import Report, print_report
 from foretoken.measure.workload import SLICES, slices
 from foretoken.measure.write import write_report
 from foretoken.option import options_of, setting_name
@@ -63,19 +63,16 @@ def audit(
     fails.
     """
     options = _options(context) if backend is None else _backend_options(context, backend)
-    found = _run(options, prompts, out)
-    report = audit_report(found)
+    report = _run(options, prompts, out)
     if out is not None:
         report = write_report(report, out, out.stem)
     if as_json:
         print_json(report.as_dict())
     else:
         print_report(report)
-    if found.failed:
-        raise GateError(
-            "audit failed: " + "; ".join(dict.fromkeys(f"{check.name} ({check.where})" for check in found.failed))
-        )
-    if not found.passed:
+    if wrong := failed(report.results["checks"]):
+        raise GateError("audit failed: " + "; ".join(dict.fromkeys(f"{check.name} ({check.where})" for check in wrong)))
+    if not report.passed:
         raise GateError("audit: no check could be made; the report says why")
 
 
@@ -136,7 +133,7 @@ def _backend_options(context: typer.Context, backend: str) -> BackendAuditOption
     )
 
 
-def _run(options: AuditOptions | BackendAuditOptions, prompts: Path | None, out: Path | None) -> AuditReport:
+def _run(options: AuditOptions | BackendAuditOptions, prompts: Path | None, out: Path | None) -> Report:
     """The audit; `out` is checked first."""
     from foretoken.measure.audit.options import BackendAuditOptions
     from foretoken.measure.audit.run import run_audit, run_backend_audit
@@ -151,8 +148,8 @@ def _run(options: AuditOptions | BackendAuditOptions, prompts: Path | None, out:
                 status.update(f"auditing: {doing}")
 
         if isinstance(options, BackendAuditOptions):
-            return run_backend_audit(options, texts, command_line(), machine(), versions(), tell)
-        return run_audit(options, texts, command_line(), machine(), versions(), tell=tell)
+            return run_backend_audit(options, texts, command_line(), tell)
+        return run_audit(options, texts, command_line(), tell=tell)
 
 
 def _own_prompts(count: int) -> list[Prompt]:

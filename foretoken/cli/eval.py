@@ -136,9 +136,9 @@ def _prompts(path: Path | None, names: tuple[str, ...], count: int) -> list[Eval
         StorageError: the file cannot be read.
         InputError: no such slice, or a file in no known format.
     """
-    from foretoken.measure.eval.prompts import own_prompts, prompts_of
+    from foretoken.measure.eval.prompts import prompts_of
 
-    return own_prompts(names, count) if path is None else prompts_of(path, names, count)
+    return prompts_of(path, names, count)
 
 
 def _backend_options(context: typer.Context, backend: str) -> BackendEvalOptions:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 
 from foretoken.backend.answering import SERVED, AnsweringBackend, Drafting
 from foretoken.backend.http import HttpBackend
 from foretoken.backend.registry import is_address, open_backend
 from foretoken.errors import ConfigError
+from foretoken.measure.options import PLAIN
 from foretoken.model.names import model_folder
 
 
@@ -49,10 +50,8 @@ class BackendSource:
         found = open_backend(
             self.backend, model, draft, dtype=self.dtype, device=self.device, threads=self.threads, **own
         )
-        try:
+        with closing(found):
             yield found
-        finally:
-            found.close()
 
     def identity_of(self, opened: AnsweringBackend) -> dict[str, str]:
         """Name, version and model of the opened backend: what a report says it measured."""
@@ -83,6 +82,8 @@ def chosen_draftings(
 
 
 def drafting_name(drafting: Drafting) -> str:
-    """What a way to draft is called in results: `draft-simple-5`, or `served`."""
+    """What a way to draft is called in results: `plain`, `draft-simple-5`, or `served`."""
+    if drafting.kind is None:
+        return PLAIN
     number = "" if drafting.num_draft is None else f"-{drafting.num_draft}"
     return f"{drafting.kind}{number}" + (f" {drafting.options}" if drafting.options else "")

@@ -47,8 +47,8 @@ def failed(checks: Sequence[Check]) -> tuple[Check, ...]:
     return tuple(check for check in checks if check.result == "fail")
 
 
-def verdict(checks: Sequence[Check]) -> str:
-    """The outcome in one line."""
+def verdict(checks: Sequence[Check], interrupted: bool = False) -> tuple[str, bool]:
+    """The outcome in one line, and whether the checks passed: one was made, none failed, none is missing."""
     count = {result: sum(check.result == result for check in checks) for result in _STYLES}
     judged = count["pass"] + count["fail"]
     text = f"FAIL: {count['fail']} of {judged} checks failed" if count["fail"] else f"PASS: {judged} checks"
@@ -58,7 +58,10 @@ def verdict(checks: Sequence[Check]) -> str:
         text += "; lossy rule: distribution not claimed"
     if count["not asked"]:
         text += f"; {count['not asked']} could not be asked"
-    return text
+    passed = not interrupted and count["pass"] > 0 and not count["fail"]
+    if not passed and not count["fail"]:
+        text = f"No verdict: {'the run was interrupted' if interrupted else 'no check could be made'}; {text}"
+    return text, passed
 
 
 def check_table(checks: Sequence[Check], title: str = "") -> Table:

@@ -5,6 +5,7 @@ It follows the reader's light or dark scheme, and beside each plot stands a tabl
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from html import escape
@@ -97,7 +98,7 @@ def _parts(report: Report, level: str, plot_name: str) -> list[str]:
 
 
 def _figure(plot: Plot, name: str) -> str:
-    values = _table(plot.title, ("setting", *plot.places), plot.rows, "lr", ())
+    values = _table(Table(plot.title, ("setting", *plot.places), tuple(plot.rows)))
     return (
         f"<figure>\n<figcaption>{_text(plot.title)}</figcaption>\n{svg(plot, name)}\n"
         f'<details><summary>Values</summary><div class="wide" tabindex="0">{values}</div></details>\n</figure>'
@@ -106,30 +107,22 @@ def _figure(plot: Plot, name: str) -> str:
 
 def _section(table: Table) -> str:
     title = f"<h2>{_text(table.title)}</h2>\n" if table.title else ""
-    body = _table(table.title, table.headings, table.lines, table.justify, table.styles)
-    return f'{title}<div class="wide" tabindex="0">{body}</div>' + "".join(
+    return f'{title}<div class="wide" tabindex="0">{_table(table)}</div>' + "".join(
         f"\n<p>{_text(note)}</p>" for note in table.notes
     )
 
 
-def _table(
-    label: str,
-    headings: Sequence[str],
-    lines: Sequence[Sequence[str]],
-    justify: str,
-    styles: Sequence[str | None],
-) -> str:
-    sides = [justify[min(place, len(justify) - 1)] for place in range(len(headings))]
+def _table(table: Table) -> str:
+    sides = [table.justify[min(place, len(table.justify) - 1)] for place in range(len(table.headings))]
     head = "".join(
-        f'<th scope="col" class="{side}">{_text(text)}</th>' for side, text in zip(sides, headings, strict=True)
+        f'<th scope="col" class="{side}">{_text(text)}</th>' for side, text in zip(sides, table.headings, strict=True)
     )
     rows = []
-    for number, line in enumerate(lines):
-        style = styles[number] if number < len(styles) else None
+    for line, style in itertools.zip_longest(table.lines, table.styles[: len(table.lines)]):
         kind = ' class="fail"' if style is not None and "red" in style else ""
         cells = "".join(f'<td class="{side}">{_text(text)}</td>' for side, text in zip(sides, line, strict=True))
         rows.append(f"<tr{kind}>{cells}</tr>")
-    name = f' aria-label="{_text(label)}"' if label else ""
+    name = f' aria-label="{_text(table.title)}"' if table.title else ""
     return f"<table{name}><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
 

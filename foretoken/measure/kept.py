@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from foretoken.errors import InputError, StorageError
 from foretoken.files import as_plain
@@ -30,7 +30,8 @@ _Value = TypeVar("_Value")
 
 
 class KeptFile:
-    """The measurements so far in `lines`; `append` writes one more to the disk before it returns.
+    """The measurements so far in `lines`; `append` writes one more to the disk before it returns. Without a `path`
+    nothing is kept.
 
     `kind` names what is measured, such as `bench speed`; `run` holds what must agree. `option` is the one by which the
     user named the file, for errors.
@@ -40,8 +41,14 @@ class KeptFile:
         StorageError: the file cannot be read or written, or holds something else.
     """
 
-    def __init__(self, path: Path, kind: str, run: Mapping[str, Any], option: str = "resume") -> None:
+    def __init__(self, path: Path | None, kind: str, run: Mapping[str, Any], option: str = "resume") -> None:
         self.path = path
+        self.lines: list[dict[str, Any]] = []
+        self._file: TextIO | None = None
+        if path is not None:
+            self._open(path, kind, run, option)
+
+    def _open(self, path: Path, kind: str, run: Mapping[str, Any], option: str) -> None:
         header = json.loads(json.dumps({"format": FORMAT, "kind": kind, "run": as_plain(run)}))
         try:
             known = path.read_bytes() if path.exists() else b""
@@ -61,9 +68,9 @@ class KeptFile:
             raise
         except (ValueError, KeyError, TypeError) as error:
             raise self._refused(error) from error
-        self.lines: list[dict[str, Any]] = found[1:]
+        self.lines = found[1:]
         if not found:
-            self._write(header)
+            self._write(self._file, header)
 
     def append(self, values: Mapping[str, Any]) -> None:
         """Add one line, written to the disk before this returns.
@@ -71,14 +78,15 @@ class KeptFile:
         Raises:
             StorageError: it cannot be written.
         """
-        self._write(values)
-        self.lines.append(dict(values))
+        if self._file is not None:
+            self._write(self._file, values)
+            self.lines.append(dict(values))
 
-    def _write(self, values: Mapping[str, Any]) -> None:
+    def _write(self, file: TextIO, values: Mapping[str, Any]) -> None:
         try:
-            self._file.write(json.dumps(values) + "\n")
-            self._file.flush()
-            os.fsync(self._file.fileno())
+            file.write(json.dumps(values) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
         except OSError as error:
             raise self._failed(error) from error
 
@@ -97,7 +105,8 @@ class KeptFile:
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
     def _check(self, known: Mapping[str, Any], now: Mapping[str, Any], option: str) -> None:
         if known["format"] != FORMAT:

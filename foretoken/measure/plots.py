@@ -7,7 +7,7 @@ Lengths are in pixels of the view box, which the page scales.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Literal
@@ -192,19 +192,14 @@ class _Scale:
     """From 0, or the smallest value below it, to the largest end of an interval, over `_PLOT_WIDTH`."""
 
     def __init__(self, plot: Plot) -> None:
-        values = [0.0, plot.baseline or 0.0, *_values(plot.series)]
+        ends = (end for one in plot.series for p in one.points for end in (p.value, p.low, p.high) if end is not None)
+        values = [0.0, plot.baseline or 0.0, *ends]
         low, high = min(values), max(values)
         self.ticks = _ticks(low, high if high > low else low + 1.0)
         self._low, self._span = self.ticks[0], self.ticks[-1] - self.ticks[0]
 
     def at(self, value: float) -> float:
         return _PLOT_WIDTH * (value - self._low) / self._span
-
-
-def _values(series: Sequence[Series]) -> Iterator[float]:
-    for one in series:
-        for point in one.points:
-            yield from (value for value in (point.value, point.low, point.high) if value is not None)
 
 
 def _ticks(low: float, high: float) -> list[float]:

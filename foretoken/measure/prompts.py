@@ -23,17 +23,20 @@ aiperf: `output_length`). A text is continued as it stands, messages go through 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from foretoken.engine.prompts import asked_messages, check_no_tool_calls, check_no_tools, message_text
 from foretoken.errors import InputError, StorageError
 from foretoken.files import parse_json, read_text
 from foretoken.measure.options import ALL
-from foretoken.measure.workload import Prompt, in_turns, without_trailing_space
+from foretoken.measure.workload import Prompt, in_turns, source_of, without_trailing_space
 from foretoken.params import TEMPERATURES, check_number, check_whole
+
+if TYPE_CHECKING:
+    from foretoken.engine.llm import LLM
 
 _SUFFIXES = (".json", ".jsonl")
 _MAX_CUTS = 50
@@ -117,7 +120,7 @@ def choose(prompts: Sequence[Prompt], slices: Sequence[str], per_slice: int) -> 
     counts: list[str] = []
     for name in wanted:
         own = [prompt for prompt in prompts if prompt.slice == name]
-        chosen += in_turns(own)[:per_slice]
+        chosen += in_turns(own, source_of)[:per_slice]
         if len(own) > per_slice:
             counts.append(f"{name} {per_slice} of {len(own)}")
     notes = [f"Prompts measured (prompts_per_slice={per_slice}): {', '.join(counts)}."] if counts else []
@@ -234,6 +237,13 @@ def _pairs(item: _Item, messages: object) -> tuple[tuple[str, str], ...]:
         raise InputError("prompts", item.place, '"messages" must be a list of objects with "role" and "content"')
     assert isinstance(messages, list)
     return tuple((one["role"], message_text(one) or "") for one in messages)
+
+
+def text_pairs(messages: Iterable[object]) -> tuple[tuple[str, str], ...] | None:
+    """(role, content) of each message; None where one is no message whose content is a text."""
+    pairs = [(one.get("role"), one.get("content")) if isinstance(one, Mapping) else () for one in messages]
+    found = tuple((role, text) for role, text in filter(None, pairs) if isinstance(role, str) and isinstance(text, str))
+    return found if len(found) == len(pairs) else None
 
 
 def _conversation(item: _Item) -> Prompt:
@@ -366,23 +376,7 @@ _FORMATS: tuple[tuple[tuple[str, ...], Callable[[_Item], Prompt | None]], ...] =
 )
 
 
-class ChatModel(Protocol):
-    """The part of `foretoken.LLM` that is used."""
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text, with the special tokens that the tokenizer adds."""
-        ...
-
-    def render_chat(self, messages: list[dict[str, str]]) -> str:
-        """The text of a conversation up to where the answer begins."""
-        ...
-
-    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
-        """Its token ids; the template writes its own begin-of-text token."""
-        ...
-
-
-def with_template(prompts: Sequence[Prompt], model: ChatModel, chat: bool = False) -> tuple[Prompt, ...]:
+def with_template(prompts: Sequence[Prompt], llm: LLM, chat: bool = False) -> tuple[Prompt, ...]:
     """Prompts with messages get the text of the chat template; with `chat` all others do, as a user's message.
 
     Raises:
@@ -390,9 +384,7 @@ def with_template(prompts: Sequence[Prompt], model: ChatModel, chat: bool = Fals
             reads otherwise than the template means.
         CheckpointError: the template is broken.
     """
-    return tuple(
-        replace(prompt, text=_text(prompt, model)) if prompt.messages or chat else prompt for prompt in prompts
-    )
+    return tuple(replace(prompt, text=_text(prompt, llm)) if prompt.messages or chat else prompt for prompt in prompts)
 
 
 def messages_of(prompt: Prompt) -> list[dict[str, str]]:
@@ -401,14 +393,14 @@ def messages_of(prompt: Prompt) -> list[dict[str, str]]:
     return [{"role": role, "content": content} for role, content in pairs]
 
 
-def _text(prompt: Prompt, model: ChatModel) -> str:
+def _text(prompt: Prompt, llm: LLM) -> str:
     """The template's text. Where the tokenizer adds the begin-of-text token that the template has written already, the
     text is given without it.
     """
     messages = messages_of(prompt)
-    text, ids = model.render_chat(messages), model.encode_chat(messages)
+    text, ids = llm.render_chat(messages), llm.encode_chat(messages)
     for cut in (0, *_ends_of_first_tokens(text)):
-        if model.encode(text[cut:]) == ids:
+        if llm.encode(text[cut:]) == ids:
             return text[cut:]
     raise InputError("prompts", prompt.name, "as a text it has other tokens than as messages; give it as a text")
 

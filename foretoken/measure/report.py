@@ -16,6 +16,8 @@ from foretoken.measure.plots import Plot
 from foretoken.printing import text as pages
 from foretoken.printing.console import Console
 
+_BUSY_LOAD = 0.9  # load average per core
+
 
 def now() -> str:
     """The date and time in UTC, to the second."""
@@ -160,6 +162,12 @@ def _listed(values: Mapping[str, Any]) -> str:
 def load_average() -> float:
     """The machine's load average over the last minute; 0 where the system has none."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+
+
+def busy_caveats(load: float) -> list[str]:
+    """A caveat where the load average before the run says that a client beside servers may have been too slow."""
+    is_busy = load > _BUSY_LOAD * (os.cpu_count() or 1)
+    return [f"The machine was busy when the run began: load average {load:.1f}."] if is_busy else []
 
 
 def source_caveats(target: Path, draft: Path | None, load: float) -> list[str]:

@@ -26,42 +26,37 @@ from foretoken.measure.stats import CONFIDENCE, Array, Interval, student_quantil
 
 ALPHA = 1 - CONFIDENCE
 MIN_BLOCKS = 8
-NARROW_AT = 64  # blocks, at which the sequence is narrowest: 256 requests in blocks of four pairs
+_NARROW_AT = 64  # blocks, at which the sequence is narrowest: 256 requests in blocks of four pairs
+_R = (-2 * math.log(ALPHA) + math.log(-2 * math.log(ALPHA)) + 1) / _NARROW_AT
 _MAX_BLOCKS = 1 << 20
 
 Verdict = Literal["faster", "equivalent", "slower", "go on"]
 
 
-def tuning(num_blocks: int = NARROW_AT, alpha: float = ALPHA) -> float:
-    """r, for which the sequence is about narrowest at `num_blocks`."""
-    return (-2 * math.log(alpha) + math.log(-2 * math.log(alpha)) + 1) / num_blocks
-
-
-def widths(deviations: Array, num_blocks: Array, alpha: float = ALPHA) -> Array:
+def widths(deviations: Array, num_blocks: Array) -> Array:
     """Half the width [...] of the sequence after `num_blocks` [...] blocks of at least 2, whose means have the standard
     deviations `deviations` [...].
     """
-    r = tuning(alpha=alpha)
-    scaled = num_blocks * r + 1
-    normal = NormalDist().inv_cdf(1 - alpha / 2)
-    wider = np.vectorize(lambda n: student_quantile(1 - alpha / 2, int(n) - 1) / normal, otypes=[np.float64])
+    scaled = num_blocks * _R + 1
+    normal = NormalDist().inv_cdf(1 - ALPHA / 2)
+    wider = np.vectorize(lambda n: student_quantile(1 - ALPHA / 2, int(n) - 1) / normal, otypes=[np.float64])
     found: Array = (
-        deviations * wider(num_blocks) * np.sqrt(2 * scaled / (num_blocks**2 * r) * np.log(np.sqrt(scaled) / alpha))
+        deviations * wider(num_blocks) * np.sqrt(2 * scaled / (num_blocks**2 * _R) * np.log(np.sqrt(scaled) / ALPHA))
     )
     return found
 
 
-def confidence_sequence(means: Sequence[float], alpha: float = ALPHA) -> Interval | None:
+def confidence_sequence(means: Sequence[float]) -> Interval | None:
     """Where the mean of blocks lies after these; None for fewer than `MIN_BLOCKS`.
 
     `means` are the mean of each block so far, in their order; the probability that any of the intervals of a run misses
-    is about `alpha` in all.
+    is about `ALPHA` in all.
     """
     count = len(means)
     if count < MIN_BLOCKS:
         return None
     values = np.array(means, dtype=np.float64)
-    half = float(widths(values.std(ddof=1), np.array(float(count)), alpha))
+    half = float(widths(values.std(ddof=1), np.array(float(count))))
     return Interval(float(values.mean()) - half, float(values.mean()) + half)
 
 
@@ -79,7 +74,7 @@ def judge(found: Interval | None, margin: float) -> Verdict:
     return "slower" if found.high < 0 else "go on"
 
 
-def blocks_to_decide(means: Sequence[float], margin: float, alpha: float = ALPHA) -> int | None:
+def blocks_to_decide(means: Sequence[float], margin: float) -> int | None:
     """About how many blocks in all decide, if they go on as `means` did; None where too few are known, or no number
     that is worth waiting for does.
     """
@@ -90,7 +85,7 @@ def blocks_to_decide(means: Sequence[float], margin: float, alpha: float = ALPHA
     enough = max(mean, margin - mean)  # narrower than this, 0 or what is beyond the margin is ruled out
     count = len(means)
     while count <= _MAX_BLOCKS:
-        if float(widths(values.std(ddof=1), np.array(float(count)), alpha)) < enough:
+        if float(widths(values.std(ddof=1), np.array(float(count)))) < enough:
             return count
         count += max(1, count // 16)
     return None

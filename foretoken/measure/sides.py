@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from foretoken.backend.answering import SERVED, AnsweringBackend, Drafting
 from foretoken.backend.registry import check_address, check_backends, is_address
@@ -25,6 +25,7 @@ _DRAFTER = (
     "How {} drafts: plain, or one of its own ways by its name. Without it a server drafts as it was started, and an "
     "engine in this process decodes plainly."
 )
+_OF_ENGINES = ("target", "draft", "dtype", "device", "threads")  # in this process
 
 
 @dataclass(frozen=True)
@@ -77,10 +78,11 @@ class SideOptions:
                 remedy = f"names a model at an address, and {side} is {backend}; leave it out"
                 raise ConfigError(f"{side}_model", getattr(self, f"{side}_model"), remedy)
         if is_address(self.a) and is_address(self.b):
-            for name in ("target", "draft", "threads"):
-                if getattr(self, name) is not None:
+            for one in fields(self):
+                given = getattr(self, one.name)
+                if one.name in _OF_ENGINES and given != one.default:
                     remedy = "is of an engine in this process, and both are servers; leave it out"
-                    raise ConfigError(name, getattr(self, name), remedy)
+                    raise ConfigError(one.name, given, remedy)
 
 
 @dataclass(frozen=True)
@@ -115,9 +117,7 @@ def open_sides(options: SideOptions) -> Iterator[tuple[OpenSide, OpenSide]]:
                 opened[source] = stack.enter_context(source.open())
             backend = opened[source]
             drafting = _drafting(options, side, backend)
-            about = source.identity_of(backend) | {
-                "drafter": PLAIN if drafting.kind is None else drafting_name(drafting)
-            }
+            about = source.identity_of(backend) | {"drafter": drafting_name(drafting)}
             found.append(OpenSide(side.upper(), backend, drafting, about))
         yield found[0], found[1]
 

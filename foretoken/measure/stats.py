@@ -55,6 +55,11 @@ class Interval:
     high: float
 
 
+def ends(found: Interval | None) -> list[float] | None:
+    """The ends of an interval as a file holds them; None without one."""
+    return None if found is None else [found.low, found.high]
+
+
 @dataclass(frozen=True)
 class Estimate:
     """A figure with the ends of its interval; None where there is too little to tell that end."""
@@ -204,9 +209,9 @@ def paired_ratio(own: Measured, base: Measured) -> PairedRatio | None:
     whole = float(_paired_ratios(tables, np.ones((1, len(prompts))))[0])
     if math.isnan(whole):
         return None
-    ends = None if whole <= 0 else _log_t_interval(whole, tables)
+    found = None if whole <= 0 else _log_t_interval(whole, tables)
     by_prompt = {prompt: value for prompt, value in alone.items() if not math.isnan(value)}
-    low, high = (None, None) if ends is None else (ends.low, ends.high)
+    low, high = (None, None) if found is None else (found.low, found.high)
     return PairedRatio(whole, low, high, by_prompt)
 
 
@@ -246,13 +251,13 @@ def _log_t_interval(whole: float, tables: tuple[Array, ...]) -> Interval | None:
         return Interval(whole, whole)
     if num_prompts < _MIN_STUDENTISED:
         most = student_quantile(1 - TAIL, num_prompts - 1)
-        ends = (-most, most)
+        limits = (-most, most)
     else:
         weights = drawn(num_prompts)
         with np.errstate(divide="ignore", invalid="ignore"):  # a draw of nothing, or of one prompt only
             t = np.log(_paired_ratios(tables, weights) / whole) / _log_errors(totals, weights)
-        ends = tuple(np.quantile(t[np.isfinite(t)], [TAIL, 1 - TAIL]).tolist())
-    return Interval(whole * math.exp(-ends[1] * error), whole * math.exp(-ends[0] * error))
+        limits = tuple(np.quantile(t[np.isfinite(t)], [TAIL, 1 - TAIL]).tolist())
+    return Interval(whole * math.exp(-limits[1] * error), whole * math.exp(-limits[0] * error))
 
 
 def _log_errors(totals: Array, weights: Array) -> Array:
@@ -286,10 +291,7 @@ def quantile_estimate(groups: Sequence[Sequence[float]], share: float) -> Estima
     upper end.
     """
     groups = [own for own in groups if len(own)]
-    owners = np.repeat(np.arange(len(groups)), [len(own) for own in groups])
-    values = np.concatenate([np.asarray(own, dtype=np.float64) for own in groups])
-    order = np.argsort(values, kind="stable")
-    values, owners = values[order], owners[order]
+    values, owners = _in_order(groups)
     place = _place(share, len(values))
     value = float(values[place])
     if len(groups) < MIN_GROUPS:
@@ -327,16 +329,21 @@ def quantile_ratio(base: Sequence[Sequence[float]], own: Sequence[Sequence[float
 
 def _weighted_quantiles(blocks: Sequence[Sequence[float]], weights: Array, share: float) -> Array:
     """The quantile [draws] of values in blocks, each as often as its block's weight [draws, blocks] says."""
-    values = np.concatenate([np.asarray(block, dtype=np.float64) for block in blocks])
-    owners = np.repeat(np.arange(len(blocks)), [len(block) for block in blocks])
-    order = np.argsort(values, kind="stable")
-    values, owners = values[order], owners[order]
+    values, owners = _in_order(blocks)
     found: Array = np.empty(len(weights))
     for begin in range(0, len(weights), _DRAWS_AT_ONCE):
         counts = np.cumsum(weights[begin : begin + _DRAWS_AT_ONCE, owners], axis=1)
         places = (counts >= share * counts[:, -1:] - _SAME).argmax(axis=1)
         found[begin : begin + _DRAWS_AT_ONCE] = values[places]
     return found
+
+
+def _in_order(groups: Sequence[Sequence[float]]) -> tuple[Array, NDArray[np.int64]]:
+    """All values of groups, ascending, and the number of each one's group."""
+    values = np.concatenate([np.asarray(own, dtype=np.float64) for own in groups])
+    owners = np.repeat(np.arange(len(groups)), [len(own) for own in groups])
+    order = np.argsort(values, kind="stable")
+    return values[order], owners[order]
 
 
 def _place(share: float, count: int) -> int:

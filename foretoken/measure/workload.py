@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from foretoken.errors import InputError
 from foretoken.train.corpus import HELD_OUT_MODULES, Corpus, Document, documents
@@ -31,6 +33,7 @@ _CONTEXT_CHARS = 500
 # An answer should be able to fill about 128 tokens, so texts that end sooner are left out where there is a choice.
 _ANSWER_CHARS = 450
 _DOC_WORDS = 3
+_Prompt = TypeVar("_Prompt")
 _BEFORE, _AFTER = "\n# Before:\n", "\n# After:\n"
 
 
@@ -55,7 +58,7 @@ class Prompt:
 
 
 def slices(names: Iterable[str] = SLICES, per_slice: int = 4, corpus: Corpus | None = None) -> tuple[Prompt, ...]:
-    """`per_slice` prompts of every named slice, taken in turn from as many modules as possible.
+    """`per_slice` prompts of every named slice, each slice once, taken in turn from as many modules as possible.
 
     `corpus` replaces the running Python's library. The same library gives the same prompts; asking for more keeps the
     first ones.
@@ -65,7 +68,7 @@ def slices(names: Iterable[str] = SLICES, per_slice: int = 4, corpus: Corpus | N
     """
     own = None if corpus is None else [document for document in corpus.held_out if not _is_test(document.name)]
     prompts: list[Prompt] = []
-    for name in names:
+    for name in dict.fromkeys(names):
         if name not in _MAKERS:
             raise InputError("slices", name, f"choose from {', '.join(SLICES)}")
         chosen = _of_library(name, per_slice) if own is None else _chosen(name, per_slice, own)
@@ -229,16 +232,21 @@ def _tail(text: str, limit: int) -> str:
 def _spread(prompts: Iterable[Prompt], count: int) -> list[Prompt]:
     """The first `count` prompts, one module after the other; long answers and then a fixed hash decide the order."""
     ranked = in_turns(
-        sorted(prompts, key=lambda p: (len(p.continuation or "") < _ANSWER_CHARS, zlib.crc32(p.name.encode()), p.name))
+        sorted(prompts, key=lambda p: (len(p.continuation or "") < _ANSWER_CHARS, zlib.crc32(p.name.encode()), p.name)),
+        source_of,
     )
     ranked.sort(key=lambda p: len(p.continuation or "") < _ANSWER_CHARS)  # stable: keeps the turns
     return ranked[:count]
 
 
-def in_turns(prompts: Iterable[Prompt]) -> list[Prompt]:
-    """The prompts one source after the other, where a source is what stands before the colon of a name."""
-    sources: dict[str, list[Prompt]] = {}
+def source_of(prompt: Prompt) -> str:
+    """Where a prompt comes from: what stands before the colon of its name."""
+    return prompt.name.split(":")[0]
+
+
+def in_turns(prompts: Iterable[_Prompt], kind: Callable[[_Prompt], str]) -> list[_Prompt]:
+    """One prompt of each kind after the other."""
+    groups: dict[str, list[_Prompt]] = {}
     for prompt in prompts:
-        sources.setdefault(prompt.name.split(":")[0], []).append(prompt)
-    turns = max((len(members) for members in sources.values()), default=0)
-    return [members[turn] for turn in range(turns) for members in sources.values() if turn < len(members)]
+        groups.setdefault(kind(prompt), []).append(prompt)
+    return [one for row in itertools.zip_longest(*groups.values()) for one in row if one is not None]

@@ -18,7 +18,7 @@ from typing import Any
 from foretoken.machine.neighbours import contention_notes, is_contended
 from foretoken.measure.kept import KeptFile
 from foretoken.measure.load.prompts import Ask
-from foretoken.measure.load.rows import contended_turns
+from foretoken.measure.load.rows import num_contended
 from foretoken.measure.load.run import RESUMED, announce, kept_turns, make_report, opened
 from foretoken.measure.load.settings import NO_POLICIES, BatchSetting, Policies, Stage, parse_batch_settings
 from foretoken.measure.options import PLAIN
@@ -107,13 +107,12 @@ def run_changing_load(
     with opening as (stage, found):
         kept = kept_turns(options, found, _OF_BATCHES)
         try:
-            known = restored_load(kept, settings) if kept is not None and kept.lines else None
+            known = restored_load(kept, settings) if kept.lines else None
             one = [_jobs(phase, found, phase.batch, options.max_tokens) for phase in options.phases]
             run_through(stage, BatchSetting(PLAIN), options.phases, one)  # warm-up
             if known is None:
                 sizes = size_phases(options, run_through(stage, BatchSetting(PLAIN), options.phases, one))
-                if kept is not None:
-                    kept.append({"sizes": sizes})
+                kept.append({"sizes": sizes})
             else:
                 sizes, turns = known
                 notes += [RESUMED] if turns else []
@@ -132,8 +131,7 @@ def run_changing_load(
         except KeyboardInterrupt:
             interrupted = True
         finally:
-            if kept is not None:
-                kept.close()
+            kept.close()
     rows = summarise_load(turns)
     notes.append(
         "The policy of each setting started without measurements and kept its state from one run of the load to the "
@@ -284,7 +282,7 @@ def summarise_load(turns: Mapping[BatchSetting, Mapping[int, LoadTurn]]) -> tupl
                 _ratio(own, turns[single]),
                 tuple(median(column) for column in phases),
                 len(own),
-                contended_turns(own.values()),
+                num_contended(turn.contended for turn in own.values()),
             )
         )
     return tuple(rows)

@@ -29,7 +29,7 @@ from foretoken.measure.kept import KeptFile
 from foretoken.measure.progress import Tell, progress
 from foretoken.measure.prompts import choose, fit, read_prompts, with_template
 from foretoken.measure.report import Report
-from foretoken.measure.workload import in_turns
+from foretoken.measure.workload import in_turns, source_of
 from foretoken.model.names import model_folder
 from studies.command import arguments, command_line, run, whole_numbers, words
 from studies.equal_answers.answers import PASSES, PLAIN, Answerer, Tokens, Transformers, Turn, spec_of
@@ -205,7 +205,9 @@ def _texts(options: argparse.Namespace, llm: LLM) -> tuple[list[str], list[str]]
     """The prompts as the chat template writes them, one of each kind in turn, and notes on what was left out or cut."""
     chosen, notes = choose(read_prompts(options.prompts), options.kinds, options.per_kind)
     written, cut = fit(
-        with_template(in_turns(chosen), llm, chat=True), lambda text: len(llm.encode(text)), options.max_prompt_tokens
+        with_template(in_turns(chosen, source_of), llm, chat=True),
+        lambda text: len(llm.encode(text)),
+        options.max_prompt_tokens,
     )
     return [prompt.text for prompt in written], notes + cut
 

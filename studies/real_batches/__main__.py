@@ -35,7 +35,7 @@ from foretoken.measure.kept import KeptFile
 from foretoken.measure.progress import progress
 from foretoken.measure.prompts import choose, fit, read_prompts, with_template
 from foretoken.measure.report import Report, load_average, source_caveats
-from foretoken.measure.workload import Prompt, in_turns
+from foretoken.measure.workload import Prompt, in_turns, source_of
 from foretoken.model.names import model_folder
 from studies.command import arguments, command_line, run, whole_numbers, words
 from studies.real_batches.asking import as_asked
@@ -187,7 +187,7 @@ def _prompts(options: argparse.Namespace, llm: LLM) -> tuple[dict[str, tuple[Pro
     )
     found = {kind: tuple(prompt for prompt in written if prompt.slice == kind) for kind in kinds}
     if MIXED in options.kinds:
-        by_turn = in_turns(replace(prompt, name=f"{prompt.slice}:{prompt.name}") for prompt in written)
+        by_turn = in_turns((replace(prompt, name=f"{prompt.slice}:{prompt.name}") for prompt in written), source_of)
         found[MIXED] = tuple(by_turn[: options.per_kind])
     return found, notes + cut
 

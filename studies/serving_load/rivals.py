@@ -36,7 +36,7 @@ from foretoken.measure.kept import KeptFile
 from foretoken.measure.prompts import choose, fit, read_prompts
 from foretoken.measure.url.plan import UrlOptions
 from foretoken.measure.url.run import run_url
-from foretoken.measure.workload import in_turns
+from foretoken.measure.workload import in_turns, source_of
 from foretoken.model.names import model_folder
 from foretoken.printing.console import Console
 from foretoken.text.tokenizer import load_tokenizer
@@ -131,7 +131,7 @@ def _write_prompts(options: argparse.Namespace) -> None:
         chosen, _ = choose(read_prompts(options.prompts), options.slices, count)
         room, asked = options.prompt_tokens, [as_asked(prompt) for prompt in chosen]
         fitted, _ = fit(asked, lambda text: len(tokenizer.encode(text, add_special_tokens=False)), room)
-        named = in_turns(replace(prompt, name=f"{prompt.slice}:{prompt.name}") for prompt in fitted)
+        named = in_turns((replace(prompt, name=f"{prompt.slice}:{prompt.name}") for prompt in fitted), source_of)
         lines = [{"prompt": prompt.text, "name": prompt.name} for prompt in named]
     texts = (json.dumps(line | {"slice": "mixed"}) + "\n" for line in lines)
     (options.keep / _PROMPTS).write_text("".join(texts), encoding="utf-8")

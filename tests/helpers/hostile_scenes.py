@@ -20,12 +20,13 @@ import pytest
 from foretoken.cli import answer, audit, demo, models, origins
 from foretoken.cli.app import run
 from foretoken.cli.demo_run import DemoAnswer, DemoPrompt
-from foretoken.config import PLAIN
+from foretoken.config import PLAIN, SpecConfig
 from foretoken.core import StepOutput, TokenLogprobs, TokenOrigin
 from foretoken.engine.request import GenerateOutput
 from foretoken.engine.stats import RequestStats
 from foretoken.errors import EngineError
-from foretoken.measure.audit.report import AuditReport
+from foretoken.measure.audit.options import AuditOptions
+from foretoken.measure.audit.report import audit_report
 from foretoken.measure.checks import Check
 from foretoken.measure.eval.counts import AnswerCounts
 from foretoken.measure.eval.prompts import EvalPrompt
@@ -166,9 +167,10 @@ def _load_report(text: str) -> Report:
     )
 
 
-def _audit(text: str) -> AuditReport:
+def _audit(text: str) -> Report:
     check = Check(text, text, "pass", 3, text, text, text, detail=text)
-    return AuditReport((check,), text, {"cpu": text}, {"torch": text}, {"target": text}, 1e-4, date="2026-01-02")
+    options = AuditOptions(text, SpecConfig())
+    return audit_report(options, (check,), text, machine={"cpu": text}, versions={"torch": text}, date="2026-01-02")
 
 
 # ---- scenes
@@ -264,7 +266,7 @@ def _slices(_patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
 
 
 def _audited(patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
-    def ran(*_: object, tell: Callable[[str], None]) -> AuditReport:
+    def ran(*_: object, tell: Callable[[str], None]) -> Report:
         tell(text)
         return _audit(text)
 

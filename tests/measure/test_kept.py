@@ -41,6 +41,13 @@ def test_a_run_resumes_from_its_file(tmp_path: Path) -> None:
     assert lines == [{"answer": 1}, {"answer": 3}]
 
 
+def test_without_a_file_nothing_is_kept() -> None:
+    kept = KeptFile(None, "bench test", {})
+    kept.append({"answer": 1})
+    assert kept.restored(lambda line: line) == kept.lines == []
+    kept.close()
+
+
 @pytest.mark.parametrize(
     ("changed", "told"),
     [

@@ -56,6 +56,7 @@ def test_prompts_and_continuations_are_long_enough(prompts):
 def test_the_choice_is_fixed_and_asking_for_more_keeps_the_first(prompts):
     assert slices(per_slice=4) == prompts
     assert slices(["json"], per_slice=2) == tuple(p for p in prompts if p.slice == "json")[:2]
+    assert slices(["json", "json"], per_slice=2) == slices(["json"], per_slice=2)
 
 
 def test_code_continues_with_the_body_of_a_function(prompts):

@@ -22,10 +22,9 @@ import numpy as np
 from foretoken.backend.registry import check_address
 from foretoken.errors import ConfigError
 from foretoken.measure.ab.live_sums import LiveBlock, LiveSide, LiveTurn
-from foretoken.measure.ab.rows import Outcome
+from foretoken.measure.ab.rows import Outcome, outcome_of
 from foretoken.measure.options import NAME_OPTION, OUT_OPTION
-from foretoken.measure.sequential import blocks_to_decide, confidence_sequence, judge
-from foretoken.measure.stats import Array, Estimate
+from foretoken.measure.stats import Array
 from foretoken.measure.write import check_name, check_out
 from foretoken.option import check_fields, option
 from foretoken.params import check_number, check_whole
@@ -96,15 +95,7 @@ def _slopes(blocks: Sequence[LiveBlock]) -> Array:
 
 def live_outcome(blocks: Sequence[LiveBlock], margin: float) -> Outcome:
     """What the blocks so far say, at whatever moment one looks; `margin` is a share."""
-    means, log_margin = pair_means(blocks), math.log1p(margin)
-    found = confidence_sequence(means)
-    speed = None if not means else math.exp(math.fsum(means) / len(means))
-    if found is None:
-        return Outcome("go on", len(means), None if speed is None else Estimate(speed))
-    assert speed is not None
-    verdict = judge(found, log_margin)
-    more = blocks_to_decide(means, log_margin) if verdict == "go on" else None
-    return Outcome(verdict, len(means), Estimate(speed, math.exp(found.low), math.exp(found.high)), more)
+    return outcome_of(pair_means(blocks), margin)
 
 
 def fails_more(sides: Mapping[str, LiveSide]) -> bool:

@@ -46,14 +46,6 @@ class LiveRequest:
         return self.turn.is_counted and not self.error and self.num_tokens > 0 and self.e2e_s > 0
 
 
-def _nothing() -> Array:
-    return np.zeros(3)
-
-
-def _no_products() -> Array:
-    return np.zeros((3, 3))
-
-
 @dataclass
 class LiveBlock:
     """The compared requests of one block: mean [3] of log(seconds per token), log(1 + bytes of the prompt) and
@@ -63,8 +55,8 @@ class LiveBlock:
     block: int
     side: str
     num_compared: int = 0
-    mean: Array = field(default_factory=_nothing)
-    products: Array = field(default_factory=_no_products)
+    mean: Array = field(default_factory=lambda: np.zeros(3))
+    products: Array = field(default_factory=lambda: np.zeros((3, 3)))
 
     def add(self, request: LiveRequest) -> None:
         """Take in a request that is compared."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from foretoken.backend.answering import Question
@@ -132,9 +132,13 @@ def _question(options: AbOptions, prompt: Prompt, number: int) -> Question:
 
 def block_means(pairs: Sequence[Pair], metric: str) -> list[float]:
     """The mean log-ratio of each block in their order, over its pairs that have one; no block without one."""
+    return [math.fsum(values) / len(values) for values in in_blocks(pairs, lambda pair: pair.log_ratio(metric))]
+
+
+def in_blocks(pairs: Sequence[Pair], value: Callable[[Pair], float | None]) -> list[list[float]]:
+    """The values of pairs that have one, by block in their order."""
     blocks: dict[int, list[float]] = {}
     for pair in pairs:
-        value = pair.log_ratio(metric)
-        if value is not None:
-            blocks.setdefault(pair.plan.block, []).append(value)
-    return [math.fsum(values) / len(values) for _, values in sorted(blocks.items())]
+        if (found := value(pair)) is not None:
+            blocks.setdefault(pair.plan.block, []).append(found)
+    return [values for _, values in sorted(blocks.items())]

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from foretoken.measure.ab.options import AbOptions
-from foretoken.measure.ab.pairs import Pair
+from foretoken.measure.ab.pairs import Pair, block_means
 from foretoken.measure.ab.rows import (
     PRIMARY,
     MetricRow,
     OrderEffect,
     Outcome,
     SliceRow,
-    margin_of,
     metric_rows,
     order_effect,
     outcome_of,
@@ -23,7 +21,7 @@ from foretoken.measure.ab.rows import (
 )
 from foretoken.measure.plots import Plot, Point, Series, shown
 from foretoken.measure.price import NEVER
-from foretoken.measure.report import Report, Table
+from foretoken.measure.report import Report, Table, busy_caveats
 from foretoken.measure.sequential import MIN_BLOCKS
 from foretoken.measure.sides import side_table
 from foretoken.measure.stats import Estimate, ratio_text
@@ -36,7 +34,6 @@ EXPLAINED = (
 )
 _WORDS = {"e2e": "e2e", "ttft": "ttft", "itl": "itl", "tokens_per_s": "tokens/s"}
 _MAX_ERRORS = 3
-_BUSY_LOAD = 0.9
 
 
 def ab_report(
@@ -51,12 +48,11 @@ def ab_report(
     is_resumed: bool,
 ) -> Report:
     """The report of the pairs that were observed; `about` says of each side what it is."""
-    margin = margin_of(options)
-    outcome = outcome_of(pairs, PRIMARY, margin)
-    aa_outcome = outcome_of(aa_pairs, PRIMARY, margin) if aa_pairs else None
+    outcome = outcome_of(block_means(pairs, PRIMARY), options.margin)
+    aa_outcome = outcome_of(block_means(aa_pairs, PRIMARY), options.margin) if aa_pairs else None
     metrics, slices, order = metric_rows(pairs, options), slice_rows(pairs, options), order_effect(pairs)
     caveats = [
-        *_of_run(options, pairs, load, interrupted, is_resumed),
+        *_of_run(options, outcome, load, interrupted, is_resumed),
         *_of_errors(pairs),
         *_of_comparison(options, pairs, aa_outcome, order),
         *notes,
@@ -107,15 +103,14 @@ def verdict_line(outcome: Outcome, num_pairs: int, options: AbOptions) -> str:
     return f"Go on: {found}, which decides nothing yet; {asked}, {more} would. Give --repeats, or a longer file."
 
 
-def _of_run(options: AbOptions, pairs: Sequence[Pair], load: float, interrupted: bool, is_resumed: bool) -> list[str]:
+def _of_run(options: AbOptions, outcome: Outcome, load: float, interrupted: bool, is_resumed: bool) -> list[str]:
     found = []
     if interrupted:
         found.append("The run was interrupted: this is what had been measured by then.")
     if is_resumed:
         found.append("The run was stopped and resumed: a server may have been started again meanwhile.")
-    if load > _BUSY_LOAD * (os.cpu_count() or 1):
-        found.append(f"The machine was busy when the run began: load average {load:.1f}.")
-    if pairs and options.stop_early and outcome_of(pairs, PRIMARY, margin_of(options)).verdict != "go on":
+    found += busy_caveats(load)
+    if options.stop_early and outcome.verdict != "go on":
         found.append("The run stopped at its verdict; --no-stop-early replays the whole file, for slices and p95.")
     return found
 

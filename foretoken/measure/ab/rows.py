@@ -10,18 +10,13 @@ import numpy as np
 
 from foretoken.backend.answering import Question
 from foretoken.measure.ab.options import AbOptions
-from foretoken.measure.ab.pairs import METRICS, Observed, Pair, block_means
+from foretoken.measure.ab.pairs import METRICS, Observed, Pair, block_means, in_blocks
 from foretoken.measure.price import counted_tokens, million_price
 from foretoken.measure.sequential import Verdict, blocks_to_decide, confidence_sequence, judge
 from foretoken.measure.stats import Estimate, Measured, PairedRatio, estimate, paired_ratio, quantile_ratio, ratio
 
 PRIMARY = "e2e"  # the metric that the verdict is about
 SHARES = {"p50": 0.50, "p95": 0.95}
-
-
-def margin_of(options: AbOptions) -> float:
-    """The equivalence margin as a log-ratio."""
-    return math.log1p(options.margin)
 
 
 @dataclass(frozen=True)
@@ -69,9 +64,9 @@ class SliceRow:
     cost_per_million: Mapping[str, Estimate] | None
 
 
-def outcome_of(pairs: Sequence[Pair], metric: str, margin: float) -> Outcome:
-    """What the blocks of these pairs say; the margin is a log-ratio."""
-    means = block_means(pairs, metric)
+def outcome_of(means: Sequence[float], margin: float) -> Outcome:
+    """What the mean log-ratios of blocks say so far; the margin is a share."""
+    margin = math.log1p(margin)
     if not means:
         return Outcome("go on", 0, None)
     mean = math.exp(math.fsum(means) / len(means))
@@ -90,38 +85,28 @@ def metric_rows(pairs: Sequence[Pair], options: AbOptions) -> list[MetricRow]:
     for metric in METRICS:
         usable = [pair for pair in pairs if pair.log_ratio(metric) is not None]
         if usable:
-            found.append(_metric_row(metric, usable, margin_of(options)))
+            found.append(_metric_row(metric, usable, options.margin))
     return found
 
 
 def _metric_row(metric: str, pairs: Sequence[Pair], margin: float) -> MetricRow:
-    a, b = (_in_blocks(pairs, metric, side) for side in ("a", "b"))
+    a, b = in_blocks(pairs, lambda pair: _value(pair.a, metric)), in_blocks(pairs, lambda pair: _value(pair.b, metric))
     above, below = (b, a) if metric == "tokens_per_s" else (a, b)
     quantiles = {name: quantile_ratio(above, below, share) for name, share in SHARES.items()}
     return MetricRow(
         metric=metric,
         num_pairs=len(pairs),
-        outcome=outcome_of(pairs, metric, margin),
+        outcome=outcome_of(block_means(pairs, metric), margin),
         a=_quantiles(a),
         b=_quantiles(b),
         quantiles={name: one for name, one in quantiles.items() if one is not None},
     )
 
 
-def _in_blocks(pairs: Sequence[Pair], metric: str, side: str) -> list[list[float]]:
-    """One side's values by block."""
-    blocks: dict[int, list[float]] = {}
-    for pair in pairs:
-        blocks.setdefault(pair.plan.block, []).append(_value(getattr(pair, side), metric))
-    return [values for _, values in sorted(blocks.items())]
-
-
-def _value(one: Observed, metric: str) -> float:
+def _value(one: Observed, metric: str) -> float | None:
     if metric == "tokens_per_s":
         return one.num_tokens / one.e2e_s
-    value = {"e2e": one.e2e_s, "ttft": one.ttft_s, "itl": one.itl_s}[metric]
-    assert value is not None
-    return value
+    return {"e2e": one.e2e_s, "ttft": one.ttft_s, "itl": one.itl_s}[metric]
 
 
 def _quantiles(blocks: Sequence[Sequence[float]]) -> dict[str, float]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from foretoken.errors import ForetokenError, UnavailableError
 from foretoken.measure.ab.options import AbOptions
 from foretoken.measure.ab.pairs import Observed, Pair, PairPlan, block_means, plan_pairs
 from foretoken.measure.ab.report import ab_report
-from foretoken.measure.ab.rows import PRIMARY, margin_of
+from foretoken.measure.ab.rows import PRIMARY
 from foretoken.measure.kept import KeptFile, digest, run_of
 from foretoken.measure.progress import progress
 from foretoken.measure.prompts import read_prompts
@@ -55,9 +57,7 @@ def run_ab(options: AbOptions, command: str = "foretoken ab") -> Report:
     Progress goes to standard error. After Ctrl-C the report holds what was measured until then, and says so.
 
     Raises:
-        InputError, StorageError: requests or a file to resume that cannot be used.
-        UnavailableError: a backend does not answer.
-        ForetokenError: a model that cannot be used.
+        InputError, StorageError, UnavailableError, ForetokenError: see `ab`.
     """
     replay = _Replay(plan_pairs(options, read_prompts(options.replay)))
     load, interrupted = load_average(), False
@@ -67,14 +67,11 @@ def run_ab(options: AbOptions, command: str = "foretoken ab") -> Report:
             for plan in replay.plans:
                 side.check(plan.question)
         about = {side.label: side.identity for side in opened}
-        kept = _kept(options, replay, about)
-        try:
-            _measure(options, replay, sides, kept)
-        except KeyboardInterrupt:
-            interrupted = True
-        finally:
-            if kept is not None:
-                kept.close()
+        with closing(_kept(options, replay, about)) as kept:
+            try:
+                _measure(options, replay, sides, kept)
+            except KeyboardInterrupt:
+                interrupted = True
         notes = [note for side in opened for note in side.backend.notes()]
     report = ab_report(
         options,
@@ -90,7 +87,7 @@ def run_ab(options: AbOptions, command: str = "foretoken ab") -> Report:
     return write_report(report, options.out, options.name)
 
 
-def _measure(options: AbOptions, replay: _Replay, sides: tuple[AbSide, AbSide], kept: KeptFile | None) -> None:
+def _measure(options: AbOptions, replay: _Replay, sides: tuple[AbSide, AbSide], kept: KeptFile) -> None:
     """Warm up, compare A with itself where that is asked for, then A with B until there is a verdict."""
     a, b = sides
     _warm_up(options, replay, sides)
@@ -111,7 +108,7 @@ def _measure(options: AbOptions, replay: _Replay, sides: tuple[AbSide, AbSide], 
 
 def _is_decided(options: AbOptions, pairs: Sequence[Pair]) -> bool:
     found = confidence_sequence(block_means(pairs, PRIMARY))
-    return judge(found, margin_of(options)) != "go on"
+    return judge(found, math.log1p(options.margin)) != "go on"
 
 
 def _asked(plan: PairPlan, a: AbSide, b: AbSide) -> Pair:
@@ -137,14 +134,12 @@ def _warm_up(options: AbOptions, replay: _Replay, sides: Sequence[AbSide]) -> No
             )
 
 
-def _kept(options: AbOptions, replay: _Replay, about: dict[str, dict[str, str]]) -> KeptFile | None:
+def _kept(options: AbOptions, replay: _Replay, about: dict[str, dict[str, str]]) -> KeptFile:
     """The file of pairs, those that it holds already restored.
 
     Raises:
         InputError, StorageError: see `KeptFile`.
     """
-    if options.resume is None:
-        return None
     planned = digest([asdict(plan) for plan in replay.plans])
     file = KeptFile(
         options.resume, "ab", run_of(options, _FREE_TO_CHANGE, sides=about) | {"requests by content": planned}
@@ -161,9 +156,8 @@ def _kept(options: AbOptions, replay: _Replay, about: dict[str, dict[str, str]])
     return file
 
 
-def _keep(kept: KeptFile | None, phase: str, pair: Pair) -> None:
-    if kept is not None:
-        kept.append({"phase": phase, "pair": pair.plan.index, "a": asdict(pair.a), "b": asdict(pair.b)})
+def _keep(kept: KeptFile, phase: str, pair: Pair) -> None:
+    kept.append({"phase": phase, "pair": pair.plan.index, "a": asdict(pair.a), "b": asdict(pair.b)})
 
 
 @dataclass

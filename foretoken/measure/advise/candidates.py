@@ -44,7 +44,7 @@ def candidates_of(options: AdviseOptions) -> list[AdviseCandidate]:
     """
     found = [_candidate(text, max(options.lengths)) for text in dict.fromkeys(options.drafts)]
     names = [one.name for one in found]
-    return [one if names.count(one.name) == 1 else _renamed(one) for one in found]
+    return [one if names.count(one.name) == 1 else replace(one, name=one.source or one.name) for one in found]
 
 
 def _candidate(text: str, num_draft: int) -> AdviseCandidate:
@@ -70,29 +70,15 @@ def _candidate(text: str, num_draft: int) -> AdviseCandidate:
 
 
 def _of_files(name: str, num_draft: int) -> AdviseCandidate:
-    """A trained head where the files are those of one, else a draft model."""
-    folder = model_folder(name)
-    short = Path(name).name or name
-    if _is_head(folder):
-        kind = head_kind(folder)
-        spec = SpecConfig(kind, head=name, num_draft=num_draft)
-        return AdviseCandidate(short, "head", with_head_kind(spec), name)
-    spec = SpecConfig("draft_model", draft=name, num_draft=num_draft)
-    return AdviseCandidate(short, "draft model", spec, name)
-
-
-def _is_head(folder: Path) -> bool:
-    """Whether the files are those of a trained head.
+    """A trained head where the files are those of one, else a draft model.
 
     Raises:
-        UnsupportedModelError: of a kind that is not run here.
+        UnsupportedModelError: a head of a kind that is not run here.
     """
+    short = Path(name).name or name
     try:
-        head_kind(folder)
+        kind = head_kind(model_folder(name))
     except CheckpointError:
-        return False
-    return True
-
-
-def _renamed(one: AdviseCandidate) -> AdviseCandidate:
-    return one if one.source is None else replace(one, name=one.source)
+        return AdviseCandidate(short, "draft model", SpecConfig("draft_model", draft=name, num_draft=num_draft), name)
+    spec = with_head_kind(SpecConfig(kind, head=name, num_draft=num_draft))
+    return AdviseCandidate(short, "head", spec, name)

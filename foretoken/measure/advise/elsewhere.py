@@ -22,11 +22,13 @@ from foretoken.backend.http import Endpoint, HttpBackend, ServerAddress
 from foretoken.backend.http_stream import Stream
 from foretoken.engine.prompts import check_no_tool_calls
 from foretoken.errors import ForetokenError, InputError
+from foretoken.export.engines import NAMES
+from foretoken.export.launch import plain_drafters
 from foretoken.measure.advise.candidates import AdviseCandidate
 from foretoken.measure.advise.costing import Machine
 from foretoken.measure.advise.costs import DrafterCosts, LoadCosts
 from foretoken.measure.advise.known_text import known_rounds
-from foretoken.measure.advise.offered import engine_at, engine_notes, engines_to_name, offered
+from foretoken.measure.advise.launches import OTHERS, OURS
 from foretoken.measure.advise.options import AdviseOptions
 from foretoken.measure.advise.report import ELSEWHERE, Measured
 from foretoken.measure.advise.rounds import AnswerRounds, answered
@@ -39,6 +41,8 @@ from foretoken.text.tokenizer import Tokenizer, load_tokenizer
 _HEAD_CHARS = 16  # of an answer's text that its tokens must hold
 _MIN_STEPS = 4  # in which all requests of a load decode together, for its step to be known
 _LOOKUP = "lookup"
+# By what a server names as the owner of its model.
+_BY_OWNER = {OURS: OURS, "vllm": "vllm", "sglang": "sglang", "llamacpp": "llamacpp", "tensorrt_llm": "trtllm"}
 
 
 @dataclass(frozen=True)
@@ -77,15 +81,15 @@ def measured_elsewhere(
     rows = rows_to_measure(options.loads, max(options.lengths))
     with progress(len(prompts) + len(rows)) as tell:
         with closing(HttpBackend(server)) as backend:
-            engine = engine_at(backend.owner, backend.model)
-            candidates, failed = offered(candidates, engine)
+            engine = _engine_at(backend.owner, backend.model)
+            candidates, failed = _offered(candidates, engine)
             asked, fields = _answers(backend, options, prompts, tokenizer, tell)
         _check_tokenizer(options, asked, tokenizer)
         answers, drafting_s = _drafted(candidates, asked, tokenizer, folder)
         levels, notes = asyncio.run(_levels(server, options, asked, fields, rows, tell))
     costs = _costs(options, asked, levels, drafting_s)
-    notes = [*engine_notes(engine, backend.owner, failed), *notes]
-    engines = engines_to_name(engine)
+    notes = [*_engine_notes(engine, backend.owner, failed), *notes]
+    engines = (OURS, *OTHERS) if engine is None else (engine,)
     return Measured(candidates, answers, costs, (), None, machines, (), failed, notes, ELSEWHERE, engines)
 
 
@@ -261,3 +265,42 @@ def _costs(
     }
     prefill_s = max(0.0, median(ttft_s) - by_rows.seconds(1)) if ttft_s else 0.0
     return LoadCosts(prompt_tokens, prompt_tokens + options.max_tokens // 2, prefill_s, target, drafters)
+
+
+# ---- the engine
+
+
+def _engine_at(owner: str, model: str) -> str | None:
+    """The engine whose server serves `model` and names this owner of it; None of one that is not known here."""
+    if owner == model:  # as TGI does
+        return "tgi"
+    return _BY_OWNER.get(owner)
+
+
+def _offered(
+    candidates: Sequence[AdviseCandidate], engine: str | None
+) -> tuple[Sequence[AdviseCandidate], Mapping[str, str]]:
+    """The candidates that the engine has, and why not the others, by name; of an engine that is not known, all.
+
+    Raises:
+        InputError: it has none of them.
+    """
+    if engine is None or engine == OURS:
+        return candidates, {}
+    known = plain_drafters(engine)
+    found = [one for one in candidates if one.spec.drafter in known]
+    lookups = ", ".join(name for name in known if name != "draft_model")
+    left_out = {one.name: f"{NAMES[engine]} has none; of lookups it has {lookups}" for one in candidates}
+    if not found:
+        raise InputError("drafts", ", ".join(left_out), f"{next(iter(left_out.values()))}: name one of those")
+    return found, {name: reason for name, reason in left_out.items() if name not in {one.name for one in found}}
+
+
+def _engine_notes(engine: str | None, owner: str, failed: Mapping[str, str]) -> list[str]:
+    """What the reader must know of the engine: which it is, and what it lacks."""
+    if engine is None:
+        return [
+            f"The server does not say which engine it is (its model is owned by {owner!r}): look whether yours has the "
+            "drafter that is advised."
+        ]
+    return [f"The server runs {NAMES[engine]}, so {name} was left out: {reason}." for name, reason in failed.items()]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -108,11 +108,6 @@ def _shape(
     if candidate.kind == "head" and spec.head is not None and spec.drafter != "early_exit":
         return head_shape_of(spec.head, options.target, target, spec.draft_dtype, device.type)
     return None
-
-
-def rooms_of(rows: Sequence[MemoryRow]) -> Mapping[str, MemoryRoom]:
-    """By candidate."""
-    return {row.candidate: row.room for row in rows}
 
 
 def memory_advice(row: MemoryRow, budget: Budget) -> Advice | None:

@@ -33,7 +33,14 @@ from foretoken.params import TEMPERATURES, check_number, check_whole
 
 MAX_CONCURRENCY = 512
 MAX_NUM_DRAFT = 64
-_OWN_ENGINE = {"memory", "reserve", "weights", "dtype", "device", "threads"}  # not read beside an address
+# What is not read beside an address, and without one, with the remedy.
+_OF_ENGINE = dict.fromkeys(
+    ("memory", "reserve", "weights", "dtype", "device", "threads"), "is about our own engine; leave it out beside url"
+)
+_OF_ADDRESS = {
+    "model": "names a model at an address: give url too, or leave it out",
+    "key_variable": "names the key of an address: give url too, or leave it out",
+}
 
 
 @dataclass(frozen=True)
@@ -142,12 +149,11 @@ class AdviseOptions:
         """
         if self.url is not None:
             check_address("url", self.url, self.key_variable)
-        elif self.model is not None:
-            raise ConfigError("model", self.model, "names a model at an address: give url too, or leave it out")
-        for one in fields(self) if self.url is not None else ():
+        unread = _OF_ADDRESS if self.url is None else _OF_ENGINE
+        for one in fields(self):
             given = getattr(self, one.name)
-            if one.name in _OWN_ENGINE and given != one.default:
-                raise ConfigError(one.name, given, "is about our own engine; leave it out beside url")
+            if one.name in unread and given != one.default:
+                raise ConfigError(one.name, given, unread[one.name])
 
     @cached_property
     def loads(self) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from foretoken.measure.advise.launches import (
     lost_rules,
     settings_of,
 )
-from foretoken.measure.advise.memory import MemoryRow, memory_advice, rooms_of
+from foretoken.measure.advise.memory import MemoryRow, memory_advice
 from foretoken.measure.advise.options import AdviseOptions
 from foretoken.measure.advise.rounds import AnswerRounds
 from foretoken.measure.advise.verdict import (
@@ -81,7 +81,8 @@ class Measured:
 
 def advise_report(options: AdviseOptions, found: Measured, command: str, caveats: Sequence[str]) -> Report:
     """The report, with the answer that follows from what was measured."""
-    sweep = cells_of(found.answers, found.costs, options.loads, options.lengths, rooms_of(found.memory))
+    rooms = {row.candidate: row.room for row in found.memory}
+    sweep = cells_of(found.answers, found.costs, options.loads, options.lengths, rooms)
     best = best_cells(sweep)
     findings = _findings(options, found, best)
     verdicts = [
@@ -291,26 +292,19 @@ def _launch_table(lines: Sequence[LaunchLine], toml: str, notes: Sequence[str]) 
 
 
 def _plots(best: Sequence[SpeedCell], sweep: Sequence[SpeedCell]) -> tuple[Plot, ...]:
-    def by_load(cells: Sequence[SpeedCell]) -> tuple[Series, ...]:
-        names = dict.fromkeys(cell.candidate for cell in cells)
-        return tuple(
-            Series(name, tuple(_point(c, str(c.concurrency)) for c in cells if c.candidate == name)) for name in names
-        )
-
     overall = [cell for cell in best if cell.slice == ALL_SLICES]
     smallest = min((cell.concurrency for cell in overall), default=0)
     lengths = [cell for cell in sweep if cell.slice == ALL_SLICES and cell.concurrency == smallest]
-    names = dict.fromkeys(cell.candidate for cell in lengths)
-    series = tuple(
-        Series(name, tuple(_point(c, str(c.num_draft)) for c in lengths if c.candidate == name)) for name in names
-    )
     return (
-        Plot("Speed-up by load", "of plain decoding", by_load(overall), "lines", "requests at once", 1.0),
-        Plot(
-            f"Speed-up by draft tokens, {smallest} at once", "of plain decoding", series, "lines", "draft tokens", 1.0
-        ),
+        _plot("Speed-up by load", "requests at once", overall, lambda cell: cell.concurrency),
+        _plot(f"Speed-up by draft tokens, {smallest} at once", "draft tokens", lengths, lambda cell: cell.num_draft),
     )
 
 
-def _point(cell: SpeedCell, at: str) -> Point:
-    return Point(at, cell.speedup.value, cell.speedup.low, cell.speedup.high)
+def _plot(title: str, axis: str, cells: Sequence[SpeedCell], place: Callable[[SpeedCell], int]) -> Plot:
+    points: dict[str, list[Point]] = {}
+    for cell in cells:
+        point = Point(str(place(cell)), cell.speedup.value, cell.speedup.low, cell.speedup.high)
+        points.setdefault(cell.candidate, []).append(point)
+    series = tuple(Series(name, tuple(own)) for name, own in points.items())
+    return Plot(title, "of plain decoding", series, "lines", axis, 1.0)

@@ -14,7 +14,6 @@ import torch
 from foretoken.config import SpecConfig
 from foretoken.draft.base import Drafter, ModelDrafter
 from foretoken.engine.llm import LLM
-from foretoken.engine.startup.profiling import Tell
 from foretoken.errors import ForetokenError, SpeculationWarning, UnsupportedModelError
 from foretoken.machine.neighbours import OtherLoad, is_contended
 from foretoken.measure.advise.candidates import AdviseCandidate, candidates_of
@@ -27,16 +26,15 @@ from foretoken.measure.advise.options import AdviseOptions
 from foretoken.measure.advise.report import Measured, advise_report
 from foretoken.measure.advise.rounds import AnswerRounds, RoundRecorder, answered
 from foretoken.measure.eval.options import EvalDrafter, EvalOptions
-from foretoken.measure.eval.prompts import EvalPrompt, encoded, own_prompts, prompts_of
+from foretoken.measure.eval.prompts import EvalPrompt, encoded, prompts_of
 from foretoken.measure.eval.run import measure
-from foretoken.measure.progress import Tell as TellNext
-from foretoken.measure.progress import progress
+from foretoken.measure.progress import Tell, progress
 from foretoken.measure.report import Report, load_average, source_caveats
 from foretoken.measure.write import write_report
 from foretoken.model.names import model_folder
 from foretoken.model.open import open_device
 from foretoken.plan.memory import Budget
-from foretoken.printing.console import Console, Spinner
+from foretoken.printing.console import Console
 from foretoken.text.tokenizer import Tokenizer, load_tokenizer
 
 _SPARE_TOKENS = 256  # of cache per request: the chat template, rounding up to whole blocks
@@ -64,7 +62,7 @@ def run_advise(options: AdviseOptions, command: str = "foretoken advise") -> Rep
         ForetokenError: a target that cannot be used, or a failing engine.
     """
     load, machines, candidates = load_average(), machines_of(options), candidates_of(options)
-    prompts = _prompts(options)
+    prompts = prompts_of(options.prompts, options.slices, options.prompts_per_slice)
     if options.url is not None:
         found, caveats = measured_elsewhere(options, candidates, prompts, machines), _library_texts(options)
     else:
@@ -100,12 +98,6 @@ def _range(values: Sequence[float]) -> str:
     return " to ".join(f"{one:g}" for one in ends)
 
 
-def _prompts(options: AdviseOptions) -> list[EvalPrompt]:
-    if options.prompts is None:
-        return own_prompts(options.slices, options.prompts_per_slice)
-    return prompts_of(options.prompts, options.slices, options.prompts_per_slice)
-
-
 def measured(
     options: AdviseOptions,
     candidates: Sequence[AdviseCandidate],
@@ -129,7 +121,13 @@ def measured(
         console = Console(stderr=True)
         with console.spinner("timing steps") as spinner:
             others = OtherLoad()
-            costs = measure_costs(llm.target, loaded.made, options, prompt_tokens, _teller(spinner))
+            costs = measure_costs(
+                llm.target,
+                loaded.made,
+                options,
+                prompt_tokens,
+                lambda words, _share: None if spinner is None else spinner.update(words),
+            )
             share = others.share()
         with progress(len(prompts) * len(usable), console) as tell:
             answers = {one.name: _answers(llm, options, one, prompts, tell) for one in usable}
@@ -191,13 +189,8 @@ class _Loaded:
             self.findings += of_pair(candidate.name, candidate.source, llm.target, drafter.models()[0], texts)
 
 
-def _teller(spinner: Spinner | None) -> Tell:
-    """Shows what is being timed where there is a terminal."""
-    return lambda words, _share: None if spinner is None else spinner.update(words)
-
-
 def _answers(
-    llm: LLM, options: AdviseOptions, candidate: AdviseCandidate, prompts: Sequence[EvalPrompt], tell: TellNext
+    llm: LLM, options: AdviseOptions, candidate: AdviseCandidate, prompts: Sequence[EvalPrompt], tell: Tell
 ) -> list[AnswerRounds]:
     """The rounds of a candidate on every prompt, with the longest drafts."""
     asked = EvalOptions(

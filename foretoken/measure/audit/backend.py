@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from foretoken.backend.answering import Answer, AnsweringBackend, Drafting, Question
 from foretoken.config import SamplingParams
@@ -16,11 +14,12 @@ from foretoken.engine.prompts import check_no_tool_calls
 from foretoken.engine.shadow.sequential_test import Evidence, GreedyEvidence, weigh, weigh_greedy
 from foretoken.errors import InputError
 from foretoken.measure.asked import drafting_name
-from foretoken.measure.audit.distribution import judged
+from foretoken.measure.audit.checks import AS_PLAIN, CHOICE, EQUAL_SEEDS, choice_check
+from foretoken.measure.audit.distribution import judged, shadow_noise
 from foretoken.measure.audit.judge import Judge
 from foretoken.measure.audit.options import BackendAuditOptions, ChatPrompt, Prompt
-from foretoken.measure.checks import Check, Result, equality
-from foretoken.text.randomness import Purpose, uniforms
+from foretoken.measure.checks import Check, equality
+from foretoken.measure.prompts import text_pairs
 
 _NUM_TOGETHER = 8
 _TIES = "give --target: its logits tell near ties from errors"
@@ -137,9 +136,8 @@ def _question(prompt: Prompt, options: BackendAuditOptions, backend: AnsweringBa
     if not isinstance(prompt, ChatPrompt):
         raise InputError("prompts", prompt, "another engine takes no token ids; give texts or messages")
     check_no_tool_calls(prompt.place, prompt.messages)
-    pairs = [(one.get("role"), one.get("content")) for one in prompt.messages]
-    messages = tuple((role, text) for role, text in pairs if isinstance(role, str) and isinstance(text, str))
-    if len(messages) < len(pairs):
+    messages = text_pairs(prompt.messages)
+    if messages is None:
         raise InputError("prompts", prompt.messages, "another engine is asked messages whose content is a text")
     if not backend.capabilities.conversations:
         raise InputError("prompts", prompt.messages, f"{backend.name} renders no conversations; give texts")
@@ -150,10 +148,7 @@ _PLAIN = Drafting(None)
 _NUM_AGAIN = 4  # answers that are asked a second time
 _FIRST_TEMPERATURE = 1.0
 _NUM_FIRST_TOKENS = 4  # with token ids a first token may write nothing, but an answer should not
-_SAME_AS_PLAIN = "the same answers as plain decoding"
-_CHOICE = "every token is the target's choice"
 _AGAIN = "the same answer again"
-_SEEDS = "equal seeds, equal answers"
 _FIRST = "distribution of first tokens"
 _NO_TARGET = "no target to judge by; give --target"
 _NO_IDS = "the answers carry no token ids, and another spelling of a text is no error"
@@ -176,9 +171,9 @@ def _against_plain(session: BackendSession, where: str, answers: Sequence[Answer
     if session.against is None:
         if not session.backend.capabilities.plain:
             why = f"{name} cannot be asked to answer without drafting; give --against-backend"
-            return not_asked(_SAME_AS_PLAIN, where, why)
+            return not_asked(AS_PLAIN, where, why)
         base = session.answers(session.questions, _PLAIN)
-        return session.compared(_SAME_AS_PLAIN, where, base, answers)
+        return session.compared(AS_PLAIN, where, base, answers)
     way = _PLAIN if other.capabilities.plain else other.draftings((session.options.num_draft,))[0]
     base = session.answers(session.questions, way, backend=other)
     return session.compared(f"the same answers as {other.name}", where, base, answers)
@@ -197,17 +192,15 @@ def _again(session: BackendSession, drafting: Drafting, where: str, answers: Seq
 def _choice(session: BackendSession, where: str, answers: Sequence[Answer]) -> Check:
     """Every token against the target's logits."""
     if session.judge is None:
-        return not_asked(_CHOICE, where, _NO_TARGET)
+        return not_asked(CHOICE, where, _NO_TARGET)
     ids = session.ids(answers)
     if ids is None:
-        return not_asked(_CHOICE, where, "the target's tokenizer does not write an answer as the backend did")
+        return not_asked(CHOICE, where, "the target's tokenizer does not write an answer as the backend did")
     chosen = GreedyEvidence()
     for prompt, tokens in zip(session.prompt_ids, ids, strict=True):
         for rows in session.judge.rows(prompt, tokens, SamplingParams(temperature=0.0)):
             chosen += weigh_greedy(rows.logits, rows.tokens, rows.rounding)
-    found = f"{chosen.num_other} others, largest gap {chosen.max_gap:.2g}"
-    result: Result = "fail" if chosen.num_beyond else "pass"
-    return Check(_CHOICE, where, result, chosen.num_tokens, found, "0 beyond rounding")
+    return choice_check(where, chosen)
 
 
 def check_seeds(session: BackendSession, drafting: Drafting) -> list[Check]:
@@ -216,11 +209,11 @@ def check_seeds(session: BackendSession, drafting: Drafting) -> list[Check]:
     temperature = max(options.sampled)
     where = f"temperature {temperature:g}, {drafting_name(drafting)}"
     if not session.backend.capabilities.sampling:
-        return [not_asked(_SEEDS, where, f"{name} does not repeat a sampled answer")]
+        return [not_asked(EQUAL_SEEDS, where, f"{name} does not repeat a sampled answer")]
     count = min(_NUM_AGAIN, options.num_prompts)
     questions = session.sampled(count, temperature, options.seed, options.max_tokens)
     runs = [session.answers(questions, drafting) for _ in range(2)]
-    return [session.compared_exactly(_SEEDS, where, *runs)]
+    return [session.compared_exactly(EQUAL_SEEDS, where, *runs)]
 
 
 def check_distribution(session: BackendSession, drafting: Drafting, alpha: float) -> list[Check]:
@@ -263,7 +256,7 @@ def _whole_answers(
         for rows in session.judge.rows(session.prompt_ids[i % len(session.prompt_ids)], answer.token_ids, params):
             places = range(rows.first, rows.first + len(rows.tokens))
             distributions, edges = rows.certain()
-            total += weigh(distributions, rows.tokens, _noise([seed + i] * len(places), places), (), edges)
+            total += weigh(distributions, rows.tokens, shadow_noise([seed + i] * len(places), places), (), edges)
     return judged(total, where, alpha)
 
 
@@ -286,14 +279,9 @@ def _first_tokens(session: BackendSession, drafting: Drafting, seed: int) -> Evi
             tokens = torch.tensor([answer.token_ids[0] for answer in own], device=distribution.device)
         else:
             distribution, tokens = judge.by_text(prompt, distribution, [answer.text for answer in own])
-        noise = _noise(list(seeds), [0] * len(own))
+        noise = shadow_noise(seeds, [0] * len(own))
         total += weigh(distribution.expand(len(own), -1), tokens, noise)
     return total
-
-
-def _noise(seeds: Sequence[int], places: Sequence[int]) -> NDArray[np.float64]:
-    """Uniforms [n] of a purpose of their own: independent of those that sampled the tokens, also in our engine."""
-    return np.asarray(uniforms(list(seeds), Purpose.SHADOW, places, [1] * len(places)))
 
 
 def unasked() -> list[Check]:

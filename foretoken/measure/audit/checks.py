@@ -11,14 +11,16 @@ from torch import Tensor
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.engine.request import GenerateOutput
 from foretoken.engine.shadow.sequential_test import GreedyEvidence, weigh_greedy
-from foretoken.measure.audit.session import Session
+from foretoken.measure.audit.session import Session, scored_place
 from foretoken.measure.checks import Check, Result, equality
 from foretoken.model.interface import LanguageModel, Segment
 from foretoken.text.randomness import RaceNoise
 
 _TEXTS = 4  # answers whose logits and seeds are compared; the tests of the distribution use all
 _OTHER_NUM_DRAFTS = (1, 7)
-_SEEDS = "equal seeds, equal answers"
+AS_PLAIN = "the same answers as plain decoding"
+CHOICE = "every token is the target's choice"
+EQUAL_SEEDS = "equal seeds, equal answers"
 _CHOOSERS = ("mix", "auto")  # drafters that choose among parts by measured times
 _WHY_NOT_DEMANDED = (
     "in 16-bit precision rounding changes the probabilities of this rule; "
@@ -36,38 +38,29 @@ def check_greedy(session: Session) -> list[Check]:
     for output in outputs:
         for rows in session.rescore(output, params):
             chosen += weigh_greedy(rows.logits, rows.tokens, rows.rounding)
-    found = f"{chosen.num_other} others, largest gap {chosen.max_gap:.2g}"
-    result: Result = "fail" if chosen.num_beyond else "pass"
-    checks = [
-        Check(
-            "every token is the target's choice", "temperature 0", result, chosen.num_tokens, found, "0 beyond rounding"
-        )
-    ]
+    checks = [choice_check("temperature 0", chosen)]
     if session.options.spec.drafter is None:
         return checks
     plain = session.answers(prompts, each, SpecConfig()).outputs
 
     def gap(i: int, place: int) -> tuple[float, float]:
-        logits, rounding = _row(session, outputs[i], params, place)
+        logits, rounding = scored_place(session.rescore(outputs[i], params), place)
         return abs(float(logits[plain[i].token_ids[place]] - logits[outputs[i].token_ids[place]])), rounding
 
     return [
-        equality("the same answers as plain decoding", "temperature 0", _ids(plain), _ids(outputs), session.exact, gap),
+        equality(AS_PLAIN, "temperature 0", _ids(plain), _ids(outputs), session.exact, gap),
         *checks,
     ]
 
 
+def choice_check(where: str, chosen: GreedyEvidence) -> Check:
+    """Whether every token is the one that the target prefers, but for near ties."""
+    found = f"{chosen.num_other} others, largest gap {chosen.max_gap:.2g}"
+    return Check(CHOICE, where, "fail" if chosen.num_beyond else "pass", chosen.num_tokens, found, "0 beyond rounding")
+
+
 def _ids(outputs: Sequence[GenerateOutput]) -> list[Sequence[int]]:
     return [output.token_ids for output in outputs]
-
-
-def _row(session: Session, output: GenerateOutput, params: SamplingParams, place: int) -> tuple[Tensor, float]:
-    """Logits `[V]` of one position of an answer, and the difference between two of them that rounding explains."""
-    for rows in session.rescore(output, params):
-        if rows.first <= place < rows.first + len(rows.tokens):
-            i = place - rows.first
-            return rows.logits[i].float(), float(rows.rounding[i])
-    raise AssertionError(f"place {place} is not part of the answer")
 
 
 # ---- seeds
@@ -104,13 +97,13 @@ def _coupled_seeds(session: Session, prompts: Sequence[list[int]], params: Seque
 
         def gap(i: int, place: int) -> tuple[float, float]:
             """Difference of the perturbed logits that decide under the coupled rule, up to a constant of the row."""
-            logits, rounding = _row(session, again[i], params[i], place)
+            logits, rounding = scored_place(session.rescore(again[i], params[i]), place)
             noise = RaceNoise(params[i].seed or 0, len(logits), logits.device).at([len(again[i].prompt_ids) + place])[0]
             keys = noise.double().log() - logits.double() / temperature  # [V]
             return abs(float(keys[base[i].token_ids[place]] - keys[again[i].token_ids[place]])), rounding / temperature
 
         where = f"temperature {temperature:g}, {words}"
-        return equality(_SEEDS, where, _ids(base), _ids(again), exact, gap)
+        return equality(EQUAL_SEEDS, where, _ids(base), _ids(again), exact, gap)
 
     checks = [compare("the same again", spec), compare("one by one", spec, together=False)]
     if spec.drafter is not None:
@@ -135,7 +128,7 @@ def _drawn_seeds(
 
     base, again = run("one"), run("two")
     where = f"temperature {params[0].temperature:g}, the same again"
-    check = equality(_SEEDS, where, _ids(base), _ids(again), exact=True)
+    check = equality(EQUAL_SEEDS, where, _ids(base), _ids(again), exact=True)
     return (
         check
         if check.result == "pass" or session.repeats_draws(spec)

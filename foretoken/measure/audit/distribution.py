@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +11,7 @@ from foretoken.config import LOSSY_RULES, SamplingParams, SpecConfig
 from foretoken.engine.shadow.sequential_test import DistributionTest, Evidence, distribution_tests, weigh
 from foretoken.measure.audit.session import Session
 from foretoken.measure.checks import Check, Result
+from foretoken.measure.stats import Array
 from foretoken.text.randomness import Purpose, uniforms
 
 _PROBE_TOKENS = 16
@@ -101,8 +103,12 @@ def _evidence(session: Session, temperature: float, spec: SpecConfig, seed: int)
         for rows in session.rescore(output, choice):
             places = range(rows.first, rows.first + len(rows.tokens))
             assert choice.seed is not None
-            # A purpose of its own: independent of the random numbers that sampled the tokens.
-            noise = uniforms([choice.seed] * len(places), Purpose.SHADOW, places, [1] * len(places))
+            noise = shadow_noise([choice.seed] * len(places), places)
             distributions, edges = rows.certain()
-            total += weigh(distributions, rows.tokens, np.asarray(noise), drafted[places.start : places.stop], edges)
+            total += weigh(distributions, rows.tokens, noise, drafted[places.start : places.stop], edges)
     return total
+
+
+def shadow_noise(seeds: Sequence[int], places: Sequence[int]) -> Array:
+    """Uniforms [n] of a purpose of their own: independent of those that sampled the tokens, also in our engine."""
+    return np.asarray(uniforms(list(seeds), Purpose.SHADOW, places, [1] * len(places)))

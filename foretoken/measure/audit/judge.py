@@ -13,10 +13,10 @@ from foretoken.engine.llm import LLM
 from foretoken.engine.shadow.rescoring import ScoredRows, rescore
 from foretoken.errors import InputError
 from foretoken.measure.audit.options import BackendAuditOptions
+from foretoken.measure.audit.session import CHUNK_TOKENS, scored_place
 from foretoken.text.tokenizer import Tokenizer
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
-_CHUNK_TOKENS = 256
 _MAX_RESPELLED = 32  # places of an answer that the target spells otherwise than its tokenizer
 _HALF = "\ufffd"  # what a part of a character is decoded as
 
@@ -89,15 +89,11 @@ class Judge:
 
     def rows(self, prompt_ids: Sequence[int], ids: Sequence[int], params: SamplingParams) -> Iterator[ScoredRows]:
         """An answer scored by the target."""
-        return rescore(self.llm.target, prompt_ids, ids, params, chunk_tokens=_CHUNK_TOKENS)
+        return rescore(self.llm.target, prompt_ids, ids, params, chunk_tokens=CHUNK_TOKENS)
 
     def row(self, prompt_ids: Sequence[int], ids: Sequence[int], place: int) -> tuple[Tensor, float]:
         """Logits `[V]` of one place of an answer, and the difference between two of them that rounding explains."""
-        for rows in self.rows(prompt_ids, ids, GREEDY):
-            if rows.first <= place < rows.first + len(rows.tokens):
-                i = place - rows.first
-                return rows.logits[i].float(), float(rows.rounding[i])
-        raise AssertionError(f"place {place} is not part of the answer")
+        return scored_place(self.rows(prompt_ids, ids, GREEDY), place)
 
     def first_distribution(self, prompt_ids: Sequence[int], params: SamplingParams) -> Tensor:
         """The distribution `[V]` of the first token of an answer."""

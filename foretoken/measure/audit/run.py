@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from functools import partial
-from typing import Any
 
 from foretoken.backend.answering import Drafting
 from foretoken.errors import CapacityError, ForetokenError, InputError, NumericsError, UnavailableError
+from foretoken.machine.identity import versions
 from foretoken.measure.asked import chosen_draftings, drafting_name
 from foretoken.measure.audit import backend as outside
 from foretoken.measure.audit.backend import BackendSession, questions_of, unasked
@@ -17,21 +16,17 @@ from foretoken.measure.audit.checks import check_blocks, check_greedy, check_num
 from foretoken.measure.audit.distribution import check_distribution, rules_to_check
 from foretoken.measure.audit.judge import Judge
 from foretoken.measure.audit.options import AuditOptions, BackendAuditOptions, Prompt
-from foretoken.measure.audit.report import AuditReport
+from foretoken.measure.audit.report import audit_report
 from foretoken.measure.audit.session import Session
 from foretoken.measure.checks import Check
+from foretoken.measure.report import Report
 
 _Failures = type[ForetokenError] | tuple[type[ForetokenError], ...]
 
 
 def run_audit(
-    options: AuditOptions,
-    prompts: Sequence[Prompt],
-    command: str,
-    machine: Mapping[str, Any],
-    versions: Mapping[str, str],
-    tell: Callable[[str], None] = lambda _: None,
-) -> AuditReport:
+    options: AuditOptions, prompts: Sequence[Prompt], command: str, tell: Callable[[str], None] = lambda _: None
+) -> Report:
     """Open the models, run every check, close them; `tell` receives a short message before each piece of work.
 
     An engine that fails during a check fails the check.
@@ -44,7 +39,7 @@ def run_audit(
     session = Session(options, prompts)
     with session.llm:
         checks = _checks(session, tell)
-    return AuditReport(tuple(checks), command, machine, versions, asdict(options), options.alpha)
+    return audit_report(options, checks, command)
 
 
 def _checks(session: Session, tell: Callable[[str], None]) -> list[Check]:
@@ -68,13 +63,8 @@ def _checks(session: Session, tell: Callable[[str], None]) -> list[Check]:
 
 
 def run_backend_audit(
-    options: BackendAuditOptions,
-    prompts: Sequence[Prompt],
-    command: str,
-    machine: Mapping[str, Any],
-    versions: Mapping[str, str],
-    tell: Callable[[str], None] = lambda _: None,
-) -> AuditReport:
+    options: BackendAuditOptions, prompts: Sequence[Prompt], command: str, tell: Callable[[str], None] = lambda _: None
+) -> Report:
     """Open the backend and what judges it, run every check that can be asked, close them; `tell` receives a short
     message before each piece of work.
 
@@ -100,10 +90,8 @@ def run_backend_audit(
         session = BackendSession(options, backend, questions, judge, against, ids)
         alpha = options.alpha / len(draftings)
         checks = [check for drafting in draftings for check in _checks_of_backend(session, drafting, alpha, tell)]
-        found = {**versions, backend.name: backend.version()}
-        if against is not None:
-            found[against.name] = against.version()
-        return AuditReport((*checks, *unasked()), command, machine, found, asdict(options), options.alpha)
+        found = versions() | {one.name: one.version() for one in (backend, against) if one is not None}
+        return audit_report(options, (*checks, *unasked()), command, versions=found)
 
 
 def _checks_of_backend(
@@ -111,16 +99,15 @@ def _checks_of_backend(
 ) -> list[Check]:
     """All checks of one way to draft."""
     options, name, checks = session.options, drafting_name(drafting), list[Check]()
+    guarded = partial(_guarded, where=name, failures=ForetokenError)
     if 0.0 in options.temperatures:
         tell(f"greedy answers, {name}")
-        checks += _guarded("greedy answers", lambda: outside.check_greedy(session, drafting), name, ForetokenError)
+        checks += guarded("greedy answers", lambda: outside.check_greedy(session, drafting))
     if options.sampled:
         tell(f"sampled answers, {name}")
-        checks += _guarded(
-            "distribution", lambda: outside.check_distribution(session, drafting, alpha), name, ForetokenError
-        )
+        checks += guarded("distribution", lambda: outside.check_distribution(session, drafting, alpha))
         tell(f"answers of equal seeds, {name}")
-        checks += _guarded("equal seeds", lambda: outside.check_seeds(session, drafting), name, ForetokenError)
+        checks += guarded("equal seeds", lambda: outside.check_seeds(session, drafting))
     return checks
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.draft.draft_model import DraftModelDrafter
@@ -20,7 +21,7 @@ from foretoken.measure.audit.options import AuditOptions, ChatPrompt, Prompt
 from foretoken.model.interface import LanguageModel
 from foretoken.verify.dispatch import rule_for
 
-_CHUNK_TOKENS = 256
+CHUNK_TOKENS = 256
 
 
 @dataclass
@@ -123,7 +124,7 @@ class Session:
 
     def rescore(self, output: GenerateOutput, params: SamplingParams) -> Iterator[ScoredRows]:
         """An answer scored again by the target."""
-        return rescore(self.target, output.prompt_ids, output.token_ids, params, chunk_tokens=_CHUNK_TOKENS)
+        return rescore(self.target, output.prompt_ids, output.token_ids, params, chunk_tokens=CHUNK_TOKENS)
 
     def draft_children(self, output: GenerateOutput, params: SamplingParams) -> list[DraftChildren | None] | None:
         """The draft model's distribution at every drafted position of an answer, recomputed; None without a draft model
@@ -133,7 +134,7 @@ class Session:
             return None
         drafted = [origin.kind in ("accepted", "residual") for origin in output.provenance]
         found: list[DraftChildren | None] = []
-        for rows in rescore(self.draft, output.prompt_ids, output.token_ids, params, chunk_tokens=_CHUNK_TOKENS):
+        for rows in rescore(self.draft, output.prompt_ids, output.token_ids, params, chunk_tokens=CHUNK_TOKENS):
             found += [
                 children_of_distribution(distribution) if drafted[rows.first + i] else None
                 for i, distribution in enumerate(rows.distributions)
@@ -178,6 +179,15 @@ class Session:
         if isinstance(prompt, ChatPrompt):
             return self.llm.encode_chat(prompt.messages)
         return self.llm.encode(prompt) if isinstance(prompt, str) else prompt
+
+
+def scored_place(scored: Iterable[ScoredRows], place: int) -> tuple[Tensor, float]:
+    """Logits `[V]` of one place of an answer, and the difference between two of them that rounding explains."""
+    for rows in scored:
+        if rows.first <= place < rows.first + len(rows.tokens):
+            i = place - rows.first
+            return rows.logits[i].float(), float(rows.rounding[i])
+    raise AssertionError(f"place {place} is not part of the answer")
 
 
 def _draft_models(spec: SpecConfig) -> Iterator[SpecConfig]:

@@ -36,7 +36,7 @@ class Asker:
 
     label: str
     requester: Requester
-    kept: KeptFile | None = None
+    kept: KeptFile = field(default_factory=lambda: KeptFile(None, "certify", {}))
     rows: list[dict[str, Any]] = field(default_factory=list)
     num_restored: int = 0
     lost: str = ""
@@ -79,8 +79,7 @@ class Asker:
         with self._lock:
             self._known[digest(row["request"]), turn] = reply
             self.rows.append(row)
-            if self.kept is not None:
-                self.kept.append(row)
+            self.kept.append(row)
 
 
 def reply_from(values: dict[str, Any]) -> Reply:

@@ -149,18 +149,18 @@ def _logprobs(session: CertifySession, where: str) -> Check:
 def check_parameters(session: CertifySession) -> Iterator[Check]:
     """Each parameter changes B's answers as it changes A's. Where it changes none of A's, nothing can be said."""
     sampled: dict[str, object] = {"temperature": 1.0, "seed": session.options.seed}
-    penalties = {"presence_penalty 2": (2.0,), "frequency_penalty 2": tuple(2.0 * count for count in range(1, 9))}
+    by_count = tuple(2.0 * count for count in range(1, 9))
     # What is kept of a distribution when one token is left of it: then even a sampled answer is certain.
-    cases: dict[str, tuple[dict[str, object], dict[str, object]]] = {
-        "presence_penalty 2": ({}, {"presence_penalty": 2.0}),
-        "frequency_penalty 2": ({}, {"frequency_penalty": 2.0}),
-        "repetition_penalty 1.8": ({}, {"repetition_penalty": 1.8}),
-        "top_k 1": (sampled, {"top_k": 1}),
-        "top_p 0.000001": (sampled, {"top_p": 1e-6}),
-        "min_p 1": (sampled, {"min_p": 1.0}),
+    cases: dict[str, tuple[dict[str, object], dict[str, object], Sequence[float]]] = {
+        "presence_penalty 2": ({}, {"presence_penalty": 2.0}, (2.0,)),
+        "frequency_penalty 2": ({}, {"frequency_penalty": 2.0}, by_count),
+        "repetition_penalty 1.8": ({}, {"repetition_penalty": 1.8}, ()),
+        "top_k 1": (sampled, {"top_k": 1}, ()),
+        "top_p 0.000001": (sampled, {"top_p": 1e-6}, ()),
+        "min_p 1": (sampled, {"min_p": 1.0}, ()),
     }
-    for name, (base, more) in cases.items():
-        yield attempt(name, "is obeyed", partial(_obeyed, session, name, base, more, penalties.get(name, ())))
+    for name, case in cases.items():
+        yield attempt(name, "is obeyed", partial(_obeyed, session, name, *case))
     yield attempt("logit_bias -100", "is obeyed", lambda: _bias(session))
 
 

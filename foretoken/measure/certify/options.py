@@ -59,19 +59,10 @@ class CertifyOptions(SideOptions):
         check_number("effect", self.effect, 0.005, 1.0)
         check_number("alpha", self.alpha, 1e-6, 0.1)
         check_number("tolerance", self.tolerance, 0.0, 10.0)
-        _check_kinds(self.only)
+        if not self.only:
+            raise InputError("only", "", f"name at least one of {', '.join(KINDS)}")
+        for kind in self.only:
+            if kind not in KINDS:
+                raise InputError("only", kind, f"choose from {', '.join(KINDS)}")
         check_name(self.name)
         check_out(self.out)
-
-
-def _check_kinds(kinds: tuple[str, ...]) -> None:
-    """Refuse what is no kind of checks.
-
-    Raises:
-        InputError: names `only`.
-    """
-    if not kinds:
-        raise InputError("only", "", f"name at least one of {', '.join(KINDS)}")
-    for kind in kinds:
-        if kind not in KINDS:
-            raise InputError("only", kind, f"choose from {', '.join(KINDS)}")

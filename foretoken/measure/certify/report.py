@@ -8,7 +8,7 @@ from typing import Any
 
 from foretoken.measure.certify.options import CertifyOptions
 from foretoken.measure.certify.sampled import SETTINGS, level_of, num_answers
-from foretoken.measure.checks import Check, check_table, failed, verdict
+from foretoken.measure.checks import Check, check_table, verdict
 from foretoken.measure.report import Report
 from foretoken.measure.sides import side_table
 
@@ -26,11 +26,7 @@ def certify_report(
     """The report of the checks; `about` says of each side what it is, `rows` are all requests with their answers,
     `drafted` what B drafted in this run and how much of it was accepted, None where it does not count.
     """
-    wrong = failed(checks)
-    passed = not wrong and not interrupted and any(check.result == "pass" for check in checks)
-    line = verdict(checks)
-    if not passed and not wrong:
-        line = f"No verdict: {'the run was interrupted' if interrupted else 'no check could be made'}; {line}"
+    line, passed = verdict(checks, interrupted)
     results: dict[str, Any] = {
         "kind": "certify",
         "verdict": line,

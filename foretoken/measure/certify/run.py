@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 from foretoken.backend.requesting import requester_of
@@ -55,9 +56,7 @@ def run_certify(options: CertifyOptions, command: str = "foretoken certify") -> 
     Progress goes to standard error. After Ctrl-C the report holds the checks that were made until then.
 
     Raises:
-        InputError, StorageError: prompts or a file to resume that cannot be used.
-        UnavailableError: a backend does not answer.
-        ForetokenError: a model that cannot be used.
+        InputError, StorageError, UnavailableError, ForetokenError: see `certify`.
     """
     assert tuple(_CHECKS) == KINDS
     prompts = _prompts(options)
@@ -66,20 +65,17 @@ def run_certify(options: CertifyOptions, command: str = "foretoken certify") -> 
     interrupted = False
     with open_sides(options) as sides:
         about = {side.label: side.identity for side in sides}
-        kept = _kept(options, prompts, about)
-        a, b = (Asker(side.label, requester_of(side.backend, side.drafting), kept) for side in sides)
-        before = sides[1].backend.counters()
-        try:
-            for row in kept.restored(dict) if kept is not None else ():
-                (a if row["side"] == a.label else b).restore(row)
-            session, caveats = _session(options, a, b, prompts, sides)
-            with progress(len(options.only)) as tell:
-                checks.extend(made_checks(session, tell))
-        except KeyboardInterrupt:
-            interrupted = True
-        finally:
-            if kept is not None:
-                kept.close()
+        with closing(_kept(options, prompts, about)) as kept:
+            a, b = (Asker(side.label, requester_of(side.backend, side.drafting), kept) for side in sides)
+            before = sides[1].backend.counters()
+            try:
+                for row in kept.restored(dict):
+                    (a if row["side"] == a.label else b).restore(row)
+                session, caveats = _session(options, a, b, prompts, sides)
+                with progress(len(options.only)) as tell:
+                    checks.extend(made_checks(session, tell))
+            except KeyboardInterrupt:
+                interrupted = True
         drafted = None if b.lost else _drafted(before, sides[1].backend.counters())
         caveats += _lost(a, b) or _doubt(drafted, b.num_restored > 0)
         caveats += [note for side in sides for note in side.backend.notes()]
@@ -153,14 +149,12 @@ def _session(
     return CertifySession(options, a, b, prompts, None, conversations), [caveat]
 
 
-def _kept(options: CertifyOptions, prompts: Sequence[Prompt], about: dict[str, dict[str, str]]) -> KeptFile | None:
+def _kept(options: CertifyOptions, prompts: Sequence[Prompt], about: dict[str, dict[str, str]]) -> KeptFile:
     """The file of answers.
 
     Raises:
         InputError, StorageError: see `KeptFile`.
     """
-    if options.resume is None:
-        return None
     planned = digest([(prompt.text, prompt.messages) for prompt in prompts])
     run = run_of(options, ("only", "tolerance", "effect", "alpha"), sides=about) | {"prompts by content": planned}
     return KeptFile(options.resume, "certify", run)

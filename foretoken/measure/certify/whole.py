@@ -21,6 +21,7 @@ _REASON = "finish_reason says why"
 _STREAMED = "streamed text = whole text"
 
 _RequestsOf = Callable[[CertifySession, Asker], Sequence[ApiRequest]]
+_Problem = Callable[[ApiRequest, Reply, Reply | None], str]  # what is wrong with a reply; the last is A's, or None
 
 
 def check_limits(session: CertifySession) -> Iterator[Check]:
@@ -95,15 +96,21 @@ def _length_requests(session: CertifySession) -> list[ApiRequest]:
 def _lengths(session: CertifySession) -> Check:
     requests = _length_requests(session)
     a, b = session.both(requests)
+    return _by_reply(_LIMITED, requests, a, b, _length_problem, "no token more, no text more than A's")
+
+
+def _by_reply(
+    name: str, requests: Sequence[ApiRequest], a: Sequence[Reply], b: Sequence[Reply], problem: _Problem, demanded: str
+) -> Check:
+    """A check of each reply, of B's beside A's to the same request."""
     problems = (
-        [_length_problem(request, one) for request, one in zip(requests, a, strict=True)],
-        [_length_problem(*row) for row in zip(requests, b, a, strict=True)],
+        [problem(request, one, None) for request, one in zip(requests, a, strict=True)],
+        [problem(request, one, other) for request, one, other in zip(requests, b, a, strict=True)],
     )
-    num_tokens = sum(reply.num_tokens or 0 for reply in b)
-    return own_rules(_LIMITED, "temperature 0", problems, num_tokens, "no token more, no text more than A's")
+    return own_rules(name, "temperature 0", problems, sum(reply.num_tokens or 0 for reply in b), demanded)
 
 
-def _length_problem(request: ApiRequest, reply: Reply, other: Reply | None = None) -> str:
+def _length_problem(request: ApiRequest, reply: Reply, other: Reply | None) -> str:
     """What is too long; `other` is A's answer, which a longer text of the same beginning exceeds."""
     most, answer = int(request.fields["max_tokens"]), reply.choices[0]
     counts = [len(answer.pieces), len(answer.token_ids), reply.num_tokens or 0]
@@ -116,21 +123,15 @@ def _length_problem(request: ApiRequest, reply: Reply, other: Reply | None = Non
     return ""
 
 
-def _counted_replies(session: CertifySession, side: Asker) -> list[Reply]:
-    return session.answers(side, [*session.requests(), *_length_requests(session)])
-
-
 def _usage(session: CertifySession) -> Check:
-    a, b = _counted_replies(session, session.a), _counted_replies(session, session.b)
-    told = [reply for reply in b if reply.num_tokens is not None]
-    if not told:
+    requests = [*session.requests(), *_length_requests(session)]
+    a, b = session.both(requests)
+    if all(reply.num_tokens is None for reply in b):
         return Check(_COUNTED, "temperature 0", "not asked", found="B reports no usage")
-    problems = [_usage_problem(one) for one in a], [_usage_problem(*row) for row in zip(b, a, strict=True)]
-    num_tokens = sum(reply.num_tokens or 0 for reply in b)
-    return own_rules(_COUNTED, "temperature 0", problems, num_tokens, "the tokens listed, and A's for the same text")
+    return _by_reply(_COUNTED, requests, a, b, _usage_problem, "the tokens listed, and A's for the same text")
 
 
-def _usage_problem(reply: Reply, other: Reply | None = None) -> str:
+def _usage_problem(_: ApiRequest, reply: Reply, other: Reply | None) -> str:
     answer = reply.choices[0]
     listed = len(answer.token_ids) or len(answer.pieces)
     if reply.num_tokens is not None and listed and reply.num_tokens != listed:
@@ -150,14 +151,11 @@ def _reasons(session: CertifySession) -> Check:
     a, b = session.both(requests)
     if not any(reply.choices[0].finish_reason for reply in b):
         return Check(_REASON, "temperature 0", "not asked", found="B says no finish_reason")
-    problems = (
-        [_reason_problem(*row) for row in zip(requests, a, strict=True)],
-        [_reason_problem(*row) for row in zip(requests, b, a, strict=True)],
-    )
-    return own_rules(_REASON, "temperature 0", problems, 0, "length at max_tokens, else stop; A's for the same text")
+    demanded = "length at max_tokens, else stop; A's for the same text"
+    return replace(_by_reply(_REASON, requests, a, b, _reason_problem, demanded), num_tokens=0)
 
 
-def _reason_problem(request: ApiRequest, reply: Reply, other: Reply | None = None) -> str:
+def _reason_problem(request: ApiRequest, reply: Reply, other: Reply | None) -> str:
     answer = reply.choices[0]
     listed = len(answer.token_ids) or len(answer.pieces)
     if answer.finish_reason == "length" and listed and listed < request.fields["max_tokens"]:

@@ -134,8 +134,3 @@ def _remade(head: Head, config: HeadConfig, vocabulary: DraftVocabulary | None =
     other = make_head(config, vocabulary or head.vocabulary)
     other.load_state_dict(head.state_dict(), assign=True)
     return other.requires_grad_(False)
-
-
-def layers_read(heads: Sequence[Student]) -> list[int]:
-    """Layers of the target that any of the heads reads."""
-    return sorted({layer for head in heads for layer in head.hidden_layers()})

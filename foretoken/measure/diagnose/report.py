@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 from foretoken.measure.diagnose.endpoint import Reported
@@ -12,7 +13,7 @@ from foretoken.measure.diagnose.reading import FileFinding
 from foretoken.measure.diagnose.reference import Accepted
 from foretoken.measure.diagnose.repairs import Repair
 from foretoken.measure.report import Report, Table
-from foretoken.measure.stats import TAIL, Interval, difference_interval
+from foretoken.measure.stats import TAIL, Interval, difference_interval, ends
 
 _MIN_GAIN, _SURE_GAIN = 0.15, 0.05  # tokens per draft that a cause costs, and that it costs beyond chance
 _CHANCE = 0.1  # an untrained head hits the most frequent token at most that often
@@ -47,45 +48,22 @@ class Trial:
 class Diagnosis:
     """Everything that was found: what was read, what the drafter accepts as it is, the trials, what a server reports.
 
-    `base` is None where the files alone decided. `longest` is the longest text in tokens.
+    `base` is None where the files alone decided.
     """
 
     findings: tuple[FileFinding, ...] = ()
     base: Accepted | None = None
     trials: tuple[Trial, ...] = ()
     reported: Reported | None = None
-    longest: int = 0
-    causes: tuple[Trial, ...] = field(init=False)
 
-    def __post_init__(self) -> None:
-        found = [one for one in self.trials if self._is_cause(one)]
-        object.__setattr__(self, "causes", tuple(sorted(found, key=lambda one: -one.gain)))
+    @cached_property
+    def causes(self) -> list[Trial]:
+        """The repairs that gain enough, the best first."""
+        return sorted(filter(self._is_cause, self.trials), key=lambda one: -one.gain)
 
     def _is_cause(self, trial: Trial) -> bool:
         interval = trial.gain_interval(len(self.trials))
         return interval is not None and trial.gain >= _MIN_GAIN and interval.low > _SURE_GAIN
-
-    @property
-    def is_near_chance(self) -> bool:
-        """Whether the first token of a draft is hardly ever accepted."""
-        return self.base is not None and self.base.places[0] < _CHANCE
-
-    @property
-    def cause(self) -> str | None:
-        """The name of what is wrong; None where nothing was found."""
-        if self.causes:
-            return self.causes[0].repair.cause
-        if self.findings:
-            return self.findings[0].cause
-        if self.is_near_chance:
-            return "other target"
-        return "endpoint" if self.reported is not None and self._is_endpoint_worse(self.reported) else None
-
-    def _is_endpoint_worse(self, reported: Reported) -> bool:
-        assert self.base is not None
-        interval = self.base.interval
-        low = self.base.per_draft if interval is None else interval.low
-        return reported.per_draft < low - _MIN_GAIN
 
     @property
     def nearest(self) -> Trial | None:
@@ -99,13 +77,14 @@ class Diagnosis:
 
 def diagnose_report(options: DiagnoseOptions, found: Diagnosis, command: str) -> Report:
     """The report of a diagnosis."""
+    conclusion = conclusion_of(options, found)
     rows = [_row("as it is", found.base)] if found.base is not None else []
     rows += [_trial_row(one, len(found.trials)) for one in found.trials]
     results: dict[str, Any] = {
         "kind": "diagnose",
-        "cause": found.cause,
-        "verdict": verdict_line(options, found),
-        "remedy": _remedy(found),
+        "cause": conclusion.cause,
+        "verdict": conclusion.verdict,
+        "remedy": conclusion.remedy,
         "findings": found.findings,
         "rows": rows,
         "reported": None if found.reported is None else asdict(found.reported),
@@ -118,64 +97,70 @@ def diagnose_report(options: DiagnoseOptions, found: Diagnosis, command: str) ->
         tables=tuple(_tables(options, found)),
         explained=EXPLAINED if found.base is not None else "",
         caveats=tuple(_caveats(options, found)),
-        conclusions=tuple(f"Remedy: {line}" for line in [_remedy(found)] if line),
-        verdict=results["verdict"],
-        passed=found.cause is None,
+        conclusions=(f"Remedy: {conclusion.remedy}",) if conclusion.remedy else (),
+        verdict=conclusion.verdict,
+        passed=conclusion.cause is None,
     )
 
 
-def verdict_line(options: DiagnoseOptions, found: Diagnosis) -> str:
-    """What is wrong, in plain words."""
+@dataclass(frozen=True)
+class Conclusion:
+    """The name of what is wrong (None: nothing was found), the same in plain words, and what to do."""
+
+    cause: str | None
+    verdict: str
+    remedy: str = ""
+
+
+def conclusion_of(options: DiagnoseOptions, found: Diagnosis) -> Conclusion:
+    """What follows from everything that was found."""
     what = "head" if options.head is not None else "draft model"
     if found.causes:
         one = found.causes[0]
         before, after = f"{one.before.per_draft:.2f}", f"{one.after.per_draft:.2f}"
         gain = f"{before} accepted tokens per draft, {after} with"
-        return f"Cause: {one.repair.cause}. {gain} {one.repair.changed} (gain {_gain(one, len(found.trials))})."
+        verdict = f"Cause: {one.repair.cause}. {gain} {one.repair.changed} (gain {_gain(one, len(found.trials))})."
+        return Conclusion(one.repair.cause, verdict, one.repair.remedy)
     if found.findings:
         first = found.findings[0]
         by_trial = (
             "" if found.base is None else f" It accepts {found.base.per_draft:.2f} per draft, and no repair helps."
         )
-        return f"Cause{'' if first.is_certain else ' (likely)'}: {first.cause}. {first.found}.{by_trial}"
+        verdict = f"Cause{'' if first.is_certain else ' (likely)'}: {first.cause}. {first.found}.{by_trial}"
+        return Conclusion(first.cause, verdict, first.remedy)
     assert found.base is not None
     accepts = f"accepts {_figure(found.base.per_draft, found.base.interval)} tokens per draft"
-    if found.is_near_chance:
+    if found.base.places[0] < _CHANCE:
         why = "near chance, and no repair helps: it is not trained, or for another target"
-        return f"Cause (likely): other target. The {what} {accepts}, {why}."
-    if found.reported is not None and found.cause == "endpoint":
+        remedy = "take the head that was trained for this very checkpoint, or train one (foretoken train eagle)"
+        return Conclusion("other target", f"Cause (likely): other target. The {what} {accepts}, {why}.", remedy)
+    if found.reported is not None and _is_worse(found.reported, found.base):
         near = f"; with {found.nearest.repair.changed} the {what} would accept as much" if found.nearest else ""
-        return f"Cause: the endpoint. The {what} {accepts} by itself, the server {found.reported.per_draft:.2f}{near}."
-    return f"Nothing wrong found; this {what} {accepts} by itself ({1 + found.base.per_draft:.2f} tokens per step)."
+        served = f"by itself, the server {found.reported.per_draft:.2f}{near}"
+        remedy = "compare how the server reads the head with the table: its config, number format and chat template"
+        return Conclusion("endpoint", f"Cause: the endpoint. The {what} {accepts} {served}.", remedy)
+    steps = f"({1 + found.base.per_draft:.2f} tokens per step)"
+    return Conclusion(None, f"Nothing wrong found; this {what} {accepts} by itself {steps}.")
 
 
-def _remedy(found: Diagnosis) -> str:
-    if found.causes:
-        return found.causes[0].repair.remedy
-    if found.findings:
-        return found.findings[0].remedy
-    if found.is_near_chance:
-        return "take the head that was trained for this very checkpoint, or train one (foretoken train eagle)"
-    if found.cause == "endpoint":
-        return "compare how the server reads the head with the table: its config, number format and chat template"
-    return ""
+def _is_worse(reported: Reported, base: Accepted) -> bool:
+    low = base.per_draft if base.interval is None else base.interval.low
+    return reported.per_draft < low - _MIN_GAIN
 
 
 def _row(name: str, accepted: Accepted) -> dict[str, Any]:
-    interval = accepted.interval
-    ends = None if interval is None else [interval.low, interval.high]
-    row = {"setting": name, "accepted_per_draft": accepted.per_draft, "interval": ends, "places": accepted.places}
+    interval = ends(accepted.interval)
+    row = {"setting": name, "accepted_per_draft": accepted.per_draft, "interval": interval, "places": accepted.places}
     return row | {"num_drafts": sum(accepted.num_drafts), "num_broken": accepted.num_broken}
 
 
 def _trial_row(trial: Trial, num_trials: int) -> dict[str, Any]:
-    gain = trial.gain_interval(num_trials)
     return _row(trial.repair.changed, trial.after) | {
         "cause": trial.repair.cause,
         "remedy": trial.repair.remedy,
         "before": trial.before.per_draft,
         "gain": trial.gain,
-        "gain_interval": None if gain is None else [gain.low, gain.high],
+        "gain_interval": ends(trial.gain_interval(num_trials)),
     }
 
 
@@ -214,8 +199,7 @@ def _caveats(options: DiagnoseOptions, found: Diagnosis) -> list[str]:
 
 def _gain(trial: Trial, num_trials: int) -> str:
     interval = trial.gain_interval(num_trials)
-    ends = "" if interval is None else f" [{interval.low:+.2f}, {interval.high:+.2f}]"
-    return f"{trial.gain:+.2f}{ends}"
+    return f"{trial.gain:+.2f}" + ("" if interval is None else f" [{interval.low:+.2f}, {interval.high:+.2f}]")
 
 
 def _figure(value: float, interval: Interval | None) -> str:

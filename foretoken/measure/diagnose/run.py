@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,9 +24,9 @@ from foretoken.measure.diagnose.reading import (
     trained_length,
 )
 from foretoken.measure.diagnose.reference import Accepted, Sampling, Text, measure, read_texts
-from foretoken.measure.diagnose.repairs import Asking, Repair, head_repairs, layers_read, length_repairs, text_repairs
+from foretoken.measure.diagnose.repairs import Asking, Repair, head_repairs, length_repairs, text_repairs
 from foretoken.measure.diagnose.report import Diagnosis, Trial, diagnose_report
-from foretoken.measure.eval.prompts import EvalPrompt, encoded, in_turns, own_prompts, prompts_of
+from foretoken.measure.eval.prompts import EvalPrompt, encoded, in_turns, prompts_of
 from foretoken.measure.eval.run import answer_seed
 from foretoken.measure.options import ALL
 from foretoken.measure.progress import Tell, progress
@@ -86,7 +85,7 @@ def _diagnosis(options: DiagnoseOptions, command: str) -> Diagnosis:
     reported = None if options.url is None else ask_endpoint(options, prompts, command)
     sampling = Sampling(options.temperature, options.greedy_drafts)
     as_given = _Prompted(Asking(options.chat), options.temperature)
-    with _open_target(target) as llm:
+    with LLM(str(target), SpecConfig(drafter=None), dtype="float32", device="cpu", profile="off") as llm:
         has_template = llm.tokenizer is not None and llm.tokenizer.chat_template is not None
         asking = list(text_repairs(as_given.asking, sampling, has_template))
         wanted = dict.fromkeys([as_given, *(_asked(one, as_given) for one in asking)])
@@ -99,7 +98,7 @@ def _diagnosis(options: DiagnoseOptions, command: str) -> Diagnosis:
         trials, base = _trials(options, opened, frozen, texts, as_given, sampling, repairs, tell)
         tell("half precision")
         half = _half_precision(options, drafter, target, texts[as_given], base, sampling)
-    return Diagnosis(findings, base, (*trials, *half), reported, longest)
+    return Diagnosis(findings, base, (*trials, *half), reported)
 
 
 def _open(options: DiagnoseOptions, drafter: Path, target: Path, dtype: str) -> Student | FileFinding:
@@ -109,16 +108,7 @@ def _open(options: DiagnoseOptions, drafter: Path, target: Path, dtype: str) -> 
 
 def _prompts(options: DiagnoseOptions) -> list[EvalPrompt]:
     """As many prompts as are wanted, from all slices in turns."""
-    every = (ALL,)
-    found = own_prompts(every, options.num_prompts) if options.prompts is None else None
-    found = prompts_of(options.prompts, every, options.num_prompts) if options.prompts is not None else found
-    return in_turns(found or [])[: options.num_prompts]
-
-
-@contextmanager
-def _open_target(folder: Path) -> Iterator[LLM]:
-    with LLM(str(folder), SpecConfig(drafter=None), dtype="float32", device="cpu", profile="off") as llm:
-        yield llm
+    return in_turns(prompts_of(options.prompts, (ALL,), options.num_prompts))[: options.num_prompts]
 
 
 def _asked(repair: Repair, as_given: _Prompted) -> _Prompted:
@@ -177,7 +167,8 @@ def _trials(
     tell: Tell,
 ) -> tuple[list[Trial], Accepted]:
     """Every repair beside the head as it is, and that."""
-    layers = layers_read([head, *(one.head for one in repairs if one.head is not None)])
+    heads = [head, *(one.head for one in repairs if one.head is not None)]
+    layers = sorted({layer for one in heads for layer in one.hidden_layers()})
     batches: dict[_Prompted, list[HeadBatch]] = {one: read_texts(target, own, layers) for one, own in texts.items()}
     tell("as it is")
     base = measure(head, target, batches[as_given], options.num_draft, sampling)

@@ -7,7 +7,7 @@ only its name, its version and the name of its model are known.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,25 +53,19 @@ def identity_of(name: str, folder: Path) -> dict[str, str | None]:
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """The parts whose hashes differ, with the beginning of both hashes."""
-    found = []
-    for part in PARTS:
-        old, new = before.get(part), after.get(part)
-        if old != new:
-            found.append(f"{part} ({_short(old)} -> {_short(new)})")
-    return found
+    return _changes(PARTS, before, after, lambda value: "none" if value is None else str(value)[:8])
 
 
 def backend_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """The parts of two backends that differ, each with both values."""
-    return [
-        f"{part} ({before.get(part)} -> {after.get(part)})"
-        for part in BACKEND_PARTS
-        if before.get(part) != after.get(part)
-    ]
+    return _changes(BACKEND_PARTS, before, after, str)
 
 
-def _short(value: object) -> str:
-    return "none" if value is None else str(value)[:8]
+def _changes(
+    parts: Sequence[str], before: Mapping[str, Any], after: Mapping[str, Any], shown: Callable[[object], str]
+) -> list[str]:
+    pairs = [(part, before.get(part), after.get(part)) for part in parts]
+    return [f"{part} ({shown(old)} -> {shown(new)})" for part, old, new in pairs if old != new]
 
 
 def _sorted(value: object) -> object:

@@ -24,7 +24,7 @@ from foretoken.measure.options import (
     check_slo,
 )
 from foretoken.option import check_fields, option, same_option
-from foretoken.params import TEMPERATURES, check_number, check_temperatures, check_whole
+from foretoken.params import check_temperatures, check_whole
 
 MAX_PROMPTS = 100_000
 MAX_DRAFTED = 256
@@ -81,13 +81,8 @@ class EvalOptions:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        check_whole("num_draft", self.num_draft, low=1, high=MAX_DRAFTED)
-        check_whole("prompts_per_slice", self.prompts_per_slice, low=1, high=MAX_PROMPTS)
-        check_whole("max_tokens", self.max_tokens, low=2)
-        check_whole("seed", self.seed, low=0, high=2**62)
+        _check_sizes(self)
         check_temperatures("temperatures", self.temperatures)
-        check_price(self.price_per_hour)
-        check_slo(self.slo_ms, self.price_per_hour is not None)
         _ = self.settings  # refuses what no drafter takes
 
     @cached_property
@@ -132,6 +127,15 @@ class EvalOptions:
         return EvalDrafter(name, spec, "prediction" in choice.takes, "prediction" in choice.needs)
 
 
+def _check_sizes(options: EvalOptions | BackendEvalOptions) -> None:
+    check_whole("num_draft", options.num_draft, low=1, high=MAX_DRAFTED)
+    check_whole("prompts_per_slice", options.prompts_per_slice, low=1, high=MAX_PROMPTS)
+    check_whole("max_tokens", options.max_tokens, low=2)
+    check_whole("seed", options.seed, low=0, high=2**62)
+    check_price(options.price_per_hour)
+    check_slo(options.slo_ms, options.price_per_hour is not None)
+
+
 _TEMPERATURES = (0.0, 0.8)
 
 
@@ -156,14 +160,9 @@ class BackendEvalOptions:
     slo_ms: float | None = field(default=None, metadata=SLO_OPTION)
 
     def __post_init__(self) -> None:
-        check_whole("num_draft", self.num_draft, low=1, high=MAX_DRAFTED)
-        check_whole("prompts_per_slice", self.prompts_per_slice, low=1, high=MAX_PROMPTS)
-        check_whole("max_tokens", self.max_tokens, low=2)
-        check_whole("seed", self.seed, low=0, high=2**62)
-        for temperature in self.temperatures or ():
-            check_number("temperatures", temperature, *TEMPERATURES)
-        check_price(self.price_per_hour)
-        check_slo(self.slo_ms, self.price_per_hour is not None)
+        _check_sizes(self)
+        if self.temperatures is not None:
+            check_temperatures("temperatures", self.temperatures)
 
     def temperatures_for(self, backend: AnsweringBackend) -> tuple[float, ...]:
         """The temperatures to ask at, each once.

@@ -55,8 +55,9 @@ def own_prompts(slices: Sequence[str], per_slice: int) -> list[EvalPrompt]:
     ]
 
 
-def prompts_of(path: Path, slices: Sequence[str], per_slice: int) -> list[EvalPrompt]:
-    """At most `per_slice` prompts of each wanted slice of a file, or of all .json and .jsonl files below a folder.
+def prompts_of(path: Path | None, slices: Sequence[str], per_slice: int) -> list[EvalPrompt]:
+    """At most `per_slice` prompts of each wanted slice of a file, or of all .json and .jsonl files below a folder; of
+    the library where `path` is None.
 
     A file of JSON lines with `messages` or `prompt_ids`, and optional `slice` and `name`, or in a format of
     `measure.prompts`.
@@ -65,6 +66,8 @@ def prompts_of(path: Path, slices: Sequence[str], per_slice: int) -> list[EvalPr
         StorageError: a file cannot be read, or the folder holds none.
         InputError: an object in none of the formats, no prompt, or a slice without a prompt.
     """
+    if path is None:
+        return own_prompts(slices, per_slice)
     found = [prompt for file in prompt_files(path) for prompt in _read(file)]
     known = dict.fromkeys(prompt.slice for prompt in found)
     for name in slices:
@@ -94,9 +97,7 @@ def encoded(llm: LLM, prompt: EvalPrompt, chat: bool) -> list[int]:
 
 def in_turns(prompts: Sequence[EvalPrompt]) -> list[EvalPrompt]:
     """One prompt of each slice after the other, so that an interrupted run has some of every slice."""
-    slices = dict.fromkeys(prompt.slice for prompt in prompts)
-    columns = [[prompt for prompt in prompts if prompt.slice == name] for name in slices]
-    return [prompt for row in itertools.zip_longest(*columns) for prompt in row if prompt is not None]
+    return workload.in_turns(prompts, lambda prompt: prompt.slice)
 
 
 def _read(path: Path) -> list[EvalPrompt]:

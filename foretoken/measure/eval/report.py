@@ -10,7 +10,7 @@ from foretoken.measure.eval.result import EvalResult
 from foretoken.measure.plots import Plot, Point, Series
 from foretoken.measure.price import PriceRow, price_tables
 from foretoken.measure.report import Report, Table
-from foretoken.measure.stats import Interval
+from foretoken.measure.stats import ends as ends_of
 
 _EXPLAINED = (
     "acceptance: accepted / drafted tokens; per step: emitted tokens per forward pass of the target; in brackets 95 % "
@@ -82,7 +82,7 @@ def _comparison_table(found: EvalComparison) -> Table:
             str(change.num_prompts) + ("" if change.paired else ", others"),
             _rate(change.before),
             _rate(change.after),
-            _rate(change.loss) + _brackets(_ends(change.interval)),
+            _rate(change.loss) + _brackets(ends_of(change.interval)),
         )
         for change in found.cells
     )
@@ -154,10 +154,6 @@ def _place(row: Mapping[str, Any]) -> tuple[str, str, str]:
 
 def _rate(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
-
-
-def _ends(found: Interval | None) -> tuple[float, float] | None:
-    return None if found is None else (found.low, found.high)
 
 
 def _brackets(ends: Sequence[float] | None) -> str:

@@ -18,6 +18,7 @@ from foretoken.measure.stats import (
     Interval,
     drawn,
     drawn_ratios,
+    ends,
     expanded_interval,
     ratio,
     ratio_interval,
@@ -101,9 +102,8 @@ class EvalResult:
         emitted: dict[str, float | None] = {}
         for drafter in self._drafters:
             own = [sample.counts for sample in self.samples if sample.drafter == drafter]
-            rounds = [one.num_rounds for one in own if one.num_rounds is not None]
-            known = len(rounds) == len(own)
-            emitted[drafter] = sum(one.num_emitted for one in own) / max(1, sum(rounds)) if known else None
+            rounds = _total([one.num_rounds for one in own])
+            emitted[drafter] = None if rounds is None else sum(one.num_emitted for one in own) / max(1, rounds)
         head = {"schema": BACKEND_SCHEMA if "backend" in self.identity else SCHEMA, "complete": self.complete}
         names = ("date", "command", "machine", "versions", "identity", "settings", "options", "notes")
         interval = {"method": _METHOD, "confidence": CONFIDENCE}
@@ -236,9 +236,9 @@ def _row(cell: Cell, samples: Sequence[EvalSample]) -> dict[str, Any]:
         "acceptance_rate": counted["rate"],
         "acceptance_interval": counted["interval"],
         "accepted_per_draft": ratio(per_draft),
-        "accepted_per_draft_interval": _ends(per_draft),
+        "accepted_per_draft_interval": ends(ratio_interval(per_draft)),
         "emitted_per_step": ratio(per_step),
-        "emitted_per_step_interval": _ends(per_step),
+        "emitted_per_step_interval": ends(ratio_interval(per_step)),
         "accepted_at_length": _accepted_at_length(samples) if has_positions else None,
         "positions": positions if has_positions else None,
     }
@@ -252,7 +252,7 @@ def _accepted_at_length(samples: Sequence[EvalSample]) -> list[dict[str, Any]]:
         {
             "length": length,
             "expected": expected_accepted(chances[:length]),
-            "interval": _pair(expected_interval(places[:length])),
+            "interval": ends(expected_interval(places[:length])),
         }
         for length in range(1, len(chances) + 1)
     ]
@@ -275,15 +275,12 @@ def expected_interval(positions: Sequence[Counts]) -> Interval | None:
 
 def _counted(counts: Counts) -> dict[str, Any]:
     accepted, tried = (int(total) for total in counts.sum(axis=0).tolist())
-    return {"num_reached": tried, "num_accepted": accepted, "rate": ratio(counts), "interval": _ends(counts)}
-
-
-def _ends(counts: Counts) -> list[float] | None:
-    return _pair(ratio_interval(counts))
-
-
-def _pair(found: Interval | None) -> list[float] | None:
-    return None if found is None else [found.low, found.high]
+    return {
+        "num_reached": tried,
+        "num_accepted": accepted,
+        "rate": ratio(counts),
+        "interval": ends(ratio_interval(counts)),
+    }
 
 
 def _total(numbers: Sequence[int | None]) -> int | None:

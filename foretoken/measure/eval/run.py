@@ -22,6 +22,7 @@ from foretoken.measure.eval.prompts import EvalPrompt, encoded, in_turns
 from foretoken.measure.eval.result import EvalResult, EvalSample
 from foretoken.measure.options import PLAIN
 from foretoken.measure.price import PriceRow, counted_tokens, price_rows
+from foretoken.measure.prompts import text_pairs
 from foretoken.measure.report import now
 from foretoken.model.names import model_folder
 
@@ -103,7 +104,7 @@ def measure(
         llm.engine.watchers.remove(counter)
 
 
-FEW_PROMPTS = 10
+_FEW_PROMPTS = 10  # of a slice: with fewer no interval is narrow
 
 
 class EvaluationRun(ABC):
@@ -129,7 +130,9 @@ class EvaluationRun(ABC):
 
     def notes(self) -> list[str]:
         """What restricts the result."""
-        return few_prompts(self.prompts)
+        per_slice = Counter(prompt.slice for prompt in self.prompts)
+        few = [f"{name} ({count})" for name, count in per_slice.items() if count < _FEW_PROMPTS]
+        return [f"fewer than {_FEW_PROMPTS} prompts, so the intervals are rough: {', '.join(few)}"] if few else []
 
     def prices(self) -> tuple[PriceRow, ...]:
         """The price of tokens by slice and temperature, of plain decoding too where it can be had; none without one."""
@@ -185,13 +188,6 @@ def _tokens_per_s(timed: Sequence[tuple[int, float]]) -> float | None:
     """Tokens of all answers over their time."""
     seconds = sum(one for _, one in timed)
     return sum(count for count, _ in timed) / seconds if seconds > 0 else None
-
-
-def few_prompts(prompts: Sequence[EvalPrompt]) -> list[str]:
-    """A note on slices with too few prompts for a narrow interval, if there are such."""
-    per_slice = Counter(prompt.slice for prompt in prompts)
-    few = [f"{name} ({count})" for name, count in per_slice.items() if count < FEW_PROMPTS]
-    return [f"fewer than {FEW_PROMPTS} prompts, so the intervals are rough: {', '.join(few)}"] if few else []
 
 
 def answer_seed(seed: int, prompt: EvalPrompt) -> int:
@@ -292,10 +288,9 @@ class BackendEvalRun(EvaluationRun):
             drafted, accepted = (round(after[name] - before[name]) for name in ("drafted", "accepted"))
         self.num_silent += drafting.kind is not None and (drafted is None or accepted is None)
         counts = reported_counts(answer, drafted or 0, accepted or 0)
-        name = PLAIN if drafting.kind is None else drafting_name(drafting)
         between_s = answer.decode_s / answer.decode_tokens if answer.decode_tokens else None
         timed = None if answer.e2e_s is None else (answer.num_emitted, answer.e2e_s, between_s)
-        return EvalSample(name, prompt.slice, temperature, prompt.key, "", counts, timed)
+        return EvalSample(drafting_name(drafting), prompt.slice, temperature, prompt.key, "", counts, timed)
 
     def _question(self, prompt: EvalPrompt) -> Question:
         """A prompt as the backend is asked it.
@@ -337,13 +332,8 @@ def _pairs(prompt: EvalPrompt) -> tuple[tuple[str, str], ...]:
         InputError: token ids, or a message that is no plain text, or calls a tool.
     """
     check_no_tool_calls(prompt.name, prompt.content)
-    pairs = [one if isinstance(one, int) else (one.get("role"), one.get("content")) for one in prompt.content]  # type: ignore[union-attr]
-    found = tuple(
-        (role, content)
-        for role, content in (pair for pair in pairs if not isinstance(pair, int))
-        if isinstance(role, str) and isinstance(content, str)
-    )
-    if len(found) != len(pairs):
+    found = text_pairs(prompt.content)
+    if found is None:
         remedy = "another engine is asked texts, and messages whose content is a text; it takes no token ids"
         raise InputError("prompts", prompt.name, remedy)
     return found

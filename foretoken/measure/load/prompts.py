@@ -102,7 +102,7 @@ def asks(
             Ask(
                 prompt.name,
                 tuple(own if name in _WHOLE or prompt.messages else own[-prompt_tokens:]),
-                _temperature(name),
+                _NOISE_TEMPERATURE if name == RANDOM else 0.0,
                 name,
             )
             for prompt, own in usable
@@ -124,10 +124,6 @@ def _ids(
     if encode_chat is None:
         raise InputError("prompts", prompt.name, "has messages, and nothing here lays them out; give a text")
     return encode_chat(messages_of(prompt))
-
-
-def _temperature(name: str) -> float:
-    return _NOISE_TEMPERATURE if name == RANDOM else 0.0
 
 
 def _texts(name: str, seed: int, file: Path | None) -> Sequence[Prompt]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
-from typing import Protocol
 
 from foretoken.measure.load.settings import BatchSetting, Turn
 from foretoken.measure.options import PLAIN
@@ -16,12 +15,8 @@ from foretoken.measure.stats import best_fixed, geometric_mean
 
 BAR = 0.97  # of the best fixed setting and of plain: the goal of an adaptive setting
 
-
-class Watched(Protocol):
-    """A turn during which the cores were watched."""
-
-    @property
-    def contended(self) -> bool | None: ...  # noqa: D102
+_Speed = Callable[[Turn], float]
+_TurnsOf = Mapping[BatchSetting, Mapping[int, Turn]]  # by setting and repeat
 
 
 @dataclass(frozen=True)
@@ -94,25 +89,12 @@ def _cell_rows(samples: Sequence[BatchSample], settings: Sequence[BatchSetting])
     plain = next((turns for setting, turns in by_setting.items() if setting.name == PLAIN), None)
     if plain is None:
         return []
-    best, best_decode, best_request = (
-        _fastest(by_setting, speed) for speed in (whole_speed, decode_speed, request_speed)
-    )
-    order = [setting for setting in settings if setting in by_setting]
-    return [
-        _row(
-            samples[0],
-            setting,
-            by_setting[setting],
-            plain,
-            (best.name, by_setting[best]),
-            by_setting[best_decode],
-            by_setting[best_request],
-        )
-        for setting in order
-    ]
+    speeds: tuple[_Speed, ...] = (whole_speed, decode_speed, request_speed)
+    best = {speed: _fastest(by_setting, speed) for speed in speeds}
+    return [_row(samples[0], setting, by_setting, plain, best) for setting in settings if setting in by_setting]
 
 
-def _fastest(settings: Mapping[BatchSetting, Mapping[int, Turn]], speed: Callable[[Turn], float]) -> BatchSetting:
+def _fastest(settings: _TurnsOf, speed: _Speed) -> BatchSetting:
     found = best_fixed(settings, lambda setting: setting.adapts, lambda setting: _median(settings[setting], speed))
     assert found is not None  # plain is there
     return found
@@ -121,12 +103,15 @@ def _fastest(settings: Mapping[BatchSetting, Mapping[int, Turn]], speed: Callabl
 def _row(
     cell: BatchSample,
     setting: BatchSetting,
-    turns: Mapping[int, Turn],
+    by_setting: _TurnsOf,
     plain: Mapping[int, Turn],
-    best: tuple[str, Mapping[int, Turn]],
-    best_decode: Mapping[int, Turn],
-    best_request: Mapping[int, Turn],
+    best: Mapping[_Speed, BatchSetting],
 ) -> BatchRow:
+    turns = by_setting[setting]
+
+    def to_best(speed: _Speed) -> float:
+        return _ratio(turns, by_setting[best[speed]], speed)
+
     speeds = [whole_speed(turn) for turn in turns.values()]
     rounds = sum(turn.num_steps for turn in turns.values())
     drafted = sum(turn.num_drafted for turn in turns.values())
@@ -142,12 +127,12 @@ def _row(
         decode_tokens_per_s=_median(turns, decode_speed),
         speedup=_ratio(turns, plain, whole_speed),
         decode_speedup=_ratio(turns, plain, decode_speed),
-        to_best_fixed=_ratio(turns, best[1], whole_speed),
-        decode_to_best_fixed=_ratio(turns, best_decode, decode_speed),
+        to_best_fixed=to_best(whole_speed),
+        decode_to_best_fixed=to_best(decode_speed),
         request_tokens_per_s=_median(turns, request_speed),
         request_speedup=_ratio(turns, plain, request_speed),
-        request_to_best_fixed=_ratio(turns, best_request, request_speed),
-        best_fixed=best[0],
+        request_to_best_fixed=to_best(request_speed),
+        best_fixed=best[whole_speed].name,
         acceptance_rate=sum(turn.num_accepted for turn in turns.values()) / max(1, drafted),
         emitted_per_step=sum(turn.num_tokens for turn in turns.values()) / max(1, rounds),
         num_draft=drafted / max(1, rounds),
@@ -156,13 +141,13 @@ def _row(
         differing_greedy=differing_greedy,
         unexplained=unexplained,
         num_turns=len(turns),
-        num_contended=contended_turns(turns.values()),
+        num_contended=num_contended(turn.contended for turn in turns.values()),
     )
 
 
-def contended_turns(turns: Iterable[Watched]) -> int | None:
+def num_contended(turns: Iterable[bool | None]) -> int | None:
     """Turns during which other processes took the cores; None where that is not known of any."""
-    known = [turn.contended for turn in turns if turn.contended is not None]
+    known = [is_contended for is_contended in turns if is_contended is not None]
     return sum(known) if known else None
 
 
@@ -190,11 +175,11 @@ def request_speed(turn: Turn) -> float:
     return fmean(turn.request_speeds)
 
 
-def _median(turns: Mapping[int, Turn], speed: Callable[[Turn], float]) -> float:
+def _median(turns: Mapping[int, Turn], speed: _Speed) -> float:
     return median(speed(turn) for turn in turns.values())
 
 
-def _ratio(turns: Mapping[int, Turn], others: Mapping[int, Turn], speed: Callable[[Turn], float]) -> float:
+def _ratio(turns: Mapping[int, Turn], others: Mapping[int, Turn], speed: _Speed) -> float:
     """Median over the repeats that both have; 0 where there is none."""
     pairs = [
         speed(turn) / speed(others[repeat])
@@ -268,34 +253,19 @@ _SUMMARY = (  # heading, key of the summary
 )
 
 
-def slice_tables(rows: Sequence[BatchRow]) -> list[Table]:
-    """Throughput of every setting by batch size, a table per slice."""
+def grid_tables(rows: Sequence[BatchRow]) -> list[Table]:
+    """By setting and batch size, a table per slice each: throughput, the speed of single requests, draft tokens."""
+    drafting = [row for row in rows if row.setting != PLAIN]
     return [
-        _table(rows, name, f"{name}: tokens/s, ratio to plain, ratio to best fixed", _speed_cell)
-        for name in _slices(rows)
-    ]
-
-
-def request_tables(rows: Sequence[BatchRow]) -> list[Table]:
-    """Speed of single requests by batch size, a table per slice."""
-    return [
-        _table(rows, name, f"{name}: a request's own tokens/s, ratio to plain, ratio to best fixed", _request_cell)
-        for name in _slices(rows)
+        *_tables(rows, "tokens/s, ratio to plain, ratio to best fixed", _speed_cell),
+        *_tables(rows, "a request's own tokens/s, ratio to plain, ratio to best fixed", _request_cell),
+        *_tables(drafting, "draft tokens per round, tokens per round", _choice_cell),
     ]
 
 
 def batch_prices(rows: Sequence[BatchRow], price_per_hour: float | None) -> tuple[PriceRow, ...]:
     """The price of tokens in every cell."""
     return price_rows(price_per_hour, [(row.cell, row.setting, row.tokens_per_s) for row in rows], PLAIN)
-
-
-def choice_tables(rows: Sequence[BatchRow]) -> list[Table]:
-    """Draft tokens and emitted tokens per round, a table per slice."""
-    drafting = [row for row in rows if row.setting != PLAIN]
-    return [
-        _table(drafting, name, f"{name}: draft tokens per round, tokens per round", _choice_cell)
-        for name in _slices(drafting)
-    ]
 
 
 def batch_plots(rows: Sequence[BatchRow]) -> tuple[Plot, ...]:
@@ -312,6 +282,10 @@ def batch_plots(rows: Sequence[BatchRow]) -> tuple[Plot, ...]:
 
 def _slices(rows: Sequence[BatchRow]) -> list[str]:
     return list(dict.fromkeys(row.slice for row in rows))
+
+
+def _tables(rows: Sequence[BatchRow], title: str, cell: Callable[[BatchRow], str]) -> list[Table]:
+    return [_table(rows, name, f"{name}: {title}", cell) for name in _slices(rows)]
 
 
 def _table(rows: Sequence[BatchRow], name: str, title: str, cell: Callable[[BatchRow], str]) -> Table:

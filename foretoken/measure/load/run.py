@@ -11,7 +11,7 @@ import itertools
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -28,10 +28,8 @@ from foretoken.measure.load.rows import (
     BatchSample,
     batch_plots,
     batch_prices,
-    choice_tables,
     grid_summary,
-    request_tables,
-    slice_tables,
+    grid_tables,
     summarise_grid,
     summary_table,
 )
@@ -60,15 +58,13 @@ RESUMED = "The run was stopped and resumed; policies of adaptive settings starte
 
 def kept_turns(
     options: LoadOptions, found: Mapping[str, Sequence[Ask]], without_effect: Iterable[str] = ()
-) -> KeptFile | None:
-    """The file of `options.resume`, None without one. Besides the options, prompts, machine and versions must agree;
+) -> KeptFile:
+    """The file of `options.resume`. Besides the options, prompts, machine and versions must agree;
     `without_effect` names options that this kind of run does not read.
 
     Raises:
         InputError, StorageError: see `KeptFile`.
     """
-    if options.resume is None:
-        return None
     prompts = digest({name: [list(ask.prompt_ids) for ask in own] for name, own in found.items()})
     run = run_of(options, without_effect, machine=machine(), versions=versions())
     return KeptFile(options.resume, "bench load", run | {"prompts by content": prompts})
@@ -229,9 +225,7 @@ def run_batches(
         strict_differing=sum(row.differing_greedy for row in rows) if options.numerics == STRICT else 0,
         prices=prices,
         tables=(
-            *slice_tables(rows),
-            *request_tables(rows),
-            *choice_tables(rows),
+            *grid_tables(rows),
             summary_table(rows),
             *price_tables(prices, "batch and slice", "Tokens of whole batches, their prompts included."),
         ),
@@ -251,21 +245,17 @@ def _measured(
     samples: list[BatchSample],
 ) -> tuple[bool, bool]:
     """Fill `samples`; whether some were known from an earlier run, and whether Ctrl-C ended this one."""
-    kept, num_known = kept_turns(options, found), 0
-    try:
-        if kept is not None:
-            samples += kept.restored(lambda line: restored(line, settings))
-            num_known = len(samples)
+    with closing(kept_turns(options, found)) as kept:
+        samples += kept.restored(lambda line: restored(line, settings))
+        num_known = len(samples)
         num_turns = len(settings) * len(options.batches) * (len(options.slices) * options.repeats + options.warmup)
         known = f", {num_known} of them known" if num_known else ""
-        announce(f"{num_turns} turns{known}, {_estimate(stage, options, settings, found)}")
-        with progress(num_turns - num_known) as tell:
-            measure_grid(stage, options, settings, found, samples, tell, kept)
-    except KeyboardInterrupt:
-        return num_known > 0, True
-    finally:
-        if kept is not None:
-            kept.close()
+        try:
+            announce(f"{num_turns} turns{known}, {_estimate(stage, options, settings, found)}")
+            with progress(num_turns - num_known) as tell:
+                measure_grid(stage, options, settings, found, samples, tell, kept)
+        except KeyboardInterrupt:
+            return num_known > 0, True
     return num_known > 0, False
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from foretoken.measure.options import DEFAULT_NUMERICS, PLAIN
-from foretoken.measure.speed.plan import ALL_SLICES, ENGINE
+from foretoken.measure.speed.plan import ENGINE
 from foretoken.measure.speed.rows import SpeedRow
 from foretoken.measure.stats import best_fixed
-from foretoken.printing import text as markdown
 
 _LLAMA_CPP = "llama.cpp"
 _NGRAM = "ngram"  # the counterpart of every lookup of another engine
@@ -133,52 +132,6 @@ def _cell(row: SpeedRow) -> str:
     steps = "" if row.emitted_per_step is None else f" {row.emitted_per_step:.2f}"
     speedup = f"{row.tokens_per_s:.1f} tok/s" if row.speedup is None else f"{row.speedup:.2f}x"
     return speedup + steps + ("" if row.num_draft is None else f" ({row.num_draft})")
-
-
-def drafter_table(rows: Sequence[SpeedRow], temperature: float = 0.0) -> list[str]:
-    """Markdown: for every slice our drafters, each at its fastest setting, best first, with what it cost and what it
-    gained.
-    """
-    lines: list[str] = []
-    for name in dict.fromkeys(row.slice for row in rows if row.temperature == temperature):
-        here = [row for row in rows if (row.slice, row.temperature) == (name, temperature)]
-        kinds: dict[str, list[SpeedRow]] = {}
-        for row in here:
-            if row.engine == ENGINE and row.drafter is not None:
-                kinds.setdefault(kind_of(row), []).append(row)
-        fastest = sorted(
-            (max(own, key=lambda row: row.tokens_per_s) for own in kinds.values()), key=lambda row: -row.tokens_per_s
-        )
-        lines += ["", f"### {'all slices together' if name == ALL_SLICES else name}", "", *_slice_table(fastest, here)]
-    return lines[1:]
-
-
-_HEADINGS = (
-    "drafter",
-    "draft tokens",
-    "against plain",
-    "tokens a step",
-    "accepted by position",
-    "draft ms a step",
-    "against the same elsewhere",
-)
-
-
-def _slice_table(fastest: Sequence[SpeedRow], here: Sequence[SpeedRow]) -> list[str]:
-    lines = []
-    for row in fastest:
-        peer = against_peer(row, here)
-        cells = (
-            f"`{kind_of(row)}`",
-            "" if row.num_draft is None else str(row.num_draft),
-            "" if row.speedup is None else f"{row.speedup:.2f}x",
-            "" if row.emitted_per_step is None else f"{row.emitted_per_step:.2f}",
-            by_position(row),
-            "" if row.draft_ms_per_step is None else f"{row.draft_ms_per_step:.1f}",
-            "" if peer is None else f"{peer[0]:.2f}x {peer[1]}",
-        )
-        lines.append(cells)
-    return markdown.table(_HEADINGS, lines)
 
 
 def by_position(row: SpeedRow, most: int = 5) -> str:

@@ -83,7 +83,9 @@ def measure_profile(
     }
     batch = bench.curve("batch", _BATCHES, lambda count: Work(count, SHORT_TOKENS, 0))
     together = {
-        name: bench.drafter_curve(f"{name} batch", made, _DRAFT_BATCHES, _drafting_batch)
+        name: bench.drafter_curve(
+            f"{name} batch", made, _DRAFT_BATCHES, lambda count: Work(count, SHORT_TOKENS, BATCH_NUM_DRAFT)
+        )
         for name, made in drafters.items()
     }
     chunk, context = bench.long_texts(_CONTEXTS)
@@ -155,7 +157,3 @@ def _spec(choice: DrafterChoice, options: ProfileOptions) -> SpecConfig:
             f"drafter {choice.label} needs a draft; give its folder, or leave {choice.name} out of the drafters",
         )
     return choice.spec(**({"draft": options.draft} if "draft" in choice.needs else {}))
-
-
-def _drafting_batch(batch: int) -> Work:
-    return Work(batch, SHORT_TOKENS, BATCH_NUM_DRAFT)

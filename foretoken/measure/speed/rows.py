@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from statistics import median
 from typing import TypeVar
 
@@ -242,15 +241,12 @@ def _whole_answers(samples: Sequence[SpeedSample]) -> dict[tuple[int, int], tupl
 
 
 def _e2e_tokens_per_s(samples: Sequence[SpeedSample], slo_ms: float | None = None) -> float | None:
+    def rate(answers: Sequence[Answer]) -> float:
+        counted = (counted_tokens(a.num_emitted, a.decode_s / max(1, a.decode_tokens), slo_ms) for a in answers)
+        return sum(counted) / sum(a.e2e_s or 0.0 for a in answers)
+
     known = [s for s in samples if s.answer.e2e_s]
-    if not known:
-        return None
-    return median(_per_repeat(known, partial(_whole_tokens_per_s, slo_ms)).values())
-
-
-def _whole_tokens_per_s(slo_ms: float | None, answers: Sequence[Answer]) -> float:
-    counted = (counted_tokens(a.num_emitted, a.decode_s / max(1, a.decode_tokens), slo_ms) for a in answers)
-    return sum(counted) / sum(a.e2e_s or 0.0 for a in answers)
+    return median(_per_repeat(known, rate).values()) if known else None
 
 
 def repeated_ngrams(outputs: Iterable[Sequence[int]], n: int = _NGRAM) -> float | None:

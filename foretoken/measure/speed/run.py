@@ -28,7 +28,7 @@ from foretoken.measure.speed.options import SpeedOptions
 from foretoken.measure.speed.plan import ALL_SLICES, Contender, SpeedPlan, SpeedSample
 from foretoken.measure.speed.report import speed_report, write_plot
 from foretoken.measure.speed.rows import summarise
-from foretoken.measure.speed.turns import Samples, measure, open_samples
+from foretoken.measure.speed.turns import Samples, measure
 from foretoken.measure.workload import SLICES, Prompt, slices
 from foretoken.measure.write import check_out, free_path, is_page, write_report
 from foretoken.model.names import model_folder
@@ -118,7 +118,7 @@ def measure_speed(options: SpeedOptions, llm: LLM | None = None) -> SpeedRun:
         caveats.extend(notes)
         settings = {contender.setting.name: contender.setting for contender in contenders}
         path = _samples_file(options)
-        samples = Samples() if path is None else open_samples(path, _about(options, prompts, found), settings)
+        samples = Samples(path, _about(options, prompts, found), settings)
         stack.callback(samples.close)
         notes, interrupted = _measured(contenders, plan, samples)
     caveats.extend(notes)

@@ -10,24 +10,38 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from foretoken.backend.answering import Answer
 from foretoken.errors import ForetokenError, InputError, ModelError, StorageError
 from foretoken.machine.neighbours import OtherLoad
 from foretoken.measure.kept import KeptFile
+from foretoken.measure.progress import Tell
 from foretoken.measure.speed.plan import ENGINE, Contender, SpeedPlan, SpeedSample, SpeedSetting
 
 _Place = tuple[str, int, float, int]  # setting, prompt, temperature, repeat
 
 
 class Samples:
-    """The answers so far; with `open_samples` also in a file."""
+    """The answers so far, with a `path` also in a file, whose answers of an earlier run are taken over.
 
-    def __init__(self) -> None:
+    `run` is what must agree with it; answers of a setting that is not in `settings`, by name, are passed over.
+
+    Raises:
+        InputError, StorageError: see `KeptFile`.
+    """
+
+    def __init__(
+        self,
+        path: Path | None = None,
+        run: Mapping[str, Any] = MappingProxyType({}),
+        settings: Mapping[str, SpeedSetting] = MappingProxyType({}),
+    ) -> None:
         self.all: list[SpeedSample] = []
         self._places: set[_Place] = set()
-        self._file: KeptFile | None = None
+        self._file = KeptFile(path, "bench speed", run)
+        self._file.restored(lambda line: self._restore(line, settings))
 
     def __contains__(self, place: _Place) -> bool:
         return place in self._places
@@ -39,8 +53,7 @@ class Samples:
             StorageError: the file cannot be written.
         """
         self._keep(sample)
-        if self._file is not None:
-            self._file.append(asdict(sample) | {"setting": sample.setting.name})
+        self._file.append(asdict(sample) | {"setting": sample.setting.name})
 
     def drop(self, setting: SpeedSetting) -> None:
         """Leave out a setting's answers; the file keeps them."""
@@ -48,24 +61,13 @@ class Samples:
 
     def close(self) -> None:
         """Close the file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self._file.close()
 
     def _keep(self, sample: SpeedSample) -> None:
         self.all.append(sample)
         self._places.add((sample.setting.name, sample.prompt_index, sample.temperature, sample.repeat))
 
-    def attach(self, file: KeptFile) -> None:
-        """Write the answers from now on to a file."""
-        self._file = file
-
-    def restore(self, values: Mapping[str, Any], settings: Mapping[str, SpeedSetting]) -> None:
-        """Take over an answer that was written; one of a setting that is not in `settings` is passed over.
-
-        Raises:
-            KeyError, TypeError: something is missing.
-        """
+    def _restore(self, values: Mapping[str, Any], settings: Mapping[str, SpeedSetting]) -> None:
         setting = settings.get(values["setting"])
         if setting is None:
             return
@@ -78,28 +80,10 @@ class Samples:
         self._keep(SpeedSample(setting=setting, answer=Answer(**answer), **own))
 
 
-def open_samples(path: Path, run: Mapping[str, Any], settings: Mapping[str, SpeedSetting]) -> Samples:
-    """The answers in `path` of an earlier run, which is resumed; a new file where there is none.
-
-    `run` is what must agree; `settings` are those of this run, by name.
-
-    Raises:
-        InputError, StorageError: see `KeptFile`.
-    """
-    samples = Samples()
-    file = KeptFile(path, "bench speed", run)
-    file.restored(lambda line: samples.restore(line, settings))
-    samples.attach(file)
-    return samples
-
-
-Progress = Callable[[str], None]
-
-
 def measure(
     contenders: Sequence[Contender],
     plan: SpeedPlan,
-    progress: Progress = lambda _: None,
+    tell: Tell = lambda _: None,
     samples: Samples | None = None,
     others: OtherLoad | None = None,
     added: Callable[[SpeedSample], None] = lambda _: None,
@@ -107,7 +91,7 @@ def measure(
     """Run the plan; return the samples, and a note for every other engine that failed and was left out.
 
     A setting of our own is left out only if it is optional and what it needs is missing or does not fit.
-    `progress` is called with a setting's name before each answer. What `samples` has already is not run again; new
+    `tell` is called with a setting's name before each answer. What `samples` has already is not run again; new
     answers are added to it. `others` watches the cores meanwhile;
     `added` is called with each new sample.
 
@@ -119,7 +103,7 @@ def measure(
     store = Samples() if samples is None else samples
 
     def run(contender: Contender, index: int, temperature: float, repeat: int) -> Answer | None:
-        progress(contender.setting.name)
+        tell(contender.setting.name)
         try:
             return contender.answer(plan.prompts[index], plan.params(temperature, index, repeat))
         except ForetokenError as error:

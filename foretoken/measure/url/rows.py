@@ -232,7 +232,7 @@ def _throughput(rows: Sequence[UrlRow], options: UrlOptions) -> Table:
             f"{row.num_good / row.num_requests:.0%}",
             f"{row.requests_per_s:.2f}",
             f"{row.goodput_per_s:.2f}",
-            _told(row.tokens_per_s, 1.0, 1),
+            _told(row.tokens_per_s),
             "not reported" if row.acceptance_rate is None else f"{row.acceptance_rate:.0%} of {row.num_drafted}",
         )
         for row in rows
@@ -248,14 +248,14 @@ def _latency(rows: Sequence[UrlRow]) -> Table:
 
 
 def _cells(found: Mapping[str, Estimate]) -> tuple[str, ...]:
-    return tuple(_told(found[name], 1000.0, 1) if name in found else "" for name in _COLUMNS)
+    return tuple(_told(found[name], 1000.0) if name in found else "" for name in _COLUMNS)
 
 
-def _told(figure: Estimate, scale: float, digits: int) -> str:
-    value = f"{scale * figure.value:.{digits}f}"
+def _told(figure: Estimate, scale: float = 1.0) -> str:
+    value = f"{scale * figure.value:.1f}"
     if figure.low is None and figure.high is None:
         return value
-    low, high = ("-" if end is None else f"{scale * end:.{digits}f}" for end in (figure.low, figure.high))
+    low, high = ("-" if end is None else f"{scale * end:.1f}" for end in (figure.low, figure.high))
     return f"{value} [{low}, {high}]"
 
 

@@ -5,11 +5,10 @@ whether or not earlier ones were answered.
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from foretoken.backend.answering import Question
@@ -17,7 +16,7 @@ from foretoken.backend.http import Endpoint
 from foretoken.errors import UnavailableError
 from foretoken.measure.kept import KeptFile, digest, run_of
 from foretoken.measure.progress import Tell, progress
-from foretoken.measure.report import Report, load_average
+from foretoken.measure.report import Report, busy_caveats, load_average
 from foretoken.measure.url.plan import (
     UrlOptions,
     UrlRequest,
@@ -45,44 +44,29 @@ class UrlRun:
     is_known: bool = False
 
 
-class KeptRuns:
-    """Whole loads in a file. A load that was interrupted is measured again: what its last requests met depends on all
-    before them.
+def _kept(options: UrlOptions, model: str, runs: Sequence[UrlRun]) -> KeptFile:
+    """The file of whole loads, those that it holds already restored. A load that was interrupted is measured again:
+    what its last requests met depends on all before them.
 
     Raises:
         InputError, StorageError: see `KeptFile`.
     """
+    planned = digest([[asdict(request) for request in run.requests] for run in runs])
+    file = KeptFile(options.resume, "bench url", run_of(options, model=model) | {"requests by content": planned})
+    by_setting = {run.setting: run for run in runs}
 
-    def __init__(self, path: Path, options: UrlOptions, model: str, runs: Sequence[UrlRun]) -> None:
-        planned = digest([[asdict(request) for request in run.requests] for run in runs])
-        about = run_of(options, model=model) | {"requests by content": planned}
-        self._file = KeptFile(path, "bench url", about)
-        self._runs = {run.setting: run for run in runs}
-        self._file.restored(self._restore)
-
-    def _restore(self, line: Mapping[str, Any]) -> None:
-        run = self._runs[line["setting"]]
+    def restore(line: Mapping[str, Any]) -> None:
+        run = by_setting[line["setting"]]
         run.samples = [
             UrlSample(**one | {"pieces": [tuple(piece) for piece in one["pieces"]]}) for one in line["samples"]
         ]
         run.counters = list(line["counters"])
         run.is_known = True
 
-    def keep(self, run: UrlRun) -> None:
-        """Write a load that has ended.
-
-        Raises:
-            StorageError: it cannot be written.
-        """
-        samples = [asdict(sample) for sample in run.samples]
-        self._file.append({"setting": run.setting, "samples": samples, "counters": run.counters})
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+    file.restored(restore)
+    return file
 
 
-_BUSY_LOAD = 0.9  # load average per core, above which the client may have been too slow
 _MAX_LAG_S = 0.05
 _MIN_DRAFTED = 100  # tokens, below which acceptance says little
 _CHANCE = 0.01
@@ -148,17 +132,13 @@ async def _measure(options: UrlOptions, runs: Sequence[UrlRun], found: dict[str,
     async with Endpoint(options.server) as endpoint:
         await endpoint.open()
         found["model"] = endpoint.model
-        kept = None if options.resume is None else KeptRuns(options.resume, options, endpoint.model, runs)
-        try:
+        with closing(_kept(options, endpoint.model, runs)) as kept:
             missing = [run for run in runs if not run.is_known]
             if missing:
                 await _drive_all(endpoint, options, missing, kept)
-        finally:
-            if kept is not None:
-                kept.close()
 
 
-async def _drive_all(endpoint: Endpoint, options: UrlOptions, runs: Sequence[UrlRun], kept: KeptRuns | None) -> None:
+async def _drive_all(endpoint: Endpoint, options: UrlOptions, runs: Sequence[UrlRun], kept: KeptFile) -> None:
     """Warm up, then drive one load after the other; each that has ended is kept."""
     await _warm_up(endpoint, options)
     with progress(sum(len(run.requests) for run in runs) + 1) as tell:
@@ -167,8 +147,8 @@ async def _drive_all(endpoint: Endpoint, options: UrlOptions, runs: Sequence[Url
             run.counters.append(await endpoint.spec_counters())
             await _drive(endpoint, options, run, tell)
             run.counters.append(await endpoint.spec_counters())
-            if kept is not None:
-                kept.keep(run)
+            samples = [asdict(sample) for sample in run.samples]
+            kept.append({"setting": run.setting, "samples": samples, "counters": run.counters})
 
 
 async def _warm_up(endpoint: Endpoint, options: UrlOptions) -> None:
@@ -250,11 +230,6 @@ def _repeats(options: UrlOptions, runs: Sequence[UrlRun]) -> list[str]:
     ]
 
 
-def _is_useless(num_drafted: int, acceptance_rate: float) -> bool:
-    """Whether drafted tokens are accepted no more often than by chance."""
-    return num_drafted >= _MIN_DRAFTED and acceptance_rate < _CHANCE
-
-
 def _caveats(rows: Sequence[UrlRow], load: float, interrupted: bool) -> list[str]:
     found = []
     if interrupted:
@@ -265,7 +240,7 @@ def _caveats(rows: Sequence[UrlRow], load: float, interrupted: bool) -> list[str
             failed = row.num_requests - row.num_ok
             said = f' The first error: "{row.first_error}".' if row.first_error else ""
             found.append(f"{row.setting}: {failed} of {row.num_requests} requests failed ({counts}).{said}")
-        if row.acceptance_rate is not None and row.num_drafted and _is_useless(row.num_drafted, row.acceptance_rate):
+        if row.acceptance_rate is not None and (row.num_drafted or 0) >= _MIN_DRAFTED and row.acceptance_rate < _CHANCE:
             found.append(
                 f"{row.setting}: {row.num_accepted} of {row.num_drafted} drafted tokens were accepted, which is near "
                 "chance: the draft model or head does not fit the target, or was loaded in part."
@@ -274,6 +249,4 @@ def _caveats(rows: Sequence[UrlRow], load: float, interrupted: bool) -> list[str
             found.append(
                 f"{row.setting}: 1 % of requests were sent {row.lag_s_p99:.2f} s late or more: the client was too slow."
             )
-    if load > _BUSY_LOAD * (os.cpu_count() or 1):
-        found.append(f"The machine was busy when the run began: load average {load:.1f}.")
-    return found
+    return found + busy_caveats(load)

@@ -84,7 +84,7 @@ def test_a_request_keeps_its_own_length_and_temperature(tmp_path: Path) -> None:
 def test_the_verdict_follows_the_times(tmp_path: Path, b_s: float, noise: float, verdict: str) -> None:
     options = options_of(tmp_path, 64, pairs_per_block=2)
     pairs = pairs_of(options, b_s, noise)
-    found = outcome_of(pairs, "e2e", math.log1p(options.margin))
+    found = outcome_of(block_means(pairs, "e2e"), options.margin)
     assert found.verdict == verdict
     assert found.num_blocks == 32
     assert found.speedup is not None
@@ -96,7 +96,7 @@ def test_the_verdict_follows_the_times(tmp_path: Path, b_s: float, noise: float,
 
 def test_few_blocks_never_decide(tmp_path: Path) -> None:
     options = options_of(tmp_path, 28)  # seven blocks
-    found = outcome_of(pairs_of(options, 0.2, 0.0), "e2e", 0.03)
+    found = outcome_of(block_means(pairs_of(options, 0.2, 0.0), "e2e"), 0.03)
     assert (found.verdict, found.speedup.low if found.speedup else 0) == ("go on", None)
     assert "8 blocks are the fewest" in verdict_line(found, 28, options)
 
@@ -175,7 +175,7 @@ def test_the_order_effect_is_seen_apart_from_the_difference(tmp_path: Path) -> N
     effect = order_effect(pairs)
     assert effect is not None
     assert effect.speedup == pytest.approx(2, rel=0.02)
-    found = outcome_of(pairs, "e2e", 0.03)
+    found = outcome_of(block_means(pairs, "e2e"), 0.03)
     assert found.speedup is not None
     assert found.speedup.value == pytest.approx(1.25, rel=0.02)
     report = ab_report(options, ABOUT, pairs, [], "c", (), 0.0, False, False)
@@ -259,6 +259,8 @@ def test_the_library_call_takes_names_and_options(tmp_path: Path) -> None:
         ({"a": "local"}, ConfigError, "target=None: a=local runs in this process"),
         ({"a": "local", "target": "t", "a_model": "m"}, ConfigError, "a_model"),
         ({"target": "t"}, ConfigError, "target='t': is of an engine in this process"),
+        ({"dtype": "float32"}, ConfigError, "dtype='float32': is of an engine in this process"),
+        ({"device": "cpu"}, ConfigError, "device='cpu': is of an engine in this process"),
         ({"pairs_per_block": 3}, InputError, "pairs_per_block=3: must be even"),
         ({"margin": 0.0}, InputError, "margin"),
         ({"price_per_hour": (1.0, 2.0, 3.0)}, InputError, "price_per_hour"),

@@ -266,6 +266,7 @@ def test_marks_of_thinking_are_in_tokens_and_in_no_text(target: Path) -> None:
         ({"weights": "int8"}, "weights", ConfigError),
         ({"url": "ftp://x"}, "url", InputError),
         ({"url": None, "model": "m"}, "model", ConfigError),
+        ({"url": None, "key_variable": "MY_KEY"}, "key_variable", ConfigError),
         ({"prompts": "IDS"}, "prompts", InputError),
     ],
 )

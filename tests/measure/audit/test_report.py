@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from foretoken import InputError, StorageError
-from foretoken.measure.audit.report import AuditReport, audit_report, check_out
-from foretoken.measure.checks import Check
+from foretoken import InputError, SpecConfig, StorageError
+from foretoken.measure.audit.options import AuditOptions
+from foretoken.measure.audit.report import audit_report, check_out
+from foretoken.measure.checks import Check, failed, verdict
 from foretoken.measure.report import markdown, print_report
 from foretoken.measure.write import write_report
 from foretoken.printing.console import Console
@@ -22,29 +23,26 @@ GOOD = Check(
 BAD = Check(
     "equal | seeds", "num_draft 1", "fail", 96, "1 of 4 equal", "all equal", detail="first differences at token 3"
 )
-REPORT = AuditReport(
+OPTIONS = AuditOptions("x", SpecConfig())
+REPORT = audit_report(
+    OPTIONS,
     (GOOD, BAD),
     "foretoken audit -t x",
-    {"cpu": "abacus", "cores": 2},
-    {"torch": "2"},
-    {"seed": 0},
-    1e-4,
+    machine={"cpu": "abacus", "cores": 2},
+    versions={"torch": "2"},
     date="2026-11-21",
 )
 
 
 def test_the_verdict_counts() -> None:
     assert REPORT.verdict == "FAIL: 1 of 2 checks failed"
-    assert REPORT.failed == (BAD,)
+    assert failed((GOOD, BAD)) == (BAD,)
     others = (replace(GOOD, result="undecided"), replace(GOOD, result="not claimed"), replace(GOOD, result="info"))
-    assert (
-        replace(REPORT, checks=(GOOD, *others)).verdict
-        == "PASS: 1 checks; 1 undecided; lossy rule: distribution not claimed"
-    )
+    assert verdict((GOOD, *others)) == ("PASS: 1 checks; 1 undecided; lossy rule: distribution not claimed", True)
 
 
 def test_markdown() -> None:
-    page = markdown(audit_report(REPORT))
+    page = markdown(REPORT)
     lines = page.splitlines()
     assert lines[0] == "# FAIL: 1 of 2 checks failed"
     assert "    foretoken audit -t x" in lines
@@ -60,7 +58,7 @@ def test_markdown() -> None:
 
 def test_a_terminal_shows_all_of_it() -> None:
     out = io.StringIO()
-    print_report(audit_report(REPORT), Console(file=out, width=200))
+    print_report(REPORT, Console(file=out, width=200))
     shown = out.getvalue()
     for told in ("FAIL: 1 of 2", "z = 0.51", "first differences at token 3", "a temperature off by 14%"):
         assert told in shown
@@ -68,13 +66,13 @@ def test_a_terminal_shows_all_of_it() -> None:
 
 def test_files(tmp_path: Path) -> None:
     check_out(tmp_path / "new" / "r.json")
-    write_report(audit_report(REPORT), tmp_path / "new" / "r.json", "r")
-    write_report(audit_report(REPORT), tmp_path / "new" / "r.md", "r")
+    write_report(REPORT, tmp_path / "new" / "r.json", "r")
+    write_report(REPORT, tmp_path / "new" / "r.md", "r")
     found = json.loads((tmp_path / "new" / "r.json").read_text())
     assert (found["verdict"], found["passed"]) == (REPORT.verdict, False)
     assert found["checks"][1]["detail"] == "first differences at token 3"
     assert {"command", "date", "machine", "versions", "options", "false_alarm_rate"} <= set(found)
-    assert (tmp_path / "new" / "r.md").read_text() == markdown(audit_report(REPORT))
+    assert (tmp_path / "new" / "r.md").read_text() == markdown(REPORT)
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["r.json", "r.md"]
 
 
@@ -88,7 +86,7 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(Path, "write_bytes", cut)
     with pytest.raises(KeyboardInterrupt):
-        write_report(audit_report(REPORT), tmp_path / "r.md", "r")
+        write_report(REPORT, tmp_path / "r.md", "r")
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("r.md", b"old")]
 
 

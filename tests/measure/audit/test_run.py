@@ -16,9 +16,9 @@ from foretoken.core import Draft, Mass, Uniforms, Verdict
 from foretoken.draft.draft_model import DraftModelDrafter
 from foretoken.engine import runner as runner_module
 from foretoken.measure.audit.options import AuditOptions
-from foretoken.measure.audit.report import AuditReport
 from foretoken.measure.audit.run import run_audit
-from foretoken.measure.checks import equality
+from foretoken.measure.checks import Check, equality, failed
+from foretoken.measure.report import Report
 from foretoken.model.interface import ForwardOutput
 from foretoken.model.paged import PagedModel
 from foretoken.model.strict import StrictModel
@@ -46,7 +46,7 @@ LAW = {
 
 def audit(
     pair: SimpleNamespace, rule: str = "rejection", drafter: str | None = "draft_model", **options: object
-) -> AuditReport:
+) -> Report:
     """A short audit in float32, where every difference counts."""
     spec = SpecConfig(
         drafter,
@@ -56,11 +56,16 @@ def audit(
         allow_lossy=rule == "typical",
     )
     settings = {"num_prompts": 24, "max_tokens": 32, "dtype": "float32", "cache_tokens": 4096} | options
-    return run_audit(AuditOptions(str(pair.target), spec, **settings), PROMPTS, "foretoken audit", {}, {})  # type: ignore[arg-type]
+    return run_audit(AuditOptions(str(pair.target), spec, **settings), PROMPTS, "foretoken audit")  # type: ignore[arg-type]
 
 
-def failures(report: AuditReport) -> set[str]:
-    return {check.name for check in report.failed}
+def checks_of(report: Report) -> tuple[Check, ...]:
+    found: tuple[Check, ...] = report.results["checks"]
+    return found
+
+
+def failures(report: Report) -> set[str]:
+    return {check.name for check in failed(checks_of(report))}
 
 
 # ---- sound engines
@@ -74,22 +79,22 @@ def failures(report: AuditReport) -> set[str]:
 )
 def test_a_sound_engine_passes(pair: SimpleNamespace, rule: str, drafter: str | None) -> None:
     report = audit(pair, rule, drafter)
-    assert report.failed == (), report.verdict
+    assert failed(checks_of(report)) == (), report.verdict
     speculative = {"distribution: no bias by the draft", "the same answers as plain decoding"}
-    assert {check.name for check in report.checks} == (EXACT | LAW | {"logits do not depend on the batch"}) - (
+    assert {check.name for check in checks_of(report)} == (EXACT | LAW | {"logits do not depend on the batch"}) - (
         set() if drafter else speculative
     )
-    undecided = {check.name for check in report.checks if check.result == "undecided"}
+    undecided = {check.name for check in checks_of(report) if check.result == "undecided"}
     assert undecided <= (
         {"distribution: no bias by the draft"} if drafter == "ngram" else set()
     )  # random text has few repeats to draft from
     assert all(
-        check.num_tokens == 24 * 32 for check in report.checks if check.name == "distribution: only possible tokens"
+        check.num_tokens == 24 * 32 for check in checks_of(report) if check.name == "distribution: only possible tokens"
     )
-    pulls = [check.num_tokens for check in report.checks if check.name == "distribution: no bias by the draft"]
+    pulls = [check.num_tokens for check in checks_of(report) if check.name == "distribution: no bias by the draft"]
     assert all(0 < count < 24 * 32 for count in pulls)  # places without a draft say nothing about it
     promised = [
-        check.sees for check in report.checks if check.name in ("distribution: sharpness", "distribution: ranks")
+        check.sees for check in checks_of(report) if check.name in ("distribution: sharpness", "distribution: ranks")
     ]
     assert promised
     assert all("total variation" in sees for sees in promised)
@@ -99,7 +104,7 @@ def test_auto_is_audited_with_and_without_a_seed(pair: SimpleNamespace) -> None:
     """A request with a seed is coupled, one without takes the block rule for sampled chains: both distributions are
     looked at.
     """
-    checks = [check for check in audit(pair, "auto", num_prompts=2).checks if check.name in LAW]
+    checks = [check for check in checks_of(audit(pair, "auto", num_prompts=2)) if check.name in LAW]
     assert {check.where for check in checks} == {
         "temperature 0.8, draft_model, rule coupled",
         "temperature 0.8, draft_model, rule block",
@@ -111,13 +116,13 @@ def test_auto_is_audited_with_and_without_a_seed(pair: SimpleNamespace) -> None:
 
 def test_few_tokens_decide_nothing_and_the_report_says_so(pair: SimpleNamespace) -> None:
     report = audit(pair, num_prompts=1, max_tokens=8)
-    assert report.failed == ()
+    assert failed(checks_of(report)) == ()
     assert "undecided" in report.verdict
 
 
 def test_temperatures_choose_the_checks(pair: SimpleNamespace) -> None:
-    greedy = {check.name for check in audit(pair, temperatures=(0.0,), num_prompts=2).checks}
-    sampled = {check.name for check in audit(pair, temperatures=(0.7, 1.0), num_prompts=2).checks}
+    greedy = {check.name for check in checks_of(audit(pair, temperatures=(0.0,), num_prompts=2))}
+    sampled = {check.name for check in checks_of(audit(pair, temperatures=(0.7, 1.0), num_prompts=2))}
     both = {"logits do not depend on the batch", "all cache is released"}
     assert greedy == both | {"the same answers as plain decoding", "every token is the target's choice"}
     assert sampled == both | LAW | {"equal seeds, equal answers"}
@@ -126,31 +131,31 @@ def test_temperatures_choose_the_checks(pair: SimpleNamespace) -> None:
 def test_near_ties_of_16_bit_numbers_are_told_apart_from_errors(pair: SimpleNamespace) -> None:
     """Rounded to bfloat16 the tiny model has many ties: differences are allowed there, and there only."""
     report = audit(pair, "auto", dtype="bfloat16", num_prompts=6)
-    assert report.failed == ()
-    demanded = {check.demanded for check in report.checks if check.name in EXACT}
+    assert failed(checks_of(report)) == ()
+    demanded = {check.demanded for check in checks_of(report) if check.name in EXACT}
     assert "all equal except at near ties" in demanded
 
 
 def test_a_lossy_rule_is_not_judged_by_the_law(pair: SimpleNamespace) -> None:
     report = audit(pair, "typical")
-    assert report.failed == ()
-    assert {check.result for check in report.checks if check.name in LAW} == {"not claimed"}
+    assert failed(checks_of(report)) == ()
+    assert {check.result for check in checks_of(report) if check.name in LAW} == {"not claimed"}
     assert "lossy rule: distribution not claimed" in report.verdict
-    pull = next(check for check in report.checks if check.name == "distribution: no bias by the draft")
+    pull = next(check for check in checks_of(report) if check.name == "distribution: no bias by the draft")
     assert "p < 1e-15" in pull.found or float(pull.found.split("p = ")[1]) < 1e-4  # it is measured all the same
 
 
 def test_what_cannot_be_audited(pair: SimpleNamespace) -> None:
     spec = SpecConfig()
     with pytest.raises(InputError, match="no tokenizer; give a file of JSON lines"):
-        run_audit(AuditOptions(str(pair.target), spec), ["a text"], "", {}, {})
+        run_audit(AuditOptions(str(pair.target), spec), ["a text"], "")
     with pytest.raises(InputError, match=r"max_tokens=256: must be smaller than the context of 256 tokens"):
-        run_audit(AuditOptions(str(pair.target), spec, max_tokens=256), PROMPTS, "", {}, {})
+        run_audit(AuditOptions(str(pair.target), spec, max_tokens=256), PROMPTS, "")
 
 
 def test_long_prompts_are_cut_to_their_end(pair: SimpleNamespace) -> None:
-    report = run_audit(AuditOptions(str(pair.target), SpecConfig(), 1, 60, (0.0,)), [token_ids(500)], "", {}, {})
-    assert report.failed == ()
+    report = run_audit(AuditOptions(str(pair.target), SpecConfig(), 1, 60, (0.0,)), [token_ids(500)], "")
+    assert failed(checks_of(report)) == ()
 
 
 # ---- planted errors
@@ -245,7 +250,7 @@ def test_a_filter_that_is_not_applied_is_found(pair: SimpleNamespace, monkeypatc
         return target_probs(logits.masked_fill(torch.arange(97) > 90, -torch.inf), params)
 
     monkeypatch.setattr(rescoring, "target_probs", cut)
-    found = {check.name: check for check in audit(pair, temperatures=(0.8,)).failed}
+    found = {check.name: check for check in failed(checks_of(audit(pair, temperatures=(0.8,))))}
     assert not found["distribution: only possible tokens"].found.startswith("0 ")
 
 
@@ -265,7 +270,7 @@ def test_wrong_greedy_answers_are_found(pair: SimpleNamespace, dtype: str, monke
     monkeypatch.setattr(GreedyRule, "verify_best", trusting)
     report = audit(pair, "auto", temperatures=(0.0,), dtype=dtype)
     assert failures(report) == {"the same answers as plain decoding", "every token is the target's choice"}
-    assert "apart, rounding explains" in next(check.detail for check in report.failed if check.detail)
+    assert "apart, rounding explains" in next(check.detail for check in failed(checks_of(report)) if check.detail)
 
 
 def answer(*tokens: int) -> SimpleNamespace:
@@ -302,7 +307,7 @@ def test_an_answer_that_ends_early_is_found(pair: SimpleNamespace, monkeypatch: 
 
     monkeypatch.setattr(RequestState, "append", hasty)
     report = audit(pair, temperatures=(0.0,), num_prompts=3)
-    assert "one ends at token 5" in next(check.detail for check in report.failed)
+    assert "one ends at token 5" in next(check.detail for check in failed(checks_of(report)))
 
 
 def test_seeds_that_do_not_repeat_are_found(pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,7 +322,7 @@ def test_seeds_that_do_not_repeat_are_found(pair: SimpleNamespace, monkeypatch: 
     monkeypatch.setattr(runner_module, "round_uniforms", numbers)
     report = audit(pair, temperatures=(0.8,))
     assert failures(report) == {"equal seeds, equal answers"}
-    assert [check.where for check in report.failed] == ["temperature 0.8, the same again"]
+    assert [check.where for check in failed(checks_of(report))] == ["temperature 0.8, the same again"]
 
 
 def test_coupled_noise_that_belongs_to_the_round_is_found(
@@ -332,7 +337,9 @@ def test_coupled_noise_that_belongs_to_the_round_is_found(
 
     monkeypatch.setattr(RaceNoise, "rows", of_the_round)
     report = audit(pair, "coupled", temperatures=(0.8,))
-    assert {check.where.split(", ")[1] for check in report.failed if check.name == "equal seeds, equal answers"} >= {
+    assert {
+        check.where.split(", ")[1] for check in failed(checks_of(report)) if check.name == "equal seeds, equal answers"
+    } >= {
         "num_draft 1",
         "plain decoding",
     }
@@ -353,7 +360,7 @@ def test_a_lost_block_is_found(pair: SimpleNamespace, monkeypatch: pytest.Monkey
     for model, table in lost:  # or the audit after every test would find it too
         model.allocator.free(table)  # type: ignore[arg-type]
     assert failures(report) == {"all cache is released"}
-    assert {check.where for check in report.failed} == {"target", "draft"}
+    assert {check.where for check in failed(checks_of(report))} == {"target", "draft"}
 
 
 def test_an_engine_that_fails_under_a_check_fails_it(pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,7 +373,7 @@ def test_an_engine_that_fails_under_a_check_fails_it(pair: SimpleNamespace, monk
     monkeypatch.setattr(PagedModel, "forward", broken)
     report = audit(pair, temperatures=(0.0,), num_prompts=4)
     assert failures(report) == {"greedy answers", "logits"}
-    assert all("the engine failed: request" in check.found for check in report.failed)
+    assert all("the engine failed: request" in check.found for check in failed(checks_of(report)))
 
 
 @pytest.mark.parametrize("numerics", ["default", "strict"])
@@ -381,7 +388,7 @@ def test_logits_that_depend_on_the_batch(pair: SimpleNamespace, numerics: str, m
 
     monkeypatch.setattr(kind, "forward", uneven)
     report = audit(pair, temperatures=(0.0,), num_prompts=4, numerics=numerics, max_tokens=12)
-    logits = [check for check in report.checks if check.name == "logits do not depend on the batch"]
+    logits = [check for check in checks_of(report) if check.name == "logits do not depend on the batch"]
     assert {check.where for check in logits} == {"4 rows against 1", "4 requests against 1"}
     assert {check.result for check in logits} == {"fail" if numerics == "strict" else "info"}
     assert all("apart" in check.found for check in logits)
@@ -389,8 +396,8 @@ def test_logits_that_depend_on_the_batch(pair: SimpleNamespace, numerics: str, m
 
 def test_strict_numbers_are_bitwise_equal(pair: SimpleNamespace) -> None:
     report = audit(pair, "auto", temperatures=(0.0,), num_prompts=4, numerics="strict", dtype="bfloat16", max_tokens=12)
-    assert [check.result for check in report.checks if check.name == "logits do not depend on the batch"] == [
+    assert [check.result for check in checks_of(report) if check.name == "logits do not depend on the batch"] == [
         "pass",
         "pass",
     ]
-    assert report.failed == ()
+    assert failed(checks_of(report)) == ()

@@ -20,7 +20,7 @@ from foretoken.measure.diagnose.options import DiagnoseOptions
 from foretoken.measure.diagnose.reading import FileFinding
 from foretoken.measure.diagnose.reference import Accepted, Sampling, windows
 from foretoken.measure.diagnose.repairs import Asking, Repair, text_repairs
-from foretoken.measure.diagnose.report import Diagnosis, Trial, diagnose_report
+from foretoken.measure.diagnose.report import Diagnosis, Trial, conclusion_of, diagnose_report
 from foretoken.measure.eval.prompts import EvalPrompt
 from foretoken.measure.html import html_page
 from foretoken.measure.report import markdown
@@ -43,6 +43,10 @@ def trial(before: float, after: float, cause: str = "layer taps") -> Trial:
     return Trial(Repair(cause, f"{cause} put right", f"correct {cause}"), accepted(before), accepted(after))
 
 
+def cause_of(found: Diagnosis) -> str | None:
+    return conclusion_of(OPTIONS, found).cause
+
+
 def test_the_repair_that_gains_most_names_the_cause() -> None:
     trials = (trial(0.1, 0.5, "norm flag"), trial(0.1, 1.4), trial(0.1, 0.15, "rope base"))
     found = Diagnosis(base=accepted(0.1), trials=trials)
@@ -59,7 +63,7 @@ def test_the_repair_that_gains_most_names_the_cause() -> None:
 def test_a_gain_that_chance_explains_names_nothing() -> None:
     noisy = Trial(Repair("BOS", "BOS", ""), accepted(1.0, 0.0), accepted(1.2, 0.9))
     found = Diagnosis(base=accepted(1.0), trials=(noisy,))
-    assert found.cause is None
+    assert cause_of(found) is None
     report = diagnose_report(OPTIONS, found, "foretoken diagnose")
     assert report.passed
     assert report.verdict.startswith("Nothing wrong found; this head accepts 1.00")
@@ -67,9 +71,9 @@ def test_a_gain_that_chance_explains_names_nothing() -> None:
 
 def test_what_was_read_counts_where_no_repair_helps() -> None:
     finding = FileFinding("other target", "other weights", "take its own head")
-    assert Diagnosis((finding,), accepted(0.6), (trial(0.6, 0.6),)).cause == "other target"
-    assert Diagnosis((finding,), accepted(0.6), (trial(0.6, 1.6),)).cause == "layer taps"
-    assert Diagnosis((), accepted(0.05), (trial(0.05, 0.06),)).cause == "other target", "near chance"
+    assert cause_of(Diagnosis((finding,), accepted(0.6), (trial(0.6, 0.6),))) == "other target"
+    assert cause_of(Diagnosis((finding,), accepted(0.6), (trial(0.6, 1.6),))) == "layer taps"
+    assert cause_of(Diagnosis((), accepted(0.05), (trial(0.05, 0.06),))) == "other target", "near chance"
 
 
 def test_a_server_far_below_the_head_is_the_cause() -> None:
@@ -78,7 +82,7 @@ def test_a_server_far_below_the_head_is_the_cause() -> None:
     report = diagnose_report(OPTIONS, found, "foretoken diagnose")
     assert report.results["cause"] == "endpoint"
     assert "the server 0.40" in report.verdict
-    assert Diagnosis(base=accepted(0.4), reported=reported).cause is None
+    assert cause_of(Diagnosis(base=accepted(0.4), reported=reported)) is None
 
 
 def test_a_server_is_read_by_position_or_in_total_and_asked_to_draft() -> None:
@@ -108,7 +112,7 @@ def test_a_server_is_read_by_position_or_in_total_and_asked_to_draft() -> None:
 def test_a_server_that_is_not_there_is_found_before_the_target_answers(
     pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_module, "_open_target", None)
+    monkeypatch.setattr(run_module, "LLM", None)
     with pytest.raises(UnavailableError, match="is the server running"):
         run_module.diagnose(str(pair.target), draft=str(pair.draft), url="http://127.0.0.1:9", num_prompts=2)
 

@@ -178,7 +178,9 @@ def test_a_price_times_answers_and_asks_plainly_too() -> None:
 
     backend = Timed(replace(CAN, plain=True))
     run = run_of(backend, drafters=("tree",), temperatures=(0.0,), price_per_hour=36.0)
-    run.run()
+    told: list[str] = []
+    run.run(told.append)
+    assert set(told) == {"plain", "tree"}
     found = {
         (row.place, row.setting): (row.tokens_per_s, row.price_per_million_tokens, row.change) for row in run.prices()
     }
@@ -227,6 +229,7 @@ def test_what_the_engine_cannot_be_asked_is_refused_by_name() -> None:
             {"drafters": ("eagle",)},
             r"drafters='eagle': scripted drafts otherwise; choose from lookup, tree",
         ),
+        (Scripted(), {"temperatures": ()}, r"temperatures=.*: give at least one; 0 is greedy"),
         (Scripted(silent), {"temperatures": (0.0, 0.5)}, "temperatures=0.5: scripted does not sample by a seed"),
         (Scripted(), {"chat": True}, "chat='p0': scripted renders no conversations"),
         (Scripted(), {"prompts": [EvalPrompt("i", "s", (1, 2))]}, "it takes no token ids"),

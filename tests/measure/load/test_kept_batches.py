@@ -14,7 +14,7 @@ from foretoken.errors import ConfigError, InputError
 from foretoken.machine.neighbours import contention_notes
 from foretoken.measure.load import run as batches_module
 from foretoken.measure.load.options import LoadOptions
-from foretoken.measure.load.rows import BatchSample, slice_tables, summarise_grid
+from foretoken.measure.load.rows import BatchSample, grid_tables, summarise_grid
 from foretoken.measure.load.run import opened, run_batches
 from foretoken.measure.load.settings import BatchSetting, Turn, parse_batch_settings, together
 from tests.measure.load.test_batches import options, stage, turn
@@ -137,7 +137,7 @@ def test_turns_beside_other_processes_are_marked_in_cell_row_and_caveat() -> Non
     ]
     rows = summarise_grid(samples)
     assert [(row.num_contended, row.num_turns) for row in rows] == [(0, 2), (1, 2)]
-    assert [line[1][-1] for line in slice_tables(rows)[0].lines] == ["0", "!"]
+    assert [line[1][-1] for line in grid_tables(rows)[0].lines] == ["0", "!"]
     assert together([replace(turn(1.0), contended=one) for one in (False, True)]).contended
     assert together([turn(1.0)]).contended is None
     assert contention_notes([(row.num_contended, row.num_turns) for row in rows], "turns") == [

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from foretoken.measure.speed.compare import against_peer, by_position, drafter_table, ratios, summary
+from foretoken.measure.speed.compare import against_peer, by_position, ratios, summary
 from foretoken.measure.speed.plan import SpeedSample, SpeedSetting
 from foretoken.measure.speed.report import speed_report
 from foretoken.measure.speed.rows import SpeedRow, summarise
@@ -107,8 +107,8 @@ def test_the_summary_has_each_drafter_at_its_best_on_each_slice():
     assert summary([row for row in two_slices() if row.slice == "code"], 0.0) == []
 
 
-def test_the_drafter_table_ranks_by_speed_within_a_slice():
-    lines = drafter_table(two_slices())
+def test_the_drafter_table_ranks_by_speed_within_a_slice(script):
+    lines = script.drafter_table(two_slices())
     code = lines[lines.index("### code") : lines.index("### edit")]
     assert [line.split("|")[1].strip() for line in code if line.startswith("| `")] == [
         "`draft_model(draft_top_k=5)`",

@@ -15,7 +15,7 @@ from foretoken.measure.speed import run as offline
 from foretoken.measure.speed.options import SpeedOptions
 from foretoken.measure.speed.plan import SpeedSample, SpeedSetting
 from foretoken.measure.speed.run import SAMPLES_SUFFIX, run_speed
-from foretoken.measure.speed.turns import open_samples
+from foretoken.measure.speed.turns import Samples
 from foretoken.printing.console import Console
 from tests.measure.fakes import FakeLLM, answer
 
@@ -98,11 +98,11 @@ def test_other_prompts_are_refused(tmp_path: Path, before: dict[str, object], af
 
 def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "other.jsonl"
-    open_samples(path, {}, {}).close()
+    Samples(path, {}, {}).close()
     content = path.read_text(encoding="utf-8") + '{"setting": "plain"}\n'
     path.write_text(content, encoding="utf-8")
     with pytest.raises(StorageError, match="does not hold the measurements"):
-        open_samples(path, {}, {"plain": SpeedSetting("plain")})
+        Samples(path, {}, {"plain": SpeedSetting("plain")})
     assert path.read_text(encoding="utf-8") == content
 
 
@@ -110,10 +110,10 @@ def test_an_answer_comes_back_as_it_was(tmp_path: Path) -> None:
     setting = SpeedSetting("ngram-3", drafter="ngram", num_draft=3)
     own = answer(4, 0.5, positions=((2, 1), (1, 0)), num_steps=3, ttft_s=0.25)
     sample = SpeedSample(setting, 1, "code", 0.0, 2, own, 0.5)
-    first = open_samples(tmp_path / "a.jsonl", {"x": (1, 2)}, {setting.name: setting})
+    first = Samples(tmp_path / "a.jsonl", {"x": (1, 2)}, {setting.name: setting})
     first.add(sample)
     first.close()
-    again = open_samples(tmp_path / "a.jsonl", {"x": [1, 2]}, {setting.name: setting})
+    again = Samples(tmp_path / "a.jsonl", {"x": [1, 2]}, {setting.name: setting})
     again.close()
     assert again.all == [sample]
     assert ("ngram-3", 1, 0.0, 2) in again
