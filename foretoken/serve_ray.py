@@ -35,14 +35,22 @@ def configs_of(args: Mapping[str, Any]) -> tuple[ServerConfig, RayOptions]:
         ConfigError, InputError: see `app`.
     """
     command = LazyVerbs()["serve"]
-    known = [one.name for one in command.params if one.name is not None]
+    settings = {
+        spelling.removeprefix("--").replace("-", "_"): str(one.name)
+        for one in command.params
+        for spelling in (str(one.name), *one.opts)
+    }
+    named: dict[str, Any] = {}
     for name, value in args.items():
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
+        if name not in settings:
+            near = difflib.get_close_matches(name, settings, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ConfigError(name, value, f"is no flag of serve{hint}")
+        if settings[name] in named:
+            raise ConfigError(name, value, f"is {settings[name]}, which is given too: leave one of them out")
+        named[settings[name]] = value
     try:
-        given = command.make_context("serve", [], default_map=dict(args)).params
+        given = command.make_context("serve", [], default_map=named).params
     except USAGE_ERROR as error:
         raise ConfigError("args", dict(args), error.format_message()) from error
     config, options = server_config(given), config_from(RayOptions, given)

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from foretoken import LLM, SamplingParams, SpecConfig
-from foretoken.backend.llama_cpp import LlamaSpeculative, trained_head
+from foretoken.backend.llama_cpp import MODEL_SIZED, Kind, LlamaRuns
 from foretoken.backend.llama_programs import LlamaCpp
 from foretoken.errors import ConfigError
 from foretoken.export.engines import engine_of
@@ -33,6 +33,7 @@ from foretoken.model.names import model_folder
 from studies.command import arguments, command_line, run, words
 
 ENGINE, SPEC_TYPE = "llamacpp", "draft-eagle3"
+KIND = Kind(SPEC_TYPE, MODEL_SIZED, counterpart="eagle")
 EXPLAINED = (
     "Drafted and accepted tokens, greedy, float32. At the end of an answer llama.cpp drafts whole drafts too; ours "
     "are cut to what may still be emitted."
@@ -107,18 +108,15 @@ def compared(
     folder, head = model_folder(given.target), work / "head"
     export_head(model_folder(given.head), folder, given.target, engine_of(ENGINE, None), head, given.num_draft)
     target_file = programs.convert(folder, "f32", work / "target.gguf")
-    head_file = programs.convert_head(head, folder, "f32", work / "head.gguf")
+    head_file = programs.converted(head, "f32", work / "head.gguf", folder, "--target-model-dir", str(folder))
     spec = SpecConfig("eagle", head=str(head), tree="chain", num_draft=given.num_draft, draft_dtype="float32")
     rows = []
     with LLM(given.target, spec, dtype="float32", device="cpu") as llm:
-        other = LlamaSpeculative(
-            *(trained_head(SPEC_TYPE), programs, (target_file, head_file)),
-            *(lambda text: len(llm.encode(text)), torch.get_num_threads()),
-        )
+        other = LlamaRuns(programs, target_file, lambda text: len(llm.encode(text)), torch.get_num_threads())
         for prompt in prompts:
             own = llm.generate([prompt.text], params)[0]
             tell(f"{prompt.name}, ours")
-            theirs = other.answer(question_of(prompt, params), given.num_draft)
+            theirs = other.speculative(KIND, question_of(prompt, params), given.num_draft, head_file)
             tell(f"{prompt.name}, llama.cpp")
             assert theirs.num_drafted is not None, "the program counts what it drafts"
             assert theirs.num_accepted is not None, "and what was accepted"

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.backend.answering import Drafting, Question
-from foretoken.backend.registry import BACKENDS, open_backend
+from foretoken.backend.registry import BACKENDS, BackendOptions, open_backend
 from foretoken.errors import InputError
 from foretoken.machine.neighbours import OtherLoad
 from foretoken.machine.threads import sleeping
@@ -170,7 +170,9 @@ def peers_of(options: argparse.Namespace) -> dict[str, Other]:
     numbers = sorted(int(end) for end in ends if end.isdigit())
     by_name: dict[str, Other] = {}
     for engine in dict.fromkeys(_engine_of(name) for name in options.peers):
-        backend = open_backend(engine, options.target, options.draft, device="cpu", threads=options.threads)
+        backend = open_backend(
+            BackendOptions(engine, options.target, options.draft, device="cpu", threads=options.threads)
+        )
         others = (Other(backend, drafting) for drafting in (Drafting(), *backend.draftings(numbers)))
         by_name |= {other.setting.name: other for other in others}
     for name in options.peers:

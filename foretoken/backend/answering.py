@@ -33,6 +33,11 @@ class Question:
     prediction: str | None = None
 
 
+def as_messages(pairs: Sequence[tuple[str, str]]) -> list[dict[str, str]]:
+    """The (role, content) pairs of a conversation as chat templates and OpenAI's API take them."""
+    return [{"role": role, "content": content} for role, content in pairs]
+
+
 @dataclass(frozen=True)
 class Drafting:
     """One way of an engine to draft: `kind` is its own name for the method (None: plain decoding), `num_draft` the
@@ -79,6 +84,36 @@ class Answer:
     num_prompt_tokens: int | None = None
 
 
+def answer_in_pieces(
+    token_ids: Sequence[int],
+    text: str,
+    pieces: Sequence[tuple[float, int]],
+    start_s: float,
+    stop_s: float,
+    drafted: tuple[int | None, int] | None = None,
+) -> Answer:
+    """The answer that came in `pieces`, at least one: the time and the tokens of each target forward.
+
+    `drafted` are the (drafted, accepted) tokens that the engine counted; without it every token beside the first of a
+    piece was accepted.
+    """
+    (first_s, num_first), num_tokens = pieces[0], len(token_ids)
+    num_drafted, num_accepted = drafted or (None, num_tokens - len(pieces))
+    return Answer(
+        token_ids=tuple(token_ids),
+        text=text,
+        num_emitted=num_tokens,
+        decode_tokens=num_tokens - num_first,
+        decode_s=stop_s - first_s,
+        ttft_s=first_s - start_s,
+        e2e_s=stop_s - start_s,
+        num_steps=len(pieces),
+        decode_steps=len(pieces) - 1,
+        num_drafted=num_drafted,
+        num_accepted=num_accepted,
+    )
+
+
 @dataclass(frozen=True)
 class Capabilities:
     """Which questions a backend can answer.
@@ -114,7 +149,10 @@ def check_question(name: str, question: Question, drafting: Drafting, capabiliti
 
 
 class AnsweringBackend(Protocol):
-    """An engine that answers. Add one: a file with this interface, and a line in `backend.registry`."""
+    """An engine that answers. Add one: a file with this interface, and a line in `backend.registry`.
+
+    What a class that inherits it leaves out of the last four is nothing to it.
+    """
 
     @property
     def name(self) -> str:
@@ -135,9 +173,6 @@ class AnsweringBackend(Protocol):
         Lookups, whose draft tokens cost nothing, are given at each of `lookup_num_drafts` (None: the same).
         """
 
-    def notes(self) -> Sequence[str]:
-        """What a reader of its figures has to know, a sentence each."""
-
     def answer(self, question: Question, drafting: Drafting) -> Answer:
         """Answer one question; times are wall-clock seconds.
 
@@ -147,11 +182,18 @@ class AnsweringBackend(Protocol):
             ForetokenError: it gave no answer.
         """
 
+    def notes(self) -> Sequence[str]:
+        """What a reader of its figures has to know, a sentence each."""
+        return ()
+
     def counters(self) -> Mapping[str, float] | None:
         """Drafted and accepted tokens since it started (`drafted`, `accepted`); None where it does not count."""
+        return None
 
     def reset(self) -> None:
         """Forget what was drafted from earlier answers, as far as the engine can."""
+        return
 
     def close(self) -> None:
         """Free what it holds."""
+        return

@@ -4,7 +4,7 @@ the fields are those of `SpecConfig` and the drafter's own options.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -31,9 +31,7 @@ _GIVEN_BY_BENCH = {
     "allow_lossy": "set it for the whole run",
     "options": "name each option by itself",
 }
-# What a configuration may be given, and the ways to be given as little as possible of it.
-_STAND_INS: Mapping[str, str] = {"draft": "a draft"}
-_BASES: tuple[tuple[str, ...], ...] = ((), ("draft",))
+_DRAFT: Mapping[str, str] = {"draft": "a draft"}  # stands for a draft that comes later
 _LIST_SEPARATOR = "+"  # a comma separates drafters
 
 
@@ -66,23 +64,22 @@ class DrafterChoice:
     @cached_property
     def takes(self) -> frozenset[str]:
         """Whether its configuration takes a draft, and its requests a prediction, given or not."""
-        drafts = {field for field in _STAND_INS if self._refusal({*self._base, field}) is None}
-        return frozenset(drafts | ({"prediction"} if self._runs_with("a prediction") else set()))
+        found = {"draft": self._refusal(_DRAFT) is None, "prediction": self._runs_with("a prediction")}
+        return frozenset(name for name, is_taken in found.items() if is_taken)
 
     @cached_property
     def needs(self) -> frozenset[str]:
         """What it cannot do without and was not given: without it the configuration is refused, or a model to load is
         missing.
         """
-        reads = {field for leaf in self.leaves for field in traits_of(leaf).fields}
-        needs_draft = self.own("draft") is None and ("draft" in self._base or "draft" in reads)
-        return frozenset(({"draft"} if needs_draft else set()) | (set() if self._runs_with(None) else {"prediction"}))
+        reads_draft = self._least.draft is not None or any("draft" in traits_of(leaf).fields for leaf in self.leaves)
+        found = {"draft": reads_draft and self.own("draft") is None, "prediction": not self._runs_with(None)}
+        return frozenset(name for name, is_needed in found.items() if is_needed)
 
     @cached_property
     def leaves(self) -> frozenset[str]:
         """Names of the simple drafters at work when it gets no more than it needs."""
-        spec = self.spec(allow_lossy=True, **{field: _STAND_INS[field] for field in self._base})
-        return with_head_kind(spec).leaves
+        return with_head_kind(self._least).leaves
 
     def check(self) -> None:
         """Refuse options that this drafter does not take.
@@ -90,27 +87,30 @@ class DrafterChoice:
         Raises:
             ConfigError: names the option.
         """
-        errors = [error for given in _BASES if (error := self._refusal(given)) is not None]
-        if len(errors) == len(_BASES):
-            raise next((error for error in errors if error.field in dict(self.fields)), errors[0])
+        refused, with_draft = self._refusal({}), self._refusal(_DRAFT)
+        if refused is not None and with_draft is not None:
+            raise (
+                with_draft
+                if with_draft.field in dict(self.fields) and refused.field not in dict(self.fields)
+                else refused
+            )
 
     @cached_property
-    def _base(self) -> frozenset[str]:
-        """The least with which the configuration is accepted."""
-        return next((frozenset(given) for given in _BASES if self._refusal(given) is None), frozenset())
+    def _least(self) -> SpecConfig:
+        """The configuration with the least that it is accepted with."""
+        return self.spec(allow_lossy=True, **({} if self._refusal({}) is None else _DRAFT))
 
     def _runs_with(self, prediction: str | None) -> bool:
         """Whether requests with this prediction, or with none, can use it."""
-        spec = self.spec(allow_lossy=True, **{field: _STAND_INS[field] for field in self._base})
         try:
-            spec.for_request(prediction)
+            self._least.for_request(prediction)
         except ConfigError:
             return False
         return True
 
-    def _refusal(self, given: Collection[str]) -> ConfigError | None:
+    def _refusal(self, given: Mapping[str, str]) -> ConfigError | None:
         try:
-            self.spec(allow_lossy=True, **{field: _STAND_INS[field] for field in given})
+            self.spec(allow_lossy=True, **given)
         except ConfigError as error:
             return error
         return None

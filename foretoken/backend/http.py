@@ -9,11 +9,11 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import httpx2
 
-from foretoken.backend.answering import SERVED, Answer, Capabilities, Drafting, Question, check_question
+from foretoken.backend.answering import SERVED, Answer, Capabilities, Drafting, Question, as_messages, check_question
 from foretoken.backend.http_stream import (
     EventReader,
     PositionCounters,
@@ -26,7 +26,7 @@ from foretoken.backend.http_stream import (
     read_spec_counters,
     said_in,
 )
-from foretoken.backend.registry import DEFAULT_KEY_VARIABLE, BackendOptions, base_of, check_address, prefix_of
+from foretoken.backend.registry import DEFAULT_KEY_VARIABLE, BackendOptions, base_of, prefix_of
 from foretoken.errors import ForetokenError, InputError, UnavailableError
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -115,8 +115,7 @@ class ServerAddress:
             body["ignore_eos"] = True
         if not question.messages:
             return self.path("completions"), body | {"prompt": question.text}
-        messages = [{"role": role, "content": content} for role, content in question.messages]
-        return self.path("chat/completions"), body | {"messages": messages}
+        return self.path("chat/completions"), body | {"messages": as_messages(question.messages)}
 
     def client_options(self) -> dict[str, Any]:
         """What both of httpx's clients are made with; no proxy of the environment stands before what is measured."""
@@ -237,18 +236,15 @@ class HttpBackend:
             raise server.no_model(error) from error
         self.model, self.owner = str(about["id"]), str(about.get("owned_by"))
         self.kind = KINDS.get(self.owner, ServerKind())
-        self._counts, self._reports = self.counters() is not None, self._is_reporting()
-        self._capabilities = Capabilities(
+        counts, self._reports = self.counters() is not None, self._is_reporting()
+        self.capabilities = Capabilities(
             plain=self.kind.plain is not None,
             drafting=False,
             sampling=self.kind.repeats,
             token_ids="return_token_ids" in self.kind.fields,
-            draft_counts=self._draft_counts(),
+            draft_counts="total" if self._reports or counts else "none",
             conversations=bool(about.get("has_chat_template", True)),
         )
-
-    def _draft_counts(self) -> Literal["none", "total"]:
-        return "total" if self._reports or self._counts else "none"
 
     def _is_reporting(self) -> bool:
         """Whether its answers say what was drafted for them."""
@@ -256,11 +252,6 @@ class HttpBackend:
         if not self.kind.reports or not since:
             return self.kind.reports
         return tuple(map(int, re.findall(r"\d+", self.version())[: len(since)])) >= since
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """By the kind of server."""
-        return self._capabilities
 
     def version(self) -> str:
         """Its kind and, where it says it, its version."""
@@ -383,17 +374,9 @@ def _answer(reader: EventReader) -> Answer:
 
 
 def open_http(options: BackendOptions) -> HttpBackend:
-    """The server at the address `options.name`; own options: `served_model` (a model's name), `model_option` (what the
-    user names it with), `key_variable` (the environment variable with the API key) and `timeout_s`.
+    """The server at the address `options.name`.
 
     Raises:
-        InputError: no address, or an unknown option.
         UnavailableError: it does not answer.
     """
-    options.check_own("served_model", "model_option", "key_variable", "timeout_s")
-    own = dict(options.own)
-    key_variable = str(own.get("key_variable", DEFAULT_KEY_VARIABLE))
-    check_address("backends", options.name, key_variable)
-    timeout_s = float(own.get("timeout_s", DEFAULT_TIMEOUT_S))
-    model, model_option = str(own.get("served_model", "")), str(own.get("model_option", "--model"))
-    return HttpBackend(ServerAddress(options.name, model, key_variable, timeout_s, model_option))
+    return HttpBackend(ServerAddress(options.name, options.served_model, model_option=options.model_option))

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx2
 
-from foretoken.backend.answering import SERVED, Drafting
+from foretoken.backend.answering import SERVED, Drafting, as_messages
 from foretoken.backend.http import HttpBackend
 from foretoken.backend.http_stream import EventReader, Stream, beginning, lines_of, said_in, thinking_of
 from foretoken.backend.requesting import ApiChoice, ApiRequest, Reply
@@ -61,8 +61,8 @@ class HttpRequester:
 
     def _body(self, request: ApiRequest) -> tuple[str, dict[str, Any]]:
         server, kind = self._backend.server, self._backend.kind
-        body = {"model": self._backend.model, **kind.fields, **request.fields, "stream": request.stream}
-        body |= (kind.plain or {}) if self._drafting.kind is None else {}
+        plain = (kind.plain or {}) if self._drafting.kind is None else {}
+        body = {"model": self._backend.model, **kind.fields, **request.fields, "stream": request.stream, **plain}
         if request.stream:
             body["stream_options"] = {"include_usage": True}
         if not request.messages:
@@ -71,8 +71,7 @@ class HttpRequester:
             return server.path("completions"), body | {"prompt": request.text}
         if request.logprobs is not None:
             body |= {"logprobs": True, "top_logprobs": request.logprobs}
-        messages = [{"role": role, "content": content} for role, content in request.messages]
-        return server.path("chat/completions"), body | {"messages": messages}
+        return server.path("chat/completions"), body | {"messages": as_messages(request.messages)}
 
     def _whole(self, answer: httpx2.Response) -> Reply:
         text = answer.read()

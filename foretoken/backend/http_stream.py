@@ -163,20 +163,27 @@ def _take_report(part: Mapping[str, Any], stream: Stream) -> None:
             return
 
 
+def _spec_series(text: str) -> Iterator[tuple[str, str, str, float]]:
+    """The series of a metrics page on speculation: prefix, name behind `spec_decode_num_`, labels, and value."""
+    for line in text.splitlines():
+        name, _, rest = line.partition("{") if "{" in line else line.partition(" ")
+        prefix, found, ending = name.partition("spec_decode_num_")
+        if found and not line.startswith("#"):
+            labels, _, value = rest.rpartition(" ")
+            yield prefix, ending, labels, float(value)
+
+
 def read_spec_counters(text: str) -> dict[str, float] | None:
     """Sums of the series `...spec_decode_num_draft_tokens_total` and `..._accepted_tokens_total` of a metrics page.
 
     A server that exposes them under two prefixes is counted once: by the larger sum.
     """
-    found: dict[str, dict[str, float]] = {"drafted": {}, "accepted": {}}
-    for line in text.splitlines():
-        name, _, rest = line.partition("{") if "{" in line else line.partition(" ")
-        for key, ending in (("drafted", "num_draft_tokens_total"), ("accepted", "num_accepted_tokens_total")):
-            if name.endswith(f"spec_decode_{ending}") and not line.startswith("#"):
-                found[key][name] = found[key].get(name, 0.0) + float(rest.rpartition(" ")[2])
-    if not found["drafted"] or not found["accepted"]:
-        return None
-    return {key: max(series.values()) for key, series in found.items()}
+    sums: dict[str, dict[str, float]] = {"draft_tokens_total": {}, "accepted_tokens_total": {}}
+    for prefix, ending, _, value in _spec_series(text):
+        if ending in sums:
+            sums[ending][prefix] = sums[ending].get(prefix, 0.0) + value
+    drafted, accepted = (max(series.values(), default=None) for series in sums.values())
+    return None if drafted is None or accepted is None else {"drafted": drafted, "accepted": accepted}
 
 
 @dataclass(frozen=True)
@@ -199,15 +206,10 @@ def read_position_counters(text: str) -> PositionCounters | None:
     """
     drafts: dict[str, float] = {}
     accepted: dict[str, dict[int, float]] = {}
-    for line in text.splitlines():
-        name, _, rest = line.partition("{") if "{" in line else line.partition(" ")
-        prefix, found, ending = name.partition("spec_decode_num_")
-        if not found or line.startswith("#"):
-            continue
-        value = float(rest.rpartition(" ")[2])
+    for prefix, ending, labels, value in _spec_series(text):
         if ending == "drafts_total":
             drafts[prefix] = drafts.get(prefix, 0.0) + value
-        place = re.search(r'\bposition="(\d+)"', rest)
+        place = re.search(r'\bposition="(\d+)"', labels)
         if ending == "accepted_tokens_per_pos_total" and place is not None:
             own = accepted.setdefault(prefix, {})
             own[int(place[1])] = own.get(int(place[1]), 0.0) + value

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from foretoken.backend.answering import Answer, Capabilities, Drafting, Question, check_question
+from foretoken.backend.answering import Answer, AnsweringBackend, Capabilities, Drafting, Question, check_question
 from foretoken.backend.llama_programs import FOLDER_VARIABLE, LLAMA_CPP, LlamaCpp, parsed, run_program
 from foretoken.backend.registry import BackendOptions
 from foretoken.errors import ForetokenError, InputError, StorageError
@@ -32,91 +32,59 @@ _TIMING = (
 _COLOUR = re.compile(r"\033\[[0-9;]*m")  # lookahead prints accepted tokens in colour, asked or not
 
 TokenCount = Callable[[str], int]
+_WITH_TYPES = "llama-speculative-simple"  # the program that takes a `--spec-type`
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A way of llama.cpp to speculate: which program, with which arguments at n drafted tokens (None: as the program
-    comes).
+    """A way of llama.cpp to speculate: by which program, and with which arguments at {n} drafted tokens (`sized`; ()
+    where their number cannot be set).
 
-    `swept` says whether n can be set. `emits_first` says that the prompt's own pass gave the first of the tokens it
-    counts.
+    `emits_first` says that the prompt's own pass gave the first of the tokens it counts.
     """
 
     name: str
-    arguments: Callable[[int | None], tuple[str, ...]]
-    program: str = "llama-speculative-simple"
+    sized: tuple[str, ...] = ()
+    program: str = _WITH_TYPES
     counterpart: str = "ngram"
-    swept: bool = True
     emits_first: bool = False
 
+    def arguments(self, num_draft: int | None) -> tuple[str, ...]:
+        """The program's arguments at `num_draft` drafted tokens; None: as the program comes."""
+        own = ("--spec-type", self.name) if self.program == _WITH_TYPES else ()
+        return own if num_draft is None else (*own, *(part.format(n=num_draft) for part in self.sized))
 
-def _lookup_of(kind: str) -> Callable[[int | None], tuple[str, ...]]:
-    """Swept, it looks up the last 4 tokens: its own 12 and 48 drafted ones rarely match in a short answer."""
-
-    def arguments(n: int | None) -> tuple[str, ...]:
-        return ("--spec-type", kind) + (
-            () if n is None else (f"--spec-{kind}-size-n", "4", f"--spec-{kind}-size-m", str(n))
-        )
-
-    return arguments
-
-
-def _hashed(n: int | None) -> tuple[str, ...]:
-    """Swept, it looks up the last 16 tokens, the least that it takes without a warning, and drafts whatever it
-    finds.
-    """
-    own = (
-        ()
-        if n is None
-        else ("--spec-ngram-mod-n-match", "16", "--spec-ngram-mod-n-min", "0", "--spec-ngram-mod-n-max", str(n))
-    )
-    return ("--spec-type", "ngram-mod", *own)
+    def is_known(self, programs: LlamaCpp) -> bool:
+        """Whether the program was built, and knows its `--spec-type`."""
+        has_program = programs.program(self.program).is_file()
+        return has_program and (self.program != _WITH_TYPES or self.name in programs.spec_types)
 
 
-def _draft_simple(n: int | None) -> tuple[str, ...]:
-    own = () if n is None else ("--spec-draft-n-max", str(n), "--spec-draft-n-min", "0", "--spec-draft-p-min", "0")
-    return ("--spec-type", "draft-simple", *own)
-
-
-def trained_head(spec_type: str) -> Kind:
-    """A trained head by its `--spec-type`; every draft token is verified, however unlikely."""
-
-    def arguments(n: int | None) -> tuple[str, ...]:
-        return ("--spec-type", spec_type, *_draft_simple(n)[2:])
-
-    return Kind(spec_type, arguments, counterpart="eagle")
-
-
+# Every draft token of a model is verified, however unlikely.
+MODEL_SIZED = ("--spec-draft-n-max", "{n}", "--spec-draft-n-min", "0", "--spec-draft-p-min", "0")
 _DRAFT = "draft-simple"
-_KINDS = {
+KINDS = {
     kind.name: kind
     for kind in (
-        Kind(_DRAFT, _draft_simple, counterpart="draft_model"),
-        *(Kind(name, _lookup_of(name)) for name in ("ngram-simple", "ngram-map-k", "ngram-map-k4v")),
-        Kind("ngram-mod", _hashed),
-        Kind("ngram-cache", lambda _n: ("--spec-type", "ngram-cache"), swept=False),
-        Kind("lookup", lambda n: () if n is None else ("--spec-draft-n-max", str(n)), "llama-lookup", emits_first=True),
-        Kind("lookahead", lambda _n: (), "llama-lookahead", counterpart="lookahead", swept=False),
+        Kind(_DRAFT, MODEL_SIZED, counterpart="draft_model"),
+        # Sized, they look up the last 4 tokens: their own 12 and 48 drafted ones rarely match in a short answer.
+        *(
+            Kind(name, (f"--spec-{name}-size-n", "4", f"--spec-{name}-size-m", "{n}"))
+            for name in ("ngram-simple", "ngram-map-k", "ngram-map-k4v")
+        ),
+        # Sized, it looks up the last 16 tokens, the least that it takes without a warning, and drafts what it finds.
+        Kind(
+            "ngram-mod",
+            (*("--spec-ngram-mod-n-match", "16"), *("--spec-ngram-mod-n-min", "0"), *("--spec-ngram-mod-n-max", "{n}")),
+        ),
+        Kind("ngram-cache"),
+        Kind("lookup", ("--spec-draft-n-max", "{n}"), "llama-lookup", emits_first=True),
+        Kind("lookahead", (), "llama-lookahead", counterpart="lookahead"),
     )
 }
-KINDS = tuple(_KINDS)
 
 
-def speculation(kind: str, num_draft: int | None) -> tuple[str, ...]:
-    """Arguments of llama.cpp's programs for a way to speculate that is a `--spec-type`, at `num_draft` drafted tokens
-    (None: as the program comes); the server takes the same.
-
-    Raises:
-        InputError: no such way.
-    """
-    arguments = _KINDS[kind].arguments(num_draft) if kind in _KINDS else ()
-    if "--spec-type" not in arguments:
-        raise InputError("kind", kind, f"choose from {', '.join(KINDS)}, but none with a program of its own")
-    return arguments
-
-
-class LlamaCppBackend:
+class LlamaCppBackend(AnsweringBackend):
     """llama.cpp's programs on one target; `folder` is where they are."""
 
     name = LLAMA_CPP
@@ -132,9 +100,9 @@ class LlamaCppBackend:
             ForetokenError: the checkpoint cannot be converted.
         """
         self.programs = LlamaCpp.find(folder)
-        self._draft, self._dtype, self._threads = draft, dtype, threads
-        self._count = _token_count(target)
-        self._target_gguf = self.programs.as_gguf(target, dtype)
+        self._draft, self._dtype = draft, dtype
+        count = _token_count(target)
+        self._runs = LlamaRuns(self.programs, self.programs.as_gguf(target, dtype), count, threads)
 
     @cached_property
     def _draft_gguf(self) -> Path:
@@ -151,20 +119,20 @@ class LlamaCppBackend:
         """Each kind that this build has, as it comes and at every number of drafted tokens."""
         found = []
         for kind in self._kinds():
-            if _knows(self.programs, kind):
+            if kind.is_known(self.programs):
                 numbers = num_drafts if kind.name == _DRAFT or lookup_num_drafts is None else lookup_num_drafts
                 found += [
                     Drafting(kind.name, n, "", kind.counterpart, kind.name != _DRAFT)
-                    for n in ((None, *numbers) if kind.swept else (None,))
+                    for n in ((None, *numbers) if kind.sized else (None,))
                 ]
         return found
 
     def _kinds(self) -> list[Kind]:
-        return [kind for kind in _KINDS.values() if kind.name != _DRAFT or self._draft is not None]
+        return [kind for kind in KINDS.values() if kind.name != _DRAFT or self._draft is not None]
 
     def notes(self) -> Sequence[str]:
         """Kinds that are not here, and how the programs time."""
-        missing = [kind.name for kind in self._kinds() if not _knows(self.programs, kind)]
+        missing = [kind.name for kind in self._kinds() if not kind.is_known(self.programs)]
         without = (
             f"llama.cpp was not measured with {', '.join(missing)}: this build has no such program or --spec-type."
         )
@@ -178,21 +146,12 @@ class LlamaCppBackend:
         """
         check_question(self.name, question, drafting, self.capabilities)
         if drafting.kind is None:
-            return LlamaBench(self.programs, self._target_gguf, self._count, self._threads).answer(question)
-        if drafting.kind not in _KINDS or (drafting.kind == _DRAFT and self._draft is None):
+            return self._runs.plain(question)
+        if drafting.kind not in KINDS or (drafting.kind == _DRAFT and self._draft is None):
             raise InputError("drafting", drafting.kind, f"choose from {', '.join(kind.name for kind in self._kinds())}")
-        ggufs = (self._target_gguf, self._draft_gguf if drafting.kind == _DRAFT else None)
-        one = LlamaSpeculative(_KINDS[drafting.kind], self.programs, ggufs, self._count, self._threads)
-        return one.answer(question, drafting.num_draft if isinstance(drafting.num_draft, int) else None)
-
-    def counters(self) -> None:
-        """None: each answer is a process of its own."""
-
-    def reset(self) -> None:
-        """Nothing is kept from one process to the next."""
-
-    def close(self) -> None:
-        """Nothing is held between answers."""
+        num_draft = drafting.num_draft if isinstance(drafting.num_draft, int) else None
+        draft = self._draft_gguf if drafting.kind == _DRAFT else None
+        return self._runs.speculative(KINDS[drafting.kind], question, num_draft, draft)
 
 
 def open_llama_cpp(options: BackendOptions) -> LlamaCppBackend:
@@ -202,7 +161,6 @@ def open_llama_cpp(options: BackendOptions) -> LlamaCppBackend:
         InputError: it names none.
         StorageError, ForetokenError: see `LlamaCppBackend`.
     """
-    options.check_own()
     folder = os.environ.get(FOLDER_VARIABLE)
     if not folder:
         raise InputError("backends", options.name, f"{FOLDER_VARIABLE} must name the folder of its programs")
@@ -210,44 +168,56 @@ def open_llama_cpp(options: BackendOptions) -> LlamaCppBackend:
     return LlamaCppBackend(Path(folder), model_folder(options.model), draft, options.dtype, options.threads)
 
 
-def _knows(programs: LlamaCpp, kind: Kind) -> bool:
-    """Whether the kind's program was built, and knows its `--spec-type`."""
-    if not programs.program(kind.program).is_file():
-        return False
-    arguments = kind.arguments(None)
-    return not arguments or arguments[1] in programs.spec_types
+@dataclass(frozen=True)
+class LlamaRuns:
+    """Runs of llama.cpp's programs on one target, a GGUF file; `count` says how many tokens a text has."""
 
+    programs: LlamaCpp
+    target: Path
+    count: TokenCount
+    threads: int | None
 
-class LlamaBench:
-    """llama.cpp's plain decoding: `llama-bench` with as much text in the cache as the prompt has."""
-
-    def __init__(self, programs: LlamaCpp, target: Path, count: TokenCount, threads: int | None) -> None:
-        self.programs = programs
-        self.target = target
-        self.count = count
-        self.threads = threads
-
-    def answer(self, question: Question) -> Answer:
-        """Speed alone: llama-bench decodes tokens of no meaning, whose speed does not depend on the text.
+    def plain(self, question: Question) -> Answer:
+        """Speed alone: llama-bench decodes tokens of no meaning, whose speed does not depend on the text, with as much
+        text in the cache as the prompt has.
 
         Raises:
             ForetokenError: the program failed.
         """
-        depth = self.count(question.text)
-        command = [
-            str(self.programs.bench),
-            "-m",
-            str(self.target),
-            "-p",
-            "0",
-            "-n",
-            str(question.max_tokens),
-            "-d",
-            str(depth),
-            "-r",
-            "1",
-        ]
-        return parse_bench(run_program([*command, *_threads("-t", self.threads), "-o", "json"])[0])
+        sizes = {"-p": 0, "-n": question.max_tokens, "-d": self.count(question.text), "-r": 1}
+        command = [str(self.programs.bench), "-m", str(self.target)]
+        command += [str(part) for pair in sizes.items() for part in pair]
+        return parse_bench(run_program([*command, *self._threads("-t"), "-o", "json"])[0])
+
+    def speculative(self, kind: Kind, question: Question, num_draft: int | None, draft: Path | None = None) -> Answer:
+        """Answer greedily with `num_draft` drafted tokens (None: as the program comes) of the GGUF file `draft`, where
+        the kind takes one.
+
+        Raises:
+            ForetokenError: the program failed.
+        """
+        # The file, since an argument would have its escapes replaced and a text file its last line end removed.
+        with tempfile.NamedTemporaryFile("wb", suffix=".txt") as file:
+            file.write(question.text.encode())
+            file.flush()
+            program = str(self.programs.program(kind.program))
+            command = [program, *self._arguments(file.name, question, draft), *kind.arguments(num_draft)]
+            return parsed(command, lambda output, log: parse_speculative(output, log, question.text, kind.emits_first))
+
+    def _arguments(self, file: str, question: Question, draft: Path | None) -> list[str]:
+        # The last draft may run past the limit.
+        context = self.count(question.text) + question.max_tokens + 64
+        arguments = ["-m", str(self.target), "-bf", file, "--no-escape", "--temp", "0", "-n", str(question.max_tokens)]
+        # The program takes no prompt longer than its batch.
+        arguments += ["-c", str(context), "-b", str(max(context, _DEFAULT_BATCH)), *self._threads("-t")]
+        if question.ignore_eos:
+            arguments.append("--ignore-eos")
+        if draft is not None:
+            arguments += ["-md", str(draft), *self._threads("-td")]
+        return arguments
+
+    def _threads(self, option: str) -> tuple[str, ...]:
+        return () if self.threads is None else (option, str(self.threads))
 
 
 def parse_bench(output: str) -> Answer:
@@ -262,55 +232,6 @@ def parse_bench(output: str) -> Answer:
     except (ValueError, KeyError, IndexError, TypeError) as error:
         raise ForetokenError(f"llama-bench gave no result: {output[-200:]!r}") from error
     return Answer((), "", tokens, tokens, seconds, num_steps=tokens, decode_steps=tokens, num_drafted=0, num_accepted=0)
-
-
-class LlamaSpeculative:
-    """One of llama.cpp's ways to speculate."""
-
-    def __init__(
-        self,
-        kind: Kind,
-        programs: LlamaCpp,
-        ggufs: tuple[Path, Path | None],
-        count: TokenCount,
-        threads: int | None,
-    ) -> None:
-        self.kind = kind
-        self.programs = programs
-        self.target, self.draft = ggufs
-        self.count = count
-        self.threads = threads
-
-    def answer(self, question: Question, num_draft: int | None) -> Answer:
-        """Answer greedily with `num_draft` drafted tokens (None: as the program comes).
-
-        Raises:
-            ForetokenError: the program failed.
-        """
-        # The file, since an argument would have its escapes replaced and a text file its last line end removed.
-        with tempfile.NamedTemporaryFile("wb", suffix=".txt") as file:
-            file.write(question.text.encode())
-            file.flush()
-            command = [str(self.programs.program(self.kind.program)), *self._arguments(file.name, question, num_draft)]
-            return parsed(
-                command, lambda output, log: parse_speculative(output, log, question.text, self.kind.emits_first)
-            )
-
-    def _arguments(self, file: str, question: Question, num_draft: int | None) -> list[str]:
-        # The last draft may run past the limit.
-        context = self.count(question.text) + question.max_tokens + 64
-        arguments = ["-m", str(self.target), "-bf", file, "--no-escape", "--temp", "0", "-n", str(question.max_tokens)]
-        # The program takes no prompt longer than its batch.
-        arguments += ["-c", str(context), "-b", str(max(context, _DEFAULT_BATCH)), *_threads("-t", self.threads)]
-        if question.ignore_eos:
-            arguments.append("--ignore-eos")
-        if self.draft is not None:
-            arguments += ["-md", str(self.draft), *_threads("-td", self.threads)]
-        return [*arguments, *self.kind.arguments(num_draft)]
-
-
-def _threads(option: str, threads: int | None) -> tuple[str, ...]:
-    return () if threads is None else (option, str(threads))
 
 
 def parse_speculative(output: str, log: str, prompt: str, emits_first: bool = False) -> Answer:

@@ -8,17 +8,18 @@ They are found through two settings of the environment:
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 from foretoken.errors import ForetokenError, StorageError
+from foretoken.files import read_json
 from foretoken.model.gguf.header import is_gguf
 
 LLAMA_CPP = "llama.cpp"
@@ -29,13 +30,13 @@ _Result = TypeVar("_Result")
 _GGUF_TYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 
 
+@dataclass
 class LlamaCpp:
     """Where llama.cpp's programs are, and its converter."""
 
-    def __init__(self, bench: Path, speculative: Path, converter: Path | None) -> None:
-        self.bench = bench
-        self.speculative = speculative
-        self.converter = converter
+    bench: Path
+    speculative: Path
+    converter: Path | None
 
     @classmethod
     def find(cls, folder: Path) -> LlamaCpp:
@@ -84,7 +85,7 @@ class LlamaCpp:
         """
         if is_gguf(checkpoint):
             return checkpoint
-        config = _read_json(checkpoint / "config.json")
+        config = _object_of(checkpoint / "config.json")
         named = str(config.get("dtype") or config.get("torch_dtype")) if dtype == "auto" else dtype
         return self.convert(checkpoint, _GGUF_TYPES.get(named, "bf16"))
 
@@ -99,25 +100,24 @@ class LlamaCpp:
         sources = [*checkpoint.glob("*.safetensors"), *checkpoint.glob("*.json")]
         if gguf.is_file() and all(gguf.stat().st_mtime >= source.stat().st_mtime for source in sources):
             return gguf
-        return self._converted(checkpoint, outtype, gguf, tokenizer=checkpoint)
+        return self.converted(checkpoint, outtype, gguf, tokenizer=checkpoint)
 
-    def convert_head(self, head: Path, target: Path, outtype: str, gguf: Path) -> Path:
-        """The exported head in a folder as the GGUF file `gguf`, for the target in the folder `target`.
+    def converted(self, checkpoint: Path, outtype: str, gguf: Path, tokenizer: Path, *more: str) -> Path:
+        """What the converter makes of a folder, whose tokenizer is in the folder `tokenizer`, with `more` arguments.
 
         Raises:
             StorageError, ForetokenError: see `convert`.
         """
-        return self._converted(head, outtype, gguf, target, "--target-model-dir", str(target))
-
-    def _converted(self, checkpoint: Path, outtype: str, gguf: Path, tokenizer: Path, *more: str) -> Path:
-        """What the converter makes of a folder, whose tokenizer is in the folder `tokenizer`."""
         if self.converter is None:
             raise StorageError("convert_hf_to_gguf.py was not found; name it in FORETOKEN_LLAMA_CPP_CONVERT")
-        part = gguf.with_suffix(".part")
+        part = gguf.with_suffix(f".{os.getpid()}.part")  # two processes may convert the same checkpoint
         wrapper = ["-c", _CONVERT] if _is_gpt2_style(tokenizer) else []
         command = [sys.executable, *wrapper, str(self.converter), str(checkpoint), *more]
-        run_program([*command, "--outtype", outtype, "--outfile", str(part)])
-        part.replace(gguf)
+        try:
+            run_program([*command, "--outtype", outtype, "--outfile", str(part)])
+            part.replace(gguf)
+        finally:
+            part.unlink(missing_ok=True)
         return gguf
 
 
@@ -147,7 +147,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 def _is_gpt2_style(checkpoint: Path) -> bool:
     """Whether the tokenizer is a byte-level BPE that splits text by GPT-2's own expression and nothing else."""
-    tokenizer = _read_json(checkpoint / "tokenizer.json")
+    tokenizer = _object_of(checkpoint / "tokenizer.json")
     before = tokenizer.get("pre_tokenizer") or {}
     plain = (
         before.get("type") == "ByteLevel" and before.get("use_regex", True) and not before.get("add_prefix_space", True)
@@ -192,9 +192,6 @@ def run_program(command: list[str]) -> tuple[str, str]:
     return out, err
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise StorageError(f"cannot read {path}: {error}") from error
+def _object_of(path: Path) -> dict[str, Any]:
+    content = read_json("model", path)
     return content if isinstance(content, dict) else {}

@@ -146,13 +146,12 @@ class LocalBackend:
         params = call.params
         if params.prediction is not None and prediction:
             params = replace(params, prediction=prediction)
-        if not call.trace:
+        with self._rounds.opening() if call.trace else contextlib.nullcontext() as opened:
             tickets = await self.engine.submit_all(prompt_ids, params, call.spec)
-            return LocalGeneration(tickets, prompt_ids, self._texts, _Followed.of(call, prediction))
-        with self._rounds.opening() as opened:
-            tickets = await self.engine.submit_all(prompt_ids, params, call.spec)
-            opened(tickets)
-        return LocalGeneration(tickets, prompt_ids, self._texts, _Followed.of(call, prediction), self._rounds)
+            if opened is not None:
+                opened(tickets)
+        followed = _Followed.of(call, prediction)
+        return LocalGeneration(tickets, prompt_ids, self._texts, followed, self._rounds if call.trace else None)
 
     async def tokenize(
         self,
@@ -239,23 +238,14 @@ class LocalGeneration:
 
     async def __aiter__(self) -> AsyncGenerator[Event]:
         try:
-            async with contextlib.aclosing(self._all()) as events:
+            yield Begun(tuple(tuple(ids) for ids in self._prompt_ids))
+            alone = len(self._tickets) == 1
+            async with contextlib.aclosing(self._events(0) if alone else self._merged()) as events:
                 async for event in events:
                     yield event
         finally:
             if self._rounds is not None:
                 self._rounds.closed(self._tickets)
-
-    async def _all(self) -> AsyncGenerator[Event]:
-        yield Begun(tuple(tuple(ids) for ids in self._prompt_ids))
-        if len(self._tickets) == 1:
-            async with contextlib.aclosing(self._events(0)) as own:
-                async for event in own:
-                    yield event
-            return
-        async with contextlib.aclosing(self._merged()) as events:
-            async for event in events:
-                yield event
 
     async def cancel(self) -> None:
         """See `Generation.cancel`."""

@@ -7,7 +7,15 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from foretoken.backend.answering import Answer, Capabilities, Drafting, Question, check_question
+from foretoken.backend.answering import (
+    Answer,
+    AnsweringBackend,
+    Capabilities,
+    Drafting,
+    Question,
+    as_messages,
+    check_question,
+)
 from foretoken.backend.drafting import EVERY, parse_drafters
 from foretoken.backend.registry import LOCAL, BackendOptions
 from foretoken.config import SamplingParams, SpecConfig
@@ -72,7 +80,7 @@ class LocalWay:
         )
         prompt: str | list[int] = question.text
         if question.messages:
-            prompt = llm.encode_chat([{"role": role, "content": content} for role, content in question.messages])
+            prompt = llm.encode_chat(as_messages(question.messages))
         return self._timed(prompt, params)
 
     def _timed(self, prompt: str | list[int], params: SamplingParams) -> Answer:
@@ -104,7 +112,7 @@ class LocalWay:
         )
 
 
-class LocalAnswers:
+class LocalAnswers(AnsweringBackend):
     """An `LLM` as a backend; a `Drafting` has a drafter's name as its kind, and options as `--drafters` has them.
 
     Drafters keep what they remember from answer to answer until `reset`.
@@ -143,10 +151,6 @@ class LocalAnswers:
                 is_free = not choice.needs and (self.draft is None or "draft" not in choice.takes)
                 found += [Drafting(choice.name, n, "", choice.name, is_free) for n in (None, *numbers)]
         return found
-
-    def notes(self) -> Sequence[str]:
-        """None: reports say themselves what they did with the engine."""
-        return ()
 
     def way(self, drafting: Drafting) -> LocalWay:
         """What answers with this drafting.
@@ -192,12 +196,12 @@ class LocalAnswers:
 
 
 def open_local(options: BackendOptions) -> LocalAnswers:
-    """An engine for the model; own options are those of `EngineConfig`.
+    """An engine for the model.
 
     Raises:
         InputError, ModelError, StorageError: see `LLM`.
     """
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    llm = LLM(options.model, SpecConfig(), dtype=options.dtype, device=options.device, **options.own)
+    llm = LLM(options.model, SpecConfig(), dtype=options.dtype, device=options.device)
     return LocalAnswers(llm, options.draft)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from foretoken.backend.answering import Drafting
+from foretoken.backend.answering import Drafting, as_messages
 from foretoken.backend.local_answers import LocalAnswers
 from foretoken.backend.requesting import ApiChoice, ApiRequest, Reply
 from foretoken.backend.rounds import TokenSpellings
@@ -39,7 +39,7 @@ class LocalRequester:
             params = _params(request)
             prompt: str | list[int] = request.text
             if request.messages:
-                prompt = self._llm.encode_chat([{"role": role, "content": text} for role, text in request.messages])
+                prompt = self._llm.encode_chat(as_messages(request.messages))
             if request.stream:
                 return self._streamed(prompt, params)
             output = self._llm.generate([prompt], params, spec=self._spec)[0]

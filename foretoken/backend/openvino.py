@@ -14,7 +14,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from foretoken.backend.answering import Answer, Capabilities, Drafting, Question, check_question
+from foretoken.backend.answering import (
+    Answer,
+    AnsweringBackend,
+    Capabilities,
+    Drafting,
+    Question,
+    answer_in_pieces,
+    as_messages,
+    check_question,
+)
 from foretoken.backend.registry import BackendOptions
 from foretoken.errors import ForetokenError, InputError, StorageError, UnsupportedModelError
 from foretoken.model.gguf.header import is_gguf
@@ -56,7 +65,7 @@ def _as_ours() -> Iterator[None]:
         raise ForetokenError(f"openvino failed: {' '.join(str(error).split())[-300:]}") from error
 
 
-class OpenVinoBackend:
+class OpenVinoBackend(AnsweringBackend):
     """Pipelines of OpenVINO GenAI on one model, each opened when it is first asked."""
 
     name = OPENVINO
@@ -111,26 +120,9 @@ class OpenVinoBackend:
             text = str(tokenizer.decode(list(ids)))
         if not pieces:
             raise ForetokenError("openvino gave no token")
-        drafted = result.extended_perf_metrics  # None without a draft model
-        return Answer(
-            token_ids=ids,
-            text=text,
-            num_emitted=len(ids),
-            decode_tokens=len(ids) - pieces[0][1],
-            decode_s=stop - pieces[0][0],
-            ttft_s=pieces[0][0] - start,
-            e2e_s=stop - start,
-            num_steps=len(pieces),
-            decode_steps=len(pieces) - 1,
-            num_drafted=None if drafted is None else drafted.get_num_draft_tokens(),
-            num_accepted=len(ids) - len(pieces) if drafted is None else drafted.get_num_accepted_tokens(),
-        )
-
-    def counters(self) -> None:
-        """None: it counts by answer, and only with a draft model."""
-
-    def reset(self) -> None:
-        """Nothing: a pipeline keeps no text between answers."""
+        counted = result.extended_perf_metrics  # None without a draft model
+        drafted = None if counted is None else (counted.get_num_draft_tokens(), counted.get_num_accepted_tokens())
+        return answer_in_pieces(ids, text, pieces, start, stop, drafted)
 
     def close(self) -> None:
         """Free the pipelines."""
@@ -173,8 +165,7 @@ class OpenVinoBackend:
 def _encode(tokenizer: Any, question: Question) -> Any:  # noqa: ANN401 - openvino_genai has no types
     if not question.messages:
         return tokenizer.encode(question.text)
-    messages = [{"role": role, "content": content} for role, content in question.messages]
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template(as_messages(question.messages), add_generation_prompt=True)
     return tokenizer.encode(text, add_special_tokens=False)
 
 
@@ -234,7 +225,6 @@ def open_openvino(options: BackendOptions) -> OpenVinoBackend:
         InputError: the package is missing, or an option that it does not have.
         ModelError: no such model, or one in another format.
     """
-    options.check_own()
     if options.device not in ("auto", "cpu"):
         raise InputError("device", options.device, "openvino is measured on the CPU; give cpu, or leave it out")
     package = _package()

@@ -6,9 +6,9 @@ The table names factories by import strings, so that help is printed without tor
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import cast
 from urllib.parse import urlsplit
 
 from foretoken.backend.answering import AnsweringBackend
@@ -60,7 +60,8 @@ class BackendOptions:
     """What a factory is given.
 
     `model` and `draft` are folders, files or hub ids, and `dtype` and `device` are those of `EngineConfig`. `threads`
-    None: as many as the engine takes by itself. `own` are further options of this backend.
+    None: as many as the engine takes by itself. `served_model` is the name of a server's model ("": its first), and
+    `model_option` what the user names that with.
     """
 
     name: str
@@ -69,18 +70,8 @@ class BackendOptions:
     dtype: str = "auto"
     device: str = "auto"
     threads: int | None = None
-    own: Mapping[str, Any] = field(default_factory=dict)
-
-    def check_own(self, *known: str) -> None:
-        """Refuse options that the backend does not have.
-
-        Raises:
-            InputError: names the first of them.
-        """
-        for name, value in self.own.items():
-            if name not in known:
-                takes = ", ".join(known) or "no options of its own"
-                raise InputError(name, value, f"backend {self.name} takes {takes}")
+    served_model: str = ""
+    model_option: str = "--model"
 
 
 Factory = Callable[[BackendOptions], AnsweringBackend]
@@ -115,17 +106,8 @@ def check_backends(names: Sequence[str], field: str = "backends") -> None:
             raise InputError(field, name, f"choose from {_known()}")
 
 
-def open_backend(
-    name: str,
-    model: str,
-    draft: str | None = None,
-    *,
-    dtype: str = "auto",
-    device: str = "auto",
-    threads: int | None = None,
-    **own: Any,  # noqa: ANN401 - options of one backend; see its factory
-) -> AnsweringBackend:
-    """The backend called `name` on a model, ready to answer; `own` are further options of it.
+def open_backend(options: BackendOptions) -> AnsweringBackend:
+    """The backend called `options.name` on a model, ready to answer.
 
     A server answers with the model that it serves, whatever `model` and `draft` say here.
 
@@ -134,10 +116,10 @@ def open_backend(
         UnavailableError: the server does not answer.
         ModelError, StorageError: the model or the engine's programs cannot be used.
     """
-    check_backends((name,))
-    module, _, function = BACKENDS.get(name, _HTTP).partition(":")
+    check_backends((options.name,))
+    module, _, function = BACKENDS.get(options.name, _HTTP).partition(":")
     factory = cast(Factory, getattr(importlib.import_module(module), function))
-    return factory(BackendOptions(name, str(model), draft, dtype, device, threads, own))
+    return factory(options)
 
 
 def _known() -> str:

@@ -90,9 +90,7 @@ class AnsweringRequester:
         fields = dict(request.fields)
         if fields.get("n") == 1:
             del fields["n"]
-        known = {
-            name: fields.pop(name) for name in ("max_tokens", "temperature", "seed", "ignore_eos") if name in fields
-        }
+        known = {name: fields.pop(name) for name in _ASKED if name in fields}
         unknown = [*fields, *(["logprobs"] if request.logprobs is not None else []), *(["stream"] * request.stream)]
         if unknown:
             return Reply(refused=f"{self._backend.name} is asked no {unknown[0]}")

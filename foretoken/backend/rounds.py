@@ -10,7 +10,7 @@ from foretoken.backend.call import Alternative, RoundEvent, TokenEvent
 from foretoken.core import StepOutput, TokenLogprobs
 from foretoken.engine.request import RequestState
 from foretoken.engine.ticket import Ticket
-from foretoken.engine.watch import RoundView, Watcher
+from foretoken.engine.watch import RoundView, RoundWatcher, Watcher
 from foretoken.text.tokenizer import Tokenizer
 
 
@@ -54,7 +54,7 @@ class TokenSpellings:
         return data.decode("utf-8", "replace"), data
 
 
-class RoundLog:
+class RoundLog(RoundWatcher):
     """An observer of the engine that is there only while a call is traced: views of rounds cost time in every step.
 
     It writes in the engine's thread and is read in the event loop's. While a traced call is being queued the engine may
@@ -106,15 +106,6 @@ class RoundLog:
         """See `Watcher`."""
         with self._lock:
             self._arrived_s[state.request_id] = state.arrived_s
-
-    def end(self, state: RequestState) -> None:
-        """See `Watcher`."""
-
-    def between_steps(self) -> None:
-        """See `Watcher`."""
-
-    def close(self) -> None:
-        """See `Watcher`."""
 
     def round(self, view: RoundView) -> None:
         """See `RoundWatcher`."""

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from foretoken.backend.answering import Answer, Capabilities, Drafting, Question, check_question
+from foretoken.backend.answering import (
+    Answer,
+    AnsweringBackend,
+    Capabilities,
+    Drafting,
+    Question,
+    answer_in_pieces,
+    as_messages,
+    check_question,
+)
 from foretoken.backend.registry import BackendOptions
 from foretoken.errors import ForetokenError, InputError
 from foretoken.model.gguf.header import is_gguf
@@ -30,45 +38,19 @@ _LAYER = "layer="
 _HEURISTIC, _HEURISTIC_START = "heuristic", 5
 
 
-class CausalLM(Protocol):
-    """What is used of a transformers model."""
-
-    generation_config: Any
-
-    def generate(self, inputs: torch.Tensor, **options: object) -> object:
-        """Continue `inputs` [1, T]."""
-        ...
-
-
-class TextTokenizer(Protocol):
-    """What is used of a transformers tokenizer."""
-
-    chat_template: str | None
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids, special ones as the model wants them."""
-        ...
-
-    def decode(self, token_ids: list[int], *, clean_up_tokenization_spaces: bool) -> str:
-        """The text of token ids."""
-        ...
-
-    def apply_chat_template(self, messages: list[dict[str, str]], **options: object) -> Any:  # noqa: ANN401
-        """The text of a conversation."""
-        ...
-
-
 class _Clock:
-    """A streamer that records the time and the tokens of every call; the first call, with the prompt, is skipped."""
+    """A streamer that keeps the tokens, and of each call but the first, the prompt's, the time and their number."""
 
     def __init__(self) -> None:
-        self.seen: list[tuple[float, list[int]]] | None = None
+        self.token_ids: list[int] = []
+        self.pieces: list[tuple[float, int]] = []
+        self._has_prompt = False
 
     def put(self, value: torch.Tensor) -> None:
-        if self.seen is None:
-            self.seen = []
-            return
-        self.seen.append((time.perf_counter(), value.flatten().tolist()))
+        if self._has_prompt:
+            self.pieces.append((time.perf_counter(), value.numel()))
+            self.token_ids += value.flatten().tolist()
+        self._has_prompt = True
 
     def end(self) -> None:
         pass
@@ -85,7 +67,7 @@ def _as_ours() -> Iterator[None]:
         raise ForetokenError(f"transformers failed: {error}") from error
 
 
-class TransformersBackend:
+class TransformersBackend(AnsweringBackend):
     """Target, draft and tokenizer in transformers, loaded when first needed."""
 
     name = TRANSFORMERS
@@ -96,7 +78,7 @@ class TransformersBackend:
         self._device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
 
     @cached_property
-    def target(self) -> CausalLM:
+    def target(self) -> Any:  # noqa: ANN401 - a transformers model
         """The target's model."""
         return self._load(self._names[0])
 
@@ -106,20 +88,19 @@ class TransformersBackend:
         return copy.deepcopy(self.target.generation_config)
 
     @cached_property
-    def draft(self) -> CausalLM:
+    def draft(self) -> Any:  # noqa: ANN401
         """The draft's model."""
         if self._names[1] is None:
             raise InputError("draft", None, "assisted generation needs a draft; open the backend with one")
         return self._load(self._names[1])
 
     @cached_property
-    def tokenizer(self) -> TextTokenizer:
+    def tokenizer(self) -> Any:  # noqa: ANN401 - a transformers tokenizer
         """The target's tokenizer."""
         with _as_ours():
             from transformers import AutoTokenizer
 
-            tokenizer: TextTokenizer = AutoTokenizer.from_pretrained(self._names[0])
-            return tokenizer
+            return AutoTokenizer.from_pretrained(self._names[0])
 
     @property
     def capabilities(self) -> Capabilities:
@@ -152,10 +133,6 @@ class TransformersBackend:
             for number in numbers
         ]
 
-    def notes(self) -> Sequence[str]:
-        """None."""
-        return ()
-
     def answer(self, question: Question, drafting: Drafting) -> Answer:
         """Answer one question; `num_drafted` stays unknown, since `generate` does not tell.
 
@@ -175,52 +152,33 @@ class TransformersBackend:
                 start = time.perf_counter()
                 model.generate(inputs, attention_mask=torch.ones_like(inputs), streamer=clock, **options)
             stop = time.perf_counter()
-        pieces = clock.seen or []
-        if not pieces:
+        if not clock.pieces:
             raise ForetokenError("transformers gave no token")
-        ids = list(itertools.chain.from_iterable(piece for _, piece in pieces))
-        return Answer(
-            token_ids=tuple(ids),
-            text=self.tokenizer.decode(ids, clean_up_tokenization_spaces=False),
-            num_emitted=len(ids),
-            decode_tokens=len(ids) - len(pieces[0][1]),
-            decode_s=stop - pieces[0][0],
-            ttft_s=pieces[0][0] - start,
-            e2e_s=stop - start,
-            num_steps=len(pieces),
-            decode_steps=len(pieces) - 1,
-            num_accepted=len(ids) - len(pieces),
-        )
-
-    def counters(self) -> None:
-        """None: it does not count."""
-
-    def reset(self) -> None:
-        """Nothing: each answer begins anew."""
+        text = self.tokenizer.decode(clock.token_ids, clean_up_tokenization_spaces=False)
+        return answer_in_pieces(clock.token_ids, text, clock.pieces, start, stop)
 
     def close(self) -> None:
         """Free the models."""
         for name in ("target", "draft"):
             self.__dict__.pop(name, None)
 
-    def _load(self, name: Path) -> CausalLM:
+    def _load(self, name: Path) -> Any:  # noqa: ANN401
         with _as_ours():
             from transformers import AutoModelForCausalLM
             from transformers.utils import logging
 
             logging.disable_progress_bar()
             logging.set_verbosity_error()
-            model: CausalLM = AutoModelForCausalLM.from_pretrained(name, dtype=self._dtype).to(self._device).eval()
-            return model
+            return AutoModelForCausalLM.from_pretrained(name, dtype=self._dtype).to(self._device).eval()
 
     def _encode(self, question: Question) -> list[int]:
         if not question.messages:
-            return self.tokenizer.encode(question.text)
-        messages = [{"role": role, "content": content} for role, content in question.messages]
-        text: str = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        return self.tokenizer.encode(text, add_special_tokens=False)
+            return list(self.tokenizer.encode(question.text))
+        messages = as_messages(question.messages)
+        text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
 
-    def _options(self, model: CausalLM, question: Question, drafting: Drafting) -> dict[str, Any]:
+    def _options(self, model: Any, question: Question, drafting: Drafting) -> dict[str, Any]:  # noqa: ANN401
         """Arguments of `generate`; what it has no argument for is set in the model's own settings."""
         options: dict[str, Any] = {"max_new_tokens": question.max_tokens, "do_sample": question.temperature > 0}
         if question.temperature > 0:
@@ -234,7 +192,7 @@ class TransformersBackend:
             model.generation_config.pad_token_id = 0
         return options | self._drafting_options(model, drafting)
 
-    def _drafting_options(self, model: CausalLM, drafting: Drafting) -> dict[str, Any]:
+    def _drafting_options(self, model: Any, drafting: Drafting) -> dict[str, Any]:  # noqa: ANN401
         from transformers import GenerationConfig
 
         if drafting.kind is None:
@@ -282,7 +240,6 @@ def open_transformers(options: BackendOptions) -> TransformersBackend:
         InputError: a GGUF file, or an option that it does not have.
         ModelError: no such checkpoint.
     """
-    options.check_own()
     target = model_folder(options.model)
     draft = None if options.draft is None else model_folder(options.draft)
     for path in (target, *(() if draft is None else (draft,))):

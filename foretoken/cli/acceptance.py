@@ -1,4 +1,4 @@
-"""`foretoken acceptance`: has acceptance fallen over the days of a server's history, and why?"""
+"""`foretoken acceptance` and `diagnose`: has acceptance fallen over a server's days, and why is it low?"""
 
 from __future__ import annotations
 
@@ -13,6 +13,19 @@ from foretoken.cli.measuring import command_line, finish
 from foretoken.errors import ConfigError, GateError
 from foretoken.measure.diagnose.options import DiagnoseOptions
 from foretoken.params import check_number
+
+
+@takes(DiagnoseOptions)
+def diagnose(
+    context: typer.Context,
+    as_json: JsonOption = False,
+) -> None:
+    """Say why a head or a draft model is accepted rarely, by trying each likely repair on the target's own answers."""
+    from foretoken.measure.diagnose.run import run_diagnose
+
+    options = config_from(DiagnoseOptions, context.params)
+    fetch_models(options.target, options.draft)
+    finish(run_diagnose(options, command_line()), as_json)
 
 
 @takes(DiagnoseOptions, fields=("target", "head", "draft", "prompts", "chat", "out", "name"))

@@ -18,14 +18,13 @@ from foretoken.cli.measuring import (
     given_where_set,
     refuse_of_engines,
     refuse_set,
+    require_pass,
     source_of,
 )
 from foretoken.config import SpecConfig
-from foretoken.errors import GateError
 from foretoken.field_text import wholes, words
 from foretoken.measure.audit.options import AuditOptions, Prompt, read_prompts
 from foretoken.measure.audit.report import check_out
-from foretoken.measure.checks import failed
 from foretoken.measure.report import Report, print_report
 from foretoken.measure.workload import SLICES, slices
 from foretoken.measure.write import write_report
@@ -70,10 +69,7 @@ def audit(
         print_json(report.as_dict())
     else:
         print_report(report)
-    if wrong := failed(report.results["checks"]):
-        raise GateError("audit failed: " + "; ".join(dict.fromkeys(f"{check.name} ({check.where})" for check in wrong)))
-    if not report.passed:
-        raise GateError("audit: no check could be made; the report says why")
+    require_pass("audit", report.results["checks"], report.passed)
 
 
 def _options(context: typer.Context) -> AuditOptions:
@@ -144,8 +140,7 @@ def _run(options: AuditOptions | BackendAuditOptions, prompts: Path | None, out:
     with progress("auditing") as status:
 
         def tell(doing: str) -> None:
-            if status is not None:
-                status.update(f"auditing: {doing}")
+            status.update(f"auditing: {doing}")
 
         if isinstance(options, BackendAuditOptions):
             return run_backend_audit(options, texts, command_line(), tell)

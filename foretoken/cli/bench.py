@@ -112,8 +112,6 @@ def _url_options(context: typer.Context) -> UrlOptions:
 
 class _BenchGroup(DefaultGroup):
     default_command = "speed"
-    chosen_by: Mapping[str, str] = {"--url": "url"}
-    chosen_within: Mapping[tuple[str, str], str] = {("load", "--url"): "url"}
     moved: Mapping[str, str] = {
         "--peers": "foretoken bench speed --backends local,transformers,llama.cpp",
         "--profile": "foretoken bench profile",
@@ -123,6 +121,15 @@ class _BenchGroup(DefaultGroup):
         "--recovery": "python -m studies.recovery",
         "--table": "python -m studies.rivals --table",
     }
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401 - of the click inside typer
+        """With --url `url` is meant where no command is named, and by `load`."""
+        if "--url" in {arg.partition("=")[0] for arg in args}:
+            if args[0] == "load":
+                args = ["url", *args[1:]]
+            elif args[0].startswith("-") and args[0] not in ctx.help_option_names:
+                args = ["url", *args]
+        return super().parse_args(ctx, args)
 
 
 app = typer.Typer(

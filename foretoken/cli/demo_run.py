@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from foretoken.config import PLAIN, SamplingParams, SpecConfig
@@ -65,8 +65,6 @@ PROMPTS = (
     ),
 )
 WARM_UP = "Name three colours."
-
-
 _WARM_UP_TOKENS = 16
 
 
@@ -88,8 +86,8 @@ class DemoAnswer:
 class DemoTotal:
     """Several answers of one setting together."""
 
-    num_tokens: int
     seconds: float
+    num_tokens: int
     num_steps: int
     num_drafted: int
     num_accepted: int
@@ -106,14 +104,7 @@ class DemoTotal:
 
     def as_dict(self) -> dict[str, float]:
         """Plain values, for JSON."""
-        return {
-            "tokens_per_s": self.tokens_per_s,
-            "seconds": self.seconds,
-            "num_tokens": self.num_tokens,
-            "num_steps": self.num_steps,
-            "num_drafted": self.num_drafted,
-            "num_accepted": self.num_accepted,
-        }
+        return {"tokens_per_s": self.tokens_per_s, **asdict(self)}
 
 
 def total_of(answers: Sequence[DemoAnswer], setting: str, kind: str | None = None) -> DemoTotal:

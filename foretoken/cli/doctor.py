@@ -19,6 +19,8 @@ from foretoken.cli.common import JsonOption, print_json
 from foretoken.cli.verb import ctrl_c_ends
 from foretoken.kernels.build import found_compiler, kernels_from
 from foretoken.machine.identity import features, precision_advice, processor
+from foretoken.machine.linux import meminfo
+from foretoken.machine.memory import physical_bytes
 from foretoken.machine.neighbours import neighbours
 from foretoken.machine.threads import applied, choose, find_cores
 from foretoken.printing.console import Console
@@ -80,18 +82,9 @@ def _version(package: str) -> str | None:
 
 def _memory() -> dict[str, float | None]:
     """Whole and available memory, in GiB."""
-    found: dict[str, float | None] = {"total_gib": None, "available_gib": None}
-    try:
-        lines = Path("/proc/meminfo").read_text("ascii").splitlines()
-        kib = {line.partition(":")[0]: int(line.split()[1]) for line in lines}
-        found |= {
-            "total_gib": round(kib["MemTotal"] / 2**20, 1),
-            "available_gib": round(kib["MemAvailable"] / 2**20, 1),
-        }
-    except (OSError, ValueError, KeyError, IndexError):  # not Linux
-        if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}):
-            found["total_gib"] = round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / _GIB, 1)
-    return found
+    known = meminfo()
+    sizes = {"total_gib": known.get("MemTotal") or physical_bytes(), "available_gib": known.get("MemAvailable")}
+    return {name: None if size is None else round(size / _GIB, 1) for name, size in sizes.items()}
 
 
 def _disk() -> dict[str, Any]:

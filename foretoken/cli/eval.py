@@ -5,11 +5,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -37,13 +37,13 @@ from foretoken.params import check_number
 from foretoken.printing.console import Console
 
 if TYPE_CHECKING:
-    from foretoken.backend.answering import AnsweringBackend
     from foretoken.measure.eval.compare import EvalComparison
     from foretoken.measure.eval.options import BackendEvalOptions
     from foretoken.measure.eval.prompts import EvalPrompt
     from foretoken.measure.eval.result import EvalResult
     from foretoken.measure.eval.run import BackendEvalRun, EvalRun
 
+_Run = TypeVar("_Run", "EvalRun", "BackendEvalRun")
 _LINE_EVERY_S = 10.0  # without a terminal
 _OF_OUR_ENGINE = ("rule", "allow_lossy", "numerics", "weights")
 _OF_BACKENDS = ("drafters", "temperatures")  # whose defaults depend on the engine
@@ -84,6 +84,7 @@ def evaluate(
     import torch
 
     from foretoken.measure.eval.compare import compare
+    from foretoken.measure.eval.run import BackendEvalRun, EvalRun
 
     check_number("max_lost", max_lost, low=0, high=1)
     names = words("slices", slices)
@@ -92,7 +93,11 @@ def evaluate(
         check_common(context.params)
         options = config_from(EvalOptions, context.params, drafters=drafters_of(context))
         earlier = _earlier(against, out)
-        run: EvalRun | BackendEvalRun = _run_of(options, earlier, _prompts(prompts, names, options.prompts_per_slice))
+        texts = _prompts(prompts, names, options.prompts_per_slice)
+        drafters_here = [one.name for one in options.settings]
+        run: EvalRun | BackendEvalRun = _comparable(
+            EvalRun(options, texts, command_line()), drafters_here, earlier, texts
+        )
         if threads is not None:
             torch.set_num_threads(threads)
         _evaluate(run, out, as_json)
@@ -102,7 +107,8 @@ def evaluate(
         earlier = _earlier(against, out)
         texts = _prompts(prompts, names, asked.prompts_per_slice)
         with asked.source.open() as opened:
-            run = _backend_run_of(asked, earlier, texts, opened)
+            on_backend = BackendEvalRun(asked, texts, command_line(), opened)
+            run = _comparable(on_backend, on_backend.drafters(), earlier, texts)
             _evaluate(run, out, as_json)
             result = run.result()
     found = None if earlier is None else compare(earlier, result, max_lost)
@@ -159,36 +165,17 @@ def _backend_options(context: typer.Context, backend: str) -> BackendEvalOptions
     return config_from(BackendEvalOptions, given_where_set(context, _OF_BACKENDS), source=source)
 
 
-def _backend_run_of(
-    options: BackendEvalOptions, earlier: EvalResult | None, texts: list[EvalPrompt], backend: AnsweringBackend
-) -> BackendEvalRun:
-    """The run on an open backend, which must be comparable with the earlier one.
-
-    Raises:
-        InputError: what the backend cannot be asked, or settings that the earlier result does not have.
-    """
-    from foretoken.measure.eval.compare import check_comparable
-    from foretoken.measure.eval.run import BackendEvalRun
-
-    run = BackendEvalRun(options, texts, command_line(), backend)
-    if earlier is not None:
-        check_comparable(earlier, options.comparable, run.drafters(), [one.slice for one in texts])
-    return run
-
-
-def _run_of(options: EvalOptions, earlier: EvalResult | None, texts: list[EvalPrompt]) -> EvalRun:
-    """The run on our engine, which must be comparable with the earlier one.
+def _comparable(run: _Run, drafters: Sequence[str], earlier: EvalResult | None, texts: Sequence[EvalPrompt]) -> _Run:
+    """The run, which must be comparable with the earlier one.
 
     Raises:
         InputError: prompts or settings that the earlier result does not have.
     """
     from foretoken.measure.eval.compare import check_comparable
-    from foretoken.measure.eval.run import EvalRun
 
     if earlier is not None:
-        drafters_here = [one.name for one in options.settings]
-        check_comparable(earlier, options.comparable, drafters_here, [one.slice for one in texts])
-    return EvalRun(options, texts, command_line())
+        check_comparable(earlier, run.options.comparable, drafters, [one.slice for one in texts])
+    return run
 
 
 def _evaluate(run: EvalRun | BackendEvalRun, out: Path | None, as_json: bool) -> None:

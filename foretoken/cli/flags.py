@@ -18,6 +18,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -33,6 +34,7 @@ from foretoken.spec_checks import NO_TABLE, PACKAGED_TABLE
 
 Verb = Callable[..., None]
 _Config = TypeVar("_Config")
+_Maker = Callable[..., inspect.Parameter]
 _PLAIN = (int, float, bool, str, Path)  # types that a flag has; every other field is a text
 
 
@@ -52,7 +54,7 @@ def takes(kind: type, *groups: str, fields: tuple[str, ...] = ()) -> Callable[[V
     if missing:
         raise TypeError(f"{kind.__name__} has no option or group of options {', '.join(sorted(missing))}")
     hints = typing.get_type_hints(kind)
-    made = {setting_name(field): _flag(field, one, hints[field.name]) for field, one in chosen}
+    made = {setting_name(field): partial(_flag, field, one, hints[field.name]) for field, one in chosen}
     origins = {setting_name(field): (kind, field.name) for field, _ in chosen}
 
     def decorated(verb: Verb) -> Verb:
@@ -102,13 +104,13 @@ def config_from(kind: type[_Config], given: Mapping[str, Any], **derived: object
     return kind(**values_of(kind, given) | derived)
 
 
-def _flag(field: Field[Any], one: Option, hint: object) -> inspect.Parameter:
+def _flag(field: Field[Any], one: Option, hint: object, default: Any = inspect.Parameter.empty) -> inspect.Parameter:  # noqa: ANN401
+    """A flag with the default that a verb has for it, or else its field."""
     kind = _type_of_flag(one, hint)
-    default = None if one.repeats else field.default
-    if default is MISSING:
-        default = inspect.Parameter.empty
-    elif kind is str and default is not None and not isinstance(default, str):
-        default = _text_of(default)
+    if default is inspect.Parameter.empty and (one.repeats or field.default is not MISSING):
+        default = None if one.repeats else field.default
+        if kind is str and default is not None and not isinstance(default, str):
+            default = _text_of(default)
     annotation = Annotated[_optional(kind, default), _typer_option(field, one, kind, default)]  # type: ignore[valid-type]
     name = setting_name(field)
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
@@ -149,17 +151,17 @@ def _text_of(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _with_flags(verb: Verb, made: Mapping[str, inspect.Parameter], origins: Mapping[str, tuple[type, str]]) -> Verb:
+def _with_flags(verb: Verb, made: Mapping[str, _Maker], origins: Mapping[str, tuple[type, str]]) -> Verb:
     """`verb` with these flags: in place of its own parameters of the same names, and behind the others."""
     hints = typing.get_type_hints(verb, include_extras=True)
     own = inspect.signature(verb).parameters
     parameters = [
-        _own_default(made[name], parameter)
+        made[name](parameter.default)
         if name in made
         else parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
         for name, parameter in own.items()
     ]
-    parameters += [parameter for name, parameter in made.items() if name not in own]
+    parameters += [make() for name, make in made.items() if name not in own]
 
     def called(**given: Any) -> None:  # noqa: ANN401 - flags of all types
         verb(**{name: value for name, value in given.items() if name in own})
@@ -169,17 +171,6 @@ def _with_flags(verb: Verb, made: Mapping[str, inspect.Parameter], origins: Mapp
     called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     called.flags_taken = {**flags_taken(verb), **origins}  # type: ignore[attr-defined]
     return called
-
-
-def _own_default(made: inspect.Parameter, own: inspect.Parameter) -> inspect.Parameter:
-    """A flag with the default that the verb has for it, if it has one."""
-    if own.default is inspect.Parameter.empty:
-        return made
-    kind, option = typing.get_args(made.annotation)
-    if typing.get_origin(kind) is types.UnionType:
-        (kind,) = (member for member in union_members(kind) if member is not types.NoneType)
-    annotation = Annotated[_optional(kind, own.default), option]  # type: ignore[valid-type]
-    return made.replace(default=own.default, annotation=annotation)
 
 
 # A flag that names its drafter where no other flag does.

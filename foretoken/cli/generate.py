@@ -14,7 +14,6 @@ import typer
 from foretoken.cli.common import (
     DEFAULT_MODEL,
     JsonOption,
-    announcer,
     engine_config,
     fetch_models,
     progress,
@@ -82,7 +81,7 @@ def generate(
     if trace is not None:
         check_file("trace", trace)
     with progress(f"loading {target}") as status:
-        llm = LLM(config, on_profile=announcer(status))
+        llm = LLM(config, on_profile=status.say)
     with llm:
         _answer(llm, asked, params, show, as_json)
     if llm.trace_error is not None:

@@ -12,6 +12,7 @@ import typer
 from foretoken.cli.common import fetch_models, is_set
 from foretoken.errors import ConfigError, GateError
 from foretoken.field_text import words
+from foretoken.measure.checks import Check, failed
 from foretoken.measure.report import Report, print_report
 from foretoken.params import check_whole
 from foretoken.printing.console import Console
@@ -60,6 +61,19 @@ def finish(report: Report, as_json: bool) -> None:
         raise KeyboardInterrupt
     if count := report.results.get("strict_differing"):
         raise GateError(f"{count} greedy outputs differ from plain decoding under strict numerics, and none may")
+
+
+def require_pass(verb: str, checks: Sequence[Check], passed: bool) -> None:
+    """End with the gate's exit code unless checks were made and all were passed.
+
+    Raises:
+        GateError: names the checks that failed.
+    """
+    if wrong := failed(checks):
+        names = dict.fromkeys(f"{check.name} ({check.where})" for check in wrong)
+        raise GateError(f"{verb} failed: {'; '.join(names)}")
+    if not passed:
+        raise GateError(f"{verb}: no check could be made; the report says why")
 
 
 def command_line() -> str:

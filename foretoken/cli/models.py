@@ -19,6 +19,8 @@ from foretoken.model.packaged import PACKAGED, PackagedModel
 from foretoken.printing.console import Console
 
 if TYPE_CHECKING:
+    from huggingface_hub import CachedRepoInfo
+
     from foretoken.model.architecture import ModelConfig
 
 
@@ -111,19 +113,13 @@ def _remove_cached(hub_id: str) -> tuple[Path, int]:
         StorageError: it cannot be deleted.
     """
     from huggingface_hub import scan_cache_dir
-    from huggingface_hub.errors import CacheNotFound
 
-    try:
-        cache = scan_cache_dir()
-    except CacheNotFound:
-        found = []
-    else:
-        found = [repo for repo in cache.repos if repo.repo_type == "model" and repo.repo_id == hub_id]
+    found = [repo for repo in _hub_repos() if repo.repo_id == hub_id]
     if not found:
         own = " A folder of your own is yours to delete." if Path(hub_id).exists() else ""
         raise InputError("model", hub_id, f"is no downloaded model: `foretoken models` lists them.{own}")
     path, size = Path(found[0].repo_path), int(found[0].size_on_disk)
-    cache.delete_revisions(*(revision.commit_hash for revision in found[0].revisions)).execute()
+    scan_cache_dir().delete_revisions(*(revision.commit_hash for revision in found[0].revisions)).execute()
     if any(path.glob("snapshots/*")):
         raise StorageError(f"cannot remove {path}")
     return path, size
@@ -197,15 +193,20 @@ def _describe_packaged(model: PackagedModel) -> dict[str, object]:
     return {"model": model.name, **row, "runs_on": f"after `foretoken models get {model.name}`"}
 
 
-def _cached() -> list[tuple[str, Path]]:
-    """Models in the hub's cache, each with its newest snapshot; nothing is downloaded."""
+def _hub_repos() -> list[CachedRepoInfo]:
+    """Models in the hub's cache."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
     try:
-        repos = [repo for repo in scan_cache_dir().repos if repo.repo_type == "model" and repo.revisions]
+        return [repo for repo in scan_cache_dir().repos if repo.repo_type == "model"]
     except CacheNotFound:
         return []
+
+
+def _cached() -> list[tuple[str, Path]]:
+    """Models in the hub's cache, each with its newest snapshot; nothing is downloaded."""
+    repos = [repo for repo in _hub_repos() if repo.revisions]
     return sorted((repo.repo_id, max(repo.revisions, key=lambda r: r.last_modified).snapshot_path) for repo in repos)
 
 

@@ -11,13 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from foretoken.cli.common import (
-    DEFAULT_MODEL,
-    JsonOption,
-    fetch_models,
-    print_json,
-    was_given,
-)
+from foretoken.cli.common import DEFAULT_MODEL, JsonOption, fetch_models, print_json, was_given
 from foretoken.cli.flags import takes
 from foretoken.cli.simulate import AcceptanceOption, BenchOption, SettingsOption
 from foretoken.config import SpecConfig
@@ -25,8 +19,8 @@ from foretoken.control.config import PolicyConfig
 from foretoken.engine_config import EngineConfig
 from foretoken.errors import CapacityError, ConfigError, InputError
 from foretoken.machine.memory import available_bytes, parse_bytes
-from foretoken.params import is_count
-from foretoken.plan.memory import Account, Budget, Load, ModelShape, account, contexts_to_show, fitting, largest_batch
+from foretoken.params import check_whole, is_count
+from foretoken.plan.memory import Budget, Load, ModelShape, account, contexts_to_show, fitting, largest_batch
 from foretoken.printing.console import Console
 from foretoken.simulate.fleet.options import FleetOptions
 from foretoken.simulate.inputs import Limits
@@ -132,11 +126,13 @@ def _plan_memory(given: Mapping[str, Any]) -> None:
         ),
         *(head_shape_of(name, target, shape, draft_dtype, place.type) for name in given["head"] or ()),
     ]
+    for name in ("batch", "max_prompt_tokens"):
+        check_whole(name, given[name], low=1)
     load = Load(
-        batch=_at_least_one("batch", given["batch"]),
+        batch=given["batch"],
         context_tokens=_context(given["context"], shape),
         num_draft=_num_draft(given["num_draft"]),
-        max_prompt_tokens=_at_least_one("max_prompt_tokens", given["max_prompt_tokens"]),
+        max_prompt_tokens=given["max_prompt_tokens"],
     )
     candidates = drafts or [None]
     rows = [_row(shape, one, load, budget) for one in candidates]
@@ -195,7 +191,7 @@ def _check_fits(target: str, load: Load, budget: Budget, rows: Sequence[Mapping[
 
 def _row(target: ModelShape, draft: ModelShape | None, load: Load, budget: Budget) -> dict[str, object]:
     """The plan for one draft model: its memory, and what still fits."""
-    needed: Account = account(target, draft, load)
+    needed = account(target, draft, load)
     missing = budget.missing_bytes(needed)
     return {
         "draft": None if draft is None else draft.name,
@@ -259,10 +255,4 @@ def _num_draft(value: str) -> int:
 def _share(value: float) -> float:
     if not 0 <= value < 1:
         raise InputError("reserve", value, "must be a share from 0 to below 1")
-    return value
-
-
-def _at_least_one(field: str, value: int) -> int:
-    if value < 1:
-        raise InputError(field, value, "must be at least 1")
     return value

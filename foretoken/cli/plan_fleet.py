@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from foretoken.cli.common import announcer, print_json, progress
+from foretoken.cli.common import print_json, progress
 from foretoken.cli.flags import config_from
 from foretoken.cli.measuring import command_line
 from foretoken.cli.simulate import acceptance_of, lengths_of, settings_of
@@ -16,6 +16,7 @@ from foretoken.measure.options import check_price
 from foretoken.measure.report import Report, Table, print_report
 from foretoken.params import check_whole
 from foretoken.plan.profile import Profile
+from foretoken.printing.text import seconds_text
 from foretoken.simulate.fleet.options import FleetOptions
 from foretoken.simulate.fleet.plan import FleetPlanner, FleetRow
 from foretoken.simulate.fleet.speed import RequestMix, replica_speed
@@ -50,20 +51,19 @@ def plan_fleet(given: Mapping[str, Any]) -> None:
         ForetokenError: an option that is wrong, or a file that cannot be read.
         CapacityError: no setting keeps the promise.
     """
-    from foretoken.measure.speed.profile import load_profile
+    from foretoken.engine.startup.profiling import load_profile
 
     check_price(given["price_per_hour"])
     check_whole("max_batch_size", given["max_batch_size"], low=1, high=1024)
     options, limits = config_from(FleetOptions, given), config_from(Limits, given)
     profile = load_profile(given["fleet"])
-    chosen = _settings(given["settings"], profile)
+    chosen = settings_of(given["settings"], profile)
     mix = _mix(given, chosen)
     speeds = {one.name: replica_speed(profile, one, mix, limits) for one in chosen}
-    planner = FleetPlanner(options.traffic, options, given["price_per_hour"], given["seed"])
+    planner = FleetPlanner(options, given["price_per_hour"], given["seed"])
     with progress("planning") as status:
-        say = announcer(status)
         rows = [
-            plan(name, speed, say)
+            plan(name, speed, status.say)
             for name, speed in speeds.items()
             for plan in (planner.autoscaled, planner.default, planner.fixed)
         ]
@@ -89,12 +89,6 @@ def plan_fleet(given: Mapping[str, Any]) -> None:
             f"no setting keeps the promise with at most {options.max_replicas} replicas: of {best.setting}, "
             f"{best.late_share:.1%} of the requests are late; raise max_replicas, p95_first_s or p95_token_ms"
         )
-
-
-def _settings(text: str | None, profile: Profile) -> tuple[SimSetting, ...]:
-    if text is not None:
-        return tuple(settings_of(text))
-    return (SimSetting(), *(SimSetting((drafter,), None) for drafter in profile.drafters))
 
 
 def _mix(given: Mapping[str, Any], settings: Sequence[SimSetting]) -> RequestMix:
@@ -169,6 +163,4 @@ def _cells(row: FleetRow) -> tuple[str, ...]:
 
 
 def _time(seconds: float | None) -> str:
-    if seconds is None:
-        return "refused"
-    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+    return "refused" if seconds is None else seconds_text(seconds)

@@ -1,35 +1,47 @@
 """`foretoken simulate`: throughput, latency and price of settings, from a measured profile and arrivals."""
 
-# ruff: noqa: ARG001 - options are read from the context, by name
+# ruff: noqa: ARG001 - some options are read from the context, by name
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from foretoken.cli.common import JsonOption
-from foretoken.cli.flags import takes
+from foretoken.cli.common import JsonOption, print_json, progress
+from foretoken.cli.flags import config_from, takes
+from foretoken.cli.measuring import command_line
 from foretoken.errors import ConfigError, InputError
-from foretoken.files import read_text
+from foretoken.files import read_json, read_text
+from foretoken.measure.options import check_price
+from foretoken.measure.plots import Plot, Point, Series
+from foretoken.measure.report import Report, Table, print_report
 from foretoken.measure.speed.options import SpeedOptions
+from foretoken.measure.write import check_out, write_report
 from foretoken.params import check_number, check_whole, is_count
+from foretoken.plan.profile import Profile
+from foretoken.printing.text import seconds_text
+from foretoken.simulate import simulate as simulation
 from foretoken.simulate.inputs import (
     MAX_REQUESTS,
+    PLAIN,
     Chances,
     Job,
     Lengths,
     Limits,
     SimSetting,
+    chances_from_bench,
     parse_acceptance,
     parse_setting,
     parse_trace,
     poisson,
 )
-from foretoken.simulate.loads import SHAPES
+from foretoken.simulate.loads import SHAPES, Server, built_in
+from foretoken.simulate.metrics import SimMetrics, outcome
 from foretoken.simulate.simulate import Fleet
 
 _POISSON = "poisson:"
@@ -39,6 +51,11 @@ _NUM_REQUESTS, _PROMPT_TOKENS, _OUTPUT_TOKENS = 200, "256", "128"
 _BOUNDS = (("max_batch_size", 1, 4096), ("replicas", 1, 1024), ("seed", 0, 2**63))
 _MAX_SECONDS = 1e6
 _OF_REQUESTS = ("requests", "prompt_tokens", "output_tokens", "acceptance")
+_ACCEPTANCE = "0.7"
+_HEADINGS = (
+    *("setting", "tok/s", "first token", "p95", "per token", "p95", "whole answer", "p95"),
+    *("busy", "there", "tok/step", "price/M"),
+)
 
 
 def arrival_names(text: str) -> tuple[str, ...]:
@@ -132,16 +149,18 @@ def acceptance_of(text: str) -> Chances | str:
     return parse_acceptance(numbers)
 
 
-def settings_of(text: str) -> list[SimSetting]:
-    """The settings that are named, each once.
+def settings_of(text: str | None, profile: Profile) -> tuple[SimSetting, ...]:
+    """The settings that are named, each once; without a text plain decoding and each drafter of the profile.
 
     Raises:
         ConfigError: none is named, or one that does not exist.
     """
+    if text is None:
+        return (SimSetting(), *(SimSetting((drafter,), None) for drafter in profile.drafters))
     words = words_of(text)
     if not words:
         raise ConfigError("settings", text, "name at least one, such as plain or ngram-auto, or leave it out")
-    return [parse_setting(word) for word in words]
+    return tuple(map(parse_setting, words))
 
 
 def words_of(text: str) -> list[str]:
@@ -216,9 +235,99 @@ def simulate(
     """Run the scheduler and the controller on a virtual clock, once per setting, with the same requests and random
     numbers.
     """
-    from foretoken.cli.simulate_predicted import predict
+    from foretoken.engine.startup.profiling import load_profile
 
-    check_arrivals(context.params)
+    given = context.params
+    check_arrivals(given)
     if profile is None:
         raise ConfigError("profile", None, "give the file of `foretoken bench profile --out DIR`")
-    predict(context.params)
+    check_out(given["out"])
+    measured = load_profile(profile)
+    known = {} if bench is None else chances_from_bench(read_json("bench", bench))
+    limits, chosen = _limits(given, measured), settings_of(settings, measured)
+    fleet, price = config_from(Fleet, given), given["price_per_hour"]
+    check_price(price)
+    names = arrival_names(arrivals)
+    if len(names) > 1:
+        raise InputError("arrivals", arrivals, "name one; several are not simulated in one run")
+    jobs = (
+        built_in(names[0], Server(measured, limits, chosen, known), seed, duration_s)
+        if names
+        else jobs_of(given, _ACCEPTANCE)
+    )
+    with progress("simulating") as status:
+        found = []
+        for setting in chosen:
+            status.update(f"simulating {setting.name}")
+            ended = simulation.simulate(measured, jobs, setting, limits, seed, fleet, known)
+            found.append(outcome(ended, price))
+    about = {
+        "profile": str(profile),
+        "trace": arrivals,
+        "limits": asdict(limits),
+        "fleet": asdict(fleet),
+        "seed": seed,
+    }
+    report = write_report(_report(found, measured, about), given["out"], "simulate")
+    if as_json:
+        print_json(
+            {**about, "machine": measured.machine, "target": measured.target, "rows": [asdict(row) for row in found]}
+        )
+    else:
+        print_report(report)
+
+
+def _limits(given: Mapping[str, Any], profile: Profile) -> Limits:
+    return config_from(
+        Limits,
+        given,
+        block_tokens=_target_number(profile, "block_tokens") or 32,
+        max_context_tokens=_target_number(profile, "max_context_tokens"),
+    )
+
+
+def _target_number(profile: Profile, name: str) -> int | None:
+    value = profile.target.get(name)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise InputError(f"profile.target.{name}", value, "must be a whole number of at least 1")
+    return value
+
+
+def _report(rows: Sequence[SimMetrics], profile: Profile, about: Mapping[str, Any]) -> Report:
+    """The report of settings simulated on a profile; `about` is what was asked for."""
+    cpu = profile.machine.get("cpu", "unknown machine")
+    speeds = tuple(Series(row.setting, (Point("all requests", row.tokens_per_s),)) for row in rows)
+    return Report(
+        title="Simulation",
+        command=command_line(),
+        options=about,
+        results={"target": profile.target, "rows": tuple(rows)},
+        tables=(Table("", _HEADINGS, tuple(map(_cells, rows))),),
+        plots=(Plot("Throughput", "tokens per second", speeds),),
+        conclusions=(*_against_plain(rows), f"predicted from {profile.date or 'an undated profile'}, {cpu}"),
+        caveats=tuple(profile.caveats),
+        machine=profile.machine,
+        versions=profile.versions,
+    )
+
+
+def _against_plain(rows: Sequence[SimMetrics]) -> tuple[str, ...]:
+    plain = next((row for row in rows if row.setting == PLAIN), None)
+    if plain is None or plain.tokens_per_s <= 0 or len(rows) < 2:
+        return ()
+    ratios = [f"{row.setting} {row.tokens_per_s / plain.tokens_per_s:.2f}x" for row in rows if row is not plain]
+    return (f"against plain: {', '.join(ratios)}",)
+
+
+def _cells(row: SimMetrics) -> tuple[str, ...]:
+    times = (
+        row.ttft_s_p50,
+        row.ttft_s_p95,
+        row.inter_token_s_p50,
+        row.inter_token_s_p95,
+        row.latency_s_p50,
+        row.latency_s_p95,
+    )
+    price = "" if row.price_per_million_tokens is None else f"{row.price_per_million_tokens:.3g}"
+    shares = (f"{row.utilisation:.0%}", f"{row.mean_in_system:.1f}", f"{row.emitted_per_step:.2f}")
+    return (row.setting, f"{row.tokens_per_s:.4g}", *map(seconds_text, times), *shares, price)

@@ -104,18 +104,17 @@ def answers(
         torch.set_num_threads(threads)
     console = Console(stderr=True)
     # Plain: in a full batch the rows of draft tokens cost more than they save.
-    llm = LLM(target, SpecConfig(), dtype=dtype, device=device, max_batch_size=config.batch_size)
-    try:
-        with console.bar("answering", len(texts), counts=True) as bar:
+    with (
+        LLM(target, SpecConfig(), dtype=dtype, device=device, max_batch_size=config.batch_size) as llm,
+        console.bar("answering", len(texts), counts=True) as bar,
+    ):
 
-            def tell(done: int) -> None:
-                bar.update(completed=done)
-                if not console.is_terminal and done % config.batch_size == 0:
-                    console.line(f"answering: {done} of {len(texts)}")
+        def tell(done: int) -> None:
+            bar.update(completed=done)
+            if not console.is_terminal and done % config.batch_size == 0:
+                console.line(f"answering: {done} of {len(texts)}")
 
-            count = write_answers(llm, texts, out, config, tell, sources)
-    finally:
-        llm.close()
+        count = write_answers(llm, texts, out, config, tell, sources)
     if as_json:
         print_json(dataclasses.asdict(count) | {"answers": str(out)})
     else:

@@ -17,16 +17,23 @@ _MAX_DEFAULT = 200  # characters of a default in the help, which may come from a
 USAGE_ERROR: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
 
 
-class Command(TyperCommand):
-    """A verb with plain-text help, options grouped by `rich_help_panel`."""
+class _PlainHelp:
+    """Help as plain text, for commands of typer."""
+
+    rich_markup_mode: Any
 
     def get_help(self, ctx: Any) -> str:  # noqa: ANN401 - of the click inside typer
         """The help in characters that standard output can encode: typer would write UTF-8 to an ASCII stream."""
-        return encodable(super().get_help(ctx), sys.stdout.encoding)
+        self.rich_markup_mode = None
+        text: str = super().get_help(ctx)  # type: ignore[misc]
+        return encodable(text, sys.stdout.encoding)
+
+
+class Command(_PlainHelp, TyperCommand):
+    """A verb with plain-text help, options grouped by `rich_help_panel`."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:  # noqa: ANN401
         """Write the help, with defaults from a settings file escaped."""
-        self.rich_markup_mode = None
         ctx.default_map = map_texts(ctx.default_map, lambda text: shortened(visible(text), _MAX_DEFAULT))
         super().format_help(ctx, formatter)
 
@@ -43,17 +50,8 @@ class Command(TyperCommand):
                 formatter.write_dl(records)
 
 
-class Group(TyperGroup):
+class Group(_PlainHelp, TyperGroup):
     """A group of verbs, with the first paragraph of each verb's help."""
-
-    def get_help(self, ctx: Any) -> str:  # noqa: ANN401
-        """The help in characters that standard output has."""
-        return encodable(super().get_help(ctx), sys.stdout.encoding)
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:  # noqa: ANN401
-        """Write the help."""
-        self.rich_markup_mode = None
-        super().format_help(ctx, formatter)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ANN401
         """Write the verbs."""
@@ -66,28 +64,18 @@ class Group(TyperGroup):
 class DefaultGroup(Group):
     """A group that runs `default_command` where the command line names none of its commands.
 
-    `moved` maps options that no command has any longer to what replaces them. `chosen_by` maps options to the
-    command that they choose; `chosen_within` the same for options given to a command that does not have them.
+    `moved` maps options that no command has any longer to what replaces them.
     """
 
     default_command = ""
-    chosen_by: Mapping[str, str] = {}
-    chosen_within: Mapping[tuple[str, str], str] = {}
     moved: Mapping[str, str] = {}
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401
         """Insert the default command before options; `--help` alone is that of the group."""
-        flags = [arg.partition("=")[0] for arg in args]
         if not args or (args[0].startswith("-") and args[0] not in ctx.help_option_names):
-            chosen = next((self.chosen_by[flag] for flag in flags if flag in self.chosen_by), self.default_command)
-            if chosen == self.default_command:
-                self._refuse_others(ctx, chosen, args)
-            args = [chosen, *args]
-        else:
-            found = (self.chosen_within.get((args[0], flag)) for flag in flags[1:])
-            args = [next(filter(None, found), args[0]), *args[1:]]
-            if args[0] in self.commands:
-                self._refuse_others(ctx, args[0], args[1:])
+            args = [self.default_command, *args]
+        if args[0] in self.commands:
+            self._refuse_others(ctx, args[0], args[1:])
         return super().parse_args(ctx, args)
 
     def _refuse_others(self, ctx: Any, name: str, args: list[str]) -> None:  # noqa: ANN401

@@ -17,137 +17,83 @@ from foretoken.cli.verb import EngineVerb, Verb, ctrl_c_ends
 
 @dataclass(frozen=True)
 class VerbSource:
-    """Where a verb is: a function, or a `typer.Typer` of several, in a module of this package. `summary` is the first
-    paragraph of its help; `has_engine` says that the function needs the engine in this process.
+    """Where a verb is: a function, or a `typer.Typer` of several, as `module:name` in this package; "" where both are
+    called as the verb is. `summary` is the first paragraph of its help; `has_engine` says that the function needs the
+    engine in this process.
     """
 
-    module: str
-    name: str
     summary: str
+    place: str = ""
     has_engine: bool = True
 
 
 VERBS: Mapping[str, VerbSource] = {
     "demo": VerbSource(
-        "demo",
-        "demo",
-        ("Answer the same prompts plainly and speculatively, and compare texts and time on this machine."),
+        "Answer the same prompts plainly and speculatively, and compare texts and time on this machine."
     ),
-    "generate": VerbSource(
-        "generate",
-        "generate",
-        "Continue a text, with drafts unless --drafter none is given, and say what it cost.",
-    ),
-    "chat": VerbSource(
-        "chat",
-        "chat",
-        "Talk to a model: each line is a message, and the conversation is kept.",
-    ),
-    "serve": VerbSource(
-        "serve",
-        "serve",
-        "Serve a model over HTTP, OpenAI-compatible; with nothing named, smollm2.",
-        has_engine=False,
-    ),
+    "generate": VerbSource("Continue a text, with drafts unless --drafter none is given, and say what it cost."),
+    "chat": VerbSource("Talk to a model: each line is a message, and the conversation is kept."),
+    "serve": VerbSource("Serve a model over HTTP, OpenAI-compatible; with nothing named, smollm2.", has_engine=False),
     "audit": VerbSource(
-        "audit",
-        "audit",
-        (
-            "Check greedy equality, the distribution of sampled tokens, seeds, logits and cache; "
-            "exit code 5 if anything fails."
-        ),
+        "Check greedy equality, the distribution of sampled tokens, seeds, logits and cache; exit code 5 if anything "
+        "fails."
     ),
     "eval": VerbSource(
-        "eval",
-        "evaluate",
-        "Measure acceptance by drafter, position and slice; compare it with an earlier result.",
+        "Measure acceptance by drafter, position and slice; compare it with an earlier result.", "eval:evaluate"
     ),
     "advise": VerbSource(
-        "advise",
-        "advise",
-        "Say whether to speculate on your texts and load: with which drafter, how many tokens, what it costs.",
+        "Say whether to speculate on your texts and load: with which drafter, how many tokens, what it costs."
     ),
     "ab": VerbSource(
-        "ab",
-        "ab",
         "Replay requests on two backends in turns, and say which is faster, with an interval that holds at every look.",
         has_engine=False,
     ),
     "diagnose": VerbSource(
-        "diagnose",
-        "diagnose",
         "Say why a head or a draft model is accepted rarely, by trying each likely repair on the target's own answers.",
+        "acceptance:diagnose",
     ),
     "acceptance": VerbSource(
-        "acceptance",
-        "acceptance",
-        "Say whether acceptance has fallen over the days that a server has served; exit code 5 if it has.",
+        "Say whether acceptance has fallen over the days that a server has served; exit code 5 if it has."
     ),
     "ab-live": VerbSource(
-        "ab_live",
-        "ab_live",
         "Divide live traffic between two servers by time, and say which is faster; a proxy that clients talk to.",
+        "ab:ab_live",
         has_engine=False,
     ),
     "report": VerbSource(
-        "report",
-        "report",
         "Put the reports of runs on one page that needs nothing else: verdicts first, plots, tables and raw values.",
         has_engine=False,
     ),
     "certify": VerbSource(
-        "certify",
-        "certify",
-        "Check whether B, which speculates, answers as A does; exit code 5 if anything fails.",
-        has_engine=False,
+        "Check whether B, which speculates, answers as A does; exit code 5 if anything fails.", has_engine=False
     ),
     "plan": VerbSource(
-        "plan",
-        "plan",
-        (
-            "Print the memory of weights, caches and a step, and which batch and context fit; exit "
-            "code 1 if the requested ones do not."
-        ),
+        "Print the memory of weights, caches and a step, and which batch and context fit; exit code 1 if the requested "
+        "ones do not."
     ),
     "simulate": VerbSource(
-        "simulate",
-        "simulate",
-        (
-            "Run the scheduler and the controller on a virtual clock, once per setting, with the "
-            "same requests and random numbers."
-        ),
+        "Run the scheduler and the controller on a virtual clock, once per setting, with the same requests and random "
+        "numbers."
     ),
     "export": VerbSource(
-        "export",
-        "export",
-        "Write a drafter as another engine reads it, with the line that starts it; refuse pairs that cannot work.",
+        "Write a drafter as another engine reads it, with the line that starts it; refuse pairs that cannot work."
     ),
     "models": VerbSource(
-        "models",
-        "app",
-        ("Get, list and remove models: packaged ones, the hub's cache, or the folders given."),
+        "Get, list and remove models: packaged ones, the hub's cache, or the folders given.", "models:app"
     ),
     "doctor": VerbSource(
-        "doctor",
-        "doctor",
         "Say what this machine offers: cores, instructions, memory bandwidth, neighbours, threads, versions.",
         has_engine=False,
     ),
     "bench": VerbSource(
-        "bench",
-        "app",
         "Measure speed, throughput under load, the cost of steps, or (--url) a server; without a command, speed.",
+        "bench:app",
     ),
     "train": VerbSource(
-        "train",
-        "app",
-        ("Train heads and draft models for a target, or a language model from scratch. Interrupted runs resume."),
+        "Train heads and draft models for a target, or a language model from scratch. Interrupted runs resume.",
+        "train:app",
     ),
-    "config": VerbSource(
-        "settings",
-        "app",
-        "Settings: what is in force, and where it comes from.",
-    ),
+    "config": VerbSource("Settings: what is in force, and where it comes from.", "settings:app"),
 }
 
 MOVED: Mapping[str, str] = {"widen": "python -m studies.widen"}  # verbs of earlier versions: what replaces them
@@ -222,10 +168,10 @@ def _load(name: str) -> TyperCommand | TyperGroup:
         KeyError: there is none of this name.
     """
     source = VERBS[name]
+    module, _, attribute = (source.place or f"{name}:{name}").partition(":")
     with ctrl_c_ends():
-        found: typer.Typer | Callable[..., None] = getattr(
-            importlib.import_module(f"foretoken.cli.{source.module}"), source.name
-        )
+        imported = importlib.import_module(f"foretoken.cli.{module}")
+    found: typer.Typer | Callable[..., None] = getattr(imported, attribute)
     holder = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     holder.callback()(lambda: None)
     if isinstance(found, typer.Typer):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-import os
 import platform
 import re
 import warnings
 from pathlib import Path
 from typing import Any
+
+from foretoken.machine.linux import text_of
+from foretoken.machine.memory import physical_bytes
+from foretoken.machine.neighbours import usable_cores
 
 _INFO = Path("/proc/cpuinfo")
 # What is shown, by the flags of which any means it; x86 and `aarch64`.
@@ -26,7 +29,7 @@ _MEANING: dict[str, tuple[str, ...]] = {
 
 def flags(info: Path = _INFO) -> frozenset[str]:
     """The processor's features as the system names them; none where it does not say (outside Linux)."""
-    found = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", _text(info), re.MULTILINE)
+    found = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text_of(info), re.MULTILINE)
     return frozenset() if found is None else frozenset(found.group(1).split())
 
 
@@ -38,22 +41,15 @@ def features(info: Path = _INFO) -> dict[str, bool] | None:
 
 def processor(info: Path = _INFO) -> str:
     """The processor's name."""
-    found = re.search(r"^model name\s*:\s*(.+)$", _text(info), re.MULTILINE)
+    found = re.search(r"^model name\s*:\s*(.+)$", text_of(info), re.MULTILINE)
     return found.group(1).strip() if found else platform.processor() or platform.machine() or "unknown"
 
 
 def stepping(info: Path = _INFO) -> str | None:
     """The processor's family, model and stepping, where the system says them: processors of one name differ."""
-    names, text = ("cpu family", "model", "stepping", "CPU part"), _text(info)  # the last on aarch64
+    names, text = ("cpu family", "model", "stepping", "CPU part"), text_of(info)  # the last on aarch64
     found = [re.search(rf"^{name}\s*:\s*(\S+)$", text, re.MULTILINE) for name in names]
     return ", ".join(f"{name} {one[1]}" for name, one in zip(names, found, strict=True) if one is not None) or None
-
-
-def _text(info: Path) -> str:
-    try:
-        return info.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
 
 
 class PrecisionWarning(UserWarning):
@@ -97,15 +93,15 @@ def machine() -> dict[str, Any]:
 
     found: dict[str, Any] = {
         "cpu": processor(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": len(usable_cores()),
     }
     kind, known = stepping(), features()
     if kind is not None:
         found["processor"] = kind
     if known is not None:
         found["instructions"] = ", ".join(name for name, has in known.items() if has)
-    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        found["memory_gib"] = round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1)
+    if (memory := physical_bytes()) is not None:
+        found["memory_gib"] = round(memory / 2**30, 1)
     if torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name(0)
     found["system"] = f"{platform.system()} {platform.machine()}"

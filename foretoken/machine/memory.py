@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from foretoken.errors import InputError, StorageError
+from foretoken.machine.linux import GROUPS, OWN_GROUP, meminfo, own_groups, text_of
 
 if TYPE_CHECKING:
     import torch
@@ -25,15 +26,19 @@ _UNITS = {
     "tib": 2**40,
 }
 _MAX_BYTES = 1 << 60
-_GROUPS = Path("/sys/fs/cgroup")
-_OWN_GROUP = Path("/proc/self/cgroup")
+_MIN_PLAIN_BYTES = 1 << 16  # a smaller number without a unit was not meant as bytes: no model fits into them
+# Files of a control group, by the version of control groups.
+_LIMIT_AND_USED = {
+    2: ("memory.max", "memory.current"),
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+}
 
 
 def parse_bytes(text: str) -> int:
     """Parse "24GiB", "16 GB" or a plain number of bytes.
 
     Raises:
-        InputError: not a number, or an unknown unit.
+        InputError: not a number, an unknown unit, or a number so small that its unit was forgotten.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     if found is None or found.group(2).lower() not in _UNITS:
@@ -41,6 +46,8 @@ def parse_bytes(text: str) -> int:
     size = float(found.group(1)) * _UNITS[found.group(2).lower()]
     if size >= _MAX_BYTES:
         raise InputError("memory", text, "is more than any machine has; give a size such as 24GiB")
+    if not found.group(2) and size < _MIN_PLAIN_BYTES:
+        raise InputError("memory", text, f"would be {size:g} bytes: name the unit, such as {found.group(1)}GiB")
     return int(size)
 
 
@@ -54,14 +61,17 @@ def available_bytes(device: torch.device) -> int:
 
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    try:
-        found = re.search(r"^MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text(encoding="utf-8"), re.MULTILINE)
-    except OSError:
-        found = None
-    if found is None:
+    free = meminfo().get("MemAvailable")
+    if free is None:
         raise StorageError("this system does not report free memory; give it with --memory")
-    free = int(found.group(1)) * 1024
     return min([free, *(max(0, one.limit - one.used) for one in group_memory())])
+
+
+def physical_bytes() -> int | None:
+    """The machine's memory; None where the system does not tell."""
+    if "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", {}):
+        return None
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 class GroupMemory(NamedTuple):
@@ -75,35 +85,12 @@ class GroupMemory(NamedTuple):
 _CAN_BE_DROPPED = re.compile(r"^(?:total_)?inactive_file (\d+)$", re.MULTILINE)
 
 
-def group_memory(groups: Path = _GROUPS, own_group: Path = _OWN_GROUP) -> list[GroupMemory]:
+def group_memory(groups: Path = GROUPS, own_group: Path = OWN_GROUP) -> list[GroupMemory]:
     """Of each control group with a limit that this process is in: its own ones and those above them."""
     found = []
-    for folder, limit_name, used_name in _folders(groups, own_group):
-        limit, used = _text(folder / limit_name), _text(folder / used_name)
+    for version, folder in own_groups("memory", groups, own_group):
+        limit, used = (text_of(folder / name) for name in _LIMIT_AND_USED[version])
         if limit.isdigit() and used.isdigit():
-            dropped = sum(map(int, _CAN_BE_DROPPED.findall(_text(folder / "memory.stat"))[-1:]))
+            dropped = sum(map(int, _CAN_BE_DROPPED.findall(text_of(folder / "memory.stat"))[-1:]))
             found.append(GroupMemory(int(limit), max(0, int(used) - dropped)))
     return found
-
-
-def _folders(groups: Path, own_group: Path) -> Iterator[tuple[Path, str, str]]:
-    """Where a group of this process may say its memory, with the names of the limit and of what is used: version 2 of
-    control groups, and version 1. A container sees its own group at the top, whatever path the system names.
-    """
-    paths = {name: path for _, name, path in (line.split(":", 2) for line in _text(own_group).splitlines())}
-    first = next((path for names, path in paths.items() if "memory" in names.split(",")), "")
-    for top, path, names in (
-        (groups, paths.get("", ""), ("memory.max", "memory.current")),
-        (groups / "memory", first, ("memory.limit_in_bytes", "memory.usage_in_bytes")),
-    ):
-        folder = top / path.lstrip("/")
-        while folder.is_relative_to(top):
-            yield folder, *names
-            folder = folder.parent
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except (OSError, ValueError):
-        return ""

@@ -17,13 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from foretoken.machine.linux import GROUPS, OWN_GROUP, own_groups, text_of
 from foretoken.machine.neighbours import NEIGHBOUR_CORES, OtherLoad, usable_cores
 
 # ---- the cores that this process may use: logical ones, physical ones, and what a control group leaves of them
 
 _TOPOLOGY = Path("/sys/devices/system/cpu")
-_GROUPS = Path("/sys/fs/cgroup")
-_OWN_GROUP = Path("/proc/self/cgroup")
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class Cores:
         return max(1, min(self.num_physical, granted))
 
 
-def find_cores(topology: Path = _TOPOLOGY, groups: Path = _GROUPS, own_group: Path = _OWN_GROUP) -> Cores:
+def find_cores(topology: Path = _TOPOLOGY, groups: Path = GROUPS, own_group: Path = OWN_GROUP) -> Cores:
     """The cores of this machine; without Linux's files all are physical and there is no quota."""
     allowed = usable_cores()
     return Cores(os.cpu_count() or 1, len(allowed), _num_physical(allowed, topology), _quota(groups, own_group))
@@ -55,46 +54,19 @@ def find_cores(topology: Path = _TOPOLOGY, groups: Path = _GROUPS, own_group: Pa
 
 def _num_physical(allowed: Sequence[int], topology: Path) -> int:
     """How many cores the logical ones lie on."""
-    try:
-        siblings = {
-            (topology / f"cpu{core}" / "topology" / "thread_siblings_list").read_text("ascii").strip()
-            for core in allowed
-        }
-    except (OSError, ValueError):
-        return len(allowed)
-    return len(siblings)
+    siblings = {text_of(topology / f"cpu{core}" / "topology" / "thread_siblings_list") for core in allowed}
+    return len(allowed) if "" in siblings else len(siblings)
 
 
 def _quota(groups: Path, own_group: Path) -> float | None:
     """The least quota of this process's group and those above it, in cores."""
-    limits = [_version_1(groups)]
-    try:
-        lines = own_group.read_text("utf-8").splitlines()
-    except (OSError, ValueError):
-        lines = []
-    path = next((line[3:].lstrip("/") for line in lines if line.startswith("0::")), "")
-    folder = groups / path
-    while folder.is_relative_to(groups):
-        limits.append(_version_2(folder))
-        folder = folder.parent
-    return min((limit for limit in limits if limit is not None), default=None)
-
-
-def _version_2(folder: Path) -> float | None:
-    try:
-        granted, period = (folder / "cpu.max").read_text("ascii").split()
-        return None if granted == "max" else int(granted) / int(period)
-    except (OSError, ValueError, ZeroDivisionError):
-        return None
-
-
-def _version_1(groups: Path) -> float | None:
-    try:
-        granted = int((groups / "cpu" / "cpu.cfs_quota_us").read_text("ascii"))
-        period = int((groups / "cpu" / "cpu.cfs_period_us").read_text("ascii"))
-    except (OSError, ValueError):
-        return None
-    return granted / period if granted > 0 and period > 0 else None
+    limits = []
+    for version, folder in own_groups("cpu", groups, own_group):
+        names = ("cpu.max",) if version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        words = " ".join(text_of(folder / name) for name in names).split()
+        if len(words) == 2 and all(word.isdecimal() and int(word) for word in words):  # no "max", and no -1
+            limits.append(int(words[0]) / int(words[1]))
+    return min(limits, default=None)
 
 
 Waiting = Literal["sleep", "spin"]

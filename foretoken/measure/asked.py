@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from foretoken.backend.answering import SERVED, AnsweringBackend, Drafting
 from foretoken.backend.http import HttpBackend
-from foretoken.backend.registry import is_address, open_backend
+from foretoken.backend.registry import BackendOptions, is_address, open_backend
 from foretoken.errors import ConfigError
 from foretoken.measure.options import PLAIN
 from foretoken.model.names import model_folder
@@ -45,11 +45,8 @@ class BackendSource:
         """
         model = "" if self.model is None else str(model_folder(self.model))
         draft = None if self.draft is None else str(model_folder(self.draft))
-        own = {"model_option": self.model_option} if self.is_address else {}
-        own |= {} if self.served_model is None else {"served_model": self.served_model}
-        found = open_backend(
-            self.backend, model, draft, dtype=self.dtype, device=self.device, threads=self.threads, **own
-        )
+        server = (self.served_model or "", self.model_option)
+        found = open_backend(BackendOptions(self.backend, model, draft, self.dtype, self.device, self.threads, *server))
         with closing(found):
             yield found
 

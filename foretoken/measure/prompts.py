@@ -90,17 +90,21 @@ def prompt_files(path: Path) -> list[Path]:
     return files
 
 
-def read_prompts(path: Path) -> tuple[Prompt, ...]:
+def read_prompts(path: Path, field: str = "prompts") -> tuple[Prompt, ...]:
     """Every prompt of a file, or of all .json and .jsonl files below a folder; each object tells its format by its
-    keys.
+    keys. `field` is the option that names the file.
 
     Raises:
         StorageError: a file cannot be read, or the folder holds none.
         InputError: an object that is in none of the formats, or no prompt at all.
     """
-    prompts = [prompt for file in prompt_files(path) for item in _items(file) if (prompt := _prompt(item)) is not None]
+    items = (item for file in prompt_files(path) for item in _items(file, field))
+    try:
+        prompts = [prompt for item in items if (prompt := _prompt(item)) is not None]
+    except InputError as error:  # found in an item, which knows no option
+        raise InputError(field, error.value, error.remedy) from error
     if not prompts:
-        raise InputError("prompts", str(path), 'holds no prompt; write one {"prompt": "..."} a line')
+        raise InputError(field, str(path), 'holds no prompt; write one {"prompt": "..."} a line')
     return tuple(prompts)
 
 
@@ -166,9 +170,9 @@ def _cut(text: str, count: Callable[[str], int], room: int) -> str:
     raise InputError("prompts", text, f"cannot be cut to {room} tokens; ask for shorter answers")
 
 
-def _items(path: Path) -> Iterator[_Item]:
+def _items(path: Path, field: str) -> Iterator[_Item]:
     """The objects of a file: one a line, or one list of all."""
-    content = read_text("prompts", path)
+    content = read_text(field, path)
     if content.lstrip().startswith("["):
         pieces = [(1, content)]
     else:

@@ -122,11 +122,11 @@ class Console:
                 self.line(_drawn(row, widths, justify), style=style)
 
     @contextmanager
-    def spinner(self, message: str) -> Iterator[Spinner | None]:
-        """A spinner during long work; without a terminal one plain line, and None."""
+    def spinner(self, message: str) -> Iterator[Spinner]:
+        """A spinner during long work; without a terminal one plain line."""
         if not self.is_terminal:
             self.line(message)
-            yield None
+            yield Spinner(self, None)
             return
         with self._rich.status(self._description(message), spinner="line") as status:  # ASCII: every encoding has it
             yield Spinner(self, status)
@@ -175,14 +175,21 @@ class Console:
 
 
 class Spinner:
-    """A running spinner."""
+    """A running spinner, or nothing without a terminal."""
 
-    def __init__(self, console: Console, status: Status) -> None:
+    def __init__(self, console: Console, status: Status | None) -> None:
         self._console, self._status = console, status
 
     def update(self, message: str) -> None:
         """Show another message."""
-        self._status.update(self._console._description(message))
+        if self._status is not None:
+            self._status.update(self._console._description(message))
+
+    def say(self, message: str) -> None:
+        """Show what takes long: without a terminal on a line of its own."""
+        if self._status is None:
+            self._console.line(message)
+        self.update(message)
 
 
 class Bar:

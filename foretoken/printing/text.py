@@ -39,6 +39,11 @@ def shortened(text: str, most: int) -> str:
     return text[:head] + _CUT.format(len(text) - most) + text[len(text) - tail :]
 
 
+def seconds_text(seconds: float) -> str:
+    """Seconds in three figures, as milliseconds below one second."""
+    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
 def map_texts(value: object, change: Callable[[str], str]) -> object:
     """`value` with `change` applied to every text in its lists and tables."""
     if isinstance(value, str):

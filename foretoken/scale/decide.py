@@ -6,10 +6,8 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from foretoken.control.autoscaling import AIM_SHARE, wanted_replicas
+from foretoken.control.autoscaling import wanted_replicas
 from foretoken.server.life.replicas import PrefixRouting
-
-QUEUED_TOKENS, BATCHES = "queued_tokens", "batches"  # what a replica reports to the autoscaler
 
 
 def two_of(prefix: bytes, names: Iterable[str]) -> list[str]:
@@ -59,32 +57,17 @@ def live_replicas() -> tuple[str, ...]:
     return _live
 
 
-class QueuedTokens:
-    """An autoscaling policy of Ray Serve: as many replicas as the queued tokens need at `replica_tokens` each. Ray
-    applies the bounds and the delays.
+class ReplicaLoad:
+    """An autoscaling policy of Ray Serve: as many replicas as it takes for each to have `aim` of the load `metric`.
+
+    A request that no replica has yet counts as `usual` where none has reported. Ray applies the bounds and the delays.
     """
 
-    def __init__(self, replica_tokens: int) -> None:
-        self._replica_tokens = replica_tokens
+    def __init__(self, metric: str, aim: float, usual: float) -> None:
+        self._metric, self._aim, self._usual = metric, aim, usual
 
     def __call__(self, context: Any) -> tuple[float, dict[str, Any]]:  # noqa: ANN401 - ray.serve's AutoscalingContext
         """Replicas wanted, and the policy's state, of which there is none."""
-        return _wanted(context, QUEUED_TOKENS, self._replica_tokens, self._replica_tokens), {}
-
-
-class FullBatches:
-    """The same without a number of tokens: each replica is to have `AIM_SHARE` of the requests that it can run at
-    once, `max_batch_size` of them, or as many as its cache holds.
-    """
-
-    def __init__(self, max_batch_size: int) -> None:
-        self._request = 1 / max_batch_size
-
-    def __call__(self, context: Any) -> tuple[float, dict[str, Any]]:  # noqa: ANN401 - ray.serve's AutoscalingContext
-        """See `QueuedTokens`."""
-        return _wanted(context, BATCHES, AIM_SHARE, self._request), {}
-
-
-def _wanted(context: Any, metric: str, aim: float, usual: float) -> float:  # noqa: ANN401 - as above
-    load = sum((context.aggregated_metrics or {}).get(metric, {}).values())
-    return wanted_replicas(load, context.total_num_requests, context.total_queued_requests, aim, usual)
+        load = sum((context.aggregated_metrics or {}).get(self._metric, {}).values())
+        requests, queued = context.total_num_requests, context.total_queued_requests
+        return wanted_replicas(load, requests, queued, self._aim, self._usual), {}

@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from foretoken.control.autoscaling import DOWN_SHARE
+from foretoken.control.autoscaling import AIM_SHARE, DOWN_SHARE
 from foretoken.errors import ConfigError
 from foretoken.option import option
 from foretoken.params import check_flag, check_number, check_whole
 from foretoken.server.config import ServerConfig
 
+QUEUED_TOKENS, BATCHES = "queued_tokens", "batches"  # what a replica reports to the autoscaler
 _OTHERS = 256  # calls of a replica beside its requests: cancellations, texts to tokenise, statistics
 _QUIET = {"enable_access_log": False}  # the request log of the front has every request
 _MOST = 86_400.0  # cores, GPUs or seconds: a day
@@ -122,11 +123,10 @@ def _calls(config: ServerConfig) -> int:
 
 def _policy(config: ServerConfig, options: RayOptions) -> dict[str, Any]:
     """Ray's name and arguments of what decides how many replicas there are."""
-    if options.replica_tokens is None:
-        name, given = "FullBatches", {"max_batch_size": config.engine.max_batch_size}
-    else:
-        name, given = "QueuedTokens", {"replica_tokens": options.replica_tokens}
-    return {"policy_function": f"foretoken.scale.decide:{name}", "policy_kwargs": given}
+    given: dict[str, Any] = {"metric": BATCHES, "aim": AIM_SHARE, "usual": 1 / config.engine.max_batch_size}
+    if options.replica_tokens is not None:
+        given = {"metric": QUEUED_TOKENS, "aim": options.replica_tokens, "usual": options.replica_tokens}
+    return {"policy_function": "foretoken.scale.decide:ReplicaLoad", "policy_kwargs": given}
 
 
 def front_options(config: ServerConfig, options: RayOptions) -> dict[str, Any]:

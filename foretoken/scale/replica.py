@@ -15,7 +15,7 @@ from msgspec.msgpack import Decoder as MessageDecoder
 from foretoken.backend.call import Generation
 from foretoken.errors import EngineError, ForetokenError
 from foretoken.machine.threads import names_waiting, sleeping
-from foretoken.scale.decide import BATCHES, QUEUED_TOKENS
+from foretoken.scale.options import BATCHES, QUEUED_TOKENS
 from foretoken.server.config import ServerConfig
 from foretoken.server.life.supervisor import CanaryAnswer, ask_canary, difference
 from foretoken.server.life.wire import (

@@ -14,6 +14,7 @@ from foretoken.errors import ConfigError, InputError
 from foretoken.files import parse_json
 from foretoken.option import same_option
 from foretoken.params import DEADLINES_S, PRIORITIES, check_number, check_whole, is_count
+from foretoken.plan.profile import Profile
 
 Chances = tuple[float, ...]
 MAX_REQUESTS = 1_000_000  # all are made before the first arrives
@@ -189,9 +190,20 @@ class SimSetting:
             return AUTO
         return f"{self.drafters[0]}-{AUTO if self.num_draft is None else self.num_draft}"
 
+    def check_with(self, profile: Profile) -> None:
+        """Refuse drafters whose cost is not known.
 
-def parse_setting(text: str, drafters: Sequence[str] = ()) -> SimSetting:
-    """The setting called `text`: plain, auto (all of `drafters`), or a drafter and a number or auto, such as ngram-5.
+        Raises:
+            ConfigError: a drafter that the profile does not know.
+        """
+        for drafter in self.drafters:
+            if drafter not in profile.drafters:
+                names = ", ".join(sorted(profile.drafters)) or "none"
+                raise ConfigError("settings", self.name, f"the profile has no cost of {drafter}; it knows {names}")
+
+
+def parse_setting(text: str) -> SimSetting:
+    """The setting called `text`: plain, or a drafter and a number or auto, such as ngram-5.
 
     Raises:
         ConfigError: none of these.
@@ -199,15 +211,9 @@ def parse_setting(text: str, drafters: Sequence[str] = ()) -> SimSetting:
     drafter, found, number = text.rpartition("-")
     if text == PLAIN:
         return SimSetting()
-    if text == AUTO and drafters:
-        return SimSetting(tuple(drafters), None)
     if not found or not drafter or not (number == AUTO or is_count(number)):
-        raise ConfigError(
-            "settings",
-            text,
-            f"must be {'plain, auto' if drafters else 'plain'}, or a drafter and a number or auto, such as ngram-5 or "
-            "draft_model-auto",
-        )
+        remedy = "must be plain, or a drafter and a number or auto, such as ngram-5 or draft_model-auto"
+        raise ConfigError("settings", text, remedy)
     return SimSetting((drafter,), None if number == AUTO else int(number))
 
 

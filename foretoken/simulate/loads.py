@@ -12,7 +12,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from foretoken.errors import InputError
 from foretoken.plan.profile import Profile
 from foretoken.simulate.inputs import Job, Lengths, Limits, SimSetting
 from foretoken.simulate.sim_request import Known
@@ -85,26 +84,14 @@ class Server:
 
 
 def sample(name: str, count: int, seed: int) -> list[Job]:
-    """`count` requests such as a built-in trace consists of, all there from the begin.
-
-    Raises:
-        InputError: no such trace.
-    """
-    if name not in SHAPES:
-        raise InputError("trace", name, f"choose one of {', '.join(SHAPES)}")
+    """`count` requests such as a built-in trace consists of, all there from the begin."""
     rng = random.Random(f"trace {name} {seed}")
     return [_request(SHAPES[name], rng) for _ in range(count)]
 
 
 def built_in(name: str, server: Server, seed: int, seconds: float | None = None) -> list[Job]:
-    """The requests of a built-in trace for `server`; `seconds` is how long they come, chosen by the machine if None.
-
-    Raises:
-        InputError: no such trace, or one that does not last.
-    """
+    """The requests of a built-in trace for `server`; `seconds` is how long they come, chosen by the machine if None."""
     few = sample(name, _SAMPLE * server.limits.max_batch_size, seed)
-    if seconds is not None and not 0 < seconds < float("inf"):
-        raise InputError("trace_seconds", seconds, "must be above 0")
     if seconds is None:
         seconds = min(_MAX_S, max(_FEWEST_S, _ALONE_TIMES * server.alone_s(few)))
     shape, rng = SHAPES[name], random.Random(f"arrivals {name} {seed}")

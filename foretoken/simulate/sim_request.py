@@ -22,13 +22,13 @@ Known = Mapping[str, Mapping[str, Chances | Records]]  # by drafter and name: ch
 
 @dataclass
 class SimRequest:
-    """One request on its way: `tokens` is prompt and output. Times are None until they come.
+    """One request on its way: `num_tokens` is prompt and output so far. Times are None until they come.
 
     `recorded` is what is known of its drafters' draft tokens, by option. A drafter that drafts for a request for the
     first time, not in `read_by` yet, reads its text first.
     """
 
-    index: int
+    request_id: int
     job: Job
     setting: SimSetting
     recorded: tuple[Chances | Record, ...]
@@ -36,7 +36,7 @@ class SimRequest:
     output_tokens: int
     urgency: Urgency
     options: tuple[DrafterOption, ...] = ()
-    tokens: int = 0
+    num_tokens: int = 0
     num_preempted: int = 0
     read_by: set[int] = field(default_factory=set)
     first_s: float | None = None
@@ -46,19 +46,9 @@ class SimRequest:
     num_accepted: int = 0
 
     @property
-    def request_id(self) -> int:
-        """Its number."""
-        return self.index
-
-    @property
-    def num_tokens(self) -> int:
-        """Prompt and answer so far."""
-        return self.tokens
-
-    @property
     def num_emitted(self) -> int:
         """Tokens of the answer so far."""
-        return self.tokens - self.job.prompt_tokens
+        return self.num_tokens - self.job.prompt_tokens
 
     @property
     def has_emitted(self) -> bool:
@@ -69,10 +59,10 @@ class SimRequest:
         """The request as the control sees it; the first token is never drafted."""
         deadline_s = self.job.deadline_s
         return RequestView(
-            request_id=self.index,
+            request_id=self.request_id,
             options=self.options if self.has_emitted else (),
             num_draft=self.setting.num_draft,
-            num_tokens=self.tokens,
+            num_tokens=self.num_tokens,
             num_remaining=self.output_tokens - self.num_emitted,
             max_new_tokens=self.output_tokens,
             priority=self.job.priority,
@@ -127,7 +117,7 @@ def start(index: int, job: Job, setting: SimSetting, limits: Limits, seed: int, 
     answer = rng.random()  # the same answer for every drafter
     sources = tuple(_source(job, drafter, known, answer) for drafter in setting.drafters)
     return SimRequest(
-        index=index,
+        request_id=index,
         job=job,
         setting=setting,
         recorded=sources,
@@ -138,7 +128,7 @@ def start(index: int, job: Job, setting: SimSetting, limits: Limits, seed: int, 
             DrafterOption(number, drafter, shows=isinstance(source, Record) and bool(source.previews))
             for number, (drafter, source) in enumerate(zip(setting.drafters, sources, strict=True))
         ),
-        tokens=job.prompt_tokens,
+        num_tokens=job.prompt_tokens,
     )
 
 

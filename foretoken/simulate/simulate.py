@@ -68,10 +68,7 @@ def simulate(
         CapacityError: a request that the cache can never hold.
     """
     fleet = fleet or Fleet()
-    for drafter in setting.drafters:
-        if drafter not in profile.drafters:
-            names = ", ".join(sorted(profile.drafters)) or "none"
-            raise ConfigError("settings", setting.name, f"the profile has no cost of {drafter}; it knows {names}")
+    setting.check_with(profile)
     requests = tuple(start(index, job, setting, limits, seed, known or {}) for index, job in enumerate(jobs))
     engines = tuple(SimEngine(number, profile, setting, limits, watch, config) for number in range(fleet.replicas))
     for request in requests:
@@ -85,7 +82,7 @@ def simulate(
 
 def _choose(engines: Sequence[SimEngine], fleet: Fleet, request: SimRequest) -> SimEngine:
     if fleet.dispatch == "round_robin":
-        return engines[request.index % len(engines)]
+        return engines[request.request_id % len(engines)]
     return min(engines, key=lambda engine: engine.load_at(request.job.arrival_s))
 
 
@@ -203,7 +200,7 @@ class SimEngine:
         previews = self._preview(decoding, self.chooser.begin(views))
         budgets = self.chooser.plan(views, previews)
         parts = self._parts(dict(zip((view.request_id for view in views), budgets, strict=True)))
-        preempted = tuple(request.index for request in self.queue.preempted)
+        preempted = tuple(request.request_id for request in self.queue.preempted)
         for request in self.queue.preempted:
             request.num_preempted += 1
             request.read_by.clear()
@@ -218,13 +215,13 @@ class SimEngine:
         for request, count in emitted:
             self._emit(request, count)
         if self.watch is not None:
-            pairs = tuple((request.index, count) for request, count in emitted)
+            pairs = tuple((request.request_id, count) for request, count in emitted)
             read = sum(part.num_read for part in parts)
             rows = sum(1 + len(part.round.parents) for part in parts if part.decodes)
             self.watch(Step(self.number, start_s, seconds, draft_s, rows, read, pairs, preempted))
 
     def _preview(self, decoding: Sequence[SimRequest], asks: Sequence[PreviewAsk]) -> Previews:
-        by_id = {request.index: request for request in decoding}
+        by_id = {request.request_id: request for request in decoding}
         shown: dict[int, dict[int, Preview]] = {}
         seconds = 0.0
         for ask in asks:
@@ -242,7 +239,7 @@ class SimEngine:
         read: list[_Part] = []
         for request, rows in self.queue.rows(budgets):
             if rows.decodes:
-                budget = DraftBudget(budgets[request.index].option, rows.num_draft)
+                budget = DraftBudget(budgets[request.request_id].option, rows.num_draft)
                 decode.append(_Part(request, True, 0, budget, request.draft_round(budget.option, budget.num_draft)))
             elif rows.num_pending:
                 read.append(_Part(request, False, rows.num_pending))
@@ -253,7 +250,7 @@ class SimEngine:
         decode = [part for part in parts if part.decodes]
         read = [part for part in parts if not part.decodes]
         rows = len(decode) + sum(len(part.round.parents) for part in decode)
-        contexts = [self.cache.held[part.request.index] for part in (*decode, *read)]
+        contexts = [self.cache.held[part.request.request_id] for part in (*decode, *read)]
         target_s = self.profile.step_s(rows, contexts, sum(part.num_read for part in read))
         draft_s, num_read = self._draft(decode, previews)
         lasts = [part for part in read if self._reads_last(part)]
@@ -276,7 +273,7 @@ class SimEngine:
         num_read: dict[Hashable, int] = {}
         for number, drafter in enumerate(self.setting.drafters):
             users = [part for part in decode if part.budget.option == number and part.budget.num_draft]
-            users = [part for part in users if number not in previews.of(part.request.index)]  # paid for before
+            users = [part for part in users if number not in previews.of(part.request.request_id)]  # paid for before
             if not users:
                 continue
             lookups = [source for part in users if isinstance(source := part.request.recorded[number], Record)]
@@ -284,7 +281,7 @@ class SimEngine:
                 draft_s[drafter] = sum(source.preview_s for source in lookups)
                 continue
             unread = [part.request for part in users if number not in part.request.read_by]
-            num_read[drafter] = sum(request.tokens for request in unread)
+            num_read[drafter] = sum(request.num_tokens for request in unread)
             for request in unread:
                 request.read_by.add(number)
             longest = max(part.budget.num_draft for part in users)
@@ -292,36 +289,36 @@ class SimEngine:
         return draft_s, num_read
 
     def _reads_last(self, part: _Part) -> bool:
-        return self.cache.held[part.request.index] + part.num_read == part.request.tokens
+        return self.cache.held[part.request.request_id] + part.num_read == part.request.num_tokens
 
     def _commit(self, part: _Part) -> bool:
         """Keep what the step computed; whether the request emits."""
         request = part.request
         if not part.decodes:
             is_last = self._reads_last(part)
-            self.cache.held[request.index] += part.num_read
+            self.cache.held[request.request_id] += part.num_read
             return is_last
-        self.cache.held[request.index] = request.tokens + len(part.round.path)
+        self.cache.held[request.request_id] = request.num_tokens + len(part.round.path)
         request.num_drafted += len(part.round.parents)
         request.num_accepted += len(part.round.path)
         return True
 
     def _emit(self, request: SimRequest, count: int) -> None:
-        request.tokens += count
+        request.num_tokens += count
         request.num_steps += 1
         if request.first_s is None:
             request.first_s = self.clock_s
         if request.num_emitted >= request.output_tokens:
             request.finish_s = self.clock_s
-            self.cache.close(request.index)
-            self.queue.remove(request.index)
-            self.chooser.finish(request.index)
+            self.cache.close(request.request_id)
+            self.queue.remove(request.request_id)
+            self.chooser.finish(request.request_id)
 
 
 def _outcome(part: _Part) -> RoundOutcome:
     accepted = set(part.round.path)
     return RoundOutcome(
-        request_id=part.request.index,
+        request_id=part.request.request_id,
         budget=part.budget,
         chances=[float(node in accepted) for node in range(len(part.round.parents))],
         parents=part.round.parents,

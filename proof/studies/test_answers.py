@@ -10,9 +10,10 @@ from foretoken import LLM, SpecConfig
 from foretoken.control.candidates import Preview
 from foretoken.draft.ngram import NgramDrafter
 from foretoken.simulate.inputs import Job
-from foretoken.simulate.records import Round, told
+from foretoken.simulate.records import Round
 from studies.validation.answers import Answer, look_through, looked_through
 from studies.validation.calibrate import calibrate
+from studies.validation.records import told
 from tests.helpers.checkpoints import token_ids
 
 #   The answer is 5 6 7 8 9. At its first place 6 or 4 were shown, behind 6 a 7, behind that a 9.

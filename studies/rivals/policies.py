@@ -60,6 +60,9 @@ class _RivalPolicy(ABC):
         if step.only_decodes:
             self.target_cost.observe(step.num_rows, step.target_s)
 
+    def observe_host(self, host_s: float) -> None:
+        """Not used."""
+
     def observe_draft(
         self, drafter: Hashable, longest: int, draft_s: float, num_requests: int, num_read_tokens: int
     ) -> None:

@@ -28,7 +28,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from foretoken.backend.llama_cpp import speculation
+from foretoken.backend.llama_cpp import KINDS
 from foretoken.backend.llama_programs import LLAMA_CPP
 from foretoken.errors import InputError, UnavailableError
 from foretoken.files import check_folder
@@ -268,6 +268,19 @@ def print_tables(found: Mapping[str, Sequence[Mapping[str, Any]]], at_p95: Seque
             for name, speed in line["tokens_per_s"].items()
         )
         print(f"within {line['p95_s']:.2f} s, the p95 of {line['plain']} at {line['rate']}: {figures}")
+
+
+def speculation(kind: str, num_draft: int | None) -> tuple[str, ...]:
+    """Arguments of llama.cpp's programs for a way to speculate that is a `--spec-type`, at `num_draft` drafted tokens
+    (None: as the program comes); the server takes the same.
+
+    Raises:
+        InputError: no such way.
+    """
+    arguments = KINDS[kind].arguments(num_draft) if kind in KINDS else ()
+    if "--spec-type" not in arguments:
+        raise InputError("kind", kind, f"choose from {', '.join(KINDS)}, but none with a program of its own")
+    return arguments
 
 
 if __name__ == "__main__":

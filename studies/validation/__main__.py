@@ -11,10 +11,12 @@ from __future__ import annotations
 import argparse
 import sys
 
-from foretoken.cli.simulate import arrival_names, check_arrivals, jobs_of, settings_of
+from foretoken.cli.simulate import arrival_names, check_arrivals, jobs_of
 from foretoken.control.queue import SchedulerConfig
+from foretoken.field_text import words
 from foretoken.measure.report import Report
 from foretoken.printing.console import Console
+from foretoken.simulate.inputs import parse_setting
 from studies.command import arguments, command_line, run
 from studies.validation.run import ValidationOptions, run_validation
 
@@ -66,7 +68,9 @@ def _options(given: argparse.Namespace) -> ValidationOptions:
     same = ("target", "draft", "dtype", "device", "threads", "seed")
     limits = ("max_batch_size", "max_prompt_tokens", "max_step_tokens", "cache_reserve", "cache_tokens")
     return ValidationOptions(
-        settings=tuple(settings_of(usual if given.settings is None else given.settings)),
+        settings=tuple(
+            map(parse_setting, dict.fromkeys(words("settings", usual if given.settings is None else given.settings)))
+        ),
         traces=dict.fromkeys(names) or {given.arrivals: jobs_of(vars(given), _SLICE)},
         seconds=given.duration_s,
         **{name: getattr(given, name) for name in (*same, *limits)},

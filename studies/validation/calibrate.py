@@ -12,8 +12,9 @@ from foretoken.draft.lookup_tree import Lookup
 from foretoken.errors import InputError
 from foretoken.measure.workload import SLICES, slices
 from foretoken.simulate.inputs import Job
-from foretoken.simulate.records import Record, Records, record_of
+from foretoken.simulate.records import Record, Records
 from studies.validation.answers import FROM_TEXT, Answer, looked_through
+from studies.validation.records import record_of
 from studies.validation.refine import RealStep
 from studies.validation.replay import Clock, Replayed, Serving, replay
 

@@ -10,11 +10,12 @@ from typing import Any
 from foretoken.control.candidates import Preview
 from foretoken.control.config import DEFAULT, PolicyConfig
 from foretoken.plan.profile import DrafterCost, Profile
-from foretoken.simulate.inputs import Job, Limits, parse_setting
+from foretoken.simulate.inputs import AUTO, Job, Limits, SimSetting, parse_setting
 from foretoken.simulate.metrics import outcome
-from foretoken.simulate.records import Record, Records, chain, told
+from foretoken.simulate.records import Record, Records, chain
 from foretoken.simulate.sim_request import Known
 from foretoken.simulate.simulate import simulate
+from studies.validation.records import told
 from studies.worlds.data import Look, RecordedAnswer, Recording
 from studies.worlds.record import PROMPT_TOKENS
 from studies.worlds.worlds import World
@@ -74,7 +75,7 @@ def run(world: World, setting: str, machine: Machine, known: Known, answer_token
     ended = simulate(
         noisy(machine.profile, machine.noise, seed, world.condition == "disturbed machine"),
         jobs,
-        parse_setting(setting, DRAFTERS),
+        SimSetting(DRAFTERS, None) if setting == AUTO else parse_setting(setting),
         Limits(world.num_requests, _MAX_PROMPT_TOKENS),
         seed,
         known=known,

@@ -48,3 +48,16 @@ def test_what_makes_no_sense_is_a_usage_error(foretoken: Run, replay: Path, word
     found = foretoken("ab", "--replay", str(replay), *words)
     assert found.code == 2
     assert named in found.err
+
+
+@pytest.mark.parametrize(("content", "code"), [(None, 4), ("{}\n", 2), ('{"prompt": 3}\n', 2), ("\n", 2)])
+def test_a_file_of_requests_that_cannot_be_used_is_named_by_its_option(
+    foretoken: Run, tmp_path: Path, content: str | None, code: int
+) -> None:
+    path = tmp_path / "requests.jsonl"
+    if content is not None:
+        path.write_text(content)
+    found = foretoken("ab", "--a", "http://127.0.0.1:9", "--b", "http://127.0.0.1:9", "--replay", path)
+    assert found.code == code
+    assert "replay" in found.err
+    assert "prompts" not in found.err

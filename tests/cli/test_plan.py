@@ -134,6 +134,7 @@ def test_bad_input(foretoken: Run, pair: SimpleNamespace) -> None:
     cases = [
         (2, ["--memory", "much"], "memory='much': give a size such as 24GiB"),
         (2, ["--memory", "3 parsecs"], "give a size such as"),
+        (2, ["--memory", "24"], "memory='24': would be 24 bytes: name the unit, such as 24GiB"),
         (2, ["--reserve", "1"], "reserve=1.0"),
         (2, ["--batch", "0"], "batch=0: must be at least 1"),
         (2, ["--context", "1000"], "takes 1 to 256 tokens"),
@@ -151,7 +152,8 @@ def test_bad_input(foretoken: Run, pair: SimpleNamespace) -> None:
 
 
 def test_sizes() -> None:
-    assert [parse_bytes(text) for text in ("7", "2KiB", "1.5 MB", "24gib")] == [7, 2048, 1_500_000, 24 * 2**30]
+    sizes = {"7b": 7, "70000": 70_000, "2KiB": 2048, "1.5 MB": 1_500_000, "24gib": 24 * 2**30}
+    assert {text: parse_bytes(text) for text in sizes} == sizes
     with pytest.raises(InputError, match="24GiB"):
         parse_bytes("-3GB")
 

@@ -220,17 +220,18 @@ def test_a_spinner_and_a_bar_take_any_text() -> None:
         for text in (*STRINGS.values(), MEGABYTE):
             stream, console = on(40, encoding)
             with console.spinner(text) as spinner:
-                assert spinner is not None
                 spinner.update(text[::-1])
+                spinner.say(text)
             with console.bar(text, 2, counts=True) as bar:
                 bar.update(text, advance=1)
                 bar.update(completed=2)
             assert {character for character in stream.shown if not character.isprintable()} <= {"\n", "\x1b"}
     stream, console = on(None)
     with console.spinner("x[/]") as spinner, console.bar("y", 1) as bar:
-        assert spinner is None
+        spinner.update("w")
         bar.update("z", advance=1)
-    assert stream.shown == "x[/]\n"
+        spinner.say("v[/]")
+    assert stream.shown == "x[/]\nv[/]\n"
 
 
 # ---- pages

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from foretoken.backend.llama_cpp import speculation
+from foretoken.backend.llama_cpp import KINDS
 from foretoken.cli.app import run
 from foretoken.errors import CheckpointError, ConfigError, StorageError
 from foretoken.export.engines import NEWEST, engine_of, refusal_reason
@@ -301,7 +301,7 @@ def test_b3_names_that_no_other_engine_knows_are_refused(folder: Path, tmp_path:
 def test_llama_cpp_looks_up_without_a_draft_model() -> None:
     launch = plain_launch("ngram", engine_of("llamacpp", None), "org/t", None, 6)
     spec = launch.argv[launch.argv.index("--spec-type") :]
-    assert spec == speculation("ngram-simple", 6), "the arguments that are measured"
+    assert spec == KINDS["ngram-simple"].arguments(6), "the arguments that are measured"
     assert launch.argv[:3] == ("llama-server", "-m", "target.gguf")
     assert [step[2] for step in launch.prepare] == ["org/t"]
     assert plain_launch("ngram", engine_of("llamacpp", None), "a/m.gguf", None, 6).prepare == ()

@@ -206,7 +206,7 @@ def _demo(patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
     plain = DemoAnswer(DemoPrompt(text, text, text), PLAIN, text, (1, 2, 3), 1.0, 3, 0, 0)
     answers = [plain, replace(plain, setting="auto", seconds=0.5, num_drafted=2, num_accepted=1)]
     patched.setattr("foretoken.engine.llm.LLM", type("Answering", (_Answering,), {"text": text, "tokenizer": text}))
-    patched.setattr("foretoken.cli.demo_run.DemoRun", lambda *_: SimpleNamespace(warm_up=lambda: None))
+    patched.setattr("foretoken.cli.demo.DemoRun", lambda *_: SimpleNamespace(warm_up=lambda: None))
     patched.setattr(demo, "_streamed_answers", lambda *_: answers)
     patched.setattr(demo, "_other_answers", lambda *_: [])
     return Scene(["demo", "--target", text], out=2, lines=False)  # the kind in the table and in a sentence

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from foretoken.control.autoscaling import AIM_SHARE, wanted_replicas
-from foretoken.scale.decide import FullBatches, QueuedTokens, ReplicaRouting, live_replicas, note_live, two_of
+from foretoken.scale.decide import ReplicaLoad, ReplicaRouting, live_replicas, note_live, two_of
 
 NAMES = [f"replica-{number}" for number in range(10)]
 
@@ -67,7 +67,7 @@ def test_a_message_for_one_replica_goes_there_while_it_lives() -> None:
 def test_replicas_follow_queued_tokens(queued: float, requests: float, unrouted: float, wanted: float) -> None:
     metrics = {"queued_tokens": {"a": queued / 2, "b": queued / 2}, "other": {"a": 1e9}}
     context = SimpleNamespace(aggregated_metrics=metrics, total_num_requests=requests, total_queued_requests=unrouted)
-    assert QueuedTokens(1000)(context) == (wanted, {})
+    assert ReplicaLoad("queued_tokens", 1000, 1000)(context) == (wanted, {})
 
 
 def test_many_short_requests_do_not_count_as_one_long_one() -> None:
@@ -88,7 +88,7 @@ def test_without_tokens_replicas_follow_full_batches(
 ) -> None:
     metrics = {"batches": dict(zip("abc", batches, strict=False)), "queued_tokens": {"a": 1e9}}
     context = SimpleNamespace(aggregated_metrics=metrics, total_num_requests=requests, total_queued_requests=unrouted)
-    assert FullBatches(16)(context) == (pytest.approx(wanted), {})
+    assert ReplicaLoad("batches", AIM_SHARE, 1 / 16)(context) == (pytest.approx(wanted), {})
     assert AIM_SHARE == 0.8
 
 

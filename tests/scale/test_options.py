@@ -31,18 +31,19 @@ def test_ray_is_told_what_the_flags_say() -> None:
     large = engine_options(*configs_of(given | {"max_batch_size": 1024}))
     assert large["max_ongoing_requests"] > 1024 + 10  # its batches fill, too
     ranks, options = configs_of(given | {"tensor_parallel": 2, "replica_gpus": 1.0})
+    assert configs_of(given | {"tp": 2, "replica_gpus": 1.0}) == (ranks, options)  # the flag's own name
     assert engine_options(ranks, options)["ray_actor_options"] == {"num_cpus": 6.0, "num_gpus": 2.0}
     config, options = configs_of(given | {"max_replicas": 5, "replica_tokens": 99, "scale_down_s": 1.5})
     scaling = engine_options(config, options)["autoscaling_config"]
     assert "num_replicas" not in engine_options(config, options)
     assert (scaling["min_replicas"], scaling["max_replicas"], scaling["downscale_delay_s"]) == (2, 5, 1.5)
     assert scaling["downscaling_factor"] == DOWN_SHARE
-    assert scaling["policy"]["policy_kwargs"] == {"replica_tokens": 99}
+    assert scaling["policy"]["policy_kwargs"] == {"metric": "queued_tokens", "aim": 99, "usual": 99}
     config, options = configs_of(given | {"max_replicas": 5, "max_batch_size": 7})
     policy = engine_options(config, options)["autoscaling_config"]["policy"]
     assert policy == {
-        "policy_function": "foretoken.scale.decide:FullBatches",
-        "policy_kwargs": {"max_batch_size": 7},
+        "policy_function": "foretoken.scale.decide:ReplicaLoad",
+        "policy_kwargs": {"metric": "batches", "aim": 0.8, "usual": 1 / 7},
     }
     for one in (scaling["policy"], policy):
         assert callable(pkgutil.resolve_name(one["policy_function"])(**one["policy_kwargs"]))
@@ -52,6 +53,7 @@ def test_ray_is_told_what_the_flags_say() -> None:
     ("given", "words"),
     [
         ({"max_replica": 3}, "did you mean max_replicas"),
+        ({"tp": 2, "tensor_parallel": 2}, "is tensor_parallel, which is given too"),
         ({"workers": 3, "max_replicas": 2}, "at least workers, which is 3"),
         ({"devices": ["cuda:0"]}, "--replica-gpus"),
         ({"trace": "events.jsonl"}, "foretoken serve"),

@@ -39,7 +39,7 @@ def test_work_is_conserved_and_littles_law_holds(setting: SimSetting, fleet: Fle
             assert gap < 1e-9 or not [
                 c
                 for c in ended.requests
-                if c.index in mine and c.job.arrival_s < end - 1e-9 and c.finish_s > end + 1e-9
+                if c.request_id in mine and c.job.arrival_s < end - 1e-9 and c.finish_s > end + 1e-9
             ]
     assert 0 < found.utilisation <= 1
     assert found.utilisation * found.makespan_s * fleet.replicas == pytest.approx(sum(step.seconds for step in steps))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from foretoken.plan.profile import Curve, DrafterCost, Profile
-from foretoken.simulate.records import Record, Round, chain, record_of
+from foretoken.simulate.records import Record, Round, chain
+from studies.validation.records import behind, record_of
 
 UNIT = Profile(
     {},
@@ -29,10 +30,10 @@ def test_a_smaller_budget_gets_the_first_nodes() -> None:
 
 
 def test_what_is_behind_a_draft_token_that_stood() -> None:
-    assert TREE.behind() == Round((-1, -1, 0, 1, 3), (1, 3))
-    assert TREE.behind().behind() == Round((-1, 0), (0,))
-    assert TREE.behind().behind().behind() == Round((-1,), ())
-    assert chain(3, 1).behind() == chain(2, 0)
+    assert behind(TREE) == Round((-1, -1, 0, 1, 3), (1, 3))
+    assert behind(behind(TREE)) == Round((-1, 0), (0,))
+    assert behind(behind(behind(TREE))) == Round((-1,), ())
+    assert behind(chain(3, 1)) == chain(2, 0)
 
 
 def test_a_record_by_hand() -> None:

@@ -211,9 +211,9 @@ def assert_alike(steps: Sequence[Step], ended: Ended, real: Real) -> None:
         assert (ours.start_s, ours.seconds, ours.draft_s) == pytest.approx(
             (theirs.start_s, theirs.seconds, theirs.draft_s)
         )
-    assert dict(real.finished) == pytest.approx({c.index: c.finish_s for c in ended.requests})
+    assert dict(real.finished) == pytest.approx({c.request_id: c.finish_s for c in ended.requests})
     assert [r for r, _ in real.finished] == [
-        c.index for c in sorted(ended.requests, key=lambda c: (c.finish_s, ranks(steps)[c.index]))
+        c.request_id for c in sorted(ended.requests, key=lambda c: (c.finish_s, ranks(steps)[c.request_id]))
     ]
 
 

@@ -25,6 +25,7 @@ from foretoken.measure.report import Report, Table, busy_caveats
 from foretoken.measure.sequential import MIN_BLOCKS
 from foretoken.measure.sides import side_table
 from foretoken.measure.stats import Estimate, ratio_text
+from foretoken.printing.text import seconds_text
 
 EXPLAINED = (
     "B over A: the speed of B as a multiple of A's, by the mean of log-ratios of a request on both; above 1 B is "
@@ -227,4 +228,4 @@ def metric_figure(metric: str, value: float) -> str:
     """A value of a metric with its unit."""
     if metric == "tokens_per_s":
         return shown(value)
-    return f"{1e3 * value:.3g} ms" if value < 1 else f"{value:.3g} s"
+    return seconds_text(value)

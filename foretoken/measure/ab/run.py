@@ -59,7 +59,7 @@ def run_ab(options: AbOptions, command: str = "foretoken ab") -> Report:
     Raises:
         InputError, StorageError, UnavailableError, ForetokenError: see `ab`.
     """
-    replay = _Replay(plan_pairs(options, read_prompts(options.replay)))
+    replay = _Replay(plan_pairs(options, read_prompts(options.replay, "replay")))
     load, interrupted = load_average(), False
     with open_sides(options) as opened:
         sides = AbSide(opened[0]), AbSide(opened[1])

@@ -122,11 +122,7 @@ def measured(
         with console.spinner("timing steps") as spinner:
             others = OtherLoad()
             costs = measure_costs(
-                llm.target,
-                loaded.made,
-                options,
-                prompt_tokens,
-                lambda words, _share: None if spinner is None else spinner.update(words),
+                llm.target, loaded.made, options, prompt_tokens, lambda words, _share: spinner.update(words)
             )
             share = others.share()
         with progress(len(prompts) * len(usable), console) as tell:

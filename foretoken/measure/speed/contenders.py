@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from foretoken.backend.answering import Answer, AnsweringBackend, Drafting, Question
 from foretoken.backend.drafting import DrafterChoice
 from foretoken.backend.local_answers import LocalWay
-from foretoken.backend.registry import LOCAL, open_backend
+from foretoken.backend.registry import LOCAL, BackendOptions, open_backend
 from foretoken.config import LOSSY_RULES, SamplingParams, SpecConfig
 from foretoken.draft.base import Drafter, DrafterKey
 from foretoken.engine.llm import LLM
@@ -196,14 +196,8 @@ def open_others(options: SpeedOptions, stack: ExitStack) -> list[AnsweringBacken
     found = []
     for name in options.backends:
         if name != LOCAL:
-            backend = open_backend(
-                name,
-                options.target,
-                options.draft,
-                dtype=options.dtype,
-                device=options.device,
-                threads=options.num_threads,
-            )
+            asked = (name, options.target, options.draft, options.dtype, options.device, options.num_threads)
+            backend = open_backend(BackendOptions(*asked))
             stack.callback(backend.close)
             found.append(backend)
     return found

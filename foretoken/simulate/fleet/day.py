@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from foretoken.control.autoscaling import AIM_SHARE, stepped_replicas, wanted_replicas
 from foretoken.simulate.fleet.occupancy import Occupancy
-from foretoken.simulate.fleet.options import DAY_S, LATE_SHARE, FleetOptions, Traffic
+from foretoken.simulate.fleet.options import DAY_S, LATE_SHARE, FleetOptions
 from foretoken.simulate.fleet.speed import ReplicaSpeed
 
 TICK_S = 5.0
@@ -109,14 +109,13 @@ class FleetDay:
     def __init__(
         self,
         speed: ReplicaSpeed,
-        traffic: Traffic,
         options: FleetOptions,
         aim: Aim | None,
         replicas: int,
         seed: int,
     ) -> None:
         """`aim` is the autoscaler's; None: always `replicas`, with which the day begins."""
-        self._speed, self._traffic, self._options = speed, traffic, options
+        self._speed, self._traffic, self._options = speed, options.traffic, options
         self._scaler = None if aim is None else Autoscaler(aim.load, options, replicas)
         self._live, self._target = replicas, replicas
         self._starting: list[tuple[float, int]] = []  # when so many serve

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 
 from foretoken.errors import ConfigError
 from foretoken.option import option
@@ -88,7 +88,7 @@ class FleetOptions:
                 "max_replicas", self.max_replicas, f"must be at least min_replicas, which is {self.min_replicas}"
             )
 
-    @property
+    @cached_property
     def traffic(self) -> Traffic:
         """The day as a cosine."""
         low = self.night_share

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from foretoken.simulate.fleet.day import Aim, FleetDay, Hour, first_replicas, late_share, p95, together
-from foretoken.simulate.fleet.options import LATE_SHARE, FleetOptions, Traffic
+from foretoken.simulate.fleet.options import LATE_SHARE, FleetOptions
 from foretoken.simulate.fleet.speed import ReplicaSpeed
 
 AUTOSCALED, DEFAULT, FIXED = "autoscaled", "default", "fixed"
@@ -76,9 +76,8 @@ class TriedDay:
 
 @dataclass(frozen=True)
 class FleetPlanner:
-    """Runs days of `traffic` under `options`, at a price per replica and hour."""
+    """Runs days under `options`, at a price per replica and hour."""
 
-    traffic: Traffic
     options: FleetOptions
     price_per_hour: float
     seed: int = 0
@@ -92,7 +91,7 @@ class FleetPlanner:
         tried: list[TriedDay] = []
         for number, load in enumerate(_AIMS):
             say(f"{setting}, autoscaled: day {number + 1} of at most {len(_AIMS)}")
-            tried.append(self.day(speed, Aim(max(1, round(_aim_tokens(speed, load)))), None))
+            tried.append(self.day(speed, Aim(max(1, round(speed.queued_tokens(load * speed.max_batch_size)))), None))
             if number - tried.index(_best(tried)) >= _PAST_BEST:
                 break
         return self.row(setting, speed, _best(tried))
@@ -107,7 +106,9 @@ class FleetPlanner:
         does.
         """
         low, high = self.options.min_replicas - 1, self.options.max_replicas
-        for number, replicas in enumerate(_rising(first_replicas(speed, max(self.traffic.rates), self.options), high)):
+        for number, replicas in enumerate(
+            _rising(first_replicas(speed, max(self.options.traffic.rates), self.options), high)
+        ):
             say(f"{setting}, fixed: day {number + 1}")
             best = self.day(speed, None, replicas)
             if best.meets:
@@ -126,8 +127,8 @@ class FleetPlanner:
 
     def day(self, speed: ReplicaSpeed, aim: Aim | None, replicas: int | None) -> TriedDay:
         """One day; `replicas` None: begins with as many as its traffic needs then."""
-        begin = first_replicas(speed, self.traffic.rate(0.0), self.options) if replicas is None else replicas
-        hours = FleetDay(speed, self.traffic, self.options, aim, begin, self.seed).run()
+        begin = first_replicas(speed, self.options.traffic.rate(0.0), self.options) if replicas is None else replicas
+        hours = FleetDay(speed, self.options, aim, begin, self.seed).run()
         day = together(hours)
         tokens = day.served * speed.mix.output_tokens
         price = self.price_per_hour * day.paid_s / 3600 / tokens * 1e6 if tokens else math.inf
@@ -197,10 +198,3 @@ def _rising(first: int, most: int) -> Iterator[int]:
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
-
-
-def _aim_tokens(speed: ReplicaSpeed, load: float) -> float:
-    """Queued tokens of a replica at a load, as a share of a full batch."""
-    mix, batch = speed.mix, speed.max_batch_size
-    waiting = max(0.0, load - 1) * batch
-    return min(load, 1.0) * batch * mix.output_left + waiting * (mix.prompt_tokens + mix.output_tokens)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from foretoken.control.config import DEFAULT
-from foretoken.errors import ConfigError, InputError
+from foretoken.errors import InputError
 from foretoken.plan.profile import Profile
 from foretoken.simulate.inputs import Chances, Lengths, Limits, SimSetting
 
@@ -98,7 +98,7 @@ class ReplicaSpeed:
         """Requests per second that end while so many are there."""
         return self.finish_rates[min(present, self.max_batch_size) - 1] if present else 0.0
 
-    def queued_tokens(self, present: int) -> float:
+    def queued_tokens(self, present: float) -> float:
         """What the autoscaler counts: tokens that requests may still write, and prompts of those that wait."""
         running = min(present, self.max_batch_size)
         waiting = present - running
@@ -163,10 +163,7 @@ def replica_speed(profile: Profile, setting: SimSetting, mix: RequestMix, limits
         ConfigError: a drafter that the profile does not know.
         InputError: a drafter without chances.
     """
-    for drafter in setting.drafters:
-        if drafter not in profile.drafters:
-            names = ", ".join(sorted(profile.drafters)) or "none"
-            raise ConfigError("settings", setting.name, f"the profile has no cost of {drafter}; it knows {names}")
+    setting.check_with(profile)
     batch = range(1, limits.max_batch_size + 1)
     chosen = [_best_round(profile, setting, mix, running) for running in batch]
     rounds = [one for one, _ in chosen]

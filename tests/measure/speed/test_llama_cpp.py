@@ -16,10 +16,12 @@ from foretoken.backend import llama_cpp
 from foretoken.backend.answering import Drafting, Question
 from foretoken.backend.llama_cpp import parse_bench, parse_speculative
 from foretoken.backend.llama_programs import LlamaCpp, parsed, run_program
-from foretoken.backend.registry import open_backend
+from foretoken.backend.registry import BackendOptions, open_backend
 from foretoken.errors import ForetokenError, InputError, StorageError
 from foretoken.measure.speed.options import SpeedOptions
 from foretoken.measure.speed.run import run_speed
+from studies import exported_head
+from studies.serving_load.rivals import speculation
 from tests.helpers.gguf_files import write_gguf
 from tests.measure.fakes import FakeLLM
 from tests.measure.speed.test_other_engines import PLAIN, QUESTION, checkpoints
@@ -188,8 +190,8 @@ def test_a_gguf_file_is_given_to_llama_cpp_as_it_is(llama, checkpoints, tmp_path
     target, draft = (write_gguf(tmp_path / f"{folder.name}.gguf", folder, tokenizer=True) for folder in checkpoints)
     monkeypatch.setenv("FORETOKEN_LLAMA_CPP", str(llama))
     with pytest.raises(InputError, match="dequantises"):
-        open_backend("transformers", str(target), str(draft))
-    backend = open_backend("llama.cpp", str(target), str(draft), threads=1)
+        open_backend(BackendOptions("transformers", str(target), str(draft)))
+    backend = open_backend(BackendOptions("llama.cpp", str(target), str(draft), threads=1))
     for drafting in (PLAIN, *(way for way in backend.draftings((2,)) if way.kind in ("draft-simple", "lookup"))):
         backend.answer(QUESTION, drafting)
     calls = (tmp_path / "calls").read_text(encoding="utf-8")
@@ -221,10 +223,10 @@ def test_a_run_whose_log_was_cut_is_repeated(llama, tmp_path):
 
 
 def test_arguments_of_the_server_are_those_of_a_spec_type():
-    assert llama_cpp.speculation("draft-simple", 8)[:4] == ("--spec-type", "draft-simple", "--spec-draft-n-max", "8")
+    assert speculation("draft-simple", 8)[:4] == ("--spec-type", "draft-simple", "--spec-draft-n-max", "8")
     for kind in ("lookup", "nothing"):
         with pytest.raises(ForetokenError, match=f"kind='{kind}'"):
-            llama_cpp.speculation(kind, None)
+            speculation(kind, None)
 
 
 def test_conversion_is_kept_and_made_again_when_the_checkpoint_changes(llama, checkpoints, tmp_path):
@@ -245,15 +247,16 @@ def test_conversion_is_kept_and_made_again_when_the_checkpoint_changes(llama, ch
 
 def test_an_exported_head_is_converted_with_its_target(llama, checkpoints, tmp_path):
     (tmp_path / "head").mkdir()
-    gguf = LlamaCpp.find(llama).convert_head(tmp_path / "head", checkpoints[0], "f32", tmp_path / "head.gguf")
+    head, more = tmp_path / "head", ("--target-model-dir", str(checkpoints[0]))
+    gguf = LlamaCpp.find(llama).converted(head, "f32", tmp_path / "head.gguf", checkpoints[0], *more)
     assert gguf.read_text(encoding="utf-8") == "gpt-2"  # split as the target's tokenizer splits
     assert f"'--target-model-dir', '{checkpoints[0]}'" in (tmp_path / "calls").read_text(encoding="utf-8")
 
 
 def test_a_trained_head_checks_every_draft_token():
-    kind = llama_cpp.trained_head("draft-eagle3")
+    kind = exported_head.KIND
     assert kind.arguments(None) == ("--spec-type", "draft-eagle3")
-    assert kind.arguments(4)[2:] == llama_cpp.speculation("draft-simple", 4)[2:]
+    assert kind.arguments(4)[2:] == speculation("draft-simple", 4)[2:]
     assert "--spec-draft-p-min" in kind.arguments(4)
 
 
@@ -265,7 +268,7 @@ def test_an_unknown_way_to_split_text_is_left_to_the_converter(llama, checkpoint
     (other / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
     with pytest.raises(ForetokenError, match="unknown BPE"):
         LlamaCpp.find(llama).convert(other, "bf16")
-    assert not list(tmp_path.glob("*.gguf"))
+    assert not [*tmp_path.glob("*.gguf"), *tmp_path.glob("*.part")]
 
 
 def test_missing_programs_and_converter_are_named(llama, checkpoints, tmp_path):
@@ -285,15 +288,15 @@ def test_the_converter_may_be_named(llama, monkeypatch, tmp_path):
 def test_a_failing_program_is_an_error_with_its_last_words(llama, checkpoints):
     program(llama / "build/bin/llama-bench", "print('out of memory', file=sys.stderr)\nraise SystemExit(3)")
     with pytest.raises(ForetokenError, match=r"code 3: out of memory"):
-        llama_cpp.LlamaBench(LlamaCpp.find(llama), checkpoints[0], len, 1).answer(QUESTION)
+        llama_cpp.LlamaRuns(LlamaCpp.find(llama), checkpoints[0], len, 1).plain(QUESTION)
 
 
 def test_what_the_programs_cannot_be_asked_is_refused_by_name(llama, checkpoints, monkeypatch):
     monkeypatch.delenv("FORETOKEN_LLAMA_CPP", raising=False)
     with pytest.raises(InputError, match="FORETOKEN_LLAMA_CPP must name"):
-        open_backend("llama.cpp", str(checkpoints[0]))
+        open_backend(BackendOptions("llama.cpp", str(checkpoints[0])))
     monkeypatch.setenv("FORETOKEN_LLAMA_CPP", str(llama))
-    backend = open_backend("llama.cpp", str(checkpoints[0]))
+    backend = open_backend(BackendOptions("llama.cpp", str(checkpoints[0])))
     for question, drafting, named in (
         (replace(QUESTION, temperature=0.5), PLAIN, "temperature"),
         (Question(messages=(("user", "x"),)), PLAIN, "messages"),

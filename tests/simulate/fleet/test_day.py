@@ -48,7 +48,7 @@ def test_one_replica_is_as_its_requests_one_by_one(setting: str) -> None:
     speed = speed_of(setting)
     rate = 0.6 * max(speed.finish_rates)
     options = replace(_STEADY, peak_rate=rate)
-    day = together(FleetDay(speed, options.traffic, options, None, 1, 0).run())
+    day = together(FleetDay(speed, options, None, 1, 0).run())
     first_s, token_s = p95(speed, day, options)
     jobs = poisson(rate, 800, _MIX.prompts, _MIX.outputs, (0.7,), seed=2)
     found = outcome(simulate(measured("2ms"), jobs, parse_setting(setting), Limits()))
@@ -72,8 +72,8 @@ def test_a_day_adds_up_while_replicas_fail_and_a_zone_is_lost() -> None:
     speed = speed_of(name="1b")
     options = FleetOptions(peak_rate=8 * max(speed.finish_rates), mtbf_h=24.0, outage_share=0.5, start_s=600.0)
     aim = Aim(round(speed.queued_tokens(4)))
-    hours = FleetDay(speed, options.traffic, options, aim, 10, 3).run()
-    assert hours == FleetDay(speed, options.traffic, options, aim, 10, 3).run()
+    hours = FleetDay(speed, options, aim, 10, 3).run()
+    assert hours == FleetDay(speed, options, aim, 10, 3).run()
     day, peak = together(hours), int(options.traffic.peak_s // 3600)
     came = sum(options.traffic.rate(tick * 60.0) * 60 for tick in range(1440))
     assert day.arrivals == pytest.approx(came + day.interrupted, rel=1e-4)
@@ -81,18 +81,18 @@ def test_a_day_adds_up_while_replicas_fail_and_a_zone_is_lost() -> None:
     assert day.refused <= day.arrivals
     assert day.paid_s >= day.live_s >= options.min_replicas * day.seconds
     assert hours[peak].interrupted > 5 * day.interrupted / 24
-    fixed = FleetDay(speed, options.traffic, options, None, 10, 3).run()
+    fixed = FleetDay(speed, options, None, 10, 3).run()
     assert p95(speed, fixed[peak], options)[0] > 2 * p95(speed, fixed[peak - 2], options)[0]
     assert max(hour.replicas for hour in hours) > 2 * min(hour.replicas for hour in hours), "the number follows traffic"
     quiet = replace(options, mtbf_h=0.0, outage_share=0.0)
-    assert together(FleetDay(speed, quiet.traffic, quiet, aim, 10, 3).run()).interrupted == 0
+    assert together(FleetDay(speed, quiet, aim, 10, 3).run()).interrupted == 0
 
 
 def test_too_many_requests_are_refused_and_counted() -> None:
     """At twice what it can do a replica is full, and refuses a half."""
     speed = speed_of()
     options = replace(_STEADY, peak_rate=2 * max(speed.finish_rates), max_waiting=20, max_replicas=1)
-    day = together(FleetDay(speed, options.traffic, options, None, 1, 0).run())
+    day = together(FleetDay(speed, options, None, 1, 0).run())
     assert day.refused / day.arrivals == pytest.approx(0.5, abs=0.02)
     assert p95(speed, day, options) == (float("inf"), float("inf"))
 
@@ -116,7 +116,7 @@ def test_steady_traffic_keeps_its_replicas(monkeypatch: pytest.MonkeyPatch) -> N
 
     def day(aim: Aim) -> tuple[int, float]:
         """Most replicas at once, and those that are paid, on average."""
-        whole = together(FleetDay(speed, options.traffic, options, aim, 12, 0).run())
+        whole = together(FleetDay(speed, options, aim, 12, 0).run())
         return whole.max_replicas, whole.paid_s / whole.seconds
 
     tokens = Aim(round(0.8 * speed.queued_tokens(16)))
@@ -136,7 +136,7 @@ def test_without_an_aim_nobody_waits_for_a_replica_to_come(name: str, outputs: i
     mix = RequestMix(Lengths(32, 96), Lengths(outputs // 2, outputs * 3 // 2), {"": (0.7,)})
     speed = replica_speed(measured(name), parse_setting("plain"), mix, Limits())
     options = FleetOptions(peak_rate=replicas * max(speed.finish_rates), mtbf_h=0.0)
-    planner = FleetPlanner(options.traffic, options, 1.0)
+    planner = FleetPlanner(options, 1.0)
     default, before = (planner.day(speed, aim, None).day for aim in (Aim(), Aim(16_384)))
     full = Hour()
     full.count([0.0] * 15 + [1.0], 1.0)
@@ -167,7 +167,7 @@ def test_the_plan_is_the_cheapest_that_keeps_the_promise(monkeypatch: pytest.Mon
     monkeypatch.setattr(plan, "_AIMS", (0.1, 0.2, 0.3))
     speed = speed_of(name="1b")
     options = FleetOptions(peak_rate=6 * max(speed.finish_rates), mtbf_h=0.0, p95_token_ms=1500.0)
-    planner = FleetPlanner(options.traffic, options, 2.0)
+    planner = FleetPlanner(options, 2.0)
     said: list[str] = []
     fixed = planner.fixed("plain", speed, said.append)
     assert fixed.meets
