@@ -13,6 +13,7 @@ import os
 import shutil
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -153,7 +154,7 @@ def replace_bytes(field: str, path: Path, data: bytes) -> None:
         StorageError: names the field.
     """
     path = Path(os.path.realpath(path))
-    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         if path.exists() and not path.is_file():
             path.write_bytes(data)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,24 @@ def test_a_replaced_file_may_be_a_link_or_a_pipe(tmp_path: Path) -> None:
     assert os.read(reader, 99) == b"through"
     os.close(reader)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "old", "pipe"]
+
+
+def test_two_threads_may_replace_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is that of the one who was last, whole; neither takes the other's unfinished one for its own."""
+    path, replace = tmp_path / "profile.json", Path.replace
+
+    def overtaken(part: Path, target: Path) -> Path:
+        monkeypatch.setattr(Path, "replace", replace)
+        other = threading.Thread(target=replace_text, args=("out", path, "other"))
+        other.start()
+        other.join()
+        assert path.read_text() == "other"
+        return replace(part, target)
+
+    monkeypatch.setattr(Path, "replace", overtaken)
+    replace_text("out", path, "mine")
+    assert path.read_text() == "mine"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_places_that_hold_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """A block drafter: one pass of a small network over the target's hidden states predicts the draft (`heads.block`).
 
-The states of committed positions are kept as they come (`HeadStates`) and are read when something is drafted. Keys and
+The states of committed positions are kept as they come (`StatesDrafter`) and read when something is drafted. Keys and
 values of the text before the anchor stay in a cache of the drafter's own, those of the block are forgotten each round.
 From the predictions for all places a chain is drawn from left to right, or a tree grown, each with the head's
 correction by the token before (`propose_by_place`).
@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from foretoken.config import SpecConfig
-from foretoken.core import Batch, BatchEntry, Draft, Request
-from foretoken.draft.base import Factory, HiddenRows
+from foretoken.core import Batch, BatchEntry, Draft
+from foretoken.draft.base import Factory
 from foretoken.draft.branches import propose_by_place
-from foretoken.draft.head_drafter import USUAL_TOKENS, HeadStates, StatesDrafter, twin_target
+from foretoken.draft.head_drafter import USUAL_TOKENS, StatesDrafter, twin_target
 from foretoken.draft.open_head import open_head
 from foretoken.heads.block import BlockHead
 from foretoken.heads.block_attention import CachedAttention, admit_blocks
@@ -57,12 +57,11 @@ class BlockDrafter(StatesDrafter):
     def __init__(self, head: BlockHead, target: SharesWeights, twin: BlockDrafter | None = None) -> None:
         self.head, self.target = head, target
         if twin is None:
-            self.cache = cache_beside(target, head.config.layer, head.norm.weight.dtype)
-            self.graphs = block_graphs(head, target, self.cache)
+            cache = cache_beside(target, head.config.layer, head.norm.weight.dtype)
+            self.graphs = block_graphs(head, target, cache)
         else:
-            self.cache, self.graphs = twin.cache.twin_cache(), twin.graphs
-        self._states = HeadStates(self.cache, self.hidden_layers(), head.features)
-        self.num_read_tokens = 0  # see `base.Reads`
+            cache, self.graphs = twin.cache.twin_cache(), twin.graphs
+        super().__init__(cache, head.hidden_layers(), head.features)
 
     @classmethod
     def make(cls, factory: Factory, spec: SpecConfig) -> Self:
@@ -78,27 +77,13 @@ class BlockDrafter(StatesDrafter):
         """See `base.ModelDrafter`."""
         return type(self)(self.head, twin_target(self.target, twin), self)
 
-    def hidden_layers(self) -> tuple[int, ...]:
-        """See `base.HiddenStateReader`."""
-        return self.head.hidden_layers()
-
-    def start(self, request: Request) -> None:
-        """Keep room for the states of a request."""
-        self._states.start(request.request_id)
-
-    def read_hidden(self, rows: Sequence[HiddenRows]) -> None:
-        """See `base.HiddenStateReader`."""
-        for one in rows:
-            self._states.add(one)
-
     def propose(self, batch: Batch) -> Draft:
         """Draft up to `num_draft` tokens per request in one pass; none where the cache has no room, or the states of
         the text are not complete.
         """
         entries = batch.decoding
-        self.num_read_tokens = 0
         most = [self._most(entry) for entry in entries]
-        self._states.begin_round(entry.request.request_id for b, entry in enumerate(entries) if most[b])
+        self.begin_round(entry.request.request_id for b, entry in enumerate(entries) if most[b])
         most = [most[b] if self._make_room(entry, most[b]) else 0 for b, entry in enumerate(entries)]
         predictions = self._predict(entries, most)
         return propose_by_place(self.name, self.cache.device, entries, most, predictions)
@@ -116,7 +101,7 @@ class BlockDrafter(StatesDrafter):
     def _most(self, entry: BatchEntry) -> int:
         """How deep a draft may be for one request."""
         anchor = entry.round_start - 1
-        if self._states.requests[entry.request.request_id].num_rows != anchor:
+        if self.kept[entry.request.request_id].num_rows != anchor:
             return 0  # rows that this step reads come between what is known and the anchor
         config = self.head.config
         most = min(entry.num_draft, config.num_places)
@@ -128,7 +113,7 @@ class BlockDrafter(StatesDrafter):
         """Room for the context's new rows and the block."""
         sequence = entry.request.request_id
         missing = entry.round_start - 1 - self.cache.length(sequence)
-        return most > 0 and self._states.make_room(sequence, missing + self._num_slots(most))
+        return most > 0 and self.make_room(sequence, missing + self._num_slots(most))
 
     @torch.inference_mode()
     def _predict(self, entries: Sequence[BatchEntry], most: Sequence[int]) -> _BlockPredictions:
@@ -138,8 +123,8 @@ class BlockDrafter(StatesDrafter):
         if not drafting:
             return _BlockPredictions(head, torch.empty(0), {}, ())
         sequences = [entries[b].request.request_id for b in drafting]
-        self._states.make_features(sequences)
-        fused = [self._states.features(one) for one in sequences]
+        self.make_features(sequences)
+        fused = [self.kept[one].features for one in sequences]
         held = [cache.length(one) for one in sequences]
         num_new = [len(own) - length for own, length in zip(fused, held, strict=True)]
         self.num_read_tokens = sum(num for num in num_new if num > USUAL_TOKENS)

@@ -16,6 +16,7 @@ import torch
 
 from foretoken.core import BatchEntry, Draft
 from foretoken.draft.lookup_tree import LookupTree
+from foretoken.draft.tree import depths_of
 from foretoken.errors import DraftError
 from foretoken.transfer import to_device, to_host
 
@@ -113,18 +114,10 @@ def _add_probe_faults(draft: Draft, entries: Sequence[BatchEntry], vocab_size: i
     for b, ((start, stop), entry) in enumerate(zip(pairwise(draft.probes.offsets), entries, strict=True)):
         parents = draft.probes.parents[start:stop]
         fault = _tree_fault(tokens[start:stop], parents, entry.num_probe, vocab_size, takes_trees=True, are_probes=True)
-        if fault is None and parents and _depth(parents) > entry.probe_depth:
+        if fault is None and max(depths_of(parents), default=0) > entry.probe_depth:
             fault = f"deeper than {entry.probe_depth}"
         if fault is not None:
             faults.setdefault(b, f"probes: {fault}")
-
-
-def _depth(parents: Sequence[int]) -> int:
-    """Depth of the deepest node; parents come before their children."""
-    depths: list[int] = []
-    for parent in parents:
-        depths.append(1 if parent < 0 else depths[parent] + 1)
-    return max(depths)
 
 
 @dataclass(frozen=True)

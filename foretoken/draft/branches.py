@@ -14,26 +14,26 @@ Heads that predict all places of a draft in one pass name the logits of places i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from foretoken.core import BatchEntry, Draft, Mass
+from foretoken.core import BatchEntry, Draft
 from foretoken.draft import chain
-from foretoken.draft.chain import Chain
-from foretoken.draft.merging import merge_drafts
+from foretoken.draft.chain import Chain, draft_numbers
+from foretoken.draft.merging import RequestNodes, merge_drafts, ragged_draft
 from foretoken.draft.tree import OVERLAP, TreeShape, best_nodes, max_children, sampled_shape, share_level, static_shape
-from foretoken.text.randomness import Purpose, uniforms
+from foretoken.model.interface import Segment
+from foretoken.text.randomness import Purpose
 from foretoken.text.sampling import draft_probs, sample, without_broken
 from foretoken.transfer import to_device, to_host
 
 DEFAULT_BRANCHING = 4
-_SHARPNESS = (
-    2  # of the chances of a race's leaders: a draft that is a little off rarely makes one win that is far behind
-)
+# Of the chances of a race's leaders: a draft that is a little off rarely makes one win that is far behind.
+_SHARPNESS = 2
 _UNDRAWN = -1
 
 Ranked = Sequence[tuple[float, int]]  # chance and token, likeliest first
@@ -89,6 +89,13 @@ class Growth:
             tokens.append(self.tokens[node])
             node = self.parents[node]
         return tuple(reversed(tokens))
+
+    def segment(self) -> Segment:
+        """The frontier as rows of a model that holds the nodes of `ran` behind the text."""
+        nodes = (*self.ran, *self.frontier)
+        place = {-1: -1} | {node: number for number, node in enumerate(nodes)}
+        parents = tuple(place[self.parents[node]] for node in nodes)
+        return Segment(self.entry.request.request_id, 0, parents, len(self.frontier), len(self.ran))
 
     def chosen(self) -> list[int]:
         """The nodes of the draft, likeliest first."""
@@ -155,9 +162,8 @@ class Growth:
             return list(new) if self.level < len(self.shape.widths) else []
         if not max_children(self.branching, self.level):
             return []
-        return [
-            node for node in best_nodes(self.parents, self.estimates, self.budget) if node >= num_before
-        ]  # others never come back
+        best = best_nodes(self.parents, self.estimates, self.budget)
+        return [node for node in best if node >= num_before]  # others never come back
 
 
 def extend(growths: Sequence[Growth], logits: Tensor) -> None:
@@ -183,29 +189,15 @@ def extend(growths: Sequence[Growth], logits: Tensor) -> None:
 def assemble(name: str, device: torch.device, growths: Sequence[Growth]) -> Draft:
     """One ragged draft of trees; the parents of sampled tokens have their distributions."""
     tokens: list[int] = []
-    parents: list[int] = []
-    offsets, sampled = [0], list[bool]()
-    masses: list[Tensor] = []
-    distribution_of_row: list[int] = []
+    nodes: list[RequestNodes] = []
     for growth in growths:
         chosen = growth.chosen()
         place = {-1: -1} | {node: i for i, node in enumerate(chosen)}
-        for row in (-1, *chosen):
-            mass = growth.masses.get(row)
-            distribution_of_row.append(-1 if mass is None else len(masses))
-            masses += [] if mass is None else [mass]
         tokens += [growth.tokens[node] for node in chosen]
-        parents += [place[growth.parents[node]] for node in chosen]
-        sampled += [growth.sampled[node] for node in chosen]
-        offsets.append(len(tokens))
-    return Draft(
-        tokens=to_device(tokens, device),
-        parents=tuple(parents),
-        offsets=tuple(offsets),
-        drafters=tuple(name if growth.tokens else None for growth in growths),
-        sampled=tuple(sampled) if masses else (),
-        mass=Mass(torch.stack(masses), tuple(distribution_of_row)) if masses else None,
-    )
+        parents = [place[growth.parents[node]] for node in chosen]
+        masses = [growth.masses.get(row) for row in (-1, *chosen)]
+        nodes.append(RequestNodes(parents, masses, [growth.sampled[node] for node in chosen]))
+    return ragged_draft(name, to_device(tokens, device), nodes)
 
 
 def _processed(growths: Sequence[Growth], logits: Tensor) -> Tensor:
@@ -274,10 +266,7 @@ def _draw(draws: Sequence[_Draw], probs: Tensor) -> None:
     rows, columns = to_device([[i for i, _ in places], [token for _, token in places]], probs.device)
     rest[rows, columns] = 0
     rest /= rest.sum(-1, keepdim=True)
-    entries = [one.growth.entry for one in draws]
-    u = uniforms(
-        [e.request.seed for e in entries], Purpose.DRAFT, [e.round_start for e in entries], [one.node for one in draws]
-    )
+    u = draft_numbers(Purpose.DRAFT, [one.growth.entry for one in draws], [one.node for one in draws])
     (tokens,) = to_host(sample(rest, to_device(torch.from_numpy(u), rest.device, None)))
     for one, mass, token in zip(draws, rest, tokens, strict=True):
         one.growth.tokens[one.node] = token
@@ -300,30 +289,36 @@ def propose_by_place(
     name: str, device: torch.device, entries: Sequence[BatchEntry], most: Sequence[int], logits: PlaceLogits
 ) -> Draft:
     """Drafts of all `entries`, no deeper than `most` of each: trees where they are wanted and taken, else chains."""
-    trees = [b for b, entry in enumerate(entries) if entry.takes_trees and entry.request.spec.tree != "chain"]
-    chains = [b for b in range(len(entries)) if b not in trees]
-    parts = []
-    if chains:
-        parts.append((chains, _chains(name, device, entries, most, chains, logits)))
-    if trees:
-        parts.append((trees, _trees(name, device, entries, most, trees, logits)))
+    return propose_by_shape(
+        entries,
+        device,
+        lambda some: _chains(name, device, {b: Chain(entries[b], most[b]) for b in some}, logits),
+        lambda some: _trees(name, device, {b: Growth(entries[b], entries[b].num_draft, most[b]) for b in some}, logits),
+    )
+
+
+def propose_by_shape(
+    entries: Sequence[BatchEntry],
+    device: torch.device,
+    chains: Callable[[Sequence[int]], Draft],
+    trees: Callable[[Sequence[int]], Draft],
+) -> Draft:
+    """What `trees` drafts for those of `entries` that want trees and take them, and `chains` for the others; both are
+    asked for requests by number, if there are any.
+    """
+    with_tree = [b for b, entry in enumerate(entries) if entry.takes_trees and entry.request.spec.tree != "chain"]
+    others = [b for b in range(len(entries)) if b not in with_tree]
+    parts = [(some, propose(some)) for some, propose in ((others, chains), (with_tree, trees)) if some]
     return merge_drafts(len(entries), parts, device)
 
 
-def _chains(
-    name: str,
-    device: torch.device,
-    entries: Sequence[BatchEntry],
-    most: Sequence[int],
-    requests: Sequence[int],
-    logits: PlaceLogits,
-) -> Draft:
-    chains = {b: Chain(entries[b], most[b]) for b in requests}
-    anchors = {b: to_device(entries[b].pending[-1:], device)[0] for b in requests if chains[b].grows}
+def _chains(name: str, device: torch.device, chains: dict[int, Chain], logits: PlaceLogits) -> Draft:
+    """Chains of requests, by number, drawn place by place."""
+    anchors = {b: to_device(one.entry.pending[-1:], device)[0] for b, one in chains.items() if one.grows}
     place = 0
     while True:
         for b, one in chains.items():
-            one.stopped |= one.grows and _is_unsure(entries[b], logits.confidence(place, b))
+            one.stopped |= one.grows and _is_unsure(one.entry, logits.confidence(place, b))
         growing = [b for b, one in chains.items() if one.grows]
         if not growing:
             break
@@ -333,26 +328,21 @@ def _chains(
     return chain.assemble(name, device, list(chains.values()))
 
 
-def _trees(
-    name: str,
-    device: torch.device,
-    entries: Sequence[BatchEntry],
-    most: Sequence[int],
-    requests: Sequence[int],
-    logits: PlaceLogits,
-) -> Draft:
-    growths = {b: Growth(entries[b], entries[b].num_draft, most[b]) for b in requests}
+def _trees(name: str, device: torch.device, growths: dict[int, Growth], logits: PlaceLogits) -> Draft:
+    """Trees of requests, by number, drawn level by level."""
     place = 0
     while True:
         for b, growth in growths.items():
-            if growth.frontier and _is_unsure(entries[b], logits.confidence(place, b)):
+            if growth.frontier and _is_unsure(growth.entry, logits.confidence(place, b)):
                 growth.frontier = []
-        growing = [b for b, growth in growths.items() if growth.frontier]
+        growing = {b: growth for b, growth in growths.items() if growth.frontier}
         if not growing:
             break
-        owners = [(b, node) for b in growing for node in growths[b].frontier]
-        before = to_device([[entries[b].pending[-1], *growths[b].path(node)] for b, node in owners], device)
-        extend([growths[b] for b in growing], logits.at(place, [b for b, _ in owners], before))
+        owners = [b for b, growth in growing.items() for _ in growth.frontier]
+        before = [
+            [growth.entry.pending[-1], *growth.path(node)] for growth in growing.values() for node in growth.frontier
+        ]
+        extend(list(growing.values()), logits.at(place, owners, to_device(before, device)))
         place += 1
     return assemble(name, device, list(growths.values()))
 

@@ -24,15 +24,15 @@ from torch import Tensor
 from foretoken.config import SpecConfig
 from foretoken.core import Batch, BatchEntry, Draft, Request, Uniforms, Verdict, empty_draft
 from foretoken.draft.base import Factory, Feedback, ModelDrafter, Resets
-from foretoken.draft.chain import Chain, assemble
+from foretoken.draft.chain import Chain, assemble, draft_numbers
 from foretoken.draft.lookup_tree import EMPTY, Lookup
 from foretoken.draft.lookup_tree import assemble as assemble_trees
 from foretoken.draft.own_cache import OwnCache
 from foretoken.errors import ConfigError
 from foretoken.kv.prefix import shared_length
 from foretoken.model.interface import LanguageModel, Segment
-from foretoken.text.randomness import Purpose, uniforms
-from foretoken.text.sampling import check_finite, draft_probs
+from foretoken.text.randomness import Purpose
+from foretoken.text.sampling import draft_probs, without_broken
 from foretoken.transfer import to_device, to_host
 from foretoken.verify import first_max, verify_batch
 
@@ -258,13 +258,10 @@ class CascadeDrafter:
     def _draft_below(self, level: int, runs: Sequence[_LevelTokens]) -> Draft:
         """What the level below drafts after each run."""
         if level > 0:
+            place = level - 1 - len(self.levels)
             below = [
-                _LevelTokens(
-                    c.course,
-                    c.ahead,
-                    c.course.part(level - 1 - len(self.levels)).at_most(min(c.missing - 1, _MAX_INNER)),
-                )
-                for c in runs
+                _LevelTokens(run.course, run.ahead, run.course.part(place).at_most(min(run.missing - 1, _MAX_INNER)))
+                for run in runs
             ]
             self._extend(level - 1, below)
             return _as_draft(self.name, self.levels[level - 1].model.device, below)
@@ -305,12 +302,9 @@ def _level_probs(
 ) -> _LevelProbs:
     """A level's distributions at all rows of `draft` from `logits` `[R, V]`, by request and by its `parts`."""
     # A model that overflows drafts at random from here on: NaN in the mass would reach the target's residual.
-    logits = torch.where(check_finite(logits)[:, None], logits, torch.zeros_like(logits))
-    if any(run.course.entry.processors is not None for run in runs) and logits.dtype not in (
-        torch.float32,
-        torch.float64,
-    ):
-        logits = logits.float()
+    logits = without_broken(logits)
+    if any(run.course.entry.processors is not None for run in runs):
+        logits = logits.clone() if logits.dtype in (torch.float32, torch.float64) else logits.float()
     for b, run in enumerate(runs):
         if run.course.entry.processors is not None:
             rows = slice(draft.anchor_row(b), draft.anchor_row(b) + 1 + draft.lengths[b])
@@ -320,9 +314,8 @@ def _level_probs(
             )
     owners = [b for b, length in enumerate(draft.lengths) for _ in range(1 + length)]  # [R]
     params = [runs[b].course.entry.request.params for b in owners]
-    probs = draft_probs(
-        logits, params, [parts[b].draft_top_k for b in owners]
-    )  # [R, V]; temperature 1 where the request is greedy
+    # [R, V]; temperature 1 where the request is greedy
+    probs = draft_probs(logits, params, [parts[b].draft_top_k for b in owners])
     sure = [True] * len(owners)
     if any(part.min_confidence for part in parts):
         least = to_device([parts[b].min_confidence for b in owners], probs.device, torch.float32)
@@ -341,9 +334,7 @@ def _judge(runs: Sequence[_LevelTokens], draft: Draft, probs: Tensor) -> Verdict
         owners += [b] * (1 + draft.lengths[b])
         indices += range(run.course.num_used, run.course.num_used + 1 + draft.lengths[b])
         run.course.num_used += 1 + draft.lengths[b]
-    numbers = uniforms(
-        [entries[b].request.seed for b in owners], Purpose.INNER, [entries[b].round_start for b in owners], indices
-    )
+    numbers = draft_numbers(Purpose.INNER, [entries[b] for b in owners], indices)
     rows = to_device(torch.from_numpy(numbers), probs.device, None)  # [R]: of each request its draw, then its tests
     first = [draft.anchor_row(b) for b in range(len(runs))]
     tests, draws = (to_device(own, rows.device) for own in (sorted(set(range(draft.num_rows)) - set(first)), first))

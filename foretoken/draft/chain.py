@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from foretoken.core import BatchEntry, Draft, Mass
+from foretoken.core import BatchEntry, Draft
+from foretoken.draft.merging import RequestNodes, ragged_draft
 from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.text.randomness import Purpose, uniforms
 from foretoken.text.sampling import draft_probs, sample, without_broken
@@ -73,9 +75,8 @@ def extend(chains: list[Chain], logits: Tensor, vocabulary: DraftVocabulary | No
         probs, chosen = None, first_max(logits)
         chosen = chosen if vocabulary is None else vocabulary.to_target(chosen)
     else:
-        probs = draft_probs(
-            logits, params, [spec.draft_top_k for spec in specs]
-        )  # [A, V]; temperature 1 where the request is greedy
+        # [A, V]; temperature 1 where the request is greedy
+        probs = draft_probs(logits, params, [spec.draft_top_k for spec in specs])
         chosen = _draw(chains, probs, position)
     drafts = _decide(chains, probs, position)
     for i, chain in enumerate(chains):
@@ -104,6 +105,13 @@ def _processed(chains: list[Chain], logits: Tensor) -> Tensor:
     return logits
 
 
+def draft_numbers(purpose: Purpose, entries: Sequence[BatchEntry], indices: Sequence[int]) -> NDArray[np.float64]:
+    """Random numbers of the requests' rounds, one for each of `indices`: [n]."""
+    return uniforms(
+        [entry.request.seed for entry in entries], purpose, [entry.round_start for entry in entries], indices
+    )
+
+
 def _draw(chains: list[Chain], probs: Tensor, position: int) -> Tensor:
     """One token `[A]` per chain: the likeliest if greedy, the winner of the race if coupled, else a sample."""
     chosen = first_max(probs)
@@ -111,13 +119,7 @@ def _draw(chains: list[Chain], probs: Tensor, position: int) -> Tensor:
         i for i, chain in enumerate(chains) if not chain.entry.request.params.greedy and chain.entry.noise is None
     ]
     if sampled:
-        entries = [chains[i].entry for i in sampled]
-        u = uniforms(
-            [e.request.seed for e in entries],
-            Purpose.DRAFT,
-            [e.round_start for e in entries],
-            [position] * len(entries),
-        )
+        u = draft_numbers(Purpose.DRAFT, [chains[i].entry for i in sampled], [position] * len(sampled))
         rows = to_device(sampled, probs.device)
         chosen[rows] = sample(probs[rows], to_device(torch.from_numpy(u), probs.device, None))
     racing = [
@@ -139,10 +141,7 @@ def _decide(chains: list[Chain], probs: Tensor | None, position: int) -> list[bo
         decided = list(to_host(probs.amax(-1) >= to_device(unsure, probs.device, torch.float32))[0])
     tossed = [i for i, chain in enumerate(chains) if chain.entry.draft_probability < 1 and decided[i]]
     if tossed:
-        entries = [chains[i].entry for i in tossed]
-        coins = uniforms(
-            [e.request.seed for e in entries], Purpose.COIN, [e.round_start for e in entries], [position] * len(entries)
-        )
+        coins = draft_numbers(Purpose.COIN, [chains[i].entry for i in tossed], [position] * len(tossed))
         for i, coin in zip(tossed, coins, strict=True):
             if coin >= chains[i].entry.draft_probability:
                 decided[i] = None
@@ -151,33 +150,16 @@ def _decide(chains: list[Chain], probs: Tensor | None, position: int) -> list[bo
 
 def points(name: str, lengths: Sequence[int], tokens: Tensor) -> Draft:
     """One ragged draft of chains of likeliest tokens, one chain behind the other in `tokens`."""
-    return Draft(
-        tokens=tokens,
-        parents=tuple(i - 1 for length in lengths for i in range(length)),
-        offsets=(0, *accumulate(lengths)),
-        drafters=tuple(name if length else None for length in lengths),
-    )
+    return ragged_draft(name, tokens, [RequestNodes(range(-1, length - 1)) for length in lengths])
 
 
 def assemble(name: str, device: torch.device, chains: list[Chain]) -> Draft:
     """One ragged draft of chains; a request drafted greedily has point masses, a sampled one its distributions."""
-    offsets: list[int] = [0]
-    masses: list[Tensor] = []
-    distribution_of_row: list[int] = []
-    sampled: list[bool] = []
-    for chain in chains:
-        offsets.append(offsets[-1] + len(chain.tokens))
-        # The last token's row has no distribution, unless a coin was tossed there: the length was fixed before.
-        for mass in [*chain.masses, chain.open]:
-            distribution_of_row.append(-1 if mass is None else len(masses))
-            masses += [] if mass is None else [mass]
-        sampled += [mass is not None for mass in chain.masses]
     flat = [token for chain in chains for token in chain.tokens]
-    return Draft(
-        tokens=torch.stack(flat) if flat else torch.empty(0, dtype=torch.int64, device=device),
-        parents=tuple(i - 1 for chain in chains for i in range(len(chain.tokens))),
-        offsets=tuple(offsets),
-        drafters=tuple(name if chain.tokens or chain.open is not None else None for chain in chains),
-        sampled=tuple(sampled) if masses else (),
-        mass=Mass(torch.stack(masses), tuple(distribution_of_row)) if masses else None,
-    )
+    tokens = torch.stack(flat) if flat else torch.empty(0, dtype=torch.int64, device=device)
+    # The last token's row has no distribution, unless a coin was tossed there: the length was fixed before.
+    nodes = [
+        RequestNodes(range(-1, len(one.tokens) - 1), [*one.masses, one.open], [mass is not None for mass in one.masses])
+        for one in chains
+    ]
+    return ragged_draft(name, tokens, nodes)

@@ -20,7 +20,6 @@ from foretoken.draft import branches
 from foretoken.draft.base import Drafter, Factory, Feedback
 from foretoken.draft.branches import Growth
 from foretoken.draft.chain import Chain, assemble, extend
-from foretoken.draft.merging import merge_drafts
 from foretoken.draft.other_vocabulary import OtherVocabularyDrafter
 from foretoken.draft.own_cache import OwnCacheDrafter
 from foretoken.errors import ConfigError
@@ -42,9 +41,8 @@ class DraftModelDrafter(OwnCacheDrafter):
     def __init__(self, model: LanguageModel) -> None:
         self._texts: dict[int, list[int]] = {}  # committed text
         super().__init__(model, self._texts.__getitem__)
-        self._held: dict[
-            int, dict[tuple[int, int], int]
-        ] = {}  # nodes in the cache: (parent, token) -> number, -1 = the committed text
+        # Nodes in the cache, by request: (parent, token) -> number, -1 = the committed text.
+        self._held: dict[int, dict[tuple[int, int], int]] = {}
 
     @classmethod
     def make(cls, factory: Factory, spec: SpecConfig) -> Drafter:
@@ -81,24 +79,20 @@ class DraftModelDrafter(OwnCacheDrafter):
         """Draft up to `num_draft` tokens per request; a request for which the cache has no room gets none."""
         entries = batch.decoding
         self._cache.begin_round(entry.request.request_id for entry in entries if entry.num_draft)
-        with_tree = [b for b, entry in enumerate(entries) if entry.takes_trees and entry.request.spec.tree != "chain"]
-        if not with_tree:
-            return self._propose_chains(entries)
-        others = [b for b in range(len(entries)) if b not in with_tree]
-        chains, trees = (
-            self._propose_chains([entries[b] for b in others]),
-            self._propose_trees([entries[b] for b in with_tree]),
+        return branches.propose_by_shape(
+            entries,
+            self.model.device,
+            lambda some: self._propose_chains([entries[b] for b in some]),
+            lambda some: self._propose_trees([entries[b] for b in some]),
         )
-        return merge_drafts(len(entries), [(others, chains), (with_tree, trees)], self.model.device)
 
     def commit(self, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:  # noqa: ARG002
         """Cut the cache back to what was accepted."""
         for b, entry in enumerate(batch.decoding):
             sequence, emitted = entry.request.request_id, verdict.emitted(b)
             self._texts[sequence].extend(emitted)
-            ran = (
-                self.model.length(sequence) - entry.round_start
-            )  # draft tokens that were inputs too; negative: nothing was drafted
+            # Draft tokens that were inputs too; negative: nothing was drafted.
+            ran = self.model.length(sequence) - entry.round_start
             if ran < 0:
                 continue
             nodes = self._held.pop(sequence, None)
@@ -121,7 +115,7 @@ class DraftModelDrafter(OwnCacheDrafter):
         self._held.pop(request_id, None)
 
     def _propose_chains(self, entries: Sequence[BatchEntry]) -> Draft:
-        chains = [Chain(entry, self._room(entry)) for entry in entries]
+        chains = [Chain(entry, self._cache.room(entry)) for entry in entries]
         growing = [chain for chain in chains if chain.grows]
         while growing:
             logits = self._advance(growing)
@@ -130,7 +124,7 @@ class DraftModelDrafter(OwnCacheDrafter):
         return assemble(self.name, self.model.device, chains)
 
     def _propose_trees(self, entries: Sequence[BatchEntry]) -> Draft:
-        growths = [Growth(entry, entry.num_draft, self._room(entry)) for entry in entries]
+        growths = [Growth(entry, entry.num_draft, self._cache.room(entry)) for entry in entries]
         growing = [growth for growth in growths if growth.frontier]
         while growing:
             branches.extend(growing, self._run_level(growing))
@@ -145,14 +139,6 @@ class DraftModelDrafter(OwnCacheDrafter):
             self._held[growth.entry.request.request_id] = nodes
         return branches.assemble(self.name, self.model.device, growths)
 
-    def _room(self, entry: BatchEntry) -> int:
-        """How many tokens can follow one another in a draft for `entry` within the draft's context and cache."""
-        sequence = entry.request.request_id
-        length = min(entry.num_draft, self.model.max_context_tokens - entry.round_start)
-        if entry.num_draft and length <= 0:
-            self._cache.release(sequence)  # the text has outgrown the draft for good
-        return length if length > 0 and self._cache.make_room(sequence, length) else 0
-
     def _has_room(self, growth: Growth) -> bool:
         """Whether the draft's cache has room for a tree's next level."""
         return self.model.reserve(growth.entry.request.request_id, len(growth.ran) + len(growth.frontier))
@@ -162,26 +148,15 @@ class DraftModelDrafter(OwnCacheDrafter):
         tokens: list[int] = []
         segments: list[Segment] = []
         for growth in growths:
-            sequence = growth.entry.request.request_id
             if growth.level:
-                place = {-1: -1} | {node: number for number, node in enumerate((*growth.ran, *growth.frontier))}
-                parents = tuple(place[growth.parents[node]] for node in (*growth.ran, *growth.frontier))
                 tokens += [growth.tokens[node] for node in growth.frontier]
-                segments.append(Segment(sequence, 0, parents, len(growth.frontier), len(growth.ran)))
+                segments.append(growth.segment())
             else:
-                pending = self._take_pending(sequence)
+                sequence = growth.entry.request.request_id
+                pending = self._cache.take_pending(sequence)
                 tokens += pending
                 segments.append(Segment(sequence, len(pending)))
-        logits = self.model.forward(to_device(tokens, self.model.device), segments).logits
-        for segment in segments:
-            if segment.num_pending:
-                self.model.commit(segment.sequence, segment.num_pending)
-        return logits
-
-    def _take_pending(self, sequence: int) -> list[int]:
-        """The committed tokens to run now, the last of them included; a longer backlog is caught up with first."""
-        self._cache.catch_up(sequence)
-        return self._texts[sequence][self.model.length(sequence) :]
+        return self._cache.run(to_device(tokens, self.model.device), segments)
 
     def _advance(self, chains: list[Chain]) -> Tensor:
         """Run the next input of every chain, a backlog of committed tokens first; logits `[A, V]` after it."""
@@ -194,13 +169,10 @@ class DraftModelDrafter(OwnCacheDrafter):
                 pieces.append(chain.tokens[-1][None])
                 segments.append(Segment(sequence, 1))
                 continue
-            pending = self._take_pending(sequence)
+            pending = self._cache.take_pending(sequence)
             pieces.append(to_device(pending, device))
             segments.append(Segment(sequence, len(pending)))
-        logits = self.model.forward(torch.cat(pieces), segments).logits
-        for segment in segments:
-            self.model.commit(segment.sequence, segment.num_pending)
-        return logits
+        return self._cache.run(torch.cat(pieces), segments)
 
 
 def _path(nodes: Mapping[tuple[int, int], int], tokens: Sequence[int]) -> list[int]:

@@ -1,7 +1,7 @@
 """An EAGLE head drafts token by token from the target's hidden states (EAGLE-1, Li et al. 2401.15077; EAGLE-3, Li et
 al. 2503.01840), as a chain or, as EAGLE-2 does (Li et al. 2406.16858), as a tree that grows where it is surest.
 
-Hidden states of committed positions are kept as they come (`HeadStates`), and read when something is drafted. The
+Hidden states of committed positions are kept as they come (`StatesDrafter`), and read when something is drafted. The
 head's keys and values of the text stay in a cache of its own; those of draft tokens are forgotten each round, as
 accepted tokens come back as the target's own states.
 """
@@ -20,8 +20,7 @@ from foretoken.draft import branches, chain
 from foretoken.draft.base import Factory, HiddenRows
 from foretoken.draft.branches import Growth
 from foretoken.draft.chain import Chain
-from foretoken.draft.head_drafter import USUAL_TOKENS, HeadStates, StatesDrafter, twin_target
-from foretoken.draft.merging import merge_drafts
+from foretoken.draft.head_drafter import USUAL_TOKENS, StatesDrafter, twin_target
 from foretoken.draft.open_head import open_head, open_mtp
 from foretoken.heads.eagle import EagleHead
 from foretoken.heads.eagle_cache import CachedEagle, EagleOutput
@@ -37,10 +36,9 @@ class EagleDrafter(StatesDrafter):
     name = "eagle"
 
     def __init__(self, runner: CachedEagle) -> None:
-        self.runner, self.cache = runner, runner.cache
-        self._states = HeadStates(self.cache, self.hidden_layers(), runner.features)
+        super().__init__(runner.cache, runner.head.hidden_layers(), runner.features)
+        self.runner = runner
         self._texts: dict[int, list[int]] = {}
-        self.num_read_tokens = 0  # see `base.Reads`
 
     @classmethod
     def make(cls, factory: Factory, spec: SpecConfig) -> Self:
@@ -56,19 +54,15 @@ class EagleDrafter(StatesDrafter):
         """See `base.ModelDrafter`."""
         return type(self)(self.runner.twin(twin_target(self.runner.target, twin)))
 
-    def hidden_layers(self) -> tuple[int, ...]:
-        """See `base.HiddenStateReader`."""
-        return self.runner.head.hidden_layers()
-
     def start(self, request: Request) -> None:
         """Keep the prompt: a row pairs a state with the token behind it."""
+        super().start(request)
         self._texts[request.request_id] = list(request.prompt_ids)
-        self._states.start(request.request_id)
 
     def read_hidden(self, rows: Sequence[HiddenRows]) -> None:
         """See `base.HiddenStateReader`: states, and with them the text as far as the token behind them."""
+        super().read_hidden(rows)
         for one in rows:
-            self._states.add(one)
             text = self._texts[one.request_id]
             text[one.start :] = [*one.tokens, one.next_token, *text[one.stop + 1 :]]
 
@@ -77,17 +71,15 @@ class EagleDrafter(StatesDrafter):
         states of the text are not complete.
         """
         entries = batch.decoding
-        self.num_read_tokens = 0
-        self._states.begin_round(entry.request.request_id for entry in entries if entry.num_draft)
+        self.begin_round(entry.request.request_id for entry in entries if entry.num_draft)
         most = [self._room(entry) for entry in entries]
-        self._states.make_features([entry.request.request_id for b, entry in enumerate(entries) if most[b]])
-        with_tree = [b for b, entry in enumerate(entries) if entry.takes_trees and entry.request.spec.tree != "chain"]
-        others = [b for b in range(len(entries)) if b not in with_tree]
-        chains = self._propose_chains([Chain(entries[b], most[b]) for b in others])
-        if not with_tree:
-            return chains
-        trees = self._propose_trees([Growth(entries[b], entries[b].num_draft, most[b]) for b in with_tree])
-        return merge_drafts(len(entries), [(others, chains), (with_tree, trees)], self.cache.device)
+        self.make_features([entry.request.request_id for b, entry in enumerate(entries) if most[b]])
+        return branches.propose_by_shape(
+            entries,
+            self.cache.device,
+            lambda some: self._propose_chains([Chain(entries[b], most[b]) for b in some]),
+            lambda some: self._propose_trees([Growth(entries[b], entries[b].num_draft, most[b]) for b in some]),
+        )
 
     @property
     def head(self) -> EagleHead:
@@ -146,12 +138,9 @@ class EagleDrafter(StatesDrafter):
         features: list[Tensor] = []
         segments: list[Segment] = []
         for one in growths:
-            sequence, nodes = _sequence(one.entry), (*one.ran, *one.frontier)
-            place = {-1: -1} | {node: number for number, node in enumerate(nodes)}
-            parents = tuple(place[one.parents[node]] for node in nodes)
             tokens += [one.tokens[node] for node in one.frontier]
-            features += [feedback[sequence][one.parents[node]] for node in one.frontier]
-            segments.append(Segment(sequence, 0, parents, len(one.frontier), len(one.ran)))
+            features += [feedback[_sequence(one.entry)][one.parents[node]] for node in one.frontier]
+            segments.append(one.segment())
         return self.runner.run(to_device(tokens, self.cache.device), torch.stack(features), segments)
 
     def _text_rows(self, sequences: Sequence[int]) -> tuple[Tensor, Tensor, list[Segment]]:
@@ -162,7 +151,7 @@ class EagleDrafter(StatesDrafter):
         features: list[Tensor] = []
         segments: list[Segment] = []
         for sequence in sequences:
-            text, stored = self._texts[sequence], self._states.features(sequence)
+            text, stored = self._texts[sequence], self.kept[sequence].features
             stop = len(stored)
             num_missing = stop - self.cache.length(sequence)
             self.num_read_tokens += num_missing if num_missing > USUAL_TOKENS else 0
@@ -181,12 +170,12 @@ class EagleDrafter(StatesDrafter):
     def _room(self, entry: BatchEntry) -> int:
         """How many tokens can follow one another in a draft for `entry`, within the head's context and cache."""
         sequence, num_rows = _sequence(entry), entry.round_start - 1
-        if not entry.num_draft or not num_rows or self._states.requests[sequence].num_rows != num_rows:
+        if not entry.num_draft or not num_rows or self.kept[sequence].num_rows != num_rows:
             return 0  # rows that this step reads come between what is known and the last token
         # The last token of a draft is not run.
         most = min(entry.num_draft, self.runner.head.config.layer.max_context_tokens - num_rows + 1)
         missing = num_rows - self.cache.length(sequence)
-        return most if most > 0 and self._states.make_room(sequence, missing + most - 1) else 0
+        return most if most > 0 and self.make_room(sequence, missing + most - 1) else 0
 
     def _has_room(self, growth: Growth) -> bool:
         """Whether the cache has room for a tree's next level."""

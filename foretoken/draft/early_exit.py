@@ -263,10 +263,8 @@ class EarlyExitDrafter:
             target.rollback(_TRIAL_SEQUENCE, target.length(sequence) - len(rows))
             if target.reserve(_TRIAL_SEQUENCE, len(rows)):
                 said = to_device(recent[1:], target.device)
-                inputs, segment = (
-                    to_device(rows, target.device),
-                    EarlySegment(_TRIAL_SEQUENCE, 0, len(rows), len(rows)),
-                )
+                inputs = to_device(rows, target.device)
+                segment = EarlySegment(_TRIAL_SEQUENCE, 0, len(rows), len(rows))
 
                 def agree(layers: tuple[int, ...]) -> list[float]:
                     same = first_max(target.forward_early(inputs, [segment], layers)) == said

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from foretoken.config import SpecConfig
-from foretoken.core import Batch, Draft, Verdict
+from foretoken.core import Batch, Draft, Request, Verdict
 from foretoken.draft.base import Feedback, HiddenRows, product_of
 from foretoken.draft.chain import PROBABILITIES
 from foretoken.model.interface import LanguageModel, SharesWeights
@@ -49,10 +49,6 @@ class StoredRows:
         assert start <= stop <= self._num
         return self._rows[start:stop]
 
-    def clear(self) -> None:
-        """Forget all rows."""
-        self._rows, self._num = None, 0
-
 
 USUAL_TOKENS = 8  # rows of committed text that any round may bring; more of them count as reading
 _MAX_UNREAD = 64  # deliveries of states that a request not drafted for keeps as they came
@@ -72,97 +68,6 @@ class KeptStates:
     def num_rows(self) -> int:
         """Positions whose states are known."""
         return self.unread[-1].stop if self.unread else len(self.features)
-
-
-class HeadStates:
-    """States of all requests of a head that reads `layers`; `fuse` makes features of them.
-
-    `cache` holds the head's own keys and values, under the numbers of the requests.
-    """
-
-    def __init__(self, cache: PagedCache, layers: Sequence[int], fuse: Fuse) -> None:
-        self.cache, self._layers, self._fuse = cache, tuple(layers), fuse
-        self.requests: dict[int, KeptStates] = {}
-        self._round = 0
-
-    def start(self, request_id: int) -> None:
-        """Open a request; nothing is known of it."""
-        self.requests[request_id] = KeptStates()
-        self.cache.open(request_id)
-
-    def add(self, rows: HiddenRows) -> None:
-        """Store new states of a request."""
-        own = self.requests[rows.request_id]
-        assert rows.start == own.num_rows, "a position is missing, or comes twice"
-        own.unread.append(rows)
-        if len(own.unread) >= _MAX_UNREAD:
-            self.make_features([rows.request_id])
-
-    def begin_round(self, request_ids: Iterable[int]) -> None:
-        """A round in which these requests draft: none of them gives way to another one."""
-        self._round += 1
-        for request_id in request_ids:
-            self.requests[request_id].used = self._round
-
-    @torch.inference_mode()
-    def make_features(self, request_ids: Sequence[int]) -> None:
-        """Make features of all states that some requests have read, in one call."""
-        unread = [(self.requests[one], rows) for one in request_ids for rows in self.requests[one].unread]
-        if not unread:
-            return
-        states = unread[0][1].states
-        if len(unread) > 1:
-            states = {layer: torch.cat([rows.states[layer] for _, rows in unread]) for layer in self._layers}
-        pieces = self._fuse(states).split_with_sizes([len(rows.tokens) for _, rows in unread])
-        for (own, _), piece in zip(unread, pieces, strict=True):
-            own.features.append(piece)
-        for one in request_ids:
-            self.requests[one].unread.clear()
-
-    def features(self, request_id: int) -> StoredRows:
-        """What was made of a request's states."""
-        return self.requests[request_id].features
-
-    def make_room(self, request_id: int, num_rows: int) -> bool:
-        """Room for `num_rows` more rows of a request, with what others hold that do not draft in this round if need
-        be; False if there is none.
-        """
-        if self.cache.reserve(request_id, num_rows):
-            return True
-        idle = [one for one, own in self.requests.items() if own.used < self._round and self.cache.length(one)]
-        for one in sorted(idle, key=lambda one: self.requests[one].used):
-            self.cache.rollback(one, 0)  # made again from its features when it drafts
-            if self.cache.reserve(request_id, num_rows):
-                return True
-        return False
-
-    def release(self, request_id: int) -> None:
-        """Forget the states of a request; they come again."""
-        self.cache.rollback(request_id, 0)
-        self.requests[request_id] = KeptStates()
-
-    def drop_computed(self) -> None:
-        """Forget all keys and values, which other weights made; features stay."""
-        for request_id in self.requests:
-            self.cache.rollback(request_id, 0)
-
-    def finish(self, request_id: int) -> None:
-        """Forget a request."""
-        del self.requests[request_id]
-        self.cache.close(request_id)
-
-    @torch.inference_mode()
-    def exported(self, request_id: int, start: int, stop: int) -> Tensor:
-        """Features [stop - start, D] of some positions, each of its own position alone."""
-        self.make_features([request_id])
-        return self.features(request_id).between(start, stop).clone()
-
-    @torch.inference_mode()
-    def adopt(self, request_id: int, blocks: Sequence[object]) -> None:
-        """Begin a request with features that `exported` gave for the beginning of the same text."""
-        for block in blocks:
-            assert isinstance(block, Tensor)
-            self.features(request_id).append(block)
 
 
 class HeadDrafter:
@@ -194,35 +99,101 @@ class HeadDrafter:
 
 
 class StatesDrafter(HeadDrafter):
-    """A head with keys and values of its own, made from the states that `HeadStates` keeps."""
+    """A head with keys and values of its own, in `cache`, made from the states of `layers` that it reads; `fuse` makes
+    features of them. `cache` holds them under the numbers of the requests.
+    """
 
-    _states: HeadStates
+    def __init__(self, cache: PagedCache, layers: Sequence[int], fuse: Fuse) -> None:
+        self.cache, self._layers, self._fuse = cache, tuple(layers), fuse
+        self.kept: dict[int, KeptStates] = {}  # by request
+        self.num_read_tokens = 0  # see `base.Reads`
+        self._round = 0
 
     @property
     def cache_bytes(self) -> int:
         """Memory of the head's own keys and values when they are full."""
-        cache = self._states.cache
-        return cache.capacity_tokens * cache.kv_bytes_per_token
+        return self.cache.capacity_tokens * self.cache.kv_bytes_per_token
+
+    def hidden_layers(self) -> tuple[int, ...]:
+        """See `base.HiddenStateReader`."""
+        return self._layers
+
+    def start(self, request: Request) -> None:
+        """Open a request; nothing is known of it."""
+        self.kept[request.request_id] = KeptStates()
+        self.cache.open(request.request_id)
+
+    def read_hidden(self, rows: Sequence[HiddenRows]) -> None:
+        """See `base.HiddenStateReader`: the states are stored as they are."""
+        for one in rows:
+            own = self.kept[one.request_id]
+            assert one.start == own.num_rows, "a position is missing, or comes twice"
+            own.unread.append(one)
+            if len(own.unread) >= _MAX_UNREAD:
+                self.make_features([one.request_id])
+
+    def begin_round(self, request_ids: Iterable[int]) -> None:
+        """A round in which these requests draft: none of them gives way to another one."""
+        self.num_read_tokens = 0
+        self._round += 1
+        for request_id in request_ids:
+            self.kept[request_id].used = self._round
+
+    @torch.inference_mode()
+    def make_features(self, request_ids: Sequence[int]) -> None:
+        """Make features of all states that some requests have read, in one call."""
+        unread = [(self.kept[one], rows) for one in request_ids for rows in self.kept[one].unread]
+        if not unread:
+            return
+        states = unread[0][1].states
+        if len(unread) > 1:
+            states = {layer: torch.cat([rows.states[layer] for _, rows in unread]) for layer in self._layers}
+        pieces = self._fuse(states).split_with_sizes([len(rows.tokens) for _, rows in unread])
+        for (own, _), piece in zip(unread, pieces, strict=True):
+            own.features.append(piece)
+        for one in request_ids:
+            self.kept[one].unread.clear()
+
+    def make_room(self, request_id: int, num_rows: int) -> bool:
+        """Room for `num_rows` more rows of a request, with what others hold that do not draft in this round if need
+        be; False if there is none.
+        """
+        if self.cache.reserve(request_id, num_rows):
+            return True
+        idle = [one for one, own in self.kept.items() if own.used < self._round and self.cache.length(one)]
+        for one in sorted(idle, key=lambda one: self.kept[one].used):
+            self.cache.rollback(one, 0)  # made again from its features when it drafts
+            if self.cache.reserve(request_id, num_rows):
+                return True
+        return False
 
     def release(self, request_id: int) -> None:
         """See `base.Releases`: the states come again."""
-        self._states.release(request_id)
+        self.cache.rollback(request_id, 0)
+        self.kept[request_id] = KeptStates()
 
     def drop_computed(self) -> None:
         """See `base.AdaptableDrafter`: keys and values are made again from the features."""
-        self._states.drop_computed()
+        for request_id in self.kept:
+            self.cache.rollback(request_id, 0)
 
     def finish(self, request_id: int) -> None:
         """Forget a request."""
-        self._states.finish(request_id)
+        del self.kept[request_id]
+        self.cache.close(request_id)
 
+    @torch.inference_mode()
     def export_states(self, request_id: int, start: int, stop: int) -> object:
         """See `base.PrefixStates`: features [stop - start, D], each of its own position alone."""
-        return self._states.exported(request_id, start, stop)
+        self.make_features([request_id])
+        return self.kept[request_id].features.between(start, stop).clone()
 
+    @torch.inference_mode()
     def adopt_states(self, request_id: int, blocks: Sequence[object]) -> None:
         """See `base.PrefixStates`."""
-        self._states.adopt(request_id, blocks)
+        for block in blocks:
+            assert isinstance(block, Tensor)
+            self.kept[request_id].features.append(block)
 
 
 def twin_target(target: SharesWeights, twin: Callable[[LanguageModel], LanguageModel]) -> SharesWeights:

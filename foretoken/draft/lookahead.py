@@ -15,14 +15,13 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Self
 
 import torch
 
 from foretoken.config import LOOKAHEAD_WINDOW, SpecConfig
 from foretoken.core import Batch, BatchEntry, Draft, Probes, Request, Verdict
-from foretoken.draft.base import Factory, Feedback, product_of
-from foretoken.draft.lookup_tree import EMPTY, LookupTree, assemble
+from foretoken.draft.base import Feedback, product_of
+from foretoken.draft.lookup_tree import EMPTY, LookupDrafter, LookupTree
 from foretoken.draft.tree import TreeNode, merge_trees
 from foretoken.transfer import to_host
 
@@ -40,11 +39,6 @@ class NgramPool:
 
     def __init__(self) -> None:
         self._found: OrderedDict[int, dict[tuple[int, ...], None]] = OrderedDict()
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that have a continuation."""
-        return len(self._found)
 
     def add(self, token: int, continuation: tuple[int, ...]) -> None:
         """Make `continuation` the latest one of `token`; the oldest of too many is dropped."""
@@ -154,18 +148,13 @@ class _LookaheadState:
             self.chances.count(self.pool.after(token), emitted[place:])
 
 
-class LookaheadDrafter:
+class LookaheadDrafter(LookupDrafter):
     """Prefix trees from a pool of n-grams, and probes that fill it; nothing is shared between requests."""
 
     name = "lookahead"
 
     def __init__(self) -> None:
         self._requests: dict[int, _LookaheadState] = {}
-
-    @classmethod
-    def make(cls, factory: Factory, spec: SpecConfig) -> Self:  # noqa: ARG003
-        """See `base.Factory`."""
-        return cls()
 
     def variants(self, spec: SpecConfig) -> tuple[SpecConfig, ...]:
         """See `base.Variants`: with the window and without."""
@@ -180,12 +169,11 @@ class LookaheadDrafter:
 
     def propose(self, batch: Batch) -> Draft:
         """What the pool says after the anchor; the window as probes."""
-        entries = batch.decoding
-        draft = assemble(self.name, [self.look_up(entry) for entry in entries])
+        draft = super().propose(batch)
         tokens: list[int] = []
         parents: list[int] = []
         lengths: list[int] = []
-        for entry in entries:
+        for entry in batch.decoding:
             window = self._requests[entry.request.request_id].window
             most = min(_columns(entry.request.spec), window.num_columns(entry.num_probe, entry.probe_depth))
             own_tokens, own_parents = window.nodes(most)
@@ -215,9 +203,6 @@ class LookaheadDrafter:
         """Drop the request's window and pool."""
         del self._requests[request_id]
 
-    def reset(self) -> None:
-        """See `base.Resets`: nothing outlives a request."""
-
     def look_up(self, entry: BatchEntry, ahead: Sequence[int] = ()) -> LookupTree:
         """The likeliest continuations of the last token; where only chains are taken, the latest one."""
         state = self._requests[entry.request.request_id]
@@ -238,9 +223,4 @@ def prefix_tree(continuations: Sequence[Sequence[int]], chances: ContinuationCha
         [TreeNode(token, place - 1, chances.chance(rank, place)) for place, token in enumerate(continuation)]
         for rank, continuation in enumerate(continuations)
     ]
-    nodes = merge_trees(paths, budget)
-    return LookupTree(
-        tuple(node.token for node in nodes),
-        tuple(node.parent for node in nodes),
-        tuple(node.estimate for node in nodes),
-    )
+    return LookupTree.of(merge_trees(paths, budget))

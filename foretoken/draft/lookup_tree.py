@@ -14,6 +14,8 @@ import torch
 from foretoken.config import SpecConfig
 from foretoken.core import Batch, BatchEntry, Draft, Verdict
 from foretoken.draft.base import Drafter, Factory, Feedback
+from foretoken.draft.merging import RequestNodes, ragged_draft
+from foretoken.draft.tree import TreeNode
 
 # ---- where the last words of a text stood before: the index behind every lookup drafter
 #
@@ -27,7 +29,6 @@ _KEY_SIZES = (6, 2)
 MAX_PLACES = 48  # latest places that are looked at
 MATCH_LIMIT = 32  # how far back agreement is measured
 NO_TOKEN = -1  # stands between texts of a store; never matches
-_ENTRY_BYTES = 140  # a dictionary entry with its two numbers, roughly
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,10 @@ class Matches:
     def __len__(self) -> int:
         return len(self.lengths)
 
+    def agreeing(self, least: int) -> list[list[int]]:
+        """What follows the places that agree at least so far."""
+        return [tokens for length, tokens in zip(self.lengths, self.following, strict=True) if length >= least]
+
 
 class MatchIndex:
     """A growing text and, for tokens that stand together, every place where something followed them."""
@@ -47,9 +52,8 @@ class MatchIndex:
     def __init__(self, tokens: Sequence[int] = ()) -> None:
         self._text = array("i")
         self._latest: tuple[dict[int, int], ...] = tuple({} for _ in _KEY_SIZES)  # by hash of the tokens
-        self._previous = tuple(
-            array("i") for _ in _KEY_SIZES
-        )  # of each place the one before it with the same tokens, -1 if none
+        # Of each place the one before it with the same tokens, -1 if none.
+        self._previous = tuple(array("i") for _ in _KEY_SIZES)
         self.extend(tokens)
 
     @property
@@ -74,15 +78,6 @@ class MatchIndex:
                 key = hash(window[:-1])
                 previous.append(latest.get(key, -1))
                 latest[key] = place
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the text and of the index, roughly."""
-        return (
-            4 * len(self._text)
-            + sum(4 * len(places) for places in self._previous)
-            + sum(_ENTRY_BYTES * len(found) for found in self._latest)
-        )
 
     def end(self, count: int = MATCH_LIMIT) -> list[int]:
         """The last `count` tokens."""
@@ -146,12 +141,22 @@ class LookupTree:
         """The expected number of draft tokens that will be accepted."""
         return sum(self.chances)
 
+    @classmethod
+    def of(cls, nodes: Sequence[TreeNode]) -> LookupTree:
+        """The tree of these nodes."""
+        return cls(*zip(*((node.token, node.parent, node.estimate) for node in nodes), strict=True))
+
     def first(self, count: int) -> LookupTree:
         """The first `count` draft tokens: parents come before their children."""
-        return (
-            self
-            if count >= len(self.tokens)
-            else LookupTree(self.tokens[:count], self.parents[:count], self.chances[:count])
+        return self if count >= len(self.tokens) else self.part(range(count))
+
+    def part(self, nodes: Sequence[int]) -> LookupTree:
+        """Only the draft tokens `nodes`, in this order, each behind its parent."""
+        place = {-1: -1} | {node: number for number, node in enumerate(nodes)}
+        return LookupTree(
+            tuple(self.tokens[node] for node in nodes),
+            tuple(place[self.parents[node]] for node in nodes),
+            tuple(self.chances[node] for node in nodes),
         )
 
 
@@ -233,7 +238,7 @@ def continued(tree: LookupTree, said: Said, end: Sequence[int], budget: int, lea
 
     The `budget` likeliest nodes, none less likely than `least`.
     """
-    nodes = list(zip(tree.tokens, tree.parents, tree.chances, strict=True))
+    nodes = [TreeNode(*node) for node in zip(tree.tokens, tree.parents, tree.chances, strict=True)]
     for leaf in sorted(set(range(len(nodes))) - set(tree.parents)) or [-1]:
         path: list[int] = []
         node, chance, place = leaf, tree.chances[leaf] if nodes else 1.0, leaf
@@ -245,18 +250,13 @@ def continued(tree: LookupTree, said: Said, end: Sequence[int], budget: int, lea
             found = said(text)
             if found is None or (chance := chance * found[1]) < least:
                 break
-            nodes.append((found[0], place, chance))
+            nodes.append(TreeNode(found[0], place, chance))
             place = len(nodes) - 1
             text.append(found[0])
     if len(nodes) == len(tree.tokens):
         return tree
-    order = sorted(range(len(nodes)), key=lambda node: -nodes[node][2])[:budget]
-    new = {-1: -1} | {node: place for place, node in enumerate(order)}
-    return LookupTree(
-        tuple(nodes[node][0] for node in order),
-        tuple(new[nodes[node][1]] for node in order),
-        tuple(nodes[node][2] for node in order),
-    )
+    likeliest = sorted(range(len(nodes)), key=lambda node: -nodes[node].estimate)[:budget]
+    return LookupTree.of(nodes).part(likeliest)
 
 
 class GrowingText(Protocol):
@@ -269,14 +269,10 @@ class GrowingText(Protocol):
 _Text = TypeVar("_Text", bound=GrowingText)
 
 
-class TextLookup(ABC, Generic[_Text]):
-    """What lookups that keep one growing text of each request answer alike."""
+class LookupDrafter(ABC):
+    """What all lookups answer alike."""
 
     name: str
-    keeps_answers = False  # see `base.FollowsText`
-
-    def __init__(self) -> None:
-        self._indexes: dict[int, _Text] = {}
 
     @classmethod
     def make(cls, factory: Factory, spec: SpecConfig) -> Self:  # noqa: ARG003
@@ -291,6 +287,18 @@ class TextLookup(ABC, Generic[_Text]):
         """What `look_up` gives for each request."""
         return assemble(self.name, [self.look_up(entry) for entry in batch.decoding])
 
+    def reset(self) -> None:  # noqa: B027 - not abstract: most keep nothing
+        """See `base.Resets`: nothing outlives a request."""
+
+
+class TextLookup(LookupDrafter, Generic[_Text]):
+    """What lookups that keep one growing text of each request answer alike."""
+
+    keeps_answers = False  # see `base.FollowsText`
+
+    def __init__(self) -> None:
+        self._indexes: dict[int, _Text] = {}
+
     def commit(self, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:  # noqa: ARG002
         """Append what was emitted."""
         for b, entry in enumerate(batch.decoding):
@@ -304,18 +312,8 @@ class TextLookup(ABC, Generic[_Text]):
         """Drop what is kept of the request."""
         del self._indexes[request_id]
 
-    def reset(self) -> None:
-        """See `base.Resets`: nothing outlives a request."""
-
 
 def assemble(name: str, trees: Sequence[LookupTree]) -> Draft:
     """One ragged draft of deterministic tokens, a tree per request."""
-    offsets = [0]
-    for tree in trees:
-        offsets.append(offsets[-1] + len(tree.tokens))
-    return Draft(
-        tokens=torch.tensor([token for tree in trees for token in tree.tokens], dtype=torch.int64),
-        parents=tuple(parent for tree in trees for parent in tree.parents),
-        offsets=tuple(offsets),
-        drafters=tuple(name if tree.tokens else None for tree in trees),
-    )
+    tokens = torch.tensor([token for tree in trees for token in tree.tokens], dtype=torch.int64)
+    return ragged_draft(name, tokens, [RequestNodes(tree.parents) for tree in trees])

@@ -1,16 +1,48 @@
-"""One draft for a batch from drafts of several drafters, each for some of the requests."""
+"""One ragged draft for a batch: from the nodes of its requests, or from drafts of several drafters for some of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, count
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from foretoken.core import Draft, Mass, Probes
+from foretoken.core import Draft, Mass, Probes, empty_draft
 from foretoken.transfer import to_device
+
+_Value = TypeVar("_Value")
+
+
+class RequestNodes(NamedTuple):
+    """One request's part of a draft: the `parents` [n] of its nodes, the mass of its anchor's row and of each node's
+    (`masses` [n + 1]; None: none), and which nodes were `sampled` [n] from that of their parent.
+
+    Both are () for every request of a draft in which nothing is sampled.
+    """
+
+    parents: Sequence[int]
+    masses: Sequence[Tensor | None] = ()
+    sampled: Sequence[bool] = ()
+
+
+def ragged_draft(name: str, tokens: Tensor, requests: Sequence[RequestNodes]) -> Draft:
+    """The draft of drafter `name` whose `tokens` [N] are the nodes of all `requests`, one behind the other."""
+    rows = [mass for one in requests for mass in one.masses]
+    known = [mass for mass in rows if mass is not None]
+    number = count()
+    return Draft(
+        tokens=tokens,
+        parents=tuple(parent for one in requests for parent in one.parents),
+        offsets=(0, *accumulate(len(one.parents) for one in requests)),
+        drafters=tuple(
+            name if one.parents or any(mass is not None for mass in one.masses) else None for one in requests
+        ),
+        sampled=tuple(is_sampled for one in requests for is_sampled in one.sampled) if known else (),
+        mass=Mass(torch.stack(known), tuple(-1 if mass is None else next(number) for mass in rows)) if known else None,
+    )
 
 
 def merge_drafts(
@@ -20,64 +52,67 @@ def merge_drafts(
 
     A drafter may work on another device than the target (a lookup has no reason to leave the CPU).
     """
-    parts = [(requests, draft.on(device)) for requests, draft in parts]
-    if len(parts) == 1 and tuple(parts[0][0]) == tuple(range(num_requests)):
-        return parts[0][1]
-    owner = {b: (part, local) for part, (requests, _) in enumerate(parts) for local, b in enumerate(requests)}
-    is_known, known = all(draft.has_host_tokens for _, draft in parts), list[int]()
-    tokens: list[Tensor] = []
-    parents: list[int] = []
-    offsets: list[int] = [0]
-    drafters: list[str | None] = []
-    sampled: list[bool] = []
-    provenance: list[str | None] = []
-    inner: list[tuple[int, int]] = []
-    distributions = [draft.mass.distributions for _, draft in parts if draft.mass is not None]
-    counts = [0 if draft.mass is None else draft.mass.distributions.shape[0] for _, draft in parts]
-    distribution_base = [0, *accumulate(counts)]
-    distribution_of_row: list[int] = []
-    for b in range(num_requests):
-        if b not in owner:
-            offsets.append(offsets[-1])
-            drafters.append(None)
-            inner.append((0, 0))
-            distribution_of_row.append(-1)
-            continue
-        part, local = owner[b]
-        draft = parts[part][1]
-        nodes = slice(draft.offsets[local], draft.offsets[local + 1])
-        tokens.append(draft.tokens[nodes])
-        known += draft.host_tokens[nodes] if is_known else ()
-        parents.extend(draft.parents[nodes])
-        sampled.extend(draft.sampled[nodes] if draft.sampled else [False] * draft.lengths[local])
-        provenance.extend(draft.provenance[nodes] if draft.provenance else [None] * draft.lengths[local])
-        offsets.append(offsets[-1] + draft.lengths[local])
-        drafters.append(draft.drafters[local])
-        inner.append(draft.inner[local] if draft.inner else (0, 0))
-        rows = draft.rows_of([local])
-        distribution_of_row.extend(
-            -1
-            if draft.mass is None or draft.mass.distribution_of_row[r] < 0
-            else distribution_base[part] + draft.mass.distribution_of_row[r]
-            for r in rows
-        )
-    flat = torch.cat(tokens) if tokens else torch.empty(0, dtype=torch.int64, device=device)
-    mass = Mass(torch.cat(distributions), tuple(distribution_of_row)) if distributions else None
-    mixed = tuple(provenance) if any(source is not None for source in provenance) else ()
-    judged = tuple(inner) if any(pair != (0, 0) for pair in inner) else ()
-    probes = _merge_probes(num_requests, parts)
-    merged = Draft(
-        flat,
-        tuple(parents),
-        tuple(offsets),
-        tuple(drafters),
-        tuple(sampled) if mass else (),
-        mass,
-        mixed,
-        probes,
-        judged,
+    place = {b: number for number, b in enumerate(b for requests, _ in parts for b in requests)}
+    missing = [b for b in range(num_requests) if b not in place]
+    place |= {b: number for number, b in enumerate(missing, len(place))}
+    drafts = [draft.on(device) for _, draft in parts]
+    if missing or not drafts:
+        drafts.append(empty_draft(len(missing), device))
+    return _joined(drafts).select([place[b] for b in range(num_requests)])
+
+
+def _joined(drafts: Sequence[Draft]) -> Draft:
+    """All of the drafts, one behind the other."""
+    if len(drafts) == 1:
+        return drafts[0]
+    joined = Draft(
+        tokens=torch.cat([draft.tokens for draft in drafts]),
+        parents=tuple(parent for draft in drafts for parent in draft.parents),
+        offsets=(0, *accumulate(length for draft in drafts for length in draft.lengths)),
+        drafters=tuple(drafter for draft in drafts for drafter in draft.drafters),
+        sampled=_filled(((draft.sampled, draft.num_nodes) for draft in drafts), False),
+        mass=_joined_mass(drafts),
+        provenance=_filled(((draft.provenance, draft.num_nodes) for draft in drafts), None),
+        probes=_joined_probes(drafts),
+        inner=_filled(((draft.inner, draft.num_requests) for draft in drafts), (0, 0)),
     )
-    return merged.with_host_tokens(known) if is_known else merged
+    if all(draft.has_host_tokens for draft in drafts):
+        joined.with_host_tokens([token for draft in drafts for token in draft.host_tokens])
+    return joined
+
+
+def _filled(parts: Iterable[tuple[tuple[_Value, ...], int]], blank: _Value) -> tuple[_Value, ...]:
+    """The values of all parts, `blank` as often as its number says for a part without any; () where none has any."""
+    known = list(parts)
+    if not any(values for values, _ in known):
+        return ()
+    return tuple(value for values, count in known for value in values or (blank,) * count)
+
+
+def _joined_mass(drafts: Sequence[Draft]) -> Mass | None:
+    distributions = [draft.mass.distributions for draft in drafts if draft.mass is not None]
+    if not distributions:
+        return None
+    of_row: list[int] = []
+    num_before = 0
+    for draft in drafts:
+        if draft.mass is None:
+            of_row += [-1] * draft.num_rows
+            continue
+        of_row += [-1 if one < 0 else num_before + one for one in draft.mass.distribution_of_row]
+        num_before += len(draft.mass.distributions)
+    return Mass(torch.cat(distributions), tuple(of_row))
+
+
+def _joined_probes(drafts: Sequence[Draft]) -> Probes | None:
+    probes = [draft.probes for draft in drafts if draft.probes is not None]
+    if not probes:
+        return None
+    return Probes(
+        tokens=torch.cat([one.tokens for one in probes]),
+        parents=tuple(parent for one in probes for parent in one.parents),
+        offsets=(0, *accumulate(length for draft in drafts for length in draft.probe_lengths)),
+    )
 
 
 def keep_nodes(draft: Draft, kept: Sequence[Sequence[int]]) -> Draft:
@@ -98,21 +133,4 @@ def keep_nodes(draft: Draft, kept: Sequence[Sequence[int]]) -> Draft:
         if draft.mass is None
         else Mass(draft.mass.distributions, tuple(draft.mass.distribution_of_row[row] for row in rows)),
         provenance=tuple(draft.provenance[node] for node in nodes) if draft.provenance else (),
-    )
-
-
-def _merge_probes(num_requests: int, parts: Sequence[tuple[Sequence[int], Draft]]) -> Probes | None:
-    """The probes of all parts, in the order of the requests; None if there are none."""
-    own = {
-        b: draft.probes.select([local])
-        for requests, draft in parts
-        if draft.probes is not None
-        for local, b in enumerate(requests)
-    }
-    if not own:
-        return None
-    each = [own[b] for b in sorted(own)]
-    offsets = (0, *accumulate(len(own[b].parents) if b in own else 0 for b in range(num_requests)))
-    return Probes(
-        torch.cat([one.tokens for one in each]), tuple(parent for one in each for parent in one.parents), offsets
     )

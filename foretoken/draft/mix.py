@@ -97,9 +97,8 @@ def _additions(
     place: dict[int, int] = {-1: -1}  # node of the tree found -> node of the merged one
     chosen: list[int] = []
     above: list[int] = []
-    for node in sorted(
-        range(len(tree)), key=lambda node: (-tree[node].estimate, node)
-    ):  # no node is likelier than its parent
+    # No node is likelier than its parent.
+    for node in sorted(range(len(tree)), key=lambda node: (-tree[node].estimate, node)):
         if tree[node].parent not in place:
             continue
         parent = place[tree[node].parent]

@@ -34,7 +34,5 @@ class NgramDrafter(TextLookup[MatchIndex]):
         if matches is None:
             return EMPTY
         longest = max(matches.lengths)
-        following = [
-            tokens for length, tokens in zip(matches.lengths, matches.following, strict=True) if length == longest
-        ]
-        return grow_tree(following, entry.num_draft, BRANCHING if entry.takes_trees else 1, 1 / longest, MIN_ESTIMATE)
+        branching = BRANCHING if entry.takes_trees else 1
+        return grow_tree(matches.agreeing(longest), entry.num_draft, branching, 1 / longest, MIN_ESTIMATE)

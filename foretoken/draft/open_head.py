@@ -203,15 +203,15 @@ def probe_at_load(head: Head, target: SharesWeights) -> None:
 
 
 @torch.inference_mode()
-def probe(head: Head, target: SharesWeights, start: int = 0, num_rows: int = NUM_ROWS) -> Probe:
-    """Try `head`, whose matrices are plain, along `num_rows` tokens that `target` writes after the token `start`.
+def probe(head: Head, target: SharesWeights, num_rows: int = NUM_ROWS) -> Probe:
+    """Try `head`, whose matrices are plain, along `num_rows` tokens that `target` writes after token 0.
 
     Costs as many steps of the target as rows, one after the other (fewer if they take more than a second), and some
     passes of the head over them.
     """
     variants = list(neighbours(head))
     read = [layer for one in (head, *(other for _, other in variants)) for layer in one.hidden_layers()]
-    batch = _own_text(target, start, num_rows, sorted({*read, target.num_layers}))
+    batch = _own_text(target, num_rows, sorted({*read, target.num_layers}))
     ours = _scores(head, batch, target)
     if not ours:
         return Probe((), 0, None)
@@ -230,10 +230,10 @@ def probe(head: Head, target: SharesWeights, start: int = 0, num_rows: int = NUM
     return Probe(agreement, batch.tokens.shape[1] - 1, None if best is None else best[1:])
 
 
-def _own_text(target: SharesWeights, start: int, num_rows: int, layers: list[int]) -> HeadBatch:
+def _own_text(target: SharesWeights, num_rows: int, layers: list[int]) -> HeadBatch:
     """One window that the target continues greedily, with its states at `layers`."""
     sequence = -1  # no request has this number
-    tokens, states = [start], list[dict[int, Tensor]]()
+    tokens, states = [0], list[dict[int, Tensor]]()
     target.open(sequence)
     try:
         num_rows = min(num_rows, target.max_context_tokens - 1)

@@ -71,13 +71,11 @@ class OtherVocabularyDrafter(OwnCacheDrafter):
             for token in range(draft.num_columns)
             if draft.tokenizer.token(token) is not None and token not in draft.tokenizer.special_ids
         ]
-        self._mute = torch.ones(
-            draft.num_columns, dtype=torch.bool, device=model.device
-        )  # columns that are neither text nor have a twin
+        # Columns that are neither text nor have a twin.
+        self._mute = torch.ones(draft.num_columns, dtype=torch.bool, device=model.device)
         self._mute[to_device([*spoken, *self._twins.to_target], model.device)] = False
-        self._cached: dict[
-            int, list[int]
-        ] = {}  # draft tokens that the draft's cache holds, or held before it gave them back
+        # Draft tokens that the draft's cache holds, or held before it gave them back.
+        self._cached: dict[int, list[int]] = {}
 
     def fresh(self, twin: Callable[[LanguageModel], LanguageModel]) -> Self:
         """See `base.ModelDrafter`."""
@@ -140,13 +138,10 @@ class OtherVocabularyDrafter(OwnCacheDrafter):
     def _room(self, entry: BatchEntry, text: DraftText) -> int:
         """How many tokens can be drafted within the draft's context and cache."""
         sequence = entry.request.request_id
-        length = min(entry.num_draft, self.model.max_context_tokens - len(text.ids))
-        if entry.num_draft and length <= 0:
-            self._cache.release(sequence)  # the text has outgrown the draft, as far as can be seen
-        if not text.ids or length <= 0 or not self._cache.make_room(sequence, length):
-            return 0
-        self._cached[sequence] = text.ids[: self.model.length(sequence)]
-        return length
+        most = self._cache.room(entry) if text.ids else 0
+        if most:
+            self._cached[sequence] = text.ids[: self.model.length(sequence)]
+        return most
 
     def _held(self, sequence: int) -> list[int]:
         """The draft tokens that the cache holds now: it may have given them back."""
@@ -165,16 +160,12 @@ class OtherVocabularyDrafter(OwnCacheDrafter):
             if draft.chain.tokens:
                 fresh = pending = [self.shared[last] if draft.shared else last]
             else:
-                self._cache.catch_up(sequence)
-                pending = draft.text.ids[self.model.length(sequence) :]
+                pending = self._cache.take_pending(sequence)
                 fresh = draft.text.ids[len(cached) :]
             cached += fresh
             rows += pending
             segments.append(Segment(sequence, len(pending)))
-        logits = self.model.forward(to_device(rows, self.model.device), segments).logits
-        for segment in segments:
-            self.model.commit(segment.sequence, segment.num_pending)
-        return logits
+        return self._cache.run(to_device(rows, self.model.device), segments)
 
     def _extend(self, growing: Sequence[_TranslatedDraft], logits: Tensor) -> None:
         """Draw the next token of every chain from the draft's `logits` `[A, V]`, or stop the chain there."""

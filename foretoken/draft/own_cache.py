@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from torch import Tensor
+
 from foretoken.config import SpecConfig
+from foretoken.core import BatchEntry
 from foretoken.draft.base import product_of
 from foretoken.draft.chain import PROBABILITIES
 from foretoken.kv.prefix import shared_length
@@ -40,11 +43,6 @@ class OwnCache:
         self._readers: list[int] = []  # sequences that have more than a block to read in this round
         self._round = 0
 
-    @property
-    def sequences(self) -> tuple[int, ...]:
-        """Every sequence that was started and not finished."""
-        return tuple(self._tenants)
-
     def start(self, sequence: int, tenant: str) -> None:
         """Open a sequence; it holds nothing before it drafts."""
         self.model.open(sequence)
@@ -56,6 +54,14 @@ class OwnCache:
         self._used.update(dict.fromkeys(sequences, self._round))
         self._readers.clear()
         self.num_read_tokens = 0
+
+    def room(self, entry: BatchEntry) -> int:
+        """How many tokens can follow one another in a draft for `entry`, within the model's context and cache."""
+        sequence = entry.request.request_id
+        length = min(entry.num_draft, self.model.max_context_tokens - len(self._text_of(sequence)))
+        if entry.num_draft and length <= 0:
+            self.release(sequence)  # the text has outgrown the model, as far as can be seen
+        return length if length > 0 and self.make_room(sequence, length) else 0
 
     def make_room(self, sequence: int, num_rows: int) -> bool:
         """Make room for the missing text and `num_rows` more; False, with nothing read or held, if there is none.
@@ -82,6 +88,19 @@ class OwnCache:
         self._read(sequence, self.model.length(sequence) + pieces * _PIECE_TOKENS)
         left = missing - pieces * _PIECE_TOKENS
         self.num_read_tokens += left if left > _USUAL_TOKENS else 0
+
+    def take_pending(self, sequence: int) -> list[int]:
+        """The committed tokens to run now, the last of them included; a longer backlog is caught up with first."""
+        self.catch_up(sequence)
+        return list(self._text_of(sequence)[self.model.length(sequence) :])
+
+    def run(self, tokens: Tensor, segments: Sequence[Segment]) -> Tensor:
+        """Logits of a forward of the model, whose pending rows are committed."""
+        logits = self.model.forward(tokens, segments).logits
+        for segment in segments:
+            if segment.num_pending:
+                self.model.commit(segment.sequence, segment.num_pending)
+        return logits
 
     def publish_read(self) -> None:
         """Call when a round is committed: what was read in it may serve other sequences from now on."""

@@ -16,20 +16,19 @@ from numpy.typing import NDArray
 from foretoken.config import SpecConfig
 from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict
 from foretoken.draft.base import Factory, Feedback
-from foretoken.draft.lookup_tree import EMPTY, LookupTree, assemble
+from foretoken.draft.lookup_tree import EMPTY, LookupDrafter, LookupTree
 from foretoken.draft.tree import grow_best_first
 from foretoken.transfer import to_host
 
 NUM_RANKS = 8
 _UNKNOWN = -1
-_PRIOR_HITS = np.array(
-    [40, 10, 6, 4, 3, 2, 2, 1], dtype=np.float64
-)  # of a hundred tries: what ranks are worth before anything is known
+# Of a hundred tries: what ranks are worth before anything is known.
+_PRIOR_HITS = np.array([40, 10, 6, 4, 3, 2, 2, 1], dtype=np.float64)
 _PRIOR_TRIES = 100
 _MAX_TRIES = 2000  # then old texts count half
 
 
-class RecyclingDrafter:
+class RecyclingDrafter(LookupDrafter):
     """Deterministic trees from a matrix that all requests share; it keeps what last followed each single token."""
 
     name = "recycling"
@@ -50,10 +49,6 @@ class RecyclingDrafter:
 
     def start(self, request: Request) -> None:
         """Nothing to keep: a round starts from the last committed token."""
-
-    def propose(self, batch: Batch) -> Draft:
-        """The likeliest paths through the matrix, from the last committed token on."""
-        return assemble(self.name, [self.look_up(entry) for entry in batch.decoding])
 
     def commit(self, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:
         """Take over the target's likeliest tokens after every row, rows of draft tokens included.
@@ -106,9 +101,4 @@ def grow_ranks(
         row = successors[token].tolist()
         return [(chances[rank], row[rank]) for rank in order if row[rank] != _UNKNOWN][:branching]
 
-    nodes = grow_best_first(after(anchor), lambda node: after(node.token), budget)
-    return LookupTree(
-        tuple(node.token for node in nodes),
-        tuple(node.parent for node in nodes),
-        tuple(node.estimate for node in nodes),
-    )
+    return LookupTree.of(grow_best_first(after(anchor), lambda node: after(node.token), budget))

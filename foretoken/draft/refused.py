@@ -24,13 +24,7 @@ def allowed_tree(tree: LookupTree, processors: Processors | None) -> LookupTree:
     found = processors.allowed(tree.tokens, tree.parents)
     if all(found):
         return tree
-    kept = [node for node, is_allowed in enumerate(found) if is_allowed]
-    place = {-1: -1, **{node: number for number, node in enumerate(kept)}}
-    return LookupTree(
-        tuple(tree.tokens[node] for node in kept),
-        tuple(place[tree.parents[node]] for node in kept),
-        tuple(tree.chances[node] for node in kept),
-    )
+    return tree.part([node for node, is_allowed in enumerate(found) if is_allowed])
 
 
 def allowed_draft(draft: Draft, entries: Sequence[BatchEntry]) -> Draft:

@@ -20,9 +20,8 @@ _MAX_TAIL = 512  # characters that are encoded again after a round; a longer tai
 _MIN_TAIL = 128  # characters kept behind a boundary, so that what comes can no longer change the tokens before it
 _MAX_TRIES = 8
 _NEAR = 16  # characters in front of a draft's text that are enough for tokens to merge as they should
-_IN_FRONT = (
-    "a"  # stands in for the text before a boundary: some tokenizers treat the beginning of a text in another way
-)
+# Stands in for the text before a boundary: some tokenizers treat the beginning of a text in another way.
+_IN_FRONT = "a"
 
 
 @dataclass(frozen=True)

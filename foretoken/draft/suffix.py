@@ -58,11 +58,6 @@ class SharedStore:
         """Tokens held."""
         return sum(segment.num_tokens for segment in self._segments)
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory, roughly."""
-        return sum(segment.num_bytes for segment in self._segments)
-
     def matches(self, end: Sequence[int], depth: int) -> list[Matches]:
         """The latest places, the youngest segment first."""
         found: list[Matches] = []
@@ -148,16 +143,6 @@ class SuffixDrafter(TextLookup[MatchIndex]):
         """Tokens of finished requests held, over all tenants."""
         return sum(store.num_tokens for store in self._stores.values())
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory of everything held, roughly."""
-        return (
-            self._corpus.num_bytes
-            + (0 if self._table is None else self._table.num_bytes)
-            + sum(store.num_bytes for store in self._stores.values())
-            + sum(own.num_bytes for own in self._indexes.values())
-        )
-
     def look_up(self, entry: BatchEntry, ahead: Sequence[int] = ()) -> LookupTree:
         """The tree with the most expected accepted tokens, over all sources and lengths of agreement, continued with
         the target's n-gram table.
@@ -185,13 +170,8 @@ class SuffixDrafter(TextLookup[MatchIndex]):
 
 def _trees(matches: Matches, budget: int, branching: int) -> list[LookupTree]:
     """One tree per length of agreement, longest first: a longer one knows more, a shorter one has seen more."""
-    trees = []
-    for least in sorted(set(matches.lengths), reverse=True)[:_LENGTHS_TRIED]:
-        following = [
-            tokens for length, tokens in zip(matches.lengths, matches.following, strict=True) if length >= least
-        ]
-        trees.append(grow_tree(following, budget, branching, 1 / least, MIN_ESTIMATE))
-    return trees
+    longest = sorted(set(matches.lengths), reverse=True)[:_LENGTHS_TRIED]
+    return [grow_tree(matches.agreeing(least), budget, branching, 1 / least, MIN_ESTIMATE) for least in longest]
 
 
 def _together(found: Sequence[Matches]) -> Matches:

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from foretoken.params import check_whole
 
 DEFAULT_STORE_TOKENS = 1 << 18
-MIN_STORE_TOKENS = (
-    256  # that a store is taken for, since an index takes some KB however little it holds: this bounds their number
-)
+# That a store is taken for, since an index takes some KB however little it holds: this bounds their number.
+MIN_STORE_TOKENS = 256
 
 
 @dataclass(frozen=True)

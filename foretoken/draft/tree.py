@@ -26,9 +26,8 @@ class TreeNode(NamedTuple):
     drafter: str | None = None
 
 
-Children = Callable[
-    [TreeNode], Sequence[tuple[float, int]]
-]  # chance and token of each child of a node, likeliest first
+# Chance and token of each child of a node, likeliest first.
+Children = Callable[[TreeNode], Sequence[tuple[float, int]]]
 
 # Chance that a token drawn from a draft's distribution, or from a part of it, is accepted where the target's token is
 # in that part.
@@ -49,9 +48,8 @@ def grow_best_first(
     the best unused sibling and the first child of every node (DDTree, `liranringel/ddtree`): O(budget log budget).
     """
     nodes: list[TreeNode] = []
-    heap: list[
-        tuple[float, int, int, float, Sequence[tuple[float, int]], int]
-    ] = []  # (-estimate, age, parent, before, siblings, place)
+    # (-estimate, age, parent, before, siblings, place)
+    heap: list[tuple[float, int, int, float, Sequence[tuple[float, int]], int]] = []
     age = 0
 
     def push(parent: int, before: float, siblings: Sequence[tuple[float, int]], place: int) -> None:
@@ -196,11 +194,17 @@ def sampled_chances(count: int) -> tuple[float, ...]:
     return tuple(sorted((*fixed, OVERLAP * (1 - sum(fixed))), reverse=True))
 
 
-def _by_levels(parents: Sequence[int]) -> TreeShape:
-    """A tree given by parents that stand before their children, level by level."""
+def depths_of(parents: Sequence[int]) -> list[int]:
+    """Depth of each node, 1 below the committed text; parents stand before their children."""
     depths: list[int] = []
     for parent in parents:
         depths.append(1 if parent < 0 else depths[parent] + 1)
+    return depths
+
+
+def _by_levels(parents: Sequence[int]) -> TreeShape:
+    """A tree given by parents that stand before their children, level by level."""
+    depths = depths_of(parents)
     order = sorted(range(len(parents)), key=lambda node: (depths[node], node))
     place = {-1: -1} | {node: i for i, node in enumerate(order)}
     by_row: list[list[int]] = [[] for _ in range(len(order) + 1)]

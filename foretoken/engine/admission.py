@@ -21,7 +21,7 @@ from foretoken.text.processors import RequestProcessors, make_processors
 from foretoken.text.randomness import RaceNoise
 from foretoken.text.structure import StructureCompiler
 from foretoken.text.tokenizer import Tokenizer
-from foretoken.verify import resolve
+from foretoken.verify import needs_race, resolve
 
 
 def check_types(params: object, spec: object) -> None:
@@ -30,18 +30,9 @@ def check_types(params: object, spec: object) -> None:
     Raises:
         InputError: not a `SamplingParams`, not a `SpecConfig`.
     """
-    check_params(params)
-    check_spec(spec)
-
-
-def check_params(params: object) -> None:
-    """`params` of a call.
-
-    Raises:
-        InputError: not a `SamplingParams`.
-    """
     if not isinstance(params, SamplingParams):
         raise InputError("params", params, "give SamplingParams, or a list with one for each prompt")
+    check_spec(spec)
 
 
 def check_spec(spec: object) -> None:
@@ -67,9 +58,7 @@ def check_request(
     """
     if not prompt_ids:
         raise InputError("prompt", list(prompt_ids), "is empty; give at least one token")
-    for token in prompt_ids:
-        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < target.vocab_size:
-            raise InputError("prompt", token, f"token ids must be whole numbers from 0 to {target.vocab_size - 1}")
+    check_tokens("prompt", prompt_ids, target.vocab_size)
     context = target.max_context_tokens
     if len(prompt_ids) >= context:
         raise ContextLengthError(
@@ -93,6 +82,17 @@ def check_request(
             "lower max_tokens or raise cache_tokens"
         )
     return max_total
+
+
+def check_tokens(field: str, tokens: Sequence[int], vocab_size: int) -> None:
+    """Whether all of them are ids of the vocabulary.
+
+    Raises:
+        InputError: one is not; names `field`.
+    """
+    for token in tokens:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+            raise InputError(field, token, f"token ids must be whole numbers from 0 to {vocab_size - 1}")
 
 
 def check_layers(spec: SpecConfig, num_layers: int) -> None:
@@ -123,6 +123,9 @@ def check_layers(spec: SpecConfig, num_layers: int) -> None:
             raise ConfigError("skip_layers", spec.skip_layers, "leaves no layer to draft with")
 
 
+UNQUEUED = -1  # the number of a request until the engine queues it
+
+
 class Admission:
     """Checks requests and builds what they run with. May be used from several threads."""
 
@@ -149,17 +152,13 @@ class Admission:
         rule = resolve(spec.rule, params.greedy, params.seed is not None, spec.allow_lossy, spec.shape_follows_draws)
         seed = secrets.randbits(64) if params.seed is None else params.seed
         return PreparedRequest(
-            prompt_ids=tuple(prompt_ids),
-            params=params,
-            spec=spec,
-            seed=seed,
-            prediction_ids=self._prediction_ids(params),
+            request=Request(UNQUEUED, tuple(prompt_ids), params, spec, seed, self._prediction_ids(params)),
             text=TextAssembler(None if tokenizer is None else Detokenizer(tokenizer), params.stop_strings),
             eos_token_ids=self.eos_token_ids,
             max_total_tokens=max_total,
             rule=rule,
             processors=self._processors(params, prompt_ids),
-            noise=RaceNoise(seed, target.vocab_size, target.device) if rule == "coupled" else None,
+            noise=RaceNoise(seed, target.vocab_size, target.device) if needs_race(rule) else None,
             arrived_s=arrived_s,
         )
 
@@ -185,11 +184,7 @@ class Admission:
             if self._tokenizer is None:
                 raise InputError("prediction", prediction, "this model folder has no tokenizer; give token ids")
             return tuple(self._tokenizer.encode(prediction, add_special_tokens=False))
-        for token in prediction:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self._target.vocab_size:
-                raise InputError(
-                    "prediction", token, f"token ids must be whole numbers from 0 to {self._target.vocab_size - 1}"
-                )
+        check_tokens("prediction", prediction, self._target.vocab_size)
         return tuple(prediction)
 
 

@@ -28,6 +28,7 @@ from foretoken.engine.advice import (
     of_temperature,
 )
 from foretoken.engine.request import RequestState
+from foretoken.engine.watch import Watcher
 from foretoken.errors import SpeculationWarning
 from foretoken.kv.pool import largest_cache_bytes
 from foretoken.machine.neighbours import OtherLoad
@@ -37,7 +38,7 @@ from foretoken.model.names import model_folder
 from foretoken.text.tokenizer import Tokenizer, load_tokenizer
 
 
-class Adviser:
+class Adviser(Watcher):
     """An observer of one engine, and of the models that are loaded for it.
 
     What is known when a request begins is said then; what its rounds tell is said by `conclude`, which callers run
@@ -49,16 +50,13 @@ class Adviser:
         self._told: set[Topic] = set()
         self._drafts: set[tuple[str, str]] = set()  # those that were looked at: name and format
         self._weight_bytes, self._cache_bytes = target.weight_bytes, _cache_bytes(target)
-        self._drafter_bytes: dict[
-            DrafterKey | None, int
-        ] = {}  # heads and full caches; one that is made anew counts once
+        # Heads and full caches; one that is made anew counts once.
+        self._drafter_bytes: dict[DrafterKey | None, int] = {}
         self._num_steps = self._num_rounds = 0  # of finished requests the rounds
         self._drafted: dict[str, list[int]] = {}  # by drafter: drafted and accepted tokens of finished requests
         self._num_accepted = 0
-        self._num_drafts = {
-            True: 0,
-            False: 0,
-        }  # rounds with draft tokens of finished requests, by whether numbers are open
+        # Rounds with draft tokens of finished requests, by whether numbers are open.
+        self._num_drafts = {True: 0, False: 0}
         self._num_own_rounds = {True: 0, False: 0}
         self._seconds = {True: [0.0, 0.0], False: [0.0, 0.0]}  # plain decoding's estimate, and what was taken
         self._has_news = False
@@ -130,9 +128,6 @@ class Adviser:
     def between_steps(self) -> None:
         """A step is over."""
         self._num_steps += 1
-
-    def close(self) -> None:
-        """Nothing is held."""
 
     # ---- what rounds tell
 

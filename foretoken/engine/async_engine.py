@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
@@ -29,12 +29,12 @@ import torch
 
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.core import StepOutput
-from foretoken.engine.admission import check_types
+from foretoken.engine.admission import UNQUEUED, check_types
 from foretoken.engine.driver import Driver
 from foretoken.engine.llm import LLM
 from foretoken.engine.prompts import Conversation, Prompt, as_prompt
 from foretoken.engine.recovery import engine_error
-from foretoken.engine.request import GenerateOutput, PreparedRequest, RequestState, answer_of, unanswered
+from foretoken.engine.request import GenerateOutput, PreparedRequest, RequestState, answer_of
 from foretoken.engine.ticket import Ticket
 from foretoken.engine_config import EngineConfig
 from foretoken.errors import EngineError, InputError, OverloadedError, RankError
@@ -47,14 +47,6 @@ _Result = TypeVar("_Result")
 # Worker threads that prepare the requests of coroutines. Preparing is mostly tokenising, which is short; a few threads
 # keep one long grammar from holding up the others, and more would only take time from the engine's own thread.
 _NUM_PREPARING = 4
-
-
-@dataclass(eq=False)
-class _Order:
-    """What a ticket was issued for; `state` is None until the engine's thread has queued it."""
-
-    prepared: PreparedRequest
-    state: RequestState | None = None
 
 
 class AsyncEngine(Uncopied):
@@ -76,7 +68,8 @@ class AsyncEngine(Uncopied):
         check_limits(max_waiting=max_waiting)
         self._owns_llm = isinstance(llm, EngineConfig)
         self.llm, self.max_waiting = LLM(llm) if isinstance(llm, EngineConfig) else llm, max_waiting
-        self._orders: dict[Ticket, _Order] = {}  # of all tickets that have not ended
+        # Of all tickets that have not ended: what was prepared, then its state once the engine's thread has queued it.
+        self._requests: dict[Ticket, PreparedRequest] = {}
         self._commands: deque[_Command] = deque()
         self._wake = threading.Condition()
         self._num_coming = 0  # being prepared, or prepared and not yet seen by the engine's thread
@@ -182,8 +175,8 @@ class AsyncEngine(Uncopied):
     def cancel(self, ticket: Ticket) -> None:
         """Leave a ticket, from any thread; one that has ended is not changed."""
         with self._wake:
-            if ticket in self._orders:
-                self._commands.append(lambda driver: self._leave(driver, ticket))
+            if ticket in self._requests:
+                self._commands.append(partial(self._leave, ticket))
                 self._wake.notify()
 
     def close(self) -> None:
@@ -301,9 +294,9 @@ class AsyncEngine(Uncopied):
         with self._wake:
             self._check_open()
             for one in prepared:
-                ticket, order = Ticket(self), _Order(one)
-                self._orders[ticket] = order
-                self._commands.append(lambda driver, ticket=ticket, order=order: self._begin(driver, ticket, order))  # type: ignore[misc]  # bound in the loop
+                ticket = Ticket(self)
+                self._requests[ticket] = one
+                self._commands.append(partial(self._begin, ticket))
                 tickets.append(ticket)
             self._wake.notify()
         return tickets
@@ -322,7 +315,7 @@ class AsyncEngine(Uncopied):
             self._is_closing, self._cause = True, cause
             self._commands.clear()
         broken = None if cause is None else engine_error("the engine's thread has broken down", cause)
-        for ticket in list(self._orders):
+        for ticket in list(self._requests):
             self._drop(driver, ticket, broken)
         driver.disclaim()
 
@@ -351,7 +344,7 @@ class AsyncEngine(Uncopied):
         except Exception as error:  # noqa: BLE001 - requests that wait go on
             broken = engine_error("the engine could not recover from a step that broke down", error)
             with self._wake:
-                begun = [ticket for ticket, order in self._orders.items() if order.state is not None]
+                begun = [ticket for ticket, one in self._requests.items() if isinstance(one, RequestState)]
             for ticket in begun:
                 self._drop(driver, ticket, broken)
 
@@ -362,28 +355,29 @@ class AsyncEngine(Uncopied):
         if output.finish_reason is not None:
             self._end(ticket, output.error)
 
-    def _begin(self, driver: Driver, ticket: Ticket, order: _Order) -> None:
+    def _begin(self, ticket: Ticket, driver: Driver) -> None:
         with self._wake:
             self._num_coming -= 1
-        if ticket not in self._orders:
+        prepared = self._requests.get(ticket)
+        if prepared is None:
             return  # cancelled before
         try:
-            order.state = driver.enqueue(order.prepared, partial(self._receive, ticket), self)
+            state = driver.enqueue(prepared, partial(self._receive, ticket), self)
         except Exception as error:  # noqa: BLE001 - the error of this ticket
-            del self._orders[ticket]
+            del self._requests[ticket]
             ticket.end(None, error)
             return
-        ticket.request_id = order.state.request_id
+        self._requests[ticket], ticket.request_id = state, state.request_id
 
-    def _leave(self, driver: Driver, ticket: Ticket) -> None:
+    def _leave(self, ticket: Ticket, driver: Driver) -> None:
         """Abort the request of a ticket that was cancelled; it may have ended meanwhile."""
-        if ticket in self._orders:
+        if ticket in self._requests:
             self._drop(driver, ticket, None)
 
     def _drop(self, driver: Driver, ticket: Ticket, error: EngineError | None) -> None:
         """End a ticket whose request has not: cancelled, closed, or broken by `error`."""
-        state = self._orders[ticket].state
-        if state is not None:
+        state = self._requests[ticket]
+        if isinstance(state, RequestState):
             try:
                 driver.leave([state])
             except Exception as broken:  # noqa: BLE001 - its ticket must end
@@ -391,9 +385,9 @@ class AsyncEngine(Uncopied):
         self._end(ticket, error)
 
     def _end(self, ticket: Ticket, error: Exception | None) -> None:
-        order = self._orders.pop(ticket)
-        if order.state is None:
-            ticket.end(None if error is not None else unanswered(order.prepared), error)
+        one = self._requests.pop(ticket)
+        if not isinstance(one, RequestState):
+            ticket.end(None if error is not None else answer_of(one.state(UNQUEUED)), error)
             return
-        answer = answer_of(order.state)
+        answer = answer_of(one)
         ticket.end(answer if error is None else replace(answer, finish_reason="error", error=error), error)

@@ -71,7 +71,7 @@ class BetweenRequests(ABC):
         spec = loader.with_head_kind(spec)
         with self._turns.lock:
             self._check_idle("drafters are exchanged")
-            return loader.take(spec)
+            return {key: loader.group.drafters.pop(key) for key in loader.loaded(spec)}
 
     def put_drafters(self, drafters: Mapping[DrafterKey, Drafter]) -> None:
         """Use drafters that `take_drafters` returned, or others under their keys (`draft.group.drafter_key`), from the
@@ -83,7 +83,7 @@ class BetweenRequests(ABC):
         loader = self._open_loader()
         with self._turns.lock:
             self._check_idle("drafters are exchanged")
-            loader.put(drafters)
+            loader.group.drafters.update(drafters)
 
     def reset_controller(self, policy: Policy | None = None) -> Policy:
         """Let the controller forget what it has observed (step times, acceptance), except the costs it began with; or

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -183,7 +183,7 @@ class DrafterLoader:
         check_open: Callable[[], object],
         on_load: Callable[[SpecConfig, Sequence[LanguageModel], int], object],
     ) -> None:
-        self.factory, self._group = factory, group
+        self.factory, self.group = factory, group
         self._between_steps = factory.between_steps = between_steps
         self._check_open, self._on_load = check_open, on_load
         self._head_kinds: dict[str, str] = {}  # by the head's name
@@ -208,7 +208,7 @@ class DrafterLoader:
         if spec.needs_head_kind and spec.head not in self._head_kinds:
             return False
         spec = self.with_head_kind(spec)
-        return all(key in self._group.drafters for key in own_drafters(spec))
+        return all(key in self.group.drafters for key in own_drafters(spec))
 
     def load(self, spec: SpecConfig) -> None:
         """Load what `spec` names and is not loaded yet; only adding a drafter waits for the step that runs.
@@ -221,18 +221,18 @@ class DrafterLoader:
         spec = self.with_head_kind(spec)
         with self._loading:
             for key, own in own_drafters(spec).items():
-                if key not in self._group.drafters:
+                if key not in self.group.drafters:
                     self._specs[key], made = own, self.factory.make(own)
                     with self._between_steps():  # a step goes through all drafters
                         self._check_open()
-                        self._group.add(key, made, limit_of(own))
+                        self.group.add(key, made, limit_of(own))
                     parts = [part for _, part in parts_of(own, made)]
                     models = [model for part in parts if isinstance(part, ModelDrafter) for model in part.models()]
                     self._on_load(own, models, sum(map(_head_bytes, parts)))
 
     def loaded(self, spec: SpecConfig | None) -> dict[DrafterKey, Drafter]:
         """The drafters of `spec` that are loaded; None: all."""
-        found = dict(self._group.drafters)
+        found = dict(self.group.drafters)
         if spec is None:
             return found
         return {key: found[key] for key in own_drafters(self.with_head_kind(spec)) if key in found}
@@ -247,18 +247,8 @@ class DrafterLoader:
                 if isinstance(drafter, Resets) and _resets_wholly(self._specs.get(key)):
                     drafter.reset()
                 else:
-                    replaced.append(self._group.drafters.pop(key))
+                    replaced.append(self.group.drafters.pop(key))
         return replaced
-
-    def take(self, spec: SpecConfig) -> dict[DrafterKey, Drafter]:
-        """The loaded drafters of `spec`, with all they keep; no request uses them until they are `put` back."""
-        with self._between_steps():
-            return {key: self._group.drafters.pop(key) for key in self.loaded(spec)}
-
-    def put(self, drafters: Mapping[DrafterKey, Drafter]) -> None:
-        """Serve requests with `drafters`, in place of loaded ones of the same keys."""
-        with self._between_steps():
-            self._group.drafters.update(drafters)
 
 
 def _resets_wholly(spec: SpecConfig | None) -> bool:

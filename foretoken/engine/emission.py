@@ -112,9 +112,8 @@ def _emit(
     for token, origin in zip(verdict.emitted(b), _origins(state, draft, verdict, b), strict=True):
         if state.append(token, origin):
             break
-        if (
-            state.processors is not None and state.processors.error is not None
-        ):  # the token just appended is the last one
+        # Behind such an error the token just appended is the last one.
+        if state.processors is not None and state.processors.error is not None:
             state.finish_reason, state.error = "error", state.processors.error
             break
     num_new = len(state.provenance) - first
@@ -124,7 +123,8 @@ def _emit(
         state.noise.forget(len(state.tokens))
     text = state.text.release(final=state.finish_reason is not None)
     state.logprobs += logprobs
-    gaps = [target.near_ties[row] for row in rows[:num_new] if row in target.near_ties] if target.near_ties else ()
+    near_ties = target.checks.near_ties
+    gaps = [near_ties[row] for row in rows[:num_new] if row in near_ties] if near_ties else ()
     counts = _counts(draft, verdict, b, num_new, gaps)
     state.stats.count_round(counts)
     totals.count_round_of(state.request.params.slice, counts)
@@ -196,7 +196,7 @@ def _used_rows(draft: Draft, verdict: Verdict, b: int) -> list[int]:
 def _error(state: RequestState, target: TargetOutput, b: int, rows: list[int]) -> Exception | None:
     if b in target.faults:
         return engine_error("the request's own sampling parameters", target.faults[b])
-    if target.broken and not target.broken.isdisjoint(rows):
+    if not target.checks.broken.isdisjoint(rows):
         return NumericsError(
             f"request {state.request_id}: the target's logits are not finite at token {len(state.tokens)}"
         )
@@ -204,11 +204,10 @@ def _error(state: RequestState, target: TargetOutput, b: int, rows: list[int]) -
 
 
 def _origins(state: RequestState, draft: Draft, verdict: Verdict, b: int) -> list[TokenOrigin]:
-    step = state.num_rounds
-    if not draft.lengths[b]:
-        last: TokenKind = "plain" if verdict.next_kinds[b] == "bonus" else verdict.next_kinds[b]
-        return [TokenOrigin(None, last, step)]
-    provenance, last = draft.provenance_of(b), verdict.next_kinds[b]
+    step, provenance = state.num_rounds, draft.provenance_of(b)
+    last: TokenKind = verdict.next_kinds[b]
+    if last == "bonus" and not draft.lengths[b]:
+        last = "plain"
     chances = verdict.probabilities[b] if verdict.probabilities else (None,) * draft.lengths[b]
     return [
         *(TokenOrigin(provenance[node], "accepted", step, chances[node]) for node in verdict.paths[b]),

@@ -12,7 +12,7 @@ from pathlib import Path
 from foretoken.adapt.adapter import Adapter
 from foretoken.engine.engine import Engine
 from foretoken.engine.request import RequestState
-from foretoken.engine.watch import RoundView
+from foretoken.engine.watch import RoundView, Watcher
 from foretoken.engine_config import EngineConfig
 from foretoken.errors import InputError, StorageError
 from foretoken.model.interface import SharesWeights
@@ -20,7 +20,7 @@ from foretoken.model.interface import SharesWeights
 SCHEMA = 1
 
 
-class Trace:
+class Trace(Watcher):
     """Appends one JSON object per line to a file: `begin` and `end` of every request, and each `round`.
 
     If a line cannot be written, `error` holds the reason; the engine removes the log, and it ends there.
@@ -82,9 +82,6 @@ class Trace:
         self._write(
             "end", state.request_id, finish_reason=state.finish_reason, error=error, stats=state.stats.as_dict()
         )
-
-    def between_steps(self) -> None:
-        """Nothing to do: every line is written at once."""
 
     def close(self) -> None:
         """Close the file; closing again does nothing.

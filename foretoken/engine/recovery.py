@@ -17,17 +17,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from traceback import clear_frames
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
-from foretoken.draft.group import DrafterGroup
 from foretoken.engine.memory_pressure import is_out_of_memory
 from foretoken.engine.request import RequestState
-from foretoken.engine.scheduler import Scheduler
 from foretoken.engine.stats import EngineStats
 from foretoken.engine.watch import Watcher
 from foretoken.errors import CapacityError, EngineError, RankError
+
+if TYPE_CHECKING:
+    from foretoken.engine.engine import Engine
 
 
 class Faults:
@@ -75,22 +76,7 @@ def engine_error(what: str, error: BaseException) -> EngineError:
     return broken
 
 
-class Recoverable(Protocol):
-    """What recovery needs of an engine."""
-
-    scheduler: Scheduler
-    drafters: DrafterGroup
-    faults: Faults
-    stats: EngineStats
-
-    def release(self, state: RequestState) -> None:
-        """Forget a request."""
-
-    def fail(self, state: RequestState, error: Exception) -> None:
-        """End a request with an error."""
-
-
-def recover(engine: Recoverable, error: BaseException) -> None:
+def recover(engine: Engine, error: BaseException) -> None:
     """Restore the engine after a step that raised `error` in any phase.
 
     A `BaseException` that is not an `Exception` (an interrupt) is not the fault of a request: all continue together.
@@ -113,7 +99,7 @@ def recover(engine: Recoverable, error: BaseException) -> None:
         engine.faults.tell("a step of the engine", error, ends)
 
 
-def _shrink(engine: Recoverable, error: Exception) -> None:
+def _shrink(engine: Engine, error: Exception) -> None:
     """Queue the requests of a step that was too large; as many as may run now join the next one, most urgent first."""
     clear_frames(error.__traceback__)  # they hold the step's tensors
     if torch.cuda.is_available():
@@ -132,7 +118,7 @@ def _shrink(engine: Recoverable, error: Exception) -> None:
     engine.faults.tell("a step of the engine", error, ends)
 
 
-def _end(engine: Recoverable, state: RequestState, error: Exception) -> None:
+def _end(engine: Engine, state: RequestState, error: Exception) -> None:
     """End a request; its sequence is closed first, which may be open though the request does not run yet."""
     with engine.faults.contained("the target's cache", f"what it holds of request {state.request_id} may be lost"):
         engine.scheduler.set_back(state, alone=False)
@@ -149,7 +135,7 @@ def _too_large(state: RequestState, error: Exception) -> CapacityError:
     return refused
 
 
-def _run_again(engine: Recoverable, state: RequestState, alone: bool) -> None:
+def _run_again(engine: Engine, state: RequestState, alone: bool) -> None:
     """Queue a request again as it was before the step; its drafters restart from its text."""
     try:
         engine.scheduler.set_back(state, alone)

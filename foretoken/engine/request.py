@@ -6,31 +6,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from dataclasses import dataclass, field, fields, replace
 
-from foretoken.config import SamplingParams, SpecConfig
+from foretoken.config import SamplingParams
 from foretoken.core import FinishReason, Request, TokenLogprobs, TokenOrigin
 from foretoken.engine.stats import RequestStats
+from foretoken.text.detokenizer import Detokenizer
 from foretoken.text.processors import RequestProcessors
 from foretoken.text.randomness import RaceNoise, derived_seed
 from foretoken.verify import is_lossless
 
 
-class TextDecoder(Protocol):
-    """Turns tokens into text, never half a character at a time."""
-
-    def push(self, token_id: int) -> str:
-        """Text that became certain with this token."""
-
-    def flush(self) -> str:
-        """What is left at the end."""
-
-
 class TextAssembler:
     """Grows the text of an answer, holds back what may become a stop string, and cuts exactly before one."""
 
-    def __init__(self, decoder: TextDecoder | None, stop_strings: tuple[str, ...]) -> None:
+    def __init__(self, decoder: Detokenizer | None, stop_strings: tuple[str, ...]) -> None:
         self._decoder, self._stop_strings = decoder, stop_strings
         self._text, self._released = "", 0
         self._passed = 0  # a stop string that begins before this came too early to count
@@ -104,47 +94,12 @@ def occurrences(text: str, wanted: str, start: int) -> Iterator[int]:
         place = text.find(wanted, place + 1)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class PreparedRequest:
     """A request that was checked, with all that it runs with: the engine has only to number and queue it, once.
 
-    `spec` is expanded for this request, `rule` is a resolved name. `processors` and `noise` are None where the
+    `request.spec` is expanded for this request, `rule` is a resolved name. `processors` and `noise` are None where the
     request's distribution needs neither. `arrived_s` is when the caller asked, on the clock of `time.perf_counter`.
-    """
-
-    prompt_ids: tuple[int, ...]
-    params: SamplingParams
-    spec: SpecConfig
-    seed: int
-    prediction_ids: tuple[int, ...]
-    text: TextAssembler
-    eos_token_ids: frozenset[int]
-    max_total_tokens: int
-    rule: str
-    processors: RequestProcessors | None
-    noise: RaceNoise | None
-    arrived_s: float
-
-    def state(self, request_id: int) -> RequestState:
-        """The state of the request under its number."""
-        return RequestState(
-            request=Request(request_id, self.prompt_ids, self.params, self.spec, self.seed, self.prediction_ids),
-            text=self.text,
-            eos_token_ids=self.eos_token_ids,
-            max_total_tokens=self.max_total_tokens,
-            rule=self.rule,
-            processors=self.processors,
-            noise=self.noise,
-            stats=RequestStats(rule=self.rule, lossy=not is_lossless(self.rule)),
-            arrived_s=self.arrived_s,
-        )
-
-
-@dataclass
-class RequestState:
-    """Everything the engine keeps for a request; `tokens` is prompt and output, `num_rounds` counts its decode rounds.
-
-    `rule` is a resolved name. `processors` and `noise` are None where the request's distribution needs neither.
     """
 
     request: Request
@@ -154,13 +109,25 @@ class RequestState:
     rule: str = "auto"
     processors: RequestProcessors | None = None
     noise: RaceNoise | None = None
+    arrived_s: float = field(default_factory=time.perf_counter)
+
+    def state(self, request_id: int) -> RequestState:
+        """The state of the request under its number."""
+        prepared = {own.name: getattr(self, own.name) for own in fields(PreparedRequest)}
+        prepared["request"] = replace(self.request, request_id=request_id)
+        return RequestState(**prepared, stats=RequestStats(rule=self.rule, lossy=not is_lossless(self.rule)))
+
+
+@dataclass(eq=False)
+class RequestState(PreparedRequest):
+    """All the engine keeps of a request; `tokens` is prompt and output, `num_rounds` counts its decode rounds."""
+
     tokens: list[int] = field(default_factory=list)
     provenance: list[TokenOrigin] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     stats: RequestStats = field(default_factory=RequestStats)
     num_rounds: int = 0
-    arrived_s: float = field(default_factory=time.perf_counter)
     finish_reason: FinishReason | None = None
     error: Exception | None = None
 
@@ -276,7 +243,7 @@ def collect(states: Sequence[RequestState], counts: Sequence[int]) -> list[Gener
 
 
 def answer_of(state: RequestState) -> GenerateOutput:
-    """One answer as far as it came; one that was never ended counts as aborted."""
+    """One answer as far as it came; one that was never ended, or never queued, counts as aborted."""
     params = state.request.params
     return GenerateOutput(
         prompt_ids=state.request.prompt_ids,
@@ -288,18 +255,4 @@ def answer_of(state: RequestState) -> GenerateOutput:
         logprobs=None if params.logprobs is None else tuple(state.logprobs),
         prompt_logprobs=None if params.prompt_logprobs is None else tuple(state.prompt_logprobs),
         error=state.error,
-    )
-
-
-def unanswered(prepared: PreparedRequest) -> GenerateOutput:
-    """The answer to a request that was cancelled before the engine queued it."""
-    return GenerateOutput(
-        prompt_ids=prepared.prompt_ids,
-        text="",
-        token_ids=(),
-        finish_reason="abort",
-        stats=RequestStats(),
-        provenance=(),
-        logprobs=None if prepared.params.logprobs is None else (),
-        prompt_logprobs=None if prepared.params.prompt_logprobs is None else (),
     )

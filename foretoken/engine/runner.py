@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -52,16 +52,6 @@ class TargetOutput:
         """The probabilities [R, V] after all sampling parameters: made for whoever asks, as greedy rows need none."""
         return target_probs(self.scores, self.params, self.best)
 
-    @property
-    def broken(self) -> frozenset[int]:
-        """Rows whose logits are not finite; their probabilities here are meaningless."""
-        return self.checks.broken
-
-    @property
-    def near_ties(self) -> Mapping[int, float]:
-        """By row, the gap of greedy rows whose choice hangs on rounding."""
-        return self.checks.near_ties
-
 
 class RowChecks:
     """What the host asks of a forward's rows when it emits, along with what the requests' processors left unread.
@@ -99,12 +89,12 @@ class RowChecks:
 
     @cached_property
     def broken(self) -> frozenset[int]:
-        """See `TargetOutput`."""
+        """Rows whose logits are not finite; their probabilities are meaningless."""
         return frozenset(row for row, peak in enumerate(self._found[0]) if not math.isfinite(peak))
 
     @cached_property
     def near_ties(self) -> Mapping[int, float]:
-        """See `TargetOutput`."""
+        """By row, the gap of greedy rows whose choice hangs on rounding."""
         if not self._has_two:
             return {}
         near = near_ties_of(self._found[1], self._found[2], self._dtype)
@@ -165,13 +155,11 @@ class Runner:
 
     def _distributions(self, batch: Batch, draft: Draft, rows: _Rows) -> TargetOutput:
         logits = rows.logits
-        scores = (
-            logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
-        )  # [R, V] what is computed with
+        # [R, V] what is computed with
+        scores = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
         best = first_max(scores)  # [R]
-        peaks = scores.gather(
-            -1, best.unsqueeze(-1)
-        )  # [R, 1] what is not finite counts as largest, so this is `check_finite`
+        # [R, 1] what is not finite counts as largest, so this is `check_finite`
+        peaks = scores.gather(-1, best.unsqueeze(-1))
         clean = logits
         if logits.device.type != "cpu" or not all(map(math.isfinite, peaks.view(-1).tolist())):
             # Elsewhere asking would wait for the device. A broken row gets a harmless distribution; a request that
@@ -231,22 +219,18 @@ def _behind(parent: int, num_nodes: int) -> int:
 
 def _split(batch: Batch, draft: Draft, segments: Sequence[Segment], output: ForwardOutput) -> _Rows:
     """Separate the rows that decode from prompt rows and probes, for logits and for taps."""
-    logits, counts = output.logits, [entry.num_prompt_rows for entry in batch.entries]
+    logits = output.logits
     taps, prompt_taps = _split_taps(batch, draft, segments, output.taps)
-    if not any(counts) and draft.probes is None:
+    if draft.probes is None and not any(entry.num_prompt_rows for entry in batch.entries):
         return _Rows(logits, taps, {}, None, prompt_taps)
     prompt_logits: dict[int, Tensor] = {}
     wanted: list[int] = []
     probed: list[int] = []
-    first = 0
-    for b, (entry, segment, count) in enumerate(zip(batch.entries, segments, counts, strict=True)):
-        if count:
-            prompt_logits[entry.request.request_id] = logits[first : first + count]
-        stop = first + segment.num_logits
-        last = stop - draft.probe_lengths[b] if entry.decodes else stop
-        wanted += range(first + count, last)
-        probed += range(last, stop)
-        first = stop
+    for request_id, text, decoding, probes in _sections(batch, draft, [one.num_logits for one in segments]):
+        if text:
+            prompt_logits[request_id] = logits[text.start : text.stop]
+        wanted += decoding
+        probed += probes
     probe_logits = logits[_index(probed, logits)] if probed else None
     return _Rows(logits[_index(wanted, logits)], taps, prompt_logits, probe_logits, prompt_taps)
 
@@ -257,18 +241,26 @@ def _split_taps(
     """Hidden states [R, D] by layer of the rows that decode, and by request [n, D] of the rows before its anchor."""
     if not taps:
         return {}, {}
-    decoding: list[int] = []
+    wanted: list[int] = []
     prompts: dict[int, dict[int, Tensor]] = {}
+    for request_id, text, decoding, _ in _sections(batch, draft, [one.num_taps for one in segments]):
+        wanted += decoding
+        if text:
+            prompts[request_id] = {layer: tap[text.start : text.stop] for layer, tap in taps.items()}
+    return {layer: tap[_index(wanted, tap)] for layer, tap in taps.items()}, prompts
+
+
+def _sections(batch: Batch, draft: Draft, counts: Sequence[int]) -> Iterator[tuple[int, range, range, range]]:
+    """Of each entry, which has `counts` rows of a tensor: its request, then its rows of text, those that decode (the
+    anchor and its nodes), and its probes.
+    """
     first = 0
-    for b, (entry, segment) in enumerate(zip(batch.entries, segments, strict=True)):
-        stop = first + segment.num_taps
-        num_decoding = 1 + draft.lengths[b] if entry.decodes else 0
-        anchor = stop - num_decoding - (draft.probe_lengths[b] if entry.decodes else 0)
-        decoding += range(anchor, anchor + num_decoding)
-        if anchor > first:
-            prompts[entry.request.request_id] = {layer: tap[first:anchor] for layer, tap in taps.items()}
+    for b, (entry, num_rows) in enumerate(zip(batch.entries, counts, strict=True)):
+        stop = first + num_rows
+        probes = stop - draft.probe_lengths[b] if entry.decodes else stop
+        anchor = probes - 1 - draft.lengths[b] if entry.decodes else stop
+        yield entry.request.request_id, range(first, anchor), range(anchor, probes), range(probes, stop)
         first = stop
-    return {layer: tap[_index(decoding, tap)] for layer, tap in taps.items()}, prompts
 
 
 def _index(rows: Sequence[int], tensor: Tensor) -> slice | Tensor:

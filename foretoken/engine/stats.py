@@ -12,7 +12,7 @@ Times are attributed to requests so that their sums are the engine's totals, wha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from foretoken.core import FinishReason
@@ -158,42 +158,16 @@ class Counters:
                 if drafter is not None:
                     account[drafter] = account.get(drafter, 0) + 1
 
-    def _values(self, *names: str) -> dict[str, Any]:
-        """Some fields or properties for JSON, and those that all counters share."""
-        values = {name: getattr(self, name) for name in (*names, *_PUBLIC)}
-        values |= {name: dict(getattr(self, name)) for name in _BY_DRAFTER}
+    def _values(self, *properties: str) -> dict[str, Any]:
+        """The public fields, and those and other properties, for JSON."""
+        names = [own.name for own in fields(self) if own.name not in _PRIVATE]
+        values = {name: getattr(self, name) for name in (*names, *_PROPERTIES, *properties)}
+        values |= {name: dict(value) for name, value in values.items() if isinstance(value, dict)}
         return values | {"accepted_per_position": [list(pair) for pair in self.accepted_per_position]}
 
 
-_BY_DRAFTER = ("drafts_by", "drafted_by", "accepted_by", "draft_failures")
-_CONTAINERS = ("drafted_at", "accepted_at", *_BY_DRAFTER)
-_PUBLIC = (
-    "num_steps",
-    "num_drafts",
-    "num_drafted",
-    "num_probed",
-    "num_preempted",
-    "num_accepted",
-    "num_rejected",
-    "num_cut",
-    "num_emitted",
-    "num_inner_drafted",
-    "num_inner_accepted",
-    "num_near_ties",
-    "near_tie_gap",
-    "num_prompt_tokens",
-    "num_cached_tokens",
-    "acceptance_rate",
-    "estimated_speedup",
-    "draft_s",
-    "verify_s",
-    "prompt_s",
-    "wasted_s",
-    "queued_s",
-    "ttft_s",
-    "inter_token_s",
-    "longest_gap_s",
-)
+_PRIVATE = ("plain_s", "compared_s", "drafted_at", "accepted_at", "started", "decode_s", "acceptance")
+_PROPERTIES = ("num_rejected", "acceptance_rate", "estimated_speedup", "inter_token_s")
 
 
 @dataclass
@@ -246,15 +220,8 @@ class RequestStats(Counters):
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values under the public names, for JSON."""
-        return self._values(
-            "rule",
-            "lossy",
-            "total_s",
-            "tokens_per_s",
-            "emitted_per_step",
-            "accepted_prediction_tokens",
-            "rejected_prediction_tokens",
-        ) | {"disabled_drafters": dict(self.disabled_drafters)}
+        own = ("tokens_per_s", "emitted_per_step", "accepted_prediction_tokens", "rejected_prediction_tokens")
+        return self._values(*own)
 
 
 @dataclass(frozen=True)
@@ -347,26 +314,15 @@ class EngineStats(Counters):
 
     def snapshot(self, shadow: ShadowStats | None, prefix: PrefixStats | None) -> EngineStats:
         """A copy that later steps do not change."""
-        containers = {name: getattr(self, name).copy() for name in _CONTAINERS}
-        return replace(self, shadow=shadow, prefix=prefix, acceptance=self.acceptance.copy(), **containers)
+        held: dict[str, Any] = {own.name: getattr(self, own.name) for own in fields(self)}
+        copies = {name: one.copy() for name, one in held.items() if isinstance(one, list | dict | SliceAcceptance)}
+        return replace(self, shadow=shadow, prefix=prefix, **copies)  # type: ignore[arg-type]
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values under the public names, for JSON; `shadow` and `prefix` are objects, or null."""
-        names = (
-            "num_submitted",
-            "num_waiting",
-            "num_running",
-            "num_finished",
-            "num_failed",
-            "num_aborted",
-            "num_aborted_tokens",
-        )
-        phases = ("step_s", "schedule_s", "target_s", "rule_s", "commit_s", "observe_s", "emit_s", "profile_s")
-        values = self._values(*names, "num_started", "num_first_tokens", "num_recomputed_tokens", "num_faults", *phases)
-        values |= {"num_threads": self.num_threads, "waiting": self.waiting}
+        values = self._values("step_s")
         for name in ("shadow", "prefix"):
-            inner = getattr(self, name)
-            values[name] = None if inner is None else asdict(inner)
+            values[name] = None if values[name] is None else asdict(values[name])
         values["acceptance_by_slice"] = self.acceptance.as_dict()
         values["num_dropped_slices"] = self.acceptance.num_dropped
         return values

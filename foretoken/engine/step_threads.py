@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Protocol
 
 import torch
 
@@ -17,12 +16,6 @@ from foretoken.machine.threads import current_waiting, may_change, names_number,
 _watch = ContentionWatch()  # one for all engines of the process: they share its threads
 
 
-class Watch(Protocol):
-    """Tells whether other processes need the cores."""
-
-    def is_contended(self, num_threads: int) -> bool | None: ...  # noqa: D102
-
-
 class StepThreads:
     """How the steps of one engine run: with torch's number of threads at most, and never more.
 
@@ -31,7 +24,7 @@ class StepThreads:
     steps, is the most from then on.
     """
 
-    def __init__(self, adapts: bool, watch: Watch = _watch, config: ThreadConfig = DEFAULT.threads) -> None:
+    def __init__(self, adapts: bool, watch: ContentionWatch = _watch, config: ThreadConfig = DEFAULT.threads) -> None:
         self._adapts, self._watch, self._config = adapts, watch, config
         self._max_threads = 0
         self._tuner: ThreadTuner | None = None

@@ -5,21 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from foretoken.core import StepOutput
 from foretoken.engine.request import GenerateOutput
 from foretoken.machine.process import Uncopied
 
-
-class Office(Protocol):
-    """Who issued a ticket."""
-
-    def cancel(self, ticket: Ticket) -> None:
-        """Leave the ticket's request, from any thread."""
-
-    def check_process(self) -> None:
-        """Refuse to wait where no engine will ever answer: in a process that was forked from the engine's."""
+if TYPE_CHECKING:
+    from foretoken.engine.async_engine import AsyncEngine
 
 
 class Ticket(Uncopied):
@@ -33,8 +26,8 @@ class Ticket(Uncopied):
 
     copy_remedy = "send the answer, Ticket.result(), when it has ended"
 
-    def __init__(self, office: Office) -> None:
-        self._office = office
+    def __init__(self, issuer: AsyncEngine) -> None:
+        self._issuer = issuer
         self.request_id: int | None = None  # once the engine has begun it; None for one that was refused
         self._changed = threading.Condition()
         self._pieces: list[StepOutput] = []
@@ -123,7 +116,7 @@ class Ticket(Uncopied):
     def cancel(self) -> None:
         """Leave the request; one that has ended is not changed."""
         if not self._has_ended:
-            self._office.cancel(self)
+            self._issuer.cancel(self)
 
     # ---- for the engine's thread
 
@@ -151,7 +144,7 @@ class Ticket(Uncopied):
 
     def _arrive(self, listener: Callable[[], bool] | None = None) -> None:
         if not self._has_ended:
-            self._office.check_process()
+            self._issuer.check_process()
         with self._changed:
             self._num_readers += 1
             if listener is not None:
@@ -167,7 +160,7 @@ class Ticket(Uncopied):
             self._num_readers -= 1
             is_left = not self._num_readers and not self._has_ended
         if is_left:
-            self._office.cancel(self)
+            self._issuer.cancel(self)
 
     def _outcome(self) -> GenerateOutput:
         if self._answer is None:

@@ -40,9 +40,8 @@ class BlockAllocator:
         self._num_free = num_blocks
         self._reach = min(_FIRST_REACH, num_blocks)  # blocks from the start of the pool that are handed out for now
         self._index = PrefixIndex(block_size)
-        self._kept: OrderedDict[int, None] = (
-            OrderedDict()
-        )  # published blocks without a holder, least recently used first
+        # Published blocks without a holder, least recently used first.
+        self._kept: OrderedDict[int, None] = OrderedDict()
         self.prefix_stats = PrefixStats()
 
     @property

@@ -14,9 +14,8 @@ import itertools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-_Key = tuple[
-    int, tuple[int, ...]
-]  # the place before (a block's number in the chain, or a salt's), and the block's tokens
+# The place before (a block's number in the chain, or a salt's), and the block's tokens.
+_Key = tuple[int, tuple[int, ...]]
 
 
 def shared_length(one: Sequence[object], other: Sequence[object]) -> int:
@@ -46,9 +45,6 @@ class PrefixIndex:
         self._keys: dict[int, _Key] = {}  # by block
         self._attached: dict[int, dict[Hashable, object]] = {}  # by block, then by owner; only blocks in `_keys`
         self._numbers = itertools.count()
-
-    def __len__(self) -> int:
-        return len(self._blocks)
 
     def __contains__(self, block: int) -> bool:
         return block in self._keys

@@ -252,13 +252,13 @@ class _Filler:
     ) -> None:
         self.weights, self.shard, self.dtype, self.device = weights, shard, dtype, device
         self.pack, self.quantiser = pack, quantiser
-        self._orders = RowOrders(shard.config)
+        self._requests = RowOrders(shard.config)
         self._scratch = torch.empty(0, dtype=dtype, device=device)
         self.dequantised: dict[str, int] = {}  # by reason: matrices that the file has in codes and that run as numbers
 
     def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """This rank's part of a tensor of the checkpoint, as stored."""
-        tensor, order = self.weights.read(name, shape), self._orders.of(name)
+        tensor, order = self.weights.read(name, shape), self._requests.of(name)
         return self.shard.slice(name, tensor if order is None else in_order(tensor, order))
 
     @property
@@ -278,7 +278,7 @@ class _Filler:
 
     def _codes(self, name: str) -> tuple[int, Iterator[GroupedCodes] | None]:
         """This rank's part of a matrix, some rows at a time, and the number of its rows; None if it has no codes."""
-        codes, order, num_rows = self.weights.grouped_rows(name), self._orders.of(name), self.weights.shape(name)[0]
+        codes, order, num_rows = self.weights.grouped_rows(name), self._requests.of(name), self.weights.shape(name)[0]
         if codes is None or (order is None and self.shard.world == 1):
             return num_rows, codes
         whole = GroupedCodes.joined(list(codes))

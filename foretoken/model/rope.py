@@ -185,7 +185,7 @@ class RowOrders:
     """Which row of a checkpoint's tensor each row of ours is, for the tensors of queries and keys."""
 
     def __init__(self, config: ModelConfig) -> None:
-        self._orders: dict[str, Tensor] = {}  # by the part of a layer
+        self._requests: dict[str, Tensor] = {}  # by the part of a layer
         order = channel_order(config.rope, config.head_dim)
         if order is None:
             return
@@ -197,17 +197,17 @@ class RowOrders:
 
         if len(names.qkv) == 1:
             values = torch.arange((heads + groups) * size, (heads + 2 * groups) * size)
-            self._orders[names.qkv[0]] = torch.cat((of_heads(heads + groups), values))
+            self._requests[names.qkv[0]] = torch.cat((of_heads(heads + groups), values))
         else:
-            self._orders |= {names.qkv[0]: of_heads(heads), names.qkv[1]: of_heads(groups)}
+            self._requests |= {names.qkv[0]: of_heads(heads), names.qkv[1]: of_heads(groups)}
         shared = config.qk_norm_over == "head"  # by all heads
-        self._orders[names.q_norm] = order if shared else of_heads(heads)
-        self._orders[names.k_norm] = order if shared else of_heads(groups)
+        self._requests[names.q_norm] = order if shared else of_heads(heads)
+        self._requests[names.k_norm] = order if shared else of_heads(groups)
 
     def of(self, name: str) -> Tensor | None:
         """The order of the rows of the tensor `name` (as in a Hugging Face checkpoint); None: as they are."""
         parts = name.split(".")
-        return self._orders.get(".".join(parts[3:-1])) if parts[:2] == ["model", "layers"] else None
+        return self._requests.get(".".join(parts[3:-1])) if parts[:2] == ["model", "layers"] else None
 
 
 def in_order(tensor: Tensor, order: Tensor) -> Tensor:

@@ -6,15 +6,17 @@ given the earlier ones; each is tested against the residual that the earlier one
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from foretoken.core import Draft
+from foretoken.core import Draft, Uniforms, Verdict
 from foretoken.transfer import to_device, to_host
-from foretoken.verify.base import accept_ratio, left_over, node_terms, or_target, pieces, take
+from foretoken.verify.base import Rule, accept_ratio, draw, left_over, node_terms, or_target, pieces, take, verdict_at
 
 
 @dataclass(frozen=True)
@@ -193,9 +195,8 @@ class Residuals:
         with_draw = [i for i, row in enumerate(rows) if self.proposals[row].drawn]
         if with_draw:
             chosen = [rows[i] for i in with_draw]
-            scales = [
-                self._last_scale[row] if row in self._last_scale else 1.0 / self.total[row] for row in chosen
-            ]  # P is 1 top down
+            # P is 1 top down.
+            scales = [self._last_scale[row] if row in self._last_scale else 1.0 / self.total[row] for row in chosen]
             distributions = take(self.distributions, [self.proposals[row].distributions[-1] for row in chosen])
             weights[to_device(with_draw, weights.device)] = left_over(self._owed(chosen), scales, distributions)
         places = [(i, self.tokens[node]) for i, row in enumerate(rows) for node in self.proposals[row].fixed]
@@ -247,10 +248,8 @@ class Residuals:
             self.num_refused[row] += 1
             self._set_reach(row, totals[i])
             last = self.num_refused[row] == len(self.proposals[row].drawn)
-            if last:
-                self._last_scale[row] = scales[
-                    i
-                ]  # most rows never need these weights: they are computed if the path ends there
+            if last:  # most rows never need these weights: they are computed if the path ends there
+                self._last_scale[row] = scales[i]
             if totals[i] <= torch.finfo(left.dtype).tiny:
                 continue  # possible by rounding only, and 1 / total would overflow: keep the previous residual
             if not last:
@@ -263,3 +262,38 @@ class Residuals:
         """P after a rejection that left the sum `left` of P r. Z + (1 - P), not Z + 1 - P: exactly Z at P = 1."""
         whole = left + (1.0 - self.reach[row])
         self.reach[row] = left / whole if whole > 0 else 1.0
+
+
+class SiblingRule(Rule):
+    """A rule over the residuals of all rows, judged `bottom_up` or top down."""
+
+    bottom_up: ClassVar[bool]
+
+    @abstractmethod
+    def stop(self, residuals: Residuals, request: int) -> int:
+        """The row at which the accepted path of a request ends, by `residuals.numbers`."""
+
+    @abstractmethod
+    def shares(self, residuals: Residuals) -> list[float]:
+        """Conditional probability of accepting each node given that its parent was accepted: -> [N]."""
+
+    def accept_probabilities(self, draft: Draft, target_probs: Tensor) -> Tensor:
+        """See `shares`."""
+        shares = self.shares(self._judged(draft, target_probs))
+        return to_device(shares, target_probs.device, target_probs.dtype)
+
+    def next_token_weights(self, draft: Draft, target_probs: Tensor, rows: Sequence[int]) -> Tensor:
+        """The residual of each row once all its children are rejected: -> [len(rows), V]."""
+        return self._judged(draft, target_probs).next_weights(rows)
+
+    def verify(self, draft: Draft, target_probs: Tensor, uniforms: Uniforms) -> Verdict:
+        """Find where every request's path ends, then sample from the residual of that row."""
+        residuals = self._judged(draft, target_probs, uniforms.accept)
+        rows = [self.stop(residuals, b) for b in range(draft.num_requests)]
+        (next_tokens,) = to_host(draw(residuals.next_weights(rows), uniforms.next))
+        return verdict_at(draft, residuals.tokens, rows, next_tokens, self.shares(residuals), residuals.open_rows)
+
+    def _judged(self, draft: Draft, target_probs: Tensor, numbers: Tensor | None = None) -> Residuals:
+        residuals = Residuals(draft, target_probs, numbers)
+        residuals.judge(self.bottom_up)
+        return residuals

@@ -191,13 +191,14 @@ def test_inner_numbers_are_never_used_twice(monkeypatch: pytest.MonkeyPatch) -> 
     from foretoken.draft import cascade
 
     seen: list[tuple[int, int, int]] = []
-    original = cascade.uniforms
+    original = cascade.draft_numbers
 
-    def record(seeds: Sequence[int], purpose: object, starts: Sequence[int], indices: Sequence[int]) -> object:
-        seen.extend(zip(seeds, starts, indices, strict=True))
-        return original(seeds, purpose, starts, indices)
+    def record(purpose: object, entries: Sequence[BatchEntry], indices: Sequence[int]) -> object:
+        places = zip(entries, indices, strict=True)
+        seen.extend((entry.request.seed, entry.round_start, index) for entry, index in places)
+        return original(purpose, entries, indices)
 
-    monkeypatch.setattr(cascade, "uniforms", record)
+    monkeypatch.setattr(cascade, "draft_numbers", record)
     target = tables(3)
     drafters = DrafterGroup(target)
     drafters.drafters[drafter_key(TWO)] = CascadeDrafter([tables(1), tables(2)])

@@ -155,7 +155,7 @@ def test_the_heads_cache_gives_way(decoder: Decoder) -> None:
     engine, checked, spec = engine_of(decoder, eagle_head(decoder.config).double(), 4096)
     inner, held = checked.inner, []
     small = CachedEagle(inner.head, PagedModel(decoder, 40, BLOCK)).cache
-    inner.runner.cache = inner.cache = inner._states.cache = small
+    inner.runner.cache = inner.cache = small
     propose = inner.propose
 
     def in_turns(batch: Batch) -> Draft:

@@ -51,7 +51,7 @@ def test_the_pool_keeps_the_latest(seed: int, monkeypatch: pytest.MonkeyPatch) -
         kept.append((token, [*(other for other in own if other != rest), rest][-MAX_CONTINUATIONS:]))
         forgotten += len(kept) > 12
         kept = kept[-12:]
-        assert pool.num_tokens == len(kept)
+        assert len(pool._found) == len(kept)
         assert all(pool.after(one) == rests[::-1] for one, rests in kept)
     assert forgotten > 20  # the test means something
 

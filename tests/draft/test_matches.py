@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -79,20 +78,6 @@ def test_hash_collisions_are_no_matches(monkeypatch: pytest.MonkeyPatch) -> None
     text = [5, 6, 7, 8, 9, 5, 6, 1, 2, 3, 5, 6]
     assert looked_up(MatchIndex(text), text, 1) == scan(text, text, 1) != []
     assert MatchIndex(text).matches([4, 4], 1) is None
-
-
-def test_memory_is_counted() -> None:
-    """The text, two links a token, and an entry for everything that stood there: within a factor of two of what Python
-    says.
-    """
-    import tracemalloc
-
-    tokens = np.random.default_rng(0).integers(0, 5000, 20_000).tolist()
-    tracemalloc.start()
-    index = MatchIndex(tokens)
-    used = tracemalloc.get_traced_memory()[0]
-    tracemalloc.stop()
-    assert 0.5 < index.num_bytes / used < 2
 
 
 def brute_force(following: list[list[int]], budget: int, branching: int, doubt: float, least: float) -> float:

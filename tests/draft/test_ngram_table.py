@@ -217,7 +217,6 @@ def test_where_the_text_says_nothing_the_table_goes_on() -> None:
     assert Alone(joined, (9, 1, 2), 1, takes_trees=False).chain(0) == []
     copied = Alone(joined, (1, 2, 8, 6, 1, 2), 2, takes_trees=False)
     assert copied.chain(2)[0] == 8  # where the text says something, it is not asked
-    assert joined.num_bytes - bare.num_bytes >= table.num_bytes
     assert continued(EMPTY, lambda _: None, [1], 4, 0.1) == EMPTY
 
 

@@ -120,7 +120,6 @@ def test_a_store_forgets_the_oldest_and_stays_small() -> None:
         held.append(store.num_tokens)
     assert max(held) <= 400
     assert held[-1] > 200
-    assert store.num_bytes < 400 * 500
     assert store.matches([1000, 1001], 1) == []
     (last,) = store.matches([1000 + 30 * 99, 1001 + 30 * 99], 3)
     assert last.following == [[1002 + 30 * 99, 1003 + 30 * 99, 1004 + 30 * 99]]
@@ -178,7 +177,6 @@ def test_a_corpus_is_everybodys() -> None:
     assert Alone(drafter, (9, 1, 2), 0, tenant=ACME).chain(8) == [3, 4, 5]  # and ends where it ends
     assert Alone(drafter, (9, 3, 4), 1, tenant=OTHER).chain(8) == [5]
     assert Alone(drafter, (9, 4, 5), 2, tenant=OTHER).chain(8) == []
-    assert drafter.num_bytes > 0
 
 
 def test_corpus_and_tenants_through_the_engine(text_pair: SimpleNamespace, tmp_path: Path) -> None:

@@ -218,7 +218,7 @@ def test_rounds_without_a_draft_are_read_later(decoder: Decoder, name: str) -> N
     for step in range(8):
         engine.step()
         if isinstance(checked.inner, BlockDrafter) and step:
-            own = checked.inner._states.requests[request]
+            own = checked.inner.kept[request]
             assert own.num_rows == len(state.tokens) - 1
     engine.abort(request)
 
@@ -252,7 +252,7 @@ def test_a_request_takes_room_from_one_that_does_not_draft(decoder: Decoder) -> 
     drafter = head_drafter(random_head("block", decoder.config), PagedModel(decoder, 4096, BLOCK))
     assert isinstance(drafter, BlockDrafter)
     small = PagedCache(drafter.head.config.layer, torch.float32, torch.device("cpu"), 64, BLOCK)
-    drafter.cache = drafter._states.cache = small
+    drafter.cache = small
     spec, texts = SpecConfig("block", num_draft=3), (token_ids(40, seed=1), token_ids(45, seed=2))
     entries = []
     for number, text in enumerate(texts):

@@ -39,7 +39,7 @@ def alone(pair: SimpleNamespace) -> list[tuple[int, ...]]:
 def wait_until_idle(engine: AsyncEngine) -> None:
     """What was left is freed between two steps; a new answer is only given after that."""
     engine.submit([1], SamplingParams(max_tokens=1)).result()
-    assert not engine._orders
+    assert not engine._requests
     check_idle(engine.llm.engine)
 
 

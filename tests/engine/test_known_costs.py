@@ -267,7 +267,7 @@ def test_a_failed_write_leaves_nothing_behind(
     def broken(source: object, destination: object) -> None:
         raise OSError("full")
 
-    monkeypatch.setattr(profiling.os, "replace", broken)
+    monkeypatch.setattr(files.os, "replace", broken)
     with pytest.raises(StorageError, match="full"):
         save_profile(profile, tmp_path / "new" / "x.json")
     assert list((tmp_path / "new").iterdir()) == []

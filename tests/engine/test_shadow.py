@@ -24,6 +24,39 @@ from tests.helpers.audit import open_sequences
 from tests.helpers.checkpoints import token_ids
 from tests.helpers.scripted import ScriptedModel
 
+
+class Offered(Shadow):
+    """A shadow beside no engine: the whole cache is free unless a `room` is given, and answers may be offered when they
+    have ended.
+    """
+
+    def __init__(self, target: ScriptedModel, rate: float, room: object = None, **options: object) -> None:
+        options.setdefault("fresh_processors", lambda request: None)
+        super().__init__(target, rate, room or FreeRoom(target), **options)
+
+    def offer(self, request: Request, output_ids: list[int]) -> bool:
+        """Whether the request was selected."""
+        state = RequestState(request, None, frozenset(), 100)  # type: ignore[arg-type]
+        self.begin(state)
+        state.tokens += output_ids
+        is_chosen = request.request_id in self._cases
+        self.end(state)
+        return is_chosen
+
+
+class FreeRoom:
+    """Lends all cache that is free."""
+
+    def __init__(self, target: ScriptedModel) -> None:
+        self.target = target
+
+    def borrow(self, num_tokens: int, reclaim: Callable[[], None]) -> bool:
+        return num_tokens <= self.target.num_free_tokens()
+
+    def give_back(self) -> None:
+        pass
+
+
 PROMPTS = [token_ids(5 + i % 7, seed=i) for i in range(16)]
 SAMPLED = SamplingParams(max_tokens=24, temperature=0.8, ignore_eos=True)
 
@@ -141,7 +174,7 @@ def test_which_requests_are_followed() -> None:
     """A share of about `rate`, the same ones every time, whatever else the program draws."""
     chosen = []
     for turn in range(2):
-        shadow, rng = Shadow(scripted(LAW), 0.3), np.random.default_rng(turn)
+        shadow, rng = Offered(scripted(LAW), 0.3), np.random.default_rng(turn)
         chosen.append(
             [
                 request.request_id
@@ -151,7 +184,7 @@ def test_which_requests_are_followed() -> None:
         )
     assert chosen[0] == chosen[1]
     assert 90 < len(chosen[0]) < 150
-    none, every = Shadow(scripted(LAW), 0.0), Shadow(scripted(LAW), 1.0)
+    none, every = Offered(scripted(LAW), 0.0), Offered(scripted(LAW), 1.0)
     assert not any(none.offer(request, [0]) for request in requests(50))
     assert all(every.offer(request, [0]) for request in requests(50))
     assert every.drain().num_requests == 50
@@ -161,7 +194,7 @@ def test_what_is_left_out() -> None:
     """A lossy rule claims no distribution; a seed that was given twice would count twice; too many waiting answers cost
     memory.
     """
-    shadow = Shadow(scripted(LAW), 1.0, max_waiting=2)
+    shadow = Offered(scripted(LAW), 1.0, max_waiting=2)
     lossy = Request(0, (1,), SAMPLED, SpecConfig("ngram", rule="typical", allow_lossy=True), 5)
     seeded = [Request(i, (1,), SamplingParams(temperature=1.0, seed=7), SpecConfig(), 7) for i in (1, 2)]
     greedy = [Request(i, (1,), SamplingParams(seed=7), SpecConfig(), 7) for i in (3, 4)]
@@ -176,7 +209,7 @@ def test_what_is_left_out() -> None:
 def test_temperature_zero() -> None:
     """One token that is not the argmax is enough, unless rounding explains it; the gap is told."""
     close = ScriptedModel(lambda context: [8.0, 8.0 - 1e-5, 0.0], vocab_size=3)
-    shadow = Shadow(close, 1.0)
+    shadow = Offered(close, 1.0)
     shadow.offer(requests(1, temperature=0.0)[0], [0, 0, 1, 0])
     found = shadow.drain()
     assert (found.num_greedy_tokens, found.num_greedy_other, found.alarm) == (4, 1, False)
@@ -187,7 +220,7 @@ def test_temperature_zero() -> None:
 
 
 def test_an_impossible_token() -> None:
-    shadow = Shadow(scripted(LAW), 1.0)
+    shadow = Offered(scripted(LAW), 1.0)
     shadow.offer(requests(1)[0], [0, 1, 3])
     with pytest.warns(UserWarning, match="request 0: 1 tokens have probability 0 under the target"):
         shadow.drain()
@@ -198,7 +231,7 @@ def test_an_impossible_token() -> None:
 
 
 def test_broken_logits() -> None:
-    shadow = Shadow(ScriptedModel(lambda context: [float("nan")] * 3, vocab_size=3), 1.0)
+    shadow = Offered(ScriptedModel(lambda context: [float("nan")] * 3, vocab_size=3), 1.0)
     shadow.offer(requests(1)[0], [0])
     with pytest.warns(UserWarning, match="request 0: the target's logits are not finite"):
         assert shadow.drain().alarm
@@ -225,8 +258,8 @@ def test_short_answers_that_finish_first_do_not_fool_it() -> None:
     texts = [text[: text.index(0) + 1] if 0 in text else text for text in texts]  # 0 ends an answer
     by_finish = sorted(range(300), key=lambda i: len(texts[i]))
     shadow, naive = (
-        Shadow(scripted(distribution), 1.0, alpha=1e-3, max_waiting=300),
-        Shadow(scripted(distribution), 1.0, alpha=1e-3),
+        Offered(scripted(distribution), 1.0, alpha=1e-3, max_waiting=300),
+        Offered(scripted(distribution), 1.0, alpha=1e-3),
     )
     states, largest = begun(shadow, 300), 0.0
     for i in by_finish:
@@ -242,7 +275,7 @@ def test_short_answers_that_finish_first_do_not_fool_it() -> None:
 
 
 def test_an_answer_that_was_dropped_counts_as_far_as_it_came() -> None:
-    shadow = Shadow(scripted(LAW), 1.0)
+    shadow = Offered(scripted(LAW), 1.0)
     states = begun(shadow, 3)
     states[0].tokens += [0, 1]
     for state, reason in zip(states, ("abort", "abort", "stop"), strict=True):
@@ -275,7 +308,7 @@ class Spare:
 
 def test_pieces_are_bounded_and_room_is_asked_for() -> None:
     model, spare = scripted(LAW), Spare()
-    shadow = Shadow(model, 1.0, room=spare)
+    shadow = Offered(model, 1.0, room=spare)
     for request in requests(3):
         shadow.offer(request, [0, 1, 2, 0, 1])
     spare.open = False
@@ -292,7 +325,7 @@ def test_pieces_are_bounded_and_room_is_asked_for() -> None:
 def test_processors_are_made_once_there_is_room() -> None:
     """A grammar may take seconds, in the engine's thread, and a busy engine refuses room at every step."""
     spare, made = Spare(), list[int]()
-    shadow = Shadow(scripted(LAW), 1.0, room=spare, fresh_processors=lambda request: made.append(request.request_id))
+    shadow = Offered(scripted(LAW), 1.0, room=spare, fresh_processors=lambda request: made.append(request.request_id))
     shadow.offer(requests(1)[0], [0, 1, 2])
     spare.open = False
     assert [shadow.advance(100) for _ in range(3)] == [0, 0, 0]
@@ -304,7 +337,7 @@ def test_processors_are_made_once_there_is_room() -> None:
 def test_a_request_that_needs_the_room_gets_it_at_once() -> None:
     """What was begun is begun anew, and counts once."""
     model, spare = scripted(LAW), Spare()
-    shadow, undisturbed = Shadow(model, 1.0, room=spare), Shadow(scripted(LAW), 1.0)
+    shadow, undisturbed = Offered(model, 1.0, room=spare), Offered(scripted(LAW), 1.0)
     rng = np.random.default_rng(0)
     for request in requests(4):
         text = answers(rng, LAW)
@@ -322,7 +355,7 @@ def test_a_full_cache_is_waited_for() -> None:
     model.capacity_tokens = 12
     model.open(1)
     model.sequences[1] = [0] * 9
-    shadow = Shadow(model, 1.0)
+    shadow = Offered(model, 1.0)
     shadow.offer(requests(1)[0], [0] * 8)
     assert shadow.drain().num_requests == 0
     assert list(model.sequences) == [1]
@@ -332,7 +365,7 @@ def test_a_full_cache_is_waited_for() -> None:
 
 def test_closing_gives_everything_back() -> None:
     model, spare = scripted(LAW), Spare()
-    shadow = Shadow(model, 1.0, room=spare)
+    shadow = Offered(model, 1.0, room=spare)
     begun(shadow, 2)
     shadow.offer(requests(3)[2], [0, 1, 2])
     shadow.advance(2)

@@ -150,7 +150,7 @@ class TicketMachine(RuleBasedStateMachine):
         for one in self.everybody:
             assert one.ticket._has_ended
             self.check(one)
-        assert not self.engine._orders
+        assert not self.engine._requests
         check_idle(self.llm)
         self.llm.target.check()  # type: ignore[attr-defined]
 

@@ -59,7 +59,7 @@ def learnt(config: HeadConfig, target: SharesWeights, num_steps: int = 120) -> H
     """A head that knows the text of the trial by heart."""
     head = stored_head(config, dtype=torch.float32)
     with torch.inference_mode(False):
-        batch = _own_text(target, 0, ROWS, list(range(9)))
+        batch = _own_text(target, ROWS, list(range(9)))
         optimizer = torch.optim.Adam(head.parameters(), lr=3e-3)
         for step in range(num_steps):
             losses = []
@@ -85,7 +85,7 @@ def settings(folder: Path) -> Any:
 
 def test_the_text_is_what_the_target_writes(seeing: Any) -> None:
     before = seeing.num_free_tokens()
-    batch = _own_text(seeing, 0, 6, [0, 8])
+    batch = _own_text(seeing, 6, [0, 8])
     assert seeing.num_free_tokens() == before
     logits = seeing.output_logits(batch.normed[0])
     assert torch.equal(logits.argmax(-1), batch.tokens[0, 1:])

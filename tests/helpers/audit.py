@@ -61,12 +61,12 @@ def kept_by(drafter: Any) -> object:
 
 def kept_states(drafter: EagleDrafter | BlockDrafter) -> object:
     """What a head with a cache still keeps, by request."""
-    return drafter._states.requests or drafter.cache.tables or drafter.cache.check()  # type: ignore[func-returns-value]
+    return drafter.kept or drafter.cache.tables or drafter.cache.check()  # type: ignore[func-returns-value]
 
 
 def kept_in(cache: OwnCache) -> object:
     """What the cache of a drafter's model still keeps, by request."""
-    return cache.sequences or cache._used or cache._readers or open_sequences(cache.model)
+    return cache._tenants or cache._used or cache._readers or open_sequences(cache.model)
 
 
 def watch() -> None:

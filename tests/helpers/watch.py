@@ -181,7 +181,7 @@ def check_lookahead_state(
     span = state.window.depth + 1
     assert list(state.recent) == text[-span:]
     assert [len(column) for column in state.window.columns] == [state.window.depth] * state.window.width
-    assert state.pool.num_tokens <= MAX_TOKENS
+    assert len(state.pool._found) <= MAX_TOKENS
     assert all(len(own) <= MAX_CONTINUATIONS for own in state.pool._found.values())
 
 
@@ -297,7 +297,7 @@ def check_block_state(
     drafter: BlockDrafter, sequence: int, text: list[int], num_drafted: int, num_accepted: int
 ) -> None:
     """States of the whole text before the anchor; the cache holds some of them, and no slot."""
-    own = drafter._states.requests[sequence]
+    own = drafter.kept[sequence]
     assert own.num_rows in (0, len(text) - 1)
     assert drafter.cache.length(sequence) <= len(own.features) <= own.num_rows
 
@@ -306,7 +306,7 @@ def check_eagle_state(
     drafter: EagleDrafter, sequence: int, text: list[int], num_drafted: int, num_accepted: int
 ) -> None:
     """The text; states of all of it before the anchor; the cache holds rows of some of them, and no draft token."""
-    own = drafter._states.requests[sequence]
+    own = drafter.kept[sequence]
     assert drafter._texts[sequence][: len(text)] == text
     assert own.num_rows in (0, len(text) - 1)
     assert drafter.cache.length(sequence) <= len(own.features) <= own.num_rows

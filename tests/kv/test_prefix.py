@@ -115,7 +115,7 @@ def test_a_tenant_whose_blocks_are_gone_is_forgotten() -> None:
         allocator.check([])
     index = allocator._index
     assert len(index._roots) == len(index._salts) <= 6
-    assert sum(index._num_behind.values()) == len(index) <= 6
+    assert sum(index._num_behind.values()) == len(index._blocks) <= 6
 
 
 def test_states_are_attached_to_the_known_blocks_of_a_text() -> None:

@@ -38,7 +38,7 @@ def wait_until(holds: Callable[[], bool], what: str) -> None:
 
 
 def idle(engine: AsyncEngine) -> Callable[[], bool]:
-    return lambda: not engine.llm.engine.has_work and not engine._orders
+    return lambda: not engine.llm.engine.has_work and not engine._requests
 
 
 def stream(app: Any, path: str = TEXT, **body: Any) -> list[Any]:

@@ -10,15 +10,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from foretoken.config import SamplingParams
-from foretoken.core import Processors
 from foretoken.errors import NumericsError
 from foretoken.model.interface import LanguageModel, Segment
+from foretoken.text.processors import RequestProcessors
 from foretoken.text.sampling import check_finite, coldest, support, target_probs
 
 # How far a logit moves with the number of rows computed at once, in rounding units of the row's largest logit. Measured
@@ -28,13 +27,6 @@ _NOISE = 1 / 16  # standard deviation of one logit as a share of that; measured 
 _MAX_BLUR = 0.01  # bound on the bias of a score by rounding in one row; the mean over rows is a tenth of it
 
 _private_sequences = itertools.count(-(1 << 40), -1)
-
-
-class AnswerProcessors(Processors, Protocol):
-    """Processors of one request in their initial state."""
-
-    def commit(self, tokens: Sequence[int]) -> None:
-        """Advance by tokens of the answer."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +91,7 @@ class Rescoring:
         prompt_ids: Sequence[int],
         output_ids: Sequence[int],
         params: SamplingParams,
-        processors: AnswerProcessors | None = None,
+        processors: RequestProcessors | None = None,
     ) -> None:
         assert prompt_ids
         self._target, self._params, self.processors = target, params, processors
@@ -186,7 +178,7 @@ def rescore(
     prompt_ids: Sequence[int],
     output_ids: Sequence[int],
     params: SamplingParams,
-    processors: AnswerProcessors | None = None,
+    processors: RequestProcessors | None = None,
     chunk_tokens: int = 256,
 ) -> Iterator[ScoredRows]:
     """Score every output token again, `chunk_tokens` rows of the target at a time; the cache is free again when the

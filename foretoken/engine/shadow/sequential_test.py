@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 import torch
@@ -153,16 +153,14 @@ def _weigh_block(
     rows = [row for row, one in enumerate(drafts) if one is not None]
     if rows:
         at = torch.tensor(rows, device=distributions.device)
-        drafted = _dense(
-            [one for one in drafts if one is not None], distributions.shape[-1], distributions.device
-        )  # [m, V]
+        known = [one for one in drafts if one is not None]
+        drafted = _dense(known, distributions.shape[-1], distributions.device)  # [m, V]
         distribution = distributions[at]
         tiny = torch.finfo(torch.float64).tiny
         lean = (drafted - distribution) / torch.maximum(drafted, distribution).clamp(min=tiny)  # [m, V] in [-1, 1]
         scores[1, rows] = _excess(lean, distribution, tokens[at], mute[at]).cpu().numpy() / 2
-        mixed = (
-            drafted / drafted.sum(-1, keepdim=True).clamp(min=tiny) - distribution
-        )  # direction towards a mixture with q
+        # The direction towards a mixture with q.
+        mixed = drafted / drafted.sum(-1, keepdim=True).clamp(min=tiny) - distribution
         draft = _moments(
             lean,
             distribution,
@@ -176,14 +174,7 @@ def _weigh_block(
         num_impossible=int((mute & ~edge).sum()),
         num_edges=int(edge.sum()),
         # p to the power 1 + e, normalised: the mean of the surprisal moves by -e times its variance.
-        surprisal=Moments(
-            surprisal.num_tokens,
-            surprisal.excess,
-            surprisal.variance,
-            surprisal.third,
-            surprisal.variance,
-            float((distributions * off.abs()).sum()) / 2,
-        ),
+        surprisal=replace(surprisal, shift=surprisal.variance, distance=float((distributions * off.abs()).sum()) / 2),
         draft=draft,
         ranks=np.bincount((ranks * NUM_BINS).astype(np.int64).clip(0, NUM_BINS - 1), minlength=NUM_BINS),
         bets=_bets(scores, slack),
@@ -313,16 +304,7 @@ def distribution_tests(evidence: Evidence, alpha: float) -> tuple[DistributionTe
 def _mean_test(name: str, moments: Moments, level: float) -> DistributionTest:
     """Test a score's sum against its expectation, with the tails of the gamma distribution of the same moments."""
     if moments.variance <= 0:
-        return DistributionTest(
-            name,
-            moments.num_tokens,
-            "z = 0.0",
-            1.0,
-            level,
-            math.inf,
-            "nothing: every distribution is a point mass",
-            conclusive=False,
-        )
+        return _inconclusive(name, moments.num_tokens, "z = 0.0", level, "every distribution is a point mass")
     deviation = math.sqrt(moments.variance)
     z, skew = moments.excess / deviation, moments.third / deviation**3
     p_value = min(1.0, 2 * min(upper_tail(z, skew), upper_tail(-z, -skew)))
@@ -345,32 +327,20 @@ def _rank_test(ranks: NDArray[np.int64], level: float) -> DistributionTest:
     count = int(ranks.sum())
     bins = next((n for n in (NUM_BINS, NUM_BINS // 2, NUM_BINS // 4) if count >= n * _PER_BIN), 0)
     if not bins:
-        return DistributionTest(
-            "rank",
-            count,
-            "",
-            1.0,
-            level,
-            math.inf,
-            f"nothing: fewer than {NUM_BINS // 4 * _PER_BIN} tokens",
-            conclusive=False,
-        )
+        return _inconclusive("rank", count, "", level, f"fewer than {NUM_BINS // 4 * _PER_BIN} tokens")
     grouped = ranks.reshape(bins, -1).sum(-1)
     expected = count / bins
     square = float(((grouped - expected) ** 2).sum() / expected)
     # By Cauchy-Schwarz, a total variation of d between bin probabilities gives a noncentrality of at least 4 n d^2.
     smallest = math.sqrt(noncentrality(bins - 1, level, _POWER) / (4 * count))
     sees = f"ranks off by {smallest:.3g} in total variation"
-    return DistributionTest(
-        "rank",
-        count,
-        f"chi2({bins - 1}) = {square:.1f}",
-        chi2_tail(square, bins - 1),
-        level,
-        smallest,
-        sees,
-        conclusive=True,
-    )
+    statistic, p_value = f"chi2({bins - 1}) = {square:.1f}", chi2_tail(square, bins - 1)
+    return DistributionTest("rank", count, statistic, p_value, level, smallest, sees, conclusive=True)
+
+
+def _inconclusive(name: str, num_tokens: int, statistic: str, level: float, why: str) -> DistributionTest:
+    """A test that sees nothing."""
+    return DistributionTest(name, num_tokens, statistic, 1.0, level, math.inf, f"nothing: {why}", conclusive=False)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ import warnings
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +20,8 @@ from torch import Tensor
 from foretoken.config import LOSSY_RULES
 from foretoken.core import Request
 from foretoken.engine.request import RequestState
-from foretoken.engine.shadow.rescoring import AnswerProcessors, Rescoring, ScoredRows
+from foretoken.engine.scheduler import Scheduler
+from foretoken.engine.shadow.rescoring import Rescoring, ScoredRows
 from foretoken.engine.shadow.sequential_test import (
     DraftChildren,
     Evidence,
@@ -34,6 +34,7 @@ from foretoken.engine.stats import ShadowStats
 from foretoken.engine.watch import RoundView
 from foretoken.errors import CapacityError, NumericsError
 from foretoken.model.interface import LanguageModel
+from foretoken.text.processors import RequestProcessors
 from foretoken.text.randomness import Purpose, uniforms
 from foretoken.transfer import to_host
 
@@ -42,30 +43,6 @@ from foretoken.transfer import to_host
 SLACK_16_BIT = 0.002
 _LIKELIEST = 64  # stored tokens of a drafter's distribution; the rest counts as mass 0
 _MAX_SEEDS = 1 << 16
-
-
-class Room(Protocol):
-    """Lends free cache of the target."""
-
-    def borrow(self, num_tokens: int, reclaim: Callable[[], None]) -> bool:
-        """Lend `num_tokens` until `give_back`, False if not free. `reclaim` is called when a request needs them."""
-
-    def give_back(self) -> None:
-        """Return the borrowed cache, if any."""
-
-
-class FreeRoom:
-    """A `Room` for a target that is otherwise unused: all free cache may be borrowed."""
-
-    def __init__(self, target: LanguageModel) -> None:
-        self._target = target
-
-    def borrow(self, num_tokens: int, reclaim: Callable[[], None]) -> bool:  # noqa: ARG002 - nothing is ever reclaimed
-        """Whether so many tokens are free."""
-        return num_tokens <= self._target.num_free_tokens()
-
-    def give_back(self) -> None:
-        """Nothing was reserved."""
 
 
 @dataclass
@@ -84,26 +61,26 @@ class _Case:
 class Shadow:
     """Checks a share `rate` of requests, selected by their seeds and numbers.
 
-    `fresh_processors` makes the processors of a request in their initial state; None means that no request has any. At
-    most `max_waiting` requests are followed at a time. Lossy requests are left out, and so are requests whose given
-    seed was seen before: equal seeds give equal choices, which would be counted twice.
+    `room` lends cache of the target that no request needs. `fresh_processors` makes the processors of a request in
+    their initial state, None where it has none. At most `max_waiting` requests are followed at a time. Lossy requests
+    are left out, and so are requests whose given seed was seen before: equal seeds give equal choices, which would be
+    counted twice.
     """
 
     def __init__(
         self,
         target: LanguageModel,
         rate: float,
+        room: Scheduler,
+        fresh_processors: Callable[[Request], RequestProcessors | None],
         alpha: float = 1e-6,
-        room: Room | None = None,
-        fresh_processors: Callable[[Request], AnswerProcessors | None] | None = None,
         tokens_per_step: int = 32,
         max_waiting: int = 256,
     ) -> None:
         assert 0 <= rate <= 1
         self.target, self.rate, self.tokens_per_step, self.max_waiting = target, rate, tokens_per_step, max_waiting
         self.monitor = SequentialTest(alpha)
-        self._room = room or FreeRoom(target)
-        self._fresh_processors = fresh_processors
+        self._room, self._fresh_processors = room, fresh_processors
         self._cases: dict[int, _Case] = {}  # in order of arrival
         self._finished: deque[_Case] = deque()  # not scored yet
         self._running: Rescoring | None = None  # the first finished one
@@ -115,8 +92,17 @@ class Shadow:
     # ---- observer hooks
 
     def begin(self, state: RequestState) -> None:
-        """Decide whether to select a new request."""
-        self._follow(state.request)
+        """Decide whether to select a new request, before anything is sampled: the output cannot influence it."""
+        request = state.request
+        if request.spec.rule in LOSSY_RULES or len(self._cases) >= self.max_waiting:
+            return
+        if float(uniforms([request.seed], Purpose.SHADOW, [request.request_id], [0])[0]) >= self.rate:
+            return
+        if not request.params.greedy and request.params.seed is not None:
+            if request.seed in self._seeds or len(self._seeds) >= _MAX_SEEDS:
+                return
+            self._seeds.add(request.seed)
+        self._cases[request.request_id] = _Case(request)
 
     def round(self, view: RoundView) -> None:
         """Record the drafts for the tokens of a round."""
@@ -128,8 +114,15 @@ class Shadow:
         """Queue a finished, failed or cancelled answer as far as it got: cancelled answers must count, because the
         reason may be their text.
         """
-        if state.request_id in self._cases:
-            self._take(state.request, state.output_ids)
+        case = self._cases.get(state.request_id)
+        if case is None:
+            return
+        case.output_ids = state.output_ids
+        if case.output_ids:
+            self._finished.append(case)
+        else:
+            case.scored = True
+            self._settle()
 
     def between_steps(self) -> None:
         """A bounded amount of work."""
@@ -142,13 +135,6 @@ class Shadow:
         self._cases.clear()
 
     # ---- work
-
-    def offer(self, request: Request, output_ids: list[int]) -> bool:
-        """Offer a request that has ended; returns whether it was selected. Offer requests in order of arrival."""
-        chosen = self._follow(request)
-        if chosen:
-            self._take(request, output_ids)
-        return chosen
 
     def advance(self, max_tokens: int) -> int:
         """Run up to `max_tokens` tokens of finished answers through the target; returns how many were run."""
@@ -205,36 +191,14 @@ class Shadow:
             self._message,
         )
 
-    def _follow(self, request: Request) -> bool:
-        """Select before anything is sampled, so that the output cannot influence the selection."""
-        if request.spec.rule in LOSSY_RULES or len(self._cases) >= self.max_waiting:
-            return False
-        if float(uniforms([request.seed], Purpose.SHADOW, [request.request_id], [0])[0]) >= self.rate:
-            return False
-        if not request.params.greedy and request.params.seed is not None:
-            if request.seed in self._seeds or len(self._seeds) >= _MAX_SEEDS:
-                return False
-            self._seeds.add(request.seed)
-        self._cases[request.request_id] = _Case(request)
-        return True
-
-    def _take(self, request: Request, output_ids: list[int]) -> None:
-        case = self._cases[request.request_id]
-        case.output_ids = output_ids
-        if output_ids:
-            self._finished.append(case)
-        else:
-            case.scored = True
-            self._settle()
-
     def _start(self, case: _Case) -> bool:
         request = case.request
         scoring = Rescoring(self.target, request.prompt_ids, case.output_ids, request.params)
         if not self._room.borrow(scoring.footprint_tokens, self.release):
             return False
         try:
-            if self._fresh_processors is not None:  # behind it: a grammar takes long, and room is asked for every step
-                scoring.processors = self._fresh_processors(request)
+            # Only now: a grammar takes long, and room is asked for every step.
+            scoring.processors = self._fresh_processors(request)
         except BaseException:
             self._room.give_back()
             raise

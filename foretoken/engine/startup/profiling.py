@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import random
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,10 +22,11 @@ from foretoken.config import SamplingParams, SpecConfig
 from foretoken.control.queue import SchedulerConfig
 from foretoken.core import Batch, Draft, Request, Verdict
 from foretoken.draft.base import Drafter, Feedback
+from foretoken.draft.chain import points
 from foretoken.draft.group import DrafterGroup, drafter_key
 from foretoken.engine.engine import Engine
-from foretoken.errors import InputError, StorageError
-from foretoken.files import read_json
+from foretoken.errors import InputError
+from foretoken.files import check_folder, read_json, replace_text
 from foretoken.model.interface import LanguageModel
 from foretoken.plan.profile import Curve, Profile, profile_from_mapping
 
@@ -61,18 +60,8 @@ def save_profile(profile: Profile, path: Path) -> None:
     Raises:
         StorageError: the folder cannot be made or written.
     """
-    part: Path | None = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False, encoding="utf-8") as file:
-            part = Path(file.name)
-            file.write(json.dumps(profile.as_dict(), indent=1, allow_nan=False) + "\n")
-        part.chmod(0o644)
-        os.replace(part, path)
-    except OSError as error:
-        if part is not None:
-            part.unlink(missing_ok=True)
-        raise StorageError(f"cannot write the profile to {path.parent}: {error}") from error
+    check_folder(path.parent)
+    replace_text("profile", path, json.dumps(profile.as_dict(), indent=1, allow_nan=False) + "\n")
 
 
 @dataclass(frozen=True)
@@ -100,8 +89,8 @@ class StandInDrafter:
 
     name = "filler"
 
-    def __init__(self, vocab_size: int, seed: int = 0) -> None:
-        self._vocab_size, self._random = vocab_size, random.Random(seed)
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size, self._random = vocab_size, random.Random(0)
 
     def start(self, request: Request) -> None:
         """Keeps nothing."""
@@ -109,14 +98,8 @@ class StandInDrafter:
     def propose(self, batch: Batch) -> Draft:
         """A chain of random tokens for every request."""
         counts = [entry.num_draft for entry in batch.decoding]
-        offsets = (0, *itertools.accumulate(counts))
-        parents = tuple(place - 1 for count in counts for place in range(count))
-        return Draft(
-            torch.tensor([self._random.randrange(self._vocab_size) for _ in range(offsets[-1])], dtype=torch.int64),
-            parents,
-            offsets,
-            tuple(self.name if count else None for count in counts),
-        )
+        tokens = [self._random.randrange(self._vocab_size) for _ in range(sum(counts))]
+        return points(self.name, counts, torch.tensor(tokens, dtype=torch.int64))
 
     def commit(self, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:
         """Learns nothing."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from statistics import median_low
 from typing import Any
 
@@ -18,16 +18,8 @@ import torch
 
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.control.queue import SchedulerConfig
-from foretoken.core import Batch, Draft, Request, Verdict
-from foretoken.draft.base import (
-    Drafter,
-    Feedback,
-    HiddenRows,
-    HiddenStateReader,
-    ModelDrafter,
-    parts_of,
-    variants_of,
-)
+from foretoken.core import Batch, Draft
+from foretoken.draft.base import Drafter, ModelDrafter, parts_of, variants_of
 from foretoken.draft.group import DrafterGroup, drafter_key
 from foretoken.engine.engine import Engine
 from foretoken.engine.startup.profiling import SHORT_TOKENS, StandInDrafter, stand_in, timed
@@ -131,7 +123,11 @@ def measure_start(
     steps = run.times(None, [rows - 1 for rows in _ROWS], share_s)
     if not steps:
         return None
-    draft_times = {label: run.times(made, _DRAFT_COUNTS, share_s) for label, made in drafters.items()}
+    costs: dict[str, DrafterCost] = {}
+    for label, made in drafters.items():
+        times = run.times(made, _DRAFT_COUNTS, share_s)
+        points = tuple((count, median_low([draft_s for _, draft_s in own])) for count, own in times.items())
+        costs[label] = DrafterCost(Curve(points), about=describe_drafter(*made))
     return Profile(
         target={"name": name, **describe_target(target)},
         machine=machine(),
@@ -139,62 +135,20 @@ def measure_start(
         command="at the start of an engine",
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         rows=Curve(tuple((1 + count, median_low([step_s for step_s, _ in times])) for count, times in steps.items())),
-        drafters={
-            label: DrafterCost(
-                Curve(
-                    tuple(
-                        (count, median_low([draft_s for _, draft_s in times]))
-                        for count, times in draft_times[label].items()
-                    )
-                ),
-                about=describe_drafter(*made),
-            )
-            for label, made in drafters.items()
-        },
+        drafters=costs,
         roofline=measure_roofline(target),
     )
 
 
-class _Metered:
-    """A drafter that is asked for `count` draft tokens at most, whatever the engine asks for."""
+class _MeteredGroup(DrafterGroup):
+    """Drafters that are asked for `count` draft tokens at most, whatever the engine asks for."""
 
-    def __init__(self, inner: Drafter) -> None:
-        self.inner, self.name, self.count = inner, inner.name, 0
-
-    def start(self, request: Request) -> None:
-        """Hand on."""
-        self.inner.start(request)
+    count = 1
 
     def propose(self, batch: Batch) -> Draft:
         """Fewer draft tokens."""
-        return self.inner.propose(
-            Batch(tuple(replace(entry, num_draft=min(entry.num_draft, self.count)) for entry in batch.entries))
-        )
-
-    def commit(self, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:
-        """Hand on."""
-        self.inner.commit(batch, draft, verdict, feedback)
-
-    def finish(self, request_id: int) -> None:
-        """Hand on."""
-        self.inner.finish(request_id)
-
-
-class _MeteredReader(_Metered):
-    """The same of a drafter that reads hidden states."""
-
-    def __init__(self, inner: Drafter) -> None:
-        super().__init__(inner)
-        assert isinstance(inner, HiddenStateReader)
-        self.reader: HiddenStateReader = inner
-
-    def hidden_layers(self) -> tuple[int, ...]:
-        """Hand on."""
-        return self.reader.hidden_layers()
-
-    def read_hidden(self, rows: Sequence[HiddenRows]) -> None:
-        """Hand on."""
-        self.reader.read_hidden(rows)
+        own = (replace(entry, num_draft=min(entry.num_draft, self.count)) for entry in batch.entries)
+        return super().propose(Batch(tuple(own)))
 
 
 @dataclass
@@ -205,7 +159,6 @@ class _StartRun:
     twins: dict[int, LanguageModel]
     began: float
     say: Say
-    first_s: float = field(default=0.0)
 
     def times(self, made: Made | None, counts: Sequence[int], share_s: float) -> dict[int, list[tuple[float, float]]]:
         """Seconds of steps with so many draft tokens, without the drafter and of the drafter alone, by the count; {}
@@ -223,10 +176,9 @@ class _StartRun:
         if made is not None:
             assert isinstance(made[1], ModelDrafter)
             inner = made[1].fresh(self.twin)
-        metered = _MeteredReader(inner) if isinstance(inner, HiddenStateReader) else _Metered(inner)
-        group, key = DrafterGroup(target), drafter_key(spec)
+        group, key = _MeteredGroup(target), drafter_key(spec)
         assert key is not None
-        group.drafters[key] = metered
+        group.drafters[key] = inner
         engine = Engine(target, group, limits=SchedulerConfig(1), eos_token_ids=())
         found: dict[int, list[tuple[float, float]]] = {}
         try:
@@ -235,8 +187,7 @@ class _StartRun:
                 SamplingParams(max_tokens=max_tokens, seed=_SEED, ignore_eos=True),
                 spec,
             )
-            metered.count = 1  # the drafter's first round reads the prompt
-            while state.num_rounds < 2 and state.finish_reason is None:
+            while state.num_rounds < 2 and state.finish_reason is None:  # the drafter's first round reads the prompt
                 last_s, _ = self.step(engine)
             for count in [count for _ in range(_MAX_REPEATS) for count in counts]:
                 expected_s = sum(found[count][-1]) if count in found else last_s
@@ -244,7 +195,7 @@ class _StartRun:
                     break
                 if state.finish_reason is not None or state.num_remaining - 1 < count:
                     continue
-                metered.count = count
+                group.count = count
                 last_s, draft_s = self.step(engine)
                 found.setdefault(count, []).append((last_s - draft_s, draft_s))
         finally:
