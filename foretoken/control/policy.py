@@ -70,7 +70,7 @@ class BudgetPolicy:
         self._token_s = 0.0  # what a token takes without a draft
         self._worth_s = 0.0  # what a token takes of late, draft tokens and all
         self._rate = TokenRate()
-        self._last_step: StepOutcome | None = None
+        self._last_kind: tuple[int, bool] | None = None  # of a step of decoding: its requests, with draft tokens or not
         self._num_declined = 0  # decisions against any draft token, in a row
         self._decisions_per_trial: dict[int, int] = {}  # by load
         self._since_plain: dict[int, int] = {}  # steps with draft tokens since one without, by load
@@ -127,7 +127,7 @@ class BudgetPolicy:
     def observe_step(self, step: StepOutcome, decision_s: float = 0.0, preview_s: float = 0.0) -> None:
         """See `chooser.Policy.observe_step`."""
         num_requests, draft_s = len(step.rounds), sum(step.draft_s.values())
-        self._last_step = step
+        self._last_kind = (num_requests, step.num_nodes > 0) if step.only_decodes and num_requests else None
         if self._mode == "decide":
             allowed_s = self.config.decision_share * (step.target_s + draft_s)
             self._repeats_left = min(self.config.max_repeats, int(decision_s / max(allowed_s, 1e-9)))
@@ -148,9 +148,9 @@ class BudgetPolicy:
 
     def observe_host(self, host_s: float) -> None:
         """See `chooser.Policy.observe_host`."""
-        step = self._last_step
-        if step is not None and step.only_decodes and step.rounds:
-            self.host_costs.observe(len(step.rounds), host_s, has_draft=step.num_nodes > 0)
+        if self._last_kind is not None:
+            num_requests, has_draft = self._last_kind
+            self.host_costs.observe(num_requests, host_s, has_draft)
 
     def observe_draft(
         self, drafter: Hashable, longest: int, draft_s: float, num_requests: int = 1, num_read_tokens: int = 0
