@@ -7,13 +7,12 @@ import contextlib
 import logging
 import os
 import time
-import traceback
 from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec.msgpack import Decoder as MessageDecoder
 
 from foretoken.backend.call import Generation
-from foretoken.errors import EngineError, ForetokenError
+from foretoken.errors import EngineError
 from foretoken.machine.threads import names_waiting, sleeping
 from foretoken.scale.options import BATCHES, QUEUED_TOKENS
 from foretoken.server.config import ServerConfig
@@ -25,12 +24,10 @@ from foretoken.server.life.wire import (
     Happened,
     Message,
     Over,
-    Refused,
     Returned,
     packed,
-    to_wire,
 )
-from foretoken.server.life.worker import READ_BYTES, value_of
+from foretoken.server.life.worker import READ_BYTES, refused, value_of
 from foretoken.server.receiving import open_stream
 
 if TYPE_CHECKING:
@@ -104,7 +101,7 @@ class EngineReplica:
             self._channels.pop(front, None)
             raise
         except Exception as error:  # noqa: BLE001 - the error of this call; the others go on
-            channel.send(_refused(command.call, error))
+            channel.send(refused(command.call, error))
         finally:
             self._running.pop(key, None)
 
@@ -132,7 +129,7 @@ class EngineReplica:
         try:
             return packed((self.name, Returned(command.call, await value_of(command, self._backend))))
         except Exception as error:  # noqa: BLE001 - the error of this command
-            return packed((self.name, _refused(command.call, error)))
+            return packed((self.name, refused(command.call, error)))
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Ray Serve's hook: what the autoscaler's policies count."""
@@ -184,10 +181,3 @@ def batches(llm: LLM) -> float:
     is_full = num_waiting and running and all(state.has_emitted for state in running)
     most = scheduler.config.max_batch_size
     return (len(running) + num_waiting) / (min(most, len(running)) if is_full else most)
-
-
-def _refused(call: int, error: Exception) -> Refused:
-    if not isinstance(error, ForetokenError):  # without its message, which may hold a user's text
-        where = "".join(traceback.format_tb(error.__traceback__))
-        _log.warning("%s in a call:\n%s", type(error).__name__, where)
-    return Refused(call, to_wire(error))

@@ -19,11 +19,8 @@ from foretoken.server.observe.config import ObserveConfig
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """The address is `guard.host` and `port` (0: a free one).
-
-    - `engine`: what every worker builds its engine from. `name`: what clients call the model (None: its own name).
-    - `draft_required`: a draft that is missing or broken ends the start; without it the server warns and does without.
-    - `tls_cert`, `tls_key`: PEM files, both or none; None: plain HTTP.
+    """What every worker builds its `engine` from, and the address: `guard.host` and `port`. Without `draft_required` a
+    server whose draft is missing or broken warns and does without.
 
     Raises:
         ConfigError, InputError: an invalid value; names the field.

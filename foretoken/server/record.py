@@ -37,18 +37,13 @@ def tenant_of(caller: Caller, cache_salt: str) -> str:
     return f"{caller.tenant}\0{cache_salt}" if cache_salt else caller.tenant
 
 
-def is_request_id(text: str) -> bool:
-    """Whether a client may call its request so."""
-    return _VALID.fullmatch(text) is not None
-
-
 def request_id_of(scope: MutableMapping[str, Any]) -> str:
     """The request's name: the one in the scope, a valid one in its header, or a new one; kept in the scope."""
     found = scope.get(_NAME_KEY)
     if not isinstance(found, str):
         sent = (value for name, value in scope.get("headers", ()) if name == REQUEST_ID_HEADER)
         given = next(sent, b"").decode("latin-1")
-        found = scope[_NAME_KEY] = given if is_request_id(given) else secrets.token_hex(12)
+        found = scope[_NAME_KEY] = given if _VALID.fullmatch(given) else secrets.token_hex(12)
     return found
 
 

@@ -221,8 +221,7 @@ def compose(backend: Backend, config: ServerConfig) -> Composed:
         ConfigError, StorageError: keys, history or tracing that cannot be used.
     """
     observation = Observation(backend, config.observe)
-    routers: list[APIRouter | RouterMaker] = [*observation.routers, page_router()]
-    routers.append(stats_router)
+    routers: list[APIRouter | RouterMaker] = [*observation.routers, page_router(), stats_router]
     if is_test_build() and isinstance(backend, Replicas):
         routers.append(debug_router(backend))
     app = create_app(backend, config.api, observation.observers, routers)
@@ -237,25 +236,22 @@ def listening_socket(host: str, port: int) -> socket.socket:
         StorageError: the port is in use, or needs other rights.
     """
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
+        family, *_, address = socket.getaddrinfo(
             host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except (socket.gaierror, UnicodeError) as error:
         raise ConfigError("host", host, "is no address of this machine") from error
-    found = socket.socket(family, kind, protocol)
+    is_dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
     try:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind(address)
-        found.listen(_BACKLOG)
+        found = socket.create_server(address, family=family, backlog=_BACKLOG, dualstack_ipv6=is_dual)
     except OSError as error:
-        found.close()
         if error.errno == errno.EADDRNOTAVAIL:
             raise ConfigError("host", host, "is no address of this machine") from error
         if error.errno == errno.EADDRINUSE:
             raise StorageError(
                 f"port {port} of {host} is in use: stop the other program, or give another --port"
             ) from error
-        raise StorageError(f"cannot listen on port {port} of {host}: {error.strerror}") from error
+        raise StorageError(f"cannot listen on port {port} of {host}: {os.strerror(error.errno or 0)}") from error
     found.setblocking(False)
     return found
 

@@ -78,7 +78,6 @@ class ScriptedBackend:
             close=lambda: None,
             llm=SimpleNamespace(
                 spec=SimpleNamespace(leaves=("ngram",)),
-                engine=SimpleNamespace(stats=SimpleNamespace(num_steps=0)),
                 close=lambda: None,
             ),
         )
@@ -108,9 +107,8 @@ class WorkerHere(Worker):
         super().__init__(channel, load)
         self._make = make
 
-    def _build(self) -> tuple[Any, Any]:
-        backend = self._make()
-        return backend.engine, backend
+    def _build(self) -> Any:
+        return self._make()
 
 
 class ProcessHere:

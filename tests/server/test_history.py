@@ -7,18 +7,21 @@ import io
 import json
 import sqlite3
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind, StatusCode
 
 from foretoken.errors import ConfigError, StorageError
-from foretoken.server.observe.background import Background
-from foretoken.server.observe.figures import figures_of, quantile
+from foretoken.server.observe.figures import FiguresWriter, RequestFigures, figures_of, quantile
 from foretoken.server.observe.history import COLUMNS, History, summarise, values_of_history
 from foretoken.server.observe.observation import RequestLog
-from foretoken.server.observe.otel import TRACE_HEADERS, OpenTelemetrySink, Tracing
+from foretoken.server.observe.otel import TRACE_HEADERS, Tracing
 from tests.server.records import drafted, record, stats_of
 
 MIB = 1 << 20
@@ -182,42 +185,44 @@ def test_a_later_schema_is_refused(tmp_path: Path) -> None:
 def test_what_does_not_fit_into_the_queue_is_dropped() -> None:
     import threading
 
-    entered, go_on, seen = threading.Event(), threading.Event(), list[int]()
+    entered, go_on, seen = threading.Event(), threading.Event(), list[str]()
 
-    def slow(batch: Any) -> int:
-        entered.set()
-        go_on.wait()
-        seen.extend(batch)
-        return 0
+    class Slow(FiguresWriter):
+        def _write(self, batch: Sequence[RequestFigures]) -> int:
+            entered.set()
+            go_on.wait()
+            seen.extend(one.request_id for one in batch)
+            return 0
 
-    background: Background[int] = Background("test", slow, max_queued=2)
-    background.put(0)
+    writer = Slow("test", max_queued=2)
+    writer.finished(record(request_id="0"))
     entered.wait()
     for number in range(1, 6):
-        background.put(number)
-    assert background.num_dropped == 3
+        writer.finished(record(request_id=str(number)))
+    assert writer.num_dropped == 3
     go_on.set()
-    background.close()
-    assert seen == [0, 1, 2]
-    background.put(7)
-    assert background.num_dropped == 4
+    writer.close()
+    assert seen == ["0", "1", "2"]
+    writer.finished(record(request_id="7"))
+    assert writer.num_dropped == 4
 
 
 def test_a_writer_that_raises_goes_on() -> None:
-    seen: list[int] = []
+    seen: list[str] = []
 
-    def broken(batch: Any) -> int:
-        if 1 in batch:
-            raise ZeroDivisionError
-        seen.extend(batch)
-        return 0
+    class Broken(FiguresWriter):
+        def _write(self, batch: Sequence[RequestFigures]) -> int:
+            if any(one.request_id == "1" for one in batch):
+                raise ZeroDivisionError
+            seen.extend(one.request_id for one in batch)
+            return 0
 
-    background: Background[int] = Background("test", broken)
-    for number in (1, 2):
-        background.put(number)
-        background.drain()
-    background.close()
-    assert (seen, background.num_dropped) == ([2], 1)
+    writer = Broken("test")
+    for name in ("1", "2"):
+        writer.finished(record(request_id=name))
+        writer.drain()
+    writer.close()
+    assert (seen, writer.num_dropped) == (["2"], 1)
 
 
 # ---- log
@@ -264,22 +269,11 @@ def test_quantiles_are_nearest_ranks() -> None:
 # ---- traces
 
 
-class Sink:
-    def __init__(self) -> None:
-        self.spans: list[tuple[Any, ...]] = []
-        self.is_closed = False
-
-    def add(self, span: tuple[Any, ...]) -> None:
-        self.spans.append(span)
-
-    def close(self) -> None:
-        self.is_closed = True
-
-
 def test_spans_follow_the_conventions_and_the_trace_of_the_client() -> None:
-    sink = Sink()
-    tracing = Tracing(sink)
-    parent = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
+    exporter = InMemorySpanExporter()
+    tracing = Tracing(SimpleSpanProcessor(exporter))
+    trace_id, span_id = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+    parent = {"traceparent": f"00-{trace_id}-{span_id}-01"}
 
     async def answer() -> None:
         TRACE_HEADERS.set(parent)
@@ -292,17 +286,20 @@ def test_spans_follow_the_conventions_and_the_trace_of_the_client() -> None:
 
     asyncio.run(answer())
     tracing.close()
-    (name, start, end, attributes, found, error), failed = sink.spans
-    assert (name, start, end, found, error) == ("chat reference", 100.0, 100.5, parent, None)
-    assert attributes["gen_ai.request.temperature"] == 0.5
-    assert attributes["gen_ai.usage.input_tokens"] == 10
-    assert attributes["gen_ai.usage.cache_read.input_tokens"] == 4
-    assert attributes["gen_ai.response.finish_reasons"] == ["stop"]
-    assert attributes["foretoken.spec.mean_acceptance_length"] == 1 + 3 / 2
-    assert "a text" not in repr(attributes)
-    assert failed[0] == "text_completion reference"
-    assert (failed[4], failed[5], failed[3]["error.type"]) == (None, "error", "error")
-    assert sink.is_closed
+    span, failed = exporter.get_finished_spans()
+    assert (span.name, span.start_time, span.end_time) == ("chat reference", 100 * 10**9, 100.5 * 10**9)
+    assert (span.kind, span.resource.attributes["service.name"]) == (SpanKind.SERVER, "foretoken")
+    assert (f"{span.context.trace_id:032x}", f"{span.parent.span_id:016x}") == (trace_id, span_id)
+    assert span.status.status_code is StatusCode.UNSET
+    assert span.attributes["gen_ai.request.temperature"] == 0.5
+    assert span.attributes["gen_ai.usage.input_tokens"] == 10
+    assert span.attributes["gen_ai.usage.cache_read.input_tokens"] == 4
+    assert span.attributes["gen_ai.response.finish_reasons"] == ("stop",)
+    assert span.attributes["foretoken.spec.mean_acceptance_length"] == 1 + 3 / 2
+    assert "a text" not in repr(dict(span.attributes))
+    assert failed.name == "text_completion reference"
+    assert (failed.parent, failed.status.status_code, failed.status.description) == (None, StatusCode.ERROR, "error")
+    assert failed.attributes["error.type"] == "error"
 
 
 def test_without_the_extra_tracing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,4 +307,4 @@ def test_without_the_extra_tracing_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(ConfigError, match="foretoken\\[otel\\]"):
-        OpenTelemetrySink()
+        Tracing()

@@ -202,6 +202,12 @@ def test_what_is_told_of_the_model() -> None:
     assert ask(backend, "/api/show", {"model": "another"})[0] == 404
 
 
+def test_beside_llama_cpps_interface_any_name_of_a_model_is_taken() -> None:
+    both = ApiConfig(ollama=True, llama_cpp=True)
+    for path, body in (("/api/show", {}), (CHAT, HELLO)):
+        assert ask(FakeBackend(), path, body | {"model": "another"}, both)[0] == 200
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "named"),
     [

@@ -4,25 +4,24 @@ and `/v1/messages/count_tokens`, the length of its prompt.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from foretoken.backend.call import AnswerEnded, Event
-from foretoken.errors import ForetokenError
+from foretoken.backend.call import AnswerEnded
 from foretoken.server.api.anthropic_request import MessagesRequest, TokenCountRequest, as_chat
 from foretoken.server.api.body import JsonRoute
 from foretoken.server.api.call import chat_call, terms_of, tier_of
 from foretoken.server.api.envelopes import MESSAGES_ERROR_SCHEMA, MESSAGES_PATH, wire_of
-from foretoken.server.api.errors import ApiError, error_responses, json_response, of_exception
+from foretoken.server.api.errors import ApiError, error_responses, json_response
 from foretoken.server.api.exchange import Api, Exchange
 from foretoken.server.api.messages import shaper_of, source_of
-from foretoken.server.api.schemas import ChatRequest
-from foretoken.server.api.streaming import PieceGroup, frames_of
+from foretoken.server.api.schemas import ChatRequest, SamplingFields
+from foretoken.server.api.streaming import PieceGroup
 from foretoken.server.api.tools import arguments_of
 from foretoken.server.api.usage import usage
-from foretoken.server.api.writer import ResponseWriter, answer
+from foretoken.server.api.writer import AnswerWriter
 
 _Json = dict[str, Any]
 # What fields of a chat are called here.
@@ -45,35 +44,29 @@ def messages_router(api: Api) -> APIRouter:
     @router.post(MESSAGES_PATH, summary="The next message of a conversation, as Anthropic has it")
     async def messages(body: MessagesRequest, request: Request) -> Response:
         terms = terms_of(api, body, request.scope)
-        chat: ChatRequest | None = None
         try:
             chat = as_chat(body)
             exchange = Exchange(api, request.scope, chat_call(chat, terms), terms.info, bool(body.stream))
-            writer = MessageWriter(exchange, chat)
-            return await answer(exchange, request, writer.stream, writer.whole)
+            return await MessageWriter(exchange, chat).answer(request)
         except ApiError as error:
-            raise _named(error, chat) from error
+            raise _named(error, body) from error
 
     @router.post(f"{MESSAGES_PATH}/count_tokens", summary="The number of tokens of a conversation")
     async def count_tokens(body: TokenCountRequest, request: Request) -> Response:
         terms = terms_of(api, body, request.scope)
-        chat: ChatRequest | None = None
         try:
-            chat = as_chat(body.model_copy(update={"max_tokens": 1}))
-            call = chat_call(chat, terms)
-            tokens = await api.backend.tokenize(None, call.messages, True, call.tools, call.template_options)
+            call = chat_call(as_chat(body.model_copy(update={"max_tokens": 1})), terms)
         except ApiError as error:
-            raise _named(error, chat) from error
-        except ForetokenError as error:
-            raise _named(of_exception(error, api.config.retry_after_s), chat) from error
+            raise _named(error, body) from error
+        tokens = await api.backend.tokenize(None, call.messages, True, call.tools, call.template_options)
         return json_response({"input_tokens": len(tokens)})
 
     return router
 
 
-def _named(error: ApiError, chat: ChatRequest | None) -> ApiError:
+def _named(error: ApiError, body: SamplingFields) -> ApiError:
     """The error with the names that its fields have here, in its text too: clients show nothing else."""
-    param = error.param if chat is None else source_of(chat, error.param)
+    param = source_of(body, error.param)
     param = _PARAMS.get(param or "", param)
     if error.param and param and error.detail.startswith(f"{error.param}:"):
         error.detail = param + error.detail.removeprefix(error.param)
@@ -81,17 +74,16 @@ def _named(error: ApiError, chat: ChatRequest | None) -> ApiError:
     return error
 
 
-class MessageWriter:
+class MessageWriter(AnswerWriter):
     """One message, whole or as events."""
 
     def __init__(self, exchange: Exchange, chat: ChatRequest) -> None:
-        self._exchange, self._chat, self._is_begun = exchange, chat, False
+        super().__init__(exchange, chat)
         self._shaper, self._blocks = shaper_of(chat, exchange.info), ContentBlocks()
-        self._frame = ResponseWriter(exchange, chat, "msg", "message", "message")
 
     def whole(self) -> _Json:
-        """The message that is not streamed."""
-        progress = self._exchange.book.answers[0]
+        """See `AnswerWriter.whole`."""
+        progress = self.exchange.book.answers[0]
         assert progress.ended is not None
         for _ in self._blocks.add(self._shaper.push(progress.text)):
             pass
@@ -100,46 +92,40 @@ class MessageWriter:
             pass
         return {**self._message(), "content": self._blocks.content, **stop, **self._reports()}
 
-    def stream(self) -> AsyncGenerator[bytes]:
-        """The events of the stream, encoded.
-
-        Raises:
-            ApiError: the call failed.
-        """
-        return frames_of(self._exchange, self._frames, self._failed)
-
-    def _failed(self, error: ApiError) -> Sequence[bytes]:
-        _named(error, self._chat)
+    def failed(self, error: ApiError) -> Iterable[bytes]:
+        """See `AnswerWriter.failed`."""
+        _named(error, self.body)
         return ()
 
-    def _frames(self, event: Event | PieceGroup) -> Iterator[bytes]:
-        if not self._is_begun and isinstance(event, PieceGroup | AnswerEnded):
-            self._is_begun = True
-            yield self._encoded({"type": "message_start", "message": self._message()})
-            yield wire_of(self._exchange.path).ping
-        if isinstance(event, PieceGroup):
-            yield from map(self._encoded, self._blocks.add(self._shaper.push(event.piece.text)))
-        elif isinstance(event, AnswerEnded):
-            last, stop = self._ended(event)
-            yield from map(self._encoded, last)
-            end = {"type": "message_delta", "delta": stop, "usage": self._usage()}
-            yield self._encoded({**end, **self._reports()})
-            yield self._encoded({"type": "message_stop"})
+    def begun(self) -> Iterable[bytes]:
+        """See `AnswerWriter.begun`."""
+        ping = wire_of(self.exchange.path).ping
+        return [self._encoded({"type": "message_start", "message": self._message()}), ping]
+
+    def piece(self, group: PieceGroup) -> Iterable[bytes]:
+        """See `AnswerWriter.piece`."""
+        return map(self._encoded, self._blocks.add(self._shaper.push(group.piece.text)))
+
+    def ended(self, event: AnswerEnded) -> Iterable[bytes]:
+        """See `AnswerWriter.ended`."""
+        last, stop = self._ended(event)
+        end = {"type": "message_delta", "delta": stop, "usage": self._usage()}
+        return map(self._encoded, [*last, {**end, **self._reports()}, {"type": "message_stop"}])
 
     def _ended(self, event: AnswerEnded) -> tuple[list[_Json], _Json]:
         """The last events of the content, and why it ended."""
         delta, reason = self._shaper.finish(event.finish_reason)
-        found = self._exchange.stop_string(event)
+        found = self.exchange.stop_string(event)
         is_cut = event.finish_reason == "length" or found is not None
         made = [*self._blocks.add(delta), *self._blocks.close(is_cut)]
         return made, {"stop_reason": _REASONS[reason] if found is None else "stop_sequence", "stop_sequence": found}
 
     def _encoded(self, event: _Json) -> bytes:
         """An event; padded like those of a chat where that is asked for."""
-        return b"event: %b\n%b" % (event["type"].encode(), self._frame.encoded(event))
+        return b"event: %b\n%b" % (event["type"].encode(), self.encoded(event))
 
     def _message(self) -> _Json:
-        exchange = self._exchange
+        exchange = self.exchange
         return {
             "id": f"msg_{exchange.request_id}",
             "type": "message",
@@ -153,11 +139,11 @@ class MessageWriter:
 
     def _reports(self) -> _Json:
         """What the request cost, without llama.cpp's `timings`, which it leaves out here too."""
-        return {name: value for name, value in self._frame.reports().items() if name != "timings"}
+        return {name: value for name, value in self.reports().items() if name != "timings"}
 
     def _usage(self) -> _Json:
         """Anthropic counts prompt tokens that were found in the cache beside the others, not among them."""
-        found = usage(self._exchange, self._chat.prediction is not None)
+        found = usage(self.exchange, self.body.prediction is not None)
         num_cached = found["prompt_tokens_details"]["cached_tokens"]
         details = found["completion_tokens_details"]
         return {
@@ -165,7 +151,7 @@ class MessageWriter:
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": num_cached,
             "output_tokens": found["completion_tokens"],
-            "service_tier": "priority" if tier_of(self._chat) in ("priority", "fast") else "standard",
+            "service_tier": "priority" if tier_of(self.body) in ("priority", "fast") else "standard",
             **{name: count for name, count in details.items() if name.endswith("_prediction_tokens")},
         }
 

@@ -7,10 +7,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
+from pydantic import BeforeValidator, Field, StringConstraints
 
+from foretoken.server.api.body import RequestPart
 from foretoken.server.api.errors import ApiError, invalid, unsupported
-from foretoken.server.api.forms import JsonSchemaFormat, ResponseFormat
+from foretoken.server.api.forms import json_form
 from foretoken.server.api.schemas import ChatRequest, Count, SamplingFields, ServiceTier, ShortText, TokenLimit
 from foretoken.server.api.tools import MAX_TOOLS, FunctionTool, NamedFunction, NamedToolChoice, Tool, ToolChoice
 
@@ -51,10 +52,8 @@ def _as_tier(value: object) -> object:
     return "default" if value == "standard_only" else value
 
 
-class MessagesTool(BaseModel):
+class MessagesTool(RequestPart):
     """A tool: the client's own, or one of those that Anthropic runs or knows, which are refused."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     type: ShortText | None = None
     name: _ToolName | None = None
@@ -66,38 +65,30 @@ class MessagesTool(BaseModel):
     input_examples: list[Any] | None = None
 
 
-class MessagesToolChoice(BaseModel):
+class MessagesToolChoice(RequestPart):
     """`tool_choice`."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     type: Literal["auto", "any", "tool", "none"]
     name: ShortText | None = None
     disable_parallel_tool_use: bool | None = None
 
 
-class ThinkingOptions(BaseModel):
+class ThinkingOptions(RequestPart):
     """`thinking`: what the chat template may be given."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Count | None = None
 
 
-class OutputFormat(BaseModel):
+class OutputFormat(RequestPart):
     """The form of the answer's text."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(BaseModel):
+class OutputConfig(RequestPart):
     """`output_config`."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
@@ -148,12 +139,11 @@ def as_chat(body: TokenCountRequest) -> ChatRequest:
         **shared
         | {
             "messages": chat_messages(body.system, body.messages),
-            "max_completion_tokens": None,
             "stop": body.stop if body.stop_sequences is None else body.stop_sequences,
             "tools": None if body.tools is None else [_tool(f"tools.{i}", tool) for i, tool in enumerate(body.tools)],
             "tool_choice": None if choice is None else _choice(choice),
             "parallel_tool_calls": None if choice is None else not choice.disable_parallel_tool_use,
-            "response_format": body.response_format if form is None else _format(form),
+            "response_format": body.response_format if form is None else json_form(form.schema_),
             "reasoning_effort": None if effort is None else _EFFORTS.get(effort, effort),
             "chat_template_kwargs": _thinking(body.thinking),
         }
@@ -172,18 +162,14 @@ def _refuse_features(body: TokenCountRequest) -> None:
     ):
         if getattr(body, name):
             raise unsupported(name, f"is not supported: {remedy}")
-    for place, edit in enumerate(_edits(body.context_management)):
+    edits = (body.context_management or {}).get("edits") or []
+    if not isinstance(edits, list):
+        raise invalid("context_management.edits", "must be a list")
+    for place, edit in enumerate(edits):
         # thinking that is sent back is left out in any case, so that there is nothing to clear
         if not isinstance(edit, dict) or not str(edit.get("type")).startswith("clear_thinking_"):
             param = f"context_management.edits.{place}.type"
             raise unsupported(param, "is not supported: no context is edited here; send what the model should read")
-
-
-def _edits(context_management: dict[str, Any] | None) -> list[Any]:
-    edits = (context_management or {}).get("edits") or []
-    if not isinstance(edits, list):
-        raise invalid("context_management.edits", "must be a list")
-    return edits
 
 
 def _tool(param: str, tool: MessagesTool) -> Tool:
@@ -212,11 +198,6 @@ def _choice(choice: MessagesToolChoice) -> ToolChoice:
     if choice.name is None:
         raise invalid("tool_choice.name", "is missing: type tool names one of the tools", code="missing_field")
     return NamedToolChoice.model_construct(type="function", function=NamedFunction.model_construct(name=choice.name))
-
-
-def _format(form: OutputFormat) -> ResponseFormat:
-    schema = JsonSchemaFormat.model_construct(name="answer", schema_=form.schema_)
-    return ResponseFormat.model_construct(type="json_schema", json_schema=schema)
 
 
 def _thinking(asked: ThinkingOptions | None) -> dict[str, Any] | None:

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foretoken import __version__
 from foretoken.backend.call import Backend
-from foretoken.server.api import anthropic, chat, completions, llamacpp, ollama, responses
+from foretoken.server.api import anthropic, llamacpp, ollama, openai, responses
 from foretoken.server.api.config import ApiConfig
 from foretoken.server.api.envelopes import INFILL_PATH, MESSAGES_PATH, error_response, id_headers, install_handlers
 from foretoken.server.api.errors import CODE_KEY, ERROR_SCHEMA, error_responses, final
@@ -29,7 +29,7 @@ from foretoken.server.record import (
 _log = logging.getLogger("foretoken.server")
 RouterMaker = Callable[[Api], APIRouter]
 GENERATING_PATHS = (
-    *(chat.PATH, completions.PATH, responses.PATH, MESSAGES_PATH, ollama.CHAT_PATH, ollama.GENERATE_PATH),
+    *(openai.CHAT_PATH, openai.COMPLETION_PATH, responses.PATH, MESSAGES_PATH, ollama.CHAT_PATH, ollama.GENERATE_PATH),
     *("/completion", "/completions", "/chat/completions", "/responses", INFILL_PATH),
 )
 
@@ -52,67 +52,29 @@ def create_app(
         responses=error_responses(ERROR_SCHEMA),
     )
     app.state.api = api
-    openai = (chat.chat_router(api), responses.responses_router(api), status_router(api))
+    of_openai = (openai.chat_router(api), responses.responses_router(api), status_router(api))
     for router in (
-        *((llamacpp.llama_router(api, openai),) if api.config.llama_cpp else ()),  # its /tokenize comes first
-        *openai,
-        completions.completion_router(api),
+        *((llamacpp.llama_router(api, of_openai),) if api.config.llama_cpp else ()),  # its /tokenize comes first
+        *of_openai,
+        openai.completion_router(api),
         anthropic.messages_router(api),
         tokenization_router(api),
         *((ollama.ollama_router(api),) if api.config.ollama else ()),
         *(router if isinstance(router, APIRouter) else router(api) for router in routers),
     ):
         app.include_router(router)
-    install_handlers(app)
-    app.add_middleware(RefusalRecords, api=api)
-    app.add_middleware(RequestIds)
+    install_handlers(app, api.config.retry_after_s)
+    app.add_middleware(RequestLayer, api=api)
     return app
 
 
-class RefusalRecords:
-    """ASGI layer: a record for every request for answers that was refused before it had a call."""
+class RequestLayer:
+    """ASGI layer: a response to every request, whatever breaks, with `x-request-id` on it; and a record for every
+    request for answers that was refused before it had a call.
+    """
 
     def __init__(self, app: ASGIApp, api: Api) -> None:
         self._app, self._api = app, api
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
-        if scope["type"] != "http" or scope["path"] not in GENERATING_PATHS:
-            await self._app(scope, receive, send)
-            return
-        began_unix_s, began_s, status = time.time(), time.perf_counter(), 500
-
-        async def send_and_note(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        try:
-            await self._app(scope, receive, send_and_note)
-        finally:
-            if RECORDED_KEY not in scope and status >= 400:
-                caller, info = caller_of(scope), self._api.backend.info
-                self._api.tell(
-                    RequestRecord(
-                        request_id=request_id_of(scope),
-                        route=scope["path"],
-                        model="" if info is None else info.name,
-                        began_unix_s=began_unix_s,
-                        duration_s=time.perf_counter() - began_s,
-                        status=status,
-                        reason=scope.get(CODE_KEY, "internal_error"),
-                        key=caller.key,
-                        tenant=caller.tenant,
-                    )
-                )
-
-
-class RequestIds:
-    """ASGI layer: a response to every request, whatever breaks, and `x-request-id` on it."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -120,12 +82,12 @@ class RequestIds:
             await self._app(scope, receive, send)
             return
         request_id_of(scope)
-        has_begun = False
+        began_unix_s, began_s, status = time.time(), time.perf_counter(), 0
 
         async def send_with_id(message: Message) -> None:
-            nonlocal has_begun
+            nonlocal status
             if message["type"] == "http.response.start":
-                has_begun = True
+                status = message["status"]
                 headers = [pair for pair in message.get("headers", ()) if pair[0].lower() != REQUEST_ID_HEADER]
                 message["headers"] = [*headers, *id_headers(scope["path"], request_id_of(scope))]
             await send(message)
@@ -134,7 +96,26 @@ class RequestIds:
             await self._app(scope, receive, send_with_id)
         except Exception:  # the client gets an envelope, the log gets the traceback
             _log.exception("request %s broke down", request_id_of(scope))
-            if has_begun:
+            if status:
                 raise
             error = final(500, "internal_error", "the server failed to answer this request")
             await error_response(error, scope)(scope, receive, send_with_id)
+        finally:
+            if RECORDED_KEY not in scope and scope["path"] in GENERATING_PATHS and (status >= 400 or not status):
+                self._record_refusal(scope, began_unix_s, time.perf_counter() - began_s, status or 500)
+
+    def _record_refusal(self, scope: Scope, began_unix_s: float, duration_s: float, status: int) -> None:
+        caller, info = caller_of(scope), self._api.backend.info
+        self._api.tell(
+            RequestRecord(
+                request_id=request_id_of(scope),
+                route=scope["path"],
+                model="" if info is None else info.name,
+                began_unix_s=began_unix_s,
+                duration_s=duration_s,
+                status=status,
+                reason=scope.get(CODE_KEY, "internal_error"),
+                key=caller.key,
+                tenant=caller.tenant,
+            )
+        )

@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import re
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
+from pydantic import BaseModel, ConfigDict
 from starlette.requests import ClientDisconnect
 
 from foretoken.server.api.errors import CLIENT_GONE, ApiError, final
 
-_SURROGATE = re.compile("[\ud800-\udfff]")
 _IN_THREAD_BYTES = 64 << 10  # a larger body takes milliseconds to read, for which the event loop should not wait
 
 
@@ -34,7 +33,9 @@ def read_json(data: bytes) -> Any:  # noqa: ANN401 - any JSON value
     try:
         value = json.loads(text, object_pairs_hook=_object, parse_constant=_constant, parse_float=_finite)
         if "\\u" in text:
-            _check_surrogates(value)
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:  # JSON can spell halves of surrogate pairs, which are no text
+        raise _invalid("has half of a surrogate pair in a text") from None
     except json.JSONDecodeError as error:
         raise _invalid(f"is no JSON at byte {len(text[: error.pos].encode('utf-8', 'replace'))}") from None
     except RecursionError:
@@ -66,18 +67,10 @@ def _finite(text: str) -> float:
     return number
 
 
-def _check_surrogates(value: object) -> None:
-    """JSON can spell halves of surrogate pairs, which are no text."""
-    if isinstance(value, str):
-        if _SURROGATE.search(value):
-            raise _invalid("has half of a surrogate pair in a text")
-    elif isinstance(value, list):
-        for item in value:
-            _check_surrogates(item)
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            _check_surrogates(key)
-            _check_surrogates(item)
+class RequestPart(BaseModel):
+    """A body, or an object in one, with types taken strictly; fields that it does not name are ignored."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
 
 
 class StrictRequest(Request):

@@ -59,8 +59,7 @@ def terms_of(api: Api, body: SamplingFields, scope: MutableMapping[str, Any]) ->
     """
     info = api.ready_info()
     _notice_unknown(body, api.config)
-    if not api.config.llama_cpp:
-        check_model(body.model, info)
+    check_model(body.model, info, api.config)
     if body.request_id is not None:
         name_request(scope, body.request_id)
     return Terms(info, api.config, caller_of(scope))
@@ -119,13 +118,13 @@ def completion_call(
     )
 
 
-def check_model(model: str | None, info: ModelInfo) -> None:
-    """Whether the named model is the served one; none named: it is.
+def check_model(model: str | None, info: ModelInfo, config: ApiConfig) -> None:
+    """Refuse a name that is not the served model's; a server that speaks llama.cpp's interface takes any.
 
     Raises:
         ApiError: 404.
     """
-    if model is not None and model != info.name:
+    if model not in (None, info.name) and not config.llama_cpp:
         raise ApiError(404, "model_not_found", "model: is not served here; see /v1/models", "model")
 
 
@@ -286,6 +285,17 @@ def check_num_biases(biases: Sized | None, config: ApiConfig) -> None:
     """
     if len(biases or ()) > config.max_logit_bias:
         raise invalid("logit_bias", f"must have at most {config.max_logit_bias} entries", len(biases or ()))
+
+
+def check_token_ids(param: str, tokens: Sequence[Any], info: ModelInfo) -> None:
+    """Refuse what is no id of a token of the model.
+
+    Raises:
+        ApiError: there is one; shows the first.
+    """
+    for token in tokens:
+        if type(token) is not int or not 0 <= token < info.vocab_size:
+            raise invalid(param, f"must be whole numbers from 0 to {info.vocab_size - 1}", token)
 
 
 def _check_prompts(prompts: Sequence[Any], terms: Terms) -> None:

@@ -21,33 +21,17 @@ _option = partial(option, group="Requests")
 
 @dataclass(frozen=True)
 class ApiConfig:
-    """Limits and defaults of the HTTP API.
+    """Limits and defaults of the HTTP API. Beside what the options say:
 
-    - `strict`: unknown fields of a request are refused instead of ignored.
-    - `max_prompts`: prompts of one request (vLLM's number). `max_choices`: `n`. `max_stop_strings`: as OpenAI.
-    - `max_text_chars`: of one stop string. `max_bad_words` entries and `max_bad_word_tokens` tokens of all (vLLM's).
-    - `max_logit_bias`: entries of `logit_bias`. `max_logprobs`: alternatives for each token (OpenAI's 20).
-    - `max_prompt_logprobs`: prompt tokens times alternatives that one response lists, so that its size is bounded.
-    - `max_request_tokens`: answers times `max_tokens` of one request. `max_pending_tokens`: the same over all requests
-      that run or wait (None: not limited, the queue's length is). A length that nobody named is cut to both, and
-      counts in full until the answer ends: set `default_max_tokens` beside it.
-    - `default_max_tokens`: of a chat request that names none (None: up to the end of the context).
-    - `default_temperature`, `default_seed`: of requests that name none (None: as `sampling_defaults` says; a new seed).
-    - `first_token_timeout_s`: longest time in the queue and with the prompt; `request_timeout_s`: longest time in all.
-    - `ping_s`: a comment is sent on a stream that was silent for so long, so that no proxy closes it.
-    - `granularity`: when a stream's events are sent: "step" (one for each verification), "token", "interval:50" (ms).
-    - `stream_buffer_bytes`: unread events after which a slow client is dropped.
-    - `obfuscation`: pad the events of streams that do not say whether they want it; `force_obfuscation`: of all.
-    - `obfuscation_bucket_bytes`: events are padded to a multiple of it; one verification's tokens fit.
-    - `request_metrics`: what `metrics` in responses has. `retry_after_s`: told to clients that are refused for now.
+    - `max_prompts`, `max_bad_words`, `max_bad_word_tokens` are vLLM's, `max_stop_strings`, `max_logprobs` OpenAI's.
+    - `max_pending_tokens` (None: not limited, the queue's length is): a length that nobody named is cut to it and to
+      `max_request_tokens`, and counts in full until the answer ends: set `default_max_tokens` beside it.
+    - `first_token_timeout_s`: with the time for the prompt. `ping_s`: so that no proxy closes a silent stream.
+    - `granularity`: "step" is one event for each verification, whose tokens fit into `obfuscation_bucket_bytes`.
     - `specs`: settings that a request may choose by naming their drafter, beside the default and the lookups.
     - `allow_lossy`: requests may name a rule that changes the target's distribution.
-    - `predictions`: `prediction` is drafted; without it such requests are answered without.
-    - `sampling_defaults`: how requests are sampled that name neither a temperature nor another of
-      `params.ADVISED_FIELDS`.
-    - `ollama`: Ollama's interface under `/api`, for clients that speak no other.
-    - `llama_cpp`: llama.cpp's own routes, and OpenAI's without `/v1`; the model that a request names is not looked at.
-    - `metrics`, `slots`: whether `/metrics`, and llama.cpp's `/slots`, tell how busy the server is.
+    - `sampling_defaults`: of requests that name neither a temperature nor another of `params.ADVISED_FIELDS`.
+    - `llama_cpp`: llama.cpp's own routes, and OpenAI's without `/v1`.
     """
 
     strict: bool = field(

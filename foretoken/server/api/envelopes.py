@@ -13,6 +13,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
+from foretoken.errors import ForetokenError
 from foretoken.server.api.errors import (
     CODE_KEY,
     CODES,
@@ -21,6 +22,7 @@ from foretoken.server.api.errors import (
     ErrorCode,
     json_response,
     object_schema,
+    of_exception,
     of_validation,
     type_of,
 )
@@ -162,26 +164,26 @@ _BY_STATUS: dict[int, ErrorCode] = {
 }
 
 
-def install_handlers(app: FastAPI) -> None:
+def install_handlers(app: FastAPI, retry_after_s: int) -> None:
     """Give every error of the application the envelope."""
 
-    async def api_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, ApiError)
+    @app.exception_handler(ApiError)
+    async def api_error(request: Request, error: ApiError) -> Response:
         return _send(request, error)
 
-    async def validation(request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
+    @app.exception_handler(ForetokenError)
+    async def backend_error(request: Request, error: ForetokenError) -> Response:
+        return _send(request, of_exception(error, retry_after_s))
+
+    @app.exception_handler(RequestValidationError)
+    async def validation(request: Request, error: RequestValidationError) -> Response:
         return _send(request, of_validation(error.errors()))
 
-    async def http_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, StarletteHTTPException)
+    @app.exception_handler(StarletteHTTPException)
+    async def http_error(request: Request, error: StarletteHTTPException) -> Response:
         status = error.status_code
         code: ErrorCode = _BY_STATUS.get(status, "invalid_value" if status < 500 else "internal_error")
         return _send(request, ApiError(status, code, HTTPStatus(status).phrase, headers=error.headers))
-
-    app.add_exception_handler(ApiError, api_error)
-    app.add_exception_handler(RequestValidationError, validation)
-    app.add_exception_handler(StarletteHTTPException, http_error)
 
 
 def _send(request: Request, error: ApiError) -> Response:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -180,16 +180,27 @@ def final(status: int, code: ErrorCode, message: str) -> ApiError:
 
 # ---- from the errors of the package
 
-_Maker = Callable[[errors.ForetokenError, int], ApiError]
-
 
 def of_exception(error: Exception, retry_after_s: int) -> ApiError:
     """The API's error for an exception of the package; anything unknown is an internal error without a text."""
-    if isinstance(error, ApiError):
-        return error
-    for kind, make in _MAKERS:
-        if isinstance(error, kind):
-            return make(error, retry_after_s)
+    match error:
+        case errors.ContextLengthError():
+            return ApiError(400, "context_length_exceeded", str(error), "prompt")
+        case errors.InputError():
+            return invalid(error.field, error.remedy, error.value)
+        case errors.OverloadedError():
+            return later(429, "queue_full", str(error), retry_after_s)
+        case errors.CapacityError():
+            return ApiError(400, "capacity_exceeded", str(error), "max_tokens")
+        case errors.UnavailableError():
+            return unavailable("restarting", retry_after_s)
+        case errors.CheckpointError() if "chat template" in str(error):
+            # a template that breaks or never ends does so on what the client sent; other files are the operator's
+            return ApiError(400, "unsupported_feature", f"messages: {error}", "messages")
+        case errors.UnsupportedModelError():
+            return ApiError(400, "unsupported_feature", str(error))
+        case errors.ForetokenError():
+            return _engine_error(type(error).__name__)
     return final(500, "internal_error", "the server failed to answer this request")
 
 
@@ -197,35 +208,16 @@ def of_failure(event: AnswerFailed) -> ApiError:
     """The API's error for an answer that failed inside the engine."""
     if event.field:  # found out on the way, such as a structure that has no room for `min_tokens`
         return invalid(event.field, event.message)
-    if event.error == "NumericsError":
-        return _numerical(errors.NumericsError(), 0)
-    if event.error in ("WorkerDiedError", "RankError"):
-        return _worker_died(errors.WorkerDiedError(), 0)
-    return _engine(errors.EngineError(), 0)
+    return _engine_error(event.error)
 
 
-def _engine(_error: errors.ForetokenError, _retry_after_s: int) -> ApiError:
+def _engine_error(name: str) -> ApiError:
+    """The error for a failure of the engine, by the name of its class."""
+    if name == "NumericsError":
+        return final(500, "numerical_error", "the model computed numbers that are not finite for this request")
+    if name in ("WorkerDiedError", "RankError"):
+        return final(500, "worker_died", "the engine's process died while this request ran; it is being restarted")
     return final(500, "engine_error", "the engine failed on this request; others go on")
-
-
-def _numerical(_error: errors.ForetokenError, _retry_after_s: int) -> ApiError:
-    return final(500, "numerical_error", "the model computed numbers that are not finite for this request")
-
-
-def _input(error: errors.ForetokenError, _retry_after_s: int) -> ApiError:
-    assert isinstance(error, errors.InputError)
-    return invalid(error.field, error.remedy, error.value)
-
-
-def _unusable(error: errors.ForetokenError, retry_after_s: int) -> ApiError:
-    """A template that breaks or never ends does so on what the client sent; other files are the operator's."""
-    if "chat template" in str(error):
-        return ApiError(400, "unsupported_feature", f"messages: {error}", "messages")
-    return _engine(error, retry_after_s)
-
-
-def _worker_died(_error: errors.ForetokenError, _retry_after_s: int) -> ApiError:
-    return final(500, "worker_died", "the engine's process died while this request ran; it is being restarted")
 
 
 def unavailable(state: str, retry_after_s: int) -> ApiError:
@@ -234,25 +226,7 @@ def unavailable(state: str, retry_after_s: int) -> ApiError:
     return later(503, code, f"the server takes no requests now: {code}", retry_after_s)
 
 
-_BY_STATE: dict[str, ErrorCode] = {
-    "draining": "draining",
-    "restarting": "restarting",
-    "failed": "engine_failed",
-}
-
-
-_MAKERS: tuple[tuple[type[errors.ForetokenError], _Maker], ...] = (
-    (errors.ContextLengthError, lambda e, _s: ApiError(400, "context_length_exceeded", str(e), "prompt")),
-    (errors.InputError, _input),
-    (errors.OverloadedError, lambda e, s: later(429, "queue_full", str(e), s)),
-    (errors.CapacityError, lambda e, _s: ApiError(400, "capacity_exceeded", str(e), "max_tokens")),
-    (errors.UnavailableError, lambda _e, s: unavailable("restarting", s)),
-    (errors.WorkerDiedError, _worker_died),
-    (errors.NumericsError, _numerical),
-    (errors.CheckpointError, _unusable),
-    (errors.UnsupportedModelError, lambda e, _s: ApiError(400, "unsupported_feature", str(e))),
-    (errors.ForetokenError, _engine),
-)
+_BY_STATE: dict[str, ErrorCode] = {"draining": "draining", "restarting": "restarting", "failed": "engine_failed"}
 
 
 # ---- from the framework

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import re
 import time
-from collections.abc import AsyncGenerator, Awaitable, Coroutine, Iterator, MutableMapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -165,8 +165,8 @@ class Exchange:
                     if event.finish_reason == "abort":
                         raise self._leave_error(self.left)
                     num_open -= 1
-                elif self._timers and self.book.ttft_s is not None:
-                    self._timers.pop(0).cancel() if len(self._timers) == 2 else None
+                elif len(self._timers) == 2 and self.book.ttft_s is not None:
+                    self._timers.pop(0).cancel()
                 yield event
         except ForetokenError as error:
             raise self._refusal(error) from error
@@ -175,6 +175,18 @@ class Exchange:
                 await self._cancel()
             if isinstance(iterator, AsyncGenerator):
                 await iterator.aclose()
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of all prompts; 0 before the call was begun."""
+        return sum(map(len, self.prompt_ids))
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens found in the cache, of the first answer to each prompt."""
+        n = self.call.params.n
+        found = {end.index // n: int(end.stats["num_cached_tokens"]) for end in self.book.ended if end.index % n == 0}
+        return sum(min(found.get(place, 0), len(ids)) for place, ids in enumerate(self.prompt_ids))
 
     def stop_string(self, event: AnswerEnded) -> str | None:
         """The stop string that ended an answer: its last token completed it. None where something else ended it."""
@@ -235,7 +247,7 @@ class Exchange:
         self.prompt_ids = event.prompt_ids
         count = self.call.params.prompt_logprobs
         max_listed = self.api.config.max_prompt_logprobs
-        if count is not None and sum(map(len, event.prompt_ids)) * (count + 1) > max_listed:
+        if count is not None and self.num_prompt_tokens * (count + 1) > max_listed:
             message = f"echo: prompt tokens times alternatives must be at most {max_listed} with logprobs"
             raise ApiError(400, "too_many_tokens", message, "logprobs")
 
@@ -271,8 +283,8 @@ class Exchange:
             reason=reason,
             is_stream=self.is_stream,
             finish_reasons=tuple(end.finish_reason for end in ends),
-            num_prompt_tokens=sum(map(len, self.prompt_ids)),
-            num_cached_tokens=sum(int(end.stats["num_cached_tokens"]) for end in ends if end.index % params.n == 0),
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_cached_tokens=self.num_cached_tokens,
             num_completion_tokens=book.num_tokens,
             ttft_s=book.ttft_s,
             inter_token_s=tuple(book.inter_token_s),
@@ -289,17 +301,11 @@ class Exchange:
 
 def _attributes(call: Call) -> dict[str, Any]:
     """The request's parameters under OpenTelemetry's names; never a text."""
-    params = call.params
+    names = ("max_tokens", "temperature", "top_p", "top_k", "seed", "frequency_penalty", "presence_penalty")
     return {
         "gen_ai.operation.name": "text_completion" if call.messages is None else "chat",
-        "gen_ai.request.max_tokens": params.max_tokens,
-        "gen_ai.request.temperature": params.temperature,
-        "gen_ai.request.top_p": params.top_p,
-        "gen_ai.request.top_k": params.top_k,
-        "gen_ai.request.seed": params.seed,
-        "gen_ai.request.frequency_penalty": params.frequency_penalty,
-        "gen_ai.request.presence_penalty": params.presence_penalty,
-        "gen_ai.request.choice.count": params.n,
+        **{f"gen_ai.request.{name}": getattr(call.params, name) for name in names},
+        "gen_ai.request.choice.count": call.params.n,
     }
 
 
@@ -316,14 +322,6 @@ class AnswerProgress:
     def text(self) -> str:
         """The whole text, once it has ended."""
         return "" if self.ended is None else self.ended.text
-
-    def steps(self) -> Iterator[list[TokenEvent]]:
-        """The tokens by step."""
-        begin = 0
-        for end in range(1, len(self.tokens) + 1):
-            if end == len(self.tokens) or self.tokens[end].step != self.tokens[begin].step:
-                yield self.tokens[begin:end]
-                begin = end
 
 
 class AnswerBook:
@@ -372,10 +370,9 @@ async def hung_up(receive: Any) -> None:  # noqa: ANN401 - ASGI's
         pass
 
 
-async def stop(*tasks: Awaitable[Any]) -> None:
+async def stop(*tasks: asyncio.Task[Any]) -> None:
     """Cancel tasks and wait for their end."""
     for task in tasks:
-        assert isinstance(task, asyncio.Task)
         task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await asyncio.gather(*tasks, return_exceptions=True)

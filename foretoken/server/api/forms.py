@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
+from foretoken.server.api.body import RequestPart
 from foretoken.server.api.errors import invalid
 
 MAX_SCHEMA_CHARS = 512 * 1024  # as `grammar.MAX_TEXT_BYTES`
@@ -22,10 +23,8 @@ MAX_CHOICES = 1024  # texts of `structured_outputs.choice`; the limit on their b
 WHITESPACE = r" |\r?\n[ \t]{0,40}"
 
 
-class JsonSchemaFormat(BaseModel):
+class JsonSchemaFormat(RequestPart):
     """The schema of `response_format`. `strict` is accepted and always in force."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     name: Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$")] = "answer"
     description: str | None = None
@@ -33,10 +32,8 @@ class JsonSchemaFormat(BaseModel):
     strict: bool | None = None
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(RequestPart):
     """`response_format` of a chat request."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
@@ -67,14 +64,18 @@ def structure_fields(response_format: ResponseFormat | None, outputs: Structured
     asked = {} if response_format is None else _of_format(response_format)
     if outputs is None:
         return asked
-    given = [
-        name for name in ("json", "json_object", "regex", "choice", "grammar") if _given(outputs, name) is not None
-    ]
+    given = [name for name in StructuredOutputs.model_fields if getattr(outputs, name) is not None]
     if len(given) != 1:
         raise invalid("structured_outputs", "give exactly one of json, json_object, regex, choice, grammar")
     if asked:
         raise invalid("structured_outputs", "response_format holds the answer to a form already; give one of the two")
     return _of_outputs(outputs, given[0])
+
+
+def json_form(schema: dict[str, Any] | None, name: str = "answer") -> ResponseFormat:
+    """The `response_format` that holds an answer to a JSON schema, which was checked already."""
+    form = JsonSchemaFormat.model_construct(name=name, schema_=schema)
+    return ResponseFormat.model_construct(type="json_schema", json_schema=form)
 
 
 def json_text(field: str, value: object) -> str:
@@ -124,10 +125,6 @@ def lark_text(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _given(outputs: StructuredOutputs, name: str) -> object:
-    return outputs.json_ if name == "json" else getattr(outputs, name)
-
-
 def _of_format(asked: ResponseFormat) -> dict[str, str]:
     if asked.type == "text":
         return {}
@@ -141,7 +138,7 @@ def _of_format(asked: ResponseFormat) -> dict[str, str]:
 
 
 def _of_outputs(outputs: StructuredOutputs, name: str) -> dict[str, str]:
-    if name == "json":
+    if name == "json_":
         schema = outputs.json_
         return {"json_schema": schema if isinstance(schema, str) else json_text("structured_outputs.json", schema)}
     if name == "json_object":

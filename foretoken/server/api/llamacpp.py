@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.routing import APIRoute
 
-from foretoken.backend.call import AnswerEnded, Event, TokenEvent
-from foretoken.errors import ForetokenError
+from foretoken.backend.call import AnswerEnded, TokenEvent
 from foretoken.server.api.body import JsonRoute
-from foretoken.server.api.call import chat_call, check_num_biases, check_num_prompts, completion_call, terms_of
-from foretoken.server.api.completions import fill_ids
+from foretoken.server.api.call import (
+    chat_call,
+    check_num_biases,
+    check_num_prompts,
+    check_token_ids,
+    completion_call,
+    terms_of,
+)
 from foretoken.server.api.envelopes import COUNT_PATH, INFILL_PATH, LLAMA_PATHS, TEMPLATE_PATH
 from foretoken.server.api.errors import (
     ERROR_SCHEMA,
@@ -22,7 +27,6 @@ from foretoken.server.api.errors import (
     invalid,
     json_response,
     object_schema,
-    of_exception,
 )
 from foretoken.server.api.exchange import Api, Exchange
 from foretoken.server.api.llamacpp_request import (
@@ -35,10 +39,11 @@ from foretoken.server.api.llamacpp_request import (
     defaults,
     prompts_of,
 )
-from foretoken.server.api.schemas import ChatRequest, CompletionRequest
-from foretoken.server.api.streaming import PieceGroup, frame, frames_of
+from foretoken.server.api.openai import fill_ids
+from foretoken.server.api.schemas import ChatRequest
+from foretoken.server.api.streaming import PieceGroup, frame
 from foretoken.server.api.usage import timings
-from foretoken.server.api.writer import BUILD, ResponseWriter, answer, chat_logprobs
+from foretoken.server.api.writer import BUILD, AnswerWriter, chat_logprobs
 
 _FIELDS = {"code": {"type": "integer"}, "message": {"type": "string"}}
 _ERRORS = error_responses(object_schema({"error": object_schema(_FIELDS, ["code", "message", "type", "param"])}))
@@ -114,10 +119,7 @@ def _add_texts(router: APIRouter, api: Api) -> None:
 
     @router.post("/detokenize", summary="The text of token ids, as llama.cpp has it", responses=_OWN_ERRORS)
     async def detokenize(body: TokensRequest) -> Response:
-        vocab_size = api.ready_info().vocab_size
-        for token in body.tokens:
-            if type(token) is not int or not 0 <= token < vocab_size:
-                raise invalid("tokens", f"must be whole numbers from 0 to {vocab_size - 1}", token)
+        check_token_ids("tokens", body.tokens, api.ready_info())
         return json_response({"content": await _text(api, body.tokens)})
 
 
@@ -146,10 +148,7 @@ def _add_state(router: APIRouter, api: Api) -> None:
     @router.get("/slots", summary="How many requests run, as slots, which llama.cpp has")
     async def slots() -> Response:
         info = api.ready_info()
-        try:
-            running = (await api.backend.stats()).get("invariants", {}).get("num_running", 0)
-        except ForetokenError as error:
-            raise of_exception(error, api.config.retry_after_s) from error
+        running = (await api.backend.stats()).get("invariants", {}).get("num_running", 0)
         is_speculative = info.default_spec.drafter is not None
         made = [
             {"id": place, "n_ctx": info.max_model_len, "speculative": is_speculative, "is_processing": place < running}
@@ -162,7 +161,7 @@ async def _ids(api: Api, parts: Sequence[str | int], add_special: bool = True) -
     """Token ids of a prompt; what begins every text stands before its first part, if that is a text.
 
     Raises:
-        ApiError: the backend refuses a text, or there are more parts than the context has tokens.
+        ApiError: there are more parts than the context has tokens.
     """
     most = api.ready_info().max_model_len
     parts = [part for place, part in enumerate(parts) if part != "" or place == 0]
@@ -170,32 +169,23 @@ async def _ids(api: Api, parts: Sequence[str | int], add_special: bool = True) -
         message = f"prompt: has {len(parts)} parts, and the context holds {most} tokens"
         raise ApiError(400, "context_length_exceeded", message, "prompt")
     made: list[int] = []
-    try:
-        for place, part in enumerate(parts):
-            if isinstance(part, str):
-                made += await api.backend.tokenize(part, add_special_tokens=add_special and place == 0)
-            else:
-                made.append(part)
-    except ForetokenError as error:
-        raise of_exception(error, api.config.retry_after_s) from error
+    for place, part in enumerate(parts):
+        if isinstance(part, str):
+            made += await api.backend.tokenize(part, add_special_tokens=add_special and place == 0)
+        else:
+            made.append(part)
     return made
 
 
 async def _chat_ids(api: Api, body: ChatRequest, request: Request) -> list[int]:
     """Token ids of a conversation with its tools, up to where the answer begins."""
     call = chat_call(body, terms_of(api, body, request.scope))
-    try:
-        return await api.backend.tokenize(None, call.messages, True, call.tools, call.template_options)
-    except ForetokenError as error:
-        raise of_exception(error, api.config.retry_after_s) from error
+    return await api.backend.tokenize(None, call.messages, True, call.tools, call.template_options)
 
 
 async def _text(api: Api, ids: Sequence[int]) -> str:
     """The text of token ids, special tokens as they are spelt: so llama.cpp writes them."""
-    try:
-        return await api.backend.detokenize(ids, has_specials=True)
-    except ForetokenError as error:
-        raise of_exception(error, api.config.retry_after_s) from error
+    return await api.backend.detokenize(ids, has_specials=True)
 
 
 async def _biases(api: Api, body: LlamaFields) -> dict[int, float]:
@@ -219,54 +209,50 @@ async def _answer(
     call = completion_call(asked, terms, terms.config.default_max_tokens)
     exchange = Exchange(api, request.scope, call, terms.info, bool(body.stream))
     texts = [await _text(api, prompt) if terms.info.has_tokenizer else "" for prompt in prompts]
-    writer = _CompletionWriter(exchange, body, asked, texts, is_list)
-    return await answer(exchange, request, lambda: frames_of(exchange, writer.frames), writer.whole)
+    return await LlamaWriter(exchange, body, texts, is_list).answer(request)
 
 
-class _CompletionWriter:
+class LlamaWriter(AnswerWriter):
     """The answers, whole or as events."""
 
-    def __init__(
-        self, exchange: Exchange, body: LlamaFields, asked: CompletionRequest, prompts: Sequence[str], is_list: bool
-    ) -> None:
-        self._exchange, self._body, self._asked = exchange, body, asked
-        self._prompts, self._is_list = prompts, is_list
-        self._frame = ResponseWriter(exchange, body, "", "", "")
+    def __init__(self, exchange: Exchange, body: LlamaFields, prompts: Sequence[str], is_list: bool) -> None:
+        super().__init__(exchange, body)
+        self._body, self._prompts, self._is_list = body, prompts, is_list
 
     def whole(self) -> object:
         """The answer that is not streamed: an object, or a list of them where the prompt was a list."""
         made = []
-        for progress in self._exchange.book.answers:
+        for progress in self.exchange.book.answers:
             assert progress.ended is not None
             ids = [token.token_id for token in progress.tokens] if self._body.return_tokens else []
             made.append(self._selected(self._end(progress.ended, progress.text, ids, progress.tokens)))
         return made if self._is_list else made[0]
 
-    def frames(self, event: Event | PieceGroup) -> Iterator[bytes]:
-        """What is sent for an event of the call."""
-        if isinstance(event, PieceGroup) and (event.piece.tokens or event.piece.text):
-            yield frame(self._chunk(event))
-        elif isinstance(event, AnswerEnded):
-            yield frame(self._selected(self._end(event, "", [], ())))
+    def ended(self, event: AnswerEnded) -> Iterable[bytes]:
+        """See `AnswerWriter.ended`."""
+        yield frame(self._selected(self._end(event, "", [], ())))
 
-    def _chunk(self, group: PieceGroup) -> _Json:
+    def piece(self, group: PieceGroup) -> Iterable[bytes]:
+        """See `AnswerWriter.piece`."""
         piece = group.piece
+        if not piece.tokens and not piece.text:
+            return
         made: _Json = {
             "index": piece.index,
             "content": piece.text,
             "tokens": [token.token_id for token in piece.tokens],
             "stop": False,
             "id_slot": -1,
-            "tokens_predicted": len(self._exchange.book.answers[piece.index].tokens),
-            "tokens_evaluated": len(self._exchange.prompt_ids[piece.index]),
+            "tokens_predicted": len(self.exchange.book.answers[piece.index].tokens),
+            "tokens_evaluated": len(self.exchange.prompt_ids[piece.index]),
         }
         if self._body.timings_per_token:
-            made["timings"] = timings(self._exchange)
-        return made | self._probabilities(piece.tokens)
+            made["timings"] = timings(self.exchange)
+        yield frame(made | self._probabilities(piece.tokens))
 
     def _end(self, event: AnswerEnded, text: str, ids: list[int], tokens: Sequence[TokenEvent]) -> _Json:
         """The object of an answer's end."""
-        exchange = self._exchange
+        exchange = self.exchange
         num_prompt = len(exchange.prompt_ids[event.index])
         made: _Json = {
             "index": event.index,
@@ -284,7 +270,7 @@ class _CompletionWriter:
             and num_prompt + event.num_tokens >= exchange.info.max_model_len,
             **self._stop(event),
             "tokens_cached": num_prompt + event.num_tokens,
-            **self._frame.reports(),
+            **self.reports(),
         }
         return made | self._probabilities(tokens)
 
@@ -292,14 +278,14 @@ class _CompletionWriter:
         """Why the answer ended; one whose structure is complete ends like one with an end token."""
         if event.finish_reason == "length":
             return {"stop_type": "limit", "stopping_word": ""}
-        found = self._exchange.stop_string(event)
+        found = self.exchange.stop_string(event)
         return {"stop_type": "eos" if found is None else "word", "stopping_word": found or ""}
 
     def _settings(self) -> _Json:
-        params = self._exchange.call.params
+        params = self.exchange.call.params
         biases: list[_Json] = [{"token": token, "bias": bias} for token, bias in (params.logit_bias or {}).items()]
         if params.ignore_eos:
-            biases += [{"token": token, "bias": None} for token in self._exchange.info.eos_token_ids]
+            biases += [{"token": token, "bias": None} for token in self.exchange.info.eos_token_ids]
         return {
             **DISABLED,
             "n_predict": params.max_tokens,
@@ -315,7 +301,7 @@ class _CompletionWriter:
             "ignore_eos": params.ignore_eos,
             "logit_bias": biases,
             "n_probs": params.logprobs or 0,
-            "stream": self._exchange.is_stream,
+            "stream": self.exchange.is_stream,
         }
 
     def _probabilities(self, tokens: Sequence[TokenEvent]) -> _Json:

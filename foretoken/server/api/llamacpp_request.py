@@ -6,11 +6,20 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
+from foretoken.server.api.body import RequestPart
 from foretoken.server.api.config import ApiConfig
 from foretoken.server.api.errors import unsupported
-from foretoken.server.api.schemas import MAX_WHOLE, CompletionRequest, Number, SamplingFields, Whole, wrong_shape
+from foretoken.server.api.schemas import (
+    MAX_WHOLE,
+    CompletionRequest,
+    Number,
+    RepetitionPenalty,
+    SamplingFields,
+    Whole,
+    wrong_shape,
+)
 
 # What llama.cpp draws with where neither a request nor the server says anything.
 _DEFAULTS: Mapping[str, float] = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
@@ -56,7 +65,7 @@ class LlamaFields(SamplingFields):
 
     prompt: Annotated[Any, WithJsonSchema(_PROMPT)] = None
     n_predict: Annotated[int, Field(ge=-2, le=MAX_WHOLE)] | None = None
-    repeat_penalty: Annotated[float, Field(ge=1e-3, le=100, allow_inf_nan=False)] | None = None
+    repeat_penalty: RepetitionPenalty | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
     n_probs: Whole | None = None
     logit_bias: LlamaBias = None  # type: ignore[assignment]
@@ -86,10 +95,8 @@ class LlamaFields(SamplingFields):
     lora: list[Any] | None = None
 
 
-class ExtraFile(BaseModel):
+class ExtraFile(RequestPart):
     """A file that stands before the text that is filled in."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     text: str
     filename: str = "tmp"
@@ -104,10 +111,8 @@ class InfillRequest(LlamaFields):
     input_extra: list[ExtraFile] = Field(default_factory=list)
 
 
-class PiecesRequest(BaseModel):
+class PiecesRequest(RequestPart):
     """The body of `/tokenize`; special tokens in the text are read as such."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     content: str
     add_special: bool = False
@@ -115,10 +120,8 @@ class PiecesRequest(BaseModel):
     parse_special: Literal[True] = True
 
 
-class TokensRequest(BaseModel):
+class TokensRequest(RequestPart):
     """The body of `/detokenize`."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     tokens: Annotated[list[Any], Field(max_length=1 << 20, json_schema_extra={"items": {"type": "integer"}})]
 
@@ -175,9 +178,6 @@ def as_completion(
         "seed": secrets.randbits(32) if body.seed is not None and body.seed < 0 else body.seed,
         "logit_bias": dict(bias) or None,
         "logprobs": body.n_probs or None,
-        "suffix": None,
-        "echo": None,
-        "best_of": None,
     }
     drawn = {
         name: value for name, value in defaults(config).items() if name in _DEFAULTS and getattr(body, name) is None

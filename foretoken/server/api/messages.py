@@ -1,18 +1,18 @@
-"""Messages of a chat: those of the request as the template takes them, the structure that the answer is held to, and
-the answer's message as it grows.
+"""Messages of a chat: those of the request as the template takes them, and what an answer's message is held to and made
+of.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from foretoken.backend.call import ModelInfo
 from foretoken.errors import InputError
 from foretoken.server.api.errors import invalid, unsupported
 from foretoken.server.api.forms import StructuredOutputs, structure_fields
 from foretoken.server.api.schemas import ChatRequest, SamplingFields
-from foretoken.server.api.tool_reader import ToolReader, ToolStyle
+from foretoken.server.api.tool_reader import MessageShaper, ToolReader, ToolStyle
 from foretoken.server.api.tools import Callables, callables, held_form, template_message
 from foretoken.text.grammar import lark_of_gbnf
 
@@ -68,39 +68,6 @@ def _part(param: str, part: object) -> str:
     return text
 
 
-class MessageShaper(Protocol):
-    """Makes the message of one answer from its text, piece by piece."""
-
-    def push(self, text: str) -> dict[str, Any]:
-        """Fields of the next delta; {} while nothing can be sent."""
-
-    def finish(self, finish_reason: str) -> tuple[dict[str, Any], str]:
-        """What was held back, and the reason why the answer ended."""
-
-    def message(self) -> dict[str, Any]:
-        """Fields of the whole message, after `finish`: `content` and others, without the role."""
-
-
-class PlainMessage:
-    """An answer that is its text."""
-
-    def __init__(self) -> None:
-        self._texts: list[str] = []
-
-    def push(self, text: str) -> dict[str, Any]:
-        """See `MessageShaper`."""
-        self._texts.append(text)
-        return {"content": text} if text else {}
-
-    def finish(self, finish_reason: str) -> tuple[dict[str, Any], str]:
-        """See `MessageShaper`."""
-        return {}, finish_reason
-
-    def message(self) -> dict[str, Any]:
-        """See `MessageShaper`."""
-        return {"content": "".join(self._texts)}
-
-
 def structure_of(body: SamplingFields, info: ModelInfo) -> Mapping[str, Any]:
     """Fields of `SamplingParams` that hold the answer to a structure.
 
@@ -149,7 +116,7 @@ def shaper_of(body: ChatRequest, info: ModelInfo) -> MessageShaper:
     """What makes message deltas of one answer's text."""
     called, style = _called(body, info), _style(info)
     if not called.functions or style is None:
-        return PlainMessage()
+        return MessageShaper()
     return ToolReader(style, [function.name for function in called.functions])
 
 
@@ -159,7 +126,7 @@ def source_of(body: SamplingFields, param: str | None) -> str | None:
         return param
     if body.structured_outputs is not None:
         return "structured_outputs"
-    return "tools" if isinstance(body, ChatRequest) and body.tools and param == "grammar" else "response_format"
+    return "tools" if param == "grammar" and getattr(body, "tools", None) else "response_format"
 
 
 def _called(body: ChatRequest, info: ModelInfo) -> Callables:

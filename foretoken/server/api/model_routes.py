@@ -8,14 +8,13 @@ import dataclasses
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from foretoken import __version__
 from foretoken.backend.call import ModelInfo
 from foretoken.config import known_drafters
-from foretoken.errors import ForetokenError
-from foretoken.server.api.body import JsonRoute
-from foretoken.server.api.call import check_model
+from foretoken.server.api.body import JsonRoute, RequestPart
+from foretoken.server.api.call import check_model, check_token_ids
 from foretoken.server.api.config import ApiConfig
 from foretoken.server.api.errors import (
     CODES,
@@ -23,7 +22,6 @@ from foretoken.server.api.errors import (
     ApiError,
     invalid,
     json_response,
-    of_exception,
     unavailable,
     unsupported,
 )
@@ -117,10 +115,8 @@ def limits_in_force(config: ApiConfig, info: ModelInfo | None) -> dict[str, Any]
     return found
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(RequestPart):
     """The body of `/tokenize`: a text, or a conversation under the model's chat template."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     model: Annotated[str, Field(max_length=256)] | None = None
     prompt: str | None = None
@@ -128,10 +124,8 @@ class TokenizeRequest(BaseModel):
     add_special_tokens: bool = True
 
 
-class DetokenizeRequest(BaseModel):
+class DetokenizeRequest(RequestPart):
     """The body of `/detokenize`."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     model: Annotated[str, Field(max_length=256)] | None = None
     tokens: Annotated[list[Any], Field(max_length=MAX_DETOKENIZED, json_schema_extra={"items": {"type": "integer"}})]
@@ -161,29 +155,21 @@ def tokenization_router(api: Api) -> APIRouter:
     @router.post("/tokenize", summary="Token ids of a text or a conversation")
     async def tokenize(body: TokenizeRequest) -> Response:
         info = _info(api)
-        check_model(body.model, info)
+        check_model(body.model, info, api.config)
         if (body.prompt is None) == (body.messages is None):
             raise invalid("prompt", "give either prompt or messages")
         if body.messages is not None and not info.has_chat_template:
             raise unsupported("messages", "the model has no chat template; give a prompt")
         messages = None if body.messages is None else checked_messages(body.messages, info.template_roles)
-        try:
-            tokens = await api.backend.tokenize(body.prompt, messages, body.add_special_tokens)
-        except ForetokenError as error:
-            raise of_exception(error, api.config.retry_after_s) from error
+        tokens = await api.backend.tokenize(body.prompt, messages, body.add_special_tokens)
         return json_response({"count": len(tokens), "max_model_len": info.max_model_len, "tokens": tokens})
 
     @router.post("/detokenize", summary="The text of token ids")
     async def detokenize(body: DetokenizeRequest) -> Response:
         info = _info(api)
-        check_model(body.model, info)
-        for token in body.tokens:
-            if type(token) is not int or not 0 <= token < info.vocab_size:
-                raise invalid("tokens", f"must be whole numbers from 0 to {info.vocab_size - 1}", token)
-        try:
-            return json_response({"prompt": await api.backend.detokenize(body.tokens)})
-        except ForetokenError as error:
-            raise of_exception(error, api.config.retry_after_s) from error
+        check_model(body.model, info, api.config)
+        check_token_ids("tokens", body.tokens, info)
+        return json_response({"prompt": await api.backend.detokenize(body.tokens)})
 
     return router
 

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from foretoken.backend.call import AnswerEnded, Call, Event, ModelInfo, TokenEvent
+from foretoken.backend.call import AnswerEnded, Call, ModelInfo, TokenEvent
 from foretoken.server.api.body import JsonRoute
 from foretoken.server.api.call import Terms, chat_call, check_model, completion_call, terms_of
-from foretoken.server.api.completions import with_suffix
 from foretoken.server.api.envelopes import OLLAMA_PATH
 from foretoken.server.api.errors import Responses, error_responses, json_response, object_schema
 from foretoken.server.api.exchange import Api, Exchange
-from foretoken.server.api.messages import MessageShaper, PlainMessage, shaper_of
+from foretoken.server.api.messages import shaper_of
 from foretoken.server.api.ollama_request import (
     OllamaChat,
     OllamaFields,
@@ -26,10 +25,12 @@ from foretoken.server.api.ollama_request import (
     as_completion,
     as_prompted_chat,
 )
-from foretoken.server.api.streaming import PieceGroup, frames_of
+from foretoken.server.api.openai import with_suffix
+from foretoken.server.api.streaming import PieceGroup
+from foretoken.server.api.tool_reader import MessageShaper
 from foretoken.server.api.tools import arguments_of
 from foretoken.server.api.usage import timings
-from foretoken.server.api.writer import ResponseWriter, answer, chat_logprobs
+from foretoken.server.api.writer import AnswerWriter, chat_logprobs
 
 CHAT_PATH, GENERATE_PATH = f"{OLLAMA_PATH}/chat", f"{OLLAMA_PATH}/generate"
 # The version of Ollama whose interface this is: some clients refuse those that are older than they know.
@@ -58,7 +59,7 @@ def ollama_router(api: Api) -> APIRouter:
         terms = terms_of(api, body, request.scope)
         if body.is_load:
             return json_response(_loaded(terms.info, {"response": ""}))
-        return await _answer(api, request, body, await _prompt_call(api, body, terms), PlainMessage(), False)
+        return await _answer(api, request, body, await _prompt_call(api, body, terms), MessageShaper(), False)
 
     @router.get(f"{OLLAMA_PATH}/tags", summary="The served models, as Ollama lists them")
     async def tags() -> Response:
@@ -74,7 +75,7 @@ def ollama_router(api: Api) -> APIRouter:
     @router.post(f"{OLLAMA_PATH}/show", summary="What is known of a model, as Ollama says it")
     async def show(body: ShowRequest) -> Response:
         info = api.ready_info()
-        check_model(body.model or body.name, info)
+        check_model(body.model or body.name, info, api.config)
         return json_response(_shown(info))
 
     @router.get(f"{OLLAMA_PATH}/version", summary="The version of Ollama whose interface this is")
@@ -97,35 +98,35 @@ async def _answer(
 ) -> Response:
     info = api.ready_info()
     exchange = Exchange(api, request.scope, call, info, body.is_stream)
-    writer = _Writer(exchange, body, shaper, is_chat)
-    return await answer(exchange, request, lambda: frames_of(exchange, writer.lines), writer.whole)
+    return await OllamaWriter(exchange, body, shaper, is_chat).answer(request)
 
 
-class _Writer:
+class OllamaWriter(AnswerWriter):
     """One answer, whole or as lines of JSON."""
 
     def __init__(self, exchange: Exchange, body: OllamaFields, shaper: MessageShaper, is_chat: bool) -> None:
-        self._exchange, self._shaper, self._is_chat = exchange, shaper, is_chat
-        self._has_logprobs = bool(body.logprobs)
-        self._frame = ResponseWriter(exchange, body, "", "", "")
+        super().__init__(exchange, body)
+        self._shaper, self._is_chat, self._has_logprobs = shaper, is_chat, bool(body.logprobs)
         self._calls: list[_Json] = []
 
     def whole(self) -> _Json:
-        """The answer that is not streamed."""
-        progress = self._exchange.book.answers[0]
+        """See `AnswerWriter.whole`."""
+        progress = self.exchange.book.answers[0]
         assert progress.ended is not None
         ended = progress.ended
         texts = [self._text(self._shaper.push(ended.text)), self._text(self._shaper.finish(ended.finish_reason)[0])]
         return self._object("".join(texts), progress.tokens, self._made_calls(ended)) | self._end(ended)
 
-    def lines(self, event: Event | PieceGroup) -> Iterator[bytes]:
-        """What is sent for an event of the call."""
-        if isinstance(event, PieceGroup):
-            text, tokens = self._text(self._shaper.push(event.piece.text)), event.piece.tokens
-            if text or (self._has_logprobs and tokens):
-                yield _line(self._object(text, tokens) | {"done": False})
-        elif isinstance(event, AnswerEnded):
-            yield _line(self._last(event))
+    def piece(self, group: PieceGroup) -> Iterable[bytes]:
+        """See `AnswerWriter.piece`."""
+        text, tokens = self._text(self._shaper.push(group.piece.text)), group.piece.tokens
+        if text or (self._has_logprobs and tokens):
+            yield _line(self._object(text, tokens) | {"done": False})
+
+    def ended(self, event: AnswerEnded) -> Iterable[bytes]:
+        """See `AnswerWriter.ended`: what is left of the text, the calls, and what it took."""
+        text = self._text(self._shaper.finish(event.finish_reason)[0])
+        yield _line(self._object(text, (), self._made_calls(event)) | self._end(event))
 
     def _text(self, delta: _Json) -> str:
         """The text of a delta; its calls are kept until the answer ends, for Ollama's are whole."""
@@ -135,13 +136,8 @@ class _Writer:
             self._calls[-1]["arguments"] += part["function"]["arguments"] or ""
         return delta.get("content") or ""
 
-    def _last(self, event: AnswerEnded) -> _Json:
-        """The last object: what is left of the text, the calls, and what it took."""
-        text = self._text(self._shaper.finish(event.finish_reason)[0])
-        return self._object(text, (), self._made_calls(event)) | self._end(event)
-
     def _made_calls(self, event: AnswerEnded) -> list[_Json]:
-        is_cut = event.finish_reason == "length" or self._exchange.stop_string(event) is not None
+        is_cut = event.finish_reason == "length" or self.exchange.stop_string(event) is not None
         return [
             {"function": call | {"index": place, "arguments": arguments_of(call["arguments"], is_cut)}}
             for place, call in enumerate(self._calls)
@@ -153,21 +149,21 @@ class _Writer:
             own = {"message": {"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {})}
         if self._has_logprobs:
             own["logprobs"] = chat_logprobs(tokens)["content"]
-        return {"model": self._exchange.info.name, "created_at": _now(), **own}
+        return {"model": self.exchange.info.name, "created_at": _now(), **own}
 
     def _end(self, event: AnswerEnded) -> _Json:
         """The fields of the last object; times in nanoseconds."""
-        found, stats = timings(self._exchange), event.stats
+        found, stats = timings(self.exchange), event.stats
         return {
             "done": True,
             "done_reason": event.finish_reason,
             "total_duration": int(stats["total_s"] * 1000 * _NS_PER_MS),
             "load_duration": 0,
-            "prompt_eval_count": sum(map(len, self._exchange.prompt_ids)),
+            "prompt_eval_count": self.exchange.num_prompt_tokens,
             "prompt_eval_duration": int(found["prompt_ms"] * _NS_PER_MS),
             "eval_count": event.num_tokens,
             "eval_duration": int(found["predicted_ms"] * _NS_PER_MS),
-            **self._frame.reports(),
+            **self.reports(),
         }
 
 

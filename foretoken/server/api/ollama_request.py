@@ -8,19 +8,21 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
-from foretoken.params import TEMPERATURES
+from foretoken.server.api.body import RequestPart
 from foretoken.server.api.errors import invalid, unsupported
-from foretoken.server.api.forms import JsonSchemaFormat, ResponseFormat
+from foretoken.server.api.forms import ResponseFormat, json_form
 from foretoken.server.api.schemas import (
     MAX_WHOLE,
     ChatRequest,
     CompletionRequest,
     Number,
     Penalty,
+    RepetitionPenalty,
     SamplingFields,
     Share,
     ShortText,
     Stop,
+    Temperature,
     Whole,
     wrong_shape,
 )
@@ -54,13 +56,13 @@ class OllamaOptions(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     num_predict: Annotated[int, Field(ge=-2, le=MAX_WHOLE)] | None = None
-    temperature: Annotated[float, Field(ge=TEMPERATURES[0], le=TEMPERATURES[1], allow_inf_nan=False)] | None = None
+    temperature: Temperature | None = None
     top_k: Whole | None = None
     top_p: Share | None = None
     min_p: Share | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
     stop: Stop = None
-    repeat_penalty: Annotated[float, Field(ge=1e-3, le=100, allow_inf_nan=False)] | None = None
+    repeat_penalty: RepetitionPenalty | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     # without effect
@@ -128,10 +130,8 @@ class OllamaGenerate(OllamaFields):
         return not self.prompt and not self.suffix
 
 
-class ShowRequest(BaseModel):
+class ShowRequest(RequestPart):
     """The body of `/api/show`; `name` is the earlier name of `model`."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     model: ModelName | None = None
     name: ModelName | None = None
@@ -167,7 +167,7 @@ def as_completion(body: OllamaGenerate) -> CompletionRequest:
     if body.system:
         raise unsupported("system", "is not written where the chat template is not used; write it into prompt")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    made = {"prompt": [body.prompt], "suffix": body.suffix or None, "logprobs": logprobs, "echo": None, "best_of": None}
+    made = {"prompt": [body.prompt], "suffix": body.suffix or None, "logprobs": logprobs}
     return CompletionRequest.model_construct(**_shared(body) | made)
 
 
@@ -214,8 +214,7 @@ def _format(asked: str | dict[str, Any] | None) -> ResponseFormat | None:
         return None
     if isinstance(asked, str):
         return ResponseFormat.model_construct(type="json_object")
-    schema = JsonSchemaFormat.model_construct(name="answer", schema_=asked)
-    return ResponseFormat.model_construct(type="json_schema", json_schema=schema)
+    return json_form(asked)
 
 
 def _refuse_features(body: OllamaGenerate) -> None:

@@ -6,22 +6,22 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from foretoken.backend.call import AnswerEnded, Event, Piece, TokenEvent
+from foretoken.backend.call import AnswerEnded, Piece, TokenEvent
 from foretoken.server.api.body import JsonRoute
 from foretoken.server.api.call import chat_call, terms_of, tier_of
 from foretoken.server.api.errors import ApiError
 from foretoken.server.api.exchange import Api, Exchange
 from foretoken.server.api.messages import shaper_of, source_of
 from foretoken.server.api.responses_request import ResponsesRequest, as_chat, functions_of, left_out, wants_logprobs
-from foretoken.server.api.schemas import ChatRequest
-from foretoken.server.api.streaming import PieceGroup, by_token, frames_of
+from foretoken.server.api.streaming import PieceGroup, by_token
+from foretoken.server.api.tool_reader import MessageShaper
 from foretoken.server.api.usage import usage
-from foretoken.server.api.writer import ResponseWriter, answer, chat_logprobs
+from foretoken.server.api.writer import AnswerWriter, chat_logprobs
 
 _Json = dict[str, Any]
 PATH = "/v1/responses"
@@ -41,37 +41,33 @@ def responses_router(api: Api) -> APIRouter:
     @router.post(PATH, summary="A response to a conversation")
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         terms = terms_of(api, body, request.scope)
-        chat: ChatRequest | None = None
         try:
             chat = as_chat(body, terms.info.template_roles)
             exchange = Exchange(api, request.scope, chat_call(chat, terms), terms.info, bool(body.stream))
-            writer = ResponsesWriter(exchange, body, chat)
-            return await answer(exchange, request, writer.stream, writer.whole)
+            return await ResponsesWriter(exchange, body, shaper_of(chat, terms.info)).answer(request)
         except ApiError as error:
-            _rename_field(error, chat)
+            _rename_field(error, body)
             raise
 
     return router
 
 
-def _rename_field(error: ApiError, chat: ChatRequest | None) -> None:
+def _rename_field(error: ApiError, body: ResponsesRequest) -> None:
     """Give the field of an error its name here."""
-    param = error.param if chat is None else source_of(chat, error.param)
+    param = source_of(body, error.param)
     error.param = _PARAMS.get(param or "", param)
 
 
-class ResponsesWriter:
+class ResponsesWriter(AnswerWriter):
     """One response, whole or as events."""
 
-    def __init__(self, exchange: Exchange, body: ResponsesRequest, chat: ChatRequest) -> None:
-        self._exchange, self._body, self._chat = exchange, body, chat
-        self._shaper, self._items = shaper_of(chat, exchange.info), ResponseItems()
-        self._frame = ResponseWriter(exchange, body, "resp", "response", "response")
-        self._num_sent = 0
+    def __init__(self, exchange: Exchange, body: ResponsesRequest, shaper: MessageShaper) -> None:
+        super().__init__(exchange, body)
+        self._body, self._shaper, self._items, self._num_sent = body, shaper, ResponseItems(), 0
 
     def whole(self) -> _Json:
-        """The response that is not streamed."""
-        progress = self._exchange.book.answers[0]
+        """See `AnswerWriter.whole`."""
+        progress = self.exchange.book.answers[0]
         assert progress.ended is not None
         for _ in self._piece_events(Piece(0, progress.text, tuple(progress.tokens))):
             pass
@@ -79,32 +75,29 @@ class ResponsesWriter:
             pass
         return self._response(_status(progress.ended))
 
-    def stream(self) -> AsyncGenerator[bytes]:
-        """The events of the stream, encoded. One that fails after it began ends with `response.failed`.
-
-        Raises:
-            ApiError: the call failed.
-        """
-        return frames_of(self._exchange, self._frames, self._failed)
-
-    def _failed(self, error: ApiError) -> Sequence[bytes]:
+    def failed(self, error: ApiError) -> Iterable[bytes]:
+        """See `AnswerWriter.failed`; a stream that has begun ends with `response.failed`."""
         sent: list[bytes] = []
         if self._num_sent:
             self._items.cut()
             sent.append(self._encoded({"type": "response.failed", "response": self._response("failed", error)}))
-        _rename_field(error, self._chat)
+        _rename_field(error, self._body)
         return sent
 
-    def _frames(self, event: Event | PieceGroup) -> Iterator[bytes]:
-        if self._num_sent == 0 and isinstance(event, PieceGroup | AnswerEnded):
-            for kind in ("response.created", "response.in_progress"):
-                yield self._encoded({"type": kind, "response": self._response("in_progress")})
-        if isinstance(event, PieceGroup):
-            yield from map(self._encoded, self._piece_events(event.piece))
-        elif isinstance(event, AnswerEnded):
-            yield from map(self._encoded, self._end_events(event))
-            status = _status(event)
-            yield self._encoded({"type": f"response.{status}", "response": self._response(status)})
+    def begun(self) -> Iterable[bytes]:
+        """See `AnswerWriter.begun`."""
+        for kind in ("response.created", "response.in_progress"):
+            yield self._encoded({"type": kind, "response": self._response("in_progress")})
+
+    def piece(self, group: PieceGroup) -> Iterable[bytes]:
+        """See `AnswerWriter.piece`."""
+        return map(self._encoded, self._piece_events(group.piece))
+
+    def ended(self, event: AnswerEnded) -> Iterable[bytes]:
+        """See `AnswerWriter.ended`."""
+        yield from map(self._encoded, self._end_events(event))
+        status = _status(event)
+        yield self._encoded({"type": f"response.{status}", "response": self._response(status)})
 
     def _piece_events(self, piece: Piece) -> Iterator[_Json]:
         """The events of a step, or of a whole answer; with log-probabilities those of each token, which then stand with
@@ -132,10 +125,10 @@ class ResponsesWriter:
         """An event; padded like those of a chat where that is asked for."""
         kind, event["sequence_number"] = event["type"].encode(), self._num_sent
         self._num_sent += 1
-        return b"event: %b\n%b" % (kind, self._frame.encoded(event))
+        return b"event: %b\n%b" % (kind, self.encoded(event))
 
     def _response(self, status: str, error: ApiError | None = None) -> _Json:
-        body, exchange, params = self._body, self._exchange, self._exchange.call.params
+        body, exchange, params = self._body, self.exchange, self.exchange.call.params
         has_ended = status in ("completed", "incomplete")
         incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
         made: _Json = {
@@ -173,7 +166,7 @@ class ResponsesWriter:
             "user": body.user,
         }
         if has_ended:
-            made |= self._frame.reports()
+            made |= self.reports()
             if left_out(body):
                 made["foretoken"]["tools_left_out"] = left_out(body)
         return made

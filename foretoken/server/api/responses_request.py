@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag
 
+from foretoken.server.api.body import RequestPart
 from foretoken.server.api.errors import UNION_MARK, invalid, unsupported
-from foretoken.server.api.forms import JsonSchemaFormat, ResponseFormat
+from foretoken.server.api.forms import ResponseFormat, json_form
 from foretoken.server.api.messages import checked_role
 from foretoken.server.api.schemas import ChatRequest, Count, Items, SamplingFields, ShortText, TokenLimit, Whole
 from foretoken.server.api.tools import (
@@ -31,10 +32,8 @@ class ResponsesTool(FunctionTool):
     type: Literal["function"]
 
 
-class HostedTool(BaseModel):
+class HostedTool(RequestPart):
     """A tool that OpenAI's servers run, or whose calls are no function calls. No answer here calls it."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     type: Literal[
         "apply_patch",
@@ -72,20 +71,16 @@ class NamedResponsesTool(NamedFunction):
     type: Literal["function"]
 
 
-class AllowedResponsesTools(BaseModel):
+class AllowedResponsesTools(RequestPart):
     """`tool_choice` that leaves some of the tools."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedResponsesTool], Field(min_length=1, max_length=MAX_TOOLS)]
 
 
-class ResponseTextFormat(BaseModel):
+class ResponseTextFormat(RequestPart):
     """`text.format`, whose fields stand beside its type here."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     type: Literal["text", "json_object", "json_schema"]
     name: ShortText | None = None
@@ -94,19 +89,15 @@ class ResponseTextFormat(BaseModel):
     strict: bool | None = None
 
 
-class TextOptions(BaseModel):
+class TextOptions(RequestPart):
     """`text`: the form of the answer."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     format: ResponseTextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
-class ReasoningOptions(BaseModel):
+class ReasoningOptions(RequestPart):
     """`reasoning`: what the chat template may be given."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     effort: ShortText | None = None
     summary: ShortText | None = None
@@ -191,10 +182,11 @@ def _format(body: ResponsesRequest) -> ResponseFormat | None:
     form = None if body.text is None else body.text.format
     if form is None:
         return body.response_format
-    if form.type == "json_schema" and form.schema_ is None:
+    if form.type != "json_schema":
+        return ResponseFormat.model_construct(type=form.type)
+    if form.schema_ is None:
         raise invalid("text.format", "type json_schema needs a name and a schema")
-    schema = JsonSchemaFormat.model_construct(name=form.name or "answer", schema_=form.schema_)
-    return ResponseFormat.model_construct(type=form.type, json_schema=schema)
+    return json_form(form.schema_, form.name or "answer")
 
 
 def _tool(tool: ResponsesTool) -> Tool:

@@ -20,6 +20,9 @@ Count = Annotated[int, Field(ge=1, le=MAX_WHOLE)]
 TokenLimit = Annotated[int, Field(ge=1, le=_MAX_TOKENS)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+Temperature = Annotated[float, Field(ge=TEMPERATURES[0], le=TEMPERATURES[1], allow_inf_nan=False)]
+RepetitionPenalty = Annotated[float, Field(ge=1e-3, le=100, allow_inf_nan=False)]
+NumDraft = Annotated[int, Field(ge=0, le=1024)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 ShortText = Annotated[str, Field(max_length=_NAME_CHARS)]
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
@@ -163,7 +166,7 @@ class SpecFields(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid")
     drafter: ShortText | None = None
-    num_draft: Annotated[int, Field(ge=0, le=1024)] | Literal["auto"] | None = None
+    num_draft: NumDraft | Literal["auto"] | None = None
     rule: ShortText | None = None
     exact: bool | None = None
 
@@ -199,13 +202,13 @@ class SamplingFields(BaseModel):
     store: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    temperature: Annotated[float, Field(ge=TEMPERATURES[0], le=TEMPERATURES[1], allow_inf_nan=False)] | None = None
+    temperature: Temperature | None = None
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
     user: ShortText | None = None
     # vLLM's
     top_k: Annotated[int, Field(ge=-1, le=_MAX_TOKENS)] | None = None
     min_p: Share | None = None
-    repetition_penalty: Annotated[float, Field(ge=1e-3, le=100, allow_inf_nan=False)] | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0, le=_MAX_TOKENS)] | None = None
     bad_words: list[str] | None = None
@@ -223,9 +226,9 @@ class SamplingFields(BaseModel):
     # ours, and the names under which others know `spec.num_draft`
     spec: SpecFields | None = None
     foretoken: OwnFields | None = None
-    num_draft_tokens: Annotated[int, Field(ge=0, le=1024)] | None = None
-    draft_num_predict: Annotated[int, Field(ge=0, le=1024)] | None = None
-    speculative_n_max: Annotated[int, Field(ge=0, le=1024)] | None = Field(None, alias="speculative.n_max")
+    num_draft_tokens: NumDraft | None = None
+    draft_num_predict: NumDraft | None = None
+    speculative_n_max: NumDraft | None = Field(None, alias="speculative.n_max")
 
     @property
     def stop_strings(self) -> list[str]:

@@ -7,7 +7,7 @@ import codecs
 import contextlib
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,33 +34,8 @@ class PieceGroup:
     rounds: list[RoundEvent]
 
 
-async def frames_of(
-    exchange: Exchange,
-    encoded: Callable[[Event | PieceGroup], Iterator[bytes]],
-    failed: Callable[[ApiError], Iterable[bytes]] = lambda _: (),
-) -> AsyncGenerator[bytes]:
-    """What `encoded` makes of the events of a call, in their order for each answer, pieces grouped as the settings say.
-    Every way out frees what the call holds. Where the call fails, `failed` may rename the field of its error, and what
-    it returns is sent before the error is raised.
-
-    Raises:
-        ApiError: see `Exchange.events`.
-    """
-    try:
-        async with (
-            contextlib.aclosing(exchange.events()) as events,
-            contextlib.aclosing(_grouped(events, exchange.api.config)) as groups,
-        ):
-            async for event in groups:
-                if data := b"".join(encoded(event)):  # one event fills the buffer at once, or not at all
-                    yield data
-    except ApiError as error:
-        for data in failed(error):
-            yield data
-        raise
-
-
-async def _grouped(events: AsyncIterator[Event], config: ApiConfig) -> AsyncGenerator[Event | PieceGroup]:
+async def grouped(events: AsyncIterator[Event], config: ApiConfig) -> AsyncGenerator[Event | PieceGroup]:
+    """The events of a call in their order for each answer, pieces grouped as the settings say."""
     if config.interval_s:
         async with contextlib.aclosing(_by_interval(events, config.interval_s)) as groups:
             async for group in groups:

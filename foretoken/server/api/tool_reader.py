@@ -32,10 +32,33 @@ _BEHIND_ARGUMENTS = re.compile(r"\s*\}[\s}\]]*")  # the end of a call whose clos
 _BETWEEN = re.compile(r"[\s,;\]]*")  # between calls, and behind the last one
 
 
-class ToolReader:
-    """A `MessageShaper` that splits one answer's text into content and calls of the functions in `names`."""
+class MessageShaper:
+    """Makes the message of one answer from its text, piece by piece: here the text itself."""
+
+    def __init__(self) -> None:
+        self._content = ""
+
+    def push(self, text: str) -> Delta:
+        """Fields of the next delta, which `text`, the next part of the answer, is certain to add; {} while nothing can
+        be sent.
+        """
+        self._content += text
+        return {"content": text} if text else {}
+
+    def finish(self, finish_reason: str) -> tuple[Delta, str]:
+        """What was held back, and the reason why the answer ended."""
+        return {}, finish_reason
+
+    def message(self) -> dict[str, Any]:
+        """Fields of the whole message, after `finish`: `content` and others, without the role."""
+        return {"content": self._content}
+
+
+class ToolReader(MessageShaper):
+    """Splits one answer's text into content and calls of the functions in `names`."""
 
     def __init__(self, style: ToolStyle, names: Collection[str]) -> None:
+        super().__init__()
         self._has_tags, self._names = style == "tags", frozenset(names)
         self._held = ""  # text that is not decided yet
         self._read = self._read_text if self._has_tags else self._read_opening
@@ -44,10 +67,10 @@ class ToolReader:
         self._dropped = ""  # what stood before the call whose beginning is being read
         self._num_begun = 0
         self._is_cut = False
-        self._content, self._calls = "", list[dict[str, Any]]()  # the whole message so far
+        self._calls: list[dict[str, Any]] = []
 
     def push(self, text: str) -> Delta:
-        """What `text`, the next part of the answer, is certain to add."""
+        """See `MessageShaper.push`."""
         self._held += text
         return self._run(False)
 
@@ -60,9 +83,9 @@ class ToolReader:
         return delta, "tool_calls" if self._calls and finish_reason == "stop" else finish_reason
 
     def message(self) -> dict[str, Any]:
-        """The whole message, after `finish`; `content` is None beside calls alone."""
+        """See `MessageShaper.message`; `content` is None beside calls alone."""
         if not self._calls:
-            return {"content": self._content}
+            return super().message()
         return {"content": self._content or None, "tool_calls": self._calls}
 
     def _run(self, is_over: bool) -> Delta:
@@ -193,8 +216,8 @@ class ToolReader:
 
     def _started(self, name: str) -> Delta:
         self._num_begun += 1
-        function = {"name": name, "arguments": ""}
-        return {"index": self._num_begun - 1, "id": new_call_id(), "type": "function", "function": function}
+        function, call_id = {"name": name, "arguments": ""}, f"call_{secrets.token_hex(12)}"
+        return {"index": self._num_begun - 1, "id": call_id, "type": "function", "function": function}
 
     def _arguments(self, text: str) -> Delta:
         return {"index": self._num_begun - 1, "function": {"arguments": text}}
@@ -222,11 +245,6 @@ class _ObjectEnd:
                 if self._depth == 0:
                     return place + 1
         return None
-
-
-def new_call_id() -> str:
-    """A fresh `tool_call_id`."""
-    return f"call_{secrets.token_hex(12)}"
 
 
 def _content(text: str) -> list[str | Delta]:

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import Field, StringConstraints
 from pydantic_core import from_json
 
+from foretoken.server.api.body import RequestPart
 from foretoken.server.api.errors import invalid, unsupported
 from foretoken.server.api.forms import check_size, json_rule, lark_text
 from foretoken.server.api.tool_reader import CLOSE_TAG, OPEN_TAG, ToolStyle
@@ -21,10 +22,8 @@ _OPEN = {"additionalProperties", "unevaluatedProperties", "patternProperties", "
 _Name = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 
 
-class FunctionTool(BaseModel):
+class FunctionTool(RequestPart):
     """The function of a tool. `parameters` is a JSON schema, none for a function without arguments."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     name: _Name
     description: str | None = None
@@ -32,45 +31,35 @@ class FunctionTool(BaseModel):
     strict: bool | None = None
 
 
-class Tool(BaseModel):
+class Tool(RequestPart):
     """A function that the model may call."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     type: Literal["function"]
     function: FunctionTool
 
 
-class NamedFunction(BaseModel):
+class NamedFunction(RequestPart):
     """The function of a `tool_choice`."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     name: _Name
 
 
-class NamedToolChoice(BaseModel):
+class NamedToolChoice(RequestPart):
     """`tool_choice` that forces one function."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     type: Literal["function"]
     function: NamedFunction
 
 
-class AllowedTools(BaseModel):
+class AllowedTools(RequestPart):
     """Those of the tools that may be called, and whether one must be."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedToolChoice], Field(min_length=1, max_length=MAX_TOOLS)]
 
 
-class AllowedToolsChoice(BaseModel):
+class AllowedToolsChoice(RequestPart):
     """`tool_choice` that leaves some of the tools."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools

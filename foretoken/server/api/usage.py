@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from foretoken.backend.call import RoundEvent, TokenEvent
@@ -13,8 +14,7 @@ from foretoken.server.api.exchange import AnswerBook, AnswerProgress, Exchange
 def usage(exchange: Exchange, has_prediction: bool) -> dict[str, Any]:
     """OpenAI's object, also while the answers still grow."""
     book = exchange.book
-    num_prompt, num_completion = sum(map(len, exchange.prompt_ids)), book.num_tokens
-    num_cached = _num_cached(exchange)
+    num_prompt, num_cached, num_completion = exchange.num_prompt_tokens, exchange.num_cached_tokens, book.num_tokens
     details: dict[str, int] = {"reasoning_tokens": 0}
     if has_prediction:
         pairs = [end.prediction or (0, 0) for end in book.ended]
@@ -29,20 +29,13 @@ def usage(exchange: Exchange, has_prediction: bool) -> dict[str, Any]:
     }
 
 
-def _num_cached(exchange: Exchange) -> int:
-    """Prompt tokens found in the cache, of the first answer to each prompt."""
-    n = exchange.call.params.n
-    found = {end.index // n: int(end.stats["num_cached_tokens"]) for end in exchange.book.ended if end.index % n == 0}
-    return sum(min(found.get(place, 0), len(ids)) for place, ids in enumerate(exchange.prompt_ids))
-
-
 def timings(exchange: Exchange) -> dict[str, Any]:
     """llama.cpp's object: tokens of all answers, times of the slowest. Rates leave out the first token of each answer,
     which comes with the prompt.
     """
     stats = [end.stats for end in exchange.book.ended]
-    num_cached = _num_cached(exchange)
-    num_prompt = sum(map(len, exchange.prompt_ids)) - num_cached
+    num_cached = exchange.num_cached_tokens
+    num_prompt = exchange.num_prompt_tokens - num_cached
     num_predicted = exchange.book.num_tokens
     num_decoded = num_predicted - sum(bool(answer.tokens) for answer in exchange.book.answers)
     prompt_ms = 1000 * max((max(0.0, one["ttft_s"] - one["queued_s"]) for one in stats), default=0.0)
@@ -62,10 +55,9 @@ def timings(exchange: Exchange) -> dict[str, Any]:
     }
 
 
-def metrics(answer: AnswerProgress, level: str) -> dict[str, Any] | None:
-    """vLLM's object for one answer that ended; None at level "none"."""
-    if level == "none" or answer.ended is None:
-        return None
+def metrics(answer: AnswerProgress, level: str) -> dict[str, Any]:
+    """vLLM's object for one answer that ended, at level "summary" or "detailed"."""
+    assert answer.ended is not None
     stats = answer.ended.stats
     made: dict[str, Any] = {
         "time_to_first_token_ms": 1000 * stats["ttft_s"],
@@ -73,7 +65,7 @@ def metrics(answer: AnswerProgress, level: str) -> dict[str, Any] | None:
         "queue_time_ms": 1000 * stats["queued_s"],
         "mean_itl_ms": 1000 * stats["inter_token_s"],
         "tokens_per_second": stats["tokens_per_s"],
-        "speculative_decoding": None if not stats["num_drafts"] else _speculative_decoding(answer),
+        "speculative_decoding": _speculative_decoding(answer, stats) if stats["num_drafts"] else None,
     }
     if level == "detailed":
         made["per_step_accepted"] = [one.num_accepted for one in answer.rounds]
@@ -81,14 +73,11 @@ def metrics(answer: AnswerProgress, level: str) -> dict[str, Any] | None:
     return made
 
 
-def _speculative_decoding(answer: AnswerProgress) -> dict[str, Any]:
-    assert answer.ended is not None
-    stats = answer.ended.stats
-    histogram = acceptance_histogram(answer)
+def _speculative_decoding(answer: AnswerProgress, stats: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "mean_acceptance_length": 1 + _ratio(stats["num_accepted"], stats["num_drafts"]),
         "draft_acceptance_rate": stats["acceptance_rate"],
-        "acceptance_histogram": histogram,
+        "acceptance_histogram": _acceptance_histogram(answer, stats["num_drafts"]),
         "num_spec_steps": stats["num_drafts"],
         "num_accepted_draft_tokens": stats["num_accepted"],
         "num_draft_tokens": stats["num_drafted"],
@@ -96,39 +85,29 @@ def _speculative_decoding(answer: AnswerProgress) -> dict[str, Any]:
     }
 
 
-def acceptance_histogram(answer: AnswerProgress) -> list[int]:
+def _acceptance_histogram(answer: AnswerProgress, num_drafts: int) -> list[int]:
     """At index j how many steps with a draft had exactly j of its tokens accepted."""
-    assert answer.ended is not None
-    counts: dict[int, int] = {}
-    for tokens in answer.steps():
-        accepted = sum(token.kind == "accepted" for token in tokens)
-        if accepted:
-            counts[accepted] = counts.get(accepted, 0) + 1
-    num_none = answer.ended.stats["num_drafts"] - sum(counts.values())
-    return [num_none, *(counts.get(j, 0) for j in range(1, max(counts, default=0) + 1))]
+    by_step = Counter(token.step for token in answer.tokens if token.kind == "accepted")
+    counts = Counter(by_step.values())
+    return [num_drafts - counts.total(), *(counts[j] for j in range(1, max(counts, default=0) + 1))]
+
+
+# Of `foretoken.spec`: sums over the answers.
+_SUMMED = (
+    *("num_steps", "num_drafts", "num_drafted", "num_accepted", "num_rejected", "num_cut", "num_emitted"),
+    *("draft_s", "verify_s"),
+)
 
 
 def spec_report(book: AnswerBook, drafter: str | None, why_off: str | None) -> dict[str, Any]:
     """`foretoken.spec`: over all answers of the request."""
     stats = [end.stats for end in book.ended]
     plain_s = [one["estimated_speedup"] for one in stats if one["estimated_speedup"] is not None]
-
-    def total(name: str) -> Any:  # noqa: ANN401 - a number
-        return sum(one[name] for one in stats)
-
     return {
         "drafter": drafter,
         "rule": next((one["rule"] for one in stats), None),
         "lossless": not any(one["lossy"] for one in stats),
-        "num_steps": total("num_steps"),
-        "num_drafts": total("num_drafts"),
-        "num_drafted": total("num_drafted"),
-        "num_accepted": total("num_accepted"),
-        "num_rejected": total("num_rejected"),
-        "num_cut": total("num_cut"),
-        "num_emitted": total("num_emitted"),
-        "draft_s": total("draft_s"),
-        "verify_s": total("verify_s"),
+        **{name: sum(one[name] for one in stats) for name in _SUMMED},
         "est_speedup": sum(plain_s) / len(plain_s) if plain_s else None,
         "by_drafter": {
             name: {

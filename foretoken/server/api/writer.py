@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from functools import partial
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from typing import Any
 
 from fastapi import Request, Response
 
 from foretoken import __version__
-from foretoken.backend.call import AnswerEnded, Event, RoundEvent, TokenEvent
+from foretoken.backend.call import AnswerEnded, RoundEvent, TokenEvent
 from foretoken.server.api.call import metrics_level, tier_of, wants_trace
 from foretoken.server.api.envelopes import status_of
 from foretoken.server.api.errors import ApiError, final, json_response
 from foretoken.server.api.exchange import Exchange
 from foretoken.server.api.messages import source_of
 from foretoken.server.api.schemas import SamplingFields, StreamOptions
-from foretoken.server.api.streaming import DONE, EventStream, PieceGroup, frame, frames_of, padded_frame
+from foretoken.server.api.streaming import DONE, EventStream, PieceGroup, frame, grouped, padded_frame
 from foretoken.server.api.usage import metrics, spec_report, timings, trace_record, usage
 
 BUILD = f"b0-foretoken-{__version__}"  # as llama.cpp tells its builds
@@ -27,155 +27,97 @@ _log = logging.getLogger("foretoken.server")
 _Json = dict[str, Any]
 
 
-async def answer(
-    exchange: Exchange, request: Request, stream: Callable[[], AsyncIterator[bytes]], whole: Callable[[], object]
-) -> Response:
-    """Run the call and respond: with the events of `stream`, or with what `whole` returns after the call's end.
+class AnswerWriter(ABC):
+    """Writes the answers of one call in the shape of an interface, whole or as events, and what they cost."""
 
-    Raises:
-        ApiError: it was refused, or failed before anything was sent.
-    """
-    try:
-        if exchange.is_stream:
-            await exchange.unless_gone(request.receive, exchange.open())
-            response = EventStream(exchange, stream())
-            await response.start(request.receive)
-            return response
-        await exchange.unless_gone(request.receive, _run(exchange))
-        made = json_response(whole())
-    except ApiError as error:
-        await exchange.closed()
-        exchange.finish(status_of(error, exchange.path), exchange.left or error.code)
-        raise
-    except Exception as error:
-        _log.exception("request %s broke down", exchange.request_id)
-        await exchange.closed()
-        exchange.finish(500, "internal_error")
-        raise final(500, "internal_error", "the server failed to answer this request") from error
-    except BaseException:  # the server itself stops
-        exchange.finish(500, "internal_error")
-        raise
-    exchange.finish(200)
-    return made
-
-
-async def _run(exchange: Exchange) -> None:
-    await exchange.open()
-    async for _ in exchange.events():
-        pass
-
-
-class ChoiceWriter(Protocol):
-    """Writes the choices of one kind of response."""
-
-    def opening(self) -> Iterator[_Json]:
-        """Choices of the first chunk of each answer; may be none."""
-
-    def piece(self, group: PieceGroup) -> _Json | None:
-        """The choice of a chunk; None while nothing can be sent."""
-
-    def ended(self, event: AnswerEnded) -> _Json:
-        """The choice of the last chunk of an answer."""
-
-    def whole(self) -> list[_Json]:
-        """The choices of a response that is not streamed."""
-
-
-class ResponseWriter:
-    """The fields around the choices: names, times, and the reports of what it cost."""
-
-    def __init__(self, exchange: Exchange, body: SamplingFields, prefix: str, whole: str, chunk: str) -> None:
-        self.exchange, self.body, self._is_open = exchange, body, False
-        self._num_ended = 0  # of the answers whose end was written: the exchange may be ahead of its stream
-        self._level = metrics_level(body, exchange.api.config)
+    def __init__(self, exchange: Exchange, body: SamplingFields) -> None:
+        config = exchange.api.config
+        self.exchange, self.body = exchange, body
+        self._level = metrics_level(body, config)
         self._has_trace = wants_trace(body)
         self._options = body.stream_options or StreamOptions()
-        self._whole, self._chunk = whole, chunk
-        config = exchange.api.config
         asked = self._options.include_obfuscation
         is_padded = config.force_obfuscation or (config.obfuscation if asked is None else asked)
         self._bucket_bytes = config.obfuscation_bucket_bytes if is_padded else 0
-        self._head = {
-            "id": f"{prefix}-{exchange.request_id}",
-            "created": int(exchange.began_unix_s),
-            "model": exchange.info.name,
-            "system_fingerprint": BUILD if config.llama_cpp else None,
-        }
-        if tier_of(body) is not None:
-            self._head["service_tier"] = tier_of(body)
 
-    @property
-    def shows_ids(self) -> bool:
-        """Whether the response lists token ids."""
-        return bool(self.body.return_token_ids)
+    @abstractmethod
+    def whole(self) -> object:
+        """The response that is not streamed, after the call's end."""
 
-    @property
-    def shows_tokens(self) -> bool:
-        """Whether a chunk without text tells something."""
-        return self.shows_ids or self._has_trace or self._options.continuous_usage_stats
+    def begun(self) -> Iterable[bytes]:
+        """The events before the first one of an answer."""
+        return ()
 
-    async def answer(self, writer: ChoiceWriter, request: Request) -> Response:
-        """See `answer`; an error names the field of the request.
+    @abstractmethod
+    def piece(self, group: PieceGroup) -> Iterable[bytes]:
+        """The events of an answer's next pieces."""
+
+    @abstractmethod
+    def ended(self, event: AnswerEnded) -> Iterable[bytes]:
+        """The last events of an answer."""
+
+    def failed(self, error: ApiError) -> Iterable[bytes]:  # noqa: ARG002 - for those that write more than the error
+        """The events before the error of a call that failed, whose field may be renamed."""
+        return ()
+
+    async def answer(self, request: Request) -> Response:
+        """Run the call and respond.
 
         Raises:
-            ApiError: see `answer`.
+            ApiError: it was refused, or failed before anything was sent.
         """
+        exchange = self.exchange
         try:
-            return await answer(self.exchange, request, lambda: self.stream(writer), lambda: self._response(writer))
+            if exchange.is_stream:
+                await exchange.unless_gone(request.receive, exchange.open())
+                response = EventStream(exchange, self.stream())
+                await response.start(request.receive)
+                return response
+            await exchange.unless_gone(request.receive, _run(exchange))
+            made = json_response(self.whole())
         except ApiError as error:
-            error.param = source_of(self.body, error.param)
+            await exchange.closed()
+            exchange.finish(status_of(error, exchange.path), exchange.left or error.code)
             raise
+        except Exception as error:
+            _log.exception("request %s broke down", exchange.request_id)
+            await exchange.closed()
+            exchange.finish(500, "internal_error")
+            raise final(500, "internal_error", "the server failed to answer this request") from error
+        except BaseException:  # the server itself stops
+            exchange.finish(500, "internal_error")
+            raise
+        exchange.finish(200)
+        return made
 
-    def _response(self, writer: ChoiceWriter) -> _Json:
-        """A response that is not streamed."""
-        head = {**self._head, "object": self._whole, "choices": writer.whole()}
-        return {**head, "usage": self._usage(), **self.reports()}
+    async def stream(self) -> AsyncGenerator[bytes]:
+        """The events of a stream, encoded. Every way out frees what the call holds.
 
-    def of_choice(self, event: AnswerEnded) -> _Json:
-        """What a choice reports of itself: metrics, where there are several answers."""
-        if self.exchange.num_answers == 1 or self._level == "none":
-            return {}
-        return {"metrics": metrics(self.exchange.book.answers[event.index], self._level)}
-
-    async def stream(self, writer: ChoiceWriter) -> AsyncGenerator[bytes]:
-        """The events of a stream, encoded."""
-        async with contextlib.aclosing(frames_of(self.exchange, partial(self._frames, writer))) as frames:
-            async for data in frames:
+        Raises:
+            ApiError: see `Exchange.events`.
+        """
+        has_begun = False
+        try:
+            async with (
+                contextlib.aclosing(self.exchange.events()) as events,
+                contextlib.aclosing(grouped(events, self.exchange.api.config)) as groups,
+            ):
+                async for event in groups:
+                    if not isinstance(event, PieceGroup | AnswerEnded):
+                        continue
+                    frames = [] if has_begun else [*self.begun()]
+                    has_begun = True
+                    frames += self.piece(event) if isinstance(event, PieceGroup) else self.ended(event)
+                    if frames:  # one event fills the buffer at once, or not at all
+                        yield b"".join(frames)
+        except ApiError as error:
+            for data in self.failed(error):
                 yield data
-        if self._options.include_usage:
-            yield self._encoded([], self.reports(with_trace=False), has_ended=True)
-        yield DONE
-
-    def _frames(self, writer: ChoiceWriter, event: Event | PieceGroup) -> Iterator[bytes]:
-        if not self._is_open and isinstance(event, PieceGroup | AnswerEnded):
-            self._is_open = True
-            for choice in writer.opening():
-                yield self._encoded([choice])
-        if isinstance(event, PieceGroup):
-            written = writer.piece(event)
-            if written is not None:
-                yield self._encoded([written], self._trace_of(event))
-        elif isinstance(event, AnswerEnded):
-            last = writer.ended(event) | self.of_choice(event)
-            self._num_ended += 1
-            is_last = self._num_ended == self.exchange.num_answers
-            reports = self.reports(with_trace=False) if is_last and not self._options.include_usage else {}
-            yield self._encoded([last], reports)
-
-    def _encoded(self, choices: list[_Json], more: _Json | None = None, has_ended: bool = False) -> bytes:
-        chunk = {**self._head, "object": self._chunk, "choices": choices, **(more or {})}
-        if has_ended or self._options.continuous_usage_stats:
-            chunk["usage"] = self._usage()
-        elif self._options.include_usage:
-            chunk["usage"] = None
-        return self.encoded(chunk)
+            raise
 
     def encoded(self, body: _Json) -> bytes:
         """An event, padded where that is asked for."""
         return padded_frame(body, self._bucket_bytes) if self._bucket_bytes else frame(body)
-
-    def _usage(self) -> _Json:
-        return usage(self.exchange, self.body.prediction is not None)
 
     def reports(self, with_trace: bool = True) -> _Json:
         """What the request cost, beside `usage`."""
@@ -199,12 +141,6 @@ class ResponseWriter:
             return "prediction_disabled"
         return "off_server" if self.body.spec is None else "off_request"
 
-    def _trace_of(self, group: PieceGroup) -> _Json:
-        """The records of a chunk, one for each of its steps."""
-        if not self._has_trace:
-            return {}
-        return {"foretoken": {"trace": self._records(group.piece.index, group.piece.tokens, group.rounds)}}
-
     def _records(self, index: int, tokens: Sequence[TokenEvent], rounds: Sequence[RoundEvent]) -> list[_Json]:
         """A record for each step of one answer."""
         emitted: dict[int, list[TokenEvent]] = {one.step: [] for one in rounds}
@@ -213,6 +149,117 @@ class ResponseWriter:
         by_step = {one.step: one for one in rounds}
         name, why_off = self.exchange.request_id, self._why_off()
         return [trace_record(name, index, step, emitted[step], by_step.get(step), why_off) for step in sorted(emitted)]
+
+
+class ChoiceWriter(AnswerWriter):
+    """Writes OpenAI's choices, and the fields around them: names, times, and the reports of what it cost."""
+
+    def __init__(self, exchange: Exchange, body: SamplingFields, prefix: str, whole: str, chunk: str) -> None:
+        super().__init__(exchange, body)
+        self._num_ended = 0  # of the answers whose end was written: the exchange may be ahead of its stream
+        self._whole, self._chunk = whole, chunk
+        self._head = {
+            "id": f"{prefix}-{exchange.request_id}",
+            "created": int(exchange.began_unix_s),
+            "model": exchange.info.name,
+            "system_fingerprint": BUILD if exchange.api.config.llama_cpp else None,
+        }
+        if tier_of(body) is not None:
+            self._head["service_tier"] = tier_of(body)
+
+    @abstractmethod
+    def opening(self) -> Iterable[_Json]:
+        """Choices of the first chunk of each answer; may be none."""
+
+    @abstractmethod
+    def choice(self, group: PieceGroup) -> _Json | None:
+        """The choice of a chunk; None while nothing can be sent."""
+
+    @abstractmethod
+    def last_choice(self, event: AnswerEnded) -> _Json:
+        """The choice of the last chunk of an answer."""
+
+    @abstractmethod
+    def choices(self) -> list[_Json]:
+        """The choices of a response that is not streamed."""
+
+    @property
+    def shows_tokens(self) -> bool:
+        """Whether a chunk without text tells something."""
+        return bool(self.body.return_token_ids) or self._has_trace or self._options.continuous_usage_stats
+
+    def ids_of(self, tokens: Sequence[TokenEvent]) -> _Json:
+        """What a choice has of its tokens' ids, where they were asked for."""
+        return {"token_ids": [token.token_id for token in tokens]} if self.body.return_token_ids else {}
+
+    def of_choice(self, event: AnswerEnded) -> _Json:
+        """What a choice reports of itself: metrics, where there are several answers."""
+        if self.exchange.num_answers == 1 or self._level == "none":
+            return {}
+        return {"metrics": metrics(self.exchange.book.answers[event.index], self._level)}
+
+    async def answer(self, request: Request) -> Response:
+        """See `AnswerWriter.answer`; an error names the field of the request.
+
+        Raises:
+            ApiError: see `AnswerWriter.answer`.
+        """
+        try:
+            return await super().answer(request)
+        except ApiError as error:
+            error.param = source_of(self.body, error.param)
+            raise
+
+    def whole(self) -> _Json:
+        """See `AnswerWriter.whole`."""
+        head = {**self._head, "object": self._whole, "choices": self.choices()}
+        return {**head, "usage": self._usage(), **self.reports()}
+
+    async def stream(self) -> AsyncGenerator[bytes]:
+        """See `AnswerWriter.stream`."""
+        async with contextlib.aclosing(super().stream()) as frames:
+            async for data in frames:
+                yield data
+        if self._options.include_usage:
+            yield self._encoded([], self.reports(with_trace=False), has_ended=True)
+        yield DONE
+
+    def begun(self) -> Iterable[bytes]:
+        """See `AnswerWriter.begun`."""
+        return [self._encoded([choice]) for choice in self.opening()]
+
+    def piece(self, group: PieceGroup) -> Iterable[bytes]:
+        """See `AnswerWriter.piece`."""
+        written = self.choice(group)
+        if written is None:
+            return ()
+        trace = self._records(group.piece.index, group.piece.tokens, group.rounds) if self._has_trace else None
+        return [self._encoded([written], {} if trace is None else {"foretoken": {"trace": trace}})]
+
+    def ended(self, event: AnswerEnded) -> Iterable[bytes]:
+        """See `AnswerWriter.ended`."""
+        last = self.last_choice(event) | self.of_choice(event)
+        self._num_ended += 1
+        is_last = self._num_ended == self.exchange.num_answers
+        reports = self.reports(with_trace=False) if is_last and not self._options.include_usage else {}
+        return [self._encoded([last], reports)]
+
+    def _encoded(self, choices: list[_Json], more: _Json | None = None, has_ended: bool = False) -> bytes:
+        chunk = {**self._head, "object": self._chunk, "choices": choices, **(more or {})}
+        if has_ended or self._options.continuous_usage_stats:
+            chunk["usage"] = self._usage()
+        elif self._options.include_usage:
+            chunk["usage"] = None
+        return self.encoded(chunk)
+
+    def _usage(self) -> _Json:
+        return usage(self.exchange, self.body.prediction is not None)
+
+
+async def _run(exchange: Exchange) -> None:
+    await exchange.open()
+    async for _ in exchange.events():
+        pass
 
 
 def chat_logprobs(tokens: Sequence[TokenEvent]) -> dict[str, Any]:

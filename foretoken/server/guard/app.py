@@ -86,16 +86,23 @@ class Guard:
         num_bytes = sum(len(name) + len(value) + 4 for name, value in headers)
         num_bytes += len(scope.get("raw_path") or b"") + len(scope.get("query_string") or b"")
         if num_bytes > config.max_header_bytes or len(headers) > config.max_headers:
-            return headers_too_large(config.max_header_bytes, config.max_headers)
+            most = f"at most {config.max_headers} headers, together {config.max_header_bytes} bytes, are taken"
+            return ApiError(431, "headers_too_large", f"the headers are too large: {most}")
         if not self._origins.allows_host(headers):
-            return bad_host()
+            message = "the Host header does not name this server: use its address, or allow the name with allowed_hosts"
+            return ApiError(403, "host_not_allowed", message)
         if not self._origins.allows_origin(headers):
-            return bad_origin()
+            message = "pages of this origin may not call the server: allow it with cors_origins"
+            return ApiError(403, "origin_not_allowed", message)
         sizes = values_of(headers, b"content-length")
         if len(set(sizes)) > 1 or not all(size.isascii() and size.isdigit() and len(size) < 20 for size in sizes):
-            return bad_length()
+            return ApiError(400, "invalid_value", "content-length: must be one whole number of bytes", "content-length")
         if values_of(headers, b"transfer-encoding") and (sizes or scope.get("http_version") == "1.0"):
-            return bad_framing()
+            # the end of such a body cannot be told for certain (RFC 9112, section 6.1)
+            message = (
+                "transfer-encoding: cannot stand beside content-length, nor in HTTP/1.0; send one of the two headers"
+            )
+            return ApiError(400, "invalid_value", message, "transfer-encoding")
         if sizes and int(sizes[0]) > config.max_body_bytes:
             return body_too_large(int(sizes[0]), config.max_body_bytes)
         return None
@@ -104,13 +111,12 @@ class Guard:
         """Who sends the request, or why it is refused."""
         need = need_of(scope["method"], scope["path"], self._public)
         identity = identify(self._keys, scope["headers"])
-        if need == "admin" and not self._keys.has_admin:
-            return no_admin()
-        if identity is None:
-            return Identity() if need == "nothing" else no_key()
-        if need == "admin" and not identity.is_admin:
-            return no_admin()
-        return identity
+        if need == "admin" and not (self._keys.has_admin and (identity is None or identity.is_admin)):
+            return ApiError(403, "forbidden", "this route needs the admin key")
+        if identity is None and need != "nothing":
+            message = "a valid API key is needed: send the header Authorization: Bearer KEY, or x-api-key: KEY"
+            return ApiError(401, "invalid_api_key", message, headers={"www-authenticate": "Bearer"})
+        return identity or Identity()
 
 
 def need_of(method: str, path: str, public_paths: frozenset[str] = PUBLIC_PATHS) -> Need:
@@ -168,7 +174,8 @@ class GuardedRequest:
             async with asyncio.timeout_at(self._deadline_s):
                 message = await self._receive()
         except TimeoutError:
-            await self.refuse(body_too_slow(self._num_bytes))
+            text = f"the body came too slowly: {self._num_bytes} bytes were read before the timeout"
+            await self.refuse(final(408, "request_timeout", text))  # clients retry a 408 unless asked not to
             return {"type": "http.disconnect"}
         if message["type"] == "http.request":
             self._num_bytes += len(message.get("body", b""))
@@ -223,64 +230,9 @@ class GuardedRequest:
             return
 
 
-def no_key() -> ApiError:
-    """401: no key, or a wrong one."""
-    message = "a valid API key is needed: send the header Authorization: Bearer KEY, or x-api-key: KEY"
-    return ApiError(401, "invalid_api_key", message, headers={"www-authenticate": "Bearer"})
-
-
-def no_admin() -> ApiError:
-    """403: a route for operators."""
-    return ApiError(403, "forbidden", "this route needs the admin key")
-
-
-def bad_host() -> ApiError:
-    """403: `Host` names another server."""
-    message = "the Host header does not name this server: use its address, or allow the name with allowed_hosts"
-    return ApiError(403, "host_not_allowed", message)
-
-
-def bad_origin() -> ApiError:
-    """403: a page of another site."""
-    message = "pages of this origin may not call the server: allow it with cors_origins"
-    return ApiError(403, "origin_not_allowed", message)
-
-
-def bad_length() -> ApiError:
-    """400: a length that is no number, or two of them."""
-    return ApiError(400, "invalid_value", "content-length: must be one whole number of bytes", "content-length")
-
-
-def bad_framing() -> ApiError:
-    """400: a body whose end cannot be told for certain (RFC 9112, section 6.1)."""
-    message = "transfer-encoding: cannot stand beside content-length, nor in HTTP/1.0; send one of the two headers"
-    return ApiError(400, "invalid_value", message, "transfer-encoding")
-
-
-def not_http() -> ApiError:
-    """400: bytes that are no request."""
-    return ApiError(400, "invalid_value", "these bytes are no HTTP request that can be read")
-
-
 def body_too_large(num_bytes: int, max_bytes: int) -> ApiError:
     """413: a body of `num_bytes` or more."""
     return ApiError(413, "body_too_large", f"the body has {num_bytes} bytes or more: at most {max_bytes} are taken")
-
-
-def body_too_slow(num_bytes: int) -> ApiError:
-    """408: the body did not come in time. Clients retry a 408 unless they are asked not to."""
-    return final(408, "request_timeout", f"the body came too slowly: {num_bytes} bytes were read before the timeout")
-
-
-def headers_too_large(max_bytes: int, max_headers: int) -> ApiError:
-    """431: too many headers, or too long ones."""
-    message = f"the headers are too large: at most {max_headers} headers, together {max_bytes} bytes, are taken"
-    return ApiError(431, "headers_too_large", message)
-
-
-def too_many_connections() -> ApiError:
-    """503: no more connections are taken for now."""
-    return ApiError(503, "rate_limited", "too many connections: come again later", headers={"retry-after": "1"})
 
 
 def raw(error: ApiError, request_id: str, path: str = "") -> tuple[list[tuple[bytes, bytes]], bytes]:

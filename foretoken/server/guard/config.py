@@ -21,21 +21,16 @@ _option = partial(option, group="Access and connections")
 
 @dataclass(frozen=True)
 class GuardConfig:
-    """Access and limits of the HTTP server. Sizes in bytes, times in seconds.
+    """Access and limits of the HTTP server. Sizes in bytes, times in seconds. Beside what the options say:
 
-    - `host`: the address that the server listens on; on a loopback address only local `Host` values pass.
-    - `api_key`, `admin_key`: one key for users, one for admin routes; `keys_file`: more keys (`keys.read_keys`).
-    - `insecure`: allow a public address without any key.
-    - `metrics_public`: `/metrics` needs no key.
-    - `allowed_hosts`: further `Host` values, without port; on a public address an empty list allows all of them.
-    - `cors_origins`: origins such as "https://app.example" whose pages may call the server; "*" is every origin.
+    - `host`: on a loopback address only local `Host` values pass.
+    - `allowed_hosts`: without port; on a public address an empty list allows all of them.
+    - `cors_origins`: "*" is every origin.
     - `max_body_bytes`: a longer body is refused with 413 as soon as it is known to be longer.
-    - `max_header_bytes`: request line and headers together; `max_headers`: their number (431).
-    - `header_timeout_s`: from the first byte of a request to the end of its headers; then the connection is closed.
-    - `body_timeout_s`: from the end of the headers to the end of the body, and one second more for each
-      `min_body_bytes_per_s` received; then 408.
-    - `keep_alive_s`: how long an idle connection stays open; `max_connections`: a further one takes the place of the
-      one that has been idle longest, or gets 503 and is closed.
+    - `max_header_bytes`: with the request line (431).
+    - `header_timeout_s`: from the first byte of a request; then the connection is closed.
+    - `body_timeout_s`: from the end of the headers; then 408.
+    - `max_connections`: a further one takes the place of the one that has been idle longest, or gets 503 and is closed.
 
     Raises:
         ConfigError, InputError: a value that cannot be honoured; names the field.
@@ -72,28 +67,18 @@ class GuardConfig:
             repeats=True,
         ),
     )
-    max_body_bytes: int = field(
-        default=32 * MIB,
-        metadata=_option(
-            "Longest body of a request."
-        ),  # as in SERVING: images are not taken, and no context of tokens is longer
-    )
-    max_header_bytes: int = field(
-        default=64 * KIB,
-        metadata=_option(
-            "Longest header block of a request."
-        ),  # far above any client's, far below what would fill the memory
-    )
+    # No context of tokens is longer, and images are not taken.
+    max_body_bytes: int = field(default=32 * MIB, metadata=_option("Longest body of a request."))
+    # Far above any client's, far below what would fill the memory.
+    max_header_bytes: int = field(default=64 * KIB, metadata=_option("Longest header block of a request."))
     max_headers: int = field(default=256, metadata=_option("Most headers of a request."))
     header_timeout_s: float = field(default=10.0, metadata=_option("Seconds for the headers of a request."))
     body_timeout_s: float = field(
         default=30.0,
         metadata=_option("Seconds for the body of a request, and one more for each --min-body-bytes-per-s."),
     )
-    min_body_bytes_per_s: int = field(
-        default=16 * KIB,
-        metadata=_option("A body that comes slower is given up."),  # slower than any usable line
-    )
+    # Slower than any usable line.
+    min_body_bytes_per_s: int = field(default=16 * KIB, metadata=_option("A body that comes slower is given up."))
     # Longer than clients and proxies keep a connection for their next request (httpx 5 s, aiohttp 15 s, nginx 60 s):
     # who sends one at the moment in which the server closes gets no answer.
     keep_alive_s: float = field(default=75.0, metadata=_option("Seconds that an idle connection stays open."))
@@ -108,11 +93,6 @@ class GuardConfig:
             check_whole(name, getattr(self, name), low=1)
         for name in ("header_timeout_s", "body_timeout_s", "keep_alive_s"):
             check_number(name, getattr(self, name), low=0.001, high=86_400.0)
-
-    @property
-    def is_loopback(self) -> bool:
-        """Whether only this machine can reach `host`."""
-        return is_loopback(self.host)
 
 
 def is_loopback(host: str) -> bool:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
-from collections.abc import Sequence
 from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from foretoken.server.api.errors import ApiError
-from foretoken.server.guard.app import not_http, raw, too_many_connections
+from foretoken.server.guard.app import raw
 from foretoken.server.guard.config import GuardConfig
 from foretoken.server.receiving import SharedBufferProtocol
 
@@ -52,7 +51,8 @@ class GuardedProtocol(H11Protocol, SharedBufferProtocol):
         """Take a connection, in place of an idle one where there are too many; or answer that there are."""
         super().connection_made(transport)
         if len(self.connections) > self.guard.max_connections and not self._end_idlest():
-            self._close_with(too_many_connections())
+            message = "too many connections: come again later"
+            self._close_with(ApiError(503, "rate_limited", message, headers={"retry-after": "1"}))
             return
         self._watch_headers()  # a client that sends nothing is a slow one
 
@@ -86,7 +86,7 @@ class GuardedProtocol(H11Protocol, SharedBufferProtocol):
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - uvicorn's text
         """What is not HTTP, or has headers that are too large, in the envelope of all errors."""
-        self._close_with(not_http())
+        self._close_with(ApiError(400, "invalid_value", "these bytes are no HTTP request that can be read"))
 
     def _end_idlest(self) -> bool:
         """Close the connection that has waited longest for its next request; False where none does."""
@@ -111,7 +111,8 @@ class GuardedProtocol(H11Protocol, SharedBufferProtocol):
 
         h11 looks at a line when its end has come, which a body that is not in chunks may never have.
         """
-        if self.conn.their_state is not h11.SEND_BODY or not _has_chunks(self.headers):
+        has_chunks = any(name == b"transfer-encoding" for name, _ in self.headers)
+        if self.conn.their_state is not h11.SEND_BODY or not has_chunks:
             return False
         return _NO_LINE.match(self.conn.trailing_data[0]) is not None
 
@@ -140,7 +141,3 @@ class GuardedProtocol(H11Protocol, SharedBufferProtocol):
             for event in (answer, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
-
-
-def _has_chunks(headers: Sequence[tuple[bytes, bytes]]) -> bool:
-    return any(name == b"transfer-encoding" for name, _ in headers)

@@ -33,17 +33,10 @@ class Identity:
 
 @dataclass(frozen=True)
 class ApiKey:
-    """One key by its SHA-256 `digest`. Its requests share caches only with those of the same `tenant`."""
+    """One key by its SHA-256 `digest`, and what a request with it is."""
 
-    name: str
     digest: bytes = field(repr=False)
-    tenant: str
-    is_admin: bool = False
-
-    @property
-    def identity(self) -> Identity:
-        """What a request with this key is."""
-        return Identity(Caller(self.name, self.tenant), self.is_admin)
+    identity: Identity
 
 
 class KeyRing:
@@ -51,8 +44,9 @@ class KeyRing:
 
     def __init__(self, keys: Sequence[ApiKey] = ()) -> None:
         self._keys = tuple(keys)
-        for what, values in (("name", [key.name for key in keys]), ("key", [key.digest for key in keys])):
-            if len(set(values)) < len(values):
+        names, digests = {key.identity.caller.key for key in keys}, {key.digest for key in keys}
+        for what, different in (("name", names), ("key", digests)):
+            if len(different) < len(keys):
                 raise ConfigError("keys", len(keys), f"two keys have the same {what}: give each its own")
 
     @property
@@ -63,16 +57,16 @@ class KeyRing:
     @property
     def has_admin(self) -> bool:
         """Whether any key opens admin routes."""
-        return any(key.is_admin for key in self._keys)
+        return any(key.identity.is_admin for key in self._keys)
 
     def find(self, token: bytes) -> Identity | None:
         """Who `token` belongs to. Every key is compared, whichever fits, so the time tells nothing about them."""
         digest = hashlib.sha256(token).digest()
-        found: ApiKey | None = None
+        found: Identity | None = None
         for key in self._keys:
             if secrets.compare_digest(digest, key.digest):
-                found = key
-        return None if found is None else found.identity
+                found = key.identity
+        return found
 
 
 def key_ring(config: GuardConfig) -> KeyRing:
@@ -84,9 +78,9 @@ def key_ring(config: GuardConfig) -> KeyRing:
     """
     keys = []
     if config.api_key is not None:
-        keys.append(_hashed("default", config.api_key, "api_key", "default", False))
+        keys.append(_hashed(config.api_key, "api_key", Identity(Caller("default", "default"))))
     if config.admin_key is not None:
-        keys.append(_hashed("admin", config.admin_key, "admin_key", "admin", True))
+        keys.append(_hashed(config.admin_key, "admin_key", Identity(Caller("admin", "admin"), is_admin=True)))
     if config.keys_file is not None:
         keys += read_keys(Path(config.keys_file))
     return KeyRing(keys)
@@ -125,19 +119,20 @@ def _key_of(name: str, table: Any) -> ApiKey:  # noqa: ANN401 - whatever the fil
         raise ConfigError(where, "tenant, admin", "tenant is a name of letters, digits, . _ -; admin is true or false")
     if ("key" in table) == ("sha256" in table):
         raise ConfigError(where, len(table), "give either key or sha256")
+    identity = Identity(Caller(name, tenant), is_admin)
     if "key" in table:
-        return _hashed(name, table["key"], where, tenant, is_admin)
+        return _hashed(table["key"], where, identity)
     if not isinstance(table["sha256"], str) or not _DIGEST.fullmatch(table["sha256"].lower()):
         raise ConfigError(where, "sha256", "must be 64 hexadecimal digits")
-    return ApiKey(name, bytes.fromhex(table["sha256"]), tenant, is_admin)
+    return ApiKey(bytes.fromhex(table["sha256"]), identity)
 
 
-def _hashed(name: str, token: object, where: str, tenant: str, is_admin: bool) -> ApiKey:
+def _hashed(token: object, where: str, identity: Identity) -> ApiKey:
     if not isinstance(token, str) or not _TOKEN.fullmatch(token):
         size = len(token) if isinstance(token, str) else 0
         remedy = f"{size} characters: a key has {MIN_KEY_CHARACTERS} to 512, ASCII without spaces"
         raise ConfigError(where, "(not shown)", remedy)
-    return ApiKey(name, hashlib.sha256(token.encode()).digest(), tenant, is_admin)
+    return ApiKey(hashlib.sha256(token.encode()).digest(), identity)
 
 
 def refuse_public_bind(host: str, keys: KeyRing, insecure: bool) -> None:

@@ -30,7 +30,7 @@ class Origins:
     """Which Host and Origin values a configuration lets pass."""
 
     def __init__(self, config: GuardConfig) -> None:
-        self._is_loopback, self._hosts = config.is_loopback, frozenset(config.allowed_hosts)
+        self._is_loopback, self._hosts = is_loopback(config.host), frozenset(config.allowed_hosts)
         self._origins = frozenset(config.cors_origins)
 
     def allows_host(self, headers: Headers) -> bool:

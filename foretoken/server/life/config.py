@@ -16,17 +16,11 @@ _option = partial(option, group="Workers")
 
 @dataclass(frozen=True)
 class LifeConfig:
-    """Times in seconds.
+    """Times in seconds. Beside what the options say:
 
-    - `workers`: processes that each hold an engine with all of the weights; `devices`: one for each worker, "" for the
-      device of the engine's configuration. More workers than devices go round them.
-    - `watchdog_s`: a worker whose step takes longer, or that gives no sign of life for so long, is restarted.
-    - `drain_s`: how long requests in flight may go on after SIGTERM; 0 ends them at once, with an error.
-    - `first_restart_s`, `longest_restart_s`: the pause before a restart; it doubles with each death until the worker
-      has run for `good_s`.
-    - `failed_starts`: after so many starts in a row that did not come to an answer the worker is given up.
-    - `quarantine_s`: how long a request is refused that was in flight at two deaths; 0: never.
-    - `max_unread_events`: of one call; a reader that leaves more of them loses the call.
+    - `devices`: "" is the device of the engine's configuration. More workers than devices go round them.
+    - `watchdog_s`: also for a worker that gives no sign of life for so long.
+    - `failed_starts`: those that did not come to an answer.
 
     Raises:
         ConfigError, InputError: a value that cannot be honoured; names the field.
@@ -41,17 +35,14 @@ class LifeConfig:
             "The device of a worker, as cuda:0; may be given several times, in the order of the workers.", repeats=True
         ),
     )
+    # Far longer than any step of a model that answers at a usable speed.
     watchdog_s: float = field(
         default=120.0,
-        metadata=_option(
-            "Seconds after which a step counts as stuck: the worker is killed and restarted."
-        ),  # far longer than any step of a model that answers at a usable speed
+        metadata=_option("Seconds after which a step counts as stuck: the worker is killed and restarted."),
     )
+    # Kubernetes kills after 30 by default; most answers take less.
     drain_s: float = field(
-        default=30.0,
-        metadata=_option(
-            "Seconds that requests in flight get after SIGTERM; 0 ends them at once."
-        ),  # Kubernetes kills after 30 by default; most answers take less
+        default=30.0, metadata=_option("Seconds that requests in flight get after SIGTERM; 0 ends them at once.")
     )
     first_restart_s: float = field(
         default=0.5, metadata=_option("Seconds before a worker that died is restarted; doubled with each death.")
@@ -67,20 +58,11 @@ class LifeConfig:
         default=600.0,
         metadata=_option("Seconds for which a request is refused that ran while two workers died; 0 = never."),
     )
-    max_waiting: int = field(
-        default=256,
-        metadata=_option("Requests of a worker that may wait; further ones get 429."),  # requests, per worker
-    )
-    max_unread_events: int = field(
-        default=65_536,
-        metadata=_option(
-            "Unread events after which a call is cancelled."
-        ),  # steps of an answer as long as any context here
-    )
-    beat_s: float = field(
-        default=0.25,
-        metadata=_option("Seconds between a worker's signs of life."),  # also how late the watchdog may be
-    )
+    max_waiting: int = field(default=256, metadata=_option("Requests of a worker that may wait; further ones get 429."))
+    # Steps of an answer as long as any context here.
+    max_unread_events: int = field(default=65_536, metadata=_option("Unread events after which a call is cancelled."))
+    # Also how late the watchdog may be.
+    beat_s: float = field(default=0.25, metadata=_option("Seconds between a worker's signs of life."))
 
     def __post_init__(self) -> None:
         check_whole("workers", self.workers, low=1, high=64)

@@ -302,8 +302,7 @@ class WorkerProcess:
     async def end(self) -> int:
         """Let it end, kill what has not, and return its exit code (minus the number of the signal that ended it)."""
         self.channel.close()
-        waiting = asyncio.to_thread(self._wait)
-        return await waiting
+        return await asyncio.to_thread(self._wait)
 
     async def kill(self) -> int:
         """End it at once."""
@@ -312,11 +311,10 @@ class WorkerProcess:
 
     def _wait(self) -> int:
         try:
-            code = self._process.wait(_CLOSING_S)
+            return self._process.wait(_CLOSING_S)
         except subprocess.TimeoutExpired:
             self.kill_now()
-            code = self._process.wait()
-        return code
+            return self._process.wait()
 
     def kill_now(self) -> None:
         """End it without waiting: for a front that ends itself."""

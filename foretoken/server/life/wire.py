@@ -113,10 +113,6 @@ class ArmFaults(msgspec.Struct, frozen=True, tag="arm_faults"):
     """Begin to count towards `FORETOKEN_FAULT` (test builds): the canary is not counted."""
 
 
-class Stop(msgspec.Struct, frozen=True, tag="stop"):
-    """Close the engine and end."""
-
-
 class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
     """The engine is built."""
 
@@ -129,14 +125,12 @@ class NotLoaded(msgspec.Struct, frozen=True, tag="not_loaded"):
     """The engine could not be built; the worker ends."""
 
     error: WireError
-    exit_code: int
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat"):
     """Sent at intervals. `step_s`: how long the engine's thread has been at its running step; None while it waits."""
 
     step_s: float | None
-    num_steps: int
 
 
 class Happened(msgspec.Struct, frozen=True, tag="event"):
@@ -166,7 +160,7 @@ class Returned(msgspec.Struct, frozen=True, tag="answer"):
     value: Any
 
 
-Command = LoadEngine | Open | Cancel | Tokenize | Detokenize | AskStats | AskInvariants | ArmFaults | Stop
+Command = LoadEngine | Open | Cancel | Tokenize | Detokenize | AskStats | AskInvariants | ArmFaults
 
 
 Message = Loaded | NotLoaded | Beat | Happened | Over | Refused | Returned

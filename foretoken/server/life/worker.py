@@ -19,6 +19,7 @@ import time
 import traceback
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from foretoken.backend.call import Backend, Generation
@@ -41,7 +42,6 @@ from foretoken.server.life.wire import (
     Over,
     Refused,
     Returned,
-    Stop,
     Tokenize,
     WireError,
     engine_config_of,
@@ -86,6 +86,14 @@ async def value_of(command: Any, backend: Backend) -> Any:  # noqa: ANN401
     return await backend.stats()
 
 
+def refused(call: int, error: Exception) -> Refused:
+    """What a command that failed returns; an error that is not ours is logged."""
+    if not isinstance(error, ForetokenError):  # without its message, which may hold a user's text
+        where = "".join(traceback.format_tb(error.__traceback__))
+        _log.warning("%s in a call:\n%s", type(error).__name__, where)
+    return Refused(call, to_wire(error))
+
+
 class Worker:
     """Answers commands of a front with the engine of this process."""
 
@@ -96,12 +104,9 @@ class Worker:
         self._hook: FaultHook | None = None
 
     async def run(self) -> None:
-        """Load, then answer commands until the front closes or asks to stop."""
+        """Load, then answer commands until the front closes."""
         loading = asyncio.create_task(self._start())
-        while True:
-            command = await self._channel.receive(self._refuse)
-            if command is None or isinstance(command, Stop):
-                break
+        while (command := await self._channel.receive(self._refuse)) is not None:
             if isinstance(command, Cancel):
                 await self._cancel(command.call)
             elif isinstance(command, ArmFaults):
@@ -110,7 +115,7 @@ class Worker:
             else:
                 task = asyncio.create_task(self._answer(command))
                 self._running[command.call] = _Running(task)
-                task.add_done_callback(lambda task, call=command.call: self._ended(call, task))  # type: ignore[misc]  # bound in the loop
+                task.add_done_callback(partial(self._ended, command.call))
         if self._backend is None and not loading.done():
             self._end(0)  # no thread can be interrupted while it loads
         loading.cancel()
@@ -142,16 +147,15 @@ class Worker:
     async def _start(self) -> None:
         began = time.perf_counter()
         try:
-            engine, backend = await asyncio.to_thread(self._build)
+            backend = self._backend = await asyncio.to_thread(self._build)
         except Exception as error:  # noqa: BLE001 - reported to the front
-            code = error.exit_code if isinstance(error, ForetokenError) else 1
             if not isinstance(error, ForetokenError):
                 traceback.print_exception(error)
-            self._channel.send(NotLoaded(to_wire_of_loading(error), code))
+            self._channel.send(NotLoaded(to_wire_of_loading(error)))
             self._channel.close()
             return
-        self._backend, llm = backend, engine.llm
-        drafters = tuple(sorted(llm.spec.leaves))
+        engine = backend.engine
+        drafters = tuple(sorted(engine.llm.spec.leaves))
         self._channel.send(Loaded(backend.info, time.perf_counter() - began, drafters))
         trimmed_s = time.perf_counter()
         while engine.is_running:
@@ -160,27 +164,25 @@ class Worker:
                 trimmed_s = time.perf_counter()
             began_s = engine.turn_began_s
             step_s = None if began_s is None else time.perf_counter() - began_s
-            self._channel.send(Beat(step_s, llm.engine.stats.num_steps))
+            self._channel.send(Beat(step_s))
             await asyncio.sleep(self._load.beat_s)
         _log.critical("the engine's thread has broken down: the worker ends")
         self._end(1)
 
-    def _build(self) -> tuple[AsyncEngine, LocalBackend]:
+    def _build(self) -> LocalBackend:
         """Build the engine, in a thread: importing torch and reading weights take seconds."""
         if self._load.takes_faults:
             from foretoken.server.life.fault_hooks import fault_hook
 
             self._hook = fault_hook()
-            self._hook.is_armed = True
             self._hook.passes("load")
-            self._hook.is_armed = False
         from foretoken.backend.local import LocalBackend, build_engine
 
         config = engine_config_of(self._load.engine)
         engine, missing_draft = build_engine(config, self._load.max_waiting, self._load.draft_required)
         if self._hook is not None:
             self._hook.watch_steps(engine.llm.engine)
-        return engine, LocalBackend(engine, self._load.name, missing_draft)
+        return LocalBackend(engine, self._load.name, missing_draft)
 
     # ---- commands
 
@@ -201,12 +203,10 @@ class Worker:
             if isinstance(command, Open):
                 await self._generate(command, self._backend)
             else:
-                self._channel.send(Returned(call, await self._value(command, self._backend)))
+                ask = self._invariants if isinstance(command, AskInvariants) else partial(value_of, command)
+                self._channel.send(Returned(call, await ask(self._backend)))
         except Exception as error:  # noqa: BLE001 - the error of this call; the others go on
-            if not isinstance(error, ForetokenError):  # without its message, which may hold a user's text
-                where = "".join(traceback.format_tb(error.__traceback__))
-                _log.warning("%s in a call:\n%s", type(error).__name__, where)
-            self._channel.send(Refused(call, to_wire(error)))
+            self._channel.send(refused(call, error))
 
     def _ended(self, call: int, task: asyncio.Task[None]) -> None:
         """A command was answered, or cancelled, perhaps before its task began."""
@@ -223,11 +223,6 @@ class Worker:
             self._channel.send(Happened(command.call, event))
             await self._channel.drained()
         self._channel.send(Over(command.call))
-
-    async def _value(self, command: Any, backend: LocalBackend) -> Any:  # noqa: ANN401
-        if not isinstance(command, AskInvariants):
-            return await value_of(command, backend)
-        return await self._invariants(backend)
 
     async def _invariants(self, backend: LocalBackend) -> dict[str, Any]:
         files = "/proc/self/fd"

@@ -21,16 +21,8 @@ _option = partial(option, group=OBSERVATION)
 
 @dataclass(frozen=True)
 class ObserveConfig:
-    """Metrics, history, request log and traces.
-
-    - `metrics_alias`: "vllm" also exposes the series that vLLM has under its names.
-    - `stats_max_age_s`: two scrapes within it see the same engine counters.
-    - `slices`: values of `slice` that become labels; others count as "other", since clients choose them.
-    - `history`: SQLite file of finished requests' figures, never texts (None: not kept); `history_max_age_days` and
-      `history_max_bytes`: older requests are deleted.
-    - `request_log`: one line per finished request on standard error, "text" or "json"; "none" writes none.
-    - `tracing`: OpenTelemetry spans and metrics over OTLP, configured by the usual OTEL_* variables; needs the extra
-      `otel`.
+    """Metrics, history, request log and traces. Other `slices` count as "other", since clients choose them; `tracing`
+    needs the extra `otel`.
 
     Raises:
         ConfigError, InputError: a value that cannot be honoured; names the field.
@@ -39,11 +31,9 @@ class ObserveConfig:
     metrics_alias: str | None = field(
         default=None, metadata=_option("vllm: also expose the metrics that vLLM has, under its names.")
     )
+    # Several scrapers at once ask the engine once.
     stats_max_age_s: float = field(
-        default=0.25,
-        metadata=_option(
-            "Scrapes within so many seconds see the same counters."
-        ),  # several scrapers at once ask the engine once
+        default=0.25, metadata=_option("Scrapes within so many seconds see the same counters.")
     )
     slices: tuple[str, ...] = field(
         default=(),
@@ -53,10 +43,8 @@ class ObserveConfig:
         default=None, metadata=_option("A SQLite file for the figures of finished requests, never their texts.")
     )
     history_max_age_days: float = field(default=90.0, metadata=_option("Days that a request stays in it."))
-    history_max_bytes: int = field(
-        default=256 * MIB,
-        metadata=_option("Largest size of it."),  # about a million requests
-    )
+    # About a million requests.
+    history_max_bytes: int = field(default=256 * MIB, metadata=_option("Largest size of it."))
     request_log: LogFormat = field(
         default="text", metadata=_option("One line per request on standard error: {choices}.", choices=LOG_FORMATS)
     )

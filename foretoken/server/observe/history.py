@@ -19,8 +19,7 @@ from pathlib import Path
 
 from foretoken.errors import ConfigError, StorageError
 from foretoken.server.observe import acceptance
-from foretoken.server.observe.background import FiguresWriter
-from foretoken.server.observe.figures import RequestFigures, quantile
+from foretoken.server.observe.figures import FiguresWriter, RequestFigures, quantile
 
 COLUMNS = tuple(field.name for field in fields(RequestFigures) if field.name != "places")  # those are kept by day
 _APPLICATION = 0x666F7265  # "fore": tells the file from other SQLite files
@@ -100,12 +99,10 @@ def check_history(path: Path) -> None:
     try:
         with closing(connect(path, busy_s=5.0)):
             return
-    except sqlite3.OperationalError as error:
-        if "locked" in str(error) or "busy" in str(error) or "full" in str(error):
-            return  # passes: rows are written when it is over
-        raise StorageError(f"history: cannot open {path}: {error}") from error
     except sqlite3.Error as error:
-        raise StorageError(f"history: cannot open {path}: {error}") from error
+        passes = any(word in str(error) for word in ("locked", "busy", "full"))  # rows are written when it is over
+        if not (passes and isinstance(error, sqlite3.OperationalError)):
+            raise StorageError(f"history: cannot open {path}: {error}") from error
 
 
 def _prepare(connection: sqlite3.Connection, path: Path) -> None:
@@ -152,7 +149,7 @@ class History(FiguresWriter):
         self.series: tuple[acceptance.AcceptanceSeries, ...] = ()  # of whole days, read again every ten minutes
         with suppress(StorageError, sqlite3.Error):  # a file that is locked now is read later
             self.series = acceptance_series(path)
-        super().__init__("foretoken-history", _RETENTION_S)
+        super().__init__("foretoken-history", idle_s=_RETENTION_S)
 
     def close(self) -> None:
         """Write what is queued and close the file."""
@@ -238,6 +235,17 @@ GROUPS: Mapping[str, str] = {
     **{name: name for name in ("drafter", "slice", "key", "model", "route", "rule", "why_plain", "finish_reason")},
 }
 QUANTILES = (0.5, 0.95, 0.99)
+# Fields of a summary, each over the requests of its group.
+_TOTALS: Mapping[str, str] = {
+    "num_requests": "count(*)",
+    "num_failed": "sum(status >= 400)",
+    **{name: f"sum({name})" for name in ("num_prompt_tokens", "num_completion_tokens")},
+    **{name: f"sum({name})" for name in ("num_drafts", "num_drafted", "num_accepted")},
+    "acceptance_rate": "1.0 * sum(num_accepted) / nullif(sum(num_drafted), 0)",
+    "accepted_per_draft": "1.0 * sum(num_accepted) / nullif(sum(num_drafts), 0)",
+    "wasted_share": "sum(wasted_s) / nullif(sum(draft_s + verify_s), 0)",
+    "speedup": "avg(estimated_speedup)",
+}
 _MEASURED = ("ttft_s", "inter_token_s", "tokens_per_s", "duration_s", "queued_s")
 
 
@@ -278,19 +286,21 @@ def summarise(
         ConfigError: a name that is none of `GROUPS`.
         StorageError: the file cannot be read.
     """
-    groups = [_group(name) for name in by]
+    names = ", ".join(_group(name) for name in by) or "''"
     condition, values = _condition(since_unix_s, until_unix_s, where)
-    names = ", ".join(groups) if groups else "''"
     with closing(connect_reading(path)) as connection:
-        totals = connection.execute(
-            f"SELECT {names}, count(*), sum(status >= 400), sum(num_prompt_tokens), sum(num_completion_tokens), "
-            "sum(num_drafts), sum(num_drafted), sum(num_accepted), sum(wasted_s), sum(draft_s + verify_s), "
-            f"avg(estimated_speedup) FROM requests WHERE {condition} GROUP BY {names} ORDER BY {names}",
+        rows = connection.execute(
+            f"SELECT {names}, {', '.join(_TOTALS.values())} FROM requests WHERE {condition} "
+            f"GROUP BY {names} ORDER BY {names}",
             values,
         ).fetchall()
         quantiles = {name: dict(_quantiles(connection, name, names, condition, values)) for name in _MEASURED}
-    width = max(1, len(groups))
-    return [_summary(row[:width], row[width:], quantiles, bool(groups)) for row in totals if row[width]]
+    found = []
+    for row in rows:
+        group, totals = row[: -len(_TOTALS)], dict(zip(_TOTALS, row[-len(_TOTALS) :], strict=True))
+        known = {name: by_group[group] for name, by_group in quantiles.items() if group in by_group}
+        found.append(HistorySummary(group=tuple(map(str, group[: len(by)])), quantiles=known, **totals))
+    return found
 
 
 def values_of_history(
@@ -326,31 +336,6 @@ def acceptance_series(path: Path, alpha: float = acceptance.ALPHA) -> tuple[acce
     """
     with closing(connect_reading(path)) as connection:
         return acceptance.series_of(connection, acceptance.day_of(time.time()), alpha)
-
-
-def _summary(
-    group: Sequence[object],
-    row: Sequence[float],
-    quantiles: Mapping[str, Mapping[tuple[object, ...], Mapping[float, float]]],
-    is_grouped: bool,
-) -> HistorySummary:
-    num_requests, num_failed, prompt, completion, drafts, drafted, accepted, wasted_s, spent_s, speedup = row
-    found = {name: by_group[tuple(group)] for name, by_group in quantiles.items() if tuple(group) in by_group}
-    return HistorySummary(
-        group=tuple(str(value) for value in group) if is_grouped else (),
-        num_requests=int(num_requests),
-        num_failed=int(num_failed),
-        num_prompt_tokens=int(prompt),
-        num_completion_tokens=int(completion),
-        num_drafts=int(drafts),
-        num_drafted=int(drafted),
-        num_accepted=int(accepted),
-        acceptance_rate=accepted / drafted if drafted else None,
-        accepted_per_draft=accepted / drafts if drafts else None,
-        wasted_share=wasted_s / spent_s if spent_s else None,
-        speedup=speedup,
-        quantiles=found,
-    )
 
 
 def _quantiles(

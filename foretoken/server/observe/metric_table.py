@@ -99,8 +99,8 @@ OF_REQUESTS = (
     Metric("prediction_tokens", "counter", "Tokens of Predicted Outputs, by result.", ("result",)),
 )
 
-# Filled by every response, refused ones included, and by the writers of history and log.
-OF_SERVER = (
+# Filled by every response, refused ones included.
+OF_RESPONSES = (
     Metric("http_requests", "counter", "Responses by route template, method and status.", ("route", "method", "code")),
     Metric(
         "event_loop_lag_seconds",
@@ -109,10 +109,13 @@ OF_SERVER = (
         (),
         bounds_s=LAG_BOUNDS_S,
     ),
-    Metric("history_dropped_rows", "counter", "Requests that could not be written to the history."),
-    Metric("request_log_dropped_lines", "counter", "Lines that could not be written to the request log."),
-    Metric("acceptance_fell", "gauge", "1 where acceptance by day has fallen and is still low.", ("drafter", "slice")),
-    Metric("scrape_engine_up", "gauge", "1 if the engine answered for this scrape, 0 if its figures are older."),
 )
 
-METRICS = (*OF_ENGINE, *OF_REQUESTS, *OF_SERVER)
+HISTORY_DROPPED = Metric("history_dropped_rows", "counter", "Requests that could not be written to the history.")
+LOG_DROPPED = Metric("request_log_dropped_lines", "counter", "Lines that could not be written to the request log.")
+ACCEPTANCE_FELL = Metric(
+    "acceptance_fell", "gauge", "1 where acceptance by day has fallen and is still low.", ("drafter", "slice")
+)
+ENGINE_UP = Metric("scrape_engine_up", "gauge", "1 if the engine answered for this scrape, 0 if its figures are older.")
+
+METRICS = (*OF_ENGINE, *OF_REQUESTS, *OF_RESPONSES, HISTORY_DROPPED, LOG_DROPPED, ACCEPTANCE_FELL, ENGINE_UP)

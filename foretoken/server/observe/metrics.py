@@ -10,7 +10,6 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -23,10 +22,21 @@ from foretoken.backend.call import Backend
 from foretoken.errors import ForetokenError
 from foretoken.server.api.envelopes import OVERLOADED
 from foretoken.server.api.errors import CLIENT_GONE, CODES
-from foretoken.server.observe.acceptance import AcceptanceSeries
 from foretoken.server.observe.config import ObserveConfig
-from foretoken.server.observe.figures import why_plain
-from foretoken.server.observe.metric_table import METRICS, OF_ENGINE, OF_REQUESTS, OF_SERVER, PREFIX, Metric
+from foretoken.server.observe.figures import FiguresWriter, why_plain
+from foretoken.server.observe.history import History
+from foretoken.server.observe.metric_table import (
+    ACCEPTANCE_FELL,
+    ENGINE_UP,
+    HISTORY_DROPPED,
+    LOG_DROPPED,
+    METRICS,
+    OF_ENGINE,
+    OF_REQUESTS,
+    OF_RESPONSES,
+    PREFIX,
+    Metric,
+)
 from foretoken.server.record import RequestRecord
 
 # ---- the engine's statistics as counters that never go backwards
@@ -131,29 +141,42 @@ _GAUGES = {
     "num_requests_waiting": "num_waiting",
     "kv_cache_usage_perc": "kv_cache_usage",
     "draft_kv_cache_usage_perc": "draft_kv_cache_usage",
+    "spec_estimated_speedup_ratio": "estimated_speedup",
 }
 
 
 class ServerMetrics(Collector):
-    """Metrics of one server in a registry of its own. See `record.RequestObserver`."""
+    """Metrics of one server in a registry of its own, with those of its history and request log where it has them. See
+    `record.RequestObserver`.
+    """
 
-    def __init__(self, backend: Backend, config: ObserveConfig) -> None:
-        self._backend, self._config = backend, config
+    def __init__(
+        self,
+        backend: Backend,
+        config: ObserveConfig,
+        history: History | None = None,
+        log: FiguresWriter | None = None,
+    ) -> None:
+        self._backend, self._config, self._history, self._log = backend, config, history, log
         self._registry = CollectorRegistry()
         self._counters = EngineCounters(config.slices)
         self._stats: Mapping[str, Any] = {}
-        self._num_restarts = 0
         self._is_up = False
         self._read_s = float("-inf")
         self._reading: asyncio.Lock | None = None
-        self._dropped: dict[str, Callable[[], int]] = {}
-        self._series: Callable[[], Iterable[AcceptanceSeries]] = tuple
-        self._counted = {m.name: _counter(m, self._registry) for m in (*OF_REQUESTS, *OF_SERVER) if _is_own(m)}
-        histograms = [metric for metric in (*OF_REQUESTS, *OF_SERVER) if metric.kind == "histogram"]
-        self._measured = {metric.name: _histogram(metric, self._registry) for metric in histograms}
+        counted = (*OF_REQUESTS, *OF_RESPONSES)
+        self._counted = {
+            m.name: Counter(PREFIX + m.name, m.help, m.labels, registry=self._registry)
+            for m in counted
+            if m.kind == "counter"
+        }
+        self._measured = {
+            m.name: Histogram(PREFIX + m.name, m.help, m.labels, buckets=m.bounds_s, registry=self._registry)
+            for m in counted
+            if m.kind == "histogram"
+        }
         self._told: dict[str, Callable[[float], object]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._lag = LoopLag(partial(self._measure, "event_loop_lag_seconds"))
         self._registry.register(self)
 
     def finished(self, record: RequestRecord) -> None:
@@ -177,21 +200,20 @@ class ServerMetrics(Collector):
         self._counted["http_requests"].labels(route, _within(method, METHODS), str(code)).inc()
 
     def watch_loop(self) -> None:
-        """Measure the lag of the running event loop from now on."""
-        self._loop = asyncio.get_running_loop()
-        self._lag.watch()
+        """Measure the lag of the running event loop from now on: how late a timer is, as long as the loop runs."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._loop = loop
+            loop.call_later(EVERY_S, self._tick, loop, loop.time() + EVERY_S)
+
+    def _tick(self, loop: asyncio.AbstractEventLoop, due_s: float) -> None:
+        now_s = loop.time()
+        self._measure("event_loop_lag_seconds", max(0.0, now_s - due_s))
+        loop.call_later(EVERY_S, self._tick, loop, now_s + EVERY_S)
 
     def watch_times(self, name: str, note: Callable[[float], object]) -> None:
         """Also tell `note` every time, in seconds, that is measured for the metric `name`."""
         self._told[name] = note
-
-    def watch_dropped(self, name: str, count: Callable[[], int]) -> None:
-        """Show what a writer has dropped, under the metric `name`."""
-        self._dropped[name] = count
-
-    def watch_acceptance(self, series: Callable[[], Iterable[AcceptanceSeries]]) -> None:
-        """Show which of the history's series have fallen."""
-        self._series = series
 
     async def text(self) -> bytes:
         """The metrics in Prometheus' text format, with the engine's figures of this moment if it answers."""
@@ -217,25 +239,22 @@ class ServerMetrics(Collector):
         """See `Collector`: what is not counted here."""
         for metric in OF_ENGINE:
             if metric.kind == "gauge":
-                yield from self._gauge(metric)
+                yield self._gauge(metric)
             else:
-                series = self._counters.totals.get(metric.name, {} if metric.labels else {(): 0.0})
-                if metric.name == "engine_restarts":
-                    series = {(): float(self._num_restarts)}
-                yield _family(metric, series)
-        for metric in OF_SERVER:
-            if metric.name in self._dropped or metric.name.endswith(("_rows", "_lines")):
-                yield _family(metric, {(): float(self._dropped.get(metric.name, int)())})
-        yield self._fallen(OF_SERVER[-2])
-        yield GaugeMetricFamily(PREFIX + "scrape_engine_up", OF_SERVER[-1].help, value=float(self._is_up))
+                yield _family(metric, self._counters.totals.get(metric.name, {} if metric.labels else {(): 0.0}))
+        for metric, writer in ((HISTORY_DROPPED, self._history), (LOG_DROPPED, self._log)):
+            yield _family(metric, {(): 0.0 if writer is None else float(writer.num_dropped)})
+        yield self._fallen()
+        yield GaugeMetricFamily(PREFIX + ENGINE_UP.name, ENGINE_UP.help, value=float(self._is_up))
 
-    def _fallen(self, metric: Metric) -> Family:
+    def _fallen(self) -> Family:
         """Whether acceptance has fallen, by drafter and by the slices that are labels."""
         fallen: dict[Labels, bool] = {}
-        for one in self._series():
+        for one in () if self._history is None else self._history.series:
             shown = one.name.slice if not one.name.slice or one.name.slice in self._config.slices else "other"
             labels: Labels = (one.name.drafter, shown)
             fallen[labels] = fallen.get(labels, False) or one.has_fallen
+        metric = ACCEPTANCE_FELL
         family = GaugeMetricFamily(PREFIX + metric.name, metric.help, labels=metric.labels)
         for key, has_fallen in sorted(fallen.items()):
             family.add_metric(key, float(has_fallen))
@@ -259,22 +278,20 @@ class ServerMetrics(Collector):
             except ForetokenError:
                 self._stats, self._is_up = {}, False
             else:
-                for one in engines_of(stats):
+                for one in stats.get("replicas") or [stats]:
                     self._counters.add(one, str(one.get("engine", "")))
-                self._num_restarts = max(self._num_restarts, int(stats.get("num_restarts", 0)))
+                restarts = self._counters.totals.setdefault("engine_restarts", {(): 0.0})
+                restarts[()] = max(restarts[()], float(stats.get("num_restarts", 0)))
                 self._stats, self._is_up = stats, True
             self._read_s = time.monotonic()
 
-    def _gauge(self, metric: Metric) -> Iterator[Family]:
-        if metric.name == "spec_estimated_speedup_ratio":
-            speedup = self._stats.get("estimated_speedup")
-            family = GaugeMetricFamily(PREFIX + metric.name, metric.help)
-            if speedup is not None:
-                family.add_metric((), max(0.0, float(speedup)))
-            yield family
-            return
-        value = float(self._stats.get(_GAUGES[metric.name], 0.0))
-        yield GaugeMetricFamily(PREFIX + metric.name, metric.help, value=max(0.0, value))
+    def _gauge(self, metric: Metric) -> Family:
+        """A gauge of the engine's; without an answer 0, but a speedup that is not known has no value."""
+        family = GaugeMetricFamily(PREFIX + metric.name, metric.help)
+        value = self._stats.get(_GAUGES[metric.name], None if metric.name.endswith("_ratio") else 0.0)
+        if value is not None:
+            family.add_metric((), max(0.0, float(value)))
+        return family
 
     # ---- requests
 
@@ -290,8 +307,7 @@ class ServerMetrics(Collector):
                 self._counted["draft_seconds"].labels(drafter).inc(seconds)
             for drafter in stats["disabled_drafters"]:
                 self._counted["drafter_disabled"].labels(drafter).inc()
-        why = why_plain(record)
-        if why is not None:
+        if why := why_plain(record):
             self._counted["requests_not_speculated"].labels(why).inc()
         if record.reason == "numerical_error":
             self._counted["corrupted_requests"].inc()
@@ -314,11 +330,6 @@ class _Collected:
         return self._families
 
 
-def engines_of(stats: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The statistics of each engine: those of the replicas, or of the one that there is."""
-    return list(stats.get("replicas", ())) or [stats]
-
-
 def _drafting_s(stats: Mapping[str, Any], drafter: str) -> Iterator[tuple[str, float]]:
     """Drafting time of an answer by drafter: in proportion to the drafted tokens, all its own drafter's without any."""
     total = sum(stats["drafted_by"].values())
@@ -327,19 +338,6 @@ def _drafting_s(stats: Mapping[str, Any], drafter: str) -> Iterator[tuple[str, f
             yield name, stats["draft_s"] * count / total
     elif drafter and stats["draft_s"] > 0:
         yield drafter, stats["draft_s"]
-
-
-def _is_own(metric: Metric) -> bool:
-    """Whether it is counted by `ServerMetrics` itself."""
-    return metric.kind == "counter" and not metric.name.endswith(("_rows", "_lines"))
-
-
-def _counter(metric: Metric, registry: CollectorRegistry) -> Counter:
-    return Counter(PREFIX + metric.name, metric.help, metric.labels, registry=registry)
-
-
-def _histogram(metric: Metric, registry: CollectorRegistry) -> Histogram:
-    return Histogram(PREFIX + metric.name, metric.help, metric.labels, buckets=metric.bounds_s, registry=registry)
 
 
 def _family(metric: Metric, series: Mapping[tuple[str, ...], float]) -> Family:
@@ -358,26 +356,6 @@ def _without_created(families: Iterable[Family]) -> Iterator[Family]:
 
 def _within(value: str, known: Iterable[str]) -> str:
     return value if value in known else "other"
-
-
-class LoopLag:
-    """Calls `note` with the lateness of a timer, in seconds, as long as the loop runs."""
-
-    def __init__(self, note: Callable[[float], None]) -> None:
-        self._note = note
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    def watch(self) -> None:
-        """Begin in the running loop; without effect where that was done."""
-        loop = asyncio.get_running_loop()
-        if self._loop is not loop:
-            self._loop = loop
-            loop.call_later(EVERY_S, self._tick, loop, loop.time() + EVERY_S)
-
-    def _tick(self, loop: asyncio.AbstractEventLoop, due_s: float) -> None:
-        now_s = loop.time()
-        self._note(max(0.0, now_s - due_s))
-        loop.call_later(EVERY_S, self._tick, loop, now_s + EVERY_S)
 
 
 def alias_families(families: Iterable[Family]) -> list[Family]:

@@ -23,12 +23,11 @@ from foretoken.backend.call import Backend
 from foretoken.server.api.errors import CLIENT_GONE
 from foretoken.server.api.exchange import Api
 from foretoken.server.observe.acceptance import as_values
-from foretoken.server.observe.background import FiguresWriter
 from foretoken.server.observe.config import LogFormat, ObserveConfig
-from foretoken.server.observe.figures import RequestFigures
+from foretoken.server.observe.figures import FiguresWriter, RequestFigures
 from foretoken.server.observe.history import History
 from foretoken.server.observe.metrics import ServerMetrics
-from foretoken.server.observe.otel import TRACE_HEADERS, OpenTelemetryMetrics, OpenTelemetrySink, Tracing, is_wanted
+from foretoken.server.observe.otel import TRACE_HEADERS, OpenTelemetryMetrics, Tracing, is_wanted
 from foretoken.server.record import RequestObserver
 
 
@@ -52,7 +51,7 @@ class RequestLog(FiguresWriter):
 
 
 def text_line(figures: RequestFigures) -> str:
-    """`id=... route=... status=200 tokens=12+34 ttft_ms=8.1 tokens_per_s=55.1 ...`, without what is not known."""
+    """`time=... id=... route=... status=200 ... tokens=34 ... ttft_s=0.0081 ...`, without what is not known."""
     return " ".join(f"{name}={_shown(value)}" for name, value in _values(figures).items() if value not in (None, ""))
 
 
@@ -104,22 +103,15 @@ class Observation:
     """
 
     def __init__(self, backend: Backend, config: ObserveConfig) -> None:
-        self.metrics = ServerMetrics(backend, config)
-        self.tracing = Tracing(OpenTelemetrySink()) if config.tracing else None
-        self.sent_metrics = OpenTelemetryMetrics(self.metrics) if config.tracing and is_wanted() else None
+        self.tracing = Tracing() if config.tracing else None
         self.history = (
             None
             if config.history is None
             else History(Path(config.history), config.history_max_age_days, config.history_max_bytes)
         )
         self.log = None if config.request_log == "none" else RequestLog(config.request_log)
-        if self.history is not None:
-            history = self.history
-            self.metrics.watch_dropped("history_dropped_rows", lambda: history.num_dropped)
-            self.metrics.watch_acceptance(lambda: history.series)
-        if self.log is not None:
-            log = self.log
-            self.metrics.watch_dropped("request_log_dropped_lines", lambda: log.num_dropped)
+        self.metrics = ServerMetrics(backend, config, self.history, self.log)
+        self.sent_metrics = OpenTelemetryMetrics(self.metrics) if config.tracing and is_wanted() else None
 
     @property
     def observers(self) -> tuple[RequestObserver, ...]:

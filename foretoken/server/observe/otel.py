@@ -10,10 +10,10 @@ milliseconds), is set by the usual OTEL_* variables.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 from prometheus_client.samples import Sample
 
@@ -34,51 +34,50 @@ AttributeValue = str | bool | int | float | Sequence[str]
 _PATIENCE_S = 5.0  # for the loop that serves; the SDK gives an export 30
 
 
-class Span(NamedTuple):
-    """A span of kind SERVER; `parent` has the headers of its trace context."""
-
-    name: str
-    start_unix_s: float
-    end_unix_s: float
-    attributes: Mapping[str, AttributeValue]
-    parent: Mapping[str, str] | None
-    error: str | None
-
-
-class SpanSink(Protocol):
-    """Where spans go: `OpenTelemetrySink`, or a list in tests."""
-
-    def add(self, span: Span) -> None:
-        """Send one, some time."""
-
-    def close(self) -> None:
-        """Send what is left."""
-
-
 class Tracing:
-    """See `record.RequestObserver`."""
+    """A span of kind SERVER for every finished request (see `record.RequestObserver`), for `processor`, or without one
+    for OTLP, in batches from a thread of the SDK.
 
-    def __init__(self, sink: SpanSink) -> None:
-        self._sink = sink
+    Raises:
+        ConfigError: the extra `otel` is not installed.
+    """
+
+    def __init__(self, processor: object | None = None) -> None:
+        try:
+            from opentelemetry.sdk.resources import Resource  # type: ignore[import-not-found, unused-ignore]
+            from opentelemetry.sdk.trace import TracerProvider  # type: ignore[import-not-found, unused-ignore]
+
+            used: Any = _span_sender() if processor is None else processor
+        except ImportError as error:
+            raise missing_extra(error) from None
+        self._provider: Any = TracerProvider(resource=Resource.create({"service.name": PROVIDER}))
+        self._provider.add_span_processor(used)
+        self._tracer = self._provider.get_tracer(PROVIDER)
 
     def finished(self, record: RequestRecord) -> None:
         """See `RequestObserver.finished`."""
-        figures = figures_of(record)
-        attributes = span_attributes(record, figures)
-        name = f"{attributes['gen_ai.operation.name']} {record.model}"
-        end_unix_s = record.began_unix_s + record.duration_s
-        error = attributes.get("error.type")
-        failed = None if error is None else str(error)
-        self._sink.add(Span(name, record.began_unix_s, end_unix_s, attributes, TRACE_HEADERS.get(), failed))
+        from opentelemetry import trace
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        attributes = span_attributes(record, figures_of(record))
+        sent = self._tracer.start_span(
+            f"{attributes['gen_ai.operation.name']} {record.model}",
+            context=TraceContextTextMapPropagator().extract(TRACE_HEADERS.get() or {}),
+            kind=trace.SpanKind.SERVER,
+            attributes=attributes,
+            start_time=int(record.began_unix_s * _NS),
+        )
+        if "error.type" in attributes:
+            sent.set_status(trace.Status(trace.StatusCode.ERROR, str(attributes["error.type"])))
+        sent.end(end_time=int((record.began_unix_s + record.duration_s) * _NS))
 
     def close(self) -> None:
         """Send what is left."""
-        self._sink.close()
+        self._provider.shutdown()
 
 
 def span_attributes(record: RequestRecord, figures: RequestFigures) -> dict[str, AttributeValue]:
     """The attributes of a request's span; those that are not known are left out."""
-    stats = record.stats
     given: dict[str, Any] = {key: value for key, value in record.attributes.items() if key.startswith(_ALLOWED)}
     found = given | {
         "gen_ai.operation.name": record.attributes.get("gen_ai.operation.name", "chat"),
@@ -100,50 +99,10 @@ def span_attributes(record: RequestRecord, figures: RequestFigures) -> dict[str,
         "foretoken.spec.num_accepted": figures.num_accepted,
         "foretoken.spec.num_steps": figures.num_steps,
         "foretoken.spec.mean_acceptance_length": 1 + figures.num_accepted / figures.num_drafts
-        if stats and figures.num_drafts
+        if figures.num_drafts
         else None,
     }
     return {key: value for key, value in found.items() if value is not None}
-
-
-class OpenTelemetrySink:
-    """Spans for OTLP, sent in batches from a thread of the SDK.
-
-    Raises:
-        ConfigError: the extra `otel` is not installed.
-    """
-
-    def __init__(self) -> None:
-        try:
-            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter  # type: ignore[import-not-found, unused-ignore]
-            from opentelemetry.sdk.resources import Resource  # type: ignore[import-not-found, unused-ignore]
-            from opentelemetry.sdk.trace import TracerProvider  # type: ignore[import-not-found, unused-ignore]
-            from opentelemetry.sdk.trace.export import BatchSpanProcessor  # type: ignore[import-not-found, unused-ignore]
-        except ImportError as error:
-            raise missing_extra(error) from None
-        self._provider: Any = TracerProvider(resource=Resource.create({"service.name": PROVIDER}))
-        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
-        self._tracer = self._provider.get_tracer(PROVIDER)
-
-    def add(self, span: Span) -> None:
-        """See `SpanSink.add`."""
-        from opentelemetry import trace
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
-        sent = self._tracer.start_span(
-            span.name,
-            context=TraceContextTextMapPropagator().extract(dict(span.parent or {})),
-            kind=trace.SpanKind.SERVER,
-            attributes=dict(span.attributes),
-            start_time=int(span.start_unix_s * _NS),
-        )
-        if span.error is not None:
-            sent.set_status(trace.Status(trace.StatusCode.ERROR, span.error))
-        sent.end(end_time=int(span.end_unix_s * _NS))
-
-    def close(self) -> None:
-        """See `SpanSink.close`."""
-        self._provider.shutdown()
 
 
 def missing_extra(error: ImportError) -> ConfigError:
@@ -163,7 +122,7 @@ class OpenTelemetryMetrics:
             from opentelemetry.sdk.metrics import MeterProvider  # type: ignore[import-not-found, unused-ignore]
             from opentelemetry.sdk.resources import Resource  # type: ignore[import-not-found, unused-ignore]
 
-            readers: list[Any] = [_sender() if reader is None else reader]
+            readers: list[Any] = [_metric_sender() if reader is None else reader]
         except ImportError as error:
             raise missing_extra(error) from None
         self._metrics = metrics
@@ -205,7 +164,15 @@ def is_wanted() -> bool:
     return os.environ.get("OTEL_METRICS_EXPORTER", "otlp") != "none"
 
 
-def _sender() -> object:
+def _span_sender() -> object:
+    """What sends spans over OTLP."""
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter  # type: ignore[import-not-found, unused-ignore]
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor  # type: ignore[import-not-found, unused-ignore]
+
+    return BatchSpanProcessor(OTLPSpanExporter())
+
+
+def _metric_sender() -> object:
     """What asks for the metrics now and then and sends them over OTLP."""
     from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter  # type: ignore[import-not-found, unused-ignore]
     from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader  # type: ignore[import-not-found, unused-ignore]

@@ -20,13 +20,11 @@ from foretoken.server.api.exchange import Api
 from foretoken.server.api.speculation import offered_specs
 
 _SHOWN = ("name", "max_model_len", "has_tokenizer", "has_chat_template")  # of the model
-_OWN_GROUPS = {"predicted": "prediction"}
 # In the order of their imports: what a file needs comes before it.
 SCRIPTS = (
     "stream.js",
     "tokens.js",
     "dom.js",
-    "steps.js",
     "answer.js",
     "settings.js",
     "figures.js",
@@ -58,7 +56,7 @@ def page_router() -> APIRouter:
 def document() -> str:
     """The page with style and script in it."""
     html = _read("page.html")
-    return html.replace("/*{style}*/", _style()).replace("/*{script}*/", script())
+    return html.replace("/*{style}*/", _read("style.css")).replace("/*{script}*/", script())
 
 
 def script() -> str:
@@ -68,11 +66,12 @@ def script() -> str:
 
 def content_policy() -> str:
     """The Content-Security-Policy: this script and style by their hashes, requests to this server, nothing else."""
+    style = _hash(_read("style.css"))
     return "; ".join(
         (
             "default-src 'none'",
             f"script-src '{_hash(script())}'",
-            f"style-src '{_hash(_style())}'",
+            f"style-src '{style}'",
             "connect-src 'self'",
             "img-src data:",  # the empty icon, so that a browser asks for none
             "base-uri 'none'",
@@ -80,10 +79,6 @@ def content_policy() -> str:
             "frame-ancestors 'none'",
         )
     )
-
-
-def _style() -> str:
-    return _read("style.css")
 
 
 def _hash(text: str) -> str:
@@ -121,10 +116,5 @@ def stats_router(api: Api) -> APIRouter:
 
 def drafter_groups() -> dict[str, str]:
     """Each drafter with the group of its tokens on the page: model, lookup or prediction."""
-    return {name: _group(name) for name in known_drafters()}
-
-
-def _group(name: str) -> str:
-    if name in _OWN_GROUPS:
-        return _OWN_GROUPS[name]
-    return "lookup" if traits_of(name).is_lookup else "model"
+    groups = {name: "lookup" if traits_of(name).is_lookup else "model" for name in known_drafters()}
+    return groups | {"predicted": "prediction"}
