@@ -28,8 +28,9 @@ from foretoken.draft.merging import RequestNodes, merge_drafts, ragged_draft
 from foretoken.draft.tree import OVERLAP, TreeShape, best_nodes, max_children, sampled_shape, share_level, static_shape
 from foretoken.model.interface import Segment
 from foretoken.text.randomness import Purpose
-from foretoken.text.sampling import draft_probs, sample, without_broken
+from foretoken.text.sampling import draft_probs, without_broken
 from foretoken.transfer import to_device, to_host
+from foretoken.verify.base import draw
 
 DEFAULT_BRANCHING = 4
 # Of the chances of a race's leaders: a draft that is a little off rarely makes one win that is far behind.
@@ -267,7 +268,7 @@ def _draw(draws: Sequence[_Draw], probs: Tensor) -> None:
     rest[rows, columns] = 0
     rest /= rest.sum(-1, keepdim=True)
     u = draft_numbers(Purpose.DRAFT, [one.growth.entry for one in draws], [one.node for one in draws])
-    (tokens,) = to_host(sample(rest, to_device(torch.from_numpy(u), rest.device, None)))
+    (tokens,) = to_host(draw(rest, to_device(torch.from_numpy(u), rest.device, None)))
     for one, mass, token in zip(draws, rest, tokens, strict=True):
         one.growth.tokens[one.node] = token
         one.growth.masses[one.growth.parents[one.node]] = mass

@@ -18,9 +18,9 @@ from foretoken.core import BatchEntry, Draft
 from foretoken.draft.merging import RequestNodes, ragged_draft
 from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.text.randomness import Purpose, uniforms
-from foretoken.text.sampling import draft_probs, sample, without_broken
+from foretoken.text.sampling import draft_probs, without_broken
 from foretoken.transfer import to_device, to_host
-from foretoken.verify.base import first_max, race_winners
+from foretoken.verify.base import draw, first_max, race_winners
 
 # What `draft_probability="auto"` leaves to choose from in each round.
 PROBABILITIES: Mapping[str, Sequence[float]] = {"draft_probability": (0.25, 0.5, 0.75, 1.0)}
@@ -121,7 +121,7 @@ def _draw(chains: list[Chain], probs: Tensor, position: int) -> Tensor:
     if sampled:
         u = draft_numbers(Purpose.DRAFT, [chains[i].entry for i in sampled], [position] * len(sampled))
         rows = to_device(sampled, probs.device)
-        chosen[rows] = sample(probs[rows], to_device(torch.from_numpy(u), probs.device, None))
+        chosen[rows] = draw(probs[rows], to_device(torch.from_numpy(u), probs.device, None))
     racing = [
         (i, chain.entry.noise.rows([chain.entry.round_start + position]))
         for i, chain in enumerate(chains)

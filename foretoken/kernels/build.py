@@ -168,14 +168,11 @@ def _run(command: list[str]) -> tuple[int, str]:
 
 def _compile_to(path: Path, source: Path, flags: tuple[str, ...]) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".building-") as folder:
-        compile_library(source, flags, Path(folder) / path.name)
-        _append_digest(Path(folder) / path.name)
-        os.replace(Path(folder) / path.name, path)
-
-
-def _append_digest(path: Path) -> None:
-    with path.open("ab") as file:
-        file.write(hashlib.sha256(path.read_bytes()).digest())
+        made = Path(folder) / path.name
+        compile_library(source, flags, made)
+        with made.open("ab") as file:
+            file.write(hashlib.sha256(made.read_bytes()).digest())
+        os.replace(made, path)
 
 
 def _is_whole(path: Path) -> bool:

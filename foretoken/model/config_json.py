@@ -32,27 +32,15 @@ _ACTIVATIONS: Mapping[str, Activation] = {
 
 # Families that have no causal decoder of their own; named so that the error says what the model is.
 _NOT_CAUSAL = {
-    "bert": "encoder-only",
-    "roberta": "encoder-only",
-    "xlm-roberta": "encoder-only",
-    "distilbert": "encoder-only",
-    "albert": "encoder-only",
-    "electra": "encoder-only",
-    "deberta": "encoder-only",
-    "deberta-v2": "encoder-only",
-    "modernbert": "encoder-only",
+    **dict.fromkeys(
+        ("bert", "roberta", "xlm-roberta", "distilbert", "albert", "electra", "deberta", "deberta-v2", "modernbert"),
+        "encoder-only",
+    ),
+    **dict.fromkeys(("camembert", "ernie", "mpnet"), "encoder-only"),
     "vit": "vision encoder",
-    "clip": "vision-text encoder",
-    "siglip": "vision-text encoder",
+    **dict.fromkeys(("clip", "siglip"), "vision-text encoder"),
     "whisper": "speech encoder-decoder",
-    "camembert": "encoder-only",
-    "ernie": "encoder-only",
-    "mpnet": "encoder-only",
-    "t5": "encoder-decoder",
-    "mt5": "encoder-decoder",
-    "bart": "encoder-decoder",
-    "mbart": "encoder-decoder",
-    "marian": "encoder-decoder",
+    **dict.fromkeys(("t5", "mt5", "bart", "mbart", "marian"), "encoder-decoder"),
 }
 
 
@@ -236,6 +224,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
             f"a config.json of model_type={shown(config.model_type)} is not written here; written are those of "
             f"{', '.join(_WRITTEN)}"
         )
+    ends = config.eos_token_ids
     raw: dict[str, Any] = {
         "architectures": [FAMILIES[config.model_type].architecture],
         "model_type": config.model_type,
@@ -255,9 +244,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         "mlp_bias": config.mlp_bias,
         "tie_word_embeddings": config.tie_embeddings,
         "bos_token_id": config.bos_token_id,
-        "eos_token_id": list(config.eos_token_ids)
-        if len(config.eos_token_ids) > 1
-        else next(iter(config.eos_token_ids), None),
+        "eos_token_id": list(ends) if len(ends) > 1 else next(iter(ends), None),
         "torch_dtype": config.dtype,
     }
     return raw | _windows_to_hf(config)

@@ -39,23 +39,16 @@ class ExpertsConfig:
         """Number of weights of one layer's experts and router."""
         return self._weights(hidden_size, self.num_experts)
 
-    def step_parameters(self, hidden_size: int, num_rows: int = 1) -> float:
-        """Weights of one layer's experts and router that a step of `num_rows` rows reads, see `expected_awake`."""
-        return self._weights(hidden_size, self.expected_awake(num_rows))
+    def step_parameters(self, hidden_size: int) -> int:
+        """Weights of one layer's experts and router that a step of one token reads."""
+        return self._weights(hidden_size, self.num_active)
 
-    def expected_awake(self, num_rows: int) -> float:
-        """The expected number of experts that at least one of `num_rows` rows goes to, if the router chose uniformly.
-
-        Trained routers balance their experts over many texts; rows of one text agree more, so fewer are woken.
-        """
-        return self.num_experts * (1.0 - (1.0 - self.num_active / self.num_experts) ** num_rows)
-
-    def _weights(self, hidden_size: int, num_experts: float) -> int:
+    def _weights(self, hidden_size: int, num_experts: int) -> int:
         expert = 3 * hidden_size * self.intermediate_size
         expert += (2 * self.intermediate_size + hidden_size) * self.bias
         router = self.num_experts * (hidden_size + self.router_bias)
         shared = (3 * self.shared_size + 1) * hidden_size * (self.shared_size > 0)
-        return round(num_experts * expert) + router + shared
+        return num_experts * expert + router + shared
 
 
 @dataclass(frozen=True)

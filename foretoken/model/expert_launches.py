@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from operator import is_not
 from types import ModuleType
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,9 +18,23 @@ from torch import Tensor, nn
 
 from foretoken.kernels.experts_work import StackedExperts, StackedMixture
 from foretoken.kernels.launches import TRITON_DTYPES, has_triton
-from foretoken.model.expert_config import ClampedGate
-from foretoken.model.expert_parts import ExpertParts, ExpertStack
+from foretoken.model.expert_config import ClampedGate, ExpertsConfig
 from foretoken.model.layers import Linear
+
+if TYPE_CHECKING:
+    from foretoken.model.experts import Experts
+
+
+@dataclass(frozen=True)
+class ExpertParts:
+    """Weights of one layer's experts, a shared one last; `router` [E, D], `router_bias` [E], `shared_gate` [1, D]."""
+
+    config: ExpertsConfig
+    gate_up: Sequence[Linear]
+    down: Sequence[Linear]
+    router: Tensor
+    router_bias: Tensor | None
+    shared_gate: Tensor | None
 
 
 def can_launch(at: Tensor) -> bool:
@@ -26,13 +42,13 @@ def can_launch(at: Tensor) -> bool:
     return at.device.type == "cuda" and at.dtype in TRITON_DTYPES and has_triton()
 
 
-def launched(stack: ExpertStack, x: Tensor) -> Tensor | None:
+def launched(layer: Experts, x: Tensor) -> Tensor | None:
     """`x` [T, D] through the experts of a layer, [T, D]; None where no kernel does it: in training, and for matrices
     that are packed or of another dtype.
     """
     if not torch.is_inference_mode_enabled() or not can_launch(x):
         return None
-    mixture = stacked(stack, x)
+    mixture = stacked(layer, x)
     if mixture is None:
         return None
     out: Tensor = _experts_triton().run(mixture, x)
@@ -40,15 +56,15 @@ def launched(stack: ExpertStack, x: Tensor) -> Tensor | None:
 
 
 _Kept = tuple[tuple[torch.dtype, torch.device], tuple[object, ...], StackedMixture | None]
-_MIXTURES: WeakKeyDictionary[ExpertStack, _Kept] = WeakKeyDictionary()
+_MIXTURES: WeakKeyDictionary[Experts, _Kept] = WeakKeyDictionary()
 
 
-def stacked(stack: ExpertStack, at: Tensor) -> StackedMixture | None:
+def stacked(layer: Experts, at: Tensor) -> StackedMixture | None:
     """The experts as the kernels read them for rows like `at`, made once for their weights."""
-    kept = _MIXTURES.get(stack)
-    if kept is None or kept[0] != (at.dtype, at.device) or any(map(is_not, kept[1], stack.weight_marks())):
-        mixture = _mixture(stack.parts(), at)
-        _MIXTURES[stack] = kept = ((at.dtype, at.device), stack.weight_marks(), mixture)
+    kept = _MIXTURES.get(layer)
+    if kept is None or kept[0] != (at.dtype, at.device) or any(map(is_not, kept[1], layer.weight_marks())):
+        mixture = _mixture(layer.parts(), at)
+        _MIXTURES[layer] = kept = ((at.dtype, at.device), layer.weight_marks(), mixture)
     return kept[2]
 
 

@@ -24,13 +24,15 @@ _BLOCK_BYTES = GROUP // 2
 
 @dataclass(frozen=True)
 class _View:
-    """A part of a stored tensor: some outputs of one expert. `scales` is the tensor of exponents, for MXFP4."""
+    """A part of a stored tensor: some outputs of one expert. `scales`: the tensor of exponents and its file, for
+    MXFP4.
+    """
 
     stored: str
     expert: int
     outputs: slice
     is_transposed: bool = False
-    scales: str | None = None
+    scales: tuple[str, Path] | None = None
 
 
 class ExpertWeights(Weights):
@@ -73,7 +75,7 @@ class ExpertWeights(Weights):
     def kinds(self) -> list[StoredKind]:
         """See `Weights`: the types of the tensors in the files, not of their parts."""
         packed = {view.stored for view in self._views.values() if view.scales is not None}
-        packed |= {view.scales for view in self._views.values() if view.scales is not None}
+        packed |= {view.scales[0] for view in self._views.values() if view.scales is not None}
 
         def kind(name: str, stored: str) -> str:
             return "MXFP4" if name in packed else stored
@@ -91,8 +93,9 @@ class ExpertWeights(Weights):
         assert view.scales is not None
         with opened(self._file_of[name]) as tensors:
             blocks = tensors.get_slice(view.stored)[view.expert]  # [N, K / 32, 16]
-        with opened(self._file_of[view.scales]) as tensors:
-            exponents = tensors.get_slice(view.scales)[view.expert]  # [N, K / 32]
+        scales, file = view.scales
+        with opened(file) as tensors:
+            exponents = tensors.get_slice(scales)[view.expert]  # [N, K / 32]
         own, exponents = blocks[view.outputs][:num_rows], exponents[view.outputs][:num_rows]
         return mxfp4_codes(own.numpy(), exponents.numpy())
 
@@ -103,9 +106,10 @@ class ExpertWeights(Weights):
             return
         scales = None
         if ending == "_blocks":
-            scales = f"{name.removesuffix('_blocks')}_scales"
-            if shape[3] != _BLOCK_BYTES or stored != "U8" or self._about.get(scales) != (shape[:3], "U8"):
+            other = f"{name.removesuffix('_blocks')}_scales"
+            if shape[3] != _BLOCK_BYTES or stored != "U8" or self._about.get(other) != (shape[:3], "U8"):
                 return
+            scales = other, self._file_of[other]
         is_transposed = keys.is_transposed and not ending
         outputs, inputs = _matrix_shape(shape, ending, is_transposed)
         names = keys.names
@@ -123,19 +127,8 @@ class ExpertWeights(Weights):
                 self._views[view] = _View(name, expert, rows, is_transposed, scales)
                 self._file_of[view] = self._file_of[name]
                 self._about[view] = ((count, *inputs), stored if scales is None else "F32")
-        del self._about[name], self._file_of[name]
-        if scales is not None:
-            del self._about[scales]  # `_codes` opens its file
-
-    @property
-    def names(self) -> list[str]:
-        """Names of all tensors, experts' one by one."""
-        return list(self._about)
-
-    @property
-    def own_names(self) -> list[str]:
-        """See `Weights`."""
-        return [name for name in super().own_names if name in self._about]
+        for gone in (name,) if scales is None else (name, scales[0]):
+            del self._about[gone], self._file_of[gone]
 
 
 def _matrix_shape(shape: Sequence[int], ending: str, is_transposed: bool) -> tuple[int, tuple[int, ...]]:

@@ -11,7 +11,9 @@ Shapes: T rows, D hidden size, E experts, S slots of a row (its experts, then th
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
+from operator import is_not
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,8 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foretoken.model.expert_config import ClampedGate, ExpertsConfig
-from foretoken.model.expert_launches import can_launch, launched, stacked
-from foretoken.model.expert_parts import ExpertParts, ExpertStack
+from foretoken.model.expert_launches import ExpertParts, can_launch, launched, stacked
 from foretoken.model.layers import Linear, activated
 from foretoken.model.matrices.dense import ProductFields, array_of
 from foretoken.model.row_kernels import RowKernels, kernels_for
@@ -35,7 +36,6 @@ from foretoken.transfer import to_device, to_host
 # others.
 
 
-_NO_MEMORY = "no memory for the experts of {} rows; run fewer rows at a time"
 _EXCHANGED_ROWS = 512  # what lies between the ranks' products, at most; the one call groups as many
 
 
@@ -102,12 +102,17 @@ def run_experts(kernels: RowKernels, table: ExpertTable, x: Tensor) -> Tensor:
         MemoryError: no memory for what lies between two operations.
     """
     x, out = x.contiguous(), torch.empty(x.shape, dtype=x.dtype)
-    if not kernels.library.foretoken_run_experts(
-        *(ctypes.byref(table.fields), x.data_ptr(), out.data_ptr(), len(x)),
-        *(x.dtype == torch.bfloat16, torch.get_num_threads()),
-    ):
-        raise MemoryError(_NO_MEMORY.format(len(x)))
+    _call(kernels.library.foretoken_run_experts, table, x, x, out)
     return out
+
+
+def _call(function: Callable[..., bool], table: ExpertTable, like: Tensor, *tensors: Tensor) -> None:
+    """Give a kernel the addresses of `tensors`, for rows like those of `like`."""
+    if not function(
+        *(ctypes.byref(table.fields), *(tensor.data_ptr() for tensor in tensors), len(like)),
+        *(like.dtype == torch.bfloat16, torch.get_num_threads()),
+    ):
+        raise MemoryError(f"no memory for the experts of {len(like)} rows; run fewer rows at a time")
 
 
 def expert_channels(kernels: RowKernels, table: ExpertTable, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -121,11 +126,7 @@ def expert_channels(kernels: RowKernels, table: ExpertTable, x: Tensor) -> tuple
     chosen = torch.empty(len(x), table.num_slots, dtype=torch.int32)
     weights = torch.empty(len(x), table.num_slots, dtype=torch.float32)
     own = torch.empty(len(x) * (table.fields.num_active * table.width + table.shared_width), dtype=torch.float32)
-    if not kernels.library.foretoken_expert_channels(
-        *(ctypes.byref(table.fields), x.data_ptr(), chosen.data_ptr(), weights.data_ptr(), own.data_ptr(), len(x)),
-        *(x.dtype == torch.bfloat16, torch.get_num_threads()),
-    ):
-        raise MemoryError(_NO_MEMORY.format(len(x)))
+    _call(kernels.library.foretoken_expert_channels, table, x, x, chosen, weights, own)
     return chosen, weights, own
 
 
@@ -142,31 +143,27 @@ def run_divided(kernels: RowKernels, table: ExpertTable, x: Tensor, collective: 
 
 
 def _divided(kernels: RowKernels, table: ExpertTable, x: Tensor, collective: Collective) -> Tensor:
-    fields, world = table.fields, collective.world
-    routed, shared = len(x) * fields.num_active * table.width, len(x) * table.shared_width
+    world = collective.world
+    routed, shared = len(x) * table.fields.num_active * table.width, len(x) * table.shared_width
     chosen, weights, own = expert_channels(kernels, table, x)
     parts = torch.split(collective.all_gather(own).view(world, -1), [routed, shared], dim=1)
     widths = (table.width, table.shared_width)
     sides = [part.view(world, -1, width).transpose(0, 1) for part, width in zip(parts, widths, strict=True) if width]
     channels = torch.cat([side.reshape(-1) for side in sides])  # of all ranks, by place
     out = torch.empty(len(x), x.shape[1] // world, dtype=x.dtype)
-    if not kernels.library.foretoken_expert_outputs(
-        *(ctypes.byref(fields), chosen.data_ptr(), weights.data_ptr(), channels.data_ptr(), out.data_ptr(), len(x)),
-        *(x.dtype == torch.bfloat16, torch.get_num_threads()),
-    ):
-        raise MemoryError(_NO_MEMORY.format(len(x)))
+    _call(kernels.library.foretoken_expert_outputs, table, x, chosen, weights, channels, out)
     return out
 
 
-_TABLES: WeakKeyDictionary[ExpertStack, tuple[tuple[object, ...], ExpertTable | None]] = WeakKeyDictionary()
+_TABLES: WeakKeyDictionary[Experts, tuple[tuple[object, ...], ExpertTable | None]] = WeakKeyDictionary()
 
 
-def _table(stack: ExpertStack, dtype: torch.dtype) -> ExpertTable | None:
-    """The table of `stack`, made once for its weights."""
-    marks = (*stack.weight_marks(), dtype)
-    kept = _TABLES.get(stack)
-    if kept is None or any(one is not other for one, other in zip(kept[0], marks, strict=True)):
-        _TABLES[stack] = kept = (marks, expert_table(stack.parts(), dtype))
+def _table(layer: Experts, dtype: torch.dtype) -> ExpertTable | None:
+    """The table of a layer, made once for its weights."""
+    marks = (*layer.weight_marks(), dtype)
+    kept = _TABLES.get(layer)
+    if kept is None or any(map(is_not, kept[0], marks)):
+        _TABLES[layer] = kept = (marks, expert_table(layer.parts(), dtype))
     return kept[1]
 
 

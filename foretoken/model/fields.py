@@ -7,9 +7,9 @@ read here is bounded before it is used. `null` means that the key is absent, as 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from foretoken.errors import CheckpointError
 
@@ -154,11 +154,7 @@ class Fields:
     def number(self, key: str, above: float = 0.0, zero: bool = False) -> float:
         """A finite number greater than `above`, or 0 where `zero` allows it, that has to be there."""
         value = self.raw.get(key)
-        if (
-            isinstance(value, int | float)
-            and not isinstance(value, bool)
-            and (above < value <= _MAX_NUMBER or (zero and value == 0))
-        ):
+        if _is_number(value, above) or (zero and _is_number(value, -1.0) and value == 0):
             return float(value)
         raise self.refusal(key, f"a number greater than {above:g}" + (", or 0" if zero else ""))
 
@@ -175,7 +171,7 @@ class Fields:
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
         """A list of `count` finite numbers greater than 0 that has to be there."""
         value = self.raw.get(key)
-        if not isinstance(value, list) or len(value) != count or not all(_is_positive(item) for item in value):
+        if not isinstance(value, list) or len(value) != count or not all(_is_number(item, 0.0) for item in value):
             raise self.refusal(key, f"a list of {count:,} numbers greater than 0")
         return tuple(float(item) for item in value)
 
@@ -219,15 +215,12 @@ class Fields:
         if value is None:
             return ()
         ids: Sequence[Any] = value if isinstance(value, list) else (value,)
-        if not _are_ids(ids, MAX_SIZE if vocab_size is None else vocab_size):
-            below = "" if vocab_size is None else f" below the vocabulary's {vocab_size:,}"
-            raise self.refusal(key, f"a token id{below}, or a list of them")
+        below = MAX_SIZE if vocab_size is None else vocab_size
+        if not all(isinstance(one, int) and not isinstance(one, bool) and 0 <= one < below for one in ids):
+            where = "" if vocab_size is None else f" below the vocabulary's {vocab_size:,}"
+            raise self.refusal(key, f"a token id{where}, or a list of them")
         return tuple(ids)
 
 
-def _are_ids(values: Iterable[Any], below: int) -> bool:
-    return all(isinstance(value, int) and not isinstance(value, bool) and 0 <= value < below for value in values)
-
-
-def _is_positive(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0.0 < value <= _MAX_NUMBER
+def _is_number(value: object, above: float) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and above < value <= _MAX_NUMBER

@@ -20,18 +20,17 @@ from foretoken.model.matrices.quant import check_quant
 from foretoken.model.open import native_config
 from foretoken.model.paged_cache import DEFAULT_BLOCK_SIZE
 from foretoken.model.rope import TABLE_BLOCK
-from foretoken.model.rope_json import rope_context_cap
+from foretoken.model.rope_json import CONTEXT_KEYS, UNBOUNDED_CONTEXT_TOKENS, rope_context_cap
 from foretoken.model.weights import TensorSource, hf_tensors
 from foretoken.plan.memory import ModelShape
 
-_UNBOUNDED_CONTEXT_TOKENS = 131_072  # of families that name none
 # What other families call the same sizes.
 _NAMES = {
     "hidden_size": ("hidden_size", "n_embd", "d_model"),
     "num_layers": ("num_hidden_layers", "n_layer", "n_layers"),
     "num_heads": ("num_attention_heads", "n_head", "n_heads"),
     "vocab_size": ("vocab_size",),
-    "context": ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"),
+    "context": CONTEXT_KEYS,
 }
 
 
@@ -132,7 +131,7 @@ def _foreign_shape(name: str, raw: Mapping[str, Any], weights: TensorSource, kin
     heads, vocab_size = sizes["num_heads"], sizes["vocab_size"]
     groups = text.whole_or("num_key_value_heads", heads)
     size = text.whole_or("head_dim", sizes["hidden_size"] // heads)
-    context = sizes["context"] or _UNBOUNDED_CONTEXT_TOKENS
+    context = sizes["context"] or UNBOUNDED_CONTEXT_TOKENS
     return ModelShape(
         name=name,
         weight_bytes=sum(math.prod(weights.shape(tensor)) for tensor in weights.names) * kind.itemsize,

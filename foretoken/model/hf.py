@@ -22,13 +22,10 @@ from foretoken.model.hf_loading import load_with_transformers
 from foretoken.model.interface import ForwardOutput, Segment
 from foretoken.model.loader import read_raw_config
 from foretoken.model.quiet import quiet_transformers
-from foretoken.model.rope_json import rope_context_cap
+from foretoken.model.rope_json import CONTEXT_KEYS, UNBOUNDED_CONTEXT_TOKENS, rope_context_cap
 from foretoken.model.trial import Findings, try_out
 from foretoken.transfer import to_device, to_host
 
-_CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length", "seq_length")
-# Recurrent models have no longest sequence of their own; a bound keeps the bookkeeping finite.
-_UNBOUNDED_CONTEXT_TOKENS = 131_072
 _DEFAULT_CAPACITY_TOKENS = 65_536
 
 _Foreign: TypeAlias = Any  # objects of transformers, which has no types
@@ -49,13 +46,18 @@ class _Sequence:
 class TransformersModel:
     """A transformers causal language model as a `LanguageModel`.
 
-    `capacity_tokens` bounds the tokens of all open sequences together. Tap number `num_layers` comes after the model's
-    final norm, because that is what transformers reports; the others are the residual stream.
+    `capacity_tokens` bounds the tokens of all open sequences together; `max_context_tokens` is the longest sequence
+    over which every way to run the model agrees, or a bound of our own for models without one. Tap number `num_layers`
+    comes after the model's final norm, because that is what transformers reports; the others are the residual stream.
 
     Raises:
         UnsupportedModelError: not a causal language model, or one that needs code from its own repository.
         CheckpointError: a file is missing or broken.
     """
+
+    numerics = "default"
+    kv_bytes_per_token = 0  # what a family keeps of a token does not follow from its configuration
+    logit_softcap = 0.0  # of `output_logits`, whatever the family does to them afterwards
 
     def __init__(
         self,
@@ -68,49 +70,18 @@ class TransformersModel:
         raw = read_raw_config(folder)
         with quiet_transformers() as reports:
             self._model = load_with_transformers(folder, raw, dtype, torch.device(device), reports)
-            self._text = self._model.config.get_text_config(decoder=True)
-            self._findings, self._context = _try_out(self._model, self._text)
-        self._eos = _as_ids(raw.get("eos_token_id", getattr(self._text, "eos_token_id", None)))
+            text = self._model.config.get_text_config(decoder=True)
+            findings, self.max_context_tokens = _try_out(self._model, text)
+        self.eos_token_ids = _as_ids(raw.get("eos_token_id", getattr(text, "eos_token_id", None)))
         self._keeps_logits = "logits_to_keep" in inspect.signature(self._model.forward).parameters
-        self.can_crop = self._findings.uses_cache
-        self._capacity = capacity_tokens or max(_DEFAULT_CAPACITY_TOKENS, self.max_context_tokens)
+        self.can_crop, self.vocab_size = findings.uses_cache, findings.num_columns
+        self.num_layers = findings.num_layers or int(text.num_hidden_layers)
+        parameters: list[Tensor] = list(self._model.parameters())
+        self.dtype, self.device = parameters[0].dtype, torch.device(self._model.device)
+        self.num_parameters = sum(parameter.numel() for parameter in parameters)
+        self.weight_bytes = sum(parameter.nbytes for parameter in parameters)
+        self.capacity_tokens = capacity_tokens or max(_DEFAULT_CAPACITY_TOKENS, self.max_context_tokens)
         self._sequences: dict[int, _Sequence] = {}
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of columns of the logits."""
-        return self._findings.num_columns
-
-    @property
-    def max_context_tokens(self) -> int:
-        """Longest sequence over which every way to run the model agrees; a bound of our own for models without one."""
-        return self._context
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end a text."""
-        return self._eos
-
-    @property
-    def num_layers(self) -> int:
-        """Number of layers."""
-        return self._findings.num_layers or int(self._text.num_hidden_layers)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The format of its weights."""
-        dtype: torch.dtype = next(iter(self._model.parameters())).dtype
-        return dtype
-
-    @property
-    def num_parameters(self) -> int:
-        """Number of weights, tied ones counted once."""
-        return sum(parameter.numel() for parameter in self._model.parameters())
-
-    @property
-    def weight_bytes(self) -> int:
-        """Memory that the weights take."""
-        return sum(parameter.nbytes for parameter in self._model.parameters())
 
     @property
     def step_bytes(self) -> int:
@@ -118,27 +89,6 @@ class TransformersModel:
         table, head = self._model.get_input_embeddings(), self._model.get_output_embeddings()
         tied = table is None or (head is not None and head.weight is table.weight)
         return self.weight_bytes - (0 if tied else table.weight.nbytes)
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """0: what a family keeps of a token does not follow from its configuration."""
-        return 0
-
-    @property
-    def numerics(self) -> str:
-        """See `interface.LanguageModel`."""
-        return "default"
-
-    @property
-    def device(self) -> torch.device:
-        """Where the weights are."""
-        device: torch.device = self._model.device
-        return device
-
-    @property
-    def capacity_tokens(self) -> int:
-        """Tokens that an empty memory can hold over all sequences."""
-        return self._capacity
 
     def footprint_tokens(self, num_tokens: int) -> int:
         """What a sequence of `num_tokens` takes: nothing is rounded."""
@@ -159,11 +109,6 @@ class TransformersModel:
         """
         embedded: Tensor = self._part(self._model.get_input_embeddings(), "embedding table")(tokens)
         return embedded
-
-    @property
-    def logit_softcap(self) -> float:
-        """See `interface.SharesWeights`: `output_logits` has none, whatever the family does to them afterwards."""
-        return 0.0
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         """See `interface.SharedWeights`: the last tap of such a model comes after its final norm already."""
@@ -199,7 +144,7 @@ class TransformersModel:
 
     def num_free_tokens(self) -> int:
         """Tokens that can still be held over all sequences."""
-        return self._capacity - sum(state.reserved for state in self._sequences.values())
+        return self.capacity_tokens - sum(state.reserved for state in self._sequences.values())
 
     def reserve(self, sequence: int, num_rows: int) -> bool:
         """Make room for `num_rows` more rows; False (and no change) if there is none."""
@@ -289,12 +234,9 @@ class TransformersModel:
         options: dict[str, Any] = {"logits_to_keep": num_logits_run} if self._keeps_logits else {}
         if taps:
             options["output_hidden_states"] = True
-        ids = to_device([whole[kept:]], self.device)
-        output = (
-            self._model(ids, past_key_values=state.cache, use_cache=True, **options)
-            if self.can_crop
-            else self._model(ids, use_cache=False, **options)
-        )
+        if self.can_crop:
+            options["past_key_values"] = state.cache
+        output = self._model(to_device([whole[kept:]], self.device), use_cache=self.can_crop, **options)
         if self.can_crop:
             state.cached = whole
         logits: Tensor = output.logits[0]
@@ -316,8 +258,8 @@ class TransformersModel:
 
 
 def _context_tokens(text: _Foreign) -> int:
-    known = [getattr(text, key, None) for key in _CONTEXT_KEYS]
-    stated = next((int(value) for value in known if isinstance(value, int) and value > 0), _UNBOUNDED_CONTEXT_TOKENS)
+    known = [getattr(text, key, None) for key in CONTEXT_KEYS]
+    stated = next((int(value) for value in known if isinstance(value, int) and value > 0), UNBOUNDED_CONTEXT_TOKENS)
     # Doge chooses which tokens of a longer text to keep, and looks at later ones for it.
     return min(stated, rope_context_cap(text.to_dict()) or stated, getattr(text, "keep_window_size", None) or stated)
 
@@ -352,9 +294,8 @@ def _new_cache(config: _Foreign) -> _Foreign:
     if not kinds or kinds - {DynamicLayer, DynamicSlidingWindowLayer, DummyLayer} or "chunked_attention" in types:
         return None
     cache.layers = [DynamicLayer() if type(layer) is DynamicSlidingWindowLayer else layer for layer in cache.layers]
-    cache.layer_class_to_replicate = (
-        DynamicLayer  # a decoder may have more layers than the configuration counts: the encoder's
-    )
+    # A decoder may have more layers than the configuration counts: the encoder's.
+    cache.layer_class_to_replicate = DynamicLayer
     return cache
 
 

@@ -58,10 +58,8 @@ def load_with_transformers(
         raise UnsupportedModelError(
             f"model_type={model_type!r} is unknown to foretoken and to this version of transformers{code}"
         )
-    weights, where = (
-        Weights(folder),
-        str(folder / "config.json"),
-    )  # names the broken or missing file before transformers builds anything
+    where = str(folder / "config.json")
+    weights = Weights(folder)  # names the broken or missing file before transformers builds anything
     _check_counts(raw, weights, where)
     wanted = "auto" if dtype == "auto" else parse_dtype(dtype)
     try:

@@ -20,7 +20,7 @@ from torch import Tensor
 from foretoken.kv.pool import KVPool
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.attention.paged import PagedAttention
-from foretoken.model.expert_parts import ExpertParts
+from foretoken.model.expert_launches import ExpertParts
 from foretoken.model.experts import expert_table
 from foretoken.model.layers import Linear, Norm
 from foretoken.model.matrices.dense import Product, ProductFields, array_of, merged_product

@@ -345,7 +345,7 @@ class _Filler:
         """The table of embeddings."""
         name, shape = f"{name}.weight", (config.vocab_size, config.hidden_size)
         if self.quantiser is not None:
-            module.hold(self.quantiser.table([self._read(name, shape)]))
+            module.hold(self.quantiser.matrix([self._read(name, shape)], is_table=True))
             return
         parts = self._grouped([name])
         if parts:

@@ -23,11 +23,11 @@ _HUB_SKIPPED = ["consolidated*", "original/*"]  # the same weights once more, in
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
-def model_folder(name: str | Path, revision: str | None = None) -> Path:
+def model_folder(name: str | Path) -> Path:
     """The folder or GGUF file of a model, or the folder of a trained head.
 
     `smollm2` is fetched on first use, whatever lies in the working directory (a folder of that name is `./smollm2`); a
-    hub id is downloaded unless HF_HUB_OFFLINE is set (`revision` is the hub's).
+    hub id is downloaded unless HF_HUB_OFFLINE is set.
 
     Raises:
         CheckpointError: there is no such thing, or it cannot be downloaded.
@@ -53,7 +53,7 @@ def model_folder(name: str | Path, revision: str | None = None) -> Path:
         raise CheckpointError(
             f"folder {path} does not exist; give the folder of a checkpoint, a GGUF file, a hub id, or {DEFAULT_MODEL}"
         )
-    return _snapshot(text, revision)
+    return _snapshot(text)
 
 
 def is_own_name(name: str) -> bool:
@@ -85,7 +85,7 @@ def _reference(name: str) -> Path:
     )
 
 
-def _snapshot(hub_id: str, revision: str | None) -> Path:
+def _snapshot(hub_id: str) -> Path:
     """The hub's snapshot, downloaded if need be.
 
     Raises:
@@ -95,9 +95,7 @@ def _snapshot(hub_id: str, revision: str | None) -> Path:
 
     try:
         return Path(
-            huggingface_hub.snapshot_download(
-                hub_id, revision=revision, allow_patterns=_HUB_PATTERNS, ignore_patterns=_HUB_SKIPPED
-            )
+            huggingface_hub.snapshot_download(hub_id, allow_patterns=_HUB_PATTERNS, ignore_patterns=_HUB_SKIPPED)
         )
     except Exception as error:  # network, access and cache errors of the hub have no common base
         offline = " (HF_HUB_OFFLINE is set)" if huggingface_hub.constants.HF_HUB_OFFLINE else ""

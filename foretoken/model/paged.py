@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from foretoken.kv.blocks import BlockAllocator
 from foretoken.kv.prefix import shared_length
 from foretoken.model.attention.paged import Reader
 from foretoken.model.decoder import Decoder, Hidden
@@ -98,13 +96,10 @@ def joins_of(
     return joins
 
 
-def waiting_rows(joins: Sequence[Join], layer: int) -> Mapping[int, int]:
-    """By segment, how many of its first rows do not run layer `layer`."""
-    return {join.index: join.count for join in joins if join.depth > layer}
-
-
 def without(readers: Sequence[Reader], waiting: Mapping[int, int]) -> tuple[list[int], list[Reader]]:
-    """The rows that do not wait, and readers for them alone: rows that wait are part of their past."""
+    """The rows that do not wait, and readers for them alone: the first rows of a segment, as many as `waiting` says by
+    its index, are part of their past.
+    """
     rows: list[int] = []
     active: list[Reader] = []
     for index, reader in enumerate(readers):
@@ -128,6 +123,7 @@ class PagedModel(PagedCache):
     `graphs` replays steps of few rows, where steps are captured.
     """
 
+    is_strict: ClassVar[bool] = False  # whether numerics are strict even where the compiled kernels do not run all
     cuts_rows: ClassVar[bool] = False  # whether `run_pass` runs rows in tiles of its own
 
     def __init__(
@@ -141,35 +137,14 @@ class PagedModel(PagedCache):
         self._is_exact = has_exact_rows(decoder)
         super().__init__(decoder.local, kept or weight.dtype, weight.device, num_slots, block_size, self._is_exact)
         self.decoder, self.config = decoder, decoder.config
+        self.vocab_size, self.num_layers = self.config.vocab_size, self.config.num_layers
+        self.max_context_tokens, self.eos_token_ids = self.config.max_context_tokens, self.config.eos_token_ids
+        self.num_parameters, self.logit_softcap = self.config.num_parameters, self.config.logit_softcap
+        self.numerics = "strict" if self._is_exact or self.is_strict else "default"
         captures = takes_graphs(decoder, self.attention, self.cuts_rows)
         self.graphs = GraphCache(decoder, self.pool, block_size, self.capacity_tokens) if captures else None
         self._early: dict[int, EarlyRows] = {}
         assert self.dtype == weight.dtype or self._is_exact, "rows and cache of two formats"
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of columns of the logits."""
-        return self.config.vocab_size
-
-    @property
-    def max_context_tokens(self) -> int:
-        """Longest sequence the model was made for."""
-        return self.config.max_context_tokens
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end a text."""
-        return self.config.eos_token_ids
-
-    @property
-    def num_layers(self) -> int:
-        """Number of decoder layers."""
-        return self.config.num_layers
-
-    @property
-    def num_parameters(self) -> int:
-        """Number of weights, tied ones counted once."""
-        return self.config.num_parameters
 
     @property
     def weight_bytes(self) -> int:
@@ -196,22 +171,10 @@ class PagedModel(PagedCache):
         """See `interface.QuantisedModel`."""
         return self.decoder.weight_format
 
-    @property
-    def numerics(self) -> str:
-        """See `interface.LanguageModel`: strict where the compiled kernels run everything."""
-        return "strict" if self._is_exact else "default"
-
-    @property
-    def device(self) -> torch.device:
-        """Where the weights are."""
-        return self._device
-
-    def twin(self) -> PagedModel:
+    def twin(self) -> Self:
         """See `interface.TwinModel`."""
-        assert not self.tables, "a sequence is open"
-        assert not self.allocator.num_kept, "a text is kept"
-        twin = copy.copy(self)
-        twin.allocator, twin.tables, twin._early = BlockAllocator(self.allocator.num_blocks, self.block_size), {}, {}
+        twin = self.twin_cache()
+        twin._early = {}
         return twin
 
     def fresh(self) -> PagedModel:
@@ -275,7 +238,7 @@ class PagedModel(PagedCache):
 
     def run_early(self, one: Pass) -> tuple[Tensor, Tensor]:
         """The residual stream [T, D] behind those of `one.layers` that a full pass begins with, and behind all."""
-        positions, slots = to_device([one.inputs.positions, one.inputs.slots], self._device)
+        positions, slots = to_device([one.inputs.positions, one.inputs.slots], self.device)
         attention = self.attention(self.local, self.pool, slots, one.inputs.readers)
         depth = first_missing(one.layers)
         shared = self.decoder(one.tokens, positions, attention, num_layers=depth).last
@@ -288,15 +251,16 @@ class PagedModel(PagedCache):
     def _through(self, one: Pass) -> Hidden:
         """All layers over all rows, and the logits that are wanted; rows that ran early begin where they stopped."""
         inputs, joins = one.inputs, one.joins
-        positions, slots = to_device([inputs.positions, inputs.slots], self._device)
+        positions, slots = to_device([inputs.positions, inputs.slots], self.device)
         x = self.decoder.embed(one.tokens)  # [T, D]
         for join in joins:
             x[join.rows] = join.hidden
         depths = sorted({0, *(join.depth for join in joins)})
         for first, last in pairwise(depths):
-            rows, readers = without(inputs.readers, waiting_rows(joins, first))
+            waiting = {join.index: join.count for join in joins if join.depth > first}
+            rows, readers = without(inputs.readers, waiting)
             if rows:
-                active = to_device(rows, self._device)
+                active = to_device(rows, self.device)
                 attention = self.attention(self.local, self.pool, slots[active], readers)
                 x = x.index_copy(
                     0, active, self.decoder.run(x[active], positions[active], attention, range(first, last)).last
@@ -309,7 +273,7 @@ class PagedModel(PagedCache):
         """An index of `rows`, which are some rows of the forward, in order."""
         if len(rows) == len(inputs.positions):
             return slice(None)
-        return to_device(rows, self._device)
+        return to_device(rows, self.device)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """See `interface.SharesWeights`."""
@@ -318,11 +282,6 @@ class PagedModel(PagedCache):
     def final_norm(self, hidden: Tensor) -> Tensor:
         """See `interface.SharesWeights`."""
         return self.decoder.final_norm(hidden)
-
-    @property
-    def logit_softcap(self) -> float:
-        """See `interface.SharesWeights`."""
-        return self.decoder.config.logit_softcap
 
     def output_logits(self, normed: Tensor) -> Tensor:
         """See `interface.SharesWeights`."""

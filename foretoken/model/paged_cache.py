@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 import torch
 
@@ -39,7 +40,7 @@ class ForwardInputs:
 class PagedCache:
     """Block tables over one pool; `num_slots` tokens are shared by all sequences.
 
-    `shape` is that of the layers whose keys and values are kept, on this rank; `exact_rows`: see `AttentionPlace`.
+    `shape` is that of the layers whose keys and values are kept, on this rank; `exact_rows`: see `attention.choice`.
     """
 
     def __init__(
@@ -53,8 +54,10 @@ class PagedCache:
     ) -> None:
         if num_slots < block_size:
             raise InputError("num_slots", num_slots, f"must be at least the block size, {block_size}")
-        self.local, self.block_size, self.dtype, self._device = shape, block_size, dtype, device
+        self.local, self.block_size, self.dtype, self.device = shape, block_size, dtype, device
+        self.kv_bytes_per_token = bytes_per_token(shape.num_layers, shape.num_kv_heads, shape.head_dim, dtype)
         self.allocator = BlockAllocator(num_slots // block_size, block_size)
+        self.capacity_tokens = self.allocator.num_blocks * block_size
         self.attention: AttentionKind = chosen(device, dtype, exact_rows)
         # Padding of captured steps is written behind the blocks of all sequences.
         num_spare = block_size if issubclass(self.attention, FusedAttention) else 0
@@ -68,24 +71,13 @@ class PagedCache:
         )
         self.tables: dict[int, BlockTable] = {}
 
-    def twin_cache(self) -> PagedCache:
+    def twin_cache(self) -> Self:
         """Other sequences over the same memory: only while nothing is held here, not to be used once something is."""
         assert not self.tables, "a sequence is open"
         assert not self.allocator.num_kept, "a text is kept"
         twin = copy.copy(self)
         twin.allocator, twin.tables = BlockAllocator(self.allocator.num_blocks, self.block_size), {}
         return twin
-
-    @property
-    def device(self) -> torch.device:
-        """Where keys and values are."""
-        return self._device
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Cache memory of one token over all layers, on this rank."""
-        local = self.local
-        return bytes_per_token(local.num_layers, local.num_kv_heads, local.head_dim, self.dtype)
 
     def open(self, sequence: int) -> None:
         """Begin an empty sequence."""
@@ -134,11 +126,6 @@ class PagedCache:
         """Number of committed tokens held for `sequence`."""
         return self.tables[sequence].length
 
-    @property
-    def capacity_tokens(self) -> int:
-        """Tokens that all blocks together hold."""
-        return self.allocator.num_blocks * self.block_size
-
     def num_free_tokens(self) -> int:
         """Tokens that fit into the free blocks."""
         return self.allocator.num_free * self.block_size
@@ -171,7 +158,7 @@ class PagedCache:
             raise self._no_room(num_rows)
         table = self.tables[sequence]
         stop = table.length + num_rows
-        return KeySlots(tuple(table.blocks[: -(-stop // self.block_size)]), self.block_size, stop, self._device)
+        return KeySlots(tuple(table.blocks[: -(-stop // self.block_size)]), self.block_size, stop, self.device)
 
     def _no_room(self, num_rows: int) -> CapacityError:
         return CapacityError(f"out of KV blocks: {num_rows} rows wanted, {self.num_free_tokens()} tokens free")
@@ -194,7 +181,7 @@ class PagedCache:
             inputs.slots.extend(slots_of(table, start, stop, self.block_size))
             last = len(inputs.positions)
             blocks = tuple(table.blocks[: -(-stop // self.block_size)])
-            slots = KeySlots(blocks, self.block_size, stop, self._device)
+            slots = KeySlots(blocks, self.block_size, stop, self.device)
             inputs.readers.append(Reader(slice(first, last), slots, past, segment))
             inputs.wanted.extend(range(last - segment.num_logits, last))
             inputs.tapped.extend(range(last - segment.num_taps, last))

@@ -120,9 +120,8 @@ class RotaryTable:
         self._frequency, self._scale = inverse_frequencies(rope or config.rope, config.head_dim)
         self._fixed = config.head_dim // 2 - len(self._frequency)  # pairs of channels that are not rotated
         self._most, self._device, self._dtype = config.max_context_tokens, device, dtype
-        self.cos = self.sin = torch.empty(
-            0, config.head_dim, device=device, dtype=dtype
-        )  # [positions so far, head_dim]
+        # [positions so far, head_dim]
+        self.cos = self.sin = torch.empty(0, config.head_dim, device=device, dtype=dtype)
         self.cover(min(TABLE_BLOCK, self._most))
         self._covered = False
 
@@ -155,9 +154,8 @@ class RotaryTable:
 
     def _block(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         wide = torch.float64 if self._dtype == torch.float64 else torch.float32
-        angles = torch.outer(torch.arange(start, stop, dtype=torch.float32), self._frequency).to(
-            wide
-        )  # [P, rotated / 2]
+        # [P, rotated / 2]
+        angles = torch.outer(torch.arange(start, stop, dtype=torch.float32), self._frequency).to(wide)
         cos = F.pad(angles.cos() * self._scale, (0, self._fixed), value=1.0)  # [P, head_dim / 2]
         sin = F.pad(angles.sin() * self._scale, (0, self._fixed))
         cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)

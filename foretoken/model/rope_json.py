@@ -12,9 +12,12 @@ from foretoken.model.architecture import RopeConfig
 from foretoken.model.families import Family
 from foretoken.model.fields import Fields, shown
 
-MAX_CONTEXT_TOKENS = (
-    2**24
-)  # the last position that the float32 arithmetic of rotary embeddings, here and in transformers, can count to
+# The last position that the float32 arithmetic of rotary embeddings, here and in transformers, can count to.
+MAX_CONTEXT_TOKENS = 2**24
+# What families that transformers runs call their longest sequence; recurrent ones have none of their own, and a bound
+# keeps the bookkeeping finite.
+CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length", "seq_length")
+UNBOUNDED_CONTEXT_TOKENS = 131_072
 # The original length that transformers assumes where config.json names none.
 _LONGROPE_TRAINED_TOKENS = {"phi3": 4096, "phi4_multimodal": 4096}
 

@@ -20,7 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from foretoken.kernels.launches import PRODUCT_DTYPES, has_triton
 from foretoken.model.architecture import ModelConfig
+from foretoken.model.attention.choice import chosen
+from foretoken.model.attention.fused import FusedAttention
 from foretoken.model.attention.strict import (
     KEY_BLOCK,
     StrictAttention,
@@ -31,10 +34,9 @@ from foretoken.model.attention.strict import (
     texts_of,
 )
 from foretoken.model.decoder import Decoder
-from foretoken.model.exact_device import ExactDeviceModel, has_exact_launches
 from foretoken.model.interface import ForwardOutput, Segment
 from foretoken.model.layer_pass import has_exact_rows
-from foretoken.model.layers import Linear
+from foretoken.model.layers import LayerNorm, Linear, RMSNorm
 from foretoken.model.matrices.grouped_kernel import GroupedWeight, MergedWeight
 from foretoken.model.paged import PagedModel, Pass
 from foretoken.model.paged_cache import DEFAULT_BLOCK_SIZE
@@ -67,7 +69,9 @@ def strict_kind(decoder: Decoder) -> type[PagedModel]:
 class StrictModel(PagedModel):
     """`PagedModel` with strict numerics; holds as long as torch's number of threads stays the same."""
 
+    is_strict: ClassVar[bool] = True
     cuts_rows: ClassVar[bool] = True
+    needs_equal_threads = True
 
     def __init__(
         self,
@@ -79,16 +83,6 @@ class StrictModel(PagedModel):
         super().__init__(decoder, num_slots, block_size, kept)
         self._proven: dict[int, Proven] = {}  # by number of threads: kernels share out their work by it
         _ = self.proven  # at load rather than in the first request's way
-
-    @property
-    def numerics(self) -> str:
-        """See `interface.LanguageModel`."""
-        return "strict"
-
-    @property
-    def needs_equal_threads(self) -> bool:
-        """See `interface.NeedsEqualThreads`."""
-        return True
 
     @property
     def proven(self) -> Proven:
@@ -140,6 +134,42 @@ class StrictModel(PagedModel):
         return ForwardOutput(logits, {layer: torch.cat(parts)[kept] for layer, parts in tapped.items()})
 
 
+class ExactDeviceModel(PagedModel):
+    """`PagedModel` whose products are the kernels' for any number of rows, also those of prompts; steps are captured as
+    usual.
+    """
+
+    is_strict: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        num_slots: int,
+        block_size: int = DEFAULT_BLOCK_SIZE,
+        kept: torch.dtype | None = None,
+    ) -> None:
+        for module in decoder.modules():
+            if isinstance(module, Linear):
+                module.keeps_rows_exact = True
+        super().__init__(decoder, num_slots, block_size, kept)
+
+
+def has_exact_launches(decoder: Decoder) -> bool:
+    """Whether kernels of `product_triton`, `row_triton` and `paged_triton` run all of `decoder` where it is."""
+    weight = decoder.norm.weight
+    if weight.device.type != "cuda" or weight.dtype not in PRODUCT_DTYPES or not has_triton():
+        return False
+    if decoder.shard.world > 1 or decoder.config.experts is not None:
+        return False
+    return chosen(weight.device, weight.dtype) is FusedAttention and all(map(_is_exact, decoder.modules()))
+
+
+def _is_exact(module: nn.Module) -> bool:
+    if isinstance(module, Linear):
+        return module.weight is not None
+    return module.weight.dim() == 1 if isinstance(module, RMSNorm) else not isinstance(module, LayerNorm)
+
+
 def cut(num_rows: int, sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     """(start, stop, tile size) over `num_rows` rows: the largest while it fills, then the smallest for the rest."""
     start = 0
@@ -175,7 +205,7 @@ def prove(decoder: Decoder) -> Proven:
     config, weight = decoder.local, decoder.norm.weight
     sizes = _agreeing(decoder, _SIZES[weight.device.type][0]) or _agreeing(decoder, 1)
     assert sizes is not None
-    agree = _everywhere(decoder, _positions_agree(config, config.has_sinks, weight.dtype, weight.device))
+    agree = _everywhere(decoder, _positions_agree(config, weight.dtype, weight.device))
     return Proven(sizes, max_positions(config) if agree else 1)
 
 
@@ -260,7 +290,7 @@ def _alone_in_its_text(decoder: Decoder, tokens: Tensor, positions: Tensor) -> T
     return torch.cat((attention.given, last, decoder.logits(last)), dim=1)
 
 
-def _positions_agree(config: ModelConfig, has_sinks: bool, dtype: torch.dtype, device: torch.device) -> bool:
+def _positions_agree(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether attention over several positions in one call gives the bits of one call for each.
 
     Products and sums cancel here too, so that what is left is rounding. Not only the rows of a product matter: torch's
@@ -270,7 +300,7 @@ def _positions_agree(config: ModelConfig, has_sinks: bool, dtype: torch.dtype, d
     generator = torch.Generator().manual_seed(0)
     heads, groups, head_dim, most = config.num_heads, config.num_kv_heads, config.head_dim, max_positions(config)
     order = torch.randperm(head_dim // 2, generator=generator)
-    sinks = torch.zeros(heads, device=device) if has_sinks else None
+    sinks = torch.zeros(heads, device=device) if config.has_sinks else None
     counts = {
         padded_rows(count, config): count for count in range(1, most + 1)
     }.values()  # the largest for each number of rows

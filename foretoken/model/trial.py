@@ -23,13 +23,8 @@ _Foreign: TypeAlias = Any  # objects of transformers, which has no types
 _NUM_TOKENS = 12
 _CHANGED = 5  # the row whose token is exchanged
 _SHORTER = 8  # the length of the same text read alone
-_PIECES = (
-    (0, 4, 4),
-    (4, 5, 5),
-    (5, 10, 7),
-    (7, 8, 8),
-    (8, 12, 12),
-)  # rows from, to, and how many are kept: prompt, token, drafts cut back, ...
+# Rows from, to, and how many are kept: prompt, token, drafts cut back, ...
+_PIECES = ((0, 4, 4), (4, 5, 5), (5, 10, 7), (7, 8, 8), (8, 12, 12))
 # What a family's own code raises when it is given less than it wants.
 _FOREIGN_ERRORS = (
     ArithmeticError,

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -61,65 +62,121 @@ def stored_bytes(shape: Sequence[int], stored: str) -> int:
     return math.prod(shape) * (int(bits[0]) if bits else 8) // 8
 
 
-class TensorSource(Protocol):
-    """The tensors of a checkpoint under their Hugging Face names, whatever kind of file holds them."""
+class TensorSource(ABC):
+    """The tensors of a checkpoint under their Hugging Face names, whatever kind of file holds them.
+
+    `described_by` is where the shapes come from that they are compared with.
+    """
 
     folder: Path
+    described_by: ClassVar[str] = "config.json"
 
     @property
+    @abstractmethod
     def names(self) -> list[str]:
         """Names of all tensors."""
-        ...
 
     @property
+    @abstractmethod
     def own_names(self) -> list[str]:
         """Names of the tensors that become weights of the decoder."""
-        ...
 
+    @abstractmethod
     def __contains__(self, name: str) -> bool: ...
 
+    @abstractmethod
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of one tensor, as numbers."""
-        ...
 
+    @abstractmethod
     def dtype(self, name: str) -> torch.dtype:
-        """Dtype of the numbers of one tensor."""
-        ...
+        """Dtype of the numbers of one tensor; of a quantised one float32, in which its format defines them.
 
+        Raises:
+            CheckpointError: missing, or of a type that is not read here.
+        """
+
+    @abstractmethod
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The numbers of one tensor, on the CPU."""
-        ...
+        """One tensor on the CPU: as stored, perhaps a view of the mapped file, or the float32 numbers that its codes
+        stand for.
 
-    def grouped_rows(self, name: str) -> Iterator[GroupedCodes] | None:
-        """One matrix as codes and scales, whole blocks of the kernel's rows at a time; None if it has none."""
-        ...
+        Raises:
+            CheckpointError: missing, of another shape, of a type that is not read, or out of bounds.
+        """
 
-    def sample(self, name: str) -> GroupedCodes | None:
-        """The first rows of what `grouped_rows` gives."""
-        ...
+    @abstractmethod
+    def check_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        """Refuse a tensor of numbers that is not of this shape.
 
-    def why_numbers(self, name: str) -> str | None:
-        """Why a quantised matrix has to be dequantised wherever it runs; None for others."""
-        ...
+        Raises:
+            CheckpointError: missing, of another shape, or of a type that is not read.
+        """
 
-    def read_table(self, name: str, shape: tuple[int, ...], stored: str) -> Tensor:
-        """A tensor of exactly this type."""
-        ...
-
-    def check(self, config: ModelConfig, beside: frozenset[str] = frozenset()) -> None:
-        """Compare names, shapes and types with those of a model; tensors `beside` it are somebody else's."""
-        ...
-
+    @abstractmethod
     def kinds(self) -> list[StoredKind]:
         """The types in which the tensors are stored."""
-        ...
+
+    @abstractmethod
+    def read_table(self, name: str, shape: tuple[int, ...], stored: str) -> Tensor:
+        """A tensor of numbers or flags, of exactly the dtype `stored` ("I64", "BOOL").
+
+        Raises:
+            CheckpointError: missing, or of another shape or dtype.
+        """
+
+    def grouped_rows(self, name: str) -> Iterator[GroupedCodes] | None:  # noqa: ARG002 - plain numbers have no codes
+        """One matrix as codes and scales, whole blocks of the kernel's rows at a time; None if it has none that the
+        kernel takes.
+
+        Raises:
+            CheckpointError: see `read`.
+        """
+        return None
+
+    def sample(self, name: str) -> GroupedCodes | None:  # noqa: ARG002 - see `grouped_rows`
+        """The first rows of what `grouped_rows` gives, in the file's order."""
+        return None
+
+    def why_numbers(self, name: str) -> str | None:  # noqa: ARG002 - most types are multiplied by their codes
+        """Why a quantised matrix has to be dequantised wherever it runs; None for others."""
+        return None
+
+    def check(self, config: ModelConfig, beside: frozenset[str] = frozenset()) -> None:
+        """Compare the headers with the tensors of `config`, before anything is allocated; those of the names `beside`
+        are somebody else's.
+
+        Raises:
+            CheckpointError: a tensor is missing, superfluous, of another shape, or of a dtype that is not read.
+        """
+        expected = {HEAD, *beside} if config.tie_embeddings else set(beside)
+        for name, shape in hf_tensors(config):
+            self.check_shape(name, shape)
+            expected.add(name)
+        if config.tie_embeddings and HEAD in self:
+            self.check_shape(HEAD, (config.vocab_size, config.hidden_size))
+        extra = [name for name in self.own_names if name not in expected and not self._is_spare(name)]
+        if extra:
+            more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
+            raise CheckpointError(
+                f"tensor {self._stored_name(extra[0])}{more} in {self.folder} has no place in the model that "
+                f"{self.described_by} describes"
+            )
 
     def equal(self, name: str, other: str) -> bool:
         """Whether two tensors of one shape hold the same numbers."""
-        ...
+        return torch.equal(self.read(name, self.shape(name)), self.read(other, self.shape(name)).to(self.dtype(name)))
+
+    def _is_spare(self, name: str) -> bool:  # noqa: ARG002 - in most formats nothing is
+        """Whether a tensor that the model lacks changes nothing."""
+        return False
+
+    def _stored_name(self, name: str) -> str:
+        """What the file calls a tensor."""
+        return name
 
 
-class Weights:
+class Weights(TensorSource):
     """The tensors of a checkpoint folder by name, whole files and shards alike; nothing is read until asked for.
 
     `whole` is the name of the file that holds all of them, if there is one.
@@ -142,7 +199,9 @@ class Weights:
                         )
                     view = tensors.get_slice(name)
                     self._file_of[name], self._about[name] = file, (tuple(view.get_shape()), str(view.get_dtype()))
-        self._check_index()
+        for name, shard in self._index.items():
+            if name not in self._file_of:
+                raise CheckpointError(f"tensor {name} is not in {shard} as {INDEX} says: download the folder again")
 
     def _files(self) -> list[Path]:
         self._index: dict[str, str] = {}
@@ -166,11 +225,6 @@ class Weights:
         if index is None or not all(isinstance(shard, str) for shard in index.raw.values()):
             raise fields.refusal("weight_map", "an object that gives the file of every tensor")
         return dict(index.raw)
-
-    def _check_index(self) -> None:
-        for name, shard in self._index.items():
-            if name not in self._file_of:
-                raise CheckpointError(f"tensor {name} is not in {shard} as {INDEX} says: download the folder again")
 
     @property
     def names(self) -> list[str]:
@@ -200,11 +254,7 @@ class Weights:
         return self._about[name][1]
 
     def dtype(self, name: str) -> torch.dtype:
-        """Stored dtype of one tensor.
-
-        Raises:
-            CheckpointError: missing, or not a floating point dtype that is read here.
-        """
+        """See `TensorSource`."""
         self._require(name)
         stored = self._about[name][1]
         if stored not in _STORED:
@@ -215,32 +265,19 @@ class Weights:
         return _STORED[stored]
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return one tensor as stored, on the CPU; it may be a view of the mapped file: copy it.
-
-        Raises:
-            CheckpointError: missing, of another shape, or of a dtype that is not read.
-        """
+        """See `TensorSource`."""
         self.check_shape(name, shape)
-        # Opened anew for each tensor: pages of a mapped file count as our memory until it is closed.
-        with opened(self._file_of[name]) as tensors:
-            tensor: Tensor = tensors.get_tensor(name)
-        return tensor
+        return self.part(name)
 
     def read_table(self, name: str, shape: tuple[int, ...], stored: str) -> Tensor:
-        """A tensor of numbers or flags, of exactly the dtype `stored` ("I64", "BOOL").
-
-        Raises:
-            CheckpointError: missing, or of another shape or dtype.
-        """
+        """See `TensorSource`."""
         self._require(name)
         if self._about[name] != (shape, stored):
             found = f"{self._about[name][1]} {list(self.shape(name))}"
             raise CheckpointError(
                 f"tensor {name} in {self._file_of[name]} is {found}; config.json asks for {stored} {list(shape)}"
             )
-        with opened(self._file_of[name]) as tensors:
-            tensor: Tensor = tensors.get_tensor(name)
-        return tensor
+        return self.part(name)
 
     def check_part(self, name: str, shapes: Sequence[tuple[int, ...]], types: Sequence[str]) -> None:
         """Refuse a tensor of codes or scales that has none of these shapes or types.
@@ -258,64 +295,24 @@ class Weights:
             )
 
     def part(self, name: str) -> Tensor:
-        """A tensor of codes or scales in its own type, which may be a view of the mapped file: see `check_part`.
+        """A tensor in its own type, which may be a view of the mapped file; see `check_part`.
 
         Raises:
             CheckpointError: missing, or a broken file.
         """
         self._require(name)
+        # Opened anew for each tensor: pages of a mapped file count as our memory until it is closed.
         with opened(self._file_of[name]) as tensors:
             tensor: Tensor = tensors.get_tensor(name)
         return tensor
-
-    def grouped_rows(self, name: str) -> Iterator[GroupedCodes] | None:  # noqa: ARG002 - see TensorSource
-        """Plain numbers have no codes: None."""
-        return None
-
-    def sample(self, name: str) -> GroupedCodes | None:  # noqa: ARG002 - see TensorSource
-        """Plain numbers have no codes: None."""
-        return None
-
-    def why_numbers(self, name: str) -> str | None:  # noqa: ARG002 - see TensorSource
-        """Nothing is dequantised: None."""
-        return None
-
-    def check(self, config: ModelConfig, beside: frozenset[str] = frozenset()) -> None:
-        """Compare the headers with the tensors of `config`, before anything is allocated; those of the names `beside`
-        are somebody else's.
-
-        Raises:
-            CheckpointError: a tensor is missing, superfluous, of another shape, or of a dtype that is not read.
-        """
-        expected = {HEAD} if config.tie_embeddings else set()
-        for name, shape in hf_tensors(config):
-            self.check_shape(name, shape)
-            expected.add(name)
-        if config.tie_embeddings and HEAD in self:
-            self.check_shape(HEAD, (config.vocab_size, config.hidden_size))
-        extra = [name for name in self.own_names if name not in expected and name not in beside]
-        if extra:
-            more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
-            raise CheckpointError(
-                f"tensor {extra[0]}{more} in {self.folder} has no place in the model that config.json describes"
-            )
 
     def kinds(self) -> list[StoredKind]:
         """The types in which the tensors are stored."""
         tensors = [(stored, stored_bytes(shape, stored)) for shape, stored in self._about.values()]
         return stored_kinds(tensors, lambda stored: "as stored" if stored in _STORED else "not as weights")
 
-    def equal(self, name: str, other: str) -> bool:
-        """Whether two tensors of one shape hold the same numbers."""
-        with opened(self._file_of[name]) as tensors, opened(self._file_of[other]) as others:
-            return torch.equal(tensors.get_tensor(name), others.get_tensor(other).to(self.dtype(name)))
-
     def check_shape(self, name: str, shape: tuple[int, ...]) -> None:
-        """Refuse a tensor of numbers that is not of this shape.
-
-        Raises:
-            CheckpointError: missing, of another shape, or of a dtype that is not read.
-        """
+        """See `TensorSource`."""
         self.dtype(name)
         if self.shape(name) != shape:
             raise CheckpointError(

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore, PrefixStore
 
-from foretoken.parallel.plan import FRAME_WORDS, Plan, framed, num_more, unframed
+from foretoken.parallel.plan import FRAME_BYTES, Plan, framed, num_more, unframed
 
 # A rank waits for rank 0 as long as that lives: it ends with it (`rank`). Only rank 0 gives up on others.
 PATIENT_S = 10 * 365 * 86_400.0
@@ -103,7 +103,7 @@ class RankExchange:
 
     def tell(self, plan: Plan, rows: Tensor | None) -> None:
         """Send a plan, and the `rows` that belong to it."""
-        frames = framed(plan.words(), self._num_plans)
+        frames = framed(plan.encoded(), self._num_plans)
         self._num_plans += 1
         for frame in frames:
             self._send(frame)
@@ -115,7 +115,7 @@ class RankExchange:
         frames = [self._receive()]
         frames += [self._receive() for _ in range(num_more(frames[0], self._num_plans))]
         self._num_plans += 1
-        plan = Plan.from_words(unframed(torch.stack(frames)))
+        plan = Plan.decoded(unframed(torch.stack(frames)))
         rows = torch.empty(plan.num_rows, width, dtype=dtype, device=self.device)
         if rows.numel():
             self._broadcast(rows)
@@ -131,12 +131,12 @@ class RankExchange:
         else:
             _wait(self._host.recv([_bytes_of(rows)], 0, 0), 0)
 
-    def _send(self, words: Tensor) -> None:
-        for rank, work in [(rank, self._host.send([words], rank, 0)) for rank in self._peers]:
+    def _send(self, frame: Tensor) -> None:
+        for rank, work in [(rank, self._host.send([frame], rank, 0)) for rank in self._peers]:
             _wait(work, rank)
 
     def _receive(self) -> Tensor:
-        frame = torch.empty(FRAME_WORDS, dtype=torch.int64)
+        frame = torch.empty(FRAME_BYTES, dtype=torch.uint8)
         _wait(self._host.recv([frame], 0, 0), 0)
         return frame
 

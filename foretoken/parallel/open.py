@@ -82,16 +82,13 @@ def _check_divides(folder: Path, world: int) -> None:
 class LeadModel(PagedModel):
     """See `interface.RankedModel`; numbers of threads stay as they are, since ranks wait for each other."""
 
+    needs_equal_threads = True
+
     def __init__(self, group: RankGroup, decoder: Decoder, num_slots: int, kept: torch.dtype) -> None:
         self.group = group
         self._moves: list[Move] = []  # done here, and not sent yet
         with group.together(Plan(PlanKind.CACHE, numbers=[num_slots])):
             super().__init__(decoder, num_slots, kept=kept)
-
-    @property
-    def needs_equal_threads(self) -> bool:
-        """See `interface.NeedsEqualThreads`."""
-        return True
 
     @property
     def failure(self) -> RankError | None:

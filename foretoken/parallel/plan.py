@@ -1,16 +1,18 @@
 """What rank 0 tells the other ranks before all of them compute: one plan, with every decision in it.
 
-A plan travels as whole numbers in frames of one fixed width, so that no rank ever waits for a message of another size
-than was sent. The first two words of the first frame are the number of the plan and how many words it has; a rank that
-gets another number than the one it expects has lost step, and ends.
+A plan travels in frames of one fixed size, so that no rank ever waits for a message of another size than was sent. The
+first frame begins with the number of the plan and its length; a rank that gets another number than the one it expects
+has lost step, and ends.
 """
 
 from __future__ import annotations
 
-import itertools
+import json
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,8 +22,8 @@ from foretoken.model.interface import Segment
 from foretoken.model.paged import Join, Pass
 from foretoken.model.paged_cache import ForwardInputs
 
-FRAME_WORDS = 2048
-_HEAD_WORDS = 2
+FRAME_BYTES = 16_384
+_HEAD = struct.Struct("<QQ")
 
 Move = tuple[Sequence[int], Sequence[int]]
 
@@ -91,74 +93,50 @@ class Plan:
         tokens = torch.tensor(self.tokens, dtype=torch.int64, device=device)
         return Pass(tokens, inputs, joins, layers=self.layers, alone=self.is_alone)
 
-    # ---- as whole numbers
+    # ---- as bytes
 
-    def words(self) -> list[int]:
-        """The plan as numbers, see `from_words`."""
-        parts: list[Sequence[int]] = [
-            *((int(self.kind), int(self.is_alone)), _joined(self.moves), self.numbers, self.tokens, self.positions),
-            *(self.slots, self.wanted, self.layers, list(itertools.chain(*self.joins))),
-        ]
-        for one in self.segments:
-            segment = one.segment
-            shape = (one.past, one.slots.num_tokens, segment.num_pending, segment.num_logits, segment.num_held)
-            parts += [shape, one.slots.blocks, segment.parents]
-        return [len(parts), *map(len, parts), *itertools.chain(*parts)]
+    def encoded(self) -> bytes:
+        """The plan as JSON, see `decoded`."""
+        readers = [(one.past, one.slots.num_tokens, one.slots.blocks, *_shape(one.segment)) for one in self.segments]
+        parts = (
+            *(self.kind, self.moves, self.numbers, self.tokens, self.positions, self.slots, self.wanted),
+            *(tuple(self.layers), self.joins, self.is_alone, readers),
+        )
+        return json.dumps(parts, separators=(",", ":")).encode()
 
     @classmethod
-    def from_words(cls, words: Sequence[int]) -> Plan:
-        """The plan that `words` gave; its readers know blocks and lengths, rows and devices are the rank's own."""
-        count = words[0]
-        parts, start = list[tuple[int, ...]](), 1 + count
-        for length in words[1 : 1 + count]:
-            parts.append(tuple(words[start : start + length]))
-            start += length
-        (kind, is_alone), moves, numbers, tokens, positions, slots, wanted, layers, joins, *rest = parts
-        segments = [_reader(*rest[i : i + 3]) for i in range(0, len(rest), 3)]
-        return cls(
-            *(PlanKind(kind), _moves(moves), numbers, tokens, positions, slots, wanted, layers),
-            joins=[(joins[i], joins[i + 1], joins[i + 2]) for i in range(0, len(joins), 3)],
-            is_alone=bool(is_alone),
-            segments=segments,
-        )
+    def decoded(cls, data: bytes) -> Plan:
+        """The plan that `encoded` gave; its readers know blocks and lengths, rows and devices are the rank's own."""
+        parts: list[Any] = json.loads(data)
+        parts[0], parts[-1] = PlanKind(parts[0]), [_reader(*one) for one in parts[-1]]
+        return cls(*parts)
 
 
-def _joined(moves: Sequence[Move]) -> list[int]:
-    """Moves as numbers: of each its length, sources and destinations."""
-    return [number for move in moves for number in (len(move[0]), *move[0], *move[1])]
+def _shape(segment: Segment) -> tuple[int, tuple[int, ...], int, int]:
+    return segment.num_pending, segment.parents, segment.num_logits, segment.num_held
 
 
-def _moves(numbers: Sequence[int]) -> list[Move]:
-    moves, start = list[Move](), 0
-    while start < len(numbers):
-        first, count = start + 1, numbers[start]
-        moves.append((numbers[first : first + count], numbers[first + count : first + 2 * count]))
-        start = first + 2 * count
-    return moves
+def _reader(past: int, num_tokens: int, blocks: list[int], pending: int, parents: list[int], *counts: int) -> Reader:
+    slots = KeySlots(tuple(blocks), 1, num_tokens, torch.device("cpu"))
+    return Reader(slice(0), slots, past, Segment(0, pending, tuple(parents), *counts))
 
 
-def _reader(shape: tuple[int, ...], blocks: tuple[int, ...], parents: tuple[int, ...]) -> Reader:
-    past, num_tokens, num_pending, num_logits, num_held = shape
-    segment = Segment(0, num_pending, parents, num_logits, num_held)
-    return Reader(slice(0), KeySlots(blocks, 1, num_tokens, torch.device("cpu")), past, segment)
-
-
-def framed(words: Sequence[int], number: int) -> Tensor:
-    """Plan `number` as frames [F, FRAME_WORDS]."""
-    count = -(-(len(words) + _HEAD_WORDS) // FRAME_WORDS)
-    frames = torch.zeros(count * FRAME_WORDS, dtype=torch.int64)
-    frames[: len(words) + _HEAD_WORDS] = torch.tensor([number, len(words), *words])
-    return frames.view(count, FRAME_WORDS)
+def framed(data: bytes, number: int) -> Tensor:
+    """Plan `number` as frames [F, FRAME_BYTES] uint8."""
+    whole = _HEAD.pack(number, len(data)) + data
+    count = -(-len(whole) // FRAME_BYTES)
+    padded = bytearray(whole.ljust(count * FRAME_BYTES, b"\0"))
+    return torch.frombuffer(padded, dtype=torch.uint8).view(count, FRAME_BYTES)
 
 
 def num_more(first: Tensor, number: int) -> int:
     """Frames that come behind the `first` of plan `number`."""
-    found, length = map(int, first[:_HEAD_WORDS])
+    found, length = _HEAD.unpack_from(first.numpy().tobytes())
     assert found == number, f"plan {found} came where plan {number} was expected"
-    return -(-(length + _HEAD_WORDS) // FRAME_WORDS) - 1
+    return int(-(-(length + _HEAD.size) // FRAME_BYTES)) - 1
 
 
-def unframed(frames: Tensor) -> list[int]:
-    """The words of a plan in its frames."""
-    words: list[int] = frames.flatten().tolist()
-    return words[_HEAD_WORDS : _HEAD_WORDS + words[1]]
+def unframed(frames: Tensor) -> bytes:
+    """The plan in its frames."""
+    whole = frames.numpy().tobytes()
+    return whole[_HEAD.size : _HEAD.size + _HEAD.unpack_from(whole)[1]]

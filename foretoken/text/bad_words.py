@@ -118,12 +118,8 @@ def token_texts(tokenizer: Tokenizer, vocab_size: int) -> TokenTexts | None:
     """What the columns of a model write; None where the tokenizer does not say. Computed once for each tokenizer."""
     by_size = _known.setdefault(tokenizer, {})
     if vocab_size not in by_size:
-        written = tokenizer.token_bytes
-        plain = (
-            {}
-            if written is None
-            else {i: text for i, text in written.items() if i < vocab_size and i not in tokenizer.special_ids}
-        )
+        written, specials = tokenizer.token_bytes, tokenizer.special_ids
+        plain = {i: text for i, text in (written or {}).items() if i < vocab_size and i not in specials}
         by_size[vocab_size] = None if written is None else TokenTexts(plain)
     return by_size[vocab_size]
 
@@ -141,11 +137,9 @@ def split_words(
     """
     sequences: set[tuple[int, ...]] = set()
     texts: list[bytes] = []
-    known = (
-        None
-        if tokenizer is None or not any(isinstance(word, str) for word in words)
-        else token_texts(tokenizer, vocab_size)
-    )
+    known = None
+    if tokenizer is not None and any(isinstance(word, str) for word in words):
+        known = token_texts(tokenizer, vocab_size)
     for word in words:
         if not isinstance(word, str):
             sequences.add(_checked(word, word, vocab_size))

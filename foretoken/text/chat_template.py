@@ -130,11 +130,9 @@ def _plain(value: _Json) -> _Json:
 
 def _with_reasoning(message: _Json) -> _Json:
     """A message whose reasoning stands under every name that templates read."""
-    found = (
-        next((message[name] for name in _REASONING if message.get(name) is not None), None)
-        if isinstance(message, dict)
-        else None
-    )
+    if not isinstance(message, dict):
+        return message
+    found = next((message[name] for name in _REASONING if message.get(name) is not None), None)
     return message if found is None else {"thinking": found, **message, "reasoning_content": found}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import json
-from typing import Protocol
 
 from foretoken.text.token_bytes import BYTE_TOKEN, byte_level
 from foretoken.text.tokenizer import Tokenizer
@@ -22,9 +21,8 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._stream: _Stream = (
-            _ByteLevelStream() if tokenizer.decoder.get("type") == "ByteLevel" else _WindowStream(tokenizer)
-        )
+        is_byte_level = tokenizer.decoder.get("type") == "ByteLevel"
+        self._stream = _ByteLevelStream() if is_byte_level else _WindowStream(tokenizer)
 
     def push(self, token_id: int) -> str:
         """Take one id; return the text that is certain now, often the token's own, never half a character."""
@@ -36,11 +34,6 @@ class Detokenizer:
     def flush(self) -> str:
         """Return what was held back: the text is over."""
         return self._stream.flush()
-
-
-class _Stream(Protocol):
-    def push(self, token_id: int, token: str) -> str: ...
-    def flush(self) -> str: ...
 
 
 class _ByteLevelStream:

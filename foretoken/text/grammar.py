@@ -115,10 +115,8 @@ def _schema(value: Mapping[str, Any] | str) -> dict[str, Any]:
     """The schema as llguidance takes it, with our idea of white space unless it has its own."""
     try:
         schema = json.loads(json.dumps(json.loads(value) if isinstance(value, str) else dict(value), allow_nan=False))
-    except RecursionError as error:
-        raise InputError(
-            "json_schema", "...", "is nested too deeply; use $ref for what repeats"
-        ) from error  # nor can it be shown
+    except RecursionError as error:  # nor can it be shown
+        raise InputError("json_schema", "...", "is nested too deeply; use $ref for what repeats") from error
     except (TypeError, ValueError) as error:
         raise InputError(
             "json_schema", value, f"is not JSON ({error}); give a JSON schema as a dictionary or as JSON text"
@@ -142,12 +140,8 @@ class Vocabulary:
 
     def __init__(self, tokenizer: Tokenizer, token_bytes: Mapping[int, bytes], size: int) -> None:
         self._tokenizer = tokenizer
-        self.special = {
-            token_id: token_bytes[token_id].decode() for token_id in tokenizer.special_ids if token_id < size
-        }
-        self.tokens = [
-            token_bytes.get(token_id, b"") for token_id in range(size)
-        ]  # a column without text is never allowed
+        self.special = {own: token_bytes[own].decode() for own in tokenizer.special_ids if own < size}
+        self.tokens = [token_bytes.get(own, b"") for own in range(size)]  # a column without text is never allowed
         self.special_token_ids = sorted(self.special)
 
     def __call__(self, text: str) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,29 +20,8 @@ from foretoken.text.bad_words import BannedTexts, TokenSequences, split_words
 from foretoken.text.tokenizer import Tokenizer
 from foretoken.transfer import to_device, to_host
 
-
-class OutputConstraint(Protocol):
-    """Constrains one answer to a schema, a regular expression or a grammar; follows the tokens committed so far."""
-
-    @property
-    def finished(self) -> bool:
-        """Whether the answer is complete and nothing can follow."""
-
-    @property
-    def error(self) -> Exception | None:
-        """Why the grammar engine gave up; from then on every token is allowed."""
-
-    def mask(self, paths: Sequence[tuple[int, ...]]) -> Tensor:
-        """Tokens that may follow the answer and `paths[i]`: bool `[n, V]`; unused behind a path that it refuses."""
-
-    def commit(self, tokens: Sequence[int]) -> None:
-        """Move on by emitted tokens."""
-
-    def forced(self, most: int) -> tuple[int, ...]:
-        """Up to `most` tokens that spell text which must come next; () when there is a choice."""
-
-    def allowed(self, tokens: Sequence[int], parents: Sequence[int]) -> list[bool]:
-        """For each node of a tree behind the answer whether it and those before it may follow; True if unknown."""
+if TYPE_CHECKING:
+    from foretoken.text.structure import Structure
 
 
 class RequestProcessors:
@@ -60,7 +39,7 @@ class RequestProcessors:
         vocab_size: int,
         end_ids: Collection[int],
         bad_words: Collection[tuple[int, ...]],
-        structure: OutputConstraint | None = None,
+        structure: Structure | None = None,
         bad_texts: BannedTexts | None = None,
     ) -> None:
         self._params, self._vocab_size, self._structure = params, vocab_size, structure
@@ -304,7 +283,7 @@ def make_processors(
     vocab_size: int,
     eos_token_ids: Iterable[int],
     tokenizer: Tokenizer | None = None,
-    structure: OutputConstraint | None = None,
+    structure: Structure | None = None,
 ) -> RequestProcessors | None:
     """The processors of one request; None when its distribution depends on the logits, temperature and filters alone.
 

@@ -126,8 +126,7 @@ def race_noise(seed: int, position: int, vocab_size: int) -> NDArray[np.float32]
 
     Only raw words are used, whose stream numpy promises never to change.
     """
-    key = np.array([seed, int(Purpose.RACE)], dtype=np.uint64)
-    words = np.random.Philox(key=key, counter=np.array([0, 0, position, 0], dtype=np.uint64)).random_raw(vocab_size)
+    words = _philox(seed, Purpose.RACE, position).random_raw(vocab_size)
     middle = ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53  # never 0, never 1
     return -np.log(middle).astype(np.float32)
 
@@ -136,7 +135,9 @@ def derived_seed(seed: int, index: int) -> int:
     """The seed of answer `index` to one prompt; answer 0 keeps the request's own."""
     if index == 0:
         return seed
-    words = np.random.Philox(
-        key=np.array([seed, int(Purpose.SAMPLE)], dtype=np.uint64), counter=np.array([0, 0, index, 0], dtype=np.uint64)
-    )
-    return int(words.random_raw())
+    return int(_philox(seed, Purpose.SAMPLE, index).random_raw())
+
+
+def _philox(seed: int, purpose: Purpose, place: int) -> np.random.Philox:
+    key = np.array([seed, int(purpose)], dtype=np.uint64)
+    return np.random.Philox(key=key, counter=np.array([0, 0, place, 0], dtype=np.uint64))

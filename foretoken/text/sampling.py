@@ -16,8 +16,8 @@ from torch import Tensor
 
 from foretoken.config import SamplingParams
 from foretoken.kernels.sampling import Choice, kernel_for
-from foretoken.transfer import to_device, to_host
-from foretoken.verify import draw, first_max
+from foretoken.transfer import to_device
+from foretoken.verify import first_max
 
 _SORT_WHOLE = 1024  # columns up to which sorting a whole row costs less than selecting what needs sorting
 _COLDEST = 1e-20
@@ -81,24 +81,9 @@ def without_broken(logits: Tensor) -> Tensor:
     return torch.where(finite[:, None], logits, torch.zeros_like(logits))
 
 
-def near_ties(logits: Tensor, dtype: torch.dtype, best: Tensor | None = None) -> dict[int, float]:
-    """Rows of `logits` [R, V] (32 bits or more) whose two best lie at most one rounding unit of `dtype` apart, with
-    their gaps.
-
-    `best` [R] is the argmax of each row where it is known.
-
-    Such a row's argmax may change with the number of rows computed at once, because sums are then rounded in another
-    order. `dtype` is what the model computed in; in float32 and float64 no row counts.
-    """
-    two = best_two(logits, dtype, best)
-    if two is None:
-        return {}
-    peaks, seconds = to_host(*two)
-    return near_ties_of(peaks, seconds, dtype)
-
-
 def best_two(logits: Tensor, dtype: torch.dtype, best: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
-    """The largest and the second largest of each row, both [R], for `near_ties_of`; None where no row can count.
+    """The largest and the second largest of each row of `logits` [R, V] (32 bits or more), both [R], for
+    `near_ties_of`; None where no row can count. `best` [R] is the argmax of each row where it is known.
 
     The best of each row is hidden for a moment: that costs less than a copy, and both less than sorting two numbers out
     of each row.
@@ -113,7 +98,12 @@ def best_two(logits: Tensor, dtype: torch.dtype, best: Tensor | None = None) -> 
 
 
 def near_ties_of(peaks: Sequence[float], seconds: Sequence[float], dtype: torch.dtype) -> dict[int, float]:
-    """`near_ties` from host copies of `best_two`."""
+    """Rows whose two best logits, host copies of `best_two`, lie at most one rounding unit of `dtype` apart, with their
+    gaps.
+
+    Such a row's argmax may change with the number of rows computed at once, because sums are then rounded in another
+    order. `dtype` is what the model computed in; in float32 and float64 no row counts.
+    """
     unit, pairs = torch.finfo(dtype).eps, zip(peaks, seconds, strict=True)
     return {row: peak - second for row, (peak, second) in enumerate(pairs) if peak - second <= unit * abs(peak)}
 
@@ -121,11 +111,6 @@ def near_ties_of(peaks: Sequence[float], seconds: Sequence[float], dtype: torch.
 def coldest(temperature: float) -> float:
     """The temperature that logits are divided by: below 1e-20 nothing changes but that float32 may overflow."""
     return max(temperature, _COLDEST)
-
-
-def sample(probs: Tensor, u: Tensor) -> Tensor:
-    """Draw one token per row: probabilities [B, V] (need not be normalised), uniforms [B] -> ids [B]."""
-    return draw(probs, u)
 
 
 def _choices(scores: Tensor, params: Sequence[SamplingParams], best: Tensor | None) -> list[Choice]:
@@ -217,9 +202,8 @@ def support(logits: Tensor, rounding: Tensor, params: SamplingParams) -> Support
     scores = scores - scores.amax(-1, keepdim=True)
     moves = rounding.double() / temperature + _EXP_ERROR  # [n]
     allowed = scores > -torch.inf
-    if not params.filtered and bool(
-        (moves < -_LOG_NORMAL).all()
-    ):  # the best token is normal in any case, and nothing is compared with it
+    # Without filters, and the best token normal in any case, nothing is compared with it.
+    if not params.filtered and bool((moves < -_LOG_NORMAL).all()):
         return Support(
             allowed & (scores >= (_LOG_NORMAL + moves)[:, None]), allowed & (scores >= (_LOG_ZERO - moves)[:, None])
         )
@@ -235,9 +219,8 @@ def _borders(scores: Tensor, move: float, params: SamplingParams) -> tuple[float
     """The least score `[V]` kept for certain (inf: none is), and the least that may be kept; the best score is 0."""
     ranked = scores.topk(min(len(scores), max(2, params.top_k + 1))).values.tolist()
     second = ranked[1] if len(ranked) > 1 else -math.inf
-    is_best = (
-        0.0 if second + move <= 0 else math.inf
-    )  # the border that keeps only the best token, where that is certainly the best
+    # The border that keeps only the best token, where that is certainly the best.
+    is_best = 0.0 if second + move <= 0 else math.inf
     surely, maybe = min(_LOG_NORMAL + move, is_best), _LOG_ZERO - move
     if 0 < params.top_k < len(scores):
         surely, maybe = max(surely, ranked[params.top_k] + move), max(maybe, ranked[params.top_k - 1] - move)
@@ -267,9 +250,8 @@ def _top_p_borders(scores: Tensor, move: float, top_p: float, surely: float, may
         below = torch.cat((own.new_zeros(1), own.cumsum(0)))  # [m + 1] what the lowest 0, 1, ... m hold
         held, doubtful = below[-1], below[int((ordered < surely).sum())]
         tail, sure_tail = max(0.0, total - float(held)), max(0.0, sure_total - float(held - doubtful))
-        up_to = (
-            below[torch.searchsorted(ordered, ordered + move, right=True)] + tail
-        )  # [m] held by what lies no further above than `move`
+        # [m] held by what lies no further above than `move`
+        up_to = below[torch.searchsorted(ordered, ordered + move, right=True)] + tail
         above = torch.minimum(held + tail - up_to, held - doubtful)
         is_open = _share(up_to, above, move) > 1 - top_p - _SUM_ERROR
         if not bool(is_open[0]):  # nor is any token of the tail, which needs no order then

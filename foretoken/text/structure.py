@@ -308,9 +308,8 @@ class StructureCompiler:
         self._end_ids = tuple(token for token in eos_token_ids if 0 <= token < vocab_size)
         self._lock = threading.Lock()
         self._columns: tuple[Vocabulary, LLTokenizer] | None = None
-        self._cache: OrderedDict[tuple[Field, str], _Compiled | str] = (
-            OrderedDict()
-        )  # a complaint where a grammar is no good
+        # A complaint where a grammar is no good.
+        self._cache: OrderedDict[tuple[Field, str], _Compiled | str] = OrderedDict()
 
     def warm(self) -> None:
         """Import the grammar engine and hand it the vocabulary now, where structures can be followed at all: both keep

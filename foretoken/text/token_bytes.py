@@ -36,9 +36,8 @@ def token_writer(decoder: Mapping[str, Any]) -> Callable[[str], bytes] | None:
     if kinds in (["ByteLevel"], ["ByteLevel", "Fuse"]):
         return byte_level
     spaces: list[tuple[str, str]] = []  # text that stands for other text, a mark for the space above all
-    joined = (
-        kinds.index("Fuse") if "Fuse" in kinds else len(kinds)
-    )  # what comes behind this step works on the whole text
+    # What comes behind this step works on the whole text.
+    joined = kinds.index("Fuse") if "Fuse" in kinds else len(kinds)
     for step in steps[:joined]:
         if step.get("type") == "Metaspace":
             spaces.append((step["replacement"], " "))

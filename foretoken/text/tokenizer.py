@@ -301,17 +301,18 @@ class _Fast:
         self._plain: tokenizers.Tokenizer | None = None  # a copy that reads special tokens as text
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        with _broken_means(f"{self._where} cannot encode {shown(text)}", TypeError):
-            ids: list[int] = self._inner.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
+        return self._ids(self._inner, text, add_special_tokens)
 
     def encode_plain(self, text: str) -> list[int]:
         if self._plain is None:
             plain = tokenizers.Tokenizer.from_str(self._inner.to_str())
             plain.encode_special_tokens = True
             self._plain = plain
+        return self._ids(self._plain, text, False)
+
+    def _ids(self, inner: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
         with _broken_means(f"{self._where} cannot encode {shown(text)}", TypeError):
-            ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
+            ids: list[int] = inner.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def decode(self, ids: Sequence[int], has_specials: bool) -> str:

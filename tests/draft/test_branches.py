@@ -92,7 +92,7 @@ def drafter_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Drafter]:
     ) -> Drafter:
         def propose(choice: Choice, context: Tokens) -> Spot:
             monkeypatch.setattr(
-                branches, "sample", lambda rest, u: torch.tensor([choice.pick(row) for row in rest.tolist()])
+                branches, "draw", lambda rest, u: torch.tensor([choice.pick(row) for row in rest.tolist()])
             )
             return spot_of(edit(grow(growth_of(tree, budget, branching, **options), distributions, context)))
 
@@ -163,7 +163,7 @@ def test_the_shape_of_a_level_does_not_depend_on_what_is_drawn_there(
 
     def run(level: int, late: int) -> Growth:
         growth = growth_of(*shape)
-        monkeypatch.setattr(branches, "sample", lambda rest, u: _pick(rest, 0 if growth.level <= level else late))
+        monkeypatch.setattr(branches, "draw", lambda rest, u: _pick(rest, 0 if growth.level <= level else late))
         return grow(growth, LAWS)
 
     for level in range(3):

@@ -243,7 +243,7 @@ def test_exact_law_by_enumeration(rule: str, options: dict, tmp_path: Path, monk
 
     def draw(choice: Choice, context: tuple[int, ...]) -> tuple[DraftToken, ...]:
         monkeypatch.setattr(
-            "foretoken.draft.chain.sample",
+            "foretoken.draft.chain.draw",
             lambda distributions, u: torch.tensor([choice.pick(distributions[0].tolist())]),
         )
         coin = lambda *_: np.array([0.0 if choice.coin(0.6) else 0.9])  # noqa: E731

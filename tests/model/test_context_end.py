@@ -4,6 +4,7 @@ rope.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -73,3 +74,12 @@ def test_e3_a_plan_knows_the_cap_of_a_model_that_runs_through_transformers(tmp_p
         pad_token_id=0,
     )
     assert shape_of(folder, "phi3").max_context_tokens == 32
+
+
+def test_a_plan_knows_every_name_of_the_longest_sequence(tmp_path: Path) -> None:
+    """A model that transformers runs is planned with the length that it will run with."""
+    file = tiny_checkpoint(tmp_path, "opt") / "config.json"
+    raw = json.loads(file.read_text())
+    raw["max_sequence_length"] = raw.pop("max_position_embeddings")
+    file.write_text(json.dumps(raw))
+    assert shape_of(tmp_path, "m").max_context_tokens == raw["max_sequence_length"]

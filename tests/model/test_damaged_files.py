@@ -33,17 +33,17 @@ def test_a_hub_id_is_fetched_without_pickles_and_its_failure_is_ours(
 
     asked: list[Any] = []
 
-    def fetch(name: str, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
-        asked.append((name, revision, allow_patterns))
+    def fetch(name: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        asked.append((name, allow_patterns))
         assert "consolidated*" in ignore_patterns  # the same weights a second time
         if name == "some/model":
             return str(tmp_path)
         raise huggingface_hub.errors.LocalEntryNotFoundError("no such snapshot\nlong advice")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
-    assert model_folder("some/model", revision="main") == tmp_path
-    assert asked[0][:2] == ("some/model", "main")
-    assert not any(pattern.endswith((".bin", ".pt", "*")) for pattern in asked[0][2])
+    assert model_folder("some/model") == tmp_path
+    assert asked[0][0] == "some/model"
+    assert not any(pattern.endswith((".bin", ".pt", "*")) for pattern in asked[0][1])
     with pytest.raises(CheckpointError, match=r"'other/model' is neither a local folder nor .*: no such snapshot$"):
         model_folder("other/model")
 

@@ -11,15 +11,14 @@ from torch import Tensor
 
 from foretoken.kernels import launches
 from foretoken.kernels.launches import MAX_PRODUCT_ROWS, products_for
-from foretoken.model import exact_device, layers
+from foretoken.model import layers, strict
 from foretoken.model.attention import choice
 from foretoken.model.attention.choice import ATTENTION_VARIABLE
-from foretoken.model.exact_device import ExactDeviceModel, has_exact_launches
 from foretoken.model.interface import Segment
 from foretoken.model.layers import activated
 from foretoken.model.loader import load_decoder
 from foretoken.model.paged import PagedModel
-from foretoken.model.strict import StrictModel, strict_kind
+from foretoken.model.strict import ExactDeviceModel, StrictModel, has_exact_launches, strict_kind
 from tests.helpers.checkpoints import token_ids, variant
 from tests.helpers.fake_cuda import fake_cuda, fake_model
 
@@ -89,7 +88,7 @@ def test_a_library_multiplies_many_rows_unless_they_are_to_be_exact(monkeypatch:
     ],
 )
 def test_what_they_make_strict(name: str, dtype: torch.dtype, is_exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (exact_device, choice):
+    for module in (strict, choice):
         monkeypatch.setattr(module, "has_triton", lambda: True)
     with fake_cuda():
         decoder = fake_model(name, dtype).decoder

@@ -20,6 +20,7 @@ from foretoken.model.footprint import shape_of
 from foretoken.model.gguf.weights import GgufWeights
 from foretoken.model.interface import Segment
 from foretoken.model.loader import load_decoder, read_config
+from foretoken.model.matrices.codes import GroupedCodes
 from foretoken.model.names import model_folder
 from foretoken.model.open import native_config, open_model
 from foretoken.model.paged import PagedModel
@@ -128,7 +129,8 @@ def test_quantised_matrices_are_what_the_package_makes_of_them(tmp_path: Path, k
         if heads is not None:  # row 2 i + j of a head stood at j * 32 + i (head_dim 64)
             numbers = numbers.view(heads, -1, 2, numbers.shape[-1]).transpose(1, 2).reshape(numbers.shape)
         assert torch.equal(weights.read(name, tuple(numbers.shape)), numbers)
-        codes = weights.grouped(name)
+        found = weights.grouped_rows(name)
+        codes = None if found is None else GroupedCodes.joined(list(found))
         assert (codes is None) == (tensor.tensor_type == GGMLQuantizationType.F32)
         assert codes is None or torch.equal(codes.dequantised(), numbers)
 

@@ -16,14 +16,15 @@ from foretoken import SamplingParams
 from foretoken.kv.pool import KVPool
 from foretoken.model.attention.choice import ATTENTION_VARIABLE
 from foretoken.model.attention.fused import FusedAttention
-from foretoken.model.exact_device import ExactDeviceModel
 from foretoken.model.graphs.cache import REPLAYED
 from foretoken.model.graphs.choice import GRAPHS_VARIABLE
 from foretoken.model.interface import Segment
 from foretoken.model.loader import load_decoder
 from foretoken.model.paged import PagedModel
-from foretoken.text.sampling import near_ties, sample, target_probs
+from foretoken.model.strict import ExactDeviceModel
+from foretoken.text.sampling import best_two, target_probs
 from foretoken.transfer import to_device, to_host
+from foretoken.verify import draw
 from tests.helpers.checkpoints import token_ids, variant
 from tests.helpers.experts import HIDDEN, MIXTURES, mixture
 from tests.model.test_experts import by_hand
@@ -267,7 +268,7 @@ def test_the_distribution_and_its_draws_are_those_of_the_cpu(params: SamplingPar
     here, there = (target_probs(part, [params] * 6) for part in (logits, logits.to(GPU)))
     torch.testing.assert_close(there.cpu(), here, atol=1e-12, rtol=1e-9)
     for row in range(6):
-        ids = [sample(part[row].expand(500, -1), uniforms[row].to(part.device)).cpu() for part in (here, there)]
+        ids = [draw(part[row].expand(500, -1), uniforms[row].to(part.device)).cpu() for part in (here, there)]
         assert (ids[0] != ids[1]).sum() <= 1  # a uniform within the last bits of a border
         assert bool((here[row, ids[1]] > 0).all())
     assert torch.equal(there.argmax(-1).cpu(), here.argmax(-1))
@@ -278,7 +279,7 @@ def test_the_law_of_many_draws() -> None:
     """200,000 draws of a parallel prefix sum in float32: frequencies within five standard deviations."""
     probs = (2 * torch.randn(1, 50)).softmax(-1).to(GPU)
     count = 200_000
-    drawn = sample(probs.expand(count, -1), torch.rand(count, dtype=torch.float64).to(GPU))
+    drawn = draw(probs.expand(count, -1), torch.rand(count, dtype=torch.float64).to(GPU))
     frequency = torch.bincount(drawn, minlength=50).double().cpu() / count
     expected = probs[0].double().cpu()
     assert bool(((frequency - expected).abs() < 5 * (expected / count).sqrt()).all())
@@ -287,7 +288,10 @@ def test_the_law_of_many_draws() -> None:
 @pytest.mark.gpu
 def test_near_ties_are_found_there() -> None:
     logits = torch.randn(40, 97).bfloat16().float()
-    assert near_ties(logits.to(GPU), torch.bfloat16) == near_ties(logits, torch.bfloat16)
+    here, there = (best_two(own, torch.bfloat16) for own in (logits, logits.to(GPU)))
+    assert here is not None
+    assert there is not None
+    assert [own.tolist() for own in here] == [own.tolist() for own in there]
 
 
 @pytest.mark.gpu

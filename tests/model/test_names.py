@@ -78,7 +78,7 @@ def test_every_form_of_a_name_is_resolved(
 ) -> None:
     model = described(wheel_of(index))
     monkeypatch.setitem(PACKAGED, "tiny", model)
-    monkeypatch.setattr(names, "_snapshot", lambda hub_id, revision: Path("/hub") / hub_id / str(revision))
+    monkeypatch.setattr(names, "_snapshot", lambda hub_id: Path("/hub") / hub_id)
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny" / "own.gguf").write_bytes(CONTENT)
     monkeypatch.chdir(tmp_path)
@@ -89,11 +89,10 @@ def test_every_form_of_a_name_is_resolved(
         "tiny/own.gguf": Path("tiny/own.gguf"),
         "reference:target": names._REFERENCE_FOLDER / "target",
         "reference:eagle": names._REFERENCE_FOLDER / "eagle",
-        "some/model": Path("/hub/some/model/None"),
-        "model": Path("/hub/model/None"),
+        "some/model": Path("/hub/some/model"),
+        "model": Path("/hub/model"),
     }
     assert {name: model_folder(name) for name in table} == table
-    assert model_folder("some/model", revision="main") == Path("/hub/some/model/main")
     assert caplog.messages[0].startswith("downloading tiny (a tiny model, ")
 
 

@@ -214,6 +214,13 @@ _BROKEN: list[tuple[str, Callable[[dict[str, torch.Tensor]], object], str]] = [
         set_part(f"{GATE}.weight", lambda t: t.float().to(torch.float8_e5m2)),
         rf"{GATE}\.weight .* F8_E5M2",
     ),
+    (
+        "fp8-blocks",
+        lambda state: state.update(
+            {f"x.{part}": state[f"{GATE}.{part}"].clone() for part in ("weight", "weight_scale_inv")}
+        ),
+        r"x\.weight .* has no place",
+    ),
 ]
 
 

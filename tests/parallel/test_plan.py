@@ -1,4 +1,4 @@
-"""Plans as whole numbers in frames of one width."""
+"""Plans in frames of one size."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from foretoken.model.attention.paged import KeySlots, Reader
 from foretoken.model.interface import Segment
 from foretoken.model.paged import Join, Pass
 from foretoken.model.paged_cache import ForwardInputs
-from foretoken.parallel.plan import FRAME_WORDS, Plan, PlanKind, framed, num_more, unframed
+from foretoken.parallel.plan import FRAME_BYTES, Plan, PlanKind, framed, num_more, unframed
 
 CPU = torch.device("cpu")
 
@@ -35,11 +35,11 @@ def plan(num_blocks: int) -> tuple[Plan, Pass]:
 def test_a_plan_is_read_as_it_was_sent(num_blocks: int) -> None:
     """Short in one frame, long in several; a rank makes the same pass of it, without taps, which rank 0 keeps."""
     sent, one = plan(num_blocks)
-    frames = framed(sent.words(), 41)
-    assert frames.shape[1] == FRAME_WORDS
-    assert num_more(frames[0], 41) == len(frames) - 1 == (0 if num_blocks == 2 else 4)
-    got = Plan.from_words(unframed(frames))
-    assert (got.kind, list(got.moves), got.num_rows) == (PlanKind.PASS, [((1, 2), (3, 4)), ((3,), (9,))], 2)
+    frames = framed(sent.encoded(), 41)
+    assert frames.shape[1] == FRAME_BYTES
+    assert num_more(frames[0], 41) == len(frames) - 1 == (0 if num_blocks == 2 else 2)
+    got = Plan.decoded(unframed(frames))
+    assert (got.kind, list(got.moves), got.num_rows) == (PlanKind.PASS, [[[1, 2], [3, 4]], [[3], [9]]], 2)
     streams = torch.randn(2, 6)
     found = got.pass_of(4, CPU, streams)
     assert torch.equal(found.tokens, one.tokens)
@@ -57,6 +57,6 @@ def test_a_plan_is_read_as_it_was_sent(num_blocks: int) -> None:
 
 
 def test_a_rank_that_has_lost_step_notices() -> None:
-    frames = framed(plan(2)[0].words(), 41)
+    frames = framed(plan(2)[0].encoded(), 41)
     with pytest.raises(AssertionError, match="plan 41 came where plan 42 was expected"):
         num_more(frames[0], 42)

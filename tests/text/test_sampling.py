@@ -18,7 +18,8 @@ from foretoken.config import SamplingParams
 from foretoken.core import Draft, empty_draft
 from foretoken.kernels import sampling as compiled
 from foretoken.text.randomness import Purpose, philox4x32, round_uniforms, uniforms
-from foretoken.text.sampling import check_finite, near_ties, sample, target_probs, without_broken
+from foretoken.text.sampling import best_two, check_finite, near_ties_of, target_probs, without_broken
+from foretoken.verify import draw
 
 GRID = [
     SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m)
@@ -121,11 +122,14 @@ def test_near_ties_are_the_two_best_within_a_rounding_unit(dtype: torch.dtype) -
     logits[1, 3] = logits[1, 9] = 50.0
     before, best = logits.clone(), logits.sort(dim=-1, descending=True).values[:, :2]
     expected = {row: a - b for row, (a, b) in enumerate(best.tolist()) if a - b <= torch.finfo(dtype).eps * abs(a)}
-    assert near_ties(logits, dtype) == expected
+    two = best_two(logits, dtype)
+    assert two is not None
+    assert near_ties_of(*(numbers.tolist() for numbers in two), dtype) == expected
     assert 5 < len(expected) < 2000
     assert expected[1] == 0.0
     assert torch.equal(logits, before)
-    assert near_ties(logits, torch.float32) == near_ties(logits[:0], dtype) == near_ties(logits[:, :1], dtype) == {}
+    for few, kind in ((logits, torch.float32), (logits[:0], dtype), (logits[:, :1], dtype)):
+        assert best_two(few, kind) is None
 
 
 def test_broken_rows_become_zeros() -> None:
@@ -154,7 +158,7 @@ def test_a_broken_row_leaves_the_others_alone(params: SamplingParams, vocab: int
     broken = logits.clone()
     broken[1] = torch.nan
     assert torch.equal(target_probs(broken, [params] * 3)[[0, 2]], target_probs(logits, [params] * 3)[[0, 2]])
-    assert 0 <= int(sample(target_probs(broken, [params] * 3), torch.full((3,), 0.5, dtype=torch.float64))[1]) < vocab
+    assert 0 <= int(draw(target_probs(broken, [params] * 3), torch.full((3,), 0.5, dtype=torch.float64))[1]) < vocab
 
 
 # Random123's published known answers for philox4x32-10.
@@ -248,7 +252,7 @@ def test_sample_follows_the_law() -> None:
     """Chi-square with 4 degrees of freedom over 20000 draws; chance fails 1 in 1e6."""
     distribution = torch.tensor([0.05, 0.0, 0.4, 0.15, 0.3, 0.1])
     u = torch.from_numpy(uniforms([1] * N, Purpose.NEXT, [1] * N, range(N)))
-    counts = np.bincount(sample(distribution.expand(N, -1), u).numpy(), minlength=6)
+    counts = np.bincount(draw(distribution.expand(N, -1), u).numpy(), minlength=6)
     assert counts[1] == 0
     kept = distribution.numpy() > 0
     assert (

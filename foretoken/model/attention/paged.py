@@ -123,9 +123,8 @@ class PagedAttention:
             rows = rows.permute(1, 2, 0, 3).reshape(1, groups, -1, head_dim)
         mask = self._mask(reader, window, query)
         column = sink_column(sinks, groups, num_rows)
-        read = read_values(
-            rows, keys.unsqueeze(0), values.unsqueeze(0), mask, self.config, column
-        )  # [1, G, H/G * n, K]
+        # [1, G, H/G * n, K]
+        read = read_values(rows, keys.unsqueeze(0), values.unsqueeze(0), mask, self.config, column)
         if num_rows > 1:
             read = read.view(groups, heads // groups, num_rows, head_dim).permute(2, 0, 1, 3)
         return read.reshape(num_rows, heads, head_dim)

@@ -148,11 +148,8 @@ def key_range(position: int, window: int | None) -> tuple[int, int]:
 def texts_of(reader: Reader, device: torch.device, alone: bool = False) -> Iterator[Text]:
     """The texts of a segment's rows: one for a chain, one per leaf of a tree; with `alone`, one per row."""
     assert not reader.segment.num_held, "drafts grow their trees in default numerics"
-    slots = (
-        torch.arange(reader.slots.index.start, reader.slots.index.stop, device=device)
-        if isinstance(reader.slots.index, range)
-        else reader.slots.index
-    )
+    at = reader.slots.index
+    slots = torch.arange(at.start, at.stop, device=device) if isinstance(at, range) else at
     first_row = reader.rows.start
     if reader.segment.is_chain and not alone:
         yield Text(range(first_row, reader.rows.stop), reader.past, slots)

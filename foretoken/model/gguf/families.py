@@ -92,49 +92,6 @@ def _cohere2(fields: Fields) -> dict[str, Any]:
     return windows(fields) | {"logit_scale": fields.number("logit_scale")}
 
 
-@dataclass(frozen=True)
-class GgufFamily:
-    """One architecture. `reads`: keys of its metadata that `options` takes and other families lack. `permutes`: the
-    converter reorders the rows of q and k, because llama.cpp then rotates neighbouring channels. `norm_shift` is what
-    it adds to the weights of norms.
-    """
-
-    model_type: str
-    options: Reader
-    reads: frozenset[str] = field(default_factory=frozenset)
-    permutes: bool = False
-    norm_shift: float = 0.0
-
-    @property
-    def names(self) -> LayerNames:
-        """What the family calls the tensors of a layer."""
-        return FAMILIES[self.model_type].names
-
-
-GGUF_FAMILIES: Mapping[str, GgufFamily] = MappingProxyType(
-    {
-        "llama": GgufFamily("llama", whole_context, permutes=True),  # Mistral's files too
-        "qwen2": GgufFamily("qwen2", whole_context),
-        "qwen3": GgufFamily("qwen3", whole_context),
-        "gemma2": GgufFamily("gemma2", _gemma, _SOFTCAPS, norm_shift=1.0),
-        "gemma3": GgufFamily("gemma3_text", _gemma3, _SOFTCAPS, norm_shift=1.0),
-        "phi3": GgufFamily("phi3", _phi3),
-        "olmo2": GgufFamily("olmo2", whole_context),
-        "smollm3": GgufFamily("smollm3", whole_context, permutes=True),
-        "granite": GgufFamily(
-            "granite",
-            _granite,
-            frozenset({"embedding_scale", "residual_scale", "attention.scale", "logit_scale"}),
-            permutes=True,
-        ),
-        "glm4": GgufFamily("glm4", whole_context),
-        "starcoder2": GgufFamily("starcoder2", whole_context),
-        "command-r": GgufFamily("cohere", _command_r, frozenset({"logit_scale"})),
-        "cohere2": GgufFamily("cohere2", _cohere2, frozenset({"logit_scale"})),
-    }
-)
-
-
 def layer_parts(names: LayerNames) -> dict[str, str]:
     """The Hugging Face names of llama.cpp's tensors of a layer."""
     parts = {
@@ -200,40 +157,62 @@ def _of_gpt_oss(fields: Fields) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Mixture:
-    """An architecture with experts: the family that it is of, and the keys of its `config.json`: those of experts that
-    `read` finds, and others that `options` does.
+class GgufFamily:
+    """One architecture. `reads`: keys of its metadata that `options` takes and other families lack. `permutes`: the
+    converter reorders the rows of q and k, because llama.cpp then rotates neighbouring channels. `norm_shift` is what
+    it adds to the weights of norms. `experts` finds the keys of a `config.json` about experts; None: it has none.
     """
 
     model_type: str
-    read: Reader
-    options: Reader = whole_context
+    options: Reader
+    reads: frozenset[str] = field(default_factory=frozenset)
+    permutes: bool = False
+    norm_shift: float = 0.0
+    experts: Reader | None = None
 
     @property
-    def names(self) -> ExpertNames:
+    def names(self) -> LayerNames:
+        """What the family calls the tensors of a layer."""
+        return FAMILIES[self.model_type].names
+
+    @property
+    def expert_names(self) -> ExpertNames:
         """What the family calls the tensors of experts."""
         keys = FAMILIES[self.model_type].experts
         assert keys is not None
         return keys.names
 
 
-_MIXTURES = {
-    "qwen2moe": Mixture("qwen2_moe", _of_qwen2),
-    "qwen3moe": Mixture("qwen3_moe", _of_qwen),
-    "gpt-oss": Mixture("gpt_oss", _of_gpt_oss, windows),
-    "llama": Mixture("mixtral", _of_mixtral),
-}
-MIXTURE_ARCHITECTURES = tuple(name for name in _MIXTURES if name != "llama")
+GGUF_FAMILIES: Mapping[str, GgufFamily] = MappingProxyType(
+    {
+        "llama": GgufFamily("llama", whole_context, permutes=True),  # Mistral's files too
+        "qwen2": GgufFamily("qwen2", whole_context),
+        "qwen3": GgufFamily("qwen3", whole_context),
+        "gemma2": GgufFamily("gemma2", _gemma, _SOFTCAPS, norm_shift=1.0),
+        "gemma3": GgufFamily("gemma3_text", _gemma3, _SOFTCAPS, norm_shift=1.0),
+        "phi3": GgufFamily("phi3", _phi3),
+        "olmo2": GgufFamily("olmo2", whole_context),
+        "smollm3": GgufFamily("smollm3", whole_context, permutes=True),
+        "granite": GgufFamily(
+            "granite",
+            _granite,
+            frozenset({"embedding_scale", "residual_scale", "attention.scale", "logit_scale"}),
+            permutes=True,
+        ),
+        "glm4": GgufFamily("glm4", whole_context),
+        "starcoder2": GgufFamily("starcoder2", whole_context),
+        "command-r": GgufFamily("cohere", _command_r, frozenset({"logit_scale"})),
+        "cohere2": GgufFamily("cohere2", _cohere2, frozenset({"logit_scale"})),
+        "qwen2moe": GgufFamily("qwen2_moe", whole_context, experts=_of_qwen2),
+        "qwen3moe": GgufFamily("qwen3_moe", whole_context, experts=_of_qwen),
+        "gpt-oss": GgufFamily("gpt_oss", windows, experts=_of_gpt_oss),
+    }
+)
+MIXTRAL = GgufFamily("mixtral", whole_context, permutes=True, experts=_of_mixtral)  # files of "llama" with experts
 
 
-def mixture_of(architecture: str, metadata: Mapping[str, Any]) -> Mixture | None:
-    """What the file is a mixture of, None for a plain decoder. `metadata`: the architecture's, without prefix."""
-    found = _MIXTURES.get(architecture)
-    return None if architecture == "llama" and not metadata.get("expert_count") else found
-
-
-def expert_fields(mixture: Mixture, fields: Fields) -> dict[str, Any]:
-    """The keys of a `config.json` that differ from those of an ordinary decoder.
+def expert_fields(experts: Reader, fields: Fields) -> dict[str, Any]:
+    """The keys of a `config.json` that an ordinary decoder lacks; `experts`: see `GgufFamily`.
 
     Raises:
         CheckpointError: metadata that is missing, of the wrong type or out of bounds.
@@ -242,8 +221,7 @@ def expert_fields(mixture: Mixture, fields: Fields) -> dict[str, Any]:
     for key, allowed in _NEUTRAL.items():
         if fields.has(key) and fields.raw[key] not in allowed:
             raise UnsupportedModelError(f"{fields.where}: {key}={shown(fields.raw[key])} has no native implementation")
-    active = {"num_experts_per_tok": fields.whole("expert_used_count")}
-    return {"model_type": mixture.model_type, **active, **mixture.read(fields)}
+    return {"num_experts_per_tok": fields.whole("expert_used_count"), **experts(fields)}
 
 
 def expert_tensors(tensors: Mapping[str, TensorInfo], names: ExpertNames) -> dict[str, TensorInfo]:

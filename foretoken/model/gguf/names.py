@@ -12,18 +12,11 @@ from typing import Any
 from foretoken.errors import CheckpointError, UnsupportedModelError
 from foretoken.model.families import FAMILIES, Family
 from foretoken.model.fields import Fields, shown
-from foretoken.model.gguf.families import (
-    GGUF_FAMILIES,
-    MIXTURE_ARCHITECTURES,
-    GgufFamily,
-    Mixture,
-    expert_fields,
-    mixture_of,
-)
+from foretoken.model.gguf.families import GGUF_FAMILIES, MIXTRAL, GgufFamily, expert_fields
 from foretoken.model.gguf.header import Header, MetadataArray
 from foretoken.model.gguf.special_tokens import NO_TOKEN, end_tokens
 
-ARCHITECTURES = (*GGUF_FAMILIES, *MIXTURE_ARCHITECTURES)
+ARCHITECTURES = tuple(GGUF_FAMILIES)
 ROPE_FACTORS = "rope_freqs.weight"
 # LongRoPE's, of short and of long texts; the second are not read, see `architecture.RopeConfig`.
 SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
@@ -78,11 +71,10 @@ def family_of(header: Header) -> GgufFamily:
     Raises:
         CheckpointError, UnsupportedModelError: see `architecture_of`.
     """
-    mixture, architecture = mixture_in(header), architecture_of(header)
-    if mixture is None:
-        return GGUF_FAMILIES[architecture]
-    dense = GGUF_FAMILIES.get(architecture)
-    return GgufFamily(mixture.model_type, mixture.options, permutes=dense is not None and dense.permutes)
+    architecture = architecture_of(header)
+    if architecture == "llama" and header.metadata.get("llama.expert_count"):
+        return MIXTRAL
+    return GGUF_FAMILIES[architecture]
 
 
 def architecture_of(header: Header) -> str:
@@ -104,12 +96,6 @@ def architecture_of(header: Header) -> str:
     return name
 
 
-def mixture_in(header: Header) -> Mixture | None:
-    """The mixture of experts that the file describes; None for an ordinary decoder."""
-    architecture = architecture_of(header)
-    return mixture_of(architecture, _of_architecture(header, architecture))
-
-
 def config_fields(header: Header) -> dict[str, Any]:
     """The metadata as the `config.json` of the same model would say it.
 
@@ -119,9 +105,9 @@ def config_fields(header: Header) -> dict[str, Any]:
     """
     architecture = architecture_of(header)
     fields = Fields(_of_architecture(header, architecture), f"{header.path}: metadata {architecture}")
-    mixture, family = mixture_in(header), family_of(header)
+    family = family_of(header)
     _refuse_options(fields, family)
-    if mixture is None and fields.whole_or("expert_count", 0, least=0):
+    if family.experts is None and fields.whole_or("expert_count", 0, least=0):
         raise UnsupportedModelError(f"{fields.where}: expert_count={fields.raw['expert_count']} of this architecture")
     hidden, heads = fields.whole("embedding_length"), fields.whole("attention.head_count")
     kv_heads = fields.whole_or("attention.head_count_kv", heads)
@@ -142,12 +128,12 @@ def config_fields(header: Header) -> dict[str, Any]:
     vocab_size = _vocab_size(header, fields)
     own = header.fields
     bos = own.whole_or("tokenizer.ggml.bos_token_id", NO_TOKEN, least=0, most=NO_TOKEN)
-    inner = (
-        {"model_type": family.model_type, "intermediate_size": fields.whole("feed_forward_length")}
-        if mixture is None
-        else expert_fields(mixture, fields)
-    )
+    if family.experts is None:
+        inner = {"intermediate_size": fields.whole("feed_forward_length")}
+    else:
+        inner = expert_fields(family.experts, fields)
     return {
+        "model_type": family.model_type,
         **inner,
         "vocab_size": vocab_size,
         "hidden_size": hidden,

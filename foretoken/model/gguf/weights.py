@@ -26,17 +26,16 @@ from foretoken.model.gguf.names import (
     family_of,
     hf_name,
     interleaved_heads,
-    mixture_in,
 )
 from foretoken.model.gguf.parts import read_header
 from foretoken.model.matrices.codes import BLOCK_ROWS, GroupedCodes
-from foretoken.model.weights import AS_CODES, StoredKind, hf_tensors, stored_kinds
+from foretoken.model.weights import AS_CODES, StoredKind, TensorSource, stored_kinds
 
 _CHUNK_NUMBERS = 1 << 24  # dequantised at a time: intermediate results take some ten bytes a number
 _CODED_NUMBERS = 1 << 20  # unpacked at a time for the kernel, which takes some five bytes a number
 
 
-class GgufWeights:
+class GgufWeights(TensorSource):
     """The tensors of a GGUF file, or of all its parts, by their Hugging Face names; nothing is read until asked for.
 
     Rows that llama.cpp's converter interleaved are put back in order, quantised ones as well.
@@ -46,6 +45,8 @@ class GgufWeights:
         UnsupportedModelError: a family that does not run from GGUF files.
     """
 
+    described_by = "the metadata"
+
     def __init__(self, path: Path) -> None:
         self.folder = path  # what the messages of the loader call it
         self.header: Header = read_header(path)
@@ -54,8 +55,7 @@ class GgufWeights:
         tensors = {
             name: info for name, info in self.header.tensors.items() if not name.endswith("attn_rot_embd.weight")
         }
-        mixture = mixture_in(self.header)
-        experts = {} if mixture is None else expert_tensors(tensors, mixture.names)
+        experts = {} if self._family.experts is None else expert_tensors(tensors, self._family.expert_names)
         apart = {info.name for info in experts.values()}
         parts = layer_parts(self._family.names)
         self._info = {hf_name(name, parts): info for name, info in tensors.items() if name not in apart} | experts
@@ -90,11 +90,7 @@ class GgufWeights:
         return self.info(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """Dtype of the numbers of one tensor; of a quantised one float32, in which its format defines them.
-
-        Raises:
-            CheckpointError: missing, or of a type that is not read here.
-        """
+        """See `TensorSource`."""
         kind = self.info(name).kind
         if is_grouped(kind):
             return torch.float32
@@ -107,12 +103,8 @@ class GgufWeights:
         return stored
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return one tensor on the CPU: as stored, or the float32 numbers that its codes stand for.
-
-        Raises:
-            CheckpointError: missing, of another shape, or of a type that is not read.
-        """
-        self._check_shape(name, shape)
+        """See `TensorSource`."""
+        self.check_shape(name, shape)
         info = self.info(name)
         if not is_grouped(info.kind):
             numbers = self._in_order(name, plain(self._bytes(info), info.kind, shape))
@@ -123,63 +115,32 @@ class GgufWeights:
         step = max(1, _CHUNK_NUMBERS // columns)
         for start in range(0, rows, step):
             stop = min(start + step, rows)
-            part = grouped(self._bytes(info, start, stop), info.kind, (stop - start, columns))
-            full[start:stop] = part.dequantised()
+            full[start:stop] = self._coded(info, start, stop).dequantised()
         return self._in_order(name, full)
 
-    def grouped(self, name: str) -> GroupedCodes | None:
-        """One matrix as codes and scales; None if it is not quantised.
-
-        Raises:
-            CheckpointError: missing, or of a type that is not read.
-        """
-        self.dtype(name)
-        info = self.info(name)
-        if not is_grouped(info.kind):
-            return None
-        rows, columns = info.shape
-        found = grouped(self._bytes(info), info.kind, (rows, columns))
-        if interleaved_heads(name, self._family, self._raw) is None:
-            return found
-        return found.reordered(lambda rows: self._in_order(name, rows))
-
     def grouped_rows(self, name: str) -> Iterator[GroupedCodes] | None:
-        """What `grouped` gives, some rows at a time: unpacking takes several bytes a number. An interleaved matrix,
-        which is small, comes whole.
-
-        Raises:
-            CheckpointError: see `grouped`.
-        """
+        """See `TensorSource`. An interleaved matrix, which is small, comes whole."""
         self.dtype(name)
         info = self.info(name)
         if not is_grouped(info.kind):
             return None
-        if interleaved_heads(name, self._family, self._raw) is not None:
-            whole = self.grouped(name)
-            return None if whole is None else iter((whole,))
         rows, columns = info.shape
+        if interleaved_heads(name, self._family, self._raw) is not None:
+            return iter((self._coded(info, 0, rows).reordered(lambda own: self._in_order(name, own)),))
         step = max(1, _CODED_NUMBERS // columns // BLOCK_ROWS) * BLOCK_ROWS
         return (self._coded(info, start, min(start + step, rows)) for start in range(0, rows, step))
 
     def sample(self, name: str) -> GroupedCodes | None:
-        """The first rows of a quantised matrix, in the file's order; None if it is not quantised.
-
-        Raises:
-            CheckpointError: see `grouped`.
-        """
+        """See `TensorSource`."""
         self.dtype(name)
         info = self.info(name)
         return self._coded(info, 0, min(info.shape[0], BLOCK_ROWS)) if is_grouped(info.kind) else None
-
-    def why_numbers(self, name: str) -> str | None:  # noqa: ARG002 - see TensorSource
-        """The kernel takes every quantised type that is read: None."""
-        return None
 
     def _coded(self, info: TensorInfo, start: int, stop: int) -> GroupedCodes:
         """Some rows of a quantised matrix, in the file's order."""
         return grouped(self._bytes(info, start, stop), info.kind, (stop - start, info.shape[1]))
 
-    def read_table(self, name: str, shape: tuple[int, ...], stored: str) -> Tensor:  # noqa: ARG002 - see Weights
+    def read_table(self, name: str, shape: tuple[int, ...], stored: str) -> Tensor:  # noqa: ARG002 - see TensorSource
         """GGUF files of the families here have no tables of numbers or flags.
 
         Raises:
@@ -188,28 +149,10 @@ class GgufWeights:
         raise CheckpointError(f"tensor {name} in {self.folder} is a table, which is not read from GGUF files")
 
     def check(self, config: ModelConfig, beside: frozenset[str] = frozenset()) -> None:
-        """Compare the header with the tensors of `config`, before anything is allocated; those of the names
-        `beside` are somebody else's.
-
-        Raises:
-            CheckpointError: a tensor is missing, superfluous, of another shape, or of a type that is not read.
-        """
-        expected = set()
-        for name, shape in hf_tensors(config):
-            self._check_shape(name, shape)
-            expected.add(name)
-        extra = [self._info[name].name for name in self.own_names if name not in expected and name not in beside]
-        if extra:
-            more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
-            raise CheckpointError(
-                f"tensor {extra[0]}{more} in {self.folder} has no place in the model that the metadata describes"
-            )
+        """See `TensorSource`."""
+        super().check(config, beside)
         if ROPE_FACTORS in self:
-            self._check_shape(ROPE_FACTORS, (config.head_dim // 2,))
-
-    def equal(self, name: str, other: str) -> bool:
-        """Whether two tensors of one shape hold the same numbers."""
-        return torch.equal(self.read(name, self.shape(name)), self.read(other, self.shape(name)).to(self.dtype(name)))
+            self.check_shape(ROPE_FACTORS, (config.head_dim // 2,))
 
     def config(self) -> ModelConfig:
         """The configuration that the metadata describes, with the factors that slow down single channels.
@@ -244,7 +187,11 @@ class GgufWeights:
         ways = {info.kind.name: _way(info.kind) for info in stored}
         return stored_kinds([(info.kind.name, info.num_bytes) for info in stored], ways.__getitem__)
 
-    def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
+    def _stored_name(self, name: str) -> str:
+        return self._info[name].name
+
+    def check_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        """See `TensorSource`."""
         self.dtype(name)
         if self.shape(name) != shape:
             raise CheckpointError(

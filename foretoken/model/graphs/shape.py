@@ -35,7 +35,8 @@ class StepShape:
     def of(cls, num_rows: int, work: WorkNumbers, taps: Sequence[int]) -> StepShape:
         """The smallest that holds a step of 1 to `MAX_ROWS` rows."""
         rows = ROW_BUCKETS[bisect_left(ROW_BUCKETS, num_rows)]
-        return cls(rows, _power_of_two(work.num_parts), bool(work.distances), tuple(sorted(taps)))
+        parts = 1 << (work.num_parts - 1).bit_length()  # a power of two
+        return cls(rows, parts, bool(work.distances), tuple(sorted(taps)))
 
     @property
     def tiles(self) -> int:
@@ -105,7 +106,3 @@ def _places(rows: int, tiles: int, num_merged: int) -> Mapping[str, slice]:
         found[name] = slice(first, first + size)
         first += -(-size // ALIGNED) * ALIGNED
     return {**found, "tail": slice(first, None)}
-
-
-def _power_of_two(count: int) -> int:
-    return 1 << (count - 1).bit_length()

@@ -23,8 +23,7 @@ import math
 import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -98,36 +97,26 @@ class GroupedCodes:
     @classmethod
     def joined(cls, parts: Sequence[GroupedCodes]) -> GroupedCodes:
         """The matrix whose rows come in `parts` of one format."""
-        if len(parts) == 1:
-            return parts[0]
-
-        def together(of: Callable[[Any], Tensor | None], owners: Sequence[Any]) -> Tensor | None:
-            return None if of(owners[0]) is None else torch.cat([of(owner) for owner in owners])  # type: ignore[misc]
-
-        codes = {name: together(attrgetter(name), parts) for name in ("codes", "scales", "minimums", "multiples")}
-        wholes = [part.whole for part in parts]
-        whole = None
-        if wholes[0] is not None:
-            names = [field.name for field in fields(WholeScales)]
-            whole = WholeScales(**{name: together(attrgetter(name), wholes) for name in names})  # type: ignore[arg-type]
-        return replace(parts[0], **codes, whole=whole)  # type: ignore[arg-type]
+        return _of_each(parts, torch.cat) if len(parts) > 1 else parts[0]
 
     def reordered(self, change: Callable[[Tensor], Tensor]) -> GroupedCodes:
         """The matrix whose rows `change` [N, ...] -> [N, ...] puts into another order."""
+        return _of_each([self], lambda own: change(own[0]))
 
-        def changed(own: Tensor | None) -> Tensor | None:
-            return None if own is None else change(own)
 
-        whole = self.whole
-        if whole is not None:
-            whole = WholeScales(
-                change(whole.scales),
-                change(whole.super_scales),
-                changed(whole.minimums),
-                changed(whole.super_minimums),
-            )
-        scales, minimums, multiples = change(self.scales), changed(self.minimums), changed(self.multiples)
-        return GroupedCodes(change(self.codes), scales, minimums, self.zero, self.bits, self.group, whole, multiples)
+_Held = TypeVar("_Held", GroupedCodes, WholeScales)
+
+
+def _of_each(parts: Sequence[_Held], change: Callable[[list[Tensor]], Tensor]) -> _Held:
+    """What `parts` become whose tensors of one field `change` makes one tensor of."""
+    found: dict[str, Any] = {}
+    for field in fields(parts[0]):
+        own = [getattr(part, field.name) for part in parts]
+        if isinstance(own[0], Tensor):
+            found[field.name] = change(own)
+        elif isinstance(own[0], WholeScales):
+            found[field.name] = _of_each(own, change)
+    return replace(parts[0], **found)
 
 
 BLOCK_ROWS = 16  # outputs of a block

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,17 +94,8 @@ def merged_product(products: Sequence[Product | None]) -> Product | None:
     return Product(first.function, array_of(type(parts[0]), parts), first.width, num_outputs)
 
 
-class CompiledWeight(ABC):
-    """A weight that knows its `Product`; a copy makes its own, because a product holds addresses."""
-
-    @functools.cached_property
-    def product(self) -> Product | None:
-        """What multiplies by this weight, None where nothing can be compiled."""
-        return self._compiled()
-
-    @abstractmethod
-    def _compiled(self) -> Product | None:
-        """See `Multiply`."""
+class CompiledWeight:
+    """A weight that keeps its `product`; a copy makes its own, because a product holds addresses."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "product"}
@@ -157,7 +147,9 @@ class DenseWeight(CompiledWeight):
         """Memory it takes."""
         return self.weights.nbytes
 
-    def _compiled(self) -> Product | None:
+    @functools.cached_property
+    def product(self) -> Product | None:
+        """See `layers.PackedWeight`; None where nothing can be compiled."""
         function = kernel()
         if function is None:
             return None

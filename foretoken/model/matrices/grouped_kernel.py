@@ -68,9 +68,8 @@ def _of_blocks(weight: GroupedWeight, blocks: slice, codes: Tensor, x_scales: Te
     """The outputs of some blocks, [T, N']."""
     group = weight.group
     stored = unpacked(weight.codes[blocks], weight.bits, group)  # [B, groups, group / 4, 16, 4]
-    numbers = (
-        stored.permute(1, 2, 4, 0, 3).reshape(stored.shape[1], group, -1).float() - weight.zero
-    )  # [groups, group, N']
+    # [groups, group, N']
+    numbers = stored.permute(1, 2, 4, 0, 3).reshape(stored.shape[1], group, -1).float() - weight.zero
     inputs = codes.view(len(codes), -1, group).transpose(0, 1)  # [groups, T, group]
     dots, sums = torch.bmm(inputs, numbers), inputs.sum(2)  # [groups, T, N'], [groups, T]
     scales, minimums = (None if own is None else _by_group(own) for own in weight.numbers(blocks))
@@ -235,7 +234,9 @@ class GroupedWeight(CompiledWeight):
             return _MULTIPLE
         return _FORMS[self.scales.dtype]
 
-    def _compiled(self) -> Product | None:
+    @functools.cached_property
+    def product(self) -> Product | None:
+        """See `layers.PackedWeight`; None where nothing can be compiled."""
         return _product((self,))
 
     @property
@@ -255,7 +256,9 @@ class MergedWeight(CompiledWeight):
         """`x` [T, K] times the transpose, [T, N1 + N2 + ...]."""
         return _multiply(self.parts, self.product, x, bias)
 
-    def _compiled(self) -> Product | None:
+    @functools.cached_property
+    def product(self) -> Product | None:
+        """See `layers.PackedWeight`; None where nothing can be compiled."""
         return _product(self.parts)
 
     @property

@@ -83,15 +83,13 @@ class MatrixMemory:
     @property
     def row_bytes(self) -> int:
         """What a row takes beside activations in a product with codes: float32 on both sides, and codes."""
-        widest = max(self._config.hidden_size, self._config.intermediate_size)
-        tallest = max(2 * self._config.intermediate_size, self._config.hidden_size, self._query_rows)
+        config = self._config
+        widest = max(config.hidden_size, config.intermediate_size)
+        query_rows = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        tallest = max(2 * config.intermediate_size, config.hidden_size, query_rows)
         codes = widest + -(-widest // SPAN) * _FLOAT_BYTES
-        table = 5 * _FLOAT_BYTES * self._config.hidden_size  # a row of the table on its way from codes to numbers
+        table = 5 * _FLOAT_BYTES * config.hidden_size  # a row of the table on its way from codes to numbers
         return max(_FLOAT_BYTES * (widest + tallest) + codes, table)
-
-    @property
-    def _query_rows(self) -> int:
-        return (self._config.num_heads + 2 * self._config.num_kv_heads) * self._config.head_dim
 
     @property
     def _packs(self) -> bool:

@@ -87,35 +87,6 @@ def _build_error() -> BuildError | None:
     return None
 
 
-class RowBlocks:
-    """The rows of a matrix that comes as `pieces`, 2-D tensors of equal width whose rows follow one another; they may
-    be views of a mapped file.
-
-    They are converted some rows at a time in memory that is used again: besides the codes little is allocated, and
-    nothing that would leave holes between matrices when it goes.
-    """
-
-    def __init__(self) -> None:
-        self._full = torch.empty(0)
-
-    def of(self, pieces: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
-        """(first row, the rows in float32), `_BLOCK_ROWS` at a time, each valid until the next."""
-        width, start, filled = pieces[0].shape[1], 0, 0
-        self._full = _grown(self._full, _BLOCK_ROWS * width)
-        block = self._full[: _BLOCK_ROWS * width].view(_BLOCK_ROWS, width)
-        for piece in pieces:
-            taken = 0
-            while taken < len(piece):
-                count = min(len(piece) - taken, _BLOCK_ROWS - filled)
-                block[filled : filled + count] = piece[taken : taken + count]
-                taken, filled = taken + count, filled + count
-                if filled == _BLOCK_ROWS:
-                    yield start, block
-                    start, filled = start + filled, 0
-        if filled:
-            yield start, block[:filled]
-
-
 def row_codes(full: Tensor, dtype: torch.dtype) -> Tensor:
     """Turn rows of `full` [N, K] float32, in place, into codes in -127..127; the scales [N], in `dtype`."""
     scales = _scales(torch.linalg.vector_norm(full, float("inf"), dim=1) / 127, dtype)
@@ -138,44 +109,54 @@ def _scales(wanted: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(scales == 0, torch.ones_like(scales), scales)
 
 
-def _grown(buffer: Tensor, size: int) -> Tensor:
-    return buffer if buffer.numel() >= size else buffer.new_empty(size)
-
-
 _ZERO = {"int8": 128, "int4": 8}
 _BITS = {"int8": 8, "int4": 4}
 
 
 class GroupQuantiser:
-    """Turns matrices into `GroupedWeight`, some rows at a time; `dtype` is that of a table's rows.
+    """Turns matrices into `GroupedWeight`; `dtype` is that of a table's rows.
 
-    A matrix comes as `pieces`, see `quant.RowBlocks`.
+    A matrix comes as `pieces`, 2-D tensors of equal width whose rows follow one another; they may be views of a mapped
+    file. They are converted some rows at a time in memory that is used again: besides the codes little is allocated,
+    and nothing that would leave holes between matrices when it goes.
     """
 
     def __init__(self, kind: str, dtype: torch.dtype) -> None:
         assert kind in QUANTISED
         self.kind, self.dtype = kind, dtype
-        self._blocks = RowBlocks()
+        self._scratch = torch.empty(0)
         kernel()  # compiled before the file is read, so that a machine without a compiler says so first
 
-    def matrix(self, pieces: Sequence[Tensor]) -> GroupedWeight:
-        """All pieces [n, K] as one matrix [N, K]."""
-        return self._weight(pieces, self.kind)
-
-    def table(self, pieces: Sequence[Tensor]) -> GroupedWeight:
-        """All pieces [n, K] as one matrix [N, K] in int8, whose rows are read too."""
-        return self._weight(pieces, "int8")
-
-    def _weight(self, pieces: Sequence[Tensor], kind: str) -> GroupedWeight:
+    def matrix(self, pieces: Sequence[Tensor], is_table: bool = False) -> GroupedWeight:
+        """All pieces [n, K] as one matrix [N, K]; in int8 where it is a table whose rows are read too."""
+        kind = "int8" if is_table else self.kind
         num_rows, width = sum(map(len, pieces)), pieces[0].shape[1]
         blocks, groups, bits = -(-num_rows // BLOCK_ROWS), -(-width // SPAN), _BITS[kind]
         codes = large_page_tensor(codes_shape(blocks, groups, bits, SPAN), torch.uint8)
         scales = large_page_tensor((blocks, groups, BLOCK_ROWS), torch.float16)
-        for start, rows in self._blocks.of(pieces):
+        for start, rows in self._row_blocks(pieces):
             part = GroupedWeight.of(grouped_codes(rows, kind), self.dtype)
             place = slice(start // BLOCK_ROWS, start // BLOCK_ROWS + len(part.codes))
             codes[place], scales[place] = part.codes, part.scales
         return GroupedWeight(codes, scales, None, num_rows, width, _ZERO[kind], bits, SPAN, self.dtype)
+
+    def _row_blocks(self, pieces: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+        """(first row, the rows in float32), `_BLOCK_ROWS` at a time, each valid until the next."""
+        width, start, filled = pieces[0].shape[1], 0, 0
+        if self._scratch.numel() < _BLOCK_ROWS * width:
+            self._scratch = torch.empty(_BLOCK_ROWS * width)
+        block = self._scratch[: _BLOCK_ROWS * width].view(_BLOCK_ROWS, width)
+        for piece in pieces:
+            taken = 0
+            while taken < len(piece):
+                count = min(len(piece) - taken, _BLOCK_ROWS - filled)
+                block[filled : filled + count] = piece[taken : taken + count]
+                taken, filled = taken + count, filled + count
+                if filled == _BLOCK_ROWS:
+                    yield start, block
+                    start, filled = start + filled, 0
+        if filled:
+            yield start, block[:filled]
 
 
 def grouped_codes(rows: Tensor, kind: str) -> GroupedCodes:

@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 
 from foretoken.errors import CheckpointError, UnsupportedModelError
-from foretoken.model.architecture import ModelConfig
 from foretoken.model.fields import Fields, shown
 from foretoken.model.matrices.codes import BLOCK_ROWS, GroupedCodes, large_page_tensor
 from foretoken.model.matrices.grouped_kernel import GroupedWeight
 from foretoken.model.packed.compressed import CompressedFormat
 from foretoken.model.packed.form import CodedMatrix, FoundParts, Fp8Format, Packed, PackedFormat
 from foretoken.model.packed.gptq import AwqFormat, GptqFormat
-from foretoken.model.weights import AS_CODES, HEAD, StoredKind, Weights, hf_tensors, stored_bytes, stored_kinds
+from foretoken.model.weights import AS_CODES, StoredKind, TensorSource, Weights, stored_bytes, stored_kinds
 
 # ---- which format `quantization_config` names
 
@@ -100,7 +99,7 @@ _CHUNK_NUMBERS = 1 << 20  # converted at a time
 _UNUSED = re.compile(r"\.(input|activation|output|k|v|q|kv_cache)_(scale|zero_point|global_scale)(_inv)?$")
 
 
-class PackedWeights:
+class PackedWeights(TensorSource):
     """The tensors of a checkpoint folder by name; a packed matrix goes by the name that it would have unpacked.
 
     Raises:
@@ -125,7 +124,7 @@ class PackedWeights:
 
     @property
     def own_names(self) -> list[str]:
-        """Names of the tensors that become weights of the decoder."""
+        """See `TensorSource`."""
         plain = [name for name in self._files.own_names if name not in self._parts and not _UNUSED.search(name)]
         return plain + list(self._packed)
 
@@ -137,19 +136,11 @@ class PackedWeights:
         return self._shapes[name] if name in self._packed else self._files.shape(name)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Dtype of the numbers of one tensor; of a packed one float32, in which it is dequantised.
-
-        Raises:
-            CheckpointError: missing, or not a floating point dtype that is read here.
-        """
+        """See `TensorSource`."""
         return torch.float32 if name in self._packed else self._files.dtype(name)
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return one tensor on the CPU: as stored, or the float32 numbers that its codes stand for.
-
-        Raises:
-            CheckpointError: missing, of another shape or dtype, or with contents that are out of bounds.
-        """
+        """See `TensorSource`."""
         if name not in self._packed:
             return self._files.read(name, shape)
         matrix = self._matrix(name, shape)
@@ -159,11 +150,7 @@ class PackedWeights:
         return full
 
     def grouped_rows(self, name: str) -> Iterator[GroupedCodes] | None:
-        """One matrix as codes and scales, some rows at a time; None if it is not stored in codes that a kernel takes.
-
-        Raises:
-            CheckpointError: see `read`.
-        """
+        """See `TensorSource`."""
         if self.why_numbers(name) is not None or name not in self._packed:
             return None
         rows, width = self._shapes[name]
@@ -172,7 +159,7 @@ class PackedWeights:
         return (matrix.grouped(start, stop) for start, stop in _row_blocks(rows, width))
 
     def sample(self, name: str) -> GroupedCodes | None:
-        """Some rows of what `grouped_rows` gives, by which its memory is known."""
+        """See `TensorSource`."""
         if self.why_numbers(name) is not None or name not in self._packed:
             return None
         matrix = self._matrix(name, self._shapes[name])
@@ -180,33 +167,12 @@ class PackedWeights:
         return matrix.grouped(0, min(BLOCK_ROWS, matrix.num_rows))
 
     def why_numbers(self, name: str) -> str | None:
-        """Why a packed matrix has to be dequantised wherever it runs; None for others."""
+        """See `TensorSource`."""
         return self._matrix(name, self._shapes[name]).why_numbers if name in self._packed else None
 
     def read_table(self, name: str, shape: tuple[int, ...], stored: str) -> Tensor:
-        """See `Weights.read_table`."""
+        """See `TensorSource`."""
         return self._files.read_table(name, shape, stored)
-
-    def check(self, config: ModelConfig, beside: frozenset[str] = frozenset()) -> None:
-        """Compare the headers with the tensors of `config`, before anything is allocated; those of the names
-        `beside` are somebody else's.
-
-        Raises:
-            CheckpointError: a tensor or a part of one is missing, superfluous, of another shape or of a dtype that is
-            not read.
-        """
-        expected = set(beside) | set(self._parts) | ({HEAD} if config.tie_embeddings else set())
-        for name, shape in hf_tensors(config):
-            self._check_shape(name, shape)
-            expected.add(name)
-        if config.tie_embeddings and HEAD in self:
-            self._check_shape(HEAD, (config.vocab_size, config.hidden_size))
-        extra = [name for name in self.own_names if name not in expected and not self._is_zero_bias(name)]
-        if extra:
-            more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
-            raise CheckpointError(
-                f"tensor {extra[0]}{more} in {self.folder} has no place in the model that config.json describes"
-            )
 
     def kinds(self) -> list[StoredKind]:
         """The types in which the tensors are stored, packed matrices by their format."""
@@ -228,11 +194,8 @@ class PackedWeights:
         ways = plain | ways | {unused: "not used: activations keep their format"}
         return stored_kinds(stored, ways.__getitem__)
 
-    def equal(self, name: str, other: str) -> bool:
-        """Whether two tensors of one shape hold the same numbers."""
-        return torch.equal(self.read(name, self.shape(name)), self.read(other, self.shape(name)).to(self.dtype(name)))
-
-    def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
+    def check_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        """See `TensorSource`; all parts of a packed matrix are checked."""
         if name not in self._packed:
             self._files.check_shape(name, shape)
             return
@@ -247,14 +210,14 @@ class PackedWeights:
 
     def _matrix(self, name: str, shape: tuple[int, ...]) -> Packed:
         """A packed matrix, its codes not yet unpacked."""
-        self._check_shape(name, shape)
+        self.check_shape(name, shape)
         base, rows, width = self._packed[name], *shape
         parts = self._form.parts(base, (rows, width), self._files)
         tensors = {part.ending: self._files.part(f"{base}.{part.ending}") for part in parts}
         return self._form.matrix(FoundParts(base, (rows, width), tensors, self._files))
 
-    def _is_zero_bias(self, name: str) -> bool:
-        """Whether a tensor is a bias of zeros beside a packed matrix: older GPTQ writers gave every matrix one."""
+    def _is_spare(self, name: str) -> bool:
+        """A bias of zeros beside a packed matrix is: older GPTQ writers gave every matrix one."""
         if not name.endswith(".bias") or f"{name.removesuffix('.bias')}.weight" not in self._packed:
             return False
         return not bool(self._files.read(name, self._files.shape(name)).any())
