@@ -21,8 +21,9 @@ from typing import Any
 import pytest
 
 from foretoken import LLM, AsyncEngine, EngineError, InputError, OverloadedError, SamplingParams, SpecConfig, Ticket
-from foretoken.core import StepOutput
-from foretoken.engine.stats import RequestStats
+from foretoken.core import Request, StepOutput
+from foretoken.engine.admission import UNQUEUED
+from foretoken.engine.request import PreparedRequest, RequestState, TextAssembler
 
 # Share of calls that raise, and tickets: too few of these would meet no fault while they are refused.
 RACES = [
@@ -38,27 +39,13 @@ MAX_WAITING = 64
 GREEDY = SamplingParams(max_tokens=4)
 
 
-class StubState:
-    """A request that says a few tokens."""
-
-    provenance = logprobs = prompt_logprobs = ()
-    text = SimpleNamespace(text="")
-    stats = RequestStats()
-    error = None
-
-    def __init__(self, request_id: int, num_left: int, params: SamplingParams) -> None:
-        self.request_id, self.num_left = request_id, num_left
-        self.request = SimpleNamespace(params=params, prompt_ids=(1,))
-        self.output_ids: list[int] = []
-        self.finish_reason: str | None = None
-
-
 class StubLLM(LLM):
     """An `LLM` without a model: what `AsyncEngine` uses of one, at a few microseconds a call. Some calls raise."""
 
     def __init__(self, fault_rate: float = 0.0) -> None:
         self.spec, self.owner, self.fault_rate = SpecConfig(), None, fault_rate
-        self.states: dict[int, StubState] = {}
+        self.states: dict[int, RequestState] = {}
+        self.num_left: dict[int, int] = {}  # tokens that a request still says
         self.numbers = itertools.count()
         self.random = random.Random(7)
         self.stub_engine = StubEngine(self)
@@ -76,7 +63,9 @@ class StubLLM(LLM):
         return StubDriver(self)
 
     def prepare_request(self, prompt: Any, params: SamplingParams, spec: SpecConfig) -> Any:
-        return SimpleNamespace(prompt_ids=tuple(prompt), params=params)
+        return PreparedRequest(
+            Request(UNQUEUED, tuple(prompt), params, spec, 0), TextAssembler(None, ()), frozenset(), 10
+        )
 
     def abort(self, number: int) -> None:
         state = self.states.pop(number, None)
@@ -112,8 +101,8 @@ class StubDriver:
     def enqueue(self, prepared: Any, receive: Any, owner: Any) -> Any:
         assert owner is self.llm.owner
         self.llm.perhaps_raise()
-        state = StubState(next(self.llm.numbers), self.llm.random.randrange(1, 5), prepared.params)
-        self.llm.states[state.request_id] = state
+        state = prepared.state(next(self.llm.numbers))
+        self.llm.states[state.request_id], self.llm.num_left[state.request_id] = state, self.llm.random.randrange(1, 5)
         self.receivers[state.request_id] = receive
         return state
 
@@ -121,11 +110,11 @@ class StubDriver:
         assert owner is self.llm.owner
         self.llm.perhaps_raise()
         for state in list(self.llm.states.values()):
-            state.num_left -= 1
-            state.output_ids.append(7)
-            state.finish_reason = None if state.num_left else "length"
+            self.llm.num_left[state.request_id] -= 1
+            state.tokens.append(7)
+            state.finish_reason = None if self.llm.num_left[state.request_id] else "length"
             receive = self.receivers[state.request_id]
-            if not state.num_left:
+            if state.finish_reason is not None:
                 del self.llm.states[state.request_id], self.receivers[state.request_id]
             receive(StepOutput(state.request_id, (7,), "", (), state.finish_reason))
 
@@ -195,7 +184,7 @@ class Race:
                 worker.join(120)
                 assert not worker.is_alive(), "somebody waits for ever"
             engine.close()
-            assert not engine._orders
+            assert not engine._requests
             assert not engine._thread.is_alive()
             assert not self.failures, self.failures[0]
 

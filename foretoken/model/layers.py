@@ -123,9 +123,11 @@ class MkldnnWeight:
         return
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """See `PackedWeight`."""
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, bias, "none", [], "")
-        return out
+        """See `PackedWeight`; oneDNN takes and gives bfloat16 alone, so that wider rows, such as those of experts, are
+        rounded.
+        """
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x.bfloat16(), self.packed, bias, "none", [], "")
+        return out.to(x.dtype)
 
 
 class Embedding(nn.Module):

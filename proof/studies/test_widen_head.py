@@ -87,7 +87,7 @@ def test_the_same_draft_tokens_with_the_same_probabilities(pair: Pair, name: str
     wide = load_head(tmp_path / "wide", pair.wide_config)
     heads, found = (head, wide), []
     for one, model in zip(heads, pair.models, strict=True):
-        batch = _own_text(model, 0, 12, sorted({*one.hidden_layers(), model.num_layers}))
+        batch = _own_text(model, 12, sorted({*one.hidden_layers(), model.num_layers}))
         found.append((batch.tokens, list(one.eval().places(batch, model, 3, seed=0))))
     (tokens, small), (wide_tokens, large) = found
     assert torch.equal(tokens, wide_tokens)

@@ -13,6 +13,7 @@ from torch import Tensor
 from foretoken.kernels.build import built
 from foretoken.model.expert_config import ExpertsConfig
 from foretoken.model.experts import Expert, Experts, ExpertTable, expert_channels, expert_table, run_experts
+from foretoken.model.layers import Linear, MkldnnWeight
 from foretoken.model.row_kernels import FLAGS, SOURCE, RowKernels, load, row_kernels
 from tests.helpers.experts import HIDDEN, MIXTURES, mixture
 from tests.helpers.instruction_sets import INSTRUCTION_SETS
@@ -84,6 +85,18 @@ def through(expert: Expert, x: Tensor) -> Tensor:
 def test_numbers_equal_a_loop_over_rows_and_experts(config: ExpertsConfig) -> None:
     experts, x = mixture(config), rows_of(9)
     assert torch.allclose(experts(x).double(), by_hand(experts, x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN multiplies no bf16 here")
+def test_matrices_that_onednn_packed(config: ExpertsConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on processors with AMX: it takes rows of bfloat16 alone, and experts have wider ones."""
+    monkeypatch.setattr("foretoken.model.layers.has_amx", lambda: True)
+    plain, packed, x = (*(mixture(config, dtype=torch.bfloat16) for _ in range(2)), rows_of(9, torch.bfloat16))
+    for linear in packed.modules():
+        if isinstance(linear, Linear):
+            linear.pack()
+            assert isinstance(linear.packed, MkldnnWeight)
+    assert torch.allclose(packed(x).float(), plain(x).float(), rtol=3e-2, atol=3e-2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
