@@ -236,22 +236,26 @@ def listening_socket(host: str, port: int) -> socket.socket:
         StorageError: the port is in use, or needs other rights.
     """
     try:
-        family, *_, address = socket.getaddrinfo(
+        family, kind, protocol, _, address = socket.getaddrinfo(
             host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except (socket.gaierror, UnicodeError) as error:
         raise ConfigError("host", host, "is no address of this machine") from error
-    is_dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+    # With its protocol, unlike `socket.create_server`: asyncio sets TCP_NODELAY where it knows the protocol only.
+    found = socket.socket(family, kind, protocol)
     try:
-        found = socket.create_server(address, family=family, backlog=_BACKLOG, dualstack_ipv6=is_dual)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(address)
+        found.listen(_BACKLOG)
     except OSError as error:
+        found.close()
         if error.errno == errno.EADDRNOTAVAIL:
             raise ConfigError("host", host, "is no address of this machine") from error
         if error.errno == errno.EADDRINUSE:
             raise StorageError(
                 f"port {port} of {host} is in use: stop the other program, or give another --port"
             ) from error
-        raise StorageError(f"cannot listen on port {port} of {host}: {os.strerror(error.errno or 0)}") from error
+        raise StorageError(f"cannot listen on port {port} of {host}: {error.strerror}") from error
     found.setblocking(False)
     return found
 

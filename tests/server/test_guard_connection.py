@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import resource
+import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
@@ -15,6 +16,7 @@ import uvicorn
 from foretoken.server.guard.app import Guard
 from foretoken.server.guard.config import MIB, GuardConfig
 from foretoken.server.guard.connection import uvicorn_options
+from foretoken.server.run import listening_socket
 
 _PATIENCE_S = 60.0  # until a test gives up; nothing depends on it
 REQUEST = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
@@ -330,3 +332,22 @@ def test_h2_a_body_in_chunks_may_come_in_any_pieces() -> None:
             writer.close()
 
     served(GuardConfig(), play)
+
+
+def test_pieces_of_an_answer_leave_at_once() -> None:
+    """Without TCP_NODELAY the second small write of an answer waits 40 ms for the client's acknowledgement."""
+    found: list[int] = []
+
+    async def talk(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        found.append(writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        writer.close()
+
+    async def connect() -> None:
+        listener = listening_socket("127.0.0.1", 0)
+        async with await asyncio.start_server(talk, sock=listener):
+            reader, writer = await asyncio.open_connection(*listener.getsockname())
+            await reader.read()
+            writer.close()
+
+    asyncio.run(connect())
+    assert found[0]
