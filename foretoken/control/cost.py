@@ -166,25 +166,27 @@ class StepCosts:
 class HostCosts:
     """Seconds of the host's part of a step by number of requests, in steps with draft tokens and without.
 
-    Scheduling, committing, observing and emitting count, drafting and deciding do not.
+    Scheduling, committing, observing and emitting count, drafting and deciding do not. Steps with draft tokens are kept
+    as a multiple of those without: while nothing is drafted, it stands whatever the pace of the machine is.
     """
 
     def __init__(self, config: CostConfig = DEFAULT.cost) -> None:
-        self._plain, self._drafting = CostTable(config=config), CostTable(config=config)
+        self._plain, self._multiple = CostTable(config=config), CostTable(config=config)
 
     def observe(self, num_requests: int, seconds: float, has_draft: bool) -> None:
         """Take in one step."""
-        (self._drafting if has_draft else self._plain).observe(num_requests, seconds)
+        if not has_draft:
+            self._plain.observe(num_requests, seconds)
+        elif not self._plain.is_empty:
+            self._multiple.observe(num_requests, seconds / self.plain_s(num_requests))
 
     def plain_s(self, num_requests: int) -> float:
         """What the host takes in a step without draft tokens; 0 while nothing is known."""
         return self._plain.seconds(num_requests)
 
     def extra_s(self, num_requests: int) -> float:
-        """What the host takes longer in a step with draft tokens; 0 while either is unknown."""
-        if self._plain.is_empty or self._drafting.is_empty:
-            return 0.0
-        return max(0.0, self._drafting.seconds(num_requests) - self._plain.seconds(num_requests))
+        """What the host takes longer in a step with draft tokens; 0 while nothing is known."""
+        return max(0.0, self._multiple.seconds(num_requests) - 1) * self.plain_s(num_requests)
 
 
 class DraftCosts:

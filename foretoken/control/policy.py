@@ -138,7 +138,9 @@ class BudgetPolicy:
             num_tokens = sum(len(round_.emitted) for round_ in step.rounds)
             if self._token_s:
                 keep = self.config.rate_memory**num_requests
-                took_s = step.target_s + draft_s + preview_s + decision_s + self._host_s(step)
+                host_s = self.host_costs.plain_s(num_requests)
+                host_s += self.host_costs.extra_s(num_requests) if step.num_nodes else 0.0
+                took_s = step.target_s + draft_s + preview_s + decision_s + host_s
                 self._rate.observe(num_tokens * self._token_s, took_s, keep)
             load, due = load_of(num_requests), self.config.plain_every - self.config.first_plain
             was_plain = self._mode == "plain" or not step.num_nodes  # but for numbers that were set
@@ -234,11 +236,6 @@ class BudgetPolicy:
         gained = sum(len(one.emitted) - 1 for one in drafted) / num_requests
         self.account.settle(base_s + self.host_costs.plain_s(num_requests), gained, more_s, self._joined)
 
-    def _host_s(self, step: StepOutcome) -> float:
-        """What the host takes in such a step, by those that ran."""
-        extra_s = self.host_costs.extra_s(len(step.rounds)) if step.num_nodes else 0.0
-        return self.host_costs.plain_s(len(step.rounds)) + extra_s
-
     def _repeated(self, request: RequestView) -> DraftBudget:
         """The request's last budget again, as far as its option is there; a number that was set stands in any case."""
         if self._mode == "plain" and request.is_open:
@@ -274,7 +271,7 @@ class BudgetPolicy:
         def chosen(step_s: StepSeconds) -> Allocation:
             return allocate(candidates, weights, step_s, draft_s, rate, extra_s, self.config.budget)
 
-        found = self._with_cheaper_rows(chosen, chosen(step_s), len(requests), step_s, extra_s)
+        found = self._with_cheaper_rows(chosen, chosen(step_s), len(requests), step_s)
         trial = self._trial(requests, candidates, found, step_s, draft_s)
         budgets = []
         for b, (request, pick, budget) in enumerate(zip(requests, found.picks, found.budgets, strict=True)):
@@ -383,12 +380,7 @@ class BudgetPolicy:
         return None
 
     def _with_cheaper_rows(
-        self,
-        chosen: Callable[[StepSeconds], Allocation],
-        found: Allocation,
-        num_requests: int,
-        step_s: StepSeconds,
-        extra_s: float,
+        self, chosen: Callable[[StepSeconds], Allocation], found: Allocation, num_requests: int, step_s: StepSeconds
     ) -> Allocation:
         """Where no draft token was chosen for some time: what would be if rows took half as long, as far as trials may
         lose.
@@ -402,7 +394,7 @@ class BudgetPolicy:
             return found
         self._num_declined, own_s = 0, found.seconds
         hoped = chosen(lambda rows: own_s + (step_s(rows) - own_s) / 2)
-        more_s = 2 * (hoped.seconds - own_s) - extra_s  # of which the host's part is not halved
+        more_s = 2 * (hoped.seconds - own_s) - self.host_costs.extra_s(num_requests)  # that part is not halved
         loss_s = more_s - (hoped.tokens - found.tokens) * self._worth_s
         if not any(hoped.budgets) or loss_s > self.account.credit_s:
             return found

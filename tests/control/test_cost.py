@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from foretoken.control.cost import CostTable, DraftCosts, StepCosts, priors_of
+from foretoken.control.cost import CostTable, DraftCosts, HostCosts, StepCosts, priors_of
 from foretoken.plan.profile import Curve, DrafterCost, Profile, Roofline
 
 
@@ -187,3 +187,17 @@ def test_drafting_for_many_has_a_table_of_its_own_and_reading_a_price() -> None:
     costs.observe("d", 4, 10.4, num_requests=1, num_read_tokens=100)
     assert costs.read_s("d", 50) == pytest.approx(5.0)
     assert costs.seconds("d", 4, 1) == pytest.approx(0.4)  # a round that reads says nothing of drafting
+
+
+def test_what_draft_tokens_cost_the_host_follows_its_pace_while_nothing_is_drafted() -> None:
+    """Steps with draft tokens took twice as long as those without; then the machine got twice as fast."""
+    costs = HostCosts()
+    assert costs.extra_s(4) == 0.0
+    for _ in range(40):
+        costs.observe(4, 1.0, has_draft=False)
+        costs.observe(4, 2.0, has_draft=True)
+    assert costs.extra_s(4) == pytest.approx(1.0, rel=0.02)
+    for _ in range(40):
+        costs.observe(4, 0.5, has_draft=False)
+    assert costs.extra_s(4) == pytest.approx(0.5, rel=0.05)
+    assert costs.plain_s(4) == pytest.approx(0.5, rel=0.05)
