@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -89,3 +90,15 @@ class Batch:
         only = replace(reader, rows=slice(0, rows.stop - rows.start))
         parts = [part[rows] for part in self.parts]
         return FusedAttention(self.config, self.pool, self.write_slots[rows], [only]).attend(0, *parts, sinks)
+
+    def along(self, reader: Reader, path: Sequence[int]) -> Tensor:
+        """What the kernel gives the last of these rows of a segment where they are all that stands behind its text."""
+        size, stop = reader.slots.block_size, reader.past + len(path)
+        pool = copy.copy(self.pool)
+        pool.keys, pool.values = ([tensor.clone() for tensor in some] for some in (pool.keys, pool.values))
+        blocks = reader.slots.blocks[: -(-stop // size)]
+        slots = torch.tensor([blocks[at // size] * size + at % size for at in range(reader.past, stop)])
+        chain = Segment(reader.segment.sequence, len(path))
+        only = Reader(slice(0, len(path)), KeySlots(blocks, size, stop, CPU), reader.past, chain)
+        parts = [part[reader.rows][list(path)] for part in self.parts]
+        return FusedAttention(self.config, pool, slots, [only]).attend(0, *parts)[-1]

@@ -15,6 +15,7 @@ from foretoken.kernels.paged_work import MERGE_FIELDS
 from foretoken.model.attention import fused
 from foretoken.model.attention.fused import numbers_of, work_of
 from foretoken.model.attention.paged import PagedAttention
+from foretoken.model.attention.strict import PathAttention
 from foretoken.model.graphs.shape import StepShape
 from foretoken.model.interface import Segment
 from foretoken.model.loader import load_decoder
@@ -108,6 +109,33 @@ def test_a_row_keeps_its_bits_however_its_text_is_cut() -> None:
         last = replace(reader, rows=slice(0, rows), past=150 - rows, segment=Segment(0, rows))
         got = fused.FusedAttention(config, whole.pool, whole.write_slots[-rows:], [last]).attend(0, *parts)
         assert torch.equal(got, expected[-rows:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("window", [None, 70])
+def test_strict_rows_of_a_tree_have_the_bits_of_their_paths(window: int | None, dtype: torch.dtype) -> None:
+    """Each row as if its path were all that stands behind its text; other branches between change how it is rounded."""
+    batch = Batch(MIXED[:5], config_of(4, 2, 16, window), dtype, seed=7)
+    scattered, differing = batch.fused(), 0
+    strict = PathAttention(batch.config, batch.pool, batch.write_slots, batch.readers).attend(0, *batch.parts)
+    close(batch, dtype)
+    for reader in batch.readers:
+        for row in range(reader.segment.num_rows):
+            path = path_of(reader.segment, row)
+            expected = batch.along(reader, path)
+            assert torch.equal(strict[reader.rows][row], expected)
+            differing += int(not torch.equal(scattered[reader.rows][row], expected))
+    assert differing or dtype != torch.float32  # rounding to 16 bits hides most of it in one layer
+
+
+def path_of(segment: Segment, row: int) -> list[int]:
+    """The rows of `segment` from its first one to `row`."""
+    path, pending = [row], segment.num_pending
+    while path[0] > 0:
+        at = path[0]
+        parent = at - 1 if at < pending else segment.parents[at - pending]
+        path.insert(0, parent if at < pending else pending - 1 if parent < 0 else pending + parent)
+    return path
 
 
 def test_padding_changes_no_bit() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from foretoken.kv.prefix import shared_length
 from foretoken.model.attention.paged import Reader
 from foretoken.model.decoder import Decoder, Hidden
-from foretoken.model.graphs.cache import GraphCache
+from foretoken.model.graphs.cache import JOINED, GraphCache
 from foretoken.model.graphs.choice import takes_graphs
 from foretoken.model.interface import EarlySegment, ForwardOutput, Segment
 from foretoken.model.layer_pass import has_exact_rows
@@ -202,7 +202,7 @@ class PagedModel(PagedCache):
         """All layers and the head over the rows of `one`, which were admitted."""
         inputs = one.inputs
         if self.graphs is not None:
-            replayed = self.graphs.run(one.tokens, inputs, one.taps, bool(one.joins))
+            replayed = self.graphs.run(one.tokens, inputs, one.taps, self.why_not_replayed(one))
             if replayed is not None:
                 return replayed
         hidden = self._through(one)
@@ -211,6 +211,10 @@ class PagedModel(PagedCache):
             return ForwardOutput(hidden.logits, {})
         tapped = self._rows(inputs, inputs.tapped)
         return ForwardOutput(hidden.logits, {layer: tap[tapped] for layer, tap in hidden.taps.items()})
+
+    def why_not_replayed(self, one: Pass) -> str | None:
+        """What a captured step has no place for in `one`; None: nothing."""
+        return JOINED if one.joins else None
 
     @torch.inference_mode()
     def forward_early(

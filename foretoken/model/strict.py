@@ -26,6 +26,7 @@ from foretoken.model.attention.choice import chosen
 from foretoken.model.attention.fused import FusedAttention
 from foretoken.model.attention.strict import (
     KEY_BLOCK,
+    PathAttention,
     StrictAttention,
     additive_mask,
     attend_together,
@@ -34,6 +35,7 @@ from foretoken.model.attention.strict import (
     texts_of,
 )
 from foretoken.model.decoder import Decoder
+from foretoken.model.graphs.cache import TREES
 from foretoken.model.interface import ForwardOutput, Segment
 from foretoken.model.layer_pass import has_exact_rows
 from foretoken.model.layers import LayerNorm, Linear, RMSNorm
@@ -135,8 +137,8 @@ class StrictModel(PagedModel):
 
 
 class ExactDeviceModel(PagedModel):
-    """`PagedModel` whose products are the kernels' for any number of rows, also those of prompts; steps are captured as
-    usual.
+    """`PagedModel` whose products are the kernels' for any number of rows, also those of prompts, and whose rows of a
+    tree read their paths alone; steps without trees are captured as usual.
     """
 
     is_strict: ClassVar[bool] = True
@@ -152,6 +154,12 @@ class ExactDeviceModel(PagedModel):
             if isinstance(module, Linear):
                 module.keeps_rows_exact = True
         super().__init__(decoder, num_slots, block_size, kept)
+        self.attention = PathAttention
+
+    def why_not_replayed(self, one: Pass) -> str | None:
+        """See `PagedModel`: paths of trees are as long as the text, each."""
+        has_trees = any(not reader.segment.is_chain for reader in one.inputs.readers)
+        return TREES if has_trees else super().why_not_replayed(one)
 
 
 def has_exact_launches(decoder: Decoder) -> bool:

@@ -93,7 +93,7 @@ class RankExchange:
             return
         done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         ends = time.monotonic() + self._patience_s
-        done.record()
+        done.record(torch.cuda.current_stream(self.device))  # another thread's own device is the first one
         while not done.query():
             if time.monotonic() > ends:
                 raise TimeoutError

@@ -71,6 +71,12 @@ def test_the_plan() -> None:
     assert [row in FULL.rows.split(",") for row in ("1", "128")] == [True, True]
 
 
+def test_every_test_for_a_gpu_is_run_there() -> None:
+    marked = {str(path) for path in Path("tests").rglob("test_*.py") if "mark.gpu" in path.read_text("utf-8")}
+    (tests,) = [one for one in parts_of("smollm2", "cuda", FULL) if one.name == "tests"]
+    assert {word for word in tests.command if word.startswith("tests/")} == marked
+
+
 def test_a_part_reads_what_an_earlier_one_wrote() -> None:
     """Of those that train a head."""
     for device, scale, head in (("cuda", FULL, FULL_HEAD), ("cpu", REHEARSAL, REHEARSED_HEAD)):

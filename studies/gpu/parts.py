@@ -12,6 +12,7 @@ _TESTS = (
     "tests/heads/test_eagle_graphs.py",
     "tests/engine/test_graphs.py",
     "tests/verify/test_device.py",
+    "tests/text/test_processors.py",
     "tests/engine/test_exactness.py",
     "tests/engine/test_strict.py",
 )

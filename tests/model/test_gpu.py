@@ -134,7 +134,7 @@ def test_products_have_the_same_bits_for_any_number_of_rows() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", FAMILIES)
 def test_strict_rows_have_the_same_bits(name: str, tmp_path: Path) -> None:
-    """One by one, in one pass, beside other texts and as a tree's rows; steps are replayed."""
+    """One by one, in one pass, beside other texts and along a path of a tree; steps without trees are replayed."""
     pytest.importorskip("triton")
     there = ExactDeviceModel(load_decoder(variant(tmp_path, name), dtype=torch.bfloat16, device=GPU), 1600, BLOCK)
     assert there.graphs is not None
@@ -153,6 +153,10 @@ def test_strict_rows_have_the_same_bits(name: str, tmp_path: Path) -> None:
     beside = [Segment(4, 200, (), 200), Segment(3, 1, tuple(range(-1, 6)), 8)]
     logits = there.forward(torch.cat((text[:200], text[first : first + 8])), beside).logits
     assert torch.equal(logits, torch.cat((whole[:200], whole[first : first + 8])))
+    twice = to_device((1, 2, 2, 2, 1), there.device)  # the text goes on behind the second of two equal nodes
+    tree = text[first : first + 5].repeat_interleave(twice, output_size=8)
+    logits = there.forward(tree, [Segment(3, 1, (-1, -1, 1, 1, 3, 3, 5), 8)]).logits
+    assert torch.equal(logits, whole[first : first + 5].repeat_interleave(twice, 0, output_size=8))
 
 
 @pytest.mark.gpu

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from foretoken.errors import ConfigError
+from foretoken.errors import CapacityError, ConfigError
 from foretoken.model import rope
 from foretoken.model.attention.fused import FusedAttention, numbers_of
 from foretoken.model.attention.paged import PagedAttention
@@ -23,6 +23,7 @@ from foretoken.model.interface import EarlySegment, Segment
 from foretoken.model.layers import MkldnnWeight
 from foretoken.model.paged import PagedModel
 from foretoken.model.sharding import Shard
+from foretoken.model.strict import ExactDeviceModel
 from foretoken.transfer import to_device, to_host
 from tests.helpers.checkpoints import randomise, token_ids
 from tests.helpers.emulated_graphs import EmulatedCapture, NotCapturable, emulated_graphs, memory_of
@@ -201,6 +202,14 @@ def _without_memory(step: Step) -> Step:
     raise torch.OutOfMemoryError
 
 
+def test_without_memory_for_buffers_the_remedy_is_told(graphs: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = PagedModel(decoder_of("llama"), 400, BLOCK)
+    assert model.graphs is not None
+    monkeypatch.setattr(torch, "zeros", mock.Mock(side_effect=torch.OutOfMemoryError))
+    with pytest.raises(CapacityError, match=rf"4 MiB .*smaller cache_tokens, or set {GRAPHS_VARIABLE}=off"):
+        model.graphs.buffer(1024, dtype=torch.float64)
+
+
 def test_rows_that_ran_early_are_not_replayed(graphs: None) -> None:
     decoder = decoder_of("llama")
     model, twin = PagedModel(decoder, 400, BLOCK), usual(decoder)
@@ -211,6 +220,18 @@ def test_rows_that_ran_early_are_not_replayed(graphs: None) -> None:
         found.append(one.forward(tokens, [Segment(0, 3)]).logits)
     torch.testing.assert_close(*found, **TOLERANCE)
     assert model.graphs.steps == {cache.JOINED: 1}
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-sliding"])
+def test_strict_trees_are_read_path_by_path(name: str, graphs: None) -> None:
+    """Which no graph has a place for: among other branches a row's sum would be rounded otherwise than along its path
+    (`interpreted/test_paged_triton.py`).
+    """
+    decoder = decoder_of(name)
+    model, expected = ExactDeviceModel(decoder, 400, BLOCK), rounds(usual(decoder))
+    torch.testing.assert_close(rounds(model), expected, **TOLERANCE)
+    assert model.graphs is not None
+    assert model.graphs.steps == {cache.REPLAYED: 4, cache.TREES: 3}
 
 
 def test_other_weights_are_captured_anew(graphs: None) -> None:
@@ -350,3 +371,8 @@ def test_cuda_is_called_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [call.kwargs for call in cuda.graph.mock_calls if call.kwargs] == [shared] * 2
     assert (names.count("graph_pool_handle"), names.count("Stream")) == (1, 1)
     cuda.device.assert_called_with(torch.device("cuda:1"))
+    cuda.reset_mock()
+    cuda.step.side_effect = torch.OutOfMemoryError
+    with pytest.raises(torch.OutOfMemoryError):
+        capture(cuda.step)
+    assert [name for name, _, _ in cuda.mock_calls if name in turn] == turn[:4]  # what was begun ends before more is

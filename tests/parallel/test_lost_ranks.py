@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ import torch
 from foretoken import LLM, AsyncEngine, EngineConfig, RankError, SamplingParams, SpecConfig
 from foretoken.model.row_kernels import row_kernels
 from foretoken.parallel import group
+from foretoken.parallel.exchange import RankExchange
 from foretoken.parallel.open import LeadModel
 from tests.helpers import faulty_rank
 from tests.helpers.checkpoints import token_ids, variant
@@ -184,3 +186,15 @@ def test_an_interrupt_waits_for_the_end_of_a_pass(pair: SimpleNamespace, monkeyp
         assert llm.generate([token_ids(9)], PARAMS)[0].token_ids == expected
     assert torch.get_num_threads() == 3
     torch.set_num_threads(1)
+
+
+def test_a_rank_waits_for_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in a thread that never named one, whose current device is the first."""
+    done = mock.Mock()
+    done.query.side_effect = [False, True]
+    monkeypatch.setattr(torch.cuda, "Event", lambda: done)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: device)
+    exchange = RankExchange(0, 2, torch.device("cuda:1"))
+    exchange._fast, exchange._patience_s = mock.Mock(), DEADLINE_S
+    exchange.settle()
+    done.record.assert_called_once_with(torch.device("cuda:1"))

@@ -55,9 +55,13 @@ class FusedAttention:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
         """See `decoder.Attention`."""
+        self.pool.write(layer, self.write_slots, key, value)
+        return self._read(layer, query, sinks)
+
+    def _read(self, layer: int, query: Tensor, sinks: Tensor | None) -> Tensor:
+        """What each `query` [T, H, K] reads of the cache, [T, H, K]."""
         from foretoken.kernels.paged_triton import attend  # needs triton
 
-        self.pool.write(layer, self.write_slots, key, value)
         cache = self.pool.keys[layer], self.pool.values[layer]
         config, window = self.config, self.config.window(layer)
         return attend(

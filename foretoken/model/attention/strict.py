@@ -18,8 +18,10 @@ from torch import Tensor
 
 from foretoken.kv.pool import KVPool
 from foretoken.model.architecture import ModelConfig
-from foretoken.model.attention.paged import Reader, read_values
+from foretoken.model.attention.fused import FusedAttention
+from foretoken.model.attention.paged import KeySlots, Reader, read_values
 from foretoken.model.interface import Segment
+from foretoken.transfer import to_device
 
 KEY_BLOCK = 64
 # CPU kernels take 1, 2-3, and 4 or more rows by different routes, and torch's attention takes 32 at a time.
@@ -158,6 +160,46 @@ def texts_of(reader: Reader, device: torch.device, alone: bool = False) -> Itera
         new = torch.tensor(line, device=device) + reader.past
         first = reader.past + len(line) - len(own)
         yield Text([first_row + row for row in own], first, torch.cat((slots[: reader.past], slots[new])))
+
+
+class PathAttention(FusedAttention):
+    """`FusedAttention` where a row of a tree reads the path that it stands on as it would without the other branches.
+
+    A column that a row does not see adds nothing to its sum, but it moves the columns behind it to other places, where
+    the sum is rounded otherwise. So each path of a tree is a chain of its own, over blocks of one token.
+    """
+
+    def __init__(self, config: ModelConfig, pool: KVPool, write_slots: Tensor, readers: Sequence[Reader]) -> None:
+        self._order: Tensor | None = None  # [T] the row that each row of the paths is
+        if any(not reader.segment.is_chain for reader in readers):
+            order, readers = _paths(readers)
+            self._order = to_device(order, write_slots.device)
+        super().__init__(config, pool, write_slots, readers)
+
+    def _read(self, layer: int, query: Tensor, sinks: Tensor | None) -> Tensor:
+        """See `FusedAttention`."""
+        if self._order is None:
+            return super()._read(layer, query, sinks)
+        read = super()._read(layer, query.index_select(0, self._order), sinks)
+        return torch.empty_like(read).index_copy_(0, self._order, read)
+
+
+def _paths(readers: Sequence[Reader]) -> tuple[list[int], list[Reader]]:
+    """The paths of all segments, each a chain over blocks of one token, and which row of the flat run each of their
+    rows is. A row that several paths share belongs to one of them.
+    """
+    order, paths = list[int](), list[Reader]()
+    for reader in readers:
+        assert not reader.segment.num_held, "drafts grow their trees in default numerics"
+        size, device = reader.slots.block_size, reader.slots.device
+        slots = [block * size + place for block in reader.slots.blocks for place in range(size)]
+        for line, own in _lines(reader.segment, alone=False):
+            seen = (*slots[: reader.past], *(slots[reader.past + row] for row in line))
+            rows, past = slice(len(order), len(order) + len(own)), len(seen) - len(own)
+            order += [reader.rows.start + row for row in own]
+            chain = Segment(reader.segment.sequence, len(own))
+            paths.append(Reader(rows, KeySlots(seen, 1, len(seen), device), past, chain))
+    return order, paths
 
 
 def _lines(segment: Segment, alone: bool) -> Iterator[tuple[list[int], list[int]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -11,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foretoken.errors import CapacityError
 from foretoken.kv.pool import KVPool
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.attention.fused import FusedAttention, WorkNumbers, numbers_of
 from foretoken.model.decoder import Decoder
+from foretoken.model.graphs.choice import GRAPHS_VARIABLE
 from foretoken.model.graphs.shape import MAX_ROWS, ROW_BUCKETS, StepShape
 from foretoken.model.interface import ForwardOutput
 from foretoken.model.paged_cache import ForwardInputs
@@ -27,7 +30,7 @@ ROWS_AHEAD = tuple(rows for rows in ROW_BUCKETS if rows <= 16)  # what a request
 # Numbers of the input block in front of block tables, and for trees: rows by what they may see.
 HEAD_NUMBERS, _TREE_NUMBERS = 32 * MAX_ROWS, 2 * MAX_ROWS * MAX_ROWS
 # Why a step is not replayed.
-REPLAYED, JOINED = "replayed", "rows that ran early"
+REPLAYED, JOINED, TREES = "replayed", "rows that ran early", "trees in strict numerics"
 MANY_ROWS, MANY_NUMBERS = f"more than {MAX_ROWS} rows", "block tables too long"
 MANY_GRAPHS, NO_MEMORY = f"more than {MAX_GRAPHS} shapes", "no memory"
 
@@ -50,9 +53,11 @@ class CudaCapture:
                 self._shared = torch.cuda.graph_pool_handle(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
             (pool, stream), current = self._shared, torch.cuda.current_stream()
             stream.wait_stream(current)
-            with torch.cuda.stream(stream):
-                step()  # what is compiled or allocated at a first run is not part of a graph
-            current.wait_stream(stream)
+            try:
+                with torch.cuda.stream(stream):
+                    step()  # what is compiled or allocated at a first run is not part of a graph
+            finally:  # without memory for it the step is run as usual, behind what was begun here
+                current.wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             # Memory is shared by captures on one stream. Other threads may call what a capture forbids.
             with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
@@ -97,8 +102,19 @@ class StepGraphs(ABC):
         """
 
     def buffer(self, *size: int, dtype: torch.dtype) -> Tensor:
-        """A row of `size` for each row of the largest bucket, which stays where it is."""
-        return torch.zeros(MAX_ROWS, *size, dtype=dtype, device=self._device)
+        """A row of `size` for each row of the largest bucket, which stays where it is.
+
+        Raises:
+            CapacityError: no memory for it.
+        """
+        try:
+            return torch.zeros(MAX_ROWS, *size, dtype=dtype, device=self._device)
+        except torch.OutOfMemoryError as error:
+            num_bytes = MAX_ROWS * math.prod(size) * dtype.itemsize
+            raise CapacityError(
+                f"no memory for {num_bytes / 2**20:,.0f} MiB beside weights and cache that captured steps write into; "
+                f"give a smaller cache_tokens, or set {GRAPHS_VARIABLE}=off"
+            ) from error
 
     def replay(
         self, inputs: ForwardInputs, rows: Sequence[tuple[Tensor, Tensor]], taps: Sequence[int] = ()
@@ -179,13 +195,13 @@ class GraphCache(StepGraphs):
         self.taps: dict[int, Tensor] = {}
 
     def run(
-        self, tokens: Tensor, inputs: ForwardInputs, taps: Sequence[int], is_joined: bool = False
+        self, tokens: Tensor, inputs: ForwardInputs, taps: Sequence[int], why_not: str | None = None
     ) -> ForwardOutput | None:
         """What `PagedModel.run_pass` gives for `tokens` [T]; None, and nothing done, where they are to be run as usual.
-        `is_joined`: some rows begin behind layers that they ran early.
+        `why_not`: a reason for that beside those that are found here.
         """
-        if is_joined:
-            self.steps[JOINED] += 1
+        if why_not is not None:
+            self.steps[why_not] += 1
             return None
         self._make_room(taps)
         shape = self.replay(inputs, [(self.tokens, tokens)], taps)
