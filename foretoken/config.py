@@ -72,8 +72,8 @@ class SpecConfig:
 
     - `draft_probability` a: at each position draft only with probability a (mass a * q, also where nothing was
       drafted); "auto" lets the engine choose among 0.25, 0.5, 0.75 and 1 in each round.
-    - `min_confidence` c: stop before a position where the draft's likeliest token has less than c.
-    - `draft_top_k` k: draft from the k likeliest tokens of the draft only (0: from all).
+    - `min_confidence` c: stop before a position where the draft's most likely token has a probability below c.
+    - `draft_top_k` k: draft only from the k most likely tokens of the draft model (0: from all).
 
     `head` is the folder or hub id of a trained head, which reads the target's hidden states: drafters `eagle` (EAGLE-1,
     -2, -3), `medusa` and `block`; `auto` and `mix` take the drafter that runs it as a part. For `early_exit` it is an
@@ -84,14 +84,15 @@ class SpecConfig:
     that is encoded again ("strings"), in the tokens that both have ("intersection"), or by "auto": where the tokenizers
     agree as "same", else strings at temperature 0 and the intersection above.
     `tree` is the shape of a draft model's draft, `num_draft` tokens in all: "chain"; "static", a tree of fixed
-    shape; or "best_first", a tree that grows where the draft is surest. `branching` is the most children of a draft
-    token, one number or one for each depth (the tree is then no deeper); None: 4. Rules that judge chains only get a
-    chain. In trees `min_confidence` leaves out the children of a draft token; `draft_probability` is for chains.
+    shape; or "best_first", a tree that grows where the draft is most probable. `branching` is the largest number of
+    children of a draft token, one number or one for each depth (the tree is then no deeper); None: 4. Rules for chains
+    only get a chain. In trees `min_confidence` leaves out the children of a draft token; `draft_probability` is for
+    chains.
 
     Drafter `predicted` drafts the request's `SamplingParams.prediction`, and only requests that have one can use it.
     Drafter `suffix` also drafts from the text file `corpus` and from finished answers of the same tenant
-    (`SamplingParams.tenant`), and goes on with the target's n-gram table: `ngram_table` is a file that `foretoken train
-    ngrams` wrote, "packaged" for the one that the package has for the target's tokenizer, if any, or "none".
+    (`SamplingParams.tenant`), and continues with the target's n-gram table: `ngram_table` is a file written by
+    `foretoken train ngrams`, "packaged" for the table in the package for the target's tokenizer, if any, or "none".
 
     Drafter `early_exit` is the target itself without some of its layers: its first `exit_layer` ones, or all but
     `skip_layers` (numbers from 0). With `exit_layer="auto"` the engine chooses among a few exits in each round, with
@@ -110,8 +111,8 @@ class SpecConfig:
 
     - `cascade`: the next part, a draft model, verifies each part's draft tokens exactly; the last part's tokens are
       the draft. Cheapest first; `ngram` under `draft_model` by default.
-    - `mix`: the likeliest draft tokens of all parts as one tree; under rules that take chains only, the likelier chain.
-      At most one part may ask a model. `ngram`, `suffix`, `recycling`, and `draft_model` where there is a draft (or
+    - `mix`: the most likely draft tokens of all parts as one tree; under rules for chains only, the likelier chain.
+      At most one part may run a model. `ngram`, `suffix`, `recycling`, and `draft_model` where there is a draft (or
       the drafter of a `head`), by default. To use one drafter at a time, the best one in each round: `auto`.
     - `auto`: in every round the engine chooses a drafter and a number of draft tokens for each request, jointly;
       `suffix`, `draft_model` where there is a draft, and the drafter of a `head`, by default.
@@ -132,19 +133,20 @@ class SpecConfig:
         default=1.0, metadata=_option("Chance that a position is drafted at all: a number in (0, 1], or auto.")
     )
     min_confidence: float = field(
-        default=0.0, metadata=_option("Stop drafting where the draft's likeliest token has less than this.")
+        default=0.0,
+        metadata=_option("Stop drafting where the draft's most likely token has a lower probability than this."),
     )
-    draft_top_k: int = field(default=0, metadata=_option("Draft from the draft's k likeliest tokens; 0 = all."))
+    draft_top_k: int = field(default=0, metadata=_option("Draft from the draft model's k most likely tokens; 0 = all."))
     draft_dtype: str = field(
         default="auto",
         metadata=_option(
-            "Format of a draft's or head's weights: {choices}; auto follows the target.", choices=DRAFT_DTYPES
+            "Format of a draft model's or head's weights: {choices}; auto follows the target.", choices=DRAFT_DTYPES
         ),
     )
     draft_vocabulary: str = field(
         default="auto",
         metadata=_option(
-            "How to use a draft whose tokenizer is not the target's: {choices}.", choices=DRAFT_VOCABULARIES
+            "How to use a draft model with another tokenizer than the target's: {choices}.", choices=DRAFT_VOCABULARIES
         ),
     )
     corpus: str | None = field(default=None, metadata=_option("A text file to draft from, for --drafter suffix."))
@@ -173,12 +175,12 @@ class SpecConfig:
     )
     branching: int | Sequence[int] | None = field(
         default=None,
-        metadata=_option("Most children of a draft token in a tree: a number, or one for each depth, as 4,2,1."),
+        metadata=_option("Most children of a draft token in a tree: a number, or one for each depth, such as 4,2,1."),
     )
     options: Mapping[str, Any] = field(
         default=FrozenOptions(),
         metadata=_option(
-            "An option of the drafter's own, as NAME=VALUE; may be given several times.",
+            "An option of the drafter, as NAME=VALUE; may be given several times.",
             name="drafter_option",
             repeats=True,
         ),

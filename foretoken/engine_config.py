@@ -39,7 +39,7 @@ def _check_device(name: str, value: object) -> None:
 
 # torch's threads: of the process, not of one engine; what measures and trains sets them.
 THREADS = option(
-    "Threads of every engine; without it, OMP_NUM_THREADS, or one for each physical core that is allowed.",
+    "Threads of every engine; without it, OMP_NUM_THREADS, or one for each physical core that the process may use.",
     group=MODEL,
     valid=check_threads,
 )
@@ -77,21 +77,21 @@ class EngineConfig:
       per prompt. A draft model is loaded when it is first named.
     - `dtype`: the format of the weights; "auto" is the stored one. A `torch.dtype` is taken too.
     - `device`: "auto" (the first GPU, or the CPU), "cpu", "cuda" or "cuda:N".
-    - `cache_tokens`: capacity of the key/value cache; None: room for many short requests, and for one that fills the
-      context if that is affordable.
+    - `cache_tokens`: capacity of the key/value cache; None: enough for many short requests, and for one that fills
+      the context if memory allows it.
     - `cache_dtype`: the format of keys and values; "model" is the one that the model computes in, "auto" takes
-      "float16" beside quantised weights on a CPU, where float32 would read twice as many bytes.
+      "float16" with quantised weights on a CPU, where float32 would read twice as many bytes.
     - `max_batch_size`, `max_prompt_tokens`, `max_step_tokens`, `cache_reserve`: limits of the scheduler, see
       `control.queue.SchedulerConfig`.
-    - `numerics`: "strict" makes the target's logits bitwise the same however rows are batched, at a price.
+    - `numerics`: "strict" makes the target's logits bitwise the same however rows are batched, at a cost.
     - `trace`: a file that gets one line per event (docs/trace.md). When it cannot be written any more,
-      `LLM.trace_error` says so and answers go on.
+      `LLM.trace_error` says so and answers continue.
     - `shadow_rate`: share of requests whose answers the target scores again in the background; `stats.shadow` has the
       result, and a warning is raised when answers do not follow the target's distribution.
     - `routing`: which requests not to speculate for, and which not with a draft model (None: `RoutingRules()`;
       docs/decisions/0007-defaults.md).
-    - `profile`: where the cost of steps comes from, which decides how much is drafted where that is left open: "auto"
-      (kept from an earlier start, or measured now), "off" (learnt from the first steps), "measure" (now, again), or a
+    - `profile`: where the costs of steps come from; they decide how much is drafted with `num_draft="auto"`: "auto"
+      (stored by an earlier start, or measured now), "off" (learnt from the first steps), "measure" (now, again), or a
       file of `foretoken bench --profile`.
     - `adapt`: whether drafters with trained heads learn from what is served, in this process and its memory only
       (docs/adaptation.md): True, or how (`AdaptConfig`). It takes the target's own decoder.
@@ -99,7 +99,7 @@ class EngineConfig:
       (CPU; docs/quantised.md). The distribution of answers is then that of the quantised target, with any drafter.
     - `tensor_parallel`: processes among which the target's weights are divided (docs/tensor-parallel.md), on GPUs one
       each from `device` on. Drafters stay in this process.
-    - `chat_template`: a file with a Jinja template that lays out chats in place of the checkpoint's.
+    - `chat_template`: a file with a Jinja chat template, used in place of the checkpoint's.
 
     Raises:
         InputError: a value that cannot be honoured; names the field.
@@ -121,7 +121,7 @@ class EngineConfig:
         ),
     )
     device: str = field(
-        default="auto", metadata=option("Where to run: auto, cpu, cuda, cuda:N.", group=MODEL, valid=_check_device)
+        default="auto", metadata=option("Device to run on: auto, cpu, cuda, cuda:N.", group=MODEL, valid=_check_device)
     )
     cache_tokens: int | None = field(
         default=None,
@@ -132,7 +132,7 @@ class EngineConfig:
     cache_dtype: str = field(
         default="auto",
         metadata=option(
-            "Format of keys and values: {choices}; auto is float16 beside quantised weights on a CPU.",
+            "Format of keys and values: {choices}; auto is float16 with quantised weights on a CPU.",
             group=MODEL,
             choices=CACHE_DTYPES,
         ),
@@ -168,7 +168,7 @@ class EngineConfig:
     profile: str | Path = field(
         default="auto",
         metadata=option(
-            "What steps cost: auto (kept from an earlier start, or measured at this one), off, measure, or a file of "
+            "Cost profile of steps: auto (stored by an earlier start, or measured now), off, measure, or a file of "
             "bench profile.",
             group=DRAFTING,
             name="cost_profile",
@@ -181,7 +181,7 @@ class EngineConfig:
     weights: str = field(
         default="auto",
         metadata=option(
-            "The target's matrices: auto (as the checkpoint has them), or int8, int4 (quantised at load, CPU).",
+            "Format of the target's matrices: auto (as in the checkpoint), or int8, int4 (quantised at load, CPU).",
             group=MODEL,
             choices=WEIGHTS,
         ),
@@ -196,7 +196,7 @@ class EngineConfig:
     )
     chat_template: Path | str | None = field(
         default=None,
-        metadata=option("A Jinja file that lays out chats in place of the checkpoint's template.", group=MODEL),
+        metadata=option("A Jinja chat template, used in place of the checkpoint's.", group=MODEL),
     )
 
     def __post_init__(self) -> None:

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 
 class ForetokenError(Exception):
-    """Root of every error that foretoken raises on purpose."""
+    """Base class of every error that foretoken raises on purpose."""
 
     exit_code = 1
 

@@ -60,7 +60,7 @@ class SamplingParams:
     - `repetition_penalty` looks at prompt and output, `presence_penalty` and `frequency_penalty` at the output alone.
     - `bad_words`: a text never appears in the answer, inside longer words neither, whatever tokens would spell it (a
       space bans every token with a space in it). A list of token ids bans that sequence, begun in the prompt or not, as
-      transformers' `bad_words_ids` does. With a tokenizer that does not say what each of its tokens writes (WordPiece),
+      transformers' `bad_words_ids` does. With a tokenizer that does not define the text of each token (WordPiece),
       a text stands for its own token sequences, with and without a space before it.
     - Before `min_tokens` no end token is drawn and no stop string ends the answer.
     - `n` answers are drawn for one prompt; answer i > 0 has a seed of its own, derived from `seed`.
@@ -68,16 +68,16 @@ class SamplingParams:
       `logprobs_of="distribution"` means the distribution the token was drawn from (at temperature 0 that distribution
       before the argmax, at temperature 1), `"model"` the model's own softmax before anything above. `prompt_logprobs=k`
       is always the model's own.
-    - At most one of `json_schema`, `regex`, `grammar` (Lark syntax) holds the answer to a structure.
+    - At most one of `json_schema`, `regex`, `grammar` (Lark syntax) constrains the answer.
     - A smaller `priority` is served earlier. `deadline_s` seconds after its arrival the answer is wanted: among
-      requests of like priority and age the earliest goes first; one that is late is served all the same. Neither
+      requests of equal priority and age the earliest deadline goes first; a late request is still served. Neither
       changes an answer.
     - `prediction` (OpenAI) is the text, or the token ids, that the answer is expected to resemble; drafter `predicted`
       drafts it (`SpecConfig`).
     - Requests share cached keys and values, and answers that drafter `suffix` learns from, only within one `tenant`.
       The empty name is a tenant too.
-    - `slice` names the kind of text ("code", "chat"). The acceptance measured for earlier requests of the same name is
-      where a new request begins.
+    - `slice` names the kind of text ("code", "chat"). Estimates of acceptance for a new request begin with those of
+      earlier requests of the same name.
     """
 
     max_tokens: int = field(default=64, metadata=_sampling("Longest answer, in tokens."))
@@ -89,18 +89,19 @@ class SamplingParams:
     )
     top_k: int = field(default=0, metadata=_sampling("Sample from the k most likely tokens; 0 = all."))
     min_p: float = field(
-        default=0.0, metadata=_sampling("Drop tokens less likely than this share of the most likely one.")
+        default=0.0,
+        metadata=_sampling("Drop tokens less likely than this share of the most likely token's probability."),
     )
     seed: int | None = field(default=None, metadata=_sampling("Repeat the same random choices."))
     stop: str | Sequence[str] | None = field(
         default=(), metadata=_sampling("Stop before this text; may be given several times.", repeats=True)
     )
-    ignore_eos: bool = field(default=False, metadata=_sampling("Go on after an end-of-text token."))
+    ignore_eos: bool = field(default=False, metadata=_sampling("Continue after an end-of-text token."))
     presence_penalty: float = field(
-        default=0.0, metadata=_sampling("Taken off the logit of every token the answer already holds.")
+        default=0.0, metadata=_sampling("Subtracted from the logit of every token that is already in the answer.")
     )
     frequency_penalty: float = field(
-        default=0.0, metadata=_sampling("Taken off once for every time the answer holds the token.")
+        default=0.0, metadata=_sampling("Subtracted from a token's logit once for each time it is in the answer.")
     )
     repetition_penalty: float = field(
         default=1.0, metadata=_sampling("Divides the logits of tokens in prompt and answer; 1 = off.")
@@ -122,23 +123,26 @@ class SamplingParams:
     min_tokens: int = field(default=0, metadata=_sampling("Shortest answer, in tokens."))
     n: int = field(default=1, metadata=_answer("Answers to draw."))
     logprobs: int | None = field(
-        default=None, metadata=_answer("Report log-probabilities: of each token and of this many likeliest.")
+        default=None,
+        metadata=_answer("Report log-probabilities of each token and of this many most likely alternatives."),
     )
     logprobs_of: Literal["distribution", "model"] = "distribution"
     prompt_logprobs: int | None = field(
         default=None, metadata=_answer("The same for the prompt's tokens, under the model's own distribution.")
     )
     json_schema: Mapping[str, Any] | str | None = field(
-        default=None, metadata=_answer("Hold the answer to this JSON schema: the text, @FILE, or -.")
+        default=None, metadata=_answer("Constrain the answer to this JSON schema: the text, @FILE, or -.")
     )
-    regex: str | None = field(default=None, metadata=_answer("Hold the answer to this regular expression."))
+    regex: str | None = field(default=None, metadata=_answer("Constrain the answer to this regular expression."))
     grammar: str | None = field(
-        default=None, metadata=_answer("Hold the answer to this Lark grammar: the text, @FILE, or -.")
+        default=None, metadata=_answer("Constrain the answer to this Lark grammar: the text, @FILE, or -.")
     )
     priority: int = field(default=0, metadata=_answer("Smaller is served earlier."))
     deadline_s: float | None = field(
         default=None,
-        metadata=_answer("Seconds after which the answer is wanted: orders service.", flags=("--deadline",)),
+        metadata=_answer(
+            "Seconds within which the answer is wanted; requests are ordered by it.", flags=("--deadline",)
+        ),
     )
     prediction: str | Sequence[int] | None = field(
         default=None, metadata=_answer("The answer you expect, for --drafter predicted: the text, @FILE, or -.")

@@ -19,7 +19,7 @@ def ab(
 ) -> None:
     """Replay requests on two backends in turns, and say which is faster, with an interval that holds at every look.
 
-    A and B are asked the same with the same seed. Ctrl-C reports what was measured until then.
+    A and B get the same requests with the same seed. Ctrl-C reports what was measured until then.
     """
     from foretoken.measure.ab.run import run_ab
 

@@ -20,7 +20,7 @@ def diagnose(
     context: typer.Context,
     as_json: JsonOption = False,
 ) -> None:
-    """Say why a head or a draft model is accepted rarely, by trying each likely repair on the target's own answers."""
+    """Say why the acceptance rate of a head or draft model is low, by trying repairs on the target's answers."""
     from foretoken.measure.diagnose.run import run_diagnose
 
     options = config_from(DiagnoseOptions, context.params)
@@ -32,7 +32,7 @@ def diagnose(
 def acceptance(
     context: typer.Context,
     history: Annotated[Path, typer.Argument(help="The file that `foretoken serve --history` writes.")],
-    alpha: Annotated[float, typer.Option(help="Probability of a false alarm in all days together.")] = 0.05,
+    alpha: Annotated[float, typer.Option(help="Probability of a false alarm over all days together.")] = 0.05,
     target: str | None = None,
     name: str = "acceptance",
     as_json: JsonOption = False,

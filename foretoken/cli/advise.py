@@ -16,7 +16,7 @@ def advise(
     target: str = DEFAULT_MODEL,
     as_json: JsonOption = False,
 ) -> None:
-    """Say whether to speculate on your texts and load: with which drafter, how many tokens, what it costs.
+    """Say whether to speculate on your texts and load: with which drafter and how many tokens, and at what cost.
 
     Acceptance is measured on the prompts, steps at the numbers of requests at once; "don't" is an answer.
     """

@@ -19,7 +19,7 @@ _STYLES = {
     "accepted": ("underline green", "proposed by the drafter, accepted by the target"),
     "residual": ("bold red", "the target's own, in place of a rejected token"),
     "bonus": ("italic cyan", "the target's own, after a fully accepted draft"),
-    "plain": ("dim", "the target's own, nothing was drafted"),
+    "plain": ("dim", "from the target, nothing was drafted"),
 }
 _MARKS = {"accepted": "+", "residual": "!", "bonus": "*", "plain": "."}
 

@@ -33,7 +33,7 @@ def load(
     target: str = DEFAULT_MODEL,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure throughput of whole batches; settings take turns in one run.
+    """Measure throughput of whole batches; settings alternate in one run.
 
     With --url ADDRESS: requests to a server at random times, see `foretoken bench url --help`.
     """
@@ -146,7 +146,7 @@ def speed(
     drafters: str = DEFAULT_DRAFTERS,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure tokens per second, time per step and acceptance of one request at a time; settings take turns."""
+    """Measure tokens per second, time per step and acceptance of one request at a time; settings alternate."""
     from foretoken.measure.speed.run import run_speed
 
     check_common(context.params)

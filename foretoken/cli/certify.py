@@ -15,7 +15,7 @@ def certify(
     context: typer.Context,
     as_json: JsonOption = False,
 ) -> None:
-    """Check whether B, which speculates, answers as A does; exit code 5 if anything fails.
+    """Check whether B, which speculates, gives the answers of A; exit code 5 if a check fails.
 
     Greedy answers, sampled ones, parameters, stop strings, JSON and calls, log-probabilities, streams and counts.
     """

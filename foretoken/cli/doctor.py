@@ -32,7 +32,7 @@ _GIB = 2**30
 
 
 def doctor(as_json: JsonOption = False) -> None:
-    """Say what this machine offers: cores, instructions, memory bandwidth, neighbours, threads, versions."""
+    """Describe this machine: cores, instruction sets, memory bandwidth, other load, threads, versions."""
     facts = _facts()
     if as_json:
         print_json(facts)

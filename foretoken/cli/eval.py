@@ -73,7 +73,7 @@ def evaluate(
     max_lost: Annotated[
         float,
         typer.Option(
-            help="With --against: exit code 5 where the acceptance rate fell by more than this, not by chance."
+            help="With --against: exit code 5 if the acceptance rate fell by more than this, and not by chance."
         ),
     ] = 0.05,
     backend: BackendOption = None,

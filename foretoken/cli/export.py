@@ -17,21 +17,22 @@ def export(
     to: Annotated[str, typer.Option(help="Engine: vllm, sglang, trtllm, llamacpp, tgi or transformers.")],
     out: Annotated[Path, typer.Option(help="Folder to write; it must not exist, or be empty.")],
     target: Annotated[
-        str, typer.Option(help="The target: a folder, a hub id, or smollm2. The launch line names it so.")
+        str, typer.Option(help="The target: a folder, a hub id, or smollm2, as the launch line should name it.")
     ] = DEFAULT_MODEL,
     head: Annotated[str | None, typer.Option(help="The trained head: a folder or a hub id.")] = None,
     drafter: Annotated[
-        str | None, typer.Option(help="In place of a head: draft_model, ngram or suffix; writes the launch line alone.")
+        str | None,
+        typer.Option(help="Instead of a head: draft_model, ngram or suffix; only the launch line is written."),
     ] = None,
     draft: Annotated[str | None, typer.Option(help="The draft model of --drafter draft_model.")] = None,
     num_draft: Annotated[int, typer.Option(help="Tokens to draft per step.", min=1)] = 3,
     engine_version: Annotated[
-        str | None, typer.Option(help="Version of the engine; without it the newest that is known here.")
+        str | None, typer.Option(help="Version of the engine; without it, the newest known version.")
     ] = None,
-    speculators: Annotated[bool, typer.Option(help="Write the exchange form of vLLM's speculators.")] = False,
+    speculators: Annotated[bool, typer.Option(help="Write the exchange format of vLLM's speculators.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a drafter as another engine reads it, with the line that starts it; refuse pairs that cannot work.
+    """Write a drafter in another engine's format, with the command that starts it; refuse pairs that cannot work.
 
     The folder holds the head in the engine's variant, launch.json for programs and LAUNCH.md for people.
     """

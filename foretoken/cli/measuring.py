@@ -84,7 +84,7 @@ def command_line() -> str:
 BackendOption = Annotated[
     str | None,
     typer.Option(
-        help="Ask this engine in place of ours: local, llama.cpp, transformers, openvino, or the address of an "
+        help="Check this engine instead of ours: local, llama.cpp, transformers, openvino, or the address of an "
         "OpenAI-compatible server."
     ),
 ]

@@ -48,7 +48,7 @@ def models(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List models with their sizes and where they lie: packaged ones, the hub's cache, or the folders given."""
+    """List models with their sizes and folders: packaged ones, the hub's cache, or the folders given."""
     from foretoken.model.names import model_folder
 
     if folder:
@@ -73,7 +73,7 @@ def get(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Download models unless they are on this machine, and say where they lie."""
+    """Download models unless they are on this machine, and print their folders."""
     from foretoken.model.names import model_folder
 
     rows: list[dict[str, object]] = []
@@ -138,7 +138,7 @@ def inspect(
     model: Annotated[str, typer.Argument(help="Folder, GGUF file or hub id.")],
     as_json: JsonOption = False,
 ) -> None:
-    """Say in which types a checkpoint stores its numbers, how many bytes each takes, and how each is read."""
+    """Print the number types of a checkpoint, how many bytes each takes, and how each is read."""
     from foretoken.model.loader import open_weights
     from foretoken.model.names import model_folder
 

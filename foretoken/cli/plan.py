@@ -51,7 +51,8 @@ _HeadsOption = Annotated[
     list[str] | None, typer.Option(help="A trained head; give it several times to see which ones fit.")
 ]
 _MemoryOption = Annotated[
-    str | None, typer.Option(help="Memory to plan with, such as 24GiB; without it, what this machine has free now.")
+    str | None,
+    typer.Option(help="Memory to plan with, such as 24GiB; without it, the memory that is free on this machine now."),
 ]
 _FleetOption = Annotated[
     Path | None,

@@ -16,7 +16,7 @@ def report(
     out: Annotated[Path, typer.Option(help="The page to write, a file with the suffix .html.")],
     title: Annotated[str, typer.Option(help="The heading of the page.")] = "Speculative decoding: what was measured",
 ) -> None:
-    """Put the reports of runs on one page that needs nothing else: verdicts first, plots, tables and raw values."""
+    """Put the reports of runs on one self-contained page: verdicts first, plots, tables and raw values."""
     from foretoken.measure.pages import write_pages
     from foretoken.measure.write import check_out
 

@@ -51,7 +51,7 @@ def serve(
     target: str = DEFAULT_MODEL,
     as_json: JsonOption = False,
 ) -> None:
-    """Serve a model over HTTP, OpenAI-compatible; with nothing named, smollm2."""
+    """Serve a model over an OpenAI-compatible HTTP interface; the default model is smollm2."""
     config, options = server_config(context.params), config_from(RayOptions, context.params)
     run = _runner(options)
     config.check_start()  # a mistake is found before minutes of downloading

@@ -15,7 +15,7 @@ from foretoken.printing.console import Console
 
 _HIDDEN = "(set, not shown)"
 
-app = typer.Typer(cls=Group, help="Settings: what is in force, and where it comes from.", no_args_is_help=True)
+app = typer.Typer(cls=Group, help="Show the settings in effect, and where each comes from.", no_args_is_help=True)
 
 
 @app.command("show", cls=Verb)
@@ -24,7 +24,7 @@ def show(
     origin: Annotated[bool, typer.Option("--origin", help="Also say where each value comes from.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Print every setting of every verb, as it would apply without flags."""
+    """Print every setting of every verb, as it applies without flags."""
     root = context.find_root().command
     assert isinstance(root, TyperGroup)
     rows = [

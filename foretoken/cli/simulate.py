@@ -190,9 +190,11 @@ _Arrivals = Annotated[
     ),
 ]
 _Profile = Annotated[
-    Path | None, typer.Option(help="What steps cost: the JSON file of `foretoken bench profile --out DIR`.")
+    Path | None, typer.Option(help="Cost profile of steps: the JSON file of `foretoken bench profile --out DIR`.")
 ]
-_Requests = Annotated[int | None, typer.Option(help="How many: with poisson, 200; of a file the first ones, or all.")]
+_Requests = Annotated[
+    int | None, typer.Option(help="Number of requests: 200 with poisson; of a file the first ones, or all.")
+]
 _PromptTokens = Annotated[str | None, typer.Option(help="Prompt lengths with poisson: N, or LOW-HIGH; 256.")]
 _OutputTokens = Annotated[str | None, typer.Option(help="Answer lengths with poisson: N, or LOW-HIGH; 128.")]
 _DurationS = Annotated[
@@ -210,7 +212,8 @@ BenchOption = Annotated[
     Path | None, typer.Option(help="A result of `foretoken bench` whose slices can be named as acceptance.")
 ]
 SettingsOption = Annotated[
-    str | None, typer.Option(help="Settings with commas: plain, ngram-5, draft_model-auto. Without it plain and auto.")
+    str | None,
+    typer.Option(help="Settings, separated by commas: plain, ngram-5, draft_model-auto. Without it plain and auto."),
 ]
 _Seed = Annotated[int, typer.Option(help="Seed of arrivals, lengths and acceptance.")]
 

@@ -45,7 +45,7 @@ def lm(
         str | None, typer.Option(help="Distil from this model instead of training on the text alone.")
     ] = None,
     corpus: Annotated[
-        Path | None, typer.Option(help="Folder of another run whose tokenizer and tokens to use.")
+        Path | None, typer.Option(help="Folder of another run whose tokenizer and tokens are used.")
     ] = None,
     init: Annotated[
         str | None, typer.Option(help="Start from this model of the same shape instead of random weights.")
@@ -84,13 +84,13 @@ def answers(
     prompts: Annotated[
         Path, typer.Option(help="JSON lines with prompt (a text), messages (a conversation) or prompt_ids.")
     ],
-    out: Annotated[Path, typer.Option(help="File of the answers; one that is there is continued.")],
+    out: Annotated[Path, typer.Option(help="File of the answers; an existing file is continued.")],
     dtype: str = EngineConfig.dtype,
     device: str = EngineConfig.device,
     threads: int | None = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Let the target answer prompts, into a file that heads are trained on; an interrupted run is continued."""
+    """Let the target answer prompts and write a file to train heads on; an interrupted run is continued."""
     import torch
 
     from foretoken.config import SpecConfig
@@ -130,7 +130,7 @@ def ngrams(
     out: Annotated[Path, typer.Option(help="The file of the table.")],
     as_json: JsonOption = False,
 ) -> None:
-    """Count the n-gram table of a target from its answers: what --ngram-table takes, for drafters suffix and auto."""
+    """Count the n-gram table of a target from its answers, for --ngram-table and the drafters suffix and auto."""
     from foretoken.draft.ngram_table import save_table
     from foretoken.model.names import model_folder
     from foretoken.train.ngrams import table_of_answers

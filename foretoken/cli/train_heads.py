@@ -54,7 +54,7 @@ def block(context: typer.Context, as_json: JsonOption = False) -> None:
 
 @takes(HeadOptions)
 def adapter(context: typer.Context, as_json: JsonOption = False) -> None:
-    """Train an early-exit adapter: a small MLP behind the target's first layers, whose output matrix then drafts."""
+    """Train an early-exit adapter: a small MLP between the target's first layers and its output matrix."""
     from foretoken.train.head_recipes import AdapterShape
 
     _train(config_from(HeadOptions, context.params), AdapterShape(), as_json)

@@ -33,7 +33,9 @@ VERBS: Mapping[str, VerbSource] = {
     ),
     "generate": VerbSource("Continue a text, with drafts unless --drafter none is given, and say what it cost."),
     "chat": VerbSource("Talk to a model: each line is a message, and the conversation is kept."),
-    "serve": VerbSource("Serve a model over HTTP, OpenAI-compatible; with nothing named, smollm2.", has_engine=False),
+    "serve": VerbSource(
+        "Serve a model over an OpenAI-compatible HTTP interface; the default model is smollm2.", has_engine=False
+    ),
     "audit": VerbSource(
         "Check greedy equality, the distribution of sampled tokens, seeds, logits and cache; exit code 5 if anything "
         "fails."
@@ -42,14 +44,14 @@ VERBS: Mapping[str, VerbSource] = {
         "Measure acceptance by drafter, position and slice; compare it with an earlier result.", "eval:evaluate"
     ),
     "advise": VerbSource(
-        "Say whether to speculate on your texts and load: with which drafter, how many tokens, what it costs."
+        "Say whether to speculate on your texts and load: with which drafter and how many tokens, and at what cost."
     ),
     "ab": VerbSource(
         "Replay requests on two backends in turns, and say which is faster, with an interval that holds at every look.",
         has_engine=False,
     ),
     "diagnose": VerbSource(
-        "Say why a head or a draft model is accepted rarely, by trying each likely repair on the target's own answers.",
+        "Say why the acceptance rate of a head or draft model is low, by trying repairs on the target's answers.",
         "acceptance:diagnose",
     ),
     "acceptance": VerbSource(
@@ -61,11 +63,11 @@ VERBS: Mapping[str, VerbSource] = {
         has_engine=False,
     ),
     "report": VerbSource(
-        "Put the reports of runs on one page that needs nothing else: verdicts first, plots, tables and raw values.",
+        "Put the reports of runs on one self-contained page: verdicts first, plots, tables and raw values.",
         has_engine=False,
     ),
     "certify": VerbSource(
-        "Check whether B, which speculates, answers as A does; exit code 5 if anything fails.", has_engine=False
+        "Check whether B, which speculates, gives the answers of A; exit code 5 if a check fails.", has_engine=False
     ),
     "plan": VerbSource(
         "Print the memory of weights, caches and a step, and which batch and context fit; exit code 1 if the requested "
@@ -76,13 +78,13 @@ VERBS: Mapping[str, VerbSource] = {
         "numbers."
     ),
     "export": VerbSource(
-        "Write a drafter as another engine reads it, with the line that starts it; refuse pairs that cannot work."
+        "Write a drafter in another engine's format, with the command that starts it; refuse pairs that cannot work."
     ),
     "models": VerbSource(
         "Get, list and remove models: packaged ones, the hub's cache, or the folders given.", "models:app"
     ),
     "doctor": VerbSource(
-        "Say what this machine offers: cores, instructions, memory bandwidth, neighbours, threads, versions.",
+        "Describe this machine: cores, instruction sets, memory bandwidth, other load, threads, versions.",
         has_engine=False,
     ),
     "bench": VerbSource(
@@ -93,7 +95,7 @@ VERBS: Mapping[str, VerbSource] = {
         "Train heads and draft models for a target, or a language model from scratch. Interrupted runs resume.",
         "train:app",
     ),
-    "config": VerbSource("Settings: what is in force, and where it comes from.", "settings:app"),
+    "config": VerbSource("Show the settings in effect, and where each comes from.", "settings:app"),
 }
 
 MOVED: Mapping[str, str] = {"widen": "python -m studies.widen"}  # verbs of earlier versions: what replaces them

@@ -30,26 +30,26 @@ _option = partial(option, group=BATCHES)
 class SchedulerConfig:
     """Limits of a step and of the cache.
 
-    `max_batch_size` requests run at once. A step takes at most `max_prompt_tokens` of prompts, and at most
-    `max_step_tokens` rows altogether: prompts, draft tokens, and a row for everyone who decodes (None: no bound beside
-    the others). Nobody joins unless `cache_reserve`, a share of the cache, stays free for those who run. Who came
-    `aging_s` seconds earlier is served like one whose priority is better by 1.
+    At most `max_batch_size` requests run at once. A step takes at most `max_prompt_tokens` tokens of prompts, and at
+    most `max_step_tokens` rows: prompts, draft tokens, and a row for each request that decodes (None: only the other
+    limits apply). A request starts only if `cache_reserve`, a share of the cache, stays free for those that run. A
+    request that came `aging_s` seconds earlier counts as one whose priority is better by 1.
 
     Raises:
         ConfigError: names the field.
     """
 
-    max_batch_size: int = field(default=16, metadata=_option("Answers that run at once."))
-    max_prompt_tokens: int = field(default=512, metadata=_option("Prompt tokens that a step takes."))
+    max_batch_size: int = field(default=16, metadata=_option("Most answers that run at once."))
+    max_prompt_tokens: int = field(default=512, metadata=_option("Most prompt tokens in a step."))
     max_step_tokens: int | None = field(
         default=None,
         kw_only=True,
-        metadata=_option("Rows of a step altogether: prompts, draft tokens, and one for each answer; no bound."),
+        metadata=_option("Most rows of a step: prompts, draft tokens, and one for each answer; without it, no limit."),
     )
     cache_reserve: float = field(  # who speculates grows by several tokens a step
         default=0.15,
         kw_only=True,
-        metadata=_option("Share of the cache that stays free when an answer begins."),
+        metadata=_option("Share of the cache that must stay free when a new answer begins."),
     )
     aging_s: float = field(default=30.0, kw_only=True)
 

@@ -27,23 +27,19 @@ class RoutingRules:
     - `min_tokens_for_draft_model`: for requests of fewer new tokens, with a prompt at least as long, that may use
       several drafters, those that read the prompt with a model of their own are left out. The policy weighs what
       reading takes against `max_tokens`; answers mostly end earlier, and their second token waits for it.
-    - `max_speculating_requests`: while more requests than this decode together, no draft tokens are made.
+    - `max_speculating_requests`: while more requests than this decode together, nothing is drafted.
     """
 
     min_tokens_to_speculate: int = field(
-        default=0, metadata=_option("With an open number of draft tokens: answers of fewer tokens are not drafted for.")
+        default=0, metadata=_option("With --num-draft auto: answers shorter than this are decoded without drafts.")
     )
     min_tokens_for_draft_model: int = field(
         default=50,
-        metadata=_option(
-            "With num_draft left open and several drafters: no draft model reads the prompt for shorter answers."
-        ),
+        metadata=_option("With --num-draft auto and several drafters: answers shorter than this get no draft model."),
     )
     max_speculating_requests: int | None = field(
         default=None,
-        metadata=_option(
-            "With an open number of draft tokens: nobody drafts while more answers run than this; no limit."
-        ),
+        metadata=_option("With --num-draft auto: no drafts while more answers than this run; without it, no limit."),
     )
 
     def __post_init__(self) -> None:

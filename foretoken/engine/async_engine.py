@@ -173,7 +173,7 @@ class AsyncEngine(Uncopied):
         return await self.generate(await self.in_thread(lambda: self.llm.encode_chat(messages, tools)), params, spec)
 
     def cancel(self, ticket: Ticket) -> None:
-        """Leave a ticket, from any thread; one that has ended is not changed."""
+        """Cancel the request of a ticket, from any thread; one that has ended is not changed."""
         with self._wake:
             if ticket in self._requests:
                 self._commands.append(partial(self._leave, ticket))

@@ -144,7 +144,7 @@ def add_drafter(
     options: type | None = None,
     fields: Sequence[str] = (),
 ) -> None:
-    """Make a drafter of your own known to `SpecConfig` and every `LLM` of this process, under `name`.
+    """Register a drafter under `name`, for `SpecConfig` and every `LLM` of this process.
 
     `make(factory, spec)` gives a new drafter for one target (see `draft.base.Factory`); a class is asked for its
     classmethod `make`. It is called once per `LLM` and kind of `spec`; adding a name again replaces the maker for what

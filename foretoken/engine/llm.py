@@ -49,13 +49,14 @@ from foretoken.text.tokenizer import load_tokenizer
 class LLM(BetweenRequests, Uncopied):
     """A target with its drafters, built from an `EngineConfig`, or from the same values as arguments.
 
-    `spec` of the configuration is the default for every request; without one the engine drafts with what needs no
-    model of its own (`drafter="auto"`), and `self.spec` is what it chose. `on_profile` is called with a text when
-    measuring the cost of steps takes longer than a second; `costs` are the costs that the controller began with.
+    `spec` of the configuration is the default for every request. Without one, the engine uses drafters that need no
+    model (`drafter="auto"`), and `self.spec` is what it chose. `on_profile` is called with a text when measuring the
+    cost of steps takes longer than a second; `costs` are the costs that the controller began with.
 
     Several threads may use one `LLM`: they take turns, a step at a time, and their requests run together. Requests are
-    prepared (tokenised, checked, grammars compiled) in the thread that asks. Many callers at once, and coroutines, are
-    what `AsyncEngine` is for; while one is open, nothing else may run requests here. A forked process cannot use it.
+    prepared (tokenised, checked, grammars compiled) in the calling thread. For many callers at once, and for
+    coroutines, use `AsyncEngine`; while one is open, nothing else may run requests here. A forked process cannot use
+    an `LLM`.
 
     Raises:
         InputError: an option that cannot be honoured, or a forked process (`machine.process`); nothing was loaded.
@@ -134,7 +135,7 @@ class LLM(BetweenRequests, Uncopied):
 
     @property
     def engine(self) -> Engine:
-        """What runs the steps.
+        """The engine that runs the steps.
 
         Raises:
             InputError: this was closed.
@@ -143,7 +144,7 @@ class LLM(BetweenRequests, Uncopied):
 
     @property
     def target(self) -> LanguageModel:
-        """The model whose answers these are.
+        """The target model.
 
         Raises:
             InputError: this was closed.
@@ -270,7 +271,7 @@ class LLM(BetweenRequests, Uncopied):
 
     @property
     def adaptations(self) -> tuple[AdaptationState, ...]:
-        """What came of each drafter's learning so far; () where none learns (`EngineConfig.adapt`)."""
+        """The result of each drafter's learning so far; () where none learns (`EngineConfig.adapt`)."""
         return () if self._adapter is None else self._adapter.states
 
     @property
@@ -279,17 +280,17 @@ class LLM(BetweenRequests, Uncopied):
         return 0.0 if self._adapter is None else self._adapter.spent_s
 
     def end_adaptation(self) -> None:
-        """Let drafters learn no more, and forget the text they learnt from; what they have learnt stays in use."""
+        """Stop the learning of drafters and discard the text they learnt from; what they have learnt stays in use."""
         if self._adapter is not None:
             self._adapter.close()
 
     @property
     def trace_error(self) -> StorageError | None:
-        """Why the trace ends before the answers do; None while it is whole."""
+        """Why the trace is incomplete; None while it is complete."""
         return None if self._trace is None else self._trace.error
 
     def drain_shadow(self) -> None:
-        """Score again what the shadow follows and has not scored yet; without it that happens between later steps."""
+        """Run the outstanding shadow checks now; otherwise they run between later steps."""
         self._check_free()
         with self._turns.lock:
             self._shadow.drain()
@@ -339,7 +340,7 @@ class LLM(BetweenRequests, Uncopied):
         return driver.enqueue(prepared)
 
     def prepare_request(self, prompt: Prompt, params: SamplingParams, spec: SpecConfig) -> PreparedRequest:
-        """Do for one answer all that comes before queueing it: load its drafters, tokenise, check, compile its grammar.
+        """Prepare one answer for the queue: load its drafters, tokenise, check, compile its grammar.
 
         Runs in the thread of the caller and holds no lock of the engine, so running requests go on meanwhile.
 

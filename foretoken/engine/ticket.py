@@ -16,12 +16,11 @@ if TYPE_CHECKING:
 
 
 class Ticket(Uncopied):
-    """One submitted answer: iterate over it for its pieces, `result()` for all of it, `cancel()` to leave it.
+    """One submitted answer: iterate over it for its pieces, call `result()` for all of it or `cancel()` to abort it.
 
-    Everything that came is kept with the ticket. So every iteration, of any thread or coroutine and at any time, gives
-    all pieces from the first one on, and ends with the error of a request that failed; `result` and `wait` may be
-    called as often as one likes. Who leaves an iteration or a `wait` before its end leaves the request, unless somebody
-    else still reads it.
+    The ticket keeps all pieces: every iteration, in any thread or coroutine and at any time, yields all of them from
+    the first one on, and ends with the error of a request that failed. `result` and `wait` may be called several times.
+    Leaving an iteration or a `wait` before its end cancels the request, unless another reader remains.
     """
 
     copy_remedy = "send the answer, Ticket.result(), when it has ended"
@@ -104,7 +103,7 @@ class Ticket(Uncopied):
         return self._outcome()
 
     async def wait(self) -> GenerateOutput:
-        """`result` for coroutines; cancelling the task leaves the request."""
+        """`result` for coroutines; cancelling the task cancels the request."""
         try:
             async for _ in self:
                 pass
@@ -114,7 +113,7 @@ class Ticket(Uncopied):
         return self._outcome()
 
     def cancel(self) -> None:
-        """Leave the request; one that has ended is not changed."""
+        """Cancel the request; one that has ended is not changed."""
         if not self._has_ended:
             self._issuer.cancel(self)
 

@@ -28,7 +28,7 @@ PROMPTS_OPTION = option(
 )
 CHAT_OPTION = option("Send texts as a user's message through the target's chat template.")
 MAX_TOKENS_OPTION = option("Tokens per answer.")
-REPEATS_OPTION = option("Times everything is measured; the median is reported.")
+REPEATS_OPTION = option("Number of measurements of each setting; the median is reported.")
 STOP_AT_EOS_OPTION = option("Let answers end early; by default all have the same length.")
 OUT_OPTION = option("Folder for a dated result, or one .html, .md or .json file.")
 NAME_OPTION = option("End of the result's file name.")
@@ -45,7 +45,7 @@ MAX_SLO_MS = 1e9
 
 def resume_option(what: str, how: str = "") -> Mapping[str, Option]:
     """The option that names the file from which a run resumes, where each `what` is kept."""
-    return option(f"File that keeps each {what}; a run that was stopped goes on from it{how}.")
+    return option(f"Results file with each {what}; an interrupted run resumes from it{how}.")
 
 
 def check_slo(slo_ms: float | None, has_price: bool) -> None:

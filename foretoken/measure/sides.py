@@ -22,8 +22,8 @@ _SIDE = (
     "openvino."
 )
 _DRAFTER = (
-    "How {} drafts: plain, or one of its own ways by its name. Without it a server drafts as it was started, and an "
-    "engine in this process decodes plainly."
+    "How {} drafts: plain, or the name of one of its drafting methods. Without it a server drafts as it was started; "
+    "an engine in this process decodes plainly."
 )
 _OF_ENGINES = ("target", "draft", "dtype", "device", "threads")  # in this process
 
@@ -48,7 +48,9 @@ class SideOptions:
     target: str | None = field(default=None, kw_only=True, metadata=same_option(EngineConfig, "model"))
     draft: str | None = field(default=None, kw_only=True, metadata=same_option(SpecConfig, "draft"))
     num_draft: int = field(
-        default=5, kw_only=True, metadata=option("Draft tokens of a way to draft that is named, where it takes it.")
+        default=5,
+        kw_only=True,
+        metadata=option("Draft tokens per round of a named drafting method, if it has this setting."),
     )
     dtype: str = field(default="auto", kw_only=True, metadata=same_option(EngineConfig, "dtype"))
     device: str = field(default="auto", kw_only=True, metadata=same_option(EngineConfig, "device"))

@@ -37,7 +37,7 @@ class RayOptions:
         metadata=_option("Run the workers as replicas of Ray Serve, in the cluster of RAY_ADDRESS or a new one."),
     )
     max_replicas: int | None = field(
-        default=None, metadata=_option("Most replicas; without it, always as many as --workers.")
+        default=None, metadata=_option("Most replicas; without it, the number is always --workers.")
     )
     replica_tokens: int | None = field(
         default=None,

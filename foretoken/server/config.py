@@ -27,10 +27,12 @@ class ServerConfig:
     """
 
     engine: EngineConfig
-    name: str | None = field(default=None, metadata=option("What clients call the model; without it, its own name."))
+    name: str | None = field(
+        default=None, metadata=option("Name of the model for clients; without it, the model's own name.")
+    )
     port: int = field(default=8000, metadata=option("The port to listen on; 0 = a free one."))
     draft_required: bool = field(
-        default=False, metadata=option("End with an error where the draft is missing or broken.")
+        default=False, metadata=option("End with an error if the draft model is missing or broken.")
     )
     tls_cert: str | None = field(default=None, metadata=option("Certificate for HTTPS, a PEM file."))
     tls_key: str | None = field(default=None, metadata=option("Its key, a PEM file."))

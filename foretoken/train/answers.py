@@ -49,9 +49,9 @@ class AnswerConfig:
 
     max_tokens: int = field(default=256, metadata=option("Tokens per answer."))
     temperature: float = field(default=0.8, metadata=option("Temperature of use; 0 is greedy."))
-    top_p: float = field(default=1.0, metadata=option("Nucleus of use."))
-    seed: int = field(default=0, metadata=option("Another number gives other answers."))
-    batch_size: int = field(default=16, metadata=option("Answers that run at once."))
+    top_p: float = field(default=1.0, metadata=option("Nucleus (top_p) at which the head will be used."))
+    seed: int = field(default=0, metadata=option("Seed of the answers."))
+    batch_size: int = field(default=16, metadata=option("Most answers that run at once."))
     chat: bool = field(
         default=False, metadata=option("Send texts as a user's message, through the target's chat template.")
     )

@@ -36,18 +36,18 @@ class RunOptions:
     corpus: Path | None = field(
         default=None, metadata=option("Folder of another run whose tokens of the standard library to use.")
     )
-    tokens: int | None = field(default=None, metadata=option("Tokens to see in the whole run (train.tokens)."))
+    tokens: int | None = field(default=None, metadata=option("Tokens to train on in the whole run (train.tokens)."))
     state_cache_bytes: int | None = field(
         default=None,
         metadata=option(
-            "Keep up to so many bytes of the target's hidden states on disk (train.state_cache_bytes); 0: none."
+            "Keep up to this many bytes of the target's hidden states on disk (train.state_cache_bytes); 0: none."
         ),
     )
     config: Path | None = field(default=None, metadata=option("File of settings, JSON or TOML."))
     settings: tuple[str, ...] = field(
         default=(),
         metadata=option(
-            "A setting, such as train.loss.kind=tv or head.num_layers=2; may be given often.",
+            "A setting, such as train.loss.kind=tv or head.num_layers=2; may be given several times.",
             flags=("--set",),
             repeats=True,
         ),
@@ -62,10 +62,10 @@ class HeadOptions(RunOptions):
 
     init: str | None = field(
         default=None,
-        metadata=option("Start from the weights of this head and keep its shape; without it, from new weights."),
+        metadata=option("Start from the weights of this head and keep its shape; without it, from random weights."),
     )
     dry_run: bool = field(
-        default=False, metadata=option("Say what memory, time and disk the run would take; train nothing.")
+        default=False, metadata=option("Print the memory, time and disk space of the run, without training.")
     )
 
 

@@ -23,7 +23,7 @@ def rate_share(step: int, num_steps: int, warmup_steps: int, decay_share: float,
 class TrainConfig:
     """One run of the trainer; lengths in tokens, times in seconds."""
 
-    tokens: int = field(default=60_000_000, metadata=option("Tokens to see in the whole run."))
+    tokens: int = field(default=60_000_000, metadata=option("Tokens to train on in the whole run."))
     batch_tokens: int = field(default=8192, metadata=option("Tokens per optimiser step."))
     length: int = field(
         default=512, metadata=option("Tokens per training window; the last part of the run uses longer ones.")

@@ -254,7 +254,7 @@ def test_errors_are_said_in_words_and_their_field_is_marked(page: Any) -> None:
 
 @pytest.mark.parametrize(
     ("status", "said"),
-    [(401, "wants an API key"), (429, "is full"), (503, "takes no requests now"), (500, "failed inside the server")],
+    [(401, "requires an API key"), (429, "is full"), (503, "takes no requests now"), (500, "failed inside the server")],
 )
 def test_every_refusal_has_its_words(page: Any, status: int, said: str) -> None:
     body = '{"error": {"message": "<b>why</b>", "type": "t", "param": null, "code": null}}'

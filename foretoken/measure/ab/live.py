@@ -36,8 +36,8 @@ MIN_ERRORS, ERROR_ALPHA = 5, 1e-4  # of B, before traffic goes back to A for the
 class LiveOptions:
     """Two servers and how traffic is divided between them; `margin` is as in `AbOptions`."""
 
-    a: str = field(metadata=option("A, what there is now: the address of a server."))
-    b: str = field(metadata=option("B, what might replace it: the address of a server."))
+    a: str = field(metadata=option("A, the current one: the address of a server."))
+    b: str = field(metadata=option("B, the candidate: the address of a server."))
     host: str = field(default="127.0.0.1", metadata=option("Address to listen on."))
     port: int = field(default=8100, metadata=option("Port to listen on; 0 = a free one."))
     block_s: float = field(default=60.0, metadata=option("Seconds for which all requests go to one server."))

@@ -43,8 +43,8 @@ class AbOptions(SideOptions):
             "batch files, prompt files of guidellm and aiperf, public evaluation sets."
         )
     )
-    max_tokens: int = field(default=128, metadata=option("Tokens per answer, for requests that do not say it."))
-    temperature: float = field(default=0.0, metadata=option("Temperature, for requests that do not say it."))
+    max_tokens: int = field(default=128, metadata=option("Tokens per answer, for requests that do not set it."))
+    temperature: float = field(default=0.0, metadata=option("Temperature, for requests that do not set it."))
     ignore_eos: bool = field(
         default=False, metadata=option("Ask for answers of their full length: ignore_eos is sent.")
     )

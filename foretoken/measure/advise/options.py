@@ -61,7 +61,7 @@ class AdviseOptions:
     url: str | None = field(
         default=None,
         metadata=option(
-            "Address of a server of any engine that decodes the target plainly: it is measured in place of ours."
+            "Address of a server of any engine that decodes the target plainly; it is measured instead of ours."
         ),
     )
     model: str | None = field(default=None, metadata=same_option(UrlOptions, "model"))
@@ -69,7 +69,7 @@ class AdviseOptions:
     drafts: tuple[str, ...] = field(
         default=("ngram", "suffix"),
         metadata=option(
-            "What may draft, separated by commas: folders or hub ids of draft models and of trained heads, and "
+            "Drafters to consider, separated by commas: folders or hub ids of draft models and of trained heads, and "
             "drafters without a model of their own (ngram, suffix, recycling, mtp), NAME:field=value with options.",
             read=words,
         ),

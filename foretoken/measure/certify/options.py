@@ -33,14 +33,16 @@ class CertifyOptions(SideOptions):
     chat: bool = field(default=False, metadata=CHAT_OPTION)
     effect: float = field(
         default=0.15,
-        metadata=option("Total variation of sampled answers to be found with probability 0.99; smaller asks more."),
+        metadata=option(
+            "Total variation of sampled answers that is found with probability 0.99; a smaller one needs more answers."
+        ),
     )
     alpha: float = field(
         default=1e-3, metadata=option("Probability that a correct B fails any of the tests of sampled answers.")
     )
     tolerance: float = field(
         default=0.25,
-        metadata=option("Log-probabilities that lie no further apart count as equal: near ties, and rounding."),
+        metadata=option("Largest difference at which log-probabilities count as equal: near ties, and rounding."),
     )
     only: tuple[str, ...] = field(
         default=KINDS, metadata=option(f"Kinds of checks, separated by commas: {', '.join(KINDS)}.", read=words)

@@ -42,7 +42,7 @@ _FEWEST_ANSWERED = 2  # tokens of an answer, of which a draft can be told
 
 
 def diagnose(target: str, head: str | None = None, **options: Any) -> Report:  # noqa: ANN401 - fields of DiagnoseOptions
-    """Say why a head or a draft model is accepted rarely; `options` are the other fields of `DiagnoseOptions`.
+    """Say why the acceptance rate of a head or draft model is low; `options` are the other fields of `DiagnoseOptions`.
 
     `results["cause"]` of the report names the cause, None where nothing wrong was found.
 

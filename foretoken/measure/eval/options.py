@@ -71,7 +71,7 @@ class EvalOptions:
     )
     stop_at_eos: bool = field(default=False, metadata=STOP_AT_EOS_OPTION)
     chat: bool = field(default=False, metadata=CHAT_OPTION)
-    seed: int = field(default=0, metadata=option("Another number gives other sampled answers."))
+    seed: int = field(default=0, metadata=option("Seed of the sampled answers."))
     dtype: str = field(default="auto", metadata=same_option(EngineConfig, "dtype"))
     device: str = field(default="auto", metadata=same_option(EngineConfig, "device"))
     numerics: str = field(default="default", metadata=same_option(EngineConfig, "numerics"))

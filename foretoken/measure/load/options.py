@@ -73,7 +73,9 @@ class LoadOptions:
     )
     settings: tuple[str, ...] = field(
         default=DEFAULT_SETTINGS,
-        metadata=option("Settings with commas: plain, DRAFTER-N, DRAFTER-auto, auto, auto-slices, sweep.", read=words),
+        metadata=option(
+            "Settings, separated by commas: plain, DRAFTER-N, DRAFTER-auto, auto, auto-slices, sweep.", read=words
+        ),
     )
     prompts: Path | None = field(default=None, metadata=PROMPTS_OPTION)
     prompt_tokens: int = field(default=64, metadata=option("Tokens that prompts are cut to."))

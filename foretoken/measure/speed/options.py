@@ -108,8 +108,7 @@ class SpeedOptions:
     peer_drafters: tuple[str, ...] = field(
         default=(EVERY_KIND,),
         metadata=option(
-            "Drafting methods of the other engines to run, as their settings are called (lookup, ngram-mod, ...); or "
-            "all.",
+            "Drafting methods of the other engines, by the names of their settings (lookup, ngram-mod, ...); or all.",
             read=words,
         ),
     )

@@ -57,7 +57,7 @@ class UrlOptions:
     rates: tuple[float, ...] = field(
         default=(1.0,),
         metadata=option(
-            "Requests per second of a Poisson process; several with commas are runs of their own.",
+            "Requests per second of a Poisson process; several, separated by commas, run one after the other.",
             name="rate",
             read=numbers,
         ),
@@ -76,14 +76,14 @@ class UrlOptions:
     stop_at_eos: bool = field(default=False, metadata=option("Let answers end early; by default ignore_eos is sent."))
     warmup: int = field(default=2, metadata=option("Requests before the run, not counted."))
     ttft_deadline_s: float | None = field(
-        default=None, metadata=option("A request is good if its first text comes within so many seconds.")
+        default=None, metadata=option("A request is good if its first text arrives within this many seconds.")
     )
     tpot_deadline_s: float | None = field(
         default=None, metadata=option("The same for the mean time of each further token.")
     )
     e2e_deadline_s: float | None = field(default=None, metadata=option("The same for the whole answer."))
     timeout_s: float = field(
-        default=600.0, metadata=option("A server that sends nothing for so many seconds has failed the request.")
+        default=600.0, metadata=option("A request fails if the server sends nothing for this many seconds.")
     )
     key_variable: str = field(default=DEFAULT_KEY_VARIABLE, metadata=option("Environment variable with the API key."))
     price_per_hour: float | None = field(default=None, metadata=PRICE_OPTION)

@@ -50,23 +50,28 @@ class ApiConfig:
     )
     max_request_tokens: int = field(default=1 << 20, metadata=_option("Most answers times max_tokens of one request."))
     max_pending_tokens: int | None = field(
-        default=None, metadata=_option("The same over all requests that run or wait; no bound.")
+        default=None, metadata=_option("The same over all requests that run or wait; without it, no limit.")
     )
     default_max_tokens: int | None = field(
         default=None,
-        metadata=_option("Longest answer of a chat request that names no length; to the end of the context."),
+        metadata=_option(
+            "Longest answer of a chat request that sets no length; without it, up to the end of the context."
+        ),
     )
     default_temperature: float | None = field(
-        default=None, metadata=_option("Temperature of requests that name none; as sampling-defaults says.")
+        default=None,
+        metadata=_option("Temperature of requests that set none; without it, that of --sampling-defaults."),
     )
     default_seed: int | None = field(
-        default=None, metadata=_option("Seed of requests that name none, so that the same one gets the same answer.")
+        default=None, metadata=_option("Seed of requests that set none, so that equal requests get equal answers.")
     )
     first_token_timeout_s: float = field(
-        default=300.0, metadata=_option("Seconds for the first token, with the time in the queue.")
+        default=300.0, metadata=_option("Seconds until the first token, including the time in the queue.")
     )
     request_timeout_s: float = field(default=3600.0, metadata=_option("Seconds for a whole request."))
-    ping_s: float = field(default=15.0, metadata=_option("Seconds of silence after which a stream gets a comment."))
+    ping_s: float = field(
+        default=15.0, metadata=_option("Seconds without an event after which a stream sends a comment.")
+    )
     granularity: str = field(
         default="step", metadata=_option("When a stream's events are sent: step, token, or interval:MS.")
     )
@@ -76,31 +81,33 @@ class ApiConfig:
     obfuscation: bool = field(
         default=False,
         metadata=_option(
-            "Pad the events of streams that do not say whether they want it; on where other machines reach the address."
+            "Pad the events of streams that leave it open; on where other machines can reach the address."
         ),
     )
     force_obfuscation: bool = field(default=False, metadata=_option("Pad the events of every stream."))
     obfuscation_bucket_bytes: int = field(default=2048, metadata=_option("Padded events have a multiple of this size."))
     request_metrics: MetricsLevel = field(
-        default="summary", metadata=_option("What metrics in a response holds: {choices}.", choices=METRICS_LEVELS)
+        default="summary",
+        metadata=_option("Content of the field metrics of a response: {choices}.", choices=METRICS_LEVELS),
     )
     retry_after_s: int = field(default=1, metadata=_option("Seconds that refused clients should wait."))
     specs: Sequence[SpecConfig] = ()
     allow_lossy: bool = False
-    predictions: bool = field(default=True, metadata=_option("Draft the prediction of requests that have one."))
+    predictions: bool = field(default=True, metadata=_option("Draft from the prediction of requests that have one."))
     sampling_defaults: str = field(
         default="model",
         metadata=_option(
-            "Sampling of requests that name none: model, what the checkpoint advises; openai, temperature 1.",
+            "Sampling of requests that set none: model, what the checkpoint recommends; openai, temperature 1.",
             choices=SAMPLING_DEFAULTS,
         ),
     )
-    ollama: bool = field(default=False, metadata=_option("Speak Ollama's interface, too, under /api."))
+    ollama: bool = field(default=False, metadata=_option("Also offer Ollama's interface, under /api."))
     llama_cpp: bool = field(
-        default=False, metadata=_option("Speak llama.cpp's interface, too, and take any name of a model, as it does.")
+        default=False,
+        metadata=_option("Also offer llama.cpp's interface, and accept any model name, as llama.cpp does."),
     )
-    metrics: bool = field(default=True, metadata=_option("Answer /metrics."))
-    slots: bool = field(default=True, metadata=_option("Answer /slots, which is of llama.cpp's interface."))
+    metrics: bool = field(default=True, metadata=_option("Offer /metrics."))
+    slots: bool = field(default=True, metadata=_option("Offer /slots of llama.cpp's interface."))
 
     def __post_init__(self) -> None:
         limits = [name for name, kind in self.__annotations__.items() if kind == "int"]

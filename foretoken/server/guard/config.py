@@ -37,14 +37,15 @@ class GuardConfig:
     """
 
     host: str = field(
-        default="127.0.0.1", metadata=_option("The address to listen on; one that other machines reach needs a key.")
+        default="127.0.0.1",
+        metadata=_option("The address to listen on; an address that other machines can reach requires a key."),
     )
     api_key: str | None = field(
         default=None,
         repr=False,
         metadata=_option(
-            f"The key that clients send; @FILE reads it from a file, {KEY_VARIABLE} is another way: a flag is seen by "
-            "every user of the machine."
+            "The key that clients send. Every user of the machine can see a flag: prefer @FILE, which reads a file, or "
+            f"{KEY_VARIABLE}."
         ),
     )
     admin_key: str | None = field(
@@ -58,12 +59,12 @@ class GuardConfig:
     metrics_public: bool = field(default=False, metadata=_option("Let /metrics be read without a key."))
     allowed_hosts: tuple[str, ...] = field(
         default=(),
-        metadata=_option("A Host value that passes, besides local ones; may be given several times.", repeats=True),
+        metadata=_option("A Host value to accept in addition to local ones; may be given several times.", repeats=True),
     )
     cors_origins: tuple[str, ...] = field(
         default=(),
         metadata=_option(
-            "An origin whose pages may call the server, as https://app.example; may be given several times.",
+            "An origin whose pages may call the server, such as https://app.example; may be given several times.",
             repeats=True,
         ),
     )
@@ -75,10 +76,12 @@ class GuardConfig:
     header_timeout_s: float = field(default=10.0, metadata=_option("Seconds for the headers of a request."))
     body_timeout_s: float = field(
         default=30.0,
-        metadata=_option("Seconds for the body of a request, and one more for each --min-body-bytes-per-s."),
+        metadata=_option("Seconds for the body of a request, plus one for each --min-body-bytes-per-s bytes."),
     )
     # Slower than any usable line.
-    min_body_bytes_per_s: int = field(default=16 * KIB, metadata=_option("A body that comes slower is given up."))
+    min_body_bytes_per_s: int = field(
+        default=16 * KIB, metadata=_option("Slowest rate at which a body may arrive; a slower request is refused.")
+    )
     # Longer than clients and proxies keep a connection for their next request (httpx 5 s, aiohttp 15 s, nginx 60 s):
     # who sends one at the moment in which the server closes gets no answer.
     keep_alive_s: float = field(default=75.0, metadata=_option("Seconds that an idle connection stays open."))

@@ -27,12 +27,13 @@ class LifeConfig:
     """
 
     workers: int = field(
-        default=1, metadata=_option("Processes that each hold the model; requests are spread over them.")
+        default=1, metadata=_option("Processes that each hold the model; requests are distributed among them.")
     )
     devices: tuple[str, ...] = field(
         default=(),
         metadata=_option(
-            "The device of a worker, as cuda:0; may be given several times, in the order of the workers.", repeats=True
+            "The device of a worker, such as cuda:0; may be given several times, in the order of the workers.",
+            repeats=True,
         ),
     )
     # Far longer than any step of a model that answers at a usable speed.
@@ -49,7 +50,7 @@ class LifeConfig:
     )
     longest_restart_s: float = field(default=30.0, metadata=_option("Longest pause before a restart, in seconds."))
     good_s: float = field(
-        default=60.0, metadata=_option("Seconds after which a worker counts as well: the pause begins anew.")
+        default=60.0, metadata=_option("Seconds of service after which the pause before a restart is reset.")
     )
     failed_starts: int = field(
         default=5, metadata=_option("Starts in a row without success after which the server gives up.")
@@ -62,7 +63,7 @@ class LifeConfig:
     # Steps of an answer as long as any context here.
     max_unread_events: int = field(default=65_536, metadata=_option("Unread events after which a call is cancelled."))
     # Also how late the watchdog may be.
-    beat_s: float = field(default=0.25, metadata=_option("Seconds between a worker's signs of life."))
+    beat_s: float = field(default=0.25, metadata=_option("Seconds between a worker's heartbeats."))
 
     def __post_init__(self) -> None:
         check_whole("workers", self.workers, low=1, high=64)

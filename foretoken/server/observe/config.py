@@ -33,18 +33,20 @@ class ObserveConfig:
     )
     # Several scrapers at once ask the engine once.
     stats_max_age_s: float = field(
-        default=0.25, metadata=_option("Scrapes within so many seconds see the same counters.")
+        default=0.25, metadata=_option("Scrapes within this many seconds return the same counters.")
     )
     slices: tuple[str, ...] = field(
         default=(),
-        metadata=_option("A slice of requests that gets a label of its own; may be given several times.", repeats=True),
+        metadata=_option(
+            "A slice of requests that gets its own label in metrics; may be given several times.", repeats=True
+        ),
     )
     history: str | None = field(
         default=None, metadata=_option("A SQLite file for the figures of finished requests, never their texts.")
     )
-    history_max_age_days: float = field(default=90.0, metadata=_option("Days that a request stays in it."))
+    history_max_age_days: float = field(default=90.0, metadata=_option("Days that a request stays in the history."))
     # About a million requests.
-    history_max_bytes: int = field(default=256 * MIB, metadata=_option("Largest size of it."))
+    history_max_bytes: int = field(default=256 * MIB, metadata=_option("Largest size of the history file."))
     request_log: LogFormat = field(
         default="text", metadata=_option("One line per request on standard error: {choices}.", choices=LOG_FORMATS)
     )

@@ -65,10 +65,10 @@ OF_ENGINE = (
     _same("prefix_cache_queries", "counter", "Prompt tokens that were looked up in the prefix cache."),
     _same("prefix_cache_hits", "counter", "Prompt tokens that were found in the prefix cache."),
     _same("prompt_tokens", "counter", "Prompt tokens of submitted requests."),
-    _same("generation_tokens", "counter", "Emitted tokens, those of aborted requests included."),
+    _same("generation_tokens", "counter", "Emitted tokens, including those of aborted requests."),
     Metric("verify_seconds", "counter", "Time of the target and the verification rule for decoding rows."),
     Metric("prompt_seconds", "counter", "Time of the target for rows of prompts."),
-    Metric("wasted_seconds", "counter", "Time of drafting and verifying that went into rejected tokens."),
+    Metric("wasted_seconds", "counter", "Time spent on drafting and verifying rejected tokens."),
     Metric("engine_phase_seconds", "counter", "Time of steps by phase.", ("phase",)),
     Metric("engine_steps", "counter", "Steps of the engine."),
     Metric(
@@ -78,7 +78,7 @@ OF_ENGINE = (
         "drafter_failures", "counter", "Calls of a drafter that raised, took too long or were invalid.", ("drafter",)
     ),
     Metric("engine_faults", "counter", "Exceptions inside the engine that were contained."),
-    Metric("engine_restarts", "counter", "Engines that were started in place of an earlier one."),
+    Metric("engine_restarts", "counter", "Engines that were started to replace an earlier one."),
     Metric("self_audit_checks", "counter", "Requests whose answers were scored again, by result.", ("result",)),
 )
 
@@ -90,7 +90,12 @@ OF_REQUESTS = (
     _same("request_queue_time_seconds", "histogram", "From arrival to the first step of an answer.", (), TTFT_BOUNDS_S),
     _same("request_success", "counter", "Answers that ended, by reason.", ("finished_reason",)),
     Metric("requests_aborted", "counter", "Requests that ended before their answers, by reason.", ("reason",)),
-    Metric("admission_rejections", "counter", "Requests that were refused for want of room, by reason.", ("reason",)),
+    Metric(
+        "admission_rejections",
+        "counter",
+        "Requests that were refused because a limit was reached, by reason.",
+        ("reason",),
+    ),
     Metric("requests_not_speculated", "counter", "Answered requests without a drafted token, by reason.", ("reason",)),
     Metric("corrupted_requests", "counter", "Requests in which the model produced NaN or infinite logits."),
     Metric("numerical_errors", "counter", "Answers that ended because of NaN or infinite logits."),
@@ -105,7 +110,7 @@ OF_RESPONSES = (
     Metric(
         "event_loop_lag_seconds",
         "histogram",
-        "How late timers of the server run: for so long something blocked its loop.",
+        "Delay of the server's timers: how long something blocked its event loop.",
         (),
         bounds_s=LAG_BOUNDS_S,
     ),

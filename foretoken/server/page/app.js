@@ -23,13 +23,13 @@ const state = { model: "", groups: {}, messages: [], running: null, refused: nul
 
 // The numbers of the server; a key that was refused is not tried again.
 async function readStats() {
-  if (state.refused === form.key) throw new ServerError("The server wants an API key", 401);
+  if (state.refused === form.key) throw new ServerError("The server requires an API key", 401);
   try {
     return await (await request("/v1/stats", { key: form.key })).json();
   } catch (error) {
     if (error.status === 401) {
       state.refused = form.key;
-      find("model").textContent = "The server wants an API key: enter it under Request";
+      find("model").textContent = "The server requires an API key: enter it under Request";
     }
     throw error;
   }

@@ -69,7 +69,7 @@ export class Board {
       group("Controller", [element("p", { class: "why", id: "chosen" }, chosen), element("p", { class: "why hint" }, why)]),
       group("Accepted, by drafter", this.drafters(window_)),
       group("Time, by phase", phases(window_)),
-      group("Accepted, by place in the draft", positions(window_)),
+      group("Accepted, by position in the draft", positions(window_)),
       group("Cache", caches(now.engine)),
       ...(this.days.length ? [group("Accepted, by day", this.days.flatMap(daily))] : []),
     );

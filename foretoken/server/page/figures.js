@@ -54,7 +54,7 @@ function positionsOf(before = [], now = []) {
 export function choiceOf(figures) {
   if (!figures.emitted) return ["Nothing was decoded.", ""];
   const failed = figures.failures.map(([name, count]) => `${name} failed ${count} times. `).join("");
-  const pay = figures.speedup ? `Measured so far: ${figures.speedup.toFixed(2)}x the speed of plain decoding.` : "What drafts bring is not measured yet.";
+  const pay = figures.speedup ? `Measured so far: ${figures.speedup.toFixed(2)}x the speed of plain decoding.` : "The gain of drafts is not measured yet.";
   if (!figures.drafters.length)
     return ["Plain decoding: no round had a draft.", `${failed}The requests asked for none, or no draft was expected to pay. ${pay}`];
   const names = figures.drafters.map(({ name, drafted }) => `${name} (${drafted} tokens)`).join(", ");

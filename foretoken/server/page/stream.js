@@ -10,9 +10,9 @@ export class ServerError extends Error {
 
 const MEANING = {
   400: "The server refuses this request",
-  401: "The server wants an API key: enter it under Request",
+  401: "The server requires an API key: enter it under Request",
   403: "This address may not use the server",
-  404: "The server does not have that",
+  404: "The server does not have this route or model",
   413: "The request is too large",
   429: "The server is full; try again in a moment",
   500: "The request failed inside the server",

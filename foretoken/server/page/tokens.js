@@ -6,9 +6,9 @@ export const LEGEND = [
   ["lookup", "accepted: lookup", "accepted, found by lookup"],
   ["prediction", "accepted: prediction", "accepted, from the prediction"],
   ["grammar", "accepted: grammar", "accepted, forced by the grammar"],
-  ["residual", "residual", "the target's own, in place of a rejected draft token"],
-  ["bonus", "bonus", "the target's own, after an accepted draft"],
-  ["plain", "plain", "the target's own, nothing was drafted"],
+  ["residual", "residual", "from the target, in place of a rejected draft token"],
+  ["bonus", "bonus", "from the target, after an accepted draft"],
+  ["plain", "plain", "from the target, nothing was drafted"],
 ];
 
 // Why a step drafted nothing, or not all of a draft was accepted. Codes of the trace that are not here stay as they are.
@@ -17,13 +17,13 @@ const WHY = {
   off_server: "the server has no drafter",
   prefill: "the prompt was read",
   warmup: "the cost of drafting was being learnt",
-  k0_cost: "drafting would have cost more than it brings",
+  k0_cost: "drafting would have cost more than it gains",
   k0_short: "short answers are decoded plainly",
   k0_load: "too many requests ran",
   k0_acceptance: "draft tokens were not expected to be accepted",
   no_match: "nothing was found to draft from",
   mismatch_at: "a draft token was rejected",
-  budget_trimmed: "the step had no room for more",
+  budget_trimmed: "the step had reached its limit",
   length_clamped: "the answer was about to end",
   grammar_blocked: "the grammar forbids the draft token",
   vocab_unmapped: "the draft's vocabulary lacks the token",

@@ -64,10 +64,10 @@ class FleetOptions:
     )
     max_waiting: int = field(default=256, metadata=_option("Requests of a replica that may wait; further ones fail."))
     p95_first_s: float = field(
-        default=2.0, metadata=_option("Seconds within which 95 % of the requests get their first token.")
+        default=2.0, metadata=_option("Seconds within which 95 % of the requests must get their first token.")
     )
     p95_token_ms: float = field(
-        default=200.0, metadata=_option("Milliseconds between tokens, on average, that 95 % of the requests keep.")
+        default=200.0, metadata=_option("Mean milliseconds between tokens that 95 % of the requests must not exceed.")
     )
 
     def __post_init__(self) -> None:
