@@ -14,7 +14,7 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -296,3 +296,14 @@ def _lock(folder: Path) -> int | None:
             return None
         return file
     return None
+
+
+def map_texts(value: object, change: Callable[[str], str]) -> Any:  # noqa: ANN401 - a JSON value of the same shape
+    """`value` with `change` applied to every text in its lists and tables."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {key: map_texts(item, change) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [map_texts(item, change) for item in value]
+    return value

@@ -9,6 +9,7 @@ import pytest
 
 from studies.serving_load.server import loaded_server
 from studies.serving_load.soak import soak
+from tests.helpers import faulty_worker
 
 ROOT = Path(__file__).resolve().parents[1]
 PAIR = ("--target", "reference:target", "--draft", "reference:draft")
@@ -46,9 +47,9 @@ def test_soak_with_faults_and_preemption(monkeypatch: pytest.MonkeyPatch) -> Non
     preempted. A fault costs at most the request that ran alone in its step, which is told so; nothing stays behind.
     """
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setenv("FORETOKEN_FAULT", "step:every-50:raise")
+    monkeypatch.setenv(faulty_worker.VARIABLE, "step:every-50:raise")
     options = (*PAIR, "--dtype", "float32", "--cost-profile", "off", "--cache-tokens", "768", "--drafter", "auto")
-    with loaded_server(options) as server:
+    with loaded_server(options, faulty_worker.MODULE) as server:
         found = asyncio.run(soak(server, minutes=0.5, rate=6.0, seed=3))
         metrics = asyncio.run(server.metrics())
     assert found["num_requests"] > 100

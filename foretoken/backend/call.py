@@ -165,6 +165,23 @@ class Call(msgspec.Struct, frozen=True, omit_defaults=True):
     trace: bool = False
 
 
+class TextToEncode(msgspec.Struct, frozen=True):
+    """The text `prompt`, or the conversation `messages` under the chat template, up to where its answer begins; see
+    `Call`.
+    """
+
+    prompt: str | None = None
+    messages: Sequence[Mapping[str, Any]] | None = None
+    add_special_tokens: bool = True
+    tools: Sequence[Mapping[str, Any]] | None = None
+    template_options: Mapping[str, Any] = {}
+
+    @classmethod
+    def of(cls, call: Call) -> TextToEncode:
+        """The conversation of a call."""
+        return cls(messages=call.messages, tools=call.tools, template_options=call.template_options)
+
+
 class Generation(Protocol):
     """A call that runs. Iterating gives its events: `Begun`, then pieces and ends of all answers in any order."""
 
@@ -200,15 +217,8 @@ class Backend(Protocol):
             ForetokenError: anything else that the engine refuses.
         """
 
-    async def tokenize(
-        self,
-        prompt: str | None,
-        messages: Sequence[Mapping[str, Any]] | None = None,
-        add_special_tokens: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        template_options: Mapping[str, Any] = {},
-    ) -> list[int]:
-        """Token ids of a text, or of a conversation under the chat template, see `Call`.
+    async def tokenize(self, text: TextToEncode) -> list[int]:
+        """Token ids of a text.
 
         Raises:
             InputError, UnavailableError: see `open`.

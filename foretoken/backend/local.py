@@ -11,7 +11,18 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from foretoken.backend.call import AnswerEnded, AnswerFailed, Begun, Call, Event, ModelInfo, Piece, State, TokenEvent
+from foretoken.backend.call import (
+    AnswerEnded,
+    AnswerFailed,
+    Begun,
+    Call,
+    Event,
+    ModelInfo,
+    Piece,
+    State,
+    TextToEncode,
+    TokenEvent,
+)
 from foretoken.backend.rounds import RoundLog, TokenSpellings
 from foretoken.core import StepOutput, TokenLogprobs
 from foretoken.draft.base import ModelDrafter
@@ -153,21 +164,14 @@ class LocalBackend:
         followed = _Followed.of(call, prediction)
         return LocalGeneration(tickets, prompt_ids, self._texts, followed, self._rounds if call.trace else None)
 
-    async def tokenize(
-        self,
-        prompt: str | None,
-        messages: Sequence[Any] | None = None,
-        add_special_tokens: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        template_options: Mapping[str, Any] = {},
-    ) -> list[int]:
+    async def tokenize(self, text: TextToEncode) -> list[int]:
         """See `Backend.tokenize`."""
 
         def encode() -> list[int]:
-            if messages is not None:
-                return self.engine.llm.encode_chat(messages, tools, template_options)
-            tokenizer = self._tokenizer("prompt", prompt)
-            return tokenizer.encode(prompt or "", add_special_tokens)
+            if text.messages is not None:
+                return self.engine.llm.encode_chat(text.messages, text.tools, text.template_options)
+            tokenizer = self._tokenizer("prompt", text.prompt)
+            return tokenizer.encode(text.prompt or "", text.add_special_tokens)
 
         return await self.engine.in_thread(encode)
 

@@ -9,8 +9,9 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from foretoken.files import map_texts
 from foretoken.printing.console import Console
-from foretoken.printing.text import encodable, map_texts, shortened, visible
+from foretoken.printing.text import encodable, shortened, visible
 
 _MAX_DEFAULT = 200  # characters of a default in the help, which may come from a settings file
 # The base of every usage error; typer has carried click inside since 0.26 and exports only this subclass.

@@ -47,10 +47,6 @@ class Feedback:
         """The `count` most probable tokens after every row, most probable first: [R, count]."""
         return self._own(self.logits).topk(min(count, self.logits.shape[-1]), dim=-1).indices
 
-    def tap(self, layer: int) -> Tensor:
-        """The residual stream after `layer` layers at every row: [R, D]."""
-        return self._own(self.taps[layer])
-
     def after_probes(self) -> Tensor | None:
         """The most probable token after every probe of the draft: [P]; None when the target did not run them."""
         if self.probe_logits is None:
@@ -114,17 +110,6 @@ class Drafter(Protocol):
 
     def finish(self, request_id: int) -> None:
         """Drop everything kept for a request."""
-
-
-@runtime_checkable
-class Taps(Protocol):
-    """A drafter that reads the target's hidden states at the rows of a round (`Feedback.tap`), draft nodes included.
-
-    Prompt rows are not part of it: see `HiddenStateReader`.
-    """
-
-    def taps(self) -> tuple[int, ...]:
-        """Called between `propose` and the target's forward: layers whose taps the feedback should hold this round."""
 
 
 @runtime_checkable

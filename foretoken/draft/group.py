@@ -20,12 +20,11 @@ from foretoken.draft.base import (
     FollowsText,
     HiddenStateReader,
     Releases,
-    Taps,
     variants_of,
 )
 from foretoken.draft.boundary import check_tree, draft_faults
 from foretoken.draft.failures import Deadline, DrafterFailures
-from foretoken.draft.hidden_states import HiddenStates, check_layers
+from foretoken.draft.hidden_states import HiddenStates
 from foretoken.draft.lookup_tree import EMPTY, Lookup, LookupTree, assemble
 from foretoken.draft.merging import merge_drafts
 from foretoken.draft.refused import allowed_draft, allowed_tree
@@ -69,11 +68,6 @@ def previews_drafts(kind: type) -> bool:
     return callable(getattr(kind, "look_up", None))
 
 
-@cache
-def _wants_taps(kind: type) -> bool:
-    return issubclass(kind, Taps)
-
-
 @dataclass(frozen=True)
 class _Routed:
     """The options of one request: the drafter of each, its configuration, the request under it, and what the
@@ -101,7 +95,7 @@ class DrafterGroup:
         self.drafters: dict[DrafterKey, Drafter] = {}
         self.failures = DrafterFailures()
         self.hidden_states = HiddenStates(target, self.failures)
-        self.device, self.vocab_size, self.num_layers = target.device, target.vocab_size, target.num_layers
+        self.device, self.vocab_size = target.device, target.vocab_size
         self.spent_s: dict[DrafterKey, float] = {}  # what each drafter took in the last round, proposing and committing
         self.shown_s: dict[DrafterKey, float] = {}  # the part of it in which drafts were shown
         self.num_read_tokens: dict[DrafterKey, int] = {}  # read in the last round before each could draft
@@ -204,18 +198,6 @@ class DrafterGroup:
     def taps(self) -> TapRequest:
         """The hidden states that drafters want from the step's forward."""
         wanted, whole = self.hidden_states.wanted()
-        for key, drafter in self.drafters.items():
-            if not _wants_taps(type(drafter)):
-                continue
-            users = [
-                request_id
-                for request_id, routed in self._requests.items()
-                if key in routed.keys and not self.failures.is_off(request_id, key)
-            ]
-            if users:
-                wanted.update(
-                    self.failures.attempt(key, drafter, users, partial(self._layers, cast(Taps, drafter))) or ()
-                )
         return TapRequest(tuple(sorted(wanted)), whole)
 
     def commit(self, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:
@@ -334,14 +316,6 @@ class DrafterGroup:
         return DrafterOption(
             number, option_kind(spec), NO_BOUND if num_draft is None else num_draft, spec.num_probe, shows
         )
-
-    def _layers(self, drafter: Taps) -> tuple[int, ...]:
-        """The layers that one drafter wants.
-
-        Raises:
-            DraftError: one that the target does not have.
-        """
-        return check_layers(drafter.taps(), self.num_layers)
 
     def _proposers(self, entries: Sequence[BatchEntry]) -> dict[DrafterKey, dict[int, BatchEntry]]:
         """Which drafter drafts in this round: the entries of its requests, by their places in the batch."""

@@ -178,18 +178,10 @@ class HiddenStates:
         return len(self._prefix.attached(tokens, tenant, key)) * self._block_tokens
 
     def _layers_of(self, drafter: HiddenStateReader) -> tuple[int, ...]:
-        return check_layers(drafter.hidden_layers(), self._num_layers)
-
-
-def check_layers(layers: Sequence[int], num_layers: int) -> tuple[int, ...]:
-    """Layers that a drafter wants.
-
-    Raises:
-        DraftError: one that the target does not have.
-    """
-    if any(isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer <= num_layers for layer in layers):
-        raise DraftError(f"taps {tuple(layers)} of a target with {num_layers} layers")
-    return tuple(layers)
+        layers, last = tuple(drafter.hidden_layers()), self._num_layers
+        if any(isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer <= last for layer in layers):
+            raise DraftError(f"taps {layers} of a target with {last} layers")
+        return layers
 
 
 def _committed_rows(b: int, entry: BatchEntry, draft: Draft, verdict: Verdict, feedback: Feedback) -> HiddenRows:

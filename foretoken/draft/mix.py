@@ -28,7 +28,6 @@ from foretoken.draft.base import (
     Reads,
     Releases,
     Resets,
-    Taps,
     variants_of,
 )
 from foretoken.draft.lookup_tree import Lookup
@@ -193,10 +192,6 @@ class MixDrafter:
                 part.commit(own, draft, verdict, feedback)
             else:
                 _commit_in_turns(part, own, draft, verdict, feedback, drawn)
-
-    def taps(self) -> tuple[int, ...]:
-        """Layers whose residual stream some part wants."""
-        return tuple(sorted({layer for part in self.parts if isinstance(part, Taps) for layer in part.taps()}))
 
     def hidden_layers(self) -> tuple[int, ...]:
         """See `base.HiddenStateReader`: those of the part that runs a model, if it is a trained head."""

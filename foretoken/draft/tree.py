@@ -37,15 +37,13 @@ _MAX_SAMPLED_CHILDREN = 4
 _FIRST_CHANCE = 0.6  # that a draft's likeliest token is accepted; rank r (from 0) has 1 / (1 + r)^2 of it
 
 
-def grow_best_first(
-    first: Sequence[tuple[float, int]], children: Children, budget: int, least: float = 0.0
-) -> list[TreeNode]:
+def grow_best_first(first: Sequence[tuple[float, int]], children: Children, budget: int) -> list[TreeNode]:
     """The `budget` likeliest paths, likeliest first: `first` are chance and token after the committed text, `children`
     those after a node, asked for in the order of the result.
 
-    A chance is that of the child once its parent stands, and at most 1. Paths less likely than `least` are left out. Of
-    equal ones the one found first comes first, so that a child of chance 1 never overtakes its parent. The heap holds
-    the best unused sibling and the first child of every node (DDTree, `liranringel/ddtree`): O(budget log budget).
+    A chance is that of the child once its parent stands, and at most 1. Of equal ones the one found first comes first,
+    so that a child of chance 1 never overtakes its parent. The heap holds the best unused sibling and the first child
+    of every node (DDTree, `liranringel/ddtree`): O(budget log budget).
     """
     nodes: list[TreeNode] = []
     # (-estimate, age, parent, before, siblings, place)
@@ -54,7 +52,7 @@ def grow_best_first(
 
     def push(parent: int, before: float, siblings: Sequence[tuple[float, int]], place: int) -> None:
         nonlocal age
-        if place < len(siblings) and before * siblings[place][0] >= least:
+        if place < len(siblings):
             heapq.heappush(heap, (-before * siblings[place][0], age, parent, before, siblings, place))
             age += 1
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.errors import InputError, MismatchError
+from foretoken.files import map_texts
 from foretoken.params import check_text
 from foretoken.text.tokenizer import Tokenizer
 
@@ -283,7 +284,7 @@ class QuotedSpecials:
             raise InputError("messages", "every noncharacter of Unicode", "leave them out; no text has them")
         self._mark = mark
         spelt = re.compile("|".join(map(re.escape, longest_first)))
-        self.messages = [_replaced(message, lambda text: spelt.sub(self._quoted, text)) for message in messages]
+        self.messages = [map_texts(message, lambda text: spelt.sub(self._quoted, text)) for message in messages]
         self._marked = re.compile("|".join(re.escape(text[:1] + mark + text[1:]) for text in longest_first))
 
     def parts(self, text: str) -> Iterator[tuple[str, bool]]:
@@ -315,14 +316,3 @@ def _texts(value: object) -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _texts(item)
-
-
-def _replaced(value: Any, change: Any) -> Any:  # noqa: ANN401 - any JSON value
-    """The same JSON value with every text changed."""
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {key: _replaced(item, change) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_replaced(item, change) for item in value]
-    return value

@@ -45,9 +45,9 @@ def processor(info: Path = _INFO) -> str:
     return found.group(1).strip() if found else platform.processor() or platform.machine() or "unknown"
 
 
-def stepping(info: Path = _INFO) -> str | None:
+def stepping() -> str | None:
     """The processor's family, model and stepping, where the system says them: processors of one name differ."""
-    names, text = ("cpu family", "model", "stepping", "CPU part"), text_of(info)  # the last on aarch64
+    names, text = ("cpu family", "model", "stepping", "CPU part"), text_of(_INFO)  # the last on aarch64
     found = [re.search(rf"^{name}\s*:\s*(\S+)$", text, re.MULTILINE) for name in names]
     return ", ".join(f"{name} {one[1]}" for name, one in zip(names, found, strict=True) if one is not None) or None
 

@@ -14,13 +14,10 @@ not normal.
 
 from __future__ import annotations
 
-import math
-from statistics import NormalDist
-
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from foretoken.measure.stats import Array
+from foretoken.measure.stats import Array, student_quantile
 
 MIN_DAYS = 7  # before the first bet: a week has its own pattern
 # Of each bet: the probability of its event, and the share of the money. Rarer events are likelier than that on skewed
@@ -52,20 +49,6 @@ def drop_evidence(values: ArrayLike) -> Array:
 
 def _is_low(excess: Array, width: Array, freedom: int) -> NDArray[np.bool_]:
     """Of each bet whether its event came: `excess` [...] over the mean is below its quantile of `width` [...]."""
-    limits = np.array([low_quantile(chance, freedom) if chance < 1 else 0.0 for chance in _CHANCES])
+    limits = np.array([-student_quantile(1 - chance, freedom) if chance < 1 else 0.0 for chance in _CHANCES])
     found: NDArray[np.bool_] = (excess < -_ROUNDING)[..., None] & (excess[..., None] < limits * width[..., None])
     return found
-
-
-def low_quantile(probability: float, freedom: int) -> float:
-    """The quantile of Student's t with at least 6 degrees of freedom, for a probability that is not far out: by the
-    expansion in Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.5.
-    """
-    z = NormalDist().inv_cdf(probability)
-    terms = (
-        z,
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-    )
-    return math.fsum(term * float(freedom) ** -power for power, term in enumerate(terms))

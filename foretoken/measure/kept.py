@@ -22,9 +22,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 FORMAT = "foretoken.kept/1"
-_OUTPUTS = frozenset(
-    {"out", "name", "plot", "resume", "price_per_hour", "slo_ms"}
-)  # options that no measurement depends on
+_OUTPUTS = frozenset({"out", "name", "resume", "price_per_hour", "slo_ms"})  # options that no measurement depends on
 
 _Value = TypeVar("_Value")
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from statistics import NormalDist
 from typing import TypeVar
 
@@ -158,10 +158,10 @@ def ratio(counts: Counts) -> float | None:
     return above / below if below else None
 
 
-def ratio_interval(counts: Counts, tail: float = TAIL) -> Interval | None:
+def ratio_interval(counts: Counts) -> Interval | None:
     """The interval of a ratio of totals; None for fewer than two groups with a denominator."""
     counts = _used(counts)
-    return None if len(counts) < 2 else expanded_interval(drawn_ratios(counts, drawn(len(counts))), len(counts), tail)
+    return None if len(counts) < 2 else expanded_interval(drawn_ratios(counts, drawn(len(counts))), len(counts))
 
 
 def difference_interval(first: Counts, second: Counts, paired: bool, tail: float = TAIL) -> Interval | None:
@@ -369,7 +369,7 @@ def _effective_size(owners: NDArray[np.int64], num_below: int, share: float) -> 
 # ---- distributions that the standard library lacks
 
 
-@lru_cache
+@cache
 def student_quantile(probability: float, freedom: int) -> float:
     """The quantile of Student's t for a probability above 0.5.
 

@@ -7,7 +7,7 @@ Backslashes in the text are not doubled, so the form is for readers; `--json` is
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 _NOT_IN_A_BLOCK = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 _CUT = " ... ({} characters left out) ... "
@@ -42,17 +42,6 @@ def shortened(text: str, most: int) -> str:
 def seconds_text(seconds: float) -> str:
     """Seconds in three figures, as milliseconds below one second."""
     return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
-
-
-def map_texts(value: object, change: Callable[[str], str]) -> object:
-    """`value` with `change` applied to every text in its lists and tables."""
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, dict):
-        return {key: map_texts(item, change) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [map_texts(item, change) for item in value]
-    return value
 
 
 def _escape(character: str) -> str:

@@ -7,7 +7,7 @@ import contextvars
 import itertools
 import logging
 import secrets
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ import ray.util
 from msgspec.msgpack import Decoder as MessageDecoder
 from ray.serve.exceptions import BackPressureError, RayServeException
 
-from foretoken.backend.call import Call, ModelInfo, State
+from foretoken.backend.call import Call, ModelInfo, State, TextToEncode
 from foretoken.errors import EngineError, ForetokenError, OverloadedError, UnavailableError, WorkerDiedError
 from foretoken.scale.decide import live_replicas
 from foretoken.scale.replica import Address
@@ -130,16 +130,9 @@ class RayBackend:
         self._quarantine.check(fingerprint_of(call))
         return await self._there().open(call)
 
-    async def tokenize(
-        self,
-        prompt: str | None,
-        messages: Sequence[Mapping[str, Any]] | None = None,
-        add_special_tokens: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        template_options: Mapping[str, Any] = {},
-    ) -> list[int]:
+    async def tokenize(self, text: TextToEncode) -> list[int]:
         """See `Backend.tokenize`."""
-        return await self._there().tokenize(prompt, messages, add_special_tokens, tools, template_options)
+        return await self._there().tokenize(text)
 
     async def detokenize(self, token_ids: Sequence[int], has_specials: bool = False) -> str:
         """See `Backend.detokenize`."""

@@ -24,11 +24,11 @@ from foretoken.server.api.app import RouterMaker, create_app
 from foretoken.server.config import ServerConfig
 from foretoken.server.guard.app import Guard
 from foretoken.server.guard.connection import uvicorn_options
-from foretoken.server.life.fault_hooks import TEST_VARIABLE, debug_router, is_test_build
 from foretoken.server.life.replicas import AsyncCondition, Replicas
 from foretoken.server.observe.observation import Observation
 from foretoken.server.page.page import page_router, stats_router
 
+_TEST_VARIABLE = "FORETOKEN_TEST"  # "1": what the front and its workers hold can be asked for
 _BACKLOG = 2048  # connections that wait to be accepted; the kernel's own limit cuts it
 _log = logging.getLogger("foretoken.server")
 
@@ -98,8 +98,8 @@ def run_server(
     listener = listening_socket(config.guard.host, config.port)
     try:
         with _logging_to_stderr():
-            if is_test_build():
-                _log.warning("TEST BUILD (%s=1): faults can be injected, do not serve users with it", TEST_VARIABLE)
+            if _is_test_build():
+                _log.warning("TEST BUILD (%s=1): /debug/invariants is open, do not serve users with it", _TEST_VARIABLE)
             backend = backend or Replicas(config.engine, config.model_name, config.life, config.draft_required)
             return asyncio.run(_Front(config, backend, listener, on_ready).run())
     finally:
@@ -214,6 +214,10 @@ class Composed:
     close: Callable[[], None]
 
 
+def _is_test_build() -> bool:
+    return os.environ.get(_TEST_VARIABLE) == "1"
+
+
 def compose(backend: Backend, config: ServerConfig) -> Composed:
     """Everything over a backend.
 
@@ -222,8 +226,10 @@ def compose(backend: Backend, config: ServerConfig) -> Composed:
     """
     observation = Observation(backend, config.observe)
     routers: list[APIRouter | RouterMaker] = [*observation.routers, page_router(), stats_router]
-    if is_test_build() and isinstance(backend, Replicas):
-        routers.append(debug_router(backend))
+    if _is_test_build() and isinstance(backend, Replicas):
+        router = APIRouter()
+        router.add_api_route("/debug/invariants", backend.invariants, methods=["GET"], include_in_schema=False)
+        routers.append(router)
     app = create_app(backend, config.api, observation.observers, routers)
     return Composed(observation.around(Guard(app, config.guard)), uvicorn_options(config.guard), observation.close)
 

@@ -23,6 +23,8 @@ from foretoken.train.run_state import check_same, read_meta, restore_state, save
 from foretoken.train.train_config import TrainConfig, rate_share
 from foretoken.train.training_loop import TrainingLoop
 
+_AGREEMENT_TOKENS = 65_536
+
 
 @dataclass(frozen=True)
 class Data:
@@ -117,11 +119,11 @@ class Trainer(TrainingLoop):
         """Held-out loss in bits per byte of text."""
         return bits_per_byte(self.model, self.data.held_out.tolist(), self.data.held_out_bytes)
 
-    def held_out_agreement(self, tokens: int = 65_536) -> Agreement | None:
+    def held_out_agreement(self) -> Agreement | None:
         """Acceptance of this model's tokens by the teacher, along the first held-out tokens; None without a teacher."""
-        return (
-            None if self.teacher is None else agreement(self.teacher, self.model, self.data.held_out[:tokens].tolist())
-        )
+        if self.teacher is None:
+            return None
+        return agreement(self.teacher, self.model, self.data.held_out[:_AGREEMENT_TOKENS].tolist())
 
     def save(self) -> None:
         """See `TrainingLoop`."""

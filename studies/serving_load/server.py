@@ -75,14 +75,14 @@ class LoadedServer:
 
 
 @contextmanager
-def loaded_server(options: Sequence[str]) -> Iterator[LoadedServer]:
-    """`foretoken serve` with further `options`, until the end of the block.
+def loaded_server(options: Sequence[str], module: str = "foretoken") -> Iterator[LoadedServer]:
+    """`foretoken serve` with further `options`, until the end of the block; `module` is the command.
 
     Raises:
         UnavailableError: it did not start; its own words are on standard error.
     """
     environment = {**os.environ, "FORETOKEN_TEST": "1"}
-    command = [sys.executable, "-m", "foretoken", "serve", "--port", "0", "--json", "--admin-key", KEY]
+    command = [sys.executable, "-m", module, "serve", "--port", "0", "--json", "--admin-key", KEY]
     command += ["--request-log", "none", *options]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     try:

@@ -17,7 +17,6 @@ from foretoken import LLM, SamplingParams
 from foretoken.cli import models
 from foretoken.engine.request import GenerateOutput
 from foretoken.measure.report import markdown
-from foretoken.measure.speed.report import write_plot
 from foretoken.measure.write import write_report
 from foretoken.printing import text as pages
 from foretoken.printing.console import Console
@@ -252,12 +251,6 @@ def test_a_page_holds_hostile_names(text: str, tmp_path: Path) -> None:
 def test_a_markdown_table() -> None:
     assert pages.table(("a", "b|c"), [("x", "1")]) == [r"| a | b\|c |", "|---|---:|", "| x | 1 |"]
     assert pages.page(["one", "two\nthree"]) == "one\ntwo\\nthree\n"
-
-
-def test_a_plot_takes_dollar_signs(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    write_plot(hostile_scenes.bench_rows_of("$x_{"), "$cpu", tmp_path / "p.svg")
-    assert (tmp_path / "p.svg").stat().st_size
 
 
 # ---- names that no file can have

@@ -228,9 +228,6 @@ class Faulty(NgramDrafter):
         super().finish(request_id)
         self._at("finish")
 
-    def taps(self) -> tuple[int, ...]:
-        return self._at("taps") or ()
-
     def release(self, request_id: int) -> None:
         self._at("release")
 
@@ -261,7 +258,7 @@ def generate(
 
 
 @pytest.mark.parametrize("params", [LONG, SamplingParams(max_tokens=16, ignore_eos=True, temperature=1.0, seed=5)])
-@pytest.mark.parametrize("at", ["start", "propose", "look_up", "commit", "finish", "taps"])
+@pytest.mark.parametrize("at", ["start", "propose", "look_up", "commit", "finish"])
 def test_h3_what_a_drafter_raises_costs_its_draft_tokens(
     llm: LLM,
     registered: None,

@@ -249,8 +249,8 @@ def test_nothing_is_tapped_when_nobody_reads(pair: SimpleNamespace, monkeypatch:
         llm._drafters.drafters.pop(key_of("ngram"))
 
 
-def test_a_reader_beside_a_drafter_that_looks_at_a_round(pair: SimpleNamespace) -> None:
-    """`Taps` and `HiddenStateReader` in one batch: each finds its rows."""
+def test_a_reader_beside_a_drafter_that_runs_the_target(pair: SimpleNamespace) -> None:
+    """Hidden states of some requests, early passes of the others in one batch: the reader finds its rows."""
     target, oracle = PagedModel(load_decoder(pair.target, dtype="float32"), 2048, BLOCK), Oracle(pair.target)
     head = RecordingHead(NgramDrafter(), (0, 1))
     group = DrafterGroup(target)

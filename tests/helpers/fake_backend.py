@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from foretoken import SpecConfig
-from foretoken.backend.call import AnswerEnded, Begun, Call, Event, ModelInfo, Piece, State, TokenEvent
+from foretoken.backend.call import AnswerEnded, Begun, Call, Event, ModelInfo, Piece, State, TextToEncode, TokenEvent
 from tests.helpers.workers import crossed
 
 INFO = ModelInfo(
@@ -116,17 +116,11 @@ class FakeBackend:
         self.generations.append(FakeGeneration(self.script))
         return self.generations[-1]
 
-    async def tokenize(
-        self,
-        prompt: str | None,
-        messages: Sequence[Mapping[str, Any]] | None = None,
-        add_special_tokens: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        template_options: Mapping[str, Any] = {},
-    ) -> list[int]:
+    async def tokenize(self, text: TextToEncode) -> list[int]:
         """See `Backend`."""
-        text = (prompt or "") if messages is None else str([messages, tools, template_options])
-        return list(range(len(text)))
+        is_chat = text.messages is not None
+        whole = str([text.messages, text.tools, text.template_options]) if is_chat else text.prompt or ""
+        return list(range(len(whole)))
 
     async def detokenize(self, token_ids: Sequence[int], has_specials: bool = False) -> str:
         """See `Backend`."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from foretoken.core import Batch, Draft, Request, Verdict
-from foretoken.draft.base import Drafter, Feedback, FollowsText, HiddenRows, PrefixStates, Reads, Releases, Taps
+from foretoken.draft.base import Drafter, Feedback, FollowsText, HiddenRows, PrefixStates, Reads, Releases
 from foretoken.draft.block import BlockDrafter
 from foretoken.draft.cascade import CascadeDrafter
 from foretoken.draft.draft_model import DraftModelDrafter
@@ -65,9 +65,6 @@ class Watched:
         self.num_probed += sum(draft.probe_lengths)
         self.num_trees += sum(not draft.is_chain(b) for b in range(draft.num_requests))
         return draft
-
-    def taps(self) -> tuple[int, ...]:
-        return self.inner.taps() if isinstance(self.inner, Taps) else ()
 
     def commit(self, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:
         for b, entry in enumerate(batch.decoding):

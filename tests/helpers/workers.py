@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from foretoken import SpecConfig
-from foretoken.backend.call import AnswerEnded, Begun, Call, Event, ModelInfo, Piece, TokenEvent
+from foretoken.backend.call import AnswerEnded, Begun, Call, Event, ModelInfo, Piece, TextToEncode, TokenEvent
 from foretoken.errors import InputError
 from foretoken.server.life.wire import Channel, Command, LoadEngine, Message, builtin
 from foretoken.server.life.worker import Worker
@@ -88,10 +88,8 @@ class ScriptedBackend:
             raise InputError("prompt", "a text of a user", "cannot be honoured")
         return ScriptedGeneration(self.token_ids, call.params.tenant == "hold")
 
-    async def tokenize(
-        self, prompt: str | None, messages: Any, add_special_tokens: bool, tools: Any, template_options: Any
-    ) -> list[int]:
-        return [len(prompt or "")]
+    async def tokenize(self, text: TextToEncode) -> list[int]:
+        return [len(text.prompt or "")]
 
     async def detokenize(self, token_ids: Sequence[int], has_specials: bool = False) -> str:
         return " ".join(map(str, token_ids))

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from foretoken import SamplingParams, SpecConfig
-from foretoken.backend.call import AnswerEnded, Begun, Call, ModelInfo, Piece
+from foretoken.backend.call import AnswerEnded, Begun, Call, ModelInfo, Piece, TextToEncode
 from foretoken.engine_config import EngineConfig
 from foretoken.errors import EngineError
 from foretoken.scale.replica import Address, EngineReplica, batches, queued_tokens
@@ -106,12 +106,12 @@ def test_the_messages_of_a_call(replica: EngineReplica) -> None:
 
 def test_commands_reach_the_replica_that_they_name(replica: EngineReplica) -> None:
     async def run() -> None:
-        answer = await asked(replica, Tokenize(1, "def", None, False))
+        answer = await asked(replica, Tokenize(1, TextToEncode("def", add_special_tokens=False)))
         assert isinstance(answer, Returned)
         assert answer.value
         assert isinstance(await asked(replica, AskStats(2), "one"), Returned)
         assert await asked(replica, AskStats(2), "another") is None
-        assert isinstance(await asked(replica, Tokenize(3, None, [{"role": "x"}], False)), Refused)
+        assert isinstance(await asked(replica, Tokenize(3, TextToEncode(messages=[{"role": "x"}]))), Refused)
 
     asyncio.run(run())
 

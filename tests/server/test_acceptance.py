@@ -16,8 +16,7 @@ from typer.testing import CliRunner, Result
 
 from foretoken.cli.app import app
 from foretoken.errors import ConfigError, GateError
-from foretoken.measure.drops import drop_evidence, low_quantile
-from foretoken.measure.stats import student_quantile
+from foretoken.measure.drops import drop_evidence
 from foretoken.model.names import model_folder
 from foretoken.server.observe.acceptance import (
     MAX_ROWS,
@@ -133,12 +132,6 @@ def test_no_single_day_and_no_rise_raises_an_alarm() -> None:
     recovered = judge_days(days_of([*fell, *usual, *usual]), 20.0)
     assert recovered.fell_on
     assert not recovered.has_fallen
-
-
-@pytest.mark.parametrize("freedom", [6, 20, 100])
-@pytest.mark.parametrize("chance", [0.2, 0.1])
-def test_the_quantile_is_that_of_student(chance: float, freedom: int) -> None:
-    assert low_quantile(chance, freedom) == pytest.approx(-student_quantile(1 - chance, freedom), rel=1e-3)
 
 
 def test_what_days_are_equal_or_few_says_nothing() -> None:

@@ -12,8 +12,8 @@ from foretoken import LLM, SpecConfig
 from foretoken.backend.local import LocalBackend
 from foretoken.engine.async_engine import AsyncEngine
 from foretoken.server.api.app import create_app
-from foretoken.server.life.fault_hooks import FaultHook
 from tests.helpers.faults import expect
+from tests.helpers.faulty_worker import FaultHook
 
 PROMPTS = ("def f(x):\n", "class Reader", "import os\n")
 

@@ -19,7 +19,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from foretoken.errors import ConfigError, StorageError
 from foretoken.server.observe.figures import FiguresWriter, RequestFigures, figures_of, quantile
-from foretoken.server.observe.history import COLUMNS, History, summarise, values_of_history
+from foretoken.server.observe.history import COLUMNS, History, acceptance_series
 from foretoken.server.observe.observation import RequestLog
 from foretoken.server.observe.otel import TRACE_HEADERS, Tracing
 from tests.server.records import drafted, record, stats_of
@@ -30,6 +30,21 @@ DAY_S = 86_400.0
 
 def history(path: Path, days: float = 90.0, max_bytes: int = 64 * MIB) -> History:
     return History(path, days, max_bytes)
+
+
+def selected(path: Path, statement: str) -> list[tuple[Any, ...]]:
+    with closing(sqlite3.connect(path)) as connection:
+        return connection.execute(statement).fetchall()
+
+
+def values(path: Path, column: str) -> list[Any]:
+    """One column, the oldest request first."""
+    return [row[0] for row in selected(path, f"SELECT {column} FROM requests ORDER BY began_unix_s, id")]
+
+
+def documented_statement() -> str:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "serving" / "metrics.md").read_text()
+    return text.partition("```sql\n")[2].partition("```")[0]
 
 
 def test_figures_survive_a_restart_and_hold_no_text(tmp_path: Path) -> None:
@@ -50,34 +65,19 @@ def test_figures_survive_a_restart_and_hold_no_text(tmp_path: Path) -> None:
     assert "tell me" not in path.read_bytes().decode("latin-1")
 
 
-def test_summaries_by_day_drafter_and_key(tmp_path: Path) -> None:
+def test_a_statement_of_sqlite_groups_requests(tmp_path: Path) -> None:
+    """The statement of docs/serving/metrics.md."""
     path = tmp_path / "history.db"
     kept, now = history(path), time.time()
-    for number in range(10):
-        kept.finished(record(began_unix_s=now, ttft_s=(number + 1) / 10))
+    for _ in range(10):
+        kept.finished(record(began_unix_s=now))
     kept.finished(
         record(began_unix_s=now - DAY_S, drafter="suffix", key="bob", stats=(stats_of(drafted(2, 2, "suffix")),))
     )
-    kept.finished(record(began_unix_s=now, status=500, reason="error", stats=(), ttft_s=9.0))
-    kept.drain()
-    (everything,) = summarise(path)
-    assert (everything.num_requests, everything.num_failed) == (12, 1)
-    assert everything.num_drafted == 10 * 6 + 2
-    assert everything.acceptance_rate == (10 * 3 + 2) / 62
-    by_key = {one.group: one for one in summarise(path, by=("key", "drafter"))}
-    assert list(by_key) == [("alice", "ngram"), ("bob", "suffix")]
-    assert by_key["bob", "suffix"].acceptance_rate == 1.0
-    assert by_key["alice", "ngram"].quantiles["ttft_s"] == {0.5: 0.5, 0.95: 1.0, 0.99: 1.0}
-    assert by_key["alice", "ngram"].wasted_share == pytest.approx(0.25)
-    assert [one.num_requests for one in summarise(path, by=("day",))] == [1, 11]
-    assert summarise(path, since_unix_s=now + 1) == []
-    assert [one.num_requests for one in summarise(path, where={"drafter": "suffix"})] == [1]
-    assert len(values_of_history(path, "ttft_s", where={"key": "alice"})) == 10
+    kept.finished(record(began_unix_s=now, status=500, reason="error", stats=()))
     kept.close()
-    with pytest.raises(ConfigError, match="by"):
-        summarise(path, by=("prompt; DROP TABLE requests",))
-    with pytest.raises(ConfigError, match="figure"):
-        values_of_history(path, "text")
+    found = documented_statement()
+    assert [row[1:] for row in selected(path, found)] == [("suffix", 1, 1.0), ("ngram", 11, 0.5)]
 
 
 def test_old_requests_are_deleted_by_age_and_size(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_old_requests_are_deleted_by_age_and_size(tmp_path: Path) -> None:
     kept.drain()
     kept.close()
     history(path, days=1.0).close()
-    assert [one.num_requests for one in summarise(path)] == [1]
+    assert len(values(path, "id")) == 1
     path = tmp_path / "large.db"
     kept = history(path)
     for number in range(4000):  # in batches that the queue takes
@@ -102,9 +102,9 @@ def test_old_requests_are_deleted_by_age_and_size(tmp_path: Path) -> None:
     small.drain()
     small.close()
     assert path.stat().st_size <= MIB < before
-    (left,) = summarise(path)
-    assert 0 < left.num_requests < 4000
-    assert values_of_history(path, "began_unix_s")[-2] == 1e9 + 3999  # the oldest went
+    left = values(path, "began_unix_s")
+    assert 0 < len(left) < 4000
+    assert left[-2] == 1e9 + 3999  # the oldest went
 
 
 def test_a_locked_file_costs_rows_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +123,7 @@ def test_a_locked_file_costs_rows_and_nothing_else(tmp_path: Path, monkeypatch: 
         other.execute("ROLLBACK")
     kept.finished(record(request_id="after"))
     kept.drain()
-    assert values_of_history(path, "request_id") == ["before", "after"]
+    assert values(path, "request_id") == ["before", "after"]
     kept.close()
     assert kept.num_dropped == 3
 
@@ -144,7 +144,7 @@ def test_a_full_disk_costs_rows_and_nothing_else(tmp_path: Path) -> None:
     kept.finished(record(request_id="after"))  # a new connection has no such limit: there is room again
     kept.drain()
     kept.close()
-    assert values_of_history(path, "request_id")[-1] == "after"
+    assert values(path, "request_id")[-1] == "after"
     full = RequestLog("text", open("/dev/full", "w"))  # noqa: SIM115 - closed below
     full.finished(record())
     full.drain()
@@ -177,7 +177,7 @@ def test_a_later_schema_is_refused(tmp_path: Path) -> None:
         columns = [row[1] for row in connection.execute("PRAGMA table_info(requests)")]
         connection.execute("PRAGMA user_version = 99")
     assert columns == ["id", *COLUMNS]
-    for use in (history, summarise):
+    for use in (history, acceptance_series):
         with pytest.raises(StorageError, match="99"):
             use(path)
 

@@ -21,6 +21,8 @@ from typing import Any
 import httpx2
 import pytest
 
+from tests.helpers import faulty_worker
+
 ROOT = Path(__file__).resolve().parents[2]
 _PATIENCE_S = 120.0  # until a test gives up; nothing depends on it
 REFERENCE = ("--target", "reference:target", "--drafter", "auto", "--draft", "reference:draft")
@@ -28,12 +30,16 @@ REFERENCE += ("--dtype", "float32", "--cost-profile", "off", "--cache-tokens", "
 
 
 class Server:
-    """A running `foretoken serve --json`."""
+    """A running `foretoken serve --json`, its first worker with a `fault` of `faulty_worker`."""
 
-    def __init__(self, *arguments: str, **environment: str) -> None:
+    def __init__(self, *arguments: str, fault: str = "") -> None:
+        module = faulty_worker.MODULE if fault else "foretoken"
+        environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "FORETOKEN_TEST": "1"}
+        if fault:
+            environment[faulty_worker.VARIABLE] = fault
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "foretoken", "serve", "--port", "0", "--json", *arguments],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "FORETOKEN_TEST": "1", **environment},
+            [sys.executable, "-m", module, "serve", "--port", "0", "--json", *arguments],
+            env={**os.environ, **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -110,8 +116,8 @@ KEYS = ("--api-key", "users-key", "--admin-key", "admin-key")
 
 
 @contextmanager
-def serving(*arguments: str, **environment: str) -> Iterator[Server]:
-    server = Server(*arguments, **environment)
+def serving(*arguments: str, fault: str = "") -> Iterator[Server]:
+    server = Server(*arguments, fault=fault)
     try:
         yield server
     finally:
@@ -187,8 +193,7 @@ def test_a_chat_in_the_template_of_a_file(server: Server) -> None:
 
 def test_watchdog_stuck_step() -> None:
     """Case 63: a step longer than T: stack dump, 503, restart. Case 64: a drain with timeout 0: an error event."""
-    fault = {"FORETOKEN_FAULT": "step:30:hang"}
-    with serving(*REFERENCE, *KEYS, "--watchdog-s", "1.0", "--drain-s", "0", **fault) as server:
+    with serving(*REFERENCE, *KEYS, "--watchdog-s", "1.0", "--drain-s", "0", fault="step:30:hang") as server:
         server.wait_ready()
         events = list(server.stream())
         assert json.loads(events[-1])["error"]["code"] == "worker_died"
@@ -266,7 +271,7 @@ def test_signals_while_loading() -> None:
     """Case 64: SIGTERM ends a server that loads; a second SIGINT ends it at once with 130. No orphans either way."""
     for sent, code in (((signal.SIGTERM,), 0), ((signal.SIGINT, signal.SIGINT), 130)):
         port = free_port()
-        with serving(*REFERENCE, "--port", str(port), FORETOKEN_FAULT="load:1:hang") as server:
+        with serving(*REFERENCE, "--port", str(port), fault="load:1:hang") as server:
             server.facts = {"url": f"http://127.0.0.1:{port}", "model": "target"}
             until(lambda port=port: is_listening(port), "it listens at once")  # type: ignore[misc]
             assert server.get("/ready").status_code == 503
@@ -281,7 +286,7 @@ def test_signals_while_loading() -> None:
 
 def test_no_worker_outlives_its_front() -> None:
     """Case 61: a front that is killed."""
-    with serving(*REFERENCE, FORETOKEN_FAULT="load:1:hang") as server:
+    with serving(*REFERENCE, fault="load:1:hang") as server:
         until(lambda: len(children(server.process.pid)) == 1, "the worker starts")
         (child,) = children(server.process.pid)
         server.process.kill()

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from foretoken import LLM, SamplingParams, SpecConfig
-from foretoken.backend.call import AnswerEnded, Begun, Call, Event, Piece
+from foretoken.backend.call import AnswerEnded, Begun, Call, Event, Piece, TextToEncode
 from foretoken.backend.local import LocalBackend, build_engine
 from foretoken.engine.async_engine import AsyncEngine
 from foretoken.engine_config import EngineConfig
@@ -113,7 +113,7 @@ def test_cancel_frees_every_answer(engine: AsyncEngine) -> None:
 
 def test_text_and_tokens_both_ways(engine: AsyncEngine) -> None:
     backend = LocalBackend(engine, "reference")
-    ids = asyncio.run(backend.tokenize("def f(x):"))
+    ids = asyncio.run(backend.tokenize(TextToEncode("def f(x):")))
     assert asyncio.run(backend.detokenize(ids)) == "def f(x):"
     with pytest.raises(InputError, match="tokens=4096"):
         asyncio.run(backend.detokenize([4096]))

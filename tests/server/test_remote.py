@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from foretoken import LLM, SamplingParams, SpecConfig
-from foretoken.backend.call import AnswerEnded, Backend, Begun, Call, Event, Generation
+from foretoken.backend.call import AnswerEnded, Backend, Begun, Call, Event, Generation, TextToEncode
 from foretoken.backend.local import LocalBackend
 from foretoken.engine.async_engine import AsyncEngine
 from foretoken.errors import InputError, OverloadedError, UnavailableError, WorkerDiedError
@@ -115,7 +115,7 @@ def test_the_events_are_those_of_the_backend_behind_it(engine: AsyncEngine) -> N
 def test_texts_figures_and_refusals(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         async with remote(LocalBackend(engine, "reference")) as backend:
-            ids = await backend.tokenize("def f(x):")
+            ids = await backend.tokenize(TextToEncode("def f(x):"))
             assert await backend.detokenize(ids) == "def f(x):"
             held = await backend.invariants()
             assert held["num_calls"] == held["num_running"] == held["pools"]["target"]["used"] == 0
@@ -132,12 +132,12 @@ def test_texts_figures_and_refusals(engine: AsyncEngine, monkeypatch: pytest.Mon
                 assert refused.value.field == field
             said = [{"role": "user", "content": "a", "name": -(2**63) - 1}]
             with pytest.raises(InputError, match=r"^messages\.0\.name=-9223372036854775809: "):
-                await backend.tokenize(None, said)
+                await backend.tokenize(TextToEncode(messages=said))
             deep: Any = 2**64
             for _ in range(900):
                 deep = [deep]
             with pytest.raises(InputError, match=r"^messages\.0\.content(\.0){13}="):
-                await backend.tokenize(None, [{"role": "user", "content": deep}])
+                await backend.tokenize(TextToEncode(messages=[{"role": "user", "content": deep}]))
             assert backend.num_open == 0
 
     asyncio.run(run())
@@ -199,7 +199,7 @@ def test_what_is_in_flight_fails_with_the_worker() -> None:
                 await reading
             assert len(found) == 2
             with pytest.raises(UnavailableError):
-                await backend.tokenize("x")
+                await backend.tokenize(TextToEncode("x"))
 
     asyncio.run(run())
 

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from foretoken import LLM, EngineConfig, SamplingParams, SpecConfig, registry
+from foretoken.backend.call import TextToEncode
 from foretoken.backend.local import LocalBackend, build_engine
 from foretoken.engine.async_engine import AsyncEngine
 from foretoken.model.names import model_folder
@@ -238,6 +239,6 @@ def test_suffix_fills_in_the_middle(server: Server, engine: AsyncEngine) -> None
     body = {"prompt": ["def f(", [9, 10]], "suffix": "return", "max_tokens": 2, "return_token_ids": True}
     reply = Server(backend).post("/v1/completions", body)
     assert reply.status_code == 200, reply.text
-    prefix, behind = (asyncio.run(backend.tokenize(text)) for text in ("def f(", "return"))
+    prefix, behind = (asyncio.run(backend.tokenize(TextToEncode(text))) for text in ("def f(", "return"))
     ids = [choice["prompt_token_ids"] for choice in reply.json()["choices"]]
     assert ids == [[5, 6, *prefix, 7, *behind, 8], [5, 6, 9, 10, 7, *behind, 8]]

@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 
 from foretoken import SamplingParams
-from foretoken.backend.call import AnswerEnded, Call, Event, Generation, Piece
+from foretoken.backend.call import AnswerEnded, Call, Event, Generation, Piece, TextToEncode
 from foretoken.engine_config import EngineConfig
-from foretoken.errors import CheckpointError, ConfigError, EngineError, InputError, UnavailableError, WorkerDiedError
+from foretoken.errors import CheckpointError, EngineError, InputError, UnavailableError, WorkerDiedError
 from foretoken.machine.threads import sleeping
 from foretoken.server.life import supervisor
 from foretoken.server.life.config import LifeConfig
-from foretoken.server.life.fault_hooks import FaultOnDemand, fault_hook
 from foretoken.server.life.replicas import PrefixRouting, Quarantine, Replicas, merged, prefix_of
 from foretoken.server.life.supervisor import CanaryAnswer, Watchdog, difference, worker_environment
 from tests.helpers.workers import ProcessHere, ScriptedBackend
@@ -90,9 +89,9 @@ def test_a_worker_that_died_is_restarted_and_its_calls_end(processes: type[Proce
                     await left(held)
                 await until(backend, lambda: backend.state != "ready")
                 with pytest.raises(UnavailableError, match="restarted"):
-                    await backend.tokenize("x")
+                    await backend.tokenize(TextToEncode("x"))
                 await ready(backend)
-            assert await backend.tokenize("x") == [1]
+            assert await backend.tokenize(TextToEncode("x")) == [1]
             held_now = await backend.invariants()
             assert (held_now["num_open"], held_now["workers"][0]["num_starts"]) == (0, 4)
             assert (await backend.stats())["num_restarts"] == 3
@@ -342,46 +341,12 @@ def test_a_drain_waits_for_what_is_in_flight(processes: type[ProcessHere]) -> No
     asyncio.run(run())
 
 
-@pytest.mark.parametrize(
-    ("fault", "is_test", "message"),
-    [
-        ("step:1:raise", "", "faults are for tests"),
-        ("step:0:raise", "1", "point:nth:action"),
-        ("step:every-0:raise", "1", "point:nth:action"),
-        ("x", "1", "load:1:exit"),
-    ],
-)
-def test_faults_are_for_test_builds(monkeypatch: pytest.MonkeyPatch, fault: str, is_test: str, message: str) -> None:
-    monkeypatch.setenv("FORETOKEN_FAULT", fault)
-    monkeypatch.setenv("FORETOKEN_TEST", is_test)
-    with pytest.raises(ConfigError, match=message):
-        fault_hook()
-
-
 def test_threads_of_a_worker_sleep_while_they_wait_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in sleeping():
         monkeypatch.delenv(name, raising=False)
     assert worker_environment()["OMP_WAIT_POLICY"] == "passive"
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
     assert worker_environment()["OMP_WAIT_POLICY"] == "active"
-
-
-def test_a_fault_acts_once_or_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FORETOKEN_TEST", "1")
-
-    def raised(fault: str) -> list[int]:
-        monkeypatch.setenv("FORETOKEN_FAULT", fault)
-        hook, found = fault_hook(), list[int]()
-        hook.is_armed = True
-        for passage in range(1, 10):
-            try:
-                hook.passes("step")
-            except FaultOnDemand:
-                found.append(passage)
-        return found
-
-    assert raised("step:3:raise") == [3]
-    assert raised("step:every-3:raise") == [3, 6, 9]
 
 
 @pytest.mark.parametrize(

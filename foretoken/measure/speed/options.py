@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,8 +53,8 @@ class SpeedOptions:
     Under each of `numerics` everything is measured, with a plain decoding of its own. `warm`: drafters keep what they
     remember from prompt to prompt, but never to a repeat of it; otherwise they are emptied before every answer.
 
-    `out` is a folder for a dated result, `name` the end of its file name, `plot` a .png or .svg file. `resume` is a
-    file that keeps each answer; what it holds already is not measured again. `threads=None` keeps torch's number.
+    `out` is a folder for a dated result, `name` the end of its file name. `resume` is a file that keeps each
+    answer; what it holds already is not measured again. `threads=None` keeps torch's number.
     """
 
     target: str = field(metadata=same_option(EngineConfig, "model"))
@@ -122,7 +121,6 @@ class SpeedOptions:
     )
     price_per_hour: float | None = field(default=None, metadata=PRICE_OPTION)
     slo_ms: float | None = field(default=None, metadata=SLO_OPTION)
-    plot: Path | None = field(default=None, metadata=option("Draw tokens per second into this .png or .svg file."))
     out: Path | None = field(default=None, metadata=OUT_OPTION)
     resume: Path | None = field(default=None, metadata=resume_option("answer", " with the same options"))
     name: str = field(default="bench", metadata=NAME_OPTION)
@@ -168,8 +166,6 @@ class SpeedOptions:
         check_price(self.price_per_hour)
         check_slo(self.slo_ms, self.price_per_hour is not None)
         check_name(self.name)
-        if self.plot is not None:
-            check_plot(self.plot)
 
     @property
     def choices(self) -> tuple[DrafterChoice, ...]:
@@ -202,18 +198,3 @@ class ProfileOptions:
 
     def __post_init__(self) -> None:
         check_fields(self)
-
-
-_PLOT_SUFFIXES = (".png", ".svg")
-
-
-def check_plot(path: Path) -> None:
-    """Check that a plot can be drawn, before anything is measured.
-
-    Raises:
-        InputError: an unknown suffix, or matplotlib is missing.
-    """
-    if path.suffix.lower() not in _PLOT_SUFFIXES:
-        raise InputError("plot", str(path), f"the file name must end in {' or '.join(_PLOT_SUFFIXES)}")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise InputError("plot", str(path), "plots need matplotlib: pip install 'foretoken[plot]'")

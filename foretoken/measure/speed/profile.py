@@ -125,9 +125,9 @@ def write_profile(profile: Profile, folder: Path, name: str) -> Path:
     return path
 
 
-def print_profile(profile: Profile, file: Path | None, console: Console | None = None) -> None:
+def print_profile(profile: Profile, file: Path | None) -> None:
     """Print every curve on a line: counts with milliseconds."""
-    console = console or Console()
+    console = Console()
     curves = {
         "rows": profile.rows,
         "requests": profile.batch,

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from foretoken.errors import StorageError
 from foretoken.measure.options import PLAIN, STRICT
 from foretoken.measure.plots import Plot, Point, Series
 from foretoken.measure.price import PriceRow, price_rows, price_tables
 from foretoken.measure.report import Report, Table
 from foretoken.measure.speed.compare import SUMMARY_NOTE, against_peer, by_position, ratios, summary
-from foretoken.measure.speed.options import check_plot
-from foretoken.measure.speed.plan import ALL_SLICES, ENGINE
+from foretoken.measure.speed.plan import ENGINE
 from foretoken.measure.speed.rows import SpeedRow, strict_differing
-from foretoken.printing.text import visible
 
 EXPLAINED = (
     "tok/s is the median over repeats of the tokens after the prompt's forward pass; speedup is against `plain` on "
@@ -229,51 +225,3 @@ def _difference_notes(rows: Sequence[SpeedRow]) -> tuple[str, ...]:
         if row.differences
     ]
     return (f"Greedy outputs that differ from plain decoding: {'; '.join(told)}.",) if told else ()
-
-
-def write_plot(all_rows: Sequence[SpeedRow], cpu: str, path: Path) -> None:
-    """Bars of tokens per second at the lowest temperature by slice and setting, with the range over repeats.
-
-    Raises:
-        InputError: an unknown suffix, or matplotlib is missing.
-        StorageError: the file cannot be written.
-    """
-    check_plot(path)
-    from matplotlib.figure import Figure
-
-    lowest = min((row.temperature for row in all_rows), default=0.0)
-    rows = [row for row in all_rows if row.temperature == lowest]
-    names = [name for name in dict.fromkeys(row.slice for row in rows) if name != ALL_SLICES] or [ALL_SLICES]
-    settings = list(dict.fromkeys(row.setting for row in rows))
-    figure = Figure(figsize=(max(6.0, 1.0 + 0.25 * len(names) * (len(settings) + 1)), 4.0), layout="constrained")
-    axes = figure.subplots()
-    width = 0.8 / max(1, len(settings))
-    for place, setting in enumerate(settings):
-        own = {row.slice: row for row in rows if row.setting == setting}
-        at = [i for i, name in enumerate(names) if name in own]
-        chosen = [own[names[i]] for i in at]
-        spread = (
-            [r.tokens_per_s - r.tokens_per_s_min for r in chosen],
-            [r.tokens_per_s_max - r.tokens_per_s for r in chosen],
-        )
-        axes.bar(
-            [i + (place + 0.5) * width - 0.4 for i in at],
-            [r.tokens_per_s for r in chosen],
-            width,
-            yerr=spread,
-            label=_label(setting),
-        )
-    axes.set_xticks(range(len(names)), [_label(name) for name in names])
-    axes.set_ylabel("tokens per second")
-    axes.set_title(_label(f"temperature {lowest:g}, {cpu}"), fontsize=9)
-    figure.legend(loc="outside lower center", fontsize=7, ncols=4)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
-    except OSError as error:
-        raise StorageError(f"cannot write the plot to {path}: {error}") from error
-
-
-def _label(text: str) -> str:
-    """`text` in a plot, where dollar signs would enclose a formula."""
-    return visible(text).replace("$", r"\$")

@@ -249,11 +249,11 @@ def _e2e_tokens_per_s(samples: Sequence[SpeedSample], slo_ms: float | None = Non
     return median(_per_repeat(known, rate).values()) if known else None
 
 
-def repeated_ngrams(outputs: Iterable[Sequence[int]], n: int = _NGRAM) -> float | None:
-    """Share of n-grams that occurred earlier in the same output, over all outputs; None when there is no n-gram."""
+def repeated_ngrams(outputs: Iterable[Sequence[int]]) -> float | None:
+    """Share of runs of `_NGRAM` tokens that occurred earlier in the same output, over all outputs; None without one."""
     total, distinct = 0, 0
     for ids in outputs:
-        grams = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
+        grams = [tuple(ids[i : i + _NGRAM]) for i in range(len(ids) - _NGRAM + 1)]
         total += len(grams)
         distinct += len(set(grams))
     return 1.0 - distinct / total if total else None

@@ -15,7 +15,6 @@ from foretoken.backend.registry import LOCAL
 from foretoken.config import SpecConfig
 from foretoken.engine.llm import LLM
 from foretoken.errors import InputError
-from foretoken.files import check_file, check_folder
 from foretoken.machine.identity import machine, versions
 from foretoken.machine.neighbours import OtherLoad, contention_notes, is_contended
 from foretoken.measure.kept import digest, run_of
@@ -26,7 +25,7 @@ from foretoken.measure.report import Report, load_average, now, source_caveats
 from foretoken.measure.speed.contenders import open_others, other_contenders, own_contenders
 from foretoken.measure.speed.options import SpeedOptions
 from foretoken.measure.speed.plan import ALL_SLICES, Contender, SpeedPlan, SpeedSample
-from foretoken.measure.speed.report import speed_report, write_plot
+from foretoken.measure.speed.report import speed_report
 from foretoken.measure.speed.rows import summarise
 from foretoken.measure.speed.turns import Samples, measure
 from foretoken.measure.workload import SLICES, Prompt, slices
@@ -65,7 +64,7 @@ class SpeedRun:
 
 
 def run_speed(options: SpeedOptions, llm: LLM | None = None, command: str = "foretoken bench") -> Report:
-    """Measure, and write the plot and the dated result where options ask for them; the caller prints the report.
+    """Measure, and write the dated result where options ask for it; the caller prints the report.
 
     `llm` replaces the engines that are otherwise opened on `options.target`, one for each of `options.numerics`.
     Progress goes to standard error. After Ctrl-C the report holds what was measured until then, and says so; with
@@ -75,9 +74,6 @@ def run_speed(options: SpeedOptions, llm: LLM | None = None, command: str = "for
         ForetokenError: a model that cannot be used, a file that cannot be written or that belongs to other options, or
             a failing engine.
     """
-    if options.plot is not None:
-        check_folder(options.plot.parent)
-        check_file("plot", options.plot)
     run = measure_speed(options, llm)
     rows = summarise(run.samples, run.prompts, options.slo_ms)
     counts = [(row.num_contended, row.num_answers) for row in rows if row.slice != ALL_SLICES]
@@ -91,8 +87,6 @@ def run_speed(options: SpeedOptions, llm: LLM | None = None, command: str = "for
         versions=run.versions,
         files=() if run.samples_file is None else (str(run.samples_file),),
     )
-    if options.plot is not None and rows:
-        write_plot(rows, machine()["cpu"], options.plot)
     return write_report(report, options.out, options.name)
 
 

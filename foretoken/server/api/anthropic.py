@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from foretoken.backend.call import AnswerEnded
+from foretoken.backend.call import AnswerEnded, TextToEncode
 from foretoken.server.api.anthropic_request import MessagesRequest, TokenCountRequest, as_chat
 from foretoken.server.api.body import JsonRoute
 from foretoken.server.api.call import chat_call, terms_of, tier_of
@@ -58,7 +58,7 @@ def messages_router(api: Api) -> APIRouter:
             call = chat_call(as_chat(body.model_copy(update={"max_tokens": 1})), terms)
         except ApiError as error:
             raise _named(error, body) from error
-        tokens = await api.backend.tokenize(None, call.messages, True, call.tools, call.template_options)
+        tokens = await api.backend.tokenize(TextToEncode.of(call))
         return json_response({"input_tokens": len(tokens)})
 
     return router

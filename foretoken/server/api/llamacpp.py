@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.routing import APIRoute
 
-from foretoken.backend.call import AnswerEnded, TokenEvent
+from foretoken.backend.call import AnswerEnded, TextToEncode, TokenEvent
 from foretoken.server.api.body import JsonRoute
 from foretoken.server.api.call import (
     chat_call,
@@ -171,7 +171,7 @@ async def _ids(api: Api, parts: Sequence[str | int], add_special: bool = True) -
     made: list[int] = []
     for place, part in enumerate(parts):
         if isinstance(part, str):
-            made += await api.backend.tokenize(part, add_special_tokens=add_special and place == 0)
+            made += await api.backend.tokenize(TextToEncode(part, add_special_tokens=add_special and place == 0))
         else:
             made.append(part)
     return made
@@ -180,7 +180,7 @@ async def _ids(api: Api, parts: Sequence[str | int], add_special: bool = True) -
 async def _chat_ids(api: Api, body: ChatRequest, request: Request) -> list[int]:
     """Token ids of a conversation with its tools, up to where the answer begins."""
     call = chat_call(body, terms_of(api, body, request.scope))
-    return await api.backend.tokenize(None, call.messages, True, call.tools, call.template_options)
+    return await api.backend.tokenize(TextToEncode.of(call))
 
 
 async def _text(api: Api, ids: Sequence[int]) -> str:

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Response
 from pydantic import Field
 
 from foretoken import __version__
-from foretoken.backend.call import ModelInfo
+from foretoken.backend.call import ModelInfo, TextToEncode
 from foretoken.config import known_drafters
 from foretoken.server.api.body import JsonRoute, RequestPart
 from foretoken.server.api.call import check_model, check_token_ids
@@ -161,7 +161,7 @@ def tokenization_router(api: Api) -> APIRouter:
         if body.messages is not None and not info.has_chat_template:
             raise unsupported("messages", "the model has no chat template; give a prompt")
         messages = None if body.messages is None else checked_messages(body.messages, info.template_roles)
-        tokens = await api.backend.tokenize(body.prompt, messages, body.add_special_tokens)
+        tokens = await api.backend.tokenize(TextToEncode(body.prompt, messages, body.add_special_tokens))
         return json_response({"count": len(tokens), "max_model_len": info.max_model_len, "tokens": tokens})
 
     @router.post("/detokenize", summary="The text of token ids")

@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from foretoken.backend.call import AnswerEnded, ModelInfo
+from foretoken.backend.call import AnswerEnded, ModelInfo, TextToEncode
 from foretoken.server.api.body import JsonRoute
 from foretoken.server.api.call import chat_call, check_num_prompts, completion_call, terms_of
 from foretoken.server.api.errors import unsupported
@@ -190,7 +190,7 @@ async def fill_ids(api: Api, info: ModelInfo, prefix: str | Sequence[int], suffi
     if info.fim_tokens is None:
         raise unsupported("suffix", "the model has no tokens for a text in the middle; leave it out")
     before_prefix, before_suffix, before_middle = info.fim_tokens
-    behind = await api.backend.tokenize(suffix, add_special_tokens=False)
+    behind = await api.backend.tokenize(TextToEncode(suffix, add_special_tokens=False))
     if isinstance(prefix, str):
-        prefix = await api.backend.tokenize(prefix, add_special_tokens=False)
+        prefix = await api.backend.tokenize(TextToEncode(prefix, add_special_tokens=False))
     return [*before_prefix, *prefix, before_suffix, *behind, before_middle]

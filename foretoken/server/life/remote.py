@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, Protocol
 
-from foretoken.backend.call import Call, Event, ModelInfo, State
+from foretoken.backend.call import Call, Event, ModelInfo, State, TextToEncode
 from foretoken.errors import ForetokenError, InputError, OverloadedError, UnavailableError
 from foretoken.server.life.wire import (
     AskInvariants,
@@ -84,20 +84,9 @@ class RemoteBackend:
             raise
         return RemoteGeneration(self, number, pending)
 
-    async def tokenize(
-        self,
-        prompt: str | None,
-        messages: Sequence[Mapping[str, Any]] | None = None,
-        add_special_tokens: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        template_options: Mapping[str, Any] = {},
-    ) -> list[int]:
+    async def tokenize(self, text: TextToEncode) -> list[int]:
         """See `Backend.tokenize`."""
-        listed = None if messages is None else list(messages)
-        offered = None if tools is None else list(tools)
-        found: list[int] = await self._ask(
-            lambda number: Tokenize(number, prompt, listed, add_special_tokens, offered, dict(template_options))
-        )
+        found: list[int] = await self._ask(lambda number: Tokenize(number, text))
         return found
 
     async def detokenize(self, token_ids: Sequence[int], has_specials: bool = False) -> str:
@@ -254,7 +243,7 @@ class _Pending:
 
 def _unsendable(command: Command, error: Exception) -> InputError:
     """Names the field of a request that kept its command from being sent."""
-    name, value = unwritable(command.request if isinstance(command, Open) else command)
+    name, value = unwritable(command.request if isinstance(command, Open | Tokenize) else command)
     if not name:
         return InputError("request", None, str(error))  # each part can be sent: together they are too long
     shown = value if isinstance(value, int) else None  # a text is the user's own, and what is nested may be long

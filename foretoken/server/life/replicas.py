@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from foretoken.backend.call import Call, ModelInfo, State
+from foretoken.backend.call import Call, ModelInfo, State, TextToEncode
 from foretoken.engine_config import EngineConfig
 from foretoken.errors import ForetokenError, InputError, UnavailableError
 from foretoken.server.life.config import LifeConfig
@@ -198,16 +198,9 @@ class Replicas:
         number = self._routing.choose(prefix_of(call), loads)
         return await backends[number].open(call, fingerprint)
 
-    async def tokenize(
-        self,
-        prompt: str | None,
-        messages: Sequence[Mapping[str, Any]] | None = None,
-        add_special_tokens: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        template_options: Mapping[str, Any] = {},
-    ) -> list[int]:
+    async def tokenize(self, text: TextToEncode) -> list[int]:
         """See `Backend.tokenize`."""
-        return await self._least_loaded().tokenize(prompt, messages, add_special_tokens, tools, template_options)
+        return await self._least_loaded().tokenize(text)
 
     async def detokenize(self, token_ids: Sequence[int], has_specials: bool = False) -> str:
         """See `Backend.detokenize`."""

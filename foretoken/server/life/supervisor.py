@@ -26,10 +26,8 @@ from foretoken.errors import EngineError, ForetokenError, WorkerDiedError
 from foretoken.machine.process import import_path
 from foretoken.machine.threads import names_waiting, sleeping
 from foretoken.server.life.config import LifeConfig
-from foretoken.server.life.fault_hooks import is_test_build
 from foretoken.server.life.remote import RemoteBackend
 from foretoken.server.life.wire import (
-    ArmFaults,
     Beat,
     Channel,
     Loaded,
@@ -41,6 +39,7 @@ from foretoken.server.life.wire import (
 )
 from foretoken.server.receiving import open_stream
 
+WORKER_COMMAND = (sys.executable, "-P", "-m", "foretoken.server.life.worker")
 _READ_BYTES = 4 << 20  # what may wait to be decoded: a step of many answers with log-probabilities
 _DUMP_S = 0.5  # for the stacks of all threads to be written; nothing says when they are
 _CLOSING_S = 10.0  # a worker that was asked to end, and did not, is killed
@@ -141,7 +140,6 @@ class SupervisedWorker:
             try:
                 if not await self._passes_canary(backend):
                     return None
-                process.channel.send(ArmFaults())
                 self.backend, ready_at = backend, clock()
                 _log.info("worker %d: ready, pid %d, loaded in %.1f s", self.number, process.pid, self.load_s)
                 self._become("ready")
@@ -162,7 +160,6 @@ class SupervisedWorker:
 
     async def _load(self, process: WorkerProcess) -> RemoteBackend | None:
         """Wait until the engine is loaded; None if it could not be."""
-        is_first = self.num_starts == 1  # a fault on demand that came again could not be recovered from
         config = self._config
         process.channel.send(
             LoadEngine(
@@ -171,7 +168,6 @@ class SupervisedWorker:
                 max_waiting=config.max_waiting,
                 beat_s=config.beat_s,
                 draft_required=self._draft_required,
-                takes_faults=is_first and is_test_build(),
             )
         )
         message = await process.channel.receive()
@@ -264,9 +260,8 @@ class WorkerProcess:
         """
         ours, theirs = socket.socketpair()
         try:
-            command = [sys.executable, "-P", "-m", "foretoken.server.life.worker", str(theirs.fileno())]
             process = subprocess.Popen(
-                command,
+                (*WORKER_COMMAND, str(theirs.fileno())),
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # standard output is for results of the command

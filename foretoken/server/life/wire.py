@@ -17,7 +17,7 @@ import msgspec
 from msgspec.msgpack import Decoder as MessageDecoder
 
 from foretoken import errors
-from foretoken.backend.call import Call, Event, ModelInfo
+from foretoken.backend.call import Call, Event, ModelInfo, TextToEncode
 from foretoken.config import SpecConfig
 from foretoken.control.adaptation import AdaptConfig
 from foretoken.control.routing import RoutingRules
@@ -54,15 +54,13 @@ class WireError(msgspec.Struct, frozen=True):
 
 
 class LoadEngine(msgspec.Struct, frozen=True, tag="load"):
-    """Build the engine: `plain` values of an `EngineConfig`. `draft_required`: do not serve without the draft.
-    `takes_faults`: obey `FORETOKEN_FAULT` (test builds)."""
+    """Build the engine: `plain` values of an `EngineConfig`. `draft_required`: do not serve without the draft."""
 
     engine: dict[str, Any]
     name: str
     max_waiting: int
     beat_s: float
     draft_required: bool = False
-    takes_faults: bool = False
 
 
 class Open(msgspec.Struct, frozen=True, tag="open"):
@@ -82,11 +80,7 @@ class Tokenize(msgspec.Struct, frozen=True, tag="tokenize"):
     """`Backend.tokenize`."""
 
     call: int
-    prompt: str | None
-    messages: list[Any] | None
-    add_special_tokens: bool
-    tools: list[Any] | None = None
-    template_options: dict[str, Any] = {}
+    request: TextToEncode
 
 
 class Detokenize(msgspec.Struct, frozen=True, tag="detokenize"):
@@ -107,10 +101,6 @@ class AskInvariants(msgspec.Struct, frozen=True, tag="invariants"):
     """What the worker holds now: requests, blocks, tasks, threads, file handles."""
 
     call: int
-
-
-class ArmFaults(msgspec.Struct, frozen=True, tag="arm_faults"):
-    """Begin to count towards `FORETOKEN_FAULT` (test builds): the canary is not counted."""
 
 
 class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
@@ -160,7 +150,7 @@ class Returned(msgspec.Struct, frozen=True, tag="answer"):
     value: Any
 
 
-Command = LoadEngine | Open | Cancel | Tokenize | Detokenize | AskStats | AskInvariants | ArmFaults
+Command = LoadEngine | Open | Cancel | Tokenize | Detokenize | AskStats | AskInvariants
 
 
 Message = Loaded | NotLoaded | Beat | Happened | Over | Refused | Returned

@@ -26,7 +26,6 @@ from foretoken.backend.call import Backend, Generation
 from foretoken.errors import ForetokenError
 from foretoken.machine.process import give_back_freed_memory
 from foretoken.server.life.wire import (
-    ArmFaults,
     AskInvariants,
     AskStats,
     Beat,
@@ -53,7 +52,6 @@ from foretoken.server.receiving import open_stream
 if TYPE_CHECKING:
     from foretoken.backend.local import LocalBackend
     from foretoken.engine.async_engine import AsyncEngine
-    from foretoken.server.life.fault_hooks import FaultHook
 
 _log = logging.getLogger("foretoken.worker")
 
@@ -73,13 +71,7 @@ class _Running:
 async def value_of(command: Any, backend: Backend) -> Any:  # noqa: ANN401
     """What a command that generates nothing returns."""
     if isinstance(command, Tokenize):
-        return await backend.tokenize(
-            command.prompt,
-            command.messages,
-            command.add_special_tokens,
-            command.tools,
-            command.template_options,
-        )
+        return await backend.tokenize(command.request)
     if isinstance(command, Detokenize):
         return await backend.detokenize(command.token_ids, command.has_specials)
     assert isinstance(command, AskStats)
@@ -101,7 +93,6 @@ class Worker:
         self._channel, self._load = channel, load
         self._running: dict[int, _Running] = {}
         self._backend: LocalBackend | None = None
-        self._hook: FaultHook | None = None
 
     async def run(self) -> None:
         """Load, then answer commands until the front closes."""
@@ -109,9 +100,6 @@ class Worker:
         while (command := await self._channel.receive(self._refuse)) is not None:
             if isinstance(command, Cancel):
                 await self._cancel(command.call)
-            elif isinstance(command, ArmFaults):
-                if self._hook is not None:
-                    self._hook.is_armed = True
             else:
                 task = asyncio.create_task(self._answer(command))
                 self._running[command.call] = _Running(task)
@@ -171,17 +159,10 @@ class Worker:
 
     def _build(self) -> LocalBackend:
         """Build the engine, in a thread: importing torch and reading weights take seconds."""
-        if self._load.takes_faults:
-            from foretoken.server.life.fault_hooks import fault_hook
-
-            self._hook = fault_hook()
-            self._hook.passes("load")
         from foretoken.backend.local import LocalBackend, build_engine
 
         config = engine_config_of(self._load.engine)
         engine, missing_draft = build_engine(config, self._load.max_waiting, self._load.draft_required)
-        if self._hook is not None:
-            self._hook.watch_steps(engine.llm.engine)
         return LocalBackend(engine, self._load.name, missing_draft)
 
     # ---- commands
@@ -215,8 +196,6 @@ class Worker:
             self._channel.send(Over(call))
 
     async def _generate(self, command: Open, backend: LocalBackend) -> None:
-        if self._hook is not None:
-            self._hook.passes("open")
         generation = await backend.open(command.request)
         self._running[command.call].generation = generation
         async for event in generation:

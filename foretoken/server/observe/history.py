@@ -2,8 +2,7 @@
 
 Rows are written from a thread, which never stops the server: a file that is locked, or a disk that is full, costs rows,
 which are counted; it is tried again with later ones. `PRAGMA user_version` is the version of the schema. A new version
-adds a script to `_MIGRATIONS`; a file of a later version than this program's is refused. It is read by `summarise` and
-`values_of_history`: summaries by day, drafter, slice or key, and the values behind them.
+adds a script to `_MIGRATIONS`; a file of a later version than this program's is refused.
 """
 
 from __future__ import annotations
@@ -11,15 +10,14 @@ from __future__ import annotations
 import logging
 import sqlite3
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, fields
-from itertools import groupby
+from dataclasses import fields
 from pathlib import Path
 
-from foretoken.errors import ConfigError, StorageError
+from foretoken.errors import StorageError
 from foretoken.server.observe import acceptance
-from foretoken.server.observe.figures import FiguresWriter, RequestFigures, quantile
+from foretoken.server.observe.figures import FiguresWriter, RequestFigures
 
 COLUMNS = tuple(field.name for field in fields(RequestFigures) if field.name != "places")  # those are kept by day
 _APPLICATION = 0x666F7265  # "fore": tells the file from other SQLite files
@@ -229,105 +227,6 @@ class History(FiguresWriter):
             connection.close()
 
 
-# What requests can be grouped by, and filtered by. Days are those of UTC.
-GROUPS: Mapping[str, str] = {
-    "day": "date(began_unix_s, 'unixepoch')",
-    **{name: name for name in ("drafter", "slice", "key", "model", "route", "rule", "why_plain", "finish_reason")},
-}
-QUANTILES = (0.5, 0.95, 0.99)
-# Fields of a summary, each over the requests of its group.
-_TOTALS: Mapping[str, str] = {
-    "num_requests": "count(*)",
-    "num_failed": "sum(status >= 400)",
-    **{name: f"sum({name})" for name in ("num_prompt_tokens", "num_completion_tokens")},
-    **{name: f"sum({name})" for name in ("num_drafts", "num_drafted", "num_accepted")},
-    "acceptance_rate": "1.0 * sum(num_accepted) / nullif(sum(num_drafted), 0)",
-    "accepted_per_draft": "1.0 * sum(num_accepted) / nullif(sum(num_drafts), 0)",
-    "wasted_share": "sum(wasted_s) / nullif(sum(draft_s + verify_s), 0)",
-    "speedup": "avg(estimated_speedup)",
-}
-_MEASURED = ("ttft_s", "inter_token_s", "tokens_per_s", "duration_s", "queued_s")
-
-
-@dataclass(frozen=True)
-class HistorySummary:
-    """Requests that share a group. `group` has a value for each name that was asked for.
-
-    `quantiles` has by figure (`ttft_s`, `inter_token_s`, `tokens_per_s`, `duration_s`, `queued_s`) the 50th, 95th and
-    99th of the successful requests; empty where none has it. `speedup` is the mean estimated speedup over plain
-    decoding, None while unknown; `wasted_share` the part of drafting and verifying spent on rejected tokens.
-    """
-
-    group: tuple[str, ...]
-    num_requests: int
-    num_failed: int
-    num_prompt_tokens: int
-    num_completion_tokens: int
-    num_drafts: int
-    num_drafted: int
-    num_accepted: int
-    acceptance_rate: float | None
-    accepted_per_draft: float | None
-    wasted_share: float | None
-    speedup: float | None
-    quantiles: Mapping[str, Mapping[float, float]]
-
-
-def summarise(
-    path: Path,
-    by: Sequence[str] = (),
-    since_unix_s: float = 0.0,
-    until_unix_s: float = 1e18,
-    where: Mapping[str, str] | None = None,
-) -> list[HistorySummary]:
-    """The requests that began in [since, until), grouped by names of `GROUPS`; `where` keeps groups of those values.
-
-    Raises:
-        ConfigError: a name that is none of `GROUPS`.
-        StorageError: the file cannot be read.
-    """
-    names = ", ".join(_group(name) for name in by) or "''"
-    condition, values = _condition(since_unix_s, until_unix_s, where)
-    with closing(connect_reading(path)) as connection:
-        rows = connection.execute(
-            f"SELECT {names}, {', '.join(_TOTALS.values())} FROM requests WHERE {condition} "
-            f"GROUP BY {names} ORDER BY {names}",
-            values,
-        ).fetchall()
-        quantiles = {name: dict(_quantiles(connection, name, names, condition, values)) for name in _MEASURED}
-    found = []
-    for row in rows:
-        group, totals = row[: -len(_TOTALS)], dict(zip(_TOTALS, row[-len(_TOTALS) :], strict=True))
-        known = {name: by_group[group] for name, by_group in quantiles.items() if group in by_group}
-        found.append(HistorySummary(group=tuple(map(str, group[: len(by)])), quantiles=known, **totals))
-    return found
-
-
-def values_of_history(
-    path: Path,
-    figure: str,
-    since_unix_s: float = 0.0,
-    until_unix_s: float = 1e18,
-    where: Mapping[str, str] | None = None,
-) -> list[float]:
-    """One figure of every successful request that has it, oldest first: what a comparison of two settings rests on.
-
-    Raises:
-        ConfigError: no such column.
-        StorageError: the file cannot be read.
-    """
-    if figure not in COLUMNS:
-        raise ConfigError("figure", figure, f"choose one of {', '.join(COLUMNS)}")
-    condition, values = _condition(since_unix_s, until_unix_s, where)
-    with closing(connect_reading(path)) as connection:
-        rows = connection.execute(
-            f"SELECT {figure} FROM requests WHERE {condition} AND status < 400 AND {figure} IS NOT NULL "
-            "ORDER BY began_unix_s, id",
-            values,
-        )
-        return [row[0] for row in rows]
-
-
 def acceptance_series(path: Path, alpha: float = acceptance.ALPHA) -> tuple[acceptance.AcceptanceSeries, ...]:
     """Acceptance by day of a history, also while a server writes to it, and whether it has fallen: see `series_of`.
 
@@ -336,32 +235,3 @@ def acceptance_series(path: Path, alpha: float = acceptance.ALPHA) -> tuple[acce
     """
     with closing(connect_reading(path)) as connection:
         return acceptance.series_of(connection, acceptance.day_of(time.time()), alpha)
-
-
-def _quantiles(
-    connection: sqlite3.Connection, figure: str, names: str, condition: str, values: Sequence[object]
-) -> Iterator[tuple[tuple[object, ...], dict[float, float]]]:
-    """The quantiles of a figure by group; SQLite sorts, so no more than one group is in memory."""
-    rows = connection.execute(
-        f"SELECT {names}, {figure} FROM requests WHERE {condition} AND status < 400 AND {figure} IS NOT NULL "
-        f"ORDER BY {names}, {figure}",
-        values,
-    )
-    for group, members in groupby(rows, key=lambda row: tuple(row[:-1])):
-        ordered = [row[-1] for row in members]
-        yield group, {share: found for share in QUANTILES if (found := quantile(ordered, share)) is not None}
-
-
-def _group(name: str) -> str:
-    if name not in GROUPS:
-        raise ConfigError("by", name, f"choose from {', '.join(GROUPS)}")
-    return GROUPS[name]
-
-
-def _condition(since: float, until: float, where: Mapping[str, str] | None) -> tuple[str, list[object]]:
-    """An SQL condition with its values; names come from `GROUPS`, so no text of a caller gets into the statement."""
-    parts, values = ["began_unix_s >= ?", "began_unix_s < ?"], list[object]([since, until])
-    for name, value in (where or {}).items():
-        parts.append(f"{_group(name)} = ?")
-        values.append(value)
-    return " AND ".join(parts), values

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 from dataclasses import replace
@@ -10,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from foretoken.errors import InputError, StorageError
+from foretoken.errors import StorageError
 from foretoken.machine.identity import machine, versions
 from foretoken.measure.report import Report, is_widened, markdown, print_report, source_caveats
-from foretoken.measure.speed.report import check_plot, speed_report, write_plot
+from foretoken.measure.speed.report import speed_report
 from foretoken.measure.speed.rows import SpeedRow
 from foretoken.measure.write import write_report
 from foretoken.printing.console import Console
@@ -153,26 +152,6 @@ def test_an_unwritable_place_is_an_error(tmp_path):
     (tmp_path / "file").write_text("", encoding="utf-8")
     with pytest.raises(StorageError, match="cannot write the result"):
         write_report(report(), tmp_path / "file", "run")
-
-
-@pytest.mark.parametrize("suffix", [".png", ".svg"])
-def test_plot(tmp_path, suffix):
-    pytest.importorskip("matplotlib")
-    write_plot(ROWS, "test", tmp_path / f"new/plot{suffix}")
-    assert (tmp_path / f"new/plot{suffix}").stat().st_size > 1000
-
-
-def test_plot_of_an_unwritable_place(tmp_path):
-    pytest.importorskip("matplotlib")
-    (tmp_path / "file").write_text("", encoding="utf-8")
-    with pytest.raises(StorageError, match="cannot write the plot"):
-        write_plot(ROWS, "test", tmp_path / "file" / "plot.png")
-
-
-def test_missing_matplotlib_names_the_extra(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match=r"foretoken\[plot\]"):
-        check_plot(Path("plot.png"))
 
 
 def test_machine_and_versions_are_known():
