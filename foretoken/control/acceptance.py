@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from foretoken.control.candidates import Preview
+from foretoken.control.candidates import Preview, RoundOutcome
 from foretoken.control.config import DEFAULT, AcceptanceConfig
 
 
@@ -50,11 +50,12 @@ class PlaceRates:
         """Whether no round was seen."""
         return not self._places
 
-    def observe(self, num_offered: int, chances: Sequence[float], parents: Sequence[int]) -> None:
-        """Take in a round with a budget of `num_offered` draft tokens; those made were emitted with `chances`, in
-        order.
+    def observe(self, num_offered: int, chances: Sequence[float], parents: Sequence[int], path: Sequence[int]) -> None:
+        """Take in a round with a budget of `num_offered` draft tokens, of which those at the places `path` were
+        emitted.
 
-        `parents` are the places that the draft tokens follow (-1: none).
+        `chances` of those made, in order: to be emitted once their parents were; `parents` are the places that all of
+        them follow (-1: none).
         """
         keep = self.config.request_memory if self.is_request else self.config.memory
         while len(self._places) < num_offered:
@@ -65,9 +66,11 @@ class PlaceRates:
             if k < len(chances):
                 place.drafted += 1
                 place.parent = parents[k]
-        for k, chance in judged(num_offered, chances, self.parents(num_offered)):
-            self._places[k].judged += 1
-            self._places[k].emitted += chance
+        reached = {-1, *path}
+        for k, parent in enumerate(self.parents(num_offered)):
+            if parent in reached:  # else nobody knows what would have become of it
+                self._places[k].judged += 1
+                self._places[k].emitted += chances[k] if k < len(chances) else 0.0
 
     def parents(self, num_places: int) -> list[int]:
         """The place that each of the first ones was last seen to follow."""
@@ -212,18 +215,17 @@ class Acceptance:
             emitted.append(rate * (emitted[parent] if parent >= 0 else 1.0))
         return emitted
 
-    def observe_round(
-        self, request_id: int, drafter: Hashable, num_offered: int, chances: Sequence[float], parents: Sequence[int]
-    ) -> None:
-        """Take in a round without a preview: for each draft token the chance with which it was emitted."""
+    def observe_round(self, drafter: Hashable, round_: RoundOutcome) -> None:
+        """Take in a round without a preview."""
+        assert round_.chances is not None
         self._num_rounds[drafter] = self._num_rounds.get(drafter, 0) + 1
-        num_offered = min(max(num_offered, len(chances)), self.config.max_places)
-        rates: PlaceRates | None = self._requests[request_id].places_of(drafter)
+        num_offered = min(max(round_.budget.num_draft, len(round_.chances)), self.config.max_places)
+        rates: PlaceRates | None = self._requests[round_.request_id].places_of(drafter)
         assert rates is not None
-        own_parents = rates.parents(num_offered)
-        own_parents[: len(parents)] = parents
+        parents = rates.parents(num_offered)
+        parents[: len(round_.parents)] = round_.parents
         while rates is not None:
-            rates.observe(num_offered, chances, own_parents)
+            rates.observe(num_offered, round_.chances, parents, round_.path)
             rates = rates.prior
 
     def observe_preview(
@@ -253,11 +255,3 @@ class Acceptance:
                 self._slices.popitem(last=False)
         self._slices.move_to_end(slice_)
         return self._slices[slice_]
-
-
-def judged(num_offered: int, chances: Sequence[float], parents: Sequence[int]) -> Iterator[tuple[int, float]]:
-    """The places whose parent was emitted, each with its chance to be emitted then; 0 where nothing was drafted."""
-    for k in range(num_offered):
-        parent = parents[k]
-        if parent < 0 or (parent < len(chances) and chances[parent] > 0):
-            yield k, (chances[k] / (chances[parent] if parent >= 0 else 1.0) if k < len(chances) else 0.0)

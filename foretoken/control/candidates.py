@@ -120,15 +120,16 @@ NoDraftReason = Literal[
 class RoundOutcome(NamedTuple):
     """What came of one request's round, under the budget it was given.
 
-    `chances` are those with which each draft token was emitted, given what was drawn; None where the draft tokens were
-    not those of the option's drafter (a grammar's). `parents` are the draft tokens they follow (-1: none), `emitted`
-    the tokens.
+    `parents` are the draft tokens that each draft token follows (-1: none), `path` those that were emitted, `emitted`
+    all tokens. `chances` are those with which each was emitted once its parent was, 0 where that was not; None where
+    the draft tokens were not those of the option's drafter (a grammar's).
     """
 
     request_id: int
     budget: DraftBudget
     chances: Sequence[float] | None
     parents: Sequence[int]
+    path: Sequence[int]
     emitted: Sequence[int]
     num_probed: int = 0
 

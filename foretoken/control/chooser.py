@@ -58,10 +58,8 @@ class Policy(Protocol):
     ) -> None:
         """Take in what a drafter took for `num_requests` requests, the longest draft being `longest`."""
 
-    def observe_round(
-        self, request_id: int, drafter: Hashable, num_offered: int, chances: Sequence[float], parents: Sequence[int]
-    ) -> None:
-        """Take in with which chance each draft token of a request was emitted."""
+    def observe_round(self, drafter: Hashable, round_: RoundOutcome) -> None:
+        """Take in a round in which a drafter that shows no previews drafted."""
 
     def observe_preview(
         self, request_id: int, drafter: Hashable, preview: Preview, found: Sequence[bool | None]
@@ -160,12 +158,11 @@ class Chooser:
             self._last_num_draft[round_.request_id] = round_.budget.num_draft
             if option.shows:
                 continue  # judged by what it showed; what it took was spent before it was chosen
+            if round_.chances is None:
+                continue  # a grammar forced the tokens: the drafter was not asked
             drafting.setdefault(option.drafter, []).append(round_.budget.num_draft)
             self._num_probed[round_.request_id] = round_.num_probed
-            if round_.chances is not None:
-                self.policy.observe_round(
-                    round_.request_id, option.drafter, round_.budget.num_draft, round_.chances, round_.parents
-                )
+            self.policy.observe_round(option.drafter, round_)
         for drafter, counts in drafting.items():
             num_read = step.num_read_tokens.get(drafter, 0)
             self.policy.observe_draft(drafter, max(counts), step.draft_s.get(drafter, 0.0), len(counts), num_read)

@@ -31,6 +31,7 @@ from foretoken.control.candidates import (
     NoDraftReason,
     Preview,
     RequestView,
+    RoundOutcome,
     StepOutcome,
 )
 from foretoken.control.config import DEFAULT, PolicyConfig
@@ -161,22 +162,15 @@ class BudgetPolicy:
         self.draft_costs.observe(drafter, longest, draft_s, num_requests, num_read_tokens)
         self.draft_costs.keep_pace(drafter, self._num_requests, self.target_cost.seconds(self._num_requests))
 
-    def observe_round(
-        self,
-        request_id: int,
-        drafter: Hashable,
-        num_offered: int,
-        chances: Sequence[float],
-        parents: Sequence[int] | None = None,
-    ) -> None:
-        """See `chooser.Policy.observe_round`; without `parents` the draft tokens are a chain."""
-        parents = range(-1, len(chances) - 1) if parents is None else parents
-        self.acceptance.observe_round(request_id, drafter, num_offered, chances, parents)
-        known = self._requests[request_id]
-        self.observe_rest(request_id)
+    def observe_round(self, drafter: Hashable, round_: RoundOutcome) -> None:
+        """See `chooser.Policy.observe_round`."""
+        assert round_.chances is not None
+        self.acceptance.observe_round(drafter, round_)
+        known = self._requests[round_.request_id]
+        self.observe_rest(round_.request_id)
         known.untried[drafter] = 0
         if known.trial_tokens is not None:
-            self.account.credit_s += (sum(chances) - known.trial_tokens) * self._worth_s
+            self.account.credit_s += (sum(round_.chances) - known.trial_tokens) * self._worth_s
 
     def observe_preview(
         self, request_id: int, drafter: Hashable, preview: Preview, found: Sequence[bool | None]

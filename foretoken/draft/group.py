@@ -195,9 +195,9 @@ class DrafterGroup:
         readers = (drafter for drafter in self.drafters.values() if isinstance(drafter, HiddenStateReader))
         return tuple(sorted({layer for reader in readers for layer in reader.hidden_layers()}))
 
-    def taps(self) -> TapRequest:
+    def taps(self, batch: Batch) -> TapRequest:
         """The hidden states that drafters want from the step's forward."""
-        wanted, whole = self.hidden_states.wanted()
+        wanted, whole = self.hidden_states.wanted(batch)
         return TapRequest(tuple(sorted(wanted)), whole)
 
     def commit(self, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:

@@ -76,15 +76,15 @@ class HiddenStates:
         """Forget a request."""
         self._num_read.pop(request_id, None)
 
-    def wanted(self) -> tuple[set[int], frozenset[int]]:
-        """The layers that readers want from the next step, and the requests that they want them of."""
+    def wanted(self, batch: Batch) -> tuple[set[int], frozenset[int]]:
+        """The layers that readers want from a step, and the requests of it that they want them of."""
         layers: set[int] = set()
         requests: set[int] = set()
-        for request_id in self._num_read:
-            for key in self._readers_of(request_id):
+        for entry in batch.entries if self._num_read else ():
+            for key in self._readers_of(entry.request.request_id):
                 layers.update(self._layers[key])
                 layers.update(() if self.listener is None else self.listener.layers(key))
-                requests.add(request_id)
+                requests.add(entry.request.request_id)
         return layers, frozenset(requests)
 
     def deliver(

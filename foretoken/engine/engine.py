@@ -252,7 +252,7 @@ class Engine:
         return draft
 
     def _forward(self, batch: Batch, draft: Draft) -> TargetOutput:
-        target = self.runner.forward(batch, draft, self.drafters.taps())
+        target = self.runner.forward(batch, draft, self.drafters.taps(batch))
         self.clock.forwarded = time.perf_counter()
         return target
 

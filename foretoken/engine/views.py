@@ -136,13 +136,14 @@ def _round(batch: Batch, draft: Draft, verdict: Verdict, b: int) -> RoundOutcome
         budget=DraftBudget(entry.option, entry.num_draft),
         chances=None if GRAMMAR in draft.provenance_of(b) else _emission_chances(parents, verdict, b),
         parents=parents,
+        path=verdict.paths[b],
         emitted=verdict.emitted(b),
         num_probed=draft.probe_lengths[b],
     )
 
 
 def _emission_chances(parents: Sequence[int], verdict: Verdict, b: int) -> list[float]:
-    """For every node the chance with which this round emitted it: 0 unless its parent was, then what the rule says."""
+    """See `RoundOutcome.chances`: what the rule says, or where it says nothing what came of it."""
     if not parents:
         return []
     emitted = {-1, *verdict.paths[b]}

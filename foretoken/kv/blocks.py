@@ -11,6 +11,7 @@ recently used first.
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -18,15 +19,20 @@ from dataclasses import dataclass, field
 from foretoken.kv.prefix import PrefixIndex, PrefixStats
 
 _FIRST_REACH = 16  # blocks
+_RUN = re.compile(b"\1+")  # of empty blocks
 _ROOM = 4  # times what is wanted, which a run must have: a sequence begins in its middle
 
 
 @dataclass
 class BlockTable:
-    """The blocks of one sequence, and how many committed tokens they hold."""
+    """The blocks of one sequence, and how many committed tokens they hold.
+
+    The first `num_published` blocks stood for their text in the prefix index when they were last published.
+    """
 
     blocks: list[int] = field(default_factory=list)
     length: int = 0
+    num_published: int = 0
 
 
 class BlockAllocator:
@@ -42,6 +48,8 @@ class BlockAllocator:
         self._index = PrefixIndex(block_size)
         # Published blocks without a holder, least recently used first.
         self._kept: OrderedDict[int, None] = OrderedDict()
+        # By block 1 where nobody holds it and no text is kept, as bytes: their runs are found without a loop.
+        self._is_empty = bytearray(b"\1" * num_blocks)
         self.prefix_stats = PrefixStats()
 
     @property
@@ -115,9 +123,11 @@ class BlockAllocator:
         return sum(self._references[block] > 0 for block in self._find(salt, tokens, max_tokens)) * self.block_size
 
     def publish(self, table: BlockTable, salt: str, tokens: Sequence[int]) -> None:
-        """Let later sequences adopt the full blocks of `table`, which holds the beginning of `tokens`."""
+        """Let later sequences adopt the full blocks of `table`, which holds the beginning of `tokens`; the `salt` of a
+        table is always the same.
+        """
         full = min(table.length, len(tokens)) // self.block_size
-        self._index.add(salt, tokens[: full * self.block_size], table.blocks[:full])
+        table.num_published = self._index.add(salt, tokens, table.blocks[:full], table.num_published)
 
     def attach(self, salt: str, tokens: Sequence[int], owner: Hashable, first: int, states: Sequence[object]) -> None:
         """See `interface.PrefixModel`."""
@@ -130,6 +140,8 @@ class BlockAllocator:
     def drop_prefixes(self) -> None:
         """Forget which block holds which text: what is published was never kept."""
         self._index.clear()
+        for block in self._kept:
+            self._is_empty[block] = 1
         self._kept.clear()
 
     def _find(self, salt: str, tokens: Sequence[int], max_tokens: int | None) -> list[int]:
@@ -137,7 +149,7 @@ class BlockAllocator:
         most = max(0, len(tokens) - 1)
         if max_tokens is not None:
             most = min(most, max_tokens)
-        return self._index.find(salt, tokens[: most // self.block_size * self.block_size])
+        return self._index.find(salt, tokens)[: most // self.block_size]
 
     def rollback(self, table: BlockTable, length: int) -> None:
         """Forget everything after `length` tokens and give back the blocks that are empty now."""
@@ -162,6 +174,10 @@ class BlockAllocator:
         assert held == self._references, "a block is leaked or freed twice"
         assert self.num_used + self.num_free == self.num_blocks
         assert all(not self._references[block] and block in self._index for block in self._kept)
+        assert all(
+            empty == (not count and block not in self._kept)
+            for block, (empty, count) in enumerate(zip(self._is_empty, self._references, strict=True))
+        )
 
     def _take(self, after: int | None, num_wanted: int = 1) -> int:
         """A free block: the next neighbour of `after` if possible, else one in the longest free run, where `num_wanted`
@@ -174,7 +190,7 @@ class BlockAllocator:
             block = self._kept.popitem(last=False)[0]
             self._index.remove(block)
             self.prefix_stats.num_evicted_blocks += 1
-        self._references[block] = 1
+        self._references[block], self._is_empty[block] = 1, 0
         self._num_free -= 1
         return block
 
@@ -193,13 +209,8 @@ class BlockAllocator:
 
     def _longest_run(self) -> tuple[int, int]:
         """Start and length of the longest run of free blocks that keep no text, among the first `_reach`."""
-        best_start, best_length, start = 0, 0, 0
-        for block in range(self._reach + 1):
-            if block == self._reach or self._references[block] or block in self._kept:
-                if block - start > best_length:
-                    best_start, best_length = start, block - start
-                start = block + 1
-        return best_start, best_length
+        longest = max(_RUN.findall(self._is_empty, 0, self._reach), key=len, default=b"")
+        return self._is_empty.find(longest), len(longest)
 
     def _drop(self, block: int) -> None:
         assert self._references[block] > 0, "freeing a free block"
@@ -208,6 +219,8 @@ class BlockAllocator:
             self._num_free += 1
             if block in self._index:
                 self._kept[block] = None
+            else:
+                self._is_empty[block] = 1
 
 
 def slots_of(table: BlockTable, start: int, stop: int, block_size: int) -> range | list[int]:

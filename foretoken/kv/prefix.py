@@ -11,7 +11,7 @@ removed when the block is evicted or written again, and its states go with it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 # The place before (a block's number in the chain, or a salt's), and the block's tokens.
@@ -61,13 +61,20 @@ class PrefixIndex:
             place = known[1]
         return found
 
-    def add(self, salt: str, tokens: Sequence[int], blocks: Sequence[int]) -> None:
-        """Note that `blocks` hold the full blocks of `tokens`. Of a text that is known the first block stays."""
-        pairs = list(zip(self._pieces(tokens), blocks, strict=False))
-        if not pairs:
-            return
-        place = self._root(salt)
-        for piece, block in pairs:
+    def add(self, salt: str, tokens: Sequence[int], blocks: Sequence[int], num_own: int = 0) -> int:
+        """Note that `blocks` hold the full blocks of `tokens`. Of a text that is known the first block stays.
+
+        Returns how many blocks from the first on stand for their text themselves. The caller, who must hold `blocks`,
+        gives that number as `num_own` the next time: those are not looked at again.
+        """
+        num_own = min(num_own, len(blocks))
+        if num_own and blocks[num_own - 1] not in self._keys:
+            num_own = 0  # the text was written anew, or all texts were forgotten
+        if num_own == len(blocks):
+            return num_own
+        place = self._blocks[self._keys[blocks[num_own - 1]]][1] if num_own else self._root(salt)
+        pairs = zip(blocks[num_own:], self._pieces(tokens, num_own), strict=False)
+        for number, (block, piece) in enumerate(pairs, num_own):
             key = (place, piece)
             known = self._blocks.get(key)
             if known is None:
@@ -76,7 +83,9 @@ class PrefixIndex:
                     self.remove(block)
                 known = self._blocks[key] = (block, next(self._numbers))
                 self._keys[block] = key
+            num_own += num_own == number and known[0] == block
             place = known[1]
+        return num_own
 
     def attach(self, salt: str, tokens: Sequence[int], owner: Hashable, first: int, states: Sequence[object]) -> None:
         """Store `states` with the blocks of `tokens` from block number `first` on; see `interface.PrefixModel`."""
@@ -119,6 +128,7 @@ class PrefixIndex:
             self._salts[root] = salt
         return self._roots[salt]
 
-    def _pieces(self, tokens: Sequence[int]) -> list[tuple[int, ...]]:
+    def _pieces(self, tokens: Sequence[int], first: int = 0) -> Iterator[tuple[int, ...]]:
+        """The full blocks of a text from number `first` on, made as they are asked for."""
         size = self.block_size
-        return [tuple(tokens[start : start + size]) for start in range(0, len(tokens) - size + 1, size)]
+        return (tuple(tokens[start : start + size]) for start in range(first * size, len(tokens) - size + 1, size))

@@ -322,5 +322,6 @@ def _outcome(part: _Part) -> RoundOutcome:
         budget=part.budget,
         chances=[float(node in accepted) for node in range(len(part.round.parents))],
         parents=part.round.parents,
+        path=part.round.path,
         emitted=part.request.emitted(part.num_emitted) if part.decodes else (0,),
     )

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from foretoken.control.candidates import DraftBudget, DrafterOption, Preview, RequestView
+from foretoken.control.candidates import DraftBudget, DrafterOption, Preview, RequestView, RoundOutcome
 from foretoken.control.chooser import Policy
 from foretoken.control.policy import BudgetPolicy
 from foretoken.errors import InputError
@@ -122,7 +122,7 @@ def test_two_more_after_full_acceptance_and_one_less_otherwise() -> None:
     results = iter([5, 7, 0, 3, 8])
     assert [budgets[0] for budgets in run(rule, 1, 5, lambda turn, budget: next(results))] == [5, 7, 9, 8, 7]
     assert run(rule, 1, 20, lambda turn, budget: 0)[-1] == [1]
-    rule.observe_round(0, "d", 1, [], [])  # the drafter found nothing: no news
+    rule.observe_round("d", RoundOutcome(0, DraftBudget(0, 1), [], [], [], [7]))  # the drafter found nothing: no news
     assert numbers(rule, requests_of(1)) == [1]
     rule.finish(0)
     assert numbers(rule, requests_of(1)) == [5]

@@ -12,7 +12,16 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
-from foretoken.control.candidates import NO_DRAFT, DraftBudget, Mode, NoDraftReason, Preview, RequestView, StepOutcome
+from foretoken.control.candidates import (
+    NO_DRAFT,
+    DraftBudget,
+    Mode,
+    NoDraftReason,
+    Preview,
+    RequestView,
+    RoundOutcome,
+    StepOutcome,
+)
 from foretoken.control.chooser import Policy
 from foretoken.control.cost import CostTable
 from foretoken.errors import InputError
@@ -68,17 +77,10 @@ class _RivalPolicy(ABC):
     ) -> None:
         """Not used."""
 
-    def observe_round(
-        self,
-        request_id: int,
-        drafter: Hashable,
-        num_offered: int,
-        chances: Sequence[float],
-        parents: Sequence[int],
-    ) -> None:
+    def observe_round(self, drafter: Hashable, round_: RoundOutcome) -> None:
         """Count accepted draft tokens."""
-        if self._granted.get(request_id):
-            self._saw(request_id, len(chances), sum(chances))
+        if self._granted.get(round_.request_id) and round_.chances is not None:
+            self._saw(round_.request_id, len(round_.chances), sum(round_.chances))
 
     def observe_preview(
         self, request_id: int, drafter: Hashable, preview: Preview, found: Sequence[bool | None]

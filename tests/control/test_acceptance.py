@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from foretoken.control.acceptance import Acceptance, ChanceRates, PlaceRates
-from foretoken.control.candidates import Preview
+from foretoken.control.candidates import DraftBudget, Preview, RoundOutcome
 
 Observe = Callable[[int, Sequence[float]], None]  # draft tokens offered, and the chance with which each was emitted
 
@@ -24,14 +24,21 @@ def simulate(observe: Observe, chance: float, budget: int, rounds: int, rng: ran
 
 
 def by_place(rates: PlaceRates) -> Observe:
-    return lambda budget, chances: rates.observe(budget, chances, range(-1, len(chances) - 1))
+    return lambda budget, chances: rates.observe(
+        budget, chances, range(-1, len(chances) - 1), range(sum(map(bool, chances)))
+    )
 
 
 def by_request(acceptance: Acceptance, request_id: int, slice_: str = "") -> Observe:
     acceptance.begin(request_id, slice_)
     return lambda budget, chances: acceptance.observe_round(
-        request_id, "d", budget, chances, range(-1, len(chances) - 1)
+        "d", chain_round(request_id, budget, chances, sum(map(bool, chances)))
     )
+
+
+def chain_round(request_id: int, budget: int, chances: Sequence[float], num_accepted: int) -> RoundOutcome:
+    parents, path = range(-1, len(chances) - 1), range(num_accepted)
+    return RoundOutcome(request_id, DraftBudget(0, budget), chances, parents, path, (0,) * (num_accepted + 1))
 
 
 def emitted_of(rates: PlaceRates, num_places: int) -> list[float]:
@@ -56,6 +63,37 @@ def test_before_anything_is_known_chances_fall_by_place() -> None:
     drafted, emitted = acceptance.of_places(0, "d", 4)
     assert drafted == (1.0,) * 4
     assert emitted == pytest.approx([0.6, 0.36, 0.216, 0.1296])
+
+
+@pytest.mark.parametrize("easy", [(0.5, 0.8, 0.7), (1.0, 1.0, 1.0)])
+def test_chances_of_sampled_draft_tokens_are_those_given_that_the_one_before_was_emitted(
+    easy: tuple[float, ...],
+) -> None:
+    """A rule tells each chance whether its token was then emitted or not. Every other round is hard, so that places
+    of one round are alike: what stands behind an emitted token is mostly of an easy one.
+    """
+    acceptance, rng, seen = Acceptance(), random.Random(4), [0.0] * 3
+    for number in range(2000):
+        acceptance.begin(number, "")
+        told = easy if number % 2 else (0.1, 0.1, 0.1)
+        length = next((i for i in range(3) if rng.random() >= told[i]), 3)
+        chances = [chance if place <= length else 0.0 for place, chance in enumerate(told)]
+        acceptance.observe_round("d", chain_round(number, 3, chances, length))
+        acceptance.finish(number)
+        seen = [0.99 * mean + 0.01 * value for mean, value in zip(seen, _emitted_of(acceptance), strict=True)]
+    true, reached = [], [0.5, 0.5]
+    for place in range(3):
+        reached = [share * chance for share, chance in zip(reached, (easy[place], 0.1), strict=True)]
+        true.append(sum(reached))
+    assert seen == pytest.approx(true, abs=0.04)
+
+
+def _emitted_of(acceptance: Acceptance) -> Sequence[float]:
+    acceptance.begin(-1, "")
+    try:
+        return acceptance.of_places(-1, "d", 3)[1]
+    finally:
+        acceptance.finish(-1)
 
 
 @pytest.mark.parametrize("chance", [0.2, 0.6, 0.9])

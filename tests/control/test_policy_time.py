@@ -7,7 +7,16 @@ from collections.abc import Iterable
 import pytest
 
 from foretoken.control import policy as module
-from foretoken.control.candidates import DraftBudget, DrafterOption, Preview, RequestView, StepOutcome
+from foretoken.control.candidates import (
+    DraftBudget,
+    DrafterOption,
+    Preview,
+    Previews,
+    RequestView,
+    RoundOutcome,
+    StepOutcome,
+)
+from foretoken.control.chooser import Chooser
 from foretoken.control.policy import BudgetPolicy
 from tests.helpers.control import observe, options_of, plan
 
@@ -159,6 +168,21 @@ def test_a_number_that_was_set_stands_as_far_as_lookups_show_draft_tokens() -> N
         policy._mode = "decide"
         (given,) = policy.plan([RequestView(0, usable, num_draft=6)])
         assert given[:2] == expected
+
+
+def test_tokens_that_a_grammar_forces_tell_nothing_of_the_drafter_that_was_to_draft() -> None:
+    """It was not asked in those rounds: what it takes, and how many probes come with its draft tokens, stands."""
+    policy, chooser = BudgetPolicy(), Chooser(lambda: 0.0)
+    chooser.reset(policy)
+    request = options_of(0, "d", 4)
+    for is_forced in [False] * 3 + [True] * 20:
+        chooser.begin([request])
+        chooser.plan([request], Previews())
+        chances, num_probed = (None, 0) if is_forced else ([1.0] * 4, 2)
+        round_ = RoundOutcome(0, DraftBudget(0, 4), chances, range(-1, 3), range(4), (0,) * 5, num_probed)
+        chooser.observe(StepOutcome([round_], True, 5, 4, 1.0, {"d": 1e-6 if is_forced else 0.1}))
+    assert policy.draft_costs.seconds("d", 4) == pytest.approx(0.1)
+    assert chooser._num_probed == {0: 2}
 
 
 def test_one_slow_decision_is_enough_for_repeats() -> None:

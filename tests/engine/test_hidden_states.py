@@ -26,7 +26,7 @@ from foretoken.engine.engine import Engine
 from foretoken.engine.request import RequestState
 from foretoken.engine.scheduler import SchedulerConfig
 from foretoken.model.attention.paged import PackedAttention
-from foretoken.model.interface import LanguageModel, Segment
+from foretoken.model.interface import ForwardOutput, LanguageModel, Segment
 from foretoken.model.loader import load_decoder
 from foretoken.model.open import open_model
 from foretoken.model.paged import PagedModel
@@ -276,3 +276,23 @@ def test_layers_that_the_target_does_not_have(pair: SimpleNamespace, failed_draf
     assert len(state.output_ids) == 14
     assert state.stats.disabled_drafters.keys() == {"ngram"}
     assert failed_drafters
+
+
+def test_a_request_that_waits_asks_no_step_for_hidden_states(pair: SimpleNamespace) -> None:
+    """Nor does it take time of the steps of others: what drafters want is asked for the requests of a step."""
+    target = PagedModel(load_decoder(pair.target, dtype="float32"), 4096, BLOCK)
+    head = RecordingHead(NgramDrafter(), (1,))
+    engine = engine_of(target, {"ngram": head}, pair.draft, SchedulerConfig(max_batch_size=1))
+    plain = engine.submit(PROMPTS[0], GREEDY, SpecConfig())
+    engine.submit(PROMPTS[1], GREEDY, spec_of("ngram", pair.draft, num_draft=3))
+    tapped: list[tuple[bool, bool]] = []
+    forward = target.forward
+
+    def watched(tokens: Tensor, segments: Sequence[Segment], taps: Sequence[int] = ()) -> ForwardOutput:
+        tapped.append((plain.finish_reason is None, bool(taps)))
+        return forward(tokens, segments, taps)
+
+    target.forward = watched  # type: ignore[method-assign]
+    while engine.has_work:
+        engine.step()
+    assert {(True, False), (False, True)} == set(tapped)

@@ -39,12 +39,12 @@ def observe(
     for request, budget, kept in zip(requests, budgets, accepted, strict=True):
         chances = [float(k < kept) for k in range(budget.num_draft)]
         parents = range(-1, budget.num_draft - 1)
-        rounds.append(RoundOutcome(request.request_id, budget, chances, parents, (0,) * (kept + 1)))
+        rounds.append(RoundOutcome(request.request_id, budget, chances, parents, range(kept), (0,) * (kept + 1)))
         option = next((one for one in request.options if one.number == budget.option), None)
         if option is None or not budget.num_draft:
             policy.observe_rest(request.request_id)
         elif option.preview is None:
-            policy.observe_round(request.request_id, option.drafter, budget.num_draft, chances, parents)
+            policy.observe_round(option.drafter, rounds[-1])
             counts.setdefault(option.drafter, []).append(budget.num_draft)
     for drafter, own in counts.items():
         policy.observe_draft(drafter, max(own), draft_s.get(drafter, 0.0), len(own), num_read.get(drafter, 0))

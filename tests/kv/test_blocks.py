@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import random
+import sys
+from collections.abc import Callable
+from functools import partial
+from types import FrameType
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -175,21 +180,22 @@ class Twin(RuleBasedStateMachine):
         self.memory: list[int | None] = [None] * (9 * SIZE)
         self.tables: dict[int, BlockTable] = {}
         self.texts: dict[int, list[int]] = {}
+        self.salts: dict[int, str] = {}  # of a sequence and all that begin with its blocks
         self.published: list[tuple[str, list[int]]] = []
         self.count = 0  # every token ever written is another one: a stale slot cannot look right
 
-    def new(self, table: BlockTable, text: list[int]) -> int:
+    def new(self, table: BlockTable, text: list[int], salt: str) -> int:
         self.count += 1
-        self.tables[self.count], self.texts[self.count] = table, text
+        self.tables[self.count], self.texts[self.count], self.salts[self.count] = table, text, salt
         return self.count
 
-    @rule(target=sequences)
-    def open(self) -> int:
-        return self.new(BlockTable(), [])
+    @rule(target=sequences, salt=st.sampled_from("ab"))
+    def open(self, salt: str) -> int:
+        return self.new(BlockTable(), [], salt)
 
     @rule(target=sequences, parent=sequences)
     def fork(self, parent: int) -> int:
-        return self.new(self.allocator.fork(self.tables[parent]), list(self.texts[parent]))
+        return self.new(self.allocator.fork(self.tables[parent]), list(self.texts[parent]), self.salts[parent])
 
     @rule(sequence=sequences, num_rows=st.integers(1, 11), data=st.data())
     def write_and_commit_some(self, sequence: int, num_rows: int, data: st.DataObject) -> None:
@@ -221,10 +227,13 @@ class Twin(RuleBasedStateMachine):
         self.allocator.rollback(self.tables[sequence], length)
         del self.texts[sequence][length:]
 
-    @rule(sequence=sequences, salt=st.sampled_from("ab"))
-    def publish(self, sequence: int, salt: str) -> None:
+    @rule(sequence=sequences)
+    def publish(self, sequence: int) -> None:
+        salt = self.salts[sequence]
         self.allocator.publish(self.tables[sequence], salt, self.texts[sequence])
         self.published.append((salt, list(self.texts[sequence])))
+        whole = len(self.texts[sequence]) // SIZE
+        assert len(self.allocator._index.find(salt, self.texts[sequence])) == whole, "as if it were published anew"
 
     @precondition(lambda self: self.published)
     @rule(target=sequences, data=st.data())
@@ -238,7 +247,7 @@ class Twin(RuleBasedStateMachine):
         length = self.allocator.adopt(table, salt, wanted)
         assert length == table.length < len(wanted)
         assert length % SIZE == 0
-        return self.new(table, wanted[:length])
+        return self.new(table, wanted[:length], salt)
 
     @rule(target=sequences, sequence=consumes(sequences))
     def free(self, sequence: int) -> object:
@@ -275,6 +284,38 @@ def test_s4_short_sequences_use_the_same_blocks_again(num_rows: int) -> None:
         assert allocator.reserve(tables[-1], rng.randint(1, num_rows)) == []
         written |= set(tables[-1].blocks)
     assert len(written) <= 128
+
+
+def lines_of(call: Callable[[], object]) -> int:
+    """Lines of Python that a call runs, in whatever it calls too."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def test_taking_a_block_does_not_take_longer_in_a_larger_pool() -> None:
+    """Nearly all blocks keep a text, as on a server that has run for a while: the empty ones are far between."""
+    counts = []
+    for num_blocks in (64, 2048):
+        allocator = BlockAllocator(num_blocks, SIZE)
+        table = BlockTable()
+        grow(allocator, table, num_blocks * SIZE)
+        allocator.publish(table, "", range((num_blocks - 1) * SIZE))
+        allocator.free(table)
+        counts.append(lines_of(partial(allocator.reserve, BlockTable(), 1)))
+        assert allocator.num_kept == num_blocks - 1
+    assert counts[1] < counts[0] + 20
 
 
 def test_s4_a_pool_is_used_to_its_end_all_the_same() -> None:

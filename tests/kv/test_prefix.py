@@ -4,6 +4,8 @@ longest.
 
 from __future__ import annotations
 
+from typing import Any
+
 from foretoken.kv.blocks import BlockAllocator, BlockTable
 
 SIZE = 4
@@ -157,3 +159,54 @@ def test_no_more_is_adopted_than_allowed() -> None:
         assert allocator.num_shared_tokens("", TEXT, most) == expected
         allocator.free(table)
     allocator.check([held])
+
+
+class Read(list[int]):
+    """Tokens that count how many of them were read."""
+
+    num_read = 0
+
+    def __getitem__(self, place: Any) -> Any:
+        found = super().__getitem__(place)
+        self.num_read += len(found) if isinstance(place, slice) else 1
+        return found
+
+
+def test_a_piece_of_a_prompt_is_published_without_reading_what_stands_before_it() -> None:
+    allocator, table, text = BlockAllocator(256, SIZE), BlockTable(), Read(range(800))
+    for _ in range(100):
+        assert allocator.reserve(table, 2 * SIZE) == []
+        table.length += 2 * SIZE
+        allocator.publish(table, "", text)
+    assert text.num_read == 800
+    assert adopt(allocator, list(range(801))).length == 800
+
+
+def test_what_is_published_anew_is_found_whole_whatever_became_of_its_blocks() -> None:
+    """Another one that ran the same text comes first and goes; the text is taken back, and forgotten for all."""
+    allocator = BlockAllocator(8, SIZE)
+    first = hold(allocator, TEXT[:8])
+    second = hold(allocator, TEXT[:16])  # of its own blocks only the last two are found
+    assert second.num_published == 0
+    allocator.free(first)
+    evicting = BlockTable()
+    assert allocator.reserve(evicting, 4 * SIZE) == []
+    assert adopt(allocator, TEXT).length == 0
+    allocator.publish(second, "", TEXT[:16])
+    assert (second.num_published, allocator.num_shared_tokens("", TEXT)) == (4, 16)
+    allocator.rollback(second, 6)
+    assert allocator.reserve(second, SIZE) == []
+    second.length = 8
+    other = [*TEXT[:6], 1, 2]
+    allocator.publish(second, "", other)
+    assert [allocator.num_shared_tokens("", [*text, 0]) for text in (TEXT, other)] == [4, 8]
+    allocator.drop_prefixes()
+    allocator.publish(second, "", other)
+    assert allocator.num_shared_tokens("", [*other, 0]) == 8
+
+
+def test_looking_for_an_unknown_text_reads_its_first_block() -> None:
+    allocator, text = BlockAllocator(16, SIZE), Read(range(1000))
+    hold(allocator, TEXT)
+    assert allocator.num_shared_tokens("", text) == 0
+    assert text.num_read == SIZE
