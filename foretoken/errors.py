@@ -44,6 +44,10 @@ class InputError(ForetokenError, ValueError):
         self.remedy = remedy
         super().__init__(f"{field}={_shorten(value)}: {remedy}")
 
+    def __reduce__(self) -> tuple[type[InputError], tuple[str, object, str]]:
+        # Python would make a copy from the message alone: a pool of processes breaks down at such an exception.
+        return type(self), (self.field, self.value, self.remedy)
+
 
 class ConfigError(InputError):
     """An option that does not exist, or that contradicts another one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -220,6 +221,8 @@ class SamplingParams:
             raise InputError("json_schema", self.json_schema, "must be a schema as a dictionary or as JSON text")
         if isinstance(self.json_schema, str):
             check_text("json_schema", self.json_schema)
+        elif self.json_schema is not None:  # a copy: requests are prepared, and looked at again, when it has changed
+            object.__setattr__(self, "json_schema", plain_schema(self.json_schema))
         for name in ("regex", "grammar"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
@@ -267,6 +270,22 @@ class SamplingParams:
         """`stop`, always a tuple."""
         assert isinstance(self.stop, tuple)
         return self.stop
+
+
+def plain_schema(value: Mapping[str, Any] | str) -> Any:  # noqa: ANN401 - whatever JSON may be
+    """A JSON schema, a mapping or JSON text, in Python's own types: a copy.
+
+    Raises:
+        InputError: no JSON.
+    """
+    try:
+        return json.loads(json.dumps(json.loads(value) if isinstance(value, str) else dict(value), allow_nan=False))
+    except RecursionError as error:  # nor can it be shown
+        raise InputError("json_schema", "...", "is nested too deeply; use $ref for what repeats") from error
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            "json_schema", value, f"is not JSON ({error}); give a JSON schema as a dictionary or as JSON text"
+        ) from error
 
 
 def check_no_arrays(config: object) -> None:

@@ -4,7 +4,9 @@ every range.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -43,6 +45,15 @@ def test_half_a_character_inside_a_schema(reference: LLM, schema: Any) -> None:
     with pytest.raises(InputError, match=r"json_schema=.*half of a surrogate pair"):
         reference.generate(["x"], SamplingParams(json_schema=schema))
     assert not reference.engine.has_work
+
+
+def test_a_schema_stays_as_it_was_given(reference: LLM) -> None:
+    """Its owner may make the next one of it: a coroutine prepares its request later, and shadow checks after that."""
+    schema = {"enum": ["yes"]}
+    params = SamplingParams(json_schema=MappingProxyType(schema))
+    schema["enum"][0] = "no"
+    assert copy.deepcopy(params).json_schema == {"enum": ["yes"]}
+    assert reference.generate(["x"], params)[0].text == '"yes"'
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from foretoken.config import SamplingParams
 from foretoken.errors import InputError
-from foretoken.params import check_text
+from foretoken.params import check_text, plain_schema
 from foretoken.text import grammar_trial
 
 if TYPE_CHECKING:
@@ -113,14 +113,7 @@ def lark_of_gbnf(text: str) -> str:
 
 def _schema(value: Mapping[str, Any] | str) -> dict[str, Any]:
     """The schema as llguidance takes it, with our idea of white space unless it has its own."""
-    try:
-        schema = json.loads(json.dumps(json.loads(value) if isinstance(value, str) else dict(value), allow_nan=False))
-    except RecursionError as error:  # nor can it be shown
-        raise InputError("json_schema", "...", "is nested too deeply; use $ref for what repeats") from error
-    except (TypeError, ValueError) as error:
-        raise InputError(
-            "json_schema", value, f"is not JSON ({error}); give a JSON schema as a dictionary or as JSON text"
-        ) from error
+    schema = plain_schema(value)
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):

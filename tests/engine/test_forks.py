@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken import LLM, AsyncEngine, EngineConfig, InputError, SamplingParams, SpecConfig
+from foretoken import LLM, AsyncEngine, ContextLengthError, EngineConfig, InputError, SamplingParams, SpecConfig
 from foretoken.machine import process
 from tests.helpers.checkpoints import token_ids
 
@@ -156,3 +156,15 @@ def test_c4_what_runs_is_not_copied(llm: LLM, way: str) -> None:
 def test_c4_the_configuration_is_what_another_process_gets(llm: LLM) -> None:
     assert pickle.loads(pickle.dumps(llm.config)) == llm.config
     assert isinstance(llm.config, EngineConfig)
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_c4_a_refusal_reaches_another_process(llm: LLM, protocol: int) -> None:
+    """A pool of processes hands on what a call raised, and breaks down where that cannot be read again."""
+    with pytest.raises(ContextLengthError) as refused:
+        llm.generate([[1] * 1000])
+    for again in (pickle.loads(pickle.dumps(refused.value, protocol)), copy.deepcopy(refused.value)):
+        assert (type(again), str(again)) == (ContextLengthError, str(refused.value))
+        assert (again.field, again.value, again.remedy) == ("prompt", "1000 tokens", refused.value.remedy)
+    (answer,) = llm.generate([PROMPT], SamplingParams(bad_words=[[token] for token in range(97)]))
+    assert str(pickle.loads(pickle.dumps(answer, protocol)).error) == str(answer.error)
