@@ -80,28 +80,27 @@ class FaultHook:
 
 
 def be_front() -> None:
-    """Be the command; the first process that it starts as a worker is this module, with the fault."""
+    """Be the command; workers are this module, and the first one has the fault."""
     from foretoken.cli import main
     from foretoken.server.life import supervisor
 
-    fault, command, environment = os.environ.pop(VARIABLE), supervisor.WORKER_COMMAND, supervisor.worker_environment
-    num_started = 0
+    faults, environment = [os.environ.pop(VARIABLE)], supervisor.worker_environment
 
     def first_faulty() -> dict[str, str]:
-        nonlocal num_started
-        num_started += 1
-        is_first = num_started == 1
-        supervisor.WORKER_COMMAND = (*command[:-1], MODULE if is_first else command[-1])
-        return environment() | ({VARIABLE: fault} if is_first else {})
+        return environment() | ({VARIABLE: faults.pop()} if faults else {})
 
+    supervisor.WORKER_COMMAND = (*supervisor.WORKER_COMMAND[:-1], MODULE)
     supervisor.worker_environment = first_faulty
     main()
 
 
 def be_worker() -> None:
-    """Be the worker that has the fault."""
+    """Be the worker, with the fault if it has one."""
     from foretoken.server.life import worker
 
+    if VARIABLE not in os.environ:
+        worker.main()
+        return
     hook = FaultHook.of(os.environ[VARIABLE])
     build, generate = worker.Worker._build, worker.Worker._generate
     num_calls = 0
