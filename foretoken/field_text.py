@@ -7,7 +7,7 @@ from __future__ import annotations
 import difflib
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from typing import Any, Literal, TypeVar
 
@@ -16,6 +16,7 @@ from foretoken.errors import ConfigError
 
 _Config = TypeVar("_Config")
 _Number = TypeVar("_Number", int, float)
+_Item = TypeVar("_Item")
 _TRUTHS = {"true": True, "false": False}
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
@@ -67,38 +68,43 @@ def _parse_list(field: str, text: str, kind: object, separator: str, expected: l
 
 
 def words(name: str, text: str) -> tuple[str, ...]:
-    """Split a comma-separated list.
+    """The items of a comma-separated list, each once: one named twice would be measured and counted twice.
 
     Raises:
         ConfigError: it is empty.
     """
-    found = tuple(word.strip() for word in text.split(",") if word.strip())
+    found = _each_once(word.strip() for word in text.split(",") if word.strip())
     if not found:
         raise ConfigError(name, text, "name at least one, several separated by commas; or leave it out")
     return found
 
 
 def wholes(name: str, text: str) -> tuple[int, ...]:
-    """The whole numbers of a comma-separated list.
+    """The whole numbers of a comma-separated list, each once.
 
     Raises:
         ConfigError: it is empty, or holds something else.
     """
-    return tuple(_number(name, word, int, "must be whole numbers separated by commas") for word in words(name, text))
+    remedy = "must be whole numbers separated by commas"
+    return _each_once(_number(name, word, int, remedy) for word in words(name, text))
 
 
 def wholes_or_auto(name: str, text: str) -> tuple[int | Literal["auto"], ...]:
     """The same, of which "auto" may be one."""
-    return tuple("auto" if word == "auto" else wholes(name, word)[0] for word in words(name, text))
+    return _each_once("auto" if word == "auto" else wholes(name, word)[0] for word in words(name, text))
 
 
 def numbers(name: str, text: str) -> tuple[float, ...]:
-    """The numbers of a comma-separated list.
+    """The numbers of a comma-separated list, each once.
 
     Raises:
         ConfigError: it is empty, or holds something else.
     """
-    return tuple(_number(name, word, float, "must be numbers separated by commas") for word in words(name, text))
+    return _each_once(_number(name, word, float, "must be numbers separated by commas") for word in words(name, text))
+
+
+def _each_once(items: Iterable[_Item]) -> tuple[_Item, ...]:
+    return tuple(dict.fromkeys(items))
 
 
 def _number(name: str, word: str, kind: Callable[[str], _Number], remedy: str) -> _Number:

@@ -163,14 +163,16 @@ def _take_report(part: Mapping[str, Any], stream: Stream) -> None:
             return
 
 
+# Name, labels and value of a sample; behind them a timestamp may stand, and in OpenMetrics an exemplar.
+_SERIES = re.compile(r'\s*([^\s#{]*?)spec_decode_num_([^\s{]+)\s*(?:\{((?:[^"}]|"(?:[^"\\]|\\.)*")*)\})?\s*([^\s{]+)')
+
+
 def _spec_series(text: str) -> Iterator[tuple[str, str, str, float]]:
     """The series of a metrics page on speculation: prefix, name behind `spec_decode_num_`, labels, and value."""
     for line in text.splitlines():
-        name, _, rest = line.partition("{") if "{" in line else line.partition(" ")
-        prefix, found, ending = name.partition("spec_decode_num_")
-        if found and not line.startswith("#"):
-            labels, _, value = rest.rpartition(" ")
-            yield prefix, ending, labels, float(value)
+        found = _SERIES.match(line)
+        if found is not None:
+            yield found[1], found[2], found[3] or "", float(found[4])
 
 
 def read_spec_counters(text: str) -> dict[str, float] | None:

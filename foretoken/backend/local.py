@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import re
+import time
 import warnings
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -153,12 +154,13 @@ class LocalBackend:
 
     async def open(self, call: Call) -> LocalGeneration:
         """See `Backend.open`."""
+        arrived_s = time.perf_counter()
         prompt_ids, prediction = await self.engine.in_thread(lambda: (self._encode_all(call), self._predicted(call)))
         params = call.params
         if params.prediction is not None and prediction:
             params = replace(params, prediction=prediction)
         with self._rounds.opening() if call.trace else contextlib.nullcontext() as opened:
-            tickets = await self.engine.submit_all(prompt_ids, params, call.spec)
+            tickets = await self.engine.submit_all(prompt_ids, params, call.spec, arrived_s)
             if opened is not None:
                 opened(tickets)
         followed = _Followed.of(call, prediction)

@@ -26,7 +26,7 @@ from foretoken.field_text import wholes, words
 from foretoken.measure.audit.options import AuditOptions, Prompt, read_prompts
 from foretoken.measure.audit.report import check_out
 from foretoken.measure.report import Report, print_report
-from foretoken.measure.workload import SLICES, slices
+from foretoken.measure.workload import SLICES, in_turns, slices
 from foretoken.measure.write import write_report
 from foretoken.option import options_of, setting_name
 
@@ -149,5 +149,5 @@ def _run(options: AuditOptions | BackendAuditOptions, prompts: Path | None, out:
 
 def _own_prompts(count: int) -> list[Prompt]:
     """Prompts of every slice of the bench."""
-    found: list[Prompt] = [prompt.text for prompt in slices(per_slice=-(-min(count, 50) // len(SLICES)))]
-    return found[:count]
+    every = slices(per_slice=-(-min(count, 50) // len(SLICES)))
+    return [prompt.text for prompt in in_turns(every, lambda prompt: prompt.slice)[:count]]

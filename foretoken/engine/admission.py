@@ -139,13 +139,15 @@ class Admission:
         """Do now what the first request with a structure would wait for, and all others with it."""
         self._structures.warm()
 
-    def prepare(self, prompt_ids: Sequence[int], params: SamplingParams, spec: SpecConfig) -> PreparedRequest:
-        """A request that the engine can queue; it has arrived when this is called.
+    def prepare(
+        self, prompt_ids: Sequence[int], params: SamplingParams, spec: SpecConfig, arrived_s: float | None = None
+    ) -> PreparedRequest:
+        """A request that the engine can queue; it has arrived at `arrived_s`, or else when this is called.
 
         Raises:
             InputError, ContextLengthError, CapacityError: the request can never run.
         """
-        arrived_s = time.perf_counter()
+        arrived_s = time.perf_counter() if arrived_s is None else arrived_s
         target, tokenizer = self._target, self._tokenizer
         spec = spec.for_request(params.prediction)
         max_total = check_request(prompt_ids, params, spec, target, tokenizer is not None)

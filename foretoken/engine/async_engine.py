@@ -117,15 +117,23 @@ class AsyncEngine(Uncopied):
         one, params, spec = self._checked(prompt, params, spec)
         if params.n > 1:
             raise InputError("n", params.n, "a ticket is one answer; use generate, or one ticket per answer")
-        return (await self._submit_all([one], params, spec))[0]
+        return (await self._submit_all([one], params, spec, time.perf_counter()))[0]
 
     async def submit_all(
-        self, prompts: Sequence[Prompt], params: SamplingParams | None = None, spec: SpecConfig | None = None
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | None = None,
+        spec: SpecConfig | None = None,
+        arrived_s: float | None = None,
     ) -> list[Ticket]:
-        """`submit_async` for all `n` answers to each of several prompts, prompt by prompt: all are queued, or none."""
+        """`submit_async` for all `n` answers to each of several prompts, prompt by prompt: all are queued, or none.
+
+        They were asked for at `arrived_s`, on the clock of `time.perf_counter`, or else now.
+        """
+        arrived_s = time.perf_counter() if arrived_s is None else arrived_s
         texts = [as_prompt(prompt) for prompt in prompts]
         _, params, spec = self._checked([], params, spec)
-        return await self._submit_all(texts, params, spec)
+        return await self._submit_all(texts, params, spec, arrived_s)
 
     async def in_thread(self, call: Callable[[], _Result]) -> _Result:
         """What `call` returns, run in one of the threads that prepare requests: tokenising, chat templates.
@@ -150,7 +158,7 @@ class AsyncEngine(Uncopied):
     ) -> GenerateOutput:
         """The whole answer to one prompt, all `n` of them."""
         one, params, spec = self._checked(prompt, params, spec)
-        tickets = await self._submit_all([one], params, spec)
+        tickets = await self._submit_all([one], params, spec, time.perf_counter())
         try:
             first, *others = await asyncio.gather(*(ticket.wait() for ticket in tickets))
         finally:
@@ -264,7 +272,9 @@ class AsyncEngine(Uncopied):
                 self._num_coming -= count
             raise
 
-    async def _submit_all(self, prompts: Sequence[Prompt], params: SamplingParams, spec: SpecConfig) -> list[Ticket]:
+    async def _submit_all(
+        self, prompts: Sequence[Prompt], params: SamplingParams, spec: SpecConfig, arrived_s: float
+    ) -> list[Ticket]:
         """Queue all `n` answers to each prompt, prepared in worker threads."""
         with self._place(params.n * len(prompts)):
             used = spec.for_request(params.prediction)
@@ -272,7 +282,7 @@ class AsyncEngine(Uncopied):
                 await self._in_thread(self._loading, lambda: self.llm.prepare(used))
 
             def prepare() -> list[PreparedRequest]:
-                return [one for prompt in prompts for one in self.llm.prepare_requests(prompt, params, spec)]
+                return [one for prompt in prompts for one in self.llm.prepare_requests(prompt, params, spec, arrived_s)]
 
             return self._enqueue(await self._in_thread(self._preparing, prepare))
 

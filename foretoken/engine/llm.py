@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -170,6 +171,7 @@ class LLM(BetweenRequests, Uncopied):
         Raises:
             InputError: a prompt or parameter that cannot be honoured; nothing was run.
         """
+        arrived_s = time.perf_counter()
         self._check_free()
         batch = as_prompts(prompts)
         each_params = per_prompt("params", SamplingParams() if params is None else params, len(batch))
@@ -178,7 +180,7 @@ class LLM(BetweenRequests, Uncopied):
             raise InputError("on_step", on_step, "give a function that takes a list of StepOutput, or leave it out")
         prepared: list[PreparedRequest] = []
         for prompt, one_params, one_spec in zip(batch, each_params, each_spec, strict=True):
-            prepared += self.prepare_requests(prompt, one_params, one_spec)
+            prepared += self.prepare_requests(prompt, one_params, one_spec, arrived_s)
         states = self._check_open().answer(prepared, on_step)
         return collect(states, [one.n for one in each_params])
 
@@ -339,26 +341,32 @@ class LLM(BetweenRequests, Uncopied):
         prepared = self.prepare_request(as_prompt(prompt), params, spec)
         return driver.enqueue(prepared)
 
-    def prepare_request(self, prompt: Prompt, params: SamplingParams, spec: SpecConfig) -> PreparedRequest:
+    def prepare_request(
+        self, prompt: Prompt, params: SamplingParams, spec: SpecConfig, arrived_s: float | None = None
+    ) -> PreparedRequest:
         """Prepare one answer for the queue: load its drafters, tokenise, check, compile its grammar.
 
-        Runs in the thread of the caller and holds no lock of the engine, so running requests go on meanwhile.
+        It was asked for at `arrived_s`, on the clock of `time.perf_counter`, or else now. Runs in the thread of the
+        caller and holds no lock of the engine, so running requests go on meanwhile.
 
         Raises:
             InputError, ContextLengthError, CapacityError: the request can never run.
             ModelError, StorageError: its drafter cannot be loaded.
         """
+        arrived_s = time.perf_counter() if arrived_s is None else arrived_s
         check_types(params, spec)
         spec = self._open_loader().with_head_kind(spec)
         self.prepare(spec.for_request(params.prediction))
         ids = self.encode(prompt) if isinstance(prompt, str) else prompt
-        return self.engine.admission.prepare(ids, params, spec)
+        return self.engine.admission.prepare(ids, params, spec, arrived_s)
 
-    def prepare_requests(self, prompt: Prompt, params: SamplingParams, spec: SpecConfig) -> list[PreparedRequest]:
+    def prepare_requests(
+        self, prompt: Prompt, params: SamplingParams, spec: SpecConfig, arrived_s: float
+    ) -> list[PreparedRequest]:
         """`prepare_request` for each of the `n` answers to a prompt, which is tokenised once."""
         check_types(params, spec)
         ids = self.encode(prompt) if isinstance(prompt, str) else prompt
-        return [self.prepare_request(ids, one, spec) for one in each_answer(params)]
+        return [self.prepare_request(ids, one, spec, arrived_s) for one in each_answer(params)]
 
     def has_drafters(self, spec: SpecConfig) -> bool:
         """Whether `prepare` has nothing to load for `spec`."""

@@ -47,7 +47,7 @@ _SLICE_OF_CATEGORY = {
     "math_reasoning": "math",
     "rag": "retrieval",
 }
-_LENGTH_KEYS = ("max_tokens", "output_length", "output_tokens_count")
+_LENGTH_KEYS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "output_length", "output_tokens_count")
 _SPEAKERS = {"human": "User", "gpt": "Assistant", "function_call": "Call", "observation": "Result", "system": "System"}
 
 
@@ -265,8 +265,7 @@ def _batch_request(item: _Item) -> Prompt:
     if not isinstance(body, dict):
         raise InputError("prompts", item.place, '"body" must be the object that the request was sent with')
     check_no_tools(item.place, body)
-    known = {"max_tokens": body.get("max_tokens") or body.get("max_completion_tokens") or body.get("max_output_tokens")}
-    asked = asked_of(item.place, body | known)
+    asked = asked_of(item.place, body)
     text = body.get("prompt", body.get("input"))
     if "messages" in body:
         return Prompt(name, _slice(item), "", messages=_pairs(item, body["messages"]), **asked)

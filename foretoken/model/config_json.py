@@ -16,7 +16,7 @@ from foretoken.model.architecture import Activation, ModelConfig, RopeConfig
 from foretoken.model.expert_config import experts_config
 from foretoken.model.families import FAMILIES, NATIVE_MODEL_TYPES, Family, Flag
 from foretoken.model.fields import Fields, shown
-from foretoken.model.rope_json import MAX_CONTEXT_TOKENS, rope_config
+from foretoken.model.rope_json import MAX_CONTEXT_TOKENS, context_tokens, rope_config
 from foretoken.model.windows import Windows, rope_layers
 
 _WRITTEN = ("llama", "mistral", "qwen2", "qwen3")  # families that models are trained, widened or written as here
@@ -117,9 +117,7 @@ def _native_config(model_type: str, family: Family, fields: Fields) -> ModelConf
     vocab_size = fields.whole("vocab_size")
     windows = family.windows(fields, layers)
     rope, local_rope = rope_config(model_type, family, fields, head_dim)
-    context = fields.whole("max_position_embeddings", most=MAX_CONTEXT_TOKENS)
-    if rope.kind == "longrope":  # other factors hold behind it, see `rope_context_cap`
-        context = min(context, rope.original_max_tokens or context)
+    context = context_tokens(fields.raw, fields.whole("max_position_embeddings", most=MAX_CONTEXT_TOKENS))
     activation = _activation(model_type, family, fields)
     experts = None if family.experts is None else experts_config(family.experts, fields, layers)
     if experts is not None and experts.clamped is None and activation != "silu":

@@ -20,7 +20,7 @@ from foretoken.model.matrices.quant import check_quant
 from foretoken.model.open import native_config
 from foretoken.model.paged_cache import DEFAULT_BLOCK_SIZE
 from foretoken.model.rope import TABLE_BLOCK
-from foretoken.model.rope_json import CONTEXT_KEYS, UNBOUNDED_CONTEXT_TOKENS, rope_context_cap
+from foretoken.model.rope_json import CONTEXT_KEYS, UNBOUNDED_CONTEXT_TOKENS, context_tokens
 from foretoken.model.weights import TensorSource, hf_tensors
 from foretoken.plan.memory import ModelShape
 
@@ -131,7 +131,6 @@ def _foreign_shape(name: str, raw: Mapping[str, Any], weights: TensorSource, kin
     heads, vocab_size = sizes["num_heads"], sizes["vocab_size"]
     groups = text.whole_or("num_key_value_heads", heads)
     size = text.whole_or("head_dim", sizes["hidden_size"] // heads)
-    context = sizes["context"] or UNBOUNDED_CONTEXT_TOKENS
     return ModelShape(
         name=name,
         weight_bytes=sum(math.prod(weights.shape(tensor)) for tensor in weights.names) * kind.itemsize,
@@ -141,6 +140,6 @@ def _foreign_shape(name: str, raw: Mapping[str, Any], weights: TensorSource, kin
         gather_bytes=2 * heads * size * kind.itemsize,  # keys and values repeated for every query head
         vocab_size=vocab_size,
         itemsize=kind.itemsize,
-        max_context_tokens=min(context, rope_context_cap(text.raw) or context),
+        max_context_tokens=context_tokens(text.raw, sizes["context"] or UNBOUNDED_CONTEXT_TOKENS),
         block_tokens=1,
     )

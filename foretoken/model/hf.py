@@ -22,7 +22,7 @@ from foretoken.model.hf_loading import load_with_transformers
 from foretoken.model.interface import ForwardOutput, Segment
 from foretoken.model.loader import read_raw_config
 from foretoken.model.quiet import quiet_transformers
-from foretoken.model.rope_json import CONTEXT_KEYS, UNBOUNDED_CONTEXT_TOKENS, rope_context_cap
+from foretoken.model.rope_json import CONTEXT_KEYS, UNBOUNDED_CONTEXT_TOKENS, context_tokens
 from foretoken.model.trial import Findings, try_out
 from foretoken.transfer import to_device, to_host
 
@@ -261,7 +261,8 @@ def _context_tokens(text: _Foreign) -> int:
     known = [getattr(text, key, None) for key in CONTEXT_KEYS]
     stated = next((int(value) for value in known if isinstance(value, int) and value > 0), UNBOUNDED_CONTEXT_TOKENS)
     # Doge chooses which tokens of a longer text to keep, and looks at later ones for it.
-    return min(stated, rope_context_cap(text.to_dict()) or stated, getattr(text, "keep_window_size", None) or stated)
+    longest = context_tokens(text.to_dict(), stated)
+    return min(longest, getattr(text, "keep_window_size", None) or longest)
 
 
 @torch.inference_mode()

@@ -22,6 +22,40 @@ UNBOUNDED_CONTEXT_TOKENS = 131_072
 _LONGROPE_TRAINED_TOKENS = {"phi3": 4096, "phi4_multimodal": 4096}
 
 
+def context_tokens(raw: Mapping[str, Any], stated: int) -> int:
+    """The longest text of a model whose `raw` configuration states a context of `stated` tokens.
+
+    YaRN stretches the trained length by its factor. Models tell their users to add such a scaling and nothing else
+    (Qwen2.5), and vLLM and SGLang take the product for the context, too; transformers has no limit. Of `linear` files
+    some state the stretched length already (Gemma 3): what is stated counts. See also `rope_context_cap`.
+
+    Raises:
+        CheckpointError: see `rope_context_cap`.
+    """
+    longest = max([stated, *(min(_stretched(raw, one), MAX_CONTEXT_TOKENS) for one in _scalings(raw))])
+    return min(longest, rope_context_cap(raw) or longest)
+
+
+def _scalings(raw: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """What scales the rotation, and what does by layer type."""
+    scaling = raw.get("rope_scaling") or raw.get("rope_parameters")
+    if not isinstance(scaling, Mapping):
+        return []
+    return [scaling, *(value for value in scaling.values() if isinstance(value, Mapping))]
+
+
+def _stretched(raw: Mapping[str, Any], scaling: Mapping[str, Any]) -> int:
+    """The length that YaRN stretches a trained one to; 0 without it."""
+    kind, factor = scaling.get("rope_type") or scaling.get("type"), scaling.get("factor")
+    names = "original_max_position_embeddings"
+    trained = raw.get(names) or scaling.get(names) or raw.get("max_position_embeddings")
+    if kind != "yarn" or raw.get("model_type") in _LONGROPE_TRAINED_TOKENS:
+        return 0
+    if not isinstance(factor, int | float) or not isinstance(trained, int) or not 0 < factor < math.inf:
+        return 0
+    return int(trained * factor)
+
+
 def rope_context_cap(raw: Mapping[str, Any]) -> int | None:
     """The longest sequence over which the rotation of a position never changes; None where it never does.
 
@@ -33,15 +67,11 @@ def rope_context_cap(raw: Mapping[str, Any]) -> int | None:
     Raises:
         CheckpointError: a base of the frequencies that is not positive, which makes them infinite.
     """
-    scaling = raw.get("rope_scaling") or raw.get("rope_parameters")
-    if not isinstance(scaling, Mapping):
-        return None
-    nested = [value for value in scaling.values() if isinstance(value, Mapping)]  # one entry per layer type
-    for parameters in [scaling, *nested]:
+    for parameters in _scalings(raw):
         theta = parameters.get("rope_theta")
         if isinstance(theta, int | float) and not theta > 0:
             raise CheckpointError(f"config.json: rope_theta={shown(theta)} must be a positive number")
-    caps = [_switching_length(raw, parameters) for parameters in [scaling, *nested]]
+    caps = [_switching_length(raw, parameters) for parameters in _scalings(raw)]
     return min((cap for cap in caps if cap is not None), default=None)
 
 

@@ -24,11 +24,11 @@ _POLL_S = 5e-5
 
 
 class LostRankError(Exception):
-    """Another rank, `rank`, has closed its connection, or did not answer in time."""
+    """Another rank, `rank`, has closed its connection, or (`is_silent`) did not answer in time."""
 
-    def __init__(self, rank: int) -> None:
-        super().__init__(f"no answer of rank {rank}")
-        self.rank = rank
+    def __init__(self, rank: int, is_silent: bool = False) -> None:
+        super().__init__(f"no answer of rank {rank}" if is_silent else f"rank {rank} is gone")
+        self.rank, self.is_silent = rank, is_silent
 
 
 class RankExchange:
@@ -145,7 +145,7 @@ def _wait(work: Any, rank: int) -> None:  # noqa: ANN401 - gloo's Work
     try:
         work.wait()
     except RuntimeError as error:
-        raise LostRankError(rank) from error
+        raise LostRankError(rank, is_silent="timed out" in str(error).lower()) from error
 
 
 def _bytes_of(x: Tensor) -> Tensor:

@@ -34,7 +34,6 @@ from foretoken.parallel.plan import Plan
 
 PATIENCE_S = 4.0  # for another rank in a step; a step that waits longer for one has lost it
 LOAD_S = 900.0  # for the other ranks to load their parts, once rank 0 has its own
-_DEATH_S = 0.2  # a connection closes a moment before the system says that its process is gone
 RANK_COMMAND = (sys.executable, "-P", "-m", "foretoken.parallel.rank")
 
 
@@ -139,9 +138,10 @@ class RankGroup:
 
     def _end_by(self, error: BaseException) -> RankError:
         """The error of a group in which `error` was raised, which ends by it."""
-        ends = time.monotonic() + _DEATH_S
-        while not self._deaths and isinstance(error, LostRankError) and time.monotonic() < ends:
-            time.sleep(0.01)
+        if isinstance(error, LostRankError) and not error.is_silent:
+            ends = time.monotonic() + PATIENCE_S  # a connection closes a moment before its process counts as gone
+            while not self._deaths and time.monotonic() < ends:
+                time.sleep(0.01)
         if isinstance(error, _NotLoadedError):  # what a rank said before it ended says more than that it did
             why = str(error)
         elif self._deaths:

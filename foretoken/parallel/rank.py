@@ -24,7 +24,7 @@ from foretoken.model.loader import load_decoder
 from foretoken.model.open import kept_dtype
 from foretoken.model.paged import PagedModel
 from foretoken.model.strict import strict_kind
-from foretoken.parallel.exchange import PATIENT_S, RankExchange
+from foretoken.parallel.exchange import PATIENT_S, LostRankError, RankExchange
 from foretoken.parallel.group import LOADED, RankSetup
 from foretoken.parallel.plan import Plan, PlanKind
 
@@ -86,7 +86,8 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     setup = RankSetup(**json.loads(sys.stdin.readline()))
-    threading.Thread(target=_end_with_rank_0, daemon=True).start()
+    ending = threading.Thread(target=_end_with_rank_0, daemon=True)
+    ending.start()
     torch.set_num_threads(setup.num_threads)
     keep_freed_memory()
     answers = sys.stdout
@@ -101,6 +102,9 @@ def main() -> None:
     answers.flush()
     try:
         rank.serve()
+    except LostRankError as error:
+        print(f"rank {setup.rank} ends: {error}", file=sys.stderr, flush=True)
+        ending.join()  # rank 0 ends the group, or is gone; the rank that was lost first is the cause, not this one
     except BaseException:  # noqa: BLE001 - whatever it is, this rank computes no more
         traceback.print_exc()
     sys.stderr.flush()

@@ -10,7 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from foretoken.cli import audit
 from foretoken.measure.audit import run as run_module
+from foretoken.measure.workload import SLICES, slices
 from foretoken.verify.rejection import RejectionRule
 from tests.cli.conftest import Run
 from tests.helpers.checkpoints import token_ids
@@ -23,6 +25,13 @@ def prompts(tmp_path: Path) -> Path:
     path = tmp_path / "ids.jsonl"
     path.write_text("".join(json.dumps({"prompt_ids": token_ids(4 + i, seed=i)}) + "\n" for i in range(4)))
     return path
+
+
+def test_own_prompts_are_of_every_slice() -> None:
+    kinds = {prompt.text: prompt.slice for prompt in slices(per_slice=16)}
+    found = [kinds[text] for text in audit._own_prompts(16) if isinstance(text, str)]
+    assert set(found) == set(SLICES)
+    assert len(found) == 16
 
 
 def test_a_sound_pair(foretoken: Run, pair: SimpleNamespace, prompts: Path) -> None:

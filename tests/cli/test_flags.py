@@ -17,7 +17,7 @@ from foretoken.config import SamplingParams, SpecConfig
 from foretoken.control.routing import RoutingRules
 from foretoken.engine_config import EngineConfig
 from foretoken.errors import ConfigError
-from foretoken.field_text import wholes
+from foretoken.field_text import numbers, wholes, wholes_or_auto, words
 from foretoken.option import check_fields, option, options_of, same_option, setting_name
 from foretoken.server.api.config import ApiConfig
 from foretoken.server.config import ServerConfig
@@ -177,3 +177,10 @@ def test_no_flag_is_declared_by_hand_for_a_field_of_a_configuration() -> None:
         named = known | {setting_name(one) for kind, _ in taken.values() for one, _ in options_of(kind)}
         found[path] = own & named
     assert {path: names for path, names in found.items() if names} == OTHERS
+
+
+def test_an_item_of_a_list_that_is_named_twice_counts_once() -> None:
+    assert words("slices", "code, chat,code") == ("code", "chat")
+    assert wholes("batches", "4,1,4,04") == (4, 1)
+    assert wholes_or_auto("num_draft", "auto,4,auto,4") == ("auto", 4)
+    assert numbers("temperatures", "0.8,0,0.80,0.0") == (0.8, 0.0)

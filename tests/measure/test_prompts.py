@@ -261,6 +261,14 @@ RECORDED = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("key", ["max_tokens", "max_completion_tokens", "max_output_tokens"])
+def test_an_answer_of_no_tokens_is_refused_in_a_batch_file(tmp_path, key):
+    path = tmp_path / "mine.jsonl"
+    path.write_text(json.dumps({"custom_id": "r", "body": {"prompt": "p", key: 0}}) + "\n", encoding="utf-8")
+    with pytest.raises(InputError, match="max_tokens there"):
+        read_prompts(path)
+
+
 @pytest.mark.parametrize(("line", "prompt"), RECORDED)
 def test_requests_recorded_for_other_tools_are_read(tmp_path, line, prompt):
     path = tmp_path / "mine.jsonl"

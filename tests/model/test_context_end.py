@@ -21,6 +21,7 @@ _SCALINGS: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 4.0},
     "dynamic": {"rope_type": "dynamic", "factor": 4.0},
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    "yarn-added": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},  # nothing else changed
     "llama3": {
         "rope_type": "llama3",
         "factor": 4.0,
@@ -44,7 +45,7 @@ def test_e3_every_way_agrees_to_the_end_of_the_context(tmp_path: Path, kind: str
     folder = tiny_checkpoint(
         tmp_path,
         "llama",
-        max_position_embeddings=CONTEXT,
+        max_position_embeddings=CONTEXT // 4 if kind == "yarn-added" else CONTEXT,
         rope_parameters={"rope_theta": 1e4} | _SCALINGS[kind],
         eos_token_id=None,
     )

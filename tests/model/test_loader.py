@@ -25,7 +25,7 @@ from foretoken.model.footprint import shape_of
 from foretoken.model.loader import load_decoder, read_config
 from foretoken.model.open import open_model
 from foretoken.model.paged import PagedModel
-from foretoken.model.rope_json import rope_context_cap
+from foretoken.model.rope_json import context_tokens, rope_context_cap
 from foretoken.model.saving import hf_state, save_checkpoint
 from foretoken.model.weights import Weights
 from tests.helpers.checkpoints import VARIANTS, tiny_checkpoint, tiny_tokenizer, token_ids, transformers_logits, variant
@@ -390,3 +390,20 @@ def test_families_defaults_are_transformers_own() -> None:
 )
 def test_e3_scalings_that_switch_cap_the_context(raw: dict[str, Any], cap: int | None) -> None:
     assert rope_context_cap(raw) == cap
+    assert context_tokens(raw, 128) == min(cap or 128, 128)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "found"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256),
+        ({"type": "yarn", "factor": 4.0}, 512),
+        ({"full_attention": {"rope_type": "yarn", "factor": 2}, "sliding_attention": {"rope_type": "default"}}, 256),
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}, 128),
+        ({"rope_type": "yarn", "factor": 1e300}, 2**24),
+        ({"rope_type": "yarn", "factor": None}, 128),
+        ({"rope_type": "linear", "factor": 4.0}, 128),
+    ],
+)
+def test_yarn_stretches_the_context_that_a_file_states(scaling: dict[str, Any], found: int) -> None:
+    assert context_tokens({"max_position_embeddings": 128, "rope_scaling": scaling}, 128) == found

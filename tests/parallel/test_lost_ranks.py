@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from foretoken import LLM, AsyncEngine, EngineConfig, RankError, SamplingParams, SpecConfig
+from foretoken.engine.request import GenerateOutput
 from foretoken.model.row_kernels import row_kernels
 from foretoken.parallel import group
 from foretoken.parallel.exchange import RankExchange
@@ -29,12 +30,7 @@ from tests.helpers.deadline import within
 from tests.helpers.faulty_rank import Fault
 
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
-DEADLINE_S = 90.0  # of a test that would hang: one second of patience, and a loaded machine
-
-
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group, "PATIENCE_S", 1.0)
+DEADLINE_S = 90.0  # of a test that would hang: a group's patience, and a loaded machine
 
 
 def ranks_of(llm: LLM) -> list[int]:
@@ -61,7 +57,7 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ("fault", "told"),
     [
         (Fault(1, "kill", 17), "rank 1 .* was ended by SIGKILL"),
-        (Fault(1, "stop", 23), "rank 1 did not answer within 1 s"),
+        (Fault(1, "stop", 23), "rank 1 did not answer within 4 s"),
     ],
     ids=["kill", "stop"],
 )
@@ -80,6 +76,23 @@ def test_a_rank_that_is_lost_in_a_step_ends_all(
     with pytest.raises(RankError, match=told):
         llm.generate([token_ids(9)], PARAMS)
     llm.close()
+
+
+def test_the_death_of_a_rank_may_be_seen_after_its_connection_has_closed(
+    pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, faulty: None
+) -> None:
+    watch = group._watch
+
+    def late(one: group._Process, deaths: list[str]) -> None:
+        one.running.wait()
+        time.sleep(1.0)  # of a loaded machine
+        watch(one, deaths)
+
+    monkeypatch.setattr(group, "_watch", late)
+    monkeypatch.setenv(faulty_rank.VARIABLE, str(tmp_path / "fault"))
+    Fault(1, "kill", 17).tell(tmp_path / "fault")
+    with opened(pair) as llm, within(DEADLINE_S), pytest.raises(RankError, match=r"rank 1 .* was ended by SIGKILL"):
+        llm.generate([token_ids(9)], PARAMS)
 
 
 def test_rank_0_without_memory_for_experts_ends_the_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,13 +129,18 @@ def test_a_rank_that_dies_between_steps_is_noticed_without_one(pair: SimpleNames
 def test_an_engine_for_many_callers_ends_with_its_ranks(pair: SimpleNamespace) -> None:
     """A server's worker looks at `is_running` and ends, so that its supervisor starts another."""
 
+    async def fails(answer: Awaitable[GenerateOutput]) -> None:
+        """As the answer's error where it took part in the step, otherwise at once."""
+        with pytest.raises(RankError):
+            raise (await answer).error or AssertionError("answered")
+
     async def serve(engine: AsyncEngine) -> None:
         long = SamplingParams(max_tokens=200, ignore_eos=True)
         tickets = [await engine.submit_async(token_ids(9), long) for _ in range(3)]
         await asyncio.sleep(0.1)
         os.kill(ranks_of(engine.llm)[0], signal.SIGKILL)
         for ticket in tickets:
-            assert isinstance((await ticket.wait()).error, RankError)
+            await fails(ticket.wait())
         with pytest.raises(RankError):  # at once, or, while the engine's thread still ends, as the answer's error
             raise (await (await engine.submit_async(token_ids(9), long)).wait()).error or AssertionError("answered")
 
@@ -154,15 +172,17 @@ llm.generate([[1, 2, 3]] * 4, SamplingParams(max_tokens=240, ignore_eos=True))
 
 
 def test_no_rank_outlives_rank_0(pair: SimpleNamespace) -> None:
-    """Killed in the middle of its steps."""
-    command = [sys.executable, "-c", _USER, str(pair.target)]
-    with within(DEADLINE_S), subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    """Killed in the middle of its steps; the other says so in a line, or ends before it notices."""
+    command, pipe = [sys.executable, "-c", _USER, str(pair.target)], subprocess.PIPE
+    with within(DEADLINE_S), subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
         assert process.stdout is not None
+        assert process.stderr is not None
         pids = json.loads(process.stdout.readline())
         process.kill()
         assert process.wait() == -signal.SIGKILL
         while not all(map(is_gone, pids)):
             time.sleep(0.01)
+        assert process.stderr.read() in ("", "rank 1 ends: rank 0 is gone\n")
 
 
 def test_an_interrupt_waits_for_the_end_of_a_pass(pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,6 +55,29 @@ def test_a_traced_call_keeps_its_rounds_where_another_ends_while_it_is_queued(
     pieces = [event for event in asyncio.run(both()) if isinstance(event, Piece)]
     assert pieces
     assert all(piece.round is not None for piece in pieces)
+
+
+def test_a_request_arrives_before_its_prompt_is_tokenised(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, encode, prepare = engine.llm, engine.llm.encode, engine.llm.engine.admission.prepare
+    encoded_s, arrived_s = list[float](), list[float]()
+
+    def timed(text: str) -> list[int]:
+        encoded_s.append(time.perf_counter())
+        return encode(text)
+
+    def noted(*asked: Any) -> Any:
+        prepared = prepare(*asked)
+        arrived_s.append(prepared.arrived_s)
+        return prepared
+
+    monkeypatch.setattr(llm, "encode", timed)
+    monkeypatch.setattr(llm.engine.admission, "prepare", noted)
+    params = SamplingParams(max_tokens=1)
+    asyncio.run(events_of(LocalBackend(engine, "reference"), Call(params, PROMPTS[:1], spec=SpecConfig())))
+    asyncio.run(engine.generate(PROMPTS[0], params, SpecConfig()))
+    llm.prepare_request(PROMPTS[0], params, SpecConfig())
+    assert len(encoded_s) == len(arrived_s) == 3
+    assert all(came < read for came, read in zip(arrived_s, encoded_s, strict=True))
 
 
 @pytest.mark.parametrize("drafter", [None, "ngram"])

@@ -21,7 +21,7 @@ from foretoken.measure.progress import progress
 from foretoken.measure.prompts import read_prompts
 from foretoken.measure.report import Report
 from foretoken.measure.sides import OpenSide, open_sides
-from foretoken.measure.workload import SLICES, Prompt, slices
+from foretoken.measure.workload import Prompt, in_turns, slices
 from foretoken.measure.write import write_report
 
 _CHECKS: Mapping[str, Callable[[CertifySession], Iterator[Check]]] = {
@@ -118,10 +118,9 @@ def made_checks(session: CertifySession, tell: Callable[[str], None] = lambda _:
 
 
 def _prompts(options: CertifyOptions) -> list[Prompt]:
-    if options.prompts is not None:
-        return list(read_prompts(options.prompts)[: options.num_prompts])
-    every = slices(per_slice=-(-options.num_prompts // len(SLICES)))
-    return list(every[:: max(1, len(every) // options.num_prompts)][: options.num_prompts])
+    """Prompts of the slices in turn."""
+    every = read_prompts(options.prompts) if options.prompts is not None else slices(per_slice=options.num_prompts)
+    return in_turns(every, lambda prompt: prompt.slice)[: options.num_prompts]
 
 
 def _session(

@@ -28,7 +28,6 @@ _HEAD_PART = re.compile(
     r'\s*(?:\{\s*(?:"(?:n|na|nam|name(?:"\s*(?::\s*(?:"[^"\\]*(?:"\s*(?:,\s*(?:"[a-z]*(?:"\s*(?::\s*)?)?)?)?)?)?)?)?)?)?)?'
 )
 _OPENING = re.compile(r"\s*(?:\[\s*)?")  # before the first call where there are no tags
-_BEHIND_ARGUMENTS = re.compile(r"\s*\}[\s}\]]*")  # the end of a call whose closing tag is missing
 _BETWEEN = re.compile(r"[\s,;\]]*")  # between calls, and behind the last one
 
 
@@ -168,26 +167,35 @@ class ToolReader(MessageShaper):
         end = self._value.find(self._held)
         part, self._held = (self._held, "") if end is None else (self._held[:end], self._held[end:])
         if end is not None:
-            self._read = self._read_call_end
+            self._read = self._read_closing if self._has_tags else self._read_brace
+            self._value, self._dropped = _ObjectEnd(depth=1), ""
         return [self._arguments(part)]
 
-    def _read_call_end(self, is_over: bool) -> _Found:
-        """Behind the arguments: the brace of the call and, where there are tags, the closing one. Models forget the
-        closing tag: the opening one of the next call ends a call, too, and so does the end of the answer.
+    def _read_closing(self, is_over: bool) -> _Found:
+        """Behind arguments between tags: the rest of the call. Models forget the closing tag: the opening one of the
+        next call ends a call, too, and so does the end of the answer.
         """
-        end = CLOSE_TAG if self._has_tags else "}"
-        place = self._held.find(end)
-        opening = self._held.find(OPEN_TAG) if self._has_tags else -1
-        is_next = opening >= 0 and (place < 0 or opening < place)
-        if place < 0 and not is_next and not is_over:
+        places = [place for tag in (CLOSE_TAG, OPEN_TAG) if (place := self._held.find(tag)) >= 0]
+        if not places and not is_over:
             return None
-        if is_next:
-            self._held = _text_behind(self._held[:opening]) + self._held[opening:]
-        elif place < 0:
-            self._held = _text_behind(self._held) if self._has_tags else ""
-        else:
-            self._held = self._held[place + len(end) :]
-        self._read, self._is_behind_call = self._read_text if self._has_tags else self._read_between, True
+        end = min(places, default=len(self._held))
+        self._held = _text_behind(self._held[:end]) + self._held[end:].removeprefix(CLOSE_TAG)
+        self._read, self._is_behind_call = self._read_text, True
+        return []
+
+    def _read_brace(self, is_over: bool) -> _Found:
+        """Behind arguments without tags: further fields of the call, which are dropped, and its brace. Models forget
+        the brace: what is no field is text.
+        """
+        if not self._dropped and not is_over and not self._held.strip():
+            return None
+        if self._dropped or _continues_object(self._held):
+            end = self._value.find(self._held)
+            if end is None and not is_over:
+                self._held, self._dropped = "", self._dropped + self._held
+                return None
+            self._held = self._dropped + self._held if end is None else self._held[end:]
+        self._read = self._read_between
         return []
 
     def _read_between(self, is_over: bool) -> _Found:
@@ -226,8 +234,8 @@ class ToolReader(MessageShaper):
 class _ObjectEnd:
     """Where a JSON object that comes in parts ends."""
 
-    def __init__(self) -> None:
-        self._depth, self._in_string, self._is_escaped = 0, False, False
+    def __init__(self, depth: int = 0) -> None:
+        self._depth, self._in_string, self._is_escaped = depth, False, False
 
     def find(self, text: str) -> int | None:
         """The place behind the object's last brace in the next part; None if it goes on."""
@@ -252,10 +260,15 @@ def _content(text: str) -> list[str | Delta]:
 
 
 def _text_behind(rest: str) -> str:
-    """The text behind a call without a closing tag; `rest` is what stands behind its arguments."""
-    end = _BEHIND_ARGUMENTS.match(rest)
-    text = rest[end.end() :] if end is not None else ""
+    """The text behind a call; `rest` is what stands between its arguments and the next tag."""
+    end = _ObjectEnd(depth=1).find(rest) if _continues_object(rest) else None
+    text = rest if end is None else rest[end:].lstrip("}] \t\r\n")
     return "" if CLOSE_TAG.startswith(text.rstrip()) else text  # a closing tag that was cut off
+
+
+def _continues_object(rest: str) -> bool:
+    """Whether `rest`, behind a value of an object, goes on with the object."""
+    return rest.lstrip().startswith(("}", ","))
 
 
 def _may_begin(text: str, mark: str) -> str:

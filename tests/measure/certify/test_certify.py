@@ -27,6 +27,7 @@ from foretoken.measure.certify.run import made_checks
 from foretoken.measure.checks import Check
 from foretoken.measure.html import html_page
 from foretoken.measure.report import markdown
+from foretoken.measure.workload import SLICES
 from tests.helpers.certify import asker, chat_folder, server_of, session_of
 from tests.helpers.faulty_proxy import FAULTS, Fault, Upstream, faulty
 from tests.measure.certify.dice import Dice
@@ -345,6 +346,17 @@ def test_a_run_goes_on_from_its_file(stage: tuple[Asker, Upstream], tmp_path: Pa
     assert {row["side"] for row in rows} == {"A", "B"}
     assert reply_from(rows[0]["reply"]).choices[0].pieces
     assert "PASS: 2 checks" in (tmp_path / "r.html").read_text()
+
+
+def test_prompts_are_taken_from_the_slices_in_turn(tmp_path: Path) -> None:
+    own = tmp_path / "own.jsonl"
+    texts = ("a1", "a2", "a3", "b1", "b2")
+    own.write_text("".join(f'{{"prompt": "{text}", "slice": "{text[0]}"}}\n' for text in texts))
+    options = CertifyOptions("http://127.0.0.1:1", "http://127.0.0.1:1", prompts=own, num_prompts=3)
+    assert [prompt.text for prompt in run._prompts(options)] == ["a1", "b1", "a2"]
+    found = run._prompts(replace(options, prompts=None, num_prompts=len(SLICES) + 2))
+    assert len(found) == len(SLICES) + 2
+    assert {prompt.slice for prompt in found} == set(SLICES)
 
 
 def test_what_b_drafted_is_told_and_doubted_where_it_is_nothing(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from foretoken.backend.http import HttpBackend, ServerAddress
-from foretoken.backend.http_stream import read_spec_counters
+from foretoken.backend.http_stream import PositionCounters, read_position_counters, read_spec_counters
 from foretoken.errors import InputError, UnavailableError
 from foretoken.measure.report import markdown
 from foretoken.measure.url.plan import UrlOptions, chosen_prompts, poisson_requests, trace_requests
@@ -114,6 +114,18 @@ def test_counters_under_two_prefixes_count_once() -> None:
     )
     assert read_spec_counters(page) == {"drafted": 6.0, "accepted": 6.0}
     assert read_spec_counters("up 1\n") is None
+
+
+def test_the_value_of_a_sample_is_not_its_timestamp_or_exemplar() -> None:
+    page = (
+        "# HELP vllm:spec_decode_num_draft_tokens_total Draft tokens.\n"
+        'vllm:spec_decode_num_draft_tokens_total{model="a } b",engine="0"} 8.0 1700000000000\n'
+        'vllm:spec_decode_num_accepted_tokens_total 6 1700000000.5 # {trace_id="t"} 1.0 1700000000.5\n'
+        "vllm:spec_decode_num_drafts_total 2 1700000000000\n"
+        'vllm:spec_decode_num_accepted_tokens_per_pos_total{position="0"} 1 1700000000000\n'
+    )
+    assert read_spec_counters(page) == {"drafted": 8.0, "accepted": 6.0}
+    assert read_position_counters(page) == PositionCounters(2.0, (1.0,))
 
 
 def test_errors_are_counted_by_code(fake: Fake, prompts: Path) -> None:
