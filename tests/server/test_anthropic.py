@@ -252,7 +252,7 @@ def test_a_stop_sequence_cuts_a_call_like_the_length() -> None:
 def test_blocks_without_arguments() -> None:
     blocks = ContentBlocks()
     part = {"index": 0, "id": "call_1", "type": "function", "function": {"name": "f", "arguments": ""}}
-    assert len([*blocks.add({"tool_calls": [part]}), *blocks.close()]) == 2
+    assert len([*blocks.add([{"tool_calls": [part]}]), *blocks.close()]) == 2
     assert blocks.content == [{"type": "tool_use", "id": "toolu_1", "name": "f", "input": {}}]
 
 

@@ -202,6 +202,16 @@ def test_what_is_told_of_the_model() -> None:
     assert ask(backend, "/api/show", {"model": "another"})[0] == 404
 
 
+@pytest.mark.parametrize("name", ["fake", "fake:latest"])
+def test_a_name_is_taken_with_its_tag_and_without(name: str) -> None:
+    info = msgspec.structs.replace(INFO, name=name)
+    for path, body in ((CHAT, HELLO), ("/api/show", {}), ("/v1/completions", {"prompt": "?", "max_tokens": 2})):
+        for asked in ("fake", "fake:latest"):
+            found = ask(FakeBackend(info=info), path, {"stream": False, **body, "model": asked})
+            assert found[0] == 200, found
+        assert ask(FakeBackend(info=info), path, body | {"model": "fake:8b"})[0] == 404
+
+
 def test_beside_llama_cpps_interface_any_name_of_a_model_is_taken() -> None:
     both = ApiConfig(ollama=True, llama_cpp=True)
     for path, body in (("/api/show", {}), (CHAT, HELLO)):

@@ -150,6 +150,23 @@ def test_errors_are_codes_before_the_first_byte_and_events_after_it(last: Any, c
     assert [(record.status, record.reason) for record in records.all[-1:]] == [(200, code)]
 
 
+@pytest.mark.parametrize(
+    ("path", "asked"), [(TEXT, {"prompt": "a"}), (CHAT, {"messages": [{"role": "user", "content": "a"}]})]
+)
+def test_an_error_names_the_field_of_the_request_streamed_or_not(path: str, asked: Any) -> None:
+    script = (Begun(((1,),)), piece(0, "a"), AnswerFailed(0, "InputError", "no token is left", "json_schema"))
+    app = create_app(FakeBackend(script))
+    body = asked | {"response_format": {"type": "json_object"}}
+
+    async def ask() -> httpx2.Response:
+        async with client_of(app) as client:
+            return await client.post(path, json=body)
+
+    whole, last = run(ask()).json(), stream(app, path, **body)[-1]
+    assert whole == last
+    assert last["error"]["param"] == "response_format"
+
+
 def test_sse_keepalive() -> None:
     """Case 41."""
     release = asyncio.Event()

@@ -44,10 +44,10 @@ FRAGMENTS = (
 def read(style: ToolStyle, text: str, width: int, end: str = "stop") -> tuple[str, list[list[str]], str]:
     """Content, calls and finish reason, from deltas of `width` characters each; the whole message says the same."""
     reader = ToolReader(style, NAMES)
-    deltas = [reader.push(text[place : place + width]) for place in range(0, len(text), width)]
+    deltas = [delta for place in range(0, len(text), width) for delta in reader.push(text[place : place + width])]
     last, reason = reader.finish(end)
     content, calls = "", list[list[str]]()
-    for delta in [*deltas, last]:
+    for delta in [*deltas, *last]:
         content += delta.get("content", "")
         for part in delta.get("tool_calls", ()):
             if "id" in part:
@@ -142,7 +142,7 @@ def test_a_call_that_is_cut_off_keeps_the_reason() -> None:
     assert reader.message()["tool_calls"][0]["function"]["arguments"] == '{"a'
     reader = ToolReader("tags", NAMES)
     reader.push('Now\n<tool_call>\n{"name": "f", "argu')
-    assert reader.finish("length") == ({}, "length")
+    assert reader.finish("length") == ([], "length")
     assert reader.message() == {"content": "Now"}
 
 

@@ -14,11 +14,14 @@ from foretoken.backend.local import LocalBackend
 from foretoken.engine.async_engine import AsyncEngine
 from foretoken.server.api.app import create_app
 from foretoken.text import chat_template
-from tests.helpers.fake_backend import FakeBackend, piece
+from tests.helpers.fake_backend import INFO, FakeBackend, ended, piece
 from tests.helpers.http import client_of, run
 from tests.server.structured import MESSAGES, SWITCH, TOOL, Server, engine, events_of, server
 
 __all__ = ["engine", "server"]  # fixtures
+
+CALL = '{"name": "f", "arguments": {"a": [1, {"b": 2}]}}'
+TEXT = f"Hi <tool_call>{CALL}</tool_call>\nand on"
 
 
 def merged(chunks: list[Any]) -> tuple[str, list[dict[str, Any]], str]:
@@ -203,3 +206,48 @@ def test_a_response_that_fails_is_a_code_or_a_last_event() -> None:
     (item,) = failed["response"]["output"]
     assert (item["status"], item["content"][0]["text"]) == ("incomplete", "He")
     assert (last["error"]["code"], last["error"]["param"]) == ("invalid_value", "input")
+
+
+@pytest.mark.parametrize("parts", [("Hi ", "<tool_call>", CALL[:20], CALL[20:] + "</tool_call>\nand on"), (TEXT,)])
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_texts_and_calls_of_one_step_keep_their_order(parts: tuple[str, ...], is_streamed: bool) -> None:
+    """A step of several tokens may end a call and go on with text."""
+    pieces = [piece(0, part, step) for step, part in enumerate(parts)]
+    backend = FakeBackend((Begun(((1,),)), *pieces, ended(0, TEXT)), msgspec.structs.replace(INFO, tool_style="tags"))
+    app = create_app(backend)
+    function = {"name": "f", "parameters": {"type": "object"}}
+    asked: dict[str, dict[str, Any]] = {
+        "/v1/responses": {"input": "x", "tools": [{"type": "function", **function}]},
+        "/v1/messages": {
+            "messages": MESSAGES,
+            "max_tokens": 9,
+            "tools": [{"name": "f", "input_schema": {"type": "object"}}],
+        },
+    }
+
+    async def post(path: str) -> httpx2.Response:
+        async with client_of(app) as client:
+            reply = await client.post(path, json=asked[path] | {"stream": is_streamed})
+            assert reply.status_code == 200, reply.text
+            return reply
+
+    response = run(post("/v1/responses"))
+    made = events_of(response)[-1]["response"] if is_streamed else response.json()
+    items = [one.get("arguments") or one["content"][0]["text"] for one in made["output"]]
+    assert items == ["Hi", '{"a": [1, {"b": 2}]}', "and on"]
+    message = run(post("/v1/messages"))
+    blocks = message.json()["content"] if not is_streamed else blocks_of(events_of(message))
+    assert [block.get("text") or block["input"] for block in blocks] == ["Hi", {"a": [1, {"b": 2}]}, "and on"]
+
+
+def blocks_of(events: list[Any]) -> list[dict[str, Any]]:
+    """The content of a streamed message."""
+    blocks: list[dict[str, Any]] = []
+    for event in events:
+        if event["type"] == "content_block_start":
+            blocks.append(event["content_block"] | {"json": ""})
+        elif event["type"] == "content_block_delta":
+            assert event["index"] == len(blocks) - 1
+            blocks[-1]["text"] = blocks[-1].get("text", "") + event["delta"].get("text", "")
+            blocks[-1]["json"] += event["delta"].get("partial_json", "")
+    return [block | ({"input": json.loads(block["json"])} if block["json"] else {}) for block in blocks]

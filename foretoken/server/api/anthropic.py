@@ -114,10 +114,10 @@ class MessageWriter(AnswerWriter):
 
     def _ended(self, event: AnswerEnded) -> tuple[list[_Json], _Json]:
         """The last events of the content, and why it ended."""
-        delta, reason = self._shaper.finish(event.finish_reason)
+        deltas, reason = self._shaper.finish(event.finish_reason)
         found = self.exchange.stop_string(event)
         is_cut = event.finish_reason == "length" or found is not None
-        made = [*self._blocks.add(delta), *self._blocks.close(is_cut)]
+        made = [*self._blocks.add(deltas), *self._blocks.close(is_cut)]
         return made, {"stop_reason": _REASONS[reason] if found is None else "stop_sequence", "stop_sequence": found}
 
     def _encoded(self, event: _Json) -> bytes:
@@ -164,23 +164,13 @@ class ContentBlocks:
         self._is_open = False
         self._arguments = ""  # of the last call
 
-    def add(self, delta: _Json) -> Iterator[_Json]:
-        """The events of one delta."""
-        if delta.get("content"):
-            if not self._is_open or self.content[-1]["type"] != "text":
-                yield from self.close()
-                yield self._open({"type": "text", "text": ""})
-            self.content[-1]["text"] += delta["content"]
-            yield self._delta({"type": "text_delta", "text": delta["content"]})
-        for part in delta.get("tool_calls", ()):
-            if "id" in part:
-                yield from self.close()
-                name = part["function"]["name"]
-                call_id = "toolu_" + part["id"].removeprefix("call_")
-                yield self._open({"type": "tool_use", "id": call_id, "name": name, "input": {}})
-            if part["function"]["arguments"]:
-                self._arguments += part["function"]["arguments"]
-                yield self._delta({"type": "input_json_delta", "partial_json": part["function"]["arguments"]})
+    def add(self, deltas: Iterable[_Json]) -> Iterator[_Json]:
+        """The events of deltas."""
+        for delta in deltas:
+            if "content" in delta:
+                yield from self._add_text(delta["content"])
+            for part in delta.get("tool_calls", ()):
+                yield from self._add_call(part)
 
     def close(self, is_cut: bool = False) -> Iterator[_Json]:
         """The event that ends the open block; `is_cut`: the answer was cut off in it."""
@@ -190,6 +180,23 @@ class ContentBlocks:
         if self.content[-1]["type"] == "tool_use":
             self.content[-1]["input"] = arguments_of(self._arguments, is_cut)
         yield {"type": "content_block_stop", "index": len(self.content) - 1}
+
+    def _add_text(self, text: str) -> Iterator[_Json]:
+        if not self._is_open or self.content[-1]["type"] != "text":
+            yield from self.close()
+            yield self._open({"type": "text", "text": ""})
+        self.content[-1]["text"] += text
+        yield self._delta({"type": "text_delta", "text": text})
+
+    def _add_call(self, part: _Json) -> Iterator[_Json]:
+        arguments = part["function"]["arguments"]
+        if "id" in part:
+            yield from self.close()
+            call_id = "toolu_" + part["id"].removeprefix("call_")
+            yield self._open({"type": "tool_use", "id": call_id, "name": part["function"]["name"], "input": {}})
+        if arguments:
+            self._arguments += arguments
+            yield self._delta({"type": "input_json_delta", "partial_json": arguments})
 
     def _open(self, block: _Json) -> _Json:
         self._is_open, self._arguments = True, ""

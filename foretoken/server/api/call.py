@@ -119,12 +119,15 @@ def completion_call(
 
 
 def check_model(model: str | None, info: ModelInfo, config: ApiConfig) -> None:
-    """Refuse a name that is not the served model's; a server that speaks llama.cpp's interface takes any.
+    """Refuse a name that is not the served model's; a server that speaks llama.cpp's interface takes any, and one that
+    speaks Ollama's takes the name with the tag that its clients add, and without.
 
     Raises:
         ApiError: 404.
     """
-    if model not in (None, info.name) and not config.llama_cpp:
+    tag = ":latest" if config.ollama else ""
+    is_served = model is None or model.removesuffix(tag) == info.name.removesuffix(tag)
+    if not is_served and not config.llama_cpp:
         raise ApiError(404, "model_not_found", "model: is not served here; see /v1/models", "model")
 
 

@@ -27,7 +27,7 @@ from foretoken.server.api.ollama_request import (
 )
 from foretoken.server.api.openai import with_suffix
 from foretoken.server.api.streaming import PieceGroup
-from foretoken.server.api.tool_reader import MessageShaper
+from foretoken.server.api.tool_reader import MessageShaper, side_by_side
 from foretoken.server.api.tools import arguments_of
 from foretoken.server.api.usage import timings
 from foretoken.server.api.writer import AnswerWriter, chat_logprobs
@@ -128,8 +128,9 @@ class OllamaWriter(AnswerWriter):
         text = self._text(self._shaper.finish(event.finish_reason)[0])
         yield _line(self._object(text, (), self._made_calls(event)) | self._end(event))
 
-    def _text(self, delta: _Json) -> str:
-        """The text of a delta; its calls are kept until the answer ends, for Ollama's are whole."""
+    def _text(self, deltas: Sequence[_Json]) -> str:
+        """The text of deltas; their calls are kept until the answer ends, for Ollama's are whole."""
+        delta = side_by_side(deltas)
         for part in delta.get("tool_calls", ()):
             if "id" in part:
                 self._calls.append({"name": part["function"]["name"], "arguments": ""})

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from foretoken.server.api.body import RequestPart
 from foretoken.server.api.errors import invalid, unsupported
@@ -28,8 +28,6 @@ from foretoken.server.api.schemas import (
 )
 from foretoken.server.api.tools import ToolList
 
-_LATEST = ":latest"  # the tag that Ollama's clients add to a name without one
-
 
 def _as_format(value: object) -> object:
     """ "json", "" for free text, or a schema; checked here: errors of a union name its branches."""
@@ -38,11 +36,6 @@ def _as_format(value: object) -> object:
     raise wrong_shape('must be "json" or a JSON schema')
 
 
-def _untagged(name: str) -> str:
-    return name.removesuffix(_LATEST)
-
-
-ModelName = Annotated[ShortText, AfterValidator(_untagged)]
 Format = Annotated[
     str | dict[str, Any] | None,
     BeforeValidator(_as_format),
@@ -87,7 +80,6 @@ class OllamaOptions(BaseModel):
 class OllamaFields(SamplingFields):
     """What `/api/chat` and `/api/generate` share."""
 
-    model: ModelName | None = None
     options: OllamaOptions | None = None
     format: Format = None
     think: bool | Literal["low", "medium", "high"] | None = None
@@ -133,8 +125,8 @@ class OllamaGenerate(OllamaFields):
 class ShowRequest(RequestPart):
     """The body of `/api/show`; `name` is the earlier name of `model`."""
 
-    model: ModelName | None = None
-    name: ModelName | None = None
+    model: ShortText | None = None
+    name: ShortText | None = None
 
 
 def as_chat(body: OllamaChat) -> ChatRequest:

@@ -17,6 +17,7 @@ from foretoken.server.api.exchange import Api, Exchange
 from foretoken.server.api.messages import shaper_of
 from foretoken.server.api.schemas import ChatRequest, CompletionRequest
 from foretoken.server.api.streaming import PieceGroup
+from foretoken.server.api.tool_reader import side_by_side
 from foretoken.server.api.writer import ChoiceWriter, chat_logprobs, completion_logprobs
 
 CHAT_PATH, COMPLETION_PATH = "/v1/chat/completions", "/v1/completions"
@@ -71,7 +72,7 @@ class ChatChoices(ChoiceWriter):
     def choice(self, group: PieceGroup) -> dict[str, Any] | None:
         """See `ChoiceWriter`."""
         piece = group.piece
-        delta = self._shapers[piece.index].push(piece.text)
+        delta = side_by_side(self._shapers[piece.index].push(piece.text))
         if not delta and not (piece.tokens and (self._has_logprobs or self.shows_tokens)):
             return None
         choice = _chunk(piece.index, delta)
@@ -81,8 +82,8 @@ class ChatChoices(ChoiceWriter):
 
     def last_choice(self, event: AnswerEnded) -> dict[str, Any]:
         """See `ChoiceWriter`."""
-        delta, reason = self._shapers[event.index].finish(event.finish_reason)
-        return _chunk(event.index, delta, reason)
+        deltas, reason = self._shapers[event.index].finish(event.finish_reason)
+        return _chunk(event.index, side_by_side(deltas), reason)
 
     def choices(self) -> list[dict[str, Any]]:
         """See `ChoiceWriter`."""

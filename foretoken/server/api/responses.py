@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -108,8 +108,8 @@ class ResponsesWriter(AnswerWriter):
             yield from self._items.add(self._shaper.push(one.piece.text), self._logprobs(one.piece.tokens))
 
     def _end_events(self, event: AnswerEnded) -> Iterator[_Json]:
-        delta, _ = self._shaper.finish(event.finish_reason)
-        yield from self._items.add(delta, [])
+        deltas, _ = self._shaper.finish(event.finish_reason)
+        yield from self._items.add(deltas, [])
         yield from self._items.close(_status(event))
 
     def _logprobs(self, tokens: tuple[TokenEvent, ...]) -> list[_Json]:
@@ -212,13 +212,16 @@ class ResponseItems:
         self._logprobs: list[_Json] = []  # of tokens whose text is held back
         self._is_open = False
 
-    def add(self, delta: _Json, logprobs: list[_Json]) -> Iterator[_Json]:
-        """The events of one delta; `logprobs` are those of its tokens."""
+    def add(self, deltas: Sequence[_Json], logprobs: list[_Json]) -> Iterator[_Json]:
+        """The events of deltas; `logprobs` are those of their tokens."""
         self._logprobs += logprobs
-        if delta.get("content"):
-            yield from self._add_text(delta["content"])
-        for part in delta.get("tool_calls", ()):
-            yield from self._add_call(part)
+        for delta in deltas:
+            if "content" in delta:
+                yield from self._add_text(delta["content"])
+            for part in delta.get("tool_calls", ()):
+                yield from self._add_call(part)
+        if deltas and "tool_calls" in deltas[-1]:
+            self._logprobs = []
 
     def close(self, status: str) -> Iterator[_Json]:
         """The events that end the last item; an answer without a text has an empty one. Tokens that wrote nothing, such
@@ -251,7 +254,6 @@ class ResponseItems:
             yield from self._close("completed")
             call = {"type": "function_call", "call_id": part["id"], "name": part["function"]["name"], "arguments": ""}
             yield self._open("fc", call)
-        self._logprobs = []
         self.items[-1]["arguments"] += arguments
         if arguments:
             yield {"type": "response.function_call_arguments.delta", **self._place(), "delta": arguments}

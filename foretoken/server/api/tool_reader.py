@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
 ToolStyle = Literal["tags", "json_arguments", "json_parameters"]
@@ -37,16 +37,16 @@ class MessageShaper:
     def __init__(self) -> None:
         self._content = ""
 
-    def push(self, text: str) -> Delta:
-        """Fields of the next delta, which `text`, the next part of the answer, is certain to add; {} while nothing can
-        be sent.
+    def push(self, text: str) -> list[Delta]:
+        """The deltas that `text`, the next part of the answer, is certain to add, in the order of the text: each has
+        `content` or `tool_calls`.
         """
         self._content += text
-        return {"content": text} if text else {}
+        return [{"content": text}] if text else []
 
-    def finish(self, finish_reason: str) -> tuple[Delta, str]:
+    def finish(self, finish_reason: str) -> tuple[list[Delta], str]:
         """What was held back, and the reason why the answer ended."""
-        return {}, finish_reason
+        return [], finish_reason
 
     def message(self) -> dict[str, Any]:
         """Fields of the whole message, after `finish`: `content` and others, without the role."""
@@ -68,18 +68,18 @@ class ToolReader(MessageShaper):
         self._is_cut = False
         self._calls: list[dict[str, Any]] = []
 
-    def push(self, text: str) -> Delta:
+    def push(self, text: str) -> list[Delta]:
         """See `MessageShaper.push`."""
         self._held += text
         return self._run(False)
 
-    def finish(self, finish_reason: str) -> tuple[Delta, str]:
+    def finish(self, finish_reason: str) -> tuple[list[Delta], str]:
         """What was held back, and why the answer ended: "tool_calls" where it has some and was not cut off. The
         beginning of a call that was cut off before its arguments is dropped.
         """
         self._is_cut = finish_reason == "length"
-        delta = self._run(True)
-        return delta, "tool_calls" if self._calls and finish_reason == "stop" else finish_reason
+        deltas = self._run(True)
+        return deltas, "tool_calls" if self._calls and finish_reason == "stop" else finish_reason
 
     def message(self) -> dict[str, Any]:
         """See `MessageShaper.message`; `content` is None beside calls alone."""
@@ -87,21 +87,16 @@ class ToolReader(MessageShaper):
             return super().message()
         return {"content": self._content or None, "tool_calls": self._calls}
 
-    def _run(self, is_over: bool) -> Delta:
-        parts: dict[int, Delta] = {}
-        content = ""
+    def _run(self, is_over: bool) -> list[Delta]:
+        deltas: list[Delta] = []
         while (found := self._read(is_over)) is not None:
             for part in found:
-                if isinstance(part, str):
-                    content += part
-                elif part["index"] in parts:
-                    parts[part["index"]]["function"]["arguments"] += part["function"]["arguments"]
-                else:
-                    parts[part["index"]] = part
-        self._content += content
-        for part in parts.values():
-            self._take_in(part)
-        return {**({"content": content} if content else {}), **({"tool_calls": list(parts.values())} if parts else {})}
+                _append(deltas, part)
+        for delta in deltas:
+            self._content += delta.get("content", "")
+            for part in delta.get("tool_calls", ()):
+                self._take_in(part)
+        return deltas
 
     def _take_in(self, part: Delta) -> None:
         """Keep a part of a call for the whole message."""
@@ -253,6 +248,27 @@ class _ObjectEnd:
                 if self._depth == 0:
                     return place + 1
         return None
+
+
+def side_by_side(deltas: Sequence[Delta]) -> Delta:
+    """One delta of several, for an interface in which text and calls have no order."""
+    content = "".join(delta.get("content", "") for delta in deltas)
+    calls = [part for delta in deltas for part in delta.get("tool_calls", ())]
+    return {**({"content": content} if content else {}), **({"tool_calls": calls} if calls else {})}
+
+
+def _append(deltas: list[Delta], part: str | Delta) -> None:
+    """Add text or a part of a call, to the last delta where that is of the same text or call."""
+    last = deltas[-1] if deltas else {}
+    if isinstance(part, str):
+        if "content" in last:
+            last["content"] += part
+        else:
+            deltas.append({"content": part})
+    elif "tool_calls" in last and last["tool_calls"][0]["index"] == part["index"]:
+        last["tool_calls"][0]["function"]["arguments"] += part["function"]["arguments"]
+    else:
+        deltas.append({"tool_calls": [part]})
 
 
 def _content(text: str) -> list[str | Delta]:

@@ -215,6 +215,11 @@ class ChoiceWriter(AnswerWriter):
         head = {**self._head, "object": self._whole, "choices": self.choices()}
         return {**head, "usage": self._usage(), **self.reports()}
 
+    def failed(self, error: ApiError) -> Iterable[bytes]:
+        """See `AnswerWriter.failed`."""
+        error.param = source_of(self.body, error.param)
+        return ()
+
     async def stream(self) -> AsyncGenerator[bytes]:
         """See `AnswerWriter.stream`."""
         async with contextlib.aclosing(super().stream()) as frames:
