@@ -89,7 +89,7 @@ def target_reason(target: str, engine: OtherEngine, has_head: bool) -> str | Non
     """Why `engine` is not started here with a target of this name or path; None if it can be."""
     if is_own_name(target):
         return f"{NAMES[engine.name]} knows no such name; give the folder or hub id of the target"
-    if not target.endswith(".gguf") or (engine.name == "llamacpp" and not has_head):
+    if not target.lower().endswith(".gguf") or (engine.name == "llamacpp" and not has_head):
         return None
     reader = "llama.cpp's converter of heads" if engine.name == "llamacpp" else NAMES[engine.name]
     return (

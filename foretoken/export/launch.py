@@ -194,7 +194,7 @@ def _plain_llamacpp(method: str, target: str, draft: str, num_draft: int) -> Lau
         models["-md"], spec = (draft, "draft.gguf"), ["--spec-draft-n-max", str(num_draft)]
     argv, prepare = ["llama-server"], []
     for option, (name, file) in models.items():
-        is_gguf = name.endswith(".gguf")
+        is_gguf = name.lower().endswith(".gguf")
         argv += [option, name if is_gguf else file]
         prepare += [] if is_gguf else [_to_gguf(name, file)]
     return Launch((*argv, "--spec-type", method, *spec), prepare=tuple(prepare))
@@ -213,8 +213,8 @@ def _transformers(method: str, target: str, draft: str, num_draft: int) -> Launc
 # The library's defaults (20 tokens, a threshold, a schedule that adapts) are set aside: they hide what K is.
 _ASSISTED = """from transformers import AutoModelForCausalLM, AutoTokenizer
 
-tokenizer = AutoTokenizer.from_pretrained("{target}")
-model, draft = (AutoModelForCausalLM.from_pretrained(name) for name in ("{target}", "{draft}"))
+tokenizer = AutoTokenizer.from_pretrained({target!r})
+model, draft = (AutoModelForCausalLM.from_pretrained(name) for name in ({target!r}, {draft!r}))
 draft.generation_config.num_assistant_tokens = {num_draft}
 draft.generation_config.num_assistant_tokens_schedule = "constant"
 draft.generation_config.assistant_confidence_threshold = 0
@@ -222,8 +222,8 @@ print(tokenizer.decode(model.generate(**tokenizer("def ", return_tensors="pt"), 
 """
 _LOOKUP = """from transformers import AutoModelForCausalLM, AutoTokenizer
 
-tokenizer = AutoTokenizer.from_pretrained("{target}")
-model = AutoModelForCausalLM.from_pretrained("{target}")
+tokenizer = AutoTokenizer.from_pretrained({target!r})
+model = AutoModelForCausalLM.from_pretrained({target!r})
 inputs = tokenizer("def ", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, prompt_lookup_num_tokens={num_draft})[0]))
 """

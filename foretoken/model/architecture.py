@@ -110,7 +110,8 @@ class ModelConfig:
 
     def llama_layers(self, num_layers: int) -> ModelConfig:
         """So many layers of this width and these heads that compute what Llama's do, as those of trained heads do."""
-        has_plain_rope = self.rope.partial_factor == 1.0 and self.rope.kind != "longrope"
+        # A head's `config.json` has no words for the other kinds.
+        has_plain_rope = self.rope.partial_factor == 1.0 and self.rope.kind not in ("longrope", "factors")
         return ModelConfig(
             model_type="llama",
             vocab_size=self.vocab_size,

@@ -110,9 +110,11 @@ def rope_config(model_type: str, family: Family, fields: Fields, head_dim: int) 
             raise UnsupportedModelError("rope parameters by layer type have no native implementation")
         return reader.read(scaling), None
     scalings, parameters = (fields.fields(key) for key in ("rope_scaling", "rope_parameters"))
-    if parameters is not None and parameters.raw and (not by_type or (scalings is not None and scalings.raw)):
+    is_new, is_old = (one is not None and bool(one.raw) for one in (parameters, scalings))
+    if is_new != bool(by_type) or (is_new and is_old):
         raise UnsupportedModelError(
-            "rope_parameters that are not by layer type, or stand beside rope_scaling, have no native implementation"
+            "rope_parameters that are not by layer type, or stand beside rope_scaling, and rope_scaling by layer type "
+            "have no native implementation"
         )
     if not by_type:
         return reader.read(scaling), RopeConfig(

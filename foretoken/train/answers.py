@@ -221,9 +221,11 @@ def _parsed(where: str, line: str) -> _Row:
     row = parse_json("answers", where, line)
     try:
         place = row.get("place")
-        prompt, answer = (tuple(map(int, row[name])) for name in ("prompt_ids", "answer_ids"))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        prompt, answer = (tuple(row[name]) for name in ("prompt_ids", "answer_ids"))
+    except (AttributeError, KeyError, TypeError) as error:
         raise InputError("answers", where, f"the line has no prompt_ids and answer_ids ({error})") from error
+    if not all(type(token) is int and token >= 0 for token in prompt + answer):
+        raise InputError("answers", where, "prompt_ids and answer_ids must be lists of token ids, from 0 on")
     return place if isinstance(place, int) else None, prompt, answer
 
 

@@ -158,15 +158,18 @@ class HeadData:
 def split_documents(
     pairs: Sequence[tuple[Sequence[int], Sequence[int]]], source: str, held_out_share: float = 0.05
 ) -> HeadData:
-    """Every n-th document is held out, at least one.
+    """Every n-th document is held out, at least one, with all that are equal to it.
 
     Raises:
-        InputError: fewer than two documents have an answer.
+        InputError: fewer than two different documents have an answer.
     """
-    with_answer = [pair for pair in pairs if pair[1]]
-    if len(with_answer) < 2:
-        raise InputError("answers", len(with_answer), "training needs at least two answers, one of them held out")
-    every = max(2, min(len(with_answer), round(1 / held_out_share)))
-    held_out = with_answer[every - 1 :: every]
-    train = [pair for place, pair in enumerate(with_answer) if place % every != every - 1]
+    with_answer = [(tuple(prompt), tuple(answer)) for prompt, answer in pairs if answer]
+    places = {pair: place for place, pair in enumerate(dict.fromkeys(with_answer))}
+    if len(places) < 2:
+        raise InputError(
+            "answers", len(places), "training needs at least two answers that differ, one of them held out"
+        )
+    every = max(2, min(len(places), round(1 / held_out_share)))
+    held_out = [pair for pair in with_answer if places[pair] % every == every - 1]
+    train = [pair for pair in with_answer if places[pair] % every != every - 1]
     return HeadData(TokenText.answered(train), TokenText.answered(held_out), source)

@@ -22,6 +22,7 @@ from foretoken.heads.base import Head
 from foretoken.heads.checkpoint import load_head, save_head
 from foretoken.heads.kind import head_kind
 from foretoken.model.architecture import ModelConfig
+from foretoken.model.config_json import config_to_hf
 from foretoken.model.decoder import Decoder
 from foretoken.model.gguf.header import is_gguf
 from foretoken.model.loader import load_decoder
@@ -271,9 +272,19 @@ def train_draft(job: DraftJob, ranks: Ranks | None = None) -> HeadResult:
 
 
 def _start(job: DraftJob, target: ModelConfig) -> Decoder:
-    """The draft model before training, in float32."""
+    """The draft model before training, in float32.
+
+    Raises:
+        ConfigError: windows that are longer than its context.
+        MismatchError: another number of tokens than the target's.
+        UnsupportedModelError: a family that cannot be written.
+    """
     if job.init is not None:
         decoder = load_decoder(model_folder(job.init), dtype="float32", pack=False)
+        config_to_hf(decoder.config)  # a family that is not written is refused before it is trained
+        length, most = job.settings.train.length, decoder.config.max_context_tokens
+        if length > most:
+            raise ConfigError("length", length, f"must be at most the draft model's context of {most}")
         if decoder.config.vocab_size != target.vocab_size:
             raise MismatchError(
                 f"{job.init} has {decoder.config.vocab_size} tokens, {job.target} {target.vocab_size}: a draft model "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from dataclasses import replace
@@ -58,6 +59,23 @@ def test_every_option_that_is_written_exists(engine: str) -> None:
             launch = plain_launch(drafter, engine_of(engine, None), "org/target", "org/draft", 3)
             assert names_in(engine, launch) <= options(engine)
     assert written or engine == "transformers"
+
+
+@pytest.mark.parametrize("name", ['a "quoted" name', "C:\\new\\target"])
+def test_a_program_that_starts_transformers_names_the_folder_as_it_is(name: str) -> None:
+    for drafter in ("draft_model", "ngram"):
+        program = ast.parse(plain_launch(drafter, engine_of("transformers", None), name, name, 3).files["generate.py"])
+        assert name in [node.value for node in ast.walk(program) if isinstance(node, ast.Constant)]
+
+
+def test_a_file_is_known_by_its_ending_in_any_case() -> None:
+    assert plain_launch("ngram", engine_of("llamacpp", None), "m.GGUF", None, 3).argv[:3] == (
+        "llama-server",
+        "-m",
+        "m.GGUF",
+    )
+    with pytest.raises(ConfigError, match="not a GGUF file"):
+        plain_launch("ngram", engine_of("vllm", None), "m.GGUF", None, 3)
 
 
 @pytest.mark.parametrize(

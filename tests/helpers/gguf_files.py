@@ -28,11 +28,18 @@ QUANTISED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", *K_TYPES, *WRITERS, "MXFP4"
 
 
 def write_gguf(
-    path: Path, folder: Path, kind: str = "F32", tokenizer: bool = False, tensors_per_part: int = 0, **extra: object
+    path: Path,
+    folder: Path,
+    kind: str = "F32",
+    tokenizer: bool = False,
+    tensors_per_part: int = 0,
+    fuse_qkv: bool = False,
+    **extra: object,
 ) -> Path:
     """Write the checkpoint in `folder` to `path`, its matrices in `kind` (in Q8_0 where a row is no whole block) and
-    all else in F32; with `tensors_per_part` to several files beside it, named as `llama-gguf-split` names them. `extra`
-    is metadata of the architecture, dots written as two underscores.
+    all else in F32; with `tensors_per_part` to several files beside it, named as `llama-gguf-split` names them.
+    `fuse_qkv` joins queries, keys and values, as the converter's option does. `extra` is metadata of the architecture,
+    dots written as two underscores.
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     state = {
@@ -50,6 +57,7 @@ def write_gguf(
         _add(writer, f"{arch}.{key.replace('__', '.')}", value)
     if tokenizer:
         add_bpe(writer, folder)
+    waiting: dict[str, dict[str, np.ndarray]] = {}  # parts of matrices that are joined
     for name, tensor in state.items():
         if arch in _PERMUTED and ("q_proj" in name or "k_proj" in name):
             tensor = interleaved(tensor, config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"])
@@ -57,7 +65,15 @@ def write_gguf(
             tensor = tensor + 1
         own = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert own is not None, name
-        add_tensor(writer, own, tensor.numpy(), kind)
+        values = tensor.numpy()
+        if fuse_qkv and ".attn_" in own and own.split(".")[2] in ("attn_q", "attn_k", "attn_v"):
+            joined = own.replace(own.split(".")[2], "attn_qkv")
+            held = waiting.setdefault(joined, {})
+            held[own.split(".")[2]] = values
+            if len(held) < 3:
+                continue
+            own, values = joined, np.concatenate([held[part] for part in ("attn_q", "attn_k", "attn_v")])
+        add_tensor(writer, own, values, kind)
     for name in ("long", "short"):
         longrope = (config.get("rope_parameters") or {}).get(f"{name}_factor")
         if longrope is not None:

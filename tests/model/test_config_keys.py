@@ -83,7 +83,7 @@ def test_experts_of_another_activation_are_refused(family: str, activation: str)
 
 
 def test_rope_parameters_of_gemma_3_that_transformers_reads_otherwise_are_refused() -> None:
-    """Flat ones it ignores, and with `rope_scaling` beside them it merges both."""
+    """Flat ones it ignores, with `rope_scaling` beside them it merges both, and it takes `rope_scaling` for flat."""
     raw: dict[str, Any] = {"model_type": "gemma3_text", "hidden_size": 48, "num_attention_heads": 4, "vocab_size": 300}
     raw |= {"num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 12, "intermediate_size": 64}
     raw |= {"max_position_embeddings": 256, "rope_local_base_freq": 500.0, "rope_theta": 1000.0}
@@ -92,7 +92,11 @@ def test_rope_parameters_of_gemma_3_that_transformers_reads_otherwise_are_refuse
     assert (
         config_from_hf(raw | {"rope_scaling": linear}).rope == config_from_hf(raw | {"rope_parameters": by_type}).rope
     )
-    for found in ({"rope_parameters": linear}, {"rope_parameters": by_type, "rope_scaling": linear}):
+    for found in (
+        {"rope_parameters": linear},
+        {"rope_parameters": by_type, "rope_scaling": linear},
+        {"rope_scaling": by_type},
+    ):
         with pytest.raises(UnsupportedModelError, match="not by layer type, or stand beside rope_scaling"):
             config_from_hf(raw | found)
 

@@ -84,6 +84,16 @@ def test_codes_of_rows_in_another_order(tmp_path: Path, name: str) -> None:
     assert (found - expected).norm() < 0.03 * expected.norm()
 
 
+@pytest.mark.parametrize(("name", "kind"), [("llama", "Q8_0"), ("qwen2", "F32"), ("qwen3-moe", "Q4_0")])
+def test_joined_queries_keys_and_values_are_parted(tmp_path: Path, name: str, kind: str) -> None:
+    """The converter joins them with `--fuse-qkv`."""
+    folder, ids = variant(tmp_path / "hf", name, hidden_size=64, moe_intermediate_size=32), token_ids(40)
+    apart, joined = (
+        logits_of(write_gguf(tmp_path / f"{fuses}.gguf", folder, kind, fuse_qkv=fuses), ids) for fuses in (False, True)
+    )
+    assert torch.equal(joined, apart)
+
+
 @pytest.mark.parametrize(
     ("extra", "kind", "factor"),
     [
@@ -112,6 +122,7 @@ def test_llama3_scaling_comes_as_factors(tmp_path: Path) -> None:
     assert torch.allclose(logits_of(path, ids), logits_of(folder, ids), atol=2e-4)
     with pytest.raises(UnsupportedModelError, match="rope_freqs"):
         config_to_hf(config)
+    assert config_to_hf(config.llama_layers(1))["rope_scaling"] is None  # a trained head's can be
 
 
 @pytest.mark.parametrize("kind", QUANTISED)

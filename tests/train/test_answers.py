@@ -158,6 +158,9 @@ def test_a_file_longer_than_a_text_may_be_is_read_and_continued(
         (b"\xff\n", StorageError, "line 2 is not UTF-8"),
         (b"[1]\n", InputError, r"a\.jsonl:2"),
         (b'{"place": 0}\n', InputError, r"a\.jsonl:2.*prompt_ids"),
+        (b'{"prompt_ids": [3], "answer_ids": [-1]}\n', InputError, r"a\.jsonl:2.*token ids, from 0 on"),
+        (b'{"prompt_ids": [1.7], "answer_ids": [1]}\n', InputError, r"a\.jsonl:2.*token ids"),
+        (b'{"prompt_ids": "12", "answer_ids": [1]}\n', InputError, r"a\.jsonl:2.*token ids"),
         (b"{\n", InputError, r"a\.jsonl:2.*not JSON"),
     ],
 )

@@ -54,8 +54,17 @@ def test_whole_documents_are_held_out() -> None:
     train, held_out = set(data.train.ids.tolist()), set(data.held_out.ids.tolist())
     assert not train & held_out
     assert len(held_out) == 4
-    with pytest.raises(InputError, match="at least two answers"):
-        split_documents([((1,), (2,)), ((3,), ())], "answers")
+    for pairs in ([((1,), (2,)), ((3,), ())], [((1,), (2,))] * 3):
+        with pytest.raises(InputError, match="at least two answers that differ"):
+            split_documents(pairs, "answers")
+
+
+def test_no_text_is_learnt_and_held_out() -> None:
+    """Greedy answers to a prompt that comes twice are the same document."""
+    data = split_documents([((i % 7,), (i % 7, 9)) for i in range(40)], "answers", held_out_share=0.25)
+    firsts = [set(text.ids[text.bounds[:-1]].tolist()) for text in (data.train, data.held_out)]
+    assert firsts == [{0, 1, 2, 4, 5, 6}, {3}]
+    assert len(data.train.bounds) + len(data.held_out.bounds) == 42
 
 
 def test_the_vocabulary_holds_the_most_frequent_tokens_and_the_special_ones() -> None:

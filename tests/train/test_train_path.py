@@ -14,7 +14,7 @@ from foretoken.cli.train import app
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.draft.ngram_table import load_table
 from foretoken.engine.llm import LLM
-from foretoken.errors import ConfigError, InputError, MismatchError, StorageError
+from foretoken.errors import ConfigError, InputError, MismatchError, StorageError, UnsupportedModelError
 from foretoken.heads.checkpoint import load_head
 from foretoken.heads.kind import head_kind
 from foretoken.model.loader import load_decoder, read_config
@@ -163,6 +163,20 @@ def test_a_draft_model_is_distilled_from_answers(folder: Path, answered: Path, t
     tuned = load_decoder(tmp_path / "on" / "model", dtype="float32")
     before, after = (dict(model.named_parameters())["embedding.weight"] for model in (draft, tuned))
     assert not torch.equal(before, after)
+
+
+@pytest.mark.parametrize(
+    ("family", "context", "error", "named"),
+    [("llama", 8, ConfigError, "length=16"), ("gemma2", 256, UnsupportedModelError, "'gemma2' is not written")],
+)
+def test_a_draft_model_that_cannot_be_trained_or_written_is_refused_at_once(
+    family: str, context: int, error: type[Exception], named: str, folder: Path, answered: Path, tmp_path: Path
+) -> None:
+    tiny_checkpoint(tmp_path / "draft", family, vocab_size=300, max_position_embeddings=context)
+    common = ("draft", "--target", folder / "target", *SMALL, "--answers", answered, "--out", tmp_path / "out")
+    with pytest.raises(error, match=named):
+        run(*common, "--init", tmp_path / "draft")
+    assert not (tmp_path / "out" / "run.json").exists()  # training had not begun
 
 
 def test_a_manifest_that_cannot_be_written_leaves_the_earlier_one(

@@ -20,6 +20,7 @@ from foretoken.model.gguf.header import TensorInfo
 
 _SOFTCAPS = frozenset({"attn_logit_softcapping", "final_logit_softcapping"})
 Reader = Callable[[Fields], dict[str, Any]]
+_JOINED = re.compile(r"blk\.(0|[1-9]\d{0,5})\.attn_qkv\.(weight|bias)")
 
 
 def whole_context(fields: Fields) -> dict[str, Any]:
@@ -112,6 +113,27 @@ def layer_parts(names: LayerNames) -> dict[str, str]:
     merged = len(names.qkv) == 1
     parts |= zip(("attn_qkv",) if merged else ("attn_q", "attn_k", "attn_v"), names.qkv, strict=True)
     return {part: name for part, name in parts.items() if name is not None}
+
+
+def parted_tensors(
+    tensors: Mapping[str, TensorInfo], config: Mapping[str, Any], qkv: tuple[str, ...]
+) -> dict[str, TensorInfo]:
+    """Queries, keys and values that the converter joined (`--fuse-qkv`), by the Hugging Face names `qkv` of a layer's
+    matrices; none for a family that has one matrix of them.
+    """
+    heads, kv_heads, size = (config[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    counts = (heads * size, kv_heads * size, kv_heads * size)
+    found: dict[str, TensorInfo] = {}
+    for name, info in tensors.items():
+        match = _JOINED.fullmatch(name)
+        if match is None or len(qkv) == 1 or info.shape[0] != sum(counts):
+            continue
+        row_bytes, first = info.num_bytes // info.shape[0], 0
+        for own, count in zip(qkv, counts, strict=True):
+            part = replace(info, shape=(count, *info.shape[1:]), start=info.start + first * row_bytes)
+            found[f"model.layers.{match[1]}.{own}.{match[2]}"] = part
+            first += count
+    return found
 
 
 # ---- experts: those of a layer lie in one tensor, and the metadata says how they are chosen

@@ -16,7 +16,7 @@ from foretoken.errors import CheckpointError
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.config_json import config_from_hf
 from foretoken.model.gguf.blocks import grouped, is_grouped, plain, plain_dtype, runnable_types
-from foretoken.model.gguf.families import expert_tensors, layer_parts
+from foretoken.model.gguf.families import expert_tensors, layer_parts, parted_tensors
 from foretoken.model.gguf.header import GgmlType, Header, TensorInfo
 from foretoken.model.gguf.names import (
     LONG_FACTORS,
@@ -55,10 +55,12 @@ class GgufWeights(TensorSource):
         tensors = {
             name: info for name, info in self.header.tensors.items() if not name.endswith("attn_rot_embd.weight")
         }
-        experts = {} if self._family.experts is None else expert_tensors(tensors, self._family.expert_names)
-        apart = {info.name for info in experts.values()}
+        own = parted_tensors(tensors, self._raw, self._family.names.qkv)
+        if self._family.experts is not None:
+            own |= expert_tensors(tensors, self._family.expert_names)
+        apart = {info.name for info in own.values()}
         parts = layer_parts(self._family.names)
-        self._info = {hf_name(name, parts): info for name, info in tensors.items() if name not in apart} | experts
+        self._info = {hf_name(name, parts): info for name, info in tensors.items() if name not in apart} | own
 
     @property
     def names(self) -> list[str]:
