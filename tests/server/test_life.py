@@ -285,10 +285,11 @@ def test_signals_while_loading() -> None:
 
 
 def test_no_worker_outlives_its_front() -> None:
-    """Case 61: a front that is killed."""
-    with serving(*REFERENCE, fault="load:1:hang") as server:
+    """Case 61: a front that is killed while a load hangs, of which it told."""
+    with serving(*REFERENCE, "--watchdog-s", "0.5", fault="load:1:hang") as server:
         until(lambda: len(children(server.process.pid)) == 1, "the worker starts")
         (child,) = children(server.process.pid)
+        until(lambda: f"`kill -USR1 {child}` has it write its stacks" in server.err, "the log says that it loads")
         server.process.kill()
         until(lambda: not is_alive(child), "the worker ends")
 

@@ -170,7 +170,11 @@ class SupervisedWorker:
                 draft_required=self._draft_required,
             )
         )
-        message = await process.channel.receive()
+        telling = asyncio.create_task(self._tell_loading(process))
+        try:
+            message = await process.channel.receive()
+        finally:
+            telling.cancel()
         if isinstance(message, NotLoaded):
             error = from_wire(message.error)
             if self.info is None:
@@ -183,6 +187,19 @@ class SupervisedWorker:
             return None
         self.info, self.load_s, self.drafters = message.info, message.load_s, message.drafters
         return RemoteBackend(process.channel, message.info, config.max_unread_events)
+
+    async def _tell_loading(self, process: WorkerProcess) -> None:
+        """Say now and then that a worker still loads. Only its operator can tell a slow load from one that hangs."""
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        while True:
+            await asyncio.sleep(self._config.watchdog_s)
+            _log.warning(
+                "worker %d: still loading after %.0f s; `kill -USR1 %d` has it write its stacks to standard error",
+                self.number,
+                clock() - began,
+                process.pid,
+            )
 
     async def _passes_canary(self, backend: RemoteBackend) -> bool:
         try:
