@@ -9,6 +9,7 @@ group, are rank 0's matter and ignored here.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import sys
@@ -103,7 +104,7 @@ def main() -> None:
     try:
         rank.serve()
     except LostRankError as error:
-        print(f"rank {setup.rank} ends: {error}", file=sys.stderr, flush=True)
+        logging.getLogger(__name__).warning("rank %d ends: %s", setup.rank, error)  # on the error stream
         ending.join()  # rank 0 ends the group, or is gone; the rank that was lost first is the cause, not this one
     except BaseException:  # noqa: BLE001 - whatever it is, this rank computes no more
         traceback.print_exc()

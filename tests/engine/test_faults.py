@@ -224,8 +224,8 @@ def test_a_fault_of_one_request_is_its_own(
     """Its detokeniser, its processors, its noise: it alone fails, at once, and no step runs again."""
     prepare, culprit = llm.engine.admission.prepare, {"text": 0, "processors": 3, "noise": 1, "structure": 3}[what]
 
-    def prepared(prompt: Any, params: Any, spec: Any) -> Any:
-        state = prepare(prompt, params, spec)
+    def prepared(prompt: Any, *arguments: Any) -> Any:
+        state = prepare(prompt, *arguments)
         if tuple(prompt) == tuple(PROMPTS[culprit]):
             owner, name = {
                 "text": (state.text, "push"),

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from foretoken import LLM, AsyncEngine, InputError, SamplingParams, SpecConfig, StorageError
-from foretoken.core import StepOutput
+from foretoken.core import Batch, StepOutput, TapRequest
 from tests.helpers.audit import check_idle
 from tests.helpers.checkpoints import token_ids
 from tests.helpers.faults import Fault, Injected, expect
@@ -154,10 +154,10 @@ def test_loading_a_drafter_in_one_thread_disturbs_no_step_in_another(
     llm._drafters.drafters.clear()
     taps, prepared = llm.engine.drafters.taps, threading.Event()
 
-    def slow_taps() -> tuple[int, ...]:
+    def slow_taps(batch: Batch) -> TapRequest:
         for _ in llm.engine.drafters.drafters.values():
             prepared.wait(0.05)  # another thread would add one here
-        return taps()
+        return taps(batch)
 
     monkeypatch.setattr(llm.engine.drafters, "taps", slow_taps)
     calls = [

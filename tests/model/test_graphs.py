@@ -46,6 +46,8 @@ def decoder_of(name: str, seed: int = 0) -> Decoder:
     finally:
         torch.set_default_dtype(before)
     randomise(decoder, seed)
+    for table in decoder.rotaries:
+        table.cover(decoder.config.max_context_tokens)  # tensors of the CPU are asked for their largest position
     return decoder.requires_grad_(False)
 
 
