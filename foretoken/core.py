@@ -123,6 +123,11 @@ class Batch:
         """The entries that emit tokens in this step: B of them."""
         return tuple(entry for entry in self.entries if entry.decodes)
 
+    @cached_property
+    def only_decodes(self) -> bool:
+        """Whether no prompt is read in the step."""
+        return all(entry.decodes and len(entry.pending) == 1 for entry in self.entries)
+
 
 @dataclass(frozen=True)
 class TapRequest:
@@ -202,8 +207,9 @@ class Draft:
     anchor).
 
     `sampled[i]` says that node i was sampled from its parent row's distribution in `mass`; otherwise it is
-    deterministic. Parents come before their children. `drafters[b]` names the drafter of request b; if there were
-    several, `provenance` [N] names the drafter of every node (None: the request's drafter). `probes` are not nodes.
+    deterministic. Parents come before their children. `drafters[b]` names the drafter of request b (None: none ran for
+    it, as where it had no room); if there were several, `provenance` [N] names the drafter of every node (None: the
+    request's drafter). `probes` are not nodes.
     `inner[b]` counts the tokens that the drafter itself verified while it drafted for request b, and how many of them
     it accepted.
     """

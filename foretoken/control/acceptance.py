@@ -216,7 +216,7 @@ class Acceptance:
         return emitted
 
     def observe_round(self, drafter: Hashable, round_: RoundOutcome) -> None:
-        """Take in a round without a preview."""
+        """Take in a round without a preview; where the drafter had no room it tells of its request alone."""
         assert round_.chances is not None
         self._num_rounds[drafter] = self._num_rounds.get(drafter, 0) + 1
         num_offered = min(max(round_.budget.num_draft, len(round_.chances)), self.config.max_places)
@@ -226,7 +226,7 @@ class Acceptance:
         parents[: len(round_.parents)] = round_.parents
         while rates is not None:
             rates.observe(num_offered, round_.chances, parents, round_.path)
-            rates = rates.prior
+            rates = rates.prior if round_.has_run else None
 
     def observe_preview(
         self, request_id: int, drafter: Hashable, preview: Preview, found: Sequence[bool | None]

@@ -122,7 +122,8 @@ class RoundOutcome(NamedTuple):
 
     `parents` are the draft tokens that each draft token follows (-1: none), `path` those that were emitted, `emitted`
     all tokens. `chances` are those with which each was emitted once its parent was, 0 where that was not; None where
-    the draft tokens were not those of the option's drafter (a grammar's).
+    the draft tokens were not those of the option's drafter (a grammar's). `has_run`: the drafter was able to draft, for
+    which a draft model or head needs room in its cache.
     """
 
     request_id: int
@@ -132,6 +133,7 @@ class RoundOutcome(NamedTuple):
     path: Sequence[int]
     emitted: Sequence[int]
     num_probed: int = 0
+    has_run: bool = True
 
 
 @dataclass(frozen=True)

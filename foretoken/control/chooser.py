@@ -160,8 +160,9 @@ class Chooser:
                 continue  # judged by what it showed; what it took was spent before it was chosen
             if round_.chances is None:
                 continue  # a grammar forced the tokens: the drafter was not asked
-            drafting.setdefault(option.drafter, []).append(round_.budget.num_draft)
-            self._num_probed[round_.request_id] = round_.num_probed
+            if round_.has_run:
+                drafting.setdefault(option.drafter, []).append(round_.budget.num_draft)
+                self._num_probed[round_.request_id] = round_.num_probed
             self.policy.observe_round(option.drafter, round_)
         for drafter, counts in drafting.items():
             num_read = step.num_read_tokens.get(drafter, 0)

@@ -8,6 +8,7 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from functools import cache
 
 from foretoken.control.config import DEFAULT, CostConfig, PolicyConfig
 from foretoken.plan.profile import Curve, Profile
@@ -148,7 +149,7 @@ class StepCosts:
     def at(self, num_requests: int) -> CostTable:
         """The table of steps of about so many requests, else of the nearest number."""
         load = load_of(num_requests)
-        return self._tables[min(self._tables, key=lambda known: abs(known - load))]
+        return self._tables[load if load in self._tables else min(self._tables, key=lambda known: abs(known - load))]
 
     def observe(self, num_requests: int, num_rows: int, seconds: float) -> None:
         """Take in one step."""
@@ -253,6 +254,7 @@ def priors_of(profile: Profile) -> tuple[Curve, dict[str, Curve]]:
     return rows, {name: cost.guesses for name, cost in profile.drafters.items() if cost.guesses.points}
 
 
+@cache
 def load_of(num_requests: int) -> int:
     """Numbers of requests that count as alike: two to a doubling."""
     return round(2 * math.log2(max(1, num_requests)))

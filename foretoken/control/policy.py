@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import compress
 
 from foretoken.control.acceptance import Acceptance
 from foretoken.control.budget import (
@@ -265,7 +266,7 @@ class BudgetPolicy:
         def chosen(step_s: StepSeconds) -> Allocation:
             return allocate(candidates, weights, step_s, draft_s, rate, extra_s, self.config.budget)
 
-        found = self._with_cheaper_rows(chosen, chosen(step_s), len(requests), step_s)
+        found = self._with_cheaper_rows(chosen, chosen(step_s), requests, step_s)
         trial = self._trial(requests, candidates, found, step_s, draft_s)
         budgets = []
         for b, (request, pick, budget) in enumerate(zip(requests, found.picks, found.budgets, strict=True)):
@@ -374,23 +375,29 @@ class BudgetPolicy:
         return None
 
     def _with_cheaper_rows(
-        self, chosen: Callable[[StepSeconds], Allocation], found: Allocation, num_requests: int, step_s: StepSeconds
+        self,
+        chosen: Callable[[StepSeconds], Allocation],
+        found: Allocation,
+        requests: Sequence[RequestView],
+        step_s: StepSeconds,
     ) -> Allocation:
-        """Where no draft token was chosen for some time: what would be if rows took half as long, as far as trials may
-        lose.
+        """Where no draft token was chosen for some time beside those that callers set: what would be if rows took half
+        as long, as far as trials may lose.
 
         A draft token more or less is not told from the noise of a step, many are.
         """
-        self._num_declined = 0 if any(found.budgets) else self._num_declined + 1
-        load = load_of(num_requests)
+        is_open, num_set = [request.is_open for request in requests], sum(found.budgets)
+        self._num_declined = 0 if any(compress(found.budgets, is_open)) else self._num_declined + any(is_open)
+        load = load_of(len(requests))
         wait = self._decisions_per_trial.get(load, self.config.decisions_per_trial)
         if self._num_declined < wait:
             return found
-        self._num_declined, own_s = 0, found.seconds
+        self._num_declined, own_s = 0, step_s(len(requests) + num_set)
         hoped = chosen(lambda rows: own_s + (step_s(rows) - own_s) / 2)
-        more_s = 2 * (hoped.seconds - own_s) - self.host_costs.extra_s(num_requests)  # that part is not halved
+        more_s = 2 * (hoped.seconds - found.seconds)
+        more_s -= 0.0 if num_set else self.host_costs.extra_s(len(requests))  # that part is not halved
         loss_s = more_s - (hoped.tokens - found.tokens) * self._worth_s
-        if not any(hoped.budgets) or loss_s > self.account.credit_s:
+        if not any(compress(hoped.budgets, is_open)) or loss_s > self.account.credit_s:
             return found
         self.account.credit_s -= max(0.0, loss_s)
         self._decisions_per_trial[load] = 2 * wait

@@ -207,7 +207,7 @@ def _cut(rows: Rows, room: int) -> Rows:
 
 
 def _growth(rows: Rows, footprint: Footprint) -> int:
-    return footprint(rows.held + rows.num_rows) - footprint(rows.held) if rows.num_rows else 0
+    return footprint(rows.held + count) - footprint(rows.held) if (count := rows.num_rows) else 0
 
 
 class Cache(Protocol):

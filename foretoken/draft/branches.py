@@ -197,7 +197,8 @@ def assemble(name: str, device: torch.device, growths: Sequence[Growth]) -> Draf
         tokens += [growth.tokens[node] for node in chosen]
         parents = [place[growth.parents[node]] for node in chosen]
         masses = [growth.masses.get(row) for row in (-1, *chosen)]
-        nodes.append(RequestNodes(parents, masses, [growth.sampled[node] for node in chosen]))
+        has_run = bool(growth.shape.parents)
+        nodes.append(RequestNodes(parents, masses, [growth.sampled[node] for node in chosen], has_run))
     return ragged_draft(name, to_device(tokens, device), nodes)
 
 

@@ -159,7 +159,12 @@ def assemble(name: str, device: torch.device, chains: list[Chain]) -> Draft:
     tokens = torch.stack(flat) if flat else torch.empty(0, dtype=torch.int64, device=device)
     # The last token's row has no distribution, unless a coin was tossed there: the length was fixed before.
     nodes = [
-        RequestNodes(range(-1, len(one.tokens) - 1), [*one.masses, one.open], [mass is not None for mass in one.masses])
+        RequestNodes(
+            range(-1, len(one.tokens) - 1),
+            [*one.masses, one.open],
+            [mass is not None for mass in one.masses],
+            has_run=one.most > 0,
+        )
         for one in chains
     ]
     return ragged_draft(name, tokens, nodes)

@@ -75,6 +75,8 @@ class HiddenStates:
     def finish(self, request_id: int) -> None:
         """Forget a request."""
         self._num_read.pop(request_id, None)
+        if not self._num_read:
+            self._drafters.clear()  # others may take their places now
 
     def wanted(self, batch: Batch) -> tuple[set[int], frozenset[int]]:
         """The layers that readers want from a step, and the requests of it that they want them of."""
@@ -148,17 +150,11 @@ class HiddenStates:
         """Attach the readers' states to the published blocks of `tokens` that have none yet."""
         if self._prefix is None:
             return
-        size = self._block_tokens
         for key in list(self._readers_of(request_id)):
-            drafter = self._drafters[key]
-            if not isinstance(drafter, PrefixStates):
-                continue
-            full = min(self._num_read[request_id][key], len(tokens)) // size
-            first = len(self._prefix.attached(tokens[: full * size], tenant, key))
-            if first < full:
-                call = partial(_exported, drafter, request_id, range(first * size, full * size, size), size)
-                states = self._failures.attempt(key, drafter, [request_id], call)
-                self._prefix.attach(tokens[: full * size], tenant, key, first, states or ())
+            if isinstance(self._drafters[key], PrefixStates):
+                full = min(self._num_read[request_id][key], len(tokens)) // self._block_tokens
+                states_of = partial(self._exported, key, request_id)
+                self._prefix.attach(request_id, tokens, tenant, full, key, states_of)
 
     def shares_states(self, request_id: int, other: int) -> bool:
         """Whether `request_id` could adopt a prefix that request `other` is computing, as far as its readers go."""
@@ -176,6 +172,16 @@ class HiddenStates:
         if num_read or self._prefix is None or not isinstance(self._drafters[key], PrefixStates):
             return num_read
         return len(self._prefix.attached(tokens, tenant, key)) * self._block_tokens
+
+    def _exported(self, key: DrafterKey, request_id: int, first: int, stop: int) -> list[object]:
+        """A drafter's states of the blocks `first` .. `stop` of a request; none where it fails."""
+        drafter, size = self._drafters[key], self._block_tokens
+
+        def exported() -> list[object]:
+            export = cast(PrefixStates, drafter).export_states
+            return [export(request_id, start, start + size) for start in range(first * size, stop * size, size)]
+
+        return self._failures.attempt(key, drafter, [request_id], exported) or []
 
     def _layers_of(self, drafter: HiddenStateReader) -> tuple[int, ...]:
         layers, last = tuple(drafter.hidden_layers()), self._num_layers
@@ -199,7 +205,3 @@ def _committed_rows(b: int, entry: BatchEntry, draft: Draft, verdict: Verdict, f
         states[layer] = torch.cat((before[layer], own)) if layer in before else own
     tokens = (*entry.pending, *verdict.accepted[b])
     return HiddenRows(request_id, entry.start, tokens, verdict.next_tokens[b], states)
-
-
-def _exported(drafter: PrefixStates, request_id: int, starts: range, size: int) -> list[object]:
-    return [drafter.export_states(request_id, start, start + size) for start in starts]

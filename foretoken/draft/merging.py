@@ -20,12 +20,14 @@ class RequestNodes(NamedTuple):
     """One request's part of a draft: the `parents` [n] of its nodes, the mass of its anchor's row and of each node's
     (`masses` [n + 1]; None: none), and which nodes were `sampled` [n] from that of their parent.
 
-    Both are () for every request of a draft in which nothing is sampled.
+    Both are () for every request of a draft in which nothing is sampled. `has_run`: the drafter ran for the request,
+    if only to find that nothing is to be drafted.
     """
 
     parents: Sequence[int]
     masses: Sequence[Tensor | None] = ()
     sampled: Sequence[bool] = ()
+    has_run: bool = False
 
 
 def ragged_draft(name: str, tokens: Tensor, requests: Sequence[RequestNodes]) -> Draft:
@@ -37,9 +39,7 @@ def ragged_draft(name: str, tokens: Tensor, requests: Sequence[RequestNodes]) ->
         tokens=tokens,
         parents=tuple(parent for one in requests for parent in one.parents),
         offsets=(0, *accumulate(len(one.parents) for one in requests)),
-        drafters=tuple(
-            name if one.parents or any(mass is not None for mass in one.masses) else None for one in requests
-        ),
+        drafters=tuple(name if one.parents or one.has_run else None for one in requests),
         sampled=tuple(is_sampled for one in requests for is_sampled in one.sampled) if known else (),
         mass=Mass(torch.stack(known), tuple(-1 if mass is None else next(number) for mass in rows)) if known else None,
     )

@@ -202,7 +202,7 @@ class OtherVocabularyDrafter(OwnCacheDrafter):
             ids = [*ids, end]
         ids = ids[: entry.num_draft]
         tokens = to_device(ids[: _num_allowed(entry.processors, ids, self._outside)], self.model.device)
-        return Chain(entry, entry.num_draft, list(tokens.unbind()), [None] * len(tokens))
+        return Chain(entry, draft.chain.most, list(tokens.unbind()), [None] * len(tokens))
 
 
 def _newest(growing: Sequence[_TranslatedDraft]) -> list[int]:

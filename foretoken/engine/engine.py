@@ -26,7 +26,7 @@ from foretoken.engine.scheduler import PrefixSharing, Scheduler
 from foretoken.engine.stats import EngineStats
 from foretoken.engine.step_threads import StepThreads
 from foretoken.engine.time_attribution import book, charge, gain
-from foretoken.engine.views import budget_of, fixed_budget, next_entry, only_decodes, outcome_of, view_of, why_none
+from foretoken.engine.views import budget_of, fixed_budget, next_entry, outcome_of, view_of, why_none
 from foretoken.engine.watch import RoundView, StepClock, Watcher, sees_rounds, show_round
 from foretoken.errors import EngineError, ForetokenError, RankError
 from foretoken.machine.process import keep_freed_memory
@@ -224,7 +224,7 @@ class Engine:
             self._count_preempted()
         for state in self.scheduler.preempted:
             self.drafters.release(state.request)
-        self.threads.begin(is_decoding=only_decodes(batch))
+        self.threads.begin(is_decoding=batch.only_decodes)
         self.clock.scheduled = time.perf_counter()
         return batch
 
@@ -298,7 +298,7 @@ class Engine:
         try:
             is_trial = self.threads.is_trial
             outcome = outcome_of(batch, draft, verdict, self.drafters, clock.target_s + clock.rule_s, is_trial)
-            if only_decodes(batch):
+            if batch.only_decodes:
                 self.threads.observe(outcome.num_rows, outcome.target_s, self.chooser.policy.target_cost)
             self.chooser.observe(outcome)
         except Exception as error:  # noqa: BLE001 - answers do not depend on it

@@ -130,14 +130,10 @@ class RequestState(PreparedRequest):
     num_rounds: int = 0
     finish_reason: FinishReason | None = None
     error: Exception | None = None
+    request_id: int = field(init=False)  # the request's, which is asked for ten times in every step
 
     def __post_init__(self) -> None:
-        self.tokens = list(self.request.prompt_ids)
-
-    @property
-    def request_id(self) -> int:
-        """The request's number."""
-        return self.request.request_id
+        self.tokens, self.request_id = list(self.request.prompt_ids), self.request.request_id
 
     @property
     def num_tokens(self) -> int:

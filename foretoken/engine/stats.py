@@ -136,8 +136,8 @@ class Counters:
     def _count_drafted(self, counts: RoundCounts) -> None:
         emitted = counts.path[: counts.num_emitted]
         self.num_drafts += 1
-        names = {name for name in counts.provenance if name is not None}
-        whose = names.pop() if len(names) == 1 else "mix" if names else "unknown"
+        names = [name for name in dict.fromkeys(counts.provenance) if name is not None]
+        whose = names[0] if len(names) == 1 else "mix" if names else "unknown"
         self.drafts_by[whose] = self.drafts_by.get(whose, 0) + 1
         self.num_drafted += len(counts.depths)
         self.num_accepted += len(emitted)
@@ -154,9 +154,9 @@ class Counters:
             (self.drafted_by, counts.provenance),
             (self.accepted_by, [counts.provenance[node] for node in emitted]),
         ):
-            for drafter in provenance:
-                if drafter is not None:
-                    account[drafter] = account.get(drafter, 0) + 1
+            for drafter in names:
+                if count := provenance.count(drafter):
+                    account[drafter] = account.get(drafter, 0) + count
 
     def _values(self, *properties: str) -> dict[str, Any]:
         """The public fields, and those and other properties, for JSON."""

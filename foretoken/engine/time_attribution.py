@@ -75,7 +75,7 @@ def gain(batch: Batch, clock: StepClock, steps: CostTable) -> tuple[float, float
     measured.
     """
     count = len(batch.entries)
-    if not steps.reaches(count) or any(len(entry.pending) > 1 or not entry.decodes for entry in batch.entries):
+    if not steps.reaches(count) or not batch.only_decodes:
         return None
     return steps.seconds(count) / count, (clock.draft_s + clock.target_s + clock.rule_s) / count
 

@@ -96,11 +96,6 @@ def why_none(entry: BatchEntry, num_drafted: int, chooser: Chooser, failed: Coll
     return "no_match" if entry.num_draft else chooser.why_none(request_id, entry.option is not None)
 
 
-def only_decodes(batch: Batch) -> bool:
-    """Whether no prompt is read in the step."""
-    return all(entry.decodes and len(entry.pending) == 1 for entry in batch.entries)
-
-
 def outcome_of(
     batch: Batch, draft: Draft, verdict: Verdict, drafters: DrafterGroup, target_s: float, is_trial: bool = False
 ) -> StepOutcome:
@@ -119,7 +114,7 @@ def outcome_of(
                 num_read[option.drafter] = drafters.num_read_tokens.get(key, 0)
     return StepOutcome(
         rounds=rounds,
-        only_decodes=only_decodes(batch) and not is_trial,
+        only_decodes=batch.only_decodes and not is_trial,
         num_rows=draft.num_rows + num_probed,
         num_nodes=draft.num_nodes + num_probed,
         target_s=target_s,
@@ -139,6 +134,7 @@ def _round(batch: Batch, draft: Draft, verdict: Verdict, b: int) -> RoundOutcome
         path=verdict.paths[b],
         emitted=verdict.emitted(b),
         num_probed=draft.probe_lengths[b],
+        has_run=draft.drafters[b] is not None,
     )
 
 

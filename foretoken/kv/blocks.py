@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from foretoken.kv.prefix import PrefixIndex, PrefixStats
+from foretoken.kv.prefix import PrefixIndex, PrefixStats, StatesOf
 
 _FIRST_REACH = 16  # blocks
 _RUN = re.compile(b"\1+")  # of empty blocks
@@ -129,9 +129,18 @@ class BlockAllocator:
         full = min(table.length, len(tokens)) // self.block_size
         table.num_published = self._index.add(salt, tokens, table.blocks[:full], table.num_published)
 
-    def attach(self, salt: str, tokens: Sequence[int], owner: Hashable, first: int, states: Sequence[object]) -> None:
+    def attach(
+        self,
+        table: BlockTable,
+        salt: str,
+        tokens: Sequence[int],
+        num_blocks: int,
+        owner: Hashable,
+        states_of: StatesOf,
+    ) -> None:
         """See `interface.PrefixModel`."""
-        self._index.attach(salt, tokens, owner, first, states)
+        own = table.blocks[: min(table.num_published, num_blocks)]
+        self._index.attach(salt, tokens, own, num_blocks, owner, states_of)
 
     def attached(self, salt: str, tokens: Sequence[int], owner: Hashable) -> list[object]:
         """See `interface.PrefixModel`."""

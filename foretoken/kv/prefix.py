@@ -11,17 +11,22 @@ removed when the block is evicted or written again, and its states go with it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 # The place before (a block's number in the chain, or a salt's), and the block's tokens.
 _Key = tuple[int, tuple[int, ...]]
+StatesOf = Callable[[int, int], Sequence[object]]  # of the blocks from one number to another, one each
+
+_PIECE = 256  # of two texts that are compared at once
 
 
 def shared_length(one: Sequence[object], other: Sequence[object]) -> int:
     """Length of the longest common beginning."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((place for place, (mine, theirs) in pairs if mine != theirs), min(len(one), len(other)))
+    start, stop = 0, min(len(one), len(other))
+    while start < stop and one[start : start + _PIECE] == other[start : start + _PIECE]:  # without a loop in Python
+        start += _PIECE
+    return next((place for place in range(start, stop) if one[place] != other[place]), stop)
 
 
 @dataclass
@@ -49,11 +54,13 @@ class PrefixIndex:
     def __contains__(self, block: int) -> bool:
         return block in self._keys
 
-    def find(self, salt: str, tokens: Sequence[int]) -> list[int]:
-        """The blocks that hold the longest known beginning of `tokens`, in order."""
+    def find(self, salt: str, tokens: Sequence[int], own: Sequence[int] = (), most: int | None = None) -> list[int]:
+        """The blocks that hold the longest known beginning of `tokens`, in order: those behind the blocks `own`, which
+        stand for their text themselves, `most` at most.
+        """
         found: list[int] = []
-        place = self._roots.get(salt)
-        for piece in self._pieces(tokens):
+        place = self._blocks[self._keys[own[-1]]][1] if own else self._roots.get(salt)
+        for piece in itertools.islice(self._pieces(tokens, len(own)), most):
             known = None if place is None else self._blocks.get((place, piece))
             if known is None:
                 break
@@ -87,11 +94,28 @@ class PrefixIndex:
             place = known[1]
         return num_own
 
-    def attach(self, salt: str, tokens: Sequence[int], owner: Hashable, first: int, states: Sequence[object]) -> None:
-        """Store `states` with the blocks of `tokens` from block number `first` on; see `interface.PrefixModel`."""
-        blocks = self.find(salt, tokens)[first:]
-        for block, state in zip(blocks, states, strict=False):
-            self._attached.setdefault(block, {}).setdefault(owner, state)
+    def attach(
+        self,
+        salt: str,
+        tokens: Sequence[int],
+        own: Sequence[int],
+        num_blocks: int,
+        owner: Hashable,
+        states_of: StatesOf,
+    ) -> None:
+        """See `interface.PrefixModel`; the first blocks of `tokens`, `own`, stand for their text themselves.
+
+        States are attached from the first block on, so that behind a block without any there are none.
+        """
+        blocks = [*own, *self.find(salt, tokens, own, num_blocks - len(own))]
+        first = len(own)
+        while first < len(blocks) and self._has(blocks[first], owner):
+            first += 1
+        while first and not self._has(blocks[first - 1], owner):
+            first -= 1
+        if first < len(blocks):
+            for block, state in zip(blocks[first:], states_of(first, len(blocks)), strict=False):
+                self._attached.setdefault(block, {})[owner] = state
 
     def attached(self, salt: str, tokens: Sequence[int], owner: Hashable) -> list[object]:
         """The states of `owner` at the leading blocks of `tokens`, up to the first block without."""
@@ -102,6 +126,10 @@ class PrefixIndex:
                 break
             found.append(states[owner])
         return found
+
+    def _has(self, block: int, owner: Hashable) -> bool:
+        """Whether states of `owner` are attached to a block."""
+        return owner in self._attached.get(block, ())
 
     def remove(self, block: int) -> None:
         """Remove a block and the states attached to it; blocks that follow it are no longer found."""

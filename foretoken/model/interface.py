@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from foretoken.errors import RankError
-from foretoken.kv.prefix import PrefixStats
+from foretoken.kv.prefix import PrefixStats, StatesOf
 
 if TYPE_CHECKING:
     from foretoken.model.layers import Embedding, Linear
@@ -179,12 +179,14 @@ class PrefixModel(LanguageModel, Protocol):
     def publish(self, sequence: int, tokens: Sequence[int], tenant: str) -> None:
         """Make the full blocks of `sequence`, whose text begins with `tokens`, available to later sequences."""
 
-    def attach(self, tokens: Sequence[int], tenant: str, owner: Hashable, first: int, states: Sequence[object]) -> None:
-        """Store `states`, one per block from block number `first` of `tokens` on, with the published blocks; `owner`
-        tells states of different drafters apart.
+    def attach(
+        self, sequence: int, tokens: Sequence[int], tenant: str, num_blocks: int, owner: Hashable, states_of: StatesOf
+    ) -> None:
+        """Store states with those of the first `num_blocks` blocks of `tokens` that are published and have none of this
+        owner yet: `states_of(first, stop)` makes those of blocks `first` .. `stop`, one each. `sequence`, whose text
+        begins with `tokens`, has just been published; `owner` tells states of different drafters apart.
 
-        States must depend on the tokens up to the end of their block only, and not be changed afterwards. Blocks that
-        are not published, or have states of this owner, are left as they are.
+        States must depend on the tokens up to the end of their block only, and not be changed afterwards.
         """
 
     def attached(self, tokens: Sequence[int], tenant: str, owner: Hashable) -> list[object]:

@@ -16,7 +16,7 @@ import torch
 from foretoken.errors import CapacityError, InputError
 from foretoken.kv.blocks import BlockAllocator, BlockTable, slots_of
 from foretoken.kv.pool import KVPool, bytes_per_token
-from foretoken.kv.prefix import PrefixStats
+from foretoken.kv.prefix import PrefixStats, StatesOf
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.attention.choice import AttentionKind, chosen
 from foretoken.model.attention.fused import FusedAttention
@@ -101,9 +101,11 @@ class PagedCache:
         """See `interface.PrefixModel`."""
         self.allocator.publish(self.tables[sequence], tenant, tokens)
 
-    def attach(self, tokens: Sequence[int], tenant: str, owner: Hashable, first: int, states: Sequence[object]) -> None:
+    def attach(
+        self, sequence: int, tokens: Sequence[int], tenant: str, num_blocks: int, owner: Hashable, states_of: StatesOf
+    ) -> None:
         """See `interface.PrefixModel`."""
-        self.allocator.attach(tenant, tokens, owner, first, states)
+        self.allocator.attach(self.tables[sequence], tenant, tokens, num_blocks, owner, states_of)
 
     def attached(self, tokens: Sequence[int], tenant: str, owner: Hashable) -> list[object]:
         """See `interface.PrefixModel`."""

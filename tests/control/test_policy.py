@@ -185,15 +185,21 @@ def test_trials_ask_one_request_at_a_time_and_cost_little() -> None:
     assert world.tokens_per_s > 0.97 * 8 / 1.35  # of plain: one row each
 
 
+@pytest.mark.parametrize("num_set", [0, 1])
 @pytest.mark.parametrize(("decisions_per_trial", "learns"), [(PolicyConfig.decisions_per_trial, True), (10**9, False)])
-def test_what_rows_take_is_tried_where_no_draft_token_seems_to_pay(decisions_per_trial: int, learns: bool) -> None:
-    """A profile says that a row takes as long as a token brings; here it takes a third of it."""
+def test_what_rows_take_is_tried_where_no_draft_token_seems_to_pay(
+    decisions_per_trial: int, learns: bool, num_set: int
+) -> None:
+    """A profile says that a row takes as long as a token brings; here it takes a third of it. One draft token that a
+    caller set is no choice of the controller's.
+    """
     policy = BudgetPolicy(PolicyConfig(decisions_per_trial=decisions_per_trial))
     policy.seed(Curve(((1, 1.0), (8, 8.0), (64, 64.0))), {})
     shown = Preview(tuple(range(-1, 3)), (0.9, 0.81, 0.73, 0.66), (1, 2, 3, 4))
     seconds = tokens = 0.0
     for turn in range(600):
-        requests = [options_of(b, "lookup", 4, preview=shown) for b in range(8)]
+        requests = [options_of(b, "lookup", 4, preview=shown) for b in range(8 - num_set)]
+        requests += [options_of(b, "lookup", 1, False, preview=shown) for b in range(8 - num_set, 8)]
         budgets = plan(policy, requests)
         kept = [budget.num_draft for budget in budgets]
         target_s = 8.0 + 0.33 * sum(kept)

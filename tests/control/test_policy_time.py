@@ -170,19 +170,28 @@ def test_a_number_that_was_set_stands_as_far_as_lookups_show_draft_tokens() -> N
         assert given[:2] == expected
 
 
-def test_tokens_that_a_grammar_forces_tell_nothing_of_the_drafter_that_was_to_draft() -> None:
-    """It was not asked in those rounds: what it takes, and how many probes come with its draft tokens, stands."""
+@pytest.mark.parametrize("is_forced", [True, False])
+def test_rounds_in_which_a_drafter_did_not_run_tell_nothing_of_what_it_takes(is_forced: bool) -> None:
+    """A grammar forced the tokens, or its cache had no room: what it takes, and how many probes come with its draft
+    tokens, stands. Without room it is passed over for that request alone.
+    """
     policy, chooser = BudgetPolicy(), Chooser(lambda: 0.0)
     chooser.reset(policy)
     request = options_of(0, "d", 4)
-    for is_forced in [False] * 3 + [True] * 20:
+    for has_run in [True] * 3 + [False] * 20:
         chooser.begin([request])
         chooser.plan([request], Previews())
-        chances, num_probed = (None, 0) if is_forced else ([1.0] * 4, 2)
-        round_ = RoundOutcome(0, DraftBudget(0, 4), chances, range(-1, 3), range(4), (0,) * 5, num_probed)
-        chooser.observe(StepOutcome([round_], True, 5, 4, 1.0, {"d": 1e-6 if is_forced else 0.1}))
+        count = 4 if has_run or is_forced else 0
+        chances = None if not has_run and is_forced else [1.0] * count
+        came = range(-1, count - 1), range(count), (0,) * (count + 1)
+        round_ = RoundOutcome(0, DraftBudget(0, 4), chances, *came, 2 if has_run else 0, has_run or is_forced)
+        chooser.observe(StepOutcome([round_], True, 1 + count, count, 1.0, {"d": 0.1 if has_run else 1e-6}))
     assert policy.draft_costs.seconds("d", 4) == pytest.approx(0.1)
     assert chooser._num_probed == {0: 2}
+    policy.acceptance.begin(1, "")
+    own, other = (policy.acceptance.of_places(number, "d", 1)[0][0] for number in (0, 1))
+    assert own == pytest.approx(1.0 if is_forced else 0.33, abs=0.1)
+    assert other == pytest.approx(1.0)
 
 
 def test_one_slow_decision_is_enough_for_repeats() -> None:

@@ -212,6 +212,20 @@ def test_a_text_that_outgrew_the_draft_holds_nothing(pair: SimpleNamespace, name
     one.finish()
 
 
+@pytest.mark.parametrize("shape", ["chain", "static", "best_first"])
+def test_a_draft_names_the_drafter_that_had_room_if_only_to_draft_nothing(pair: SimpleNamespace, shape: str) -> None:
+    """The control learns what a drafter takes from rounds in which it ran, unsure ones included."""
+    small, large = Counting(pair, 32), Counting(pair)
+    drafters = [DraftModelDrafter(model) for model in (small, large)]
+    unsure = SpecConfig("draft_model", draft="d", min_confidence=1.0, tree=shape)
+    ones = [Alone(drafter, PROMPT, spec=unsure) for drafter in drafters]
+    drafts = [one.propose(3) for one in ones]
+    assert [(draft.drafters, draft.num_nodes) for draft in drafts] == [((None,), 0), (("draft_model",), 0)]
+    assert (small.rows, large.rows) == ([], [60])
+    for one in ones:
+        one.finish()
+
+
 def test_a_round_that_broke_down_leaves_nothing(pair: SimpleNamespace) -> None:
     """Draft tokens were made and never judged: the request is over, and what is published is its text alone."""
     model = Counting(pair)

@@ -5,6 +5,8 @@ The oracle is one plain forward over the whole text in float32: transformers' `o
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -296,3 +298,13 @@ def test_a_request_that_waits_asks_no_step_for_hidden_states(pair: SimpleNamespa
     while engine.has_work:
         engine.step()
     assert {(True, False), (False, True)} == set(tapped)
+
+
+def test_a_drafter_that_was_taken_out_is_not_held_on_to(pair: SimpleNamespace) -> None:
+    """Its head may be large; nobody need come with its key again."""
+    target = PagedModel(load_decoder(pair.target, dtype="float32"), 2048, BLOCK)
+    engine = engine_of(target, {"ngram": RecordingHead(NgramDrafter(), (1,))}, pair.draft)
+    run(engine, PROMPTS[:1], [SpecConfig("ngram", num_draft=3)])
+    head = weakref.ref(engine.drafters.drafters.pop(key_of("ngram", str(pair.draft))))
+    gc.collect()
+    assert head() is None

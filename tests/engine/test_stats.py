@@ -192,6 +192,16 @@ def test_what_a_lookup_takes_beyond_showing_its_draft() -> None:
         assert outcome.num_read_tokens == {}
 
 
+def test_the_control_is_told_which_drafters_ran() -> None:
+    """Neither draft token: one found nothing worth it, the other had no room."""
+    drafters = SimpleNamespace(
+        keys=lambda _: ("k",), options=lambda _: (DrafterOption(0, "d"),), spent_s={}, shown_s={}, num_read_tokens={}
+    )
+    batch = Batch((entry(0, DRAFT), entry(1, DRAFT)))
+    outcome = outcome_of(batch, draft_of([0, 0], ["draft_model", None]), verdict_of(0, 0), drafters, 1.0)
+    assert [(round_.chances, round_.has_run) for round_ in outcome.rounds] == [([], True), ([], False)]
+
+
 def test_who_pays_for_a_step() -> None:
     """Two requests of one drafter, one of another that found nothing, one plain, and a piece of a prompt."""
     batch = Batch(

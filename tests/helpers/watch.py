@@ -130,7 +130,8 @@ def check_draft(draft: Draft, batch: Batch, name: str, vocab_size: int) -> None:
         tossed = (
             draft.mass is not None and draft.mass.distribution_of_row[draft.anchor_row(b)] >= 0
         )  # a coin may have said no at once
-        assert draft.drafters[b] == (name if draft.lengths[b] or tossed else None)
+        named = [name] if draft.lengths[b] or tossed else [name, None] if entry.num_draft else [None]
+        assert draft.drafters[b] in named, "who ran is named, also where it was too unsure to draft"
         own = draft.parents[draft.offsets[b] : draft.offsets[b + 1]]
         assert all(-1 <= parent < node for node, parent in enumerate(own)), "a parent comes before its child"
         assert entry.takes_trees or draft.is_chain(b), "the rule takes chains only"

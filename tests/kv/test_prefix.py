@@ -7,6 +7,8 @@ from __future__ import annotations
 from typing import Any
 
 from foretoken.kv.blocks import BlockAllocator, BlockTable
+from foretoken.kv.prefix import shared_length
+from tests.kv.test_blocks import lines_of
 
 SIZE = 4
 TEXT = list(range(100, 120))
@@ -121,25 +123,47 @@ def test_a_tenant_whose_blocks_are_gone_is_forgotten() -> None:
 
 
 def test_states_are_attached_to_the_known_blocks_of_a_text() -> None:
-    """By owner and salt, from any block on; the first states of a block stay."""
+    """By owner and salt; the first states of a block stay."""
     allocator = BlockAllocator(8, SIZE)
     table = hold(allocator, TEXT[:12])
-    allocator.attach("", TEXT, "head", 0, ["a", "b"])
+    allocator.attach(table, "", TEXT, 2, "head", letters)
     assert allocator.attached("", TEXT, "head") == ["a", "b"]
     assert allocator.attached("", TEXT[:7], "head") == ["a"]
     assert allocator.attached("", TEXT, "other") == allocator.attached("b", TEXT, "head") == []
-    allocator.attach("", TEXT, "head", 1, ["z", "c", "beyond what is published"])
-    assert allocator.attached("", TEXT, "head") == ["a", "b", "c"]
-    allocator.attach("", TEXT, "other", 1, ["x"])
-    assert allocator.attached("", TEXT, "other") == []  # none at the first block
+    allocator.attach(table, "", TEXT, 4, "head", lambda first, stop: letters(first, stop).upper())
+    assert allocator.attached("", TEXT, "head") == ["a", "b", "C"]  # the fourth is not published
+    allocator.attach(table, "", TEXT, 3, "other", lambda *_: "")  # it failed to make any
+    assert allocator.attached("", TEXT, "other") == []
     allocator.free(table)
-    assert allocator.attached("", TEXT, "head") == ["a", "b", "c"]  # kept blocks keep theirs
+    assert allocator.attached("", TEXT, "head") == ["a", "b", "C"]  # kept blocks keep theirs
+
+
+def letters(first: int, stop: int) -> str:
+    """A state for each of some blocks."""
+    return "abcdefgh"[first:stop]
+
+
+def test_states_are_attached_to_whichever_blocks_stand_for_the_text() -> None:
+    """The sequence that ran its beginning first has no drafter with states."""
+    allocator = BlockAllocator(7, SIZE)
+    hold(allocator, TEXT[:8])
+    second = hold(allocator, TEXT)
+    allocator.attach(second, "", TEXT, 4, "head", letters)
+    assert second.num_published == 0
+    assert allocator.attached("", TEXT, "head") == [*"abcd"]
+    third = adopt(allocator, TEXT)
+    allocator.publish(third, "", TEXT)
+    asked: list[tuple[int, int]] = []
+    allocator.attach(third, "", TEXT, 4, "head", lambda *which: asked.append(which) or letters(*which))
+    allocator.attach(third, "", TEXT, 4, "new", lambda *which: asked.append(which) or letters(*which))
+    assert asked == [(0, 4)]
+    assert allocator.attached("", TEXT, "new") == [*"abcd"]
 
 
 def test_states_go_when_a_block_is_given_away_or_written_again() -> None:
     allocator = BlockAllocator(3, SIZE)
     table = hold(allocator, TEXT[:8])
-    allocator.attach("", TEXT, "head", 0, ["a", "b"])
+    allocator.attach(table, "", TEXT, 2, "head", letters)
     allocator.rollback(table, 6)
     assert allocator.reserve(table, 1) == []
     assert allocator.attached("", TEXT, "head") == ["a"]
@@ -174,11 +198,17 @@ class Read(list[int]):
 
 def test_a_piece_of_a_prompt_is_published_without_reading_what_stands_before_it() -> None:
     allocator, table, text = BlockAllocator(256, SIZE), BlockTable(), Read(range(800))
-    for _ in range(100):
+    made: list[int] = []  # states
+    for piece in range(100):
         assert allocator.reserve(table, 2 * SIZE) == []
         table.length += 2 * SIZE
         allocator.publish(table, "", text)
+        allocator.attach(
+            table, "", text, 2 * piece + 1, "head", lambda *which: made.extend(range(*which)) or range(*which)
+        )
     assert text.num_read == 800
+    assert made == [*range(199)]
+    assert allocator.attached("", [*text], "head") == made
     assert adopt(allocator, list(range(801))).length == 800
 
 
@@ -210,3 +240,12 @@ def test_looking_for_an_unknown_text_reads_its_first_block() -> None:
     hold(allocator, TEXT)
     assert allocator.num_shared_tokens("", text) == 0
     assert text.num_read == SIZE
+
+
+def test_the_common_beginning_of_long_texts_is_found_without_a_loop_over_it() -> None:
+    text = list(range(5000))
+    for length in (0, 1, 255, 256, 257, 512, 4999, 5000):
+        other = [*text[:length], -1, *text[length:]]
+        for mine in (text, text[:length], text[: length + 1]):
+            assert shared_length(mine, other) == shared_length(tuple(other), mine) == length
+    assert lines_of(lambda: shared_length(text, [*text, 1])) < 700
