@@ -15,6 +15,7 @@ from foretoken.option import option
 TEMPERATURES = (0.0, 100.0)
 PRIORITIES = (-100, 100)
 DEADLINES_S = (0.0, 1e9)  # the first excluded
+_TOO_LONG = 10**4000  # whole numbers without another bound
 # What the makers of a model may advise, see `model.advised`.
 ADVISED_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 # Groups of these options: how tokens are chosen, and what else an answer is to have.
@@ -329,7 +330,7 @@ def check_temperatures(name: str, values: Sequence[object]) -> None:
 
 
 def check_whole(name: str, value: object, low: int, high: int | None = None) -> None:
-    """A whole number from `low` to `high`.
+    """A whole number from `low` to `high`; without `high` one that Python writes: it refuses more than 4,300 digits.
 
     Raises:
         InputError: names the field.
@@ -338,6 +339,8 @@ def check_whole(name: str, value: object, low: int, high: int | None = None) -> 
         raise InputError(name, value, "must be a whole number" + _of_a_library(value, "int"))
     if value < low or (high is not None and value > high):
         raise InputError(name, value, f"must be at least {low}" + ("" if high is None else f" and at most {high}"))
+    if value >= _TOO_LONG:
+        raise InputError(name, value, "must have at most 4000 digits")
 
 
 def check_threads(name: str, value: object) -> None:

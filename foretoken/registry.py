@@ -158,11 +158,13 @@ def check_options(name: str, given: Mapping[str, Any]) -> FrozenOptions:
     kind = options_class(name)
     known = {} if kind is None else {field.name: field.metadata.get("help") for field in fields(kind)}
     for key, value in given.items():
+        if not isinstance(key, str):
+            raise ConfigError("options", key, "an option is named by a text")
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1)
+            near = difflib.get_close_matches(key, known, n=1)
             described = ", ".join(name if words is None else f"{name} ({words})" for name, words in known.items())
             hint = f"did you mean {near[0]!r}?" if near else f"its options: {described or 'none'}"
-            raise ConfigError(str(key), value, f"unknown option of drafter={name!r}; {hint}")
+            raise ConfigError(key, value, f"unknown option of drafter={name!r}; {hint}")
     values = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
     if kind is not None:
         kind(**values)

@@ -55,7 +55,8 @@ def only_for(spec: SpecConfig, field: str, value: object, takers: Sequence[str])
 def check_names(spec: SpecConfig) -> None:
     """Whether the drafter is known, and models have names."""
     if spec.drafter is not None and spec.drafter not in known_drafters():
-        near = difflib.get_close_matches(str(spec.drafter).lower(), (*known_drafters(), PLAIN), n=1)
+        asked = spec.drafter.lower() if isinstance(spec.drafter, str) else ""
+        near = difflib.get_close_matches(asked, (*known_drafters(), PLAIN), n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ConfigError(
             "drafter",

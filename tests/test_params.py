@@ -70,9 +70,11 @@ def test_a_schema_stays_as_it_was_given(reference: LLM) -> None:
         ({"logit_bias": {5: float("nan")}}, "logit_bias=nan: must be a finite number"),
         ({"logit_bias": {True: 1.0}}, "logit_bias=True: must be a whole number"),
         ({"stop": ["a", b"b"]}, "stop=b'b': each stop string must be a text"),
+        ({"max_tokens": 10**5000}, "max_tokens=<int>: must have at most 4000 digits"),
+        ({"top_k": 10**4000}, "top_k=.*: must have at most 4000 digits"),
         ({"seed": 2**64}, "seed=.*: must be at least 0 and at most 18446744073709551615"),
     ],
-    ids=str,
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_numbers_that_are_none(values: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):

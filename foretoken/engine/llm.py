@@ -247,10 +247,11 @@ class LLM(BetweenRequests, Uncopied):
     ) -> Iterator[StepOutput]:
         """Yield what each step adds to one answer; `str(piece)` is its text. Closing the iterator frees the request.
 
-        The request is queued when the first piece is asked for; then an answer that failed raises its error.
+        The request is prepared now, and queued when the first piece is asked for; then an answer that failed raises its
+        error.
 
         Raises:
-            InputError: a prompt or parameter that cannot be honoured.
+            InputError: a prompt or parameter that cannot be honoured; nothing was queued.
         """
         self._check_free()
         one = as_prompt(prompt)
@@ -258,7 +259,7 @@ class LLM(BetweenRequests, Uncopied):
         check_types(params, spec)
         if params.n > 1:
             raise InputError("n", params.n, "a stream is one answer; open one stream per answer, or use generate")
-        return self._stream(one, params, spec)
+        return self._stream(self.prepare_request(one, params, spec))
 
     def step(self) -> list[StepOutput]:
         """One step of the engine; what it emitted for open streams waits for their readers."""
@@ -384,8 +385,7 @@ class LLM(BetweenRequests, Uncopied):
 
     # ---- how it is done
 
-    def _stream(self, prompt: Prompt, params: SamplingParams, spec: SpecConfig) -> Iterator[StepOutput]:
-        prepared = self.prepare_request(prompt, params, spec)
+    def _stream(self, prepared: PreparedRequest) -> Iterator[StepOutput]:
         yield from self._check_open().stream(prepared)
 
     def _check_open(self) -> Driver:

@@ -211,9 +211,10 @@ class HeadTrainer(TrainingLoop):
         save_state(self.folder, self.head, self.optimizers, meta)
 
     def _shape(self) -> dict[str, Any]:
-        """What the saved weights and the optimisers' state belong to, as JSON has it."""
+        """What the saved weights and the optimisers' state belong to and were made with, as JSON has it."""
         shape: dict[str, Any] = json.loads(json.dumps(asdict(self.head.config)))
-        return {"kind": self.head.name, **shape, "train": {"optimizer": {"kind": self.config.optimizer.kind}}}
+        made = {"precision": self.target.precision, "train": {"optimizer": {"kind": self.config.optimizer.kind}}}
+        return {"kind": self.head.name, **shape, **made}
 
     def _resume(self) -> None:
         meta = read_meta(self.folder)
@@ -221,7 +222,8 @@ class HeadTrainer(TrainingLoop):
             self._cut_curve()
             return
         own = asdict(self.config)
-        check_same(meta["config"], {name: own[name] for name in _SAME}, self.folder)
+        same = {name: own[name] for name in _SAME} | {"loss": {"kind": self.config.loss.kind}}
+        check_same(meta["config"], same, self.folder)
         if meta["data"] != self.data.train.digest:
             raise ConfigError(
                 "out", str(self.folder), "the run there was started with another text; use that or another folder"

@@ -43,14 +43,17 @@ class Ranks:
         return value
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Replace each gradient by its sum over all ranks, in one message."""
+        """Replace each gradient by its sum over all ranks, in one message. A parameter that has none on any rank keeps
+        none: optimisers leave it out, as those of one process do.
+        """
         if self.world == 1:
             return
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        flat = self.sum(torch.cat([grad.flatten() for grad in grads]))
-        start = 0
-        for parameter, grad in zip(parameters, grads, strict=True):
-            parameter.grad = flat[start : start + grad.numel()].view_as(grad)
+        known = grads[0].new_tensor([p.grad is not None for p in parameters])
+        flat = self.sum(torch.cat([known, *(grad.flatten() for grad in grads)]))
+        start = len(parameters)
+        for parameter, grad, num_known in zip(parameters, grads, flat[:start].tolist(), strict=True):
+            parameter.grad = flat[start : start + grad.numel()].view_as(grad) if num_known else None
             start += grad.numel()
 
     def any(self, flag: bool) -> bool:

@@ -156,6 +156,21 @@ def test_a_long_bad_value_is_shortened() -> None:
     assert len(str(caught.value)) < 300
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"drafter": 10**5000}, "drafter=<int>: choose one of"),
+        ({"drafter": [10**5000]}, "drafter=<list>: choose one of"),
+        ({"drafter": "ngram", "options": {10**5000: 1}}, "options=<int>: an option is named by a text"),
+        ({"drafter": "draft_model", "draft": "x", "draft_top_k": 10**5000}, "draft_top_k=<int>: must have at most"),
+    ],
+    ids=["drafter", "list", "option", "number"],
+)
+def test_a_number_that_python_does_not_write_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        SpecConfig(**fields)
+
+
 def test_a_request_that_can_never_fit_is_refused(pair: SimpleNamespace) -> None:
     with LLM(pair.target, cache_tokens=64) as small:
         with pytest.raises(
@@ -257,6 +272,17 @@ def test_w8_rules_that_nobody_would_ask_are_refused(pair: SimpleNamespace, spec:
             profile="off",
             routing=RoutingRules(min_tokens_to_speculate=4),
         ).close()
+
+
+def test_a_stream_is_checked_and_its_prompt_read_at_the_call(llm: LLM) -> None:
+    prompt, params = [1, 2, 3], SamplingParams(max_tokens=4)
+    (whole,) = llm.generate(prompt, params)
+    pieces = llm.stream(prompt, params)
+    prompt[:] = [9, 9]
+    assert [token for piece in pieces for token in piece.token_ids] == list(whole.token_ids)
+    with pytest.raises(InputError, match="prompt"):
+        llm.stream([-1], params)
+    check_idle(llm)
 
 
 def test_c7_things_of_the_wrong_kind_in_a_request(llm: LLM) -> None:

@@ -235,6 +235,17 @@ def test_options_that_are_not_there(
     refused(write_gguf(tmp_path / "model.gguf", variant(tmp_path / "hf", "llama"), **extra), error, word)
 
 
+@pytest.mark.parametrize("name", ["cohere2", "gpt-oss", "gemma2"])
+def test_another_rotation_of_layers_with_windows_is_refused(tmp_path: Path, name: str) -> None:
+    """llama.cpp rotates them so in these families, too; Gemma 3's are read."""
+    folder = variant(tmp_path / "hf", name, **({} if name == "gpt-oss" else {"tie_word_embeddings": True}))
+    theta = read_config(folder).rope.theta
+    path = write_gguf(tmp_path / "same.gguf", folder, rope__freq_base_swa=theta)
+    assert read_config(path).rope.theta == theta
+    path = write_gguf(tmp_path / "other.gguf", folder, rope__freq_base_swa=2 * theta)
+    refused(path, UnsupportedModelError, "rope.freq_base_swa")
+
+
 def test_other_types_are_named(tmp_path: Path) -> None:
     folder = variant(tmp_path / "hf", "qwen2")
     path = write_gguf(tmp_path / "model.gguf", folder)

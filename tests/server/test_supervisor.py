@@ -230,6 +230,7 @@ def test_quarantine_ends() -> None:
     now = [0.0]
     quarantine = Quarantine(60.0, lambda: now[0])
     quarantine.died([b"a", b"b"])
+    quarantine.check(b"a")
     quarantine.died([b"a"])
     quarantine.check(b"b")
     with pytest.raises(InputError):
@@ -239,8 +240,21 @@ def test_quarantine_ends() -> None:
     quarantine.check(b"a")
     off = Quarantine(0.0)
     off.died([b"a"])
+    off.check(b"a")
     off.died([b"a"])
     off.check(b"a")
+
+
+def test_workers_that_are_killed_together_count_once() -> None:
+    """Two copies of a request were in flight on them; neither was sent after the first death."""
+    quarantine = Quarantine(60.0, lambda: 0.0)
+    for copies in ([b"a", b"a"], [b"a"], [b"a"]):
+        quarantine.died(copies)
+    quarantine.check(b"a")
+    assert len(quarantine) == 0
+    quarantine.died([b"a"])
+    with pytest.raises(InputError, match="died 2 times"):
+        quarantine.check(b"a")
 
 
 def test_no_call_goes_to_a_worker_that_is_gone_and_not_yet_noticed(processes: type[ProcessHere]) -> None:

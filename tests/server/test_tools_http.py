@@ -202,7 +202,7 @@ def test_a_response_that_fails_is_a_code_or_a_last_event() -> None:
     assert [event["sequence_number"] for event in events[:-1]] == list(range(len(events) - 1))
     assert "event: response.failed\n" in begun.text
     assert (failed["type"], failed["response"]["status"]) == ("response.failed", "failed")
-    assert failed["response"]["error"] == {"code": "invalid_value", "message": "messages: too long"}
+    assert failed["response"]["error"] == {"code": "invalid_value", "message": "input: too long"}
     (item,) = failed["response"]["output"]
     assert (item["status"], item["content"][0]["text"]) == ("incomplete", "He")
     assert (last["error"]["code"], last["error"]["param"]) == ("invalid_value", "input")

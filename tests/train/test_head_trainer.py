@@ -72,6 +72,25 @@ def test_acceptance_is_the_sum_of_products_by_position(target: FrozenTarget, tmp
     assert found.emitted_sampled == pytest.approx(total / count, abs=1e-4)
 
 
+class _Pair(Ranks):
+    """The first of two ranks; the other one has the gradients `theirs`."""
+
+    theirs = torch.zeros(0)
+
+    def sum(self, value: torch.Tensor) -> torch.Tensor:
+        return value + self.theirs
+
+
+def test_a_parameter_without_a_gradient_on_every_rank_has_none() -> None:
+    """Zeros in its place would be a step of momentum and weight decay, which one process does not make."""
+    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
+    parameters[0].grad = torch.tensor([1.0, 2.0])
+    ranks = _Pair(0, 2)
+    ranks.theirs = torch.tensor([1.0, 0.0, 1.0, 10.0, 20.0, 0.0, 0.0, 5.0, 6.0])
+    ranks.sum_gradients(parameters)
+    assert [None if p.grad is None else p.grad.tolist() for p in parameters] == [[11.0, 22.0], None, [5.0, 6.0]]
+
+
 @pytest.mark.parametrize("kind", ["eagle", "block", "adapter"])
 def test_a_killed_run_goes_on_to_the_same_curve(kind: str, target: FrozenTarget, tmp_path: Path) -> None:
     """It dies at step 9 without a word, its last state is of step 7, and a save was under way."""
@@ -201,14 +220,24 @@ def test_the_best_head_is_kept_and_a_run_without_gain_ends_early(target: FrozenT
 
 @pytest.mark.parametrize(
     ("change", "error"),
-    [({"seed": 1}, "seed=1.*started with 0"), ({"num_places": 2}, "num_places=2")],
+    [
+        ({"seed": 1}, "seed=1.*started with 0"),
+        ({"num_places": 2}, "num_places=2"),
+        ({"loss": dataclasses.replace(CONFIG.loss, kind="tv")}, r"loss\.kind='tv'.*started with lk"),
+    ],
 )
 def test_a_folder_of_another_run_is_refused(
-    change: dict[str, int], error: str, target: FrozenTarget, tmp_path: Path
+    change: dict[str, Any], error: str, target: FrozenTarget, tmp_path: Path
 ) -> None:
     tiny_trainer(tmp_path, target).save()
     with pytest.raises(ConfigError, match=error):
-        tiny_trainer(tmp_path, target, config=dataclasses.replace(CONFIG, **change))  # type: ignore[arg-type]
+        tiny_trainer(tmp_path, target, config=dataclasses.replace(CONFIG, **change))
+
+
+def test_a_run_goes_on_in_its_own_precision(target: FrozenTarget, tmp_path: Path) -> None:
+    tiny_trainer(tmp_path, target).save()
+    with pytest.raises(ConfigError, match=r"precision='bfloat16'.*started with float32"):
+        tiny_trainer(tmp_path, FrozenTarget(target.decoder, "bfloat16"))
 
 
 @pytest.mark.parametrize(

@@ -211,7 +211,7 @@ GGUF_FAMILIES: Mapping[str, GgufFamily] = MappingProxyType(
         "qwen2": GgufFamily("qwen2", whole_context),
         "qwen3": GgufFamily("qwen3", whole_context),
         "gemma2": GgufFamily("gemma2", _gemma, _SOFTCAPS, norm_shift=1.0),
-        "gemma3": GgufFamily("gemma3_text", _gemma3, _SOFTCAPS, norm_shift=1.0),
+        "gemma3": GgufFamily("gemma3_text", _gemma3, _SOFTCAPS | {"rope.freq_base_swa"}, norm_shift=1.0),
         "phi3": GgufFamily("phi3", _phi3),
         "olmo2": GgufFamily("olmo2", whole_context),
         "smollm3": GgufFamily("smollm3", whole_context, permutes=True),

@@ -168,7 +168,8 @@ def _of_architecture(header: Header, architecture: str) -> dict[str, Any]:
 
 
 def _refuse_options(fields: Fields, family: GgufFamily) -> None:
-    for key, neutral in _NEUTRAL.items():
+    one_base = {"rope.freq_base_swa": fields.raw.get("rope.freq_base", 10_000.0)}  # of layers with a window, too
+    for key, neutral in (_NEUTRAL | one_base).items():
         if key in family.reads:
             continue
         value = fields.raw.get(key, neutral)

@@ -14,25 +14,16 @@ from foretoken.server.api.anthropic_request import MessagesRequest, TokenCountRe
 from foretoken.server.api.body import JsonRoute
 from foretoken.server.api.call import chat_call, terms_of, tier_of
 from foretoken.server.api.envelopes import MESSAGES_ERROR_SCHEMA, MESSAGES_PATH, wire_of
-from foretoken.server.api.errors import ApiError, error_responses, json_response
+from foretoken.server.api.errors import error_responses, json_response
 from foretoken.server.api.exchange import Api, Exchange
-from foretoken.server.api.messages import shaper_of, source_of
-from foretoken.server.api.schemas import ChatRequest, SamplingFields
+from foretoken.server.api.messages import shaper_of
 from foretoken.server.api.streaming import PieceGroup
+from foretoken.server.api.tool_reader import MessageShaper
 from foretoken.server.api.tools import arguments_of
 from foretoken.server.api.usage import usage
 from foretoken.server.api.writer import AnswerWriter
 
 _Json = dict[str, Any]
-# What fields of a chat are called here.
-_PARAMS = {
-    "stop": "stop_sequences",
-    "response_format": "output_config.format",
-    "response_format.json_schema": "output_config.format.schema",
-    "tools.function.parameters": "tools.input_schema",
-    "chat_template_kwargs": "thinking",
-    "reasoning_effort": "output_config.effort",
-}
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _ERRORS = error_responses(MESSAGES_ERROR_SCHEMA)
 
@@ -44,42 +35,26 @@ def messages_router(api: Api) -> APIRouter:
     @router.post(MESSAGES_PATH, summary="The next message of a conversation, as Anthropic has it")
     async def messages(body: MessagesRequest, request: Request) -> Response:
         terms = terms_of(api, body, request.scope)
-        try:
-            chat = as_chat(body)
-            exchange = Exchange(api, request.scope, chat_call(chat, terms), terms.info, bool(body.stream))
-            return await MessageWriter(exchange, chat).answer(request)
-        except ApiError as error:
-            raise _named(error, body) from error
+        chat = as_chat(body)
+        exchange = Exchange(api, request.scope, chat_call(chat, terms), terms.info, bool(body.stream))
+        return await MessageWriter(exchange, body, shaper_of(chat, terms.info)).answer(request)
 
     @router.post(f"{MESSAGES_PATH}/count_tokens", summary="The number of tokens of a conversation")
     async def count_tokens(body: TokenCountRequest, request: Request) -> Response:
         terms = terms_of(api, body, request.scope)
-        try:
-            call = chat_call(as_chat(body.model_copy(update={"max_tokens": 1})), terms)
-        except ApiError as error:
-            raise _named(error, body) from error
+        call = chat_call(as_chat(body.model_copy(update={"max_tokens": 1})), terms)
         tokens = await api.backend.tokenize(TextToEncode.of(call))
         return json_response({"input_tokens": len(tokens)})
 
     return router
 
 
-def _named(error: ApiError, body: SamplingFields) -> ApiError:
-    """The error with the names that its fields have here, in its text too: clients show nothing else."""
-    param = source_of(body, error.param)
-    param = _PARAMS.get(param or "", param)
-    if error.param and param and error.detail.startswith(f"{error.param}:"):
-        error.detail = param + error.detail.removeprefix(error.param)
-    error.param = param
-    return error
-
-
 class MessageWriter(AnswerWriter):
     """One message, whole or as events."""
 
-    def __init__(self, exchange: Exchange, chat: ChatRequest) -> None:
-        super().__init__(exchange, chat)
-        self._shaper, self._blocks = shaper_of(chat, exchange.info), ContentBlocks()
+    def __init__(self, exchange: Exchange, body: MessagesRequest, shaper: MessageShaper) -> None:
+        super().__init__(exchange, body)
+        self._shaper, self._blocks = shaper, ContentBlocks()
 
     def whole(self) -> _Json:
         """See `AnswerWriter.whole`."""
@@ -91,11 +66,6 @@ class MessageWriter(AnswerWriter):
         for _ in events:
             pass
         return {**self._message(), "content": self._blocks.content, **stop, **self._reports()}
-
-    def failed(self, error: ApiError) -> Iterable[bytes]:
-        """See `AnswerWriter.failed`."""
-        _named(error, self.body)
-        return ()
 
     def begun(self) -> Iterable[bytes]:
         """See `AnswerWriter.begun`."""

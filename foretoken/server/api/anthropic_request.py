@@ -5,14 +5,22 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, StringConstraints
 
 from foretoken.server.api.body import RequestPart
 from foretoken.server.api.errors import ApiError, invalid, unsupported
 from foretoken.server.api.forms import json_form
-from foretoken.server.api.schemas import ChatRequest, Count, SamplingFields, ServiceTier, ShortText, TokenLimit
+from foretoken.server.api.schemas import (
+    ChatRequest,
+    Count,
+    OwnNames,
+    SamplingFields,
+    ServiceTier,
+    ShortText,
+    TokenLimit,
+)
 from foretoken.server.api.tools import MAX_TOOLS, FunctionTool, NamedFunction, NamedToolChoice, Tool, ToolChoice
 
 _MAX_TURNS = 100_000  # Anthropic's
@@ -96,6 +104,15 @@ class OutputConfig(RequestPart):
 
 class TokenCountRequest(SamplingFields):
     """The body of `/v1/messages/count_tokens`."""
+
+    own_names: ClassVar[OwnNames] = {
+        "stop": ("stop_sequences",),
+        "response_format": ("output_config.format", "output_format"),
+        "response_format.json_schema": ("output_config.format.schema", "output_format.schema"),
+        "tools.function.parameters": ("tools.input_schema",),
+        "chat_template_kwargs": ("thinking",),
+        "reasoning_effort": ("output_config.effort",),
+    }
 
     messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=_MAX_TURNS)]
     system: str | list[dict[str, Any]] | None = None

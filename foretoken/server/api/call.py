@@ -17,6 +17,7 @@ from foretoken.params import ADVISED_FIELDS
 from foretoken.server.api.config import ApiConfig
 from foretoken.server.api.errors import ApiError, invalid, unsupported
 from foretoken.server.api.exchange import Api
+from foretoken.server.api.field_names import BODY_KEY
 from foretoken.server.api.messages import checked_messages, structure_of, tools_of
 from foretoken.server.api.schemas import ChatRequest, CompletionRequest, SamplingFields
 from foretoken.server.api.speculation import spec_of, uses_prediction
@@ -52,7 +53,8 @@ class Terms:
 
 
 def terms_of(api: Api, body: SamplingFields, scope: MutableMapping[str, Any]) -> Terms:
-    """What a request is checked against. Its scope takes over the name that the body gives it.
+    """What a request is checked against. Its scope takes over the name that the body gives it, and the
+    body for the names of fields in errors.
 
     Raises:
         ApiError: no requests are taken now, an unknown field where the server is strict, or another model's name.
@@ -60,6 +62,7 @@ def terms_of(api: Api, body: SamplingFields, scope: MutableMapping[str, Any]) ->
     info = api.ready_info()
     _notice_unknown(body, api.config)
     check_model(body.model, info, api.config)
+    scope[BODY_KEY] = body
     if body.request_id is not None:
         name_request(scope, body.request_id)
     return Terms(info, api.config, caller_of(scope))

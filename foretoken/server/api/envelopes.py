@@ -26,6 +26,7 @@ from foretoken.server.api.errors import (
     of_validation,
     type_of,
 )
+from foretoken.server.api.field_names import BODY_KEY, name_as_sent
 from foretoken.server.record import REQUEST_ID_HEADER, request_id_of
 
 MESSAGES_PATH = "/v1/messages"
@@ -187,5 +188,6 @@ def install_handlers(app: FastAPI, retry_after_s: int) -> None:
 
 
 def _send(request: Request, error: ApiError) -> Response:
+    name_as_sent(error, request.scope.get(BODY_KEY))
     request.scope[CODE_KEY] = error.code
     return error_response(error, request.scope)

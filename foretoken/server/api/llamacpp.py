@@ -11,6 +11,7 @@ from fastapi.routing import APIRoute
 from foretoken.backend.call import AnswerEnded, TextToEncode, TokenEvent
 from foretoken.server.api.body import JsonRoute
 from foretoken.server.api.call import (
+    Terms,
     chat_call,
     check_num_biases,
     check_num_prompts,
@@ -61,10 +62,11 @@ def llama_router(api: Api, openai: Sequence[APIRouter]) -> APIRouter:
                 router.add_api_route(bare, route.endpoint, methods=sorted(route.methods or ()))
 
     async def completion(body: LlamaFields, request: Request) -> Response:
+        terms = terms_of(api, body, request.scope)
         parts, is_list = prompts_of(body.prompt)
         check_num_prompts(parts, api.config)
         prompts = [await _ids(api, one) for one in parts]
-        return await _answer(api, request, body, prompts, is_list)
+        return await _answer(api, request, body, terms, prompts, is_list)
 
     for path in ("/completion", "/completions"):
         router.add_api_route(
@@ -73,10 +75,11 @@ def llama_router(api: Api, openai: Sequence[APIRouter]) -> APIRouter:
 
     @router.post(INFILL_PATH, summary="What stands between two texts, as llama.cpp has it")
     async def infill(body: InfillRequest, request: Request) -> Response:
+        terms = terms_of(api, body, request.scope)
         before = "".join(f"--- {one.filename} ---\n{one.text}\n" for one in body.input_extra) + body.input_prefix
-        info = api.ready_info()
-        filled = await fill_ids(api, info, before, body.input_suffix)
-        return await _answer(api, request, body, [[*filled, *await _ids(api, [body.prompt], False)]], False)
+        filled = await fill_ids(api, terms.info, before, body.input_suffix)
+        prompt = [*filled, *await _ids(api, [body.prompt], False)]
+        return await _answer(api, request, body, terms, [prompt], False)
 
     _add_texts(router, api)
     _add_state(router, api)
@@ -202,9 +205,8 @@ async def _biases(api: Api, body: LlamaFields) -> dict[int, float]:
 
 
 async def _answer(
-    api: Api, request: Request, body: LlamaFields, prompts: Sequence[list[int]], is_list: bool
+    api: Api, request: Request, body: LlamaFields, terms: Terms, prompts: Sequence[list[int]], is_list: bool
 ) -> Response:
-    terms = terms_of(api, body, request.scope)
     asked = as_completion(body, prompts, await _biases(api, body), terms.config)
     call = completion_call(asked, terms, terms.config.default_max_tokens)
     exchange = Exchange(api, request.scope, call, terms.info, bool(body.stream))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
@@ -15,6 +15,7 @@ from foretoken.server.api.schemas import (
     MAX_WHOLE,
     CompletionRequest,
     Number,
+    OwnNames,
     RepetitionPenalty,
     SamplingFields,
     Whole,
@@ -62,6 +63,13 @@ LlamaBias = Annotated[
 
 class LlamaFields(SamplingFields):
     """What `/completion` and `/infill` share."""
+
+    own_names: ClassVar[OwnNames] = {
+        "max_tokens": ("n_predict",),
+        "repetition_penalty": ("repeat_penalty",),
+        "logprobs": ("n_probs",),
+        "suffix": ("input_suffix",),
+    }
 
     prompt: Annotated[Any, WithJsonSchema(_PROMPT)] = None
     n_predict: Annotated[int, Field(ge=-2, le=MAX_WHOLE)] | None = None

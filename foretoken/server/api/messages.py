@@ -120,15 +120,6 @@ def shaper_of(body: ChatRequest, info: ModelInfo) -> MessageShaper:
     return ToolReader(style, [function.name for function in called.functions])
 
 
-def source_of(body: SamplingFields, param: str | None) -> str | None:
-    """The field of the request behind a field of `SamplingParams` that an error names."""
-    if param not in ("json_schema", "regex", "grammar") or getattr(body, param, None) is not None:
-        return param
-    if body.structured_outputs is not None:
-        return "structured_outputs"
-    return "tools" if param == "grammar" and getattr(body, "tools", None) else "response_format"
-
-
 def _called(body: ChatRequest, info: ModelInfo) -> Callables:
     return callables(body.tools, body.tool_choice, _style(info))
 

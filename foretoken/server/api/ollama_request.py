@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
@@ -16,6 +16,7 @@ from foretoken.server.api.schemas import (
     ChatRequest,
     CompletionRequest,
     Number,
+    OwnNames,
     Penalty,
     RepetitionPenalty,
     SamplingFields,
@@ -77,8 +78,20 @@ class OllamaOptions(BaseModel):
     tfs_z: Number | None = None
 
 
+# Options that are called as fields of a request are.
+_SAME_NAMES = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")
+
+
 class OllamaFields(SamplingFields):
     """What `/api/chat` and `/api/generate` share."""
+
+    own_names: ClassVar[OwnNames] = {
+        **{name: (f"options.{name}",) for name in _SAME_NAMES},
+        "max_tokens": ("options.num_predict",),
+        "repetition_penalty": ("options.repeat_penalty",),
+        "response_format": ("format",),
+        "logprobs": ("top_logprobs",),
+    }
 
     options: OllamaOptions | None = None
     format: Format = None
@@ -107,6 +120,8 @@ class OllamaChat(OllamaFields):
 
 class OllamaGenerate(OllamaFields):
     """The body of `/api/generate`."""
+
+    own_names: ClassVar[OwnNames] = {**OllamaFields.own_names, "messages": ("prompt",)}
 
     prompt: str = ""
     suffix: str | None = None
@@ -187,15 +202,11 @@ def _shared(body: OllamaFields) -> dict[str, Any]:
             raise unsupported(f"options.{name}", f"other than {harmless} is not supported; use top_p or min_p")
     if options.num_predict == 0:
         raise invalid("options.num_predict", "must be at least 1, or -1 for an answer up to the end of the context", 0)
-    asked = {
+    asked = {name: getattr(options, name) for name in _SAME_NAMES} | {
         "max_tokens": None if options.num_predict is None or options.num_predict < 0 else options.num_predict,
         "repetition_penalty": options.repeat_penalty,
         "seed": None if options.seed is None or options.seed < 0 else options.seed,
         "response_format": _format(body.format),
-        **{
-            name: getattr(options, name)
-            for name in ("temperature", "top_k", "top_p", "min_p", "stop", "presence_penalty", "frequency_penalty")
-        },
     }
     given = {name: getattr(body, name) for name in SamplingFields.model_fields}
     return given | {name: value for name, value in asked.items() if value is not None} | {"stream": body.is_stream}

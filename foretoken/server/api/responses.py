@@ -16,7 +16,7 @@ from foretoken.server.api.body import JsonRoute
 from foretoken.server.api.call import chat_call, terms_of, tier_of
 from foretoken.server.api.errors import ApiError
 from foretoken.server.api.exchange import Api, Exchange
-from foretoken.server.api.messages import shaper_of, source_of
+from foretoken.server.api.messages import shaper_of
 from foretoken.server.api.responses_request import ResponsesRequest, as_chat, functions_of, left_out, wants_logprobs
 from foretoken.server.api.streaming import PieceGroup, by_token
 from foretoken.server.api.tool_reader import MessageShaper
@@ -25,13 +25,6 @@ from foretoken.server.api.writer import AnswerWriter, chat_logprobs
 
 _Json = dict[str, Any]
 PATH = "/v1/responses"
-# What fields of a chat are called here.
-_PARAMS = {
-    "messages": "input",
-    "max_completion_tokens": "max_output_tokens",
-    "max_tokens": "max_output_tokens",
-    "response_format": "text.format",
-}
 
 
 def responses_router(api: Api) -> APIRouter:
@@ -41,21 +34,11 @@ def responses_router(api: Api) -> APIRouter:
     @router.post(PATH, summary="A response to a conversation")
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         terms = terms_of(api, body, request.scope)
-        try:
-            chat = as_chat(body, terms.info.template_roles)
-            exchange = Exchange(api, request.scope, chat_call(chat, terms), terms.info, bool(body.stream))
-            return await ResponsesWriter(exchange, body, shaper_of(chat, terms.info)).answer(request)
-        except ApiError as error:
-            _rename_field(error, body)
-            raise
+        chat = as_chat(body, terms.info.template_roles)
+        exchange = Exchange(api, request.scope, chat_call(chat, terms), terms.info, bool(body.stream))
+        return await ResponsesWriter(exchange, body, shaper_of(chat, terms.info)).answer(request)
 
     return router
-
-
-def _rename_field(error: ApiError, body: ResponsesRequest) -> None:
-    """Give the field of an error its name here."""
-    param = source_of(body, error.param)
-    error.param = _PARAMS.get(param or "", param)
 
 
 class ResponsesWriter(AnswerWriter):
@@ -77,12 +60,10 @@ class ResponsesWriter(AnswerWriter):
 
     def failed(self, error: ApiError) -> Iterable[bytes]:
         """See `AnswerWriter.failed`; a stream that has begun ends with `response.failed`."""
-        sent: list[bytes] = []
-        if self._num_sent:
-            self._items.cut()
-            sent.append(self._encoded({"type": "response.failed", "response": self._response("failed", error)}))
-        _rename_field(error, self._body)
-        return sent
+        if not self._num_sent:
+            return []
+        self._items.cut()
+        return [self._encoded({"type": "response.failed", "response": self._response("failed", error)})]
 
     def begun(self) -> Iterable[bytes]:
         """See `AnswerWriter.begun`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
 
@@ -11,7 +11,16 @@ from foretoken.server.api.body import RequestPart
 from foretoken.server.api.errors import UNION_MARK, invalid, unsupported
 from foretoken.server.api.forms import ResponseFormat, json_form
 from foretoken.server.api.messages import checked_role
-from foretoken.server.api.schemas import ChatRequest, Count, Items, SamplingFields, ShortText, TokenLimit, Whole
+from foretoken.server.api.schemas import (
+    ChatRequest,
+    Count,
+    Items,
+    OwnNames,
+    SamplingFields,
+    ShortText,
+    TokenLimit,
+    Whole,
+)
 from foretoken.server.api.tools import (
     MAX_TOOLS,
     AllowedTools,
@@ -105,6 +114,15 @@ class ReasoningOptions(RequestPart):
 
 class ResponsesRequest(SamplingFields):
     """The body of `/v1/responses`, as far as no state is kept between requests."""
+
+    own_names: ClassVar[OwnNames] = {
+        "messages": ("input",),
+        "max_tokens": ("max_output_tokens",),
+        "logprobs": ("top_logprobs",),
+        "response_format": ("text.format",),
+        "tools.function.parameters": ("tools.parameters",),
+        "reasoning_effort": ("reasoning.effort",),
+    }
 
     input: Items
     instructions: str | None = None

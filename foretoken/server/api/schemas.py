@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
@@ -25,6 +26,8 @@ RepetitionPenalty = Annotated[float, Field(ge=1e-3, le=100, allow_inf_nan=False)
 NumDraft = Annotated[int, Field(ge=0, le=1024)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 ShortText = Annotated[str, Field(max_length=_NAME_CHARS)]
+# What a body calls fields of the chat or the text that it stands for; of several names the first that it gives counts.
+OwnNames = Mapping[str, tuple[str, ...]]
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
 
 
@@ -185,6 +188,8 @@ class SamplingFields(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow", populate_by_name=True)
 
+    own_names: ClassVar[OwnNames] = {}
+
     model: ShortText | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
@@ -238,6 +243,8 @@ class SamplingFields(BaseModel):
 
 class ChatRequest(SamplingFields):
     """The body of `/v1/chat/completions`."""
+
+    own_names: ClassVar[OwnNames] = {"max_tokens": ("max_tokens", "max_completion_tokens")}
 
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
     logprobs: bool | None = None

@@ -16,7 +16,7 @@ from foretoken.server.api.call import metrics_level, tier_of, wants_trace
 from foretoken.server.api.envelopes import status_of
 from foretoken.server.api.errors import ApiError, final, json_response
 from foretoken.server.api.exchange import Exchange
-from foretoken.server.api.messages import source_of
+from foretoken.server.api.field_names import name_as_sent
 from foretoken.server.api.schemas import SamplingFields, StreamOptions
 from foretoken.server.api.streaming import DONE, EventStream, PieceGroup, frame, grouped, padded_frame
 from foretoken.server.api.usage import metrics, spec_report, timings, trace_record, usage
@@ -57,7 +57,7 @@ class AnswerWriter(ABC):
         """The last events of an answer."""
 
     def failed(self, error: ApiError) -> Iterable[bytes]:  # noqa: ARG002 - for those that write more than the error
-        """The events before the error of a call that failed, whose field may be renamed."""
+        """The events before the error of a call that failed."""
         return ()
 
     async def answer(self, request: Request) -> Response:
@@ -111,6 +111,7 @@ class AnswerWriter(ABC):
                     if frames:  # one event fills the buffer at once, or not at all
                         yield b"".join(frames)
         except ApiError as error:
+            name_as_sent(error, self.body)
             for data in self.failed(error):
                 yield data
             raise
@@ -198,27 +199,10 @@ class ChoiceWriter(AnswerWriter):
             return {}
         return {"metrics": metrics(self.exchange.book.answers[event.index], self._level)}
 
-    async def answer(self, request: Request) -> Response:
-        """See `AnswerWriter.answer`; an error names the field of the request.
-
-        Raises:
-            ApiError: see `AnswerWriter.answer`.
-        """
-        try:
-            return await super().answer(request)
-        except ApiError as error:
-            error.param = source_of(self.body, error.param)
-            raise
-
     def whole(self) -> _Json:
         """See `AnswerWriter.whole`."""
         head = {**self._head, "object": self._whole, "choices": self.choices()}
         return {**head, "usage": self._usage(), **self.reports()}
-
-    def failed(self, error: ApiError) -> Iterable[bytes]:
-        """See `AnswerWriter.failed`."""
-        error.param = source_of(self.body, error.param)
-        return ()
 
     async def stream(self) -> AsyncGenerator[bytes]:
         """See `AnswerWriter.stream`."""

@@ -71,11 +71,14 @@ def prefix_of(call: Call) -> bytes:
 
 
 class Quarantine:
-    """Counts deaths by the fingerprint of what was in flight; forgets them after `quarantine_s`, 0 turns it off."""
+    """Counts deaths by the fingerprint of what was in flight; forgets them after `quarantine_s`, 0 turns it off. Deaths
+    between which nobody asked the same again count once: its copies ran at the first of them already.
+    """
 
     def __init__(self, quarantine_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._quarantine_s, self._clock = quarantine_s, clock
         self._deaths: dict[bytes, list[float]] = {}
+        self._asked_again: set[bytes] = set()  # since their last death
 
     def __len__(self) -> int:
         self._forget()
@@ -87,7 +90,9 @@ class Quarantine:
             self._forget()
             now = self._clock()
             for one in set(fingerprints):
-                self._deaths.setdefault(one, []).append(now)
+                if one not in self._deaths or one in self._asked_again:
+                    self._deaths.setdefault(one, []).append(now)
+                    self._asked_again.discard(one)
 
     def check(self, fingerprint: bytes) -> None:
         """Let a request pass.
@@ -104,10 +109,13 @@ class Quarantine:
                 f"the engine died {len(times)} times while it answered this request, which is refused for "
                 f"{self._quarantine_s:g} s; change the request, or come again later",
             )
+        if times:
+            self._asked_again.add(fingerprint)
 
     def _forget(self) -> None:
         oldest = self._clock() - self._quarantine_s
         self._deaths = {one: times for one, times in self._deaths.items() if times[-1] > oldest}
+        self._asked_again &= self._deaths.keys()
 
 
 def fingerprint_of(call: Call) -> bytes:
