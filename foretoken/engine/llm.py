@@ -123,7 +123,8 @@ class LLM(BetweenRequests, Uncopied):
             self._adapter = adapt(engine, config)
             self._prepare_default()
             if isinstance(target, CapturesSteps):
-                target.capture_ahead(self._drafters.hidden_layers)
+                # Any drafter may make trees: lookups branch, and requests choose the shape of a model's drafts.
+                target.capture_ahead(self._drafters.hidden_layers, has_trees=bool(self._drafters.drafters))
             self._adviser.look_at_memory()
             self.costs = seed_costs(engine, self.spec, mode, str(self.folder), on_profile)
             if self._adapter is not None:

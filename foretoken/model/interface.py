@@ -265,8 +265,10 @@ class SharesModules(Protocol):
 class CapturesSteps(Protocol):
     """A language model whose steps may be captured when their shape is first met, which takes a while."""
 
-    def capture_ahead(self, taps: Sequence[int]) -> None:
-        """Capture steps of few rows, with the hidden states `taps` and without, before any request waits for them."""
+    def capture_ahead(self, taps: Sequence[int], has_trees: bool) -> None:
+        """Capture steps of few rows, with the hidden states `taps` and without, and compile the kernels of long texts
+        and, with `has_trees`, those of trees, before any request waits for them.
+        """
 
 
 @runtime_checkable

@@ -183,11 +183,23 @@ class PagedModel(PagedCache):
             return type(self)(self.decoder, self.capacity_tokens, self.block_size)
         return PagedModel(self.decoder, self.capacity_tokens, self.block_size, self.dtype)
 
-    def capture_ahead(self, taps: Sequence[int]) -> None:
+    def capture_ahead(self, taps: Sequence[int], has_trees: bool) -> None:
         """See `interface.CapturesSteps`."""
-        if self.graphs is not None:
-            for wanted in {(), tuple(sorted(taps))}:
-                self.graphs.capture_ahead(wanted)
+        if self.graphs is None:
+            return
+        for wanted in {(), tuple(sorted(taps))}:
+            self.graphs.capture_ahead(wanted)
+        if has_trees:
+            self._run_tree()
+
+    def _run_tree(self) -> None:
+        """Run a small tree as any step with one runs, captured or not, for which kernels are compiled."""
+        sequence = -1  # requests count from 0
+        self.open(sequence)
+        try:
+            self.forward(to_device((0, 0, 0), self.device), [Segment(sequence, 1, (-1, -1))])
+        finally:
+            self.close(sequence)
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, segments: Sequence[Segment], taps: Sequence[int] = ()) -> ForwardOutput:

@@ -5,15 +5,18 @@ without graphs, and wait as often for a device.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from foretoken import SamplingParams, SpecConfig, transfer
+from foretoken import LLM, SamplingParams, SpecConfig, transfer
 from foretoken.draft.base import Drafter
 from foretoken.draft.block import BlockDrafter
 from foretoken.draft.draft_model import DraftModelDrafter
@@ -27,13 +30,16 @@ from foretoken.heads.block import BlockHead
 from foretoken.heads.eagle_cache import CachedEagle
 from foretoken.heads.medusa import MedusaHead
 from foretoken.heads.medusa_graphs import MedusaGraphs
+from foretoken.kernels.paged_work import PagedWork
 from foretoken.model.decoder import Decoder
 from foretoken.model.graphs.cache import JOINED, MANY_ROWS, REPLAYED, ROWS_AHEAD, StepGraphs
 from foretoken.model.graphs.shape import ROW_BUCKETS, StepShape
 from foretoken.model.interface import ForwardOutput, Segment
 from foretoken.model.paged import PagedModel
+from foretoken.model.strict import ExactDeviceModel
 from tests.engine import test_fake_cuda
 from tests.engine.test_fake_cuda import NUM_TOKENS, PLAIN, PROMPT, engine_with, steps
+from tests.helpers import emulated_graphs as emulation
 from tests.helpers.checkpoints import token_ids
 from tests.helpers.emulated_graphs import emulated_graphs, launched
 from tests.helpers.fake_cuda import fake_cuda, fake_model
@@ -184,9 +190,9 @@ def test_captured_ahead_a_step_of_few_rows_captures_nothing(taps: tuple[int, ...
     with torch.inference_mode(), emulated_graphs():
         usual, ahead = PagedModel(decoder, 200, 4), PagedModel(decoder, 200, 4)
         assert ahead.graphs is not None
-        ahead.capture_ahead(taps)
+        ahead.capture_ahead(taps, has_trees=False)
         num_captured = len(ahead.graphs.shapes)
-        assert num_captured == len(ROWS_AHEAD) * (2 if taps else 1)
+        assert num_captured == (len(ROWS_AHEAD) + 1) * (2 if taps else 1)
         assert not ahead.graphs.steps
         found = []
         for model in (usual, ahead):
@@ -203,6 +209,45 @@ def test_captured_ahead_a_step_of_few_rows_captures_nothing(taps: tuple[int, ...
             assert all(torch.equal(got.taps[layer], expected.taps[layer]) for layer in expected.taps)
         assert len(ahead.graphs.shapes) == num_captured
         assert ahead.graphs.steps == {REPLAYED: 4}
+
+
+@pytest.mark.parametrize("kind", [PagedModel, ExactDeviceModel])
+def test_ahead_of_the_first_tree_and_long_text_their_kernels_are_launched(
+    kind: type[PagedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton compiles for trees, for blocks of a token (paths of strict trees), and a kernel that merges parts."""
+    launches = set[tuple[object, ...]]()
+
+    def noted(work: PagedWork, cache: tuple[Tensor, Tensor], block_size: int, *rest: Any) -> Tensor:
+        launches.update([("attend", work.has_trees, block_size), *[("merge",)][: work.num_merged]])
+        return emulation.attend(work, cache, block_size, *rest)
+
+    with torch.inference_mode(), emulated_graphs():
+        monkeypatch.setattr(sys.modules["foretoken.kernels.paged_triton"], "attend", noted)
+        model = kind(decoder_of("llama"), 200, 4)
+        assert model.graphs is not None
+        model.capture_ahead((), has_trees=True)
+        model.check()
+        assert model.num_free_tokens() == 200
+        ahead = launches.copy()
+        launches.clear()
+        model.open(0)
+        for size in (40, 1):  # more than a span
+            model.forward(torch.tensor(token_ids(size)), [Segment(0, size)])
+            model.commit(0, size)
+        model.forward(torch.tensor(token_ids(4)), [Segment(0, 1, (-1, -1, 0), 4)])
+    assert len(launches) == 3
+    assert launches <= ahead
+
+
+def test_an_engine_with_drafters_is_ready_for_trees(
+    text_pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[bool]()
+    monkeypatch.setattr(PagedModel, "capture_ahead", lambda *_, has_trees: asked.append(has_trees))
+    for spec in (SpecConfig(), SpecConfig("ngram")):
+        LLM(text_pair.target, spec, cache_tokens=64, profile="off").close()
+    assert asked == [False, True]
 
 
 def test_experts_are_captured() -> None:

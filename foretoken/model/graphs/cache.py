@@ -213,10 +213,12 @@ class GraphCache(StepGraphs):
 
     @torch.inference_mode()
     def capture_ahead(self, taps: Sequence[int]) -> None:
-        """Capture steps of `ROWS_AHEAD` rows of short texts, which hold nothing but padding meanwhile."""
+        """Capture steps of `ROWS_AHEAD` rows of short texts, and one of a row of a long text, whose parts are merged by
+        a kernel of their own; they hold nothing but padding meanwhile.
+        """
         self._make_room(taps)
-        for rows in ROWS_AHEAD:
-            shape = StepShape.of(rows, WorkNumbers(), taps)
+        short = [StepShape.of(rows, WorkNumbers(), taps) for rows in ROWS_AHEAD]
+        for shape in (*short, StepShape.of(1, WorkNumbers(num_parts=2), taps)):
             self._fill(shape, ForwardInputs(), WorkNumbers(), [])
             self._graph(shape)
 
