@@ -25,7 +25,7 @@ from foretoken.core import Request, StepOutput
 from foretoken.engine.admission import UNQUEUED
 from foretoken.engine.request import PreparedRequest, RequestState, TextAssembler
 
-# Share of calls that raise, and tickets: too few of these would meet no fault while they are refused.
+# Share of submissions that raise, and tickets: too few of these would meet no fault while they are refused.
 RACES = [
     pytest.param(0.0, 80_000, id="sound"),
     pytest.param(0.001, 50_000, id="with faults"),
@@ -72,8 +72,9 @@ class StubLLM(LLM):
         if state is not None:
             state.finish_reason = "abort"
 
-    def perhaps_raise(self) -> None:
-        if self.fault_rate and self.random.random() < self.fault_rate:
+    def perhaps_raise(self, times: int = 1) -> None:
+        """Raise with `times` the fault rate."""
+        if self.fault_rate and self.random.random() < times * self.fault_rate:
             raise RuntimeError("a fault")
 
 
@@ -108,7 +109,7 @@ class StubDriver:
 
     def step(self, owner: Any) -> None:
         assert owner is self.llm.owner
-        self.llm.perhaps_raise()
+        self.llm.perhaps_raise(times=10)  # there are as few as one for ten submissions
         for state in list(self.llm.states.values()):
             self.llm.num_left[state.request_id] -= 1
             state.tokens.append(7)
