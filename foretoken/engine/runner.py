@@ -15,27 +15,25 @@ from foretoken.core import NO_TAPS, Batch, BatchEntry, Draft, RaceRows, TapReque
 from foretoken.model.interface import ForwardOutput, LanguageModel, Segment
 from foretoken.text.processors import RequestProcessors
 from foretoken.text.randomness import round_uniforms
-from foretoken.text.sampling import best_two, check_finite, near_ties_of, target_probs
+from foretoken.text.sampling import check_finite, near_ties_of, target_probs, top_two
 from foretoken.transfer import Later, to_device, to_host
-from foretoken.verify import first_max, needs_uniforms
+from foretoken.verify import needs_uniforms
 
 
 @dataclass(frozen=True)
 class TargetOutput:
     """The target's output for every row: R = B + N rows of the decoding entries, in the order of `core`.
 
-    `scores` [R, V] are what decides, the logits after each request's processors in float32 (float64), rows that are not
-    finite as zeros; `best` [R] is the argmax of each, `params` [R] are its sampling parameters. `processed` [R, V] are
-    the logits after the processors, `logits` [R, V] the model's own. `taps` by layer [R, D] are hidden states of the
-    same rows; `prompt_taps` by request and layer [n, D] those of its rows before the anchor (of all rows of a chunk),
-    for the requests that `TapRequest.whole` names. `prompt_logits` [n, V] by request, where prompt log-probabilities
-    were asked for: one row for each of an entry's `num_prompt_rows`. `probe_logits` [P, V] are the model's own behind
-    the draft's probes, None where there are none or they had to be left out. `faults` holds what a request's own
-    processors or noise raised, by its place among the decoding entries: its rows are invalid, and it fails when the
-    step emits.
+    `processed` [R, V] are what decides, the logits after each request's processors, rows that are not finite as zeros;
+    `best` [R] is the argmax of each, `params` [R] are its sampling parameters. `logits` [R, V] are the model's own.
+    `taps` by layer [R, D] are hidden states of the same rows; `prompt_taps` by request and layer [n, D] those of its
+    rows before the anchor (of all rows of a chunk), for the requests that `TapRequest.whole` names. `prompt_logits`
+    [n, V] by request, where prompt log-probabilities were asked for: one row for each of an entry's `num_prompt_rows`.
+    `probe_logits` [P, V] are the model's own behind the draft's probes, None where there are none or they had to be
+    left out. `faults` holds what a request's own processors or noise raised, by its place among the decoding entries:
+    its rows are invalid, and it fails when the step emits.
     """
 
-    scores: Tensor
     best: Tensor
     params: Sequence[SamplingParams]
     processed: Tensor
@@ -50,7 +48,7 @@ class TargetOutput:
     @cached_property
     def probs(self) -> Tensor:
         """The probabilities [R, V] after all sampling parameters: made for whoever asks, as greedy rows need none."""
-        return target_probs(self.scores, self.params, self.best)
+        return target_probs(self.processed, self.params, self.best)
 
 
 class RowChecks:
@@ -154,37 +152,31 @@ class Runner:
         return _split(batch, draft, segments, output)
 
     def _distributions(self, batch: Batch, draft: Draft, rows: _Rows) -> TargetOutput:
-        logits = rows.logits
-        # [R, V] what is computed with
-        scores = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
-        best = first_max(scores)  # [R]
-        # [R, 1] what is not finite counts as largest, so this is `check_finite`
-        peaks = scores.gather(-1, best.unsqueeze(-1))
-        clean = logits
-        if logits.device.type != "cpu" or not all(map(math.isfinite, peaks.view(-1).tolist())):
-            # Elsewhere asking would wait for the device. A broken row gets a harmless distribution; a request that
-            # would use it fails when the step emits, its neighbours go on.
-            is_finite = peaks.isfinite()
-            clean, scores = (torch.where(is_finite, one, torch.zeros_like(one)) for one in (logits, scores))
-            best = first_max(scores)
-        faults: dict[int, Exception] = {}
-        processed = _processed(batch, draft, clean, faults)
-        if processed is not clean:
-            scores, best = processed, first_max(processed)
         params: list[SamplingParams] = []  # [R]
         for entry, length in zip(batch.decoding, draft.lengths, strict=True):
             params += [entry.request.params] * (1 + length)
-        any_greedy = any(entry.request.params.greedy for entry in batch.decoding)
-        two = best_two(scores, logits.dtype, best) if any_greedy else None
         greedy = frozenset(row for row, own in enumerate(params) if own.greedy)
+        logits = rows.logits
+        has_near_ties = bool(greedy) and logits.dtype in (torch.bfloat16, torch.float16) and logits.shape[-1] > 1
+        clean, top = logits, top_two(logits, has_near_ties)
+        peaks = top.peaks  # what is not finite counts as largest, so this is `check_finite`
+        if logits.device.type != "cpu" or not all(map(math.isfinite, peaks.tolist())):
+            # Elsewhere asking would wait for the device. A broken row gets a harmless distribution; a request that
+            # would use it fails when the step emits, its neighbours go on.
+            clean = torch.where(peaks.isfinite().unsqueeze(-1), logits, torch.zeros_like(logits))
+            top = top_two(clean, has_near_ties)
+        faults: dict[int, Exception] = {}
+        processed = _processed(batch, draft, clean, faults)
+        if processed is not clean:
+            top = top_two(processed, has_near_ties)
+        two = (top.peaks, top.seconds) if has_near_ties and top.seconds is not None else None
         return TargetOutput(
-            scores=scores,
-            best=best,
+            best=top.best,
             params=params,
             processed=processed,
             logits=logits,
             taps=rows.taps,
-            checks=RowChecks(batch.decoding, peaks.squeeze(-1), two, greedy, logits.dtype),
+            checks=RowChecks(batch.decoding, peaks, two, greedy, logits.dtype),
             prompt_logits=rows.prompt_logits,
             probe_logits=rows.probe_logits,
             prompt_taps=rows.prompt_taps,
@@ -293,7 +285,7 @@ def uniforms_of(batch: Batch, draft: Draft, target: TargetOutput, rules: Sequenc
 
     Where the noise of a request raises, the error goes to the target's `faults`, and any noise will do.
     """
-    entries, device = batch.decoding, target.scores.device
+    entries, device = batch.decoding, target.processed.device
     if any(needs_uniforms(rule) for rule in set(rules)):
         seeds, starts = [entry.request.seed for entry in entries], [entry.round_start for entry in entries]
         uniforms = round_uniforms(draft, seeds, starts, device)
@@ -315,4 +307,4 @@ def _race_rows(entry: BatchEntry, draft: Draft, b: int, target: TargetOutput) ->
         return entry.noise.rows([entry.round_start + depth for depth in (0, *draft.depths(b))])
     except Exception as error:  # noqa: BLE001 - as above
         target.faults[b] = error
-        return torch.ones(1 + draft.lengths[b], target.scores.shape[-1], device=target.scores.device)
+        return torch.ones(1 + draft.lengths[b], target.processed.shape[-1], device=target.processed.device)

@@ -5,11 +5,11 @@
 // copies of rows, and what each pass reads and writes. So a draft token has the bits of a pass that was called alone.
 
 #include <cmath>
-#include <limits>
 #include <new>
 #include <vector>
 
 #include "pass.h"
+#include "top_two.h"
 
 // One request: behind `num_past` rows in the cache come `num_text` rows of its text, then those of its draft tokens. All
 // have the `slots`, or follow `first_slot` where that is null.
@@ -51,44 +51,6 @@ struct foretoken_chain {
 };
 
 namespace {
-
-constexpr int64_t PIECE = 512;  // logits among which the largest is looked for at a time
-
-// The largest of `count` numbers, NaN if there is one among them.
-template <class T>
-float largest_of(const T* numbers, int64_t count) {
-    constexpr float LEAST = -std::numeric_limits<float>::infinity();
-    Lanes most = all(LEAST), broken = {};
-    int64_t i = 0;
-    for (; i + LANES <= count; i += LANES) {
-        const Lanes own = load(numbers + i);
-        most = choose(own > most, own, most);
-        broken = choose(own == own, broken, own);
-    }
-    float found = LEAST, any = sum_of(broken);
-    for (int lane = 0; lane < LANES; ++lane) found = std::max(found, most[lane]);
-    for (; i < count; ++i) {
-        const float own = number(numbers[i]);
-        found = std::max(found, own);
-        if (own != own) any = own;
-    }
-    return any == any ? found : any;
-}
-
-// The first of a row's largest logits; 0 where the row holds NaN, or its largest number is infinite.
-template <class T>
-int64_t first_largest(const T* row, int64_t size) {
-    float most = -std::numeric_limits<float>::infinity();
-    int64_t place = 0;
-    for (int64_t first = 0; first < size; first += PIECE) {
-        const float own = largest_of(row + first, std::min(PIECE, size - first));
-        if (own != own) return 0;
-        if (own > most) most = own, place = first;
-    }
-    if (std::isinf(most)) return 0;
-    while (number(row[place]) != most) ++place;
-    return place;
-}
 
 template <class T>
 class Drafting {
@@ -172,7 +134,8 @@ private:
         const int64_t num = num_growing(), count = chain_.output.num_outputs;
         multiply(chain_.output, normed, logits_.data(), num);
         for_each(num, pass_.threads, num > 1 && num * count > FEW_NUMBERS, [&](int64_t row) {
-            const int64_t best = first_largest(&logits_[row * count], count);
+            const TopTwo top = top_two(&logits_[row * count], count);
+            const int64_t best = std::isfinite(top.first) ? top.place : 0;  // such a draft is refused anyway
             growing_[row].tokens[place] = chain_.vocabulary == nullptr ? best : chain_.vocabulary[best];
             growing_[row].row = row;
         });

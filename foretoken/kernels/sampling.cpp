@@ -1,4 +1,5 @@
-// Sampling on a CPU: distributions of rows of logits, the winners of exponential races, draws by inverse CDF.
+// Sampling on a CPU: the two largest logits of rows, their distributions, the winners of exponential races, draws by
+// inverse CDF.
 // Each row's result is a function of that row; threads share rows, and races also pieces of a row.
 
 #include <new>
@@ -6,6 +7,8 @@
 
 #include "distribution.h"
 #include "race.h"
+#include "threads.h"
+#include "top_two.h"
 
 namespace {
 
@@ -54,12 +57,30 @@ inline int64_t draw_row(const float* weights, int64_t size, double u, double* su
     return last_usable(weights, stop);  // one by one the block's weights made less than together
 }
 
+template <class T>
+void top_two_of_rows(const T* logits, int64_t rows, int64_t size, int64_t* places, float* tops, int threads) {
+    for_each(rows, threads, rows > 1 && rows * size > FEW_NUMBERS, [=](int64_t row) {
+        const TopTwo own = top_two(logits + row * size, size);
+        places[row] = own.place, tops[row] = own.first, tops[rows + row] = own.second;
+    });
+}
+
 }  // namespace
 
 extern "C" {
 
 // What the functions below take; a library of another interface is not used.
-int foretoken_sampling_interface() { return 1; }
+int foretoken_sampling_interface() { return 2; }
+
+// Of `logits` [rows, size], float32 or bfloat16: the `places` [rows] of the largest, and in `tops` [2, rows] the largest
+// and the second largest of each row.
+void foretoken_top_two(const void* logits, int64_t rows, int64_t size, int64_t* places, float* tops, int is_bf16,
+                       int threads) {
+    if (is_bf16)
+        top_two_of_rows(static_cast<const uint16_t*>(logits), rows, size, places, tops, threads);
+    else
+        top_two_of_rows(static_cast<const float*>(logits), rows, size, places, tops, threads);
+}
 
 // `logits` [rows, size] to distributions `out` of that shape. False: no memory.
 bool foretoken_distributions(const float* logits, const foretoken_choice* choices, int64_t rows, int64_t size,

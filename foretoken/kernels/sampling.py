@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from foretoken.kernels.build import loaded, opened
 
 SOURCE = Path(__file__).resolve().parent / "sampling.cpp"
-_INTERFACE = 1  # of the compiled library: what its functions take
+_INTERFACE = 2  # of the compiled library: what its functions take
 
 
 class Choice(ctypes.Structure):
@@ -36,6 +36,17 @@ class SamplingKernel:
     """The functions of a compiled library; tensors are on the CPU, each row is on its own."""
 
     library: ctypes.CDLL
+
+    def top_two(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """See `text.sampling.top_two`: float32 or bfloat16 logits [R, V] -> places [R] of the largest, and the two
+        largest [2, R] in float32.
+        """
+        logits = logits.contiguous()
+        places, tops = torch.empty(len(logits), dtype=torch.int64), torch.empty(2, len(logits))
+        is_bf16, threads = logits.dtype == torch.bfloat16, torch.get_num_threads()
+        pointers = (places.data_ptr(), tops.data_ptr())
+        self.library.foretoken_top_two(logits.data_ptr(), *logits.shape, *pointers, is_bf16, threads)
+        return places, tops
 
     def distributions(self, logits: Tensor, choices: Sequence[Choice]) -> Tensor:
         """See `text.sampling.target_probs`: float32 logits [R, V], a choice for each row -> [R, V].
@@ -77,9 +88,9 @@ class SamplingKernel:
             raise MemoryError(f"no memory to sample from {name}; run fewer requests at a time")
 
 
-def kernel_for(rows: Tensor) -> SamplingKernel | None:
-    """The kernel, if it can take `rows` here: float32 numbers on a CPU that no gradient is wanted of."""
-    if rows.dtype != torch.float32 or rows.device.type != "cpu" or rows.requires_grad:
+def kernel_for(rows: Tensor, dtypes: Collection[torch.dtype] = (torch.float32,)) -> SamplingKernel | None:
+    """The kernel, if it can take `rows` here: numbers of these formats on a CPU that no gradient is wanted of."""
+    if rows.dtype not in dtypes or rows.device.type != "cpu" or rows.requires_grad:
         return None
     return sampling_kernel()
 
@@ -106,4 +117,6 @@ def load(path: Path) -> SamplingKernel:
     for name in ("distributions", "race", "draw"):
         function = getattr(library, f"foretoken_{name}")
         function.argtypes, function.restype = (pointer, pointer, number, number, pointer, small), ctypes.c_bool
+    top_two = library.foretoken_top_two
+    top_two.argtypes, top_two.restype = (pointer, number, number, pointer, pointer, small, small), None
     return SamplingKernel(library)

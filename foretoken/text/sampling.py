@@ -31,7 +31,7 @@ def target_probs(logits: Tensor, params: Sequence[SamplingParams], best: Tensor 
     logits).
     """
     assert logits.shape[0] == len(params)
-    scores = logits if logits.dtype == torch.float64 else logits.to(torch.float32)
+    scores = widened(logits)
     kernel = kernel_for(scores)
     if kernel is not None and not all(choice.greedy for choice in params):
         return kernel.distributions(scores, _choices(scores, params, best))
@@ -81,24 +81,42 @@ def without_broken(logits: Tensor) -> Tensor:
     return torch.where(finite[:, None], logits, torch.zeros_like(logits))
 
 
-def best_two(logits: Tensor, dtype: torch.dtype, best: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
-    """The largest and the second largest of each row of `logits` [R, V] (32 bits or more), both [R], for
-    `near_ties_of`; None where no row can count. `best` [R] is the argmax of each row where it is known.
-
-    The best of each row is hidden for a moment: that costs less than a copy, and both less than sorting two numbers out
-    of each row.
+@dataclass(frozen=True)
+class TopTwo:
+    """Of rows of logits: `best` [R] the argmax of each (the first among equals), `peaks` [R] that logit, `seconds` [R]
+    the largest of all others, None where nobody asked. A NaN counts as largest.
     """
-    if dtype not in (torch.bfloat16, torch.float16) or logits.shape[-1] < 2 or not logits.shape[0]:
-        return None
-    place = (first_max(logits) if best is None else best).unsqueeze(-1)  # [R, 1]
-    peaks = logits.gather(-1, place)  # [R, 1]
-    seconds = logits.scatter_(-1, place, -torch.inf).amax(-1)  # [R]
-    logits.scatter_(-1, place, peaks)
-    return peaks.squeeze(-1), seconds
+
+    best: Tensor
+    peaks: Tensor
+    seconds: Tensor | None
+
+
+def widened(logits: Tensor) -> Tensor:
+    """What is computed with: `logits` in float32 (float64 for float64)."""
+    return logits if logits.dtype == torch.float64 else logits.to(torch.float32)
+
+
+def top_two(logits: Tensor, wants_seconds: bool = True) -> TopTwo:
+    """The two best of each row of `logits` [R, V], compared in 32 bits or more."""
+    kernel = kernel_for(logits, (torch.float32, torch.bfloat16))
+    if kernel is not None:
+        places, tops = kernel.top_two(logits)
+        return TopTwo(places, tops[0], tops[1])
+    scores = widened(logits)
+    best = first_max(scores)  # [R]
+    place = best.unsqueeze(-1)  # [R, 1]
+    peaks = scores.gather(-1, place)  # [R, 1]
+    if not wants_seconds:
+        return TopTwo(best, peaks.squeeze(-1), None)
+    # Hiding the best for a moment costs less than a copy, and both less than sorting two numbers out of each row.
+    seconds = scores.scatter_(-1, place, -torch.inf).amax(-1)  # [R]
+    scores.scatter_(-1, place, peaks)
+    return TopTwo(best, peaks.squeeze(-1), seconds)
 
 
 def near_ties_of(peaks: Sequence[float], seconds: Sequence[float], dtype: torch.dtype) -> dict[int, float]:
-    """Rows whose two best logits, host copies of `best_two`, lie at most one rounding unit of `dtype` apart, with their
+    """Rows whose two best logits, host copies of `top_two`, lie at most one rounding unit of `dtype` apart, with their
     gaps.
 
     Such a row's argmax may change with the number of rows computed at once, because sums are then rounded in another

@@ -20,7 +20,7 @@ from foretoken.kernels import sampling as compiled
 from foretoken.kernels.build import FLAGS, built
 from foretoken.kernels.sampling import SOURCE, SamplingKernel, load, sampling_kernel
 from foretoken.text.randomness import RaceNoise, race_noise
-from foretoken.text.sampling import target_probs
+from foretoken.text.sampling import TopTwo, target_probs, top_two
 from foretoken.verify import draw, race_winner, race_winners
 from tests.helpers.instruction_sets import INSTRUCTION_SETS
 
@@ -58,6 +58,16 @@ def twin(function: functools.partial[Tensor]) -> Tensor:
         return function()
 
 
+def torch_top_two(logits: Tensor) -> TopTwo:
+    """By a sort: of rows without NaN the first of the largest, and of others the first NaN."""
+    scores = logits.float()
+    ranked = scores.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf).sort(-1, descending=True).values
+    is_best = torch.where(scores.isnan().any(-1, keepdim=True), scores.isnan(), scores == ranked[:, :1])
+    best = is_best.int().argmax(-1)
+    seconds = ranked[:, 1] if logits.shape[-1] > 1 else torch.full((len(logits),), -torch.inf)
+    return TopTwo(best, scores.gather(-1, best[:, None]).squeeze(-1), seconds)
+
+
 def logits_of(vocab: int, seed: int = 0) -> Tensor:
     """Rows of every kind [12, V]: peaked, flat, ties, masks, one token left, far apart, large."""
     generator = torch.Generator().manual_seed(1000 * vocab + seed)
@@ -93,6 +103,26 @@ def check_distributions(logits: Tensor, params: Sequence[SamplingParams]) -> Non
         assert abs(float(own.double().sum()) - 1) < 2e-6, told
         other = (other.double() / other.double().sum()).to(other.dtype)
         torch.testing.assert_close(own, other, rtol=4e-6, atol=1e-37, msg=told)
+
+
+@pytest.mark.parametrize("vocab", [*VOCABS, 4095, 4097, 12_305])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_two_largest_are_those_of_the_twin(
+    kernel: SamplingKernel, threads: None, vocab: int, dtype: torch.dtype
+) -> None:
+    """Ties, masks, infinities and NaN among them; the same with one thread."""
+    logits, odd = logits_of(vocab), logits_of(vocab, seed=1)
+    odd[0, vocab // 3], odd[1, vocab - 1], odd[2], odd[3] = torch.inf, torch.nan, -torch.inf, torch.nan
+    logits = torch.cat([logits, odd]).to(dtype)
+    expected = torch_top_two(logits)
+    for num_threads in (1, 2):
+        torch.set_num_threads(num_threads)
+        found = top_two(logits)
+        assert found.best.tolist() == expected.best.tolist()
+        torch.testing.assert_close(found.peaks, expected.peaks, rtol=0, atol=0, equal_nan=True)
+        assert found.seconds is not None
+        usable = ~expected.peaks.isnan()
+        assert found.seconds[usable].tolist() == expected.seconds[usable].tolist()
 
 
 @pytest.mark.parametrize("vocab", VOCABS)

@@ -22,7 +22,7 @@ from foretoken.model.interface import Segment
 from foretoken.model.loader import load_decoder
 from foretoken.model.paged import PagedModel
 from foretoken.model.strict import ExactDeviceModel
-from foretoken.text.sampling import best_two, target_probs
+from foretoken.text.sampling import target_probs, top_two
 from foretoken.transfer import to_device, to_host
 from foretoken.verify import draw
 from tests.helpers.checkpoints import token_ids, variant
@@ -291,11 +291,12 @@ def test_the_law_of_many_draws() -> None:
 
 @pytest.mark.gpu
 def test_near_ties_are_found_there() -> None:
-    logits = torch.randn(40, 97).bfloat16().float()
-    here, there = (best_two(own, torch.bfloat16) for own in (logits, logits.to(GPU)))
-    assert here is not None
-    assert there is not None
-    assert [own.tolist() for own in here] == [own.tolist() for own in there]
+    logits = torch.randn(40, 97).bfloat16()
+    here, there = (top_two(own) for own in (logits, logits.to(GPU)))
+    assert here.seconds is not None
+    assert there.seconds is not None
+    assert here.best.tolist() == there.best.tolist()
+    assert (here.peaks.tolist(), here.seconds.tolist()) == (there.peaks.tolist(), there.seconds.tolist())
 
 
 @pytest.mark.gpu
