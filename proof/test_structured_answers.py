@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from decimal import Decimal
 from types import SimpleNamespace
 from typing import Any
 
@@ -142,7 +143,7 @@ class Case:
     def check(self, text: str) -> None:
         """Raises what is wrong with a whole answer."""
         if self.style is None:
-            jsonschema.validate(json.loads(text), self.schemas[""], jsonschema.Draft202012Validator)
+            _validate(text, self.schemas[""])
             return
         reader = ToolReader(self.style, list(self.schemas))
         reader.push(text)
@@ -151,8 +152,13 @@ class Case:
         message = reader.message()
         assert not message["content"], text
         for call in message["tool_calls"]:
-            name, arguments = call["function"]["name"], json.loads(call["function"]["arguments"])
-            jsonschema.validate(arguments, self.schemas[name], jsonschema.Draft202012Validator)
+            _validate(call["function"]["arguments"], self.schemas[call["function"]["name"]])
+
+
+def _validate(text: str, made: _Schema) -> None:
+    """With numbers as they are written: in float64 one beside an excluded bound may be that bound."""
+    answer, own = (json.loads(one, parse_float=Decimal) for one in (text, json.dumps(made)))
+    jsonschema.validate(answer, own, jsonschema.Draft202012Validator)
 
 
 def case(number: int) -> Case:
