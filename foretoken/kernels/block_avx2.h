@@ -173,10 +173,7 @@ void multiply_block(const Matrix& w, const Tile& x, int64_t block, const Ahead& 
     for (auto& total : totals) total[0] = total[1] = _mm256_setzero_ps();
     for (int64_t g = 0; g < groups; ++g, codes += LINES * LINE) {
         const int64_t place = (block * groups + g) * LANES, super = (block * supers + g * GROUP / SUPER) * LANES;
-        if (ahead.codes != 0) {
-            for (int i = 0; i < LINES; ++i) fetch(codes + ahead.codes + i * LINE);
-            fetch_numbers(w, place + ahead.scales);
-        }
+        fetch_group(w, codes, LINES, place, ahead);
         const Numbers numbers = numbers_of(w, place, super);
         add_group<ROWS, 0, COUNT, BITS, GROUP>(codes, numbers, has_minimum, x, g, totals);
         if constexpr (COUNT < ROWS)

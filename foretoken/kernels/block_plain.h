@@ -45,10 +45,7 @@ void multiply_block(const Matrix& w, const Tile& x, int64_t block, const Ahead& 
     for (int r = 0; r < ROWS; ++r) std::fill_n(out[r], LANES, 0.0f);
     for (int64_t g = 0; g < groups; ++g, codes += LINES * LINE) {
         const int64_t span = g / GROUPS;
-        if (ahead.codes != 0) {
-            for (int i = 0; i < LINES; ++i) fetch(codes + ahead.codes + i * LINE);
-            fetch_numbers(w, (block * groups + g) * LANES + ahead.scales);
-        }
+        fetch_group(w, codes, LINES, (block * groups + g) * LANES, ahead);
         const int8_t* inputs = x.codes + span * ROWS * SPAN + g % GROUPS * GROUP;
         int32_t dots[ROWS][LANES];
         for (int r = 0; r < ROWS; ++r) std::fill_n(dots[r], LANES, x.offsets[g * ROWS + r]);

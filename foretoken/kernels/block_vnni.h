@@ -85,10 +85,7 @@ void multiply_block(const Matrix& w, const Tile& x, int64_t block, const Ahead& 
     for (int64_t g = 0; g < groups; ++g, codes += LINES * LINE) {
         const int64_t span = g / GROUPS, place = (block * groups + g) * LANES;
         const int64_t super = (block * supers + g * GROUP / SUPER) * LANES;
-        if (ahead.codes != 0) {
-            for (int i = 0; i < LINES; ++i) fetch(codes + ahead.codes + i * LINE);
-            fetch_numbers(w, place + ahead.scales);
-        }
+        fetch_group(w, codes, LINES, place, ahead);
         __m512i dots[ROWS];
         for (int r = 0; r < ROWS; ++r) dots[r] = _mm512_set1_epi32(x.offsets[g * ROWS + r]);
         add_chunks<ROWS, BITS, GROUP>(dots, codes, x.codes + span * ROWS * SPAN + g % GROUPS * GROUP);

@@ -13,6 +13,7 @@
 #include <cstring>
 #include <limits>
 #include <new>
+#include <type_traits>
 #include <vector>
 
 #include "grouped.h"
@@ -21,6 +22,10 @@
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
 #define FORETOKEN_VNNI 1
 #include "block_vnni.h"
+#if defined(__linux__) && defined(__x86_64__)
+#define FORETOKEN_AMX 1
+#include "block_amx.h"
+#endif
 #elif defined(__AVX2__) && defined(__F16C__)
 #define FORETOKEN_AVX2 1
 #include "block_avx2.h"
@@ -28,10 +33,20 @@
 #include "block_plain.h"
 #endif
 
+#ifndef FORETOKEN_AMX
+namespace {
+constexpr int TILE_ROWS = MAX_ROWS;
+struct Tiles {};
+inline bool has_tiles() { return false; }
+inline bool fits_tiles(const Matrix&) { return false; }
+}  // namespace
+#endif
+
 namespace {
 
 // Up to here one thread works: waking others would take longer.
 constexpr int64_t FEW_PRODUCTS = 1 << 18, FEW_SPANS = 256;
+constexpr int64_t GROUPS_AHEAD = 48;  // that are fetched before they are multiplied
 
 using Block = void (*)(const Matrix&, const Tile&, int64_t, const Ahead&, float (*)[LANES]);
 
@@ -45,11 +60,20 @@ Block block_of(int64_t rows) {
     return blocks[rows - 1];
 }
 
+template <int N>
+using Whole = std::integral_constant<int, N>;
+
+// `function(bits, group)` of the format of a matrix.
+template <class Function>
+auto by_format(const Matrix& w, Function function) {
+    if (w.bits == 8) return w.group == 32 ? function(Whole<8>{}, Whole<32>{}) : function(Whole<8>{}, Whole<16>{});
+    if (w.bits == 6) return function(Whole<6>{}, Whole<16>{});
+    if (w.bits == 5) return function(Whole<5>{}, Whole<32>{});
+    return w.group == 32 ? function(Whole<4>{}, Whole<32>{}) : function(Whole<4>{}, Whole<16>{});
+}
+
 Block block_of(const Matrix& w, int64_t rows) {
-    if (w.bits == 8) return w.group == 32 ? block_of<8, 32>(rows) : block_of<8, 16>(rows);
-    if (w.bits == 6) return block_of<6, 16>(rows);
-    if (w.bits == 5) return block_of<5, 32>(rows);
-    return w.group == 32 ? block_of<4, 32>(rows) : block_of<4, 16>(rows);
+    return by_format(w, [&](auto bits, auto group) { return block_of<bits, group>(rows); });
 }
 
 // ---- activations
@@ -58,62 +82,91 @@ Block block_of(const Matrix& w, int64_t rows) {
 // infinity gets the scale NaN and codes 0, which makes every output of the row NaN.
 template <class T>
 void code_span(const T* x, int64_t count, int8_t* codes, float* scale, int32_t* half_sums) {
-    float values[SPAN] = {};
-    for (int64_t i = 0; i < count; ++i) values[i] = number(x[i]);
-    uint32_t largest = 0;  // the bits of a number without its sign are in its order, and NaN is above all
-    for (float value : values) largest = std::max(largest, bits_of(value) & 0x7fffffffu);
-    const bool is_finite = largest < 0x7f800000u;
-    *scale = is_finite ? of_bits(largest) / 127.0f : std::numeric_limits<float>::quiet_NaN();
+    const auto half_at = [&](int64_t at) {
+        return count >= at + LANES ? load(x + at) : load_some(x + at, std::max<int64_t>(0, count - at));
+    };
+    const Lanes halves[] = {half_at(0), half_at(LANES)};
+    // The bits of a number without its sign are in its order, and NaN is above all.
+    const Words sizes[] = {Words(halves[0]) & 0x7fffffff, Words(halves[1]) & 0x7fffffff};
+    const int32_t largest = max_of(choose(sizes[0] > sizes[1], sizes[0], sizes[1]));
+    const bool is_finite = largest < 0x7f800000;
+    *scale = is_finite ? of_bits(uint32_t(largest)) / 127.0f : std::numeric_limits<float>::quiet_NaN();
     half_sums[0] = half_sums[1] = 0;
     if (!is_finite || *scale == 0.0f) {  // a denormal maximum may leave a scale of 0
         std::fill_n(codes, SPAN, int8_t(0));
         return;
     }
     constexpr float NEAREST = 12582912.0f;  // 1.5 * 2^23: what is added to it is rounded to a whole number
-    int32_t nearest[SPAN];
-    for (int i = 0; i < SPAN; ++i)
-        nearest[i] = std::min(127, std::max(-127, int32_t((values[i] / *scale + NEAREST) - NEAREST)));
-    for (int i = 0; i < SPAN; ++i) codes[i] = int8_t(nearest[i]);
-    for (int i = 0; i < SPAN / 2; ++i) half_sums[0] += nearest[i], half_sums[1] += nearest[SPAN / 2 + i];
+    constexpr int32_t NEAREST_BITS = 0x4b400000;
+    for (int half = 0; half < 2; ++half) {
+        Words nearest = Words(halves[half] / *scale + NEAREST) - NEAREST_BITS;
+        nearest = choose(nearest > 127, Words{} + 127, nearest);  // a denormal scale is rounded
+        nearest = choose(nearest < -127, Words{} - 127, nearest);
+        narrow(nearest, codes + half * LANES);
+        half_sums[half] = sum_of(nearest);
+    }
 }
 
-// The rows of one call, coded once for all matrices.
+struct alignas(LINE) Line {
+    int8_t codes[LINE];
+};
+
+// The rows of one call, coded once for all matrices, in tiles of `tile_rows`.
 struct Activations {
-    int64_t rows, width, spans;
+    int64_t rows, width, spans, tile_rows;
     std::vector<int8_t> codes;       // by tile as in `Tile`
     std::vector<float> scales;
     std::vector<int32_t> half_sums;  // [spans, rows, 2] of a tile
     std::vector<int32_t> offsets;
     std::vector<float> sums;
 
-    Activations(int64_t num_rows, int64_t num_inputs)
-        : rows(num_rows), width(num_inputs), spans((num_inputs + SPAN - 1) / SPAN), codes(rows * spans * SPAN),
-          scales(rows * spans), half_sums(rows * spans * 2), offsets(rows * spans * 2), sums(rows * spans * 2) {}
+    Activations(int64_t num_rows, int64_t num_inputs, int64_t rows_of_a_tile)
+        : rows(num_rows), width(num_inputs), spans((num_inputs + SPAN - 1) / SPAN), tile_rows(rows_of_a_tile) {
+        const int64_t places = ((tiles() - 1) * tile_rows + lines_of(tiles() - 1)) * spans;
+        codes.resize(places * SPAN), scales.resize(places), half_sums.resize(places * 2), offsets.resize(places * 2);
+        sums.resize(places * 2);
+    }
 
-    int64_t tiles() const { return (rows + MAX_ROWS - 1) / MAX_ROWS; }
-    int64_t rows_of(int64_t tile) const { return std::min<int64_t>(MAX_ROWS, rows - tile * MAX_ROWS); }
+    int64_t tiles() const { return (rows + tile_rows - 1) / tile_rows; }
+    int64_t rows_of(int64_t tile) const { return std::min<int64_t>(tile_rows, rows - tile * tile_rows); }
+    // A tile register is filled up with zeros.
+    int64_t lines_of(int64_t tile) const { return rows_of(tile) > MAX_ROWS ? tile_rows : rows_of(tile); }
 
     template <class T>
     void code(const T* x, int threads) {
-        for_each(rows * spans, threads, rows * spans > FEW_SPANS, [&](int64_t piece) {
-            const int64_t row = piece / spans, s = piece % spans, tile = row / MAX_ROWS;
-            const int64_t at = tile * MAX_ROWS * spans + row % MAX_ROWS + s * rows_of(tile);
-            code_span(x + row * width + s * SPAN, std::min<int64_t>(SPAN, width - s * SPAN), &codes[at * SPAN],
-                      &scales[at], &half_sums[at * 2]);
+        on_threads(threads, rows * spans > FEW_SPANS, [&](int t, int n) {
+            const int64_t end = rows * spans * (t + 1) / n;
+            for (int64_t piece = rows * spans * t / n; piece < end;) {
+                const int64_t row = piece / spans, first = piece % spans, last = std::min(spans, first + end - piece);
+                code_row(x + row * width, row, first, last);
+                piece += last - first;
+            }
         });
+    }
+
+    // Spans `first` to `last` of a row.
+    template <class T>
+    void code_row(const T* x, int64_t row, int64_t first, int64_t last) {
+        const int64_t tile = row / tile_rows, lines = lines_of(tile);
+        const int64_t begin = tile * tile_rows * spans + row % tile_rows;
+        for (int64_t s = first; s < last; ++s) {
+            const int64_t at = begin + s * lines;
+            code_span(x + s * SPAN, std::min<int64_t>(SPAN, width - s * SPAN), &codes[at * SPAN], &scales[at],
+                      &half_sums[at * 2]);
+        }
     }
 
     // What a matrix needs beside the codes.
     void sum_groups(const Matrix& w, int threads) {
         const int64_t halves = w.group == SPAN ? 1 : 2;
         for_each(tiles(), threads, rows * spans > MAX_ROWS * FEW_SPANS, [&](int64_t tile) {
-            const int64_t first = tile * MAX_ROWS * spans, count = rows_of(tile);
+            const int64_t first = tile * tile_rows * spans, count = rows_of(tile), lines = lines_of(tile);
             for (int64_t s = 0; s < spans; ++s)
                 for (int64_t half = 0; half < halves; ++half)
                     for (int64_t r = 0; r < count; ++r) {
-                        const int32_t* own = &half_sums[(first + s * count + r) * 2];
+                        const int32_t* own = &half_sums[(first + s * lines + r) * 2];
                         const int32_t sum = halves == 1 ? own[0] + own[1] : own[half];
-                        const int64_t at = first * halves + (s * halves + half) * count + r;
+                        const int64_t at = first * halves + (s * halves + half) * lines + r;
                         offsets[at] = sums_begin_with(w) - w.zero * sum;
                         sums[at] = float(sum);
                     }
@@ -121,26 +174,77 @@ struct Activations {
     }
 
     Tile at(int64_t tile, int group) const {
-        const int64_t first = tile * MAX_ROWS * spans, group_first = first * (SPAN / group);
+        const int64_t first = tile * tile_rows * spans, group_first = first * (SPAN / group);
         return {&codes[first * SPAN], &scales[first], &offsets[group_first], &sums[group_first], spans};
     }
 };
 
-// All rows against the 16 outputs of one block, into the columns of `out` [rows, stride].
-template <class T>
-void multiply_rows(const Matrix& w, const Activations& x, int64_t block, bool is_last, T* out, int64_t stride) {
-    const int64_t tiles = x.tiles(), count = std::min<int64_t>(LANES, w.num_outputs - block * LANES);
-    const int64_t codes = is_last ? 0 : x.spans * w.bits * LINE;
-    const int64_t scales = is_last ? 0 : x.spans * (SPAN / w.group) * LANES;
-    for (int64_t tile = 0; tile < tiles; ++tile) {
-        const int64_t rows = x.rows_of(tile);
-        // The first tile fetches all: shared out among two tiles, 12 rows took as long as 16, and those a quarter more.
-        const Ahead ahead = tile == 0 ? Ahead{codes, scales} : Ahead{};
+// Where the results of a block belong: `count` columns of rows.
+struct Outputs {
+    void* to;
+    int64_t stride, count;
+    bool is_bf16;
+
+    void put(int64_t row, const Lanes& values) const {
+        is_bf16 ? put(static_cast<uint16_t*>(to), row, values) : put(static_cast<float*>(to), row, values);
+    }
+
+private:
+    template <class T>
+    void put(T* first, int64_t row, const Lanes& values) const {
+        if (count == LANES)
+            store(values, first + row * stride);
+        else
+            store_some(values, first + row * stride, count);
+    }
+};
+
+#ifdef FORETOKEN_AMX
+// The tiles of more than MAX_ROWS rows, all of them but the last one full. Where there are several, `room` takes the
+// codes of a block, which are unpacked once for all.
+void multiply_in_tiles(Tiles& registers, int8_t* room, const Matrix& w, const Activations& x, int64_t block,
+                       const Ahead& ahead, const Outputs& out) {
+    registers.shape(w.group);
+    const int64_t full = (x.rows + 3) / TILE_ROWS, rest = std::max<int64_t>(0, x.rows - full * TILE_ROWS);
+    const auto put_from = [&](int64_t first) {
+        return [&out, &x, first](int64_t row, const Lanes& values) {
+            if (first + row < x.rows) out.put(first + row, values);
+        };
+    };
+    by_format(w, [&](auto bits, auto group) {
+        const int64_t groups = x.spans * (SPAN / group);
+        const auto run = [&](auto codes_of_block) {
+            if (full > 0) multiply_tiles<16, group>(w, x.at(0, group), full, block, codes_of_block(), put_from(0));
+            if (rest > MAX_ROWS)
+                multiply_tiles<12, group>(w, x.at(full, group), 1, block, codes_of_block(), put_from(full * TILE_ROWS));
+        };
+        if (room != nullptr) {
+            unpack_block<bits, group>(w, groups, block, ahead, room);
+            run([&] { return UnpackedBefore<group>{room}; });
+        } else {
+            run([&] { return UnpackedAhead<bits, group>(w, groups, block, ahead); });
+        }
+    });
+}
+#endif
+
+// All rows against the 16 outputs of one block, into the columns of `out`.
+void multiply_rows(Tiles& registers, int8_t* room, const Matrix& w, const Activations& x, int64_t block, bool is_last,
+                   const Outputs& out) {
+    // The first tile fetches all: shared out among two tiles, 12 rows took as long as 16, and those a quarter more.
+    Ahead ahead = is_last ? Ahead{} : Ahead{GROUPS_AHEAD * w.group * w.bits / 32 * LINE, GROUPS_AHEAD * LANES};
+    int64_t tile = 0;
+#ifdef FORETOKEN_AMX
+    if (x.tile_rows > MAX_ROWS) {
+        multiply_in_tiles(registers, room, w, x, block, ahead, out);
+        ahead = Ahead{};
+        tile = x.rows_of(x.tiles() - 1) > MAX_ROWS ? x.tiles() : x.tiles() - 1;
+    }
+#endif
+    for (; tile < x.tiles(); ++tile, ahead = Ahead{}) {
         float totals[MAX_ROWS][LANES];
-        block_of(w, rows)(w, x.at(tile, w.group), block, ahead, totals);
-        for (int64_t r = 0; r < rows; ++r)
-            for (int64_t n = 0; n < count; ++n)
-                put(totals[r][n], out[(tile * MAX_ROWS + r) * stride + block * LANES + n]);
+        block_of(w, x.rows_of(tile))(w, x.at(tile, w.group), block, ahead, totals);
+        for (int64_t r = 0; r < x.rows_of(tile); ++r) out.put(tile * x.tile_rows + r, load(totals[r]));
     }
 }
 
@@ -188,9 +292,12 @@ bool reads_alike(const Matrix& one, const Matrix& other) {
 template <class T>
 void multiply(const T* x, int64_t rows, int64_t width, const Matrix* parts, int num_parts, T* out, int64_t stride,
               int threads) {
-    Activations a(rows, width);
-    a.code(x, threads);
     const Matrix* const end = parts + num_parts;
+    const bool in_tiles = rows > MAX_ROWS && has_tiles() && std::all_of(parts, end, fits_tiles);
+    Activations a(rows, width, in_tiles ? TILE_ROWS : MAX_ROWS);
+    a.code(x, threads);
+    const int64_t lines = in_tiles && rows > TILE_ROWS + MAX_ROWS ? a.spans * SPAN * LANES / LINE : 0;
+    std::vector<Line> unpacked(threads * lines);  // of the block that each thread multiplies, a byte a code
     for (const Matrix *first = parts, *last; first < end; first = last) {
         int64_t num_outputs = 0;
         for (last = first; last < end && reads_alike(*first, *last); ++last) num_outputs += last->num_outputs;
@@ -198,10 +305,14 @@ void multiply(const T* x, int64_t rows, int64_t width, const Matrix* parts, int 
         // One region for all that read the same sums: threads are woken and waited for once.
         on_threads(threads, rows * num_outputs * width > FEW_PRODUCTS, [&](int t, int n) {
             T* to = out;
+            Tiles registers;
+            int8_t* const room = lines == 0 ? nullptr : unpacked[t * lines].codes;
             for (const Matrix* w = first; w < last; to += w++->num_outputs) {
                 const int64_t blocks = (w->num_outputs + LANES - 1) / LANES;
                 for_share(blocks, t, n, [&](int64_t block) {
-                    multiply_rows(*w, a, block, block + 1 == blocks, to, stride);
+                    const int64_t count = std::min<int64_t>(LANES, w->num_outputs - block * LANES);
+                    multiply_rows(registers, room, *w, a, block, block + 1 == blocks,
+                                  {to + block * LANES, stride, count, std::is_same<T, uint16_t>::value});
                 });
             }
         });
@@ -216,10 +327,10 @@ extern "C" {
 // What the numbers below mean; a library of another interface is not used.
 int foretoken_grouped_interface() { return 4; }
 
-// 2: AVX-512 VNNI, 1: AVX2, 0: plain C++.
+// 3: AMX beside AVX-512 VNNI, 2: AVX-512 VNNI, 1: AVX2, 0: plain C++.
 int foretoken_grouped_instructions() {
 #ifdef FORETOKEN_VNNI
-    return 2;
+    return has_tiles() ? 3 : 2;
 #elif defined(FORETOKEN_AVX2)
     return 1;
 #else

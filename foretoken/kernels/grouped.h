@@ -45,8 +45,7 @@ struct Tile {
     int64_t spans;
 };
 
-// Bytes and scales from a group to the same group of the next block, which a pass over this one fetches ahead; 0: of
-// nothing.
+// Bytes of codes and number of scales from a group to the one that is fetched while it is multiplied; 0: none is.
 struct Ahead {
     int64_t codes, scales;
 };
@@ -66,7 +65,12 @@ inline void fetch(const void* at) {
 #endif
 }
 
-inline void fetch_numbers(const Matrix& w, int64_t at) {
+// What `ahead` says of the group whose codes, `lines` of them, and whose numbers at `place` are read now. Inlined by
+// force: GCC 12 finds that a function which only fetches does nothing, and removes its calls.
+FORETOKEN_INLINE void fetch_group(const Matrix& w, const uint8_t* codes, int lines, int64_t place, const Ahead& ahead) {
+    if (ahead.codes == 0) return;
+    for (int i = 0; i < lines; ++i) fetch(codes + ahead.codes + i * LINE);
+    const int64_t at = place + ahead.scales;
     fetch(static_cast<const char*>(w.scales) + at * scale_bytes(w.form));
     if (w.minimums != nullptr) fetch(static_cast<const char*>(w.minimums) + at * minimum_bytes(w.form));
 }

@@ -118,6 +118,18 @@ FORETOKEN_INLINE void narrow(const Words& from, uint16_t* to) {
 #endif
 }
 
+// Whole numbers of one byte each.
+FORETOKEN_INLINE void narrow(const Words& from, int8_t* to) {
+#if defined(__AVX512F__)
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(__m512i(from)));
+#else
+    for (int p = 0; p < PARTS; ++p) {
+        const auto bytes = __builtin_convertvector(from.parts[p], PartOf<int8_t>::Vector);
+        std::memcpy(to + p * PART_LANES, &bytes, sizeof bytes);
+    }
+#endif
+}
+
 FORETOKEN_INLINE Lanes load(const uint16_t* bf16) { return Lanes(widened(bf16) << 16); }
 
 FORETOKEN_INLINE Lanes load(const Half* halves) {
@@ -199,6 +211,26 @@ inline float sum_of(Lanes lanes) {
     std::memcpy(fours, &lanes, sizeof fours);
     const Four four = (fours[0] + fours[2]) + (fours[1] + fours[3]);
     return (four[0] + four[2]) + (four[1] + four[3]);
+}
+
+inline int32_t sum_of(const Words& words) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_epi32(__m512i(words));
+#else
+    int32_t sum = 0;
+    for (int k = 0; k < LANES; ++k) sum += words[k];
+    return sum;
+#endif
+}
+
+inline int32_t max_of(const Words& words) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_epi32(__m512i(words));
+#else
+    int32_t largest = words[0];
+    for (int k = 1; k < LANES; ++k) largest = std::max(largest, words[k]);
+    return largest;
+#endif
 }
 
 // The largest of 16 numbers, none of them NaN.

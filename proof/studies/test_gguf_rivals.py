@@ -20,7 +20,7 @@ from studies.gguf_rivals.quality import (
     scored_bytes,
     windows_of,
 )
-from studies.gguf_rivals.row_cost import compared, our_times, parse_rows
+from studies.gguf_rivals.row_cost import MOST_VERIFIED, compared, our_times, parse_rows
 
 TEXT = "def add(first, second):\n    return first + second\n\n\n" * 8
 
@@ -84,8 +84,8 @@ def test_recorded_times_by_rows():
 
 
 def test_every_number_of_rows_is_timed_as_often(model):
-    times = our_times(model, (1, 3), depth=5, repeats=2)
-    assert {count: len(values) for count, values in times.items()} == {1: 2, 3: 2}
+    times = our_times(model, (1, 3, MOST_VERIFIED + 1), depth=5, repeats=2)
+    assert {count: len(values) for count, values in times.items()} == {1: 2, 3: 2, MOST_VERIFIED + 1: 2}
     assert min(min(values) for values in times.values()) > 0
 
 

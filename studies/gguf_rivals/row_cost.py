@@ -1,6 +1,7 @@
-"""Milliseconds of one pass over 1 to 32 rows of one sequence, behind a text, by our engine and by llama-bench.
+"""Milliseconds of one pass over rows of one sequence, behind a text, by our engine and by llama-bench.
 
-Ours computes the logits of every row, as a verify pass does; llama-bench those of the last row only.
+Up to MOST_VERIFIED rows ours is a verify pass: one token and a chain of draft tokens, with the logits of every row. More
+rows are a prompt, with the logits of the last one. llama-bench computes those of the last row always.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from foretoken.model.interface import LanguageModel, Segment
 
 Times = dict[int, list[float]]  # milliseconds of single passes, by rows
 
+MOST_VERIFIED = 64
 _WARM_UP = 1  # passes before each number of rows that are not timed, as llama-bench has one
 _NUM_DRAWS, _SEED = 2000, 0
 
@@ -40,8 +42,9 @@ def our_times(model: LanguageModel, counts: Sequence[int], depth: int, repeats: 
     for count in counts:
         for repeat in range(repeats + _WARM_UP):
             tokens = torch.randint(model.vocab_size, (count,), generator=generator)
+            own = Segment(0, 1, tuple(range(-1, count - 2)), count) if count <= MOST_VERIFIED else Segment(0, count)
             began = time.perf_counter()
-            model.forward(tokens, [Segment(0, 1, tuple(range(-1, count - 2)), count)])
+            model.forward(tokens, [own])
             if repeat >= _WARM_UP:
                 times[count].append((time.perf_counter() - began) * 1e3)
     model.close(0)

@@ -13,6 +13,7 @@ from foretoken.kernels.build import FLAGS, built
 from foretoken.model.matrices import grouped_kernel
 from foretoken.model.matrices.codes import LARGE_PAGE_BYTES, SUPER, GroupedCodes, large_page_tensor
 from foretoken.model.matrices.grouped_kernel import (
+    INSTRUCTIONS,
     SOURCE,
     GroupedWeight,
     code_rows,
@@ -26,6 +27,8 @@ from foretoken.model.packed.weights import assembled
 from tests.helpers.grouped import FORMATS, grouped
 from tests.helpers.instruction_sets import INSTRUCTION_SETS
 
+COUNTS = (1, 2, 3, 5, 6, 7, 8, 9, 16, 20, 27, 33, 48)  # a tile of AMX has 16 rows, one that is not full 12; of vectors 8
+_NAMES = {"haswell": "AVX2", "x86-64": "plain C++"}
 SHAPES = [(97, 384), (16, 128), (1, 128), (33, 256), (20, 768)]
 
 
@@ -38,13 +41,14 @@ def width_of(name: str, least: int) -> int:
     return -(-least // SUPER) * SUPER if FORMATS[name].whole else least
 
 
-@pytest.fixture(params=INSTRUCTION_SETS)
+@pytest.fixture(params=[*INSTRUCTION_SETS, pytest.param("no tiles", marks=pytest.mark.repeated)])
 def instruction_set(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The kernel as other processors get it; older instructions run here too."""
+    """The kernel as other processors get it; older instructions run here too, as do vectors on one that has AMX."""
     if request.param != "native":
-        flags = tuple(flag.replace("native", request.param) for flag in FLAGS)
+        is_vector = request.param == "no tiles"  # tiles are there on Linux alone
+        flags = (*FLAGS, "-U__linux__") if is_vector else tuple(flag.replace("native", request.param) for flag in FLAGS)
         path = built(SOURCE, flags)
-        assert instructions(path) == {"haswell": "AVX2", "x86-64": "plain C++"}[request.param]
+        assert instructions(path) in ({*INSTRUCTIONS} - {"AMX"} if is_vector else {_NAMES[request.param]})
         function = load(path)
         monkeypatch.setattr(grouped_kernel, "kernel", lambda: function)
     else:
@@ -57,7 +61,7 @@ def test_the_kernel_equals_its_twin_bit_for_bit(name: str, instruction_set: str)
     for num_rows, least in SHAPES:
         width = width_of(name, least)
         weight = weight_of(name, num_rows, width)
-        for count in (1, 2, 3, 5, 6, 7, 8, 9, 20, 33) if instruction_set == "native" else (1, 11):
+        for count in COUNTS if instruction_set in ("native", "no tiles") else (1, 11):
             x = torch.randn(count, width) * torch.logspace(-6, 6, count)[:, None]
             assert torch.equal(weight.multiply(x, None), products(weight, x)), (num_rows, width, count)
 
@@ -134,6 +138,16 @@ def test_the_number_of_threads_changes_no_bit() -> None:
         assert torch.equal(weight.multiply(x, None), one)
     finally:
         torch.set_num_threads(1)
+
+
+def test_tile_registers_are_left_as_other_libraries_have_set_them() -> None:
+    """oneDNN, which multiplies matrices of bfloat16 in tiles too, gives the same before, between and after."""
+    weight, x = weight_of("Q4_0", 97, 256), torch.randn(40, 256)
+    one, other = torch.randn(64, 256).bfloat16(), torch.randn(256, 80).bfloat16()
+    product, expected = one @ other, products(weight, x)
+    for _ in range(3):
+        assert torch.equal(weight.multiply(x, None), expected)
+        assert torch.equal(one @ other, product)
 
 
 def test_no_rows_and_a_bias() -> None:

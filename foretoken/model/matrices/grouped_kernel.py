@@ -89,7 +89,7 @@ def _by_group(numbers: Tensor) -> Tensor:
 
 
 SOURCE = Path(__file__).resolve().parents[2] / "kernels" / "grouped.cpp"
-INSTRUCTIONS = ("plain C++", "AVX2", "AVX-512 VNNI")
+INSTRUCTIONS = ("plain C++", "AVX2", "AVX-512 VNNI", "AMX")
 _INTERFACE = 4  # of the compiled library: what its function takes
 _FORMS = {torch.float32: 0, torch.float16: 1, torch.int8: 2}  # of scales, and of minimums if those are the same
 _MULTIPLE = 3  # minimums in int8 beside scales in float16
