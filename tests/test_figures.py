@@ -182,9 +182,10 @@ def test_the_table_of_adaptation() -> None:
     ("place", "name_of_file", "source_name"),
     [
         (0, "target-{}.gguf", "2026-11-23-gguf-rivals"),
-        (1, "smollm2-{}.gguf", "2026-11-28-zen5-rivals"),
-        (2, "smollm2-1b-{}.gguf", "2026-11-28-zen5-1b-rivals"),
-        (3, "SmolLM2-135M-{}.gguf", "2026-11-27-avx2-rivals"),
+        (1, "smollm2-{}.gguf", "2026-11-29-amx-rivals-2"),
+        (2, "smollm2-{}.gguf", "2026-11-28-zen5-rivals"),
+        (3, "smollm2-1b-{}.gguf", "2026-11-28-zen5-1b-rivals"),
+        (4, "SmolLM2-135M-{}.gguf", "2026-11-27-avx2-rivals"),
     ],
 )
 def test_the_tables_beside_llama_cpp(place: int, name_of_file: str, source_name: str) -> None:

@@ -1,7 +1,7 @@
 """Milliseconds of one pass over rows of one sequence, behind a text, by our engine and by llama-bench.
 
-Up to MOST_VERIFIED rows ours is a verify pass: one token and a chain of draft tokens, with the logits of every row. More
-rows are a prompt, with the logits of the last one. llama-bench computes those of the last row always.
+Up to MOST_VERIFIED rows ours is a verify pass: one token and a chain of draft tokens, with the logits of every row.
+More rows are a prompt, with the logits of the last one. llama-bench always computes those of the last row alone.
 """
 
 from __future__ import annotations

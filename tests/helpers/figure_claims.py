@@ -113,8 +113,20 @@ def _worlds(over: str, what: str) -> float:
     return float(raw("2026-11-22-worlds")["summary"]["auto"]["full"][over][what])
 
 
-def _kernels(setting: str) -> Mapping[str, float]:
-    return dict(raw("2026-11-27-avx2-kernels-before-after")["summary"][f"{setting}: after/before"]["mean"])
+def _kernels(setting: str, name: str = "2026-11-27-avx2-kernels-before-after") -> Mapping[str, float]:
+    return dict(raw(name)["summary"][f"{setting}: after/before"]["mean"])
+
+
+def _amx_tiles() -> list[float]:
+    found = [_kernels(setting, "2026-11-29-amx-tiles-before-after") for setting in ("plain", "auto")]
+    return [own[key] for own in found for key in ("median", "low", "high")]
+
+
+def _one_row_beside_amx() -> list[float]:
+    """Ratios of one row with their intervals, Q4_0, Q8_0 and Q4_K_M."""
+    files = raw("2026-11-29-amx-rivals")["files"]
+    rows = [files[f"smollm2-{kind}.gguf"]["rows"][0] for kind in ("Q4_0", "Q8_0", "Q4_K_M")]
+    return [value for row in rows for value in (row["theirs_over_ours"], *row["theirs_over_ours_interval"])]
 
 
 def _summary(side: str) -> list[float]:
@@ -346,6 +358,17 @@ CLAIMS: tuple[tuple[str, str, Callable[[], list[float]]], ...] = (
         "docs/quantised.md",
         "end to end with 1 and 16 requests, is # times as fast as before these kernels",
         lambda: [mean([*ratios("2026-11-26-avx2-before-after", ("after", "plain"), ("before", "plain")).values()])],
+    ),
+    (
+        "docs/quantised.md",
+        "on this machine is # times (# to #) as fast as before products were computed in tiles and scales fetched "
+        "ahead, and `auto` # times (# to #)",
+        _amx_tiles,
+    ),
+    (
+        "docs/quantised.md",
+        "one row has the ratios # (#-#), # (#-#) and # (#-#)",
+        _one_row_beside_amx,
     ),
     (
         "docs/quantised.md",

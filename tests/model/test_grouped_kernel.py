@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import platform
+import shutil
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -27,7 +30,7 @@ from foretoken.model.packed.weights import assembled
 from tests.helpers.grouped import FORMATS, grouped
 from tests.helpers.instruction_sets import INSTRUCTION_SETS
 
-COUNTS = (1, 2, 3, 5, 6, 7, 8, 9, 16, 20, 27, 33, 48)  # a tile of AMX has 16 rows, one that is not full 12; of vectors 8
+COUNTS = (1, 2, 3, 5, 6, 7, 8, 9, 16, 20, 27, 33, 48)  # a tile has 8 rows in vectors, in AMX 16, or 12 of them
 _NAMES = {"haswell": "AVX2", "x86-64": "plain C++"}
 SHAPES = [(97, 384), (16, 128), (1, 128), (33, 256), (20, 768)]
 
@@ -148,6 +151,14 @@ def test_tile_registers_are_left_as_other_libraries_have_set_them() -> None:
     for _ in range(3):
         assert torch.equal(weight.multiply(x, None), expected)
         assert torch.equal(one @ other, product)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64" or shutil.which("objdump") is None, reason="reads x86-64 code")
+def test_codes_and_scales_are_fetched_ahead() -> None:
+    """GCC 12 removes calls of functions that only fetch, which no result shows."""
+    code = subprocess.run(["objdump", "-d", str(built(SOURCE))], capture_output=True, text=True, check=True).stdout
+    lines = (8 + 4) + 3 + 5 + (4 + 2)  # of codes in a group of each format, see `block_of`
+    assert code.count("prefetch") >= 8 * (lines + 6)  # for 1 to 8 rows, and the scales of six formats
 
 
 def test_no_rows_and_a_bias() -> None:
