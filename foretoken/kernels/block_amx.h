@@ -104,6 +104,9 @@ public:
         return ring_[g % RING];
     }
 
+private:
+    static constexpr int LINES = GROUP * BITS / 32, LEAD = 2, RING = 4;
+
     void make(int64_t g) {
         if (g >= groups_) return;
         const uint8_t* codes = codes_ + g * LINES * LINE;
@@ -111,8 +114,6 @@ public:
         unpack<BITS, GROUP>(codes, zero_, ring_[g % RING]);
     }
 
-private:
-    static constexpr int LINES = GROUP * BITS / 32, LEAD = 2, RING = 4;
     alignas(64) int8_t ring_[RING][GROUP * LANES];
     const Matrix& w_;
     const uint8_t* codes_;
