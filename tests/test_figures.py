@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.helpers.amx_claims import SERVED, served_over_plain, served_within_p95
 from tests.helpers.figure_claims import CLAIMS
 from tests.helpers.pages import is_printed_of, page, table_with, tables
 from tests.helpers.raw_files import ROOT, grid, raw, speed_row
@@ -183,9 +184,10 @@ def test_the_table_of_adaptation() -> None:
     [
         (0, "target-{}.gguf", "2026-11-23-gguf-rivals"),
         (1, "smollm2-{}.gguf", "2026-11-29-amx-rivals-2"),
-        (2, "smollm2-{}.gguf", "2026-11-28-zen5-rivals"),
-        (3, "smollm2-1b-{}.gguf", "2026-11-28-zen5-1b-rivals"),
-        (4, "SmolLM2-135M-{}.gguf", "2026-11-27-avx2-rivals"),
+        (2, "smollm2-1b-{}.gguf", "2026-11-29-amx-1b-rivals"),
+        (3, "smollm2-{}.gguf", "2026-11-28-zen5-rivals"),
+        (4, "smollm2-1b-{}.gguf", "2026-11-28-zen5-1b-rivals"),
+        (5, "SmolLM2-135M-{}.gguf", "2026-11-27-avx2-rivals"),
     ],
 )
 def test_the_tables_beside_llama_cpp(place: int, name_of_file: str, source_name: str) -> None:
@@ -207,7 +209,7 @@ def test_the_tables_beside_llama_cpp(place: int, name_of_file: str, source_name:
 
 def test_the_table_of_the_servers() -> None:
     (found,) = [table for table in tables("docs/serving/operations.md") if "server" in table[0]]
-    servers = raw("2026-11-28-zen5-serving-rivals")["servers"]
+    servers = raw("2026-11-29-amx-serving-rivals")["servers"]
     measured = [(server["server"], row) for server in servers for row in server["rows"]]
     for row, (name, source) in zip(found, measured, strict=True):
         assert row["server"] == f"`{name}`"
@@ -215,6 +217,23 @@ def test_the_table_of_the_servers() -> None:
         assert is_printed_of(row["tokens/s"], source["tokens_per_s"]["value"])
         assert is_printed_of(row["median of a request, s"], source["e2e_s"]["p50"]["value"])
         assert is_printed_of(row["95th percentile, s"], source["e2e_s"]["p95"]["value"])
+
+
+def test_the_table_of_serving_over_plain() -> None:
+    (found,) = [table for table in tables("docs/serving/operations.md") if "run" in table[0]]
+    for row, name in zip(found, (*SERVED, "2026-11-28-zen5-serving-rivals"), strict=True):
+        rows = {one["server"]: one["rows"] for one in raw(name)["servers"]}
+        pairs = list(zip(rows["foretoken-auto"], rows["foretoken"], strict=True))
+        rates = [plain["tokens_per_s"]["value"] for _, plain in pairs]
+        assert row["requests/s offered"].split(", ") == [plain["setting"].removesuffix("/s") for _, plain in pairs]
+        columns = {
+            "median of a request": served_over_plain(name, "p50"),
+            "95th percentile": served_over_plain(name, "p95"),
+            "tokens/s": [auto["tokens_per_s"]["value"] / rate for (auto, _), rate in zip(pairs, rates, strict=True)],
+            "tokens/s within plain's 95th percentile": served_within_p95(name),
+        }
+        for heading, values in columns.items():
+            assert all(map(is_printed_of, row[heading].split(", "), values)), (name, heading)
 
 
 # ---- grids of the controller

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from tests.helpers.amx_claims import AMX_CLAIMS
 from tests.helpers.gpu_claims import GPU_CLAIMS
 from tests.helpers.ngram_table_claims import NGRAM_TABLE_CLAIMS
 from tests.helpers.raw_files import grid, mean, ratios, raw, speed_row, turns
@@ -408,6 +409,7 @@ CLAIMS: tuple[tuple[str, str, Callable[[], list[float]]], ...] = (
         lambda: _auto_over_llama_cpp(_Q4_K_M),
     ),
     *ZEN_5_CLAIMS,
+    *AMX_CLAIMS,
     *NGRAM_TABLE_CLAIMS,
     *GPU_CLAIMS,
     ("docs/scale-out.md", "| tokens/s | # | # |", lambda: _ray("tokens_per_s")),

@@ -1,0 +1,103 @@
+"""Figures in prose of what was measured on a processor with AMX, with what their raw files say (`CLAIMS`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tests.helpers.raw_files import raw
+
+SERVED = ("2026-11-29-amx-serving-rivals", "2026-11-29-amx-serving-rivals-2")
+
+
+def served_over_plain(name: str, quantile: str) -> list[float]:
+    """Ratios of a request's time, `auto` to plain serving, at each rate."""
+    rows = {one["server"]: one["rows"] for one in raw(name)["servers"]}
+    pairs = zip(rows["foretoken-auto"], rows["foretoken"], strict=True)
+    return [auto["e2e_s"][quantile]["value"] / plain["e2e_s"][quantile]["value"] for auto, plain in pairs]
+
+
+def served_within_p95(name: str) -> list[float]:
+    """The most tokens per second of `auto` within plain serving's 95th percentile at each rate, over plain's."""
+    return [row["ratio"]["foretoken-auto"] for row in raw(name)["at_p95_of_plain"]]
+
+
+def _served() -> list[float]:
+    first, second = map(served_within_p95, SERVED)
+    tails = [ratio for name in SERVED for ratio in served_over_plain(name, "p95")]
+    return [min(first), max(first), min(second), max(second), min(tails), max(tails)]
+
+
+def _of_kinds(name: str, model: str, num_rows: int, field: str) -> list[float]:
+    """A field of the row of `num_rows`, for Q4_0, Q4_K_M and Q8_0."""
+    files = raw(name)["files"]
+    found: list[dict[str, Any]] = [
+        row
+        for kind in ("Q4_0", "Q4_K_M", "Q8_0")
+        for row in files[f"{model}-{kind}.gguf"]["rows"]
+        if row["rows"] == num_rows
+    ]
+    return [float(row[field]) for row in found]
+
+
+def _beside_llama_cpp() -> list[float]:
+    return [
+        value
+        for name, model, num_rows in (
+            ("2026-11-29-amx-rivals-2", "smollm2", 1),
+            ("2026-11-29-amx-rivals", "smollm2", 1),
+            ("2026-11-29-amx-rivals-2", "smollm2", 512),
+            ("2026-11-29-amx-1b-rivals", "smollm2-1b", 1),
+            ("2026-11-29-amx-1b-rivals", "smollm2-1b", 512),
+        )
+        for value in _of_kinds(name, model, num_rows, "theirs_over_ours")
+    ]
+
+
+def _over_one_row() -> list[float]:
+    """Of 8 and 16 rows, SmolLM2 and 1.0 B: Q8_0, Q4_K_M, Q4_0."""
+    return [
+        value
+        for name, model in (("2026-11-29-amx-rivals-2", "smollm2"), ("2026-11-29-amx-1b-rivals", "smollm2-1b"))
+        for num_rows in (8, 16)
+        for value in reversed(_of_kinds(name, model, num_rows, "ours_over_one_row"))
+    ]
+
+
+def _auto_over_plain(*fields: str) -> list[float]:
+    rows = raw("2026-11-29-smollm2-amx")["rows"]
+    return [
+        float(row[field])
+        for temperature in (0.0, 0.7)
+        for row in rows
+        if (row["kind"], row["setting"], row["temperature"]) == ("all", "auto", temperature)
+        for field in fields
+    ]
+
+
+AMX_CLAIMS: tuple[tuple[str, str, Callable[[], list[float]]], ...] = (
+    (
+        "docs/goals.md",
+        "by the rate offered, # to # times the tokens/s within it in one run and # to # in another; its 95th percentile "
+        "# to # of plain's",
+        _served,
+    ),
+    (
+        "docs/goals.md",
+        "Intel with AMX, SmolLM2: one row #, # and #, half an hour before #, # and #, prompts of 512 tokens #, # and #; "
+        "at 1.0 B one row #, # and #, prompts #, # and #",
+        _beside_llama_cpp,
+    ),
+    (
+        "docs/goals.md",
+        "Intel with AMX, SmolLM2, 8 rows: Q8_0 #, Q4_K_M #, Q4_0 #; 16 rows: #, #, #; 1.0 B, 8 rows: Q8_0 #, Q4_K_M #, "
+        "Q4_0 #; 16 rows: #, #, #",
+        _over_one_row,
+    ),
+    ("docs/goals.md", "on an Intel Xeon with AMX #, at temperature 0.7 #;", lambda: _auto_over_plain("over_plain")),
+    (
+        "docs/drafters.md",
+        "30 prompts a kind: # (# to #) of plain decoding, # (# to #) at temperature 0.7",
+        lambda: _auto_over_plain("over_plain", "over_plain_low", "over_plain_high"),
+    ),
+)
