@@ -78,14 +78,14 @@ def _auto_over_plain(*fields: str) -> list[float]:
 AMX_CLAIMS: tuple[tuple[str, str, Callable[[], list[float]]], ...] = (
     (
         "docs/goals.md",
-        "by the rate offered, # to # times the tokens/s within it in one run and # to # in another; its 95th percentile "
-        "# to # of plain's",
+        "by the rate offered, # to # times the tokens/s within it in one run and # to # in another; its 95th "
+        "percentile # to # of plain's",
         _served,
     ),
     (
         "docs/goals.md",
-        "Intel with AMX, SmolLM2: one row #, # and #, half an hour before #, # and #, prompts of 512 tokens #, # and #; "
-        "at 1.0 B one row #, # and #, prompts #, # and #",
+        "Intel with AMX, SmolLM2: one row #, # and #, half an hour before #, # and #, prompts of 512 tokens #, # and "
+        "#; at 1.0 B one row #, # and #, prompts #, # and #",
         _beside_llama_cpp,
     ),
     (

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from tests.helpers.raw_files import raw
 
-
 ZEN_5_CLAIMS: tuple[tuple[str, str, Callable[[], list[float]]], ...] = (
     (
         "docs/goals.md",
