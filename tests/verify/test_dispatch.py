@@ -5,7 +5,7 @@ import torch
 
 from foretoken.core import Draft, Mass, Uniforms
 from foretoken.errors import ConfigError
-from foretoken.verify import RULES, first_max, is_lossless, needs_race, needs_uniforms, resolve, rule_for
+from foretoken.verify import RULES, first_max, is_lossless, needs_race, needs_uniforms, resolve, rule_for, takes_trees
 
 ON_CHAINS = [name for name, rule in RULES.items() if rule.lossless and name != "greedy"]
 
@@ -39,6 +39,12 @@ def test_nobody_is_seeded_by_default() -> None:
     assert resolve("auto", greedy=False) == "auto"
 
 
+def test_the_rule_does_not_follow_from_what_was_drawn() -> None:
+    assert resolve("auto", greedy=False, shape_follows_draws=True) == "tree"
+    assert resolve("auto", greedy=False, seeded=True, shape_follows_draws=True) == "coupled"
+    assert resolve("auto", greedy=True, shape_follows_draws=True) == "greedy"
+
+
 def test_a_lossy_rule_runs_only_where_it_was_allowed() -> None:
     assert resolve("typical", greedy=False, allow_lossy=True) == "typical"
     with pytest.raises(ConfigError, match="lossy"):
@@ -59,7 +65,7 @@ def test_every_rule_says_what_it_is() -> None:
         "traversal",
     ]
     assert [name for name in ("auto", *RULES) if needs_race(name)] == ["coupled"]
-    assert [name for name, rule in RULES.items() if not rule.takes_trees] == ["rejection", "block"]
+    assert [name for name in ("auto", *RULES) if not takes_trees(name)] == ["rejection", "block"]
     assert [name for name in ("auto", *RULES) if not needs_uniforms(name)] == ["greedy", "coupled"]
 
 

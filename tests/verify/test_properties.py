@@ -56,6 +56,21 @@ def test_branch_weights_are_laws(rule: str, tree: bool, seed: int) -> None:
 @QUICK
 @given(st.integers(0, 2**32))
 @pytest.mark.parametrize(("rule", "tree"), ANY)
+def test_distributions_may_be_numbered_in_any_order(rule: str, tree: bool, seed: int) -> None:
+    draft, probs, uniforms = random_batch(seed, tree)
+    if draft.mass is None:
+        return
+    order = np.random.default_rng(seed).permutation(len(draft.mass.distributions))
+    numbers = tuple(int(np.flatnonzero(order == one)[0]) if one >= 0 else -1 for one in draft.mass.distribution_of_row)
+    other = replace(
+        draft, mass=replace(draft.mass, distributions=draft.mass.distributions[order], distribution_of_row=numbers)
+    )
+    assert RULES[rule].verify(other, probs, uniforms) == RULES[rule].verify(draft, probs, uniforms)
+
+
+@QUICK
+@given(st.integers(0, 2**32))
+@pytest.mark.parametrize(("rule", "tree"), ANY)
 def test_nothing_is_written_to_and_rows_may_be_asked_for_in_any_order(rule: str, tree: bool, seed: int) -> None:
     draft, probs, uniforms = random_batch(seed, tree)
     distributions, race = () if draft.mass is None else (draft.mass.distributions,), uniforms.race
