@@ -183,13 +183,17 @@ def residual_weights(
 
     mu is the distribution of the row if a child was, or could have been, sampled there; a point mass at its
     deterministic child; zero if nothing could have been proposed. At most one child per row. `reach[i]` is P at
-    rows[i], default 1. Leviathan et al. 2023 (arXiv 2211.17192) for mu = q, P = 1; valid for any sub-probability mu.
+    rows[i], default 1. The result must not be written to: where no row has anything to subtract it is `target_probs`.
+    Leviathan et al. 2023 (arXiv 2211.17192) for mu = q, P = 1; valid for any sub-probability mu.
     """
     at_rows = take(target_probs, rows)  # [B, V]
     distributions = [draft.mass.distribution_of_row[row] if draft.mass is not None else -1 for row in rows]
     child_of_row = {row: node for node, row in enumerate(draft.parent_rows)}
-    weights = at_rows.clone()
     with_distribution = [b for b, distribution in enumerate(distributions) if distribution >= 0]
+    fixed = [b for b, row in enumerate(rows) if distributions[b] < 0 and row in child_of_row]
+    if not with_distribution and not fixed:
+        return at_rows
+    weights = at_rows.clone()
     if draft.mass is not None:
         scale = [1.0 if reach is None else reach[b] for b in with_distribution]
         weights[to_device(with_distribution, weights.device)] = left_over(
@@ -197,7 +201,6 @@ def residual_weights(
             scale,
             take(draft.mass.distributions, [distributions[b] for b in with_distribution]),
         )
-    fixed = [b for b, row in enumerate(rows) if distributions[b] < 0 and row in child_of_row]
     places, children = to_device([fixed, [child_of_row[rows[b]] for b in fixed]], weights.device)
     weights[places, draft.tokens[children]] = 0
     return or_target(weights, at_rows)
@@ -208,7 +211,10 @@ def or_target(weights: Tensor, at_rows: Tensor) -> Tensor:
 
     All zero is possible through rounding only; p is then the best approximation.
     """
-    return torch.where(weights.amax(-1, keepdim=True) > 0, weights, at_rows)
+    usable = weights.amax(-1, keepdim=True) > 0  # [B, 1]
+    if not is_awaited(weights.device) and bool(usable.all()):
+        return weights
+    return torch.where(usable, weights, at_rows)
 
 
 def require_chains(draft: Draft, name: str) -> None:
