@@ -37,12 +37,12 @@ def test_the_table_of_the_real_model() -> None:
 def test_the_table_of_the_readme() -> None:
     (found,) = tables("README.md")
     sources = (
-        ("smollm2-ngram-table-avx512", 0.0),
-        ("smollm2-ngram-table-avx512", 0.7),
-        ("smollm2-1b-ngram-table-avx512", 0.0),
-        ("smollm2-ngram-table", 0.0),
-        ("smollm2-amx", 0.0),
-        ("smollm2-1b-ngram-table", 0.0),
+        ("2026-11-28-smollm2-ngram-table-avx512", 0.0),
+        ("2026-11-28-smollm2-ngram-table-avx512", 0.7),
+        ("2026-11-28-smollm2-1b-ngram-table-avx512", 0.0),
+        ("2026-11-28-smollm2-ngram-table", 0.0),
+        ("2026-11-29-smollm2-amx", 0.0),
+        ("2026-11-28-smollm2-1b-ngram-table", 0.0),
     )
     headings = {"code": "code", "edits": "edit", "all six kinds": "all"}
     for row, (name, temperature) in zip(found, sources, strict=True):
@@ -53,7 +53,7 @@ def test_the_table_of_the_readme() -> None:
 
 def one_request(name: str, temperature: float = 0.0) -> dict[tuple[str, str], dict[str, Any]]:
     """What one request at a time was measured with and without the n-gram table, by kind and setting."""
-    rows = raw(f"2026-11-{29 if name == 'smollm2-amx' else 28}-{name}")["rows"]
+    rows = raw(name)["rows"]
     return {
         (row["kind"], row["setting"]): row
         for row in rows
@@ -70,7 +70,7 @@ def check_ratio(cell: str, row: dict[str, Any]) -> None:
 
 
 def test_the_tables_of_the_n_gram_table() -> None:
-    for model, name in (("SmolLM2", "smollm2-ngram-table"), ("1.0 B", "smollm2-1b-ngram-table")):
+    for model, name in (("SmolLM2", "2026-11-28-smollm2-ngram-table"), ("1.0 B", "2026-11-28-smollm2-1b-ngram-table")):
         zen_5, zen_3 = one_request(f"{name}-avx512"), one_request(name)
         columns = {
             "`auto`": (zen_5, "auto"),
