@@ -18,6 +18,7 @@ from foretoken.core import Batch, BatchEntry, Draft, StepOutput, Verdict
 from foretoken.draft.base import Feedback
 from foretoken.draft.group import DrafterGroup, option_kind
 from foretoken.engine.admission import Admission
+from foretoken.engine.chains import verify_chains
 from foretoken.engine.emission import emit, fail, note_prompt
 from foretoken.engine.recovery import Faults, engine_error, recover
 from foretoken.engine.request import PreparedRequest, RequestState
@@ -262,7 +263,10 @@ class Engine:
         if all(rule == GREEDY.name for rule in rules):
             verdict = GREEDY.verify_best(draft, target.best)
         else:
-            verdict = verify_batch(draft, target.probs, uniforms_of(batch, draft, target, rules), rules)
+            uniforms = uniforms_of(batch, draft, target, rules)
+            verdict = verify_chains(draft, target, uniforms, rules) or verify_batch(
+                draft, target.probs, uniforms, rules
+            )
         self.clock.verified = time.perf_counter()
         return verdict
 

@@ -15,10 +15,10 @@
 
 #include "numbers.h"
 
-// How a row is sampled, as Python fills it in. `temperature` 0: a point at token `best`; `top_k` 0, `dropped` < 0 and
+// How a row is sampled, as Python fills it in. `temperature` 0: a point at the best token; `top_k` 0, `dropped` < 0 and
 // `min_p` 0: no such filter.
 struct foretoken_choice {
-    int64_t best, top_k;
+    int64_t top_k;
     float temperature, dropped, min_p;  // `dropped` is 1 - top_p
 };
 
@@ -30,25 +30,39 @@ constexpr float INF = std::numeric_limits<float>::infinity();
 constexpr int64_t SUMMED = 1024;  // numbers that are added in float32; what they make is added in float64
 constexpr int64_t GROUP = 512;    // numbers of which 16 maxima are kept
 
+// A row of logits, float32 or bfloat16, and its largest number where Python knows which that is.
+template <class T>
+struct Row {
+    const T* x;
+    int64_t size;
+    const int64_t* best;  // where the largest stands; null: not known
+};
+
 // The first `count` numbers of a row, -inf behind them.
-inline Lanes load_scores(const float* from, int64_t count) {
+template <class T>
+inline Lanes load_scores(const T* from, int64_t count) {
     if (count >= LANES) return load(from);
     float all_of[LANES];
     std::fill_n(all_of, LANES, -INF);
-    std::copy_n(from, count, all_of);
+    for (int64_t i = 0; i < count; ++i) all_of[i] = number(from[i]);
     return load(all_of);
 }
 
 // e^x of what is at most 0, down to the least number that float32 has.
-inline Lanes exp_below(Lanes x) {
+FORETOKEN_INLINE Lanes exp_below(Lanes x) {
     x = choose(x < -104.0f, all(-104.0f), x);
     const Exponential own = exponential_of(x);
+#if defined(__AVX512F__)  // the same bits: both round once
+    return Lanes(_mm512_scalef_ps(__m512(own.rest), _mm512_cvtepi32_ps(__m512i(own.whole))));
+#else
     const Words half = own.whole >> 1;
     return own.rest * Lanes((half + 127) << 23) * Lanes((own.whole - half + 127) << 23);
+#endif
 }
 
 // The largest of a row; `maxima` gets 16 numbers of each group, each the largest of a part of it, where it is wanted.
-inline float max_of(const float* x, int64_t size, std::vector<float>* maxima) {
+template <class T>
+inline float max_of(const T* x, int64_t size, std::vector<float>* maxima) {
     Lanes most = all(-INF);
     for (int64_t first = 0; first < size; first += GROUP) {
         Lanes own = all(-INF);
@@ -66,19 +80,17 @@ inline float max_of(const float* x, int64_t size, std::vector<float>* maxima) {
     return max_of(most);
 }
 
-// Writes e^(x / temperature - most) to `out`; their sum.
-inline double exps_of(const float* x, int64_t size, float temperature, float most, float* out) {
+// Calls `each(i, e)` with e^(x / temperature - most) of the 16 numbers from `i` on, for a whole row; their sum.
+template <class T, class Each>
+inline double exps_of(const Row<T>& row, float temperature, float most, Each each) {
     double total = 0;
-    for (int64_t first = 0; first < size; first += SUMMED) {
-        const int64_t stop = std::min(first + SUMMED, size);
+    for (int64_t first = 0; first < row.size; first += SUMMED) {
+        const int64_t stop = std::min(first + SUMMED, row.size);
         Lanes sums = {};
         for (int64_t i = first; i < stop; i += LANES) {
-            const Lanes own = exp_below(load_scores(x + i, stop - i) / temperature - most);
+            const Lanes own = exp_below(load_scores(row.x + i, stop - i) / temperature - most);
             sums += own;
-            if (stop - i >= LANES)
-                store(own, out + i);
-            else
-                store_some(own, out + i, stop - i);
+            each(i, own);
         }
         total += sum_of(sums);
     }
@@ -123,7 +135,8 @@ struct Kept {
 };
 
 // The scores x / temperature from `least` on.
-inline void take_scores(const float* x, int64_t size, float temperature, float least, Kept* kept) {
+template <class T>
+inline void take_scores(const T* x, int64_t size, float temperature, float least, Kept* kept) {
     for (int64_t i = 0; i < size; i += LANES) {
         const Lanes own = load_scores(x + i, size - i) / temperature;
         uint32_t found = lanes_set(own >= least);
@@ -134,7 +147,8 @@ inline void take_scores(const float* x, int64_t size, float temperature, float l
 
 // The `top_k` largest scores and their equals. At least `top_k` scores are as large as the `top_k` largest of the
 // groups' maxima, so what is smaller needs no order.
-inline void take_top_k(const float* x, int64_t size, float temperature, int64_t top_k, std::vector<float> maxima,
+template <class T>
+inline void take_top_k(const T* x, int64_t size, float temperature, int64_t top_k, std::vector<float> maxima,
                        Kept* kept) {
     float least = -INF;
     if (top_k <= int64_t(maxima.size())) {
@@ -205,39 +219,84 @@ inline void cut_top_p(float dropped, Kept* kept) {
     kept->cut([&](size_t i) { return i == last || (bucket_of(probabilities[i]) >= border && !goes[i]); });
 }
 
-// The distribution of a row of `size` logits.
-inline void distribution_of(const float* x, int64_t size, const Choice& choice, float* out) {
-    if (choice.temperature == 0) {
-        std::fill_n(out, size, 0.0f);
-        out[choice.best] = 1.0f;
-        return;
-    }
-    const bool has_top_k = choice.top_k > 0 && choice.top_k < size, has_top_p = choice.dropped >= 0;
-    std::vector<float> maxima;
-    const float most = max_of(x, size, has_top_k ? &maxima : nullptr) / choice.temperature;
+inline bool has_filter(const Choice& choice, int64_t size) {
+    return (choice.top_k > 0 && choice.top_k < size) || choice.dropped >= 0 || choice.min_p > 0;
+}
+
+// The largest score of a row.
+template <class T>
+inline float most_of(const Row<T>& row, float temperature) {
+    return (row.best != nullptr ? number(row.x[*row.best]) : max_of(row.x, row.size, nullptr)) / temperature;
+}
+
+// Writes the exponentials of a row's scores less the largest to `out`; their sum.
+template <class T>
+inline double put_exps(const Row<T>& row, float temperature, float most, float* out) {
+    return exps_of(row, temperature, most, [&](int64_t i, const Lanes& own) {
+        if (row.size - i >= LANES)
+            store(own, out + i);
+        else
+            store_some(own, out + i, row.size - i);
+    });
+}
+
+// The tokens of a row that its filters keep, with their exponentials; none where the row cannot be summed, of which
+// `check_finite` has told by then. `room` is for a row.
+template <class T>
+inline Kept kept_of(const Row<T>& row, const Choice& choice, float* room) {
     Kept kept;
-    if (has_top_k) {
-        take_top_k(x, size, choice.temperature, choice.top_k, std::move(maxima), &kept);
+    if (choice.top_k > 0 && choice.top_k < row.size) {
+        std::vector<float> maxima;
+        const float most = max_of(row.x, row.size, &maxima) / choice.temperature;
+        take_top_k(row.x, row.size, choice.temperature, choice.top_k, std::move(maxima), &kept);
         kept.exponentiate(most);
-    } else if (has_top_p || choice.min_p == 0) {
-        const double total = exps_of(x, size, choice.temperature, most, out);
-        // What cannot be summed has no distribution; `check_finite` has told by then.
-        if (!has_top_p || !(total > 0)) {
-            const float scale = float(1.0 / total);
-            for (int64_t i = 0; i < size; ++i) out[i] *= scale;
-            return;
-        }
-        take_likely(out, size, total, choice.dropped, &kept);
+    } else if (choice.dropped >= 0) {
+        const double total = put_exps(row, choice.temperature, most_of(row, choice.temperature), room);
+        if (total > 0) take_likely(room, row.size, total, choice.dropped, &kept);
     } else {
+        const float most = most_of(row, choice.temperature);
         const float margin = 1e-5f * (1.0f + std::fabs(most));  // of what is rounded before `exponentiate`
-        take_scores(x, size, choice.temperature, most + std::log(choice.min_p) - margin, &kept);
+        take_scores(row.x, row.size, choice.temperature, most + std::log(choice.min_p) - margin, &kept);
         kept.exponentiate(most);
     }
-    if (has_top_p && !kept.ids.empty()) cut_top_p(choice.dropped, &kept);
+    if (choice.dropped >= 0 && !kept.ids.empty()) cut_top_p(choice.dropped, &kept);
     if (choice.min_p > 0) kept.cut([&](size_t i) { return kept.weights[i] >= choice.min_p; });
-    const float scale = float(1.0 / kept.total);
-    std::fill_n(out, size, 0.0f);
-    for (size_t i = 0; i < kept.ids.size(); ++i) out[kept.ids[i]] = kept.weights[i] * scale;
+    return kept;
+}
+
+// The distribution of a row, written to `out`. At temperature 0 the row's best token must be known.
+template <class T>
+inline void distribution_of(const Row<T>& row, const Choice& choice, float* out) {
+    if (choice.temperature == 0) {
+        std::fill_n(out, row.size, 0.0f);
+        out[*row.best] = 1.0f;
+    } else if (has_filter(choice, row.size)) {
+        const Kept kept = kept_of(row, choice, out);
+        const float scale = float(1.0 / kept.total);
+        std::fill_n(out, row.size, 0.0f);
+        for (size_t i = 0; i < kept.ids.size(); ++i) out[kept.ids[i]] = kept.weights[i] * scale;
+    } else {
+        const double total = put_exps(row, choice.temperature, most_of(row, choice.temperature), out);
+        const float scale = float(1.0 / total);
+        for (int64_t i = 0; i < row.size; ++i) out[i] *= scale;
+    }
+}
+
+// What `distribution_of` gives one token, to the bit, without writing it; `room` is for a row.
+template <class T>
+inline float probability_of(const Row<T>& row, const Choice& choice, int64_t token, float* room) {
+    if (choice.temperature == 0) return token == *row.best ? 1.0f : 0.0f;
+    if (has_filter(choice, row.size)) {
+        const Kept kept = kept_of(row, choice, room);
+        const auto found = std::lower_bound(kept.ids.begin(), kept.ids.end(), int32_t(token));
+        if (found == kept.ids.end() || *found != int32_t(token)) return 0.0f;
+        return kept.weights[found - kept.ids.begin()] * float(1.0 / kept.total);
+    }
+    const float most = most_of(row, choice.temperature);
+    const double total = exps_of(row, choice.temperature, most, [](int64_t, const Lanes&) {});
+    const int64_t first = token - token % LANES;
+    const Lanes own = exp_below(load_scores(row.x + first, row.size - first) / choice.temperature - most);
+    return own[token % LANES] * float(1.0 / total);
 }
 
 }  // namespace

@@ -14,21 +14,37 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from foretoken.kernels.build import loaded, opened
 
 SOURCE = Path(__file__).resolve().parent / "sampling.cpp"
-_INTERFACE = 2  # of the compiled library: what its functions take
+_INTERFACE = 3  # of the compiled library: what its functions take
 
 
 class Choice(ctypes.Structure):
     """`foretoken_choice`: how a row is sampled."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("best", "top_k")),
+        ("top_k", ctypes.c_int64),
         *((name, ctypes.c_float) for name in ("temperature", "dropped", "min_p")),
     )
+
+
+class _ChainsIn(ctypes.Structure):
+    """`foretoken_chains_in`."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("requests", "size")),
+        *((name, ctypes.c_void_p) for name in ("choices", "best", "offsets", "tokens", "accept", "next")),
+    )
+
+
+class _ChainsOut(ctypes.Structure):
+    """`foretoken_chains_out`."""
+
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("rows", "next_tokens", "probabilities"))
 
 
 @dataclass(frozen=True)
@@ -48,15 +64,59 @@ class SamplingKernel:
         self.library.foretoken_top_two(logits.data_ptr(), *logits.shape, *pointers, is_bf16, threads)
         return places, tops
 
-    def distributions(self, logits: Tensor, choices: Sequence[Choice]) -> Tensor:
-        """See `text.sampling.target_probs`: float32 logits [R, V], a choice for each row -> [R, V].
+    def distributions(self, logits: Tensor, choices: Sequence[Choice], best: Tensor | None = None) -> Tensor:
+        """See `text.sampling.target_probs`: float32 or bfloat16 logits [R, V], a choice for each row -> float32 [R, V].
+
+        `best` [R] is the argmax of each row, needed where a temperature is 0.
 
         Raises:
             MemoryError: no memory for the tokens that filters keep.
         """
         logits = logits.contiguous()
-        out, rows = torch.empty_like(logits), (Choice * len(choices))(*choices)
-        self._call("distributions", logits.data_ptr(), rows, *logits.shape, out.data_ptr())
+        best = None if best is None else best.contiguous()
+        out, rows = torch.empty(logits.shape, dtype=torch.float32), (Choice * len(choices))(*choices)
+        place = 0 if best is None else best.data_ptr()
+        is_bf16 = logits.dtype == torch.bfloat16
+        self._call("distributions", logits.data_ptr(), rows, place, *logits.shape, out.data_ptr(), is_bf16)
+        return out
+
+    def chains(
+        self,
+        logits: Tensor,
+        choices: Sequence[Choice],
+        best: Tensor,
+        offsets: Sequence[int],
+        tokens: Tensor,
+        accept: Tensor,
+        following: Tensor,
+    ) -> tuple[list[int], list[int], list[float]]:
+        """See `engine.chains`: float32 or bfloat16 logits [R, V], a choice and the argmax [R] of each row, draft tokens
+        [N] (those of request b from offsets[b] to offsets[b + 1]), float64 numbers [N] and [B] -> the row where each
+        round ends, the token drawn there, both [B], and the probability of accepting each node [N].
+
+        Raises:
+            MemoryError: no memory for a row of the vocabulary for each thread.
+        """
+        logits, best, tokens = logits.contiguous(), best.contiguous(), tokens.contiguous()
+        accept, following = accept.contiguous(), following.contiguous()
+        num_requests, starts, laws = len(following), np.array(offsets, np.int64), (Choice * len(choices))(*choices)
+        assert len(logits) == len(choices) == len(best) == num_requests + len(tokens)
+        assert best.dtype == tokens.dtype == torch.int64
+        assert accept.dtype == following.dtype == torch.float64
+        given = (ctypes.addressof(laws), best.data_ptr(), starts.ctypes.data, tokens.data_ptr(), accept.data_ptr())
+        ends, chances = np.empty((2, num_requests), np.int64), np.empty(len(tokens), np.float32)
+        chains = _ChainsIn(num_requests, logits.shape[-1], *given, following.data_ptr())
+        found = _ChainsOut(ends[0].ctypes.data, ends[1].ctypes.data, chances.ctypes.data)
+        is_bf16 = logits.dtype == torch.bfloat16
+        self._call("chains", logits.data_ptr(), ctypes.byref(chains), ctypes.byref(found), is_bf16)
+        rows, next_tokens = ends.tolist()
+        return rows, next_tokens, chances.tolist()
+
+    def uniforms(self, words: NDArray[np.uint64]) -> NDArray[np.float64]:
+        """See `text.randomness.uniforms`: seeds, indices, round starts and purposes [4, n] -> [n]."""
+        words = np.ascontiguousarray(words)
+        out = np.empty(words.shape[1])
+        self.library.foretoken_uniforms(words.ctypes.data, words.shape[1], out.ctypes.data)
         return out
 
     def race(self, weights: Tensor, keys: Sequence[tuple[int, int, int]]) -> Tensor:
@@ -114,7 +174,14 @@ def load(path: Path) -> SamplingKernel:
     """
     pointer, number, small = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     library = opened(path, "foretoken_sampling_interface", _INTERFACE)
-    for name in ("distributions", "race", "draw"):
+    distributions, chains, uniforms = (
+        getattr(library, f"foretoken_{name}") for name in ("distributions", "chains", "uniforms")
+    )
+    distributions.argtypes = (pointer, pointer, pointer, number, number, pointer, small, small)
+    chains.argtypes = (pointer, pointer, pointer, small, small)
+    distributions.restype = chains.restype = ctypes.c_bool
+    uniforms.argtypes, uniforms.restype = (pointer, number, pointer), None
+    for name in ("race", "draw"):
         function = getattr(library, f"foretoken_{name}")
         function.argtypes, function.restype = (pointer, pointer, number, number, pointer, small), ctypes.c_bool
     top_two = library.foretoken_top_two

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foretoken.core import Draft, RaceRows, Uniforms
-from foretoken.kernels.sampling import runs_on
+from foretoken.kernels.sampling import runs_on, sampling_kernel
 from foretoken.transfer import to_device
 
 
@@ -81,6 +81,9 @@ def _uniforms(
     seeds: Sequence[int], purposes: Sequence[int], round_starts: Sequence[int], indices: Sequence[int]
 ) -> NDArray[np.float64]:
     """One number per column of (seed; index, round start, purpose): four sequences of n -> [n]."""
+    kernel = sampling_kernel()
+    if kernel is not None:
+        return kernel.uniforms(np.array([seeds, indices, round_starts, purposes], dtype=np.uint64))
     wide = np.array(seeds, dtype=np.uint64)
     counter = np.array([indices, round_starts, purposes, [0] * len(seeds)], dtype=np.uint64)
     words = philox4x32(counter, np.stack((wide & _LOW, wide >> _HALF)))

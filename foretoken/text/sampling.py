@@ -21,6 +21,7 @@ from foretoken.verify import first_max
 
 _SORT_WHOLE = 1024  # columns up to which sorting a whole row costs less than selecting what needs sorting
 _COLDEST = 1e-20
+KERNEL_DTYPES = (torch.float32, torch.bfloat16)  # of logits that the compiled kernel takes
 
 
 def target_probs(logits: Tensor, params: Sequence[SamplingParams], best: Tensor | None = None) -> Tensor:
@@ -31,10 +32,12 @@ def target_probs(logits: Tensor, params: Sequence[SamplingParams], best: Tensor 
     logits).
     """
     assert logits.shape[0] == len(params)
-    scores = widened(logits)
-    kernel = kernel_for(scores)
+    kernel = kernel_for(logits, KERNEL_DTYPES)
     if kernel is not None and not all(choice.greedy for choice in params):
-        return kernel.distributions(scores, _choices(scores, params, best))
+        if best is None and any(choice.greedy for choice in params):
+            best = top_two(logits, wants_seconds=False).best
+        return kernel.distributions(logits, choices_of(params, logits.shape[-1]), best)
+    scores = widened(logits)
     groups: dict[tuple[float, int, float, float], list[int]] = {}
     for row, choice in enumerate(params):
         key = (0.0, 0, 1.0, 0.0) if choice.greedy else (choice.temperature, choice.top_k, choice.top_p, choice.min_p)
@@ -99,7 +102,7 @@ def widened(logits: Tensor) -> Tensor:
 
 def top_two(logits: Tensor, wants_seconds: bool = True) -> TopTwo:
     """The two best of each row of `logits` [R, V], compared in 32 bits or more."""
-    kernel = kernel_for(logits, (torch.float32, torch.bfloat16))
+    kernel = kernel_for(logits, KERNEL_DTYPES)
     if kernel is not None:
         places, tops = kernel.top_two(logits)
         return TopTwo(places, tops[0], tops[1])
@@ -131,23 +134,16 @@ def coldest(temperature: float) -> float:
     return max(temperature, _COLDEST)
 
 
-def _choices(scores: Tensor, params: Sequence[SamplingParams], best: Tensor | None) -> list[Choice]:
-    """How the compiled kernel samples each row."""
+def choices_of(params: Sequence[SamplingParams], vocab_size: int) -> list[Choice]:
+    """How the compiled kernel samples each row of `vocab_size` tokens."""
     made: dict[int, Choice] = {}
-    places = [0] * len(params)
-    if any(choice.greedy for choice in params):
-        places = (first_max(scores) if best is None else best).tolist()
-    choices = list[Choice]()
-    for choice, place in zip(params, places, strict=True):
-        if choice.greedy:
-            choices.append(Choice(best=place))
-            continue
+    for choice in params:
         if id(choice) not in made:
             dropped = 1 - choice.top_p if choice.top_p < 1 else -1.0
-            top_k = min(choice.top_k, scores.shape[-1])  # C would take another number's last 64 bits
-            made[id(choice)] = Choice(0, top_k, coldest(choice.temperature), dropped, choice.min_p)
-        choices.append(made[id(choice)])
-    return choices
+            top_k = min(choice.top_k, vocab_size)  # C would take another number's last 64 bits
+            temperature = 0.0 if choice.greedy else coldest(choice.temperature)
+            made[id(choice)] = Choice(top_k, temperature, dropped, choice.min_p)
+    return [made[id(choice)] for choice in params]
 
 
 def _distributions(

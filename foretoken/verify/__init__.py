@@ -3,7 +3,7 @@
 A new rule is one file with a subclass of `Rule` and one line in `dispatch.RULES`.
 """
 
-from foretoken.verify.base import Rule, draw, first_max, race_winner, race_winners
+from foretoken.verify.base import Rule, draw, first_max, race_winner, race_winners, verdict_at
 from foretoken.verify.dispatch import (
     GREEDY,
     RULES,
@@ -30,5 +30,6 @@ __all__ = [
     "resolve",
     "rule_for",
     "takes_trees",
+    "verdict_at",
     "verify_batch",
 ]

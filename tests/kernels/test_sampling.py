@@ -19,7 +19,8 @@ from foretoken.core import RaceRows
 from foretoken.kernels import sampling as compiled
 from foretoken.kernels.build import FLAGS, built
 from foretoken.kernels.sampling import SOURCE, SamplingKernel, load, sampling_kernel
-from foretoken.text.randomness import RaceNoise, race_noise
+from foretoken.text import randomness
+from foretoken.text.randomness import Purpose, RaceNoise, race_noise
 from foretoken.text.sampling import TopTwo, target_probs, top_two
 from foretoken.verify import draw, race_winner, race_winners
 from tests.helpers.instruction_sets import INSTRUCTION_SETS
@@ -279,3 +280,16 @@ def test_with_a_compiler_no_noise_is_made() -> None:
     noise = RaceNoise(3, 50)
     assert noise.rows([4, 9]) == RaceRows(noise, (4, 9))
     assert noise._rows == {}
+
+
+def test_uniform_numbers_are_those_of_numpy(kernel: SamplingKernel) -> None:
+    """Seeds of 64 bits, counts up to 32 bits."""
+    made = np.random.default_rng(5)
+    seeds = [0, 2**64 - 1, *made.integers(0, 2**64, 500, dtype=np.uint64).tolist()]
+    starts, indices = ([0, 2**32 - 1, *made.integers(0, 2**32, 500).tolist()] for _ in range(2))
+    for purpose in Purpose:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(randomness, "sampling_kernel", lambda: None)
+            expected = randomness.uniforms(seeds, purpose, starts, indices)
+            patch.setattr(randomness, "sampling_kernel", lambda: kernel)
+            assert randomness.uniforms(seeds, purpose, starts, indices).tolist() == expected.tolist()

@@ -192,6 +192,7 @@ def test_uniforms_are_the_top_53_bits_of_the_block() -> None:
 
 def test_the_largest_number_is_below_one(monkeypatch: pytest.MonkeyPatch) -> None:
     ones = np.full((4, 1), 0xFFFFFFFF, dtype=np.uint64)
+    monkeypatch.setattr("foretoken.text.randomness.sampling_kernel", lambda: None)
     monkeypatch.setattr("foretoken.text.randomness.philox4x32", lambda counter, key: ones)
     assert uniforms([1], Purpose.DRAFT, [1], [1]).tolist() == [1 - 2.0**-53]
 
