@@ -319,11 +319,14 @@ class Draft:
         if tuple(requests) == tuple(range(self.num_requests)):
             return self
         nodes = [node for b in requests for node in range(self.offsets[b], self.offsets[b + 1])]
+        host = [self.host_tokens[node] for node in nodes] if self.has_host_tokens else None
         mass = self.mass
         if mass is not None:
             mass = Mass(mass.distributions, tuple(mass.distribution_of_row[row] for row in self.rows_of(requests)))
         found = Draft(
-            tokens=self.tokens[to_device(nodes, self.tokens.device)],
+            tokens=self.tokens[to_device(nodes, self.tokens.device)]
+            if host is None
+            else to_device(host, self.tokens.device),
             parents=tuple(self.parents[node] for node in nodes),
             offsets=(0, *accumulate(self.lengths[b] for b in requests)),
             drafters=tuple(self.drafters[b] for b in requests),
@@ -333,10 +336,12 @@ class Draft:
             probes=None if self.probes is None else self.probes.select(requests),
             inner=tuple(self.inner[b] for b in requests) if self.inner else (),
         )
-        return found.with_host_tokens([self.host_tokens[node] for node in nodes]) if self.has_host_tokens else found
+        return found if host is None else found.with_host_tokens(host)
 
     def on(self, device: torch.device | str) -> Draft:
         """The same draft with its tensors on `device`."""
+        if self.tokens.device == torch.device(device) and self.mass is None and self.probes is None:
+            return self
         mass = self.mass and replace(self.mass, distributions=to_device(self.mass.distributions, device, None))
         probes = self.probes and replace(self.probes, tokens=to_device(self.probes.tokens, device))
         moved = replace(self, tokens=to_device(self.tokens, device), mass=mass, probes=probes)

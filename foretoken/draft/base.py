@@ -192,7 +192,8 @@ class FollowsText(Protocol):
 
     Its `commit` is called only for rounds in which it drafted. What the other rounds emitted comes with one call of
     `follow` before it drafts again, so that a drafter that is not asked takes no time. One that `keeps_answers` gets
-    the rest before `finish`, too.
+    the rest before `finish`, too. One with an attribute `only_follows` that is true gets what its own rounds emitted in
+    the same way, and its `commit` is never called.
     """
 
     keeps_answers: bool

@@ -330,7 +330,7 @@ class DrafterGroup:
 
     def _followers(self, entries: Sequence[BatchEntry]) -> dict[DrafterKey, dict[int, BatchEntry]]:
         """Which drafters must hear at once what was emitted: those that drafted, under the configuration they drafted
-        with, and of the others those that need more than the text.
+        with, and the others, as far as they need more than the text.
         """
         routes: dict[DrafterKey, dict[int, BatchEntry]] = {}
         for b, entry in enumerate(entries):
@@ -338,7 +338,8 @@ class DrafterGroup:
             routed = self._requests[request_id]
             for option, key in enumerate(routed.keys):
                 if key in routed.num_told:
-                    hears = option == entry.option and entry.num_draft > 0
+                    drafted = option == entry.option and entry.num_draft > 0
+                    hears = drafted and not getattr(self.drafters[key], "only_follows", False)  # `base.FollowsText`
                 else:
                     hears = option == entry.option or b not in routes.get(key, {})
                 if hears and not self.failures.is_off(request_id, key):

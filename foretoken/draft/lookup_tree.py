@@ -9,13 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, Self, TypeVar, runtime_checkable
 
-import torch
-
 from foretoken.config import SpecConfig
 from foretoken.core import Batch, BatchEntry, Draft, Verdict
 from foretoken.draft.base import Drafter, Factory, Feedback
 from foretoken.draft.merging import RequestNodes, ragged_draft
 from foretoken.draft.tree import TreeNode
+from foretoken.transfer import to_device
 
 # ---- where the last words of a text stood before: the index behind every lookup drafter
 #
@@ -299,6 +298,11 @@ class TextLookup(LookupDrafter, Generic[_Text]):
     def __init__(self) -> None:
         self._indexes: dict[int, _Text] = {}
 
+    @property
+    def only_follows(self) -> bool:
+        """See `base.FollowsText`: unless a subclass does more in `commit`."""
+        return type(self).commit is TextLookup.commit
+
     def commit(self, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:  # noqa: ARG002
         """Append what was emitted."""
         for b, entry in enumerate(batch.decoding):
@@ -315,5 +319,6 @@ class TextLookup(LookupDrafter, Generic[_Text]):
 
 def assemble(name: str, trees: Sequence[LookupTree]) -> Draft:
     """One ragged draft of deterministic tokens, a tree per request."""
-    tokens = torch.tensor([token for tree in trees for token in tree.tokens], dtype=torch.int64)
-    return ragged_draft(name, tokens, [RequestNodes(tree.parents) for tree in trees])
+    tokens = [token for tree in trees for token in tree.tokens]
+    draft = ragged_draft(name, to_device(tokens, "cpu"), [RequestNodes(tree.parents) for tree in trees])
+    return draft.with_host_tokens(tokens)

@@ -52,12 +52,18 @@ class CountingDrafter(NgramDrafter):
         super().finish(request_id)
 
 
-@pytest.fixture
-def rare(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> CountingDrafter:
+class OnlyFollowingDrafter(CountingDrafter):
+    """Would miss what its own rounds emitted if that came with `commit`."""
+
+    commit = NgramDrafter.commit
+
+
+@pytest.fixture(params=[CountingDrafter])
+def rare(request: pytest.FixtureRequest, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> CountingDrafter:
     """A lookup that the engine asks in one round of `EVERY`."""
     spec = SpecConfig("ngram", num_draft=3)
     llm.prepare(spec)
-    drafter = CountingDrafter()
+    drafter: CountingDrafter = request.param()
     monkeypatch.setitem(llm._drafters.drafters, drafter_key(spec), drafter)
     plans, rounds = llm.engine._budgets, iter(range(1 << 20))
 
@@ -80,6 +86,17 @@ def test_tokens_come_in_one_piece_before_the_next_draft(llm: LLM, rare: Counting
     assert max(rare.pieces) >= EVERY - 1, "what several rounds emitted came at once"
     (text,) = rare.finished.values()
     assert text == [*prompt, *plain], "the end of the answer is told before the request ends"
+
+
+@pytest.mark.parametrize("rare", [OnlyFollowingDrafter], indirect=True)
+def test_a_drafter_that_only_follows_is_told_of_its_own_rounds_too(llm: LLM, rare: CountingDrafter) -> None:
+    """Two requests at once, of which each drafts: no token is missed."""
+    prompts, params = [token_ids(6, seed=seed) * 3 for seed in (1, 2)], SamplingParams(MAX_TOKENS, ignore_eos=True)
+    plain = [one.token_ids for one in llm.generate(prompts, params, SpecConfig(drafter=None))]
+    found = llm.generate(prompts, params, SpecConfig("ngram", num_draft=3))
+    assert [one.token_ids for one in found] == plain
+    assert any(one.stats.num_drafted for one in found)
+    assert list(rare.finished.values()) == [[*prompt, *ids] for prompt, ids in zip(prompts, plain, strict=True)]
 
 
 def test_only_a_drafter_that_keeps_answers_is_told_their_end(llm: LLM, rare: CountingDrafter) -> None:
