@@ -142,7 +142,7 @@ def test_one_fault_changes_no_answer(
     [
         ("ngram", "look_up"),
         ("ngram", "propose"),
-        ("ngram", "commit"),
+        ("ngram", "follow"),
         ("draft_model", "propose"),
         ("draft_model", "commit"),
     ],
