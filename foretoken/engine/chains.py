@@ -12,9 +12,14 @@ from foretoken.core import Draft, Uniforms, Verdict
 from foretoken.engine.runner import TargetOutput
 from foretoken.kernels.sampling import kernel_for
 from foretoken.text.sampling import KERNEL_DTYPES, choices_of
-from foretoken.verify import verdict_at
+from foretoken.verify import verdict_at, verify_batch
 
 _RULES = frozenset({"auto", "rejection", "greedy"})  # that decide alike on a deterministic chain
+
+
+def verify_rows(draft: Draft, target: TargetOutput, uniforms: Uniforms, rules: Sequence[str]) -> Verdict:
+    """The verdict on a batch: from logits where that applies, else by the rules from `target.probs`."""
+    return verify_chains(draft, target, uniforms, rules) or verify_batch(draft, target.probs, uniforms, rules)
 
 
 def verify_chains(draft: Draft, target: TargetOutput, uniforms: Uniforms, rules: Sequence[str]) -> Verdict | None:

@@ -18,7 +18,7 @@ from foretoken.core import Batch, BatchEntry, Draft, StepOutput, Verdict
 from foretoken.draft.base import Feedback
 from foretoken.draft.group import DrafterGroup, option_kind
 from foretoken.engine.admission import Admission
-from foretoken.engine.chains import verify_chains
+from foretoken.engine.chains import verify_rows
 from foretoken.engine.emission import emit, fail, note_prompt
 from foretoken.engine.recovery import Faults, engine_error, recover
 from foretoken.engine.request import PreparedRequest, RequestState
@@ -34,7 +34,7 @@ from foretoken.machine.process import keep_freed_memory
 from foretoken.model.interface import LanguageModel, NeedsEqualThreads
 from foretoken.plan.profile import Curve, Profile
 from foretoken.text.tokenizer import Tokenizer
-from foretoken.verify import GREEDY, verify_batch
+from foretoken.verify import GREEDY
 
 
 class Engine:
@@ -263,10 +263,7 @@ class Engine:
         if all(rule == GREEDY.name for rule in rules):
             verdict = GREEDY.verify_best(draft, target.best)
         else:
-            uniforms = uniforms_of(batch, draft, target, rules)
-            verdict = verify_chains(draft, target, uniforms, rules) or verify_batch(
-                draft, target.probs, uniforms, rules
-            )
+            verdict = verify_rows(draft, target, uniforms_of(batch, draft, target, rules), rules)
         self.clock.verified = time.perf_counter()
         return verdict
 
