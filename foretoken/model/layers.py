@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from foretoken.kernels.launches import launches_for, products_for
 from foretoken.model.architecture import Activation, NormConfig
+from foretoken.model.matrices.codes import Allocate, large_page_tensor
 from foretoken.model.matrices.dense import DenseWeight, Product, dense_bytes, has_amx
 from foretoken.model.matrices.dense import kernel as dense_kernel
 from foretoken.model.row_kernels import kernels_for
@@ -90,14 +91,14 @@ class Linear(nn.Module):
         channels: Tensor = products.gated_product(x, self.weight, self.bias, activation)
         return channels
 
-    def pack(self) -> None:
+    def pack(self, allocate: Allocate = large_page_tensor) -> None:
         """Replace the weight by its packed form (CPU, bf16 only; elsewhere this does nothing)."""
         weight = self.weight
         if weight is None or weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not can_pack():
             return
         own = weight.detach().contiguous()
         if packs_with_own_kernel():
-            self.hold(DenseWeight.of(own))
+            self.hold(DenseWeight.of(own, allocate))
         else:
             self.hold(MkldnnWeight(torch.ops.mkldnn._reorder_linear_weight(own, _PACK_ROWS), weight.nbytes))
 

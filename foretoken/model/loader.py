@@ -38,7 +38,7 @@ from foretoken.model.layer_tensors import (
     sinks_name,
 )
 from foretoken.model.layers import Embedding, Linear, packs_with_own_kernel
-from foretoken.model.matrices.codes import GroupedCodes
+from foretoken.model.matrices.codes import Allocate, GroupedCodes, SharedPages
 from foretoken.model.matrices.grouped_kernel import GroupedWeight, merged
 from foretoken.model.matrices.quant import ACTIVATIONS, GroupQuantiser, check_quant
 from foretoken.model.packed.weights import PackedWeights, assembled, method_of, packed_format
@@ -168,12 +168,13 @@ def load_decoder(
     shard = Shard(config, rank, world)
     target, place = dtype_of(folder, dtype), torch.device(device)
     quantiser: GroupQuantiser | None = None
+    allocate = SharedPages().tensor
     if quant is not None:
         check_quant(quant, target, place)
-        quantiser = GroupQuantiser(quant, target)
+        quantiser = GroupQuantiser(quant, target, allocate)
     with torch.device("meta"):
         decoder = Decoder(config, shard, collective)
-    filler = _Filler(weights, shard, dtype=target, device=place, pack=pack, quantiser=quantiser)
+    filler = _Filler(weights, shard, dtype=target, device=place, pack=pack, quantiser=quantiser, allocate=allocate)
     filler.embedding(decoder.embedding, "model.embed_tokens", config)
     for index, layer in enumerate(decoder.layers):
         filler.layer(layer, index, config)
@@ -184,7 +185,7 @@ def load_decoder(
         if decoder.embedding.packed is not None:
             decoder.lm_head.hold(decoder.embedding.packed)
         elif pack:
-            decoder.lm_head.pack()
+            decoder.lm_head.pack(allocate)
     else:
         filler.linear(decoder.lm_head, {"lm_head": config.vocab_size}, config.hidden_size)
     if pack and filler.dequantised:
@@ -249,9 +250,10 @@ class _Filler:
         device: torch.device,
         pack: bool,
         quantiser: GroupQuantiser | None,
+        allocate: Allocate,
     ) -> None:
         self.weights, self.shard, self.dtype, self.device = weights, shard, dtype, device
-        self.pack, self.quantiser = pack, quantiser
+        self.pack, self.quantiser, self._allocate = pack, quantiser, allocate
         self._requests = RowOrders(shard.config)
         self._scratch = torch.empty(0, dtype=dtype, device=device)
         self.dequantised: dict[str, int] = {}  # by reason: matrices that the file has in codes and that run as numbers
@@ -274,7 +276,7 @@ class _Filler:
         parts = [(num_rows, codes) for num_rows, codes in found if codes is not None]
         if len(parts) < len(found):
             return []
-        return [assembled(codes, num_rows, self.dtype) for num_rows, codes in parts]
+        return [assembled(codes, num_rows, self.dtype, self._allocate) for num_rows, codes in parts]
 
     def _codes(self, name: str) -> tuple[int, Iterator[GroupedCodes] | None]:
         """This rank's part of a matrix, some rows at a time, and the number of its rows; None if it has no codes."""
@@ -338,7 +340,7 @@ class _Filler:
         )
         module.weight = (self._to_pack if packs_copy else self._merged)(shapes, module.weight)
         if self.pack:
-            module.pack()
+            module.pack(self._allocate)
         assert not packs_copy or module.packed is not None, "the weight would share its memory with the next one"
 
     def embedding(self, module: Embedding, name: str, config: ModelConfig) -> None:

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from foretoken.kernels.build import FLAGS, built
+from foretoken.model.layers import Linear
+from foretoken.model.loader import load_decoder
 from foretoken.model.matrices import grouped_kernel
-from foretoken.model.matrices.codes import LARGE_PAGE_BYTES, SUPER, GroupedCodes, large_page_tensor
+from foretoken.model.matrices.codes import LARGE_PAGE_BYTES, SUPER, GroupedCodes, SharedPages, large_page_tensor
 from foretoken.model.matrices.grouped_kernel import (
     INSTRUCTIONS,
     SOURCE,
@@ -26,6 +28,7 @@ from foretoken.model.matrices.grouped_kernel import (
     merged,
     products,
 )
+from foretoken.model.names import model_folder
 from foretoken.model.packed.weights import assembled
 from tests.helpers.grouped import FORMATS, grouped
 from tests.helpers.instruction_sets import INSTRUCTION_SETS
@@ -248,6 +251,31 @@ def test_large_matrices_lie_in_large_pages() -> None:
     tensor.fill_(1)
     assert tensor.sum(dtype=torch.float32) == 3 * 2**20
     assert large_page_tensor((2, 0), torch.uint8).shape == (2, 0)
+
+
+def test_tensors_that_stay_together_share_large_pages() -> None:
+    pages = SharedPages()
+    halves, numbers = pages.tensor((3, 5), torch.float16), pages.tensor((2, 16), torch.float32)
+    assert halves.data_ptr() % LARGE_PAGE_BYTES == 0
+    assert numbers.data_ptr() == halves.data_ptr() + 64, "the next line of the cache"
+    halves.fill_(1)
+    numbers.fill_(2)
+    assert halves.sum() == 15
+    assert numbers.sum() == 64
+    assert pages.tensor((2, 0), torch.uint8).shape == (2, 0)
+    large = pages.tensor((2**28 + 1,), torch.uint8)  # more than a chunk, and not written to
+    assert large.data_ptr() % LARGE_PAGE_BYTES == 0
+    assert numbers.sum() == 64
+
+
+@pytest.mark.parametrize("quant", ["int8", "int4"])
+def test_the_matrices_of_a_model_share_large_pages(quant: str) -> None:
+    decoder = load_decoder(model_folder("reference:target"), "float32", quant=quant)
+    weights = [module.packed for module in decoder.modules() if isinstance(module, Linear)]
+    grouped_weights = [weight for weight in weights if isinstance(weight, GroupedWeight)]
+    assert len(grouped_weights) == len(weights) > 1
+    tensors = [tensor for weight in grouped_weights for tensor in (weight.codes, weight.scales)]
+    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
 
 
 @pytest.mark.parametrize("odd", [0, 1])

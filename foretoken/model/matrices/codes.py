@@ -10,8 +10,8 @@ upper half in the high ones; with 5 or 6 bits one more line holds the bits above
 (bits - 4) * c on.
 
 Large pages: a page of 4 KB ends a prefetcher's run and costs a walk through the page table; weights in pages of 2 MB
-are read about a fifth faster. Linux gives them on request (`madvise`); elsewhere, and for small tensors, this is
-ordinary memory.
+are read up to twice as fast. Linux gives them on request (`madvise`); elsewhere this is ordinary memory. The matrices
+of a small model do not fill such a page, so those of a model share them (`SharedPages`).
 
 MXFP4 (OCP Microscaling Formats 1.0): the sixteen floats are 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives: whole
 numbers from -12 to 12 times a half, so that codes of 5 bits hold them exactly.
@@ -31,6 +31,8 @@ import torch
 from torch import Tensor
 
 LARGE_PAGE_BYTES = 2**21
+_CHUNK_BYTES = 2**28  # of `SharedPages`: only what is written to takes memory
+_LINE_BYTES = 64
 
 
 def large_page_tensor(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -48,6 +50,27 @@ def large_page_tensor(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     except OSError:  # a system built without large pages, or no memory, which the next line reports
         return torch.empty(shape, dtype=dtype)
     return whole[start : start + size].view(dtype).view(shape)
+
+
+Allocate = Callable[[Sequence[int], torch.dtype], Tensor]  # a contiguous tensor on the CPU that is not filled
+
+
+class SharedPages:
+    """Large pages for tensors that stay as long as one another, such as the weights of a model: they lie one after the
+    other, and the memory of a chunk goes with the last of them.
+    """
+
+    def __init__(self) -> None:
+        self._chunk, self._taken_bytes = torch.empty(0, dtype=torch.uint8), 0
+
+    def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """See `Allocate`; it begins at a line of the cache."""
+        size = math.prod(shape) * dtype.itemsize
+        if size > len(self._chunk) - self._taken_bytes:
+            self._chunk, self._taken_bytes = large_page_tensor((max(size, _CHUNK_BYTES),), torch.uint8), 0
+        found = self._chunk[self._taken_bytes : self._taken_bytes + size]
+        self._taken_bytes += -(-size // _LINE_BYTES) * _LINE_BYTES
+        return found.view(dtype).view(tuple(shape))
 
 
 SUPER = 256  # inputs that share one float16 in a format whose scales are whole numbers

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foretoken.kernels.build import loaded, opened
-from foretoken.model.matrices.codes import large_page_tensor
+from foretoken.model.matrices.codes import Allocate, large_page_tensor
 from foretoken.model.row_kernels import FLAGS
 
 # x [T, K], num_rows, width, matrices, their number, out [T, N], N, whether both are bfloat16, threads
@@ -128,13 +128,13 @@ class DenseWeight(CompiledWeight):
     width: int
 
     @classmethod
-    def of(cls, weight: Tensor) -> DenseWeight:
+    def of(cls, weight: Tensor, allocate: Allocate = large_page_tensor) -> DenseWeight:
         """`weight` [N, K] bfloat16 in this layout."""
         num_rows, width = weight.shape
         spare, missing = -num_rows % BLOCK_ROWS, width % 2
         full = F.pad(weight, (0, missing, 0, spare)) if spare or missing else weight
         split = full.view(-1, BLOCK_ROWS, full.shape[1] // 2, 2).transpose(1, 2)  # [blocks, pairs, 16, 2]
-        return cls(large_page_tensor(split.shape, split.dtype).copy_(split), num_rows, width)
+        return cls(allocate(split.shape, split.dtype).copy_(split), num_rows, width)
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """See `layers.PackedWeight`; `x` in float32 is rounded to bfloat16 first."""

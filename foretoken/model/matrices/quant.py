@@ -23,7 +23,7 @@ from torch import Tensor
 from foretoken.config import QUANTISED
 from foretoken.errors import InputError
 from foretoken.kernels.build import BuildError, KernelWarning, built
-from foretoken.model.matrices.codes import BLOCK_ROWS, GroupedCodes, codes_shape, large_page_tensor
+from foretoken.model.matrices.codes import BLOCK_ROWS, Allocate, GroupedCodes, codes_shape, large_page_tensor
 from foretoken.model.matrices.grouped_kernel import SOURCE, SPAN, GroupedWeight, kernel, load
 
 ACTIVATIONS = (torch.bfloat16, torch.float16, torch.float32)
@@ -121,9 +121,9 @@ class GroupQuantiser:
     and nothing that would leave holes between matrices when it goes.
     """
 
-    def __init__(self, kind: str, dtype: torch.dtype) -> None:
+    def __init__(self, kind: str, dtype: torch.dtype, allocate: Allocate = large_page_tensor) -> None:
         assert kind in QUANTISED
-        self.kind, self.dtype = kind, dtype
+        self.kind, self.dtype, self._allocate = kind, dtype, allocate
         self._scratch = torch.empty(0)
         kernel()  # compiled before the file is read, so that a machine without a compiler says so first
 
@@ -132,8 +132,8 @@ class GroupQuantiser:
         kind = "int8" if is_table else self.kind
         num_rows, width = sum(map(len, pieces)), pieces[0].shape[1]
         blocks, groups, bits = -(-num_rows // BLOCK_ROWS), -(-width // SPAN), _BITS[kind]
-        codes = large_page_tensor(codes_shape(blocks, groups, bits, SPAN), torch.uint8)
-        scales = large_page_tensor((blocks, groups, BLOCK_ROWS), torch.float16)
+        codes = self._allocate(codes_shape(blocks, groups, bits, SPAN), torch.uint8)
+        scales = self._allocate((blocks, groups, BLOCK_ROWS), torch.float16)
         for start, rows in self._row_blocks(pieces):
             part = GroupedWeight.of(grouped_codes(rows, kind), self.dtype)
             place = slice(start // BLOCK_ROWS, start // BLOCK_ROWS + len(part.codes))

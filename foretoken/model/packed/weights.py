@@ -13,7 +13,7 @@ from torch import Tensor
 
 from foretoken.errors import CheckpointError, UnsupportedModelError
 from foretoken.model.fields import Fields, shown
-from foretoken.model.matrices.codes import BLOCK_ROWS, GroupedCodes, large_page_tensor
+from foretoken.model.matrices.codes import BLOCK_ROWS, Allocate, GroupedCodes, large_page_tensor
 from foretoken.model.matrices.grouped_kernel import GroupedWeight
 from foretoken.model.packed.compressed import CompressedFormat
 from foretoken.model.packed.form import CodedMatrix, FoundParts, Fp8Format, Packed, PackedFormat
@@ -25,17 +25,17 @@ from foretoken.model.weights import AS_CODES, StoredKind, TensorSource, Weights,
 _NO_SUPERS: dict[str, Any] = {"super_scales": None, "super_minimums": None}
 
 
-def assembled(parts: Iterable[GroupedCodes], num_rows: int, dtype: torch.dtype) -> GroupedWeight:
+def assembled(
+    parts: Iterable[GroupedCodes], num_rows: int, dtype: torch.dtype, allocate: Allocate = large_page_tensor
+) -> GroupedWeight:
     """The matrix [N, K] of `parts`, all but the last of whole blocks of rows; `dtype` is that of a table's rows."""
     blocks, filled = -(-num_rows // BLOCK_ROWS), 0
     whole: dict[str, Tensor] = {}  # by field
     for part in parts:
         weight = GroupedWeight.of(part, dtype)
         count, own = len(weight.codes), _tensors(weight)
-        if count == blocks:
-            return weight
         if not whole:
-            whole = {name: large_page_tensor((blocks, *own[name].shape[1:]), own[name].dtype) for name in own}
+            whole = {name: allocate((blocks, *own[name].shape[1:]), own[name].dtype) for name in own}
         elif weight.form != (before := replace(weight, **_NO_SUPERS | whole)).form:
             # float16 may hold the scales of some rows exactly, and not of others; a broken file has infinite ones
             own, whole = _expanded(weight), _expanded(before)
