@@ -183,11 +183,13 @@ def test_the_table_of_adaptation() -> None:
     ("place", "name_of_file", "source_name"),
     [
         (0, "target-{}.gguf", "2026-11-23-gguf-rivals"),
-        (1, "smollm2-{}.gguf", "2026-11-29-amx-rivals-2"),
-        (2, "smollm2-1b-{}.gguf", "2026-11-29-amx-1b-rivals"),
-        (3, "smollm2-{}.gguf", "2026-11-28-zen5-rivals"),
-        (4, "smollm2-1b-{}.gguf", "2026-11-28-zen5-1b-rivals"),
-        (5, "SmolLM2-135M-{}.gguf", "2026-11-27-avx2-rivals"),
+        (1, "smollm2-{}.gguf", "2026-11-29-amx-steady-rivals"),
+        (2, "smollm2-1b-{}.gguf", "2026-11-29-amx-steady-1b-rivals"),
+        (3, "smollm2-{}.gguf", "2026-11-29-amx-prompts-rivals"),
+        (4, "smollm2-1b-{}.gguf", "2026-11-29-amx-prompts-1b-rivals"),
+        (5, "smollm2-{}.gguf", "2026-11-28-zen5-rivals"),
+        (6, "smollm2-1b-{}.gguf", "2026-11-28-zen5-1b-rivals"),
+        (7, "SmolLM2-135M-{}.gguf", "2026-11-27-avx2-rivals"),
     ],
 )
 def test_the_tables_beside_llama_cpp(place: int, name_of_file: str, source_name: str) -> None:
@@ -199,7 +201,11 @@ def test_the_tables_beside_llama_cpp(place: int, name_of_file: str, source_name:
         name = {"foretoken": "ours", "llama.cpp": "theirs"}.get(row["engine"])
         if name is not None and "bits per byte" in row:
             assert is_printed_of(row["bits per byte"], own["bits"][name])
-        for cell, measured in zip(list(row.values())[2 : 2 + len(own["rows"])], own["rows"], strict=True):
+        by_rows = {measured["rows"]: measured for measured in own["rows"]}
+        columns = {heading: cell for heading, cell in list(row.items())[2:] if heading != "bits per byte"}
+        assert columns
+        for heading, cell in columns.items():
+            measured = by_rows[int(heading.split()[0])]
             if name is not None:
                 assert is_printed_of(cell, measured[f"{name}_ms"])
             else:

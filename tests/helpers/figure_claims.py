@@ -123,13 +123,6 @@ def _amx_tiles() -> list[float]:
     return [own[key] for own in found for key in ("median", "low", "high")]
 
 
-def _one_row_beside_amx() -> list[float]:
-    """Ratios of one row with their intervals, Q4_0, Q8_0 and Q4_K_M."""
-    files = raw("2026-11-29-amx-rivals")["files"]
-    rows = [files[f"smollm2-{kind}.gguf"]["rows"][0] for kind in ("Q4_0", "Q8_0", "Q4_K_M")]
-    return [value for row in rows for value in (row["theirs_over_ours"], *row["theirs_over_ours_interval"])]
-
-
 def _summary(side: str) -> list[float]:
     """Cells of the shipped pair in which `auto` is below 0.97 of plain decoding, the worst, and the mean."""
     values = list(ratios(_SHIPPED, (side, "auto"), (side, "plain")).values())
@@ -365,11 +358,6 @@ CLAIMS: tuple[tuple[str, str, Callable[[], list[float]]], ...] = (
         "on this machine is # times (# to #) as fast as before products were computed in tiles and scales fetched "
         "ahead, and `auto` # times (# to #)",
         _amx_tiles,
-    ),
-    (
-        "docs/quantised.md",
-        "one row has the ratios # (#-#), # (#-#) and # (#-#)",
-        _one_row_beside_amx,
     ),
     (
         "docs/quantised.md",
