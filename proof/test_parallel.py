@@ -91,6 +91,7 @@ def test_a_server_restarts_a_worker_whose_rank_was_killed() -> None:
         os.kill(rank, signal.SIGKILL)
         assert json.loads([*stream][-1])["error"]["code"] == "worker_died"
         until(lambda: not is_alive(worker["pid"]), "the worker did not end")
+        until(lambda: server.get("/ready").status_code == 503, "the server did not hear of it")
         until(lambda: server.get("/ready").status_code == 200, "no worker came back")
         assert server.complete(temperature=0.0).json()["choices"] == expected
         (worker,) = server.invariants()["workers"]
