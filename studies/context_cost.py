@@ -129,7 +129,8 @@ def measure(
             tokens = torch.randint(model.vocab_size, (count,), generator=generator)
             segment = Segment(sequence, 1, tuple(range(-1, count - 2)), count)
             logits = []
-            for name, kernels in layers.items():
+            in_turns = list(layers.items())[:: -1 if turn % 2 else 1]  # who is second finds more in the caches
+            for name, kernels in in_turns:
                 with _running(kernels):
                     began = time.perf_counter()
                     logits.append(model.forward(tokens, [segment]).logits)

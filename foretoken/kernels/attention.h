@@ -166,6 +166,10 @@ public:
                 open_[i] = {NONE, Lanes{}, split_values_ + i * padded_};
                 std::fill_n(open_[i].values, padded_, 0.0f);
             }
+            if (split == task.first_split) {  // of a later one, the block before asked
+                prefetch(first, 0);
+                next_.all();
+            }
             for (int64_t block = first; block < last; block += KEY_BLOCK) run_block(block);
             for (int64_t i = 0; i < task.count; ++i)
                 merge(total_[i], open_[i].largest, sum_of(open_[i].weights), open_[i].values, padded_);
@@ -234,12 +238,23 @@ private:
     int64_t low(int64_t i) const { return std::min(std::max<int64_t>(0, first_seen(positions_[i]) - block_), high(i)); }
     int64_t high(int64_t i) const { return std::min<int64_t>(KEY_BLOCK, std::max<int64_t>(0, positions_[i] + 1 - block_)); }
 
+    // Ask for what all rows see of the block of positions that begins at `first`.
+    void prefetch(int64_t first, int64_t calls) {
+        const int64_t past = std::min({first + KEY_BLOCK, highest_ + 1, task_->last_split * SPLIT, task_->texts->common()});
+        const int64_t count = std::max<int64_t>(0, past - first);
+        task_->texts->slots(0, first, count, size_, next_at_);
+        next_ = {cached_keys_, cached_values_, next_at_, count, size_, calls};
+    }
+
+    int64_t calls_per_block() const {
+        const int64_t pieces = (task_->count + REGISTER_ROWS - 1) / REGISTER_ROWS;
+        return KEY_BLOCK / LANES * (words_ / LANES) + pieces * (words_ / SCORES_EACH + KEY_BLOCK / VALUES_EACH);
+    }
+
     void run_block(int64_t block) {
         block_ = block;
         const Texts& texts = *task_->texts;
-        const int64_t next = block + KEY_BLOCK, past = std::min({next + KEY_BLOCK, highest_ + 1, texts.common()});
-        num_soon_ = std::max<int64_t>(0, past - next);
-        texts.slots(0, next, num_soon_, size_, soon_at_);
+        prefetch(block + KEY_BLOCK, calls_per_block());
         const int64_t end = std::min<int64_t>(KEY_BLOCK, highest_ + 1 - block);
         if (block + end <= texts.common()) {
             lay_out(0, 0, end);
@@ -260,7 +275,8 @@ private:
     void lay_out(int64_t row, int64_t first, int64_t last) {
         task_->texts->slots(row, block_ + first, last - first, size_, at_ + first);
         for (int64_t c = first; c < last; c += LANES)
-            lay_out_keys(cached_keys_, at_ + c, std::min<int64_t>(LANES, last - c), size_, keys_ + c * words_);
+            lay_out_keys(cached_keys_, at_ + c, std::min<int64_t>(LANES, last - c), size_, keys_ + c * words_,
+                         next_);
     }
 
     void run_rows(int64_t first, int64_t count) {
@@ -273,8 +289,6 @@ private:
         in_pieces<REGISTER_ROWS>(count, [&](auto rows, int64_t row) { add_rows<decltype(rows)::value>(first + row); });
     }
 
-    Soon<C> soon(const C* rows, bool is_first) const { return {rows, soon_at_, is_first ? num_soon_ : 0, size_}; }
-
     template <int ROWS>
     void score_rows(int64_t row) {
         int64_t from = KEY_BLOCK, to = 0;
@@ -285,7 +299,7 @@ private:
         in_pieces<register_vectors(ROWS)>(to - from, [&](auto vectors, int64_t v) {
             score<C, ROWS, decltype(vectors)::value>(keys_ + (from + v) * LANES * words_, query_ + row * words_, words_,
                                           weights_ + row * KEY_BLOCK + (from + v) * LANES,
-                                          soon(cached_keys_, row == 0 && v == 0));
+                                          next_);
         });
     }
 
@@ -314,12 +328,12 @@ private:
         in_pieces<register_vectors(ROWS)>(whole, [&](auto vectors, int64_t v) {
             add_values<C, ROWS, decltype(vectors)::value>(cached_values_ + v * LANES, at_, weights, first, last,
                                                open_[row].values + v * LANES, padded_, LANES,
-                                               soon(cached_values_, row == 0 && v == 0));
+                                               next_);
         });
         if (whole * LANES < size_)
             add_values<C, ROWS, 1>(cached_values_ + whole * LANES, at_, weights, first, last,
                                    open_[row].values + whole * LANES, padded_, size_ - whole * LANES,
-                                   soon(cached_values_, false));
+                                   next_);
     }
 
     void store_part(const RowSum& sum, float* to) const {
@@ -346,7 +360,8 @@ private:
     const C *cached_keys_ = nullptr, *cached_values_ = nullptr;
     int64_t lowest_ = 0, highest_ = 0, block_ = 0;
     int64_t positions_[TILE_ROWS], at_[KEY_BLOCK];  // `at_`: of the block's rows in the cache
-    int64_t soon_at_[KEY_BLOCK], num_soon_ = 0;     // and of the next block's
+    int64_t next_at_[KEY_BLOCK];                    // and of the next block's
+    Prefetch<C> next_;
     OpenSum open_[TILE_ROWS];
     RowSum total_[TILE_ROWS];
 };

@@ -7,6 +7,7 @@
 #include <limits>
 
 #include "key_layout.h"
+#include "prefetch.h"
 
 // For loops over registers: one that is left a loop keeps them in memory.
 #ifdef __clang__
@@ -18,6 +19,7 @@
 namespace {
 
 constexpr int KEY_BLOCK = 64;  // positions of a block, which begins at a multiple of that
+constexpr int SCORES_EACH = 4, VALUES_EACH = 2;  // words of a key, and positions, between two calls of a prefetch
 constexpr float NONE = -std::numeric_limits<float>::infinity();
 
 // Query rows that share what was read, and vectors of 16 sums for each of `rows`: all of them fit into the registers,
@@ -31,24 +33,6 @@ constexpr bool READS_AHEAD = false;
 constexpr int REGISTER_ROWS = 3;
 constexpr int register_vectors(int rows) { return rows == 1 ? 4 : 2; }
 #endif
-
-// Rows of the cache that are wanted soon: while few rows read a long text, it comes from memory. They are asked for one
-// by one between other work, as a processor takes only some tens of requests at a time.
-template <class C>
-struct Soon {
-    const C* rows;
-    const int64_t* at;
-    int64_t count, size;
-
-    FORETOKEN_INLINE void fetch(int64_t i) const {
-        const char *row = reinterpret_cast<const char*>(rows + at[i]), *end = row + size * int64_t(sizeof(C));
-        __builtin_prefetch(row, 0, 2);
-        for (row += LINE; row < end; row += LINE) __builtin_prefetch(row, 0, 2);
-    }
-
-private:
-    static constexpr int64_t LINE = 64;
-};
 
 // `from`, through which a compiler reads anew what it would keep in registers: those are for sums.
 template <class N>
@@ -89,11 +73,11 @@ FORETOKEN_INLINE void store_sums(const Lanes (&sums)[ROWS][VECTORS], float* to, 
 // ---- Scores: `out` [ROWS, KEY_BLOCK] of 16 * VECTORS keys [VECTORS, words, 16] and `query` [ROWS, words].
 template <class C, int ROWS, int VECTORS>
 __attribute__((noinline)) void score(const Laid<C>* keys, const uint32_t* query, int64_t num_words, float* out,
-                                     const Soon<C>& soon) {
+                                     Prefetch<C>& next) {
     using W = Word<IN_PAIRS<C>>;
     Lanes sums[ROWS][VECTORS] = {};
     for (int64_t w = 0; w < num_words; ++w) {
-        for (int64_t i = w; i < soon.count; i += num_words) soon.fetch(i);
+        if (w % SCORES_EACH == 0) next.some();
         const auto read = [&](int v) {
             query = read_anew(query);
             return W::load(keys + (v * num_words + w) * LANES);
@@ -109,14 +93,14 @@ __attribute__((noinline)) void score(const Laid<C>* keys, const uint32_t* query,
 template <class C, int ROWS, int VECTORS>
 __attribute__((noinline)) void add_values(const C* values, const int64_t* at, const float* weights, int64_t first,
                                           int64_t last, float* total, int64_t stride, int64_t some,
-                                          const Soon<C>& soon) {
+                                          Prefetch<C>& next) {
     Lanes sums[ROWS][VECTORS];
     FORETOKEN_UNROLL
     for (int r = 0; r < ROWS; ++r)
         FORETOKEN_UNROLL
         for (int v = 0; v < VECTORS; ++v) sums[r][v] = load(total + r * stride + v * LANES);
     for (int64_t c = first; c < last; ++c) {
-        if (c < soon.count) soon.fetch(c);
+        if (c % VALUES_EACH == 0) next.some();
         const auto read = [&](int v) {
             weights = read_anew(weights);
             return VECTORS == 1 && some < LANES ? load_some(values + at[c], some) : load(values + at[c] + v * LANES);

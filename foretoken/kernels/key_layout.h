@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "pairs.h"
+#include "prefetch.h"
 
 namespace {
 
@@ -175,10 +176,12 @@ inline Words words_at(const N* row, int64_t size, int64_t first) {
 
 // 16 rows of keys, those behind `count` zeros, as [words, 16].
 template <class C>
-void lay_out_keys(const C* keys, const int64_t* at, int64_t count, int64_t size, uint32_t* to) {
+void lay_out_keys(const C* keys, const int64_t* at, int64_t count, int64_t size, uint32_t* to,
+                  Prefetch<C>& next) {
     const int64_t num_words = words_of<C>(size), whole = IN_PAIRS<C> ? size / 2 : size;
     int64_t first = 0;
     for (; count == LANES && first + LANES <= whole; first += LANES) {
+        next.some();
         Words rows[LANES];
         for (int64_t i = 0; i < LANES; ++i) rows[i] = words_at<C>(keys + at[i], size, first);
         transpose(rows, to + first * LANES);
@@ -216,11 +219,13 @@ FORETOKEN_INLINE void transpose_narrow(GetRow row, void* to) {
 
 // The same of numbers of 16 bits, which stay what they are: [size, 16].
 template <class C>
-void lay_out_keys(const C* keys, const int64_t* at, int64_t count, int64_t size, C* to) {
+void lay_out_keys(const C* keys, const int64_t* at, int64_t count, int64_t size, C* to, Prefetch<C>& next) {
     const auto eight = [](const C* from) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from)); };
     int64_t first = 0;
-    for (; count == LANES && first + EIGHT <= size; first += EIGHT)
+    for (; count == LANES && first + EIGHT <= size; first += EIGHT) {
+        if (first % LANES == 0) next.some();
         transpose_narrow([&](int i) { return eight(keys + at[i] + first); }, to + first * LANES);
+    }
     for (; first < size; first += EIGHT) {
         const int64_t some = std::min(EIGHT, size - first);
         C rows[LANES][EIGHT] = {}, turned[EIGHT * LANES];
