@@ -46,7 +46,11 @@ namespace {
 
 // Up to here one thread works: waking others would take longer.
 constexpr int64_t FEW_PRODUCTS = 1 << 18, FEW_SPANS = 256;
-constexpr int64_t GROUPS_AHEAD = 48;  // that are fetched before they are multiplied
+
+// How far ahead codes are fetched, as measured: small matrices are those of a small model, a part of which stays in a
+// cache that all cores share, and that is read fastest from afar. Large ones come from memory, where a core's own
+// prefetcher reads along best within a page.
+constexpr int64_t GROUPS_AHEAD = 48, LARGE_MATRIX_BYTES = 1 << 20, BYTES_AHEAD_IF_LARGE = 3072;
 
 using Block = void (*)(const Matrix&, const Tile&, int64_t, const Ahead&, float (*)[LANES]);
 
@@ -228,11 +232,18 @@ void multiply_in_tiles(Tiles& registers, int8_t* room, const Matrix& w, const Ac
 }
 #endif
 
+Ahead ahead_of(const Matrix& w, int64_t spans) {
+    const int64_t group_bytes = w.group * w.bits / 32 * LINE, groups_of_block = spans * (SPAN / w.group);
+    const bool is_large = (w.num_outputs + LANES - 1) / LANES * groups_of_block * group_bytes > LARGE_MATRIX_BYTES;
+    const int64_t groups = is_large ? std::max<int64_t>(1, BYTES_AHEAD_IF_LARGE / group_bytes) : GROUPS_AHEAD;
+    return {groups * group_bytes, groups * LANES};
+}
+
 // All rows against the 16 outputs of one block, into the columns of `out`.
 void multiply_rows(Tiles& registers, int8_t* room, const Matrix& w, const Activations& x, int64_t block, bool is_last,
                    const Outputs& out) {
     // The first tile fetches all: shared out among two tiles, 12 rows took as long as 16, and those a quarter more.
-    Ahead ahead = is_last ? Ahead{} : Ahead{GROUPS_AHEAD * w.group * w.bits / 32 * LINE, GROUPS_AHEAD * LANES};
+    Ahead ahead = is_last ? Ahead{} : ahead_of(w, x.spans);
     int64_t tile = 0;
 #ifdef FORETOKEN_AMX
     if (x.tile_rows > MAX_ROWS) {
