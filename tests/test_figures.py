@@ -183,13 +183,14 @@ def test_the_table_of_adaptation() -> None:
     ("place", "name_of_file", "source_name"),
     [
         (0, "target-{}.gguf", "2026-11-23-gguf-rivals"),
-        (1, "smollm2-{}.gguf", "2026-11-29-amx-steady-rivals"),
-        (2, "smollm2-1b-{}.gguf", "2026-11-29-amx-steady-1b-rivals"),
-        (3, "smollm2-{}.gguf", "2026-11-29-amx-prompts-rivals"),
-        (4, "smollm2-1b-{}.gguf", "2026-11-29-amx-prompts-1b-rivals"),
-        (5, "smollm2-{}.gguf", "2026-11-28-zen5-rivals"),
-        (6, "smollm2-1b-{}.gguf", "2026-11-28-zen5-1b-rivals"),
-        (7, "SmolLM2-135M-{}.gguf", "2026-11-27-avx2-rivals"),
+        (1, "smollm2-{}.gguf", "2026-11-30-amx-rivals"),
+        (2, "smollm2-1b-{}.gguf", "2026-11-30-amx-1b-rivals"),
+        (3, "smollm2-8b-{}.gguf", "2026-11-30-amx-8b-rivals"),
+        (4, "smollm2-{}.gguf", "2026-11-30-amx-prompts-rivals"),
+        (5, "smollm2-1b-{}.gguf", "2026-11-30-amx-prompts-1b-rivals"),
+        (6, "smollm2-{}.gguf", "2026-11-28-zen5-rivals"),
+        (7, "smollm2-1b-{}.gguf", "2026-11-28-zen5-1b-rivals"),
+        (8, "SmolLM2-135M-{}.gguf", "2026-11-27-avx2-rivals"),
     ],
 )
 def test_the_tables_beside_llama_cpp(place: int, name_of_file: str, source_name: str) -> None:
@@ -211,6 +212,29 @@ def test_the_tables_beside_llama_cpp(place: int, name_of_file: str, source_name:
             else:
                 values = (measured["theirs_over_ours"], *measured["theirs_over_ours_interval"])
                 assert all(map(is_printed_of, re.findall(r"\d+\.\d+", cell), values))
+
+
+def test_the_table_of_long_texts() -> None:
+    (found,) = [table for table in tables("docs/quantised.md") if "at 4,096, ms" in table[0]]
+    models = [
+        model
+        for name in ("2026-11-30-amx-context-cost", "2026-11-30-amx-8b-context-cost")
+        for model in raw(name)["models"]
+    ]
+    measured = [
+        (model, {cell["context"]: cell for cell in model["cells"] if (cell["layers"], cell["rows"]) == ("now", rows)})
+        for model in models
+        for rows in (1, 8)
+    ]
+    for row, (model, by_context) in zip(found, measured, strict=True):
+        long = by_context[4096]
+        assert int(row["rows"]) == long["rows"]
+        assert is_printed_of(row["at 128, ms"], by_context[128]["median_ms"])
+        assert is_printed_of(row["at 4,096, ms"], long["median_ms"])
+        spread = [long["over_shortest"][quantile] for quantile in ("median", "low", "high")]
+        assert all(map(is_printed_of, re.findall(r"\d+\.\d+", row["ratio"]), spread))
+        assert is_printed_of(row["weights"].split()[0], model["step_bytes"] / 1e6)
+        assert is_printed_of(row["keys and values"].split()[0], long["cache_bytes"] / 1e6)
 
 
 def test_the_table_of_the_servers() -> None:

@@ -1,7 +1,8 @@
 """Milliseconds of one pass over rows of one sequence, behind a text, by our engine and by llama-bench.
 
 Up to MOST_VERIFIED rows ours is a verify pass: one token and a chain of draft tokens, with the logits of every row.
-More rows are a prompt, with the logits of the last one. llama-bench always computes those of the last row alone.
+More rows are a prompt, which is read in steps of as many tokens as the engine's by default, with the logits of the last
+one of each. llama-bench reads 512 at a time as well, and always computes the logits of the last row alone.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from foretoken.backend.llama_programs import LlamaCpp, run_program
+from foretoken.control.queue import SchedulerConfig
 from foretoken.errors import ForetokenError
 from foretoken.measure.stats import expanded_interval
 from foretoken.model.interface import LanguageModel, Segment
@@ -42,13 +45,24 @@ def our_times(model: LanguageModel, counts: Sequence[int], depth: int, repeats: 
     for count in counts:
         for repeat in range(repeats + _WARM_UP):
             tokens = torch.randint(model.vocab_size, (count,), generator=generator)
-            own = Segment(0, 1, tuple(range(-1, count - 2)), count) if count <= MOST_VERIFIED else Segment(0, count)
             began = time.perf_counter()
-            model.forward(tokens, [own])
+            if count <= MOST_VERIFIED:
+                model.forward(tokens, [Segment(0, 1, tuple(range(-1, count - 2)), count)])
+            else:
+                _read_prompt(model, tokens)
             if repeat >= _WARM_UP:
                 times[count].append((time.perf_counter() - began) * 1e3)
+            model.rollback(0, depth)
     model.close(0)
     return times
+
+
+def _read_prompt(model: LanguageModel, tokens: Tensor) -> None:
+    most = SchedulerConfig().max_prompt_tokens
+    for first in range(0, len(tokens), most):
+        chunk = tokens[first : first + most]
+        model.forward(chunk, [Segment(0, len(chunk))])
+        model.commit(0, len(chunk))
 
 
 def their_times(llama: LlamaCpp, gguf: Path, counts: Sequence[int], depth: int, repeats: int, threads: int) -> Times:
