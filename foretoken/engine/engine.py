@@ -225,7 +225,7 @@ class Engine:
             self._count_preempted()
         for state in self.scheduler.preempted:
             self.drafters.release(state.request)
-        self.threads.begin(is_decoding=batch.only_decodes)
+        self.threads.begin(batch.only_decodes, self.clock.began)
         self.clock.scheduled = time.perf_counter()
         return batch
 

@@ -40,8 +40,10 @@ class StepThreads:
         """The way found best so far."""
         return Threading(torch.get_num_threads(), current_waiting()) if self._tuner is None else self._tuner.current
 
-    def begin(self, is_decoding: bool) -> None:
-        """A step's work begins; `is_decoding`: it reads no prompt, so that its time may be compared with others'."""
+    def begin(self, is_decoding: bool, began_s: float) -> None:
+        """The work of a step begins that began at `began_s`; `is_decoding`: it reads no prompt, so that its time may be
+        compared with others'.
+        """
         if not self._adapts:
             return
         num_threads = torch.get_num_threads()
@@ -49,7 +51,7 @@ class StepThreads:
             self._max_threads, self._tuner = num_threads, _tuner(num_threads, self._config)
         if self._tuner is None:
             return
-        is_contended = self._watch.is_contended(num_threads)
+        is_contended = self._watch.is_contended(num_threads, began_s)
         way = self._tuner.choose(is_contended) if is_decoding else self._tuner.present(is_contended)
         set_waiting(way.waiting)
         if way.num_threads != num_threads:
@@ -58,6 +60,8 @@ class StepThreads:
 
     def end(self) -> None:
         """A step is over, however it ended: torch's number of threads is what it was."""
+        if self._tuner is not None:
+            self._watch.rest()
         if self._is_changed:
             torch.set_num_threads(self._max_threads)
             self._is_changed = False

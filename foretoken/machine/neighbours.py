@@ -17,7 +17,7 @@ _MIN_S = 0.05  # a few ticks of 10 ms: less is not told apart from rounding
 _STAT = Path("/proc/stat")
 NEIGHBOUR_CORES = 0.3  # of one core: less is what a desktop does while nothing is asked of it
 _WATCH_S = 0.25  # 25 ticks of the system's counters
-_STALE_S = 1.0  # an interval in which no step ran says little of the next one
+_MOST_IDLE = 0.25  # of an interval: what others take while no step runs says nothing of the next one
 
 
 class OtherLoad:
@@ -66,7 +66,8 @@ class OtherLoad:
 
 
 class ContentionWatch:
-    """Whether other processes need the cores that threads of this one compute on, told anew every quarter of a second.
+    """Whether other processes need the cores that threads of this one compute on, told anew every quarter of a second
+    of steps. A client that works between its requests takes them from nobody.
 
     They do where they and `num_threads` together take more than the cores there are, by a third of a core; they no
     longer do when two intervals in a row say so.
@@ -77,23 +78,33 @@ class ContentionWatch:
         self._load = load or OtherLoad(clock)
         self._num_cores = self._load.num_cores
         self._began_s = clock()
+        self._rested_s: float | None = self._began_s  # when the last step ended, None while one runs
+        self._idle_s = 0.0  # of the interval
         self._cores: float | None = None
         self._before: float | None = None
 
-    def is_contended(self, num_threads: int) -> bool | None:
-        """Whether they do now; None where the system does not tell, or nothing was measured yet."""
+    def is_contended(self, num_threads: int, step_began_s: float) -> bool | None:
+        """Whether they do in the step that began then; None where the system does not tell, or nothing was measured
+        yet.
+        """
+        if self._rested_s is not None:
+            self._idle_s += step_began_s - self._rested_s
+            self._rested_s = None
         elapsed_s = self._clock() - self._began_s
         if elapsed_s >= _WATCH_S:
-            cores = self._load.cores()
-            if elapsed_s <= _STALE_S or self._cores is None:
-                self._before = self._cores if elapsed_s <= _STALE_S else None
-                self._cores = cores
+            if self._idle_s <= _MOST_IDLE * elapsed_s:
+                self._before, self._cores = self._cores, self._load.cores()
             self._load.start()
-            self._began_s = self._clock()
+            self._began_s, self._idle_s = self._clock(), 0.0
         if self._cores is None:
             return None
         busier = self._cores if self._before is None else max(self._cores, self._before)
         return busier + num_threads >= self._num_cores + NEIGHBOUR_CORES
+
+    def rest(self) -> None:
+        """A step is over, also one that did nothing."""
+        if self._rested_s is None:
+            self._rested_s = self._clock()
 
 
 def is_contended(share: float | None) -> bool:

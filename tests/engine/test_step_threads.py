@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -24,11 +25,15 @@ class Flapping:
     """A neighbour that comes and goes with every step."""
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.asked = self.rested = 0
 
-    def is_contended(self, num_threads: int) -> bool | None:
+    def is_contended(self, num_threads: int, step_began_s: float) -> bool | None:
         self.asked += 1
+        assert step_began_s <= time.perf_counter()
         return (None, True, False)[self.asked % 3]
+
+    def rest(self) -> None:
+        self.rested += 1
 
 
 @pytest.fixture(autouse=True)
@@ -82,20 +87,22 @@ def test_a_way_of_waiting_that_is_set_stands(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_torchs_number_is_the_most_and_is_given_back() -> None:
-    threads = StepThreads(True, Flapping())
+    watch = Flapping()
+    threads = StepThreads(True, watch)
     torch.set_num_threads(2)
     seen = set()
     for _ in range(40):
-        threads.begin(is_decoding=True)
+        threads.begin(True, time.perf_counter())
         seen.add(torch.get_num_threads())
         threads.observe(1, 0.01 * torch.get_num_threads(), CostTable())
         threads.end()
         assert torch.get_num_threads() == 2
     assert seen <= {1, 2}
     torch.set_num_threads(1)
-    threads.begin(is_decoding=True)
+    threads.begin(True, time.perf_counter())
     threads.end()
     assert threads.current.num_threads == torch.get_num_threads() == 1
+    assert watch.rested == watch.asked == 40
 
 
 def test_a_number_that_is_set_by_a_variable_stands(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +110,7 @@ def test_a_number_that_is_set_by_a_variable_stands(monkeypatch: pytest.MonkeyPat
     torch.set_num_threads(2)
     threads = StepThreads(True, Flapping())
     for _ in range(60):
-        threads.begin(is_decoding=True)
+        threads.begin(True, time.perf_counter())
         assert torch.get_num_threads() == 2
         threads.observe(1, 0.02, CostTable())
         threads.end()
@@ -113,7 +120,7 @@ def test_a_model_that_needs_equal_threads_keeps_them() -> None:
     torch.set_num_threads(2)
     watch = Flapping()
     threads = StepThreads(False, watch)
-    threads.begin(is_decoding=True)
+    threads.begin(True, time.perf_counter())
     assert (torch.get_num_threads(), watch.asked) == (2, 0)
     assert threads.current == Threading(2, waiting.current_waiting())
 

@@ -69,11 +69,18 @@ class Watched:
         self.now = self.busy = 0.0
         load = OtherLoad(lambda: self.now, lambda: self.busy, lambda: 0.0, lambda: None, 2)
         self.watch = ContentionWatch(load, lambda: self.now)
+        self.rest(0.25, 0.0)
 
     def run(self, seconds: float, others: float, num_threads: int = 2) -> bool | None:
+        """What is told when the next step begins, after one of `seconds`."""
         self.now += seconds
         self.busy += others * seconds
-        return self.watch.is_contended(num_threads)
+        return self.watch.is_contended(num_threads, self.now)
+
+    def rest(self, seconds: float, others: float) -> bool | None:
+        """What is told when the next step begins, after `seconds` in which none ran."""
+        self.watch.rest()
+        return self.run(seconds, others)
 
 
 def test_a_neighbour_is_seen_after_a_quarter_of_a_second_and_missed_after_two() -> None:
@@ -95,5 +102,27 @@ def test_cores_that_no_thread_needs_are_no_contention() -> None:
 def test_a_pause_of_the_engine_tells_nothing_of_now() -> None:
     machine = Watched()
     assert machine.run(0.3, 0.0) is False
-    assert machine.run(60.0, 2.0) is False  # measured while nobody asked
+    assert machine.rest(60.0, 2.0) is False  # measured while nobody asked
     assert machine.run(0.3, 2.0) is True
+    assert machine.run(0.3, 0.0) is True
+    assert machine.run(0.3, 0.0) is False
+    assert machine.rest(0.3, 2.0) is False  # a client that works between its requests
+    machine.watch.rest()
+    machine.now += 0.2
+    machine.busy += 0.4
+    assert machine.rest(0.1, 2.0) is False  # also if steps without work were made meanwhile
+    assert machine.run(0.24, 0.0) is False
+    assert machine.run(0.3, 0.0) is False
+
+
+def test_a_long_step_tells_of_now() -> None:
+    machine = Watched()
+    assert machine.run(5.0, 1.0) is True
+
+
+def test_short_waits_between_steps_are_a_part_of_them() -> None:
+    machine = Watched()
+    for _ in range(3):
+        machine.run(0.09, 1.0)
+        told = machine.rest(0.01, 1.0)
+    assert told is True
