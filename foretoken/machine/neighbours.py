@@ -17,7 +17,7 @@ _MIN_S = 0.05  # a few ticks of 10 ms: less is not told apart from rounding
 _STAT = Path("/proc/stat")
 NEIGHBOUR_CORES = 0.3  # of one core: less is what a desktop does while nothing is asked of it
 _WATCH_S = 0.25  # 25 ticks of the system's counters
-_MOST_IDLE = 0.25  # of an interval: what others take while no step runs says nothing of the next one
+_IDLE_SHARE = 0.25  # of an interval, at most: what others take while no step runs says nothing of the next one
 
 
 class OtherLoad:
@@ -92,7 +92,7 @@ class ContentionWatch:
             self._rested_s = None
         elapsed_s = self._clock() - self._began_s
         if elapsed_s >= _WATCH_S:
-            if self._idle_s <= _MOST_IDLE * elapsed_s:
+            if self._idle_s <= _IDLE_SHARE * elapsed_s:
                 self._before, self._cores = self._cores, self._load.cores()
             self._load.start()
             self._began_s, self._idle_s = self._clock(), 0.0
