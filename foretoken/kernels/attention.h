@@ -158,6 +158,7 @@ public:
 
     void run(const Task& task) {
         begin(task);
+        bool is_asked = false;  // for the block that is read next: each asks for the one behind it
         for (int64_t split = task.first_split; split < task.last_split; ++split) {
             const int64_t first = std::max(split * SPLIT, lowest_ / KEY_BLOCK * KEY_BLOCK);
             const int64_t last = std::min((split + 1) * SPLIT, highest_ + 1);
@@ -166,9 +167,10 @@ public:
                 open_[i] = {NONE, Lanes{}, split_values_ + i * padded_};
                 std::fill_n(open_[i].values, padded_, 0.0f);
             }
-            if (split == task.first_split) {  // of a later one, the block before asked
+            if (!is_asked) {
                 prefetch(first, 0);
                 next_.all();
+                is_asked = true;
             }
             for (int64_t block = first; block < last; block += KEY_BLOCK) run_block(block);
             for (int64_t i = 0; i < task.count; ++i)
@@ -275,8 +277,7 @@ private:
     void lay_out(int64_t row, int64_t first, int64_t last) {
         task_->texts->slots(row, block_ + first, last - first, size_, at_ + first);
         for (int64_t c = first; c < last; c += LANES)
-            lay_out_keys(cached_keys_, at_ + c, std::min<int64_t>(LANES, last - c), size_, keys_ + c * words_,
-                         next_);
+            lay_out_keys(cached_keys_, at_ + c, std::min<int64_t>(LANES, last - c), size_, keys_ + c * words_, next_);
     }
 
     void run_rows(int64_t first, int64_t count) {
@@ -298,8 +299,7 @@ private:
         from /= LANES, to = (to + LANES - 1) / LANES;
         in_pieces<register_vectors(ROWS)>(to - from, [&](auto vectors, int64_t v) {
             score<C, ROWS, decltype(vectors)::value>(keys_ + (from + v) * LANES * words_, query_ + row * words_, words_,
-                                          weights_ + row * KEY_BLOCK + (from + v) * LANES,
-                                          next_);
+                                          weights_ + row * KEY_BLOCK + (from + v) * LANES, next_);
         });
     }
 
@@ -327,8 +327,7 @@ private:
         const float* weights = weights_ + row * KEY_BLOCK;
         in_pieces<register_vectors(ROWS)>(whole, [&](auto vectors, int64_t v) {
             add_values<C, ROWS, decltype(vectors)::value>(cached_values_ + v * LANES, at_, weights, first, last,
-                                               open_[row].values + v * LANES, padded_, LANES,
-                                               next_);
+                                               open_[row].values + v * LANES, padded_, LANES, next_);
         });
         if (whole * LANES < size_)
             add_values<C, ROWS, 1>(cached_values_ + whole * LANES, at_, weights, first, last,

@@ -240,10 +240,9 @@ Ahead ahead_of(const Matrix& w, int64_t spans) {
 }
 
 // All rows against the 16 outputs of one block, into the columns of `out`.
-void multiply_rows(Tiles& registers, int8_t* room, const Matrix& w, const Activations& x, int64_t block, bool is_last,
+void multiply_rows(Tiles& registers, int8_t* room, const Matrix& w, const Activations& x, int64_t block, Ahead ahead,
                    const Outputs& out) {
     // The first tile fetches all: shared out among two tiles, 12 rows took as long as 16, and those a quarter more.
-    Ahead ahead = is_last ? Ahead{} : ahead_of(w, x.spans);
     int64_t tile = 0;
 #ifdef FORETOKEN_AMX
     if (x.tile_rows > MAX_ROWS) {
@@ -320,9 +319,10 @@ void multiply(const T* x, int64_t rows, int64_t width, const Matrix* parts, int 
             int8_t* const room = lines == 0 ? nullptr : unpacked[t * lines].codes;
             for (const Matrix* w = first; w < last; to += w++->num_outputs) {
                 const int64_t blocks = (w->num_outputs + LANES - 1) / LANES;
+                const Ahead ahead = ahead_of(*w, a.spans);
                 for_share(blocks, t, n, [&](int64_t block) {
                     const int64_t count = std::min<int64_t>(LANES, w->num_outputs - block * LANES);
-                    multiply_rows(registers, room, *w, a, block, block + 1 == blocks,
+                    multiply_rows(registers, room, *w, a, block, block + 1 == blocks ? Ahead{} : ahead,
                                   {to + block * LANES, stride, count, std::is_same<T, uint16_t>::value});
                 });
             }

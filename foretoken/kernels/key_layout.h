@@ -176,8 +176,7 @@ inline Words words_at(const N* row, int64_t size, int64_t first) {
 
 // 16 rows of keys, those behind `count` zeros, as [words, 16].
 template <class C>
-void lay_out_keys(const C* keys, const int64_t* at, int64_t count, int64_t size, uint32_t* to,
-                  Prefetch<C>& next) {
+void lay_out_keys(const C* keys, const int64_t* at, int64_t count, int64_t size, uint32_t* to, Prefetch<C>& next) {
     const int64_t num_words = words_of<C>(size), whole = IN_PAIRS<C> ? size / 2 : size;
     int64_t first = 0;
     for (; count == LANES && first + LANES <= whole; first += LANES) {
