@@ -59,15 +59,16 @@ FORETOKEN_INLINE void add_products(__m256i& sums, __m256i codes, __m256i x) {
 
 // Adds the products of chunks C to STOP to `sums`, two numbers of 16 bits an output.
 template <int COUNT, int BITS, int GROUP, int C, int STOP>
-FORETOKEN_INLINE void add_narrow(__m256i (*sums)[2], const uint8_t* codes, const int8_t* inputs) {
+FORETOKEN_INLINE void add_narrow(__m256i (*sums)[2], const uint8_t* codes, const int8_t* inputs, const Ahead* ahead) {
     if constexpr (C < STOP) {
+        if (ahead != nullptr) fetch_beside(C, GROUP / CHUNK, codes, GROUP * BITS / 32, *ahead);
         const __m256i low = codes_of<BITS, GROUP, C>(codes), high = codes_of<BITS, GROUP, C>(codes + HALF_LINE);
         for (int r = 0; r < COUNT; ++r) {
             const __m256i x = inputs_at(inputs + r * SPAN + CHUNK * C);
             add_products(sums[r][0], low, x);
             add_products(sums[r][1], high, x);
         }
-        add_narrow<COUNT, BITS, GROUP, C + 1, STOP>(sums, codes, inputs);
+        add_narrow<COUNT, BITS, GROUP, C + 1, STOP>(sums, codes, inputs, ahead);
     }
 }
 
@@ -76,13 +77,15 @@ inline __m256i plus_pairs(__m256i to, __m256i sums, int16_t times = 1) {
     return _mm256_add_epi32(to, _mm256_madd_epi16(sums, _mm256_set1_epi16(times)));
 }
 
-// Adds the products of a group, from chunk C on, to `dots`, for `COUNT` rows and 16 outputs.
+// Adds the products of a group, from chunk C on, to `dots`, for `COUNT` rows and 16 outputs. Fetches unless `ahead` is
+// null.
 template <int COUNT, int BITS, int GROUP, int C = 0>
-FORETOKEN_INLINE void add_chunks(__m256i (*dots)[2], const uint8_t* codes, const int8_t* inputs) {
+FORETOKEN_INLINE void add_chunks(__m256i (*dots)[2], const uint8_t* codes, const int8_t* inputs, const Ahead* ahead) {
     if constexpr (BITS == 8) {
         for (int half = 0; half < 2; ++half) {
             __m256i low[COUNT] = {}, high[COUNT] = {};  // sums of the products with both nibbles
             for (int c = 0; c < GROUP / CHUNK; ++c) {
+                if (ahead != nullptr && half == 0) fetch_beside(c, GROUP / CHUNK, codes, GROUP * BITS / 32, *ahead);
                 const __m256i code = bytes_at(codes + LINE * c + HALF_LINE * half);
                 const __m256i lower = low_nibbles(code), upper = low_nibbles(_mm256_srli_epi16(code, 4));
                 for (int r = 0; r < COUNT; ++r) {
@@ -96,10 +99,10 @@ FORETOKEN_INLINE void add_chunks(__m256i (*dots)[2], const uint8_t* codes, const
     } else if constexpr (C < GROUP / CHUNK) {
         constexpr int STOP = std::min(C + CHUNKS_IN_16<BITS>, GROUP / CHUNK);
         __m256i sums[COUNT][2] = {};
-        add_narrow<COUNT, BITS, GROUP, C, STOP>(sums, codes, inputs);
+        add_narrow<COUNT, BITS, GROUP, C, STOP>(sums, codes, inputs, ahead);
         for (int r = 0; r < COUNT; ++r)
             for (int half = 0; half < 2; ++half) dots[r][half] = plus_pairs(dots[r][half], sums[r][half]);
-        add_chunks<COUNT, BITS, GROUP, STOP>(dots, codes, inputs);
+        add_chunks<COUNT, BITS, GROUP, STOP>(dots, codes, inputs, ahead);
     }
 }
 
@@ -145,12 +148,12 @@ FORETOKEN_INLINE Numbers numbers_of(const Matrix& w, int64_t place, int64_t supe
 // Adds group `g` to the totals of the rows `FIRST` to `FIRST + COUNT` of a tile of `ROWS`.
 template <int ROWS, int FIRST, int COUNT, int BITS, int GROUP>
 FORETOKEN_INLINE void add_group(const uint8_t* codes, const Numbers& numbers, bool has_minimum, const Tile& x, int64_t g,
-                                __m256 (*totals)[2]) {
+                                const Ahead& ahead, __m256 (*totals)[2]) {
     constexpr int GROUPS = SPAN / GROUP;
     const int64_t span = g / GROUPS, row = span * ROWS + FIRST, group_row = g * ROWS + FIRST;
     __m256i dots[COUNT][2];
     for (int r = 0; r < COUNT; ++r) dots[r][0] = dots[r][1] = _mm256_set1_epi32(x.offsets[group_row + r]);
-    add_chunks<COUNT, BITS, GROUP>(dots, codes, x.codes + row * SPAN + g % GROUPS * GROUP);
+    add_chunks<COUNT, BITS, GROUP>(dots, codes, x.codes + row * SPAN + g % GROUPS * GROUP, FIRST == 0 ? &ahead : nullptr);
     for (int r = 0; r < COUNT; ++r) {
         const __m256 x_scale = _mm256_set1_ps(x.scales[row + r]), sum = _mm256_set1_ps(x.sums[group_row + r]);
         for (int half = 0; half < 2; ++half) {
@@ -173,11 +176,11 @@ void multiply_block(const Matrix& w, const Tile& x, int64_t block, const Ahead& 
     for (auto& total : totals) total[0] = total[1] = _mm256_setzero_ps();
     for (int64_t g = 0; g < groups; ++g, codes += LINES * LINE) {
         const int64_t place = (block * groups + g) * LANES, super = (block * supers + g * GROUP / SUPER) * LANES;
-        fetch_group(w, codes, LINES, place, ahead);
+        fetch_numbers(w, place, ahead);
         const Numbers numbers = numbers_of(w, place, super);
-        add_group<ROWS, 0, COUNT, BITS, GROUP>(codes, numbers, has_minimum, x, g, totals);
+        add_group<ROWS, 0, COUNT, BITS, GROUP>(codes, numbers, has_minimum, x, g, ahead, totals);
         if constexpr (COUNT < ROWS)
-            add_group<ROWS, COUNT, ROWS - COUNT, BITS, GROUP>(codes, numbers, has_minimum, x, g, totals);
+            add_group<ROWS, COUNT, ROWS - COUNT, BITS, GROUP>(codes, numbers, has_minimum, x, g, ahead, totals);
     }
     for (int r = 0; r < ROWS; ++r)
         for (int half = 0; half < 2; ++half) _mm256_storeu_ps(out[r] + LANES / 2 * half, totals[r][half]);

@@ -62,45 +62,66 @@ inline __m512i codes_of(const uint8_t* codes) {
     }
 }
 
+// What the rows of a tile bring to a group. Pointers that walk from group to group: with an index, GCC 12 computes the
+// address of every row, and keeps these in mask registers, each of which then costs as much as a product.
+template <int ROWS, int GROUP>
+struct Inputs {
+    const int8_t* codes;
+    const float* scales;
+    const int32_t* offsets;
+    const float* sums;
+
+    explicit Inputs(const Tile& x) : codes(x.codes), scales(x.scales), offsets(x.offsets), sums(x.sums) {}
+
+    void leave(int64_t group) {
+        const bool ends_span = GROUP == SPAN || group % 2 == 1;
+        codes += ends_span ? ROWS * SPAN - (SPAN - GROUP) : GROUP;
+        scales += ends_span ? ROWS : 0;
+        offsets += ROWS, sums += ROWS;
+    }
+};
+
 template <int ROWS, int BITS, int GROUP, int C = 0>
-inline void add_chunks(__m512i* dots, const uint8_t* codes, const int8_t* inputs) {
+FORETOKEN_INLINE void add_chunks(__m512i* dots, const uint8_t* codes, const int8_t* inputs, const Ahead& ahead) {
     if constexpr (C < GROUP / CHUNK) {
+        fetch_beside(C, GROUP / CHUNK, codes, GROUP * BITS / 32, ahead);
         const __m512i code = codes_of<BITS, GROUP, C>(codes);
         for (int r = 0; r < ROWS; ++r) {
             int32_t four;
             std::memcpy(&four, inputs + r * SPAN + CHUNK * C, sizeof four);
             dots[r] = _mm512_dpbusd_epi32(dots[r], code, _mm512_set1_epi32(four));
         }
-        add_chunks<ROWS, BITS, GROUP, C + 1>(dots, codes, inputs);
+        add_chunks<ROWS, BITS, GROUP, C + 1>(dots, codes, inputs, ahead);
     }
 }
 
 template <int ROWS, int BITS, int GROUP>
-void multiply_block(const Matrix& w, const Tile& x, int64_t block, const Ahead& ahead, float (*out)[LANES]) {
+void multiply_block(const Matrix& w, const Tile& tile, int64_t block, const Ahead& ahead, float (*out)[LANES]) {
     constexpr int GROUPS = SPAN / GROUP, LINES = GROUP * BITS / 32;
-    const int64_t groups = x.spans * GROUPS, supers = (x.spans * SPAN + SUPER - 1) / SUPER;
+    const int64_t groups = tile.spans * GROUPS, supers = (tile.spans * SPAN + SUPER - 1) / SUPER;
     const uint8_t* codes = w.codes + block * groups * LINES * LINE;
+    Inputs<ROWS, GROUP> x(tile);
     __m512 total[ROWS];
     for (int r = 0; r < ROWS; ++r) total[r] = _mm512_setzero_ps();
-    for (int64_t g = 0; g < groups; ++g, codes += LINES * LINE) {
-        const int64_t span = g / GROUPS, place = (block * groups + g) * LANES;
+    for (int64_t g = 0; g < groups; x.leave(g), ++g, codes += LINES * LINE) {
+        const int64_t place = (block * groups + g) * LANES;
         const int64_t super = (block * supers + g * GROUP / SUPER) * LANES;
-        fetch_group(w, codes, LINES, place, ahead);
+        fetch_numbers(w, place, ahead);
         __m512i dots[ROWS];
-        for (int r = 0; r < ROWS; ++r) dots[r] = _mm512_set1_epi32(x.offsets[g * ROWS + r]);
-        add_chunks<ROWS, BITS, GROUP>(dots, codes, x.codes + span * ROWS * SPAN + g % GROUPS * GROUP);
+        for (int r = 0; r < ROWS; ++r) dots[r] = _mm512_set1_epi32(x.offsets[r]);
+        add_chunks<ROWS, BITS, GROUP>(dots, codes, x.codes, ahead);
         const __m512 scale = numbers_at(w.scales, w.super_scales, w.form, place, super);
         const auto add_group = [&](auto part_of) {
             if (w.minimums == nullptr) {
                 for (int r = 0; r < ROWS; ++r) {
-                    const __m512 x_scale = _mm512_set1_ps(x.scales[span * ROWS + r]);
+                    const __m512 x_scale = _mm512_set1_ps(x.scales[r]);
                     total[r] = _mm512_add_ps(total[r], _mm512_mul_ps(part_of(dots[r]), x_scale));
                 }
             } else {
                 const __m512 minimum = minimums_at(w, scale, place, super);
                 for (int r = 0; r < ROWS; ++r) {
-                    const __m512 x_scale = _mm512_set1_ps(x.scales[span * ROWS + r]);
-                    const __m512 lower = _mm512_mul_ps(minimum, _mm512_set1_ps(x.sums[g * ROWS + r]));
+                    const __m512 x_scale = _mm512_set1_ps(x.scales[r]);
+                    const __m512 lower = _mm512_mul_ps(minimum, _mm512_set1_ps(x.sums[r]));
                     total[r] = _mm512_add_ps(total[r], _mm512_mul_ps(_mm512_add_ps(part_of(dots[r]), lower), x_scale));
                 }
             }

@@ -47,10 +47,8 @@ namespace {
 // Up to here one thread works: waking others would take longer.
 constexpr int64_t FEW_PRODUCTS = 1 << 18, FEW_SPANS = 256;
 
-// How far ahead codes are fetched, as measured: small matrices are those of a small model, a part of which stays in a
-// cache that all cores share, and that is read fastest from afar. Large ones come from memory, where a core's own
-// prefetcher reads along best within a page.
-constexpr int64_t GROUPS_AHEAD = 48, LARGE_MATRIX_BYTES = 1 << 20, BYTES_AHEAD_IF_LARGE = 3072;
+// How far ahead codes are fetched. Anything from 4 to 12 KB takes equally long.
+constexpr int64_t BYTES_AHEAD = 6144;
 
 using Block = void (*)(const Matrix&, const Tile&, int64_t, const Ahead&, float (*)[LANES]);
 
@@ -232,10 +230,8 @@ void multiply_in_tiles(Tiles& registers, int8_t* room, const Matrix& w, const Ac
 }
 #endif
 
-Ahead ahead_of(const Matrix& w, int64_t spans) {
-    const int64_t group_bytes = w.group * w.bits / 32 * LINE, groups_of_block = spans * (SPAN / w.group);
-    const bool is_large = (w.num_outputs + LANES - 1) / LANES * groups_of_block * group_bytes > LARGE_MATRIX_BYTES;
-    const int64_t groups = is_large ? std::max<int64_t>(1, BYTES_AHEAD_IF_LARGE / group_bytes) : GROUPS_AHEAD;
+Ahead ahead_of(const Matrix& w) {
+    const int64_t group_bytes = w.group * w.bits / 32 * LINE, groups = BYTES_AHEAD / group_bytes;
     return {groups * group_bytes, groups * LANES};
 }
 
@@ -319,7 +315,7 @@ void multiply(const T* x, int64_t rows, int64_t width, const Matrix* parts, int 
             int8_t* const room = lines == 0 ? nullptr : unpacked[t * lines].codes;
             for (const Matrix* w = first; w < last; to += w++->num_outputs) {
                 const int64_t blocks = (w->num_outputs + LANES - 1) / LANES;
-                const Ahead ahead = ahead_of(*w, a.spans);
+                const Ahead ahead = ahead_of(*w);
                 for_share(blocks, t, n, [&](int64_t block) {
                     const int64_t count = std::min<int64_t>(LANES, w->num_outputs - block * LANES);
                     multiply_rows(registers, room, *w, a, block, block + 1 == blocks ? Ahead{} : ahead,

@@ -65,14 +65,38 @@ inline void fetch(const void* at) {
 #endif
 }
 
-// What `ahead` says of the group whose codes, `lines` of them, and whose numbers at `place` are read now. Inlined by
-// force: GCC 12 finds that a function which only fetches does nothing, and removes its calls.
-FORETOKEN_INLINE void fetch_group(const Matrix& w, const uint8_t* codes, int lines, int64_t place, const Ahead& ahead) {
+// The compiler would move all fetches of a group to its beginning.
+FORETOKEN_INLINE void stay_in_order() {
+#ifdef __GNUC__
+    asm volatile("");
+#endif
+}
+
+// What `ahead` says of the group whose numbers at `place` are read now. This and the following are inlined by force:
+// GCC 12 finds that a function which only fetches does nothing, and removes its calls.
+FORETOKEN_INLINE void fetch_numbers(const Matrix& w, int64_t place, const Ahead& ahead) {
     if (ahead.codes == 0) return;
-    for (int i = 0; i < lines; ++i) fetch(codes + ahead.codes + i * LINE);
     const int64_t at = place + ahead.scales;
     fetch(static_cast<const char*>(w.scales) + at * scale_bytes(w.form));
     if (w.minimums != nullptr) fetch(static_cast<const char*>(w.minimums) + at * minimum_bytes(w.form));
+}
+
+// The lines of a group's codes that are fetched beside part `part` of `parts` of its work: a core waits for a dozen
+// lines of memory at a time, and asked for evenly they arrive while it multiplies. If nothing is to be fetched, the
+// group's own lines are, which are needed anyway.
+FORETOKEN_INLINE void fetch_beside(int part, int parts, const uint8_t* codes, int lines, const Ahead& ahead) {
+    for (int i = lines * part / parts; i < lines * (part + 1) / parts; ++i) {
+        stay_in_order();
+        fetch(codes + ahead.codes + i * LINE);
+        stay_in_order();
+    }
+}
+
+// Both for a whole group at once.
+FORETOKEN_INLINE void fetch_group(const Matrix& w, const uint8_t* codes, int lines, int64_t place, const Ahead& ahead) {
+    if (ahead.codes == 0) return;
+    for (int i = 0; i < lines; ++i) fetch(codes + ahead.codes + i * LINE);
+    fetch_numbers(w, place, ahead);
 }
 
 }  // namespace
