@@ -3,8 +3,8 @@
     python -m studies.roofline --target smollm2 --rows 1,2,4,8,16,64,512 --out roofline.json --plot roofline.svg
 
 For each number of rows: a whole pass, its matrix products alone, the time in which memory is read once
-(`read_bandwidth`), and the time in which the processor could multiply numbers that are in its registers already. The
-four take turns. A pass computes logits of every row, as a verification does.
+(`read_bandwidth`), and the time in which the processor could multiply numbers that are in its registers already, with
+AMX in tiles from 9 rows on. The four take turns. A pass computes logits of every row, as a verification does.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ from studies.read_bandwidth.__main__ import read_s, reader
 
 _READ_WORDS = 1 << 26  # 256 MiB: more than the caches of most processors
 _PEAK_ROUNDS = 1 << 20
+_VECTOR_ROWS = 8  # `MAX_ROWS` of grouped.h: more are multiplied in tiles where there are some
+_FLOORS = ("memory", "vectors", "tiles")
 _PARTS = ("pass", "products", "memory", "arithmetic")
 
 
@@ -59,42 +61,54 @@ def _run(options: argparse.Namespace) -> int:
     matrices = [one for one in model.decoder.modules() if isinstance(one, Linear)]
     num_products = sum(one.in_features * one.out_features for one in matrices)
     times_ms, floors = _measured(options.target, model, matrices, options)
-    bytes_per_s, products_per_s = (statistics.median(floors[name]) for name in ("memory", "arithmetic"))
+    bytes_per_s, vectors_per_s, tiles_per_s = (statistics.median(floors[name]) for name in _FLOORS)
     rows = [
         {
             "rows": count,
             "pass_ms": statistics.median(times_ms["pass", count]),
             "products_ms": statistics.median(times_ms["products", count]),
             "memory_ms": 1e3 * model.step_bytes / bytes_per_s,
-            "arithmetic_ms": 1e3 * num_products * count / products_per_s,
+            "arithmetic_ms": 1e3
+            * num_products
+            * count
+            / (tiles_per_s if count > _VECTOR_ROWS and tiles_per_s else vectors_per_s),
             "times_ms": {part: times_ms[part, count] for part in ("pass", "products")},
         }
         for count in options.rows
     ]
     about = {"target": options.target, "context": options.context, "threads": torch.get_num_threads()}
     sizes = {"step_bytes": model.step_bytes, "products_a_row": num_products}
-    speeds = {"bytes_per_s": floors["memory"], "products_per_s": floors["arithmetic"]}
+    speeds = {
+        "bytes_per_s": floors["memory"],
+        "products_per_s": floors["vectors"],
+        "products_per_s_in_tiles": floors["tiles"],
+    }
     record("roofline", {**about, **sizes, **speeds, "rows": rows}, options.out)
     for row in rows:
         cells = " | ".join(f"{row[f'{part}_ms']:.2f}" for part in _PARTS)
         Console().line(f"| {row['rows']} | {cells} |")
     if options.plot is not None:
-        _draw(rows, options.plot, f"{options.target}, {torch.get_num_threads()} threads")
+        _draw(rows, options.plot, f"{Path(options.target).name}, {torch.get_num_threads()} threads")
     return 0
 
 
 def _floors(threads: int) -> Mapping[str, Callable[[], float]]:
     """What measures bytes and products per second of this machine."""
     words, read = read_buffers(_READ_WORDS)["large"], reader()
-    peak = opened(built(Path(__file__).with_name("peak.cpp")), "foretoken_peak_interface", 1)
-    peak.foretoken_peak.restype, peak.foretoken_peak.argtypes = ctypes.c_int64, (ctypes.c_int64, ctypes.c_int)
+    peak = opened(built(Path(__file__).with_name("peak.cpp")), "foretoken_peak_interface", 2)
 
-    def products_per_s() -> float:
+    def products_per_s(multiply: Callable[[int, int], int]) -> float:
         began = time.perf_counter()
-        count: int = peak.foretoken_peak(_PEAK_ROUNDS, threads)
+        count = multiply(_PEAK_ROUNDS, threads)
         return count / (time.perf_counter() - began)
 
-    return {"memory": lambda: 4 * _READ_WORDS / read_s(read, words, threads), "arithmetic": products_per_s}
+    for function in (peak.foretoken_peak, peak.foretoken_peak_tiles):
+        function.restype, function.argtypes = ctypes.c_int64, (ctypes.c_int64, ctypes.c_int)
+    return {
+        "memory": lambda: 4 * _READ_WORDS / read_s(read, words, threads),
+        "vectors": lambda: products_per_s(peak.foretoken_peak),
+        "tiles": lambda: products_per_s(peak.foretoken_peak_tiles),
+    }
 
 
 def _measured(
@@ -113,7 +127,10 @@ def _measured(
 
 
 def _products_ms(matrices: Sequence[Linear], count: int) -> float:
-    calls = [_call(one, torch.randn(count, one.in_features)) for one in matrices]
+    # Few and large buffers: what hundreds of small ones leave to be returned is charged to the next pass.
+    inputs = {width: torch.randn(count, width) for width in {one.in_features for one in matrices}}
+    out = torch.ones(count * max(one.out_features for one in matrices))  # its pages are there before the time is taken
+    calls = [_call(one, inputs[one.in_features], out) for one in matrices]
     began = time.perf_counter()
     with torch.inference_mode():
         for call in calls:
@@ -121,17 +138,16 @@ def _products_ms(matrices: Sequence[Linear], count: int) -> float:
     return (time.perf_counter() - began) * 1e3
 
 
-def _call(matrix: Linear, x: torch.Tensor) -> Callable[[], object]:
-    """The product of `x` [T, in] with `matrix`, with as little Python around it as can be."""
+def _call(matrix: Linear, x: torch.Tensor, out: torch.Tensor) -> Callable[[], object]:
+    """The product of `x` [T, in] with `matrix`, into the beginning of `out`, with as little Python as can be."""
     product = None if matrix.packed is None else matrix.packed.product
     if product is None:
         return partial(matrix, x)
-    out = torch.ones(len(x), product.num_outputs)  # its pages are there before the time is taken
     function, threads = product.function, torch.get_num_threads()
     about = (product.width, product.parts, len(product.parts))
 
     def multiply() -> None:
-        function(x.data_ptr(), len(x), *about, out.data_ptr(), out.shape[1], False, threads)
+        function(x.data_ptr(), len(x), *about, out.data_ptr(), product.num_outputs, False, threads)
 
     return multiply
 

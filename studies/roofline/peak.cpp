@@ -6,6 +6,10 @@
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__) && defined(__linux__)
+#define FORETOKEN_AMX 1
+#include "../../foretoken/kernels/block_amx.h"
+#endif
 
 namespace {
 
@@ -35,11 +39,46 @@ inline void add_products(Sum& sum, Sum& codes, Sum inputs) {
 }
 #endif
 
+#ifdef FORETOKEN_AMX
+constexpr int TILE_SUMS = 4, TILE_PRODUCTS = TILE_ROWS * LANES * SPAN;
+
+// Registers 0 to 3 hold sums, 4 the inputs of a group of 32 and 5 its codes.
+struct alignas(64) PeakShapes {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {64, 64, 64, 64, SPAN, 64};
+    uint8_t rows[16] = {16, 16, 16, 16, 16, SPAN / CHUNK};
+};
+
+void add_in_tiles(int64_t rounds) {
+    const PeakShapes shapes;
+    asm volatile(
+        "ldtilecfg %0\n\ttilezero %%tmm0\n\ttilezero %%tmm1\n\ttilezero %%tmm2\n\ttilezero %%tmm3\n\t"
+        "tilezero %%tmm4\n\ttilezero %%tmm5" ::"m"(shapes));
+    for (int64_t round = 0; round < rounds; ++round)
+        asm volatile(
+            "tdpbssd %tmm5, %tmm4, %tmm0\n\ttdpbssd %tmm5, %tmm4, %tmm1\n\t"
+            "tdpbssd %tmm5, %tmm4, %tmm2\n\ttdpbssd %tmm5, %tmm4, %tmm3");
+    asm volatile("tilerelease");
+}
+#endif
+
 }  // namespace
 
 extern "C" {
 
-int foretoken_peak_interface() { return 1; }
+int foretoken_peak_interface() { return 2; }
+
+// The same in tiles of 16 rows; 0 without AMX.
+int64_t foretoken_peak_tiles(int64_t rounds, int threads) {
+#ifdef FORETOKEN_AMX
+    if (has_tiles()) {
+#pragma omp parallel num_threads(threads)
+        add_in_tiles(rounds);
+        return rounds * TILE_SUMS * TILE_PRODUCTS * threads;
+    }
+#endif
+    return 0;
+}
 
 // Does `rounds` rounds on each thread; how many products that were.
 int64_t foretoken_peak(int64_t rounds, int threads) {
