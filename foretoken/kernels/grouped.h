@@ -92,7 +92,7 @@ FORETOKEN_INLINE void fetch_beside(int part, int parts, const uint8_t* codes, in
     }
 }
 
-// Both for a whole group at once.
+// Both for a whole group at once: where tiles multiply, requests spread over their work gain nothing.
 FORETOKEN_INLINE void fetch_group(const Matrix& w, const uint8_t* codes, int lines, int64_t place, const Ahead& ahead) {
     if (ahead.codes == 0) return;
     for (int i = 0; i < lines; ++i) fetch(codes + ahead.codes + i * LINE);

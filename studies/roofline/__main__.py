@@ -62,16 +62,17 @@ def _run(options: argparse.Namespace) -> int:
     num_products = sum(one.in_features * one.out_features for one in matrices)
     times_ms, floors = _measured(options.target, model, matrices, options)
     bytes_per_s, vectors_per_s, tiles_per_s = (statistics.median(floors[name]) for name in _FLOORS)
+
+    def products_per_s(count: int) -> float:
+        return tiles_per_s if tiles_per_s and count > _VECTOR_ROWS else vectors_per_s
+
     rows = [
         {
             "rows": count,
             "pass_ms": statistics.median(times_ms["pass", count]),
             "products_ms": statistics.median(times_ms["products", count]),
             "memory_ms": 1e3 * model.step_bytes / bytes_per_s,
-            "arithmetic_ms": 1e3
-            * num_products
-            * count
-            / (tiles_per_s if count > _VECTOR_ROWS and tiles_per_s else vectors_per_s),
+            "arithmetic_ms": 1e3 * num_products * count / products_per_s(count),
             "times_ms": {part: times_ms[part, count] for part in ("pass", "products")},
         }
         for count in options.rows
