@@ -223,6 +223,21 @@ def test_ties_round_to_even() -> None:
     assert identity.multiply(x, None)[0].tolist() == codes[0].tolist()
 
 
+def test_numbers_at_and_beside_a_tie_get_the_code_of_their_quotient(instruction_set: str) -> None:
+    """A product with the inverse of the scale rounds to another code than the quotient for some of these."""
+    generator = torch.Generator().manual_seed(5)
+    largest = torch.rand(1000, 1, generator=generator) + torch.logspace(-20, 20, 1000)[:, None]
+    x = largest / 127 * (torch.randint(-126, 126, (1000, 32), generator=generator) + 0.5)
+    ulps = torch.randint(-2, 3, x.shape, generator=generator, dtype=torch.int32)
+    x = (x.view(torch.int32) + ulps).view(torch.float32)
+    x[:, :1] = largest
+    weight = GroupedWeight.of(_identity(), torch.float32)
+    assert torch.equal(weight.multiply(x, None), products(weight, x))
+    codes, scales = code_rows(x)
+    by_inverse = (x * (1 / scales)).round()
+    assert (by_inverse != codes).sum() > 100
+
+
 def _identity() -> GroupedCodes:
     eye: Tensor = torch.eye(32, dtype=torch.uint8)
     return GroupedCodes(eye + 8, torch.ones(32, 1), None, 8, 4, 32)
