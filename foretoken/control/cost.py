@@ -18,10 +18,11 @@ _MIN_S = 1e-9  # a clock may stand still
 
 @dataclass
 class _Offset:
-    """By what factor one count lies off the scaled prior, and the variance of that."""
+    """By what factor one count lies off the scaled prior, the variance of that, and what the prior says of it."""
 
     factor: float
     variance: float
+    prior_s: float
 
 
 class CostTable:
@@ -46,7 +47,7 @@ class CostTable:
         self._first: tuple[int, float] | None = None  # stands for the prior where none was measured
         self._speed, self._speed_variance = 1.0, config.speed_variance
         self._counts: list[int] = []  # that ran, ascending
-        self._offsets: dict[int, _Offset] = {}
+        self._offsets: dict[float, _Offset] = {}
         self._num_slow = self._num_fast = 0  # in a row, far off what was expected
 
     @property
@@ -83,7 +84,7 @@ class CostTable:
         if offset is None:
             variance = config.first_variance if self._counts else 0.0
             variance = config.shape_variance if self._prior is not None else variance
-            offset = self._offsets[bucket] = _Offset(self._offset(bucket), variance)
+            offset = self._offsets[bucket] = _Offset(self._offset(bucket), variance, self._prior_s(bucket))
             insort(self._counts, bucket)
         self._speed_variance += config.speed_drift
         ratio = seconds / (self._speed * offset.factor * self._prior_s(count))
@@ -100,6 +101,9 @@ class CostTable:
 
     def seconds(self, count: float) -> float:
         """What `count` is expected to take; 0 while nothing is known."""
+        known = self._offsets.get(count)
+        if known is not None:  # a decision asks for twenty counts, most of which ran
+            return self._speed * known.factor * known.prior_s
         return 0.0 if self.is_empty else self._speed * self._offset(count) * self._prior_s(count)
 
     def as_dict(self) -> dict[int, float]:

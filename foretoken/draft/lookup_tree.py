@@ -147,7 +147,9 @@ class LookupTree:
 
     def first(self, count: int) -> LookupTree:
         """The first `count` draft tokens: parents come before their children."""
-        return self if count >= len(self.tokens) else self.part(range(count))
+        if count >= len(self.tokens):
+            return self
+        return LookupTree(self.tokens[:count], self.parents[:count], self.chances[:count])
 
     def part(self, nodes: Sequence[int]) -> LookupTree:
         """Only the draft tokens `nodes`, in this order, each behind its parent."""

@@ -186,12 +186,14 @@ class Runner:
 
 def _flat(batch: Batch, draft: Draft, pending: Sequence[int], device: torch.device) -> Tensor:
     """The step's tokens [T]: for each entry its part of all `pending` tokens, its draft tokens, its probes. Draft
-    tokens stay on their device.
+    tokens that the host does not have stay on their device.
     """
-    own = to_device(pending, device)
     probes = draft.probes
     if not draft.num_nodes and probes is None:
-        return own
+        return to_device(pending, device)
+    if draft.has_host_tokens and probes is None:
+        return to_device(_flat_on_host(batch, draft), device)
+    own = to_device(pending, device)
     parts = [own, to_device(draft.tokens, device), *([] if probes is None else [to_device(probes.tokens, device)])]
     first, behind = 0, len(pending) + draft.num_nodes  # of an entry's pending tokens, of all probes
     order: list[int] = []
@@ -202,6 +204,16 @@ def _flat(batch: Batch, draft: Draft, pending: Sequence[int], device: torch.devi
             order += range(len(pending) + draft.offsets[b], len(pending) + draft.offsets[b + 1])
             order += () if probes is None else range(behind + probes.offsets[b], behind + probes.offsets[b + 1])
     return torch.cat(parts)[to_device(order, device)]
+
+
+def _flat_on_host(batch: Batch, draft: Draft) -> list[int]:
+    """`_flat` of a draft without probes whose tokens the host has: nothing is sorted on a device."""
+    flat: list[int] = []
+    for b, entry in enumerate(batch.entries):
+        flat += entry.pending
+        if entry.decodes:
+            flat += draft.host_tokens[draft.offsets[b] : draft.offsets[b + 1]]
+    return flat
 
 
 def _behind(parent: int, num_nodes: int) -> int:

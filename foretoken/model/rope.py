@@ -125,10 +125,14 @@ class RotaryTable:
         self.cover(min(TABLE_BLOCK, self._most))
         self._covered = False
 
-    @torch.inference_mode(False)  # a table may be made while answering and used in training later
     def cover(self, num_positions: int) -> None:
         """Make the positions below `num_positions` available."""
         self._covered = True
+        if len(self.cos) < num_positions:
+            self._grow(num_positions)
+
+    @torch.inference_mode(False)  # a table may be made while answering and used in training later
+    def _grow(self, num_positions: int) -> None:
         while len(self.cos) < num_positions:
             start = len(self.cos)
             assert start < self._most, "a position beyond the context"
