@@ -94,7 +94,8 @@ class CostConfig:
         default=48, metadata=_why("rows", "of a step never run that cost as much as the step: cheap, so they are tried")
     )
     exact_counts: int = field(
-        default=16, metadata=_why("counts", "that are distinguished; larger ones share buckets an eighth wide")
+        default=32,
+        metadata=_why("counts", "that are distinguished, as many rows as two tiles have; larger ones share buckets"),
     )
 
 

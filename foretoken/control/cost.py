@@ -270,10 +270,11 @@ def _batch_bucket(num_requests: int) -> int:
 
 
 def _bucket(count: int, exact_counts: int) -> int:
+    """The count that stands for `count`: never one of the exact ones, which must not tell what larger ones cost."""
     if count <= exact_counts:
         return count
     step = 1 << (count.bit_length() - 4)
-    return round(count / step) * step
+    return max(exact_counts + 1, round(count / step) * step)
 
 
 class TimeAccount:

@@ -64,6 +64,17 @@ def off_by(
     return max(abs(table.seconds(count) / truth(count) - 1) for count in counts)
 
 
+@pytest.mark.parametrize("full", [16, 32])
+def test_a_row_beyond_full_tiles_leaves_the_cost_of_full_ones_alone(full: int) -> None:
+    """In one bucket the first draft token of as many requests would seem to cost nothing."""
+    table = CostTable(Curve(((1, 1.0), (full, 10.0), (full + 4, 13.0))))
+    for _ in range(20):
+        table.observe(full, 10.0)
+        table.observe(full + 1, 13.0)
+    assert table.seconds(full) == pytest.approx(10.0, rel=0.02)
+    assert table.seconds(full + 1) > 1.25 * table.seconds(full)
+
+
 def test_a_table_is_its_prior_until_something_ran() -> None:
     table = CostTable(PRIOR)
     assert not table.is_empty
