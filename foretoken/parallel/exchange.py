@@ -6,6 +6,7 @@ Ranks find each other through files in a private folder, and talk over the loopb
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -77,8 +78,8 @@ class RankExchange:
             self._fast.allgather([parts], [x]).wait()
             return parts
         # Point to point: gloo's own gathering hands each operation to a thread, which takes five times as long.
-        work = [(rank, self._host.send([_bytes_of(x)], rank, 0)) for rank in self._peers]
-        work += [(rank, self._host.recv([_bytes_of(parts[rank])], rank, 0)) for rank in self._peers]
+        work = [(rank, _begun(self._host.send, _bytes_of(x), rank)) for rank in self._peers]
+        work += [(rank, _begun(self._host.recv, _bytes_of(parts[rank]), rank)) for rank in self._peers]
         for rank, one in work:
             _wait(one, rank)
         return parts
@@ -129,23 +130,35 @@ class RankExchange:
         elif self.rank == 0:
             self._send(_bytes_of(rows))
         else:
-            _wait(self._host.recv([_bytes_of(rows)], 0, 0), 0)
+            _wait(_begun(self._host.recv, _bytes_of(rows), 0), 0)
 
     def _send(self, frame: Tensor) -> None:
-        for rank, work in [(rank, self._host.send([frame], rank, 0)) for rank in self._peers]:
+        for rank, work in [(rank, _begun(self._host.send, frame, rank)) for rank in self._peers]:
             _wait(work, rank)
 
     def _receive(self) -> Tensor:
         frame = torch.empty(FRAME_BYTES, dtype=torch.uint8)
-        _wait(self._host.recv([frame], 0, 0), 0)
+        _wait(_begun(self._host.recv, frame, 0), 0)
         return frame
+
+
+def _begun(begin: Callable[[list[Tensor], int, int], Any], x: Tensor, rank: int) -> Any:  # noqa: ANN401 - gloo's Work
+    """`begin` sends `x` to a rank or receives it: where the connection is known to be closed, that raises already."""
+    try:
+        return begin([x], rank, 0)
+    except RuntimeError as error:
+        raise _lost(rank, error) from error
 
 
 def _wait(work: Any, rank: int) -> None:  # noqa: ANN401 - gloo's Work
     try:
         work.wait()
     except RuntimeError as error:
-        raise LostRankError(rank, is_silent="timed out" in str(error).lower()) from error
+        raise _lost(rank, error) from error
+
+
+def _lost(rank: int, error: RuntimeError) -> LostRankError:
+    return LostRankError(rank, is_silent="timed out" in str(error).lower())
 
 
 def _bytes_of(x: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from foretoken import LLM, AsyncEngine, EngineConfig, RankError, SamplingParams,
 from foretoken.engine.request import GenerateOutput
 from foretoken.model.row_kernels import row_kernels
 from foretoken.parallel import group
-from foretoken.parallel.exchange import RankExchange
+from foretoken.parallel.exchange import LostRankError, RankExchange
 from foretoken.parallel.open import LeadModel
 from tests.helpers import faulty_rank
 from tests.helpers.checkpoints import token_ids, variant
@@ -183,6 +183,19 @@ def test_no_rank_outlives_rank_0(pair: SimpleNamespace) -> None:
         while not all(map(is_gone, pids)):
             time.sleep(0.01)
         assert process.stderr.read() in ("", "rank 1 ends: rank 0 is gone\n")
+
+
+@pytest.mark.parametrize("fails", ["send", "recv"])
+def test_a_connection_that_is_known_to_be_closed_is_a_lost_rank(fails: str) -> None:
+    """Gloo then raises where an operation begins, not where its end is waited for."""
+
+    def raises(*_: object) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    exchange, done = RankExchange(1, 2, torch.device("cpu")), SimpleNamespace(wait=lambda: None)
+    exchange._host = SimpleNamespace(**{"send": lambda *_: done, "recv": lambda *_: done, fails: raises})
+    with pytest.raises(LostRankError, match="rank 0 is gone"):
+        exchange.all_gather(torch.ones(1, 2))
 
 
 def test_an_interrupt_waits_for_the_end_of_a_pass(pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
