@@ -16,8 +16,8 @@ inline __m512 halves_at(const uint16_t* at) {
 // A float's bits are added up like whole numbers as long as its exponent stays: the bits of SHIFTED plus a sum n are
 // those of SHIFTED + n. Then scale * (SHIFTED + n) - scale * SHIFTED is scale * n, rounded once, in one instruction,
 // where scale * SHIFTED is exact: scales of 11 or 18 bits. They are finite, see `GroupedWeight.of`.
-constexpr float SHIFTED = 12582912.0f;  // 1.5 * 2^23; sums are below 2^21
-constexpr int32_t SHIFTED_BITS = 0x4b400000;
+constexpr float SHIFTED = NEAREST;  // sums are below 2^21
+constexpr int32_t SHIFTED_BITS = NEAREST_BITS;
 
 inline int32_t sums_begin_with(const Matrix& w) { return w.form == FLOAT ? 0 : SHIFTED_BITS; }
 

@@ -81,11 +81,8 @@ Block block_of(const Matrix& w, int64_t rows) {
 
 // ---- activations
 
-constexpr float NEAREST = 12582912.0f;  // 1.5 * 2^23: what is added to it is rounded to a whole number, ties to even
-constexpr int32_t NEAREST_BITS = 0x4b400000;
-
-// Whether products of 16 inputs with the inverse of a scale round to other whole numbers than their quotients might. The
-// two differ by three roundings, 2.3e-5 where they are largest; what is not a number counts as well.
+// Whether products of 16 inputs with the inverse of a scale might round to other whole numbers than quotients do. They
+// differ by three roundings, 2.3e-5 where they are largest; what is not a number counts as well.
 inline bool might_round_elsewhere(const Lanes& product) {
     constexpr float FAR_FROM_TIES = 0.4999f;
     const Lanes rest = product - (product + NEAREST - NEAREST);
@@ -142,10 +139,11 @@ struct Activations {
         codes.reset(new Line[(places * SPAN + LINE - 1) / LINE]);
         scales.resize(places), half_sums.resize(places * 2), offsets.resize(places * 2), sums.resize(places * 2);
         const int64_t last = tiles() - 1;
-        if (lines_of(last) > rows_of(last)) std::fill_n(code_at(last * tile_rows * spans), lines_of(last) * spans * SPAN, 0);
+        if (lines_of(last) > rows_of(last))
+            std::fill_n(codes_at(last * tile_rows * spans), lines_of(last) * spans * SPAN, int8_t(0));
     }
 
-    int8_t* code_at(int64_t place) const { return codes[0].codes + place * SPAN; }
+    int8_t* codes_at(int64_t place) const { return codes[0].codes + place * SPAN; }
     int64_t tiles() const { return (rows + tile_rows - 1) / tile_rows; }
     int64_t rows_of(int64_t tile) const { return std::min<int64_t>(tile_rows, rows - tile * tile_rows); }
     // A tile register is filled up with zeros.
@@ -172,7 +170,7 @@ struct Activations {
         const int64_t begin = tile * tile_rows * spans + row % tile_rows;
         for (int64_t s = first; s < last; ++s) {
             const int64_t at = begin + s * lines;
-            code_span(x + s * SPAN, std::min<int64_t>(SPAN, width - s * SPAN), code_at(at), &scales[at],
+            code_span(x + s * SPAN, std::min<int64_t>(SPAN, width - s * SPAN), codes_at(at), &scales[at],
                       &half_sums[at * 2]);
         }
     }
@@ -196,7 +194,7 @@ struct Activations {
 
     Tile at(int64_t tile, int group) const {
         const int64_t first = tile * tile_rows * spans, group_first = first * (SPAN / group);
-        return {code_at(first), &scales[first], &offsets[group_first], &sums[group_first], spans};
+        return {codes_at(first), &scales[first], &offsets[group_first], &sums[group_first], spans};
     }
 };
 

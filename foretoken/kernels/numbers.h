@@ -243,6 +243,10 @@ inline float max_of(Lanes lanes) {
     return first > second ? first : second;
 }
 
+// 1.5 * 2^23: what is added to it is rounded to a whole number, ties to even, by which its bits grow.
+constexpr float NEAREST = 12582912.0f;
+constexpr int32_t NEAREST_BITS = 0x4b400000;
+
 // e^x = rest * 2^whole to a few units in the last place; NaN stays NaN (Cody and Waite's reduction, a polynomial of
 // degree 6).
 struct Exponential {
@@ -251,14 +255,13 @@ struct Exponential {
 };
 
 FORETOKEN_INLINE Exponential exponential_of(Lanes x) {
-    constexpr float WHOLE = 12582912.0f;  // 1.5 * 2^23: what is added to it is rounded to a whole number
-    const Lanes shifted = x * 1.44269504f + WHOLE, power = shifted - WHOLE;
+    const Lanes shifted = x * 1.44269504f + NEAREST, power = shifted - NEAREST;
     const Lanes rest = (x - power * 0.693359375f) + power * 2.12194440e-4f;
     Lanes sum = rest * 1.3981999507e-3f + 8.3334519073e-3f;
     sum = sum * rest + 4.1665795894e-2f;
     sum = sum * rest + 1.6666665459e-1f;
     sum = sum * rest + 5.0000001201e-1f;
-    return {sum * rest * rest + rest + 1.0f, Words(shifted) - 0x4b400000};
+    return {sum * rest * rest + rest + 1.0f, Words(shifted) - NEAREST_BITS};
 }
 
 // e^x of what is not above 0; below -87 what it is there.
