@@ -12,6 +12,7 @@
 namespace {
 
 constexpr int TILE_ROWS = 16;
+constexpr int MAX_REST = 8;  // rows beside full tiles that are multiplied in vectors
 
 // Whether the processor has tiles of bytes, and the kernel lets this process use them, which has to be asked for.
 inline bool has_tiles() {

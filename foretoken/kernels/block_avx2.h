@@ -12,6 +12,7 @@
 namespace {
 
 constexpr int HALF_LINE = LINE / 2;  // bytes: a chunk of the 8 outputs of a register
+constexpr int MAX_ROWS = 8;          // rows of a tile, for which codes are loaded once
 constexpr int MAX_COUNT = 4;         // rows whose sums stay in registers
 
 // Chunks whose products of two inputs, at most 2 * 127 times the largest code, add up to a number of 16 bits. Codes of

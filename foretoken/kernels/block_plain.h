@@ -7,6 +7,8 @@
 
 namespace {
 
+constexpr int MAX_ROWS = 8;  // rows of a tile
+
 inline int32_t sums_begin_with(const Matrix&) { return 0; }
 
 // Adds the products of 16 outputs with four inputs to `dots`; `code` is 64 bytes, [16, 4].

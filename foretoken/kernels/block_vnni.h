@@ -9,6 +9,9 @@
 
 namespace {
 
+// Rows of a tile, for which codes are loaded once: 32 registers hold the totals and the sums of 12, and what they share.
+constexpr int MAX_ROWS = 12;
+
 inline __m512 halves_at(const uint16_t* at) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
 }

@@ -15,6 +15,7 @@
 #include <memory>
 #include <new>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "grouped.h"
@@ -36,7 +37,7 @@
 
 #ifndef FORETOKEN_AMX
 namespace {
-constexpr int TILE_ROWS = MAX_ROWS;
+constexpr int TILE_ROWS = MAX_ROWS, MAX_REST = MAX_ROWS;
 struct Tiles {};
 inline bool has_tiles() { return false; }
 inline bool fits_tiles(const Matrix&) { return false; }
@@ -46,20 +47,16 @@ inline bool fits_tiles(const Matrix&) { return false; }
 namespace {
 
 // Up to here one thread works: waking others would take longer.
-constexpr int64_t FEW_PRODUCTS = 1 << 18, FEW_SPANS = 256;
+constexpr int64_t FEW_PRODUCTS = 1 << 18, FEW_SPANS = 256, FEW_SUMS = 2048;
 
 // How far ahead codes are fetched. Anything from 4 to 12 KB takes equally long.
 constexpr int64_t BYTES_AHEAD = 6144;
 
 using Block = void (*)(const Matrix&, const Tile&, int64_t, const Ahead&, float (*)[LANES]);
 
-template <int BITS, int GROUP>
-Block block_of(int64_t rows) {
-    static const Block blocks[MAX_ROWS] = {
-        multiply_block<1, BITS, GROUP>, multiply_block<2, BITS, GROUP>, multiply_block<3, BITS, GROUP>,
-        multiply_block<4, BITS, GROUP>, multiply_block<5, BITS, GROUP>, multiply_block<6, BITS, GROUP>,
-        multiply_block<7, BITS, GROUP>, multiply_block<8, BITS, GROUP>,
-    };
+template <int BITS, int GROUP, int... BEFORE>
+Block block_of(int64_t rows, std::integer_sequence<int, BEFORE...>) {
+    static const Block blocks[] = {multiply_block<BEFORE + 1, BITS, GROUP>...};
     return blocks[rows - 1];
 }
 
@@ -76,7 +73,9 @@ auto by_format(const Matrix& w, Function function) {
 }
 
 Block block_of(const Matrix& w, int64_t rows) {
-    return by_format(w, [&](auto bits, auto group) { return block_of<bits, group>(rows); });
+    return by_format(w, [&](auto bits, auto group) {
+        return block_of<bits, group>(rows, std::make_integer_sequence<int, MAX_ROWS>{});
+    });
 }
 
 // ---- activations
@@ -147,7 +146,8 @@ struct Activations {
     int64_t tiles() const { return (rows + tile_rows - 1) / tile_rows; }
     int64_t rows_of(int64_t tile) const { return std::min<int64_t>(tile_rows, rows - tile * tile_rows); }
     // A tile register is filled up with zeros.
-    int64_t lines_of(int64_t tile) const { return rows_of(tile) > MAX_ROWS ? tile_rows : rows_of(tile); }
+    bool is_in_register(int64_t tile) const { return tile_rows > MAX_ROWS && rows_of(tile) > MAX_REST; }
+    int64_t lines_of(int64_t tile) const { return is_in_register(tile) ? tile_rows : rows_of(tile); }
 
     // A thread codes some spans of all rows of a tile: rows that were shared out would share lines of the cache.
     template <class T>
@@ -178,7 +178,7 @@ struct Activations {
     // What a matrix needs beside the codes.
     void sum_groups(const Matrix& w, int threads) {
         const int64_t halves = w.group == SPAN ? 1 : 2;
-        for_each(tiles(), threads, rows * spans > MAX_ROWS * FEW_SPANS, [&](int64_t tile) {
+        for_each(tiles(), threads, rows * spans > FEW_SUMS, [&](int64_t tile) {
             const int64_t first = tile * tile_rows * spans, count = rows_of(tile), lines = lines_of(tile);
             for (int64_t s = 0; s < spans; ++s)
                 for (int64_t half = 0; half < halves; ++half)
@@ -219,7 +219,7 @@ private:
 };
 
 #ifdef FORETOKEN_AMX
-// The tiles of more than MAX_ROWS rows, all of them but the last one full. Where there are several, `room` takes the
+// The tiles of more than MAX_REST rows, all of them but the last one full. Where there are several, `room` takes the
 // codes of a block, which are unpacked once for all.
 void multiply_in_tiles(Tiles& registers, int8_t* room, const Matrix& w, const Activations& x, int64_t block,
                        const Ahead& ahead, const Outputs& out) {
@@ -234,7 +234,7 @@ void multiply_in_tiles(Tiles& registers, int8_t* room, const Matrix& w, const Ac
         const int64_t groups = x.spans * (SPAN / group);
         const auto run = [&](auto codes_of_block) {
             if (full > 0) multiply_tiles<16, group>(w, x.at(0, group), full, block, codes_of_block(), put_from(0));
-            if (rest > MAX_ROWS)
+            if (rest > MAX_REST)
                 multiply_tiles<12, group>(w, x.at(full, group), 1, block, codes_of_block(), put_from(full * TILE_ROWS));
         };
         if (room != nullptr) {
@@ -255,13 +255,13 @@ Ahead ahead_of(const Matrix& w) {
 // All rows against the 16 outputs of one block, into the columns of `out`.
 void multiply_rows(Tiles& registers, int8_t* room, const Matrix& w, const Activations& x, int64_t block, Ahead ahead,
                    const Outputs& out) {
-    // The first tile fetches all: shared out among two tiles, 12 rows took as long as 16, and those a quarter more.
+    // The first tile fetches all: shared out among two tiles, requests took up to a quarter more.
     int64_t tile = 0;
 #ifdef FORETOKEN_AMX
     if (x.tile_rows > MAX_ROWS) {
         multiply_in_tiles(registers, room, w, x, block, ahead, out);
         ahead = Ahead{};
-        tile = x.rows_of(x.tiles() - 1) > MAX_ROWS ? x.tiles() : x.tiles() - 1;
+        tile = x.is_in_register(x.tiles() - 1) ? x.tiles() : x.tiles() - 1;
     }
 #endif
     for (; tile < x.tiles(); ++tile, ahead = Ahead{}) {
@@ -319,7 +319,7 @@ void multiply(const T* x, int64_t rows, int64_t width, const Matrix* parts, int 
     const bool in_tiles = rows > MAX_ROWS && has_tiles() && std::all_of(parts, end, fits_tiles);
     Activations a(rows, width, in_tiles ? TILE_ROWS : MAX_ROWS);
     a.code(x, threads);
-    const int64_t lines = in_tiles && rows > TILE_ROWS + MAX_ROWS ? a.spans * SPAN * LANES / LINE : 0;
+    const int64_t lines = in_tiles && rows > TILE_ROWS + MAX_REST ? a.spans * SPAN * LANES / LINE : 0;
     std::vector<Line> unpacked(threads * lines);  // of the block that each thread multiplies, a byte a code
     for (const Matrix *first = parts, *last; first < end; first = last) {
         int64_t num_outputs = 0;

@@ -14,7 +14,6 @@ constexpr int SPAN = 32;       // inputs that share a scale of activations
 constexpr int CHUNK = 4;       // inputs of one output that stand together: what one lane of vpdpbusd multiplies
 constexpr int LINE = 64;       // bytes: 16 outputs of a chunk
 constexpr int SUPER = 256;     // inputs that share a float16 where scales are whole numbers
-constexpr int MAX_ROWS = 8;   // rows of a tile, for which codes are loaded once
 
 // Of scales and minimums; MULTIPLE: scales are HALF, minimums whole numbers by which they are multiplied.
 enum Form : int32_t { FLOAT = 0, HALF = 1, WHOLE = 2, MULTIPLE = 3 };

@@ -34,7 +34,7 @@ from studies.read_bandwidth.__main__ import read_s, reader
 
 _READ_WORDS = 1 << 26  # 256 MiB: more than the caches of most processors
 _PEAK_ROUNDS = 1 << 20
-_VECTOR_ROWS = 8  # `MAX_ROWS` of grouped.h: more are multiplied in tiles where there are some
+_VECTOR_ROWS = 12  # `MAX_ROWS` of block_vnni.h: more are multiplied in tiles where there are some
 _FLOORS = ("memory", "vectors", "tiles")
 _PARTS = ("pass", "products", "memory", "arithmetic")
 
