@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from foretoken.backend.call import AnswerEnded, ModelInfo, TextToEncode
+from foretoken.backend.call import AnswerEnded, ModelInfo, TextToEncode, TokenEvent
 from foretoken.server.api.body import JsonRoute
 from foretoken.server.api.call import chat_call, check_num_prompts, completion_call, terms_of
 from foretoken.server.api.errors import unsupported
@@ -17,6 +17,7 @@ from foretoken.server.api.exchange import Api, Exchange
 from foretoken.server.api.messages import shaper_of
 from foretoken.server.api.schemas import ChatRequest, CompletionRequest
 from foretoken.server.api.streaming import PieceGroup
+from foretoken.server.api.token_texts import TokenTexts
 from foretoken.server.api.tool_reader import side_by_side
 from foretoken.server.api.writer import ChoiceWriter, chat_logprobs, completion_logprobs
 
@@ -121,14 +122,14 @@ class TextChoices(ChoiceWriter):
         super().__init__(exchange, body, "cmpl", "text_completion", "text_completion")
         self._has_logprobs = body.logprobs is not None
         self._echoed, self._n = echoed, exchange.call.params.n
-        self._offsets = [len(self._prompt_of(index)) for index in range(exchange.num_answers)]
+        self._texts = [TokenTexts(len(self._prompt_of(index))) for index in range(exchange.num_answers)]
 
     def _prompt_of(self, index: int) -> str:
         return self._echoed[index // self._n] if self._echoed else ""
 
     def opening(self) -> Iterator[dict[str, Any]]:
         """See `ChoiceWriter`."""
-        for index in range(len(self._offsets)):
+        for index in range(len(self._texts)):
             if self._prompt_of(index):
                 yield _choice(index, self._prompt_of(index))
 
@@ -139,8 +140,7 @@ class TextChoices(ChoiceWriter):
             return None
         choice = _choice(piece.index, piece.text)
         if self._has_logprobs:
-            choice["logprobs"] = completion_logprobs(piece.tokens, self._offsets[piece.index])
-        self._offsets[piece.index] += sum(len(token.text) for token in piece.tokens)
+            choice["logprobs"] = _logprobs(piece.text, piece.tokens, self._texts[piece.index])
         return choice | self.ids_of(piece.tokens)
 
     def last_choice(self, event: AnswerEnded) -> dict[str, Any]:
@@ -156,7 +156,7 @@ class TextChoices(ChoiceWriter):
             if self._has_logprobs:
                 first = exchange.book.answers[index - index % self._n].ended
                 prompt = () if first is None else first.prompt
-                choice["logprobs"] = completion_logprobs([*prompt, *progress.tokens], 0)
+                choice["logprobs"] = _logprobs(choice["text"], [*prompt, *progress.tokens], TokenTexts())
             if ids := self.ids_of(progress.tokens):
                 choice |= ids | {"prompt_token_ids": exchange.prompt_ids[index // self._n]}
             choices.append(choice | self.of_choice(progress.ended))
@@ -165,6 +165,10 @@ class TextChoices(ChoiceWriter):
 
 def _choice(index: int, text: str, finish_reason: str | None = None) -> dict[str, Any]:
     return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
+
+
+def _logprobs(text: str, tokens: Sequence[TokenEvent], texts: TokenTexts) -> dict[str, Any]:
+    return completion_logprobs(tokens, [one.start for one in texts.divide(text, tokens)])
 
 
 async def with_suffix(api: Api, body: CompletionRequest, info: ModelInfo) -> CompletionRequest:

@@ -19,6 +19,7 @@ from foretoken.server.api.exchange import Api, Exchange
 from foretoken.server.api.messages import shaper_of
 from foretoken.server.api.responses_request import ResponsesRequest, as_chat, functions_of, left_out, wants_logprobs
 from foretoken.server.api.streaming import PieceGroup, by_token
+from foretoken.server.api.token_texts import TokenTexts
 from foretoken.server.api.tool_reader import MessageShaper
 from foretoken.server.api.usage import usage
 from foretoken.server.api.writer import AnswerWriter, chat_logprobs
@@ -47,6 +48,7 @@ class ResponsesWriter(AnswerWriter):
     def __init__(self, exchange: Exchange, body: ResponsesRequest, shaper: MessageShaper) -> None:
         super().__init__(exchange, body)
         self._body, self._shaper, self._items, self._num_sent = body, shaper, ResponseItems(), 0
+        self._texts = TokenTexts()
 
     def whole(self) -> _Json:
         """See `AnswerWriter.whole`."""
@@ -84,7 +86,7 @@ class ResponsesWriter(AnswerWriter):
         """The events of a step, or of a whole answer; with log-probabilities those of each token, which then stand with
         the item that it belongs to, however many come at once.
         """
-        groups = by_token(piece) if wants_logprobs(self._body) else [PieceGroup(piece, [])]
+        groups = by_token(piece, self._texts) if wants_logprobs(self._body) else [PieceGroup(piece, [])]
         for one in groups:
             yield from self._items.add(self._shaper.push(one.piece.text), self._logprobs(one.piece.tokens))
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import codecs
 import contextlib
 import logging
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ from foretoken.server.api.config import ApiConfig
 from foretoken.server.api.envelopes import error_event, wire_of
 from foretoken.server.api.errors import CLIENT_GONE, ApiError, final
 from foretoken.server.api.exchange import Exchange, hung_up, stop
+from foretoken.server.api.token_texts import TokenTexts
 
 _log = logging.getLogger("foretoken.server")
 DONE = b"data: [DONE]\n\n"
@@ -41,26 +41,20 @@ async def grouped(events: AsyncIterator[Event], config: ApiConfig) -> AsyncGener
             async for group in groups:
                 yield group
         return
+    texts: defaultdict[int, TokenTexts] = defaultdict(TokenTexts)
     async for event in events:
         if not isinstance(event, Piece):
             yield event
         elif config.granularity == "token":
-            for one in by_token(event):
+            for one in by_token(event, texts[event.index]):
                 yield one
         else:
             yield PieceGroup(event, [] if event.round is None else [event.round])
 
 
-def by_token(piece: Piece) -> Iterator[PieceGroup]:
-    """A piece as one for each token, its text divided as far as tokens and characters agree; a character of several
-    tokens stands with the last of them.
-    """
-    rest, decoder = piece.text, codecs.getincrementaldecoder("utf-8")("replace")
-    for place, token in enumerate(piece.tokens):
-        is_last = place == len(piece.tokens) - 1
-        written = token.text if token.data is None else decoder.decode(token.data)
-        text = rest if is_last else rest[: len(written)]
-        rest = rest[len(text) :]
+def by_token(piece: Piece, texts: TokenTexts) -> Iterator[PieceGroup]:
+    """A piece as one for each token; `texts` divides the text of its answer."""
+    for place, (token, (text, _)) in enumerate(zip(piece.tokens, texts.divide(piece.text, piece.tokens), strict=True)):
         rounds = [piece.round] if place == 0 and piece.round is not None else []
         yield PieceGroup(msgspec.structs.replace(piece, text=text, tokens=(token,)), rounds)
     if not piece.tokens:

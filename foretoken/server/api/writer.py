@@ -267,12 +267,8 @@ def _chat_entry(token: TokenEvent) -> dict[str, Any]:
     }
 
 
-def completion_logprobs(tokens: Sequence[TokenEvent], offset: int) -> dict[str, Any]:
-    """The object of a completion's choice; `offset` is where the first token's text begins."""
-    offsets = []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token.text)
+def completion_logprobs(tokens: Sequence[TokenEvent], offsets: Sequence[int]) -> dict[str, Any]:
+    """The object of a completion's choice; `offsets` are the places where the texts of the tokens begin."""
     return {
         "text_offset": offsets,
         "token_logprobs": [None if token.logprob is None else _bounded(token.logprob) for token in tokens],

@@ -1,0 +1,130 @@
+"""Which text stands with which token, where tokens and characters do not agree."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import httpx2
+import pytest
+
+from foretoken.backend.call import Begun, Piece, TokenEvent
+from foretoken.server.api.app import create_app
+from foretoken.server.api.config import ApiConfig
+from foretoken.server.api.token_texts import TokenTexts
+from tests.helpers.fake_backend import FakeBackend, ended
+from tests.helpers.http import client_of, events_of, run
+from tests.server.structured import events_of as named_events_of
+
+LETTERS = "ab éß 日本\n\U0001f600\U0001f1e8"
+
+
+def tokens_of(*written: bytes) -> tuple[TokenEvent, ...]:
+    return tuple(
+        TokenEvent(place, one.decode("utf-8", "replace"), one, "plain", None, place, logprob=-1.0)
+        for place, one in enumerate(written)
+    )
+
+
+def divided(texts: TokenTexts, text: str, *written: bytes) -> list[str]:
+    return [one.text for one in texts.divide(text, tokens_of(*written))]
+
+
+def bytewise(text: str) -> list[bytes]:
+    return [bytes([one]) for one in text.encode()]
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_texts_stand_with_the_tokens_that_complete_their_characters(seed: int) -> None:
+    rng = random.Random(seed)
+    whole = "".join(rng.choices(LETTERS, k=30))
+    data, written = whole.encode(), list[bytes]()
+    while data:
+        size = rng.randint(1, 5)
+        written, data = [*written, data[:size]], data[size:]
+    texts, given, done, starts = TokenTexts(7), "", b"", list[int]()
+    while written:
+        count = rng.randint(1, 4)
+        part, written = written[:count], written[count:]
+        complete = (done + b"".join(part)).decode("utf-8", "ignore")
+        held = rng.choice([0, 0, 0, 1, 3]) if written else 0  # as for a stop string
+        text = complete[len(given) : max(len(given), len(complete) - held)]
+        found = texts.divide(text, tokens_of(*part))
+        assert "".join(one.text for one in found) == text
+        for (own, start), token in zip(found, part, strict=True):
+            assert start == 7 + len(done.decode("utf-8", "ignore"))
+            done += token
+            given += own
+            assert given == done.decode("utf-8", "ignore")[: len(given)]
+            if not held:
+                assert given == done.decode("utf-8", "ignore")
+        starts += [one.start for one in found]
+    assert given == whole
+    assert starts == sorted(starts)
+
+
+def test_a_token_that_writes_nothing_has_no_text() -> None:
+    texts = TokenTexts()
+    assert divided(texts, "ab", b"<s>", b"a", b"<|end|>", b"b") == ["", "a", "", "b"]
+    assert divided(texts, "c", b"<|end|>") == ["c"]  # whatever comes stands with a token
+    assert divided(texts, "de", b"d", b"e") == ["d", "e"]
+
+
+def test_the_space_in_front_of_a_text_may_be_missing() -> None:
+    assert divided(TokenTexts(), "a b", b" a", b" b") == ["a", " b"]
+    assert divided(TokenTexts(), "a b", b"<s>", b" a", b" b") == ["", "a", " b"]
+
+
+def test_what_stands_behind_the_cut_of_a_stop_string_has_no_text() -> None:
+    texts = TokenTexts()
+    assert divided(texts, "", b"a") == [""]
+    assert divided(texts, "ab", b"b", b"cd", b"e") == ["ab", "", ""]
+
+
+def ask(script: Sequence[Any], path: str, granularity: str = "step", **body: Any) -> httpx2.Response:
+    async def read() -> httpx2.Response:
+        async with client_of(create_app(FakeBackend(script), ApiConfig(granularity=granularity))) as client:
+            response = await client.post(path, json=body)
+            assert response.status_code == 200, response.text
+            return response
+
+    return run(read())
+
+
+# Steps of several tokens, of which the first one ends a character that the step before began.
+SMILE, FLAG, SUN = bytewise("\U0001f600"), bytewise("\U0001f1e8"), bytewise("日")
+STEPS = (
+    Piece(0, "a", tokens_of(b"a", SMILE[0])),
+    Piece(0, "\U0001f600b", tokens_of(*SMILE[1:], b"b", SUN[0])),
+    Piece(0, "日\U0001f1e8c", tokens_of(*SUN[1:], *FLAG, b"c")),
+)
+ANSWER = "a\U0001f600b日\U0001f1e8c"
+SCRIPT = (Begun(((1,),)), *STEPS, ended(0, ANSWER, num_tokens=14))
+
+
+@pytest.mark.parametrize("granularity", ["step", "token"])
+def test_log_probabilities_of_a_response_stand_with_the_text_of_their_tokens(granularity: str) -> None:
+    body = {"input": "a", "stream": True, "include": ["message.output_text.logprobs"]}
+    events = named_events_of(ask(SCRIPT, "/v1/responses", granularity, **body))
+    deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+    assert [event["delta"] for event in deltas] == list(ANSWER)
+    for event in deltas:
+        assert b"".join(bytes(entry["bytes"]) for entry in event["logprobs"]).decode() == event["delta"]
+
+
+@pytest.mark.parametrize("granularity", ["step", "token"])
+def test_offsets_of_a_completion_are_places_in_its_text(granularity: str) -> None:
+    expected = [0, 1, 1, 1, 1, 2, 3, 3, 3, 4, 4, 4, 4, 5]
+    whole = ask(SCRIPT, "/v1/completions", prompt="a", logprobs=0).json()["choices"][0]
+    assert whole["logprobs"]["text_offset"] == expected
+    events = events_of(ask(SCRIPT, "/v1/completions", granularity, prompt="a", logprobs=0, stream=True).text)
+    parts = [event["choices"][0]["logprobs"]["text_offset"] for event in events if event["choices"][0]["logprobs"]]
+    assert [one for part in parts for one in part] == expected
+
+
+def test_a_text_is_sent_with_the_token_that_completes_it() -> None:
+    reply = ask(SCRIPT, "/v1/completions", "token", prompt="a", stream=True, return_token_ids=True)
+    choices = [event["choices"][0] for event in events_of(reply.text)]
+    found = [(one["text"], one["token_ids"]) for one in choices if one["text"]]
+    assert found == [("a", [0]), ("\U0001f600", [2]), ("b", [3]), ("日", [1]), ("\U0001f1e8", [5]), ("c", [6])]
