@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,6 +18,7 @@ from foretoken.server.api.config import ApiConfig
 from foretoken.server.guard.app import Guard
 from foretoken.server.guard.config import GuardConfig
 from tests.helpers.fake_backend import STATS, FakeBackend
+from tests.helpers.http import client_of, run
 from tests.helpers.virtual_loop import run_virtually
 from tests.server.asgi import HOST, scope_of
 
@@ -127,6 +129,34 @@ def test_side_channel_padding_is_the_requests_choice_unless_forced() -> None:
     assert [is_padded(ApiConfig(), asked) for asked in (None, True, False)] == [False, True, False]
     assert [is_padded(ApiConfig(obfuscation=True), asked) for asked in (None, True, False)] == [True, True, False]
     assert is_padded(ApiConfig(force_obfuscation=True), False)
+
+
+MESSAGES = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 9}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "end"),
+    [
+        ("/completion", {"prompt": "a"}, "\n\n"),
+        ("/api/generate", {"prompt": "a"}, "\n"),
+        ("/api/chat", MESSAGES, "\n"),
+        ("/v1/messages", MESSAGES, "\n\n"),
+        ("/v1/responses", {"input": "a"}, "\n\n"),
+    ],
+)
+def test_every_interface_pads_its_events(path: str, body: dict[str, Any], end: str) -> None:
+    config = ApiConfig(force_obfuscation=True, llama_cpp=True, ollama=True)
+
+    async def read() -> str:
+        async with client_of(create_app(FakeBackend(), config)) as client:
+            response = await client.post(path, json=body | {"stream": True})
+            assert response.status_code == 200, response.text
+            return response.text
+
+    events = [event + end for event in run(read()).split(end)[:-1] if "ping" not in event]
+    sizes = [len(re.sub(r"^event: .*\n", "", event)) for event in events]
+    assert len(events) >= 2
+    assert {size % config.obfuscation_bucket_bytes for size in sizes} == {0}
 
 
 def test_side_channel_padding_of_times() -> None:

@@ -42,7 +42,7 @@ from foretoken.server.api.llamacpp_request import (
 )
 from foretoken.server.api.openai import fill_ids
 from foretoken.server.api.schemas import ChatRequest
-from foretoken.server.api.streaming import PieceGroup, frame
+from foretoken.server.api.streaming import PieceGroup
 from foretoken.server.api.usage import timings
 from foretoken.server.api.writer import BUILD, AnswerWriter, chat_logprobs
 
@@ -232,7 +232,7 @@ class LlamaWriter(AnswerWriter):
 
     def ended(self, event: AnswerEnded) -> Iterable[bytes]:
         """See `AnswerWriter.ended`."""
-        yield frame(self._selected(self._end(event, "", [], ())))
+        yield self.encoded(self._selected(self._end(event, "", [], ())))
 
     def piece(self, group: PieceGroup) -> Iterable[bytes]:
         """See `AnswerWriter.piece`."""
@@ -250,7 +250,7 @@ class LlamaWriter(AnswerWriter):
         }
         if self._body.timings_per_token:
             made["timings"] = timings(self.exchange)
-        yield frame(made | self._probabilities(piece.tokens))
+        yield self.encoded(made | self._probabilities(piece.tokens))
 
     def _end(self, event: AnswerEnded, text: str, ids: list[int], tokens: Sequence[TokenEvent]) -> _Json:
         """The object of an answer's end."""

@@ -6,7 +6,6 @@ import datetime
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import msgspec
 from fastapi import APIRouter, Request, Response
 
 from foretoken.backend.call import AnswerEnded, Call, ModelInfo, TokenEvent
@@ -26,7 +25,7 @@ from foretoken.server.api.ollama_request import (
     as_prompted_chat,
 )
 from foretoken.server.api.openai import with_suffix
-from foretoken.server.api.streaming import PieceGroup
+from foretoken.server.api.streaming import Around, PieceGroup
 from foretoken.server.api.tool_reader import MessageShaper, side_by_side
 from foretoken.server.api.tools import arguments_of
 from foretoken.server.api.usage import timings
@@ -104,6 +103,8 @@ async def _answer(
 class OllamaWriter(AnswerWriter):
     """One answer, whole or as lines of JSON."""
 
+    around = Around(b"", b"\n")
+
     def __init__(self, exchange: Exchange, body: OllamaFields, shaper: MessageShaper, is_chat: bool) -> None:
         super().__init__(exchange, body)
         self._shaper, self._is_chat, self._has_logprobs = shaper, is_chat, bool(body.logprobs)
@@ -121,12 +122,12 @@ class OllamaWriter(AnswerWriter):
         """See `AnswerWriter.piece`."""
         text, tokens = self._text(self._shaper.push(group.piece.text)), group.piece.tokens
         if text or (self._has_logprobs and tokens):
-            yield _line(self._object(text, tokens) | {"done": False})
+            yield self.encoded(self._object(text, tokens) | {"done": False})
 
     def ended(self, event: AnswerEnded) -> Iterable[bytes]:
         """See `AnswerWriter.ended`: what is left of the text, the calls, and what it took."""
         text = self._text(self._shaper.finish(event.finish_reason)[0])
-        yield _line(self._object(text, (), self._made_calls(event)) | self._end(event))
+        yield self.encoded(self._object(text, (), self._made_calls(event)) | self._end(event))
 
     def _text(self, deltas: Sequence[_Json]) -> str:
         """The text of deltas; their calls are kept until the answer ends, for Ollama's are whole."""
@@ -166,10 +167,6 @@ class OllamaWriter(AnswerWriter):
             "eval_duration": int(found["predicted_ms"] * _NS_PER_MS),
             **self.reports(),
         }
-
-
-def _line(body: _Json) -> bytes:
-    return msgspec.json.encode(body) + b"\n"
 
 
 def _now() -> str:

@@ -8,7 +8,7 @@ import logging
 from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from fastapi import Response
@@ -112,16 +112,26 @@ def _merged(events: list[Event]) -> Iterator[Event | PieceGroup]:
     yield from open_groups.values()
 
 
-def frame(body: object) -> bytes:
+class Around(NamedTuple):
+    """What stands before and behind the JSON of each event."""
+
+    before: bytes
+    behind: bytes
+
+
+SSE = Around(b"data: ", b"\n\n")
+
+
+def frame(body: object, around: Around = SSE) -> bytes:
     """An event with a JSON body."""
-    return b"data: %b\n\n" % msgspec.json.encode(body)
+    return b"%b%b%b" % (around.before, msgspec.json.encode(body), around.behind)
 
 
-def padded_frame(body: dict[str, Any], bucket_bytes: int) -> bytes:
+def padded_frame(body: dict[str, Any], bucket_bytes: int, around: Around = SSE) -> bytes:
     """An event whose length is a multiple of `bucket_bytes`, filled up in its field `obfuscation`."""
     bare = msgspec.json.encode(body | {"obfuscation": ""})
-    missing = -(len(bare) + len(b"data: \n\n")) % bucket_bytes
-    return b'data: %b%b"}\n\n' % (bare[:-2], b"0" * missing)
+    missing = -(len(bare) + sum(map(len, around))) % bucket_bytes
+    return b'%b%b%b"}%b' % (around.before, bare[:-2], b"0" * missing, around.behind)
 
 
 class EventStream(Response):

@@ -6,7 +6,7 @@ import contextlib
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from fastapi import Request, Response
 
@@ -18,7 +18,7 @@ from foretoken.server.api.errors import ApiError, final, json_response
 from foretoken.server.api.exchange import Exchange
 from foretoken.server.api.field_names import name_as_sent
 from foretoken.server.api.schemas import SamplingFields, StreamOptions
-from foretoken.server.api.streaming import DONE, EventStream, PieceGroup, frame, grouped, padded_frame
+from foretoken.server.api.streaming import DONE, SSE, Around, EventStream, PieceGroup, frame, grouped, padded_frame
 from foretoken.server.api.usage import metrics, spec_report, timings, trace_record, usage
 
 BUILD = f"b0-foretoken-{__version__}"  # as llama.cpp tells its builds
@@ -29,6 +29,8 @@ _Json = dict[str, Any]
 
 class AnswerWriter(ABC):
     """Writes the answers of one call in the shape of an interface, whole or as events, and what they cost."""
+
+    around: ClassVar[Around] = SSE
 
     def __init__(self, exchange: Exchange, body: SamplingFields) -> None:
         config = exchange.api.config
@@ -118,7 +120,9 @@ class AnswerWriter(ABC):
 
     def encoded(self, body: _Json) -> bytes:
         """An event, padded where that is asked for."""
-        return padded_frame(body, self._bucket_bytes) if self._bucket_bytes else frame(body)
+        if self._bucket_bytes:
+            return padded_frame(body, self._bucket_bytes, self.around)
+        return frame(body, self.around)
 
     def reports(self, with_trace: bool = True) -> _Json:
         """What the request cost, beside `usage`."""
