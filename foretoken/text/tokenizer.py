@@ -35,6 +35,7 @@ _OTHER_FILES = (
     "tokenizer_config.json",
     "tekken.json",
 )
+_LONG_CHARS = 2048  # a text of milliseconds
 _TRIAL = "Tokens: 12 naïve 猫 😀\n\tend\x00."
 
 _Foreign: TypeAlias = Any  # objects of transformers, which has no types
@@ -312,7 +313,11 @@ class _Fast:
 
     def _ids(self, inner: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
         with _broken_means(f"{self._where} cannot encode {shown(text)}", TypeError):
-            ids: list[int] = inner.encode(text, add_special_tokens=add_special_tokens).ids
+            if len(text) > _LONG_CHARS:  # `encode` lets no other thread of Python run; a batch does
+                found = inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+            else:
+                found = inner.encode(text, add_special_tokens=add_special_tokens)
+            ids: list[int] = found.ids
         return ids
 
     def decode(self, ids: Sequence[int], has_specials: bool) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -414,3 +416,33 @@ def test_a_refused_chat_and_a_missing_template_are_input_errors(tmp_path: Path) 
         with_template(tmp_path / "a", CHATML).apply_chat_template([{"role": "robot", "content": ""}])
     with pytest.raises(InputError, match="has no chat template; give plain text"):
         with_template(tmp_path / "b", None).apply_chat_template(MESSAGES)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_long_text_has_the_tokens_of_any_other(by_kind: dict[str, Tokenizer], kind: str) -> None:
+    tokenizer = by_kind[kind]
+    text = f"{END_OF_TEXT} ab \U0001f600 c\n\n" * 400
+    raw: Raw = tokenizer._backend._inner  # type: ignore[attr-defined]
+    assert tokenizer.encode(text) == raw.encode(text).ids
+    assert tokenizer.encode(text, add_special_tokens=False) == raw.encode(text, add_special_tokens=False).ids
+    plain = Raw.from_str(raw.to_str())
+    plain.encode_special_tokens = True
+    assert tokenizer.encode_plain(text) == plain.encode(text, add_special_tokens=False).ids
+
+
+def test_others_run_while_a_long_text_is_encoded(by_kind: dict[str, Tokenizer]) -> None:
+    """A server streams other answers and says that it lives; with the interpreter held it would do neither."""
+    text, begun = "The quick brown fox. " * 40_000, threading.Event()
+
+    def encode() -> None:
+        begun.set()
+        by_kind["byte_level"].encode(text)
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    begun.wait()
+    num_turns = 0
+    while thread.is_alive():
+        num_turns += 1
+        time.sleep(0.001)
+    assert num_turns > 10
