@@ -94,11 +94,16 @@ async def serving(config: GuardConfig) -> AsyncIterator[Running]:
 
 
 def served(config: GuardConfig, play: Callable[[Running], Coroutine[Any, Any, None]]) -> None:
+    """Nothing that a client sends may break a connection's own code, which the event loop would log."""
+    broken: list[dict[str, Any]] = []
+
     async def run() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _loop, context: broken.append(context))
         async with asyncio.timeout(60), serving(config) as running:
             await play(running)
 
     asyncio.run(run())
+    assert not broken
 
 
 def resident_mib() -> float:

@@ -111,10 +111,10 @@ class GuardedProtocol(H11Protocol, SharedBufferProtocol):
 
         h11 looks at a line when its end has come, which a body that is not in chunks may never have.
         """
+        if self.conn.their_state is not h11.SEND_BODY:
+            return False  # a connection whose first bytes are no request has no headers to look at
         has_chunks = any(name == b"transfer-encoding" for name, _ in self.headers)
-        if self.conn.their_state is not h11.SEND_BODY or not has_chunks:
-            return False
-        return _NO_LINE.match(self.conn.trailing_data[0]) is not None
+        return has_chunks and _NO_LINE.match(self.conn.trailing_data[0]) is not None
 
     @property
     def _is_leftover(self) -> bool:
