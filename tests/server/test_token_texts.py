@@ -12,7 +12,7 @@ import pytest
 from foretoken.backend.call import Begun, Piece, TokenEvent
 from foretoken.server.api.app import create_app
 from foretoken.server.api.config import ApiConfig
-from foretoken.server.api.token_texts import TokenTexts
+from foretoken.server.api.token_texts import TextDivision
 from tests.helpers.fake_backend import FakeBackend, ended
 from tests.helpers.http import client_of, events_of, run
 from tests.server.structured import events_of as named_events_of
@@ -27,7 +27,7 @@ def tokens_of(*written: bytes) -> tuple[TokenEvent, ...]:
     )
 
 
-def divided(texts: TokenTexts, text: str, *written: bytes) -> list[str]:
+def divided(texts: TextDivision, text: str, *written: bytes) -> list[str]:
     return [one.text for one in texts.divide(text, tokens_of(*written))]
 
 
@@ -43,7 +43,7 @@ def test_texts_stand_with_the_tokens_that_complete_their_characters(seed: int) -
     while data:
         size = rng.randint(1, 5)
         written, data = [*written, data[:size]], data[size:]
-    texts, given, done, starts = TokenTexts(7), "", b"", list[int]()
+    texts, given, done, starts = TextDivision(7), "", b"", list[int]()
     while written:
         count = rng.randint(1, 4)
         part, written = written[:count], written[count:]
@@ -65,19 +65,19 @@ def test_texts_stand_with_the_tokens_that_complete_their_characters(seed: int) -
 
 
 def test_a_token_that_writes_nothing_has_no_text() -> None:
-    texts = TokenTexts()
+    texts = TextDivision()
     assert divided(texts, "ab", b"<s>", b"a", b"<|end|>", b"b") == ["", "a", "", "b"]
     assert divided(texts, "c", b"<|end|>") == ["c"]  # whatever comes stands with a token
     assert divided(texts, "de", b"d", b"e") == ["d", "e"]
 
 
 def test_the_space_in_front_of_a_text_may_be_missing() -> None:
-    assert divided(TokenTexts(), "a b", b" a", b" b") == ["a", " b"]
-    assert divided(TokenTexts(), "a b", b"<s>", b" a", b" b") == ["", "a", " b"]
+    assert divided(TextDivision(), "a b", b" a", b" b") == ["a", " b"]
+    assert divided(TextDivision(), "a b", b"<s>", b" a", b" b") == ["", "a", " b"]
 
 
 def test_what_stands_behind_the_cut_of_a_stop_string_has_no_text() -> None:
-    texts = TokenTexts()
+    texts = TextDivision()
     assert divided(texts, "", b"a") == [""]
     assert divided(texts, "ab", b"b", b"cd", b"e") == ["ab", "", ""]
 

@@ -17,7 +17,7 @@ from foretoken.server.api.exchange import Api, Exchange
 from foretoken.server.api.messages import shaper_of
 from foretoken.server.api.schemas import ChatRequest, CompletionRequest
 from foretoken.server.api.streaming import PieceGroup
-from foretoken.server.api.token_texts import TokenTexts
+from foretoken.server.api.token_texts import TextDivision
 from foretoken.server.api.tool_reader import side_by_side
 from foretoken.server.api.writer import ChoiceWriter, chat_logprobs, completion_logprobs
 
@@ -122,7 +122,7 @@ class TextChoices(ChoiceWriter):
         super().__init__(exchange, body, "cmpl", "text_completion", "text_completion")
         self._has_logprobs = body.logprobs is not None
         self._echoed, self._n = echoed, exchange.call.params.n
-        self._texts = [TokenTexts(len(self._prompt_of(index))) for index in range(exchange.num_answers)]
+        self._texts = [TextDivision(len(self._prompt_of(index))) for index in range(exchange.num_answers)]
 
     def _prompt_of(self, index: int) -> str:
         return self._echoed[index // self._n] if self._echoed else ""
@@ -156,7 +156,7 @@ class TextChoices(ChoiceWriter):
             if self._has_logprobs:
                 first = exchange.book.answers[index - index % self._n].ended
                 prompt = () if first is None else first.prompt
-                choice["logprobs"] = _logprobs(choice["text"], [*prompt, *progress.tokens], TokenTexts())
+                choice["logprobs"] = _logprobs(choice["text"], [*prompt, *progress.tokens], TextDivision())
             if ids := self.ids_of(progress.tokens):
                 choice |= ids | {"prompt_token_ids": exchange.prompt_ids[index // self._n]}
             choices.append(choice | self.of_choice(progress.ended))
@@ -167,7 +167,7 @@ def _choice(index: int, text: str, finish_reason: str | None = None) -> dict[str
     return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
 
 
-def _logprobs(text: str, tokens: Sequence[TokenEvent], texts: TokenTexts) -> dict[str, Any]:
+def _logprobs(text: str, tokens: Sequence[TokenEvent], texts: TextDivision) -> dict[str, Any]:
     return completion_logprobs(tokens, [one.start for one in texts.divide(text, tokens)])
 
 

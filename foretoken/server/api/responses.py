@@ -19,7 +19,7 @@ from foretoken.server.api.exchange import Api, Exchange
 from foretoken.server.api.messages import shaper_of
 from foretoken.server.api.responses_request import ResponsesRequest, as_chat, functions_of, left_out, wants_logprobs
 from foretoken.server.api.streaming import PieceGroup, by_token
-from foretoken.server.api.token_texts import TokenTexts
+from foretoken.server.api.token_texts import TextDivision
 from foretoken.server.api.tool_reader import MessageShaper
 from foretoken.server.api.usage import usage
 from foretoken.server.api.writer import AnswerWriter, chat_logprobs
@@ -48,7 +48,7 @@ class ResponsesWriter(AnswerWriter):
     def __init__(self, exchange: Exchange, body: ResponsesRequest, shaper: MessageShaper) -> None:
         super().__init__(exchange, body)
         self._body, self._shaper, self._items, self._num_sent = body, shaper, ResponseItems(), 0
-        self._texts = TokenTexts()
+        self._texts = TextDivision()
 
     def whole(self) -> _Json:
         """See `AnswerWriter.whole`."""

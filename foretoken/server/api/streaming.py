@@ -19,7 +19,7 @@ from foretoken.server.api.config import ApiConfig
 from foretoken.server.api.envelopes import error_event, wire_of
 from foretoken.server.api.errors import CLIENT_GONE, ApiError, final
 from foretoken.server.api.exchange import Exchange, hung_up, stop
-from foretoken.server.api.token_texts import TokenTexts
+from foretoken.server.api.token_texts import TextDivision
 
 _log = logging.getLogger("foretoken.server")
 DONE = b"data: [DONE]\n\n"
@@ -41,7 +41,7 @@ async def grouped(events: AsyncIterator[Event], config: ApiConfig) -> AsyncGener
             async for group in groups:
                 yield group
         return
-    texts: defaultdict[int, TokenTexts] = defaultdict(TokenTexts)
+    texts: defaultdict[int, TextDivision] = defaultdict(TextDivision)
     async for event in events:
         if not isinstance(event, Piece):
             yield event
@@ -52,7 +52,7 @@ async def grouped(events: AsyncIterator[Event], config: ApiConfig) -> AsyncGener
             yield PieceGroup(event, [] if event.round is None else [event.round])
 
 
-def by_token(piece: Piece, texts: TokenTexts) -> Iterator[PieceGroup]:
+def by_token(piece: Piece, texts: TextDivision) -> Iterator[PieceGroup]:
     """A piece as one for each token; `texts` divides the text of its answer."""
     for place, (token, (text, _)) in enumerate(zip(piece.tokens, texts.divide(piece.text, piece.tokens), strict=True)):
         rounds = [piece.round] if place == 0 and piece.round is not None else []

@@ -9,14 +9,14 @@ from typing import NamedTuple
 from foretoken.backend.call import TokenEvent
 
 
-class TokenText(NamedTuple):
+class TextShare(NamedTuple):
     """The text that comes with a token, and at which character of the whole text its own begins."""
 
     text: str
     start: int
 
 
-class TokenTexts:
+class TextDivision:
     """Divides the text of one answer among its tokens, piece by piece, as far as tokens and characters agree.
 
     A character of several tokens stands with the last of them. Text that was held back stands with the first token of
@@ -29,22 +29,22 @@ class TokenTexts:
         self._start = self._num_given = start
         self._owed = ""  # what earlier tokens wrote and no piece has brought yet
 
-    def divide(self, text: str, tokens: Sequence[TokenEvent]) -> list[TokenText]:
+    def divide(self, text: str, tokens: Sequence[TokenEvent]) -> list[TextShare]:
         """One entry for each of a piece's tokens; their texts, joined, are the piece's `text`."""
         if not tokens:
             return []
         taken, self._owed = self._taken(text, [self._owed, *map(self._written, tokens)]), ""
-        place, found = self._num_given, list[TokenText]()
+        place, found = self._num_given, list[TextShare]()
         for share, held in taken:
-            found.append(TokenText(share, place))
+            found.append(TextShare(share, place))
             place += len(share) + len(held)
             self._owed += held
         early, first, *others = found
         rest = text[sum(len(one.text) for one in found) :]
         if rest:  # written in another way than its tokens are spelt
             self._owed = ""
-        whole = [TokenText(early.text + first.text, first.start), *others]
-        whole[-1] = TokenText(whole[-1].text + rest, whole[-1].start)
+        whole = [TextShare(early.text + first.text, first.start), *others]
+        whole[-1] = TextShare(whole[-1].text + rest, whole[-1].start)
         self._num_given += len(text)
         return whole
 
