@@ -273,6 +273,24 @@ def one_at_a_time(path: Path) -> Iterator[None]:
         os.close(file)
 
 
+def hold_alone(field: str, path: Path, file: IO[Any]) -> None:
+    """Lock the open file of `path` until it is closed, so that no two runs add to it; where files cannot be locked
+    nothing is done.
+
+    Raises:
+        StorageError: another run holds it; names the field.
+    """
+    if fcntl is None:
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        remedy = "wait for its end, or name another file"
+        raise StorageError(f"{field}: another run adds to {path} now; {remedy}") from error
+    except OSError:  # a file system without locks
+        return
+
+
 def _remove_left(parent: Path, prefix: str) -> None:
     for folder in [
         path for path in parent.iterdir() if path.name.startswith(prefix) and path.is_dir() and not path.is_symlink()

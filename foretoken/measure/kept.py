@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from foretoken.errors import InputError, StorageError
-from foretoken.files import as_plain
+from foretoken.files import as_plain, hold_alone
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -36,7 +36,7 @@ class KeptFile:
 
     Raises:
         InputError: the file is of another run; names the first field that differs.
-        StorageError: the file cannot be read or written, or holds something else.
+        StorageError: the file cannot be read or written, or holds something else, or another run has it open.
     """
 
     def __init__(self, path: Path | None, kind: str, run: Mapping[str, Any], option: str = "resume") -> None:
@@ -49,26 +49,35 @@ class KeptFile:
     def _open(self, path: Path, kind: str, run: Mapping[str, Any], option: str) -> None:
         header = json.loads(json.dumps({"format": FORMAT, "kind": kind, "run": as_plain(run)}))
         try:
-            known = path.read_bytes() if path.exists() else b""
-            whole = known[: known.rfind(b"\n") + 1]
-            found: list[Any] = [json.loads(line) for line in whole.decode("utf-8").split("\n")[:-1]]
-            if found:
-                self._check(found[0], header, option)
-            elif not json.dumps(header).encode().startswith(known):
-                raise ValueError("it does not begin with the header of this run")
             path.parent.mkdir(parents=True, exist_ok=True)
-            if whole != known:
-                os.truncate(path, len(whole))
             self._file = path.open("a", encoding="utf-8")
-        except OSError as error:
-            raise self._failed(error) from error
-        except InputError:
+            hold_alone(option, path, self._file)  # before it is read: the end of a line may still be on its way
+            found = self._read(path, header, option)
+        except (InputError, StorageError):
+            self.close()
             raise
+        except OSError as error:
+            self.close()
+            raise self._failed(error) from error
         except (ValueError, KeyError, TypeError) as error:
+            self.close()
             raise self._refused(error) from error
         self.lines = found[1:]
         if not found:
             self._write(self._file, header)
+
+    def _read(self, path: Path, header: Mapping[str, Any], option: str) -> list[Any]:
+        """The whole lines of the file, which must be of this run; what was cut off behind them is removed."""
+        known = path.read_bytes()
+        whole = known[: known.rfind(b"\n") + 1]
+        found: list[Any] = [json.loads(line) for line in whole.decode("utf-8").split("\n")[:-1]]
+        if found:
+            self._check(found[0], header, option)
+        elif not json.dumps(header).encode().startswith(known):
+            raise ValueError("it does not begin with the header of this run")
+        if whole != known:
+            os.truncate(path, len(whole))
+        return found
 
     def append(self, values: Mapping[str, Any]) -> None:
         """Add one line, written to the disk before this returns.

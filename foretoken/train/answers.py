@@ -26,7 +26,7 @@ from foretoken.errors import (
     MismatchError,
     StorageError,
 )
-from foretoken.files import MAX_BYTES, parse_json, read_text, to_json
+from foretoken.files import MAX_BYTES, hold_alone, parse_json, read_text, to_json
 from foretoken.heads.formats.pairing import add_first_weights
 from foretoken.option import option
 from foretoken.params import check_whole
@@ -124,12 +124,14 @@ def write_answers(
     header = {"kind": ANSWERS_KIND, "target": folder_fingerprint(llm.folder), "prompts": prompts_digest} | {
         name: value for name, value in asdict(config).items() if name != "batch_size"
     }
-    done = _resume(path, header)
-    left = [place for place in range(len(encoded)) if place not in done]
-    finished = itertools.count(len(done))
-    tell(next(finished))
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:
+            hold_alone("out", path, file)  # before it is read: the end of a line may still be on its way
+            done = _resume(path, header)
+            left = [place for place in range(len(encoded)) if place not in done]
+            finished = itertools.count(len(done))
+            tell(next(finished))
             size = _BATCHES_AT_ONCE * config.batch_size
             for group in (left[start : start + size] for start in range(0, len(left), size)):
                 with closing(_answered(llm, encoded, group, config)) as steps:  # an interruption frees the requests
@@ -141,6 +143,8 @@ def write_answers(
                             tell(next(finished))
                         _check_whole(ended, sources)
                 os.fsync(file.fileno())
+    except StorageError:
+        raise
     except OSError as error:
         raise StorageError(f"cannot write the answers to {path}: {error}; what is in it is kept") from error
     tell(len(encoded))
@@ -301,8 +305,7 @@ def _encode(llm: LLM, prompt: PromptContent, config: AnswerConfig) -> list[int]:
 def _resume(path: Path, header: Mapping[str, Any]) -> set[int]:
     """Places that are answered; writes the header of a new file, and drops a line that was not finished."""
     try:
-        if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.stat().st_size:
             path.write_text(to_json(header) + "\n", encoding="utf-8")
             return set()
         lines = _whole_lines("out", path)

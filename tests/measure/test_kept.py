@@ -41,6 +41,18 @@ def test_a_run_resumes_from_its_file(tmp_path: Path) -> None:
     assert lines == [{"answer": 1}, {"answer": 3}]
 
 
+def test_two_runs_do_not_add_to_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "kept.jsonl"
+    first = opened(path)
+    first.append({"answer": 1})
+    held = path.read_bytes()
+    with pytest.raises(StorageError, match=r"^resume: another run adds to .*kept\.jsonl now; .* name another file"):
+        opened(path)
+    assert path.read_bytes() == held
+    first.close()
+    opened(path).close()
+
+
 def test_without_a_file_nothing_is_kept() -> None:
     kept = KeptFile(None, "bench test", {})
     kept.append({"answer": 1})

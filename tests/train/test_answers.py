@@ -101,6 +101,21 @@ def test_an_interruption_keeps_every_answer_that_has_ended(llm: LLM, tmp_path: P
     assert read_answers(part) == read_answers(whole)
 
 
+def test_two_runs_do_not_add_to_one_file(llm: LLM, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    refused = []
+
+    def tell(_: int) -> None:
+        if not refused:
+            with pytest.raises(StorageError, match=r"^out: another run adds to .*a\.jsonl now") as error:
+                write_answers(llm, PROMPTS, path, CONFIG, lambda _: None)
+            refused.append(error)
+
+    assert write_answers(llm, PROMPTS, path, CONFIG, tell).num_answers == len(PROMPTS)
+    assert refused
+    assert len(read_answers(path).pairs) == len(PROMPTS)
+
+
 def test_an_answer_that_fails_is_named_and_those_before_it_are_kept(
     llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
