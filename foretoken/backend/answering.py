@@ -63,6 +63,7 @@ class Answer:
     last token. `draft_s` and `verify_s` lie within `decode_s`, `rule_s` within `verify_s`, `wasted_s`
     (rejected draft tokens) within both together. `positions[i]` counts (drafted, accepted) at the i-th place of a
     draft. `token_ids` is empty when only the text is known. `num_prompt_tokens` is what a server counted of the prompt.
+    Without `is_counted` a server did not say how many tokens it emitted, and each piece of text counts as one.
     """
 
     token_ids: tuple[int, ...]
@@ -82,6 +83,7 @@ class Answer:
     wasted_s: float | None = None
     positions: tuple[tuple[int, int], ...] = ()
     num_prompt_tokens: int | None = None
+    is_counted: bool = True
 
 
 def answer_in_pieces(

@@ -31,6 +31,7 @@ from foretoken.errors import ForetokenError, InputError, UnavailableError
 
 DEFAULT_TIMEOUT_S = 600.0
 _CONNECT_S = 10.0
+_PAGE_S = 60.0  # of silence, after which a page that takes no computing (models, version, metrics) will not come
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,11 @@ class ServerAddress:
         """The address without the version of the API."""
         return base_of(self.url)
 
+    @property
+    def page_timeout(self) -> httpx2.Timeout:
+        """How long pages that take no computing are waited for."""
+        return httpx2.Timeout(min(self.timeout_s, _PAGE_S), connect=_CONNECT_S)
+
     def path(self, name: str) -> str:
         """The path of `name` in its API."""
         return f"{prefix_of(self.url)}/{name}"
@@ -130,18 +136,24 @@ class ServerAddress:
 
     def no_model(self, error: Exception) -> UnavailableError:
         """What is raised where it names no model."""
-        said = type(error).__name__
-        if isinstance(error, httpx2.HTTPStatusError):
-            said = f"status {error.response.status_code}: {said_in(error.response.text)}".removesuffix(": ")
-        elif isinstance(error, IndexError):
-            said = "an empty list: it may still be loading"
         return UnavailableError(
-            f"{self.base}{self.path('models')} gave no model ({said}): is the server running? A key belongs into "
-            f"${self.key_variable}, a model's name into {self.model_option}"
+            f"{self.base}{self.path('models')} gave no model ({_why(error)}): is the server running? A key belongs "
+            f"into ${self.key_variable}, a model's name into {self.model_option}"
         )
 
 
 _NO_MODEL = (httpx2.HTTPError, ValueError, KeyError, IndexError, TypeError, AttributeError)
+
+
+def _why(error: Exception) -> str:
+    """Why a list of models could not be read."""
+    if isinstance(error, httpx2.HTTPStatusError):
+        return f"status {error.response.status_code}: {said_in(error.response.text)}".removesuffix(": ")
+    if isinstance(error, httpx2.HTTPError):
+        return {"timeout": "no answer in time", "connect": "no connection"}.get(_failure(error), repr(error))
+    if isinstance(error, ValueError):
+        return f"no JSON: {said_in(str(getattr(error, 'doc', error)))}"
+    return "an empty list: it may still be loading" if isinstance(error, IndexError) else "no list of models"
 
 
 def _model_of(answer: httpx2.Response, wanted: str) -> Mapping[str, Any]:
@@ -183,14 +195,15 @@ class Endpoint:
         if self.model:
             return
         try:
-            self.model = str(_model_of(await self.client.get(self.server.path("models")), "")["id"])
+            answer = await self.client.get(self.server.path("models"), timeout=self.server.page_timeout)
+            self.model = str(_model_of(answer, "")["id"])
         except _NO_MODEL as error:
             raise self.server.no_model(error) from error
 
     async def spec_counters(self) -> dict[str, float] | None:
         """Drafted and accepted tokens so far by the endpoint's `/metrics`; None where it has none."""
         try:
-            answer = await self.client.get("/metrics")
+            answer = await self.client.get("/metrics", timeout=self.server.page_timeout)
         except httpx2.HTTPError:
             return None
         return read_spec_counters(answer.text) if answer.status_code == 200 else None
@@ -230,7 +243,7 @@ class HttpBackend:
         self.server, self.name = server, server.url
         self.client = httpx2.Client(**server.client_options())
         try:
-            about = _model_of(self.client.get(server.path("models")), server.model)
+            about = _model_of(self._page(server.path("models")), server.model)
         except _NO_MODEL as error:
             self.client.close()
             raise server.no_model(error) from error
@@ -259,7 +272,7 @@ class HttpBackend:
             return self.owner
         path, key = self.kind.version
         try:
-            answer = self.client.get(path)
+            answer = self._page(path)
             answer.raise_for_status()
             return f"{self.owner} {answer.json()[key]}"
         except _NO_MODEL:
@@ -337,9 +350,12 @@ class HttpBackend:
         page = self._metrics()
         return None if page is None else read_position_counters(page)
 
+    def _page(self, path: str) -> httpx2.Response:
+        return self.client.get(path, timeout=self.server.page_timeout)
+
     def _metrics(self) -> str | None:
         try:
-            answer = self.client.get("/metrics")
+            answer = self._page("/metrics")
         except httpx2.HTTPError as error:
             raise UnavailableError(f"{self.name}/metrics: {error}") from error
         return answer.text if answer.status_code == 200 else None
@@ -370,6 +386,7 @@ def _answer(reader: EventReader) -> Answer:
         num_drafted=stream.num_drafted,
         num_accepted=stream.num_accepted,
         num_prompt_tokens=stream.num_prompt_tokens or None,
+        is_counted=stream.is_counted or not stream.pieces,
     )
 
 

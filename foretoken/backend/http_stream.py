@@ -18,6 +18,7 @@ from typing import Any
 
 _MAX_ERROR_BYTES = 1 << 16  # of an error's body that are read
 _MAX_SAID_CHARS = 200
+_OTHER_LINES = (":", "event:", "id:", "retry:")  # of a stream of events
 # Where a part of an event counts: its place, then its names of drafted and accepted tokens and of target forwards.
 _REPORTS = (
     (("foretoken", "spec"), "num_drafted", "num_accepted", "num_steps"),
@@ -38,7 +39,7 @@ class Stream:
     `pieces` are (time, tokens) of every event with text, of thinking or of the answer. `error` is "" for a complete
     answer; otherwise the HTTP status, "connect", "timeout", "stream" (an error event), "cut" (an end without [DONE]) or
     "interrupted"; `said` is what the server said of it. `num_drafted`, `num_accepted` and `num_steps` are None where
-    the server does not report them.
+    the server does not report them. `is_counted`: it said how many tokens the answer has; else a piece counts as one.
     """
 
     sent_s: float = 0.0
@@ -51,6 +52,7 @@ class Stream:
     num_steps: int | None = None
     error: str = "interrupted"
     said: str = ""
+    is_counted: bool = False
 
 
 class EventReader:
@@ -61,6 +63,7 @@ class EventReader:
         self.texts: list[str] = []
         self.token_ids: list[int] = []
         self._num_counted = 0
+        self._has_events = False
 
     def read(self, lines: Iterable[str]) -> str:
         """Read an answer; the error, or ""."""
@@ -77,7 +80,11 @@ class EventReader:
     def _take_line(self, line: str) -> str | None:
         """Take in one line; the error or "" where the answer ends with it."""
         if not line.startswith("data:"):
+            if not self._has_events and not self.stream.said and not line.startswith(_OTHER_LINES):
+                self.stream.said = said_in(line)  # of a page, or an answer that is no stream
             return None
+        if not self._has_events:
+            self._has_events, self.stream.said = True, ""
         data = line[5:].strip()
         if data == "[DONE]":
             return ""
@@ -85,10 +92,15 @@ class EventReader:
             chunk = json.loads(data)
         except ValueError:
             chunk = None
-        if not isinstance(chunk, Mapping) or chunk.get("error"):
+        try:
+            is_event = isinstance(chunk, Mapping) and not chunk.get("error")
+            if is_event:
+                self._take(chunk)
+        except (AttributeError, KeyError, TypeError, ValueError):  # not in the form of OpenAI's events
+            is_event = False
+        if not is_event:
             self.stream.said = said_in(data)
             return "stream"
-        self._take(chunk)
         return None
 
     def _take(self, chunk: Mapping[str, Any]) -> None:
@@ -107,6 +119,7 @@ class EventReader:
             self.token_ids += choice.get("token_ids") or ()
         if isinstance(total, int):
             stream.num_tokens, stream.num_prompt_tokens = total, usage.get("prompt_tokens") or 0
+            stream.is_counted = True
         for part in (chunk, *choices):
             _take_report(part, stream)
 
@@ -171,8 +184,13 @@ def _spec_series(text: str) -> Iterator[tuple[str, str, str, float]]:
     """The series of a metrics page on speculation: prefix, name behind `spec_decode_num_`, labels, and value."""
     for line in text.splitlines():
         found = _SERIES.match(line)
-        if found is not None:
-            yield found[1], found[2], found[3] or "", float(found[4])
+        if found is None:
+            continue
+        try:
+            value = float(found[4])
+        except ValueError:  # a line that only looks like a series
+            continue
+        yield found[1], found[2], found[3] or "", value
 
 
 def read_spec_counters(text: str) -> dict[str, float] | None:

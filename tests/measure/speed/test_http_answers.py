@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from typing import Any
@@ -13,8 +14,9 @@ import pytest
 from foretoken.backend.answering import SERVED, Drafting, Question
 from foretoken.backend.http import Endpoint, HttpBackend, ServerAddress
 from foretoken.backend.http_requests import HttpRequester
-from foretoken.backend.http_stream import EventReader, Stream, lines_of, lines_of_async
+from foretoken.backend.http_stream import EventReader, Stream, lines_of, lines_of_async, read_spec_counters
 from foretoken.backend.requesting import ApiChoice, ApiRequest
+from foretoken.errors import ForetokenError, UnavailableError
 from foretoken.measure.certify import forms
 from tests.measure.endpoint import Fake, Reply, serving, tokens
 
@@ -173,3 +175,85 @@ def test_separators_within_a_text_do_not_break_a_stream(fake: Fake) -> None:
 
     found = asyncio.run(send())
     assert (found.error, found.num_tokens) == ("", 1)
+
+
+# ---- servers that do not keep to the form
+
+ODD: list[dict[str, Any]] = [
+    {"choices": ["a"]},
+    {"choices": [{"index": 0, "delta": "x"}]},
+    {"choices": 5},
+    {"choices": [], "usage": "none"},
+]
+
+
+@pytest.mark.parametrize("event", ODD, ids=["choice", "delta", "choices", "usage"])
+def test_an_event_in_another_form_is_an_error_of_the_answer(fake: Fake, event: dict[str, Any]) -> None:
+    fake.answer = lambda _number, _body: Reply((*tokens("a").events, event, *tokens("b").events))
+    backend = HttpBackend(ServerAddress(fake.url))
+    with pytest.raises(ForetokenError, match=r"gave no whole answer \(stream: \{"):
+        backend.answer(Question("x"), OWN)
+    backend.close()
+
+    async def send() -> Stream:
+        stream = Stream()
+        async with Endpoint(ServerAddress(fake.url, "m")) as endpoint:
+            await endpoint.send(Question("x"), stream, time.monotonic)
+        return stream
+
+    assert asyncio.run(send()).error == "stream"
+
+
+def test_a_line_that_only_looks_like_a_series_is_passed_over() -> None:
+    page = "x:spec_decode_num_draft_tokens_total many\n"
+    assert read_spec_counters(page) is None
+    assert read_spec_counters(
+        f"{page}x:spec_decode_num_draft_tokens_total 3\nx:spec_decode_num_accepted_tokens_total 1\n"
+    ) == {"drafted": 3.0, "accepted": 1.0}
+
+
+def test_a_page_that_never_comes_is_not_waited_for_as_long_as_an_answer() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, and never answers
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        server = ServerAddress(url, timeout_s=0.2)
+        with pytest.raises(UnavailableError, match=r"gave no model \(no answer in time\): is the server running"):
+            HttpBackend(server)
+    assert ServerAddress(url).page_timeout.read == 60.0
+    assert server.page_timeout.read == 0.2
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (b"<html>Welcome</html>", "no JSON: <html>Welcome</html>"),
+        (b'["m"]', "no list of models"),
+        (b'{"data": ["m"]}', "no list of models"),
+        (b'{"models": []}', "no list of models"),
+    ],
+)
+def test_a_page_that_lists_no_models_is_shown(body: bytes, why: str) -> None:
+    class Other(Fake):
+        def reply(self, path: str, headers: dict[str, str], body_: bytes) -> tuple[int, str, bytes]:
+            return 200, "text/html", body
+
+    with serving(Other()) as fake, pytest.raises(UnavailableError, match=f"gave no model .{why}.: is the server"):
+        HttpBackend(ServerAddress(fake.url))
+
+
+def test_what_comes_in_place_of_a_stream_is_shown(fake: Fake) -> None:
+    backend = HttpBackend(ServerAddress(fake.url))
+    for body in (b"<html>login</html>", b'{"choices": [{"text": "a"}]}'):
+        fake.answer = lambda _number, _body, body=body: Reply(body=body)  # type: ignore[misc]
+        with pytest.raises(ForetokenError, match="no whole answer") as failed:
+            backend.answer(Question("x"), OWN)
+        assert str(failed.value).endswith(f"(cut: {body.decode()})")
+    backend.close()
+
+
+def test_an_answer_says_whether_its_tokens_were_counted(fake: Fake) -> None:
+    backend = HttpBackend(ServerAddress(fake.url))
+    assert backend.answer(Question("x"), OWN).is_counted
+    fake.answer = lambda _number, _body: Reply(({"choices": [{"index": 0, "text": "a b c"}]},))
+    answer = backend.answer(Question("x"), OWN)
+    backend.close()
+    assert (answer.is_counted, answer.num_emitted) == (False, 1)
