@@ -11,12 +11,13 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from foretoken.backend.answering import Question
 from foretoken.measure.ab.options import AbOptions
 from foretoken.measure.workload import Prompt
 
+_TOKEN_CHARS = 4  # of a token, where nobody counts them
 METRICS = ("e2e", "ttft", "itl", "tokens_per_s")
 
 
@@ -36,7 +37,8 @@ class PairPlan:
 class Observed:
     """One answer as its client saw it, in seconds; `error` is "" for a complete answer. `text` is the answer.
 
-    `itl_s` is the mean time between two tokens behind the first piece of the answer; None where there is none.
+    `itl_s` is the mean time between two tokens behind the first piece of the answer; None where there is none. Without
+    `is_counted` the server did not say how many tokens there are.
     """
 
     e2e_s: float
@@ -45,6 +47,15 @@ class Observed:
     itl_s: float | None = None
     text: str = ""
     error: str = ""
+    is_counted: bool = True
+
+    def by_characters(self) -> Observed:
+        """The same with a quarter of its characters as its tokens."""
+        num_tokens = round(len(self.text) / _TOKEN_CHARS)
+        if self.error or not num_tokens:
+            return self
+        itl_s = None if self.itl_s is None else self.itl_s * self.num_tokens / num_tokens
+        return replace(self, num_tokens=num_tokens, itl_s=itl_s)
 
 
 @dataclass(frozen=True)
@@ -87,6 +98,15 @@ def _time(one: Observed, metric: str, per_token: bool) -> float | None:
     if metric == "tokens_per_s" or per_token:
         return one.e2e_s / one.num_tokens if one.num_tokens else None
     return one.e2e_s
+
+
+def paired(plan: PairPlan, a: Observed, b: Observed) -> Pair:
+    """A pair whose answers are counted alike: by characters where a server does not say its tokens, because a piece of
+    text of a server that speculates holds several.
+    """
+    if a.is_counted and b.is_counted:
+        return Pair(plan, a, b)
+    return Pair(plan, a.by_characters(), b.by_characters())
 
 
 def plan_pairs(options: AbOptions, prompts: Sequence[Prompt]) -> list[PairPlan]:

@@ -140,6 +140,12 @@ def _of_comparison(
             f"In {uneven} of {len(done)} pairs the answers differ in length: their e2e is compared per token. "
             "--ignore-eos asks for equal lengths."
         )
+    uncounted = sum(not (pair.a.is_counted and pair.b.is_counted) for pair in done)
+    if uncounted:
+        found.append(
+            f"In {uncounted} of {len(done)} pairs a server did not say how many tokens its answer has "
+            "(stream_options.include_usage): there a quarter of the characters counts as the tokens, on both sides."
+        )
     if aa_outcome is not None:
         found.append(_of_aa(aa_outcome))
     if order is not None and not order.low <= 1 <= order.high and abs(order.speedup - 1) > options.margin:

@@ -13,7 +13,7 @@ from typing import Any
 from foretoken.backend.answering import Question, check_question
 from foretoken.errors import ForetokenError, UnavailableError
 from foretoken.measure.ab.options import AbOptions
-from foretoken.measure.ab.pairs import Observed, Pair, PairPlan, block_means, plan_pairs
+from foretoken.measure.ab.pairs import Observed, Pair, PairPlan, block_means, paired, plan_pairs
 from foretoken.measure.ab.report import ab_report
 from foretoken.measure.ab.rows import PRIMARY
 from foretoken.measure.kept import KeptFile, digest, run_of
@@ -114,9 +114,9 @@ def _is_decided(options: AbOptions, pairs: Sequence[Pair]) -> bool:
 def _asked(plan: PairPlan, a: AbSide, b: AbSide) -> Pair:
     if plan.a_first:
         first = a.ask(plan.question)
-        return Pair(plan, first, b.ask(plan.question))
+        return paired(plan, first, b.ask(plan.question))
     second = b.ask(plan.question)
-    return Pair(plan, a.ask(plan.question), second)
+    return paired(plan, a.ask(plan.question), second)
 
 
 def _warm_up(options: AbOptions, replay: _Replay, sides: Sequence[AbSide]) -> None:
@@ -188,7 +188,7 @@ class AbSide:
         e2e_s = time.perf_counter() - began
         self.num_failed_in_a_row = 0
         itl_s = answer.decode_s / answer.decode_tokens if answer.decode_tokens > 0 and answer.decode_s > 0 else None
-        return Observed(e2e_s, answer.num_emitted, answer.ttft_s, itl_s, answer.text)
+        return Observed(e2e_s, answer.num_emitted, answer.ttft_s, itl_s, answer.text, is_counted=answer.is_counted)
 
     def check(self, question: Question) -> None:
         """Refuse what the backend cannot be asked.

@@ -108,7 +108,7 @@ def run_url(options: UrlOptions, command: str = "foretoken bench --url") -> Repo
         tables=url_tables(rows, options, prices),
         plots=url_plots(rows),
         explained=EXPLAINED,
-        caveats=(*known, *_repeats(options, runs), *_caveats(rows, load, interrupted)),
+        caveats=(*known, *_repeats(options, runs), *_uncounted(runs), *_caveats(rows, load, interrupted)),
     )
     return write_report(report, options.out, options.name)
 
@@ -227,6 +227,18 @@ def _repeats(options: UrlOptions, runs: Sequence[UrlRun]) -> list[str]:
     return [
         f"{num_sent} requests, warm-up included, share {num_texts} prompts: a server that caches prefixes or drafts "
         "from earlier answers is faster on repeats. Give more prompts for figures without them."
+    ]
+
+
+def _uncounted(runs: Sequence[UrlRun]) -> list[str]:
+    """A note where tokens are pieces of text."""
+    answers = [sample for run in runs for sample in run.samples if sample.is_ok and sample.pieces]
+    count = sum(not sample.is_counted for sample in answers)
+    if not count:
+        return []
+    return [
+        f"{count} of {len(answers)} answers did not say how many tokens they have (stream_options.include_usage): each "
+        "piece of text counts as one, and a piece of a server that speculates holds several."
     ]
 
 

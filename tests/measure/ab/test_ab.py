@@ -14,7 +14,7 @@ import pytest
 import foretoken
 from foretoken.errors import ConfigError, InputError, UnavailableError
 from foretoken.measure.ab.options import AbOptions
-from foretoken.measure.ab.pairs import Observed, Pair, PairPlan, block_means, plan_pairs
+from foretoken.measure.ab.pairs import Observed, Pair, PairPlan, block_means, paired, plan_pairs
 from foretoken.measure.ab.report import ab_report, verdict_line
 from foretoken.measure.ab.rows import metric_rows, order_effect, outcome_of, slice_rows
 from foretoken.measure.ab.run import run_ab
@@ -111,6 +111,21 @@ def test_answers_of_other_lengths_are_compared_per_token(tmp_path: Path) -> None
     failed = Pair(pair.plan, pair.a, Observed(0.1, 0, error="timeout"))
     assert failed.log_ratio("e2e") is None
     assert block_means([failed], "e2e") == []
+
+
+def test_pieces_of_a_server_that_counts_no_tokens_are_not_taken_for_tokens(tmp_path: Path) -> None:
+    """Both send the same text in the same time: B, which speculates, in fewer pieces, and without a usage."""
+    options = options_of(tmp_path, 40)
+    text = "word" * 40
+    a = Observed(1.0, 40, 0.1, 0.9 / 39, text)
+    b = Observed(1.0, 10, 0.1, 0.9 / 9, text, is_counted=False)
+    pairs = [paired(plan, a, b) for plan in plan_pairs(options, read_prompts(options.replay))]
+    assert {pair.log_ratio(metric) for pair in pairs for metric in ("e2e", "tokens_per_s")} == {0.0}
+    assert pairs[0].b.num_tokens == 40
+    assert pairs[0].log_ratio("itl") == pytest.approx(0.0, abs=0.15)
+    report = ab_report(options, {}, pairs, [], "ab", (), 0.0, False, False)
+    assert any("In 40 of 40 pairs a server did not say how many tokens" in one for one in report.caveats)
+    assert paired(pairs[0].plan, a, a).b == a
 
 
 def test_rows_say_ratios_equal_texts_errors_and_costs(tmp_path: Path) -> None:

@@ -88,6 +88,14 @@ def test_acceptance_in_the_shapes_that_servers_have(fake: Fake, prompts: Path, l
     assert (row.num_drafted, row.num_accepted, row.acceptance_rate) == (20, 8, 0.4)
 
 
+def test_tokens_that_nobody_counted_are_said(fake: Fake, prompts: Path) -> None:
+    fake.answer = lambda number, _body: tokens("a") if number else Reply(({"choices": [{"index": 0, "text": "a b"}]},))
+    report = run_url(options_of(fake, prompts, requests=3))
+    assert any(one.startswith("1 of 3 answers did not say how many tokens they have") for one in report.caveats)
+    fake.answer = lambda _number, _body: tokens("a")
+    assert not any("did not say" in one for one in run_url(options_of(fake, prompts)).caveats)
+
+
 def test_acceptance_from_the_counters_of_the_server(fake: Fake, prompts: Path) -> None:
     pages = iter((10, 50))
 
