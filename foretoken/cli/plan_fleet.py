@@ -9,7 +9,7 @@ from typing import Any
 from foretoken.cli.common import print_json, progress
 from foretoken.cli.flags import config_from
 from foretoken.cli.measuring import command_line
-from foretoken.cli.simulate import acceptance_of, lengths_of, settings_of
+from foretoken.cli.simulate import ACCEPTANCE, acceptance_of, drafts_assumed, lengths_of, settings_of
 from foretoken.errors import CapacityError, ConfigError, InputError
 from foretoken.files import read_json
 from foretoken.measure.options import check_price
@@ -22,7 +22,7 @@ from foretoken.simulate.fleet.plan import FleetPlanner, FleetRow
 from foretoken.simulate.fleet.speed import RequestMix, replica_speed
 from foretoken.simulate.inputs import PLAIN, Chances, Limits, SimSetting, chances_from_bench
 
-_USUAL = {"prompt_tokens": "256", "output_tokens": "128", "acceptance": "0.7"}
+_USUAL = {"prompt_tokens": "256", "output_tokens": "128", "acceptance": ACCEPTANCE}
 _HEADINGS = (
     "setting",
     "replicas",
@@ -78,11 +78,12 @@ def plan_fleet(given: Mapping[str, Any]) -> None:
         "price_per_hour": given["price_per_hour"],
         "seed": given["seed"],
     }
+    caveats = (*drafts_assumed(given["acceptance"] is None, chosen), *profile.caveats)
     if given["as_json"]:
-        machine = {"machine": profile.machine, "target": profile.target, "caveats": profile.caveats}
+        machine = {"machine": profile.machine, "target": profile.target, "caveats": caveats}
         print_json({**about, **machine, "rows": [asdict(row) for row in rows]})
     else:
-        print_report(_report(rows, profile, about))
+        print_report(_report(rows, profile, about, caveats))
     if not any(row.meets for row in rows):
         best = min(rows, key=lambda row: row.late_share)
         raise CapacityError(
@@ -120,7 +121,7 @@ def _mix(given: Mapping[str, Any], settings: Sequence[SimSetting]) -> RequestMix
     return RequestMix(prompts, outputs, found)
 
 
-def _report(rows: Sequence[FleetRow], profile: Profile, about: Mapping[str, Any]) -> Report:
+def _report(rows: Sequence[FleetRow], profile: Profile, about: Mapping[str, Any], caveats: tuple[str, ...]) -> Report:
     cpu = profile.machine.get("cpu", "unknown machine")
     return Report(
         title="Fleet",
@@ -130,7 +131,7 @@ def _report(rows: Sequence[FleetRow], profile: Profile, about: Mapping[str, Any]
         tables=(Table("", _HEADINGS, tuple(map(_cells, rows)), justify="llr"),),
         explained=_EXPLAINED,
         conclusions=(*_against_plain(rows), f"computed from {profile.date or 'an undated profile'}, {cpu}"),
-        caveats=tuple(profile.caveats),
+        caveats=caveats,
     )
 
 

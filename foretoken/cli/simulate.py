@@ -51,7 +51,11 @@ _NUM_REQUESTS, _PROMPT_TOKENS, _OUTPUT_TOKENS = 200, "256", "128"
 _BOUNDS = (("max_batch_size", 1, 4096), ("replicas", 1, 1024), ("seed", 0, 2**63))
 _MAX_SECONDS = 1e6
 _OF_REQUESTS = ("requests", "prompt_tokens", "output_tokens", "acceptance")
-_ACCEPTANCE = "0.7"
+ACCEPTANCE = "0.7"
+ASSUMED = (
+    f"No --acceptance was given: a draft token is taken to be accepted with probability {ACCEPTANCE} where nothing "
+    "else says it, and every figure of a drafter follows from that. Measure yours with `foretoken eval`."
+)
 _HEADINGS = (
     *("setting", "tok/s", "first token", "p95", "per token", "p95", "whole answer", "p95"),
     *("busy", "there", "tok/step", "price/M"),
@@ -204,7 +208,8 @@ AcceptanceOption = Annotated[
     str | None,
     typer.Option(
         help=(
-            "Acceptance probability of a draft token: one (0.7), one per position with commas, or a slice of --bench."
+            "Acceptance probability of a draft token: one, one per position with commas, or a slice of --bench. "
+            f"Without it {ACCEPTANCE} is assumed, and a note says so."
         )
     ),
 ]
@@ -256,7 +261,7 @@ def simulate(
     jobs = (
         built_in(names[0], Server(measured, limits, chosen, known), seed, duration_s)
         if names
-        else jobs_of(given, _ACCEPTANCE)
+        else jobs_of(given, ACCEPTANCE)
     )
     with progress("simulating") as status:
         found = []
@@ -270,14 +275,21 @@ def simulate(
         "limits": asdict(limits),
         "fleet": asdict(fleet),
         "seed": seed,
+        "acceptance": None if names else ACCEPTANCE if acceptance is None else acceptance,
     }
-    report = write_report(_report(found, measured, about), given["out"], "simulate")
+    is_assumed = acceptance is None and any(job.acceptance == acceptance_of(ACCEPTANCE) for job in jobs)
+    caveats = (*drafts_assumed(is_assumed, chosen), *measured.caveats)
+    report = write_report(_report(found, measured, about, caveats), given["out"], "simulate")
     if as_json:
-        print_json(
-            {**about, "machine": measured.machine, "target": measured.target, "rows": [asdict(row) for row in found]}
-        )
+        machine = {"machine": measured.machine, "target": measured.target, "caveats": caveats}
+        print_json({**about, **machine, "rows": [asdict(row) for row in found]})
     else:
         print_report(report)
+
+
+def drafts_assumed(is_assumed: bool, settings: Sequence[SimSetting]) -> tuple[str, ...]:
+    """A caveat where drafts are accepted as nobody said."""
+    return (ASSUMED,) if is_assumed and any(one.drafters for one in settings) else ()
 
 
 def _limits(given: Mapping[str, Any], profile: Profile) -> Limits:
@@ -296,7 +308,7 @@ def _target_number(profile: Profile, name: str) -> int | None:
     return value
 
 
-def _report(rows: Sequence[SimMetrics], profile: Profile, about: Mapping[str, Any]) -> Report:
+def _report(rows: Sequence[SimMetrics], profile: Profile, about: Mapping[str, Any], caveats: tuple[str, ...]) -> Report:
     """The report of settings simulated on a profile; `about` is what was asked for."""
     cpu = profile.machine.get("cpu", "unknown machine")
     speeds = tuple(Series(row.setting, (Point("all requests", row.tokens_per_s),)) for row in rows)
@@ -308,18 +320,26 @@ def _report(rows: Sequence[SimMetrics], profile: Profile, about: Mapping[str, An
         tables=(Table("", _HEADINGS, tuple(map(_cells, rows))),),
         plots=(Plot("Throughput", "tokens per second", speeds),),
         conclusions=(*_against_plain(rows), f"predicted from {profile.date or 'an undated profile'}, {cpu}"),
-        caveats=tuple(profile.caveats),
+        caveats=caveats,
         machine=profile.machine,
         versions=profile.versions,
     )
 
 
 def _against_plain(rows: Sequence[SimMetrics]) -> tuple[str, ...]:
+    """Both speeds: below capacity arrivals alone decide how many tokens a second there are."""
     plain = next((row for row in rows if row.setting == PLAIN), None)
     if plain is None or plain.tokens_per_s <= 0 or len(rows) < 2:
         return ()
-    ratios = [f"{row.setting} {row.tokens_per_s / plain.tokens_per_s:.2f}x" for row in rows if row is not plain]
-    return (f"against plain: {', '.join(ratios)}",)
+    others = [row for row in rows if row is not plain]
+    found = [("tokens per second", [(row.setting, row.tokens_per_s / plain.tokens_per_s) for row in others])]
+    if plain.latency_s_p50 > 0:
+        ratios = [(row.setting, row.latency_s_p50 / plain.latency_s_p50) for row in others]
+        found.append(("median time of a whole answer", ratios))
+    return tuple(
+        f"{words} against plain: {', '.join(f'{name} {ratio:.2f}x' for name, ratio in ratios)}"
+        for words, ratios in found
+    )
 
 
 def _cells(row: SimMetrics) -> tuple[str, ...]:

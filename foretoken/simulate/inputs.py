@@ -62,7 +62,7 @@ def poisson(
     """
     if not _MIN_RATE <= rate <= 1 / _MIN_RATE:
         raise InputError(
-            "trace",
+            "arrivals",
             f"poisson:{rate:g}",
             f"the rate must be above 0 requests per second, from {_MIN_RATE:g} to {1 / _MIN_RATE:g}",
         )
@@ -85,7 +85,7 @@ def parse_trace(lines: Iterable[str], acceptance: Chances | str) -> list[Job]:
     """
     jobs = [_job(number, line, acceptance) for number, line in enumerate(lines, 1) if line.strip()]
     if not jobs:
-        raise InputError("trace", "", "holds no request")
+        raise InputError("arrivals", "", "holds no request")
     return sorted(jobs, key=lambda job: job.arrival_s)
 
 

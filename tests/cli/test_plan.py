@@ -239,8 +239,10 @@ def test_a_fleet_with_and_without_speculation(foretoken: Run, profile: Path, tmp
     bench.write_text(json.dumps({"rows": rows}))
     named = json.loads(foretoken(*asked, "--bench", bench, "--acceptance", "code", "--json").lines[-1])
     assert named["rows"] == found["rows"]
-    done = foretoken(*asked, "--acceptance", "1")
+    assert found["caveats"] == []
+    done = foretoken(*asked)
     assert "against plain: ngram-4 -" in done.out
+    assert "note: No --acceptance was given: " in done.out
     assert "ngram-4, fixed: day 1" in done.err
 
 

@@ -106,7 +106,8 @@ def test_random_arrivals_for_the_eye(foretoken: Run, profile: Path) -> None:
         "ngram-auto",
         "draft_model-auto",
     ]
-    assert "against plain: " in done.out
+    assert "tokens per second against plain: ngram-auto " in done.out
+    assert "median time of a whole answer against plain: ngram-auto " in done.out
     assert "predicted from 2026-11-21, slow" in done.out
     assert done.lines[-1] == "note: busy"
     assert (
@@ -114,6 +115,19 @@ def test_random_arrivals_for_the_eye(foretoken: Run, profile: Path) -> None:
         == foretoken(*common, "--json").lines[-1]
         != foretoken(*common, "--seed", 1, "--json").lines[-1]
     )
+
+
+def test_an_acceptance_that_nobody_gave_is_said(foretoken: Run, profile: Path) -> None:
+    common = ["simulate", "--profile", profile, "--arrivals", "poisson:0.5", "--requests", 3, "--prompt-tokens", 8]
+    common += ["--output-tokens", 8, "--json", "--settings"]
+    told = json.loads(foretoken(*common, "plain,ngram-4").lines[-1])
+    assert told["acceptance"] == "0.7"
+    assert told["caveats"][0].startswith("No --acceptance was given: a draft token is taken to be accepted")
+    for given in (["plain"], ["plain,ngram-4", "--acceptance", "0.7"]):
+        assert json.loads(foretoken(*common, *given).lines[-1])["caveats"] == ["busy"]
+    Path("own.jsonl").write_text('{"prompt_tokens": 5, "output_tokens": 9, "acceptance": 0.5}\n')
+    own = ["simulate", "--profile", profile, "--arrivals", "own.jsonl", "--settings", "ngram-4", "--json"]
+    assert json.loads(foretoken(*own).lines[-1])["caveats"] == ["busy"]
 
 
 def test_bad_input(foretoken: Run, profile: Path, trace: Path) -> None:
@@ -124,7 +138,7 @@ def test_bad_input(foretoken: Run, profile: Path, trace: Path) -> None:
     Path("empty.jsonl").write_text("\n")
     cases = [
         (2, ["--arrivals", "poisson:fast"], "must be poisson:RATE"),
-        (2, ["--arrivals", "poisson:0"], "the rate must be above 0"),
+        (2, ["--arrivals", "poisson:0"], "arrivals='poisson:0': the rate must be above 0"),
         (2, ["--arrivals", "poisson:1", "--requests", 0], "requests=0"),
         (2, ["--arrivals", "poisson:1", "--prompt-tokens", "9-3"], "prompt_tokens='9-3'"),
         (2, ["--arrivals", "poisson:1", "--prompt-tokens", "100"], "the context holds 100 tokens"),
