@@ -31,7 +31,7 @@ from foretoken.measure.advise.verdict import (
 from foretoken.measure.plots import Plot, Point, Series
 from foretoken.measure.price import NEVER
 from foretoken.measure.report import Report, Table
-from foretoken.measure.stats import ratio_text
+from foretoken.measure.stats import MIN_GROUPS, ratio_text
 from foretoken.plan.memory import Budget
 
 EXPLAINED = (
@@ -136,11 +136,22 @@ def advise_report(options: AdviseOptions, found: Measured, command: str, caveats
             Table("Where the figures come from", ("figure", "source"), tuple(found.sources), justify="l"),
         ),
         explained=EXPLAINED,
-        caveats=tuple(caveats),
+        caveats=(*caveats, *_without_interval(best)),
         verdict=verdict.sentence,
         passed=verdict.answer != "no",
         plots=_plots(best, sweep),
     )
+
+
+def _without_interval(best: Sequence[SpeedCell]) -> list[str]:
+    """A note where too few prompts were asked to tell how far the speed-up of other texts may be off."""
+    names = dict.fromkeys(cell.slice or "all texts" for cell in best if cell.speedup.low is None)
+    if not names:
+        return []
+    return [
+        f"Fewer than {MIN_GROUPS} prompts give no interval, and the figure alone says whether a drafter pays there "
+        f"({', '.join(names)}): give more prompts before you rely on it."
+    ]
 
 
 def _findings(options: AdviseOptions, found: Measured, best: Sequence[SpeedCell]) -> list[Finding]:

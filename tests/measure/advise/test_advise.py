@@ -84,6 +84,15 @@ def hard(tmp_path: Path) -> Path:
     return path
 
 
+def test_few_prompts_are_said_to_give_no_interval(
+    advised: Callable[..., Report], hard: Path, pair: SimpleNamespace
+) -> None:
+    few = advised(pair.target, "ngram", prompts=hard, prompts_per_slice=4)
+    assert any("Fewer than 5 prompts give no interval" in one and "(all texts)" in one for one in few.caveats)
+    enough = advised(pair.target, "ngram", prompts=hard, prompts_per_slice=5)
+    assert not any("no interval" in one for one in enough.caveats)
+
+
 def test_another_tokenizer_gets_dont(advised: Callable[..., Report], texts: Path, tmp_path: Path) -> None:
     target = tiny_tokenizer(tiny_checkpoint(tmp_path / "target", "llama", num_hidden_layers=12, vocab_size=300), 300)
     draft = tiny_checkpoint(tmp_path / "draft", "llama", num_hidden_layers=1, vocab_size=400)
