@@ -61,7 +61,7 @@ LONG = {
     ),
     "audit": (TINY, "greedy answers"),
 }
-INTERRUPTED = "interrupted; nothing that was finished is lost"
+INTERRUPTED = "interrupted; what was written until then is kept"
 
 
 @pytest.mark.parametrize("columns", [40, pytest.param(120, marks=pytest.mark.release)])

@@ -86,7 +86,7 @@ def run(arguments: list[str]) -> int:
         return 2
     except (typer.Abort, KeyboardInterrupt):
         with suppress(OSError):
-            errors.line("interrupted; nothing that was finished is lost")
+            errors.line("interrupted; what was written until then is kept")
         return INTERRUPTED
     except ForetokenError as error:
         origin = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))

@@ -24,7 +24,7 @@ def test_ctrl_c_ends_an_answer_with_what_had_come(tmp_path: Path) -> None:
     done = on_terminal(*arguments, columns=40, folder=tmp_path, typed={"    ": CTRL_C})
     assert done.code == 130, done.text
     assert done.lines[-3].startswith("stopped after ")
-    assert done.lines[-2] == "interrupted; nothing that was finished is lost"
+    assert done.lines[-2] == "interrupted; what was written until then is kept"
 
 
 def test_a_chat_without_a_template(tmp_path: Path) -> None:
