@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -73,11 +74,20 @@ def _of_files(name: str, num_draft: int) -> AdviseCandidate:
     """A trained head where the files are those of one, else a draft model.
 
     Raises:
+        ConfigError: there is no such model, and a drafter has nearly this name.
+        CheckpointError: there is no such model.
         UnsupportedModelError: a head of a kind that is not run here.
     """
     short = Path(name).name or name
     try:
-        kind = head_kind(model_folder(name))
+        folder = model_folder(name)
+    except CheckpointError as error:
+        near = difflib.get_close_matches(name.partition(":")[0].lower(), known_drafters(), n=1)
+        if near:
+            raise ConfigError("drafts", name, f"did you mean {near[0]!r}? It is no model either: {error}") from error
+        raise
+    try:
+        kind = head_kind(folder)
     except CheckpointError:
         return AdviseCandidate(short, "draft model", SpecConfig("draft_model", draft=name, num_draft=num_draft), name)
     spec = with_head_kind(SpecConfig(kind, head=name, num_draft=num_draft))

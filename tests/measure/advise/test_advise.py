@@ -17,7 +17,7 @@ import pytest
 
 import foretoken
 from foretoken.engine.llm import LLM
-from foretoken.errors import InputError
+from foretoken.errors import CheckpointError, InputError
 from foretoken.measure.advise import memory, run
 from foretoken.measure.advise.costs import DrafterCosts, LoadCosts, Made
 from foretoken.measure.advise.options import AdviseOptions
@@ -211,6 +211,7 @@ def test_what_cannot_be_loaded_is_told_and_the_others_are_judged(
         ({"drafts": ("ngram:num_draft=3",)}, "drafts"),
         ({"drafts": ("draft_model",)}, "drafts"),
         ({"drafts": ("early_exit",)}, "drafts"),
+        ({"drafts": ("suffix", "ngrma")}, "drafts"),
         ({"concurrency": (0,)}, "concurrency"),
         ({"num_drafts": ()}, "num_drafts"),
         ({"memory": "much"}, "memory"),
@@ -226,6 +227,13 @@ def test_questions_that_make_no_sense_are_refused(
     with pytest.raises(InputError) as error:
         foretoken.advise(str(pair.target), **options)
     assert error.value.field == named
+
+
+def test_a_draft_that_is_not_there_is_told_before_anything_is_measured(
+    advised: Callable[..., Report], pair: SimpleNamespace, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=r"nowhere does not exist"):
+        advised(pair.target, "suffix", tmp_path / "nowhere")
 
 
 def test_everything_measured(hard: Path, pair: SimpleNamespace, tmp_path: Path) -> None:
