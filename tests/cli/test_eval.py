@@ -211,3 +211,12 @@ def test_broken_prompts(foretoken: Run, pair: SimpleNamespace, line: str, messag
     done = foretoken("eval", "-t", pair.target, "--drafters", "ngram", "--prompts", "p.jsonl")
     assert done.code == 2
     assert message in done.err
+
+
+def test_a_prompt_that_does_not_fit_is_named_before_the_first_answer(foretoken: Run, pair: SimpleNamespace) -> None:
+    lines = [{"prompt_ids": [5, 6, 7]}, {"prompt_ids": [5] * 5000}]
+    Path("long.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    done = foretoken("eval", "-t", pair.target, "--drafters", "ngram", "--prompts", "long.jsonl", *SHORT)
+    assert (done.code, done.out) == (2, "")
+    assert "error: prompts='long:2': has 5000 tokens; the context holds " in done.err
+    assert "evaluating" not in done.err

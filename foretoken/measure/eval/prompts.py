@@ -95,6 +95,20 @@ def encoded(llm: LLM, prompt: EvalPrompt, chat: bool) -> list[int]:
     return llm.encode_chat([message for message in prompt.content if isinstance(message, Mapping)])
 
 
+def check_room(llm: LLM, prompts: Sequence[EvalPrompt], chat: bool) -> None:
+    """Check that every prompt fits into the target's context, before minutes of work.
+
+    Raises:
+        InputError: one does not; names it. Others: see `encoded`.
+    """
+    most = llm.target.max_context_tokens - 1
+    for prompt in prompts:
+        count = len(encoded(llm, prompt, chat))
+        if count > most:
+            remedy = f"has {count} tokens; the context holds {most + 1}: shorten it to at most {most}, or leave it out"
+            raise InputError("prompts", prompt.name, remedy)
+
+
 def in_turns(prompts: Sequence[EvalPrompt]) -> list[EvalPrompt]:
     """One prompt of each slice after the other, so that an interrupted run has some of every slice."""
     return workload.in_turns(prompts, lambda prompt: prompt.slice)
