@@ -95,7 +95,7 @@ compared with checksums in `foretoken/model/packaged.py`; a download that was in
 ## Published models
 
 Thirty widely downloaded models, by what their published `config.json` asks for; `tests/model/test_published_models.py` runs the decision on these
-settings, without weights.
+settings, without weights. What it calls transformers may be recomputed: that is tried out with weights, and the row of the [family](#families) says it.
 
 | model | family | how | |
 |---|---|---|---|
