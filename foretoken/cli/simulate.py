@@ -258,6 +258,7 @@ def simulate(
     names = arrival_names(arrivals)
     if len(names) > 1:
         raise InputError("arrivals", arrivals, "name one; several are not simulated in one run")
+    _check_slices(names, bench, chosen)
     jobs = (
         built_in(names[0], Server(measured, limits, chosen, known), seed, duration_s)
         if names
@@ -285,6 +286,21 @@ def simulate(
         print_json({**about, **machine, "rows": [asdict(row) for row in found]})
     else:
         print_report(report)
+
+
+def _check_slices(names: Sequence[str], bench: Path | None, settings: Sequence[SimSetting]) -> None:
+    """Refuse built-in arrivals whose acceptance nothing tells.
+
+    Raises:
+        ConfigError: a setting drafts, and no result of the bench is given.
+    """
+    if names and bench is None and any(one.drafters for one in settings):
+        slices = ", ".join(SHAPES[names[0]].slices)
+        remedy = (
+            f"requests of {names[0]} are of the slices {slices}, whose acceptance is looked up in a result of "
+            "`foretoken bench --out DIR`: give its JSON file, or only --settings plain"
+        )
+        raise ConfigError("bench", None, remedy)
 
 
 def drafts_assumed(is_assumed: bool, settings: Sequence[SimSetting]) -> tuple[str, ...]:

@@ -211,6 +211,12 @@ def test_built_in_traces_fit_the_profile(foretoken: Run, profile: Path) -> None:
     assert rows[1]["num_requests"] == pytest.approx(2 * rows[0]["num_requests"], rel=0.25)
 
 
+def test_built_in_traces_need_the_acceptance_of_their_slices(foretoken: Run, profile: Path) -> None:
+    done = foretoken("simulate", "--profile", _longer(profile), "--arrivals", "ramp", "--settings", "plain,ngram-4")
+    assert (done.code, done.out) == (2, "")
+    assert "bench=None: requests of ramp are of the slices code, docstring, whose acceptance" in done.err
+
+
 def _longer(profile: Path) -> Path:
     """The same with a context that a built-in trace fits into."""
     raw = json.loads(profile.read_text())
