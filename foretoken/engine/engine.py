@@ -295,6 +295,7 @@ class Engine:
             self.drafters.spent_s,
             [self.states[entry.request.request_id] for entry in batch.entries],
         )
+        self._failed_drafting.clear()
         self._count_failures()
         try:
             is_trial = self.threads.is_trial
@@ -369,7 +370,6 @@ class Engine:
 
     def _count_failures(self) -> None:
         """Put what failed in drafters into the counters of the requests concerned."""
-        self._failed_drafting.clear()
         for failure in self.drafters.failures.take():
             self._failed_drafting.add(failure.request_id)
             self.stats.count_failure(failure.drafter)

@@ -106,6 +106,26 @@ def test_a_drafter_that_fails(
     assert found.all[:5] == ["prefill", *["drafter_failed"] * 3, "drafter_disabled"]
 
 
+@pytest.mark.filterwarnings("ignore:.*injected:UserWarning")
+def test_a_drafter_that_fails_beside_an_answer_that_ends(
+    llm: LLM, pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, failed_drafters: list[str]
+) -> None:
+    """Releasing the request that ends in a step does not forget what failed in that step for another one."""
+    spec = SpecConfig("draft_model", str(pair.draft), num_draft=2)
+    llm.prepare(spec)
+    for drafter in llm.engine.drafters.drafters.values():
+        if drafter.name == "draft_model":  # with draft models of other tests of the session
+            monkeypatch.setattr(drafter, "propose", Fault(drafter.propose, once=False))
+    watcher = Reasons()
+    llm.engine.watchers.append(watcher)
+    try:
+        ends = SamplingParams(max_tokens=2, ignore_eos=True, priority=-1)  # more urgent: emitted, and released, first
+        llm.generate([token_ids(6), REPEATING], [ends, SHORT], [SpecConfig(), spec])
+    finally:
+        llm.engine.watchers.remove(watcher)
+    assert watcher.all == [None, "prefill", None, "drafter_failed", "drafter_failed", "length_clamped"]
+
+
 # ---- what the policy says
 
 
