@@ -32,7 +32,7 @@ from foretoken.core import StepOutput
 from foretoken.engine.admission import UNQUEUED, check_types
 from foretoken.engine.driver import Driver
 from foretoken.engine.llm import LLM
-from foretoken.engine.prompts import Conversation, Prompt, as_prompt
+from foretoken.engine.prompts import Conversation, Prompt, as_prompt, as_prompts
 from foretoken.engine.recovery import engine_error
 from foretoken.engine.request import GenerateOutput, PreparedRequest, RequestState, answer_of
 from foretoken.engine.ticket import Ticket
@@ -121,17 +121,18 @@ class AsyncEngine(Uncopied):
 
     async def submit_all(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | None = None,
         spec: SpecConfig | None = None,
         arrived_s: float | None = None,
     ) -> list[Ticket]:
         """`submit_async` for all `n` answers to each of several prompts, prompt by prompt: all are queued, or none.
+        Prompts are given as to `LLM.generate`.
 
         They were asked for at `arrived_s`, on the clock of `time.perf_counter`, or else now.
         """
         arrived_s = time.perf_counter() if arrived_s is None else arrived_s
-        texts = [as_prompt(prompt) for prompt in prompts]
+        texts = as_prompts(prompts)
         _, params, spec = self._checked([], params, spec)
         return await self._submit_all(texts, params, spec, arrived_s)
 

@@ -36,7 +36,13 @@ class BetweenRequests(ABC):
         self._open_loader().load(spec)
 
     def loaded_drafters(self, spec: SpecConfig | None = None) -> tuple[Drafter, ...]:
-        """The drafters of `spec` that are loaded, in its order; None: all."""
+        """The drafters of `spec` that are loaded, in its order; None: all.
+
+        Raises:
+            InputError: not a `SpecConfig`, or this was closed.
+        """
+        if spec is not None:
+            check_spec(spec)
         return tuple(self._open_loader().loaded(spec).values())
 
     def reset_drafters(self, spec: SpecConfig | None = None) -> None:

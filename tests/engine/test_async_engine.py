@@ -10,10 +10,12 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace, TracebackType
+from typing import Any
 
 import pytest
 
 from foretoken import LLM, AsyncEngine, InputError, OverloadedError, SamplingParams, SpecConfig
+from foretoken.engine.prompts import as_prompts
 from tests.helpers.audit import check_idle
 from tests.helpers.checkpoints import token_ids
 from tests.helpers.faults import Fault
@@ -183,6 +185,24 @@ def test_bad_input_reaches_who_asked_and_nobody_else(engine: AsyncEngine, alone:
     with pytest.raises(InputError, match="prompt"):
         asyncio.run(engine.generate([], GREEDY))
     assert good.result().token_ids == alone[0]
+
+
+def test_prompts_of_submit_all_are_those_of_generate(text_pair: SimpleNamespace) -> None:
+    """A text is one prompt, not one for each of its characters; what cannot be prompts is refused."""
+
+    async def ask(engine: AsyncEngine, prompts: Any) -> list[tuple[int, ...]]:
+        return [(await ticket.wait()).prompt_ids for ticket in await engine.submit_all(prompts, GREEDY)]
+
+    with (
+        LLM(text_pair.target, SpecConfig(), dtype="float32", cache_tokens=512, profile="off") as llm,
+        AsyncEngine(llm) as engine,
+    ):
+        for prompts in ("abc", [5, 6, 7], ["abc", [5, 6]], ((5, 6), (7,)), []):
+            expected = [len(llm.encode(one)) if isinstance(one, str) else len(one) for one in as_prompts(prompts)]
+            assert [len(ids) for ids in asyncio.run(ask(engine, prompts))] == expected
+        for wrong in (None, 3, {"a": 1}, [None]):
+            with pytest.raises(InputError, match="prompt"):
+                asyncio.run(ask(engine, wrong))
 
 
 def test_a_step_that_breaks_down_once_costs_nobody_his_answer(

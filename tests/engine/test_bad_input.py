@@ -150,6 +150,13 @@ def test_things_of_the_wrong_kind(llm: LLM, arguments: tuple[Any, ...], message:
     check_idle(llm)
 
 
+@pytest.mark.parametrize("name", ["prepare", "loaded_drafters", "reset_drafters", "take_drafters"])
+@pytest.mark.parametrize("spec", ["ngram", 0, [SpecConfig("ngram")]])
+def test_what_names_no_drafters(llm: LLM, name: str, spec: object) -> None:
+    with pytest.raises(InputError, match=r"spec=.*give SpecConfig"):
+        getattr(llm, name)(spec)
+
+
 def test_a_long_bad_value_is_shortened() -> None:
     with pytest.raises(InputError) as caught:
         SpecConfig(drafter="x" * 10_000)
