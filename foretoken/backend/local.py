@@ -36,11 +36,11 @@ from foretoken.engine_config import EngineConfig
 from foretoken.errors import CheckpointError, InputError, SpeculationWarning, StorageError, UnsupportedModelError
 from foretoken.model.advised import advised_sampling
 from foretoken.model.interface import LanguageModel
+from foretoken.text.chat_template import takes_tools
 from foretoken.text.tokenizer import Tokenizer
 
 # ---- what a model's files say about tools and about filling in the middle
 
-_TAKES_TOOLS = re.compile(r"\btools\b")
 # A role compared with a text, or with a list of texts: message['role'] == 'user', message.role in ["tool", "ipython"].
 _COMPARED_ROLE = re.compile(r"""\brole['"\])\s]*(?:==|!=|(?:not\s+)?in\b)\s*([\[(][^\])]*[\])]|'[^']*'|"[^"]*")""")
 _QUOTED = re.compile(r"""['"]([\w-]{1,64})['"]""")
@@ -55,7 +55,7 @@ _FIM_TOKENS = (  # before the prefix, before the suffix, before the middle
 
 def tool_style(chat_template: str | None) -> str | None:
     """How a chat template lets the model write calls, see `foretoken.server.api.tool_reader`; None without tools."""
-    if chat_template is None or not _TAKES_TOOLS.search(chat_template):
+    if chat_template is None or not takes_tools(chat_template):
         return None
     if "<tool_call>" in chat_template:
         return "tags"

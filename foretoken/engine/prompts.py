@@ -11,6 +11,7 @@ from typing import Any
 from foretoken.errors import InputError, MismatchError
 from foretoken.files import map_texts
 from foretoken.params import check_text
+from foretoken.text.chat_template import takes_tools
 from foretoken.text.tokenizer import Tokenizer
 
 TOOLS_REMEDY = "tools and tool calls are not replayed; leave these requests out"
@@ -170,6 +171,19 @@ def _plain(value: object) -> object:
     return list(value) if isinstance(value, tuple | range) else value
 
 
+def check_template_values(tools: object, options: object) -> None:
+    """What a chat template gets beside the messages.
+
+    Raises:
+        InputError: tools that are no list of mappings, options that are no mapping.
+    """
+    if tools is not None and not (isinstance(tools, list | tuple) and all(isinstance(tool, Mapping) for tool in tools)):
+        example = '{"type": "function", "function": {"name": "now"}}'
+        raise InputError("tools", tools, f"give a list of mappings, such as [{example}], or leave them out")
+    if options is not None and not isinstance(options, Mapping):
+        raise InputError("options", options, 'give a mapping, such as {"enable_thinking": False}, or leave them out')
+
+
 class PromptEncoder:
     """Turns texts and conversations into token ids of the model in `folder`. May be used from several threads."""
 
@@ -196,12 +210,18 @@ class PromptEncoder:
         """The text that the chat template makes of a conversation, up to where the answer begins.
 
         Raises:
-            InputError: no conversation, no chat template, or messages that the template refuses.
+            InputError: no conversation, no chat template, messages that the template refuses, or tools that it does
+                not take.
             CheckpointError: the template is broken.
         """
         conversation = as_conversation(messages)
         tokenizer = self._of_field("messages", conversation)
         with _shallow():
+            check_template_values(tools, options)
+            source = tokenizer.tool_template
+            if tools and source is not None and not takes_tools(source):
+                remedy = f"the chat template of {self._folder} takes no tools; leave them out, or name a file with one"
+                raise InputError("tools", list(tools), f"{remedy} that does (chat_template)")
             return tokenizer.apply_chat_template(conversation, tools=tools, options=options)
 
     def encode_chat(

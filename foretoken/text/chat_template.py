@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -23,6 +24,7 @@ _WAIT_S = 20.0  # of the parent, where the processor time of a child cannot be b
 _MAX_SOURCE = 1 << 20
 _MAX_CHARS = 4_000_000  # and twice what the messages have
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+_TAKES_TOOLS = re.compile(r"\btools\b")
 
 _Json: TypeAlias = Any  # what a message may hold
 
@@ -63,6 +65,11 @@ def render(
     if "text" in reply:
         return reply["text"]
     _fail(reply, messages, where)
+
+
+def takes_tools(source: str) -> bool:
+    """Whether a template writes the tools that a chat comes with; another one would leave them out."""
+    return _TAKES_TOOLS.search(source) is not None
 
 
 def chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:

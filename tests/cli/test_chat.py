@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from foretoken import LLM, AsyncEngine, CheckpointError, InputError, SamplingParams, SpecConfig
 from foretoken.cli import chat
@@ -60,6 +61,28 @@ def test_a_chat_is_the_rendered_text_without_another_begin_token(llm: LLM) -> No
     (out,) = llm.chat(LONGER, GREEDY)
     assert out.prompt_ids == tuple(ids)
     assert out.token_ids == llm.generate([ids], GREEDY)[0].token_ids
+
+
+@pytest.mark.parametrize("tools", ["now", {"name": "f"}, ["f"], 3, torch.tensor([1, 2])])
+def test_tools_that_are_no_list_of_mappings(llm: LLM, tools: Any) -> None:
+    with pytest.raises(InputError, match=r"tools=.*give a list of mappings"):
+        llm.chat(HELLO, GREEDY, tools=tools)
+
+
+@pytest.mark.parametrize("options", ["x", 3, ["thinking"], torch.tensor([1, 2])])
+def test_variables_of_a_template_that_are_no_mapping(llm: LLM, options: Any) -> None:
+    with pytest.raises(InputError, match=r"options=.*give a mapping"):
+        llm.render_chat(HELLO, options=options)
+
+
+def test_a_template_without_tools_refuses_them(target: Path, tmp_path: Path) -> None:
+    """Left out without a word they would be, and the answer could call none of them."""
+    plain = tmp_path / "plain.jinja"
+    plain.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    with LLM(target, SpecConfig(), cache_tokens=256, profile="off", chat_template=plain) as llm:
+        with pytest.raises(InputError, match=r"tools=.*takes no tools; leave them out, or name a file"):
+            llm.chat(HELLO, GREEDY, tools=[{"name": "f"}])
+        assert llm.render_chat(HELLO, tools=[]) == llm.render_chat(HELLO) == "ab cd"
 
 
 def test_an_async_engine_chats_as_well(llm: LLM) -> None:

@@ -55,7 +55,7 @@ def test_a_message_with_every_mark_is_refused() -> None:
 
 def test_what_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
     """JSON takes about 1,000 levels; a template is given as many as can be walked through."""
-    tokenizer = load_tokenizer(tiny_tokenizer(tmp_path, 300, chat_template="{{ messages[0].content }}"))
+    tokenizer = load_tokenizer(tiny_tokenizer(tmp_path, 300, chat_template="{{ messages[0].content }}{{ tools }}"))
     encoder = PromptEncoder(tokenizer, tmp_path, 300)
     deep: Any = 1
     for _ in range(980):
