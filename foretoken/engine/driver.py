@@ -107,6 +107,7 @@ class Driver:
         self._turns, self._name, self._check_open, self._conclude = turns, name, check_open, conclude
         self.owner: Owner | None = None
         self._receivers: dict[int, Receiver] = {}  # by request, for callers that want the outputs
+        self._left: deque[RequestState] = deque()  # requests whose callers have gone, until they are freed
 
     # ---- who may use the engine
 
@@ -122,6 +123,7 @@ class Driver:
                 raise InputError(
                     "llm", self._name, "is served by another AsyncEngine: submit to that one, or close it first"
                 )
+            self._free_left()
             if self.engine.has_work:
                 remedy = "still answers requests: let them end, or close their streams, then open an AsyncEngine"
                 raise InputError("llm", self._name, remedy)
@@ -173,13 +175,27 @@ class Driver:
         return outputs
 
     def leave(self, states: Sequence[RequestState]) -> None:
-        """Free what has not ended; a forked process leaves that to its parent."""
+        """Free what has not ended; a forked process leaves that to its parent.
+
+        A caller that is interrupted while it waits for the step of another one leaves its requests to the next step.
+        """
         if self._turns.is_forked:
             return
+        self._left.extend(states)
         with self._turns.lock:
-            for state in states:
-                self._receivers.pop(state.request_id, None)
-                self.engine.abort(state.request_id)
+            self._free_left()
+
+    def _free_left(self) -> None:
+        """Abort the requests that their callers have left; an interrupted call is taken up by the next one."""
+        while self._left:
+            request_id = self._left[0].request_id
+            self._receivers.pop(request_id, None)
+            try:
+                self.engine.abort(request_id)
+            except Exception:
+                self._left.popleft()  # tried again it would raise again, in the steps of others
+                raise
+            self._left.popleft()
 
     # ---- whole answers, whose callers run the steps
 
@@ -263,6 +279,7 @@ class Driver:
 
     def _step(self, then: Callable[[], None] = lambda: None) -> list[StepOutput]:
         """A step, under the lock, and `then` before its outputs, or those before its error, are delivered."""
+        self._free_left()
         try:
             outputs = self.engine.step()
         except BaseException:

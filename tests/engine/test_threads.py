@@ -15,7 +15,7 @@ from foretoken import LLM, AsyncEngine, InputError, SamplingParams, SpecConfig, 
 from foretoken.core import Batch, StepOutput, TapRequest
 from tests.helpers.audit import check_idle
 from tests.helpers.checkpoints import token_ids
-from tests.helpers.faults import Fault, Injected, expect
+from tests.helpers.faults import Fault, Injected, Interrupt, expect
 
 PROMPTS = [token_ids(3 + i, seed=i) for i in range(8)]
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -201,6 +201,36 @@ def test_l1_a_callback_that_raises_leaves_nothing(llm: LLM) -> None:
         with pytest.raises(Injected):
             llm.generate(PROMPTS, [GREEDY] * 8, on_step=Fault(lambda outputs: None, nth=nth))
         check_idle(llm)
+
+
+@pytest.mark.parametrize("how", ["generate", "claim"])
+def test_a_caller_who_is_interrupted_twice_leaves_nothing(
+    llm: LLM, alone: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """The second interrupt comes while the caller waits for the lock to free its requests: the next user frees them."""
+
+    class Impatient:
+        """A lock that is held by the step of another thread, for which nobody waits."""
+
+        def __enter__(self) -> None:
+            raise Interrupt("second")
+
+        def __exit__(self, *about: object) -> None: ...
+
+    def interrupt(_: list[StepOutput]) -> None:
+        monkeypatch.setattr(llm._turns, "_lock", Impatient())
+        raise Interrupt("first")
+
+    with pytest.raises(Interrupt, match="second"):
+        llm.generate(PROMPTS[:3], LONG, on_step=interrupt)
+    monkeypatch.undo()
+    if how == "claim":
+        with AsyncEngine(llm) as engine:
+            assert engine.submit(PROMPTS[0], GREEDY).result().token_ids == alone[0]
+    else:
+        assert llm.generate(PROMPTS[0], GREEDY)[0].token_ids == alone[0]
+    assert not llm.engine.has_work
+    check_idle(llm)
 
 
 def test_a_call_that_an_async_engine_overtakes_is_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
