@@ -15,12 +15,11 @@ from foretoken.errors import CheckpointError, UnsupportedModelError
 from foretoken.model.architecture import Activation, ModelConfig, RopeConfig
 from foretoken.model.expert_config import experts_config
 from foretoken.model.families import FAMILIES, NATIVE_MODEL_TYPES, Family, Flag
-from foretoken.model.fields import Fields, shown
+from foretoken.model.fields import MAX_LAYERS, Fields, shown
 from foretoken.model.rope_json import MAX_CONTEXT_TOKENS, context_tokens, rope_config
 from foretoken.model.windows import Windows, rope_layers
 
 _WRITTEN = ("llama", "mistral", "qwen2", "qwen3")  # families that models are trained, widened or written as here
-_MAX_LAYERS = 100_000  # bounds what is made for each of them before the number is compared with the files
 # By the names of transformers.
 _ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
@@ -100,7 +99,7 @@ def check_causal(raw: Mapping[str, Any], where: str = "config.json") -> str:
 
 def _native_config(model_type: str, family: Family, fields: Fields) -> ModelConfig:
     hidden, heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
-    layers = fields.whole("num_hidden_layers", most=_MAX_LAYERS)
+    layers = fields.whole("num_hidden_layers", most=MAX_LAYERS)
     for key in family.dropouts:
         fields.check_share(key)
     kv_heads = fields.whole_or("num_key_value_heads", heads)

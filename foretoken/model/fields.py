@@ -19,6 +19,7 @@ _MAX_DEPTH = 64
 # Far beyond every published size; products of a few of them still fit into 64 bits or fail the comparison with the
 # file.
 MAX_SIZE = 2**31 - 1
+MAX_LAYERS = 100_000  # bounds what is made for each of them before the number is compared with the files
 _MAX_NUMBER = 1e30
 
 HEAD_NOTE = "target.json"  # beside a trained head, what it was made for; other engines read no file of this name

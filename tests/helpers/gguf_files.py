@@ -202,9 +202,10 @@ def _add_options(writer: gguf.GGUFWriter, arch: str, config: Mapping[str, Any]) 
     """What only some converters write."""
     if "num_experts_per_tok" in config:
         gguf_experts.add_options(writer, config)
-    if arch in ("gemma2", "gemma3", "phi3", "cohere2"):
+    slides = arch != "gemma3" or "sliding_attention" in config.get("layer_types", ["sliding_attention"])  # else the converter is silent
+    if slides and arch in ("gemma2", "gemma3", "phi3", "cohere2"):
         writer.add_sliding_window(config["sliding_window"] or 0)
-    if "layer_types" in config and arch in ("gemma3", "cohere2"):
+    if slides and "layer_types" in config and arch in ("gemma3", "cohere2"):
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
     if config.get("attn_logit_softcapping") is not None:
         writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
@@ -227,6 +228,8 @@ def _add(writer: gguf.GGUFWriter, key: str, value: object) -> None:
         writer.add_uint32(key, value)
     elif isinstance(value, float):
         writer.add_float32(key, value)
+    elif isinstance(value, list):
+        writer.add_array(key, value)
     else:
         writer.add_string(key, str(value))
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType, quants
+from safetensors.torch import load_file, save_file
 
 from foretoken import LLM, SamplingParams
 from foretoken.errors import CheckpointError, UnsupportedModelError
@@ -66,6 +67,52 @@ def test_weights_of_norms_that_the_converter_shifts(tmp_path: Path, name: str) -
     rounded = variant(tmp_path / "bf16", name, tie_word_embeddings=True, dtype=torch.bfloat16)
     path = write_gguf(tmp_path / "model.gguf", rounded)
     assert torch.equal(logits_of(path, ids), logits_of(rounded, ids))
+
+
+def test_gemma_3_without_windows(tmp_path: Path) -> None:
+    """The converter then names neither a window nor a second base (Rnj-1)."""
+    yarn = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+    folder = variant(
+        tmp_path / "hf",
+        "gemma3",
+        tie_word_embeddings=True,
+        layer_types=["full_attention"] * 3,
+        rope_parameters={"full_attention": yarn, "sliding_attention": None},
+        dtype=torch.bfloat16,
+    )
+    path, ids = write_gguf(tmp_path / "model.gguf", folder), token_ids(70)
+    assert read_config(path).sliding_window == ()
+    assert torch.equal(logits_of(path, ids), logits_of(folder, ids, "float32"))
+
+
+def test_sections_of_positions_put_pairs_into_halves(tmp_path: Path) -> None:
+    """GLM-4V's text model: the converter takes even rows of q and k first, then odd ones, of what is rotated."""
+    folder, ids = variant(tmp_path / "hf", "glm4"), token_ids(70)
+    plain = logits_of(folder, ids)
+    state = load_file(folder / "model.safetensors")
+    for name, tensor in state.items():
+        if ".q_proj." in name or ".k_proj." in name:
+            heads = tensor.view(-1, 16, *tensor.shape[1:])  # half of the 16 channels are rotated
+            state[name] = torch.cat((heads[:, :8:2], heads[:, 1:8:2], heads[:, 8:]), dim=1).reshape(tensor.shape)
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    for sections, expected in (([2, 2, 0, 0], plain), ([0, 0, 0, 0], logits_of(folder, ids))):
+        path = write_gguf(tmp_path / "model.gguf", folder, rope__dimension_sections=sections)
+        torch.testing.assert_close(logits_of(path, ids), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "cohere2"])
+def test_a_pattern_of_windows_for_too_many_layers_is_refused(tmp_path: Path, name: str) -> None:
+    """Before a list of that length is made."""
+    folder = variant(tmp_path / "hf", name, tie_word_embeddings=True)
+    config = json.loads((folder / "config.json").read_text())
+    layers = config.pop("num_hidden_layers")
+    config.pop("layer_types")
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
+    path = write_gguf(tmp_path / "model.gguf", folder, attention__sliding_window_pattern=3)
+    raw = path.read_bytes()
+    key = b"block_count" + (4).to_bytes(4, "little")
+    path.write_bytes(raw.replace(key + layers.to_bytes(4, "little"), key + (200_000).to_bytes(4, "little")))
+    refused(path, CheckpointError, "block_count=200000", "100,000")
 
 
 @pytest.mark.parametrize("name", ["glm4", "cohere"])

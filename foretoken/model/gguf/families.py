@@ -15,7 +15,7 @@ from typing import Any
 from foretoken.errors import UnsupportedModelError
 from foretoken.model.expert_config import ExpertNames
 from foretoken.model.families import FAMILIES, LayerNames
-from foretoken.model.fields import Fields, shown
+from foretoken.model.fields import MAX_LAYERS, Fields, shown
 from foretoken.model.gguf.header import TensorInfo
 
 _SOFTCAPS = frozenset({"attn_logit_softcapping", "final_logit_softcapping"})
@@ -38,15 +38,23 @@ def whole_context(fields: Fields) -> dict[str, Any]:
 
 
 def _gemma(fields: Fields) -> dict[str, Any]:
+    return windows(fields) | _softcaps_and_scale(fields)
+
+
+def _softcaps_and_scale(fields: Fields) -> dict[str, Any]:
     """llama.cpp knows by the number of layers which of them scale queries by their width instead of the head's."""
     heads, layers = fields.whole("attention.head_count"), fields.whole("block_count")
     by_width = fields.whole("embedding_length") // heads if layers in (46, 62) else 0
-    found = windows(fields) | {"query_pre_attn_scalar": by_width or fields.whole("attention.key_length")}
     caps = {key: fields.number(key, zero=True) or None for key in _SOFTCAPS if fields.has(key)}
-    return found | caps
+    return {"query_pre_attn_scalar": by_width or fields.whole("attention.key_length")} | caps
 
 
 def _gemma3(fields: Fields) -> dict[str, Any]:
+    """The converter leaves the window out where all layers look at all positions, and so rotate in one way."""
+    if not fields.whole_or("attention.sliding_window", 0, least=0):
+        layers = fields.whole("block_count", most=MAX_LAYERS)
+        whole = {"sliding_window": None, "layer_types": ["full_attention"] * layers}
+        return _softcaps_and_scale(fields) | whole | {"local_rope": {"rope_type": "default"}}
     local = {"rope_type": "default", "rope_theta": fields.number_or("rope.freq_base_swa", 10_000.0, above=1.0)}
     return _gemma(fields) | {"local_rope": local}
 
@@ -56,7 +64,8 @@ def windows(fields: Fields) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if fields.has("attention.sliding_window"):
         found["sliding_window"] = fields.whole("attention.sliding_window")
-    pattern, layers = fields.raw.get("attention.sliding_window_pattern"), fields.whole("block_count")
+    pattern = fields.raw.get("attention.sliding_window_pattern")
+    layers = fields.whole("block_count", most=MAX_LAYERS)
     if isinstance(pattern, int) and not isinstance(pattern, bool):
         every = fields.whole("attention.sliding_window_pattern", least=0)
         pattern = [bool(every and (layer + 1) % every) for layer in range(layers)]
@@ -182,7 +191,8 @@ def _of_gpt_oss(fields: Fields) -> dict[str, Any]:
 class GgufFamily:
     """One architecture. `reads`: keys of its metadata that `options` takes and other families lack. `permutes`: the
     converter reorders the rows of q and k, because llama.cpp then rotates neighbouring channels. `norm_shift` is what
-    it adds to the weights of norms. `experts` finds the keys of a `config.json` about experts; None: it has none.
+    it adds to the weights of norms. `has_sections`: see `names.has_halves`. `experts` finds the keys of a `config.json`
+    about experts; None: it has none.
     """
 
     model_type: str
@@ -190,6 +200,7 @@ class GgufFamily:
     reads: frozenset[str] = field(default_factory=frozenset)
     permutes: bool = False
     norm_shift: float = 0.0
+    has_sections: bool = False
     experts: Reader | None = None
 
     @property
@@ -221,7 +232,7 @@ GGUF_FAMILIES: Mapping[str, GgufFamily] = MappingProxyType(
             frozenset({"embedding_scale", "residual_scale", "attention.scale", "logit_scale"}),
             permutes=True,
         ),
-        "glm4": GgufFamily("glm4", whole_context),
+        "glm4": GgufFamily("glm4", whole_context, has_sections=True),  # GLM-4V's text model too
         "starcoder2": GgufFamily("starcoder2", whole_context),
         "command-r": GgufFamily("cohere", _command_r, frozenset({"logit_scale"})),
         "cohere2": GgufFamily("cohere2", _cohere2, frozenset({"logit_scale"})),

@@ -22,6 +22,7 @@ ROPE_FACTORS = "rope_freqs.weight"
 SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
 _EMBEDDING = "token_embd.weight"
 _PATTERN = "attention.sliding_window_pattern"
+_SECTIONS = "rope.dimension_sections"
 
 _WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _IN_LAYER = re.compile(r"blk\.(0|[1-9]\d{0,5})\.(\w+)\.(weight|bias)")
@@ -63,6 +64,21 @@ def interleaved_heads(name: str, family: GgufFamily, raw: dict[str, Any]) -> int
     if ".self_attn.q_proj." in name:
         return int(raw["num_attention_heads"])
     return int(raw["num_key_value_heads"]) if ".self_attn.k_proj." in name else None
+
+
+def has_halves(header: Header, family: GgufFamily) -> bool:
+    """Whether the channels that are paired lie in two halves, though the family's safetensors have them side by side.
+
+    The converter reorders the rows of q and k where positions have sections for images; a text turns as without them.
+
+    Raises:
+        CheckpointError: sections that are no numbers.
+    """
+    key = f"{architecture_of(header)}.{_SECTIONS}"
+    if not family.has_sections or not isinstance(header.metadata.get(key), MetadataArray):
+        return False
+    counts = header.numbers(key)
+    return counts is not None and len(counts) > 1 and bool((counts[:2] > 0).all())
 
 
 def family_of(header: Header) -> GgufFamily:

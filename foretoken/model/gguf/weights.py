@@ -24,6 +24,7 @@ from foretoken.model.gguf.names import (
     SHORT_FACTORS,
     config_fields,
     family_of,
+    has_halves,
     hf_name,
     interleaved_heads,
 )
@@ -164,6 +165,8 @@ class GgufWeights(TensorSource):
             UnsupportedModelError: an option that the native decoder lacks.
         """
         config = config_from_hf(self._with_short_factors(), str(self.folder))
+        if has_halves(self.header, self._family):
+            config = replace(config, rope=replace(config.rope, is_interleaved=False))
         if ROPE_FACTORS not in self:
             return config
         factors = self.read(ROPE_FACTORS, (config.head_dim // 2,)).to(torch.float32)
