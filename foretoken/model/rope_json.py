@@ -149,7 +149,8 @@ class _RopeReader:
             if scaling.has("rope_theta")
             else fields.number_or(base, 10_000.0, above=1.0)
         )
-        sources = (fields, scaling)
+        # The length beside the scaling comes first, but scalings by layer type know only their own.
+        sources = (scaling,) if self.family.has_local_rope else (fields, scaling)
         outer = next((source for source in sources if source.has("original_max_position_embeddings")), None)
         original = (
             trained if outer is None else outer.whole("original_max_position_embeddings", most=MAX_CONTEXT_TOKENS)

@@ -54,11 +54,13 @@ def behind_a_switch(fields: Fields, layers: int) -> Windows:
 
 
 def of_layers_that_do_not_rotate(fields: Fields, layers: int) -> Windows:
-    """SmolLM3: where `use_sliding_window`, the layers of `layer_types`, or those without rotation."""
-    types = _layer_types(fields, layers)
-    window = _window(fields) if fields.flag("use_sliding_window") else None
+    """SmolLM3: the layers of `layer_types`, whatever `use_sliding_window` says, or where that is set those without
+    rotation.
+    """
+    types, window = _layer_types(fields, layers), _window(fields)
     if types is not None:
-        return _windows([window if kind == "sliding_attention" else None for kind in types])
+        return _typed(fields, types, window)
+    window = window if fields.flag("use_sliding_window") else None
     return _windows([None if rotates else window for rotates in rope_layers(fields, layers)])
 
 

@@ -23,6 +23,7 @@ from tests.helpers.usual import some_of
 
 LENGTH = 48  # longer than every window and trained length that is drawn, within every context
 HEADS = ("none", "equal", "different")
+_SLOWED = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
 def compare(folder: Path, family: str, seed: int) -> None:
@@ -44,6 +45,31 @@ def compare(folder: Path, family: str, seed: int) -> None:
 @pytest.mark.parametrize("seed", some_of(range(10), range(4)))
 def test_e2_drawn_configurations_give_the_logits_of_transformers(tmp_path: Path, family: str, seed: int) -> None:
     compare(tmp_path, family, seed)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        # The masks go by the types alone; the switch is for layers without rotation where there are none.
+        ("smollm3", {"layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": False}),
+        ("smollm3", {"layer_types": ["full_attention", "sliding_attention"]}),
+        # Scalings by layer type, which these become, know only a trained length of their own.
+        ("gemma3_text", {"rope_scaling": {"rope_type": "llama3", **_SLOWED}}),
+        ("gemma3_text", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
+        ("gemma3_text", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}}),
+    ],
+)
+def test_keys_that_single_families_read_in_their_own_way(tmp_path: Path, family: str, options: dict[str, Any]) -> None:
+    raw: dict[str, Any] = {"model_type": family, "hidden_size": 48, "num_attention_heads": 4, "vocab_size": 61}
+    raw |= {"num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 12, "intermediate_size": 64}
+    raw |= {"max_position_embeddings": 256, "sliding_window": 7, "original_max_position_embeddings": 32}
+    raw |= {"query_pre_attn_scalar": 12, "no_rope_layer_interval": 2, "sliding_window_pattern": 2}
+    raw |= {"tie_word_embeddings": False, **dict.fromkeys(("pad_token_id", "eos_token_id", "bos_token_id"))}
+    folder, ids = write(tmp_path, raw | options, "none", 1), token_ids(LENGTH, 61)
+    decoder = load_decoder(folder, dtype="float32")
+    with torch.no_grad():
+        found = decoder(torch.tensor(ids), torch.arange(LENGTH), PackedAttention(decoder.config, 1, LENGTH)).last
+        torch.testing.assert_close(decoder.logits(found), transformers_logits(folder, ids), atol=2e-4, rtol=0)
 
 
 @pytest.mark.parametrize("value", [None, "0", True, -0.1, 1.5, 1e308, 10**400, float("nan"), [0.0]])
