@@ -14,8 +14,9 @@ import torch
 
 from foretoken.errors import CheckpointError, ModelError, UnsupportedModelError
 from foretoken.model.config_json import check_causal
+from foretoken.model.families import NATIVE_MODEL_TYPES
 from foretoken.model.fields import shown
-from foretoken.model.loader import parse_dtype
+from foretoken.model.loader import parse_dtype, read_config
 from foretoken.model.weights import WEIGHTS, Weights
 
 # Keys that say how many modules are built. A layer has at least one tensor; experts have one each, or are rows of one.
@@ -93,9 +94,20 @@ def load_with_transformers(
         said = " ".join(" ".join(reports).split())
         raise CheckpointError(
             f"transformers cannot load the {model_type!r} model in {folder}: {error}{f' ({said})' if said else ''}"
+            f"{_why_not_native(folder, model_type)}"
         ) from error
     _check_report(weights, model, report)
     return model.to(device).eval()
+
+
+def _why_not_native(folder: Path, model_type: str) -> str:
+    """What sent a checkpoint of a native family to transformers, whose own error may name no key (`'foo'`)."""
+    if model_type in NATIVE_MODEL_TYPES:
+        try:
+            read_config(folder)
+        except UnsupportedModelError as error:
+            return f". It went there because foretoken's own decoder does not run it: {error}"
+    return ""
 
 
 def _check_report(weights: Weights, model: _Foreign, report: dict[str, Any]) -> None:

@@ -123,6 +123,23 @@ def test_a_tensor_that_a_layer_has_no_place_for_is_refused(tmp_path: Path, folde
         TransformersModel(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"rope_parameters": {"rope_type": "foo", "rope_theta": 10_000.0}}, "rope_type='foo' has no native"),
+        ({"quantization_config": {"quant_method": "hqq"}}, r"quant_method='hqq'\): gptq, awq, .* are read here"),
+    ],
+)
+def test_what_sent_a_native_family_to_transformers_is_named(
+    tmp_path: Path, change: dict[str, object], reason: str
+) -> None:
+    """Their own error for the first is `'foo'`."""
+    folder = tiny_checkpoint(tmp_path, "llama")
+    edit_config(folder, **change)
+    with pytest.raises(CheckpointError, match=f"transformers cannot load the 'llama' model .*own decoder.*{reason}"):
+        opened(folder)
+
+
 def test_a_missing_tensor_is_named_not_made_up(tmp_path: Path, folders: dict[str, Path]) -> None:
     tensors = load_file(folders["gpt2"] / "model.safetensors")
     name = next(name for name in tensors if name.endswith("h.1.mlp.c_fc.weight"))
