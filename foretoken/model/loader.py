@@ -87,11 +87,16 @@ def open_weights(folder: Path) -> TensorSource:
     family = FAMILIES.get(str(raw.get("model_type")))
     if family is None:
         return Weights(folder)
-    fields = Fields(raw, str(file))
+    fields = Fields({**family.defaults, **raw}, str(file))
+    weights: Weights | PackedWeights
     if family.experts is not None and (method_of(fields) in (None, "mxfp4")):
-        return ExpertWeights(folder, family.experts)
-    form = packed_format(fields)
-    return Weights(folder) if form is None else PackedWeights(folder, form)
+        weights = ExpertWeights(folder, family.experts)
+    else:
+        form = packed_format(fields)
+        weights = Weights(folder) if form is None else PackedWeights(folder, form)
+    if fields.flag("tie_word_embeddings"):
+        weights.take_head()
+    return weights
 
 
 def read_checkpoint(folder: Path) -> tuple[ModelConfig, TensorSource]:

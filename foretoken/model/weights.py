@@ -189,6 +189,7 @@ class Weights(TensorSource):
         self.folder, self._whole = folder, whole
         self._file_of: dict[str, Path] = {}
         self._about: dict[str, tuple[tuple[int, ...], str]] = {}
+        self._stored_as: dict[str, str] = {}  # tensors that go by another name here than in their file
         check_links(folder)
         for file in self._files():
             with opened(file) as tensors:
@@ -225,6 +226,14 @@ class Weights(TensorSource):
         if index is None or not all(isinstance(shard, str) for shard in index.raw.values()):
             raise fields.refusal("weight_map", "an object that gives the file of every tensor")
         return dict(index.raw)
+
+    def take_head(self) -> None:
+        """Take the output matrix for the embedding if there is none: of a tied pair safetensors' `save_model` keeps one
+        name.
+        """
+        if HEAD in self._file_of and EMBEDDING not in self._file_of:
+            self._stored_as[EMBEDDING] = HEAD
+            self._file_of[EMBEDDING], self._about[EMBEDDING] = self._file_of.pop(HEAD), self._about.pop(HEAD)
 
     @property
     def names(self) -> list[str]:
@@ -303,7 +312,7 @@ class Weights(TensorSource):
         self._require(name)
         # Opened anew for each tensor: pages of a mapped file count as our memory until it is closed.
         with opened(self._file_of[name]) as tensors:
-            tensor: Tensor = tensors.get_tensor(name)
+            tensor: Tensor = tensors.get_tensor(self._stored_as.get(name, name))
         return tensor
 
     def kinds(self) -> list[StoredKind]:

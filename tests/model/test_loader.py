@@ -217,6 +217,23 @@ def test_e1_a_head_that_equals_the_embedding_takes_no_memory(tmp_path: Path) -> 
     assert decoder.config.num_parameters == sum(parameter.numel() for parameter in decoder.parameters())
 
 
+@pytest.mark.parametrize("name", ["qwen2-tied", "gemma2", "qwen3-moe"])
+def test_a_tied_pair_may_go_by_the_name_of_the_head(tmp_path: Path, name: str) -> None:
+    """safetensors' `save_model` keeps one of the names of a shared tensor, and transformers reads it."""
+    folder, ids = variant(tmp_path, name, tie_word_embeddings=True), token_ids(20)
+    expected = transformers_logits(folder, ids)
+    state = load_file(folder / "model.safetensors")
+    state["lm_head.weight"] = state.pop("model.embed_tokens.weight")
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    decoder = load_decoder(folder)
+    assert decoder.lm_head.weight is decoder.embedding.weight
+    assert decoder.embedding.weight is not None
+    assert torch.equal(decoder.embedding.weight, state["lm_head.weight"])
+    with torch.no_grad():
+        found = decoder(torch.tensor(ids), torch.arange(20), PackedAttention(decoder.config, 1, 20)).last
+        torch.testing.assert_close(decoder.logits(found), expected, atol=1e-4, rtol=0)
+
+
 def test_e1_a_head_of_another_shape_is_refused(tmp_path: Path) -> None:
     folder = tied_with_head(tmp_path, "llama", equal=True)
     edit_tensors(folder, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(98, 48)}))

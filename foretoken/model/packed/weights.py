@@ -117,6 +117,10 @@ class PackedWeights(TensorSource):
             for part in form.parts(base, self._shapes[name], self._files)
         }
 
+    def take_head(self) -> None:
+        """See `Weights`."""
+        self._files.take_head()
+
     @property
     def names(self) -> list[str]:
         """Names of all tensors that are no part of a packed matrix, and of the packed matrices."""
