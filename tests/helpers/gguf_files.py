@@ -202,7 +202,9 @@ def _add_options(writer: gguf.GGUFWriter, arch: str, config: Mapping[str, Any]) 
     """What only some converters write."""
     if "num_experts_per_tok" in config:
         gguf_experts.add_options(writer, config)
-    slides = arch != "gemma3" or "sliding_attention" in config.get("layer_types", ["sliding_attention"])  # else the converter is silent
+    slides = arch != "gemma3" or "sliding_attention" in config.get(
+        "layer_types", ["sliding_attention"]
+    )  # else the converter is silent
     if slides and arch in ("gemma2", "gemma3", "phi3", "cohere2"):
         writer.add_sliding_window(config["sliding_window"] or 0)
     if slides and "layer_types" in config and arch in ("gemma3", "cohere2"):

@@ -78,7 +78,8 @@ def has_halves(header: Header, family: GgufFamily) -> bool:
     if not family.has_sections or not isinstance(header.metadata.get(key), MetadataArray):
         return False
     counts = header.numbers(key)
-    return counts is not None and len(counts) > 1 and bool((counts[:2] > 0).all())
+    first = [] if counts is None else counts[:2].tolist()
+    return len(first) > 1 and all(count > 0 for count in first)
 
 
 def family_of(header: Header) -> GgufFamily:
