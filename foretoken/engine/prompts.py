@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from foretoken.errors import InputError, MismatchError
-from foretoken.files import map_texts
 from foretoken.params import check_text
 from foretoken.text.chat_template import takes_tools
 from foretoken.text.tokenizer import Tokenizer
@@ -231,15 +230,15 @@ class PromptEncoder:
         options: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Token ids of `render_chat`; the template writes its own begin-of-text token, so none is added. Special tokens
-        in the messages are text: only the template writes special tokens.
+        in the messages and tools are text: only the template writes special tokens.
 
         Raises:
             InputError, CheckpointError, MismatchError: see `render_chat`, `encode`.
         """
         specials = () if self._tokenizer is None else self._tokenizer.special_texts
         with _shallow():
-            quoted = QuotedSpecials(as_conversation(messages), specials)
-        text = self.render_chat(quoted.messages, tools, options)
+            quoted = QuotedSpecials(as_conversation(messages), specials, tools)
+        text = self.render_chat(quoted.messages, quoted.tools, options)
         ids: list[int] = []
         for part, is_plain in quoted.parts(text):
             ids += self._encode("messages", part, add_special_tokens=False, is_plain=is_plain)
@@ -284,19 +283,24 @@ def _shallow() -> Iterator[None]:
 
 
 class QuotedSpecials:
-    """A conversation in which every special token that a message spells has a mark behind its first character.
+    """A conversation and its tools in which every special token that they spell has a mark behind its first character.
 
-    `messages` go through the template; `parts` finds the marked places in the rendered text.
+    `messages` and `tools` go through the template; `parts` finds the marked places in the rendered text.
 
     Raises:
-        InputError: a message contains every mark there is.
+        InputError: the conversation contains every mark there is.
     """
 
-    def __init__(self, messages: Sequence[Mapping[str, Any]], special_texts: Sequence[str]) -> None:
-        self.messages: Sequence[Mapping[str, Any]] = messages
+    def __init__(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        special_texts: Sequence[str],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
+        self.messages, self.tools = messages, tools
         self._marked: re.Pattern[str] | None = None
         longest_first = sorted(special_texts, key=len, reverse=True)
-        texts = list(_texts(messages))
+        texts = list(_texts([messages, tools]))
         if not any(special in text for text in texts for special in longest_first):
             return
         mark = next((mark for mark in _MARKS if not any(mark in text for text in texts)), None)
@@ -304,7 +308,7 @@ class QuotedSpecials:
             raise InputError("messages", "every noncharacter of Unicode", "leave them out; no text has them")
         self._mark = mark
         spelt = re.compile("|".join(map(re.escape, longest_first)))
-        self.messages = [map_texts(message, lambda text: spelt.sub(self._quoted, text)) for message in messages]
+        self.messages, self.tools = _changed([messages, tools], lambda text: spelt.sub(self._quoted, text))
         self._marked = re.compile("|".join(re.escape(text[:1] + mark + text[1:]) for text in longest_first))
 
     def parts(self, text: str) -> Iterator[tuple[str, bool]]:
@@ -327,12 +331,26 @@ class QuotedSpecials:
 
 
 def _texts(value: object) -> Iterator[str]:
-    """All texts in a JSON value."""
+    """All texts in a JSON value, names of fields among them: a template may write these too."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        for item in value.values():
+        for key, item in value.items():
+            yield from (key,) if isinstance(key, str) else ()
             yield from _texts(item)
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _texts(item)
+
+
+def _changed(value: object, change: Callable[[str], str]) -> Any:  # noqa: ANN401 - a JSON value of the same shape
+    """`value` with `change` applied to all that `_texts` finds."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {
+            change(key) if isinstance(key, str) else key: _changed(item, change) for key, item in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [_changed(item, change) for item in value]
+    return value

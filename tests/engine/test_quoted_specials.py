@@ -10,7 +10,7 @@ import pytest
 from foretoken.engine.prompts import PromptEncoder, QuotedSpecials
 from foretoken.errors import InputError
 from foretoken.text.tokenizer import load_tokenizer
-from tests.helpers.checkpoints import tiny_tokenizer
+from tests.helpers.checkpoints import END_OF_TEXT, tiny_tokenizer
 
 SPECIALS = ("<|end|>", "<|end|>x", "<s>")
 
@@ -46,6 +46,28 @@ def test_nested_texts_are_searched_too() -> None:
     quoted = QuotedSpecials(messages, SPECIALS)
     assert "<s>" not in str(quoted.messages)
     assert messages[0]["tool_calls"] == [{"function": {"arguments": "<s>"}}]
+
+
+@pytest.mark.parametrize("where", ["description", "property", "call"])
+def test_special_tokens_of_tools_and_names_are_text(tmp_path: Path, where: str) -> None:
+    """Descriptions of tools come from elsewhere, and templates write names of arguments as JSON."""
+    calls = "{% for m in messages %}{{ m.tool_calls | tojson }}{% endfor %}"
+    template = f"{END_OF_TEXT}{calls}{{{{ tools | tojson }}}}{END_OF_TEXT}"
+    tokenizer = load_tokenizer(tiny_tokenizer(tmp_path, 300, chat_template=template))
+    assert tokenizer is not None
+    encoder = PromptEncoder(tokenizer, tmp_path, 300)
+
+    def encoded(spelt: str) -> list[int]:
+        texts = {name: spelt if name == where else "x" for name in ("description", "property", "call")}
+        parameters = {"type": "object", "properties": {texts["property"]: {"type": "string"}}}
+        function = {"name": "f", "description": texts["description"], "parameters": parameters}
+        call = {"function": {"name": "f", "arguments": {texts["call"]: 1}}}
+        messages = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+        return encoder.encode_chat(messages, [{"type": "function", "function": function}])
+
+    ids = encoded(f"a{END_OF_TEXT}b")
+    assert ids.count(tokenizer.vocabulary[END_OF_TEXT]) == 2  # the template's own
+    assert tokenizer.decode(ids, has_specials=True).count(f"a{END_OF_TEXT}b") == 1
 
 
 def test_a_message_with_every_mark_is_refused() -> None:
