@@ -23,6 +23,7 @@ from foretoken.config import SamplingParams
 from foretoken.errors import InputError
 from foretoken.params import check_text, plain_schema
 from foretoken.text import grammar_trial
+from foretoken.text.schema_numbers import check_numbers
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -57,7 +58,9 @@ _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 _HEAVY = re.compile(
     r"fuel|too (many|large|big|slow|deeply)|recursion limit|current row has|exceed|unable to determine|panic", re.I
 )
-_UNSUPPORTED = re.compile(r"unimplemented|not supported|unsupported|unknown format|not present in a registry", re.I)
+_UNSUPPORTED = re.compile(
+    r"unimplemented|not supported|only supported|unsupported|unknown format|not present in a registry", re.I
+)
 _IMPOSSIBLE = re.compile(r"unsatisfiable|NoExtension", re.I)
 _TEMPERATURE = re.compile(r"^\s*[?!]?[a-z_][\w-]*\s*\[[^\]\n]*\btemperature\s*=", re.M)
 DEAD_END = "NoExtensionBias"  # llguidance's word for a place from which no token leads on
@@ -73,7 +76,7 @@ def grammar_text(field: Field, value: Mapping[str, Any] | str) -> str:
     """llguidance's own form of what the user wrote.
 
     Raises:
-        InputError: no JSON, no JSON schema, or too long.
+        InputError: no JSON, no JSON schema, numbers that it cannot be held to, or too long.
     """
     size = len(value.encode()) if isinstance(value, str) else 0
     if field == "json_schema":
@@ -119,6 +122,7 @@ def _schema(value: Mapping[str, Any] | str) -> dict[str, Any]:
     if not isinstance(schema, dict):
         raise InputError("json_schema", value, "a JSON schema must be an object, or true for any JSON")
     check_text("json_schema", json.dumps(schema, ensure_ascii=False))
+    check_numbers("json_schema", schema)
     options = schema.get("x-guidance", {})
     if isinstance(options, dict) and "whitespace_flexible" not in options:
         schema["x-guidance"] = {"whitespace_pattern": _WHITESPACE} | options

@@ -12,8 +12,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
+from foretoken.errors import InputError
 from foretoken.server.api.body import RequestPart
 from foretoken.server.api.errors import invalid
+from foretoken.text.schema_numbers import check_numbers
 
 MAX_SCHEMA_CHARS = 512 * 1024  # as `grammar.MAX_TEXT_BYTES`
 MAX_CHOICES = 1024  # texts of `structured_outputs.choice`; the limit on their bytes is the grammar's
@@ -114,8 +116,13 @@ def json_rule(field: str, schema: dict[str, Any], whitespace: str = WHITESPACE) 
     """A Lark expression for JSON text that fits `schema`, with `whitespace` (a regular expression) between its parts.
 
     Raises:
-        ApiError: too long, or nested too deeply.
+        ApiError: too long, nested too deeply, or with numbers that an answer cannot be held to.
     """
+    check_size(field, schema)
+    try:
+        check_numbers(field, schema)
+    except InputError as error:
+        raise invalid(field, f"{error.value}: {error.remedy}") from None
     spaced = schema if "x-guidance" in schema else {"x-guidance": {"whitespace_pattern": whitespace}, **schema}
     return f"%json {json_text(field, spaced)}"
 
