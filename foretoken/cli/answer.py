@@ -155,7 +155,7 @@ def token_pieces(llm: LLM, output: GenerateOutput) -> list[str]:
     """The text each token added; bytes of one character appear with the token that completes it."""
     if llm.tokenizer is None:
         return [f"{token} " for token in output.token_ids]
-    detokenizer = Detokenizer(llm.tokenizer)
+    detokenizer = Detokenizer(llm.tokenizer, output.prompt_ids)
     pieces = [detokenizer.push(token) for token in output.token_ids]
     if pieces:
         pieces[-1] += detokenizer.flush()

@@ -155,7 +155,7 @@ class Admission:
         seed = secrets.randbits(64) if params.seed is None else params.seed
         return PreparedRequest(
             request=Request(UNQUEUED, tuple(prompt_ids), params, spec, seed, self._prediction_ids(params)),
-            text=TextAssembler(None if tokenizer is None else Detokenizer(tokenizer), params.stop_strings),
+            text=TextAssembler(None if tokenizer is None else Detokenizer(tokenizer, prompt_ids), params.stop_strings),
             eos_token_ids=self.eos_token_ids,
             max_total_tokens=max_total,
             rule=rule,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
+from collections.abc import Sequence
 
 from foretoken.text.token_bytes import BYTE_TOKEN, byte_level
 from foretoken.text.tokenizer import Tokenizer
@@ -15,14 +16,15 @@ _MAX_HELD = 32  # no character needs as many tokens; a stream of broken bytes mu
 class Detokenizer:
     """Turns a stream of token ids into text that never has to be taken back.
 
-    What `push` and `flush` return, joined, equals `Tokenizer.decode` of all ids. The cost of a token does not grow with
-    the text.
+    What `push` and `flush` return, joined, equals `Tokenizer.decode` of all ids. Where the ids continue a text whose
+    ids are `before`, it is what they add to that text: a decoder that drops the space in front of a text keeps theirs.
+    The cost of a token does not grow with the text.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         is_byte_level = tokenizer.decoder.get("type") == "ByteLevel"
-        self._stream = _ByteLevelStream() if is_byte_level else _WindowStream(tokenizer)
+        self._stream = _ByteLevelStream() if is_byte_level else _WindowStream(tokenizer, before)
 
     def push(self, token_id: int) -> str:
         """Take one id; return the text that is certain now, often the token's own, never half a character."""
@@ -56,10 +58,10 @@ class _WindowStream:
     of byte tokens are held to their end, because one invalid byte changes how the decoder writes the whole run.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._settled: list[int] = []
-        self._settled_text = ""
+        self._settled = self._last_word(before)
+        self._settled_text = tokenizer.decode(self._settled)
         self._held: list[int] = []
         self._in_bytes = False
         described = json.dumps(dict(tokenizer.decoder))
@@ -80,6 +82,18 @@ class _WindowStream:
 
     def flush(self) -> str:
         return self._release(certain=True)
+
+    def _last_word(self, before: Sequence[int]) -> list[int]:
+        """The last token of a text that can be settled by itself, which a part of a character cannot; none behind a
+        special token, where a decoder begins a text of its own.
+        """
+        for token_id in reversed(before[-_MAX_HELD:]):
+            token = self._tokenizer.token(token_id)
+            if token is None or token_id in self._tokenizer.special_ids:
+                break
+            if BYTE_TOKEN.fullmatch(token) is None or int(token[3:5], 16) < 0x80:
+                return [] if self._tokenizer.decode([token_id]).endswith(_REPLACEMENT) else [token_id]
+        return []
 
     def _release(self, certain: bool) -> str:
         if not self._held:

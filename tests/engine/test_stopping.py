@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +25,7 @@ from foretoken.text.tokenizer import Tokenizer, load_tokenizer
 from tests.helpers.checkpoints import END_OF_TEXT, tiny_tokenizer
 from tests.helpers.scripted import ScriptedModel, recite
 from tests.helpers.specs import key_of
+from tests.text.test_tokenizer import byte_fallback
 
 VOCAB, PROMPT = 300, [65, 66, 67]
 
@@ -317,3 +319,13 @@ def test_stops_of_a_real_model(text_pair: SimpleNamespace, drafter: str | None) 
             assert (out.text, out.finish_reason) == (expected, "stop")
             assert out.token_ids == free.token_ids[: len(out.token_ids)]
             assert "".join(map(str, llm.stream("the list of self", params, spec))) == expected
+
+
+@pytest.mark.parametrize("num_draft", [0, 3])
+def test_the_space_that_an_answer_begins_with_is_kept(tmp_path: Path, num_draft: int) -> None:
+    """SentencePiece drops the space in front of a text. An answer is none: it follows the prompt."""
+    tokenizer = byte_fallback(tmp_path)
+    words = [tokenizer.vocabulary[token] for token in ("▁f", "a", "▁de")]
+    tokenizer.vocabulary[END_OF_TEXT] = VOCAB - 1
+    answer = speak(tokenizer, words, SamplingParams(max_tokens=9, stop=["de"]), num_draft)
+    assert answer.state.text.text == "".join(step.text for step in answer.steps) == " fa "
