@@ -195,10 +195,11 @@ class LLM(BetweenRequests, Uncopied):
     ) -> list[GenerateOutput]:
         """The next message of a conversation, or of each of several; otherwise as `generate`.
 
-        A message is a mapping with a `role` and, as a rule, a `content`.
+        A message is a mapping with a `role` and, as a rule, a `content`: a text, or parts of type text.
 
         Raises:
-            InputError: the model folder has no chat template, or the template refuses the messages; see `generate`.
+            InputError: the model folder has no chat template, the template refuses the messages or takes no tools, or
+                a part is no text; see `generate`.
             CheckpointError: the template is broken.
         """
         self._check_free()

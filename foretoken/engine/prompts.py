@@ -10,11 +10,12 @@ from typing import Any
 
 from foretoken.errors import InputError, MismatchError
 from foretoken.params import check_text
-from foretoken.text.chat_template import takes_tools
+from foretoken.text.chat_template import takes_parts, takes_tools
 from foretoken.text.tokenizer import Tokenizer
 
 TOOLS_REMEDY = "tools and tool calls are not replayed; leave these requests out"
 _TOOL_ROLES = ("tool", "function")
+_MEDIA = re.compile(r"image|audio|video")  # in the type of a part: image_url, input_audio
 _TOOL_KEYS = ("tool_calls", "tool_call_id", "function_call")  # of a message
 
 _MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))  # noncharacters: Unicode keeps them for such use, no text has them
@@ -206,21 +207,25 @@ class PromptEncoder:
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text that the chat template makes of a conversation, up to where the answer begins.
+        """The text that the chat template makes of a conversation, up to where the answer begins. For a template that
+        reads no parts, contents in parts of text are joined by line ends.
 
         Raises:
-            InputError: no conversation, no chat template, messages that the template refuses, or tools that it does
-                not take.
+            InputError: no conversation, no chat template, pictures or the like, tools that the template does not take,
+                or messages that it refuses.
             CheckpointError: the template is broken.
         """
         conversation = as_conversation(messages)
         tokenizer = self._of_field("messages", conversation)
+        _check_media(conversation)
         with _shallow():
             check_template_values(tools, options)
-            source = tokenizer.tool_template
-            if tools and source is not None and not takes_tools(source):
+            source = (tokenizer.tool_template if tools else tokenizer.chat_template) or ""
+            if tools and source and not takes_tools(source):
                 remedy = f"the chat template of {self._folder} takes no tools; leave them out, or name a file with one"
                 raise InputError("tools", list(tools), f"{remedy} that does (chat_template)")
+            if not takes_parts(source):
+                conversation = [_joined(message) for message in conversation]
             return tokenizer.apply_chat_template(conversation, tools=tools, options=options)
 
     def encode_chat(
@@ -270,6 +275,32 @@ class PromptEncoder:
         if self._tokenizer is None:
             raise InputError(field, value, f"{self._folder} has no tokenizer; give token ids instead of text")
         return self._tokenizer
+
+
+def _check_media(messages: Conversation) -> None:
+    """Refuse what is no text: templates of models that see write a token for it, and there would be nothing behind it.
+
+    Raises:
+        InputError: names the message.
+    """
+    for place, message in enumerate(messages):
+        content = message.get("content")
+        for part in content if isinstance(content, list | tuple) else ():
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            if isinstance(kind, str) and _MEDIA.search(kind):
+                remedy = "is not taken: models read text only here; leave it out"
+                raise InputError(f"messages.{place}.content", f"a part of type {kind}", remedy)
+
+
+def _joined(message: Message) -> Message:
+    """A message whose content in parts is one text, where all parts are texts."""
+    parts = message.get("content")
+    if not isinstance(parts, list | tuple) or not parts:
+        return message
+    texts = [part.get("text") if isinstance(part, Mapping) else None for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        return message
+    return {**message, "content": "\n".join(map(str, texts))}
 
 
 @contextmanager
@@ -348,9 +379,7 @@ def _changed(value: object, change: Callable[[str], str]) -> Any:  # noqa: ANN40
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {
-            change(key) if isinstance(key, str) else key: _changed(item, change) for key, item in value.items()
-        }
+        return {change(key) if isinstance(key, str) else key: _changed(item, change) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_changed(item, change) for item in value]
     return value

@@ -25,6 +25,7 @@ _MAX_SOURCE = 1 << 20
 _MAX_CHARS = 4_000_000  # and twice what the messages have
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _TAKES_TOOLS = re.compile(r"\btools\b")
+_TAKES_PARTS = re.compile(r"""['"]text['"]|\.text\b""")
 
 _Json: TypeAlias = Any  # what a message may hold
 
@@ -70,6 +71,11 @@ def render(
 def takes_tools(source: str) -> bool:
     """Whether a template writes the tools that a chat comes with; another one would leave them out."""
     return _TAKES_TOOLS.search(source) is not None
+
+
+def takes_parts(source: str) -> bool:
+    """Whether a template reads contents in parts; others write such a list as Python shows it, or fail."""
+    return _TAKES_PARTS.search(source) is not None
 
 
 def chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
