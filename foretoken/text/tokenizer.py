@@ -150,7 +150,7 @@ class Tokenizer:
             (
                 token
                 for token, written in (self.token_bytes or {}).items()
-                if written.startswith(b" ") and len(written) > 1
+                if written[:1] == b" " and written[1:2] not in (b"", b" ")  # of two spaces one would be left
             ),
             None,
         )

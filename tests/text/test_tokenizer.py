@@ -272,6 +272,16 @@ def test_only_decoders_that_join_tokens_say_what_each_writes(tmp_path: Path, dec
         assert tokenizer.token_bytes[tokenizer.vocabulary["<0xE7>"]] == b"\xe7"
 
 
+def test_whether_the_first_space_is_dropped_does_not_depend_on_the_vocabularys_order(tmp_path: Path) -> None:
+    """The library gives the vocabulary in any order. Of a token of two spaces one is left where one is dropped."""
+    tokenizer = byte_fallback(tmp_path)
+    order = [tokenizer.vocabulary[token] for token in ("▁", "▁▁", "▁f")]
+    known = tokenizer.token_bytes
+    assert known is not None
+    tokenizer.__dict__["token_bytes"] = {token: known[token] for token in order}
+    assert tokenizer.drops_first_space
+
+
 def test_begin_token_comes_from_the_post_processor_only(by_kind: dict[str, Tokenizer]) -> None:
     tokenizer = by_kind["byte_fallback"]
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (1, 2)
