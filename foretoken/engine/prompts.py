@@ -18,6 +18,7 @@ _TOOL_ROLES = ("tool", "function")
 _MEDIA = re.compile(r"image|audio|video")  # in the type of a part: image_url, input_audio
 _TOOL_KEYS = ("tool_calls", "tool_call_id", "function_call")  # of a message
 
+_HEAD = "\n"  # in front of a part of a text, which SentencePiece would otherwise begin with a space of its own
 _MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))  # noncharacters: Unicode keeps them for such use, no text has them
 
 Prompt = str | Sequence[int]
@@ -246,7 +247,10 @@ class PromptEncoder:
         text = self.render_chat(quoted.messages, quoted.tools, options)
         ids: list[int] = []
         for part, is_plain in quoted.parts(text):
-            ids += self._encode("messages", part, add_special_tokens=False, is_plain=is_plain)
+            head = _HEAD if ids and self._tokenizer is not None and self._tokenizer.drops_first_space else ""
+            begun = self._encode("messages", head, add_special_tokens=False)
+            found = self._encode("messages", head + part, add_special_tokens=False, is_plain=is_plain)
+            ids += found[len(begun) :]
         return ids
 
     def encode_plain(self, field: str, text: str) -> list[int]:

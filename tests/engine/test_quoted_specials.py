@@ -11,6 +11,7 @@ from foretoken.engine.prompts import PromptEncoder, QuotedSpecials
 from foretoken.errors import InputError
 from foretoken.text.tokenizer import load_tokenizer
 from tests.helpers.checkpoints import END_OF_TEXT, tiny_tokenizer
+from tests.text.test_tokenizer import byte_fallback
 
 SPECIALS = ("<|end|>", "<|end|>x", "<s>")
 
@@ -86,3 +87,12 @@ def test_what_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=r"messages=.*nested too deeply"):
             encoder.encode_chat([message], tools)
     assert encoder.encode_chat([{"role": "user", "content": "a", "more": [[[1]]]}])
+
+
+@pytest.mark.parametrize("content", ["a</s>b", "a <s> b", "</s>", "</s><s> a", "\n<s>\n猫</s>"])
+def test_no_space_comes_between_a_special_token_and_its_neighbours(tmp_path: Path, content: str) -> None:
+    """SentencePiece puts a space in front of a text, and a text with a special token in it is encoded in parts."""
+    tokenizer = byte_fallback(tmp_path).with_template("b{{ messages[0].content }}</s>")
+    ids = PromptEncoder(tokenizer, tmp_path, 400).encode_chat([{"role": "user", "content": content}])
+    assert tokenizer.decode(ids, has_specials=True) == f"b{content}</s>"
+    assert [token for token in ids if token in tokenizer.special_ids] == [tokenizer.vocabulary["</s>"]]
