@@ -27,7 +27,7 @@ from foretoken.errors import (
     StorageError,
 )
 from foretoken.files import MAX_BYTES, hold_alone, parse_json, read_text, to_json
-from foretoken.heads.formats.pairing import add_first_weights
+from foretoken.heads.formats.pairing import add_weights
 from foretoken.option import option
 from foretoken.params import check_whole
 
@@ -268,12 +268,12 @@ def _of_another(path: Path, target: Path) -> MismatchError:
 
 
 def folder_fingerprint(folder: Path) -> str:
-    """A name of the checkpoint in `folder`: its configuration, tokenizer, chat template and first weights."""
+    """A name of the checkpoint in `folder`: its configuration, tokenizer, chat template and samples of its weights."""
     digest = hashlib.sha256()
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         if (folder / name).is_file():
             digest.update(name.encode() + (folder / name).read_bytes())
-    add_first_weights(digest, folder)
+    add_weights(digest, folder)
     return digest.hexdigest()[:16]
 
 

@@ -6,14 +6,16 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from foretoken.config import SpecConfig
 from foretoken.engine.llm import LLM
 from foretoken.errors import InputError, StorageError
 from foretoken.files import read_text, to_json
+from foretoken.heads.formats.pairing import are_other_weights, weights_digest
 from foretoken.train import answers
-from foretoken.train.answers import AnswerConfig, placed_prompts, read_answers, write_answers
+from foretoken.train.answers import AnswerConfig, folder_fingerprint, placed_prompts, read_answers, write_answers
 from tests.helpers.checkpoints import tiny_checkpoint
 
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13], [14, 15]]
@@ -194,3 +196,19 @@ def test_a_file_whose_rows_another_program_wrote_is_not_continued(llm: LLM, tmp_
     with pytest.raises(InputError, match=r"a\.jsonl:6.*has no place"):
         write_answers(llm, PROMPTS, path, CONFIG, lambda _: None)
     assert path.read_text() == before
+
+
+@pytest.mark.parametrize("place", [100, 1_500_000, 2_940_000])
+def test_a_target_whose_other_weights_changed_is_another(place: int, tmp_path: Path) -> None:
+    """Training may leave the embedding as it is, which the file begins with."""
+    (tmp_path / "config.json").write_text("{}")
+    weights = np.zeros(3_000_000, dtype=np.uint8)
+    (tmp_path / "model.safetensors").write_bytes(weights.tobytes())
+    before = folder_fingerprint(tmp_path), weights_digest(tmp_path)
+    weights[place : place + 60_000] += 1
+    (tmp_path / "model.safetensors").write_bytes(weights.tobytes())
+    after = folder_fingerprint(tmp_path), weights_digest(tmp_path)
+    assert before[0] != after[0]
+    assert are_other_weights(before[1], after[1])
+    assert not are_other_weights(before[1], before[1])
+    assert not are_other_weights("sha256:0", after[1])  # made by an earlier version

@@ -14,7 +14,11 @@ from foretoken.model.architecture import ModelConfig
 from foretoken.model.fields import HEAD_NOTE, Fields, read_json
 from foretoken.model.gguf.parts import part_files
 
-_WEIGHTS, _READ_BYTES = "*.safetensors", 1 << 20
+_WEIGHTS = "*.safetensors"
+# What is read of a checkpoint to tell it from others: its beginnings, and pieces from all over it. A target that was
+# trained on may have the same embedding, with which a file of weights begins.
+_FIRST_BYTES, _PIECE_BYTES, _NUM_PIECES = 1 << 20, 1 << 12, 512
+_SAMPLED = "sha256-samples:"
 
 
 def check_sizes(where: str, target: ModelConfig, hidden_size: int, vocab_size: int, taps: tuple[int, ...]) -> None:
@@ -89,22 +93,31 @@ def check_note(head: Path, target: ModelConfig, folder: Path | None) -> None:
 
 
 def weights_digest(folder: Path) -> str | None:
-    """Digest of the checkpoint's files of weights, by their sizes and first bytes; None where there are none.
+    """Digest of the checkpoint's files of weights, by their sizes and samples; None where there are none.
 
     A head for other weights of the same sizes may still draft well (a fine-tuned target): it is not refused.
     """
     digest = hashlib.sha256()
-    return "sha256:" + digest.hexdigest() if add_first_weights(digest, folder) else None
+    return _SAMPLED + digest.hexdigest() if add_weights(digest, folder) else None
 
 
-def add_first_weights(digest: hashlib._Hash, folder: Path) -> bool:
-    """Feed names, sizes and first bytes of a checkpoint's files of weights to `digest`; whether there are any. A GGUF
-    file, or its first part, has them all.
-    """
-    paths = part_files(folder)[:1] if folder.is_file() else sorted(folder.glob(_WEIGHTS))
+def are_other_weights(trained: object, here: str | None) -> bool:
+    """Whether two digests are those of other weights; one of an earlier version, made otherwise, does not tell."""
+    return here is not None and isinstance(trained, str) and trained.startswith(_SAMPLED) and trained != here
+
+
+def add_weights(digest: hashlib._Hash, folder: Path) -> bool:
+    """Feed names, sizes and samples of a checkpoint's files of weights to `digest`; whether there are any."""
+    paths = part_files(folder) if folder.is_file() else sorted(folder.glob(_WEIGHTS))
     for path in paths:
-        with path.open("rb") as file:  # header and first weights
-            digest.update(f"{path.name} {path.stat().st_size}".encode() + file.read(_READ_BYTES))
+        size, count = path.stat().st_size, -(-_NUM_PIECES // len(paths))
+        rest = max(0, size - _FIRST_BYTES)
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(_FIRST_BYTES))
+            for piece in range(count if rest else 0):
+                file.seek(_FIRST_BYTES + rest * piece // count)
+                digest.update(file.read(_PIECE_BYTES))
     return bool(paths)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from foretoken.errors import CheckpointError, ConfigError, MismatchError
 from foretoken.heads.checkpoint import load_head, read_fields
-from foretoken.heads.formats.pairing import weights_digest
+from foretoken.heads.formats.pairing import are_other_weights, weights_digest
 from foretoken.model.fields import HEAD_NOTE, read_json
 from foretoken.model.loader import load_decoder, read_config, read_raw_config
 from foretoken.text.tokenizer import load_tokenizer
@@ -67,8 +67,7 @@ def read_findings(head: Path, target: Path) -> Iterator[FileFinding]:
     """What makes another target likely, without being sure: other weights than in training, or another name."""
     path = head / HEAD_NOTE
     note = read_json(path) if path.exists() else {}
-    trained, here = note.get("weights"), weights_digest(target)
-    if trained is not None and here is not None and trained != here:
+    if are_other_weights(note.get("weights"), weights_digest(target)):
         found = f"{path}: the head was trained with other weights than those of {target}"
         yield FileFinding(
             "other target", found, "take the head of this very checkpoint, or train one (foretoken train)"
