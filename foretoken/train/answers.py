@@ -304,9 +304,10 @@ def _encode(llm: LLM, prompt: PromptContent, config: AnswerConfig) -> list[int]:
 
 def _resume(path: Path, header: Mapping[str, Any]) -> set[int]:
     """Places that are answered; writes the header of a new file, and drops a line that was not finished."""
+    first = (to_json(header) + "\n").encode()
     try:
-        if not path.stat().st_size:
-            path.write_text(to_json(header) + "\n", encoding="utf-8")
+        if _begins(path, first):
+            path.write_bytes(first)
             return set()
         lines = _whole_lines("out", path)
         where, text, whole = next(lines, (str(path), "null", 0))
@@ -322,6 +323,11 @@ def _resume(path: Path, header: Mapping[str, Any]) -> set[int]:
     except OSError as error:
         raise StorageError(f"cannot write the answers to {path}: {error}") from error
     return done
+
+
+def _begins(path: Path, first: bytes) -> bool:
+    """Whether the file at `path` is a part of its `first` line: a full disk, or a kill, came before its end."""
+    return path.is_file() and path.stat().st_size < len(first) and first.startswith(path.read_bytes())
 
 
 def _check_header(path: Path, found: object, header: Mapping[str, Any]) -> None:

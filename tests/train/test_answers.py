@@ -11,7 +11,7 @@ import pytest
 
 from foretoken.config import SpecConfig
 from foretoken.engine.llm import LLM
-from foretoken.errors import InputError, StorageError
+from foretoken.errors import ConfigError, InputError, StorageError
 from foretoken.files import read_text, to_json
 from foretoken.heads.formats.pairing import are_other_weights, weights_digest
 from foretoken.train import answers
@@ -196,6 +196,21 @@ def test_a_file_whose_rows_another_program_wrote_is_not_continued(llm: LLM, tmp_
     with pytest.raises(InputError, match=r"a\.jsonl:6.*has no place"):
         write_answers(llm, PROMPTS, path, CONFIG, lambda _: None)
     assert path.read_text() == before
+
+
+def test_a_file_whose_first_line_was_cut_is_begun_again(llm: LLM, tmp_path: Path) -> None:
+    """A full disk leaves an empty file, a kill a part of the line; what is no part of it is another file."""
+    whole = tmp_path / "whole.jsonl"
+    write_answers(llm, PROMPTS, whole, CONFIG, lambda _done: None)
+    for kept in (0, 20):
+        path = tmp_path / f"{kept}.jsonl"
+        path.write_bytes(whole.read_bytes()[:kept])
+        write_answers(llm, PROMPTS, path, CONFIG, lambda _done: None)
+        assert read_answers(path) == read_answers(whole)
+    (tmp_path / "notes").write_text("mine")
+    with pytest.raises(ConfigError, match="use that, or another file"):
+        write_answers(llm, PROMPTS, tmp_path / "notes", CONFIG, lambda _done: None)
+    assert (tmp_path / "notes").read_text() == "mine"
 
 
 @pytest.mark.parametrize("place", [100, 1_500_000, 2_940_000])
