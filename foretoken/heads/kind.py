@@ -19,6 +19,7 @@ _REFUSED = {
     "peagle": "P-EAGLE, which drafts in parallel; take an EAGLE-3 head, or train a block drafter",
     "dflash2": "DFlash2, whose convolutions are not run here; train a block drafter (foretoken train block)",
     "domino": "Domino, which only SGLang runs; train a block drafter (foretoken train block)",
+    "hydra": "Hydra in its authors' layout, which is not read; train medusa heads with head.is_sequential=true",
 }
 _SPECULATORS = {"eagle3": "eagle", "dflash": "block", "dspark": "block"}
 EXIT_ADAPTER = "early_exit_adapter"  # model_type of an adapter, a form of our own
@@ -50,7 +51,7 @@ def head_kind(folder: Path) -> str:
     """The drafter that runs the head in `folder`: "eagle", "medusa", "block" or "early_exit".
 
     Raises:
-        CheckpointError: no directory of a head.
+        CheckpointError: no directory of a head, or one whose weights are pickles.
         UnsupportedModelError: a kind of head that is not run here; the message names it.
     """
     fields = Fields(read_json(folder / "config.json"), str(folder / "config.json"))
@@ -62,6 +63,10 @@ def head_kind(folder: Path) -> str:
         raise refusal(folder, "mlp_speculator")
     if "fc.weight" in names:  # SafeAILab's EAGLE-1 heads call themselves LlamaForCausalLM
         return "eagle"
+    if not names:
+        from foretoken.model.weights import refuse_pickle  # with torch
+
+        refuse_pickle(folder)  # as SafeAILab's EAGLE-1 heads are published
     raise CheckpointError(
         f"{folder} is no head that is known here (model_type={shown(fields.text('model_type'))}, "
         f"architectures={shown(fields.raw.get('architectures'))}); give the directory of an EAGLE, Medusa, DFlash or "
@@ -81,6 +86,8 @@ def kind_of(fields: Fields) -> str | None:
     for kind in _REFUSED:
         if kind in (model_type, speculators) or kind.replace("_", "") in names.replace("_", ""):
             raise refusal(fields.where, kind)
+    if fields.has("hydra_num_heads"):
+        raise refusal(fields.where, "hydra")
     if speculators is not None:
         if speculators not in _SPECULATORS:
             known = ", ".join(_SPECULATORS)

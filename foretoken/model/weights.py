@@ -360,8 +360,8 @@ def refuse_pickle(folder: Path) -> None:
     pickles = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
     if pickles and not any(folder.glob("*.safetensors")):
         remedy = (
-            "convert it to safetensors (model.save_pretrained(folder) in transformers), "
-            "or take a revision that has them"
+            "convert it to safetensors (model.save_pretrained(folder) in transformers; of a head, "
+            "safetensors.torch.save_file(torch.load(file, weights_only=True), ...)), or take a revision that has them"
         )
         raise CheckpointError(f"{folder} has its weights only as pickle ({pickles[0]}), which is never read: {remedy}")
 

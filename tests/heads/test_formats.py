@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from foretoken.errors import CheckpointError, ConfigError, MismatchError, UnsupportedModelError
+from foretoken.heads.base import Head
 from foretoken.heads.checkpoint import load_head, save_head, save_speculators
 from foretoken.heads.config import BlockConfig, EagleConfig
 from foretoken.heads.formats.layers import are_default_taps, outputs_to_taps, taps_to_outputs
@@ -201,12 +202,29 @@ def test_kind_of_a_head(tmp_path: Path, raw: dict[str, Any], expected: str) -> N
         ({"speculators_model_type": "dflash2"}, "DFlash2"),
         ({"architectures": ["DominoDraftModel"]}, "Domino"),
         ({"speculators_model_type": "other"}, "other"),
+        ({"hydra_num_heads": 4, "hydra_num_layers": 1, "hydra_head_arch": "mlp"}, "Hydra"),
     ],
 )
 def test_kinds_that_are_not_run_are_refused_by_name(tmp_path: Path, raw: dict[str, Any], words: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(UnsupportedModelError, match=words):
         head_kind(tmp_path)
+
+
+@pytest.mark.parametrize("file", ["pytorch_model.bin", "medusa_lm_head.pt"])
+def test_heads_that_are_pickles_are_refused_as_such(tmp_path: Path, file: str) -> None:
+    """SafeAILab's EAGLE-1 heads, whose kind their tensors alone tell, and FasterDecoding's Medusa heads."""
+    medusa = {"medusa_num_heads": 4, "medusa_num_layers": 1}
+    raw = medusa if file.endswith(".pt") else {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    (tmp_path / file).write_bytes(b"")
+    with pytest.raises(CheckpointError, match=rf"only as pickle \({file}\).*of a head, safetensors\.torch\.save_file"):
+        _kind_and_head(tmp_path)
+
+
+def _kind_and_head(folder: Path) -> Head:
+    head_kind(folder)
+    return load_head(folder, TARGET)
 
 
 def test_a_confidence_that_reads_the_token_before_is_left_out(tmp_path: Path) -> None:
@@ -244,6 +262,15 @@ def test_ends_of_text_are_the_targets(tmp_path: Path) -> None:
     [
         ({"hidden_act": "gelu_pytorch_tanh"}, "hidden_act='gelu_pytorch_tanh'"),
         ({"layer_types": ["sliding_attention"] * 2, "sliding_window": 64, "num_hidden_layers": 2}, "sliding"),
+        (
+            {
+                "layer_types": ["sliding_attention", "full_attention"],
+                "sliding_window": 64,
+                "use_sliding_window": True,
+                "num_hidden_layers": 2,
+            },
+            "sliding",
+        ),
     ],
 )
 def test_layers_that_a_head_does_not_compute_are_refused(

@@ -62,9 +62,10 @@ def layer_from_json(raw: Mapping[str, Any], where: str, model_type: str) -> Mode
         raise UnsupportedModelError(
             f"{where}: hidden_act={shown(raw['hidden_act'])} is not run in a head, only silu; take a head with silu"
         )
-    if "sliding_attention" in (raw.get("layer_types") or ()) and not layer.sliding_window:  # llama's readers skip it
+    # llama's readers skip the types
+    if layer.sliding_window or "sliding_attention" in (raw.get("layer_types") or ()):
         raise UnsupportedModelError(
-            f"{where}: layer_types has sliding_attention, which is not run in a head; take a head that attends to the "
-            "whole text"
+            f"{where}: sliding_attention (sliding_window, layer_types) is not run in a head; take a head that attends "
+            "to the whole text"
         )
     return layer
