@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -164,7 +165,7 @@ def _write(
             os.replace(work, out)
     except StorageError:
         raise
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # a full disk is an error of safetensors
         raise StorageError(f"cannot write the export to {out}: {error}") from error
 
 

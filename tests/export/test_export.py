@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from foretoken.backend.llama_cpp import KINDS
@@ -209,6 +210,21 @@ def test_what_is_refused_leaves_nothing_behind(folder: Path, tmp_path: Path) -> 
     assert [path.name for path in tmp_path.iterdir()] == ["head"]
     with pytest.raises(StorageError, match="exists already"):
         export_head(source, folder, "org/t", engine_of("tgi", None), source, 3)
+
+
+def test_a_disk_that_fills_up_while_a_head_is_changed(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files of weights that an engine wants otherwise are written a second time, by safetensors."""
+
+    def full(*_given: object, **_named: object) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    source = stored(folder, eagle_config(1, target=read_config(folder)), tmp_path)
+    monkeypatch.setattr("foretoken.export.write.save_file", full)
+    with pytest.raises(StorageError, match=r"cannot write the export .*No space left"):
+        export_head(source, folder, "org/t", engine_of("sglang", None), tmp_path / "out", 3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["head"]
 
 
 def test_the_verb(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
