@@ -8,6 +8,7 @@ and a chunk stays in the processor's cache.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
@@ -45,8 +46,8 @@ class LossConfig:
             raise ConfigError("kind", self.kind, f"choose one of {', '.join(LOSS_KINDS)}")
         if not 0 < self.place_decay <= 1:
             raise ConfigError("place_decay", self.place_decay, "must lie above 0 and be at most 1")
-        if self.extra_weight < 0:
-            raise ConfigError("extra_weight", self.extra_weight, "must be at least 0")
+        if not 0 <= self.extra_weight < math.inf:
+            raise ConfigError("extra_weight", self.extra_weight, "must be a number, at least 0")
         if self.chunk_rows < 1:
             raise ConfigError("chunk_rows", self.chunk_rows, "must be at least 1")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -30,10 +31,10 @@ class OptimizerConfig:
         if self.kind not in get_args(OptimizerKind):
             raise ConfigError("kind", self.kind, f"choose one of {', '.join(get_args(OptimizerKind))}")
         for name in ("matrix_rate", "vector_rate"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(name, getattr(self, name), "must be positive")
-        if self.weight_decay < 0:
-            raise ConfigError("weight_decay", self.weight_decay, "must be at least 0")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(name, getattr(self, name), "must be a positive number")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ConfigError("weight_decay", self.weight_decay, "must be a number, at least 0")
 
 
 # Matrices over the vocabulary: their rows are tokens, of which a batch holds few, so they are no map to orthogonalise.

@@ -104,7 +104,8 @@ def test_a_place_without_rows_costs_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("kind", "mse"), ("place_decay", 0.0), ("extra_weight", -1.0), ("chunk_rows", 0)]
+    ("field", "value"),
+    [("kind", "mse"), ("place_decay", 0.0), ("extra_weight", -1.0), ("extra_weight", float("nan")), ("chunk_rows", 0)],
 )
 def test_bad_settings_are_refused(field: str, value: object) -> None:
     with pytest.raises(ConfigError, match=field):

@@ -20,6 +20,7 @@ from foretoken.train.frozen_target import FrozenTarget, fast_precision
 from foretoken.train.head_data import Batches, TokenText
 from foretoken.train.head_recipes import BlockShape, EagleShape, HeadShape, MedusaShape
 from foretoken.train.head_trainer import CURVE, HeadTrainer
+from foretoken.train.optimizer import OptimizerConfig
 from foretoken.train.parallel import Ranks, joined_ranks
 from foretoken.train.run_state import check_same, restore_state
 from tests.train.tiny import CONFIG, SHAPES, tiny_target, tiny_trainer
@@ -232,6 +233,14 @@ def test_a_folder_of_another_run_is_refused(
     tiny_trainer(tmp_path, target).save()
     with pytest.raises(ConfigError, match=error):
         tiny_trainer(tmp_path, target, config=dataclasses.replace(CONFIG, **change))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("matrix_rate", float("nan")), ("vector_rate", float("inf")), ("weight_decay", float("nan"))]
+)
+def test_rates_that_are_no_numbers_are_refused(field: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=field):
+        OptimizerConfig(**{field: value})  # type: ignore[arg-type]
 
 
 def test_a_run_goes_on_in_its_own_precision(target: FrozenTarget, tmp_path: Path) -> None:
