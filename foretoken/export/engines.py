@@ -134,6 +134,11 @@ def _block_reason(config: BlockConfig, engine: OtherEngine) -> str | None:
         return f"{NAMES[engine.name]} counts outputs of layers, and tap 0 is the embedding"
     if config.is_causal and engine.name != "vllm":
         return f"{NAMES[engine.name]} runs blocks whose slots see each other both ways; this head was trained causal"
+    if config.predicts_at_anchor and config.method == "dflash" and engine.name != "vllm":
+        return (
+            f"a slot of a DFlash predicts its own token in {NAMES[engine.name]}; this head's slots predict the token "
+            "behind them (train it with head.predicts_at_anchor=false)"
+        )
     if config.draft_vocab_size < config.layer.vocab_size and config.method == "dflash":
         return "a DFlash head has no output matrix of its own, so its vocabulary cannot be cut"
     return None

@@ -83,10 +83,12 @@ class BlockShape:
     markov_rank: int = 64
     is_causal: bool = True
     has_confidence: bool = False
+    predicts_at_anchor: bool = True
     taps: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        _check_counts(self, num_layers=1, block_size=1, intermediate_size=1, markov_rank=0)
+        least = 1 if self.predicts_at_anchor else 2
+        _check_counts(self, num_layers=1, block_size=least, intermediate_size=1, markov_rank=0)
 
 
 @dataclass(frozen=True)
@@ -168,6 +170,7 @@ def _block_config(shape: BlockShape, target: ModelConfig, draft_vocab_size: int)
         markov_rank=shape.markov_rank,
         is_causal=shape.is_causal,
         has_confidence=shape.has_confidence,
+        predicts_at_anchor=shape.predicts_at_anchor,
     )
 
 
@@ -211,7 +214,13 @@ class Recipe(Generic[_Shape]):
 
 _EAGLE = Recipe("eagle", EagleShape, _eagle_config)
 _MEDUSA = Recipe("medusa", MedusaShape, _medusa_config, num_places=lambda shape: shape.num_heads)
-_BLOCK = Recipe("block", BlockShape, _block_config, num_places=lambda shape: shape.block_size, vector_rate=2e-3)
+_BLOCK = Recipe(
+    "block",
+    BlockShape,
+    _block_config,
+    num_places=lambda shape: shape.block_size - (not shape.predicts_at_anchor),
+    vector_rate=2e-3,
+)
 _EXIT_ADAPTER = Recipe("early_exit", AdapterShape, _adapter_config, begins_as_exit=True)
 RECIPES: Mapping[type[HeadShape], Recipe[Any]] = {
     recipe.shape: recipe for recipe in (_EAGLE, _MEDUSA, _BLOCK, _EXIT_ADAPTER)

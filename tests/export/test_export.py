@@ -104,6 +104,8 @@ def test_a_file_is_known_by_its_ending_in_any_case() -> None:
         (eagle_config(taps=(1, 5)), "llamacpp", None, "exactly 3"),
         (replace(eagle_config(taps=(1, 2, 3)), target_num_layers=5), "trtllm", None, "five layers"),
         (block_config(), "sglang", None, "causal"),
+        (replace(DFLASH, predicts_at_anchor=True), "sglang", None, "predicts_at_anchor=false"),
+        (replace(DFLASH, predicts_at_anchor=True), "llamacpp", None, "predicts its own token in llama.cpp"),
         (eagle_config(), "vllm", "0.9", "0.20"),
     ],
 )
