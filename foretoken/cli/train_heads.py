@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
@@ -23,9 +23,11 @@ from foretoken.train.run_options import (
 
 if TYPE_CHECKING:
     from foretoken.train.head_recipes import HeadShape
-    from foretoken.train.head_run import HeadPlan
+    from foretoken.train.head_run import HeadPlan, HeadSettings
     from foretoken.train.head_trainer import HeadResult
     from foretoken.train.run_job import RunSettings
+
+_Settings = TypeVar("_Settings", bound="RunSettings")
 
 
 @takes(HeadOptions)
@@ -75,11 +77,10 @@ def draft(context: typer.Context, as_json: JsonOption = False) -> None:
 
 
 def _train(given: HeadOptions, shape: HeadShape, as_json: bool) -> None:
-    from foretoken.train.head_recipes import usual_training
-    from foretoken.train.head_run import HEAD, HeadJob, HeadSettings, plan_head, train_head
+    from foretoken.train.head_run import HEAD, HeadJob, plan_head, train_head
     from foretoken.train.parallel import joined_ranks
 
-    job = HeadJob(**_job_of(given, HeadSettings(head=shape, train=usual_training(shape))), init=given.init)
+    job = HeadJob(**_job_of(given, _usual_settings(given, shape)), init=given.init)
     if given.dry_run:
         _show_plan(plan_head(job), as_json)
         return
@@ -87,6 +88,19 @@ def _train(given: HeadOptions, shape: HeadShape, as_json: bool) -> None:
         result = train_head(job, ranks)
         if ranks.is_first:
             _report(result, job.out / HEAD, as_json)
+
+
+def _usual_settings(given: HeadOptions, shape: HeadShape) -> HeadSettings:
+    """What is usual for the shape that is asked for, or that the head of --init has: how many places it learns."""
+    from foretoken.train.head_recipes import usual_training
+    from foretoken.train.head_run import HeadSettings, places_of
+    from foretoken.train.head_train_config import HeadTrainConfig
+
+    asked = _settings(HeadSettings(head=shape, train=HeadTrainConfig(num_places=1)), given)
+    usual = usual_training(asked.head)
+    if given.init is not None:
+        usual = dataclasses.replace(usual, num_places=places_of(given.init, given.target))
+    return HeadSettings(head=shape, train=usual)
 
 
 def _job_of(given: RunOptions, usual: RunSettings) -> dict[str, Any]:
@@ -99,7 +113,7 @@ def _job_of(given: RunOptions, usual: RunSettings) -> dict[str, Any]:
     return same | {"settings": _settings(usual, given), "command": tuple(sys.argv)}
 
 
-def _settings(settings: RunSettings, given: RunOptions) -> RunSettings:
+def _settings(settings: _Settings, given: RunOptions) -> _Settings:
     """The file's settings, then --tokens and --state-cache-bytes, then --set."""
     if given.config is not None:
         settings = with_settings(settings, read_settings(given.config))

@@ -19,13 +19,13 @@ import torch
 
 from foretoken.errors import ConfigError, MismatchError, StorageError, UnsupportedModelError
 from foretoken.heads.base import Head
-from foretoken.heads.checkpoint import load_head, save_head
+from foretoken.heads.checkpoint import load_head, open_head, save_head
 from foretoken.heads.kind import head_kind
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.config_json import config_to_hf
 from foretoken.model.decoder import Decoder
 from foretoken.model.gguf.header import is_gguf
-from foretoken.model.loader import load_decoder
+from foretoken.model.loader import load_decoder, read_config
 from foretoken.model.names import model_folder
 from foretoken.model.saving import save_checkpoint
 from foretoken.text.tokenizer import load_tokenizer
@@ -121,6 +121,16 @@ def _folder_to_start_from(init: str, shape: HeadShape) -> Path:
     if found != kind:
         raise ConfigError("init", init, f"is a head of kind {found!r}, not {kind!r}; use the command that trains those")
     return folder
+
+
+def places_of(init: str, target: str) -> int:
+    """How many places a run from the head `init` learns unless told: as many as it drafts in one pass.
+
+    Raises:
+        ModelError: see `open_head`.
+    """
+    head = open_head(model_folder(init), read_config(model_folder(target))).network
+    return head.config.max_num_draft or HeadTrainConfig.num_places
 
 
 def _special_tokens(target: JobTarget) -> set[int]:

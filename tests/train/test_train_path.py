@@ -142,6 +142,26 @@ def test_a_head_is_trained_on_from_another(kind: str, folder: Path, answered: Pa
         run("medusa", *again[1:])
 
 
+@pytest.mark.parametrize(
+    ("kind", "shape", "places"),
+    [
+        ("medusa", ("head.num_heads=6",), 6),
+        ("block", ("head.block_size=3",), 3),
+        ("block", ("head.block_size=3", "head.predicts_at_anchor=false"), 2),
+    ],
+)
+def test_as_many_places_are_learnt_as_the_head_drafts(
+    kind: str, shape: tuple[str, ...], places: int, folder: Path, answered: Path, tmp_path: Path
+) -> None:
+    """Those of the head that is asked for, or of the one that a run starts from."""
+    words = (kind, "--target", folder / "target", "--answers", answered, *SMALL)
+    first = run(*words, *(word for one in shape for word in ("--set", one)), "--out", tmp_path / "first")
+    again = run(*words, "--init", tmp_path / "first" / "head", "--out", tmp_path / "second")
+    few = run(*words, "--set", "train.num_places=1", "--init", tmp_path / "first" / "head", "--out", tmp_path / "few")
+    for result, expected in ((first, places), (again, places), (few, 1)):
+        assert len(result["acceptance"]["sampled"]) == expected  # type: ignore[index]
+
+
 def test_a_draft_model_is_distilled_from_answers(folder: Path, answered: Path, tmp_path: Path) -> None:
     common = ("draft", "--target", folder / "target", *SMALL, "--set", "train.num_places=2")
     result = run(*common, "--answers", answered, "--out", tmp_path / "off", "--set", "model.hidden_size=32")
