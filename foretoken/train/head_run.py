@@ -39,6 +39,7 @@ from foretoken.train.run_job import (
     JobTarget,
     RunJob,
     RunSettings,
+    check_resumed,
     open_states,
     open_target,
     open_text,
@@ -177,6 +178,7 @@ def _trained(
     ranks: Ranks,
 ) -> HeadResult:
     """Train `student`, which `what` describes in the manifest and `keep` stores."""
+    check_resumed(job, target, what)
     states = open_states(job, target, student.hidden_layers(), ranks)
     trainer = HeadTrainer(student, target.frozen, data, job.settings.train, job.out, keep, ranks, states)
     if ranks.is_first:

@@ -30,8 +30,10 @@ from foretoken.train.train_config import rate_share
 from foretoken.train.training_loop import TrainingLoop
 
 CURVE = "curve.jsonl"
-# A run may be made longer or shorter, and nothing else.
-_SAME = ("seed", "length", "batch_windows", "group_batches", "accumulate", "num_places", "row_share")
+# What a resumed run may change: how long it is, and what does not touch its weights or the head that is kept.
+_FREE = frozenset(
+    {"tokens", "seconds", "save_every_s", "report_every_steps", "validate_every_steps", "patience", "state_cache_bytes"}
+)
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,7 @@ class HeadTrainer(TrainingLoop):
         if not (math.isfinite(float(loss)) and math.isfinite(float(norm))):
             raise NumericsError(
                 f"the loss of step {self.step} is {float(loss)}, its gradient's norm {float(norm)}: the last saved "
-                f"state and the best head are kept in {self.folder}; start again with lower rates "
+                f"state and the best head are kept in {self.folder}; start again in another folder with lower rates "
                 "(train.optimizer.matrix_rate, train.optimizer.vector_rate)"
             )
         for optimizer in self.optimizers:
@@ -213,17 +215,16 @@ class HeadTrainer(TrainingLoop):
     def _shape(self) -> dict[str, Any]:
         """What the saved weights and the optimisers' state belong to and were made with, as JSON has it."""
         shape: dict[str, Any] = json.loads(json.dumps(asdict(self.head.config)))
-        made = {"precision": self.target.precision, "train": {"optimizer": {"kind": self.config.optimizer.kind}}}
-        return {"kind": self.head.name, **shape, **made}
+        return {"kind": self.head.name, **shape, "precision": self.target.precision}
 
     def _resume(self) -> None:
         meta = read_meta(self.folder)
         if meta is None:
             self._cut_curve()
             return
-        own = asdict(self.config)
-        same = {name: own[name] for name in _SAME} | {"loss": {"kind": self.config.loss.kind}}
-        check_same(meta["config"], same, self.folder)
+        same = {name: value for name, value in asdict(self.config).items() if name not in _FREE}
+        del same["loss"]["chunk_rows"]  # of one calculation
+        check_same(meta["config"], same, self.folder, "train.")
         if meta["data"] != self.data.train.digest:
             raise ConfigError(
                 "out", str(self.folder), "the run there was started with another text; use that or another folder"

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 import foretoken
-from foretoken.errors import ConfigError, MismatchError
-from foretoken.files import check_folder, replace_text, to_json
+from foretoken.errors import ConfigError, MismatchError, StorageError
+from foretoken.files import check_folder, read_json, replace_text, to_json
 from foretoken.model.names import model_folder
 from foretoken.model.open import open_device
 from foretoken.printing.console import Console
@@ -24,6 +24,7 @@ from foretoken.train.head_train_config import HeadTrainConfig
 from foretoken.train.head_trainer import HeadResult
 from foretoken.train.parallel import Ranks
 from foretoken.train.recipes import prepare
+from foretoken.train.run_state import STATE_WEIGHTS, check_same
 
 MANIFEST, STATES = "run.json", "states"
 _PRECISIONS: Mapping[str, Precision | None] = {"auto": None, "bfloat16": "bfloat16", "float32": "float32"}
@@ -136,6 +137,26 @@ def open_text(job: RunJob, target: JobTarget, writer: Path) -> HeadData:
             "your own target with `foretoken train answers` and train on them (--answers)"
         )
     return HeadData(TokenText.running(data.train), TokenText.running(data.held_out), "the standard library")
+
+
+def check_resumed(job: RunJob, target: JobTarget, what: Mapping[str, Any]) -> None:
+    """Compare target and beginning (in `what`) of the run whose state is in `job.out` with this one's, by its manifest.
+
+    Raises:
+        ConfigError: names what differs.
+        StorageError: the manifest cannot be read.
+    """
+    path = job.out / MANIFEST
+    if not (job.out / STATE_WEIGHTS).exists() or not path.exists():
+        return
+    earlier = read_json("out", path)
+    if not isinstance(earlier, dict):
+        raise StorageError(f"out: {path} is no manifest of a run; remove it, or use another folder")
+    known = earlier.get("target", {})
+    if known.get("fingerprint", own := folder_fingerprint(target.folder)) != own:
+        remedy = f"the run in {job.out} was started for another target, {known.get('name')}; use another folder"
+        raise ConfigError("target", job.target, remedy)
+    check_same(earlier, {name: what[name] for name in ("init", "on_policy") if name in what}, job.out)
 
 
 def write_manifest(

@@ -16,6 +16,7 @@ import torch
 import torch.multiprocessing
 
 from foretoken.errors import CheckpointError, ConfigError, NumericsError, StorageError
+from foretoken.heads.losses import LossConfig
 from foretoken.train.frozen_target import FrozenTarget, fast_precision
 from foretoken.train.head_data import Batches, TokenText
 from foretoken.train.head_recipes import BlockShape, EagleShape, HeadShape, MedusaShape
@@ -222,9 +223,16 @@ def test_the_best_head_is_kept_and_a_run_without_gain_ends_early(target: FrozenT
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        ({"seed": 1}, "seed=1.*started with 0"),
+        ({"seed": 1}, r"train\.seed=1.*started with 0"),
         ({"num_places": 2}, "num_places=2"),
-        ({"loss": dataclasses.replace(CONFIG.loss, kind="tv")}, r"loss\.kind='tv'.*started with lk"),
+        ({"clip_norm": 2.0}, "clip_norm=2.0"),
+        ({"warmup_steps": 2}, "warmup_steps=2"),
+        ({"decay_share": 1.0}, "decay_share=1.0"),
+        ({"validate_windows": 2}, "validate_windows=2"),
+        ({"loss": dataclasses.replace(CONFIG.loss, kind="tv")}, r"train\.loss\.kind='tv'.*started with lk"),
+        ({"loss": dataclasses.replace(CONFIG.loss, place_decay=1.0)}, r"loss\.place_decay=1\.0"),
+        ({"optimizer": dataclasses.replace(CONFIG.optimizer, matrix_rate=1e-3)}, r"matrix_rate=0\.001.*with 0\.01"),
+        ({"optimizer": dataclasses.replace(CONFIG.optimizer, weight_decay=0.0)}, r"weight_decay=0\.0"),
     ],
 )
 def test_a_folder_of_another_run_is_refused(
@@ -241,6 +249,12 @@ def test_a_folder_of_another_run_is_refused(
 def test_rates_that_are_no_numbers_are_refused(field: str, value: float) -> None:
     with pytest.raises(ConfigError, match=field):
         OptimizerConfig(**{field: value})  # type: ignore[arg-type]
+
+
+def test_a_run_may_be_made_longer_and_validate_more_often(target: FrozenTarget, tmp_path: Path) -> None:
+    tiny_trainer(tmp_path, target).save()
+    changed = {"tokens": 32 * 24, "validate_every_steps": 3, "patience": 2, "loss": LossConfig(chunk_rows=4)}
+    assert tiny_trainer(tmp_path, target, config=dataclasses.replace(CONFIG, **changed)).config.num_steps == 24
 
 
 def test_a_run_goes_on_in_its_own_precision(target: FrozenTarget, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,8 @@ from foretoken.errors import ConfigError, InputError, MismatchError, StorageErro
 from foretoken.heads.checkpoint import load_head
 from foretoken.heads.kind import head_kind
 from foretoken.model.loader import load_decoder, read_config
-from foretoken.train.answers import answered_data, placed_prompts, read_answers
+from foretoken.model.saving import save_checkpoint
+from foretoken.train.answers import answered_data, folder_fingerprint, placed_prompts, read_answers
 from foretoken.train.frozen_target import fast_precision
 from tests.helpers.checkpoints import tiny_checkpoint, tiny_tokenizer
 
@@ -160,6 +162,26 @@ def test_as_many_places_are_learnt_as_the_head_drafts(
     few = run(*words, "--set", "train.num_places=1", "--init", tmp_path / "first" / "head", "--out", tmp_path / "few")
     for result, expected in ((first, places), (again, places), (few, 1)):
         assert len(result["acceptance"]["sampled"]) == expected  # type: ignore[index]
+
+
+def test_a_run_goes_on_for_its_own_target_and_from_its_own_beginning(
+    folder: Path, answered: Path, tmp_path: Path
+) -> None:
+    """Another target may have written the same text, and another head have the same shape."""
+    words = ("medusa", "--target", folder / "target", "--answers", answered, *SMALL)
+    run(*words, "--out", tmp_path / "first")
+    with pytest.raises(ConfigError, match=r"init=.*was started with None"):
+        run(*words, "--out", tmp_path / "first", "--init", tmp_path / "first" / "head")
+    other = tmp_path / "other"
+    shutil.copytree(folder / "target", other)
+    decoder = load_decoder(other, dtype="float32", pack=False)
+    decoder.norm.weight.data += 1
+    save_checkpoint(decoder, decoder.config, other)
+    own, theirs = (folder_fingerprint(one) for one in (folder / "target", other))
+    same = tmp_path / "same.jsonl"
+    same.write_text(answered.read_text().replace(own, theirs))
+    with pytest.raises(ConfigError, match=r"target=.*was started for another target"):
+        run("medusa", "--target", other, "--answers", same, *SMALL, "--out", tmp_path / "first")
 
 
 def test_a_draft_model_is_distilled_from_answers(folder: Path, answered: Path, tmp_path: Path) -> None:
