@@ -76,6 +76,7 @@ class HeadTrainer(TrainingLoop):
         self._output = target.output_over(head.vocabulary)
         self._parameters = [p for p in head.parameters() if p.requires_grad]
         self.batches = Batches(data.train, config.batch_windows, config.length, config.seed, config.group_batches)
+        self._check_measurable()
         self.optimizers = make_optimizers(head, config.optimizer)
         self.best: HeadAcceptance | None = None
         self._num_worse = 0  # validations since the best one
@@ -160,13 +161,32 @@ class HeadTrainer(TrainingLoop):
             loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
+    def _held_out(self, number: int) -> tuple[Tensor, Tensor]:
+        return self.data.held_out.batch([number], self.config.length, seed=0)
+
+    def _check_measurable(self) -> None:
+        """Acceptance is that of whole drafts: held-out answers that are shorter would make every head the best.
+
+        Raises:
+            ConfigError: no held-out window has a whole draft of tokens in a row that the target wrote.
+        """
+        most = getattr(self.head.config, "max_num_draft", None) or self.config.num_places
+        count = min(most, self.config.num_places)
+        for number in range(self.config.validate_windows):
+            _, wanted = self._held_out(number)
+            if wanted.shape[1] > count and bool(wanted[0, 1:].unfold(0, count, 1).all(-1).any()):
+                return
+        raise ConfigError(
+            "num_places",
+            self.config.num_places,
+            f"no held-out answer of {self.data.source} has {count} tokens, so that no head could be measured: train "
+            "fewer places (train.num_places), or on longer answers",
+        )
+
     def measure(self) -> HeadAcceptance:
         """Acceptance of the head as it is, along held-out windows that are the same in every call."""
         config = self.config
-        batches = (
-            self._read(*self.data.held_out.batch([number], config.length, seed=0))
-            for number in range(config.validate_windows)
-        )
+        batches = (self._read(*self._held_out(number)) for number in range(config.validate_windows))
         return measure_head(self.head, self.target, batches, config.num_places)
 
     def _read(self, tokens: Tensor, wanted: Tensor) -> HeadBatch:

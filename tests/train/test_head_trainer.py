@@ -19,12 +19,12 @@ from foretoken.errors import CheckpointError, ConfigError, NumericsError, Storag
 from foretoken.heads.losses import LossConfig
 from foretoken.train.frozen_target import FrozenTarget, fast_precision
 from foretoken.train.head_data import Batches, TokenText
-from foretoken.train.head_recipes import BlockShape, EagleShape, HeadShape, MedusaShape
+from foretoken.train.head_recipes import BlockShape, EagleShape, HeadShape, MedusaShape, new_head
 from foretoken.train.head_trainer import CURVE, HeadTrainer
 from foretoken.train.optimizer import OptimizerConfig
 from foretoken.train.parallel import Ranks, joined_ranks
 from foretoken.train.run_state import check_same, restore_state
-from tests.train.tiny import CONFIG, SHAPES, tiny_target, tiny_trainer
+from tests.train.tiny import CONFIG, SHAPES, VOCABULARY, tiny_target, tiny_text, tiny_trainer
 
 
 @pytest.fixture(scope="module")
@@ -241,6 +241,20 @@ def test_a_folder_of_another_run_is_refused(
     tiny_trainer(tmp_path, target).save()
     with pytest.raises(ConfigError, match=error):
         tiny_trainer(tmp_path, target, config=dataclasses.replace(CONFIG, **change))
+
+
+def test_answers_that_are_shorter_than_a_draft_are_refused(target: FrozenTarget, tmp_path: Path) -> None:
+    """Nothing could be measured of any head: the first one was kept as the best."""
+    data = tiny_text()
+    head = new_head(SHAPES["eagle"], target, data.train.counts(VOCABULARY), [0], 0)
+    for length in (2, 3):
+        text = TokenText.answered([([1, 2, number], [5, 6, 7][:length]) for number in range(9)])
+        short = dataclasses.replace(data, held_out=text)
+        if length == 2:
+            with pytest.raises(ConfigError, match=r"num_places=3.*has 3 tokens"):
+                HeadTrainer(head, target, short, CONFIG, tmp_path, lambda: None)
+        else:
+            assert HeadTrainer(head, target, short, CONFIG, tmp_path, lambda: None).measure().num_positions == 3
 
 
 @pytest.mark.parametrize(
