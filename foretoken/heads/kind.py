@@ -19,7 +19,7 @@ _REFUSED = {
     "peagle": "P-EAGLE, which drafts in parallel; take an EAGLE-3 head, or train a block drafter",
     "dflash2": "DFlash2, whose convolutions are not run here; train a block drafter (foretoken train block)",
     "domino": "Domino, which only SGLang runs; train a block drafter (foretoken train block)",
-    "hydra": "Hydra in its authors' layout, which is not read; train medusa heads with head.is_sequential=true",
+    "hydra": "Hydra's own form, which is not read; train medusa heads with head.is_sequential=true",
 }
 _SPECULATORS = {"eagle3": "eagle", "dflash": "block", "dspark": "block"}
 EXIT_ADAPTER = "early_exit_adapter"  # model_type of an adapter, a form of our own
