@@ -247,11 +247,19 @@ class PromptEncoder:
         text = self.render_chat(quoted.messages, quoted.tools, options)
         ids: list[int] = []
         for part, is_plain in quoted.parts(text):
-            head = _HEAD if ids and self._tokenizer is not None and self._tokenizer.drops_first_space else ""
-            begun = self._encode("messages", head, add_special_tokens=False)
-            found = self._encode("messages", head + part, add_special_tokens=False, is_plain=is_plain)
-            ids += found[len(begun) :]
+            ids += self._encode_part(part, is_plain, is_first=not ids)
         return ids
+
+    def _encode_part(self, part: str, is_plain: bool, is_first: bool) -> list[int]:
+        """Token ids of a part of a rendered conversation. Behind another part it is encoded with a line end in front,
+        which is cut off again unless it has become a part of another token.
+        """
+        if not is_first and self._tokenizer is not None and self._tokenizer.drops_first_space:
+            begun = self._encode("messages", _HEAD, add_special_tokens=False)
+            found = self._encode("messages", _HEAD + part, add_special_tokens=False, is_plain=is_plain)
+            if found[: len(begun)] == begun:
+                return found[len(begun) :]
+        return self._encode("messages", part, add_special_tokens=False, is_plain=is_plain)
 
     def encode_plain(self, field: str, text: str) -> list[int]:
         """Token ids of a text in which nothing is a special token; `field` names it in errors.

@@ -96,3 +96,10 @@ def test_no_space_comes_between_a_special_token_and_its_neighbours(tmp_path: Pat
     ids = PromptEncoder(tokenizer, tmp_path, 400).encode_chat([{"role": "user", "content": content}])
     assert tokenizer.decode(ids, has_specials=True) == f"b{content}</s>"
     assert [token for token in ids if token in tokenizer.special_ids] == [tokenizer.vocabulary["</s>"]]
+
+
+def test_a_line_end_behind_a_special_token_stays(tmp_path: Path) -> None:
+    """Where two line ends are one token, the one that a part is encoded behind would take its first one with it."""
+    tokenizer = byte_fallback(tmp_path, has_line_ends=True).with_template("b</s>{{ messages[0].content }}<s>")
+    ids = PromptEncoder(tokenizer, tmp_path, 400).encode_chat([{"role": "user", "content": "\na</s>\nb"}])
+    assert tokenizer.decode(ids, has_specials=True).replace(" ", "") == "b</s>\na</s>\nb<s>"

@@ -47,8 +47,8 @@ def byte_level(folder: Path) -> Tokenizer:
     return loaded
 
 
-def byte_fallback(folder: Path) -> Tokenizer:
-    """As in Llama 2: words with a leading mark, single bytes for the rest."""
+def byte_fallback(folder: Path, has_line_ends: bool = False) -> Tokenizer:
+    """As in Llama 2: words with a leading mark, single bytes for the rest; `has_line_ends`: tokens of one and two."""
     words = [
         "<unk>",
         "<s>",
@@ -62,11 +62,12 @@ def byte_fallback(folder: Path) -> Tokenizer:
         "ab",
         "猫",
         "\ufffd",
+        *(("\n", "\n\n") if has_line_ends else ()),
     ]
     raw = Raw(
         models.BPE(
             vocab={word: index for index, word in enumerate(words)},
-            merges=[("▁", "▁"), ("▁", "f"), ("a", "b")],
+            merges=[("▁", "▁"), ("▁", "f"), ("a", "b"), *([("\n", "\n")] if has_line_ends else [])],
             byte_fallback=True,
             unk_token="<unk>",
         )
