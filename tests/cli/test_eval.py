@@ -31,8 +31,9 @@ def prompts(tmp_path: Path) -> Path:
 
 
 def test_the_file_holds_what_a_later_run_compares(foretoken: Run, pair: SimpleNamespace, prompts: Path) -> None:
-    common = ["eval", "-t", pair.target, "--draft", pair.draft, "--prompts", prompts, *SHORT]
-    done = foretoken(*common, "--drafters", "draft_model,ngram,recycling", "--out", "first.json")
+    common = ["eval", "-t", pair.target, "--prompts", prompts, *SHORT]
+    drafters = ["--draft", pair.draft, "--drafters", "draft_model,ngram,recycling"]
+    done = foretoken(*common, *drafters, "--out", "first.json")
     assert (done.code, "Traceback" in done.err) == (0, False), done.err
     assert done.lines[-1] == "written: first.json"
     assert done.err.startswith("evaluating: answer 1 of 60 (draft_model-3)\n")
@@ -183,10 +184,11 @@ def test_wrong_input_is_refused_before_anything_is_loaded(
         (2, ["--drafters", "auto"], "evaluate drafters by name"),
         (2, ["--drafters", "ngram:num_draft=auto"], "evaluate drafters by name"),
         (2, ["--drafters", "draft_model"], "needs a draft model: give --draft"),
+        (2, ["--draft", "reference:draft", "--drafters", "ngram"], "none of the drafters takes one; leave"),
         (2, ["--drafters", "predicted"], "no prompt has a prediction"),
         (2, ["--num-draft", 0], "num_draft=0: must be at least 1"),
         (2, ["--slices", "c"], "slices='c': the prompts have a, b; or take all"),
-        (3, ["--draft", "nowhere"], "nowhere"),
+        (3, ["--draft", "nowhere", "--drafters", "draft_model"], "nowhere"),
     ]
     for code, arguments, message in cases:
         done = foretoken(*ready, *arguments)

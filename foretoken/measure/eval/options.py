@@ -103,6 +103,8 @@ class EvalOptions:
                 raise refusal
         if not found:
             raise ConfigError("drafters", ",".join(self.drafters), "none of them can be evaluated here; name others")
+        if self.draft is not None and all(drafter.spec.draft is None for drafter in found.values()):
+            raise ConfigError("draft", self.draft, "none of the drafters takes one; leave it out, or add draft_model")
         return tuple(found.values())
 
     @property
