@@ -59,7 +59,9 @@ _HEAVY = re.compile(
     r"fuel|too (many|large|big|slow|deeply)|recursion limit|current row has|exceed|unable to determine|panic", re.I
 )
 _UNSUPPORTED = re.compile(
-    r"unimplemented|not supported|only supported|unsupported|unknown format|not present in a registry", re.I
+    r"unimplemented|not supported|only supported|unsupported|unknown format|not present in a registry|"
+    r"failed to generate",  # a regular expression for the whole range of 64-bit numbers
+    re.I,
 )
 _IMPOSSIBLE = re.compile(r"unsatisfiable|NoExtension", re.I)
 _TEMPERATURE = re.compile(r"^\s*[?!]?[a-z_][\w-]*\s*\[[^\]\n]*\btemperature\s*=", re.M)

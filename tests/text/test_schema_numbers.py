@@ -85,3 +85,9 @@ def test_names_and_remarks_are_no_keywords() -> None:
 def test_schemas_inside_of_grammars_are_checked() -> None:
     with pytest.raises(ApiError, match=r"enum: 1152921504606846977: no 64-bit float"):
         json_rule("tools", {"enum": [2**60 + 1]})
+
+
+def test_the_whole_range_of_64_bits_is_called_unsupported(model: Model) -> None:
+    schema = {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}
+    with pytest.raises(InputError, match=r"uses what is not supported .*integer range.*leave that out"):
+        model.make(json_schema=schema)
