@@ -119,10 +119,17 @@ def asked_messages(where: str, messages: Conversation) -> tuple[Message, ...]:
 def message_text(message: Message) -> str | None:
     """The text of a message, whole or in OpenAI's parts; None where it holds something else."""
     content = message.get("content")
-    if isinstance(content, list):
-        parts = [part.get("text") if isinstance(part, dict) else None for part in content]
-        return "".join(parts) if parts and all(isinstance(part, str) for part in parts) else None  # type: ignore[arg-type]
-    return content if isinstance(content, str) else None
+    parts = _text_parts(content)
+    return content if isinstance(content, str) else None if parts is None else "".join(parts)
+
+
+def _text_parts(content: object) -> list[str] | None:
+    """The texts of a content in parts; None where it is in none, or some part is no text."""
+    if not isinstance(content, list | tuple) or not content:
+        return None
+    texts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
+    found = [text for text in texts if isinstance(text, str)]
+    return found if len(found) == len(texts) else None
 
 
 def check_no_tools(where: str, request: Mapping[str, Any]) -> None:
@@ -306,13 +313,8 @@ def _check_media(messages: Conversation) -> None:
 
 def _joined(message: Message) -> Message:
     """A message whose content in parts is one text, where all parts are texts."""
-    parts = message.get("content")
-    if not isinstance(parts, list | tuple) or not parts:
-        return message
-    texts = [part.get("text") if isinstance(part, Mapping) else None for part in parts]
-    if not all(isinstance(text, str) for text in texts):
-        return message
-    return {**message, "content": "\n".join(map(str, texts))}
+    texts = _text_parts(message.get("content"))
+    return message if texts is None else {**message, "content": "\n".join(texts)}
 
 
 @contextmanager

@@ -93,15 +93,20 @@ def test_a_plan_that_came_to_nothing() -> None:
     assert chooser.why_none(5, is_planned=False) == "prefill"
 
 
-@pytest.mark.filterwarnings("ignore:.*injected:UserWarning")
-def test_a_drafter_that_fails(
-    llm: LLM, pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, failed_drafters: list[str]
-) -> None:
+def failing_draft(llm: LLM, pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SpecConfig:
     spec = SpecConfig("draft_model", str(pair.draft), num_draft=2)
     llm.prepare(spec)
     for drafter in llm.engine.drafters.drafters.values():
         if drafter.name == "draft_model":  # with draft models of other tests of the session
             monkeypatch.setattr(drafter, "propose", Fault(drafter.propose, once=False))
+    return spec
+
+
+@pytest.mark.filterwarnings("ignore:.*injected:UserWarning")
+def test_a_drafter_that_fails(
+    llm: LLM, pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, failed_drafters: list[str]
+) -> None:
+    spec = failing_draft(llm, pair, monkeypatch)
     found = reasons(llm, [REPEATING], spec, SamplingParams(max_tokens=8, ignore_eos=True))
     assert found.all[:5] == ["prefill", *["drafter_failed"] * 3, "drafter_disabled"]
 
@@ -111,11 +116,7 @@ def test_a_drafter_that_fails_beside_an_answer_that_ends(
     llm: LLM, pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, failed_drafters: list[str]
 ) -> None:
     """Releasing the request that ends in a step does not forget what failed in that step for another one."""
-    spec = SpecConfig("draft_model", str(pair.draft), num_draft=2)
-    llm.prepare(spec)
-    for drafter in llm.engine.drafters.drafters.values():
-        if drafter.name == "draft_model":  # with draft models of other tests of the session
-            monkeypatch.setattr(drafter, "propose", Fault(drafter.propose, once=False))
+    spec = failing_draft(llm, pair, monkeypatch)
     watcher = Reasons()
     llm.engine.watchers.append(watcher)
     try:
