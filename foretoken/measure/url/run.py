@@ -220,12 +220,12 @@ def _requests(runs: Sequence[UrlRun]) -> list[dict[str, Any]]:
 
 def _repeats(options: UrlOptions, runs: Sequence[UrlRun]) -> list[str]:
     """A note where prompts come more than once."""
-    texts = [request.text for run in runs for request in run.requests]
-    num_sent, num_texts = len(texts) + options.warmup, len(set(texts))
-    if num_sent <= num_texts:
+    sent = [*warmup_requests(options, chosen_prompts(options)), *(one for run in runs for one in run.requests)]
+    num_prompts = len({request.messages or request.text for request in sent})
+    if len(sent) <= num_prompts:
         return []
     return [
-        f"{num_sent} requests, warm-up included, share {num_texts} prompts: a server that caches prefixes or drafts "
+        f"{len(sent)} requests, warm-up included, share {num_prompts} prompts: a server that caches prefixes or drafts "
         "from earlier answers is faster on repeats. Give more prompts for figures without them."
     ]
 

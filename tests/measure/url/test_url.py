@@ -259,6 +259,17 @@ def test_a_row_for_every_rate(fake: Fake, prompts: Path) -> None:
     assert "prompts" not in " ".join(run_url(options_of(fake, prompts, requests=2)).caveats)
 
 
+def test_repeats_are_counted_of_conversations_and_with_the_prompts_of_the_warm_up(fake: Fake, tmp_path: Path) -> None:
+    path = tmp_path / "chats.jsonl"
+    messages = [[{"role": "user", "content": text}] for text in ("one", "two", "three", "four")]
+    path.write_text("".join(json.dumps({"messages": one}) + "\n" for one in messages))
+    fake.answer = lambda _number, _body: Reply(({"choices": [{"delta": {"content": "a"}}]},))
+    once = run_url(options_of(fake, path, chat=True, warmup=1, requests=3))
+    assert "share" not in " ".join(once.caveats)
+    twice = run_url(options_of(fake, path, chat=True, warmup=1, requests=4))
+    assert "5 requests, warm-up included, share 4 prompts" in " ".join(twice.caveats)
+
+
 # ---- arrivals
 
 
