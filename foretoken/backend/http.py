@@ -14,6 +14,7 @@ from typing import Any
 import httpx2
 
 from foretoken.backend.answering import SERVED, Answer, Capabilities, Drafting, Question, as_messages, check_question
+from foretoken.backend.http_errors import NO_MODEL, authorities, explained, failure, said_of, why_no_model
 from foretoken.backend.http_stream import (
     EventReader,
     PositionCounters,
@@ -24,7 +25,6 @@ from foretoken.backend.http_stream import (
     lines_of_async,
     read_position_counters,
     read_spec_counters,
-    said_in,
 )
 from foretoken.backend.registry import DEFAULT_KEY_VARIABLE, BackendOptions, base_of, prefix_of
 from foretoken.errors import ForetokenError, InputError, UnavailableError
@@ -132,28 +132,15 @@ class ServerAddress:
             "timeout": httpx2.Timeout(self.timeout_s, connect=_CONNECT_S),
             "limits": httpx2.Limits(max_connections=None, max_keepalive_connections=None),
             "trust_env": False,
+            "verify": authorities() if self.url.startswith("https:") else True,
         }
 
     def no_model(self, error: Exception) -> UnavailableError:
         """What is raised where it names no model."""
         return UnavailableError(
-            f"{self.base}{self.path('models')} gave no model ({_why(error)}): is the server running? A key belongs "
-            f"into ${self.key_variable}, a model's name into {self.model_option}"
+            f"{self.base}{self.path('models')} gave no model ({why_no_model(error)}): is the server running? "
+            f"A key belongs into ${self.key_variable}, a model's name into {self.model_option}"
         )
-
-
-_NO_MODEL = (httpx2.HTTPError, ValueError, KeyError, IndexError, TypeError, AttributeError)
-
-
-def _why(error: Exception) -> str:
-    """Why a list of models could not be read."""
-    if isinstance(error, httpx2.HTTPStatusError):
-        return f"status {error.response.status_code}: {said_in(error.response.text)}".removesuffix(": ")
-    if isinstance(error, httpx2.HTTPError):
-        return {"timeout": "no answer in time", "connect": "no connection"}.get(_failure(error), repr(error))
-    if isinstance(error, ValueError):
-        return f"no JSON: {said_in(str(getattr(error, 'doc', error)))}"
-    return "an empty list: it may still be loading" if isinstance(error, IndexError) else "no list of models"
 
 
 def _model_of(answer: httpx2.Response, wanted: str) -> Mapping[str, Any]:
@@ -162,12 +149,6 @@ def _model_of(answer: httpx2.Response, wanted: str) -> Mapping[str, Any]:
     models: Sequence[Mapping[str, Any]] = answer.json()["data"]
     found = next((one for one in models if one["id"] == wanted), models[0])
     return {**found, "id": wanted or str(found["id"])}
-
-
-def _failure(error: httpx2.HTTPError) -> str:
-    if isinstance(error, httpx2.TimeoutException):
-        return "timeout"
-    return "connect" if isinstance(error, httpx2.ConnectError) else "cut"
 
 
 class Endpoint:
@@ -197,7 +178,7 @@ class Endpoint:
         try:
             answer = await self.client.get(self.server.path("models"), timeout=self.server.page_timeout)
             self.model = str(_model_of(answer, "")["id"])
-        except _NO_MODEL as error:
+        except NO_MODEL as error:
             raise self.server.no_model(error) from error
 
     async def spec_counters(self) -> dict[str, float] | None:
@@ -221,9 +202,9 @@ class Endpoint:
                     stream.error = await EventReader(stream, clock).read_async(lines_of_async(answer.aiter_bytes()))
                 else:
                     stream.error = str(answer.status_code)
-                    stream.said = said_in(await beginning_async(answer.aiter_bytes()))
+                    stream.said = said_of(answer, await beginning_async(answer.aiter_bytes()))
         except httpx2.HTTPError as error:
-            stream.error = _failure(error)
+            stream.error, stream.said = failure(error), explained(error)
         stream.ended_s = clock()
         stream.num_tokens = stream.num_tokens or sum(count for _, count in stream.pieces)
 
@@ -244,7 +225,7 @@ class HttpBackend:
         self.client = httpx2.Client(**server.client_options())
         try:
             about = _model_of(self._page(server.path("models")), server.model)
-        except _NO_MODEL as error:
+        except NO_MODEL as error:
             self.client.close()
             raise server.no_model(error) from error
         self.model, self.owner = str(about["id"]), str(about.get("owned_by"))
@@ -275,7 +256,7 @@ class HttpBackend:
             answer = self._page(path)
             answer.raise_for_status()
             return f"{self.owner} {answer.json()[key]}"
-        except _NO_MODEL:
+        except NO_MODEL:
             return f"{self.owner}, version unknown"
 
     def draftings(
@@ -326,11 +307,11 @@ class HttpBackend:
         try:
             with self.client.stream("POST", path, json=body) as answer:
                 if answer.status_code != 200:
-                    said = said_in(beginning(answer.iter_bytes()))
+                    said = said_of(answer, beginning(answer.iter_bytes()))
                     raise ForetokenError(f"{self.name} refused with status {answer.status_code}: {said}")
                 stream.error = reader.read(lines_of(answer.iter_bytes()))
         except httpx2.HTTPError as error:
-            raise UnavailableError(f"{self.name} gave no answer ({_failure(error)}: {error})") from error
+            raise UnavailableError(f"{self.name} gave no answer ({failure(error)}: {explained(error)})") from error
         stream.ended_s = reader.clock()
         if stream.error or not (stream.pieces or stream.num_prompt_tokens):  # neither text nor an account of it
             why = f"{stream.error or 'no text'}{f': {stream.said}' if stream.said else ''}"

@@ -11,7 +11,8 @@ import httpx2
 
 from foretoken.backend.answering import SERVED, Drafting, as_messages
 from foretoken.backend.http import HttpBackend
-from foretoken.backend.http_stream import EventReader, Stream, beginning, lines_of, said_in, thinking_of
+from foretoken.backend.http_errors import explained, said_of
+from foretoken.backend.http_stream import EventReader, Stream, beginning, lines_of, thinking_of
 from foretoken.backend.requesting import ApiChoice, ApiRequest, Reply
 from foretoken.errors import ForetokenError, InputError, UnavailableError
 
@@ -51,13 +52,15 @@ class HttpRequester:
         try:
             with self._backend.client.stream("POST", path, json=body) as answer:
                 if answer.status_code in _REFUSALS:
-                    return Reply(refused=f"status {answer.status_code}: {said_in(beginning(answer.iter_bytes()))}")
+                    return Reply(
+                        refused=f"status {answer.status_code}: {said_of(answer, beginning(answer.iter_bytes()))}"
+                    )
                 if answer.status_code != 200:
-                    said = said_in(beginning(answer.iter_bytes()))
+                    said = said_of(answer, beginning(answer.iter_bytes()))
                     raise ForetokenError(f"{self._backend.name} answered with status {answer.status_code}: {said}")
                 return self._streamed(answer) if request.stream else self._whole(answer)
         except httpx2.HTTPError as error:
-            raise UnavailableError(f"{self._backend.name} gave no answer: {error!r}") from error
+            raise UnavailableError(f"{self._backend.name} gave no answer: {explained(error) or repr(error)}") from error
 
     def _body(self, request: ApiRequest) -> tuple[str, dict[str, Any]]:
         server, kind = self._backend.server, self._backend.kind

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -41,6 +42,7 @@ class Fake:
     metrics: Callable[[], str] | None = None
     url: str = ""
     owner: str = "someone"
+    tls: ssl.SSLContext | None = None
     asked: list[tuple[str, dict[str, str], dict[str, Any]]] = field(default_factory=list)
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -84,8 +86,8 @@ def serving(fake: Fake) -> Iterator[Fake]:
     ends = asyncio.Event()
 
     async def serve() -> None:
-        server = await asyncio.start_server(fake.handle, "127.0.0.1", 0)
-        fake.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        server = await asyncio.start_server(fake.handle, "127.0.0.1", 0, ssl=fake.tls)
+        fake.url = f"http{'s' * (fake.tls is not None)}://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         ready.set()
         await ends.wait()
         server.close()

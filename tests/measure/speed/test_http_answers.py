@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import socket
+import ssl
+import subprocess
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +20,7 @@ from foretoken.backend.http import Endpoint, HttpBackend, ServerAddress
 from foretoken.backend.http_requests import HttpRequester
 from foretoken.backend.http_stream import EventReader, Stream, lines_of, lines_of_async, read_spec_counters
 from foretoken.backend.requesting import ApiChoice, ApiRequest
-from foretoken.errors import ForetokenError, UnavailableError
+from foretoken.errors import ForetokenError, InputError, UnavailableError
 from foretoken.measure.certify import forms
 from tests.measure.endpoint import Fake, Reply, serving, tokens
 
@@ -220,6 +224,57 @@ def test_a_page_that_never_comes_is_not_waited_for_as_long_as_an_answer() -> Non
             HttpBackend(server)
     assert ServerAddress(url).page_timeout.read == 60.0
     assert server.page_timeout.read == 0.2
+
+
+@pytest.fixture
+def signed(tmp_path: Path) -> tuple[Path, ssl.SSLContext]:
+    """A certificate that no authority has signed, and what serves with it."""
+    certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
+    command = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=x -addext subjectAltName=IP:127.0.0.1"
+    subprocess.run([*command.split(), "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    return certificate, context
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes a certificate with openssl")
+def test_a_certificate_that_is_not_trusted_is_named_with_the_remedy(
+    signed: tuple[Path, ssl.SSLContext], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certificate, context = signed
+    monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+    with serving(Fake(tls=context)) as fake:
+        refused = r"CERTIFICATE_VERIFY_FAILED.*; name the certificate .* in \$SSL_CERT_FILE"
+        with pytest.raises(UnavailableError, match=refused):
+            HttpBackend(ServerAddress(fake.url))
+        stream = Stream()
+
+        async def send() -> None:
+            async with Endpoint(ServerAddress(fake.url, "m")) as endpoint:
+                await endpoint.send(Question("x"), stream, time.monotonic)
+
+        asyncio.run(send())
+        assert stream.error == "connect"
+        assert "SSL_CERT_FILE" in stream.said
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        backend = HttpBackend(ServerAddress(fake.url))
+        assert backend.answer(Question("x"), Drafting(SERVED)).text == "abc"
+        backend.close()
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate.with_name("none.pem")))
+        with pytest.raises(InputError, match="SSL_CERT_FILE="):
+            HttpBackend(ServerAddress(fake.url))
+
+
+def test_a_redirection_says_where_to() -> None:
+    class Moved(Fake):
+        def reply(self, path: str, headers: dict[str, str], body: bytes) -> tuple[int, str, bytes]:
+            return 308, "text/plain\r\nlocation: https://other.example/v1/models", b""
+
+    with (
+        serving(Moved()) as fake,
+        pytest.raises(UnavailableError, match=r"\(status 308: moved to https://other.example/v1/models: give that"),
+    ):
+        HttpBackend(ServerAddress(fake.url))
 
 
 @pytest.mark.parametrize(
