@@ -361,7 +361,8 @@ def refuse_pickle(folder: Path) -> None:
     if pickles and not any(folder.glob("*.safetensors")):
         remedy = (
             "convert it to safetensors (model.save_pretrained(folder) in transformers; of a head, "
-            "safetensors.torch.save_file(torch.load(file, weights_only=True), ...)), or take a revision that has them"
+            f"safetensors.torch.save_file(torch.load({pickles[0]!r}, weights_only=True), {WEIGHTS!r})), or take a "
+            "revision that has them"
         )
         raise CheckpointError(f"{folder} has its weights only as pickle ({pickles[0]}), which is never read: {remedy}")
 

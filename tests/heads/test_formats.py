@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -313,6 +314,37 @@ def test_medusa_heads_that_say_nothing_of_their_target(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
         json.dumps({"base_model_name_or_path": "org/target", "medusa_num_heads": 4, "medusa_num_layers": 1})
     )
+    assert load_head(tmp_path, TARGET).config == head.config
+
+
+def test_medusa_heads_as_they_lie_in_a_checkpoint_with_their_target(tmp_path: Path) -> None:
+    head = stored_head("medusa")
+    save_head(head, tmp_path, TARGET)
+    path = tmp_path / "medusa_lm_head.safetensors"
+    save_file({f"medusa_head.{name}": value for name, value in load_file(path).items()}, path)
+    loaded = load_head(tmp_path, TARGET)
+    assert loaded.config == head.config
+    assert all(torch.equal(value, head.state_dict()[name]) for name, value in loaded.state_dict().items())
+
+
+def test_medusa_heads_of_which_config_json_names_too_few(tmp_path: Path) -> None:
+    """As FasterDecoding's v1.3 files do."""
+    save_head(stored_head("medusa"), tmp_path, TARGET)
+    (tmp_path / "config.json").write_text(json.dumps({"medusa_num_heads": 2, "medusa_num_layers": 1}))
+    with pytest.raises(CheckpointError, match="medusa_num_heads=2 must be 4, as many heads as the file holds"):
+        load_head(tmp_path, TARGET)
+
+
+def test_the_remedy_for_a_pickled_head_makes_one_that_is_read(tmp_path: Path) -> None:
+    head = stored_head("medusa")
+    save_head(head, tmp_path, TARGET)
+    torch.save(load_file(tmp_path / "medusa_lm_head.safetensors"), tmp_path / "medusa_lm_head.pt")
+    (tmp_path / "medusa_lm_head.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="only as pickle") as refused:
+        load_head(tmp_path, TARGET)
+    remedy = re.search(r"save_file\(torch\.load\('([^']+)', weights_only=True\), '([^']+)'\)", str(refused.value))
+    assert remedy is not None
+    save_file(torch.load(tmp_path / remedy[1], weights_only=True), tmp_path / remedy[2])
     assert load_head(tmp_path, TARGET).config == head.config
 
 

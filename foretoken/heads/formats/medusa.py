@@ -14,6 +14,8 @@ MEDUSA_WEIGHTS = "medusa_lm_head.safetensors"
 TOKEN_MAP = "token_map"  # vLLM's name of a cut vocabulary: the target's number of each token
 SHARED_OUTPUT = "lm_head.weight"  # the target's output matrix, which vLLM reads from the heads' file
 _MAX_HEADS = 64
+_PREFIX = "medusa_head."  # of heads that were cut out of a checkpoint with its target
+_NUMBER = re.compile(r"(\d+)\.")
 _NATIVE_BLOCK = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)")
 _NATIVE_OUTPUT = re.compile(r"lm_heads\.(\d+)\.weight")
 
@@ -54,11 +56,15 @@ def medusa_from_json(fields: Fields, target: ModelConfig, names: frozenset[str])
     vocab = fields.whole_or("vocab_size", target.vocab_size)
     check_sizes(fields.where, target, hidden, vocab, ())
     layers = fields.whole("medusa_num_layers", most=_MAX_HEADS)
+    heads = fields.whole("medusa_num_heads", most=_MAX_HEADS)
+    stored = {int(found[1]) for name in names if (found := _NUMBER.match(medusa_name(name, layers)))}
+    if len(stored) > heads:  # FasterDecoding's own files hold five and name two
+        raise fields.refusal("medusa_num_heads", f"{len(stored)}, as many heads as the file holds")
     return MedusaConfig(
         hidden_size=hidden,
         vocab_size=vocab,
         target_num_layers=target.num_layers,
-        num_heads=fields.whole("medusa_num_heads", most=_MAX_HEADS),
+        num_heads=heads,
         num_blocks=layers,
         is_sequential=fields.flag("is_sequential"),
         has_own_output=any(medusa_name(name, layers) == f"0.{layers}.weight" for name in names),
@@ -71,7 +77,8 @@ def medusa_vocab_size(config: MedusaConfig, fields: Fields) -> int:
 
 
 def medusa_name(name: str, num_blocks: int) -> str:
-    """The trained name of a tensor that may have vLLM's native one."""
+    """The trained name of a tensor that may have vLLM's native one, or that of a checkpoint with its target."""
+    name = name.removeprefix(_PREFIX)
     block, output = _NATIVE_BLOCK.fullmatch(name), _NATIVE_OUTPUT.fullmatch(name)
     if block is not None:
         return f"{block[1]}.{block[2]}.linear.{block[3]}"
