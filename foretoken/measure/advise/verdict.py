@@ -71,7 +71,9 @@ def _reasons(overall: Sequence[SpeedCell], findings: Sequence[Finding]) -> list[
         if cell.pays(MARGIN):
             continue
         requests = _requests(cell.concurrency)
-        if cell.served < cell.plain_served:
+        if not cell.plain_served:
+            found.append(f"with {requests} at once none fits into the memory, not even without drafts: give it more")
+        elif cell.served < cell.plain_served:
             found.append(
                 f"with {requests} at once only {cell.served} fit into the memory beside it, and "
                 f"{cell.plain_served} without"

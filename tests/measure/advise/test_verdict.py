@@ -112,6 +112,11 @@ def test_a_gain_within_its_interval_is_none() -> None:
 def test_memory_and_texts_without_anything_to_draft_are_named() -> None:
     starved = replace(cell(8, 1.5), served=1, tokens_per_s=0.2)
     assert "only 1 fit into the memory beside it, and 8 without" in answer(starved).sentence
+    nowhere = replace(cell(1, 1.5), served=0, plain_served=0, tokens_per_s=0.0, plain_tokens_per_s=0.0)
+    refused = answer(nowhere)
+    assert refused.answer == "no"
+    assert "with 1 request at once none fits into the memory, not even without drafts" in refused.sentence
+    assert "1.50x" not in refused.sentence
     idle = replace(cell(1, 1.0), accepted_per_draft=None)
     assert "finds nothing to draft" in answer(idle).sentence
 
