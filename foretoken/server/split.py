@@ -19,6 +19,7 @@ import httpx2
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
+from foretoken.backend.http_errors import authorities
 from foretoken.backend.http_stream import EventReader, Stream
 from foretoken.measure.ab.live import LiveOptions, fails_more, live_outcome, turn_at
 from foretoken.measure.ab.live_report import live_report
@@ -36,6 +37,8 @@ _MAX_READ_BYTES = 16 << 20  # of a whole answer, to find out how many tokens it 
 _HOP = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization te trailer transfer-encoding upgrade host".split()
 )
+_UNPACKED = (b"accept-encoding", b"identity")  # in place of the client's own: packed events could not be read
+_TIMEOUT = httpx2.Timeout(None, connect=_CONNECT_S)  # how long an answer may take is the client's matter
 
 
 class Comparison:
@@ -122,10 +125,10 @@ class Splitter:
     def __init__(
         self, addresses: dict[str, str], turn: Callable[[], LiveTurn], seen: Callable[[LiveRequest], None]
     ) -> None:
-        timeout = httpx2.Timeout(None, connect=_CONNECT_S)  # how long an answer may take is the client's matter
         limits = httpx2.Limits(max_connections=None)
         self._addresses = {side: address.rstrip("/") for side, address in addresses.items()}
-        self._client = httpx2.AsyncClient(timeout=timeout, limits=limits, follow_redirects=False)
+        is_tls = any(address.startswith("https:") for address in addresses.values())
+        self._client = httpx2.AsyncClient(limits=limits, trust_env=False, verify=authorities() if is_tls else True)
         self._turn, self._seen = turn, seen
 
     async def close(self) -> None:
@@ -161,9 +164,14 @@ class Splitter:
     async def _pass_on(self, address: str, note: _Note, scope: Scope, send: Send) -> None:
         query = b"?" + scope["query_string"] if scope["query_string"] else b""
         path = scope.get("raw_path") or scope["path"].encode()
-        headers = [pair for pair in scope["headers"] if pair[0].lower() not in _HOP]
-        request = self._client.build_request(
-            scope["method"], address + (path + query).decode("ascii"), headers=headers, content=note.body()
+        headers = [pair for pair in scope["headers"] if pair[0].lower() not in (*_HOP, _UNPACKED[0])]
+        # Not made by the client, which would add headers of its own and the cookies that it kept from other answers.
+        request = httpx2.Request(
+            scope["method"],
+            address + (path + query).decode("ascii"),
+            headers=[*headers, _UNPACKED],
+            content=note.body(),
+            extensions={"timeout": _TIMEOUT.as_dict()},
         )
         answer = await self._client.send(request, stream=True)
         try:

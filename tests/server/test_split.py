@@ -93,6 +93,44 @@ def test_requests_go_to_whose_turn_it_is(serving: Serving, turns: Turns) -> None
     assert [len(backends[side].calls) for side in ("a", "b")] == [1, 2]
 
 
+def test_nothing_is_added_to_a_request_and_no_cookie_of_another(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    asked: list[dict[bytes, bytes]] = []
+
+    async def server(scope: Scope, _receive: Receive, send: Send) -> None:
+        asked.append(dict(scope["headers"]))
+        headers = [(b"set-cookie", b"session=of-the-first"), (b"content-type", b"application/json")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"{}", "more_body": False})
+
+    async def run() -> list[int]:
+        host, port = serving(server)
+        splitter = Splitter({"a": f"http://{host}:{port}"}, lambda: LiveTurn(0, "a", True), lambda _: None)
+        sent: list[int] = []
+
+        async def send(message: Message) -> None:
+            sent.extend([message["status"]] if "status" in message else [])
+
+        for own in ([], [(b"accept-encoding", b"gzip"), (b"user-agent", b"own")]):
+            came: list[Message] = [{"type": "http.request", "body": b"{}"}]
+
+            async def receive(came: list[Message] = came) -> Message:
+                return came.pop() if came else await asyncio.Event().wait()  # type: ignore[return-value]
+
+            headers = [(b"content-length", b"2"), *own]
+            scope = {"type": "http", "method": "POST", "path": CHAT, "query_string": b"", "headers": headers}
+            await splitter(scope, receive, send)
+        await splitter.close()
+        return sent
+
+    assert asyncio.run(run()) == [200, 200]
+    first, second = ({name: value for name, value in one.items() if name != b"host"} for one in asked)
+    assert first == {b"content-length": b"2", b"accept-encoding": b"identity"}
+    assert second == first | {b"user-agent": b"own"}
+
+
 def test_a_server_that_is_not_there_is_an_error_of_its_own() -> None:
     turns = Turns({"a": "http://127.0.0.1:9"})
     (found,) = turns.send(("POST", CHAT, HELLO))
