@@ -1,4 +1,4 @@
-"""What is said where a server gives no answer, and whose certificates are trusted."""
+"""What is said where a server gives no answer, and whose certificates are accepted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NO_MODEL = (httpx2.HTTPError, ValueError, KeyError, IndexError, TypeError, Attri
 
 
 def authorities() -> ssl.SSLContext:
-    """Whose certificates are trusted: those of the system, or of SSL_CERT_FILE or SSL_CERT_DIR in their place.
+    """Whose certificates are accepted: those of the system, or of SSL_CERT_FILE or SSL_CERT_DIR in their place.
 
     Raises:
         InputError: a file of certificates that cannot be read.
@@ -52,7 +52,7 @@ def said_of(answer: httpx2.Response, body: str) -> str:
 
 
 def explained(error: httpx2.HTTPError) -> str:
-    """What an error of the connection says, with the remedy where the server's certificate is not trusted."""
+    """What an error of the connection says, with the remedy where the server's certificate is refused."""
     said = str(error)
     if "CERTIFICATE_VERIFY_FAILED" not in said:
         return said

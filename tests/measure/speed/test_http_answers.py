@@ -238,7 +238,7 @@ def signed(tmp_path: Path) -> tuple[Path, ssl.SSLContext]:
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes a certificate with openssl")
-def test_a_certificate_that_is_not_trusted_is_named_with_the_remedy(
+def test_a_certificate_that_is_refused_is_named_with_the_remedy(
     signed: tuple[Path, ssl.SSLContext], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     certificate, context = signed
