@@ -24,7 +24,7 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         is_byte_level = tokenizer.decoder.get("type") == "ByteLevel"
-        self._stream = _ByteLevelStream() if is_byte_level else _WindowStream(tokenizer, before)
+        self._stream = _ByteLevelStream(tokenizer) if is_byte_level else _WindowStream(tokenizer, before)
 
     def push(self, token_id: int) -> str:
         """Take one id; return the text that is certain now, often the token's own, never half a character."""
@@ -41,11 +41,12 @@ class Detokenizer:
 class _ByteLevelStream:
     """Tokens are bytes: an incremental UTF-8 decoder knows by itself when a character is whole."""
 
-    def __init__(self) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._literal = tokenizer.literal_ids
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def push(self, token_id: int, token: str) -> str:  # noqa: ARG002 - the other stream decodes by id
-        return self._utf8.decode(byte_level(token))
+    def push(self, token_id: int, token: str) -> str:
+        return self._utf8.decode(token.encode() if token_id in self._literal else byte_level(token))
 
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True)

@@ -29,6 +29,16 @@ def byte_level(token: str) -> bytes:
         return token.encode()
 
 
+def literal_ids(decoder: Mapping[str, Any], added: Mapping[int, str]) -> frozenset[int]:
+    """Added tokens that stand for their own text, though a byte-level decoder would read them as bytes.
+
+    DeepSeek's vocabularies have such tokens, "ö" among them: the decoder alone would write one broken byte for it.
+    """
+    if decoder.get("type") != "ByteLevel":
+        return frozenset()
+    return frozenset(token_id for token_id, text in added.items() if byte_level(text) != text.encode())
+
+
 def token_writer(decoder: Mapping[str, Any]) -> Callable[[str], bytes] | None:
     """What a decoder of `tokenizer.json` makes of one token inside a text; None if that depends on others."""
     steps = list(decoder.get("decoders", [])) if decoder.get("type") == "Sequence" else [decoder]

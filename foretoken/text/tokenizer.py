@@ -6,6 +6,7 @@ own.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ from foretoken.model.quiet import quiet_transformers
 from foretoken.params import check_text
 from foretoken.text.chat_template import chat_templates, render
 from foretoken.text.gguf_tokenizer import read_tokenizer
-from foretoken.text.token_bytes import token_writer
+from foretoken.text.token_bytes import literal_ids, token_writer
 
 _OTHER_FILES = (
     "tokenizer.model",
@@ -50,6 +51,7 @@ class _Backend(Protocol):
     def token(self, token_id: int) -> str | None: ...
     def vocabulary(self) -> dict[str, int]: ...
     def special_ids(self) -> frozenset[int]: ...
+    def literal_ids(self) -> frozenset[int]: ...
     def decoder(self) -> dict[str, Any]: ...
 
 
@@ -63,6 +65,7 @@ class Tokenizer:
     ) -> None:
         self._backend, self.folder, self._settings, self._template = backend, folder, settings, template
         self.special_ids = backend.special_ids()
+        self.literal_ids = backend.literal_ids()  # written as they are spelt, though the decoder reads them as bytes
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; a BOS only if the tokenizer's own post-processor adds one and `add_special_tokens` is
@@ -138,8 +141,9 @@ class Tokenizer:
         write = token_writer(self.decoder)
         if write is None:
             return None
+        spelt = self.special_ids | self.literal_ids
         return {
-            token_id: token.encode() if token_id in self.special_ids else write(token)
+            token_id: token.encode() if token_id in spelt else write(token)
             for token, token_id in self.vocabulary.items()
         }
 
@@ -300,6 +304,10 @@ class _Fast:
         inner.no_truncation()  # some files ask for it; a prompt must never be shortened in silence
         inner.no_padding()
         self._plain: tokenizers.Tokenizer | None = None  # a copy that reads special tokens as text
+        added = inner.get_added_tokens_decoder()
+        self._literal = literal_ids(
+            self.decoder(), {number: token.content for number, token in added.items() if not token.special}
+        )
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return self._ids(self._inner, text, add_special_tokens)
@@ -322,8 +330,16 @@ class _Fast:
 
     def decode(self, ids: Sequence[int], has_specials: bool) -> str:
         with _broken_means(f"{self._where} cannot decode some tokens", TypeError, OverflowError):
-            text: str = self._inner.decode(list(ids), skip_special_tokens=not has_specials)
-        return text
+            if self._literal.isdisjoint(ids):
+                text: str = self._inner.decode(list(ids), skip_special_tokens=not has_specials)
+                return text
+            parts = [
+                "".join(self.token(token_id) or "" for token_id in run)
+                if is_literal
+                else self._inner.decode(list(run), skip_special_tokens=not has_specials)
+                for is_literal, run in itertools.groupby(ids, self._literal.__contains__)
+            ]
+        return "".join(parts)
 
     def token(self, token_id: int) -> str | None:
         token: str | None = self._inner.id_to_token(token_id)
@@ -336,6 +352,9 @@ class _Fast:
         return frozenset(
             token_id for token_id, token in self._inner.get_added_tokens_decoder().items() if token.special
         )
+
+    def literal_ids(self) -> frozenset[int]:
+        return self._literal
 
     def decoder(self) -> dict[str, Any]:
         if self._inner.decoder is None:
@@ -373,6 +392,9 @@ class _Slow:
 
     def special_ids(self) -> frozenset[int]:
         return frozenset(self._inner.all_special_ids)
+
+    def literal_ids(self) -> frozenset[int]:
+        return frozenset()
 
     def decoder(self) -> dict[str, Any]:
         return {}

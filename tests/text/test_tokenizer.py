@@ -237,6 +237,26 @@ def test_a_special_token_is_spelt_as_it_is(tmp_path: Path) -> None:
     assert tokenizer.token_bytes[tokenizer.vocabulary["<|end▁of▁turn|>"]].decode() == "<|end▁of▁turn|>"
 
 
+def test_an_added_token_is_written_as_it_is_spelt(tmp_path: Path) -> None:
+    """DeepSeek's vocabularies read "ö" whole, and the alphabet of their bytes has a letter of that form."""
+    raw = Raw.from_file(str(tiny_tokenizer(tmp_path / "base") / "tokenizer.json"))
+    raw.add_tokens(["ö", "ÿõ", "plain"])
+    tokenizer = save(raw, tmp_path / "added")
+    text = "schön, ÿõ für plain 猫 ö"
+    ids = tokenizer.encode(text)
+    added = tokenizer.vocabulary["ö"]
+    assert added in ids
+    assert tokenizer.decode(ids) == "".join(stream(tokenizer, ids)[0]) == text
+    assert tokenizer.token_bytes is not None
+    assert b"".join(tokenizer.token_bytes[token_id] for token_id in ids) == text.encode()
+    half = tokenizer.encode("猫")[:1]
+    for broken in ([*half, added], [added, *half], [added, added], [added, 10**6, added]):
+        found = tokenizer.decode(broken)
+        pieces, rest = stream(tokenizer, broken)
+        assert found == "".join(pieces) + rest
+        assert found.count("ö") == broken.count(added)
+
+
 def _is_utf8(raw: bytes) -> bool:
     return "\ufffd" not in raw.decode("utf-8", "replace")
 
