@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -117,7 +117,7 @@ def _add_texts(router: APIRouter, api: Api) -> None:
         tokens = await _ids(api, [body.content], body.add_special)
         if not body.with_pieces:
             return json_response({"tokens": tokens})
-        pieces = {one: await _text(api, [one]) for one in set(tokens)}
+        pieces = await _pieces(api, set(tokens))
         return json_response({"tokens": [{"id": one, "piece": pieces[one]} for one in tokens]})
 
     @router.post("/detokenize", summary="The text of token ids, as llama.cpp has it", responses=_OWN_ERRORS)
@@ -189,6 +189,13 @@ async def _chat_ids(api: Api, body: ChatRequest, request: Request) -> list[int]:
 async def _text(api: Api, ids: Sequence[int]) -> str:
     """The text of token ids, special tokens as they are spelt: so llama.cpp writes them."""
     return await api.backend.detokenize(ids, has_specials=True)
+
+
+async def _pieces(api: Api, tokens: Collection[int]) -> dict[int, str]:
+    """What each token writes inside a text: at its beginning SentencePiece would drop the space of a word."""
+    front = await _ids(api, ["a"], add_special=False) if tokens else []
+    place = len(await _text(api, front)) if tokens else 0
+    return {token: (await _text(api, [*front, token]))[place:] for token in tokens}
 
 
 async def _biases(api: Api, body: LlamaFields) -> dict[int, float]:
