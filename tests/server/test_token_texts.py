@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import httpx2
+import msgspec
 import pytest
 
 from foretoken.backend.call import Begun, Piece, TokenEvent
@@ -121,6 +122,17 @@ def test_offsets_of_a_completion_are_places_in_its_text(granularity: str) -> Non
     events = events_of(ask(SCRIPT, "/v1/completions", granularity, prompt="a", logprobs=0, stream=True).text)
     parts = [event["choices"][0]["logprobs"]["text_offset"] for event in events if event["choices"][0]["logprobs"]]
     assert [one for part in parts for one in part] == expected
+
+
+def test_offsets_of_an_answer_do_not_depend_on_how_its_prompt_is_spelt() -> None:
+    """The tokenizer of a Qwen folder composes characters: the prompt has one more than its tokens write."""
+    prompt = tuple(msgspec.structs.replace(token, kind="prompt") for token in tokens_of(b"x", "\xe9".encode(), b"y"))
+    answer = Piece(0, "ab", tokens_of(b"a", b"b"))
+    last = msgspec.structs.replace(ended(0, "ab"), prompt=prompt)
+    reply = ask((Begun(((1,),)), answer, last), "/v1/completions", prompt="xe\u0301y", logprobs=0, echo=True)
+    found = reply.json()["choices"][0]
+    assert found["text"] == "xe\u0301yab"
+    assert found["logprobs"]["text_offset"][-2:] == [4, 5]
 
 
 def test_a_text_is_sent_with_the_token_that_completes_it() -> None:

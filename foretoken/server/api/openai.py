@@ -152,11 +152,15 @@ class TextChoices(ChoiceWriter):
         exchange, choices = self.exchange, list[dict[str, Any]]()
         for index, progress in enumerate(exchange.book.answers):
             assert progress.ended is not None
-            choice = _choice(index, self._prompt_of(index) + progress.text, progress.ended.finish_reason)
+            before = self._prompt_of(index)
+            choice = _choice(index, before + progress.text, progress.ended.finish_reason)
             if self._has_logprobs:
                 first = exchange.book.answers[index - index % self._n].ended
                 prompt = () if first is None else first.prompt
-                choice["logprobs"] = _logprobs(choice["text"], [*prompt, *progress.tokens], TextDivision())
+                # Divided apart: a prompt may be spelt otherwise than its tokens, after a normalisation for one.
+                starts = [one.start for one in TextDivision().divide(before, prompt)]
+                starts += [one.start for one in TextDivision(len(before)).divide(progress.text, progress.tokens)]
+                choice["logprobs"] = completion_logprobs([*prompt, *progress.tokens], starts)
             if ids := self.ids_of(progress.tokens):
                 choice |= ids | {"prompt_token_ids": exchange.prompt_ids[index // self._n]}
             choices.append(choice | self.of_choice(progress.ended))
