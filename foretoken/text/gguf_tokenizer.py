@@ -152,17 +152,21 @@ _UNMERGED = (TokenType.CONTROL, TokenType.UNKNOWN, TokenType.BYTE)
 
 
 def _scored_merges(header: Header, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
-    """Pairs in the order in which SentencePiece joins them: by the score of what they make."""
+    """Pairs in the order in which SentencePiece joins them: by the score of what they make.
+
+    A file that llama.cpp made of a `tokenizer.json` has the same score for every token; there the ids have the order.
+    """
     scores = header.numbers(f"{PREFIX}scores")
     if scores is None or len(scores) != len(vocabulary):
         found = "missing" if scores is None else f"{len(scores):,} numbers"
         raise CheckpointError(f"{header.path}: {PREFIX}scores is {found} for {len(vocabulary):,} tokens")
     types = token_types(header, read_tokens(header))
+    is_flat = len({float(scores[token_id]) for token_id in vocabulary.values() if types[token_id] not in _UNMERGED}) < 2
     ranked: list[tuple[float, int, int, int, tuple[str, str]]] = []
     for token, token_id in vocabulary.items():
         if types[token_id] in _UNMERGED:
             continue  # no text is joined to such a token
-        score = float(scores[token_id])
+        score = -float(token_id) if is_flat else float(scores[token_id])
         for place in range(1, len(token)):
             left, right = token[:place], token[place:]
             if left in vocabulary and right in vocabulary:

@@ -149,6 +149,22 @@ def test_sentencepiece_joins_by_score(tmp_path: Path) -> None:
     assert tokenizer.opening_ids == (1,)  # the file names no BOS: SentencePiece's own number
 
 
+def test_where_all_scores_are_equal_the_ids_have_the_order(tmp_path: Path) -> None:
+    """llama.cpp's converter writes -1000 for every token of a model that has a `tokenizer.json` alone."""
+    tokens = ["<unk>", "<s>", "</s>", *"abcd", "ab", "cd", "abc", "bcd"]
+
+    def add(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(tokens)
+        writer.add_token_scores([-1000.0] * len(tokens))
+        writer.add_token_types([2, 3, 3, *[1] * (len(tokens) - 3)])
+        writer.add_add_space_prefix(False)
+
+    tokenizer = opened(made(tmp_path / "model.gguf", add))
+    for text, expected in (("abcd", ["ab", "cd"]), ("abc", ["abc"]), ("bcd", ["bcd"]), ("aabc", ["a", "abc"])):
+        assert [tokens[token_id] for token_id in tokenizer.encode_plain(text)] == expected
+
+
 def test_no_plain_text_is_joined_to_a_control_token(tmp_path: Path) -> None:
     """Whose two halves are tokens, and whose score is the highest."""
     tokens = ["<unk>", "<s>", "</s>", *"</s>a", "</", "s>"]
