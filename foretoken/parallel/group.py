@@ -66,13 +66,13 @@ class _NotLoadedError(Exception):
 class RankGroup:
     """The processes of ranks 1 to `world` - 1, and the exchange of this one, rank 0.
 
-    Several threads may use it; a plan and what rank 0 computes for it are one turn. Torch computes with `num_threads`
-    here too while the group lives.
+    Several threads may use it; a plan and what rank 0 computes for it are one `turn`, a lock that the same thread may
+    take again. Torch computes with `num_threads` here too while the group lives.
     """
 
     def __init__(self, setups: Sequence[RankSetup], exchange: RankExchange, folder: Path) -> None:
         self.exchange, self._folder, self.num_threads = exchange, folder, setups[0].num_threads
-        self._turn = threading.RLock()
+        self.turn = threading.RLock()
         self._before = torch.get_num_threads()
         self._ended: RankError | None = None
         self._deaths: list[str] = []  # of processes that were not told to end
@@ -116,7 +116,7 @@ class RankGroup:
         Raises:
             RankError: the group has ended, or ended in it.
         """
-        with self._turn, _interrupts_deferred():
+        with self.turn, _interrupts_deferred():
             if self.failure is not None:
                 self.end()
                 raise self.failure

@@ -110,35 +110,42 @@ class LeadModel(PagedModel):
     def run_pass(self, one: Pass) -> ForwardOutput:
         """See `PagedModel.run_pass`."""
         rows = torch.cat([join.hidden for join in one.joins]) if one.joins else None
-        with self.group.together(self._plan(PlanKind.PASS, one), rows):
+        with self.group.turn, self.group.together(self._plan(PlanKind.PASS, one), rows):
             return super().run_pass(one)
 
     def run_early(self, one: Pass) -> tuple[Tensor, Tensor]:
         """See `PagedModel.run_early`."""
-        with self.group.together(self._plan(PlanKind.EARLY, one)):
+        with self.group.turn, self.group.together(self._plan(PlanKind.EARLY, one)):
             return super().run_early(one)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """See `interface.SharesWeights`."""
-        with self.group.together(Plan(PlanKind.EMBED, self._taken(), tokens=to_host(tokens)[0])):
-            return super().embed(tokens)
+        with self.group.turn:
+            plan = Plan(PlanKind.EMBED, self._taken(), tokens=to_host(tokens)[0])
+            with self.group.together(plan):
+                return super().embed(tokens)
 
     def output_logits(self, normed: Tensor) -> Tensor:
         """See `interface.SharesWeights`."""
         assert normed.dtype == self.decoder.norm.weight.dtype, "rows of another format than the ranks expect"
-        with self.group.together(Plan(PlanKind.OUTPUT, self._taken(), [len(normed)]), normed):
-            return super().output_logits(normed)
+        with self.group.turn:
+            plan = Plan(PlanKind.OUTPUT, self._taken(), [len(normed)])
+            with self.group.together(plan, normed):
+                return super().output_logits(normed)
 
     def move(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
         """See `PagedCache.move`; sent with the next plan."""
-        super().move(sources, destinations)
-        self._moves.append((sources, destinations))
+        with self.group.turn:
+            super().move(sources, destinations)
+            self._moves.append((sources, destinations))
 
     def _plan(self, kind: PlanKind, one: Pass) -> Plan:
         return Plan.of_pass(kind, one, to_host(one.tokens)[0], self._taken())
 
     def _taken(self) -> list[Move]:
-        """The moves to send with a plan; none are left."""
+        """The moves to send with a plan; none are left. Asked for in the plan's turn: a drafter that learns sends plans
+        from its own thread, and a pass that overtook the plan with its moves would read rows that no rank has moved.
+        """
         moves = list(self._moves)
         self._moves.clear()  # in place: twins share them, as they share the cache
         return moves

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,8 @@ from foretoken import LLM, ConfigError, EngineConfig, InputError, SamplingParams
 from foretoken.model.interface import LanguageModel, Segment
 from foretoken.model.strict import StrictModel
 from foretoken.parallel import group
+from foretoken.parallel.open import LeadModel
+from foretoken.parallel.plan import Move
 from tests.engine.test_exactness import PROMPTS, all_specs
 from tests.helpers import faulty_rank
 from tests.helpers.checkpoints import related_pair, tiny_checkpoint, token_ids, variant
@@ -108,6 +111,38 @@ def test_threads_take_turns(one: LLM, divided: LLM) -> None:
     for thread in threads:
         thread.join(60)
     assert [found[index] for index in range(4)] == expected
+
+
+def test_plans_of_another_thread_take_no_moves_from_a_pass(
+    one: LLM, divided: LLM, pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A drafter that learns asks for logits in its own thread, which may be stopped anywhere."""
+    model, main, is_over = divided.target, threading.current_thread(), threading.Event()
+    assert isinstance(model, LeadModel)
+    taken, num_asked = model._taken, list[int]()
+
+    def slowly() -> list[Move]:
+        found = taken()
+        if threading.current_thread() is not main:
+            num_asked.append(len(found))
+            time.sleep(0.02)  # the thread is not on a core
+        return found
+
+    @torch.inference_mode()
+    def learn() -> None:
+        while not is_over.is_set():
+            model.output_logits(torch.zeros(1, SHAPE["hidden_size"]))
+
+    monkeypatch.setattr(model, "_taken", slowly)
+    thread = threading.Thread(target=learn)
+    thread.start()
+    try:
+        specs = [SpecConfig("draft_model", str(pair.draft), num_draft=6, tree="best_first")] * 5
+        assert answers(divided, specs, [GREEDY] * 5) == answers(one, specs, [GREEDY] * 5)
+    finally:
+        is_over.set()
+        thread.join(60)
+    assert num_asked
 
 
 def test_quantised_experts_of_a_file_are_divided(tmp_path: Path) -> None:
