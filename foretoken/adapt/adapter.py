@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -59,9 +60,9 @@ class Adapter:
         self._target, self._drafters, self._config = target, drafters, config
         self._trainees: dict[DrafterKey, _Trainee] = {}
         self._new: list[tuple[DrafterKey, Sequence[HiddenRows]]] = []  # of the running step
-        self._background = LearnerThread(
-            lambda: [trainee.units for trainee in list(self._trainees.values())], config.share, self._fail
-        )
+        own = weakref.ref(self)  # the thread keeps no engine alive whose owner has dropped it without closing it
+        self._background = LearnerThread(lambda: _units(own()), config.share, lambda error: _fail(own(), error))
+        weakref.finalize(self, self._background.stop)
         self._is_started = self._is_closed = False
         self.error: Exception | None = None  # why learning ended
 
@@ -158,8 +159,15 @@ class Adapter:
             for one in rows:
                 self._trainees[key].adaptation.buffer.add(one)
 
-    def _fail(self, error: Exception) -> None:
-        self.error = error
+
+def _units(adapter: Adapter | None) -> list[Iterator[Rest]]:
+    """What each drafter learns next; nothing for an adapter that is gone."""
+    return [] if adapter is None else [trainee.units for trainee in list(adapter._trainees.values())]
+
+
+def _fail(adapter: Adapter | None, error: Exception) -> None:
+    if adapter is not None:
+        adapter.error = error
 
 
 class LearnerThread:
@@ -185,9 +193,13 @@ class LearnerThread:
         self._started.wait()
         torch.set_num_threads(before)  # torch keeps one number for the thread that sets it and for all new ones
 
-    def close(self) -> None:
-        """End after the unit that runs now."""
+    def stop(self) -> None:
+        """End after the unit that runs now, without waiting for it."""
         self._closed.set()
+
+    def close(self) -> None:
+        """The same, and wait."""
+        self.stop()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join()
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 import time
+import weakref
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -39,6 +43,7 @@ from tests.helpers.distribution import (
     narrow_models,
     p_values,
 )
+from tests.helpers.tiny_heads import tiny_head
 
 PROMPTS = [token_ids(5 + 6 * i, seed=i) for i in range(5)]
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
@@ -252,6 +257,24 @@ def test_learning_is_off_unless_it_is_asked_for(pair: SimpleNamespace, plain: li
         assert llm.adaptations == ()
         assert llm.engine.drafters.hidden_states.listener is None
         assert all(torch.equal(own, before[name]) for name, own in weights_of(drafter.head).items())
+
+
+def test_an_engine_that_is_dropped_without_closing_is_freed_while_it_learns(
+    pair: SimpleNamespace, tmp_path: Path
+) -> None:
+    """The learner's thread keeps neither the target nor itself alive."""
+    head = tiny_head(tmp_path / "head", pair.target, "medusa")
+    spec, before = SpecConfig("medusa", head=str(head), num_draft=3), set(threading.enumerate())
+    llm = LLM(pair.target, spec, dtype="float32", cache_tokens=2048, adapt=True)
+    llm.generate(PROMPTS, GREEDY)
+    (learner,) = (one for one in set(threading.enumerate()) - before if one.name == "foretoken-adapt")
+    target = weakref.ref(llm.target)
+    del llm
+    gc.collect()
+    learner.join(60)
+    gc.collect()
+    assert not learner.is_alive()
+    assert target() is None
 
 
 def test_a_head_learns_while_it_serves(pair: SimpleNamespace) -> None:
