@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -77,8 +78,10 @@ def load_rank(setup: RankSetup, exchange: RankExchange) -> Decoder:
     )
 
 
-def _end_with_rank_0() -> None:
+def _end_with_rank_0(folder: str) -> None:
+    """Wait until rank 0 is gone, and take along what it leaves where it had no time to: the `folder` of the group."""
     sys.stdin.read()
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
 
 
@@ -87,7 +90,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     setup = RankSetup(**json.loads(sys.stdin.readline()))
-    ending = threading.Thread(target=_end_with_rank_0, daemon=True)
+    ending = threading.Thread(target=_end_with_rank_0, args=(setup.folder,), daemon=True)
     ending.start()
     torch.set_num_threads(setup.num_threads)
     keep_freed_memory()

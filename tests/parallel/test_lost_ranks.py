@@ -171,18 +171,24 @@ llm.generate([[1, 2, 3]] * 4, SamplingParams(max_tokens=240, ignore_eos=True))
 """
 
 
-def test_no_rank_outlives_rank_0(pair: SimpleNamespace) -> None:
-    """Killed in the middle of its steps; the other says so in a line, or ends before it notices."""
+def test_no_rank_outlives_rank_0(pair: SimpleNamespace, tmp_path: Path) -> None:
+    """Killed in the middle of its steps; the other says so in a line, or ends before it notices. Nor do files."""
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
     command, pipe = [sys.executable, "-c", _USER, str(pair.target)], subprocess.PIPE
-    with within(DEADLINE_S), subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
+    with (
+        within(DEADLINE_S),
+        subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment) as process,
+    ):
         assert process.stdout is not None
         assert process.stderr is not None
         pids = json.loads(process.stdout.readline())
+        assert list(tmp_path.glob("foretoken-ranks-*"))
         process.kill()
         assert process.wait() == -signal.SIGKILL
         while not all(map(is_gone, pids)):
             time.sleep(0.01)
         assert process.stderr.read() in ("", "rank 1 ends: rank 0 is gone\n")
+        assert not list(tmp_path.glob("foretoken-ranks-*"))
 
 
 @pytest.mark.parametrize("fails", ["send", "recv"])
