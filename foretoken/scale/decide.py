@@ -23,7 +23,7 @@ def two_of(prefix: bytes, names: Iterable[str]) -> list[str]:
 
 class ReplicaRouting:
     """The same conversation goes to the same replica while that is not much busier than others; a new one to the less
-    loaded of two (power of two choices: Mitzenmacher, 2001).
+    loaded of two (power of two choices: Mitzenmacher, 2001), and elsewhere if both are much busier than others.
     """
 
     def __init__(self) -> None:

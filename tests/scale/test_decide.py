@@ -38,6 +38,14 @@ def test_a_new_conversation_takes_the_less_loaded_of_its_two() -> None:
     assert sorted(ranked) == sorted(NAMES)  # where one is full the next is tried
 
 
+def test_calls_that_all_begin_alike_use_every_replica() -> None:
+    """Those of one application, with a long system prompt: by their two replicas alone the others would be idle."""
+    routing, loads = ReplicaRouting(), dict.fromkeys(NAMES, 0)
+    for _ in range(100):  # none of which ends
+        loads[routing.ranked(prefix(1), loads)[0]] += 1
+    assert max(loads.values()) <= min(loads.values()) + 5
+
+
 def test_the_two_are_spread_and_mostly_survive_a_change() -> None:
     before = {number: two_of(prefix(number), NAMES) for number in range(2000)}
     counts = Counter(name for two in before.values() for name in two)

@@ -44,9 +44,13 @@ class PrefixRouting(Generic[_Name]):
 
     def choose(self, prefix: bytes, loads: Mapping[_Name, int], new: Collection[_Name] = ()) -> _Name:
         """The worker for a call, of those in `loads` (calls in flight by worker; at least one). A beginning that nobody
-        has read goes to the least loaded of `new`, of all where that is empty.
+        has read goes to the least loaded of `new`, and of all where that is empty or much busier: most calls may begin
+        alike, with a long system prompt, and a few workers would answer them all.
         """
-        least = min(new or loads, key=lambda name: (loads[name], name))
+        least = min(loads, key=lambda name: (loads[name], name))
+        if new:
+            best = min(new, key=lambda name: (loads[name], name))
+            least = best if loads[best] <= loads[least] + _SLACK else least
         if len(loads) == 1:
             return least
         known = self._worker_of.pop(prefix, None)
