@@ -101,7 +101,7 @@ class Load:
     def __init__(self, url: str, num_threads: int, pause_s: float = 0.0) -> None:
         self.url, self.pause_s, self.is_over = url, pause_s, threading.Event()
         self.answers: list[tuple[str, str, str | None]] = []
-        self.errors: list[Exception] = []
+        self.errors: list[openai.APIError] = []
         self.threads = [threading.Thread(target=self.run, args=(number,)) for number in range(num_threads)]
         for thread in self.threads:
             thread.start()
@@ -168,6 +168,7 @@ def test_two_replicas(tmp_path: Path) -> None:
             load.stop()
         assert all((text, reason) == expected[question] for question, text, reason in load.answers)
         assert len(load.errors) <= 6, load.errors  # at most what was in flight, each told to its client
+        assert {error.code for error in load.errors} <= {"worker_died"}
         with client.chat.completions.create(
             model="smollm2", messages=[{"role": "user", "content": "hi"}], max_tokens=2000, stream=True
         ) as stream:

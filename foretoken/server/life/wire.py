@@ -22,7 +22,7 @@ from foretoken.config import SpecConfig
 from foretoken.control.adaptation import AdaptConfig
 from foretoken.control.routing import RoutingRules
 from foretoken.engine_config import EngineConfig
-from foretoken.errors import EngineError, ForetokenError, InputError
+from foretoken.errors import EngineError, ForetokenError, InputError, WorkerDiedError
 from foretoken.field_text import from_mapping
 
 Number = int | float
@@ -299,7 +299,10 @@ def to_wire(error: BaseException) -> WireError:
     if isinstance(error, EngineError) or not isinstance(error, ForetokenError):
         cause = error.__cause__ if isinstance(error, EngineError) else error
         name = "" if cause is None else f": {type(cause).__name__}"
-        return WireError(EngineError.__name__, f"the request failed inside the engine{name}", numbers=_numbers(error))
+        kind, what = EngineError, "the request failed inside the engine"
+        if isinstance(error, WorkerDiedError):
+            kind, what = type(error), "the engine's process died"
+        return WireError(kind.__name__, f"{what}{name}", numbers=_numbers(error))
     return WireError(type(error).__name__, str(error), numbers=_numbers(error))
 
 
