@@ -212,13 +212,13 @@ def _kill(processes: Sequence[_Process], folder: Path, owner: int) -> bool:
         return False
     for one in processes:
         one.running.kill()
+    shutil.rmtree(folder, ignore_errors=True)  # before waiting: a server's worker ends once it knows of the failure
     for one in processes:
         one.running.wait()
         for pipe in (one.running.stdin, one.running.stdout):
             assert pipe is not None
             with suppress(OSError):
                 pipe.close()
-    shutil.rmtree(folder, ignore_errors=True)
     return True
 
 

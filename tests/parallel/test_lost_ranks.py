@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Awaitable, Iterator
@@ -112,6 +113,26 @@ def test_rank_0_without_memory_for_experts_ends_the_group(tmp_path: Path, monkey
             llm.generate([token_ids(9)] * 2, PARAMS)
         assert llm.has_failed
         assert llm.stats.num_faults == 0
+
+
+def test_a_lost_group_leaves_no_folder_while_its_processes_end(
+    pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Which takes a while on a loaded machine; a server's worker ends in that time."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    llm = opened(pair)
+    assert isinstance(llm.target, LeadModel)
+    (one,) = llm.target.group._processes
+    waited, kept = one.running.wait, list[Path]()
+
+    def wait(timeout: float | None = None) -> int:
+        kept.extend(tmp_path.glob("foretoken-ranks-*"))
+        return waited(timeout)
+
+    assert list(tmp_path.glob("foretoken-ranks-*"))
+    monkeypatch.setattr(one.running, "wait", wait)
+    llm.close()
+    assert not kept
 
 
 def test_a_rank_that_dies_between_steps_is_noticed_without_one(pair: SimpleNamespace) -> None:
