@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from foretoken.kernels import paged_triton, paged_work
+from foretoken.kernels import paged_triton, paged_work, row_triton
 from foretoken.kernels.paged_work import MERGE_FIELDS
+from foretoken.kv.pool import KVPool
 from foretoken.model.attention import fused
 from foretoken.model.attention.fused import numbers_of, work_of
 from foretoken.model.attention.paged import PagedAttention
@@ -64,6 +66,27 @@ def test_slots_that_see_their_whole_block() -> None:
     close(batch)
     assert torch.equal(batch.fused()[-3:], causal[-3:])
     assert not torch.isclose(batch.fused()[0], causal[0]).any()
+
+
+@pytest.mark.parametrize("softcap", [0.0, 0.7])
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+@pytest.mark.parametrize("parents", [(-1, 0, 1), (-1, -1, 0)], ids=["chain", "tree"])
+def test_a_row_that_overflows_harms_only_those_that_see_it(
+    parents: tuple[int, ...], poison: float, softcap: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draft token's values are not finite: the rows before and beside it share its call, and keep their bits."""
+
+    def write(pool: KVPool, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        row_triton.write(key, value, (pool.keys[layer], pool.values[layer]), slots)
+
+    monkeypatch.setattr(KVPool, "write", write)
+    batch = Batch([(140, Segment(0, 1, parents)), (5, Segment(1, 1))], config_of(4, 2, 16, attention_softcap=softcap))
+    expected = batch.fused()
+    batch.parts[2][2:4] = poison
+    got = batch.fused()
+    assert bool(got[2:4].isnan().all())
+    for kept in (slice(0, 2), slice(4, 5)):
+        assert torch.equal(got[kept], expected[kept])
 
 
 @pytest.mark.parametrize("window", [None, 20])

@@ -73,6 +73,20 @@ def test_write(groups: int, size: int, cache_dtype: torch.dtype) -> None:
         assert torch.equal(got, wanted)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_a_value_that_is_not_finite_is_kept_as_0_behind_a_broken_key(dtype: torch.dtype) -> None:
+    key, value = torch.randn(3, 2, 40).to(dtype), torch.randn(3, 2, 40).to(dtype)
+    value[1, 0, 7], value[2, 1, 39] = float("nan"), float("-inf")
+    cache = (torch.zeros(2, 3, 40, dtype=dtype), torch.zeros(2, 3, 40, dtype=dtype))
+    row_triton.write(key, value, cache, torch.arange(3))
+    keys, values = (one.transpose(0, 1) for one in cache)
+    assert torch.equal(values, value.nan_to_num(0.0, 0.0, 0.0))
+    is_broken = torch.zeros(3, 2, dtype=torch.bool)
+    is_broken[1, 0] = is_broken[2, 1] = True
+    assert bool(keys[is_broken].isnan().all())
+    assert torch.equal(keys[~is_broken], key[~is_broken])
+
+
 def test_a_row_has_its_bits_whoever_is_beside_it() -> None:
     x, cos, sin = torch.randn(5, 2, 24), torch.rand(5, 1, 24), torch.rand(5, 1, 24)
     assert torch.equal(row_triton.rotate(x, cos, sin)[2:3], row_triton.rotate(x[2:3], cos[2:3], sin[2:3]))

@@ -39,7 +39,9 @@ _LARGEST_EXPONENT = tl.constexpr(80.0)  # tanh is 1 in float32 long before e to 
 @triton.jit
 def _capped(score, softcap):
     """`softcap * tanh(score / softcap)`."""
-    exponent = tl.minimum(score * (2.0 / softcap), _LARGEST_EXPONENT)
+    exponent = score * (2.0 / softcap)
+    # Not `tl.minimum`, which would make a number of what is none.
+    exponent = tl.where(exponent > _LARGEST_EXPONENT, _LARGEST_EXPONENT, exponent)
     return softcap * (1.0 - 2.0 / (tl.exp(exponent) + 1.0))
 
 

@@ -124,15 +124,23 @@ def _write(
     HEAD_DIM: tl.constexpr,
     DIMS: tl.constexpr,
 ):
-    """One program per row and key head."""
+    """One program per row and key head.
+
+    A row that does not see a key multiplies its value by 0, which makes no number of an infinite one. So numbers of a
+    value that are not finite are stored as 0, behind a key of which nothing is a number: only rows that see it suffer.
+    """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     dim = tl.arange(0, DIMS)
     real = dim < HEAD_DIM
     to = head.to(tl.int64) * cache_head + tl.load(slots + row) * HEAD_DIM + dim
-    new_key = tl.load(key + row * key_row + head * key_head + dim, mask=real)
-    new_value = tl.load(value + row * value_row + head * value_head + dim, mask=real)
+    new_key = tl.load(key + row * key_row + head * key_head + dim, mask=real, other=0.0).to(tl.float32)
+    new_value = tl.load(value + row * value_row + head * value_head + dim, mask=real, other=0.0)
+    new_value = new_value.to(values.dtype.element_ty).to(tl.float32)  # as it is kept
+    is_finite = tl.abs(new_value) < float("inf")
+    is_broken = tl.max(tl.where(is_finite, 0, 1), 0) > 0
+    new_key = tl.where(is_broken, float("nan"), new_key)
     tl.store(keys + to, new_key.to(keys.dtype.element_ty), mask=real)
-    tl.store(values + to, new_value.to(values.dtype.element_ty), mask=real)
+    tl.store(values + to, tl.where(is_finite, new_value, 0.0).to(values.dtype.element_ty), mask=real)
 
 
 def operand(x: Tensor) -> tl.dtype:
