@@ -12,8 +12,8 @@ from torch import Tensor
 
 from foretoken.heads.medusa import MedusaHead
 from foretoken.model.graphs import cache
-from foretoken.model.graphs.cache import MANY_ROWS, NO_MEMORY, REPLAYED, Capture, Step
-from foretoken.model.graphs.choice import PACKED, are_wanted
+from foretoken.model.graphs.cache import FAILED, MANY_ROWS, NO_MEMORY, REPLAYED, Capture, Step
+from foretoken.model.graphs.choice import PACKED, NotCaptured, are_wanted, tell_of
 from foretoken.model.graphs.shape import ROW_BUCKETS
 from foretoken.model.interface import SharesModules, SharesWeights
 from foretoken.model.layers import Linear
@@ -39,7 +39,8 @@ class MedusaGraphs:
         self.logits = torch.zeros(
             *(config.num_heads, MAX_STATES, len(head.vocabulary.ids)), dtype=weight.dtype, device=weight.device
         )
-        self._graphs: dict[tuple[int, int], Step | None] = {}
+        self._graphs: dict[tuple[int, int], Step] = {}
+        self._refused: dict[tuple[int, int], str] = {}  # by the reason
         self._marks: tuple[object, ...] = ()
 
     def run(self, states: Tensor, num_places: int) -> Tensor | None:
@@ -50,12 +51,12 @@ class MedusaGraphs:
             self.steps[MANY_ROWS] += 1
             return None
         self.states[: len(states)].copy_(states)
-        graph = self._graph((ROW_BUCKETS[bisect_left(ROW_BUCKETS, len(states))], num_places))
+        shape = ROW_BUCKETS[bisect_left(ROW_BUCKETS, len(states))], num_places
+        graph = self._graph(shape)
+        self.steps[self._refused.get(shape, REPLAYED)] += 1
         if graph is None:
-            self.steps[NO_MEMORY] += 1
             return None
         graph()
-        self.steps[REPLAYED] += 1
         return self.logits[:num_places, : len(states)]
 
     def step(self, num_rows: int, num_places: int) -> None:
@@ -65,17 +66,21 @@ class MedusaGraphs:
             self.logits[number, :num_rows].copy_(self.head.predict(number, normed, None, self.target))
 
     def _graph(self, shape: tuple[int, int]) -> Step | None:
-        """The graph for so many rows and places, captured when it is first wanted; None: no memory for it."""
+        """The graph for so many rows and places, captured when it is first wanted; None where that was refused."""
         marks = tuple(matrix.weight for matrix in self._matrices)
         if len(marks) != len(self._marks) or any(map(is_not, marks, self._marks)):
             self._graphs.clear()
             self._marks = marks
-        if shape not in self._graphs:
+        if shape not in self._graphs and shape not in self._refused:
             try:
                 self._graphs[shape] = self.capture(lambda: self.step(*shape))
             except torch.OutOfMemoryError:
-                self._graphs[shape] = None
-        return self._graphs[shape]
+                self._refused[shape] = NO_MEMORY
+            except NotCaptured as failure:
+                if FAILED not in self._refused.values():
+                    tell_of(failure)
+                self._refused[shape] = FAILED
+        return self._graphs.get(shape)
 
 
 def medusa_graphs(head: MedusaHead, target: SharesWeights) -> MedusaGraphs | None:

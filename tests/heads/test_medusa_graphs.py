@@ -9,8 +9,8 @@ from torch import Tensor
 from foretoken.errors import ConfigError
 from foretoken.heads.medusa import MedusaHead
 from foretoken.heads.medusa_graphs import MAX_STATES, medusa_graphs
-from foretoken.model.graphs.cache import MANY_ROWS, NO_MEMORY, REPLAYED, Step
-from foretoken.model.graphs.choice import GRAPHS_VARIABLE
+from foretoken.model.graphs.cache import FAILED, MANY_ROWS, NO_MEMORY, REPLAYED, Step
+from foretoken.model.graphs.choice import GRAPHS_VARIABLE, GraphWarning, NotCaptured
 from foretoken.model.paged import PagedModel
 from tests.helpers.checkpoints import randomise
 from tests.helpers.emulated_graphs import EmulatedCapture, emulated_graphs, memory_of
@@ -73,11 +73,19 @@ def test_other_matrices_are_captured_anew_and_no_memory_is_no_fault() -> None:
         assert graphs.run(states, 1) is None
         graphs.capture = EmulatedCapture()  # which is not asked for what there was no memory for
         assert graphs.run(states, 1) is None
-    assert graphs.steps == {REPLAYED: 2, NO_MEMORY: 2}
+        graphs.capture = _not_captured
+        with pytest.warns(GraphWarning, match="FORETOKEN_GRAPHS=off"):
+            assert graphs.run(states[:1], 1) is None
+        assert graphs.run(states[:1], 2) is None  # said once
+    assert graphs.steps == {REPLAYED: 2, NO_MEMORY: 2, FAILED: 2}
 
 
 def _without_memory(step: Step) -> Step:
     raise torch.OutOfMemoryError
+
+
+def _not_captured(step: Step) -> Step:
+    raise NotCaptured from RuntimeError("not permitted")
 
 
 def test_heads_without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from foretoken.model.attention.paged import PagedAttention
 from foretoken.model.decoder import Decoder
 from foretoken.model.graphs import cache
 from foretoken.model.graphs.cache import CudaCapture, Step
-from foretoken.model.graphs.choice import GRAPHS_VARIABLE, takes_graphs
+from foretoken.model.graphs.choice import GRAPHS_VARIABLE, GraphWarning, NotCaptured, takes_graphs
 from foretoken.model.graphs.shape import MAX_ROWS, ROW_BUCKETS, StepShape
 from foretoken.model.interface import EarlySegment, Segment
 from foretoken.model.layers import MkldnnWeight
@@ -204,6 +204,30 @@ def _without_memory(step: Step) -> Step:
     raise torch.OutOfMemoryError
 
 
+def _not_captured(step: Step) -> Step:
+    raise NotCaptured from RuntimeError("CUDA error: not permitted when stream is capturing\nSearch for it")
+
+
+def test_a_capture_that_fails_is_told_once_and_steps_run_as_usual(
+    graphs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = decoder_of("llama")
+    model, expected = PagedModel(decoder, 400, BLOCK), rounds(usual(decoder))
+    assert model.graphs is not None
+    model.graphs.capture = _not_captured
+    said = r"could not be captured \(RuntimeError: CUDA error: .* capturing\).*slower; FORETOKEN_GRAPHS=off leaves"
+    with pytest.warns(GraphWarning, match=said) as told:
+        torch.testing.assert_close(rounds(model), expected, **TOLERANCE)
+    assert len(told) == 1
+    assert set(model.graphs.steps) == {cache.FAILED}
+    monkeypatch.setenv(GRAPHS_VARIABLE, "on")
+    model = PagedModel(decoder, 400, BLOCK)
+    assert model.graphs is not None
+    model.graphs.capture = _not_captured
+    with pytest.raises(ConfigError, match=r"FORETOKEN_GRAPHS='on': .*capturing\); leave it unset"):
+        model.capture_ahead((), has_trees=False)
+
+
 def test_without_memory_for_buffers_the_remedy_is_told(graphs: None, monkeypatch: pytest.MonkeyPatch) -> None:
     model = PagedModel(decoder_of("llama"), 400, BLOCK)
     assert model.graphs is not None
@@ -360,7 +384,16 @@ def test_cuda_is_called_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     later captures share.
     """
     cuda = mock.MagicMock()
-    for name in ("device", "graph_pool_handle", "Stream", "current_stream", "stream", "CUDAGraph", "graph"):
+    for name in (
+        "device",
+        "graph_pool_handle",
+        "Stream",
+        "current_stream",
+        "stream",
+        "set_stream",
+        "CUDAGraph",
+        "graph",
+    ):
         monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
     capture = CudaCapture(torch.device("cuda:1"))
     replays = [capture(cuda.step) for _ in range(2)]
@@ -378,3 +411,10 @@ def test_cuda_is_called_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(torch.OutOfMemoryError):
         capture(cuda.step)
     assert [name for name, _, _ in cuda.mock_calls if name in turn] == turn[:4]  # what was begun ends before more is
+    cuda.reset_mock(side_effect=True)
+    cuda.graph.return_value.__exit__ = mock.Mock(side_effect=RuntimeError("previous error during capture"))
+    cuda.step.side_effect = [None, RuntimeError("not permitted")]
+    with pytest.raises(NotCaptured) as failed:
+        capture(cuda.step)
+    assert str(failed.value.__cause__) == "not permitted"
+    cuda.set_stream.assert_called_with(cuda.current_stream())  # torch leaves the stream of such a capture in its place

@@ -17,7 +17,7 @@ from foretoken.kv.pool import KVPool
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.attention.fused import FusedAttention, WorkNumbers, numbers_of
 from foretoken.model.decoder import Decoder
-from foretoken.model.graphs.choice import GRAPHS_VARIABLE
+from foretoken.model.graphs.choice import GRAPHS_VARIABLE, NotCaptured, tell_of
 from foretoken.model.graphs.shape import MAX_ROWS, ROW_BUCKETS, StepShape
 from foretoken.model.interface import ForwardOutput
 from foretoken.model.paged_cache import ForwardInputs
@@ -32,7 +32,7 @@ HEAD_NUMBERS, _TREE_NUMBERS = 32 * MAX_ROWS, 2 * MAX_ROWS * MAX_ROWS
 # Why a step is not replayed.
 REPLAYED, JOINED, TREES = "replayed", "rows that ran early", "trees in strict numerics"
 MANY_ROWS, MANY_NUMBERS = f"more than {MAX_ROWS} rows", "block tables too long"
-MANY_GRAPHS, NO_MEMORY = f"more than {MAX_GRAPHS} shapes", "no memory"
+MANY_GRAPHS, NO_MEMORY, FAILED = f"more than {MAX_GRAPHS} shapes", "no memory", "the device did not capture it"
 
 
 class CudaCapture:
@@ -47,6 +47,7 @@ class CudaCapture:
 
         Raises:
             torch.OutOfMemoryError: no memory for what lies between its operations.
+            NotCaptured: it ran, and the device or a library refuses to capture it.
         """
         with torch.cuda.device(self._device):
             if self._shared is None:
@@ -59,9 +60,16 @@ class CudaCapture:
             finally:  # without memory for it the step is run as usual, behind what was begun here
                 current.wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            # Memory is shared by captures on one stream. Other threads may call what a capture forbids.
-            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                step()
+            try:
+                # Memory is shared by captures on one stream. Other threads may call what a capture forbids.
+                with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                    step()
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:  # of the end of a capture, behind what broke it
+                raise NotCaptured from error.__context__ or error
+            finally:
+                torch.cuda.set_stream(current)  # torch stays on the other one where a capture cannot be ended
         return graph.replay
 
 
@@ -82,7 +90,7 @@ class StepGraphs(ABC):
         num_numbers = HEAD_NUMBERS + _TREE_NUMBERS + 2 * (spare_slot // block_size) + MAX_ROWS
         self.block = torch.zeros(num_numbers, dtype=torch.int32, device=self._device)
         self._graphs: dict[StepShape, Step] = {}
-        self._without_memory: set[StepShape] = set()
+        self._refused: dict[StepShape, str] = {}  # by the reason
         self._marks: tuple[object, ...] = ()
 
     @property
@@ -172,16 +180,19 @@ class StepGraphs(ABC):
             self._marks = marks
         if shape in self._graphs:
             return self._graphs[shape], REPLAYED
-        if shape in self._without_memory:
-            return None, NO_MEMORY
+        if shape in self._refused:
+            return None, self._refused[shape]
         if len(self._graphs) == MAX_GRAPHS:
             return None, MANY_GRAPHS
         try:
             self._graphs[shape] = self.capture(lambda: self.step(shape))
         except torch.OutOfMemoryError:
-            self._without_memory.add(shape)
-            return None, NO_MEMORY
-        return self._graphs[shape], REPLAYED
+            self._refused[shape] = NO_MEMORY
+        except NotCaptured as failure:
+            if FAILED not in self._refused.values():
+                tell_of(failure)
+            self._refused[shape] = FAILED
+        return self._graphs.get(shape), self._refused.get(shape, REPLAYED)
 
 
 class GraphCache(StepGraphs):

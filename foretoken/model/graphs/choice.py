@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import os
+import warnings
+from contextlib import suppress
 
 from foretoken.errors import ConfigError
 from foretoken.model.attention.choice import AttentionKind
@@ -16,6 +18,14 @@ from foretoken.model.layers import Embedding, Linear
 GRAPHS_VARIABLE = "FORETOKEN_GRAPHS"
 OTHER_ATTENTION = "its attention is not the Triton kernel (FORETOKEN_ATTENTION=triton)"
 PACKED = "its weights are read by kernels of their own"
+
+
+class NotCaptured(RuntimeError):
+    """The device did not capture a step, which runs as usual there; its cause says why."""
+
+
+class GraphWarning(UserWarning):
+    """Steps run without graphs where they were to be captured; the message ends with a remedy."""
 
 
 def why_not(decoder: Decoder, attention: AttentionKind, cuts_rows: bool) -> str | None:
@@ -54,3 +64,18 @@ def are_wanted(what: str, reason: str | None) -> bool:
     if name == "on" and reason is not None:
         raise ConfigError(GRAPHS_VARIABLE, name, f"no step of this {what} can be captured: {reason}; leave it unset")
     return name != "off" and reason is None
+
+
+def tell_of(failure: NotCaptured) -> None:
+    """Warn of a step that was not captured.
+
+    Raises:
+        ConfigError: graphs were asked for.
+    """
+    cause = failure.__cause__ or failure
+    reason = f"a step could not be captured ({type(cause).__name__}: {str(cause).partition(chr(10))[0]})"
+    if os.environ.get(GRAPHS_VARIABLE) == "on":
+        raise ConfigError(GRAPHS_VARIABLE, "on", f"{reason}; leave it unset") from cause
+    with suppress(Warning):  # where the caller's filters make errors of warnings, the step still runs
+        words = f"{reason}, and runs without a graph, slower; {GRAPHS_VARIABLE}=off leaves all graphs out"
+        warnings.warn(GraphWarning(words), stacklevel=3)
