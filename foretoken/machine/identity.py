@@ -7,6 +7,7 @@ import importlib.metadata
 import platform
 import re
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,9 +104,16 @@ def machine() -> dict[str, Any]:
     if (memory := physical_bytes()) is not None:
         found["memory_gib"] = round(memory / 2**30, 1)
     if torch.cuda.is_available():
-        found["gpu"] = torch.cuda.get_device_name(0)
+        found["gpu"] = gpus([torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())])
     found["system"] = f"{platform.system()} {platform.machine()}"
     return found
+
+
+def gpus(names: Sequence[str]) -> str:
+    """Equal ones by their number, and different ones in the order of `cuda:N`: which of them ran is another field."""
+    if len({*names}) == 1:
+        return names[0] if len(names) == 1 else f"{len(names)} x {names[0]}"
+    return ", ".join(names)
 
 
 def versions() -> dict[str, str]:

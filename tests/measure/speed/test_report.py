@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from foretoken.errors import StorageError
 from foretoken.machine.identity import machine, versions
@@ -176,3 +177,19 @@ def test_caveats_for_widened_checkpoints_and_a_busy_machine(tmp_path):
     assert len(found) == 3
     assert "load average" in found[2]
     assert source_caveats(tmp_path / "missing", None, load=0.0) == []
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["NVIDIA H200"], "NVIDIA H200"),
+        (["NVIDIA H200", "NVIDIA H200"], "2 x NVIDIA H200"),
+        (["NVIDIA A100", "Tesla T4"], "NVIDIA A100, Tesla T4"),
+    ],
+)
+def test_a_machine_has_all_its_gpus(names: list[str], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run on `cuda:1` was not on the first one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(names))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: names[number])
+    assert machine()["gpu"] == expected
