@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,6 +58,57 @@ def test_a_done_part_is_not_repeated(tmp_path: Path) -> None:
     (tmp_path / "made").unlink()
     command.run_part(made, tmp_path, ABOUT | {"device": "cuda"}, 99.0)
     assert (tmp_path / "made").read_text() == "x"
+
+
+def test_the_log_of_a_part_that_is_ended_says_how_far_it_came(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    command.run_part(part("print('halfway'); import time; time.sleep(60)"), tmp_path, ABOUT, 5.1)
+    assert (tmp_path / "one.log").read_text() == "halfway\n"
+
+
+@pytest.mark.parametrize(
+    ("device", "visible", "expected"),
+    [("cuda:1", None, "1"), ("cuda:1", "4,7", "7"), ("cuda", "4,7", "4,7"), ("cuda", None, None), ("cpu", None, None)],
+)
+def test_tests_see_the_device_that_was_named(
+    device: str, visible: str | None, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They ask for `cuda`, which is the first one."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    (tests,) = [one for one in parts_of("smollm2", device, FULL) if one.name == "tests"]
+    assert command._environment(tests).get("CUDA_VISIBLE_DEVICES") == expected
+
+
+def test_other_devices_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _main(command.main, monkeypatch, "--out", str(tmp_path / "out"), "--device", "mps") == 2
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_changed_checkout_is_another_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FORETOKEN_COMMIT", raising=False)
+    monkeypatch.setattr(command, "_CHECKOUT", tmp_path)
+    assert command.commit() == "unknown"
+    who = dict.fromkeys(("GIT_AUTHOR_NAME", "GIT_COMMITTER_NAME", "GIT_AUTHOR_EMAIL", "GIT_COMMITTER_EMAIL"), "nobody")
+    file = tmp_path / "code.py"
+    file.write_text("1\n")
+    for words in (("init", "-q"), ("add", "code.py"), ("commit", "-qm", "one")):
+        subprocess.run(["git", *words], cwd=tmp_path, env={**os.environ, **who}, check=True)
+    found = [command.commit()]
+    for text in ("2\n", "3\n", "1\n"):
+        file.write_text(text)
+        found.append(command.commit())
+    assert re.fullmatch("[0-9a-f]{40}", found[0])
+    assert found[3] == found[0]
+    assert len({*found}) == 3
+    assert all(one.startswith(f"{found[0]}+") for one in found[1:3])
+
+
+def test_what_every_part_imports_is_looked_for() -> None:
+    project = tomllib.loads(Path("pyproject.toml").read_text("utf-8"))["project"]
+    needed = {re.split("[<>=]", one)[0] for one in project["dependencies"]}
+    assert needed <= {name for names in here._PACKAGES.values() for name in names}
 
 
 def test_the_plan() -> None:

@@ -10,16 +10,19 @@ same command goes on where it stopped: parts that are done on this device at thi
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from foretoken.errors import InputError
 from foretoken.files import to_json
 from foretoken.machine.identity import machine, versions
 from foretoken.measure.report import now
@@ -50,6 +53,8 @@ def main() -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
+    if re.fullmatch(r"cpu|cuda(:\d+)?", options.device) is None:
+        raise InputError("device", options.device, "use cuda, cuda:N, or cpu for a rehearsal")
     folder: Path = options.out.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     about = {"device": options.device, "commit": commit(), "machine": machine(), "versions": versions()}
@@ -109,7 +114,7 @@ def _outcome(part: Part, folder: Path, limit_s: float) -> tuple[str, str]:
         process = subprocess.Popen(
             part.command,
             cwd=_CHECKOUT if part.from_checkout else folder,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(_CHECKOUT), os.environ.get("PYTHONPATH", "")])},
+            env=_environment(part),
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
@@ -132,6 +137,16 @@ def _outcome(part: Part, folder: Path, limit_s: float) -> tuple[str, str]:
     return ("done", "") if _is_there(part, folder) else ("failed", "it wrote no result")
 
 
+def _environment(part: Part) -> dict[str, str]:
+    """Variables of a part's process. What it says stands in the log at once, also if it is ended."""
+    paths = os.pathsep.join([str(_CHECKOUT), os.environ.get("PYTHONPATH", "")])
+    found = {**os.environ, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"}
+    if part.only_gpu is not None:
+        visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+        found["CUDA_VISIBLE_DEVICES"] = visible[part.only_gpu] if part.only_gpu < len(visible) else str(part.only_gpu)
+    return found
+
+
 def _is_there(part: Part, folder: Path) -> bool:
     return part.out is None or (folder / part.out).exists()
 
@@ -148,16 +163,22 @@ def _same(known: Mapping[str, Any], about: Mapping[str, Any]) -> bool:
     return all(known.get(name) == about[name] for name in ("device", "commit", "machine"))
 
 
-def commit(words: Sequence[str] = ("git", "rev-parse", "HEAD")) -> str:
-    """The checkout's commit; `FORETOKEN_COMMIT` where it was copied without its history."""
+def commit() -> str:
+    """The checkout's commit, and a fingerprint of what was changed since in files that it has; `FORETOKEN_COMMIT` where
+    it was copied without its history.
+    """
     given = os.environ.get("FORETOKEN_COMMIT")
     if given:
         return given
     try:
-        found = subprocess.run(words, capture_output=True, text=True, check=True, timeout=10)
+        found, changes = (
+            subprocess.run(one, cwd=_CHECKOUT, capture_output=True, check=True, timeout=10).stdout
+            for one in (("git", "rev-parse", "HEAD"), ("git", "diff", "HEAD"))
+        )
     except (OSError, subprocess.SubprocessError):
         return "unknown"
-    return found.stdout.strip()
+    changed = f"+{hashlib.sha256(changes).hexdigest()[:12]}" if changes else ""
+    return found.decode().strip() + changed
 
 
 if __name__ == "__main__":

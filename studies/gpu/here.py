@@ -17,7 +17,10 @@ from foretoken.printing.console import Console
 from studies.command import exit_code_of, record
 
 _PACKAGES = {
-    "every part": ("torch", "safetensors", "tokenizers", "numpy", "jinja2", "typer", "rich", "huggingface_hub"),
+    "every part": (
+        *("torch", "safetensors", "tokenizers", "numpy", "jinja2", "typer", "rich", "huggingface_hub"),
+        *("httpx2", "filelock"),
+    ),
     "the tests": ("pytest", "transformers", "hypothesis", "scipy"),
     "kernels of a GPU": ("triton",),
 }

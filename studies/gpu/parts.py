@@ -54,7 +54,8 @@ class Part:
     """A command that runs for at most `limit_s`; `out` is the file or folder that it writes in the folder of the run.
 
     It is started there, so that no result names a folder of this machine, or in the checkout (`from_checkout`). A line
-    of its output that ends with `means_nothing_ran` says that it measured nothing.
+    of its output that ends with `means_nothing_ran` says that it measured nothing. A command that knows no devices sees
+    `only_gpu` alone.
     """
 
     name: str
@@ -63,15 +64,19 @@ class Part:
     out: str | None = None
     from_checkout: bool = False
     means_nothing_ran: str | None = None
+    only_gpu: int | None = None
 
 
 def parts_of(source: str, device: str, scale: Scale) -> list[Part]:
     """What is run with the checkpoint `source`, in order: what is right, then how fast it is."""
     skipped = None if device == "cpu" else "no CUDA device"
-    pytest = (sys.executable, "-m", "pytest", "-q", "-rs", "-m", "gpu", *_TESTS)
+    # Each test has a line: of those that do not end in their time, the log says how far they came.
+    pytest = (sys.executable, "-m", "pytest", "-v", "-rs", "-m", "gpu", *_TESTS)
+    _, _, number = device.partition(":")
+    only_gpu = int(number) if number else None
     found = [
         study("machine", ["gpu.here", "--device", device], 60),
-        Part("tests", pytest, 180, from_checkout=True, means_nothing_ran=skipped),
+        Part("tests", pytest, 300, from_checkout=True, means_nothing_ran=skipped, only_gpu=only_gpu),
         study("copy", ["gpu.copy_bandwidth", "--device", device, "--mebibytes", str(scale.mebibytes)], 60),
     ]
     checkpoint = ("studies.gpu.checkpoint", "--source", source, "--to", AS_IS, "--out", TARGET)
