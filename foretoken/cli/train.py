@@ -50,7 +50,7 @@ def lm(
     init: Annotated[
         str | None, typer.Option(help="Start from this model of the same shape instead of random weights.")
     ] = None,
-    device: Annotated[str, typer.Option(help="Where to train: cpu or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(help="Device to train on: auto, cpu, cuda, cuda:N.")] = "cpu",
     as_json: JsonOption = False,
 ) -> None:
     """Train a small Llama-style model on the Python standard library that is on this machine."""

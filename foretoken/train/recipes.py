@@ -16,6 +16,7 @@ from foretoken.files import check_folder
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.decoder import Decoder
 from foretoken.model.loader import load_decoder
+from foretoken.model.open import open_device
 from foretoken.model.saving import save_checkpoint
 from foretoken.printing.console import Console
 from foretoken.text.tokenizer import load_tokenizer
@@ -109,10 +110,7 @@ def train_lm(
     Raises:
         ConfigError, MismatchError, StorageError; KeyboardInterrupt after the state is saved.
     """
-    if device.partition(":")[0] not in ("cpu", "cuda"):
-        raise ConfigError("device", device, "use cpu, cuda or cuda:N")
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError("device", device, "this machine has no CUDA device that torch can use; use cpu")
+    place = open_device(device)
     for name in ("length", "final_length"):
         if getattr(config, name) > CONTEXT_TOKENS:
             raise ConfigError(
@@ -128,8 +126,8 @@ def train_lm(
     decoder.initialise(config.seed)
     if init is not None:
         decoder = _start_from(init, decoder.config)
-    teacher_decoder = None if teacher is None else _load_teacher(teacher, tokenizer, device)
-    trainer = Trainer(decoder.to(device), data, config, out, teacher_decoder)
+    teacher_decoder = None if teacher is None else _load_teacher(teacher, tokenizer, place)
+    trainer = Trainer(decoder.to(place), data, config, out, teacher_decoder)
     result = trainer.run()
     folder = out / "model"
     save_checkpoint(decoder.to(device="cpu", dtype=torch.bfloat16), decoder.config, folder)
@@ -150,7 +148,7 @@ def _start_from(folder: Path, config: ModelConfig) -> Decoder:
     return decoder.requires_grad_(True)
 
 
-def _load_teacher(folder: Path, tokenizer: Tokenizer, device: str) -> Decoder:
+def _load_teacher(folder: Path, tokenizer: Tokenizer, device: torch.device) -> Decoder:
     teacher = load_decoder(folder, dtype="float32", device=device, pack=False)
     teacher.requires_grad_(False)
     if teacher.config.vocab_size != tokenizer.get_vocab_size():

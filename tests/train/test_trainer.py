@@ -14,6 +14,7 @@ import torch
 from foretoken.errors import CheckpointError, ConfigError, StorageError
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.decoder import Decoder
+from foretoken.train.recipes import ModelSize, train_lm
 from foretoken.train.train_config import TrainConfig
 from foretoken.train.trainer import Data, Trainer
 
@@ -142,3 +143,17 @@ def test_an_unwritable_folder_is_named(tmp_path: Path) -> None:
 def test_bad_settings_are_refused(field: str, value: float) -> None:
     with pytest.raises(ConfigError):
         dataclasses.replace(CONFIG, **{field: value})
+
+
+@pytest.mark.parametrize(
+    ("device", "said"), [("cuda:9", "this machine has 1 CUDA devices"), ("cpu:x", "use auto, cpu"), ("mps", "use auto")]
+)
+def test_a_device_that_is_not_here_is_refused_first(
+    device: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before half a minute of reading."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigError, match=f"device='{device}': {said}"):
+        train_lm(tmp_path / "run", ModelSize(64, 64, 1, 1, 1), CONFIG, device=device)
+    assert not (tmp_path / "run").exists()
