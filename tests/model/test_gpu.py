@@ -160,6 +160,29 @@ def test_strict_rows_have_the_same_bits(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("graphs", ["off", "on"])
+@pytest.mark.parametrize("parents", [(-1, 0, 1), (-1, -1, 0)], ids=["chain", "tree"])
+def test_a_draft_token_that_overflows_harms_only_itself(
+    parents: tuple[int, ...], graphs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Token 96 gives NaN: the rows before and beside it, which share its tile, have the bits that they have without."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv(GRAPHS_VARIABLE, graphs)
+    there = model(variant(tmp_path, "llama"), torch.bfloat16, GPU)
+    with torch.no_grad():
+        there.decoder.embedding.weight[96] = float("nan")
+    there.open(0)
+    there.forward(to_device(token_ids(20), there.device), [Segment(0, 20)])
+    there.commit(0, 20)
+    clean, poisoned = (
+        there.forward(to_device((1, 2, own, own), there.device), [Segment(0, 1, parents, 4)]).logits for own in (3, 96)
+    )
+    assert torch.equal(poisoned[:2], clean[:2])
+    assert bool(poisoned[2:].isnan().all())
+    assert bool(clean.isfinite().all())
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss"])
 def test_experts_are_replayed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model with experts, without graphs and with them, in float32: in 16 bit a row may choose another expert."""
