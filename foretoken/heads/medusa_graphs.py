@@ -26,6 +26,9 @@ class MedusaGraphs:
     """Runs `head`, whose heads do not see one another's tokens, for `target`; `matrices` are all that a step reads.
 
     `steps` counts what was replayed, and what was not by the reason.
+
+    Raises:
+        CapacityError: no memory for states and logits.
     """
 
     def __init__(self, head: MedusaHead, target: PagedModel, matrices: Sequence[Linear]) -> None:
@@ -34,11 +37,10 @@ class MedusaGraphs:
         self.steps: Counter[str] = Counter()
         config, weight = head.config, matrices[0].weight
         assert weight is not None
-        self.states = torch.zeros(MAX_STATES, config.hidden_size, dtype=weight.dtype, device=weight.device)
+        dtype, device = weight.dtype, weight.device
+        self.states = cache.buffer_of((MAX_STATES, config.hidden_size), dtype, device)
         # What a step computes for all rows of its bucket, until the next one.
-        self.logits = torch.zeros(
-            *(config.num_heads, MAX_STATES, len(head.vocabulary.ids)), dtype=weight.dtype, device=weight.device
-        )
+        self.logits = cache.buffer_of((config.num_heads, MAX_STATES, len(head.vocabulary.ids)), dtype, device)
         self._graphs: dict[tuple[int, int], Step] = {}
         self._refused: dict[tuple[int, int], str] = {}  # by the reason
         self._marks: tuple[object, ...] = ()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import Tensor
 
-from foretoken.errors import ConfigError
+from foretoken.errors import CapacityError, ConfigError
 from foretoken.heads.medusa import MedusaHead
 from foretoken.heads.medusa_graphs import MAX_STATES, medusa_graphs
 from foretoken.model.graphs.cache import FAILED, MANY_ROWS, NO_MEMORY, REPLAYED, Step
@@ -78,6 +80,14 @@ def test_other_matrices_are_captured_anew_and_no_memory_is_no_fault() -> None:
             assert graphs.run(states[:1], 1) is None
         assert graphs.run(states[:1], 2) is None  # said once
     assert graphs.steps == {REPLAYED: 2, NO_MEMORY: 2, FAILED: 2}
+
+
+def test_without_memory_for_buffers_the_remedy_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with emulated_graphs():
+        head, target = parts("medusa")
+        monkeypatch.setattr(torch, "zeros", mock.Mock(side_effect=torch.OutOfMemoryError))
+        with pytest.raises(CapacityError, match=rf"smaller cache_tokens, or set {GRAPHS_VARIABLE}=off"):
+            medusa_graphs(head, target)
 
 
 def _without_memory(step: Step) -> Step:

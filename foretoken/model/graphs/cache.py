@@ -73,6 +73,22 @@ class CudaCapture:
         return graph.replay
 
 
+def buffer_of(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros that captured steps write into, or read.
+
+    Raises:
+        CapacityError: no memory for them.
+    """
+    try:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    except torch.OutOfMemoryError as error:
+        num_bytes = math.prod(shape) * dtype.itemsize
+        raise CapacityError(
+            f"no memory for {num_bytes / 2**20:,.0f} MiB beside weights and cache that captured steps write into; "
+            f"give a smaller cache_tokens, or set {GRAPHS_VARIABLE}=off"
+        ) from error
+
+
 class StepGraphs(ABC):
     """Graphs of one kind of step: `layers` over rows of `pool`, whose last slots, from `spare_slot` on, belong to no
     sequence.
@@ -88,7 +104,7 @@ class StepGraphs(ABC):
         self.tokens = self.buffer(dtype=torch.int64)
         # Sequences may share blocks: their tables are longer than the pool then.
         num_numbers = HEAD_NUMBERS + _TREE_NUMBERS + 2 * (spare_slot // block_size) + MAX_ROWS
-        self.block = torch.zeros(num_numbers, dtype=torch.int32, device=self._device)
+        self.block = buffer_of((num_numbers,), torch.int32, self._device)
         self._graphs: dict[StepShape, Step] = {}
         self._refused: dict[StepShape, str] = {}  # by the reason
         self._marks: tuple[object, ...] = ()
@@ -115,14 +131,7 @@ class StepGraphs(ABC):
         Raises:
             CapacityError: no memory for it.
         """
-        try:
-            return torch.zeros(MAX_ROWS, *size, dtype=dtype, device=self._device)
-        except torch.OutOfMemoryError as error:
-            num_bytes = MAX_ROWS * math.prod(size) * dtype.itemsize
-            raise CapacityError(
-                f"no memory for {num_bytes / 2**20:,.0f} MiB beside weights and cache that captured steps write into; "
-                f"give a smaller cache_tokens, or set {GRAPHS_VARIABLE}=off"
-            ) from error
+        return buffer_of((MAX_ROWS, *size), dtype, self._device)
 
     def replay(
         self, inputs: ForwardInputs, rows: Sequence[tuple[Tensor, Tensor]], taps: Sequence[int] = ()
