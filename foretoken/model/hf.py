@@ -284,15 +284,17 @@ def _new_cache(config: _Foreign) -> _Foreign:
     None where a layer keeps something else, which cannot be cut back, or where the mask needs to know that old keys are
     gone.
     """
-    from transformers.cache_utils import DummyLayer, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+    from transformers import cache_utils
+    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+    known = {DynamicLayer, DynamicSlidingWindowLayer, getattr(cache_utils, "DummyLayer", None)}  # later than 5.17
     try:
         cache = DynamicCache(config=config)
     except (AttributeError, KeyError, TypeError, ValueError):  # a cache of the family's own making
         return None
     kinds = {type(layer) for layer in cache.layers}
     types = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
-    if not kinds or kinds - {DynamicLayer, DynamicSlidingWindowLayer, DummyLayer} or "chunked_attention" in types:
+    if not kinds or kinds - known or "chunked_attention" in types:
         return None
     cache.layers = [DynamicLayer() if type(layer) is DynamicSlidingWindowLayer else layer for layer in cache.layers]
     # A decoder may have more layers than the configuration counts: the encoder's.

@@ -14,9 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoConfig, cache_utils
 
 from foretoken.errors import CapacityError, CheckpointError
-from foretoken.model.hf import TransformersModel
+from foretoken.model.hf import TransformersModel, _new_cache
 from foretoken.model.interface import LanguageModel, Segment
 from tests.helpers.checkpoints import randomise, tiny_checkpoint, token_ids, transformers_logits
 from tests.helpers.families import WINDOW, family_model, write_family
@@ -322,7 +323,7 @@ def test_nothing_of_transformers_reaches_the_terminal(tmp_path: Path, folders: d
     )
     (tmp_path / "config.json").write_text((folders["mamba"] / "config.json").read_text())
     program = f"""
-from foretoken.model.hf import TransformersModel
+from foretoken.model.hf import TransformersModel, _new_cache
 from pathlib import Path
 from huggingface_hub.utils import are_progress_bars_disabled
 from transformers.utils import logging
@@ -364,3 +365,10 @@ def test_e1_a_head_of_its_own_is_read_whatever_the_configuration_says(
     model.open(1)
     close(model.forward(torch.tensor(ids), [Segment(1, 9, num_logits=9)]).logits, transformers_logits(tmp_path, ids))
     assert torch.equal(model._model.get_output_embeddings().weight, head)
+
+
+def test_the_oldest_transformers_has_a_kind_of_layer_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """5.17, which the project allows."""
+    monkeypatch.delattr(cache_utils, "DummyLayer", raising=False)
+    cache = _new_cache(AutoConfig.for_model("llama", num_hidden_layers=2))
+    assert [type(layer) for layer in cache.layers] == [cache_utils.DynamicLayer] * 2
