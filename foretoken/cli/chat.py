@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -131,7 +132,7 @@ class _Lines:
         except KeyboardInterrupt:
             if not self._is_interactive:
                 raise
-            console.line()
+            Console().line()  # `console` may still hold the piece that it wrote just then, and would write it again
             return
         if self._as_json:
             print_json(as_json_object(output))
@@ -141,6 +142,9 @@ class _Lines:
 
 def _typed_lines() -> Iterator[str]:
     """Lines typed at a prompt, until the end of input; a second Ctrl-C in a row ends the program."""
+    with suppress(ImportError):  # Windows has none
+        # Without it `input` gets what the terminal keeps of a line: on Linux its first 4095 bytes, on macOS 1024.
+        import readline  # noqa: F401
     was_stopped = False
     while True:
         try:

@@ -346,6 +346,28 @@ def test_ctrl_c_at_the_prompt_ends_the_second_time(
     assert done.err.count(chat._AGAIN) == 2
 
 
+def test_what_ctrl_c_found_half_written_is_not_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal that reads slowly is interrupted while a coloured piece is flushed."""
+
+    class Slow(io.StringIO):
+        num_flushed = 0
+
+        def isatty(self) -> bool:
+            return True
+
+        def flush(self) -> None:
+            self.num_flushed += 1
+            if self.num_flushed == 1:
+                raise KeyboardInterrupt
+
+    screen = Slow()
+    monkeypatch.setattr("sys.stdout", screen)
+    talk = SimpleNamespace(answer=lambda _line, on_piece: on_piece("said", "underline"))
+    chat._Lines(talk, True, False)._answer("ab")  # type: ignore[arg-type]
+    assert screen.getvalue().count("said") == 1
+    assert screen.getvalue().endswith("\n")
+
+
 def test_colours_follow_the_tokens_and_leave_the_text_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a terminal only; a stop string is withheld in colour too."""
     assert llm.tokenizer is not None
