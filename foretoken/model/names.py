@@ -6,6 +6,7 @@ GGUF file, or an id of the Hugging Face hub. Nothing here imports torch.
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from pathlib import Path
@@ -20,6 +21,7 @@ REFERENCE_PREFIX = "reference:"
 _REFERENCE_FOLDER = Path(__file__).resolve().parents[2] / "tests" / "reference"
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "vocab.txt", "merges.txt"]
 _HUB_SKIPPED = ["consolidated*", "original/*"]  # the same weights once more, in their maker's own layout
+_MEANT = f"give the folder of a checkpoint, a GGUF file, a hub id, or {DEFAULT_MODEL}"
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -50,9 +52,7 @@ def model_folder(name: str | Path) -> Path:
             return path
         raise CheckpointError(f"{path} is a file; give the folder that holds config.json, or a .gguf file")
     if isinstance(name, Path) or not _HUB_ID.fullmatch(text) or text[0] == ".":
-        raise CheckpointError(
-            f"folder {path} does not exist; give the folder of a checkpoint, a GGUF file, a hub id, or {DEFAULT_MODEL}"
-        )
+        raise CheckpointError(f"folder {path} does not exist; {_MEANT}")
     return _snapshot(text)
 
 
@@ -98,8 +98,11 @@ def _snapshot(hub_id: str) -> Path:
             huggingface_hub.snapshot_download(hub_id, allow_patterns=_HUB_PATTERNS, ignore_patterns=_HUB_SKIPPED)
         )
     except Exception as error:  # network, access and cache errors of the hub have no common base
-        offline = " (HF_HUB_OFFLINE is set)" if huggingface_hub.constants.HF_HUB_OFFLINE else ""
+        offline = "HF_HUB_OFFLINE is set, " if huggingface_hub.constants.HF_HUB_OFFLINE else ""
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        near = difflib.get_close_matches(hub_id, PACKAGED, n=1)
         raise CheckpointError(
-            f"{hub_id!r} is neither a local folder nor available from the Hugging Face hub{offline}: {reason}"
+            f"{hub_id!r} is neither a local folder nor available from the Hugging Face hub "
+            f"({offline}{reason.removeprefix('Got: ').rstrip('.')}); "
+            + (f"did you mean {near[0]!r}?" if near else _MEANT)
         ) from error
