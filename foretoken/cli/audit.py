@@ -60,6 +60,8 @@ def audit(
 ) -> None:
     """Check greedy equality, the distribution of sampled tokens, seeds, logits and cache; exit code 5 if anything
     fails.
+
+    Where no drafter, draft or head is named, it is ngram with 5 draft tokens.
     """
     options = _options(context) if backend is None else _backend_options(context, backend)
     report = _run(options, prompts, out)
