@@ -44,7 +44,10 @@ def test_a_hub_id_is_fetched_without_pickles_and_its_failure_is_ours(
     assert model_folder("some/model") == tmp_path
     assert asked[0][0] == "some/model"
     assert not any(pattern.endswith((".bin", ".pt", "*")) for pattern in asked[0][1])
-    with pytest.raises(CheckpointError, match=r"'other/model' is neither a local folder nor .* \(no such snapshot\); give the folder of "):
+    with pytest.raises(
+        CheckpointError,
+        match=r"'other/model' is neither a local folder nor .* \(no such snapshot\); give the folder of ",
+    ):
         model_folder("other/model")
     with pytest.raises(CheckpointError, match=r"\(no such snapshot\); did you mean 'smollm2'\?$"):
         model_folder("smolm2")
