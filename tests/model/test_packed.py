@@ -278,6 +278,9 @@ def test_broken_tensors_are_refused_by_name(
 def test_broken_settings_are_refused(
     source: Path, tmp_path: Path, form: str, changes: dict[str, Any], kind: type[Exception], message: str
 ) -> None:
+        ("gptq", {"format": "gptq_p"}, UnsupportedModelError, "format='gptq_p'"),
+        ("gptq", {"rotation": "hadamard"}, UnsupportedModelError, "rotation='hadamard'"),
+        ("awq", {"rotation": "random"}, UnsupportedModelError, "rotation='random'"),
     folder = write_packed(tmp_path / "packed", source, FORMS[form])
     edit_config(folder, **changes)
     with pytest.raises(kind, match=message):

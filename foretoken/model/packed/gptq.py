@@ -48,9 +48,11 @@ class GptqFormat:
         bits = fields.whole("bits")
         if bits not in (4, 8):
             raise UnsupportedModelError(f"{fields.where}: bits={bits} of GPTQ is not read here: 4 and 8 are")
-        version = fields.text("checkpoint_format", "gptq")
+        key = "checkpoint_format" if fields.has("checkpoint_format") else "format"  # the older of two names
+        version = fields.text(key, "gptq")
         if version not in _OFFSETS or fields.flag("is_marlin_format"):
-            raise UnsupportedModelError(f"{fields.where}: checkpoint_format={shown(version)} is not read here")
+            raise UnsupportedModelError(f"{fields.where}: {key}={shown(version)} is not read here")
+        check_rotation(fields)
         if fields.text("pack_dtype", "int32") != "int32":
             raise UnsupportedModelError(
                 f"{fields.where}: pack_dtype={shown(fields.raw['pack_dtype'])} is not read here"
@@ -107,6 +109,18 @@ class GptqFormat:
 
 
 def group_of(fields: Fields, key: str) -> int | None:
+def check_rotation(fields: Fields) -> None:
+    """Refuse matrices whose inputs have to be rotated (QuaRot, Ashkboos et al. 2404.00456), as GPTQModel writes them.
+
+    Raises:
+        CheckpointError: a value of the wrong type.
+        UnsupportedModelError: there is a rotation.
+    """
+    rotation = fields.text("rotation")
+    if rotation is not None:
+        raise UnsupportedModelError(f"{fields.where}: rotation={shown(rotation)} is not read here")
+
+
     """A group size; None for -1, one scale per output.
 
     Raises:
@@ -183,6 +197,7 @@ class AwqFormat:
         if version.lower() != "gemm":
             raise UnsupportedModelError(f"{fields.where}: version={shown(version)} of AWQ is not read here: gemm is")
         return cls(group_of(fields, "group_size" if fields.has("group_size") else "q_group_size"))
+        check_rotation(fields)
 
     def base_of(self, name: str, stored: str) -> str | None:  # noqa: ARG002 - the name tells
         """See `PackedFormat`."""
