@@ -92,19 +92,21 @@ def gptq(bits: int = 4, group: int = 32, symmetric: bool = True, offset: int = 1
         plain = torch.arange(width) // (width if group == -1 else group)
         return plain[torch.randperm(width, generator=torch.Generator().manual_seed(1))] if ordered else plain
 
+    ones = offset * {4: 0x11111111, 8: 0x01010101}[bits]  # GPTQModel takes them from whole words
+
     def pack(weight: Tensor) -> State:
         groups = groups_of(weight.shape[1])
         codes, scales, zeros = affine(weight, bits, groups, symmetric, torch.float16)
         return {
             "qweight": packed_words(codes, bits).t(),
-            "qzeros": packed_words((zeros.t() - offset) % 2**bits, bits),
+            "qzeros": packed_words(zeros.t(), bits) - ones,
             "scales": scales.t(),
             "g_idx": groups.to(torch.int32),
         }
 
     def unpack(parts: State) -> Tensor:
         weight = spread_words(parts["qweight"].t(), bits).t()
-        zeros = (spread_words(parts["qzeros"], bits) + offset) & (2**bits - 1)
+        zeros = spread_words(parts["qzeros"] + ones, bits)
         index = parts["g_idx"].long()
         return (parts["scales"][index] * (weight - zeros[index])).t()
 

@@ -22,7 +22,7 @@ from foretoken.model.matrices.grouped_kernel import GroupedWeight, MergedWeight
 from foretoken.model.open import native_config, open_model
 from foretoken.model.packed.weights import PackedWeights
 from tests.helpers.checkpoints import tiny_checkpoint, token_ids
-from tests.helpers.packed_files import FORMS, gptq, parts_of, write_packed
+from tests.helpers.packed_files import FORMS, gptq, parts_of, spread_words, write_packed
 from tests.model.test_grouped_quant import by_token, extend
 
 BY_CODES = [name for name, form in FORMS.items() if form.as_codes]
@@ -101,6 +101,30 @@ def test_what_the_kernel_cannot_take_is_dequantised_and_said_so(source: Path, tm
         {one: weights.read(one, weights.shape(one)).clone() for one in weights.own_names}, plain / "model.safetensors"
     )
     assert torch.equal(by_token(found, token_ids(6)), by_token(open_model(plain, cache_tokens=64), token_ids(6)))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_zero_point_of_0_borrows_from_the_next_in_a_gptq_file(source: Path, tmp_path: Path, bits: int) -> None:
+    """GPTQModel takes the ones of the older format from whole int32, and so the next zero point is stored less two."""
+    form = gptq(bits=bits, symmetric=False)
+    folder, held = write_packed(tmp_path / "packed", source, form), 32 // bits
+    edit_state(
+        folder, set_part(f"{GATE}.qzeros", lambda t: torch.full_like(t, 5 << bits) - (2**32 - 1) // (2**bits - 1))
+    )
+    parts = parts_of(folder, GATE)
+    found = open_weights(folder).read(f"{GATE}.weight", (96, 64))
+    assert torch.equal(found.half(), form.unpack(parts))
+    codes = spread_words(parts["qweight"].t(), bits)
+    zeros = torch.tensor([0, 5] + [0] * (held - 2)).repeat(96 // held)[:, None]
+    scales = parts["scales"].t().float().repeat_interleave(32, 1)
+    assert torch.equal(found, (codes - zeros) * scales)
+
+
+def test_the_newer_key_names_gptq_s_format_too(source: Path, tmp_path: Path) -> None:
+    folder, tensor = write_packed(tmp_path / "packed", source, FORMS["gptq-v2"]), f"{GATE}.weight"
+    expected = open_weights(folder).read(tensor, (96, 64))
+    edit_config(folder, checkpoint_format=None, format="gptq_v2")
+    assert torch.equal(open_weights(folder).read(tensor, (96, 64)), expected)
 
 
 def test_weights_to_train_or_to_write_are_numbers(source: Path, tmp_path: Path) -> None:
@@ -254,6 +278,9 @@ def test_broken_tensors_are_refused_by_name(
         ("gptq", {"checkpoint_format": "marlin"}, UnsupportedModelError, "checkpoint_format='marlin'"),
         ("gptq", {"dynamic": {"+:.*": {"bits": 8}}}, UnsupportedModelError, "dynamic"),
         ("gptq", {"pack_dtype": "int16"}, UnsupportedModelError, "pack_dtype='int16'"),
+        ("gptq", {"format": "gptq_p"}, UnsupportedModelError, "format='gptq_p'"),
+        ("gptq", {"rotation": "hadamard"}, UnsupportedModelError, "rotation='hadamard'"),
+        ("awq", {"rotation": "random"}, UnsupportedModelError, "rotation='random'"),
         ("gptq", {"quant_method": "bitsandbytes"}, UnsupportedModelError, "bitsandbytes.*gptq, awq"),
         ("awq", {"bits": 8}, UnsupportedModelError, "bits=8 of AWQ"),
         ("awq", {"version": "gemv"}, UnsupportedModelError, "version='gemv'"),
@@ -278,9 +305,6 @@ def test_broken_tensors_are_refused_by_name(
 def test_broken_settings_are_refused(
     source: Path, tmp_path: Path, form: str, changes: dict[str, Any], kind: type[Exception], message: str
 ) -> None:
-        ("gptq", {"format": "gptq_p"}, UnsupportedModelError, "format='gptq_p'"),
-        ("gptq", {"rotation": "hadamard"}, UnsupportedModelError, "rotation='hadamard'"),
-        ("awq", {"rotation": "random"}, UnsupportedModelError, "rotation='random'"),
     folder = write_packed(tmp_path / "packed", source, FORMS[form])
     edit_config(folder, **changes)
     with pytest.raises(kind, match=message):

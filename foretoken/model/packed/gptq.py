@@ -2,7 +2,8 @@
 
 GPTQ's as AutoGPTQ and GPTQModel write them (Frantar et al. 2210.17323): `qweight` [K / p, N] holds p = 32 / bits inputs
 of one output in an int32, the first in the lowest bits; `qzeros` [G, N / p] packs outputs. The older of the two formats
-stores each zero point less one, modulo 2 ** bits.
+stores each zero point less one. GPTQModel subtracts the ones from whole int32, so that a zero point of 0 borrows from
+the next, and adds them to whole int32 again when it reads; so does this.
 """
 
 from __future__ import annotations
@@ -94,8 +95,8 @@ class GptqFormat:
         """See `PackedFormat`."""
         (rows, width), tensors = found.shape, found.tensors
         words, group = tensors["qweight"], self.group or width
-        stored = nibbles_or_bytes(tensors["qzeros"], self.bits)[:, :rows]  # [G, N]
-        zeros = (stored + self.offset) & (2**self.bits - 1)
+        ones = self.offset * (2**32 - 1) // (2**self.bits - 1)  # the offset in each place of a word
+        zeros = nibbles_or_bytes(tensors["qzeros"] + ones, self.bits)[:, :rows]  # [G, N]
         order = tensors.get("g_idx")
         return CodedMatrix(
             unpack=lambda start, stop: nibbles_or_bytes(words[:, start:stop].t(), self.bits),
@@ -104,11 +105,10 @@ class GptqFormat:
             width=width,
             bits=self.bits,
             group=group,
-            order=None if order is None else checked_order(f"{found.base}.g_idx", order, group, len(stored)),
+            order=None if order is None else checked_order(f"{found.base}.g_idx", order, group, len(zeros)),
         )
 
 
-def group_of(fields: Fields, key: str) -> int | None:
 def check_rotation(fields: Fields) -> None:
     """Refuse matrices whose inputs have to be rotated (QuaRot, Ashkboos et al. 2404.00456), as GPTQModel writes them.
 
@@ -121,6 +121,7 @@ def check_rotation(fields: Fields) -> None:
         raise UnsupportedModelError(f"{fields.where}: rotation={shown(rotation)} is not read here")
 
 
+def group_of(fields: Fields, key: str) -> int | None:
     """A group size; None for -1, one scale per output.
 
     Raises:
@@ -196,8 +197,8 @@ class AwqFormat:
         version = fields.text("version", "gemm") or ""
         if version.lower() != "gemm":
             raise UnsupportedModelError(f"{fields.where}: version={shown(version)} of AWQ is not read here: gemm is")
-        return cls(group_of(fields, "group_size" if fields.has("group_size") else "q_group_size"))
         check_rotation(fields)
+        return cls(group_of(fields, "group_size" if fields.has("group_size") else "q_group_size"))
 
     def base_of(self, name: str, stored: str) -> str | None:  # noqa: ARG002 - the name tells
         """See `PackedFormat`."""
