@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,17 @@ from foretoken.model.matrices.grouped_kernel import GroupedWeight, MergedWeight
 from foretoken.model.open import native_config, open_model
 from foretoken.model.packed.weights import PackedWeights
 from tests.helpers.checkpoints import tiny_checkpoint, token_ids
-from tests.helpers.packed_files import FORMS, gptq, parts_of, spread_words, write_packed
+from tests.helpers.packed_files import (
+    FORMS,
+    PackedForm,
+    compressed_int,
+    fp8,
+    gptq,
+    packed_words,
+    parts_of,
+    spread_words,
+    write_packed,
+)
 from tests.model.test_grouped_quant import by_token, extend
 
 BY_CODES = [name for name, form in FORMS.items() if form.as_codes]
@@ -176,6 +187,64 @@ def test_each_matrix_finds_its_scheme(source: Path, tmp_path: Path) -> None:
     raw["quantization_config"]["config_groups"] = dict(sorted(groups.items()))
     (folder / "config.json").write_text(json.dumps(raw))
     assert open_weights(folder).why_numbers(f"{GATE}.weight") is None
+
+
+def compressed_words(bits: int, group: int | None) -> PackedForm:
+    """Codes of 4 or 8 bits in int32, as `compressed-tensors` packs both."""
+    form = compressed_int(bits, group, True)
+    if bits == 4:
+        return form
+
+    def pack(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        parts = form.pack(weight)
+        codes = parts.pop("weight").to(torch.int64) + 128
+        return parts | {"weight_packed": packed_words(codes, 8), "weight_shape": torch.tensor(codes.shape)}
+
+    def unpack(parts: dict[str, torch.Tensor]) -> torch.Tensor:
+        return form.unpack(parts | {"weight": spread_words(parts["weight_packed"], 8) - 128})
+
+    return replace(form, config={**form.config, "format": "pack-quantized"}, pack=pack, unpack=unpack)
+
+
+_MIXED = {
+    "int4 and int8 per output": (compressed_words(4, None), compressed_words(8, None)),
+    "int8 and int4 per output": (compressed_words(8, None), compressed_words(4, None)),
+    "int4 and int8 with as many groups in a word": (compressed_words(4, 64), compressed_words(8, 32)),
+    "fp8 in blocks and per output": (fp8("block", "compressed"), fp8("channel", "compressed")),
+    "fp8 per output and in blocks": (fp8("channel", "compressed"), fp8("block", "compressed")),
+}
+
+
+@pytest.mark.parametrize("name", _MIXED)
+def test_schemes_of_one_type_are_told_apart(source: Path, tmp_path: Path, name: str) -> None:
+    """Whichever comes first: the attention has one of the schemes, the MLP the other."""
+    first, second = _MIXED[name]
+    whole = write_packed(tmp_path / "first", source, replace(first, skipped=(*first.skipped, "mlp")))
+    folder = write_packed(tmp_path / "both", whole, replace(second, skipped=(*second.skipped, "self_attn")))
+    groups = {key: form.config["config_groups"]["group_0"] for key, form in zip("ab", (first, second), strict=True)}
+    edit_config(folder, config_groups=groups)
+    weights = open_weights(folder)
+    weights.check(read_config(folder))
+    for base, form in (("model.layers.0.self_attn.q_proj", first), (GATE, second)):
+        expected = form.unpack(parts_of(folder, base))
+        found = weights.read(f"{base}.weight", tuple(expected.shape))
+        assert torch.equal(found.to(expected.dtype), expected)
+
+
+def test_zero_points_that_old_releases_did_not_pack_are_read(source: Path, tmp_path: Path) -> None:
+    """compressed-tensors wrote them as int8 until 0.9.1, and still does where a matrix has one."""
+    packed = write_packed(tmp_path / "packed", source, FORMS["int4-asymmetric"])
+    folder = Path(shutil.copytree(packed, tmp_path / "whole"))
+
+    def unpacked(state: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in state if name.endswith("weight_zero_point")]:
+            rows = len(state[name.replace("zero_point", "scale")])
+            state[name] = (spread_words(state[name].t(), 4).t()[:rows] - 8).to(torch.int8)
+
+    edit_state(folder, unpacked)
+    for base, shape in ((GATE, (96, 64)), ("model.layers.0.self_attn.k_proj", (32, 64))):
+        expected = open_weights(packed).read(f"{base}.weight", shape)
+        assert torch.equal(open_weights(folder).read(f"{base}.weight", shape), expected)
 
 
 # --- malformed files ---

@@ -64,6 +64,12 @@ class _Scheme:
             raise UnsupportedModelError(f"{fields.where}: strategy={shown(strategy)} of {kind} is not read here")
         return cls(kind == "float", bits, group if strategy == "group" else None, block)
 
+    def takes(self, scales: tuple[int, ...], rows: int, width: int) -> bool:
+        """Whether scales of this shape are those of a matrix [rows, width]."""
+        if self.is_float:
+            return scales in scaled_parts((rows, width), self.block, "weight_scale")[1].shapes
+        return (scales[1:] or (1,)) == (1 if self.group is None else -(-width // self.group),)
+
 
 @dataclass(frozen=True)
 class CompressedFormat:
@@ -139,7 +145,8 @@ class CompressedFormat:
             found.append(part("weight", shape, "I8"))
         if f"{base}.weight_zero_point" in files:
             packed = part("weight_zero_point", (-(-rows // held), groups), "I32")
-            found.append(packed if is_packed else StoredPart("weight_zero_point", points, ("I8",)))
+            is_whole = not is_packed or files.stored(f"{base}.weight_zero_point") == "I8"  # until 0.9.2, and per matrix
+            found.append(StoredPart("weight_zero_point", points, ("I8",)) if is_whole else packed)
         if f"{base}.weight_g_idx" in files:
             found.append(part("weight_g_idx", (width,), "I32", "I64"))
         return found
@@ -165,28 +172,30 @@ class CompressedFormat:
         )
 
     def _scheme(self, base: str, files: Weights) -> _Scheme:
-        """The scheme of a matrix: the first whose number of scales goes with the stored shapes, or the first of the
-        stored type.
+        """The scheme of a matrix: the first that its scales fit, or the first of the stored type. Where its
+        words may hold few long codes or many short ones, weight_shape says which.
 
         Raises:
             CheckpointError: there is none of its type.
         """
         packed, plain = f"{base}.weight_packed", f"{base}.weight"
-        is_float = packed not in files and files.stored(plain) == E4M3
+        is_packed = packed in files
+        codes = packed if is_packed else plain
+        is_float = not is_packed and files.stored(plain) == E4M3
         own = [scheme for scheme in self.schemes if scheme.is_float == is_float]
         if not own:
-            name = packed if packed in files else plain
-            raise CheckpointError(
-                f"tensor {name} in {files.folder} is {files.stored(name)}, for which quantization_config has no scheme"
-            )
-        scales = files.shape(f"{base}.weight_scale")
-        for scheme in own:
-            shape = files.shape(packed if packed in files else plain)
-            width = shape[-1] * 32 // scheme.bits if packed in files else shape[-1]
-            groups = 1 if scheme.group is None else -(-width // scheme.group)
-            if not is_float and len(shape) == 2 and (scales[1:] or (1,)) == (groups,):
-                return scheme
-        return own[0]
+            what = f"tensor {codes} in {files.folder} is {files.stored(codes)}"
+            raise CheckpointError(f"{what}, for which quantization_config has no scheme")
+        shape, scales = files.shape(codes), files.shape(f"{base}.weight_scale")
+        if len(shape) != 2:
+            return own[0]
+        rows, stored = shape
+        width_of = {scheme: stored * 32 // scheme.bits if is_packed else stored for scheme in own}
+        fitting = [scheme for scheme in own if scheme.takes(scales, rows, width_of[scheme])]
+        if is_packed and len({width_of[scheme] for scheme in fitting}) > 1 and f"{base}.weight_shape" in files:
+            claimed = files.part(f"{base}.weight_shape").tolist()
+            fitting = [scheme for scheme in fitting if [rows, width_of[scheme]] == claimed] or fitting
+        return fitting[0] if fitting else own[0]
 
 
 def _spread(scales: Tensor, rows: int) -> Tensor:
@@ -200,8 +209,9 @@ def _zeros(tensors: Mapping[str, Tensor], bits: int, shape: tuple[int, ...]) -> 
     stored, rows = tensors.get("weight_zero_point"), shape[0]
     if stored is None:
         return torch.tensor(_SIGN if "weight" in tensors else 2 ** (bits - 1), dtype=torch.uint8).expand(shape)
-    if "weight" in tensors:
-        return _spread(stored.view(torch.uint8) ^ _SIGN, rows)
+    if stored.dtype == torch.int8:
+        half = _SIGN if "weight" in tensors else 2 ** (bits - 1)
+        return _spread((stored.to(torch.int16) + half).to(torch.uint8), rows)
     return nibbles_or_bytes(stored.t(), bits)[:, :rows].t().contiguous()
 
 
