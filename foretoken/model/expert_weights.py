@@ -43,7 +43,7 @@ class ExpertWeights(Weights):
     """
 
     def __init__(self, folder: Path, keys: ExpertKeys) -> None:
-        super().__init__(folder)
+        super().__init__(folder, is_decoder=True)
         self._stored_about = dict(self._about)
         self._views: dict[str, _View] = {}
         pattern = re.compile(rf"(.+\.{re.escape(keys.names.experts)})\.(gate_up|down)_proj(|_bias|_blocks)")
@@ -61,7 +61,7 @@ class ExpertWeights(Weights):
         if view.scales is not None:
             return self._codes(name).dequantised()
         with opened(self._file_of[name]) as tensors:
-            own: Tensor = tensors.get_slice(view.stored)[view.expert]
+            own: Tensor = tensors.get_slice(self._stored_name(view.stored))[view.expert]
         return (own.T if view.is_transposed else own)[view.outputs]
 
     def grouped_rows(self, name: str) -> Iterator[GroupedCodes] | None:
@@ -92,10 +92,10 @@ class ExpertWeights(Weights):
         view = self._views[name]
         assert view.scales is not None
         with opened(self._file_of[name]) as tensors:
-            blocks = tensors.get_slice(view.stored)[view.expert]  # [N, K / 32, 16]
+            blocks = tensors.get_slice(self._stored_name(view.stored))[view.expert]  # [N, K / 32, 16]
         scales, file = view.scales
         with opened(file) as tensors:
-            exponents = tensors.get_slice(scales)[view.expert]  # [N, K / 32]
+            exponents = tensors.get_slice(self._stored_name(scales))[view.expert]  # [N, K / 32]
         own, exponents = blocks[view.outputs][:num_rows], exponents[view.outputs][:num_rows]
         return mxfp4_codes(own.numpy(), exponents.numpy())
 

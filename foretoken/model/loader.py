@@ -93,7 +93,7 @@ def open_weights(folder: Path) -> TensorSource:
         weights = ExpertWeights(folder, family.experts)
     else:
         form = packed_format(fields)
-        weights = Weights(folder) if form is None else PackedWeights(folder, form)
+        weights = Weights(folder, is_decoder=True) if form is None else PackedWeights(folder, form)
     if fields.flag("tie_word_embeddings"):
         weights.take_head()
     return weights

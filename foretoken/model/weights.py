@@ -28,6 +28,7 @@ from foretoken.model.matrices.codes import GroupedCodes
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_BASE = "model."  # what names of all tensors but the head begin with
 AS_CODES = "multiplied by its codes on a CPU, elsewhere dequantised when loaded"  # what becomes of a quantised type
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 # Tables that old checkpoints carry and every implementation computes afresh.
@@ -179,13 +180,14 @@ class TensorSource(ABC):
 class Weights(TensorSource):
     """The tensors of a checkpoint folder by name, whole files and shards alike; nothing is read until asked for.
 
-    `whole` is the name of the file that holds all of them, if there is one.
+    `whole` is the name of the file that holds all of them, if there is one. With `is_decoder` the names are those of a
+    whole model, also where the base model was saved alone (transformers' `AutoModel`), whose names lack "model.".
 
     Raises:
         CheckpointError: no safetensors, a missing shard, or a truncated or corrupt file.
     """
 
-    def __init__(self, folder: Path, whole: str = WEIGHTS) -> None:
+    def __init__(self, folder: Path, whole: str = WEIGHTS, is_decoder: bool = False) -> None:
         self.folder, self._whole = folder, whole
         self._file_of: dict[str, Path] = {}
         self._about: dict[str, tuple[tuple[int, ...], str]] = {}
@@ -203,6 +205,11 @@ class Weights(TensorSource):
         for name, shard in self._index.items():
             if name not in self._file_of:
                 raise CheckpointError(f"tensor {name} is not in {shard} as {INDEX} says: download the folder again")
+        own = EMBEDDING.removeprefix(_BASE)
+        self._is_base = is_decoder and own in self._file_of and not any(one.startswith(_BASE) for one in self._file_of)
+        if self._is_base:
+            for name in [one for one in self._file_of if one != HEAD]:
+                self._rename(name, f"{_BASE}{name}")
 
     def _files(self) -> list[Path]:
         self._index: dict[str, str] = {}
@@ -232,8 +239,11 @@ class Weights(TensorSource):
         name.
         """
         if HEAD in self._file_of and EMBEDDING not in self._file_of:
-            self._stored_as[EMBEDDING] = HEAD
-            self._file_of[EMBEDDING], self._about[EMBEDDING] = self._file_of.pop(HEAD), self._about.pop(HEAD)
+            self._rename(HEAD, EMBEDDING)
+
+    def _rename(self, stored: str, name: str) -> None:
+        self._stored_as[name] = stored
+        self._file_of[name], self._about[name] = self._file_of.pop(stored), self._about.pop(stored)
 
     @property
     def names(self) -> list[str]:
@@ -312,8 +322,12 @@ class Weights(TensorSource):
         self._require(name)
         # Opened anew for each tensor: pages of a mapped file count as our memory until it is closed.
         with opened(self._file_of[name]) as tensors:
-            tensor: Tensor = tensors.get_tensor(self._stored_as.get(name, name))
+            tensor: Tensor = tensors.get_tensor(self._stored_name(name))
         return tensor
+
+    def _stored_name(self, name: str) -> str:
+        """See `TensorSource`."""
+        return self._stored_as.get(name, name)
 
     def kinds(self) -> list[StoredKind]:
         """The types in which the tensors are stored."""
@@ -330,6 +344,11 @@ class Weights(TensorSource):
             )
 
     def _require(self, name: str) -> None:
+        if name == HEAD and self._is_base and name not in self._file_of:
+            raise CheckpointError(
+                f"tensor {HEAD} is missing in {self.folder}, where only the base model is (transformers' AutoModel): "
+                "save the model as AutoModelForCausalLM"
+            )
         if name not in self._file_of:
             raise CheckpointError(
                 f"tensor {name} is missing in {self.folder}: the checkpoint is incomplete or of another architecture"

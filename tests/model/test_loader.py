@@ -234,6 +234,30 @@ def test_a_tied_pair_may_go_by_the_name_of_the_head(tmp_path: Path, name: str) -
         torch.testing.assert_close(decoder.logits(found), expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("name", ["llama-tied", "gemma2-options", "qwen3-moe"])
+@pytest.mark.parametrize("shard_size", ["5GB", "20KB"])
+def test_a_base_model_saved_alone_is_read(tmp_path: Path, name: str, shard_size: str) -> None:
+    """transformers' `AutoModel` writes names without "model.", and its AutoModelForCausalLM reads them."""
+    from transformers import AutoModel
+
+    folder = variant(tmp_path / "whole", name, tie_word_embeddings=True)
+    AutoModel.from_pretrained(folder).save_pretrained(tmp_path / "base", max_shard_size=shard_size)
+    names = {name for file in (tmp_path / "base").glob("*.safetensors") for name in load_file(file)}
+    assert not any(name.startswith("model.") for name in names)
+    text = token_ids(9)
+    expected = transformers_logits(tmp_path / "base", text)
+    assert torch.equal(expected, transformers_logits(folder, text))
+    assert torch.equal(logits_of(load_decoder(tmp_path / "base"), text), logits_of(load_decoder(folder), text))
+
+
+def test_a_base_model_without_an_output_matrix_is_refused_with_a_remedy(tmp_path: Path, llama: Path) -> None:
+    from transformers import AutoModel
+
+    AutoModel.from_pretrained(llama).save_pretrained(tmp_path / "base")
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight is missing .* base model .* AutoModelForCausalLM"):
+        load_decoder(tmp_path / "base")
+
+
 def test_e1_a_head_of_another_shape_is_refused(tmp_path: Path) -> None:
     folder = tied_with_head(tmp_path, "llama", equal=True)
     edit_tensors(folder, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(98, 48)}))

@@ -107,7 +107,7 @@ class PackedWeights(TensorSource):
     """
 
     def __init__(self, folder: Path, form: PackedFormat) -> None:
-        self.folder, self._files, self._form = folder, Weights(folder), form
+        self.folder, self._files, self._form = folder, Weights(folder, is_decoder=True), form
         found = (form.base_of(name, self._files.stored(name)) for name in self._files.names)
         self._packed = {f"{base}.weight": base for base in found if base is not None}
         self._shapes = {name: form.shape(base, self._files) for name, base in self._packed.items()}
