@@ -32,6 +32,8 @@ def target_probs(logits: Tensor, params: Sequence[SamplingParams], best: Tensor 
     logits).
     """
     assert logits.shape[0] == len(params)
+    if logits.dtype == torch.float16:  # beside a request with processors all rows come widened: the same bits then
+        logits = widened(logits)
     kernel = kernel_for(logits, KERNEL_DTYPES)
     if kernel is not None and not all(choice.greedy for choice in params):
         if best is None and any(choice.greedy for choice in params):

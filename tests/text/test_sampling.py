@@ -88,6 +88,15 @@ def test_rows_with_different_parameters_do_not_touch_each_other() -> None:
 
 
 @pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rows_have_the_same_bits_beside_a_request_with_processors(dtype: torch.dtype) -> None:
+    """There all rows of a step come in float32: strict numerics promise the same log-probabilities."""
+    logits = (3 * torch.randn(40, 104, generator=torch.Generator().manual_seed(4))).to(dtype)
+    kinds = [SamplingParams(temperature=0.7), SamplingParams(temperature=0.7, top_p=0.9), SamplingParams(top_k=7)]
+    params = [kinds[row % len(kinds)] for row in range(len(logits))]
+    assert torch.equal(target_probs(logits, params), target_probs(logits.float(), params))
+
+
 def test_temperature_zero_is_a_point_at_the_lowest_of_the_best() -> None:
     logits = torch.tensor([[0.0, 2.0, 2.0], [-torch.inf, -5.0, -7.0]], dtype=torch.bfloat16)
     distribution = target_probs(logits, [SamplingParams(top_p=0.5), SamplingParams(top_k=3)])
