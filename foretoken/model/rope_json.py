@@ -186,11 +186,11 @@ class _RopeReader:
         if not self.family.is_partial:
             raise UnsupportedModelError("partial_rotary_factor other than 1 has no native implementation")
         num_rotated = int(self.head_dim * factor)
-        if factor > 1.0 or num_rotated < 2 or num_rotated % 2:
-            raise CheckpointError(
-                f"{self.fields.where}: partial_rotary_factor={factor:g} of head_dim={self.head_dim} must be an even "
-                "number of channels, at least two"
-            )
+        what = f"{self.fields.where}: partial_rotary_factor={factor:g} of head_dim={self.head_dim}"
+        if factor > 1.0 or num_rotated < 1:
+            raise CheckpointError(f"{what} must be a number of channels, at least one and at most all")
+        if num_rotated % 2:  # transformers rotates one more, with the frequencies of the odd number
+            raise UnsupportedModelError(f"{what} is an odd number of channels, which has no native implementation")
         return factor
 
     def _longrope(self, rope: RopeConfig, scaling: Fields) -> RopeConfig:

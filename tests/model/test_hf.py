@@ -19,6 +19,7 @@ from transformers import AutoConfig, cache_utils
 from foretoken.errors import CapacityError, CheckpointError
 from foretoken.model.hf import TransformersModel, _new_cache
 from foretoken.model.interface import LanguageModel, Segment
+from foretoken.model.open import open_model
 from tests.helpers.checkpoints import randomise, tiny_checkpoint, token_ids, transformers_logits
 from tests.helpers.families import WINDOW, family_model, write_family
 
@@ -90,6 +91,18 @@ def test_chains_chunks_and_ragged_batches(model: TransformersModel) -> None:
     assert (model.length(1), model.length(2)) == (14, 6)
     out = model.forward(torch.tensor(first[20:21]), [Segment(1, 1)])
     close(out.logits, plain(model, first[:14] + first[20:21])[-1:])
+
+
+@pytest.mark.parametrize("factor", [0.35, 0.5])
+def test_an_odd_number_of_rotated_channels_is_left_to_transformers(tmp_path: Path, factor: float) -> None:
+    """It rotates one channel more: 8 of 20 for 7, and 6 of 10 for 5."""
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": factor}
+    folder = tiny_checkpoint(tmp_path, "glm4", head_dim=20 if factor < 0.5 else 10, rope_parameters=rope)
+    model, text = open_model(folder), token_ids(40)
+    assert isinstance(model, TransformersModel)
+    model.open(1)
+    found = model.forward(torch.tensor(text), [Segment(1, len(text), num_logits=len(text))]).logits
+    close(found, transformers_logits(folder, text))
 
 
 def test_rejected_tokens_leave_no_trace(model: TransformersModel) -> None:
