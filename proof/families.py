@@ -117,7 +117,7 @@ through transformers.
 | compressed-tensors | native families | native, by codes | `pack-quantized` (int4, int8), `int-quantized`, `naive-quantized` (int8), per matrix, output or group, with zero points |
 | GPTQ or compressed-tensors with act-order, other groups | native families | native, dequantised when loaded | as above, with `g_idx`, groups that 32 does not divide |
 | FP8 | native families | native, dequantised when loaded | e4m3 of `fp8` and `float-quantized`: blocks (`weight_scale_inv`), per output, per matrix |
-| GPTQ and AWQ of other bits or layouts, FP4, 2:4 sparsity, bitsandbytes ... | native families | through transformers, if it can with the packages that are installed; otherwise refused | |
+| GPTQ and AWQ of other bits or layouts or with a `rotation`, FP4, 2:4 sparsity, bitsandbytes ... | native families | through transformers, if it can with the packages that are installed; otherwise refused | |
 | GPTQ, AWQ, compressed-tensors, FP8 | families of transformers | through transformers, if it can with the packages that are installed; otherwise refused | |
 
 `LLM("file.gguf")` and `--target file.gguf` take tokenizer, chat template and end tokens from the file. Its numbers are bit for bit what
@@ -129,10 +129,12 @@ holds codes of 2 and 3 bits (Q2_K, Q3_K) in 4, those of MXFP4 in 5, and those of
 numbers are the file's, the memory is more than the file's.
 
 Packed safetensors stand for scale * (code - zero), which float32 holds exactly; rounded to the format of the scales these are bit for bit
-the numbers that AutoGPTQ, AutoAWQ and compressed-tensors compute. FP8 numbers are multiplied by their scales in float32, then rounded to
+the numbers that GPTQModel, AutoAWQ and compressed-tensors compute. FP8 numbers are multiplied by their scales in float32, then rounded to
 `dtype`. Activations and the cache keep `dtype`, whatever the checkpoint says of theirs. Codes are multiplied on a CPU as [quantised targets](quantised.md)
 are, and take 4.5 bits a weight for 4 bits and 8.5 for 8; with zero points that differ between groups 4.75 and 10. Elsewhere, and where codes do not fit the kernel,
 matrices are dequantised when loaded, with one warning that says how many and why.
+
+A base model saved alone (transformers' `AutoModel`), whose names lack `model.`, is read where its embeddings are tied; otherwise the output matrix is missing.
 
 How fast each is: milliseconds of a pass of the 1.0 B target over 1 to 16 rows behind 128 tokens, and what it reads, on two cores of an AMD EPYC (AVX-512 with bf16
 and VNNI), medians of 20 passes that take turns ([raw](../benchmarks/2026-11-23-step-cost-1b-compiled.json); on an Intel Xeon, beside llama.cpp: [quantised targets](quantised.md)):
