@@ -83,7 +83,7 @@ def test_a_wrong_residual_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(RejectionRule, "next_token_weights", wrong)
     # The compiled verdicts would stand in for the rule.
-    monkeypatch.setattr("foretoken.engine.chains.verify_chains", lambda *_: None)
+    monkeypatch.setattr("foretoken.engine.from_logits.verify_chains", lambda *_: None)
     looked_up = SpecConfig("ngram", num_draft=4, rule="rejection")
     with server_of(folder, looked_up) as url, asker("A", url, plain=True) as a, asker("B", url) as b:
         checks = list(made_checks(session_of(a, b, only=("distribution",), effect=effect)))

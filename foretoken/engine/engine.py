@@ -18,8 +18,8 @@ from foretoken.core import Batch, BatchEntry, Draft, StepOutput, Verdict
 from foretoken.draft.base import Feedback
 from foretoken.draft.group import DrafterGroup, option_kind
 from foretoken.engine.admission import Admission
-from foretoken.engine.chains import verify_rows
 from foretoken.engine.emission import emit, fail, note_prompt
+from foretoken.engine.from_logits import verify_rows
 from foretoken.engine.recovery import Faults, engine_error, recover
 from foretoken.engine.request import PreparedRequest, RequestState
 from foretoken.engine.runner import Runner, TargetOutput, uniforms_of

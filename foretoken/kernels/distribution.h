@@ -80,20 +80,26 @@ inline float max_of(const T* x, int64_t size, std::vector<float>* maxima) {
     return max_of(most);
 }
 
-// Calls `each(i, e)` with e^(x / temperature - most) of the 16 numbers from `i` on, for a whole row; their sum.
+// Calls `each(i, e)` with e^(x / temperature - most) of the 16 numbers from `i` on, for the block of a row that begins
+// at `first`; their sum.
+template <class T, class Each>
+inline float exps_of_block(const Row<T>& row, int64_t first, float temperature, float most, Each each) {
+    const int64_t stop = std::min(first + SUMMED, row.size);
+    Lanes sums = {};
+    for (int64_t i = first; i < stop; i += LANES) {
+        const Lanes own = exp_below(load_scores(row.x + i, stop - i) / temperature - most);
+        sums += own;
+        each(i, own);
+    }
+    return sum_of(sums);
+}
+
+// The same for a whole row.
 template <class T, class Each>
 inline double exps_of(const Row<T>& row, float temperature, float most, Each each) {
     double total = 0;
-    for (int64_t first = 0; first < row.size; first += SUMMED) {
-        const int64_t stop = std::min(first + SUMMED, row.size);
-        Lanes sums = {};
-        for (int64_t i = first; i < stop; i += LANES) {
-            const Lanes own = exp_below(load_scores(row.x + i, stop - i) / temperature - most);
-            sums += own;
-            each(i, own);
-        }
-        total += sum_of(sums);
-    }
+    for (int64_t first = 0; first < row.size; first += SUMMED)
+        total += exps_of_block(row, first, temperature, most, each);
     return total;
 }
 
@@ -229,15 +235,24 @@ inline float most_of(const Row<T>& row, float temperature) {
     return (row.best != nullptr ? number(row.x[*row.best]) : max_of(row.x, row.size, nullptr)) / temperature;
 }
 
-// Writes the exponentials of a row's scores less the largest to `out`; their sum.
+// Writes the exponentials of a block's scores less the largest to its place in `out`; their sum.
 template <class T>
-inline double put_exps(const Row<T>& row, float temperature, float most, float* out) {
-    return exps_of(row, temperature, most, [&](int64_t i, const Lanes& own) {
+inline float put_exps_of_block(const Row<T>& row, int64_t first, float temperature, float most, float* out) {
+    return exps_of_block(row, first, temperature, most, [&](int64_t i, const Lanes& own) {
         if (row.size - i >= LANES)
             store(own, out + i);
         else
             store_some(own, out + i, row.size - i);
     });
+}
+
+// The same for a whole row.
+template <class T>
+inline double put_exps(const Row<T>& row, float temperature, float most, float* out) {
+    double total = 0;
+    for (int64_t first = 0; first < row.size; first += SUMMED)
+        total += put_exps_of_block(row, first, temperature, most, out);
+    return total;
 }
 
 // The tokens of a row that its filters keep, with their exponentials; none where the row cannot be summed, of which

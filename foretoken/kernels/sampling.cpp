@@ -1,11 +1,12 @@
 // Sampling on a CPU: the two largest logits of rows, their distributions, the winners of exponential races, draws by
-// inverse CDF, verdicts on deterministic chains from logits, uniform numbers.
+// inverse CDF, verdicts from logits on deterministic chains and by the coupled rule, uniform numbers.
 // Each row's result is a function of that row; threads share rows, and races also pieces of a row.
 
 #include <new>
 #include <vector>
 
 #include "chains.h"
+#include "coupled.h"
 #include "distribution.h"
 #include "draw.h"
 #include "race.h"
@@ -17,13 +18,6 @@ namespace {
 
 constexpr int64_t FEW_NUMBERS = 1 << 16;  // up to here one thread works: waking others would take longer
 constexpr int64_t FEW_RACERS = 1 << 14;   // the same for a race, whose noise takes longer
-constexpr int64_t PIECE = 1 << 13;        // tokens of a race that one thread looks at
-
-inline Leader best_of(const std::vector<Leader>& pieces, int64_t first, int64_t count) {
-    Leader best;
-    for (int64_t i = first; i < first + count; ++i) best.meet(pieces[i].ratio, pieces[i].id);
-    return best;
-}
 
 template <class T>
 void top_two_of_rows(const T* logits, int64_t rows, int64_t size, int64_t* places, float* tops, int threads) {
@@ -55,7 +49,7 @@ bool distributions_of(const T* logits, const foretoken_choice* choices, const in
 extern "C" {
 
 // What the functions below take; a library of another interface is not used.
-int foretoken_sampling_interface() { return 3; }
+int foretoken_sampling_interface() { return 4; }
 
 // Of `logits` [rows, size], float32 or bfloat16: the `places` [rows] of the largest, and in `tops` [2, rows] the largest
 // and the second largest of each row.
@@ -84,6 +78,19 @@ bool foretoken_chains(const void* logits, const foretoken_chains_in* in, const f
             verify_chains(static_cast<const uint16_t*>(logits), *in, *out, threads);
         else
             verify_chains(static_cast<const float*>(logits), *in, *out, threads);
+    } catch (const std::bad_alloc&) {
+        return false;
+    }
+    return true;
+}
+
+// Winners of the rows that the coupled rule reaches, see coupled.h. False: no memory.
+bool foretoken_coupled(const void* logits, const foretoken_coupled_in* in, int64_t* winners, int is_bf16, int threads) {
+    try {
+        if (is_bf16)
+            walk_coupled(static_cast<const uint16_t*>(logits), *in, winners, threads);
+        else
+            walk_coupled(static_cast<const float*>(logits), *in, winners, threads);
     } catch (const std::bad_alloc&) {
         return false;
     }

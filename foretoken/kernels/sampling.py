@@ -20,7 +20,10 @@ from torch import Tensor
 from foretoken.kernels.build import loaded, opened
 
 SOURCE = Path(__file__).resolve().parent / "sampling.cpp"
-_INTERFACE = 3  # of the compiled library: what its functions take
+_INTERFACE = 4  # of the compiled library: what its functions take
+
+
+RaceKey = tuple[int, int, int]  # two words of a key and a position
 
 
 class Choice(ctypes.Structure):
@@ -45,6 +48,15 @@ class _ChainsOut(ctypes.Structure):
     """`foretoken_chains_out`."""
 
     _fields_ = tuple((name, ctypes.c_void_p) for name in ("rows", "next_tokens", "probabilities"))
+
+
+class _CoupledIn(ctypes.Structure):
+    """`foretoken_coupled_in`."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("requests", "size")),
+        *((name, ctypes.c_void_p) for name in ("choices", "best", "starts", "parents", "tokens", "keys")),
+    )
 
 
 @dataclass(frozen=True)
@@ -90,9 +102,9 @@ class SamplingKernel:
         accept: Tensor,
         following: Tensor,
     ) -> tuple[list[int], list[int], list[float]]:
-        """See `engine.chains`: float32 or bfloat16 logits [R, V], a choice and the argmax [R] of each row, draft tokens
-        [N] (those of request b from offsets[b] to offsets[b + 1]), float64 numbers [N] and [B] -> the row where each
-        round ends, the token drawn there, both [B], and the probability of accepting each node [N].
+        """See `engine.from_logits`: float32 or bfloat16 logits [R, V], a choice and the argmax [R] of each row, draft
+        tokens [N] (those of request b from offsets[b] to offsets[b + 1]), float64 numbers [N] and [B] -> the row where
+        each round ends, the token drawn there, both [B], and the probability of accepting each node [N].
 
         Raises:
             MemoryError: no memory for a row of the vocabulary for each thread.
@@ -112,6 +124,36 @@ class SamplingKernel:
         rows, next_tokens = ends.tolist()
         return rows, next_tokens, chances.tolist()
 
+    def coupled(
+        self,
+        logits: Tensor,
+        choices: Sequence[Choice],
+        best: Tensor,
+        starts: Sequence[int],
+        parents: Sequence[int],
+        tokens: Sequence[int],
+        keys: Sequence[RaceKey],
+    ) -> list[int]:
+        """See `engine.from_logits`: float32 or bfloat16 logits [R, V] (those of request b from starts[b] to
+        starts[b + 1], its anchor first), and of each row a choice, the argmax, the row of its parent and its token (-1
+        for an anchor), the key of its race -> the winner of each row [R], -1 where the round does not come.
+
+        Raises:
+            MemoryError: no memory for a row of the vocabulary for each thread.
+        """
+        logits, best = logits.contiguous(), best.contiguous()
+        assert len(logits) == len(choices) == len(best) == len(parents) == len(tokens) == len(keys) == starts[-1]
+        assert best.dtype == torch.int64
+        laws, words = (Choice * len(choices))(*choices), np.array(keys, dtype=np.uint64).reshape(-1, 3)
+        nodes, firsts = np.array((parents, tokens), np.int64), np.array(starts, np.int64)
+        winners = np.empty(len(choices), np.int64)
+        given = (ctypes.addressof(laws), best.data_ptr(), firsts.ctypes.data, nodes[0].ctypes.data)
+        drafts = _CoupledIn(len(starts) - 1, logits.shape[-1], *given, nodes[1].ctypes.data, words.ctypes.data)
+        is_bf16 = logits.dtype == torch.bfloat16
+        self._call("coupled", logits.data_ptr(), ctypes.byref(drafts), winners.ctypes.data, is_bf16)
+        found: list[int] = winners.tolist()
+        return found
+
     def uniforms(self, words: NDArray[np.uint64]) -> NDArray[np.float64]:
         """See `text.randomness.uniforms`: seeds, indices, round starts and purposes [4, n] -> [n]."""
         words = np.ascontiguousarray(words)
@@ -119,7 +161,7 @@ class SamplingKernel:
         self.library.foretoken_uniforms(words.ctypes.data, words.shape[1], out.ctypes.data)
         return out
 
-    def race(self, weights: Tensor, keys: Sequence[tuple[int, int, int]]) -> Tensor:
+    def race(self, weights: Tensor, keys: Sequence[RaceKey]) -> Tensor:
         """See `verify.race_winners`: float32 weights [R, V], two words of a key and a position for each row -> ids [R].
 
         Raises:
@@ -174,12 +216,12 @@ def load(path: Path) -> SamplingKernel:
     """
     pointer, number, small = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     library = opened(path, "foretoken_sampling_interface", _INTERFACE)
-    distributions, chains, uniforms = (
-        getattr(library, f"foretoken_{name}") for name in ("distributions", "chains", "uniforms")
+    distributions, chains, coupled, uniforms = (
+        getattr(library, f"foretoken_{name}") for name in ("distributions", "chains", "coupled", "uniforms")
     )
     distributions.argtypes = (pointer, pointer, pointer, number, number, pointer, small, small)
-    chains.argtypes = (pointer, pointer, pointer, small, small)
-    distributions.restype = chains.restype = ctypes.c_bool
+    chains.argtypes = coupled.argtypes = (pointer, pointer, pointer, small, small)
+    distributions.restype = chains.restype = coupled.restype = ctypes.c_bool
     uniforms.argtypes, uniforms.restype = (pointer, number, pointer), None
     for name in ("race", "draw"):
         function = getattr(library, f"foretoken_{name}")

@@ -5,6 +5,7 @@ A new rule is one file with a subclass of `Rule` and one line in `dispatch.RULES
 
 from foretoken.verify.base import Rule, draw, first_max, race_winner, race_winners, verdict_at
 from foretoken.verify.dispatch import (
+    COUPLED,
     GREEDY,
     RULES,
     is_lossless,
@@ -17,6 +18,7 @@ from foretoken.verify.dispatch import (
 )
 
 __all__ = [
+    "COUPLED",
     "GREEDY",
     "RULES",
     "Rule",

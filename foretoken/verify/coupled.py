@@ -51,7 +51,12 @@ class CoupledRule(Rule):
         """Sample every row by its noise and accept the deepest path of equal tokens."""
         noise = [own for own in uniforms.race if own is not None]
         assert len(noise) == draft.num_requests, "the coupled rule needs the noise of every row"
-        winners = race_winners(target_probs, noise)  # [R]
-        best, tokens = to_host(winners, draft.tokens)
-        rows = deepest_walk(draft, [tokens[node] == best[row] for node, row in enumerate(draft.parent_rows)])[0]
-        return verdict_at(draft, tokens, rows, [best[row] for row in rows], None)
+        best, tokens = to_host(race_winners(target_probs, noise), draft.tokens)
+        return self.verify_winners(draft, tokens, best)
+
+    def verify_winners(self, draft: Draft, tokens: Sequence[int], winners: Sequence[int]) -> Verdict:
+        """`verify` by the choice at each row, `winners` [R] (-1 where no path of equal tokens arrives), and the host's
+        copy of the draft's tokens [N].
+        """
+        rows = deepest_walk(draft, [tokens[node] == winners[row] for node, row in enumerate(draft.parent_rows)])[0]
+        return verdict_at(draft, tokens, rows, [winners[row] for row in rows], None)

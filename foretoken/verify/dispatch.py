@@ -19,9 +19,10 @@ from foretoken.verify.tree import TreeRule
 from foretoken.verify.typical import TypicalRule
 
 GREEDY = GreedyRule()
+COUPLED = CoupledRule()
 RULES: dict[str, Rule] = {
     rule.name: rule
-    for rule in (GREEDY, RejectionRule(), BlockRule(), CoupledRule(), TreeRule(), TraversalRule(), TypicalRule())
+    for rule in (GREEDY, RejectionRule(), BlockRule(), COUPLED, TreeRule(), TraversalRule(), TypicalRule())
 }
 
 

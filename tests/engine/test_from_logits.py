@@ -1,6 +1,4 @@
-"""Deterministic chains, verified from logits in one compiled call: to the bit what the rules decide from distributions
-in memory.
-"""
+"""Drafts verified from logits in one compiled call: to the bit what the rules decide from distributions in memory."""
 
 from __future__ import annotations
 
@@ -13,15 +11,15 @@ import torch
 from torch import Tensor
 
 from foretoken.config import SamplingParams
-from foretoken.core import Draft, Mass, Uniforms
-from foretoken.engine.chains import verify_chains
+from foretoken.core import Draft, Mass, RaceRows, Uniforms
+from foretoken.engine.from_logits import verify_chains, verify_coupled
 from foretoken.engine.runner import RowChecks, TargetOutput
 from foretoken.kernels import sampling as compiled
 from foretoken.kernels.build import FLAGS, built
 from foretoken.kernels.sampling import SOURCE, load
-from foretoken.text.randomness import round_uniforms
+from foretoken.text.randomness import RaceNoise, round_uniforms
 from foretoken.text.sampling import top_two
-from foretoken.verify import verify_batch
+from foretoken.verify import race_winners, verify_batch
 from tests.helpers.instruction_sets import INSTRUCTION_SETS
 
 KINDS = (
@@ -140,3 +138,75 @@ def test_what_it_does_not_take_is_left_to_the_rules(monkeypatch: pytest.MonkeyPa
     assert verify_chains(one, two, round_uniforms(one, [1], [0]), ["auto"]) is None
     monkeypatch.setattr(compiled, "sampling_kernel", lambda: None)
     assert verify_chains(draft, target, uniforms, rules) is None
+
+
+def random_trees(vocab: int, seed: int, dtype: torch.dtype) -> tuple[Draft, TargetOutput, Uniforms]:
+    """Trees of 0 to 7 nodes, equal siblings among them, many of which are what the rule chooses."""
+    made, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    params = [made.choice(KINDS) for _ in range(made.randint(1, 6))]
+    sizes = [made.choice((0, 1, 3, 7)) for _ in params]
+    logits = torch.randn(len(params) + sum(sizes), vocab, generator=generator) * made.choice((0.1, 2.0, 6.0))
+    logits[torch.rand(logits.shape, generator=generator) < 0.1] = -torch.inf
+    logits[:, made.randrange(vocab)] = 3.0
+    of_rows = [own for own, size in zip(params, sizes, strict=True) for _ in range(1 + size)]
+    target = target_of(logits.to(dtype), of_rows)
+    parents, offsets, races = list[int](), [0], list[RaceRows]()
+    for size in sizes:
+        own = [made.randrange(-1, node) for node in range(size)]
+        depths = [0]
+        for parent in own:
+            depths.append(depths[1 + parent] + 1)
+        start = made.randrange(10_000)
+        races.append(RaceRows(RaceNoise(made.getrandbits(64), vocab), tuple(start + depth for depth in depths)))
+        parents += own
+        offsets.append(offsets[-1] + size)
+    nothing = torch.full((len(parents),), torch.nan)
+    uniforms = Uniforms(nothing, torch.full((len(params),), torch.nan), tuple(races))
+    draft = Draft(torch.zeros(len(parents), dtype=torch.int64), tuple(parents), tuple(offsets), ("any",) * len(params))
+    winners = race_winners(target.probs, races).tolist()
+    tokens = [winners[row] if made.random() < 0.7 else made.randrange(vocab) for row in draft.parent_rows]
+    return replace(draft, tokens=torch.tensor(tokens, dtype=torch.int64)), target, uniforms
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [2, 17, 1000, 20_000])
+def test_coupled_verdicts_equal_those_of_the_rule(kernel: None, threads: None, vocab: int, dtype: torch.dtype) -> None:
+    """20,000 tokens are several blocks of sums and several pieces of a race, which threads share."""
+    num_accepted = num_ended = 0
+    for seed in range(40 if vocab < 20_000 else 8):
+        draft, target, uniforms = random_trees(vocab, 100 * vocab + seed, dtype)
+        rules = ["coupled"] * draft.num_requests
+        expected = verify_batch(draft, target.probs, uniforms, rules)
+        for num_threads in (1, 2):
+            torch.set_num_threads(num_threads)
+            assert verify_coupled(draft, target, uniforms, rules) == expected
+        num_accepted += sum(map(len, expected.paths))
+        num_ended += sum(len(path) < length for path, length in zip(expected.paths, draft.lengths, strict=True))
+    assert num_accepted > 10
+    assert num_ended > 10
+
+
+def test_rows_that_no_path_reaches_are_not_read(kernel: None) -> None:
+    """The token after a mismatch has a row that is not finite: the verdict is that of finite rows."""
+    draft, vocab = chain_draft([[3, 4, 5]]), 50
+    target = target_of(torch.zeros(4, vocab), [KINDS[1]] * 4)
+    noise = RaceNoise(5, vocab)
+    uniforms = Uniforms(torch.zeros(3), torch.zeros(1), (RaceRows(noise, (7, 8, 9, 10)),))
+    first = int(race_winners(target.probs[:1], [RaceRows(noise, (7,))]))
+    draft = replace(draft, tokens=torch.tensor([first, (first + 1) % vocab, 5]))
+    target.processed[3] = torch.nan
+    found = verify_coupled(draft, target, uniforms, ["coupled"])
+    assert found == verify_batch(draft, target_of(torch.zeros(4, vocab), [KINDS[1]] * 4).probs, uniforms, ["coupled"])
+
+
+def test_other_rules_and_noise_are_left_to_the_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    draft, target, uniforms = random_trees(50, 3, torch.float32)
+    rules = ["coupled"] * draft.num_requests
+    assert draft.num_requests > 1
+    assert verify_coupled(draft, target, uniforms, rules) is not None
+    assert verify_coupled(draft, target, uniforms, ["auto", *rules[1:]]) is None
+    there = tuple(race.noise.at(race.positions) if isinstance(race, RaceRows) else race for race in uniforms.race)
+    assert verify_coupled(draft, target, replace(uniforms, race=(there[0], *uniforms.race[1:])), rules) is None
+    assert verify_coupled(draft, replace(target, processed=target.processed.double()), uniforms, rules) is None
+    monkeypatch.setattr(compiled, "sampling_kernel", lambda: None)
+    assert verify_coupled(draft, target, uniforms, rules) is None
