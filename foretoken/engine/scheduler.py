@@ -9,7 +9,7 @@ from foretoken.control.candidates import NO_DRAFT, DraftBudget, max_useful_draft
 from foretoken.control.queue import Queue, Rows, SchedulerConfig, urgency
 from foretoken.core import Batch, BatchEntry
 from foretoken.draft.hidden_states import HiddenStates
-from foretoken.engine.memory_pressure import MemoryPressure
+from foretoken.engine.recovery import MemoryPressure
 from foretoken.engine.request import RequestState
 from foretoken.model.interface import LanguageModel, PrefixModel
 from foretoken.verify import takes_trees

@@ -12,7 +12,7 @@ import torch
 from foretoken import LLM, CapacityError, SamplingParams, SpecConfig
 from foretoken.control.queue import SchedulerConfig
 from foretoken.engine.engine import Engine
-from foretoken.engine.memory_pressure import PATIENCE_STEPS, MemoryPressure, is_out_of_memory
+from foretoken.engine.recovery import PATIENCE_STEPS, MemoryPressure, is_out_of_memory
 from tests.helpers import faults
 from tests.helpers.checkpoints import token_ids
 
