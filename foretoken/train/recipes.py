@@ -1,4 +1,9 @@
-"""Recipes: the language model of the reference family, and a draft distilled from it."""
+"""The trainer of language models (resumable with the same data order), and its recipes: the model of the reference
+family, and a draft distilled from it.
+
+Matrices are trained with Muon (orthogonalised momentum), embeddings and norms with AdamW; the learning rate is constant
+and then decays to zero over the last part of the run (warm-up, stable, decay).
+"""
 
 from __future__ import annotations
 

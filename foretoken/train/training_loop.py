@@ -1,5 +1,8 @@
 """The loop of both trainers: steps until the run is over; its state is saved from time to time, and when it is
 interrupted.
+
+The file of the state is written beside the earlier one and renamed: a run that is killed, or a full disk, leaves the
+earlier one.
 """
 
 from __future__ import annotations
