@@ -8,8 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from foretoken.measure.drops import drop_evidence
-from foretoken.measure.sequential import ALPHA
+from foretoken.measure.sequential import ALPHA, drop_evidence
 from foretoken.measure.stats import Array
 
 RUNS, DAYS = 600, 364

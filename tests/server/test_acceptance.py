@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 
 from foretoken.cli.app import app
 from foretoken.errors import ConfigError, GateError
-from foretoken.measure.drops import drop_evidence
+from foretoken.measure.sequential import drop_evidence
 from foretoken.model.names import model_folder
 from foretoken.server.observe.acceptance import (
     MAX_ROWS,

@@ -160,7 +160,7 @@ def judge_days(days: Sequence[AcceptanceDay], needed: float) -> AcceptanceSeries
 
 
 def _wealth(days: Sequence[AcceptanceDay], place: int) -> list[float]:
-    from foretoken.measure.drops import drop_evidence  # needs numpy, which a front has no other use for
+    from foretoken.measure.sequential import drop_evidence  # needs numpy, which a front has no other use for
 
     shares = [day.share(place) for day in days]
     moved = iter(drop_evidence([share for share in shares if share is not None]).tolist())
