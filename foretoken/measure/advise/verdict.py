@@ -1,4 +1,8 @@
-"""The answer: speculate or not, with what, where and up to which load, and why; and the rules that make it so."""
+"""The answer: speculate or not, with what, where and up to which load, and why; and the rules of the field as checks
+with the user's own numbers, each a finding with its remedy, or nothing.
+
+The figures decide whether a drafter pays; the rules say why it does not, and what else to look at.
+"""
 
 from __future__ import annotations
 
