@@ -21,8 +21,16 @@ from starlette.types import Receive, Scope, Send
 
 from foretoken.backend.http_errors import authorities
 from foretoken.backend.http_stream import EventReader, Stream
-from foretoken.measure.ab.live import LiveOptions, fails_more, live_outcome, live_report, turn_at
-from foretoken.measure.ab.live_sums import LiveRequest, LiveSums, LiveTurn
+from foretoken.measure.ab.live import (
+    LiveOptions,
+    LiveRequest,
+    LiveSums,
+    LiveTurn,
+    fails_more,
+    live_outcome,
+    live_report,
+    turn_at,
+)
 from foretoken.measure.report import Report
 from foretoken.server.run import listening_socket, url_of
 

@@ -12,8 +12,7 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from foretoken.backend.call import Begun
-from foretoken.measure.ab.live import LiveOptions
-from foretoken.measure.ab.live_sums import LiveRequest, LiveTurn
+from foretoken.measure.ab.live import LiveOptions, LiveRequest, LiveTurn
 from foretoken.server.api.app import create_app
 from foretoken.server.split import Comparison, Splitter
 from tests.helpers.fake_backend import FakeBackend, ended, piece

@@ -12,15 +12,19 @@ import numpy as np
 import pytest
 
 from foretoken.errors import ConfigError, InputError
-from foretoken.measure.ab.live import LiveOptions, fails_more, live_outcome, pair_means, turn_at
-from foretoken.measure.ab.live_sums import (
+from foretoken.measure.ab.live import (
     BIN_WIDTH,
     LiveBlock,
+    LiveOptions,
     LiveRequest,
     LiveSide,
     LiveSums,
     LiveTurn,
     TimeHistogram,
+    fails_more,
+    live_outcome,
+    pair_means,
+    turn_at,
 )
 
 OPTIONS = LiveOptions("http://a:1", "http://b:1", block_s=10, washout_s=2)
