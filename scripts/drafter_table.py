@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from foretoken.measure.speed.compare import against_peer, by_position, kind_of
 from foretoken.measure.speed.plan import ALL_SLICES, ENGINE
+from foretoken.measure.speed.report import against_peer, by_position, kind_of
 from foretoken.measure.speed.rows import SpeedRow
 from foretoken.printing import text as markdown
 

@@ -10,9 +10,8 @@ from types import ModuleType
 
 import pytest
 
-from foretoken.measure.speed.compare import against_peer, by_position, ratios, summary
 from foretoken.measure.speed.plan import SpeedSample, SpeedSetting
-from foretoken.measure.speed.report import speed_report
+from foretoken.measure.speed.report import against_peer, by_position, ratios, speed_report, summary
 from foretoken.measure.speed.rows import SpeedRow, summarise
 from tests.measure.fakes import PROMPTS, answer
 
