@@ -53,7 +53,7 @@ PAGE_KEY = "page"  # of raw values: what a page shows beside them
 
 
 def raw_values(report: Report) -> dict[str, Any]:
-    """All values of a report: with them the page can be made again (`pages.read_report`)."""
+    """All values of a report: with them the page can be made again (`read_reports`)."""
     return report.as_dict() | {PAGE_KEY: report.page_values()}
 
 
