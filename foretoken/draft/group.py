@@ -26,8 +26,7 @@ from foretoken.draft.boundary import check_tree, draft_faults
 from foretoken.draft.failures import Deadline, DrafterFailures
 from foretoken.draft.hidden_states import HiddenStates
 from foretoken.draft.lookup_tree import EMPTY, Lookup, LookupTree, assemble
-from foretoken.draft.merging import merge_drafts
-from foretoken.draft.refused import allowed_draft, allowed_tree
+from foretoken.draft.merging import allowed_draft, allowed_tree, merge_drafts
 from foretoken.model.interface import LanguageModel
 
 GRAMMAR = "grammar"  # the drafter's name in the provenance of tokens that a grammar forced

@@ -31,8 +31,7 @@ from foretoken.draft.base import (
     variants_of,
 )
 from foretoken.draft.lookup_tree import Lookup
-from foretoken.draft.merging import keep_nodes, merge_drafts
-from foretoken.draft.refused import allowed_tree
+from foretoken.draft.merging import allowed_tree, keep_nodes, merge_drafts
 from foretoken.draft.tree import OVERLAP, TreeNode, merge_trees
 from foretoken.errors import ConfigError
 from foretoken.transfer import to_device

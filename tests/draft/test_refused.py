@@ -11,7 +11,7 @@ import torch
 
 from foretoken.core import Draft, Probes
 from foretoken.draft.lookup_tree import LookupTree
-from foretoken.draft.refused import allowed_draft, allowed_tree
+from foretoken.draft.merging import allowed_draft, allowed_tree
 from foretoken.verify import RULES
 from tests.draft.test_merge import VOCAB, lookups, spot_of
 from tests.helpers.enumeration import (
