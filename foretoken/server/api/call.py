@@ -15,9 +15,8 @@ from foretoken.config import SamplingParams
 from foretoken.errors import InputError
 from foretoken.params import ADVISED_FIELDS
 from foretoken.server.api.config import ApiConfig
-from foretoken.server.api.errors import ApiError, invalid, unsupported
+from foretoken.server.api.errors import BODY_KEY, ApiError, invalid, unsupported
 from foretoken.server.api.exchange import Api
-from foretoken.server.api.field_names import BODY_KEY
 from foretoken.server.api.messages import checked_messages, structure_of, tools_of
 from foretoken.server.api.schemas import ChatRequest, CompletionRequest, SamplingFields
 from foretoken.server.api.speculation import spec_of, uses_prediction

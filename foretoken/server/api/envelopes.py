@@ -15,18 +15,19 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from foretoken.errors import ForetokenError
 from foretoken.server.api.errors import (
+    BODY_KEY,
     CODE_KEY,
     CODES,
     MAX_MESSAGE_BYTES,
     ApiError,
     ErrorCode,
     json_response,
+    name_as_sent,
     object_schema,
     of_exception,
     of_validation,
     type_of,
 )
-from foretoken.server.api.field_names import BODY_KEY, name_as_sent
 from foretoken.server.record import REQUEST_ID_HEADER, request_id_of
 
 MESSAGES_PATH = "/v1/messages"

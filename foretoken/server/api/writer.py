@@ -14,9 +14,8 @@ from foretoken import __version__
 from foretoken.backend.call import AnswerEnded, RoundEvent, TokenEvent
 from foretoken.server.api.call import metrics_level, tier_of, wants_trace
 from foretoken.server.api.envelopes import status_of
-from foretoken.server.api.errors import ApiError, final, json_response
+from foretoken.server.api.errors import ApiError, final, json_response, name_as_sent
 from foretoken.server.api.exchange import Exchange
-from foretoken.server.api.field_names import name_as_sent
 from foretoken.server.api.schemas import SamplingFields, StreamOptions
 from foretoken.server.api.streaming import DONE, SSE, Around, EventStream, PieceGroup, frame, grouped, padded_frame
 from foretoken.server.api.usage import metrics, spec_report, timings, trace_record, usage
