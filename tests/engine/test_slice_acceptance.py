@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 from foretoken import LLM, SamplingParams, SpecConfig
 from foretoken.engine import slice_acceptance
-from foretoken.engine.slice_acceptance import SliceAcceptance
+from foretoken.engine.stats import SliceAcceptance
 from tests.helpers.checkpoints import token_ids
 
 
