@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 from foretoken import LLM, SamplingParams, SpecConfig
-from foretoken.engine import slice_acceptance
+from foretoken.engine import stats
 from foretoken.engine.stats import SliceAcceptance
 from tests.helpers.checkpoints import token_ids
 
@@ -69,7 +69,7 @@ def test_a_copy_is_made_while_another_thread_counts() -> None:
 
 
 def test_the_slice_unused_longest_is_dropped(monkeypatch: object) -> None:
-    monkeypatch.setattr(slice_acceptance, "MAX_SLICES", 2)  # type: ignore[attr-defined]
+    monkeypatch.setattr(stats, "MAX_SLICES", 2)
     counted = SliceAcceptance()
     for name in ("a", "b", "a", "c", "b"):
         counted.count(name, [1], ["ngram"], [])
