@@ -1,11 +1,11 @@
 // The page: wires the form, the conversation and the board together.
 
+import { Turn } from "./answer.js";
 import { Board } from "./board.js";
 import { element, find } from "./dom.js";
 import { RequestForm } from "./settings.js";
 import { ServerError, request } from "./stream.js";
 import { LEGEND } from "./tokens.js";
-import { Turn } from "./turn.js";
 
 // Texts of the kinds that the reference model was trained on: the library of Python.
 const EXAMPLES = [

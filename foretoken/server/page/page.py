@@ -27,9 +27,7 @@ SCRIPTS = (
     "dom.js",
     "answer.js",
     "settings.js",
-    "figures.js",
     "board.js",
-    "turn.js",
     "app.js",
 )
 _IMPORT = re.compile(r"^import .*;\n", flags=re.MULTILINE)
