@@ -24,7 +24,7 @@ from foretoken import SpecConfig
 from foretoken.core import Draft
 from foretoken.measure.certify.asking import Asker
 from foretoken.measure.certify.run import made_checks
-from foretoken.measure.two_sample import beginnings, counted, two_sample_test
+from foretoken.measure.certify.sampled import beginnings, counted, two_sample_test
 from foretoken.verify.rejection import RejectionRule
 from tests.helpers.certify import asker, chat_folder, server_of, session_of
 from tests.helpers.faulty_proxy import FAULTS, Fault, Upstream, faulty
