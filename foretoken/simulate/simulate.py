@@ -16,8 +16,7 @@ from foretoken.errors import ConfigError
 from foretoken.option import check_fields, option
 from foretoken.plan.profile import Profile
 from foretoken.simulate.inputs import Job, Limits, SimSetting
-from foretoken.simulate.records import Record, Round
-from foretoken.simulate.sim_request import Known, SimRequest, start
+from foretoken.simulate.sim_request import Known, Record, Round, SimRequest, start
 
 DISPATCHES = ("round_robin", "least_loaded")
 

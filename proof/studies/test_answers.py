@@ -10,7 +10,7 @@ from foretoken import LLM, SpecConfig
 from foretoken.control.candidates import Preview
 from foretoken.draft.ngram import NgramDrafter
 from foretoken.simulate.inputs import Job
-from foretoken.simulate.records import Round
+from foretoken.simulate.sim_request import Round
 from studies.validation.answers import Answer, look_through, looked_through
 from studies.validation.calibrate import calibrate
 from studies.validation.records import told

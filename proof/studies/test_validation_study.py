@@ -13,7 +13,7 @@ from foretoken import LLM, SpecConfig
 from foretoken.measure.speed import profile as profile_module
 from foretoken.plan.profile import Curve, DrafterCost
 from foretoken.simulate.inputs import Job, Limits, SimSetting
-from foretoken.simulate.records import Record, Records, chain
+from foretoken.simulate.sim_request import Record, Records, chain
 from foretoken.simulate.simulate import simulate
 from studies.validation import run as run_module
 from studies.validation.__main__ import main

@@ -10,7 +10,7 @@ import pytest
 from foretoken import LLM, SamplingParams, SpecConfig
 from foretoken.measure.load.prompts import asks
 from foretoken.plan.profile import Curve, DrafterCost, Profile
-from foretoken.simulate.records import Records
+from foretoken.simulate.sim_request import Records
 from studies.dials.dials import named_dials
 from studies.worlds import __main__ as command
 from studies.worlds import data, record

@@ -16,7 +16,7 @@ from foretoken.control.config import PolicyConfig
 from foretoken.core import Batch, BatchEntry, Request, Verdict, empty_draft
 from foretoken.draft.base import Feedback
 from foretoken.draft.lookup_tree import Lookup
-from foretoken.simulate.records import Record
+from foretoken.simulate.sim_request import Record
 from studies.validation.records import told
 
 FROM_TEXT = (

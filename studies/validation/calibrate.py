@@ -12,7 +12,7 @@ from foretoken.draft.lookup_tree import Lookup
 from foretoken.errors import InputError
 from foretoken.measure.workload import SLICES, slices
 from foretoken.simulate.inputs import Job
-from foretoken.simulate.records import Record, Records
+from foretoken.simulate.sim_request import Record, Records
 from studies.validation.answers import FROM_TEXT, Answer, looked_through
 from studies.validation.records import record_of
 from studies.validation.refine import RealStep

@@ -10,7 +10,7 @@ import random
 from collections.abc import Mapping, Sequence
 
 from foretoken.control.candidates import Preview
-from foretoken.simulate.records import Record, Round
+from foretoken.simulate.sim_request import Record, Round
 
 _MAX_NODES = 24  # draft tokens of a round that are kept; what the policy asks for at most
 

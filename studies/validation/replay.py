@@ -21,7 +21,7 @@ from foretoken.engine.watch import RoundView
 from foretoken.errors import EngineError
 from foretoken.simulate.inputs import Job
 from foretoken.simulate.metrics import Served, SimMetrics, figures
-from foretoken.simulate.records import Round
+from foretoken.simulate.sim_request import Round
 from foretoken.simulate.simulate import Step
 
 _NAP_S = 0.0005  # longest sleep while idle, so that arrivals are noticed in time

@@ -12,8 +12,7 @@ from foretoken.control.config import DEFAULT, PolicyConfig
 from foretoken.plan.profile import DrafterCost, Profile
 from foretoken.simulate.inputs import AUTO, Job, Limits, SimSetting, parse_setting
 from foretoken.simulate.metrics import outcome
-from foretoken.simulate.records import Record, Records, chain
-from foretoken.simulate.sim_request import Known
+from foretoken.simulate.sim_request import Known, Record, Records, chain
 from foretoken.simulate.simulate import simulate
 from studies.validation.records import told
 from studies.worlds.data import Look, RecordedAnswer, Recording

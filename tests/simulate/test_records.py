@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from foretoken.plan.profile import Curve, DrafterCost, Profile
-from foretoken.simulate.records import Record, Round, chain
+from foretoken.simulate.sim_request import Record, Round, chain
 from studies.validation.records import behind, record_of
 
 UNIT = Profile(

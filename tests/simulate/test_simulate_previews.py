@@ -14,7 +14,7 @@ from foretoken.config import SpecConfig
 from foretoken.draft.lookup_tree import Lookup
 from foretoken.draft.ngram import NgramDrafter
 from foretoken.simulate.inputs import Job, Limits, SimSetting
-from foretoken.simulate.records import Records
+from foretoken.simulate.sim_request import Records
 from foretoken.simulate.simulate import Step, simulate
 from studies.validation.answers import Answer, look_through
 from tests.simulate.test_simulate import CURVED, Real, assert_alike, mixed_jobs
