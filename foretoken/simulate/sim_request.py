@@ -3,6 +3,11 @@
 What is left to chance is whether a draft token is right. It is drawn once for every request and place of its answer:
 common random numbers across settings, so that settings differ by what they do, and so that more acceptance can never
 make a round emit less. Where answers were recorded a request follows one of them instead.
+
+Records hold what a drafter drafted in real rounds and what of it stood. Lookups draft where the text repeats itself and
+nothing elsewhere, and a place that was found goes on: their draft tokens do not stand independently of each other, nor
+do all answers gain alike. So no rates are kept but whole answers, place by place. Studies make records of answers of
+the engine (`studies.validation.records`).
 """
 
 from __future__ import annotations
