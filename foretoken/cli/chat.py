@@ -21,6 +21,7 @@ from foretoken.cli.common import (
     print_json,
     progress,
 )
+from foretoken.cli.exits import Terminated
 from foretoken.cli.flags import answering_spec, check_sources, config_from, takes
 from foretoken.config import DRAFTING, SamplingParams, SpecConfig
 from foretoken.engine.prompts import Message
@@ -129,8 +130,8 @@ class _Lines:
         console = Console()
         try:
             output = self._talk.answer(line, (lambda _piece, _style: None) if self._as_json else console.piece)
-        except KeyboardInterrupt:
-            if not self._is_interactive:
+        except KeyboardInterrupt as stop:
+            if not self._is_interactive or isinstance(stop, Terminated):
                 raise
             Console().line()  # `console` may still hold the piece that it wrote just then, and would write it again
             return
@@ -152,9 +153,9 @@ def _typed_lines() -> Iterator[str]:
         except EOFError:
             Console().line()
             return
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as stop:
             Console().line()
-            if was_stopped:
+            if was_stopped or isinstance(stop, Terminated):
                 raise
             was_stopped = True
             Console(stderr=True).line(_AGAIN, style="dim")

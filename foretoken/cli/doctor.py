@@ -16,7 +16,7 @@ import typer
 
 from foretoken import __version__
 from foretoken.cli.common import JsonOption, print_json
-from foretoken.cli.verb import ctrl_c_ends
+from foretoken.cli.verb import signals_end
 from foretoken.kernels.build import found_compiler, kernels_from
 from foretoken.machine.identity import features, precision_advice, processor
 from foretoken.machine.linux import meminfo
@@ -100,7 +100,7 @@ def _disk() -> dict[str, Any]:
 def _torch() -> dict[str, Any]:
     """What torch says: threads in force, bandwidth of a copy, accelerators."""
     try:
-        with ctrl_c_ends():
+        with signals_end():
             import torch
     except (ImportError, OSError) as error:
         return {"is_usable": False, "error": str(error)}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import time
 from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
@@ -11,8 +13,11 @@ from typing import NoReturn
 import foretoken
 
 INTERRUPTED = 130
+_BY_SIGNAL = 128  # and the number of the signal: the exit code of a program that it ended, as shells have it
 CLOSED_PIPE = 141  # the exit code of a program ended by SIGPIPE, as in `yes | head`
 _IO_FAILED = 4
+_TOGETHER_S = 2.0  # a terminal that closes sends SIGHUP, and then its shell does
+ENDING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
 def open_missing_streams(has_results: bool = True) -> None:
@@ -58,8 +63,34 @@ def say(words: str) -> None:
         print(words, file=sys.stderr, flush=True)
 
 
-def quit_at_once(_number: int, _frame: FrameType | None) -> NoReturn:
-    """Handler of Ctrl-C while nothing is open: during imports, and after the verb."""
+class Terminated(KeyboardInterrupt):
+    """SIGTERM or SIGHUP: whatever Ctrl-C leaves in order, they do, and the exit code says which signal it was."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.exit_code = _BY_SIGNAL + number
+        self.signal_name = signal.Signals(number).name
+        self.at_s = time.monotonic()
+
+
+came: list[Terminated] = []  # in this process: typer turns what was raised into a plain exit code
+
+
+def terminate(number: int, _frame: FrameType | None) -> None:
+    """Handler of SIGTERM and SIGHUP while a verb runs; one that comes with another does not cut its partial report.
+
+    Raises:
+        Terminated: nearly always.
+    """
+    stop = Terminated(number)
+    if came and stop.at_s - came[-1].at_s < _TOGETHER_S:
+        return
+    came.append(stop)
+    raise stop
+
+
+def quit_at_once(number: int, _frame: FrameType | None) -> NoReturn:
+    """Handler of signals while nothing is open: during imports, and after the verb."""
     with suppress(OSError):
         os.write(2, b"interrupted\n")
-    os._exit(INTERRUPTED)
+    os._exit(_BY_SIGNAL + number)

@@ -10,10 +10,19 @@ import os
 import signal
 import sys
 import time
-from types import FrameType
-from typing import NoReturn
+from typing import Any
 
-from foretoken.cli.exits import INTERRUPTED, io_failure, open_missing_streams, print_version, quit_at_once, say
+from foretoken.cli.exits import (
+    ENDING,
+    INTERRUPTED,
+    came,
+    io_failure,
+    open_missing_streams,
+    print_version,
+    quit_at_once,
+    say,
+    terminate,
+)
 from foretoken.machine.neighbours import OtherLoad
 from foretoken.machine.threads import (
     LONG_RUNNING,
@@ -24,15 +33,6 @@ from foretoken.machine.threads import (
     names_waiting,
     watch_neighbours,
 )
-
-
-class Terminated(SystemExit):
-    """SIGTERM or SIGHUP. `finally` blocks run; the exit code is 128 plus the signal's number, as in a shell."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(128 + number)
-        self.exit_code = 128 + number
-        self.signal_name = signal.Signals(number).name
 
 
 def main() -> None:
@@ -50,21 +50,20 @@ def main() -> None:
     from foretoken.cli.app import run
 
     apply(_threads(arguments, load, began_s))
-    if takes_interrupts:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    for name in ("SIGTERM", "SIGHUP"):
-        number = getattr(signal, name, None)  # Windows has no SIGHUP
-        if number is not None and signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores it
-            signal.signal(number, _terminate)
+    handlers: dict[int, Any] = {number: terminate for number in ENDING if signal.getsignal(number) is signal.SIG_DFL}
+    if takes_interrupts:  # what is ignored stays so, as nohup has it
+        handlers[signal.SIGINT] = signal.default_int_handler
     try:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         code = run(arguments)
-    except Terminated as stop:
-        say(f"stopped by {stop.signal_name}")
-        code = stop.exit_code
     except KeyboardInterrupt:  # a second one, during the cleanup after the first
         code = INTERRUPTED
-    if takes_interrupts:
-        signal.signal(signal.SIGINT, quit_at_once)
+    for number in handlers:
+        signal.signal(number, quit_at_once)
+    if code == INTERRUPTED and came:
+        say(f"stopped by {came[0].signal_name}")
+        code = came[0].exit_code
     sys.exit(_finish(code))
 
 
@@ -96,7 +95,3 @@ def _finish(code: int) -> int:
             code = code or io_failure(error)
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     return code
-
-
-def _terminate(number: int, _frame: FrameType | None) -> NoReturn:
-    raise Terminated(number)

@@ -12,34 +12,38 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.cli import origins
-from foretoken.cli.exits import quit_at_once
+from foretoken.cli.exits import ENDING, quit_at_once, terminate
 from foretoken.cli.flags import flags_taken
 from foretoken.cli.usage import Command
 from foretoken.errors import ConfigError, InputError
 from foretoken.params import check_text
 
+_HANDLERS = (signal.default_int_handler, terminate)
+
 
 def import_engine() -> None:
     """Import torch and the engine, once the options are known to be right."""
-    with ctrl_c_ends():
+    with signals_end():
         importlib.import_module("foretoken.engine.llm")
 
 
 @contextmanager
-def ctrl_c_ends() -> Iterator[None]:
-    """During an import Ctrl-C ends the process at once: an exception inside of torch's import would show in many ways.
+def signals_end() -> Iterator[None]:
+    """During an import Ctrl-C, SIGTERM and SIGHUP end the process at once: an exception inside of torch's import would
+    show in many ways.
 
     Signals that are ignored, or handled by somebody else, are left alone.
     """
-    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if not usual or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    signal.signal(signal.SIGINT, quit_at_once)
+    ours = {number: handler for number in ENDING if (handler := signal.getsignal(number)) in _HANDLERS}
+    if threading.current_thread() is not threading.main_thread():
+        ours = {}
+    for number in ours:
+        signal.signal(number, quit_at_once)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number, handler in ours.items():
+            signal.signal(number, handler)
 
 
 _ANY_DEVICE = "auto"

@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from foretoken.cli.usage import USAGE_ERROR, Group
-from foretoken.cli.verb import EngineVerb, Verb, ctrl_c_ends
+from foretoken.cli.verb import EngineVerb, Verb, signals_end
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def _load(name: str) -> TyperCommand | TyperGroup:
     """
     source = VERBS[name]
     module, _, attribute = (source.place or f"{name}:{name}").partition(":")
-    with ctrl_c_ends():
+    with signals_end():
         imported = importlib.import_module(f"foretoken.cli.{module}")
     found: typer.Typer | Callable[..., None] = getattr(imported, attribute)
     holder = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

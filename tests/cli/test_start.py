@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import foretoken as package
-from foretoken.cli import exits, start
+from foretoken.cli import exits
 from foretoken.cli.app import run
 from foretoken.engine.llm import LLM
 from tests.cli.conftest import Run
@@ -52,6 +52,14 @@ def test_c3_ctrl_c_during_the_imports_is_quiet(tmp_path: Path) -> None:
     for arguments in (("-m", "foretoken", "models"), ("-c", "from foretoken.cli import main; main()", "models")):
         done = process(*arguments, first=tmp_path)
         assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"interrupted\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_during_the_import_of_the_engine_is_quiet(tmp_path: Path, number: signal.Signals) -> None:
+    """The verb runs already, and imports what it needs."""
+    (tmp_path / "torch.py").write_text(f"import os, time\nos.kill(os.getpid(), {number:d})\ntime.sleep(60)\n")
+    done = process("-m", "foretoken", "audit", first=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (128 + number, b"", b"interrupted\n")
 
 
 def test_c3_an_ignored_ctrl_c_stays_ignored(tmp_path: Path) -> None:
@@ -214,5 +222,36 @@ def test_an_error_of_a_file_is_4_and_names_it(foretoken: Run, monkeypatch: pytes
 
 
 def test_terminated_carries_the_exit_code_of_a_shell() -> None:
-    stop = start.Terminated(signal.SIGTERM)
-    assert (stop.code, stop.exit_code, stop.signal_name) == (143, 143, "SIGTERM")
+    stop = exits.Terminated(signal.SIGTERM)
+    assert (stop.exit_code, stop.signal_name) == (143, "SIGTERM")
+    assert isinstance(stop, KeyboardInterrupt)  # what Ctrl-C leaves in order, it does
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_leaves_what_ctrl_c_leaves_and_says_which_it_was(number: signal.Signals) -> None:
+    code = f"""
+import os, time
+from foretoken.cli import app, start
+def run(arguments):
+    try:
+        os.kill(os.getpid(), {number:d})
+        time.sleep(60)
+    except KeyboardInterrupt:
+        print("what was measured")
+    return 130
+app.run = run
+start.main()
+"""
+    done = process("-c", code, "doctor")
+    said = f"stopped by {number.name}\n".encode()
+    assert (done.returncode, done.stdout, done.stderr) == (128 + number, b"what was measured\n", said)
+
+
+def test_a_terminal_that_closes_sends_two_signals_and_the_report_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exits, "came", [])
+    with pytest.raises(exits.Terminated):
+        exits.terminate(signal.SIGHUP, None)
+    exits.terminate(signal.SIGHUP, None)  # the shell's
+    exits.came[0].at_s -= 10
+    with pytest.raises(exits.Terminated):  # nobody waits for ever
+        exits.terminate(signal.SIGTERM, None)
