@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from foretoken.errors import InputError
 
@@ -84,6 +84,16 @@ class Answer:
     positions: tuple[tuple[int, int], ...] = ()
     num_prompt_tokens: int | None = None
     is_counted: bool = True
+
+
+def answer_from(values: Mapping[str, Any]) -> Answer:
+    """What `dataclasses.asdict` made of an answer, out of a file.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is something else.
+    """
+    positions = tuple((int(drafted), int(accepted)) for drafted, accepted in values["positions"])
+    return Answer(**{**values, "token_ids": tuple(values["token_ids"]), "positions": positions})
 
 
 def answer_in_pieces(

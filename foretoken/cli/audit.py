@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from foretoken.cli.common import DEFAULT_MODEL, JsonOption, fetch_models, is_set, print_json, progress, was_given
+from foretoken.cli.common import DEFAULT_MODEL, JsonOption, fetch_models, is_set, progress, was_given
 from foretoken.cli.flags import check_sources, config_from, named_drafter, spec_from, takes
 from foretoken.cli.measuring import (
     BackendOption,
     ServedModelOption,
     command_line,
+    finish,
     given_where_set,
     refuse_of_engines,
     refuse_set,
@@ -24,10 +25,8 @@ from foretoken.cli.measuring import (
 from foretoken.config import SpecConfig
 from foretoken.field_text import wholes, words
 from foretoken.measure.audit.options import AuditOptions, Prompt, read_prompts
-from foretoken.measure.audit.report import check_out
-from foretoken.measure.report import Report, print_report
+from foretoken.measure.report import Report
 from foretoken.measure.workload import SLICES, in_turns, slices
-from foretoken.measure.write import write_report
 from foretoken.option import options_of, setting_name
 
 if TYPE_CHECKING:
@@ -47,7 +46,6 @@ def audit(
     prompts: Annotated[
         Path | None, typer.Option(help="A prompt per line, or JSON lines with `prompt`, `prompt_ids` or `messages`.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Write the report into this .html, .md or .json file.")] = None,
     backend: BackendOption = None,
     against_backend: Annotated[
         str | None, typer.Option(help="With --backend: compare greedy answers with those of this engine.")
@@ -61,16 +59,12 @@ def audit(
     """Check greedy equality, the distribution of sampled tokens, seeds, logits and cache; exit code 5 if anything
     fails.
 
-    Where no drafter, draft or head is named, it is ngram with 5 draft tokens.
+    Where no drafter, draft or head is named, it is ngram with 5 draft tokens. Ctrl-C reports the checks that were made
+    until then.
     """
     options = _options(context) if backend is None else _backend_options(context, backend)
-    report = _run(options, prompts, out)
-    if out is not None:
-        report = write_report(report, out, out.stem)
-    if as_json:
-        print_json(report.as_dict())
-    else:
-        print_report(report)
+    report = _run(options, prompts)
+    finish(report, as_json)
     require_pass("audit", report.results["checks"], report.passed)
 
 
@@ -131,13 +125,10 @@ def _backend_options(context: typer.Context, backend: str) -> BackendAuditOption
     )
 
 
-def _run(options: AuditOptions | BackendAuditOptions, prompts: Path | None, out: Path | None) -> Report:
-    """The audit; `out` is checked first."""
+def _run(options: AuditOptions | BackendAuditOptions, prompts: Path | None) -> Report:
     from foretoken.measure.audit.options import BackendAuditOptions
     from foretoken.measure.audit.run import run_audit, run_backend_audit
 
-    if out is not None:
-        check_out(out)
     texts = _own_prompts(options.num_prompts) if prompts is None else read_prompts(prompts)
     with progress("auditing") as status:
 

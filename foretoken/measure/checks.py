@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from foretoken.kv.prefix import shared_length
 from foretoken.measure.report import Table
@@ -40,6 +40,11 @@ class Check:
     demanded: str = ""
     sees: str = ""
     detail: str = ""
+
+
+def read_checks(values: Sequence[Mapping[str, Any]]) -> list[Check]:
+    """Checks that a file holds as plain values."""
+    return [Check(**one) for one in values]
 
 
 def failed(checks: Sequence[Check]) -> tuple[Check, ...]:

@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
@@ -104,11 +105,32 @@ class KeptFile:
         Raises:
             StorageError: the file holds something else.
         """
+        return [self._made(read, line) for line in self.lines]
+
+    def _made(self, read: Callable[[Any], _Value], value: Any) -> _Value:  # noqa: ANN401 - of a line
         try:
-            return [read(line) for line in self.lines]
+            return read(value)
         except (KeyError, TypeError, ValueError) as error:
             self.close()
             raise self._refused(error) from error
+
+    def once(self, name: str, read: Callable[[Any], _Value], measure: Callable[[], _Value]) -> _Value:
+        """What an earlier run kept under `name`, which `read` makes of plain values; without it what `measure` gives,
+        which is kept.
+
+        Raises:
+            StorageError: see `restored` and `append`.
+        """
+        if name in self._named:
+            return self._made(read, self._named[name])
+        found = measure()
+        self.append({"name": name, "value": as_plain(found)})
+        return found
+
+    @cached_property
+    def _named(self) -> dict[str, Any]:
+        """What an earlier run kept, by name."""
+        return dict(self.restored(lambda line: (line["name"], line["value"])))
 
     def close(self) -> None:
         """Close the file."""
@@ -132,10 +154,22 @@ class KeptFile:
         return StorageError(f"{self.path} does not hold the measurements of such a run ({error!r}); name another file")
 
 
-def run_of(options: DataclassInstance, without: Iterable[str] = (), **more: object) -> dict[str, Any]:
-    """What must agree between two runs: their options but outputs and those named in `without`, and `more`."""
+def run_of(
+    options: DataclassInstance, without: Iterable[str] = (), models: Iterable[str | None] = (), **more: object
+) -> dict[str, Any]:
+    """What must agree between two runs: their options but outputs and those named in `without`, `more`, and what the
+    files of `models` hold: a folder of this name may have been written anew since.
+
+    Raises:
+        ModelError, StorageError: a model that is not there.
+    """
+    from foretoken.model.names import model_folder  # a run that loads no model needs none of this
+    from foretoken.train.answers import folder_fingerprint
+
     left_out = _OUTPUTS.union(without)
-    return {name: value for name, value in asdict(options).items() if name not in left_out} | more
+    named = dict.fromkeys(name for name in models if name is not None)
+    contents = {f"files of {name}": folder_fingerprint(model_folder(name)) for name in named}
+    return {name: value for name, value in asdict(options).items() if name not in left_out} | contents | more
 
 
 def digest(value: object) -> str:

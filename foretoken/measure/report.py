@@ -159,6 +159,14 @@ def _listed(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} {value}" for key, value in values.items())
 
 
+def interruption_notes(interrupted: bool, resume: Path | None) -> list[str]:
+    """What the report of a run that was interrupted says of that; `resume` is the file that keeps what was measured."""
+    if not interrupted:
+        return []
+    remedy = "" if resume is None else f" Go on with the same options and --resume {resume}."
+    return [f"The run was interrupted: this is what had been measured by then.{remedy}"]
+
+
 def load_average() -> float:
     """The machine's load average over the last minute; 0 where the system has none."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0

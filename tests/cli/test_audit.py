@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -152,7 +151,8 @@ def test_bad_input_is_refused_before_anything_is_loaded(
 ) -> None:
     monkeypatch.setattr(run_module, "Session", None)
     cases = [
-        (2, ["--out", "report.txt"], "must end in .html, .md or .json"),
+        (4, ["--out", "ids.jsonl"], "cannot write to ids.jsonl"),
+        (2, ["--name", "a/b"], "name='a/b': use letters"),
         (2, ["--temperatures", "warm"], "temperatures='warm': must be numbers separated by commas"),
         (2, ["--temperatures", ""], "temperatures='': name at least one"),
         (2, ["--num-prompts", 0], "num_prompts=0: must be at least 1"),
@@ -187,13 +187,50 @@ def test_bad_settings_of_the_engine(foretoken: Run, pair: SimpleNamespace, promp
         assert message in done.err
 
 
-def test_an_interrupt_leaves_no_file(
+def test_an_interrupted_audit_reports_and_goes_on(
     foretoken: Run, pair: SimpleNamespace, prompts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """What was checked is reported; the run that goes on makes the other checks, and finds what a whole run finds."""
+    common = ["audit", "-t", pair.target, "--drafter", "ngram", "--prompts", prompts, *SHORT]
+    whole = foretoken(*common, "--json")
+    assert whole.code == 0
+
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(run_module, "check_numerics", interrupt)
-    done = foretoken("audit", "-t", pair.target, "--prompts", prompts, *SHORT, "--out", "report.md")
-    assert (done.code, done.out, "Traceback" in done.err) == (130, "", False)
-    assert os.listdir() == ["ids.jsonl"]
+    with monkeypatch.context() as patched:
+        patched.setattr(run_module, "check_numerics", interrupt)
+        cut = foretoken(*common, "--resume", "kept.jsonl", "--out", "report.json", "--json")
+    assert (cut.code, "Traceback" in cut.err) == (130, False)
+    part = json.loads(cut.lines[-1])
+    assert (part["interrupted"], part["passed"]) == (True, False)
+    assert part["verdict"].startswith("No verdict: the run was interrupted")
+    assert part["caveats"] == [
+        "The run was interrupted: this is what had been measured by then. Go on with the same options and --resume "
+        "kept.jsonl."
+    ]
+    checks = json.loads(whole.lines[-1])["checks"]
+    assert part["checks"] == checks[: len(part["checks"])]
+    assert json.loads(Path("report.json").read_text())["checks"] == part["checks"]
+    for name in ("check_greedy", "check_distribution", "check_seeds"):
+        monkeypatch.setattr(run_module, name, interrupt)  # not called: they are known
+    resumed = foretoken(*common, "--resume", "kept.jsonl", "--json")
+    assert (resumed.code, json.loads(resumed.lines[-1])["checks"]) == (0, checks)
+    other = foretoken(*common, "--resume", "kept.jsonl", "--seed", 1)
+    assert (other.code, "was measured with seed=0, this run has 1" in other.err) == (2, True)
+
+
+def test_a_check_finds_the_same_whatever_was_before_it(
+    foretoken: Run, pair: SimpleNamespace, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafters that learn from answers and cached prefixes would make later checks others than those of a run that
+    goes on.
+    """
+    common = ["audit", "-t", pair.target, "--drafter", "suffix", "--rule", "rejection", "--prompts", prompts, *SHORT]
+    whole = foretoken(*common, "--json", "--resume", "kept.jsonl")
+    lines = Path("kept.jsonl").read_text().splitlines()
+    kept = [line for line in lines if '"distribution' not in line]
+    assert len(kept) == len(lines) - 1
+    Path("kept.jsonl").write_text("\n".join(kept) + "\n")
+    again = foretoken(*common, "--json", "--resume", "kept.jsonl")
+    assert json.loads(again.lines[-1])["checks"] == json.loads(whole.lines[-1])["checks"]

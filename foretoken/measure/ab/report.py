@@ -21,7 +21,7 @@ from foretoken.measure.ab.rows import (
 )
 from foretoken.measure.plots import Plot, Point, Series, shown
 from foretoken.measure.price import NEVER
-from foretoken.measure.report import Report, Table, busy_caveats
+from foretoken.measure.report import Report, Table, busy_caveats, interruption_notes
 from foretoken.measure.sequential import MIN_BLOCKS
 from foretoken.measure.sides import side_table
 from foretoken.measure.stats import Estimate, ratio_text
@@ -105,9 +105,7 @@ def verdict_line(outcome: Outcome, num_pairs: int, options: AbOptions) -> str:
 
 
 def _of_run(options: AbOptions, outcome: Outcome, load: float, interrupted: bool, is_resumed: bool) -> list[str]:
-    found = []
-    if interrupted:
-        found.append("The run was interrupted: this is what had been measured by then.")
+    found = interruption_notes(interrupted, options.resume)
     if is_resumed:
         found.append("The run was stopped and resumed: a server may have been started again meanwhile.")
     found += busy_caveats(load)

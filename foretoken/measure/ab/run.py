@@ -142,7 +142,10 @@ def _kept(options: AbOptions, replay: _Replay, about: dict[str, dict[str, str]])
     """
     planned = digest([asdict(plan) for plan in replay.plans])
     file = KeptFile(
-        options.resume, "ab", run_of(options, _FREE_TO_CHANGE, sides=about) | {"requests by content": planned}
+        options.resume,
+        "ab",
+        run_of(options, _FREE_TO_CHANGE, (options.target, options.draft), sides=about)
+        | {"requests by content": planned},
     )
 
     def read(line: dict[str, Any]) -> tuple[str, Pair]:

@@ -13,11 +13,12 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median, median_low
 from typing import Any
 
-from foretoken.backend.answering import SERVED, Answer, Drafting, Question
+from foretoken.backend.answering import SERVED, Answer, Drafting, Question, answer_from
 from foretoken.backend.http import Endpoint, HttpBackend, ServerAddress
 from foretoken.backend.http_stream import Stream
 from foretoken.engine.prompts import check_no_tool_calls
@@ -27,12 +28,14 @@ from foretoken.export.launch import plain_drafters
 from foretoken.measure.advise.candidates import AdviseCandidate
 from foretoken.measure.advise.costing import Machine
 from foretoken.measure.advise.costs import DrafterCosts, LoadCosts
+from foretoken.measure.advise.keeping import kept_answers
 from foretoken.measure.advise.known_text import known_rounds
 from foretoken.measure.advise.launches import OTHERS, OURS
 from foretoken.measure.advise.options import AdviseOptions
 from foretoken.measure.advise.report import ELSEWHERE, Measured
 from foretoken.measure.advise.rounds import AnswerRounds, answered
 from foretoken.measure.eval.prompts import EvalPrompt
+from foretoken.measure.kept import KeptFile
 from foretoken.measure.progress import Tell, progress
 from foretoken.model.names import model_folder
 from foretoken.plan.profile import Curve
@@ -83,7 +86,9 @@ def measured_elsewhere(
         with closing(HttpBackend(server)) as backend:
             engine = _engine_at(backend.owner, backend.model)
             candidates, failed = _offered(candidates, engine)
-            asked, fields = _answers(backend, options, prompts, tokenizer, tell)
+            server_is = {"name": backend.owner, "model": backend.model, "version": backend.version()}
+            with closing(kept_answers(options, prompts, [options.target], server=server_is)) as kept:
+                asked, fields = _answers(backend, options, prompts, tokenizer, kept, tell)
         _check_tokenizer(options, asked, tokenizer)
         answers, drafting_s = _drafted(candidates, asked, tokenizer, folder)
         levels, notes = asyncio.run(_levels(server, options, asked, fields, rows, tell))
@@ -113,14 +118,19 @@ def steady_step_s(streams: Sequence[Stream]) -> float | None:
 
 
 def _answers(
-    backend: HttpBackend, options: AdviseOptions, prompts: Sequence[EvalPrompt], tokenizer: Tokenizer, tell: Tell
+    backend: HttpBackend,
+    options: AdviseOptions,
+    prompts: Sequence[EvalPrompt],
+    tokenizer: Tokenizer,
+    kept: KeptFile,
+    tell: Tell,
 ) -> tuple[list[_Answered], dict[str, Any]]:
     """The answers to all prompts, one after the other, and the fields with which the server answers plainly."""
     drafting, found = Drafting() if backend.capabilities.plain else Drafting(SERVED), []
-    for prompt in prompts:
+    for place, prompt in enumerate(prompts):
         tell(f"answering {prompt.name}")
         question, ids = _question(options, prompt, tokenizer)
-        answer = backend.answer(question, drafting)
+        answer = kept.once(f"prompt {place}", answer_from, partial(backend.answer, question, drafting))
         if answer.num_drafted:
             remedy = "it drafts already: start it without speculation, or compare both ways by foretoken ab"
             raise InputError("url", options.url, remedy)

@@ -25,6 +25,7 @@ from foretoken.measure.options import (
     SLICES_OPTION,
     STOP_AT_EOS_OPTION,
     check_price,
+    resume_option,
 )
 from foretoken.measure.url.plan import UrlOptions
 from foretoken.measure.write import check_name, check_out
@@ -51,7 +52,7 @@ class AdviseOptions:
     trained heads. `concurrency` are numbers of requests that are answered at once. `memory` is what the engine may use,
     of which the share `reserve` is kept free (None: what this machine has free). `slo_ms` is the longest mean time
     between two tokens of an answer. `price_per_hour` is that of this machine; `machines` is a JSON file of others.
-    Costs of steps are measured for about `budget_s` seconds.
+    Costs of steps are measured for about `budget_s` seconds. `resume` is a file that keeps every answer.
 
     With `url` the engine is a server that decodes `target` plainly: its answers and its times are measured through that
     address, and no weights are loaded here. `model` is the name of its model there.
@@ -112,6 +113,7 @@ class AdviseOptions:
     dtype: str = field(default="auto", metadata=same_option(EngineConfig, "dtype"))
     device: str = field(default="auto", metadata=same_option(EngineConfig, "device"))
     threads: int | None = field(default=None, metadata=THREADS)
+    resume: Path | None = field(default=None, metadata=resume_option("answer"))
     out: Path | None = field(default=None, metadata=OUT_OPTION)
     name: str = field(default="advise", metadata=NAME_OPTION)
     seed: int = field(default=0, metadata=SEED_OPTION)

@@ -64,6 +64,7 @@ class Measured:
     """What the answer is made of: candidates that could be loaded, their answers by name, the costs of steps, memory,
     what the checks of files found, and why other candidates could not be loaded; memory and `budget` are not known of
     another engine. `sources` says where figures come from; `engines` are those that the answer may be carried out with.
+    `interrupted`: the answers are those until then.
     """
 
     candidates: Sequence[AdviseCandidate]
@@ -77,6 +78,7 @@ class Measured:
     notes: Sequence[str]
     sources: Sequence[tuple[str, str]] = SOURCES
     engines: Sequence[str] = (OURS, *OTHERS)
+    interrupted: bool = False
 
 
 def advise_report(options: AdviseOptions, found: Measured, command: str, caveats: Sequence[str]) -> Report:
@@ -115,6 +117,7 @@ def advise_report(options: AdviseOptions, found: Measured, command: str, caveats
         "launch": lines,
         "step_costs": found.costs,
         "sources": dict(found.sources),
+        "interrupted": found.interrupted,
     }
     return Report(
         title="Advice",

@@ -13,8 +13,9 @@ from the target's states than from their own, it is a lower bound.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from foretoken.engine.request import RequestState
 from foretoken.engine.watch import RoundView, RoundWatcher
@@ -58,6 +59,12 @@ class AnswerRounds:
     def num_tokens(self) -> int:
         """Tokens that the rounds emit, the whole of the last one counted."""
         return sum(one.num_emitted for one in self.rounds)
+
+
+def read_rounds(values: Mapping[str, Any]) -> AnswerRounds:
+    """An answer that a file holds as plain values."""
+    rounds = tuple(DraftRound(one["num_drafted"], tuple(one["path"])) for one in values["rounds"])
+    return AnswerRounds(**{**values, "rounds": rounds})
 
 
 def answered(found: Sequence[AnswerRounds], num_prompts: int) -> list[AnswerRounds]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median_low
 from typing import Any
 
@@ -15,21 +16,24 @@ from foretoken.config import SpecConfig
 from foretoken.draft.base import Drafter, ModelDrafter
 from foretoken.engine.llm import LLM
 from foretoken.errors import ForetokenError, SpeculationWarning, UnsupportedModelError
+from foretoken.machine.identity import machine
 from foretoken.machine.neighbours import OtherLoad, is_contended
 from foretoken.measure.advise.candidates import AdviseCandidate, candidates_of
 from foretoken.measure.advise.checks import Finding, of_pair
 from foretoken.measure.advise.costing import Machine, machines_of
 from foretoken.measure.advise.costs import LoadCosts, measure_costs
 from foretoken.measure.advise.elsewhere import measured_elsewhere
+from foretoken.measure.advise.keeping import kept_answers
 from foretoken.measure.advise.memory import MemoryRow, budget_of, memory_rows
 from foretoken.measure.advise.options import AdviseOptions
 from foretoken.measure.advise.report import Measured, advise_report
-from foretoken.measure.advise.rounds import AnswerRounds, RoundRecorder, answered
+from foretoken.measure.advise.rounds import AnswerRounds, RoundRecorder, answered, read_rounds
 from foretoken.measure.eval.options import EvalDrafter, EvalOptions
-from foretoken.measure.eval.prompts import EvalPrompt, encoded, prompts_of
+from foretoken.measure.eval.prompts import EvalPrompt, encoded, in_turns, prompts_of
 from foretoken.measure.eval.run import measure
-from foretoken.measure.progress import Tell, progress
-from foretoken.measure.report import Report, load_average, source_caveats
+from foretoken.measure.kept import KeptFile
+from foretoken.measure.progress import progress
+from foretoken.measure.report import Report, interruption_notes, load_average, source_caveats
 from foretoken.measure.write import write_report
 from foretoken.model.names import model_folder
 from foretoken.model.open import open_device
@@ -55,11 +59,13 @@ def advise(target: str, **options: Any) -> Report:  # noqa: ANN401 - the other f
 def run_advise(options: AdviseOptions, command: str = "foretoken advise") -> Report:
     """Measure acceptance and the costs of steps, and make the answer of them; the caller prints the report.
 
-    Progress goes to standard error.
+    Progress goes to standard error. After Ctrl-C the answer is made of the prompts that were answered by every
+    candidate, if there are any.
 
     Raises:
-        InputError, StorageError: prompts, machines or sizes that cannot be used.
+        InputError, StorageError: prompts, machines or sizes that cannot be used; see `KeptFile` too.
         ForetokenError: a target that cannot be used, or a failing engine.
+        KeyboardInterrupt: it came before there was an answer.
     """
     load, machines, candidates = load_average(), machines_of(options), candidates_of(options)
     prompts = prompts_of(options.prompts, options.slices, options.prompts_per_slice)
@@ -70,6 +76,7 @@ def run_advise(options: AdviseOptions, command: str = "foretoken advise") -> Rep
             torch.set_num_threads(options.threads)
         found = measured(options, candidates, prompts, machines)
         caveats = source_caveats(model_folder(options.target), None, load)
+    caveats += interruption_notes(found.interrupted, options.resume)
     caveats += [*recorded_notes(options, prompts), *found.notes]
     report = advise_report(options, found, command, caveats)
     return write_report(report, options.out, options.name)
@@ -125,13 +132,16 @@ def measured(
                 llm.target, loaded.made, options, prompt_tokens, lambda words, _share: spinner.update(words)
             )
             share = others.share()
-        with progress(len(prompts) * len(usable), console) as tell:
-            answers = {one.name: _answers(llm, options, one, prompts, tell) for one in usable}
+        models = [options.target, *(candidate.source for candidate in usable)]
+        with closing(kept_answers(options, prompts, models, machine=machine())) as kept:
+            answers, interrupted = _answers(llm, options, usable, prompts, kept, console)
         notes = _notes(options, prompt_tokens, costs)
         if is_contended(share):
             notes.append(f"Other processes took {share:.0%} of the cores while steps were timed: measure again alone.")
         rows, unknown = _memory(options, usable, budget, prompt_tokens, device)
-    return Measured(usable, answers, costs, rows, budget, machines, loaded.findings, loaded.failed, (*notes, *unknown))
+        notes += unknown
+    found = usable, answers, costs, rows, budget, machines, loaded.findings, loaded.failed, notes
+    return Measured(*found, interrupted=interrupted)
 
 
 @contextmanager
@@ -186,9 +196,18 @@ class _Loaded:
 
 
 def _answers(
-    llm: LLM, options: AdviseOptions, candidate: AdviseCandidate, prompts: Sequence[EvalPrompt], tell: Tell
-) -> list[AnswerRounds]:
-    """The rounds of a candidate on every prompt, with the longest drafts."""
+    llm: LLM,
+    options: AdviseOptions,
+    candidates: Sequence[AdviseCandidate],
+    prompts: Sequence[EvalPrompt],
+    kept: KeptFile,
+    console: Console,
+) -> tuple[dict[str, list[AnswerRounds]], bool]:
+    """By candidate its rounds on every prompt, with the longest drafts; and whether an interrupt ended that early.
+
+    Raises:
+        KeyboardInterrupt: it came before every candidate had an answer.
+    """
     asked = EvalOptions(
         options.target,
         drafters=("ngram",),
@@ -199,19 +218,30 @@ def _answers(
         chat=options.chat,
         seed=options.seed,
     )
-    recorder = RoundRecorder()
-    jobs = [(one, EvalDrafter(candidate.name, candidate.spec), options.temperature) for one in prompts]
+    recorder, found = RoundRecorder(), {one.name: list[AnswerRounds]() for one in candidates}
+
+    def rounds(prompt: EvalPrompt, candidate: AdviseCandidate) -> AnswerRounds:
+        drafter = EvalDrafter(candidate.name, candidate.spec)
+        (sample,) = measure(llm, asked, [(prompt, drafter, options.temperature)])
+        return recorder.answer(sample.prompt, sample.slice)
+
     llm.engine.watchers.append(recorder)
+    interrupted = False
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), progress(len(prompts) * len(candidates), console) as tell:
             warnings.simplefilter("ignore", SpeculationWarning)
-            found = [
-                recorder.answer(sample.prompt, sample.slice)
-                for sample in measure(llm, asked, jobs, lambda name: tell(f"acceptance of {name}"))
-            ]
+            for place, prompt in enumerate(in_turns(prompts)):
+                for one in candidates:
+                    tell(f"acceptance of {one.name}")
+                    answer = kept.once(f"{one.name}, prompt {place}", read_rounds, partial(rounds, prompt, one))
+                    found[one.name].append(answer)
+    except KeyboardInterrupt:
+        if not all(any(answer.rounds for answer in own) for own in found.values()):
+            raise
+        interrupted = True
     finally:
         llm.engine.watchers.remove(recorder)
-    return answered(found, len(prompts))
+    return {name: answered(own, len(prompts)) for name, own in found.items()}, interrupted
 
 
 def _library_texts(options: AdviseOptions) -> list[str]:

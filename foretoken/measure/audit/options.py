@@ -13,6 +13,8 @@ from foretoken.errors import InputError
 from foretoken.field_text import numbers
 from foretoken.files import parse_json, read_text
 from foretoken.measure.asked import BackendSource
+from foretoken.measure.options import NAME_OPTION, OUT_OPTION, resume_option
+from foretoken.measure.write import check_name, check_out
 from foretoken.option import check_fields, option, same_option
 from foretoken.params import check_temperatures, check_whole
 
@@ -36,7 +38,7 @@ class AuditOptions:
 
     `num_prompts` answers of `max_tokens` tokens are sampled at each of `temperatures`, prompts taken in turn. `alpha`
     is the probability that a correct engine fails any of the statistical tests. `seed` is the first seed of the sampled
-    answers.
+    answers. `resume` is a file that keeps every group of checks.
     """
 
     target: str = field(metadata=same_option(EngineConfig, "model"))
@@ -52,6 +54,9 @@ class AuditOptions:
     dtype: str = field(default="auto", metadata=same_option(EngineConfig, "dtype"))
     device: str = field(default="auto", metadata=same_option(EngineConfig, "device"))
     cache_tokens: int | None = field(default=None, metadata=same_option(EngineConfig, "cache_tokens"))
+    resume: Path | None = field(default=None, metadata=resume_option("group of checks"))
+    out: Path | None = field(default=None, metadata=OUT_OPTION)
+    name: str = field(default="audit", metadata=NAME_OPTION)
     alpha: float = 1e-4
 
     def __post_init__(self) -> None:
@@ -60,6 +65,8 @@ class AuditOptions:
         check_whole("max_tokens", self.max_tokens, low=2)
         check_whole("seed", self.seed, low=0, high=2**63)
         check_temperatures("temperatures", self.temperatures)
+        check_name(self.name)
+        check_out(self.out)
 
     @property
     def sampled(self) -> tuple[float, ...]:
@@ -126,6 +133,9 @@ class BackendAuditOptions:
     dtype: str = field(default="auto", metadata=same_option(AuditOptions, "dtype"))
     device: str = field(default="auto", metadata=same_option(AuditOptions, "device"))
     cache_tokens: int | None = field(default=None, metadata=same_option(AuditOptions, "cache_tokens"))
+    resume: Path | None = field(default=None, metadata=same_option(AuditOptions, "resume"))
+    out: Path | None = field(default=None, metadata=same_option(AuditOptions, "out"))
+    name: str = field(default=AuditOptions.name, metadata=same_option(AuditOptions, "name"))
     alpha: float = 1e-4
 
     def __post_init__(self) -> None:
@@ -135,6 +145,8 @@ class BackendAuditOptions:
         check_whole("max_tokens", self.max_tokens, low=2)
         check_whole("seed", self.seed, low=0, high=2**62)
         check_temperatures("temperatures", self.temperatures)
+        check_name(self.name)
+        check_out(self.out)
 
     @property
     def sampled(self) -> tuple[float, ...]:

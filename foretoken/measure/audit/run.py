@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
 from functools import partial
 
 from foretoken.backend.answering import Drafting
 from foretoken.errors import CapacityError, ForetokenError, InputError, NumericsError, UnavailableError
+from foretoken.files import as_plain
 from foretoken.machine.identity import versions
 from foretoken.measure.asked import chosen_draftings, drafting_name
 from foretoken.measure.audit import backend as outside
@@ -18,8 +20,10 @@ from foretoken.measure.audit.judge import Judge
 from foretoken.measure.audit.options import AuditOptions, BackendAuditOptions, Prompt
 from foretoken.measure.audit.report import audit_report
 from foretoken.measure.audit.session import Session
-from foretoken.measure.checks import Check
+from foretoken.measure.checks import Check, read_checks
+from foretoken.measure.kept import KeptFile, digest, run_of
 from foretoken.measure.report import Report
+from foretoken.measure.write import write_report
 
 _Failures = type[ForetokenError] | tuple[type[ForetokenError], ...]
 
@@ -27,46 +31,80 @@ _Failures = type[ForetokenError] | tuple[type[ForetokenError], ...]
 def run_audit(
     options: AuditOptions, prompts: Sequence[Prompt], command: str, tell: Callable[[str], None] = lambda _: None
 ) -> Report:
-    """Open the models, run every check, close them; `tell` receives a short message before each piece of work.
+    """Open the models, run every check, close them, and write the report where options ask for it; `tell` receives a
+    short message before each piece of work. After Ctrl-C the report holds the checks that were made until then.
 
     An engine that fails during a check fails the check.
 
     Raises:
         InputError, ModelError: settings that cannot be audited.
+        StorageError: see `KeptFile`, and `write_report`.
     """
     assert prompts
     tell("loading the models")
     session = Session(options, prompts)
-    with session.llm:
-        checks = _checks(session, tell)
-    return audit_report(options, checks, command)
+    models = (options.target, options.spec.draft, options.spec.head)
+    with session.llm, closing(_kept(options, prompts, "audit", models)) as kept:
+        checks, interrupted = _made(_checks(session, kept, tell))
+    return write_report(audit_report(options, checks, command, interrupted), options.out, options.name)
 
 
-def _checks(session: Session, tell: Callable[[str], None]) -> list[Check]:
-    options, checks = session.options, list[Check]()
+def _made(checks: Iterator[Check]) -> tuple[list[Check], bool]:
+    """The checks, and whether an interrupt ended them early."""
+    found: list[Check] = []
+    try:
+        found.extend(checks)
+    except KeyboardInterrupt:
+        return found, True
+    return found, False
+
+
+def _kept(
+    options: AuditOptions | BackendAuditOptions,
+    prompts: Sequence[Prompt],
+    kind: str,
+    models: Sequence[str | None],
+    **more: object,
+) -> KeptFile:
+    """The file of checks that were made.
+
+    Raises:
+        InputError, StorageError: see `KeptFile`.
+    """
+    run = run_of(options, models=models, versions=versions()) | {"prompts by content": digest(as_plain(prompts))}
+    return KeptFile(options.resume, kind, run | more)
+
+
+def _checks(session: Session, kept: KeptFile, tell: Callable[[str], None]) -> Iterator[Check]:
+    """Every check when it is made; those that `kept` holds are not made again."""
+    options = session.options
+
+    def made(name: str, check: Callable[[], list[Check]], place: str = "") -> list[Check]:
+        session.begin()
+        return kept.once(name + place, read_checks, partial(_guarded, name, check))
+
     if 0.0 in options.temperatures:
         tell("greedy answers against plain decoding")
-        checks += _guarded("greedy answers", lambda: check_greedy(session))
+        yield from made("greedy answers", partial(check_greedy, session))
     if options.sampled:
-        rules = rules_to_check(session)
-        combinations = [(temperature, rule) for temperature in options.sampled for rule in rules]
+        combinations = list(itertools.product(options.sampled, rules_to_check(session)))
         for number, (temperature, rule) in enumerate(combinations):
-            tell(f"the distribution at temperature {temperature:g}, rule {rule} ({number + 1} of {len(combinations)})")
-            checks += _guarded(
-                "distribution", partial(check_distribution, session, temperature, rule, number, len(combinations))
-            )
+            place = f" at temperature {temperature:g}, rule {rule} ({number + 1} of {len(combinations)})"
+            tell(f"the distribution{place}")
+            check = partial(check_distribution, session, temperature, rule, number, len(combinations))
+            yield from made("distribution", check, place)
         tell("answers of equal seeds")
-        checks += _guarded("equal seeds", lambda: check_seeds(session))
+        yield from made("equal seeds", partial(check_seeds, session))
     tell("logits of one row and of several")
-    checks += _guarded("logits", lambda: check_numerics(session))
-    return checks + check_blocks(session)
+    yield from made("logits", partial(check_numerics, session))
+    yield from check_blocks(session)
 
 
 def run_backend_audit(
     options: BackendAuditOptions, prompts: Sequence[Prompt], command: str, tell: Callable[[str], None] = lambda _: None
 ) -> Report:
-    """Open the backend and what judges it, run every check that can be asked, close them; `tell` receives a short
-    message before each piece of work.
+    """Open the backend and what judges it, run every check that can be asked, close them, and write the report; see
+    `run_audit`.
 
     An answer that fails during a check fails the check.
 
@@ -74,6 +112,7 @@ def run_backend_audit(
         InputError: what the backend cannot be asked; names the field.
         UnavailableError: it does not answer, or stopped.
         ModelError: a model that cannot be loaded.
+        StorageError: see `run_audit`.
     """
     assert prompts
     with ExitStack() as stack:
@@ -88,27 +127,38 @@ def run_backend_audit(
             judge = stack.enter_context(Judge(options))
         ids = [] if judge is None else [judge.prompt_ids(question) for question in questions]
         session = BackendSession(options, backend, questions, judge, against, ids)
+        found = {one.name: one.version() for one in (backend, against) if one is not None}
+        about = {
+            "backend": options.source.identity_of(backend) | found,
+            "drafting": [drafting_name(one) for one in draftings],
+        }
+        kept = stack.enter_context(closing(_kept(options, prompts, "audit of a backend", (options.target,), **about)))
         alpha = options.alpha / len(draftings)
-        checks = [check for drafting in draftings for check in _checks_of_backend(session, drafting, alpha, tell)]
-        found = versions() | {one.name: one.version() for one in (backend, against) if one is not None}
-        return audit_report(options, (*checks, *unasked()), command, versions=found)
+        checks, interrupted = _made(
+            check for drafting in draftings for check in _checks_of_backend(session, kept, drafting, alpha, tell)
+        )
+        report = audit_report(options, (*checks, *unasked()), command, interrupted, versions=versions() | found)
+    return write_report(report, options.out, options.name)
 
 
 def _checks_of_backend(
-    session: BackendSession, drafting: Drafting, alpha: float, tell: Callable[[str], None]
-) -> list[Check]:
-    """All checks of one way to draft."""
-    options, name, checks = session.options, drafting_name(drafting), list[Check]()
-    guarded = partial(_guarded, where=name, failures=ForetokenError)
+    session: BackendSession, kept: KeptFile, drafting: Drafting, alpha: float, tell: Callable[[str], None]
+) -> Iterator[Check]:
+    """All checks of one way to draft when they are made; those that `kept` holds are not made again."""
+    options, name = session.options, drafting_name(drafting)
+
+    def made(words: str, check: Callable[[], list[Check]]) -> list[Check]:
+        guarded = partial(_guarded, words, check, where=name, failures=ForetokenError)
+        return kept.once(f"{words}, {name}", read_checks, guarded)
+
     if 0.0 in options.temperatures:
         tell(f"greedy answers, {name}")
-        checks += guarded("greedy answers", lambda: outside.check_greedy(session, drafting))
+        yield from made("greedy answers", partial(outside.check_greedy, session, drafting))
     if options.sampled:
         tell(f"sampled answers, {name}")
-        checks += guarded("distribution", lambda: outside.check_distribution(session, drafting, alpha))
+        yield from made("distribution", partial(outside.check_distribution, session, drafting, alpha))
         tell(f"answers of equal seeds, {name}")
-        checks += guarded("equal seeds", lambda: outside.check_seeds(session, drafting))
-    return checks
+        yield from made("equal seeds", partial(outside.check_seeds, session, drafting))
 
 
 def _guarded(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -70,6 +70,7 @@ class Session:
             numerics=options.numerics,
             weights=options.weights,
         )
+        self._num_begun = 0
         try:
             self.prompts = self._encode(prompts)
         except InputError:
@@ -94,6 +95,13 @@ class Session:
         if self.draft is not None:
             yield "draft", self.draft
 
+    def begin(self) -> None:
+        """Forget what earlier checks left with drafters and in the cache: a check finds the same whatever was before it,
+        so that a run that goes on makes the checks that a whole run makes.
+        """
+        self.llm.reset_drafters()
+        self._num_begun += 1
+
     def prompts_in_turn(self, count: int) -> list[list[int]]:
         """`count` prompts, repeated if there are fewer."""
         return [self.prompts[i % len(self.prompts)] for i in range(count)]
@@ -106,6 +114,7 @@ class Session:
         Raises:
             ForetokenError: an answer failed.
         """
+        params = [replace(one, tenant=f"check {self._num_begun} {one.tenant}") for one in params]
         recorder, watchers = Recorder(), self.llm.engine.watchers
         watchers.append(recorder)
         try:

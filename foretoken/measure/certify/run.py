@@ -19,7 +19,7 @@ from foretoken.measure.checks import Check
 from foretoken.measure.kept import KeptFile, digest, run_of
 from foretoken.measure.progress import progress
 from foretoken.measure.prompts import read_prompts
-from foretoken.measure.report import Report
+from foretoken.measure.report import Report, interruption_notes
 from foretoken.measure.sides import OpenSide, open_sides
 from foretoken.measure.workload import Prompt, in_turns, slices
 from foretoken.measure.write import write_report
@@ -33,6 +33,7 @@ _CHECKS: Mapping[str, Callable[[CertifySession], Iterator[Check]]] = {
     "seeds": check_seeds,
     "forms": check_forms,
 }
+_FREE_TO_CHANGE = ("only", "tolerance", "effect", "alpha")  # of a run that goes on: they decide about no answer
 _NUM_LOGPROBS = 5  # the most that every server gives
 
 
@@ -77,6 +78,7 @@ def run_certify(options: CertifyOptions, command: str = "foretoken certify") -> 
             except KeyboardInterrupt:
                 interrupted = True
         drafted = None if b.lost else _drafted(before, sides[1].backend.counters())
+        caveats += interruption_notes(interrupted, options.resume)
         caveats += _lost(a, b) or _doubt(drafted, b.num_restored > 0)
         caveats += [note for side in sides for note in side.backend.notes()]
     rows = [*a.rows, *b.rows]
@@ -155,5 +157,7 @@ def _kept(options: CertifyOptions, prompts: Sequence[Prompt], about: dict[str, d
         InputError, StorageError: see `KeptFile`.
     """
     planned = digest([(prompt.text, prompt.messages) for prompt in prompts])
-    run = run_of(options, ("only", "tolerance", "effect", "alpha"), sides=about) | {"prompts by content": planned}
+    run = run_of(options, _FREE_TO_CHANGE, (options.target, options.draft), sides=about) | {
+        "prompts by content": planned
+    }
     return KeptFile(options.resume, "certify", run)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from foretoken.backend.http import HttpBackend
 from foretoken.errors import InputError
@@ -27,6 +28,11 @@ class Reported:
     places: tuple[float, ...]
     source: str
     server: str
+
+
+def reported_from(values: Mapping[str, Any]) -> Reported:
+    """What a file holds of a `Reported`, as plain values."""
+    return Reported(**{**values, "places": tuple(values["places"])})
 
 
 def ask_endpoint(options: DiagnoseOptions, prompts: Sequence[EvalPrompt], command: str) -> Reported:

@@ -9,7 +9,7 @@ from foretoken.backend.registry import check_address
 from foretoken.config import SpecConfig
 from foretoken.engine_config import EngineConfig
 from foretoken.errors import ConfigError
-from foretoken.measure.options import CHAT_OPTION, NAME_OPTION, OUT_OPTION, PROMPTS_OPTION, SEED_OPTION
+from foretoken.measure.options import CHAT_OPTION, NAME_OPTION, OUT_OPTION, PROMPTS_OPTION, SEED_OPTION, resume_option
 from foretoken.measure.write import check_name, check_out
 from foretoken.option import check_fields, option, same_option
 from foretoken.params import TEMPERATURES, check_number, check_whole
@@ -21,7 +21,8 @@ class DiagnoseOptions:
 
     Without `prompts` the library's own are used, `num_prompts` in all. `dtype` is the number format that the engine
     runs in, which is compared with float32. `greedy_drafts`: the engine drafts the likeliest token and verifies it as a
-    point mass, as vLLM does. `url` is a server with the same target and head, `model` its name there.
+    point mass, as vLLM does. `url` is a server with the same target and head, `model` its name there. `resume` is a
+    file that keeps what was answered and measured.
     """
 
     target: str = field(metadata=same_option(EngineConfig, "model"))
@@ -41,6 +42,7 @@ class DiagnoseOptions:
         default=None, metadata=option("Server with this target and head; its figures are shown for comparison.")
     )
     model: str | None = field(default=None, metadata=option("Name of the model at --url; else its first."))
+    resume: Path | None = field(default=None, metadata=resume_option("set of answers and each repair"))
     out: Path | None = field(default=None, metadata=OUT_OPTION)
     name: str = field(default="diagnose", metadata=NAME_OPTION)
     seed: int = field(default=0, metadata=SEED_OPTION)

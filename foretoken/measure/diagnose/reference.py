@@ -6,8 +6,9 @@ Every row of an answer begins a draft. The chance of place k is that of a draft 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -61,6 +62,16 @@ class Accepted:
         """Share of the drafts whose token at each place is accepted."""
         total = max(1, sum(self.num_drafts))
         return tuple(sum(own) / total for own in self.by_place)
+
+
+def texts_from(values: Sequence[Any]) -> list[Text]:
+    """Texts that a file holds as plain values."""
+    return [(tuple(prompt), tuple(answer)) for prompt, answer in values]
+
+
+def accepted_from(values: Mapping[str, Any]) -> Accepted:
+    """What a file holds of an `Accepted`, as plain values."""
+    return Accepted(tuple(values["num_drafts"]), tuple(map(tuple, values["by_place"])), values["num_broken"])
 
 
 def read_texts(target: FrozenTarget, texts: Sequence[Text], layers: Sequence[int]) -> list[HeadBatch]:

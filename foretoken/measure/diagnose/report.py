@@ -12,7 +12,7 @@ from foretoken.measure.diagnose.options import DiagnoseOptions
 from foretoken.measure.diagnose.reading import FileFinding
 from foretoken.measure.diagnose.reference import Accepted
 from foretoken.measure.diagnose.repairs import Repair
-from foretoken.measure.report import Report, Table
+from foretoken.measure.report import Report, Table, interruption_notes
 from foretoken.measure.stats import TAIL, Interval, difference_interval, ends
 
 _MIN_GAIN, _SURE_GAIN = 0.15, 0.05  # tokens per draft that a cause costs, and that it costs beyond chance
@@ -48,13 +48,14 @@ class Trial:
 class Diagnosis:
     """Everything that was found: what was read, what the drafter accepts as it is, the trials, what a server reports.
 
-    `base` is None where the files alone decided.
+    `base` is None where the files alone decided; `interrupted`: not every repair was tried.
     """
 
     findings: tuple[FileFinding, ...] = ()
     base: Accepted | None = None
     trials: tuple[Trial, ...] = ()
     reported: Reported | None = None
+    interrupted: bool = False
 
     @cached_property
     def causes(self) -> list[Trial]:
@@ -88,6 +89,7 @@ def diagnose_report(options: DiagnoseOptions, found: Diagnosis, command: str) ->
         "findings": found.findings,
         "rows": rows,
         "reported": None if found.reported is None else asdict(found.reported),
+        "interrupted": found.interrupted,
     }
     return Report(
         title="Diagnosis of acceptance",
@@ -96,10 +98,10 @@ def diagnose_report(options: DiagnoseOptions, found: Diagnosis, command: str) ->
         results=results,
         tables=tuple(_tables(options, found)),
         explained=EXPLAINED if found.base is not None else "",
-        caveats=tuple(_caveats(options, found)),
+        caveats=(*interruption_notes(found.interrupted, options.resume), *_caveats(options, found)),
         conclusions=(f"Remedy: {conclusion.remedy}",) if conclusion.remedy else (),
         verdict=conclusion.verdict,
-        passed=conclusion.cause is None,
+        passed=conclusion.cause is None and not found.interrupted,
     )
 
 
@@ -121,6 +123,9 @@ def conclusion_of(options: DiagnoseOptions, found: Diagnosis) -> Conclusion:
         gain = f"{before} accepted tokens per draft, {after} with"
         verdict = f"Cause: {one.repair.cause}. {gain} {one.repair.changed} (gain {_gain(one, len(found.trials))})."
         return Conclusion(one.repair.cause, verdict, one.repair.remedy)
+    if found.interrupted:
+        tried = f"of {len(found.trials)} repairs that were tried none helps"
+        return Conclusion(None, f"No verdict: the run was interrupted; {tried}.")
     if found.findings:
         first = found.findings[0]
         by_trial = (

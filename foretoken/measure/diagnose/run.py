@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,8 @@ from foretoken.engine.llm import LLM
 from foretoken.engine.prompts import message_text
 from foretoken.errors import InputError
 from foretoken.heads.base import HeadBatch
-from foretoken.measure.diagnose.endpoint import ask_endpoint
+from foretoken.machine.identity import versions
+from foretoken.measure.diagnose.endpoint import ask_endpoint, reported_from
 from foretoken.measure.diagnose.options import DiagnoseOptions
 from foretoken.measure.diagnose.reading import (
     FileFinding,
@@ -23,13 +26,22 @@ from foretoken.measure.diagnose.reading import (
     read_findings,
     trained_length,
 )
-from foretoken.measure.diagnose.reference import Accepted, Sampling, Text, measure, read_texts
+from foretoken.measure.diagnose.reference import (
+    Accepted,
+    Sampling,
+    Text,
+    accepted_from,
+    measure,
+    read_texts,
+    texts_from,
+)
 from foretoken.measure.diagnose.repairs import Asking, Repair, head_repairs, length_repairs, text_repairs
 from foretoken.measure.diagnose.report import Diagnosis, Trial, diagnose_report
 from foretoken.measure.eval.prompts import EvalPrompt, encoded, in_turns, prompts_of
 from foretoken.measure.eval.run import answer_seed
+from foretoken.measure.kept import KeptFile, digest, run_of
 from foretoken.measure.options import ALL
-from foretoken.measure.progress import Tell, progress
+from foretoken.measure.progress import progress
 from foretoken.measure.report import Report
 from foretoken.measure.write import write_report
 from foretoken.model.loader import load_decoder, parse_dtype, read_config, read_raw_config, stored_dtype
@@ -65,45 +77,90 @@ class _Prompted:
 def run_diagnose(options: DiagnoseOptions, command: str = "foretoken diagnose") -> Report:
     """Read, measure, try repairs, and write the result where options ask for it; the caller prints the report.
 
-    Progress goes to standard error.
+    Progress goes to standard error. After Ctrl-C the report holds the repairs that were tried until then.
 
     Raises:
         InputError, ModelError, UnavailableError: see `diagnose`.
+        StorageError: see `KeptFile`.
+        KeyboardInterrupt: it came before anything was measured.
     """
-    found = _diagnosis(options, command)
+    prompts = _prompts(options)
+    with closing(_kept(options, prompts)) as kept:
+        found = _diagnosis(options, prompts, command, kept)
     report = diagnose_report(options, found, command)
     return write_report(report, options.out, options.name)
 
 
-def _diagnosis(options: DiagnoseOptions, command: str) -> Diagnosis:
-    target, drafter = model_folder(options.target), model_folder(options.head or options.draft or "")
-    opened = _open(options, drafter, target, "float32")
+def _kept(options: DiagnoseOptions, prompts: Sequence[EvalPrompt]) -> KeptFile:
+    """The file of what was answered and measured.
+
+    Raises:
+        InputError, StorageError: see `KeptFile`.
+    """
+    run = run_of(options, models=(options.target, options.head, options.draft), versions=versions())
+    return KeptFile(options.resume, "diagnose", run | {"prompts by content": digest([one.key for one in prompts])})
+
+
+def _diagnosis(options: DiagnoseOptions, prompts: Sequence[EvalPrompt], command: str, kept: KeptFile) -> Diagnosis:
+    target, drafter = model_folder(options.target), _drafter(options)
+    opened = _open(options, "float32")
     if isinstance(opened, FileFinding):
         return Diagnosis(findings=(opened,))
     findings = tuple(read_findings(drafter, target)) if options.head is not None else ()
-    prompts = _prompts(options)
-    reported = None if options.url is None else ask_endpoint(options, prompts, command)
-    sampling = Sampling(options.temperature, options.greedy_drafts)
+    reported = None
+    if options.url is not None:
+        reported = kept.once("server", reported_from, partial(ask_endpoint, options, prompts, command))
     as_given = _Prompted(Asking(options.chat), options.temperature)
     with LLM(str(target), SpecConfig(drafter=None), dtype="float32", device="cpu", profile="off") as llm:
         has_template = llm.tokenizer is not None and llm.tokenizer.chat_template is not None
-        asking = list(text_repairs(as_given.asking, sampling, has_template))
+        asking = list(text_repairs(as_given.asking, _sampling(options), has_template))
         wanted = dict.fromkeys([as_given, *(_asked(one, as_given) for one in asking)])
-        texts = {one: _answers(llm, options, prompts, one) for one in wanted}
-    frozen = FrozenTarget.load(target)
+        texts = {
+            one: kept.once(f"answers to {one}", texts_from, partial(_answers, llm, options, prompts, one))
+            for one in wanted
+        }
     longest = max(len(prompt) + len(answer) for prompt, answer in texts[as_given])
     trained = trained_length(drafter) if options.head is not None else None
     repairs = [*head_repairs(opened, read_config(target)), *asking, *length_repairs(opened, longest, trained)]
+    heads = [opened, *(one.head for one in repairs if one.head is not None)]
+    layers = sorted({layer for one in heads for layer in one.hidden_layers()})
+    trying = _Trying(options, opened, FrozenTarget.load(target), texts, as_given, layers, kept)
+    base, trials, interrupted = _tried(trying, repairs)
+    return Diagnosis(findings, base, tuple(trials), reported, interrupted)
+
+
+def _tried(trying: _Trying, repairs: Sequence[Repair]) -> tuple[Accepted, list[Trial], bool]:
+    """What is accepted of the head as it is, and every repair beside it; whether an interrupt ended that early.
+
+    Raises:
+        KeyboardInterrupt: it came before anything was measured.
+    """
+    trials: list[Trial] = []
     with progress(len(repairs) + 2) as tell:
-        trials, base = _trials(options, opened, frozen, texts, as_given, sampling, repairs, tell)
-        tell("half precision")
-        half = _half_precision(options, drafter, target, texts[as_given], base, sampling)
-    return Diagnosis(findings, base, (*trials, *half), reported)
+        tell("as it is")
+        base = trying.measured(Repair("", "as it is", ""))
+        try:
+            for repair in repairs:
+                tell(repair.changed)
+                trials.append(trying.trial(repair, base))
+            tell("half precision")
+            trials.extend(trying.half_precision(base))
+        except KeyboardInterrupt:
+            return base, trials, True
+    return base, trials, False
 
 
-def _open(options: DiagnoseOptions, drafter: Path, target: Path, dtype: str) -> Student | FileFinding:
+def _sampling(options: DiagnoseOptions) -> Sampling:
+    return Sampling(options.temperature, options.greedy_drafts)
+
+
+def _drafter(options: DiagnoseOptions) -> Path:
+    return model_folder(options.head or options.draft or "")
+
+
+def _open(options: DiagnoseOptions, dtype: str) -> Student | FileFinding:
     opener = open_draft_or_finding if options.head is None else open_head_or_finding
-    return opener(drafter, target, dtype)
+    return opener(_drafter(options), model_folder(options.target), dtype)
 
 
 def _prompts(options: DiagnoseOptions) -> list[EvalPrompt]:
@@ -156,46 +213,52 @@ def _ids(llm: LLM, prompt: EvalPrompt, asking: Asking) -> list[int]:
     return ids[1:] or ids if ids[0] == bos else [bos, *ids]
 
 
-def _trials(
-    options: DiagnoseOptions,
-    head: Student,
-    target: FrozenTarget,
-    texts: dict[_Prompted, list[Text]],
-    as_given: _Prompted,
-    sampling: Sampling,
-    repairs: Sequence[Repair],
-    tell: Tell,
-) -> tuple[list[Trial], Accepted]:
-    """Every repair beside the head as it is, and that."""
-    heads = [head, *(one.head for one in repairs if one.head is not None)]
-    layers = sorted({layer for one in heads for layer in one.hidden_layers()})
-    batches: dict[_Prompted, list[HeadBatch]] = {one: read_texts(target, own, layers) for one, own in texts.items()}
-    tell("as it is")
-    base = measure(head, target, batches[as_given], options.num_draft, sampling)
-    found = []
-    for repair in repairs:
-        tell(repair.changed)
-        own = batches[_asked(repair, as_given)]
-        how = repair.sampling or sampling
-        after = measure(repair.head or head, target, own, options.num_draft, how, repair.length)
-        found.append(Trial(repair, base, after, has_same_texts=len(own) == len(batches[as_given])))
-    return found, base
+@dataclass(frozen=True)
+class _Trying:
+    """A head and the target's answers, along which it and its repairs are measured; `kept` measures each once."""
 
+    options: DiagnoseOptions
+    head: Student
+    target: FrozenTarget
+    texts: Mapping[_Prompted, Sequence[Text]]
+    as_given: _Prompted
+    layers: Sequence[int]
+    kept: KeptFile
+    _batches: dict[_Prompted, list[HeadBatch]] = field(default_factory=dict)
 
-@torch.no_grad()
-def _half_precision(
-    options: DiagnoseOptions, drafter: Path, target: Path, texts: Sequence[Text], base: Accepted, sampling: Sampling
-) -> list[Trial]:
-    """The same texts in the number format that the engine runs in, if that is not float32."""
-    raw = read_raw_config(target)
-    dtype = parse_dtype(options.dtype, stored_dtype(raw, Weights(target, WEIGHTS)))
-    name = str(dtype).removeprefix("torch.")
-    if dtype == torch.float32:
-        return []
-    head = _open(options, drafter, target, name)
-    assert not isinstance(head, FileFinding)
-    served = FrozenTarget(load_decoder(target, dtype=name, device="cpu", pack=False))
-    own = measure(head, served, read_texts(served, texts, head.hidden_layers()), options.num_draft, sampling)
-    broken = f" ({own.num_broken:,} rows of logits are not finite in {name})" if own.num_broken else ""
-    remedy = f"run target and head in bfloat16 or float32, not in {name}: --dtype of the engine{broken}"
-    return [Trial(Repair("half precision", f"float32 in place of {name}", remedy), own, base)]
+    def measured(self, repair: Repair) -> Accepted:
+        """What is accepted with a repair."""
+        return self.kept.once(f"{repair.cause}: {repair.changed}", accepted_from, partial(self._measure, repair))
+
+    def trial(self, repair: Repair, base: Accepted) -> Trial:
+        """A repair beside the head as it is."""
+        same = len(self.texts[_asked(repair, self.as_given)]) == len(self.texts[self.as_given])
+        return Trial(repair, base, self.measured(repair), has_same_texts=same)
+
+    def _measure(self, repair: Repair) -> Accepted:
+        asked = _asked(repair, self.as_given)
+        if asked not in self._batches:
+            self._batches[asked] = read_texts(self.target, self.texts[asked], self.layers)
+        own, how = self._batches[asked], repair.sampling or _sampling(self.options)
+        return measure(repair.head or self.head, self.target, own, self.options.num_draft, how, repair.length)
+
+    @torch.no_grad()
+    def half_precision(self, base: Accepted) -> Iterator[Trial]:
+        """The same texts in the number format that the engine runs in, if that is not float32."""
+        options, folder = self.options, model_folder(self.options.target)
+        dtype = parse_dtype(options.dtype, stored_dtype(read_raw_config(folder), Weights(folder, WEIGHTS)))
+        name = str(dtype).removeprefix("torch.")
+        if dtype == torch.float32:
+            return
+
+        def narrow() -> Accepted:
+            head = _open(options, name)
+            assert not isinstance(head, FileFinding)
+            served = FrozenTarget(load_decoder(folder, dtype=name, device="cpu", pack=False))
+            own = read_texts(served, self.texts[self.as_given], head.hidden_layers())
+            return measure(head, served, own, options.num_draft, _sampling(options))
+
+        own = self.kept.once(name, accepted_from, narrow)
+        broken = f" ({own.num_broken:,} rows of logits are not finite in {name})" if own.num_broken else ""
+        remedy = f"run target and head in bfloat16 or float32, not in {name}: --dtype of the engine{broken}"
+        yield Trial(Repair("half precision", f"float32 in place of {name}", remedy), own, base)

@@ -47,7 +47,7 @@ from foretoken.measure.options import PLAIN, STRICT
 from foretoken.measure.plots import Plot
 from foretoken.measure.price import PriceRow, price_tables
 from foretoken.measure.progress import Tell, progress
-from foretoken.measure.report import Report, Table, load_average, source_caveats
+from foretoken.measure.report import Report, Table, interruption_notes, load_average, source_caveats
 from foretoken.measure.write import write_report
 from foretoken.model.names import model_folder
 from foretoken.printing.console import Console
@@ -66,7 +66,7 @@ def kept_turns(
         InputError, StorageError: see `KeptFile`.
     """
     prompts = digest({name: [list(ask.prompt_ids) for ask in own] for name, own in found.items()})
-    run = run_of(options, without_effect, machine=machine(), versions=versions())
+    run = run_of(options, without_effect, (options.target, options.draft), machine=machine(), versions=versions())
     return KeptFile(options.resume, "bench load", run | {"prompts by content": prompts})
 
 
@@ -147,8 +147,7 @@ def make_report(
     """
     draft = None if options.draft is None else model_folder(options.draft)
     caveats = source_caveats(model_folder(options.target), draft, load)
-    if interrupted:
-        caveats.append("The run was interrupted: these are the measurements until then.")
+    caveats += interruption_notes(interrupted, options.resume)
     report = Report(
         title=f"Load ({kind})",
         command=command,

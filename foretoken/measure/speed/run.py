@@ -112,7 +112,7 @@ def measure_speed(options: SpeedOptions, llm: LLM | None = None) -> SpeedRun:
         caveats.extend(notes)
         settings = {contender.setting.name: contender.setting for contender in contenders}
         path = _samples_file(options)
-        samples = Samples(path, _about(options, prompts, found), settings)
+        samples = Samples(path, _about(options, prompts, found, given=llm is not None), settings)
         stack.callback(samples.close)
         notes, interrupted = _measured(contenders, plan, samples)
     caveats.extend(notes)
@@ -219,10 +219,11 @@ def _samples_file(options: SpeedOptions) -> Path | None:
     return free_path(options.out, now(), options.name, (SAMPLES_SUFFIX, ".json")).with_suffix(SAMPLES_SUFFIX)
 
 
-def _about(options: SpeedOptions, prompts: Sequence[Prompt], found: Mapping[str, str]) -> dict[str, Any]:
+def _about(options: SpeedOptions, prompts: Sequence[Prompt], found: Mapping[str, str], given: bool) -> dict[str, Any]:
     """Everything that must agree for answers of two runs to stand in one table."""
+    models = () if given else (options.target, options.draft)
     asked = digest([(one.name, one.slice, one.text, one.messages, one.prediction) for one in prompts])
-    return run_of(options, machine=machine(), versions=dict(found)) | {"what the prompts ask": asked}
+    return run_of(options, models=models, machine=machine(), versions=dict(found)) | {"what the prompts ask": asked}
 
 
 def _interrupted(samples: Samples, plan: SpeedPlan, contenders: Sequence[Contender], path: Path | None) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from foretoken.backend.answering import Answer
+from foretoken.backend.answering import Answer, answer_from
 from foretoken.errors import ForetokenError, InputError, ModelError, StorageError
 from foretoken.machine.neighbours import OtherLoad
 from foretoken.measure.kept import KeptFile
@@ -71,13 +71,10 @@ class Samples:
         setting = settings.get(values["setting"])
         if setting is None:
             return
-        answer = dict(values["answer"])
-        answer["token_ids"] = tuple(answer["token_ids"])
-        answer["positions"] = tuple((int(drafted), int(accepted)) for drafted, accepted in answer["positions"])
         own = {
             field.name: values[field.name] for field in fields(SpeedSample) if field.name not in ("setting", "answer")
         }
-        self._keep(SpeedSample(setting=setting, answer=Answer(**answer), **own))
+        self._keep(SpeedSample(setting=setting, answer=answer_from(values["answer"]), **own))
 
 
 def measure(

@@ -16,7 +16,7 @@ from foretoken.backend.http import Endpoint
 from foretoken.errors import UnavailableError
 from foretoken.measure.kept import KeptFile, digest, run_of
 from foretoken.measure.progress import Tell, progress
-from foretoken.measure.report import Report, busy_caveats, load_average
+from foretoken.measure.report import Report, busy_caveats, interruption_notes, load_average
 from foretoken.measure.url.plan import (
     UrlOptions,
     UrlRequest,
@@ -108,7 +108,13 @@ def run_url(options: UrlOptions, command: str = "foretoken bench --url") -> Repo
         tables=url_tables(rows, options, prices),
         plots=url_plots(rows),
         explained=EXPLAINED,
-        caveats=(*known, *_repeats(options, runs), *_uncounted(runs), *_caveats(rows, load, interrupted)),
+        caveats=(
+            *interruption_notes(interrupted, options.resume),
+            *known,
+            *_repeats(options, runs),
+            *_uncounted(runs),
+            *_caveats(rows, load),
+        ),
     )
     return write_report(report, options.out, options.name)
 
@@ -242,10 +248,8 @@ def _uncounted(runs: Sequence[UrlRun]) -> list[str]:
     ]
 
 
-def _caveats(rows: Sequence[UrlRow], load: float, interrupted: bool) -> list[str]:
+def _caveats(rows: Sequence[UrlRow], load: float) -> list[str]:
     found = []
-    if interrupted:
-        found.append("The run was interrupted: these are the measurements until then.")
     for row in rows:
         if row.errors:
             counts = ", ".join(f"{code} {count}" for code, count in row.errors.items())
