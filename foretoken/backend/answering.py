@@ -163,7 +163,7 @@ def check_question(name: str, question: Question, drafting: Drafting, capabiliti
 class AnsweringBackend(Protocol):
     """An engine that answers. Add one: a file with this interface, and a line in `backend.registry`.
 
-    What a class that inherits it leaves out of the last four is nothing to it.
+    What a class that inherits it leaves out of the last five is nothing to it.
     """
 
     @property
@@ -193,6 +193,10 @@ class AnsweringBackend(Protocol):
             UnavailableError: the engine does not run, or stopped.
             ForetokenError: it gave no answer.
         """
+
+    def room(self, question: Question) -> tuple[int, int] | None:  # noqa: ARG002
+        """Tokens of the question, and the most that one may have; None where that is not known before it is asked."""
+        return None
 
     def notes(self) -> Sequence[str]:
         """What a reader of its figures has to know, a sentence each."""

@@ -180,6 +180,14 @@ class LocalAnswers(AnsweringBackend):
         self.llm.prepare(way.spec_for(question))
         return way.answer(question, f"{self.name} {self._num_resets}")
 
+    def room(self, question: Question) -> tuple[int, int] | None:
+        """The context holds the prompt and one token more."""
+        if question.messages and not self.capabilities.conversations:
+            return None
+        messages = as_messages(question.messages)
+        ids = self.llm.encode_chat(messages) if messages else self.llm.encode(question.text)
+        return len(ids), self.llm.target.max_context_tokens - 1
+
     def counters(self) -> Mapping[str, float]:
         """Of the engine."""
         stats = self.llm.stats

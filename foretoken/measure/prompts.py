@@ -131,6 +131,17 @@ def choose(prompts: Sequence[Prompt], slices: Sequence[str], per_slice: int) -> 
     return tuple(chosen), notes
 
 
+def check_room(field: str, name: str, num_tokens: int, most: int) -> None:
+    """Refuse a prompt that is too long, before minutes of work on others.
+
+    Raises:
+        InputError: it has more than `most` tokens; names it.
+    """
+    if num_tokens > most:
+        remedy = f"has {num_tokens} tokens; the context has room for {most}: shorten it, or leave it out"
+        raise InputError(field, name, remedy)
+
+
 def fit(prompts: Sequence[Prompt], count: Callable[[str], int], room: int) -> tuple[tuple[Prompt, ...], list[str]]:
     """Prompts of at most `room` tokens by `count`: what is too long loses its middle, and a note says so.
 

@@ -6,13 +6,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields
 
-from foretoken.backend.answering import SERVED, AnsweringBackend, Drafting
+from foretoken.backend.answering import SERVED, AnsweringBackend, Drafting, Question
 from foretoken.backend.registry import check_address, check_backends, is_address
 from foretoken.config import SpecConfig
 from foretoken.engine_config import THREADS, EngineConfig
 from foretoken.errors import ConfigError, InputError
 from foretoken.measure.asked import BackendSource, chosen_draftings, drafting_name
 from foretoken.measure.options import PLAIN
+from foretoken.measure.prompts import check_room
 from foretoken.measure.report import Table
 from foretoken.option import option, same_option
 from foretoken.params import check_whole
@@ -100,6 +101,15 @@ class OpenSide:
     def title(self) -> str:
         """Its letter and the backend's name."""
         return f"{self.label} ({self.backend.name})"
+
+    def check_room(self, field: str, name: str, question: Question) -> None:
+        """Refuse a question that has no room in the backend's context, as far as it knows that before it is asked.
+
+        Raises:
+            InputError: names the question.
+        """
+        if (found := self.backend.room(question)) is not None:
+            check_room(field, name, *found)
 
 
 @contextmanager

@@ -220,5 +220,5 @@ def test_a_prompt_that_does_not_fit_is_named_before_the_first_answer(foretoken: 
     Path("long.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     done = foretoken("eval", "-t", pair.target, "--drafters", "ngram", "--prompts", "long.jsonl", *SHORT)
     assert (done.code, done.out) == (2, "")
-    assert "error: prompts='long:2': has 5000 tokens; the context holds " in done.err
+    assert "error: prompts='long:2': has 5000 tokens; the context has room for " in done.err
     assert "evaluating" not in done.err

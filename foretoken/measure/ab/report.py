@@ -117,7 +117,7 @@ def _of_run(options: AbOptions, outcome: Outcome, load: float, interrupted: bool
 def _of_errors(pairs: Sequence[Pair]) -> list[str]:
     found = []
     for side in ("a", "b"):
-        said = [getattr(pair, side).error for pair in pairs if getattr(pair, side).error]
+        said = [f"{pair.plan.name}: {error}" for pair in pairs if (error := getattr(pair, side).error)]
         if said:
             kinds = "; ".join(list(dict.fromkeys(said))[:_MAX_ERRORS])
             found.append(

@@ -63,9 +63,10 @@ def run_ab(options: AbOptions, command: str = "foretoken ab") -> Report:
     load, interrupted = load_average(), False
     with open_sides(options) as opened:
         sides = AbSide(opened[0]), AbSide(opened[1])
-        for side in sides:
+        for side in opened:
             for plan in replay.plans:
-                side.check(plan.question)
+                check_question(side.title, plan.question, side.drafting, side.backend.capabilities)
+                side.check_room("replay", plan.name, plan.question)
         about = {side.label: side.identity for side in opened}
         with closing(_kept(options, replay, about)) as kept:
             try:
@@ -192,11 +193,3 @@ class AbSide:
         self.num_failed_in_a_row = 0
         itl_s = answer.decode_s / answer.decode_tokens if answer.decode_tokens > 0 and answer.decode_s > 0 else None
         return Observed(e2e_s, answer.num_emitted, answer.ttft_s, itl_s, answer.text, is_counted=answer.is_counted)
-
-    def check(self, question: Question) -> None:
-        """Refuse what the backend cannot be asked.
-
-        Raises:
-            InputError: names the field.
-        """
-        check_question(self.side.title, question, self.side.drafting, self.side.backend.capabilities)

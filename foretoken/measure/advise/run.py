@@ -29,7 +29,7 @@ from foretoken.measure.advise.options import AdviseOptions
 from foretoken.measure.advise.report import Measured, advise_report
 from foretoken.measure.advise.rounds import AnswerRounds, RoundRecorder, answered, read_rounds
 from foretoken.measure.eval.options import EvalDrafter, EvalOptions
-from foretoken.measure.eval.prompts import EvalPrompt, encoded, in_turns, prompts_of
+from foretoken.measure.eval.prompts import EvalPrompt, fitting, in_turns, prompts_of
 from foretoken.measure.eval.run import measure
 from foretoken.measure.kept import KeptFile
 from foretoken.measure.progress import progress
@@ -160,7 +160,7 @@ def _opened(options: AdviseOptions, prompts: Sequence[EvalPrompt]) -> Iterator[t
         cache_tokens=2 * options.loads[-1] * room,
         max_batch_size=options.loads[-1],
     ) as llm:
-        yield llm, [len(encoded(llm, one, options.chat)) for one in prompts]
+        yield llm, list(map(len, fitting(llm, prompts, options.chat)))
 
 
 def _rough_tokens(prompt: EvalPrompt, tokenizer: Tokenizer | None) -> int:

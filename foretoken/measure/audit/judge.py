@@ -14,6 +14,7 @@ from foretoken.engine.shadow.rescoring import ScoredRows, rescore
 from foretoken.errors import InputError
 from foretoken.measure.audit.options import BackendAuditOptions
 from foretoken.measure.audit.session import CHUNK_TOKENS, scored_place
+from foretoken.measure.prompts import check_room
 from foretoken.text.tokenizer import Tokenizer
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
@@ -53,8 +54,8 @@ class Judge:
     def __exit__(self, *_: object) -> None:
         self.llm.close()
 
-    def prompt_ids(self, question: Question) -> list[int]:
-        """Token ids of what is asked.
+    def prompt_ids(self, name: str, question: Question) -> list[int]:
+        """Token ids of what is asked; `name` is what errors call it.
 
         Raises:
             InputError: it does not fit the target's context with its answer.
@@ -62,9 +63,7 @@ class Judge:
         messages = [{"role": role, "content": content} for role, content in question.messages]
         ids = self.llm.encode_chat(messages) if messages else self.llm.encode(question.text)
         room = self.llm.target.max_context_tokens - question.max_tokens
-        if len(ids) > room:
-            remedy = f"has {len(ids)} tokens, and the context has room for {room} beside the answer; shorten it"
-            raise InputError("prompts", question.text, remedy)
+        check_room("prompts", name, len(ids), room)
         return ids
 
     def answer_ids(self, prompt_ids: Sequence[int], answer: Answer) -> tuple[int, ...] | None:

@@ -74,6 +74,11 @@ class AuditOptions:
         return tuple(dict.fromkeys(temperature for temperature in self.temperatures if temperature > 0))
 
 
+def prompt_name(place: int) -> str:
+    """What messages call the prompt at `place`."""
+    return f"prompt {place + 1}"
+
+
 def read_prompts(path: Path) -> list[Prompt]:
     """Prompts from a file: JSON lines with `prompt` (a text), `prompt_ids` or `messages` (a conversation, up to its
     last answer), or else one text per line.

@@ -16,6 +16,7 @@ def audit_report(
     checks: Sequence[Check],
     command: str,
     interrupted: bool = False,
+    notes: Sequence[str] = (),
     **about: Any,  # noqa: ANN401 - versions, machine and date, where they are known
 ) -> Report:
     """The report of the checks that were made, with the verdict as its heading."""
@@ -36,7 +37,7 @@ def audit_report(
             "A correct engine fails any of the statistical checks with probability "
             f"{options.alpha:g} at most; the other checks never fail by chance."
         ),
-        caveats=tuple(interruption_notes(interrupted, options.resume)),
+        caveats=(*interruption_notes(interrupted, options.resume), *notes),
         verdict=line,
         passed=passed,
         **about,

@@ -17,7 +17,7 @@ from foretoken.measure.audit.backend import BackendSession, questions_of, unaske
 from foretoken.measure.audit.checks import check_blocks, check_greedy, check_numerics, check_seeds
 from foretoken.measure.audit.distribution import check_distribution, rules_to_check
 from foretoken.measure.audit.judge import Judge
-from foretoken.measure.audit.options import AuditOptions, BackendAuditOptions, Prompt
+from foretoken.measure.audit.options import AuditOptions, BackendAuditOptions, Prompt, prompt_name
 from foretoken.measure.audit.report import audit_report
 from foretoken.measure.audit.session import Session
 from foretoken.measure.checks import Check, read_checks
@@ -46,7 +46,7 @@ def run_audit(
     models = (options.target, options.spec.draft, options.spec.head)
     with session.llm, closing(_kept(options, prompts, "audit", models)) as kept:
         checks, interrupted = _made(_checks(session, kept, tell))
-    return write_report(audit_report(options, checks, command, interrupted), options.out, options.name)
+    return write_report(audit_report(options, checks, command, interrupted, session.notes), options.out, options.name)
 
 
 def _made(checks: Iterator[Check]) -> tuple[list[Check], bool]:
@@ -125,7 +125,7 @@ def run_backend_audit(
         if options.target is not None:
             tell("loading the target")
             judge = stack.enter_context(Judge(options))
-        ids = [] if judge is None else [judge.prompt_ids(question) for question in questions]
+        ids = [] if judge is None else [judge.prompt_ids(prompt_name(i), one) for i, one in enumerate(questions)]
         session = BackendSession(options, backend, questions, judge, against, ids)
         found = {one.name: one.version() for one in (backend, against) if one is not None}
         about = {

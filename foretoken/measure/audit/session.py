@@ -17,7 +17,7 @@ from foretoken.engine.shadow.sequential_test import DraftChildren
 from foretoken.engine.shadow.shadow import children_of, children_of_distribution
 from foretoken.engine.watch import RoundView, RoundWatcher
 from foretoken.errors import InputError
-from foretoken.measure.audit.options import AuditOptions, ChatPrompt, Prompt
+from foretoken.measure.audit.options import AuditOptions, ChatPrompt, Prompt, prompt_name
 from foretoken.model.interface import LanguageModel
 from foretoken.verify.dispatch import rule_for
 
@@ -70,7 +70,7 @@ class Session:
             numerics=options.numerics,
             weights=options.weights,
         )
-        self._num_begun = 0
+        self._num_begun, self.notes = 0, list[str]()
         try:
             self.prompts = self._encode(prompts)
         except InputError:
@@ -96,8 +96,8 @@ class Session:
             yield "draft", self.draft
 
     def begin(self) -> None:
-        """Forget what earlier checks left with drafters and in the cache: a check finds the same whatever was before it,
-        so that a run that goes on makes the checks that a whole run makes.
+        """Forget what earlier checks left with drafters and in the cache: a check finds the same whatever was before
+        it, so that a run that goes on makes the checks that a whole run makes.
         """
         self.llm.reset_drafters()
         self._num_begun += 1
@@ -182,7 +182,17 @@ class Session:
         if self.llm.tokenizer is None and text is not None:
             remedy = "this model folder has no tokenizer; give a file of JSON lines with token ids under prompt_ids"
             raise InputError("prompts", text, remedy)
-        return [self._ids(prompt)[-most:] for prompt in prompts]
+        found = []
+        for place, prompt in enumerate(prompts):
+            ids = self._ids(prompt)
+            if len(ids) > most and place < self.options.num_prompts:
+                self.notes.append(
+                    f"{prompt_name(place)} has {len(ids)} tokens, and its last {most} were asked: the context of "
+                    f"{self.target.max_context_tokens} holds no more beside {self.options.max_tokens} of an answer. "
+                    "Give shorter prompts, or a smaller --max-tokens."
+                )
+            found.append(ids[-most:])
+        return found
 
     def _ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, ChatPrompt):

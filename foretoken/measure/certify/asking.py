@@ -95,6 +95,15 @@ def _tuples(value: Any) -> Any:  # noqa: ANN401 - any field of a choice
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
+def request_of(
+    options: CertifyOptions, prompt: Prompt, num_logprobs: int | None = None, **fields: object
+) -> ApiRequest:
+    """A greedy request for a prompt, with further fields."""
+    messages = prompt.messages or ((("user", prompt.text),) if options.chat else ())
+    usual = {"max_tokens": options.max_tokens, "temperature": 0.0}
+    return ApiRequest("" if messages else prompt.text, messages, usual | fields, num_logprobs)
+
+
 @dataclass(frozen=True)
 class CertifySession:
     """Both sides with the prompts. `num_logprobs` likeliest tokens are asked for, None where a side reports none."""
@@ -112,9 +121,7 @@ class CertifySession:
 
     def request(self, prompt: Prompt, **fields: object) -> ApiRequest:
         """A greedy request for one prompt, with further fields."""
-        messages = prompt.messages or ((("user", prompt.text),) if self.options.chat else ())
-        usual = {"max_tokens": self.options.max_tokens, "temperature": 0.0}
-        return ApiRequest("" if messages else prompt.text, messages, usual | fields, self.num_logprobs)
+        return request_of(self.options, prompt, self.num_logprobs, **fields)
 
     def both(self, requests: Sequence[ApiRequest]) -> tuple[list[Reply], list[Reply]]:
         """The answers of A and of B.

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
+from foretoken.backend.answering import Question
 from foretoken.backend.requesting import requester_of
 from foretoken.errors import UnavailableError
-from foretoken.measure.certify.asking import Asker, CertifySession, SideFailedError
+from foretoken.measure.certify.asking import Asker, CertifySession, SideFailedError, request_of
 from foretoken.measure.certify.forms import check_forms
 from foretoken.measure.certify.greedy import check_greedy, check_parameters
 from foretoken.measure.certify.options import KINDS, CertifyOptions
@@ -65,6 +66,10 @@ def run_certify(options: CertifyOptions, command: str = "foretoken certify") -> 
     caveats: list[str] = []
     interrupted = False
     with open_sides(options) as sides:
+        for side in sides:
+            for prompt in prompts:
+                asked = request_of(options, prompt)
+                side.check_room("prompts", prompt.name, Question(asked.text, asked.messages))
         about = {side.label: side.identity for side in sides}
         with closing(_kept(options, prompts, about)) as kept:
             a, b = (Asker(side.label, requester_of(side.backend, side.drafting), kept) for side in sides)

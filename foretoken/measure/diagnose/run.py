@@ -42,6 +42,7 @@ from foretoken.measure.eval.run import answer_seed
 from foretoken.measure.kept import KeptFile, digest, run_of
 from foretoken.measure.options import ALL
 from foretoken.measure.progress import progress
+from foretoken.measure.prompts import check_room
 from foretoken.measure.report import Report
 from foretoken.measure.write import write_report
 from foretoken.model.loader import load_decoder, parse_dtype, read_config, read_raw_config, stored_dtype
@@ -180,6 +181,8 @@ def _answers(llm: LLM, options: DiagnoseOptions, prompts: Sequence[EvalPrompt], 
         InputError: hardly any.
     """
     ids = [_ids(llm, prompt, asked.asking) for prompt in prompts]
+    for prompt, own in zip(prompts, ids, strict=True):
+        check_room("prompts", prompt.name, len(own), llm.target.max_context_tokens - 1)
     params = [
         SamplingParams(
             max_tokens=options.max_tokens,

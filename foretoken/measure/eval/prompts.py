@@ -18,7 +18,7 @@ from foretoken.errors import InputError
 from foretoken.files import parse_json, read_text, to_json
 from foretoken.measure import workload
 from foretoken.measure.options import ALL
-from foretoken.measure.prompts import asked_of, messages_of, prompt_files, read_prompts
+from foretoken.measure.prompts import asked_of, check_room, messages_of, prompt_files, read_prompts
 
 _OWN_KEYS = ("messages", "prompt_ids")
 
@@ -95,18 +95,16 @@ def encoded(llm: LLM, prompt: EvalPrompt, chat: bool) -> list[int]:
     return llm.encode_chat([message for message in prompt.content if isinstance(message, Mapping)])
 
 
-def check_room(llm: LLM, prompts: Sequence[EvalPrompt], chat: bool) -> None:
-    """Check that every prompt fits into the target's context, before minutes of work.
+def fitting(llm: LLM, prompts: Sequence[EvalPrompt], chat: bool) -> list[list[int]]:
+    """The tokens of prompts, which must all fit into the target's context.
 
     Raises:
         InputError: one does not; names it. Others: see `encoded`.
     """
-    most = llm.target.max_context_tokens - 1
-    for prompt in prompts:
-        count = len(encoded(llm, prompt, chat))
-        if count > most:
-            remedy = f"has {count} tokens; the context holds {most + 1}: shorten it to at most {most}, or leave it out"
-            raise InputError("prompts", prompt.name, remedy)
+    found = [encoded(llm, prompt, chat) for prompt in prompts]
+    for prompt, ids in zip(prompts, found, strict=True):
+        check_room("prompts", prompt.name, len(ids), llm.target.max_context_tokens - 1)
+    return found
 
 
 def in_turns(prompts: Sequence[EvalPrompt]) -> list[EvalPrompt]:

@@ -18,7 +18,7 @@ from foretoken.measure.asked import chosen_draftings, drafting_name
 from foretoken.measure.eval.counts import AcceptanceCounter, reported_counts
 from foretoken.measure.eval.identity import identity_of
 from foretoken.measure.eval.options import BackendEvalOptions, EvalDrafter, EvalOptions
-from foretoken.measure.eval.prompts import EvalPrompt, check_room, encoded, in_turns
+from foretoken.measure.eval.prompts import EvalPrompt, encoded, fitting, in_turns
 from foretoken.measure.eval.result import EvalResult, EvalSample
 from foretoken.measure.options import PLAIN
 from foretoken.measure.price import PriceRow, counted_tokens, price_rows
@@ -179,7 +179,7 @@ class EvalRun(EvaluationRun):
             ForetokenError: a model that cannot be used, a prompt that cannot be run, or an answer that failed.
         """
         with open_llm(self.options) as llm:
-            check_room(llm, self.prompts, self.options.chat)
+            fitting(llm, self.prompts, self.options.chat)
             self.identity = identities(self.options)
             for sample in measure(llm, self.options, self.jobs, tell):
                 (self.plain if sample.drafter == PLAIN else self.samples).append(sample)

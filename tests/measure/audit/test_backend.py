@@ -272,7 +272,7 @@ def test_prompts_that_no_other_engine_takes(engine: LocalAnswers, monkeypatch: p
         (ChatPrompt([{"role": "user", "content": "a"}]), "renders no conversations"),
         (ChatPrompt([{"role": "user", "content": ["a"]}]), "whose content is a text"),
         (ChatPrompt([{"role": "assistant", "content": "a", "tool_calls": [{}]}], "x:2"), "x:2.*tool calls"),
-        (long, "the context has room for"),
+        (long, r"prompts='prompt 1': has \d+ tokens; the context has room for \d+: shorten it, or leave it out"),
     ]
     for prompt, message in cases:
         options = BackendAuditOptions(source, target=TARGET, dtype="float32")
@@ -291,7 +291,7 @@ def test_a_text_is_read_as_the_target_would_write_it() -> None:
     with Judge(options) as judge:
         for prompt in PROMPTS:
             question = Question(str(prompt), max_tokens=48)
-            ids = judge.prompt_ids(question)
+            ids = judge.prompt_ids("a prompt", question)
             output = judge.llm.generate([ids], spec=SpecConfig())[0]
             answer = Answer((), output.text, 0, 0, 0.0)
             found = judge.answer_ids(ids, answer)

@@ -154,8 +154,13 @@ def test_what_cannot_be_audited(pair: SimpleNamespace) -> None:
 
 
 def test_long_prompts_are_cut_to_their_end(pair: SimpleNamespace) -> None:
-    report = run_audit(AuditOptions(str(pair.target), SpecConfig(), 1, 60, (0.0,)), [token_ids(500)], "")
+    prompts = [token_ids(4), token_ids(500), token_ids(500)]
+    report = run_audit(AuditOptions(str(pair.target), SpecConfig(), 2, 60, (0.0,)), prompts, "")
     assert failed(checks_of(report)) == ()
+    assert [note for note in report.caveats if "tokens" in note] == [
+        "prompt 2 has 500 tokens, and its last 196 were asked: the context of 256 holds no more beside 60 of an "
+        "answer. Give shorter prompts, or a smaller --max-tokens."
+    ]
 
 
 # ---- planted errors
