@@ -297,6 +297,9 @@ class HttpBackend:
             stream.num_accepted = round(after["accepted"] - before["accepted"])
         return _answer(reader)
 
+    def room(self, _question: Question) -> None:
+        """A server knows its own tokens."""
+
     def fields(self, drafting: Drafting) -> dict[str, Any]:
         """What a request to this kind of server says beside the question, drafting or asked to answer plainly."""
         return {**self.kind.fields, **((self.kind.plain or {}) if drafting.kind is None else {})}

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -133,9 +134,10 @@ class KeptFile:
         return dict(self.restored(lambda line: (line["name"], line["value"])))
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file; what it could not take was an error of `append`."""
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):
+                self._file.close()
 
     def _check(self, known: Mapping[str, Any], now: Mapping[str, Any], option: str) -> None:
         if known["format"] != FORMAT:

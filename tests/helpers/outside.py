@@ -38,6 +38,9 @@ class Outside:
     ) -> Sequence[Drafting]:
         return [Drafting("lookup", number) for number in (None, *num_drafts)]
 
+    def room(self, question: Question) -> tuple[int, int] | None:
+        return self.inner.room(question)
+
     def notes(self) -> Sequence[str]:
         return ()
 

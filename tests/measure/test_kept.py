@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,6 +54,39 @@ def test_two_runs_do_not_add_to_one_file(tmp_path: Path) -> None:
     assert path.read_bytes() == held
     first.close()
     opened(path).close()
+
+
+def test_a_full_disk_is_said_with_the_file(tmp_path: Path) -> None:
+    """Closing such a file fails as well, which must not take the error's place."""
+
+    class Full(io.StringIO):
+        def flush(self) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        close = flush
+
+    kept = opened(tmp_path / "kept.jsonl")
+    kept.close()
+    kept._file = Full()
+    with pytest.raises(StorageError, match=r"cannot keep the measurements in .*kept\.jsonl: .*No space"), closing(kept):
+        kept.append({"answer": 1})
+
+
+def test_a_value_is_measured_once(tmp_path: Path) -> None:
+    path, calls = tmp_path / "kept.jsonl", list[str]()
+
+    def measured() -> tuple[int, ...]:
+        calls.append("")
+        return (1, 2)
+
+    for _ in range(2):
+        with closing(opened(path)) as kept:
+            assert kept.once("a name", tuple, measured) == (1, 2)
+    assert len(calls) == 1
+    with closing(opened(path)) as kept, pytest.raises(StorageError, match="does not hold the measurements"):
+        kept.once("a name", lambda value: value["x"], measured)
+    with closing(KeptFile(None, "bench test", {})) as kept:
+        assert kept.once("a name", tuple, measured) == (1, 2)
 
 
 def test_without_a_file_nothing_is_kept() -> None:
