@@ -23,6 +23,8 @@ ForetokenError                      exit code
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class ForetokenError(Exception):
     """Base class of every error that foretoken raises on purpose."""
@@ -120,9 +122,10 @@ class NumericsError(ForetokenError, RuntimeError):
 
 
 class StorageError(ForetokenError, OSError):
-    """A file or folder that cannot be read or written."""
+    """A file or folder that cannot be read or written; `report` is a measurement that it was to hold."""
 
     exit_code = 4
+    report: Any = None
 
 
 class GateError(ForetokenError):

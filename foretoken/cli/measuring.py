@@ -46,6 +46,14 @@ def drafters_of(context: typer.Context) -> tuple[str, ...]:
     return ("draft_model", *named) if has_draft else named
 
 
+def show(report: Report, as_json: bool) -> None:
+    """Print the report."""
+    if as_json:
+        Console().json_line(report.json_line())
+    else:
+        print_report(report)
+
+
 def finish(report: Report, as_json: bool) -> None:
     """Print the report, and end as it says.
 
@@ -53,10 +61,7 @@ def finish(report: Report, as_json: bool) -> None:
         KeyboardInterrupt: the run was interrupted.
         GateError: greedy outputs differ from plain decoding under strict numerics.
     """
-    if as_json:
-        Console().json_line(report.json_line())
-    else:
-        print_report(report)
+    show(report, as_json)
     if report.interrupted:
         raise KeyboardInterrupt
     if count := report.results.get("strict_differing"):

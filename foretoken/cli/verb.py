@@ -15,7 +15,7 @@ from foretoken.cli import origins
 from foretoken.cli.exits import ENDING, quit_at_once, terminate
 from foretoken.cli.flags import flags_taken
 from foretoken.cli.usage import Command
-from foretoken.errors import ConfigError, InputError
+from foretoken.errors import ConfigError, InputError, StorageError
 from foretoken.params import check_text
 
 _HANDLERS = (signal.default_int_handler, terminate)
@@ -62,7 +62,14 @@ class Verb(Command):
 
     def invoke(self, ctx: Any) -> Any:  # noqa: ANN401, D102
         with _blame(ctx):
-            return super().invoke(ctx)
+            try:
+                return super().invoke(ctx)
+            except StorageError as error:
+                if error.report is not None:
+                    from foretoken.cli.measuring import show
+
+                    show(error.report, ctx.params["as_json"])
+                raise
 
 
 class EngineVerb(Verb):

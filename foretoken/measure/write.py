@@ -48,10 +48,18 @@ def write_report(report: Report, out: Path | None, name: str) -> Report:
     Returns the report with the files named.
 
     Raises:
-        StorageError: the file or folder cannot be written.
+        StorageError: the file or folder cannot be written; holds the report.
     """
     if out is None:
         return report
+    try:
+        return _written(report, out, name)
+    except StorageError as error:
+        error.report = report
+        raise
+
+
+def _written(report: Report, out: Path, name: str) -> Report:
     if is_page(out):
         report = dataclasses.replace(report, files=(*report.files, str(out)))
         replace_text("out", out, rendered(report, out.suffix))

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from foretoken.cli import audit
+from foretoken.errors import StorageError
 from foretoken.measure.audit import run as run_module
 from foretoken.measure.workload import SLICES, slices
 from foretoken.verify.rejection import RejectionRule
@@ -218,6 +219,22 @@ def test_an_interrupted_audit_reports_and_goes_on(
     assert (resumed.code, json.loads(resumed.lines[-1])["checks"]) == (0, checks)
     other = foretoken(*common, "--resume", "kept.jsonl", "--seed", 1)
     assert (other.code, "was measured with seed=0, this run has 1" in other.err) == (2, True)
+
+
+def test_a_report_that_cannot_be_written_is_shown(
+    foretoken: Run, pair: SimpleNamespace, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that is full after hours of work does not take what was found."""
+
+    def full(*_: object) -> None:
+        raise StorageError("out: cannot write r.json: No space left on device")
+
+    monkeypatch.setattr("foretoken.measure.write.replace_text", full)
+    common = ["audit", "-t", pair.target, "--prompts", prompts, *SHORT, "--temperatures", 0, "--out", "r.json"]
+    for words, shown in (([], "PASS: 3 checks"), (["--json"], '"verdict": "PASS: 3 checks"')):
+        done = foretoken(*common, *words)
+        assert (done.code, shown in done.lines[-1]) == (4, True)
+        assert "error: out: cannot write r.json: No space left on device" in done.err
 
 
 def test_a_check_finds_the_same_whatever_was_before_it(
