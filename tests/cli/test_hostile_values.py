@@ -179,7 +179,7 @@ def test_w1_values_that_only_some_options_refuse(foretoken: Run, arguments: tupl
         (4, ("bench", "--out", "file/below")),
         (4, ("bench", "profile", "--out", "file")),
         (4, ("bench", "load", "--batches", "1", "--out", "file")),
-        (4, ("audit", "--out", "folder.md")),
+        (4, ("audit", "--out", "file")),
         (4, ("audit", "--out", "file/below/report.md")),
         (4, ("generate", "--prompt", "x", "--trace", "nowhere/t.jsonl")),
         (4, ("generate", "--prompt", "x", "--trace", "folder.md")),
