@@ -67,7 +67,8 @@ class BackendSession:
         asked = backend or self.backend
 
         def answer(question: Question) -> Answer:
-            return asked.answer(question, drafting)
+            found = asked.answer(question, drafting)
+            return found if self.judge is None else self.judge.check(found)
 
         if not together:
             return list(map(answer, questions))

@@ -33,6 +33,7 @@ class Judge:
             ModelError: it cannot be loaded.
         """
         assert options.target is not None
+        self._name = options.target
         self.llm = LLM(
             options.target,
             SpecConfig(),
@@ -65,6 +66,20 @@ class Judge:
         room = self.llm.target.max_context_tokens - question.max_tokens
         check_room("prompts", name, len(ids), room)
         return ids
+
+    def check(self, answer: Answer) -> Answer:
+        """An answer whose tokens the target has.
+
+        Raises:
+            InputError: it has a token that the target does not: another model answered.
+        """
+        size = self.llm.target.vocab_size
+        if max(answer.token_ids, default=0) >= size:
+            remedy = (
+                f"has {size} tokens, and an answer holds token {max(answer.token_ids)}: name the model that answers"
+            )
+            raise InputError("target", self._name, remedy)
+        return answer
 
     def answer_ids(self, prompt_ids: Sequence[int], answer: Answer) -> tuple[int, ...] | None:
         """Token ids of an answer: its own, or where only its text is known those that the target would write it with;

@@ -263,6 +263,12 @@ def test_every_question_that_cannot_be_asked_is_named(engine: LocalAnswers, monk
     assert results(report)[CHOICE] == {"pass"}
 
 
+def test_another_model_than_the_target_is_refused(engine: LocalAnswers, monkeypatch: pytest.MonkeyPatch) -> None:
+    register(monkeypatch, Outside(engine, lambda ask, question, _: replace(ask(question), token_ids=(10**6,))))
+    with pytest.raises(InputError, match=r"^target=.*an answer holds token 1000000: name the model that answers"):
+        audit()
+
+
 def test_prompts_that_no_other_engine_takes(engine: LocalAnswers, monkeypatch: pytest.MonkeyPatch) -> None:
     register(monkeypatch, Outside(engine))
     source = BackendSource(NAME, TARGET)
