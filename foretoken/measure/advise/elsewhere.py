@@ -26,7 +26,7 @@ from foretoken.errors import ForetokenError, InputError
 from foretoken.export.engines import NAMES
 from foretoken.export.launch import plain_drafters
 from foretoken.measure.advise.candidates import AdviseCandidate
-from foretoken.measure.advise.costing import Machine
+from foretoken.measure.advise.cells import Machine
 from foretoken.measure.advise.costs import DrafterCosts, LoadCosts
 from foretoken.measure.advise.keeping import kept_answers
 from foretoken.measure.advise.known_text import known_rounds

@@ -7,9 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from foretoken.measure.advise.candidates import AdviseCandidate
-from foretoken.measure.advise.cells import ALL_SLICES, SpeedCell, best_cells, cells_of
+from foretoken.measure.advise.cells import ALL_SLICES, CostRow, Machine, SpeedCell, best_cells, cells_of, cost_rows
 from foretoken.measure.advise.checks import Finding, of_cells, of_question
-from foretoken.measure.advise.costing import CostRow, Machine, cost_rows
 from foretoken.measure.advise.costs import LoadCosts
 from foretoken.measure.advise.launches import (
     OTHERS,

@@ -19,8 +19,8 @@ from foretoken.errors import ForetokenError, SpeculationWarning, UnsupportedMode
 from foretoken.machine.identity import machine
 from foretoken.machine.neighbours import OtherLoad, is_contended
 from foretoken.measure.advise.candidates import AdviseCandidate, candidates_of
+from foretoken.measure.advise.cells import Machine, machines_of
 from foretoken.measure.advise.checks import Finding, of_pair
-from foretoken.measure.advise.costing import Machine, machines_of
 from foretoken.measure.advise.costs import LoadCosts, measure_costs
 from foretoken.measure.advise.elsewhere import measured_elsewhere
 from foretoken.measure.advise.keeping import kept_answers

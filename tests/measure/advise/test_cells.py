@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from foretoken.measure.advise.cells import ALL_SLICES, MemoryRoom, SpeedCell, best_cells, cells_of, predicted
+from foretoken.measure.advise.cells import (
+    ALL_SLICES,
+    Machine,
+    MemoryRoom,
+    SpeedCell,
+    best_cells,
+    cells_of,
+    cost_rows,
+    predicted,
+)
 from foretoken.measure.advise.checks import of_cells, shortest_answer
-from foretoken.measure.advise.costing import Machine, cost_rows
 from foretoken.measure.advise.costs import DrafterCosts, LoadCosts, spread
 from foretoken.measure.advise.rounds import AnswerRounds, DraftRound
 from foretoken.plan.profile import Curve
