@@ -19,7 +19,7 @@ from foretoken.files import check_file
 from foretoken.measure.speed.options import SpeedOptions
 from foretoken.printing.console import Console
 from foretoken.train.answers import AnswerConfig, placed_prompts, write_answers
-from foretoken.train.train_config import TrainConfig
+from foretoken.train.configs import TrainConfig
 
 if TYPE_CHECKING:
     from foretoken.train.recipes import ModelSize

@@ -92,9 +92,9 @@ def _train(given: HeadOptions, shape: HeadShape, as_json: bool) -> None:
 
 def _usual_settings(given: HeadOptions, shape: HeadShape) -> HeadSettings:
     """What is usual for the shape that is asked for, or that the head of --init has: how many places it learns."""
+    from foretoken.train.configs import HeadTrainConfig
     from foretoken.train.head_recipes import usual_training
     from foretoken.train.head_run import HeadSettings, places_of
-    from foretoken.train.head_train_config import HeadTrainConfig
 
     asked = _settings(HeadSettings(head=shape, train=HeadTrainConfig(num_places=1)), given)
     usual = usual_training(asked.head)

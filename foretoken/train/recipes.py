@@ -25,8 +25,8 @@ from foretoken.model.open import open_device
 from foretoken.model.saving import save_checkpoint
 from foretoken.printing.console import Console
 from foretoken.text.tokenizer import load_tokenizer
+from foretoken.train.configs import TrainConfig
 from foretoken.train.corpus import END_OF_TEXT, encode, standard_library, tokenizer_config, train_tokenizer
-from foretoken.train.train_config import TrainConfig
 from foretoken.train.trainer import Data, Result, Trainer
 
 

@@ -15,9 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from foretoken.printing.console import Bar, Console
-from foretoken.train.head_train_config import HeadTrainConfig
+from foretoken.train.configs import HeadTrainConfig, TrainConfig
 from foretoken.train.parallel import Ranks
-from foretoken.train.train_config import TrainConfig
 
 
 class TrainingLoop(ABC):

@@ -14,8 +14,8 @@ import torch
 from foretoken.errors import CheckpointError, ConfigError, StorageError
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.decoder import Decoder
+from foretoken.train.configs import TrainConfig
 from foretoken.train.recipes import ModelSize, train_lm
-from foretoken.train.train_config import TrainConfig
 from foretoken.train.trainer import Data, Trainer
 
 CONFIG = TrainConfig(
