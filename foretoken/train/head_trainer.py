@@ -24,9 +24,8 @@ from foretoken.train.frozen_target import FrozenTarget, StateCache
 from foretoken.train.head_data import Batches, HeadData
 from foretoken.train.optimizer import make_optimizers, set_rate
 from foretoken.train.parallel import Ranks
-from foretoken.train.run_state import check_same, read_meta, restore_state, save_state
 from foretoken.train.students import HeadAcceptance, Student, measure_head
-from foretoken.train.training_loop import TrainingLoop
+from foretoken.train.training_loop import TrainingLoop, check_same, read_meta, restore_state, save_state
 
 CURVE = "curve.jsonl"
 # What a resumed run may change: how long it is, and what does not touch its weights or the head that is kept.

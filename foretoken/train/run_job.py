@@ -24,7 +24,7 @@ from foretoken.train.head_data import HeadData, TokenText
 from foretoken.train.head_trainer import HeadResult
 from foretoken.train.parallel import Ranks
 from foretoken.train.recipes import prepare
-from foretoken.train.run_state import STATE_WEIGHTS, check_same
+from foretoken.train.training_loop import STATE_WEIGHTS, check_same
 
 MANIFEST, STATES = "run.json", "states"
 _PRECISIONS: Mapping[str, Precision | None] = {"auto": None, "bfloat16": "bfloat16", "float32": "float32"}

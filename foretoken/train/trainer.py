@@ -20,8 +20,7 @@ from foretoken.train.configs import TrainConfig, rate_share
 from foretoken.train.corpus import windows
 from foretoken.train.evaluate import Agreement, agreement, bits_per_byte, cross_entropy, distillation, logits_of
 from foretoken.train.optimizer import OptimizerConfig, make_optimizers, set_rate
-from foretoken.train.run_state import check_same, read_meta, restore_state, save_state
-from foretoken.train.training_loop import TrainingLoop
+from foretoken.train.training_loop import TrainingLoop, check_same, read_meta, restore_state, save_state
 
 _AGREEMENT_TOKENS = 65_536
 

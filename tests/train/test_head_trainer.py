@@ -23,7 +23,7 @@ from foretoken.train.head_recipes import BlockShape, EagleShape, HeadShape, Medu
 from foretoken.train.head_trainer import CURVE, HeadTrainer
 from foretoken.train.optimizer import OptimizerConfig
 from foretoken.train.parallel import Ranks, joined_ranks
-from foretoken.train.run_state import check_same, restore_state
+from foretoken.train.training_loop import check_same, restore_state
 from tests.train.tiny import CONFIG, SHAPES, VOCABULARY, tiny_target, tiny_text, tiny_trainer
 
 
