@@ -37,7 +37,7 @@ from foretoken.measure.speed.report import speed_report
 from foretoken.measure.speed.rows import SpeedRow
 from foretoken.model.names import model_folder
 from foretoken.plan.profile import Curve, DrafterCost, Profile
-from foretoken.train.trainer import Result
+from foretoken.train.recipes import Result
 from tests.helpers.hostile_strings import Done, Scene, Stream
 from tests.measure.fakes import rows as bench_rows
 

@@ -15,8 +15,7 @@ from foretoken.errors import CheckpointError, ConfigError, StorageError
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.decoder import Decoder
 from foretoken.train.configs import TrainConfig
-from foretoken.train.recipes import ModelSize, train_lm
-from foretoken.train.trainer import Data, Trainer
+from foretoken.train.recipes import Data, ModelSize, Trainer, train_lm
 
 CONFIG = TrainConfig(
     tokens=64 * 24,
