@@ -19,11 +19,11 @@ from foretoken.files import check_file
 from foretoken.measure.speed.options import SpeedOptions
 from foretoken.printing.console import Console
 from foretoken.train.answers import AnswerConfig, placed_prompts, write_answers
-from foretoken.train.configs import TrainConfig
 from foretoken.train.run_options import (
     DraftOptions,
     HeadOptions,
     RunOptions,
+    TrainConfig,
     read_settings,
     with_overrides,
     with_settings,
@@ -102,9 +102,9 @@ def _train(given: HeadOptions, shape: HeadShape, as_json: bool) -> None:
 
 def _usual_settings(given: HeadOptions, shape: HeadShape) -> HeadSettings:
     """What is usual for the shape that is asked for, or that the head of --init has: how many places it learns."""
-    from foretoken.train.configs import HeadTrainConfig
     from foretoken.train.head_recipes import usual_training
     from foretoken.train.head_run import HeadSettings, places_of
+    from foretoken.train.head_train_config import HeadTrainConfig
 
     asked = _settings(HeadSettings(head=shape, train=HeadTrainConfig(num_places=1)), given)
     usual = usual_training(asked.head)

@@ -22,8 +22,8 @@ from foretoken.heads.eagle import EagleHead
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.decoder import Decoder
 from foretoken.model.layers import MLP, RMSNorm
-from foretoken.train.configs import HeadTrainConfig
 from foretoken.train.frozen_target import FrozenTarget
+from foretoken.train.head_train_config import HeadTrainConfig
 from foretoken.train.optimizer import OptimizerConfig
 from foretoken.train.students import most_frequent
 

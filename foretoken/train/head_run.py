@@ -29,9 +29,9 @@ from foretoken.model.loader import load_decoder, read_config
 from foretoken.model.names import model_folder
 from foretoken.model.saving import save_checkpoint
 from foretoken.text.tokenizer import load_tokenizer
-from foretoken.train.configs import HeadTrainConfig
 from foretoken.train.head_data import HeadData
 from foretoken.train.head_recipes import EagleShape, HeadShape, new_head, recipe_of
+from foretoken.train.head_train_config import HeadTrainConfig
 from foretoken.train.head_trainer import HeadResult, HeadTrainer
 from foretoken.train.parallel import Ranks
 from foretoken.train.recipes import DRAFT_SHAPE, ModelSize

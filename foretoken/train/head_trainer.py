@@ -19,10 +19,10 @@ from torch import Tensor
 from foretoken.errors import ConfigError, NumericsError, StorageError
 from foretoken.heads.base import HeadBatch
 from foretoken.heads.losses import compare, target_logits, weighted_loss
-from foretoken.train.configs import HeadTrainConfig, rate_share
 from foretoken.train.frozen_target import FrozenTarget, StateCache
 from foretoken.train.head_data import Batches, HeadData
-from foretoken.train.optimizer import make_optimizers, set_rate
+from foretoken.train.head_train_config import HeadTrainConfig
+from foretoken.train.optimizer import make_optimizers, rate_share, set_rate
 from foretoken.train.parallel import Ranks
 from foretoken.train.students import HeadAcceptance, Student, measure_head
 from foretoken.train.training_loop import TrainingLoop, check_same, read_meta, restore_state, save_state

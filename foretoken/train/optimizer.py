@@ -70,3 +70,14 @@ def set_rate(optimizers: Sequence[torch.optim.Optimizer], share: float) -> None:
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group[_PEAK] * share
+
+
+def rate_share(step: int, num_steps: int, warmup_steps: int, decay_share: float, time_used: float = 0.0) -> float:
+    """Learning rate at `step` as a share of the peak: warm-up, stable, and linear decay to zero in the last
+    `decay_share` of the run.
+
+    `time_used` is the share of the run's time that is over: the further one of steps and time counts.
+    """
+    warm = min(1.0, (step + 1) / max(1, warmup_steps))
+    left = min(num_steps - step, num_steps * (1 - min(1.0, time_used)))
+    return warm * min(1.0, left / max(1.0, num_steps * decay_share))

@@ -28,10 +28,10 @@ from foretoken.model.open import open_device
 from foretoken.model.saving import save_checkpoint
 from foretoken.printing.console import Console
 from foretoken.text.tokenizer import load_tokenizer
-from foretoken.train.configs import TrainConfig, rate_share
 from foretoken.train.corpus import END_OF_TEXT, encode, standard_library, tokenizer_config, train_tokenizer, windows
 from foretoken.train.evaluate import Agreement, agreement, bits_per_byte, cross_entropy, distillation, logits_of
-from foretoken.train.optimizer import OptimizerConfig, make_optimizers, set_rate
+from foretoken.train.optimizer import OptimizerConfig, make_optimizers, rate_share, set_rate
+from foretoken.train.run_options import TrainConfig
 from foretoken.train.training_loop import TrainingLoop, check_same, read_meta, restore_state, save_state
 
 _AGREEMENT_TOKENS = 65_536

@@ -18,9 +18,9 @@ from foretoken.model.open import open_device
 from foretoken.printing.console import Console
 from foretoken.text.tokenizer import load_tokenizer
 from foretoken.train.answers import answered_data, folder_fingerprint
-from foretoken.train.configs import HeadTrainConfig
 from foretoken.train.frozen_target import FrozenTarget, Precision, StateCache, entry_bytes, fast_precision
 from foretoken.train.head_data import HeadData, TokenText
+from foretoken.train.head_train_config import HeadTrainConfig
 from foretoken.train.head_trainer import HeadResult
 from foretoken.train.parallel import Ranks
 from foretoken.train.recipes import prepare

@@ -24,8 +24,9 @@ from torch import Tensor, nn
 
 from foretoken.errors import CheckpointError, ConfigError, StorageError
 from foretoken.printing.console import Bar, Console
-from foretoken.train.configs import HeadTrainConfig, TrainConfig
+from foretoken.train.head_train_config import HeadTrainConfig
 from foretoken.train.parallel import Ranks
+from foretoken.train.run_options import TrainConfig
 
 STATE_WEIGHTS, STATE_JSON = "state.safetensors", "state.json"
 

@@ -14,8 +14,8 @@ import torch
 from foretoken.errors import CheckpointError, ConfigError, StorageError
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.decoder import Decoder
-from foretoken.train.configs import TrainConfig
 from foretoken.train.recipes import Data, ModelSize, Trainer, train_lm
+from foretoken.train.run_options import TrainConfig
 
 CONFIG = TrainConfig(
     tokens=64 * 24,

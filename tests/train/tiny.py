@@ -10,10 +10,10 @@ import torch
 from foretoken.heads.losses import LossConfig
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.decoder import Decoder
-from foretoken.train.configs import HeadTrainConfig
 from foretoken.train.frozen_target import FrozenTarget, StateCache
 from foretoken.train.head_data import HeadData, TokenText
 from foretoken.train.head_recipes import AdapterShape, BlockShape, EagleShape, HeadShape, MedusaShape, new_head
+from foretoken.train.head_train_config import HeadTrainConfig
 from foretoken.train.head_trainer import HeadTrainer
 from foretoken.train.optimizer import OptimizerConfig
 from foretoken.train.parallel import Ranks
