@@ -20,7 +20,6 @@ from foretoken.machine.identity import machine
 from foretoken.machine.neighbours import OtherLoad, is_contended
 from foretoken.measure.advise.candidates import AdviseCandidate, candidates_of
 from foretoken.measure.advise.cells import Machine, machines_of
-from foretoken.measure.advise.checks import Finding, of_pair
 from foretoken.measure.advise.costs import LoadCosts, measure_costs
 from foretoken.measure.advise.elsewhere import measured_elsewhere
 from foretoken.measure.advise.keeping import kept_answers
@@ -28,6 +27,7 @@ from foretoken.measure.advise.memory import MemoryRow, budget_of, memory_rows
 from foretoken.measure.advise.options import AdviseOptions
 from foretoken.measure.advise.report import Measured, advise_report
 from foretoken.measure.advise.rounds import AnswerRounds, RoundRecorder, answered, read_rounds
+from foretoken.measure.advise.verdict import Finding, of_pair
 from foretoken.measure.eval.options import EvalDrafter, EvalOptions
 from foretoken.measure.eval.prompts import EvalPrompt, fitting, in_turns, prompts_of
 from foretoken.measure.eval.run import measure

@@ -14,9 +14,9 @@ from foretoken.measure.advise.cells import (
     cost_rows,
     predicted,
 )
-from foretoken.measure.advise.checks import of_cells, shortest_answer
 from foretoken.measure.advise.costs import DrafterCosts, LoadCosts, spread
 from foretoken.measure.advise.rounds import AnswerRounds, DraftRound
+from foretoken.measure.advise.verdict import of_cells, shortest_answer
 from foretoken.plan.profile import Curve
 
 # A plain step takes 1 s with 1 request and 2 s with 4; each draft token of all requests 0.1 s and 1 s more.

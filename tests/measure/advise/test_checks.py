@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from foretoken.measure.advise.cells import MemoryRoom
-from foretoken.measure.advise.checks import Finding, of_pair, of_question
 from foretoken.measure.advise.costs import LoadCosts
 from foretoken.measure.advise.memory import MemoryRow, memory_advice
 from foretoken.measure.advise.options import AdviseOptions
 from foretoken.measure.advise.run import recorded_notes
+from foretoken.measure.advise.verdict import Finding, of_pair, of_question
 from foretoken.measure.eval.prompts import prompts_of
 from foretoken.plan.memory import Budget
 from foretoken.plan.profile import Curve

@@ -8,9 +8,8 @@ import pytest
 
 from foretoken.control.routing import RoutingRules
 from foretoken.measure.advise.cells import SpeedCell
-from foretoken.measure.advise.checks import Finding
 from foretoken.measure.advise.costs import DrafterCosts, LoadCosts
-from foretoken.measure.advise.verdict import candidate_verdict, verdict_of
+from foretoken.measure.advise.verdict import Finding, candidate_verdict, verdict_of
 from foretoken.measure.stats import Estimate
 from foretoken.plan.profile import Curve
 
