@@ -15,7 +15,7 @@ from foretoken import LLM, AsyncEngine, ConfigError, SamplingParams, SpecConfig
 from foretoken.draft.eagle import EagleDrafter
 from foretoken.engine import adviser
 from foretoken.engine import llm as llm_module
-from foretoken.engine.advice import (
+from foretoken.engine.adviser import (
     Advice,
     LoadFacts,
     TextFormat,

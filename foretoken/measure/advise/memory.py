@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from foretoken.engine.advice import Advice, of_memory
+from foretoken.engine.adviser import Advice, of_memory
 from foretoken.heads.footprint import draft_shape_of, head_shape_of
 from foretoken.machine.memory import available_bytes, parse_bytes
 from foretoken.measure.advise.candidates import AdviseCandidate

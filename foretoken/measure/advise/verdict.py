@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from foretoken.control.routing import RoutingRules
-from foretoken.engine.advice import Advice, of_draft_size, of_draft_text, of_temperature
-from foretoken.engine.adviser import text_format
+from foretoken.engine.adviser import Advice, of_draft_size, of_draft_text, of_temperature, text_format
 from foretoken.measure.advise.cells import ALL_SLICES, SpeedCell
 from foretoken.measure.advise.costs import LoadCosts
 from foretoken.measure.advise.options import AdviseOptions
