@@ -5,7 +5,6 @@
 
 #include "attention.h"
 #include "experts.h"
-#include "product.h"
 
 // The weights of one layer; any norm may be missing. `qkv` reads the rows of the stream behind `attention_norm`, with
 // those of `beside` of the pass behind `beside_norm` in front of them. `keeps_normed`: the stream goes on from normed

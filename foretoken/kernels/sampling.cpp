@@ -12,7 +12,6 @@
 #include "race.h"
 #include "threads.h"
 #include "top_two.h"
-#include "uniforms.h"
 
 namespace {
 
