@@ -17,7 +17,7 @@ from typing import Any
 from foretoken.measure.speed.plan import ALL_SLICES, ENGINE
 from foretoken.measure.speed.report import against_peer, by_position, kind_of
 from foretoken.measure.speed.rows import SpeedRow
-from foretoken.printing import text as markdown
+from foretoken.printing import console as markdown
 
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 # Defaults of fields that older results do not have; other missing fields are None.

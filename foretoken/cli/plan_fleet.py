@@ -16,7 +16,7 @@ from foretoken.measure.options import check_price
 from foretoken.measure.report import Report, Table, print_report
 from foretoken.params import check_whole
 from foretoken.plan.profile import Profile
-from foretoken.printing.text import seconds_text
+from foretoken.printing.console import seconds_text
 from foretoken.simulate.fleet.options import FleetOptions
 from foretoken.simulate.fleet.plan import FleetPlanner, FleetRow
 from foretoken.simulate.fleet.speed import RequestMix, replica_speed

@@ -24,7 +24,7 @@ from foretoken.measure.speed.options import SpeedOptions
 from foretoken.measure.write import check_out, write_report
 from foretoken.params import check_number, check_whole, is_count
 from foretoken.plan.profile import Profile
-from foretoken.printing.text import seconds_text
+from foretoken.printing.console import seconds_text
 from foretoken.simulate import simulate as simulation
 from foretoken.simulate.inputs import (
     MAX_REQUESTS,

@@ -10,8 +10,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from foretoken.files import map_texts
-from foretoken.printing.console import Console
-from foretoken.printing.text import encodable, shortened, visible
+from foretoken.printing.console import Console, encodable, shortened, visible
 
 _MAX_DEFAULT = 200  # characters of a default in the help, which may come from a settings file
 # The base of every usage error; typer has carried click inside since 0.26 and exports only this subclass.

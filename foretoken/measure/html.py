@@ -14,7 +14,7 @@ from typing import Any
 from foretoken.files import to_json
 from foretoken.measure.plots import NUM_COLOURS, Plot, svg
 from foretoken.measure.report import Report, Table, provenance
-from foretoken.printing.text import visible
+from foretoken.printing.console import visible
 
 # Okabe and Ito's colours, which the colour-blind can tell apart, darkened or lightened to 3:1 against the ground.
 _STYLE = """

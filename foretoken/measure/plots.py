@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Literal
 
-from foretoken.printing.text import visible
+from foretoken.printing.console import visible
 
 NUM_COLOURS = 6
 _CHARACTER, _LINE, _BAR, _MARK = 6.7, 20, 11, 3.5  # of text at 12 pixels, a row, a bar, a point

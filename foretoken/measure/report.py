@@ -13,7 +13,7 @@ from typing import Any
 from foretoken.files import as_plain
 from foretoken.machine.identity import machine, versions
 from foretoken.measure.plots import Plot
-from foretoken.printing import text as pages
+from foretoken.printing import console as pages
 from foretoken.printing.console import Console
 
 _BUSY_LOAD = 0.9  # load average per core

@@ -19,7 +19,7 @@ from typing import Any
 
 from foretoken.control.config import DEFAULT, PolicyConfig
 from foretoken.machine.identity import machine, versions
-from foretoken.printing import text as markdown
+from foretoken.printing import console as markdown
 from studies.dials.dials import Variant, table, variants
 from studies.worlds import data
 from studies.worlds.simulator import Machine, known_of, run

@@ -7,7 +7,7 @@ from dataclasses import Field, dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from foretoken.control.config import DEFAULT, PolicyConfig
-from foretoken.printing import text as markdown
+from foretoken.printing import console as markdown
 
 _NEVER, _ENDLESS = 1 << 40, 1e9
 

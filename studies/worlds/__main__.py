@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.machine.identity import machine, versions
-from foretoken.printing import text as markdown
+from foretoken.printing import console as markdown
 from studies.worlds import data
 from studies.worlds.ablations import ABLATIONS, FULL, Ablation
 from studies.worlds.profiles import measure

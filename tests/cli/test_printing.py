@@ -18,9 +18,8 @@ from foretoken.cli import models
 from foretoken.engine.request import GenerateOutput
 from foretoken.measure.report import markdown
 from foretoken.measure.write import write_report
-from foretoken.printing import text as pages
-from foretoken.printing.console import Console
-from foretoken.printing.text import encodable, shortened, visible, visible_block
+from foretoken.printing import console as pages
+from foretoken.printing.console import Console, encodable, shortened, visible, visible_block
 from tests.cli.conftest import Run
 from tests.helpers import hostile_scenes, hostile_strings
 from tests.helpers.hostile_strings import MEGABYTE, STRINGS, Stream, undone

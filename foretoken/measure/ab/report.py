@@ -25,7 +25,7 @@ from foretoken.measure.report import Report, Table, busy_caveats, interruption_n
 from foretoken.measure.sequential import MIN_BLOCKS
 from foretoken.measure.sides import side_table
 from foretoken.measure.stats import Estimate, ratio_text
-from foretoken.printing.text import seconds_text
+from foretoken.printing.console import seconds_text
 
 EXPLAINED = (
     "B over A: the speed of B as a multiple of A's, by the mean of log-ratios of a request on both; above 1 B is "
