@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,11 +33,13 @@ from foretoken.heads.kinds import KINDS, kind_of_config
 from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.fields import HEAD_NOTE, Fields, read_json
-from foretoken.model.loader import parse_dtype, stored_dtype
-from foretoken.model.weights import INDEX, WEIGHTS, Weights
+from foretoken.model.loader import open_weights, parse_dtype, stored_dtype
+from foretoken.model.weights import EMBEDDING, INDEX, WEIGHTS, TensorSource, Weights
 
 _OFFSETS, _MASK = "d2t", "t2d"  # target id = draft id + d2t[draft id]; the mask of the same ids
 _EMBEDDING = "embed_tokens.weight"
+_COMPARED_ROWS = 64  # of an embedding, from all over it
+_ROUNDED, _QUANTISED = 1 / 64, 1 / 2  # how far a copy of numbers may be from those of the target, and from its codes
 _SHOWN = 3  # tensors that an error names
 
 
@@ -49,7 +52,8 @@ def load_head(
 ) -> Head:
     """The head in `folder`, its weights plain (not packed) and trainable. "auto" is the dtype it is stored in.
 
-    With `target_folder` its tokenizer is compared with the one the head was trained with, where the head knows it.
+    With `target_folder` its tokenizer is compared with the one the head was trained with, where the head knows it, and
+    its embedding with one that the head holds, which is otherwise taken for a copy.
 
     Raises:
         CheckpointError: a file or tensor that is missing, truncated, superfluous or malformed.
@@ -59,7 +63,7 @@ def load_head(
     """
     place = torch.device(device)
     check_note(folder, target, target_folder)
-    fields, weights, head = open_head(folder, target)
+    fields, weights, head = open_head(folder, target, target_folder)
     stored = _stored_names(weights, head.config, len(head.vocabulary.ids))
     expected = tensor_shapes(head)
     absent = {CONFIDENCE_BIAS} & expected.keys() - stored.keys()  # heads trained before had none
@@ -152,8 +156,8 @@ class OpenedHead(NamedTuple):
     network: Head
 
 
-def open_head(folder: Path, target: ModelConfig) -> OpenedHead:
-    """The head in `folder`, of whose tensors only headers are read.
+def open_head(folder: Path, target: ModelConfig, target_folder: Path | None = None) -> OpenedHead:
+    """The head in `folder`, of whose tensors only headers are read, and rows of its embedding with `target_folder`.
 
     Raises:
         CheckpointError, MismatchError, UnsupportedModelError, ConfigError: see `load_head`.
@@ -166,6 +170,8 @@ def open_head(folder: Path, target: ModelConfig) -> OpenedHead:
             f"{folder}: config.json asks for {config.layer.num_layers:,} layers, the file holds "
             f"{len(weights.own_names):,} tensors"
         )
+    if target_folder is not None and isinstance(config, EagleConfig | BlockConfig):
+        config = _with_embedding(weights, config, target_folder)
     vocabulary = _read_vocabulary(weights, config, kind.draft_vocab_size(config, fields))
     try:
         return OpenedHead(fields, weights, _network(config, vocabulary))
@@ -297,6 +303,41 @@ def _check_embedding(weights: Weights, config: EagleConfig | BlockConfig) -> Non
             f"tensor {_EMBEDDING} in {weights.folder} has shape {list(weights.shape(_EMBEDDING))}, the target's is "
             f"{list(shape)}: a head with an embedding of its own is not run here"
         )
+
+
+def _with_embedding(
+    weights: Weights, config: EagleConfig | BlockConfig, target_folder: Path
+) -> EagleConfig | BlockConfig:
+    """The configuration of a head whose own embedding, if it holds one, may be another than the target's.
+
+    Raises:
+        CheckpointError: a block drafter has one, or it is no copy by its shape.
+    """
+    if _EMBEDDING not in weights or _owns_embedding(config):
+        return config
+    _check_embedding(weights, config)
+    target = open_weights(target_folder)
+    shape = weights.shape(_EMBEDDING)
+    if EMBEDDING not in target or target.shape(EMBEDDING) != shape:
+        return config
+    own, other = weights.read(_EMBEDDING, shape), _first_or_all_rows(target, shape)
+    rows = torch.linspace(0, len(other) - 1, _COMPARED_ROWS, dtype=torch.float64).long()
+    first, second = own[rows].double(), other[rows].double()
+    most = _ROUNDED if isinstance(target, Weights) else _QUANTISED
+    if (first - second).norm() <= most * second.norm():
+        return config
+    if isinstance(config, BlockConfig):
+        raise CheckpointError(
+            f"tensor {_EMBEDDING} in {weights.folder} is not the embedding of {target_folder}, which a block drafter "
+            "reads: take the target that the head was trained for"
+        )
+    return replace(config, keeps_embedding=True)
+
+
+def _first_or_all_rows(target: TensorSource, shape: tuple[int, ...]) -> Tensor:
+    """Rows of the target's embedding from the first on: of a quantised one a few, as all would take its full size."""
+    codes = target.sample(EMBEDDING)
+    return target.read(EMBEDDING, shape) if codes is None else codes.dequantised()
 
 
 def _read_vocabulary(weights: Weights, config: HeadConfig, size: int) -> DraftVocabulary:

@@ -32,10 +32,16 @@ class EagleConfig:
     fc_norm: bool = False  # EAGLE-3.1: a norm for each tap
     norm_output: bool = False  # EAGLE-3.1: feedback behind the norm
     has_own_output: bool = False  # an `lm_head` also for the whole vocabulary; a cut one always has it
+    keeps_embedding: bool = False  # an embedding of the target's shape with other numbers
 
     @property
     def has_own_embedding(self) -> bool:
         """A head of another width than its target cannot read the target's embedding."""
+        return self.keeps_embedding or self.has_own_width
+
+    @property
+    def has_own_width(self) -> bool:
+        """Whether its layers are narrower or wider than the target's."""
         return self.layer.hidden_size != self.target_hidden_size
 
     @property

@@ -208,13 +208,13 @@ class EagleHead(LayeredHead):
 
 def _check(config: EagleConfig, vocabulary: DraftVocabulary) -> None:
     hidden, target_hidden = config.layer.hidden_size, config.target_hidden_size
-    if config.has_own_embedding and config.version == 1:
+    if config.has_own_width and config.version == 1:
         raise ConfigError(
             "hidden_size",
             hidden,
             f"must be the target's, {target_hidden}: an EAGLE-1 head predicts the target's states",
         )
-    if config.has_own_embedding and not config.has_own_output and vocabulary.is_whole:
+    if config.has_own_width and not config.has_own_output and vocabulary.is_whole:
         raise ConfigError(
             "hidden_size",
             hidden,

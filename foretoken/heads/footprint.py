@@ -42,10 +42,18 @@ def head_shape_of(name: str, target: str, shape: ModelShape, draft_dtype: str, d
     held = draft_dtype
     if held == "auto":
         held = head_format(shape.weight_format, shape.itemsize, torch.device(device))
-    return head_shape(model_folder(name), name, read_config(model_folder(target)), shape, held)
+    target_folder = model_folder(target)
+    return head_shape(model_folder(name), name, read_config(target_folder), shape, held, target_folder)
 
 
-def head_shape(folder: Path, name: str, config: ModelConfig, target: ModelShape, weight_format: str) -> ModelShape:
+def head_shape(
+    folder: Path,
+    name: str,
+    config: ModelConfig,
+    target: ModelShape,
+    weight_format: str,
+    target_folder: Path | None = None,
+) -> ModelShape:
     """The memory of the head in `folder` beside the target of `config` and shape `target`; `name` is what the user
     calls it.
 
@@ -54,7 +62,7 @@ def head_shape(folder: Path, name: str, config: ModelConfig, target: ModelShape,
     Raises:
         CheckpointError, MismatchError, UnsupportedModelError, ConfigError: see `checkpoint.load_head`.
     """
-    network = open_head(folder, config).network
+    network = open_head(folder, config, target_folder).network
     tensors = tensor_shapes(network).items()
     num_bytes = sum(_tensor_bytes(tensor, shape, weight_format, target.itemsize) for tensor, shape in tensors)
     num_kept = 0  # numbers of a position: keys and values of the head's layers, and the feature that they are made of

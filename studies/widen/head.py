@@ -80,9 +80,7 @@ def _wide_config(config: HeadConfig, layout: WidenPlan) -> HeadConfig:
     taps = tuple(_wide_tap(tap, layout) for tap in config.taps)
     if isinstance(config, EagleConfig):
         if config.has_own_embedding:
-            raise ConfigError(
-                "head", config.layer.hidden_size, "a head of another width than its target is not widened"
-            )
+            raise ConfigError("head", config.layer.hidden_size, "a head with an embedding of its own is not widened")
         if config.version == 1:
             layer = replace(layer, norm_eps=config.layer.norm_eps / copies)
             taps = (big.num_layers,)

@@ -16,7 +16,7 @@ from torch import Tensor
 from foretoken.errors import CheckpointError, ConfigError, MismatchError, ModelError, UnsupportedModelError
 from foretoken.heads.checkpoint import load_head, save_head
 from foretoken.heads.kind import head_kind
-from foretoken.model.weights import WEIGHTS
+from foretoken.model.weights import EMBEDDING, WEIGHTS
 from tests.helpers.checkpoints import tiny_tokenizer
 from tests.helpers.stored_heads import CUT, HEADS, TARGET, eagle_config, stored_head
 
@@ -292,6 +292,37 @@ def test_a_head_may_carry_a_copy_of_the_embedding(portable: Path) -> None:
     edit(portable, _set("embed_tokens.weight", torch.zeros(97, 32)))
     with pytest.raises(CheckpointError, match="embedding of its own"):
         load_head(portable, TARGET)
+
+
+def test_an_embedding_that_is_not_the_targets_is_used(portable: Path, tmp_path: Path) -> None:
+    """A copy, in whatever dtype, stays out of memory; without the target's files nothing can be compared."""
+    table = torch.randn(97, 48, generator=torch.Generator().manual_seed(3))
+    target = tmp_path / "target"
+    target.mkdir()
+    save_file({EMBEDDING: table}, target / WEIGHTS)
+    for copied in (table, table.bfloat16(), table.half()):
+        edit(portable, _set("embed_tokens.weight", copied))
+        assert "embed_tokens.weight" not in load_head(portable, TARGET, target_folder=target).state_dict()
+    other = table.roll(1, 0).bfloat16()
+    edit(portable, _set("embed_tokens.weight", other))
+    head = load_head(portable, TARGET, target_folder=target)
+    assert torch.equal(head.state_dict()["embed_tokens.weight"], other)
+    save_head(head, tmp_path / "again", TARGET)
+    again = load_head(tmp_path / "again", TARGET, target_folder=target)
+    assert again.config == head.config
+    assert same(again.state_dict(), head.state_dict())
+
+
+def test_a_block_drafter_with_another_embedding_is_refused(tmp_path: Path) -> None:
+    table = torch.randn(97, 48, generator=torch.Generator().manual_seed(3))
+    save_head(stored_head("dflash"), tmp_path / "head", TARGET)
+    (tmp_path / "target").mkdir()
+    save_file({EMBEDDING: table}, tmp_path / "target" / WEIGHTS)
+    edit(tmp_path / "head", _set("embed_tokens.weight", table))
+    load_head(tmp_path / "head", TARGET, target_folder=tmp_path / "target")
+    edit(tmp_path / "head", _set("embed_tokens.weight", -table))
+    with pytest.raises(CheckpointError, match=r"not the embedding of .*the target that the head was trained for"):
+        load_head(tmp_path / "head", TARGET, target_folder=tmp_path / "target")
 
 
 def test_native_names_of_medusa(tmp_path: Path) -> None:
